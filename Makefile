@@ -8,13 +8,15 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 # Some containers set this, and each of hundreds of processes would compile all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test check gpu-check clean services
+.PHONY: train test test-fast check docs gpu-check clean services
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   set up .venv and train on real text: about three minutes, no GPU; again: goes on"
 	@echo "make test    set up .venv, check style, types and import order, and run all tests that need no GPU"
+	@echo "make test-fast   style, types, import order, and the unit tests that take no seconds: under four minutes"
 	@echo "make check   style, types and import order only"
+	@echo "make docs    the documentation as a site, into build/site"
 	@echo "make gpu-check   on a machine with GPUs: what runs on them, part by part, into gpu-check/ (20 minutes for one)"
 	@echo "make clean   remove .venv and caches; runs/ stays"
 
@@ -36,6 +38,9 @@ test: check services
 		tests/services tests/hosts tests/processes
 	@$(BIN)/python -m pytest -n 3 --dist loadfile tests/browser
 
+test-fast: check
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow" tests/unit
+
 # tests/services and tests/browser use these; where they cannot be installed the tests are skipped and say so. No
 # service is started.
 services:
@@ -44,6 +49,11 @@ services:
 		{ echo "installing redis-server, e2fsprogs, util-linux and Slurm for tests/services, Chromium for tests/browser"; \
 		RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server e2fsprogs util-linux \
 		slurmctld slurmd slurm-client munge chromium >/dev/null 2>&1; } || true
+
+# The site in build/site; a link or an anchor that leads nowhere fails.
+docs: $(VENV)/.installed-dev
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 check: $(VENV)/.installed-dev
 	@$(BIN)/ruff check

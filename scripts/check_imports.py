@@ -16,27 +16,35 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 FLOORS = (
-    (
-        "errors units config toml_text jsonl machine processes remote_urls spin_watch strangers webhdfs "
-        "whole_file",
-    ),
+    ("errors units config system",),
     ("kernels", "program", "network", "telemetry", "alerts"),
     ("model", "optim", "data", "comm"),
     ("parallel", "planner", "checkpoint"),
-    ("job job_changes job_rules job_values recipes",),
-    ("run run_lines event_text", "translation"),
-    ("train", "resilience", "dashboard"),
-    ("cli __main__",),
+    ("job recipes",),
+    ("run",),
+    ("doctor",),
+    ("supervise",),
+    ("launchers",),
+    ("train", "faults", "dashboard"),
+    ("forecasts",),
+    ("reports",),
+    ("cli __main__", "api"),
 )
 """Lowest first; a string is a room: a folder, a file, or a few that belong together."""
 
 TORCH_FREE = (
-    "errors units config toml_text jsonl machine processes remote_urls spin_watch webhdfs whole_file program "
-    "network planner job job_changes job_rules job_values recipes run run_lines event_text translation "
-    "alerts dashboard cli"
+    "errors units config system program network planner job recipes run alerts dashboard forecasts reports "
+    "cli"
 )
 
-PURE, KNOWN_TO_PURE = "resilience.decide.", ("resilience.facts", "resilience.causes")
+APART = {"train": ("doctor", "supervise", "launchers")}
+"""Rooms that never run in the same process: the first imports none of the others, whatever their floors."""
+
+BY_ITS_FACE = {"cli": ("planner",)}
+"""Rooms of which the first uses only what the package itself offers, none of its modules."""
+
+PURE = "supervise.policy."
+KNOWN_TO_PURE = ("supervise.messages", "supervise.observations", "supervise.exit_causes")
 """Modules that begin so use, of their room, only each other and these, and nothing of the world outside."""
 OUTSIDE = {
     ":asyncio",
@@ -138,7 +146,19 @@ def check_floors(modules: dict[str, Module]) -> Iterator[str]:
                 yield f"{where}: {module.room} (floor {floor}) imports {target} (floor {above})"
 
 
+def check_faces(modules: dict[str, Module]) -> Iterator[str]:
+    """Imports of a room's modules where only its public names may be used."""
+    for module in modules.values():
+        for target in BY_ITS_FACE.get(module.room, ()):
+            for found in module.imports:
+                if found.target.startswith(f"{target}."):
+                    where = f"{module.path}:{found.line}"
+                    yield f"{where}: {module.room} imports {found.target}, not {target}'s public names"
+
+
 def _may(room: str, target: str) -> bool:
+    if target in APART.get(room, ()):
+        return False
     return PLACES[target][0] < PLACES[room][0] or PLACES[target] == PLACES[room]
 
 
@@ -206,7 +226,7 @@ def main(arguments: list[str]) -> int:
     """Checks the package folder given, or this repository's."""
     package = Path(arguments[0]) if arguments else Path(__file__).parents[1] / "src" / "myriad"
     modules = read_modules(package)
-    checks = (check_floors, check_cycles, check_torch_free, check_pure, check_prints)
+    checks = (check_floors, check_faces, check_cycles, check_torch_free, check_pure, check_prints)
     breaches = [line for check in checks for line in check(modules)]
     for line in breaches:
         print(line)

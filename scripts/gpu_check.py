@@ -120,7 +120,7 @@ def _one_gpu() -> Iterator[Check]:
     yield Check(
         "recovery",
         "a killed rank is replaced and the run ends with the bits of one that was not disturbed",
-        "RUN/events.jsonl says what was found when; docs/resilience.md",
+        "RUN/events.jsonl says what was found when; docs/guide/recovery.md",
         command=(*MYRIAD, "faults", "run", "kill-rank", "--folder", "faults"),
         gpus=2,
         seconds=6 * _MINUTES,
@@ -129,15 +129,15 @@ def _one_gpu() -> Iterator[Check]:
         "attention",
         "each way of computing attention, timed; the quickest of each shape is kept for this device",
         "a way that raises is named; attention_choice goes by its rule then",
-        command=(sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--choose"),
+        command=(sys.executable, str(ROOT / "benchmarks" / "kernels" / "gpu.py"), "--choose"),
         seconds=4 * _MINUTES,
         needs_cuda=True,
     )
     yield Check(
         "benchmark",
         "kernels and training beside their peers and the planner's prediction",
-        "compare with the table of predictions in docs/gpu.md",
-        command=(sys.executable, str(ROOT / "benchmarks" / "gpu.py")),
+        "compare with the table of predictions in docs/benchmarks/gpu-predictions.md",
+        command=(sys.executable, str(ROOT / "benchmarks" / "kernels" / "gpu.py")),
         seconds=10 * _MINUTES,
         needs_cuda=True,
     )
@@ -173,6 +173,16 @@ def _several_gpus() -> Iterator[Check]:
         gpus=2,
         needs_cuda=True,
     )
+    captured = {"train.cuda_graphs": "true", "checkpoint.memory_every": "0"}
+    for name in ("tensor", "pipeline"):
+        yield Check(f"graphs-{name}-safe", f"captured stages with {name} parallelism, nothing overlapped",
+                    "train.cuda_graphs = false with this axis",
+                    keys=SAFE | layouts[name] | captured, gpus=2, needs_cuda=True)  # fmt: skip
+        yield Check(f"graphs-{name}", "the same with all defaults", f"overlap.{name} = false (off)",
+                    keys=layouts[name] | captured, gpus=2, needs_cuda=True)  # fmt: skip
+    few = SAFE | {"layout.tp": "2", "comm.max_ctas": "8"}
+    yield Check("few-blocks", "messages that take 8 multiprocessors at most", "comm.max_ctas = off", keys=few,
+                gpus=2, needs_cuda=True)  # fmt: skip
     slices = {"layout.tp": "2", "overlap.tensor": "slices"}
     yield Check("tensor-slices", "products in slices with symmetric memory", "overlap.tensor = turns",
                 keys=slices, gpus=2, needs_cuda=True)  # fmt: skip

@@ -1,8 +1,8 @@
 """Makes the README's pictures of the dashboard, from the same runs that the browser's tests look at.
 
-    python scripts/screenshots.py [FOLDER [dark]]        # docs/ when left out
+    python scripts/screenshots.py [FOLDER [dark]]        # default: docs/images/
 
-Needs Chromium and `pip install 'myriad[dev]'`. Each picture is 1200 x 675.
+Needs Chromium and `pip install 'myriad-train[dev]'`. Each picture is 1200 x 675.
 """
 
 import sys
@@ -60,7 +60,7 @@ def hung_pictures(page: Page, address: str) -> Iterator[str]:
 
 def main(arguments: list[str]) -> int:
     """Writes all pictures."""
-    into = Path(arguments[0]) if arguments else REPOSITORY / "docs"
+    into = Path(arguments[0]) if arguments else REPOSITORY / "docs" / "images"
     theme = "dark" if "dark" in arguments[1:] else "light"
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as engine:
         browser = engine.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])

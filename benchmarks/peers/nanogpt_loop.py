@@ -1,5 +1,5 @@
 """A GPT and its training loop in plain PyTorch, written the way nanoGPT (Karpathy 2022) writes them: modules
-of torch.nn, autograd's gradients, clipping, AdamW. The peer that `benchmarks/single_process.py` measures
+of torch.nn, autograd's gradients, clipping, AdamW. The peer that `single_process.py` measures
 against.
 
 What nanoGPT offers is offered: torch.compile, bfloat16 by autocast, the fused AdamW.

@@ -1,4 +1,4 @@
-"""The plain peer of `benchmarks/faults_against_torchrun.py`: what an honest training script looks like.
+"""The plain peer of `faults_against_torchrun.py`: what an honest training script looks like.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 benchmarks/peers/torchrun_loop.py FOLDER
 

@@ -1,4 +1,4 @@
-"""What every contender of `benchmarks/bandwidth.py` does, and how its time is taken.
+"""What every contender of `benchmarks/links/bandwidth.py` does, and how its time is taken.
 
 A contender is a `Contender`: forward and backward of one global batch, then clipping and AdamW. Steps follow
 each other without a barrier, as in training: what one step leaves under way has to be done in the next.
@@ -49,12 +49,12 @@ class Work:
 
     @property
     def block_parameters(self) -> int:
-        """Of one block: matrices and two norms."""
+        """Return the parameters of one block: matrices and two norms."""
         return 12 * self.hidden**2 + 2 * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Of the whole model; the output matrix is not tied."""
+        """Return the parameters of the whole model; the output matrix is not tied."""
         ends = (2 * self.vocabulary + self.sequence + 1) * self.hidden
         return self.layers * self.block_parameters + ends
 
@@ -92,7 +92,7 @@ class Contender(Protocol):
     """One way to train, on one rank."""
 
     def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
-        """Of the global batch. Gives this rank's share: over all ranks they add up to the mean loss."""
+        """Run one step's passes; return this rank's share of the mean loss: shares of all ranks sum to it."""
         ...
 
     def update(self) -> None:
@@ -126,7 +126,7 @@ class Timing:
     """One visit to the links, as one rank saw it."""
 
     seconds: list[float]
-    """Of each timed step."""
+    """Seconds of each timed step."""
     losses: list[float]
     """Means over the global batch, also of the step that warmed up."""
     sent_bytes: float

@@ -1,24 +1,41 @@
-"""The base of every config type: frozen, typed, unknown keys refused, help under the field.
+"""The base of every section of a job: frozen, typed, unknown keys refused, help under the field.
 
-Each component declares its config beside itself; ``job.py`` puts them together. No config module imports
-torch.
+Each component declares its section beside itself, and `myriad.job.job_values` combines them. No config module
+imports torch. A config that `dump_toml` writes reads back as an equal config; an override is ``KEY=VALUE``
+with a dotted key.
 """
 
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import ErrorDetails
 
+from myriad.errors import BadInputError
 from myriad.units import parse_bytes, parse_rate
 
-__all__ = ["OFF", "Config", "Rate", "Seconds", "Size", "explain", "may_be_off"]
+__all__ = [
+    "OFF",
+    "Config",
+    "Rate",
+    "Seconds",
+    "Size",
+    "dump_toml",
+    "explain",
+    "may_be_off",
+    "parse_override",
+    "parse_toml",
+    "set_dotted",
+]
 
 Size = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**62)]
-"""Bytes, written as a number or as ``"64 MiB"``."""
+"""Bytes, as a number or as text such as ``"64 MiB"``."""
 
 
 def _bytes_per_second(value: object) -> object:
-    """Read text with a unit; what is a number, or text of one, is bytes already."""
+    """Parse text with a unit; a number is already in bytes per second."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -26,16 +43,16 @@ def _bytes_per_second(value: object) -> object:
 
 
 Rate = Annotated[float, BeforeValidator(_bytes_per_second), Field(ge=1, le=1e18)]
-"""Bytes per second, written as a number or as ``"400 Gbit/s"`` or ``"50 GB/s"``."""
+"""Bytes per second, as a number or as text such as ``"400 Gbit/s"`` or ``"50 GB/s"``."""
 Seconds = Annotated[float, Field(gt=0, le=1e4)]
 """A latency in seconds, above 0."""
 
 OFF = "off"
-"""What a key that may be off is set to, in files and on the command line, where there is no null."""
+"""The value that disables an optional key; TOML and the command line have no null."""
 
 
 class Config(BaseModel):
-    """Frozen, strict about unknown keys; a string under a field is that field's help."""
+    """Base of all sections: frozen, refuses unknown keys, and takes the string under a field as its help."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -63,7 +80,7 @@ def may_be_off(config: type[BaseModel], key: str) -> bool:
 
 
 def _may_be_none(config: type[BaseModel], key: str) -> bool:
-    """Whether "none" is one of the key's choices: on the command line that is another word for off."""
+    """Whether "none" is a choice of the key; the command line accepts off for it."""
     field = config.model_fields.get(key)
     return field is not None and "none" in get_args(field.annotation)
 
@@ -91,15 +108,15 @@ _MUST_BE = {
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
 }
-"""What a value must be, by pydantic's name of the error."""
+"""What a value must be, by pydantic error type."""
 _FORMS = {
     "^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, dots, dashes and underscores, a letter or digit first",
 }
-"""What each pattern allows, in words."""
+"""Descriptions of the patterns that keys use."""
 
 
 def explain(error: ErrorDetails) -> str:
-    """Return what is allowed in plain words, for the end of a `myriad.errors.BadInputError`."""
+    """Return what is allowed, as the end of a `myriad.errors.BadInputError`."""
     kind, context = error["type"], error.get("ctx", {})
     if kind == "missing":
         return "is needed"
@@ -110,5 +127,75 @@ def explain(error: ErrorDetails) -> str:
     if kind in _MUST_BE:
         plain = {key: f"{value:g}" if isinstance(value, float) else value for key, value in context.items()}
         return f"must be {_MUST_BE[kind].format(**plain)}"
-    message = error["msg"].removeprefix("Value error, ")  # of a validator of ours, in its own words
+    message = error["msg"].removeprefix("Value error, ")  # raised by a validator of a section
     return message[:1].lower() + message[1:]
+
+
+def dump_toml(config: BaseModel) -> str:
+    """Return every value of a config as TOML. A key that is off is written as ``"off"``, also if that is the
+    default, because the default may change."""
+    return "\n".join(_lines(config.model_dump(mode="json"), "")) + "\n"
+
+
+def _lines(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in table.items():
+        if not isinstance(value, dict):
+            yield f"{key} = {_value(value)}"
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield f"\n[{prefix}{key}]"
+            yield from _lines(value, f"{prefix}{key}.")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, float):
+        return repr(value)
+    # JSON's strings are TOML's, but for one character that TOML wants escaped
+    return json.dumps(OFF if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tree of a TOML text. Raises ``ValueError`` if it is not TOML, or is nested too deep."""
+    try:
+        return tomllib.loads(text.removeprefix("\ufeff"))
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python's limit on the digits of a whole number
+        raise ValueError("a number has thousands of digits") from None
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """Return ``("layout.tp", 2)`` for ``"layout.tp=2"``. A value that is not TOML is text.
+
+    Raises `BadInputError`."""
+    dotted, equals, text = override.partition("=")
+    if not equals or not all(dotted.split(".")):
+        raise BadInputError("override", override, "written as KEY=VALUE, for example layout.tp=2")
+    try:
+        value = parse_toml(f"value = {text}")["value"]
+    except ValueError:
+        return dotted, OFF if text.lower() in ("none", OFF) else text
+    return dotted, value if isinstance(value, bool | int | float | str | list | dict) else text
+
+
+def set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set ``tree["a"]["b"]`` for ``"a.b"``, and create missing sections; text becomes a section's recipe.
+
+    Raises `BadInputError` if a part of the key is not a section."""
+    *parents, last = dotted.split(".")
+    for depth, parent in enumerate(parents, 1):
+        child = tree.setdefault(parent, {})
+        if isinstance(child, str):
+            child = tree[parent] = {"recipe": child}
+        elif not isinstance(child, dict):
+            raise BadInputError(
+                ".".join(parents[:depth]), child, f"is a section: it has keys such as {dotted}"
+            )
+        tree = child
+    tree[last] = value

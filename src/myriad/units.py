@@ -1,4 +1,4 @@
-"""Sizes and numbers as people write and read them: ``"64 MiB"`` in a config, ``1.2 GB`` on the screen."""
+"""Parse and format quantities with units: ``"64 MiB"`` in a config, ``1.2 GB`` on the screen."""
 
 import math
 import re
@@ -21,7 +21,7 @@ __all__ = [
 
 _MOST_RANKS = 8
 _LARGEST_WRITTEN = 1e21
-"""A number that is larger has more digits than anybody reads."""
+"""Larger numbers are written with a power of ten."""
 _FACTORS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -121,7 +121,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """ "rank 5", "ranks 8 to 15", "ranks 1, 5 and 9": for a person, who reads no 12,288 numbers."""
+    """ "rank 5", "ranks 8 to 15", "ranks 1, 5 and 9": a short list of at most `_MOST_RANKS` ranks."""
     numbers = sorted(int(rank) for rank in ranks)
     if len(numbers) < 2:
         return f"rank {numbers[0]}" if numbers else "no rank"

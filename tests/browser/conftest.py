@@ -16,7 +16,7 @@ ONLY_HERE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 @pytest.fixture(scope="session")
 def browser() -> Iterator["Browser"]:
     playwright = pytest.importorskip(
-        "playwright.sync_api", reason="needs the package playwright (pip install 'myriad[dev]')"
+        "playwright.sync_api", reason="needs the package playwright (pip install 'myriad-train[dev]')"
     )
     if (path := chromium()) is None:
         pytest.skip("needs Chromium (apt-get install chromium)")

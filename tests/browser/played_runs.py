@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
-for folder in ("benchmarks", "tests/processes"):
+for folder in ("benchmarks/telemetry", "tests/processes"):
     sys.path.insert(0, str(REPOSITORY / folder))
 
 from ranks import free_port  # noqa: E402
 
-from myriad.resilience.engines import child  # noqa: E402
 from myriad.run import Run  # noqa: E402
-from myriad.telemetry.batch import SpanBatch, encode  # noqa: E402
-from myriad.telemetry.span_files import write_span_file  # noqa: E402
+from myriad.system import child_process  # noqa: E402
+from myriad.telemetry.span_io.span_batch import SpanBatch, encode  # noqa: E402
+from myriad.telemetry.span_io.span_files import write_span_file  # noqa: E402
 from span_generator import make_run, ranks_of, tell_step  # noqa: E402
 from span_player import Player, Wrong, batches  # noqa: E402
 
@@ -53,7 +53,7 @@ class Watch:
             self.port,
             *self.options,
         ]
-        command = [sys.executable, "-S", child.__file__, os.getpid(), sys.executable, *watch]
+        command = [sys.executable, "-S", child_process.__file__, os.getpid(), sys.executable, *watch]
         self.process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
         until = time.monotonic() + 60
         while True:

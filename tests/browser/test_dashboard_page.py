@@ -10,7 +10,7 @@ import pytest
 from played_runs import HANG_AT, SILENT_RANK, SLOW_NODE, Watch, player_of, slow_run
 
 from myriad.run import Run
-from myriad.telemetry.batch import SpanBatch
+from myriad.telemetry.span_io.span_batch import SpanBatch
 from span_generator import make_run
 from span_player import Wrong
 
@@ -347,7 +347,7 @@ def test_events_have_words_and_steps_and_what_is_no_number_is_no_line(tmp_path: 
             events.locator("li", has_text=re.compile(rf"{re.escape(words)}\s*$")).wait_for()
         page.get_by_text("step 5 is in memory only: `myriad checkpoint save` stores it elsewhere").wait_for()
         page.get_by_text("could not be read").click()
-        page.get_by_text("attempt-1-node-9-0.parquet: no whole file of spans").wait_for()
+        page.get_by_text("attempt-1-node-9-0.parquet: not a complete span file").wait_for()
         drawn = page.locator(".chart canvas").first.evaluate(LINE_PIXELS)
         assert 4 <= drawn <= 40, "a dot"
         events.get_by_role("link", name="rank 9").click()

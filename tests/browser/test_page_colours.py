@@ -9,7 +9,7 @@ import pytest
 from played_runs import Watch
 from seen_colours import EYES, lightness, seen_apart
 
-from myriad.cli import ledger_bar, loss_colours
+from myriad.reports.charts import ledger_chart, step_loss_colours
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -66,7 +66,7 @@ def palettes(browser: Any, slow: Watch) -> dict[str, Any]:
     with browser.new_context() as context:
         page = context.new_page()
         page.goto(f"{slow.address}/#/overview")
-        names = [*LOSSES.values(), *loss_colours.COLOURS.keys() - LOSSES, *ledger_bar.COLOURS]
+        names = [*LOSSES.values(), *step_loss_colours.COLOURS.keys() - LOSSES, *ledger_chart.COLOURS]
         found: dict[str, Any] = page.evaluate(PALETTES, [names, STEPS])
         return found
 
@@ -83,13 +83,13 @@ def closest(colours: dict[str, str], pairs: Iterable[tuple[str, str]] | None = N
 
 def test_no_two_kinds_of_time_look_alike_to_colour_blind_eyes(palettes: dict[str, Any]) -> None:
     classes = palettes["classes"]
-    losses = {name: classes[LOSSES.get(name, name)] for name in loss_colours.COLOURS}
-    assert losses == loss_colours.COLOURS, "the terminal, the report and the page have the same"
-    ledger = {name: classes[name] for name in ledger_bar.COLOURS}
-    assert ledger == ledger_bar.COLOURS
+    losses = {name: classes[LOSSES.get(name, name)] for name in step_loss_colours.COLOURS}
+    assert losses == step_loss_colours.COLOURS, "the terminal, the report and the page have the same"
+    ledger = {name: classes[name] for name in ledger_chart.COLOURS}
+    assert ledger == ledger_chart.COLOURS
     assert closest(palettes["spans"]) == []
     assert closest(ledger) == []
-    assert closest(losses | {"MFU": loss_colours.USEFUL}) == []
+    assert closest(losses | {"MFU": step_loss_colours.USEFUL}) == []
 
 
 def test_a_heat_map_tells_slow_from_fast_and_more_from_less_to_all_eyes(palettes: dict[str, Any]) -> None:

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from myriad.resilience.doctor.devices import SmiProvider, check_devices
+from myriad.doctor.devices import SmiProvider, check_devices
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from myriad.resilience.doctor.gpu import check_gpus
-from myriad.resilience.doctor.item import judge
-from myriad.resilience.doctor.mini_model import train_bits
+from myriad.doctor.diagnosis import judge
+from myriad.doctor.probes.gpu_probe import check_gpus
+from myriad.doctor.probes.rank_probe import train_bits
 
 
 def test_a_healthy_gpu_is_healthy_and_gives_the_same_bits_twice():

@@ -4,7 +4,7 @@ where there is no CUDA device."""
 import pytest
 import torch
 
-from myriad.kernels.agreement import LIMITS, disagreements, float8_disagreements
+from myriad.kernels.agreement import LIMITS, disagreements, float8_disagreements, library_disagreements
 from myriad.kernels.float8 import multiplies_float8
 
 pytest.importorskip("triton")
@@ -29,3 +29,12 @@ def test_float8_operands_are_those_of_a_cpu_to_the_bit() -> None:
     if not multiplies_float8(device):
         pytest.skip("needs a GPU with float8")
     assert float8_disagreements(device)["float8"] <= LIMITS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_library_s_products_and_attention_are_right(dtype: torch.dtype) -> None:
+    device = torch.device("cuda", 0)
+    takes_float8 = dtype == torch.bfloat16 and multiplies_float8(device)
+    for scaling in ("tensor", "blocks") if takes_float8 else (None,):
+        found = library_disagreements(dtype, device, scaling=scaling)
+        assert all(share <= LIMITS[dtype] for share in found.values()), found

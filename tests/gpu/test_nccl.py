@@ -12,11 +12,12 @@ import torch
 from myriad.comm.collectives import all_reduce, sum_in_order
 from myriad.comm.free_port import free_port
 from myriad.comm.groups import close_world, local_rank, open_world
-from myriad.comm.layout import Layout
+from myriad.comm.layout import Layout, lacks_for_graphs
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
 from myriad.parallel.runtime import Batch
+from myriad.program.config import OverlapConfig
 from myriad.train.fit import fit
 
 STEPS, GLOBAL_BATCH, LIMIT_SECONDS = 3, 8, 120
@@ -24,6 +25,7 @@ CONFIG = ModelConfig(layers=6, hidden=128, heads=4, sequence=64, vocabulary=500)
 LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"zero-{stage}": {"dp": 2, "zero": stage} for stage in range(4)},
     "tensor": {"tp": 2},
+    "tensor, four sequences": {"tp": 2, "micro_batch": 4},
     **{
         name: {"pp": 2, "schedule": name}
         for name in ("gpipe", "1f1b", "eager-1f1b", "zero-bubble", "eager-zero-bubble")
@@ -48,11 +50,11 @@ def batch_of(step: int, rows: range) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.tensor(list(rows)))
 
 
-def train(layout: Layout) -> list[float]:
+def train(layout: Layout, captures: bool = False) -> list[float]:
     """One rank's side: its losses, which rank 0 alone has."""
     optimizer = OptimizerConfig()
     steps = fit(GPT(CONFIG, seed=1), batch_of, layout, optimizer, steps=STEPS, global_batch=GLOBAL_BATCH,
-                device=DEVICE, precision="float32")  # type: ignore[arg-type] # fmt: skip
+                device=DEVICE, precision="float32", cuda_graphs=captures)  # type: ignore[arg-type] # fmt: skip
     return [result.loss for _, result in steps]
 
 
@@ -112,4 +114,17 @@ def test_ranks_add_up_with_all_and_along_an_axis() -> None:
 )
 def test_a_layout_over_nccl_gives_the_losses_of_one_gpu(layout: Layout, alone: list[float]) -> None:
     losses, *_ = on_ranks(layout.world, partial(train, layout))
+    assert len(losses) == STEPS and losses == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(**keys), id=name, marks=needs(Layout(**keys).world))
+        for name, keys in LAYOUTS.items()
+        if not lacks_for_graphs(Layout(**keys), OverlapConfig())
+    ],
+)
+def test_captured_stages_over_nccl_give_the_losses_of_one_gpu(layout: Layout, alone: list[float]) -> None:
+    losses, *_ = on_ranks(layout.world, partial(train, layout, captures=True))
     assert len(losses) == STEPS and losses == pytest.approx(alone, rel=1e-4)

@@ -16,7 +16,7 @@ from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
-from myriad.parallel.symmetric import lacks_symmetric_memory
+from myriad.parallel.symmetric_memory import lacks_symmetric_memory
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
 

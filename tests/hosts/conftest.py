@@ -1,4 +1,4 @@
-"""Hosts for tests: `benchmarks/hosts.py` as a fixture; and the tiny corpora of the single-process tests."""
+"""Hosts for tests (`benchmarks/common/hosts.py` as a fixture), and the tiny corpora of the unit tests."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "data"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+for _folder in ("", "common", "checkpoint", "links", "network", "supervise"):
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / _folder))
 
-from hosts import Hosts, missing
+from hosts import Hosts, missing  # noqa: E402
 
 
 @pytest.fixture

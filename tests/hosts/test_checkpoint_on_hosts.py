@@ -13,16 +13,16 @@ from tiny_corpora import make_corpus
 
 from fault_state import State, open_session
 from hosts import Hosts, missing
+from myriad.checkpoint.checkpoint_files import load_model
 from myriad.checkpoint.config import CheckpointConfig
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.keeper_client import KeeperClient, keeper_name
-from myriad.checkpoint.store import load_model
+from myriad.checkpoint.snapshots.snapshot_client import SnapshotClient, server_name
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.train import worker
-from myriad.train.loop import Trainer
+from myriad.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 RATE = "400mbit"
@@ -68,7 +68,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Itera
 
 
 class Hanging(Trainer):
-    """Comes to a step slowly, so that keepers hear of every one, and no further."""
+    """Comes to a step slowly, so that snapshot servers hear of every one, and no further."""
 
     hangs_after = 0
 
@@ -86,7 +86,7 @@ def train(path: Path, hangs_after: int = 0) -> int:
 
 
 def look(path: Path) -> list[dict[str, Any]]:
-    client = KeeperClient(keeper_name(path), starts=False, log=path / "look.log")
+    client = SnapshotClient(server_name(path), starts=False, log=path / "look.log")
     return client.snapshots()
 
 
@@ -142,7 +142,7 @@ def lose_after_copies(made: Hosts, run: Run, hangs_after: int, lost: int) -> Non
         return own and copied
 
     wait_until(is_copied)
-    made.lose(lost)
+    made.kill_all(lost)
     ranks.kill()
     assert CheckpointFolder(run.checkpoints_path).steps() == []
 
@@ -181,7 +181,7 @@ def test_a_second_loss_before_the_next_copies_are_due_costs_no_more(
     ranks = made.start_ranks(train, run.path, 2 * COPIES_EVERY - 1)
     wait_until(lambda: steps_done(run) == 2 * COPIES_EVERY - 1)
     wait_until(lambda: COPIES_EVERY in steps_in_memory(made, run)[0].get((1, True), []))
-    made.lose(lost)
+    made.kill_all(lost)
     ranks.kill()
     assert made.run_ranks(train, run.path) == [0, 0]
     assert resumed(run) == [(COPIES_EVERY, "memory")] * 2
@@ -221,14 +221,14 @@ def copy_once(path: Path, main_host: str, copies_every: int) -> tuple[int, int]:
     groups = open_world(Layout(dp=2), CPU)
     rank, group = groups.grid.rank, groups.on_host("checkpoints")
     session = open_session(path, CheckpointConfig(copies_every=copies_every), rank, 2, 0, group)
-    session.claim(0)
+    session.acquire(0)
     state = State(SCALE)
     state.become(1)
-    session.begin(state.rectangles(rank, 2))
+    session.begin(state.shards(rank, 2))
     before = sent_bytes()
-    wants = session.wants(1, is_last=False, due=False)
-    assert wants is not None
-    session.take(1, {"step": 1}, wants)
+    purpose = session.purpose(1, is_last=False, due=False)
+    assert purpose is not None
+    session.take(1, {"step": 1}, purpose)
     session.settle()
     copied = wait_for_copies(path) if copies_every else 0
     torch.distributed.barrier(group)
@@ -254,7 +254,8 @@ def wait_for_copies(path: Path) -> int:
 def test_copies_leave_the_host_however_it_knows_its_own_name(
     hosts: Callable[..., Hosts], tmp_path: Path, main_host: str
 ) -> None:
-    """An address that means this machine to everybody would have each keeper copy to itself, or to nobody."""
+    """An address that means this machine to everybody would have each snapshot server copy to itself, or to
+    nobody."""
     made = hosts(2, rate=RATE)
     Path(f"/etc/netns/{made.namespace(0)}/hosts").write_text(OWN_NAME)
     (first_sent, first_kept), (second_sent, second_kept) = made.run_ranks(copy_once, tmp_path, main_host, 1)

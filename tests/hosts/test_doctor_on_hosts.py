@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from hosts import Hosts
+from myriad.doctor.pair_tests.pair_findings import Findings
+from myriad.doctor.pair_tests.pair_hosts import PairHost
+from myriad.doctor.pair_tests.participant import pairwise
 from myriad.errors import RunFailedError
-from myriad.resilience.doctor.cluster import Node
-from myriad.resilience.doctor.findings import Findings
-from myriad.resilience.doctor.pairwise import pairwise
 
 SECRET = b"a secret of many letters"
 SIZE = 6
@@ -20,7 +20,7 @@ GOOD = "20mbit"
 
 
 def take_part(links: bool, wait_seconds: float, collectives: bool) -> Findings | None:
-    nodes = [Node(f"10.77.0.{host + 1}") for host in range(int(os.environ["WORLD_SIZE"]))]
+    nodes = [PairHost(f"10.77.0.{host + 1}") for host in range(int(os.environ["WORLD_SIZE"]))]
     try:
         rank = int(os.environ["RANK"])
         options = {"wait_seconds": wait_seconds, "links": links, "collectives": collectives}
@@ -65,7 +65,7 @@ def test_the_slow_the_lost_and_the_badly_connected_are_told_apart(hosts):
     made.set_rate("4mbit", [3])
     slow = findings(made)
     assert [named(found) for found in slow] == [[("node", ("10.77.0.4",))]] * SIZE
-    assert slow[0].rounds == 3 and slow[0].accuses("10.77.0.4") and not slow[0].accuses("10.77.0.3")
+    assert slow[0].rounds == 3 and slow[0].is_suspect("10.77.0.4") and not slow[0].is_suspect("10.77.0.3")
     made.set_rate(GOOD)
 
     made.set_link(5, up=False)
@@ -95,7 +95,7 @@ def test_a_slow_a_lossy_and_a_half_duplex_link_are_each_named_as_what_they_are(h
 
 WRITE = """
 from pathlib import Path
-from myriad.resilience.doctor.disk import check_disk
+from myriad.doctor.probes.disk_probe import check_disk
 print([reading.problem for reading in check_disk(Path("{folder}")) if reading.name == "disk write"])
 """
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from myriad.comm.comm_scheduler import CommScheduler
 from myriad.comm.config import CommConfig
-from myriad.comm.courier import Courier
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.program.config import OverlapConfig
@@ -13,12 +13,12 @@ CPU = torch.device("cpu")
 
 def sum_gradients() -> tuple[str, bool]:
     groups = open_world(Layout(dp=4), CPU)
-    courier = Courier(groups, "dp", OverlapConfig(), CommConfig(), CPU)
+    scheduler = CommScheduler(groups, "dp", OverlapConfig(), CommConfig(), CPU)
     sums = torch.ones(2**14)
-    courier.exchange(len(sums), sums.dtype).all_reduce(sums, 0).wait()
-    courier.close()
+    scheduler.bucket_collective(len(sums), sums.dtype).all_reduce(sums, 0).wait()
+    scheduler.close()
     close_world()
-    return courier.hierarchy, bool((sums == 4).all())
+    return scheduler.hierarchy, bool((sums == 4).all())
 
 
 def test_a_slow_link_between_hosts_is_found_by_measuring(hosts):

@@ -101,7 +101,7 @@ def try_to_connect(seconds: float) -> str:
 
     def is_connected() -> bool:
         try:
-            socket.create_connection((os.environ["MASTER_ADDR"], 4000), timeout=1).close()
+            socket.create_connection((os.environ["MASTER_ADDR"], 4000), timeout=seconds).close()
         except OSError:
             return False
         return True

@@ -6,7 +6,7 @@ import pytest
 
 from hosts import missing
 from link_alarms import BROKEN, rehearse
-from myriad.telemetry.link_evidence import list_evidence, told_evidence
+from myriad.telemetry.links.link_evidence import list_evidence, told_evidence
 
 
 def test_the_node_whose_link_is_slowed_in_the_middle_of_a_run_is_named_and_no_other_ever(

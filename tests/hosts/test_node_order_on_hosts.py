@@ -14,7 +14,7 @@ from myriad.cli.main import main
 from myriad.comm.groups import Group
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.train.loop import Trainer
+from myriad.train.trainer import Trainer
 
 CLUSTER = """
 name = "four-hosts"

@@ -13,11 +13,11 @@ import torch
 from tiny_corpora import make_corpus
 
 from hosts import Hosts, missing
-from myriad.checkpoint.store import load_model
+from myriad.checkpoint.checkpoint_files import load_model
 from myriad.job import load_job
-from myriad.jsonl import JsonlTail
-from myriad.resilience.engines.local import run_local
+from myriad.launchers.local import run_local
 from myriad.run import Run
+from myriad.system.jsonl import JsonlTail
 
 LAST = 150
 KEYS = (
@@ -106,7 +106,7 @@ def placements(run: Run) -> list[dict[str, list[int]]]:
 def test_a_host_that_is_cut_off_gives_way_to_a_spare_and_can_do_nothing_any_more(
     hosts: Callable[..., Hosts], tmp_path: Path, corpus: Path, undisturbed: Run, cut: int
 ) -> None:
-    """The first one's keeper is who has all others store, and the ranks meet there."""
+    """The first one's snapshot server is who has all others store, and the ranks meet there."""
     made, run = hosts(4), make_run(tmp_path / "run", corpus, *JOINED)
     train = start(made, DRIVER, "train", run.path, "--oversubscribe", "--json")
     joined = [

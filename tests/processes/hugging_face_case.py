@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from myriad.checkpoint.hugging_face import write_folder
-from myriad.checkpoint.weights import Weights
+from myriad.checkpoint.checkpoint_files import Weights
+from myriad.checkpoint.foreign.hugging_face import write_folder
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
 from myriad.model.gpt import GPT, build_full

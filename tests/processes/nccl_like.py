@@ -35,8 +35,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from myriad.comm import groups
-from myriad.comm.gloo_threads import loops_that_interrupt_nobody
-from myriad.comm.meeting import connecting
+from myriad.comm.gloo_setup import connecting, low_priority_gloo_threads
 
 NAME = "nccl_like"
 _TOLD = "NCCL_LIKE_TOLD"
@@ -75,7 +74,7 @@ class Communicator:
         self.name, self._store, self._index, self._size, self._timeout = name, store, index, size, timeout
         self._used = set[str]()
         self._meet("communicator")  # gloo, which would wait for the others too, holds Python's lock meanwhile
-        with connecting(lazily=False), loops_that_interrupt_nobody():
+        with connecting(lazily=False), low_priority_gloo_threads():
             self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), index, size, timeout)
         FIRST_USES.append(name)
         if _TOLD in os.environ:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.store import load_model, save
+from myriad.checkpoint.checkpoint_files import load_model, save
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
+from myriad.kernels.float8 import Float8
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.optim.config import LossScaleConfig, OptimizerConfig
@@ -43,6 +44,9 @@ class Case:
     dtype: torch.dtype = torch.float32
     overlap: dict[str, Any] = field(default_factory=dict)
     comm: dict[str, Any] = field(default_factory=dict)
+    keeps_addresses: bool = False
+    """As captured stages need it."""
+    float8: bool = False
     loss_scale: dict[str, Any] | None = None
     """Scale the loss, in any precision; float16 always does."""
 
@@ -51,7 +55,13 @@ class Case:
         return Layout(**self.layout).world
 
 
-def make_engine(case: Case, recorder: Recorder | None = None) -> Engine:
+def make_engine(
+    case: Case,
+    recorder: Recorder | None = None,
+    *,
+    float8: Float8 | None = None,
+    keeps_float8: bool = True,
+) -> Engine:
     layout = Layout(**case.layout)
     config = ModelConfig(**(TINY | case.model))
     groups = open_world(layout, torch.device("cpu"), comm=CommConfig(**case.comm))
@@ -75,7 +85,10 @@ def make_engine(case: Case, recorder: Recorder | None = None) -> Engine:
         recorder=recorder or Recorder(),
         overlap=OverlapConfig(**({"tensor_message": 1} | case.overlap)),
         comm=CommConfig(**case.comm),
+        float8=float8 or (Float8("tensor") if case.float8 else None),
+        keeps_float8=keeps_float8,
         loss_scaler=scaler,
+        keeps_addresses=case.keeps_addresses,
     )
 
 
@@ -119,7 +132,7 @@ def run_case(case: Case, folder: Path) -> tuple[list[tuple[float, float]], dict[
     """One rank's side: losses and gradient norms; on rank 0 the final whole parameters as well."""
     engine = make_engine(case)
     found = train_steps(case, engine, 0, case.steps)
-    path = save(CheckpointFolder(folder), case.steps, list(engine.rectangles()), {})
+    path = save(CheckpointFolder(folder), case.steps, list(engine.shards()), {})
     final = None
     if os.environ["RANK"] == "0":
         final = {name: tensor.numpy() for name, tensor in load_model(path, "").items()}

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from myriad.checkpoint.store import load_model
+from myriad.checkpoint.checkpoint_files import load_model
 from myriad.run import Run
 
 __all__ = ["assert_same_run", "tensors_at"]

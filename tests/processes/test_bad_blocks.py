@@ -11,10 +11,10 @@ from ranks import run_ranks
 from same_run import tensors_at
 from tiny_corpora import flip
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.cli.report_facts import facts_of
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.data.prepare import PrepareOptions, prepare
 from myriad.job import load_job
+from myriad.reports.run_report.run_facts import facts_of
 from myriad.run import Run
 from myriad.train import worker
 

@@ -11,10 +11,10 @@ import pytest
 from tiny_corpora import make_corpus
 from watching import process_of
 
-from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.errors import RunFailedError
 from myriad.job import load_job
-from myriad.resilience.engines.local import run_local
+from myriad.launchers.local import run_local
 from myriad.run import Run
 
 
@@ -27,7 +27,10 @@ def run_python(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[st
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ("--overlap.credit 1 MiB", "overlap.credit = 1048576: at least overlap.partition = 4194304 bytes"),
+        (
+            "--overlap.max_in_flight_bytes 1 MiB",
+            "overlap.max_in_flight_bytes = 1048576: at least overlap.message_bytes = 4194304 bytes",
+        ),
         ("--overlap.chunks 0", "overlap.chunks = 0: must be at least 1"),
         ("--comm.network_bandwidth fast", "comm.network_bandwidth = 'fast': "),
         (
@@ -52,8 +55,8 @@ def test_the_command_line_tells_it_in_one_line_and_leaves_no_trace(
 def test_a_resumed_run_keeps_its_files_when_its_communication_is_made_impossible(tmp_path: Path) -> None:
     Run(tmp_path / "runs" / "tiny").create_or_resume(load_job("tiny"))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    done = run_python(tmp_path, "myriad.cli.main", "train", "runs/tiny", "--overlap.partition", "0")
-    assert done.returncode == 2 and done.stderr.startswith("myriad: error: overlap.partition = 0: ")
+    done = run_python(tmp_path, "myriad.cli.main", "train", "runs/tiny", "--overlap.message_bytes", "0")
+    assert done.returncode == 2 and done.stderr.startswith("myriad: error: overlap.message_bytes = 0: ")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -62,11 +65,11 @@ def test_ranks_that_another_launcher_starts_tell_it_too(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.create_or_resume(load_job("tiny"))
     text = run.job_path.read_text()
-    assert "\ncredit = 16777216\n" in text
-    run.job_path.write_text(text.replace("\ncredit = 16777216\n", "\ncredit = 3\n"))
+    assert "\nmax_in_flight_bytes = 16777216\n" in text
+    run.job_path.write_text(text.replace("\nmax_in_flight_bytes = 16777216\n", "\nmax_in_flight_bytes = 3\n"))
     done = run_python(tmp_path, "myriad.train.worker", "run")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    said = "myriad: error: run = 'run/job.toml': has overlap.credit = 3: at least overlap.partition"
+    said = "myriad: error: run = 'run/job.toml': has overlap.max_in_flight_bytes = 3: at least overlap."
     assert done.stderr.startswith(said)
     assert {path.name for path in run.path.iterdir()} == {"job.toml", "logs", "checkpoints"}
 
@@ -97,7 +100,7 @@ def test_a_rank_that_hangs_ends_the_run_in_one_line_and_leaves_nothing_running(
     waiting."""
     corpus = make_corpus(tmp_path, count=300)
     run = Run(tmp_path / "run")
-    patient = ["resilience.patience=30", "resilience.restarts=0"]
+    patient = ["resilience.timeout_scale=30", "resilience.restarts=0"]
     more = [*patient, "comm.timeout_seconds=6", "model.layers=2", "train.steps=5000", "checkpoint.every=4"]
     run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", "train.threads=1", *more, *keys]))
     freeze = _Freeze(run, step=5)

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nccl_like import install
 from parity_case import TINY, Case, batch_of_rank, make_engine, train_steps
 from ranks import run_ranks
-from replaying import Replaying
+from replaying import Replaying, note_collectives
 from torch import nn
 
 from myriad.comm.groups import close_world
 from myriad.errors import BadInputError, RunFailedError
 from myriad.parallel.engine import Engine
+from myriad.program.actions import COMPUTE
 
 DROPOUT = {"dropout": 0.1}
 
@@ -30,18 +32,44 @@ def capture(case: Case, engine: Engine) -> Replaying:
 
 
 def parameters(engine: Engine) -> list[np.ndarray]:
-    return [chunk.master.float().numpy().copy() for chunk in engine.pieces.chunks]
+    return [chunk.master.float().numpy().copy() for chunk in engine.model.chunks]
 
 
-def trained(case: Case, captures: bool) -> tuple[list[tuple[float, float]], list[np.ndarray], list[int]]:
-    """Losses and norms, this rank's parameters, and how often something was captured and replayed."""
+def trained(case: Case, captures: bool, like_nccl: bool = False) -> tuple[Any, list[np.ndarray], list[int]]:
+    """Losses and norms, this rank's parameters, and how often something was captured, replayed, and was to be
+    replayed."""
+    if like_nccl:
+        install()
+        note_collectives()
     engine = make_engine(case)
     capturer = capture(case, engine) if captures else Replaying()
-    found = train_steps(case, engine, 0, case.steps)
-    result = found, parameters(engine), [capturer.captured, capturer.replayed]
+    found: list[Any] = [*train_steps(case, engine, 0, case.steps)]
+    found.append(engine.evaluate(lambda: batch_of_rank(case, engine, 7)))
+    found += train_steps(case, engine, case.steps, case.steps + 1)
+    computes = sum(action.kind in COMPUTE for action in engine._plans[True].actions)
+    expected = computes * (case.steps + 2)
+    result = found, parameters(engine), [capturer.captured, capturer.replayed, expected, capturer.collectives]
     engine.close()
     close_world()
     return result
+
+
+def assert_replayed(case: Case, *, like_nccl: bool = False) -> list[list[int]]:
+    """The losses and parameters of a run with captures have the bits of one without. Returns the counts."""
+    expected = run_ranks(case.world, trained, case, False, like_nccl)
+    found = run_ranks(case.world, trained, replace(case, keeps_addresses=True), True, like_nccl)
+    counts = []
+    for (losses, own, _), (replayed_losses, replayed, counted) in zip(expected, found, strict=True):
+        assert replayed_losses == losses
+        for one, other in zip(own, replayed, strict=True):
+            assert np.array_equal(one, other)
+        captured, starts, computes, _ = counted
+        assert captured > 0 and starts >= computes + captured  # each capture is replayed once when it is made
+        counts.append(counted)
+    return counts
+
+
+ROTARY = {"position": "rotary", "norm": "rms", "activation": "swiglu", "window": 5}
 
 
 @pytest.mark.parametrize(
@@ -49,13 +77,9 @@ def trained(case: Case, captures: bool) -> tuple[list[tuple[float, float]], list
     [
         ({}, DROPOUT, torch.float32),
         ({"micro_batch": 2, "recompute": "selective"}, DROPOUT | {"block": "parallel"}, torch.bfloat16),
-        ({"dp": 2, "zero": 1}, DROPOUT | {"tied": True}, torch.float32),
+        ({"recompute": "full", "recompute_ratio": 0.6}, DROPOUT, torch.bfloat16),
         ({"micro_batch": 2}, DROPOUT, torch.float16),
-        (
-            {"dp": 2},
-            {"position": "rotary", "norm": "rms", "activation": "swiglu", "window": 5},
-            torch.float32,
-        ),
+        ({"dp": 2}, ROTARY, torch.float32),
     ],
     ids=str,
 )
@@ -64,17 +88,78 @@ def test_replayed_computes_give_the_bits_of_those_started_one_by_one(
 ) -> None:
     grows = {"growth_interval": 1} if dtype == torch.float16 else None
     case = Case(layout=layout, model=model, dtype=dtype, steps=3, global_batch=4, loss_scale=grows)
-    expected = run_ranks(case.world, trained, case, False)
-    found = run_ranks(case.world, trained, case, True)
-    for (losses, own, _), (replayed_losses, replayed, (captured, starts)) in zip(
-        expected, found, strict=True
-    ):
-        assert replayed_losses == losses
-        for one, other in zip(own, replayed, strict=True):
-            assert np.array_equal(one, other)
-        micro_batches = case.global_batch // case.world // case.layout.get("micro_batch", 1)
-        assert captured > 0
-        assert starts == captured * micro_batches * (case.steps + 1)
+    for captured, starts, computes, _ in assert_replayed(case):
+        assert starts == computes + captured
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "overlap", "dtype"),
+    [
+        ({"tp": 2}, DROPOUT, {"tensor": "off"}, torch.float32),
+        ({"tp": 2}, ROTARY, {"tensor": "turns"}, torch.bfloat16),
+        ({"tp": 2, "micro_batch": 2}, DROPOUT | {"block": "parallel"}, {"tensor": "turns"}, torch.float32),
+        ({"tp": 2, "recompute": "full"}, DROPOUT, {"tensor": "turns"}, torch.float32),
+        ({"dp": 2, "tp": 2, "zero": 1}, {"tied": True}, {"tensor": "turns"}, torch.float32),
+    ],
+    ids=str,
+)
+def test_collectives_of_tensor_parallel_ranks_are_captured(
+    layout: dict[str, Any], model: dict[str, Any], overlap: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Over a transport that has NCCL's order; each collective is waited for in its capture, and all ranks
+    capture the same ones in the same order (`replaying`)."""
+    case = Case(layout=layout, model=model, overlap=overlap, dtype=dtype, steps=2, global_batch=4)
+    counts = assert_replayed(case, like_nccl=True)
+    assert all(collectives > 0 for *_, collectives in counts)
+
+
+V = {"virtual_stages": 2, "schedule": "zero-bubble-v"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "overlap"),
+    [
+        ({"pp": 2, "micro_batch": 2}, DROPOUT, {}),
+        ({"pp": 2, "micro_batch": 8, "virtual_stages": 2}, DROPOUT, {}),
+        ({"pp": 2, "schedule": "gpipe"}, ROTARY, {"receive_ahead": 4}),
+        ({"pp": 2, "schedule": "zero-bubble", "recompute": "full"}, DROPOUT, {"pipeline": False}),
+        ({"pp": 2, **V}, DROPOUT | {"tied": True}, {}),
+        ({"dp": 2, "pp": 2, "zero": 1, "shares": (5, 3)}, DROPOUT, {}),
+    ],
+    ids=str,
+)
+def test_pipelines_have_captures_for_each_micro_batch_in_flight(
+    layout: dict[str, Any], model: dict[str, Any], overlap: dict[str, Any]
+) -> None:
+    """Over a transport whose messages leave later than they are sent."""
+    assert_replayed(Case(layout=layout, model=model, overlap=overlap, steps=2), like_nccl=True)
+
+
+def test_pipelines_of_tensor_parallel_ranks_are_captured() -> None:
+    case = Case({"tp": 2, "pp": 2, "micro_batch": 2}, DROPOUT, steps=2)
+    counts = assert_replayed(case, like_nccl=True)
+    assert all(collectives > 0 for *_, collectives in counts)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ({"dp": 2, "zero": 2}, DROPOUT | {"tied": True}),
+        ({"dp": 2, "zero": 3, "reduce": "each", "recompute": "full"}, ROTARY),
+        ({"dp": 2, "pp": 2, "zero": 2, "reduce": "each"}, DROPOUT | {"tied": True}),
+        ({"dp": 2, "pp": 2, "virtual_stages": 2, "zero": 3}, DROPOUT | {"tied": True}),
+    ],
+    ids=str,
+)
+def test_parameters_and_sums_that_come_and_go_are_always_at_the_same_address(
+    layout: dict[str, Any], model: dict[str, Any]
+) -> None:
+    assert_replayed(Case(layout=layout, model=model, steps=2, overlap={"chunks": 2}))
+
+
+def test_float8_with_tensor_parallelism_is_captured() -> None:
+    case = Case({"tp": 2, "micro_batch": 2}, dtype=torch.bfloat16, float8=True, steps=2, global_batch=4)
+    assert_replayed(case, like_nccl=True)
 
 
 class Counting(nn.Module):
@@ -116,10 +201,46 @@ def test_a_layer_that_asks_the_device_for_a_number_is_refused() -> None:
     assert "not permitted when stream is capturing" in said
 
 
+class Drawing(nn.Module):
+    """A layer that draws a number, too small to make the loss differ."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor, context: Any) -> torch.Tensor:
+        return self.inner(x, context) * (1.0 + 1e-7 * torch.rand(()))
+
+
+def refused_on_one_rank() -> tuple[str, bool]:
+    """Only the second pipeline rank has the layer."""
+    case = Case({"pp": 2}, global_batch=2)
+    engine = make_engine(case)
+    if engine.groups.grid.index("pp"):
+        layers = engine._runtime._eager._layers[1]
+        layers[0] = Drawing(layers[0])
+    state = torch.random.get_rng_state()
+    try:
+        capture(case, engine)
+    except BadInputError as error:
+        return str(error), torch.equal(state, torch.random.get_rng_state())
+    finally:
+        close_world()
+    return "nothing", False
+
+
+def test_a_layer_that_draws_from_torch_s_generators_is_refused_on_every_rank() -> None:
+    """Recomputed, it would draw other numbers; and a rank alone would leave the others waiting in step 1."""
+    found = run_ranks(2, refused_on_one_rank)
+    assert "a capture fails on another rank" in found[0][0]
+    assert "a capture fails here: a layer draws from torch's generators" in found[1][0]
+    assert all(unchanged for _, unchanged in found), "later steps draw what they would have drawn"
+
+
 def diverged() -> str:
     case = Case(global_batch=2)
     engine = make_engine(case)
-    engine.pieces.chunks[0].master[-1] = torch.nan  # of the last norm: some gradients stay finite
+    engine.model.chunks[0].master[-1] = torch.nan  # of the last norm: some gradients stay finite
     capture(case, engine)
     try:
         train_steps(case, engine, 0, 1)

@@ -16,14 +16,14 @@ import torch
 from parity_case import Case, make_engine, train_steps
 from ranks import run_ranks
 
-from myriad.checkpoint.dcp import make_pieces
-from myriad.checkpoint.folder import CheckpointFolder, verify
-from myriad.checkpoint.manifest import MANIFEST
-from myriad.checkpoint.progress import decode_progress
-from myriad.checkpoint.store import load, load_model, save
+from myriad.checkpoint.checkpoint_files import load, load_model, save
+from myriad.checkpoint.format.checkpoint_manifest import MANIFEST
+from myriad.checkpoint.format.dcp_archive import make_stored_shards
+from myriad.checkpoint.format.run_state import decode_progress
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder, verify
 from myriad.comm.groups import close_world
 from myriad.errors import RunFailedError
-from myriad.model.rectangle import Rectangle
+from myriad.model.tensor_shard import TensorShard
 
 SWIGLU = {"activation": "swiglu", "kv_heads": 2, "block": "parallel", "tied": False}
 GPT2 = {"norm": "layer", "bias": True, "position": "learned", "dropout": 0.1, "layers": 5}
@@ -36,7 +36,7 @@ def go(case: Case, read: Path | None, write: Path, steps: tuple[int, ...]) -> li
     each of ``steps``."""
     engine = make_engine(case)
     if read is not None:
-        progress = load(CheckpointFolder(read).of_step(steps[0]), list(engine.all_rectangles()))
+        progress = load(CheckpointFolder(read).of_step(steps[0]), list(engine.all_shards()))
         engine.optimizer.steps_done = progress["optimizer_steps"]
         engine.loaded()
     found, done = [], steps[0] if read is not None else 0
@@ -44,7 +44,7 @@ def go(case: Case, read: Path | None, write: Path, steps: tuple[int, ...]) -> li
         found += train_steps(case, engine, done, step)
         done = step
         progress = {"step": step, "optimizer_steps": engine.optimizer.steps_done}
-        save(CheckpointFolder(write), step, list(engine.rectangles()), progress)
+        save(CheckpointFolder(write), step, list(engine.shards()), progress)
     engine.close()
     close_world()
     return found
@@ -125,13 +125,13 @@ def test_torch_alone_opens_a_checkpoint(tmp_path: Path) -> None:
     assert_same_bits({name: x.numpy() for name, x in opened.items()}, whole(tmp_path, 2))
 
 
-def parts(shape: tuple[int, ...] = (6, 4), value: float = 1.0) -> list[Rectangle]:
+def parts(shape: tuple[int, ...] = (6, 4), value: float = 1.0) -> list[TensorShard]:
     """A tensor in two rectangles, and a small one."""
     rows = shape[0] // 2
     halves = [(i * rows, *[0] * (len(shape) - 1)) for i in range(2)]
     return [
-        *(Rectangle("model.w", shape, at, torch.full((rows, *shape[1:]), value)) for at in halves),
-        Rectangle("model.bias", (3,), (0,), torch.full((3,), value)),
+        *(TensorShard("model.w", shape, at, torch.full((rows, *shape[1:]), value)) for at in halves),
+        TensorShard("model.bias", (3,), (0,), torch.full((3,), value)),
     ]
 
 
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_tensor_that_differs(
     with pytest.raises(RunFailedError, match=r"model\.w is \(8, 4\) here, \(6, 4\) there") as caught:
         load(folder.of_step(20), parts((8, 4)))
     assert "\n" not in str(caught.value)
-    missing = Rectangle("model.deeper.w", (2,), (0,), torch.zeros(2))
+    missing = TensorShard("model.deeper.w", (2,), (0,), torch.zeros(2))
     with pytest.raises(RunFailedError, match=r"model\.deeper\.w is \(2,\) here, nothing there"):
         load(folder.of_step(20), [missing])
 
@@ -285,7 +285,7 @@ def test_the_manifest_can_be_read_by_eye(folder: CheckpointFolder) -> None:
 
 def test_a_checkpoint_that_cannot_be_written_is_told_in_one_line(folder: CheckpointFolder) -> None:
     """A full disk is told with its reason, and the older checkpoints stay."""
-    make_pieces(parts((200, 200)))  # needs files of its own, once
+    make_stored_shards(parts((200, 200)))  # needs files of its own, once
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
     try:

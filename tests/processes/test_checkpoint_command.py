@@ -9,14 +9,14 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.store import save
+from myriad.checkpoint.checkpoint_files import save
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
-from myriad.dashboard.checkpoints import Checkpoints
 from myriad.dashboard.run_files import RunFiles
+from myriad.dashboard.watched_run import Checkpoints
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import load_job
-from myriad.model.rectangle import Rectangle
+from myriad.model.tensor_shard import TensorShard
 from myriad.run import Run
 
 Command = Callable[..., Result]
@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> Run:
 
 def put(run: Run, step: int, weights: torch.Tensor, **more: torch.Tensor) -> Path:
     values = {"w": weights, "same": torch.full((5,), float("nan"))} | more
-    parts = [Rectangle(f"model.{k}", tuple(v.shape), (0,) * v.dim(), v) for k, v in values.items()]
+    parts = [TensorShard(f"model.{k}", tuple(v.shape), (0,) * v.dim(), v) for k, v in values.items()]
     return save(CheckpointFolder(run.checkpoints_path), step, parts, {"step": step})
 
 

@@ -1,10 +1,10 @@
 """What breaks for the user: a checkpoint that is gone when it is needed, or is not what was saved. In small;
-`benchmarks/checkpoint_faults.py` does it ten thousand times."""
+`benchmarks/checkpoint/checkpoint_faults.py` does it ten thousand times."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "checkpoint"))
 
 from checkpoint_faults import PLAIN, all_damage, failures
 from fault_kills import KILLS, kill_often

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from ranks import run_ranks
 
-from myriad.comm.clocks import compare_clocks
+from myriad.comm.clock_comparison import compare_clocks
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
-from myriad.resilience.clocks import ClockComparison, tell_clock
-from myriad.resilience.facts import ClockAsked, ClockTold
-from myriad.resilience.wire import Link
+from myriad.supervise.authenticated_link import AuthenticatedLink
+from myriad.supervise.clock_exchange import ClockComparison, tell_clock
+from myriad.supervise.messages import ClockAsked, ClockTold
 
 SHIFT_NS = 2_500_000_000
 SECRET = b"s" * 64
@@ -59,7 +59,7 @@ async def drive(folder: Path) -> None:
     over = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer)
+        link = AuthenticatedLink(reader, writer)
         await link.prove(SECRET, "driver", "executor")
         try:
             while True:
@@ -78,7 +78,9 @@ async def execute(folder: Path) -> tuple[int, float] | None:
     async with asyncio.timeout(60):
         while not (folder / "port").exists():
             await asyncio.sleep(0.01)
-        link = Link(*await asyncio.open_connection("127.0.0.1", int((folder / "port").read_text())))
+        link = AuthenticatedLink(
+            *await asyncio.open_connection("127.0.0.1", int((folder / "port").read_text()))
+        )
         await link.prove(SECRET, "executor", "driver")
         clocks = ClockComparison(0, shifted, boot="another machine")
         for _ in range(8):

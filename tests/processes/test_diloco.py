@@ -7,8 +7,8 @@ import pytest
 from parity_case import OPTIMIZER, Case, batch_of_replica, make_engine, train_steps
 from ranks import run_ranks
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.store import load, load_model, save
+from myriad.checkpoint.checkpoint_files import load, load_model, save
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.groups import close_world
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.schedule import learning_rate
@@ -25,7 +25,7 @@ def case(**comm: float) -> Case:
 def parameters(engine: Engine) -> dict[str, np.ndarray]:
     return {
         f"{part.name} {part.offsets}": part.values.clone().numpy()
-        for part in engine.all_rectangles()
+        for part in engine.all_shards()
         if part.name.startswith("model.")
     }
 
@@ -72,11 +72,11 @@ def test_replicas_differ_in_between() -> None:
 def train_and_save(asked: Case, folder: Path, first: int, last: int) -> None:
     engine, checkpoints = make_engine(asked), CheckpointFolder(folder)
     if first:
-        progress = load(checkpoints.of_step(first), list(engine.all_rectangles()))
+        progress = load(checkpoints.of_step(first), list(engine.all_shards()))
         engine.optimizer.steps_done = progress["optimizer_steps"]
         engine.loaded()
     train_steps(asked, engine, first, last)
-    save(checkpoints, last, list(engine.rectangles()), {"optimizer_steps": last})
+    save(checkpoints, last, list(engine.shards()), {"optimizer_steps": last})
     engine.close()
     close_world()
 

@@ -13,12 +13,12 @@ import time
 import pytest
 from ranks import free_port
 
+from myriad.doctor.hardware import cpu_key
+from myriad.doctor.pair_tests import coordinator
+from myriad.doctor.pair_tests.pair_hosts import PairHost, find_self, read_nodes, read_secret
+from myriad.doctor.pair_tests.participant import _KEEP_ALIVE, _SILENCE_SECONDS, pairwise
+from myriad.doctor.pair_tests.sealed_messages import hello
 from myriad.errors import BadInputError, RunFailedError
-from myriad.resilience.doctor import coordinator
-from myriad.resilience.doctor.cluster import Node, find_self, read_nodes, read_secret
-from myriad.resilience.doctor.hardware import cpu_key
-from myriad.resilience.doctor.pairwise import _KEEP_ALIVE, _SILENCE_SECONDS, pairwise
-from myriad.resilience.doctor.sealed import hello
 
 SECRET = b"a secret of many letters"
 
@@ -82,7 +82,11 @@ def test_hosts_that_cannot_be_are_refused(text):
 def test_hosts_are_read_with_commas_or_from_a_file_and_this_one_is_found(tmp_path):
     (tmp_path / "hosts").write_text("203.0.113.1:77  # the first\n127.0.0.1\n\n")
     nodes = read_nodes(str(tmp_path / "hosts"))
-    assert nodes == read_nodes("203.0.113.1:77,127.0.0.1") == [Node("203.0.113.1", 77), Node("127.0.0.1")]
+    assert (
+        nodes
+        == read_nodes("203.0.113.1:77,127.0.0.1")
+        == [PairHost("203.0.113.1", 77), PairHost("127.0.0.1")]
+    )
     assert find_self(nodes) == 1 and find_self(nodes, "203.0.113.1:77") == 0
     for two in ("127.0.0.1,127.0.0.1:2", "203.0.113.1,203.0.113.2"):
         with pytest.raises(BadInputError, match="say which with --node"):
@@ -94,7 +98,7 @@ def test_hosts_are_read_with_commas_or_from_a_file_and_this_one_is_found(tmp_pat
 
 def test_an_address_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        nodes = [Node("127.0.0.1", taken.getsockname()[1]), Node("127.0.0.1", free_port())]
+        nodes = [PairHost("127.0.0.1", taken.getsockname()[1]), PairHost("127.0.0.1", free_port())]
         with pytest.raises(BadInputError, match="cannot be listened on"):
             pairwise(nodes, 0, SECRET)
 
@@ -107,7 +111,7 @@ def strangers() -> list[bytes]:
 
 
 def test_strangers_and_other_secrets_are_sent_away_and_the_test_goes_on():
-    nodes = [Node("127.0.0.1", free_port()), Node("127.0.0.1", free_port())]
+    nodes = [PairHost("127.0.0.1", free_port()), PairHost("127.0.0.1", free_port())]
     found = {}
 
     def run(index: int) -> None:

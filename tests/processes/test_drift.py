@@ -14,9 +14,9 @@ from myriad.comm.groups import close_world
 from myriad.job import load_job
 from myriad.parallel.engine import Engine
 from myriad.run import Run
-from myriad.telemetry.ring import SpanRing
+from myriad.telemetry.span_io.span_ring import SpanRing
 from myriad.telemetry.spans import Recorder
-from myriad.train.loop import Trainer
+from myriad.train.trainer import Trainer
 
 LAYOUTS = (
     {"dp": 2, "zero": 3},
@@ -51,7 +51,7 @@ def left_behind(case: Case) -> tuple[int, list[Counter[str]]]:
 
 def tracked(engine: Engine) -> Counter[str]:
     """Objects that the collector looks at, by type; what is frozen is left out, and nothing is under way."""
-    for chunk in engine.pieces.chunks:
+    for chunk in engine.model.chunks:
         chunk.await_gather()
     return Counter(type(found).__name__ for found in gc.get_objects())
 

@@ -58,13 +58,13 @@ def poisoned(case: Case, culprit: int) -> tuple[str, list[bool], bool]:
     engine = make_engine(case)
     train_steps(case, engine, 0, 1)
     engine.gather()
-    chunks = engine.pieces.chunks
+    chunks = engine.model.chunks
     before = [chunk.master.clone() for chunk in chunks]
     reduce = chunks[1].start_reduce
 
     def reducing() -> None:
         chunks[1].start_gradients()
-        chunks[1].sums[3] = torch.inf
+        chunks[1].grad_buffer[3] = torch.inf
         reduce()
 
     if int(os.environ["RANK"]) == culprit:
@@ -96,7 +96,7 @@ def held(case: Case) -> list[int]:
     engine = make_engine(case)
     train_steps(case, engine, 0, 1)
     close_world()
-    return [chunk.sums.untyped_storage().size() for chunk in engine.pieces.chunks]
+    return [chunk.grad_buffer.untyped_storage().size() for chunk in engine.model.chunks]
 
 
 def test_with_one_micro_batch_gradients_give_their_memory_back() -> None:

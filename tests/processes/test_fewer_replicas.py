@@ -13,11 +13,11 @@ import pytest
 from tiny_corpora import make_corpus
 from watching import descendants
 
-from myriad.checkpoint.keeper_start import keeper_name
-from myriad.cli.report_facts import facts_of
+from myriad.checkpoint.snapshots.server_start import server_name
 from myriad.job import load_job
-from myriad.resilience.engines.joined import run_joined
-from myriad.resilience.engines.local import run_local
+from myriad.launchers.external_nodes import run_joined
+from myriad.launchers.local import run_local
+from myriad.reports.run_report.run_facts import facts_of
 from myriad.run import Run
 
 SMALL = ["model.layers=2", "model.hidden=64", "model.sequence=64", "train.threads=1", "train.steps=100000"]
@@ -45,13 +45,13 @@ class Nodes:
     def lose(self, node: int) -> None:
         """All of it dies, and its snapshots with it."""
         process = self._joined.pop(node)
-        for pid in [process.pid, *descendants(process.pid), *self._keepers(node)]:
+        for pid in [process.pid, *descendants(process.pid), *self._snapshot_servers(node)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
 
-    def _keepers(self, node: int) -> list[int]:
-        name, found = keeper_name(self._run.path, node), []
+    def _snapshot_servers(self, node: int) -> list[int]:
+        name, found = server_name(self._run.path, node), []
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 words = (path / "cmdline").read_text().split("\0")

@@ -13,35 +13,38 @@ from myriad.errors import RunFailedError
 from myriad.parallel.engine import Engine
 
 
-def poison_gradient(engine: Engine) -> None:
-    """Of this rank, just before it is reduced."""
-    chunk = engine.pieces.chunks[0]
+def poison_gradient(engine: Engine, *, partial: bool) -> None:
+    """Of this rank, just before it is reduced: of a matrix, or (``partial``) of a vector that
+    tensor-parallel ranks add up."""
+    chunk = engine.model.chunks[0]
     reduce = chunk.start_reduce
+    partials = [
+        a for entry, (a, _) in zip(chunk.entries, chunk.spans, strict=True) if entry.is_partial_over_tp
+    ]
+    place = partials[-1] + 1 if partial else 3
 
     def reducing() -> None:
         chunk.start_gradients()
-        chunk.sums[3] = torch.inf
+        chunk.grad_buffer[place] = torch.inf
         reduce()
 
     chunk.start_reduce = reducing  # type: ignore[method-assign]
 
 
-def trains(case: Case, culprit: int) -> tuple[str, bool]:
+def trains(case: Case, culprit: int, partial: bool = False) -> tuple[str, bool]:
     """What a rank says, and whether its parameters are as they were before the step."""
     engine = make_engine(case)
     train_steps(case, engine, 0, 2)
     engine.gather()
-    before = [chunk.master.clone() for chunk in engine.pieces.chunks]
+    before = [chunk.master.clone() for chunk in engine.model.chunks]
     if int(os.environ["RANK"]) == culprit:
-        poison_gradient(engine)
+        poison_gradient(engine, partial=partial)
     try:
         train_steps(case, engine, 2, 3)
         said = "nothing"
     except RunFailedError as error:
         said = str(error)
-    same = all(
-        torch.equal(old, chunk.master) for old, chunk in zip(before, engine.pieces.chunks, strict=True)
-    )
+    same = all(torch.equal(old, chunk.master) for old, chunk in zip(before, engine.model.chunks, strict=True))
     close_world()
     return said, same
 
@@ -56,6 +59,8 @@ def trains(case: Case, culprit: int) -> tuple[str, bool]:
         {"dp": 3, "zero": 3},
         {"dp": 2, "pp": 2, "zero": 1},
         {"dp": 2, "tp": 2, "micro_batch": 2},
+        {"dp": 2, "tp": 2, "micro_batch": 2, "zero": 1},
+        {"pp": 3, "micro_batch": 4},
     ],
     ids=str,
 )
@@ -68,3 +73,20 @@ def test_the_rank_that_made_it_is_named_by_all_and_nothing_has_moved(
     assert told[0][0].startswith("step 3: loss is ")
     assert told[0][0].endswith(f", on rank {culprit}") and "gradient of" in told[0][0]
     assert all(same for _, same in told)
+
+
+@pytest.mark.parametrize("culprit", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_gradient_that_tensor_parallel_ranks_add_up_is_its_makers(zero: int, culprit: int) -> None:
+    """After the sum both have it."""
+    case = Case(layout={"dp": 2, "tp": 2, "zero": zero, "micro_batch": 2}, steps=3, global_batch=12)
+    told = run_ranks(case.world, trains, case, culprit, True)
+    assert {said for said, _ in told} == {told[0][0]}
+    assert told[0][0].endswith(f", on rank {culprit}") and "gradient of" in told[0][0]
+
+
+def test_levels_of_a_hierarchy_which_leave_partial_sums_name_the_rank() -> None:
+    levels = {"hierarchy": "node", "node_size": 2}
+    case = Case(layout={"dp": 4, "zero": 1}, steps=3, global_batch=8, comm=levels)
+    told = run_ranks(case.world, trains, case, 3)
+    assert {said.partition(", on ")[2] for said, _ in told} == {"rank 3"}

@@ -13,18 +13,17 @@ import torch
 from parity_case import Case, batch_of_rank, make_engine, run_case, train_steps
 from ranks import run_ranks
 from same_run import assert_same_run
-from test_recovery import Acts, events, kill, make_run
+from test_recovery import events, make_run
 from tiny_corpora import make_corpus
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.store import load_model, save
+from myriad.checkpoint.checkpoint_files import load_model, save
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.groups import close_world
 from myriad.errors import RunFailedError
 from myriad.job import load_job
 from myriad.parallel.engine import Engine
-from myriad.resilience.causes import cause_of
-from myriad.resilience.engines.local import run_local
 from myriad.run import Run
+from myriad.supervise.exit_causes import cause_of
 from myriad.train import worker
 
 STEPS, POISONED = 6, 3
@@ -32,12 +31,12 @@ STEPS, POISONED = 6, 3
 
 def poison_once(engine: Engine) -> None:
     """Put an infinite gradient into this rank's next reduction."""
-    chunk = engine.pieces.chunks[0]
+    chunk = engine.model.chunks[0]
     reduce = chunk.start_reduce
 
     def reducing() -> None:
         chunk.start_gradients()
-        chunk.sums[3] = torch.inf
+        chunk.grad_buffer[3] = torch.inf
         chunk.start_reduce = reduce  # type: ignore[method-assign]
         reduce()
 
@@ -45,7 +44,7 @@ def poison_once(engine: Engine) -> None:
 
 
 def values_of(engine: Engine) -> list[torch.Tensor]:
-    return [part.values.clone() for part in engine.all_rectangles()]
+    return [part.values.clone() for part in engine.all_shards()]
 
 
 def trains(case: Case, folder: Path, culprit: int) -> tuple[list[float], list[float], Any]:
@@ -62,7 +61,7 @@ def trains(case: Case, folder: Path, culprit: int) -> tuple[list[float], list[fl
         assert stayed == (step == POISONED) == (not np.isfinite(norm)), f"step {step}"
         losses.append(loss)
         scales.append(engine.loss_scaler.scale)
-    path = save(CheckpointFolder(folder), case.steps, list(engine.rectangles()), {})
+    path = save(CheckpointFolder(folder), case.steps, list(engine.shards()), {})
     final = None
     if os.environ["RANK"] == "0":
         final = {name: tensor.numpy() for name, tensor in load_model(path, "").items()}
@@ -148,7 +147,7 @@ def agrees(case: Case, overflows: bool) -> list[np.ndarray]:
     else:
         engine.train_step(lambda: batch_of_rank(case, engine, 2), 0.0, 128, skip=True)
     assert engine.optimizer.steps_done == 2
-    values = [chunk.master.clone().numpy() for chunk in engine.pieces.chunks]
+    values = [chunk.master.clone().numpy() for chunk in engine.model.chunks]
     close_world()
     return values
 
@@ -163,12 +162,12 @@ def test_replicas_that_train_alone_agree_in_their_step_though_it_was_skipped(ove
 
 def fails(poison: str) -> tuple[int, str]:
     """Number of steps that were skipped first, and what was raised."""
-    engine = make_engine(replace(float16({}), loss_scale={"initial": 2.0, "most_skips": 1}))
+    engine = make_engine(replace(float16({}), loss_scale={"initial": 2.0, "max_skips": 1}))
     train_steps(float16({}), engine, 0, 1)
     for step in range(1, 6):
         if poison == "loss":
-            engine.pieces.chunks[0].master[-1] = torch.nan
-            engine.pieces.chunks[0].mark_stale()
+            engine.model.chunks[0].master[-1] = torch.nan
+            engine.model.chunks[0].mark_stale()
         else:
             poison_once(engine)
         try:
@@ -247,12 +246,3 @@ def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
-
-
-def test_a_rank_that_is_killed_costs_no_bit_of_the_scale(tmp_path: Path, corpus: Path, run: Run) -> None:
-    """From snapshots in memory."""
-    killed = make_run(tmp_path / "killed", corpus, *FLOAT16)
-    assert run_local(killed, 2, observer=Acts(killed, at_10=lambda: kill("rank-1"))) == "finished"
-    assert events(killed, "resume")[0]["source"] == "memory"
-    assert_same_run(killed, run)
-    assert of_steps(killed, "loss_scale") == of_steps(run, "loss_scale")

@@ -17,19 +17,19 @@ from safetensors.torch import load_file, save_file
 from tiny_corpora import make_corpus
 from typer.testing import CliRunner, Result
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.hugging_face import HuggingFaceWeights
-from myriad.checkpoint.hugging_face_config import kind_of, model_of
-from myriad.checkpoint.store import save
+from myriad.checkpoint.checkpoint_files import save
+from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights
+from myriad.checkpoint.foreign.hugging_face_config import kind_of, model_of
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.model.config import ModelConfig
-from myriad.model.rectangle import Rectangle
+from myriad.model.tensor_shard import TensorShard
 from myriad.run import Run
-from myriad.train.convert import import_hugging_face
-from myriad.train.sample import open_run
+from myriad.train.checkpoint_tools.hugging_face_convert import import_hugging_face
+from myriad.train.checkpoint_tools.text_sampler import open_run
 
 OURS = {
     "llama, shared heads": LLAMA,
@@ -288,7 +288,7 @@ def make_run(path: Path, corpus: Path, **keys: Any) -> Run:
     weights = random_weights(**job.model.model_dump())
     values = {f"model.{name}": weights.read(name) for name in weights.shapes}
     values["optimizer.first.embedding.tokens.weight"] = torch.ones(3)
-    parts = [Rectangle(name, tuple(x.shape), (0,) * x.dim(), x) for name, x in values.items()]
+    parts = [TensorShard(name, tuple(x.shape), (0,) * x.dim(), x) for name, x in values.items()]
     save(CheckpointFolder(run.checkpoints_path), 7, parts, {"step": 7})
     return run
 

@@ -14,8 +14,8 @@ from ranks import run_ranks
 from tiny_corpora import make_corpus
 from typer.testing import CliRunner
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.store import load_model
+from myriad.checkpoint.checkpoint_files import load_model
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
 from myriad.data.corpus import open_corpora, read_batch
 from myriad.errors import BadInputError
@@ -24,8 +24,8 @@ from myriad.model.definition import Context
 from myriad.model.gpt import GPT, build_full
 from myriad.run import Run
 from myriad.train import worker
-from myriad.train.convert import import_hugging_face
-from myriad.train.initial import check_initial
+from myriad.train.checkpoint_tools.hugging_face_convert import import_hugging_face
+from myriad.train.checkpoint_tools.initial_weights import check_initial
 
 KEYS = ["train.steps=2", "optimizer.warmup_steps=0", "train.threads=1", "layout.micro_batch=2"]
 

@@ -13,7 +13,7 @@ from myriad.comm.groups import close_world
 from myriad.job import load_job
 from myriad.model import gpt
 from myriad.run import Run
-from myriad.train.loop import Trainer
+from myriad.train.trainer import Trainer
 
 SMALL = [
     "model.layers=2",
@@ -30,7 +30,7 @@ def drawn_by_engine(case: Case) -> tuple[int, int]:
         engine = make_engine(case)
     drawn = sum(torch.Size(call.args[1]).numel() for call in draw.call_args_list)
     matrices = sum(
-        entry.shape.numel() for chunk in engine.pieces.chunks for entry in chunk.entries if entry.decays
+        entry.shape.numel() for chunk in engine.model.chunks for entry in chunk.entries if entry.decays
     )
     engine.close()
     close_world()

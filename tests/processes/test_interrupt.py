@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from watching import wait_until
 
-from myriad.jsonl import Record
 from myriad.run import Run
+from myriad.system.jsonl import Record
 
 _MYRIAD = [sys.executable, "-m", "myriad.cli.main"]
 _TINY = ("train", "tiny", "--run", "./run", "--train.threads", "1")
@@ -61,7 +61,7 @@ class Command:
                     found.append((process / "cmdline").read_text().replace("\0", " "))
             except OSError:
                 continue
-        return [line for line in found if "keeper" not in line]
+        return [line for line in found if "snapshot_server" not in line]
 
 
 def events(folder: Path, name: str) -> list[Record]:
@@ -82,8 +82,8 @@ def test_ctrl_c_twice_ends_with_130_and_names_the_step_that_the_next_start_goes_
     time.sleep(0.05)
     command.signal()
     output = command.end()
-    assert "saving a checkpoint after the step under way; Ctrl-C again stops without saving" in output
-    named = re.search(r"stopped at step (\d+).*goes on from there", output)
+    assert "saving a checkpoint after the current step; press Ctrl-C again to stop without saving" in output
+    named = re.search(r"stopped at step (\d+).*resumes from there", output)
     assert named is not None, output
     listed = subprocess.run(
         [*_MYRIAD, "checkpoint", "list", "./run", "--json"], cwd=tmp_path, capture_output=True

@@ -9,7 +9,7 @@ from ranks import run_ranks
 
 from myriad.comm.groups import close_world, open_world
 from myriad.job import load_job
-from myriad.train.build import settle_links
+from myriad.train.engine_setup import settle_links
 
 CPU = torch.device("cpu")
 FOUR = ["layout.dp=4", "comm.node_size=2", "train.global_batch=4"]

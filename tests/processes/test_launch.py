@@ -17,9 +17,9 @@ from watching import is_alive, wait_until
 
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import Job, ResilienceConfig
-from myriad.machine import num_cores
-from myriad.resilience.engines.local import check_cores, run_local
+from myriad.launchers.local import check_cores, run_local
 from myriad.run import Run
+from myriad.system.machine import num_cores
 
 _HEAD = """
 import os, signal, sys, time
@@ -38,7 +38,7 @@ _SLEEP = "everyone()\ntime.sleep(60)\n"
 def make_run(path: Path, restarts: int = 0, patience: float = 1.0) -> Run:
     """Of a job whose first fault ends it, unless it may begin again."""
     run = Run(path / "run")
-    run.create_or_resume(Job(resilience=ResilienceConfig(restarts=restarts, patience=patience)))
+    run.create_or_resume(Job(resilience=ResilienceConfig(restarts=restarts, timeout_scale=patience)))
     return run
 
 
@@ -61,7 +61,7 @@ def start_launcher(run: Run, command: list[str], world: int = 2) -> "subprocess.
     code = f"""
         import sys
         from myriad.errors import RunFailedError
-        from myriad.resilience.engines.local import run_local
+        from myriad.launchers.local import run_local
         from myriad.run import Run
         class Screen:
             def tick(self): pass
@@ -207,7 +207,7 @@ def test_an_error_of_the_program_ends_the_run_when_it_comes_again_and_its_traceb
 
 
 _HANGS = """
-from myriad.telemetry.progress_page import own_row
+from myriad.telemetry.progress.progress_page import own_row
 from myriad.telemetry.spans import Recorder
 row = own_row()
 recorder = Recorder(row=row)
@@ -301,4 +301,6 @@ def test_a_lossy_run_says_so(tmp_path):
     assert json.loads(exact.stdout)["lossy"] == []
     alone = myriad(tmp_path, "train", "tiny", "--run", "alone", *keys, "--comm.sync_every", "2")
     assert alone.returncode == 0, alone.stderr
-    assert "replicas agree every 2 steps: not the result of one process" in " ".join(alone.stdout.split())
+    assert "replicas synchronize every 2 steps: not the result of one process" in " ".join(
+        alone.stdout.replace("│", "").split()
+    )

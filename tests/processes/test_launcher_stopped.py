@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from tiny_corpora import make_corpus
 
-from myriad.processes import process_state
-from myriad.resilience.faults.processes import descendants
+from myriad.faults.run_processes import descendants
 from myriad.run import Run
+from myriad.system.processes import process_state
 
 SECONDS = 60.0
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "layout.dp=2"]
@@ -39,7 +39,7 @@ def launch(tmp_path: Path) -> "tuple[Run, subprocess.Popen[bytes]]":
 
 def hold(pid: int) -> "subprocess.Popen[bytes]":
     """Nothing of it runs until what is returned ends."""
-    freeze = [sys.executable, "-m", "myriad.resilience.faults.freeze", str(pid), str(os.getpid())]
+    freeze = [sys.executable, "-m", "myriad.faults.freeze", str(pid), str(os.getpid())]
     freezer = subprocess.Popen(freeze)
     until("this machine does not let a process be traced", lambda: process_state(pid) == "t")
     return freezer

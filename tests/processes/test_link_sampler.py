@@ -11,22 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from myriad.resilience.drive.scribe import Scribe
-from myriad.resilience.facts import LinkSeen
-from myriad.resilience.node.counting import watch_often
-from myriad.resilience.node.traffic import LinkMonitor
 from myriad.run import Run
-from myriad.telemetry import link_evidence
-from myriad.telemetry.link_evidence import (
+from myriad.supervise.agent.link_monitor import LinkMonitor, watch_often
+from myriad.supervise.background import AsyncWriter
+from myriad.supervise.observations import LinkSeen
+from myriad.telemetry.links import link_evidence
+from myriad.telemetry.links.link_evidence import (
     MOST_FILES,
     list_evidence,
     read_evidence,
     told_evidence,
     write_evidence,
 )
-from myriad.telemetry.link_ring import LinkRing
-from myriad.telemetry.link_sampler import sample
-from myriad.telemetry.progress_page import PROGRESS, ProgressPage, own_row
+from myriad.telemetry.links.link_ring import LinkRing
+from myriad.telemetry.links.link_sampler import sample
+from myriad.telemetry.progress.progress_page import PROGRESS, ProgressPage, own_row
 
 MB = 10**6
 LOOPBACK = (LinkSeen("lo", True, 0, 0),)
@@ -58,7 +57,7 @@ def monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Monitor of a node with one rank, which trains."""
     page = ProgressPage(2)
     monkeypatch.setenv(PROGRESS, page.address(0))
-    made = LinkMonitor(Run(tmp_path), 3, page, Scribe())
+    made = LinkMonitor(Run(tmp_path), 3, page, AsyncWriter())
     made.look(LOOPBACK, 1)
     yield made
     made.close()
@@ -112,9 +111,9 @@ def test_a_trace_of_the_network_reads_the_ring_and_the_sampler_ends_with_its_nod
     assert monitor.ring.num_written > written and (tmp_path / name).stat().st_size > 500 and words
     code = (
         "import os, subprocess, sys\n"
-        "from myriad.telemetry.link_ring import LinkRing\n"
+        "from myriad.telemetry.links.link_ring import LinkRing\n"
         "ring = LinkRing(['lo'])\n"
-        "words = ['-m', 'myriad.telemetry.link_sampler', str(ring.descriptor), '-1', '0']\n"
+        "words = ['-m', 'myriad.telemetry.links.link_sampler', str(ring.descriptor), '-1', '0']\n"
         "words += [str(os.getpid()), 'lo']\n"
         "child = subprocess.Popen([sys.executable, *words], pass_fds=[ring.descriptor])\n"
         "while ring.num_written < 3: pass\n"
@@ -186,7 +185,15 @@ def test_a_sampler_whose_node_has_ended_before_it_began_ends(tmp_path: Path) -> 
     """It takes a second to start: the node agent may be gone by then."""
     ring, gone = LinkRing(["lo"]), subprocess.Popen(["true"])
     gone.wait()
-    words = ["-m", "myriad.telemetry.link_sampler", str(ring.descriptor), "-1", "0", str(gone.pid), "lo"]
+    words = [
+        "-m",
+        "myriad.telemetry.links.link_sampler",
+        str(ring.descriptor),
+        "-1",
+        "0",
+        str(gone.pid),
+        "lo",
+    ]
     sampler = subprocess.Popen([sys.executable, *words], pass_fds=[ring.descriptor])
     try:
         assert sampler.wait(60) == 0
@@ -214,7 +221,7 @@ def test_links_that_come_up_one_after_the_other_do_not_end_the_sampling(
             return -9
 
     monkeypatch.setattr(subprocess, "Popen", Sampler)
-    monitor = LinkMonitor(Run(tmp_path), 3, ProgressPage(1), Scribe())
+    monitor = LinkMonitor(Run(tmp_path), 3, ProgressPage(1), AsyncWriter())
     links = tuple(LinkSeen(f"mlx5_{port}:1", True, 0, 0) for port in range(8))
     for count in range(1, 9):
         monitor.look(links[:count], 1)

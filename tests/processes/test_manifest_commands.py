@@ -14,8 +14,8 @@ from tiny_corpora import make_corpus
 from watching import wait_until
 
 from myriad.job import load_job
-from myriad.resilience.engines.kubernetes.manifests import make_manifests
-from myriad.resilience.engines.kubernetes.settings import PodSettings
+from myriad.launchers.kubernetes.cluster_settings import PodSettings
+from myriad.launchers.kubernetes.jobset_manifests import make_manifests
 from myriad.run import Run
 
 _KEYS = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=200"]

@@ -8,47 +8,47 @@ from typing import Any
 
 import pytest
 
-from myriad.cli.measure import cluster_path, measure_to_file
+from myriad.cli.measured_cluster import cluster_path, measure_to_file
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
-from myriad.planner.costs import Costs
-from myriad.planner.sharing import predict
-from myriad.planner.work import Work
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.rehearsal.shared_core_simulator import predict_iteration
+from myriad.planner.workload import Workload
 from myriad.recipes.cluster import load_cluster
-from myriad.train import measure, measure_compute, measure_tensor, measure_turns
+from myriad.train.calibration import compute_timings, core_sharing, measure_machine, tp_timings
 
 
 def be_hasty_rank(*arguments: Any) -> None:
     """In a process of its own, where nothing else is replaced: everything is timed three times."""
-    measure_compute._ENOUGH_SECONDS = 0.0
-    measure_compute._PACE_SECONDS, measure_compute._PACE_SHORT_SECONDS = 0.1, 0.004
-    measure_compute._STRIDES, measure_compute._STRIDE_SECONDS = 1, 0.0
-    measure_turns._ROUNDS, measure_turns._SECONDS = 1, 0.0
-    measure_tensor._ROUNDS, measure_tensor._CALLS = 3, 1
-    measure._be_rank(*arguments)
+    compute_timings._ENOUGH_SECONDS = 0.0
+    compute_timings._PACE_SECONDS, compute_timings._PACE_SHORT_SECONDS = 0.1, 0.004
+    compute_timings._STRIDES, compute_timings._STRIDE_SECONDS = 1, 0.0
+    core_sharing._ROUNDS, core_sharing._SECONDS = 1, 0.0
+    tp_timings._ROUNDS, tp_timings._CALLS = 3, 1
+    measure_machine._be_rank(*arguments)
 
 
 def test_this_machine_is_measured_kept_and_planned_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measure, "_be_rank", be_hasty_rank)
+    monkeypatch.setattr(measure_machine, "_be_rank", be_hasty_rank)
     cluster = load_cluster(cluster_path("this-machine"))
     core, link = cluster.accelerator, cluster.links.node
     for core_in in (core, core.of(4)):
         for name in ("launch_seconds", "stream_bytes_per_second", "flash_ratio", "flash_backward"):
             assert getattr(core_in, name) > 0, name
     assert min(core.peak_flops_per_second, core.float32_flops_per_second, core.memory_bytes_per_second) > 0
-    assert min(link.bytes_per_second, link.latency_seconds, link.busy_ratio) > 0
+    assert min(link.bytes_per_second, link.latency_seconds) > 0 and link.busy_ratio >= 0
     text = (tmp_path / "myriad" / "this-machine.toml").read_text()
     assert text.startswith("# Measured on 20")
     assert load_cluster(cluster_path("this-machine")) == cluster, "found, not measured again"
     model = ModelConfig(layers=2, hidden=64, heads=4, sequence=64, vocabulary=512)
-    work = Work(model, Layout(dp=2, tp=2), 8, value_bytes=4)
-    assert predict(Costs(work, cluster)).seconds > 0
+    work = Workload(model, Layout(dp=2, tp=2), 8, value_bytes=4)
+    assert predict_iteration(Costs(work, cluster)).seconds > 0
 
 
 def wait_with_companions(pipe) -> None:
-    with measure_turns._companions((64, 64, 1), 2) as companions:
+    with core_sharing._companions((64, 64, 1), 2) as companions:
         pipe.send(companions)
         time.sleep(60)
 

@@ -16,8 +16,8 @@ from myriad.dashboard.insight.phase_table import phase_table
 from myriad.job import Job, load_job
 from myriad.program.actions import Kind
 from myriad.run import Run
-from myriad.telemetry.records import Records
-from myriad.telemetry.ring import SPANS, SpanRings
+from myriad.telemetry.span_io.span_records import Records
+from myriad.telemetry.span_io.span_ring import SPANS, SpanRings
 from myriad.train import worker
 
 SMALL = ["model.layers=4", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=4"]

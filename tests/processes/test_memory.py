@@ -1,5 +1,5 @@
 """If these break: a rank holds more memory, or other memory, than the table of `myriad.parallel.chunk` and
-`docs/memory.md` say."""
+`docs/concepts/memory.md` say."""
 
 import importlib.util
 import sys
@@ -15,7 +15,7 @@ from myriad.comm.layout import Layout
 
 
 def load_benchmark() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "memory.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "memory" / "memory.py"
     spec = importlib.util.spec_from_file_location("memory_benchmark", path)
     assert spec is not None and spec.loader is not None
     module = sys.modules["memory_benchmark"] = importlib.util.module_from_spec(spec)

@@ -11,19 +11,19 @@ from same_run import assert_same_run
 from tiny_corpora import make_corpus
 from watching import descendants, is_alive, wait_until
 
-from myriad.checkpoint.keeper_client import list_in_memory
-from myriad.checkpoint.keeper_start import keeper_name, keeper_names
+from myriad.checkpoint.snapshots.server_start import server_name, server_names
+from myriad.checkpoint.snapshots.snapshot_client import list_in_memory
+from myriad.doctor.baseline import write_baseline
+from myriad.doctor.hardware import cpu_key
 from myriad.errors import BadInputError
+from myriad.faults.injector import plan_rank_faults
+from myriad.faults.rank_faults import ARMED
+from myriad.faults.scenario import Fault
 from myriad.job import load_job
-from myriad.jsonl import JsonlTail
-from myriad.resilience.doctor.baseline import write_baseline
-from myriad.resilience.doctor.hardware import cpu_key
-from myriad.resilience.engines.local import run_local
-from myriad.resilience.evict import evict
-from myriad.resilience.faults.injector import plan_inside
-from myriad.resilience.faults.inside import ARMED
-from myriad.resilience.faults.scenario import Fault
+from myriad.launchers.local import run_local
 from myriad.run import Run
+from myriad.supervise.driver_requests import evict
+from myriad.system.jsonl import JsonlTail
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=60"]
 TWO = ["layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "resilience.nodes=2"]
@@ -49,25 +49,25 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
 
 
 def pids_of(run: Run, node: int) -> tuple[list[int], list[int]]:
-    """The executor of a node with all that it has started; its keeper."""
-    executors, keepers = [], []
+    """The executor of a node with all that it has started; its snapshot server."""
+    executors, snapshot_servers = [], []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words = (path / "cmdline").read_text().split("\0")
         except OSError:
             continue
-        if "myriad.resilience.node.executor_process" in words and words[3:5] == [str(run.path), str(node)]:
+        if "myriad.supervise.agent.agent_process" in words and words[3:5] == [str(run.path), str(node)]:
             executors.append(int(path.name))
-        elif keeper_name(run.path, node) in words:
-            keepers.append(int(path.name))
-    return [pid for one in executors for pid in (one, *descendants(one))], keepers
+        elif server_name(run.path, node) in words:
+            snapshot_servers.append(int(path.name))
+    return [pid for one in executors for pid in (one, *descendants(one))], snapshot_servers
 
 
 def lose(run: Run, node: int, *, memory: bool = True) -> None:
     """All of it dies; ``memory``: the snapshots too."""
-    processes, keepers = pids_of(run, node)
-    assert processes and keepers
-    for pid in [*processes, *keepers * memory]:
+    processes, snapshot_servers = pids_of(run, node)
+    assert processes and snapshot_servers
+    for pid in [*processes, *snapshot_servers * memory]:
         os.kill(pid, signal.SIGKILL)
 
 
@@ -108,7 +108,7 @@ def placements(run: Run) -> list[list[int]]:
 def test_a_spare_takes_the_place_of_a_lost_node_and_not_a_bit_is(
     tmp_path: Path, corpus: Path, undisturbed: Run
 ) -> None:
-    """Of node 0, whose keeper has all others store, and whose host the ranks meet at."""
+    """Of node 0, whose snapshot server has all others store, and whose host the ranks meet at."""
     run = make_run(tmp_path / "run", corpus, "resilience.spares=1")
     assert run_local(run, 2, observer=Acts(run, (reached(run, 20), lambda: lose(run, 0)))) == "finished"
     (fault,), (resume,) = events(run, "fault"), events(run, "resume")
@@ -166,7 +166,7 @@ def test_a_spare_that_the_doctor_finds_unfit_takes_nobodys_place(
     write_baseline(tmp_path / "myriad" / "baseline.json", {cpu_key(): {"version of torch": "1.0"}})
     run = make_run(tmp_path / "run", corpus, "resilience.spares=1")
     slow = [Fault(kind="slow", rank=rank, step=2, factor=10.0) for rank in range(2)]
-    monkeypatch.setenv(ARMED, str(plan_inside(run.path / "faults", slow, None)))
+    monkeypatch.setenv(ARMED, str(plan_rank_faults(run.path / "faults", slow, None)))
     acts = Acts(run, (lambda: bool(events(run, "diagnosis")), lambda: lose(run, 1, memory=False)))
     assert run_local(run, 2, observer=acts) == "finished"
     told = events(run, "diagnosis")[0]
@@ -192,12 +192,12 @@ def test_what_all_nodes_of_the_machine_have_in_memory_is_seen(tmp_path: Path, co
     seen: list[tuple[int, list[int]]] = []
 
     def look() -> None:
-        seen.append((len(keeper_names(run.path)), [step for step, _ in list_in_memory(run.path, ranks=2)]))
+        seen.append((len(server_names(run.path)), [step for step, _ in list_in_memory(run.path, ranks=2)]))
 
     assert run_local(run, 2, observer=Acts(run, (reached(run, 20), look))) == "finished"
-    ((keepers, steps),) = seen
-    assert keepers == 2 and max(steps) >= 10, "copies are taken every 5 steps"
-    wait_until(lambda: keeper_names(run.path) == [])
+    ((snapshot_servers, steps),) = seen
+    assert snapshot_servers == 2 and max(steps) >= 10, "copies are taken every 5 steps"
+    wait_until(lambda: server_names(run.path) == [])
     assert list_in_memory(run.path) == []
 
 
@@ -207,5 +207,5 @@ def test_nothing_of_a_run_with_several_nodes_is_left_behind(tmp_path: Path, corp
     acts = Acts(run, (reached(run, 5), lambda: left.extend(descendants())))
     assert run_local(run, 2, observer=acts) == "finished"
     assert len(left) > 8
-    # a keeper waits half a minute for its first rank, and a minute where it has not heard a rank's good-bye
+    # a server waits 30 s for its first rank, and a minute if no rank has ended its session
     wait_until(lambda: not any(map(is_alive, left)), 120)

@@ -1,11 +1,12 @@
 """Any layout gives one process's losses and parameters: the definition of correct.
 
-Each case trains 20 steps on real ranks and is compared with one process on the same tokens, in float32:
+Each layout trains 20 steps on real ranks and is compared with one process on the same tokens, in float32:
 losses and every whole parameter (relative L2 norm) within 1e-5.
 """
 
 import functools
 import tempfile
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from parity_case import Case, run_case
 from ranks import run_ranks
 
 TOLERANCE = 1e-5
+FEW = 8
+"""Steps where what differs is when something is sent, or how often: an error shows after the first step."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "serial": {},
@@ -31,9 +34,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(case: Case) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
+def train(
+    case: Case, run: Callable[..., Any] = run_case
+) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_ranks(case.world, run_case, case, Path(folder))
+        ranks = run_ranks(case.world, run, case, Path(folder))
     for losses, _ in ranks[1:]:
         assert losses == ranks[0][0], "ranks of one run disagree on the loss"
     return ranks[0]
@@ -41,13 +46,17 @@ def train(case: Case) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]
 
 @functools.cache
 def one_process(
-    model: str, optimizer: str, global_batch: int = 8
+    model: str, optimizer: str, global_batch: int = 8, steps: int = 20
 ) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
-    return train(Case(model=MODELS[model], optimizer={"name": optimizer}, global_batch=global_batch))
+    return train(Case({}, MODELS[model], {"name": optimizer}, steps, global_batch))
 
 
-def assert_equal(case: Case, expected: tuple[list[tuple[float, float]], dict[str, np.ndarray]]) -> None:
-    losses, parameters = train(case)
+def assert_equal(
+    case: Case,
+    expected: tuple[list[tuple[float, float]], dict[str, np.ndarray]],
+    run: Callable[..., Any] = run_case,
+) -> None:
+    losses, parameters = train(case, run)
     for step, ((loss, norm), (reference, reference_norm)) in enumerate(zip(losses, expected[0], strict=True)):
         assert loss == pytest.approx(reference, rel=TOLERANCE), f"loss of step {step}"
         assert norm == pytest.approx(reference_norm, rel=1e-3), f"gradient norm of step {step}"
@@ -72,6 +81,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("serial", "adamw", {"pp": 3, "schedule": "eager-zero-bubble"}),
     ("serial", "adamw", {"pp": 3, "virtual_stages": 2, "schedule": "zero-bubble-v"}),
     ("serial", "adamw", {"pp": 2, "dp": 2, "virtual_stages": 2, "schedule": "zero-bubble-v", "zero": 2}),
+    ("serial", "adamw", {"pp": 2, "dp": 2, "schedule": "zero-bubble", "zero": 2, "reduce": "each"}),
     ("serial", "adamw", {"pp": 2, "virtual_stages": 2, "micro_batch": 2}),
     ("serial", "adamw", {"pp": 2, "virtual_stages": 3, "schedule": "gpipe"}),
     ("serial", "adamw", {"dp": 4, "zero": 2}),
@@ -125,14 +135,14 @@ SHARES: list[tuple[str, str, dict[str, Any]]] = [
 def test_unequal_shares_give_the_loss_and_parameters_of_one_process(
     model: str, optimizer: str, layout: dict[str, Any]
 ) -> None:
-    case = Case(layout=layout, model=MODELS[model], optimizer={"name": optimizer})
-    assert_equal(case, one_process(model, optimizer))
+    case = Case(layout=layout, model=MODELS[model], optimizer={"name": optimizer}, steps=FEW)
+    assert_equal(case, one_process(model, optimizer, steps=FEW))
 
 
 @pytest.mark.parametrize("layout", [SHARES[2][2], SHARES[5][2]], ids=name_of)
 def test_unequal_shares_without_any_overlap(layout: dict[str, Any]) -> None:
-    case = Case(layout=layout, overlap=dict.fromkeys(SWITCHES, False), optimizer={"name": "adamw"})
-    assert_equal(case, one_process("serial", "adamw"))
+    case = Case(layout, {}, {"name": "adamw"}, FEW, overlap=dict.fromkeys(SWITCHES, False))
+    assert_equal(case, one_process("serial", "adamw", steps=FEW))
 
 
 SWITCHES = ("pipeline", "data", "optimizer", "tensor")
@@ -151,8 +161,14 @@ COMBINATIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 def test_no_switch_changes_what_is_learned(layout: dict[str, Any], on: tuple[str, ...]) -> None:
     """Odd sizes on purpose: chunks, partitions and parts of unequal length, and a credit of one message."""
     keys = {switch: switch in on for switch in SWITCHES}
-    overlap = keys | {"partition": 1000, "credit": 1000, "chunks": 3, "tensor_chunks": 2, "receive_ahead": 3}
-    batch = {"global_batch": 12} if layout.get("micro_batch") == 3 else {}
+    overlap = keys | {
+        "message_bytes": 1000,
+        "max_in_flight_bytes": 1000,
+        "chunks": 3,
+        "tensor_chunks": 2,
+        "receive_ahead": 3,
+    }
+    batch = {"steps": FEW} | ({"global_batch": 12} if layout.get("micro_batch") == 3 else {})
     case = Case(layout=layout, overlap=overlap, optimizer={"name": "adamw"}, **batch)
     assert_equal(case, one_process("serial", "adamw", **batch))
 

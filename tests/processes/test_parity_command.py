@@ -8,11 +8,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.cli import parity
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
+from myriad.cli import parity_command
 from myriad.errors import BadInputError
 from myriad.run import Run
-from myriad.train.compare import Tolerance, compare_runs
+from myriad.train.checkpoint_tools.compare_runs import Tolerance, compare_runs
 
 LAYOUTS = ("--layout", "dp=1", "--layout", "pp=2", "--oversubscribe")
 TINY = ("--model.layers", "2", "--model.hidden", "32", "--model.heads", "2", "--model.sequence", "32")
@@ -21,7 +21,7 @@ TINY = ("--model.layers", "2", "--model.hidden", "32", "--model.heads", "2", "--
 def run_parity(*arguments: str) -> tuple[int, str]:
     app = typer.Typer()
     app.callback()(lambda: None)
-    parity.register(app)
+    parity_command.register(app)
     result = CliRunner().invoke(app, ["parity", "tiny", *arguments])
     if isinstance(result.exception, BadInputError):
         raise result.exception

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "memory"
 
 
 def load_benchmark() -> ModuleType:

@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
-from myriad.model.activations import kept_bytes_per_micro_batch, kept_bytes_per_token
+from myriad.model.activation_memory import kept_bytes_per_micro_batch, kept_bytes_per_token
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerConfig
 from myriad.parallel.custom import Layer, LayerList
 from myriad.parallel.runtime import Batch
-from myriad.parallel.tensor import GroupBoundary
+from myriad.parallel.tensor_parallel import GroupBoundary
 from myriad.telemetry.spans import Recorder
 from myriad.train.fit import fit
 
@@ -50,7 +50,7 @@ Bits = tuple[list[tuple[float, float]], dict[str, np.ndarray]]
 
 
 def load_benchmark() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "activations.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "memory" / "activations.py"
     spec = importlib.util.spec_from_file_location("activations_benchmark", path)
     assert spec is not None and spec.loader is not None
     module = sys.modules["activations_benchmark"] = importlib.util.module_from_spec(spec)
@@ -145,7 +145,7 @@ class AfterForward(Recorder):
         self.live, self.most = live, 0
 
     def span(
-        self, name: str, stage: int = -1, micro_batch: int = -1, chunk: int = -1
+        self, name: str, stage: int = -1, micro_batch: int = -1, chunk: int = -1, **more: Any
     ) -> AbstractContextManager[None]:
         return Looks(self) if name == "forward" else nullcontext()
 

@@ -11,10 +11,10 @@ from same_run import assert_same_run
 from tiny_corpora import make_corpus
 from watching import process_of
 
-from myriad.checkpoint.store import load_model
+from myriad.checkpoint.checkpoint_files import load_model
+from myriad.faults.storage_faults import fill, free, small_disk
 from myriad.job import load_job
-from myriad.resilience.engines.local import run_local
-from myriad.resilience.faults.storage import fill, free, small_disk
+from myriad.launchers.local import run_local
 from myriad.run import Run
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=40"]
@@ -107,7 +107,7 @@ def test_training_does_not_notice_that_its_driver_dies_and_survives_its_executor
     tmp_path: Path, corpus: Path, undisturbed: Run
 ) -> None:
     run = make_run(tmp_path / "run", corpus, *FOUR)
-    acts = Acts(run, at_8=lambda: kill("driver"), at_25=lambda: kill("executor_process"))
+    acts = Acts(run, at_8=lambda: kill("driver"), at_25=lambda: kill("agent_process"))
     assert run_local(run, 4, observer=acts) == "finished"
     (fault,) = events(run, "fault")
     assert fault["cause"] == "node" and fault["problem"] == "node 0 with ranks 0 to 3 was lost"

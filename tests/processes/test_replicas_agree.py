@@ -12,7 +12,7 @@ from ranks import run_ranks
 from myriad.comm.grid import RankGrid
 from myriad.comm.groups import close_world
 from myriad.comm.layout import Layout
-from myriad.parallel.digest import digest_of, reduce_bits
+from myriad.parallel.tensor_digest import digest_of, reduce_bits
 
 CASES = [
     *(Case(layout={"dp": 4, "zero": zero}, steps=4) for zero in (0, 1, 2)),
@@ -67,7 +67,7 @@ def flipped(case: Case) -> list[int]:
 
     def take() -> None:
         if os.environ["RANK"] == "1" and len(found) == 2:
-            engine.pieces.chunks[-1].values.view(torch.int32)[-9] ^= 1
+            engine.model.chunks[-1].values.view(torch.int32)[-9] ^= 1
         found.append(int(digest_of(engine.replicated())))
 
     engine.before_update = take

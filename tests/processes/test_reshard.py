@@ -10,8 +10,8 @@ from ranks import run_ranks
 from tiny_corpora import make_corpus
 from typer.testing import CliRunner
 
-from myriad.checkpoint.folder import CheckpointFolder, verify
-from myriad.checkpoint.store import load_model
+from myriad.checkpoint.checkpoint_files import load_model
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder, verify
 from myriad.cli.main import build_app
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import load_job

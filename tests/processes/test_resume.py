@@ -9,7 +9,7 @@ from ranks import run_ranks
 from same_run import assert_same_run
 from tiny_corpora import make_corpus
 
-from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.train import worker

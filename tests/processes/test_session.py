@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from ranks import enter, free_port, run_ranks
 
+from myriad.checkpoint.checkpoint_files import load_model
 from myriad.checkpoint.config import CheckpointConfig
-from myriad.checkpoint.folder import CheckpointFolder, verify
-from myriad.checkpoint.keeper_client import KeeperClient, keeper_name, list_in_memory
-from myriad.checkpoint.keeper_start import keeper_names
-from myriad.checkpoint.manifest import Manifest, encode_manifest
-from myriad.checkpoint.session import Loaded, Session, Settings
-from myriad.checkpoint.store import load_model
+from myriad.checkpoint.format.checkpoint_manifest import CheckpointManifest, encode_manifest
+from myriad.checkpoint.session import CheckpointSession, LoadedState, SessionSettings
+from myriad.checkpoint.snapshots.server_start import server_names
+from myriad.checkpoint.snapshots.snapshot_client import SnapshotClient, list_in_memory, server_name
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder, verify
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
-from myriad.jsonl import JsonlTail
-from myriad.model.rectangle import Rectangle
+from myriad.model.tensor_shard import TensorShard
+from myriad.system.jsonl import JsonlTail
 
 QUICK = {"linger_seconds": 60.0, "timeout_seconds": 60.0}
 ROWS = 6
@@ -42,7 +42,7 @@ class Run:
     def __init__(self, path: Path, world: int, per_node: int | None = None, **config: Any) -> None:
         groups = open_world(Layout(dp=world), torch.device("cpu"))
         self.rank, self.world = groups.grid.rank, world
-        settings = Settings(
+        settings = SessionSettings(
             CheckpointConfig(**QUICK | config),
             run=path,
             folder=CheckpointFolder(path / "checkpoints"),
@@ -52,12 +52,12 @@ class Run:
         )
         local_rank = self.rank % (per_node or world)
         group = groups.on_host("checkpoints")
-        self.session = Session(settings, groups.grid, local_rank, group, torch.device("cpu"))
+        self.session = CheckpointSession(settings, groups.grid, local_rank, group, torch.device("cpu"))
         shape = (ROWS * world, 4)
-        self.state = Rectangle("model.w", shape, (ROWS * self.rank, 0), torch.zeros(ROWS, 4))
-        self.session.claim(0)
+        self.state = TensorShard("model.w", shape, (ROWS * self.rank, 0), torch.zeros(ROWS, 4))
+        self.session.acquire(0)
 
-    def resume(self) -> Loaded | None:
+    def resume(self) -> LoadedState | None:
         """Also checks every byte."""
         found = self.session.resume([self.state])
         if found is not None:
@@ -70,9 +70,9 @@ class Run:
         """As a trainer does it."""
         self.session.settle()
         self.state.values.copy_(value_of(step, self.rank))
-        wants = self.session.wants(step, is_last=is_last, due=False)
-        if wants is not None:
-            self.session.take(step, {"step": step}, wants)
+        purpose = self.session.purpose(step, is_last=is_last, due=False)
+        if purpose is not None:
+            self.session.take(step, {"step": step}, purpose)
 
     def end(self, step: int) -> None:
         """Waits until the last step is durable."""
@@ -121,7 +121,7 @@ def lost_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> Non
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * world
 
 
-def keepers(path: Path) -> list[int]:
+def snapshot_servers(path: Path) -> list[int]:
     """Processes that keep this run's snapshots."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -130,7 +130,7 @@ def keepers(path: Path) -> list[int]:
             log = os.readlink(entry / "fd" / "1")
         except OSError:
             continue
-        if b"myriad.checkpoint.keeper_process" in command and log.startswith(str(path)):
+        if b"myriad.checkpoint.snapshots.snapshot_server_process" in command and log.startswith(str(path)):
             found.append(int(entry.name))
     return found
 
@@ -147,13 +147,13 @@ def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_keeper_stays(tmp_path: Path) -> Any:
+def no_snapshot_server_stays(tmp_path: Path) -> Any:
     yield
-    for pid in keepers(tmp_path):
+    for pid in snapshot_servers(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_run_stores_every_so_often_and_its_keeper_goes_with_it(tmp_path: Path) -> None:
+def test_a_run_stores_every_so_often_and_its_snapshot_server_goes_with_it(tmp_path: Path) -> None:
     assert run_ranks(2, all_steps, tmp_path, 2, 1, 7, None, {"every": 3, "keep": 5}) == [None, None]
     folder = CheckpointFolder(tmp_path / "checkpoints")
     assert folder.steps() == [3, 6, 7] and all(verify(folder.of_step(step)) == [] for step in folder.steps())
@@ -165,7 +165,7 @@ def test_a_run_stores_every_so_often_and_its_keeper_goes_with_it(tmp_path: Path)
     assert manifest.progress == {"step": 7} and manifest.versions["torch"] == torch.__version__
     assert (folder.of_step(7) / "job.toml").read_text() == 'name = "x"\n'
     assert [event["step"] for event in events(tmp_path, "checkpoint")] == [3, 6, 7]
-    wait_until(lambda: not keepers(tmp_path))
+    wait_until(lambda: not snapshot_servers(tmp_path))
 
 
 def test_ranks_that_are_gone_leave_every_step_in_memory_and_the_newest_is_stored(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_memory_is_read_by_another_number_of_ranks(tmp_path: Path) -> None:
 
     def alone() -> None:
         session = Run(tmp_path, 1).session
-        whole = Rectangle("model.w", (2 * ROWS, 4), (0, 0), torch.zeros(2 * ROWS, 4))
+        whole = TensorShard("model.w", (2 * ROWS, 4), (0, 0), torch.zeros(2 * ROWS, 4))
         found = session.resume([whole])
         assert found is not None and (found.step, found.source) == (4, "memory")
         assert torch.equal(whole.values, torch.cat([value_of(4, rank) for rank in range(2)]))
@@ -190,18 +190,18 @@ def test_memory_is_read_by_another_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(1, alone)
 
 
-def test_when_the_keeper_dies_too_storage_is_gone_on_from(tmp_path: Path) -> None:
+def test_when_the_snapshot_server_dies_too_storage_is_gone_on_from(tmp_path: Path) -> None:
     lost_ranks(2, vanish, tmp_path, 2, 5)
     wait_until(lambda: CheckpointFolder(tmp_path / "checkpoints").steps() == [5])
-    for pid in keepers(tmp_path):
+    for pid in snapshot_servers(tmp_path):
         os.kill(pid, signal.SIGKILL)
     (first, _) = run_ranks(2, all_steps, tmp_path, 2, 6, 6)
     assert (first.step, first.source) == (5, "storage")
 
 
 def damage_memory(path: Path, step: int, rank: int) -> None:
-    """Another byte in the snapshot that a keeper holds of a rank."""
-    client = KeeperClient(keeper_name(path), starts=False, log=path / "log")
+    """Another byte in the snapshot that a snapshot server holds of a rank."""
+    client = SnapshotClient(server_name(path), starts=False, log=path / "log")
     (one,) = (one for one in client.snapshots() if one["rank"] == rank and step in one["steps"])
     opened = client.open(one["attempt"], rank, step, copied=False)
     assert opened is not None
@@ -229,13 +229,13 @@ def test_a_bad_chunk_in_storage_is_had_from_memory(tmp_path: Path) -> None:
 
 def copied(path: Path, step: int) -> set[int]:
     """Ranks of whose snapshot another node has a copy."""
-    clients = [KeeperClient(name, starts=False, log=path / "log") for name in keeper_names(path)]
+    clients = [SnapshotClient(name, starts=False, log=path / "log") for name in server_names(path)]
     found = [one for client in clients for one in client.snapshots()]
     return {one["rank"] for one in found if one["copied"] and step in one["steps"]}
 
 
 def lose_a_node(path: Path, last: int) -> None:
-    """Four ranks on two nodes; afterwards those of node 1 are gone, its keeper with them."""
+    """Four ranks on two nodes; afterwards those of node 1 are gone, its snapshot server with them."""
     run = Run(path, 4, 2, copies_every=2, memory_every=1)
     run.resume()
     for step in range(1, last + 1):
@@ -245,7 +245,7 @@ def lose_a_node(path: Path, last: int) -> None:
             wait_until(lambda step=step: copied(path, step) == {0, 1, 2, 3})
         dist.barrier()
     if run.rank == 2:
-        for pid in keepers(path):
+        for pid in snapshot_servers(path):
             if os.readlink(f"/proc/{pid}/fd/1").endswith("keeper-2.log"):
                 os.kill(pid, signal.SIGKILL)
     dist.barrier()
@@ -264,7 +264,7 @@ def test_ranks_of_several_nodes_store_one_checkpoint(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints")
     assert folder.steps() == [2, 4] and verify(folder.of_step(4)) == []
     assert torch.equal(load_model(folder.of_step(4))["w"], torch.cat([value_of(4, r) for r in range(4)]))
-    wait_until(lambda: not keepers(tmp_path))
+    wait_until(lambda: not snapshot_servers(tmp_path))
 
 
 def test_ranks_that_were_thought_dead_commit_no_more(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_ranks_that_were_thought_dead_commit_no_more(tmp_path: Path) -> None:
         old.resume()
         old.step(1)
         assert old.session.finish(1) is None
-        CheckpointFolder(tmp_path / "checkpoints").claim(7)
+        CheckpointFolder(tmp_path / "checkpoints").acquire(7)
         old.step(2, is_last=True)
         problem = old.session.finish(2)
         assert problem is not None and "attempt 7 of the run has taken over" in problem
@@ -320,7 +320,7 @@ def _break(folder: Path) -> None:
 
 def test_a_damaged_checkpoint_is_set_aside_and_never_tried_again(tmp_path: Path) -> None:
     run_ranks(1, all_steps, tmp_path, 1, 1, 4, None, {"every": 2})
-    wait_until(lambda: not keepers(tmp_path))
+    wait_until(lambda: not snapshot_servers(tmp_path))
     folder = CheckpointFolder(tmp_path / "checkpoints")
     (path,) = folder.of_step(4).glob("*.distcp")
     path.write_bytes(bytes(path.stat().st_size))
@@ -343,7 +343,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_first_step(tmp_pat
 
 SLOW_STORAGE = """
 import os, time
-from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 
 ask = CheckpointFolder.owner
 
@@ -419,7 +419,7 @@ def test_a_step_that_a_newer_start_has_stored_is_not_taken_away(tmp_path: Path) 
         run = Run(tmp_path, 1)
         run.resume()
         folder = CheckpointFolder(tmp_path / "checkpoints")
-        manifest = encode_manifest(Manifest(1, 9, 0.0, {}, {}, {}, {}, {}, {}))
+        manifest = encode_manifest(CheckpointManifest(1, 9, 0.0, {}, {}, {}, {}, {}, {}))
         folder.storage.put("step-1/manifest.json", manifest)
         run.step(1, is_last=True)
         return run.session.finish(1)

@@ -16,15 +16,16 @@ from test_tensor_overlap import STEPS, short
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
-from myriad.event_text import event_text
 from myriad.job import load_job
 from myriad.kernels.gradient import GradientSink, apply_deferred, set_sink, sink_of
+from myriad.kernels.memory_order import lay_sequence_first
 from myriad.kernels.remade import Remade
 from myriad.model.boundary import Factors
-from myriad.parallel import slices, symmetric
-from myriad.parallel.tensor import GroupBoundary
+from myriad.parallel import sliced_products, symmetric_memory
+from myriad.parallel.tensor_parallel import GroupBoundary
+from myriad.run.event_text import event_text
 from myriad.telemetry.spans import Recorder
-from myriad.train import settle_tensor as settling
+from myriad.train.autotune import tp_overlap as settling
 
 CPU = torch.device("cpu")
 
@@ -69,6 +70,7 @@ def draw_shapes(tp: int, number: int) -> list[Draw]:
             "widths": [pick.randint(1, 20) for _ in range(pick.choice([1, 2]))],
             "has_bias": pick.random() < 0.5,
             "remakes": pick.random() < 0.5,
+            "sequence_first": pick.random() < 0.5,
             "chunks": pick.randint(2, 16),
             "message_bytes": pick.choice([1, 64, 1000, 10**6]),
             "dtype": pick.choice([torch.float32, torch.bfloat16]),
@@ -93,8 +95,12 @@ def differentiate(boundary: GroupBoundary, draw: Draw, *, sinks: bool) -> list[t
     if sinks:
         for weight in (*ups, *downs):
             set_sink(weight, GradientSink(torch.zeros(weight.shape)))
-    stream = x * 2
-    remade = Remade(lambda kept: kept * 2, x, len(ups)) if draw["remakes"] and boundary.in_slices else None
+
+    def doubled(kept: torch.Tensor) -> torch.Tensor:
+        return lay_sequence_first(kept * 2) if draw["sequence_first"] else kept * 2
+
+    stream = doubled(x)
+    remade = Remade(doubled, x, len(ups)) if draw["remakes"] and boundary.in_slices else None
     inner = [own.tanh() for own in boundary.gather_products(stream, ups, biases, remade)]
     out = boundary.scatter_products([Factors(own, down) for own, down in zip(inner, downs, strict=True)])
     gradient = torch.randn(out.shape[-1], generator=random).to(dtype)
@@ -126,7 +132,7 @@ def compare_carriers(tp: int) -> list[str]:
         keys = {"slices": draw["chunks"], "message_bytes": draw["message_bytes"]}
         cut = GroupBoundary(whole.group, whole.rank, tp, Recorder(), **keys)
         fused = GroupBoundary(whole.group, whole.rank, tp, Recorder(), **keys)
-        fused.carrier = symmetric.SymmetricCarrier(fused)
+        fused.slice_transport = symmetric_memory.SymmetricSliceTransport(fused)
         expected = differentiate(whole, draw, sinks=True)
         found = differentiate(cut, draw, sinks=True)
         again = differentiate(cut, draw, sinks=True)
@@ -155,9 +161,9 @@ def note_order() -> list[list[Note]]:
     """One rank's side: what a gather and a scatter with their products do, in order, with the rows."""
     boundary = make_boundary(2, slices=3)
     notes: list[Note] = []
-    carrier, multiply = boundary.carrier, slices._multiply
-    assert isinstance(carrier, slices.PairCarrier)
-    receive, send, wait = carrier._receive, carrier._send, carrier._wait
+    slice_transport, multiply = boundary.slice_transport, sliced_products._multiply
+    assert isinstance(slice_transport, sliced_products.GlooSliceTransport)
+    receive, send, wait = slice_transport._receive, slice_transport._send, slice_transport._wait
 
     def noting(name: str, function: Any, rows_of: Any) -> Any:
         def note(*arguments: Any) -> Any:
@@ -166,15 +172,15 @@ def note_order() -> list[list[Note]]:
 
         return note
 
-    carrier._receive = noting("receive", receive, lambda into, peer: len(into))
-    carrier._send = noting("send", send, lambda rows, peer: len(rows))
-    carrier._wait = noting("wait", wait, len)
-    slices._multiply = noting("multiply", multiply, lambda products, out, bias=None: len(out))
+    slice_transport._receive = noting("receive", receive, lambda into, peer: len(into))
+    slice_transport._send = noting("send", send, lambda rows, peer: len(rows))
+    slice_transport._wait = noting("wait", wait, len)
+    sliced_products._multiply = noting("multiply", multiply, lambda products, out, bias=None: len(out))
     rows, matrix = torch.randn(7, 4), torch.randn(4, 5)
-    _, (product,) = carrier.gather_products(rows, [matrix], [None], lambda: notes.append(("more", 0)))
+    _, (product,) = slice_transport.gather_products(rows, [matrix], [None], lambda: notes.append(("more", 0)))
     gathered = list(notes)
     notes.clear()
-    carrier.scatter_products([(product, matrix.t())], lambda: notes.append(("more", 0)))
+    slice_transport.scatter_products([(product, matrix.t())], lambda: notes.append(("more", 0)))
     close_world()
     return [gathered, notes]
 
@@ -233,7 +239,7 @@ def test_gpus_that_cannot_are_named_in_one_line(
     dtype: torch.dtype, ranks_of_node: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_of_node)
-    lacks = symmetric.lacks_symmetric_memory(CPU, dtype, 2)
+    lacks = symmetric_memory.lacks_symmetric_memory(CPU, dtype, 2)
     assert says in lacks and "\n" not in lacks
 
 
@@ -254,7 +260,9 @@ def test_a_rank_asks_for_what_it_can_see_before_others_wait_for_it(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     monkeypatch.setattr(_symmetric_memory, "empty", refuse)
-    assert symmetric.lacks_symmetric_memory(torch.device("cuda", 0), torch.bfloat16, 2).startswith(says)
+    assert symmetric_memory.lacks_symmetric_memory(torch.device("cuda", 0), torch.bfloat16, 2).startswith(
+        says
+    )
 
 
 def measure_refused() -> tuple[dict[str | None, float], int]:

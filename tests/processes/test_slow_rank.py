@@ -10,14 +10,16 @@ from statistics import median
 import pytest
 from tiny_corpora import make_corpus
 
+from myriad.faults.injector import plan_rank_faults
+from myriad.faults.rank_faults import ARMED
+from myriad.faults.scenario import Fault
 from myriad.job import load_job
-from myriad.resilience.engines.local import run_local
-from myriad.resilience.faults.injector import plan_inside
-from myriad.resilience.faults.inside import ARMED
-from myriad.resilience.faults.scenario import Fault
+from myriad.launchers.local import run_local
 from myriad.run import Run
 
-SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "resilience.patience=4"]
+SMALL = [
+    "model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "resilience.timeout_scale=4",
+]  # fmt: skip
 TWO = ["layout.dp=2", "layout.zero=2", "checkpoint.memory_seconds=0", "train.global_batch=16"]
 SLOW_SECONDS = 180.0
 _TOLD = ("diagnosis", "move", "restart", "fault")
@@ -55,7 +57,7 @@ def test_a_slow_rank_is_named_and_its_work_moves(
     run = Run(tmp_path / "run")
     run.create_or_resume(load_job("tiny", [*keys, "train.steps=100000"]))
     fault = Fault(kind="slow", rank=1, step=20, factor=3.0)
-    monkeypatch.setenv(ARMED, str(plan_inside(run.path / "faults", [fault], None)))
+    monkeypatch.setenv(ARMED, str(plan_rank_faults(run.path / "faults", [fault], None)))
     assert run_local(run, 2, threads=1, observer=Until(run)) == "interrupted"
     told = [event for event in run.read_events() if event["event"] in _TOLD]
     assert [event["event"] for event in told] == ["diagnosis", "move", "restart"], told
@@ -81,7 +83,7 @@ def test_a_slow_rank_is_named_and_its_work_moves(
 PIPELINE = [
     "layout.pp=2", "resilience.nodes=2", "model.layers=8", "model.hidden=64", "model.sequence=32",
     "model.vocabulary=320", "train.global_batch=8", "train.threads=1", "train.steps=100000",
-    "checkpoint.memory_seconds=0", "resilience.patience=4",
+    "checkpoint.memory_seconds=0", "resilience.timeout_scale=4",
 ]  # fmt: skip
 STEP_SECONDS = 0.13
 
@@ -101,7 +103,7 @@ def test_layers_move_from_a_slow_node_of_a_pipeline(
     faults = [*begins, Fault(kind="slow", rank=1, step=int(14 / STEP_SECONDS), factor=2 * factor)]
     run = Run(tmp_path / "run")
     run.create_or_resume(undisturbed.job())
-    monkeypatch.setenv(ARMED, str(plan_inside(run.path / "faults", faults, None)))
+    monkeypatch.setenv(ARMED, str(plan_rank_faults(run.path / "faults", faults, None)))
     assert run_local(run, 2, threads=1, observer=Until(run)) == "interrupted"
     told = [event for event in run.read_events() if event["event"] in _TOLD]
     told = [event for event in told if event.get("culprit") != "stage"]  # of a machine that others slow, too

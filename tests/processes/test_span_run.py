@@ -15,7 +15,7 @@ import pytest
 from watching import descendants, process_of, wait_until
 
 from myriad.run import Run
-from myriad.telemetry.span_files import read_span_file, span_files
+from myriad.telemetry.span_io.span_files import read_span_file, span_files
 
 SMALL = ["--model.layers", "2", "--model.hidden", "32", "--model.sequence", "32", "--train.threads", "1"]
 TWO_RANKS = ["--layout.pp", "2", "--layout.micro_batch", "2", "--train.steps", "100000"]

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from ranks import free_port, run_ranks
 from torch.distributed import distributed_c10d as c10d
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "links"))
 
 import startup_clients
 import startup_wire
+from myriad.comm import gloo_setup
 from myriad.comm import groups as groups_module
-from myriad.comm import meeting
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups, close_world, open_world
 from myriad.comm.layout import Layout
@@ -68,7 +68,7 @@ def test_ranks_that_made_different_groups_before_still_meet():
     assert run_ranks(4, different_groups_first, timeout=60)[1:3] == [[6.0, 6.0, 6.0]] * 2
 
 
-class Counting(meeting.MeetingStore):
+class Counting(gloo_setup.GlooStore):
     """Counts what reaches the real store."""
 
     def __init__(self, inner):
@@ -125,10 +125,10 @@ def test_simulated_ranks_speak_the_language_of_the_store(libuv, way, monkeypatch
 
 
 def all_pairs_in_a_large_group() -> bool:
-    groups_module.MESH_RANKS = meeting.MESH_RANKS = 3
+    groups_module.MESH_RANKS = gloo_setup.MESH_RANKS = 3
     groups = open_world(Layout(pp=8), CPU)
     group, rank = groups.along("pp"), groups.grid.rank
-    assert meeting.partners(rank, 8) != tuple(range(8))
+    assert gloo_setup.partners(rank, 8) != tuple(range(8))
     for step in (1, 3, 5):
         got = torch.empty(1)
         receive = dist.irecv(got, (rank - step) % 8, group=group)

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from test_parity import MODELS, assert_equal, train
 
 from myriad.comm.groups import close_world
-from myriad.parallel import crossing
+from myriad.parallel import tp_async
 from myriad.telemetry.spans import Recorder
 
 SHORT = {"layers": 2}
@@ -67,7 +67,7 @@ def note_one_step(case: Case) -> tuple[Notes, int, float]:
     weight products it left over; and the seconds it waited."""
     notes: Notes = []
     numbers: dict[int, int] = {}
-    post, arrive = crossing._Crossing.post, crossing._Crossing.arrive
+    post, arrive = tp_async._AsyncState.post, tp_async._AsyncState.arrive
 
     def noting_post(self: Any, x: torch.Tensor, *, forward: bool) -> None:
         number = numbers.setdefault(id(self), len(numbers))
@@ -79,7 +79,7 @@ def note_one_step(case: Case) -> tuple[Notes, int, float]:
         notes.append(("arrive back" if back else "arrive", numbers[id(self)]))
         return arrive(self)
 
-    crossing._Crossing.post, crossing._Crossing.arrive = noting_post, noting_arrive
+    tp_async._AsyncState.post, tp_async._AsyncState.arrive = noting_post, noting_arrive
     recorder = Recorder()
     engine = make_engine(case, recorder)
     engine.train_step(lambda: batch_of_rank(case, engine, 0), 1e-3, 100)

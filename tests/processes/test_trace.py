@@ -16,15 +16,15 @@ from watching import process_of, wait_until
 
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.jsonl import JsonlTail
-from myriad.resilience.ask_trace import request_trace
-from myriad.resilience.engines.local import run_local
-from myriad.resilience.traces import TraceAnswer
+from myriad.launchers.local import run_local
 from myriad.run import Run
+from myriad.supervise.driver_requests import request_trace
+from myriad.supervise.messages import TraceAnswer
+from myriad.system.jsonl import JsonlTail
 from myriad.telemetry.loggers import read_place
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=100000"]
-TWO = ["layout.dp=2", "layout.zero=2", "resilience.patience=40"]
+TWO = ["layout.dp=2", "layout.zero=2", "resilience.timeout_scale=40"]
 
 
 class Looks:
@@ -173,10 +173,10 @@ def check_stacks(run: Run, answers: dict[str, TraceAnswer]) -> None:
     texts = [(run.path / name).read_text() for name in answers["stacks"].files]
     assert answers["stacks"].problems == () and len(texts) == 2
     for rank, text in enumerate(texts):
-        assert text.startswith(f"rank {rank}, pid ") and "train/loop.py" in text
+        assert text.startswith(f"rank {rank}, pid ") and "train/trainer.py" in text
         assert "In the kernel:" in text and f"myriad-rank-{rank}" in text
     (name,) = answers["stopped"].files
     stopped = (run.path / name).read_text()
     assert "state T: step " in stopped and "myriad-rank-1: T" in stopped
-    has_stacks = "train/loop.py" in stopped
+    has_stacks = "train/trainer.py" in stopped
     assert has_stacks or ("py-spy" in stopped and len(answers["stopped"].problems) == 1)

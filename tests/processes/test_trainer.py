@@ -17,8 +17,8 @@ from ranks import run_ranks
 from same_run import assert_same_run
 from tiny_corpora import make_corpus
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.store import load_model
+from myriad.checkpoint.checkpoint_files import load_model
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.attempt_layout import ATTEMPT_LAYOUT, AttemptLayout
 from myriad.data.indexed import IndexedWriter
 from myriad.job import load_job
@@ -191,7 +191,9 @@ def test_a_loss_that_is_not_a_number_stops_the_run_in_one_line_and_harms_no_file
     assert len(told) == 2 and all(re.fullmatch(pattern, line) for line in told), told
     (fault,) = events(run, "fault")
     assert fault["step"] == done + 1 and told[0].endswith(fault["problem"])
-    wait_until(lambda: done in CheckpointFolder(run.checkpoints_path).steps())  # its keeper still stores it
+    wait_until(
+        lambda: done in CheckpointFolder(run.checkpoints_path).steps()
+    )  # its snapshot server still stores it
     assert CheckpointFolder(run.checkpoints_path).newest() == (done, [])
 
 

@@ -23,8 +23,8 @@ from myriad.dashboard.server import listen_at, make_server
 from myriad.dashboard.tile import unpack_tile
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.telemetry.batch import MAX_BATCH_BYTES, Origin, SpanBatch, encode
-from myriad.telemetry.span_files import write_span_file
+from myriad.telemetry.span_io.span_batch import MAX_BATCH_BYTES, Origin, SpanBatch, encode
+from myriad.telemetry.span_io.span_files import write_span_file
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from test_recovery import SMALL, events, make_run
 from tiny_corpora import make_corpus
 
 from myriad.errors import RunFailedError
-from myriad.resilience.engines.local import run_local
-from myriad.resilience.faults.inside import ARMED
+from myriad.faults.rank_faults import ARMED
+from myriad.launchers.local import run_local
 from myriad.run import Run
 
 THREE = [
@@ -140,8 +140,8 @@ def test_a_run_goes_back_before_a_spike_and_skips_the_batches_that_led_to_it(
 ) -> None:
     how = ("resilience.on_spike=rollback", "checkpoint.every=10", "checkpoint.keep=11")
     run = make_run(tmp_path / "run", corpus, *THREE, *how)
-    monkeypatch.setattr("myriad.resilience.engines.supervise.SPIKE_STEPS_BEFORE", 10)
-    monkeypatch.setattr("myriad.resilience.engines.supervise.SPIKE_STEPS_AFTER", 1)
+    monkeypatch.setattr("myriad.launchers.supervised_run.SPIKE_STEPS_BEFORE", 10)
+    monkeypatch.setattr("myriad.launchers.supervised_run.SPIKE_STEPS_AFTER", 1)
     plan(run, monkeypatch, {"kind": "spike-always", "rank": 1, "step": 36})
     assert run_local(run, 3) == "finished"
     (fault,) = (one for one in events(run, "fault") if "cause" in one)

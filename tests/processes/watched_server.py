@@ -14,8 +14,8 @@ import numpy as np
 
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.telemetry.batch import SpanBatch, encode
-from myriad.telemetry.records import RECORD
+from myriad.telemetry.span_io.span_batch import SpanBatch, encode
+from myriad.telemetry.span_io.span_records import RECORD
 
 NAMES = ("forward", "mine")
 WORLD, NODE_SIZE = 8, 4

@@ -23,14 +23,14 @@ def descendants(pid: int | None = None) -> list[int]:
 
 
 def process_of(what: str, pid: int | None = None) -> int:
-    """``rank-R``, or a module of `myriad.resilience`."""
+    """``rank-R``, or a module of `myriad.supervise`."""
     for one in descendants(pid):
         try:
             name = Path(f"/proc/{one}/comm").read_text().strip()
             words = Path(f"/proc/{one}/cmdline").read_text().split("\0")
         except OSError:
             continue
-        of_module = any(word.startswith("myriad.resilience.") and word.endswith(f".{what}") for word in words)
+        of_module = any(word.startswith("myriad.supervise.") and word.endswith(f".{what}") for word in words)
         if name == f"myriad-{what}" or (of_module and not name.startswith("myriad-rank")):
             return one
     raise AssertionError(f"no process {what}")

@@ -2,23 +2,18 @@
 
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from ranks import free_port
-
-from myriad.resilience.engines import child
+from redis_server import Server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "data"))  # tiny_corpora
 
 if TYPE_CHECKING:
-    import redis
     from hdfs_server import HdfsServer
     from object_store import ObjectStore
 
@@ -30,52 +25,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("corpus"), count=300)
 
 
-class Server:
-    """redis-server without a disk, on a port of its own."""
-
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/1"
-
-    @property
-    def client(self) -> "redis.Redis":
-        import redis
-
-        return redis.Redis("127.0.0.1", self.port, 1)
-
-    def start(self) -> "Server":
-        """Returns when it answers."""
-        import redis
-
-        options = ["--port", self.port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        command = [sys.executable, "-S", child.__file__, os.getpid(), "redis-server", *options]
-        self.process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                self.client.ping()
-                return self
-            except redis.RedisError:
-                assert time.monotonic() < deadline and self.process.poll() is None, (
-                    "redis-server does not start"
-                )
-                time.sleep(0.02)
-
-    def kill(self) -> None:
-        """As a lost machine: no goodbye."""
-        if self.process is not None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
-            self.process = None
-
-
 @pytest.fixture
 def server() -> Iterator[Server]:
-    pytest.importorskip("redis", reason="needs the package redis (pip install 'myriad[redis]')")
+    pytest.importorskip("redis", reason="needs the package redis (pip install 'myriad-train[redis]')")
     if shutil.which("redis-server") is None:
         pytest.skip("needs redis-server (apt-get install redis-server)")
     running = Server().start()
@@ -89,7 +41,7 @@ def server() -> Iterator[Server]:
 def object_store(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ObjectStore]":
     """What a user sets in the environment leads to it, and nowhere else."""
     for package in ("moto", "flask", "boto3", "s3fs"):
-        pytest.importorskip(package, reason=f"needs the package {package} (pip install 'myriad[dev]')")
+        pytest.importorskip(package, reason=f"needs the package {package} (pip install 'myriad-train[dev]')")
     from object_store import ObjectStore
 
     store = ObjectStore(free_port(), tmp_path_factory.mktemp("object-store"))
@@ -116,7 +68,7 @@ def object_store(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ObjectSt
 @pytest.fixture(scope="module")
 def hdfs() -> "Iterator[HdfsServer]":
     """``hdfs://`` leads to it, as a user that the environment names."""
-    pytest.importorskip("requests", reason="needs the package requests (pip install 'myriad[hdfs]')")
+    pytest.importorskip("requests", reason="needs the package requests (pip install 'myriad-train[hdfs]')")
     from hdfs_server import HdfsServer
 
     server = HdfsServer()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ranks import free_port
 
-from myriad.resilience.engines import child
+from myriad.system import child_process
 
 __all__ = ["SlurmCluster", "missing"]
 
@@ -107,7 +107,7 @@ class SlurmCluster:
     def _start(self, name: str, command: list[str]) -> None:
         with (self.path / f"{name}.out").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [sys.executable, "-S", child.__file__, str(os.getpid()), *command],
+                [sys.executable, "-S", child_process.__file__, str(os.getpid()), *command],
                 env={**os.environ, **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from same_run import tensors_at
-from watched_runs import events, make_run, train, wait_for_keeper_to_end
+from watched_runs import events, make_run, train, wait_for_snapshot_server_to_end
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.storage import Storage, open_storage
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
+from myriad.checkpoint.storage.storage_backends import Storage, open_storage
+from myriad.data.bad_blocks import BadBlockError, BlockGuard
 from myriad.data.config import DataConfig
 from myriad.data.corpus import Corpora, open_corpora, read_batch
-from myriad.data.guard import BadBlockError, BlockGuard
 from myriad.data.prepare import PrepareOptions, prepare
 from myriad.errors import BadInputError, RunFailedError
 
@@ -30,8 +30,8 @@ SEQUENCE = 32
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, hdfs: "HdfsServer") -> Iterator[None]:
     """Pauses between tries are for servers of others. Faults end with their test."""
-    from myriad import webhdfs
-    from myriad.data import remote
+    from myriad.data import remote_corpus as remote
+    from myriad.system import webhdfs
 
     monkeypatch.setattr(webhdfs, "_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.01)
@@ -56,7 +56,7 @@ def test_a_run_goes_on_from_hdfs_to_the_bits_that_it_had(tmp_path: Path, corpus:
     assert {user for *_, user in asked} == {"trainer"} and not list(run.checkpoints_path.iterdir())
     assert {op for node, _, op, *_ in asked if node == "data"} == {"OPEN", "CREATE"}
     hdfs.flip("/runs/first #1/step-6/__0_0.distcp", 1000)
-    wait_for_keeper_to_end(run)  # or the run goes on from memory
+    wait_for_snapshot_server_to_end(run)  # or the run goes on from memory
     assert train(run) == [0]
     assert [event["step"] for event in events(run, "resume")] == [3]
     assert CheckpointFolder(run.checkpoints()).damaged() == [6]
@@ -66,7 +66,7 @@ def test_a_run_goes_on_from_hdfs_to_the_bits_that_it_had(tmp_path: Path, corpus:
 
 
 def test_files_and_folders_are_as_on_a_disk(storage: Storage, monkeypatch: pytest.MonkeyPatch):
-    from myriad.checkpoint import storage as module
+    from myriad.checkpoint.storage import storage_backends as module
 
     monkeypatch.setattr(module, "_UPLOAD_BYTES", 2**18)  # several parts of one upload
     content = bytes(range(256)) * 3000

@@ -15,20 +15,20 @@ from typer.testing import CliRunner, Result
 from watched_runs import (
     TWO_REPLICAS,
     events,
-    kill_keeper,
+    kill_snapshot_server,
     make_run,
     train,
     wait_for_event,
-    wait_for_keeper_to_end,
+    wait_for_snapshot_server_to_end,
     wait_until,
 )
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.keeper_client import held_steps
-from myriad.checkpoint.keeper_start import keeper_names
+from myriad.checkpoint.snapshots.server_start import server_names
+from myriad.checkpoint.snapshots.snapshot_client import held_steps
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
 from myriad.errors import BadInputError, RunFailedError
-from myriad.resilience.engines.local import run_local
+from myriad.launchers.local import run_local
 from myriad.run import Run
 
 TWO_NODES = [*TWO_REPLICAS, "layout.zero=3", "resilience.nodes=2", "train.steps=60"]
@@ -65,7 +65,7 @@ def test_a_run_that_ends_on_a_full_disk_is_saved_elsewhere_and_goes_on_to_the_sa
     told, _ = at_work.communicate(timeout=120)
     assert at_work.returncode == 1, told
     assert "stopped at step 60, held in memory only: checkpoint not stored: [Errno 28]" in told
-    assert "checkpoint save" in told and told.count("storing it is tried again") == 1
+    assert "checkpoint save" in told and told.count("retrying to store it") == 1
     assert events(run, "restart", "finish") == [] and {event["step"] for event in events(run, "fault")} == {
         60
     }
@@ -87,12 +87,11 @@ def test_a_run_that_ends_on_a_full_disk_is_saved_elsewhere_and_goes_on_to_the_sa
     elsewhere = tmp_path / "else where #2 %20 é"
     saved = checkpoint("save", run.path, "--to", elsewhere)
     assert saved.exit_code == 0 and "step 60 is stored and verified" in saved.stdout
-    wait_until(lambda: not keeper_names(run.path), "the end of the snapshot servers")
+    wait_until(lambda: not server_names(run.path), "the end of the snapshot servers")
     older = CheckpointFolder(run.checkpoints()).trained_steps()
     refused, _ = (plain := myriad("train", run.path, "--oversubscribe")).communicate(timeout=120)
-    told = (
-        f"step 60 of {run.path} is in {elsewhere}, and the newest here is step {max(older, default=0)}; go on"
-    )
+    newest = max(older, default=0)
+    told = f"step 60 of {run.path} is in {elsewhere}, and the newest here is step {newest}; resume"
     assert plain.returncode == 2 and told in refused, refused
     resumed = myriad("train", run.path, "--checkpoint.url", elsewhere, "--oversubscribe")
     told, _ = resumed.communicate(timeout=120)
@@ -116,15 +115,15 @@ def test_room_that_comes_in_time_is_used_and_memory_can_be_given_up(
     assert train(run, {9: small.fill}) == [0, 0]
     person.join()
     assert CheckpointFolder(run.checkpoints()).newest() == (10, [])
-    wait_for_keeper_to_end(run)
+    wait_for_snapshot_server_to_end(run)
 
     run = make_run(tmp_path / "too-late", corpus, *keys, f"{url}/two", "checkpoint.timeout_seconds=0.2")
     try:
         assert train(run, {9: small.fill}) == [1, 1]
         assert held_steps(run.path) == {10}
         assert "released from memory: step" in checkpoint("release", run.path).stdout
-        wait_for_keeper_to_end(run)
+        wait_for_snapshot_server_to_end(run)
     finally:
-        kill_keeper(run)
+        kill_snapshot_server(run)
     nothing = checkpoint("save", run.path, "--to", tmp_path / "x")
     assert isinstance(nothing.exception, BadInputError) and "no state in the memory" in str(nothing.exception)

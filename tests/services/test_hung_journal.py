@@ -13,17 +13,18 @@ from pathlib import Path
 from mounted import disk_that_hangs
 from own_loop import in_a_thread
 
-from myriad.resilience.decide.state import Plan
-from myriad.resilience.drive.journal import Journal
-from myriad.resilience.facts import ORDERS, Beat, End, KeepCounters, NodeJoined, RankExited, Start
-from myriad.resilience.wire import Link, run_secret
+from myriad.supervise.authenticated_link import AuthenticatedLink, run_secret
+from myriad.supervise.driver.journal import Journal
+from myriad.supervise.messages import ORDERS, Beat, End, KeepCounters, NodeJoined, Start
+from myriad.supervise.observations import RankExited
+from myriad.supervise.policy.run_state import RunPlan
 
 SECONDS = 60.0
 
 
 async def _repair_twice(address: tuple[str, int], secret: bytes, freeze: Callable[[], None]) -> None:
     """As an executor of one rank, which dies again and again; a node that is silent would be evicted."""
-    link = Link(*await asyncio.open_connection(*address))
+    link = AuthenticatedLink(*await asyncio.open_connection(*address))
     await link.prove(secret, "executor", "driver")
     link.send(NodeJoined(0, 0, "127.0.0.1", 1, 1, 1, (), (), False))
     for epoch in (1, 2, 3):
@@ -51,9 +52,9 @@ def _wait_until_written(journal: Journal, epoch: int) -> None:
 def test_a_driver_whose_disk_hangs_sees_faults_and_repairs_them(tmp_path: Path) -> None:
     with disk_that_hangs(tmp_path) as disk:
         journal = Journal(disk.path / "journal.jsonl")
-        journal.begin(Plan(1, 1, first_epoch=1))
+        journal.begin(RunPlan(1, 1, first_epoch=1))
         secret = run_secret(disk.path / "secret")
-        command = [sys.executable, "-m", "myriad.resilience.drive.driver", str(disk.path)]
+        command = [sys.executable, "-m", "myriad.supervise.driver.driver", str(disk.path)]
         environment = os.environ | {"MYRIAD_ENGINE_PID": str(os.getpid())}
         with (disk.path / "driver.log").open("ab") as log:
             driver = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log)

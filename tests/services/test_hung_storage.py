@@ -12,20 +12,20 @@ from same_run import assert_same_run
 from watched_runs import (
     TWO_REPLICAS,
     events,
-    kill_keeper,
     kill_rank,
+    kill_snapshot_server,
     lose_ranks,
     make_run,
     steps_in_memory,
     stored_at,
     train,
     wait_for_event,
-    wait_for_keeper_to_end,
+    wait_for_snapshot_server_to_end,
     wait_until,
 )
 
 from myriad.checkpoint import session
-from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.job import load_job
 from myriad.run import Run
 
@@ -34,7 +34,7 @@ EVERY_5 = [*TWO_REPLICAS, "checkpoint.every=5"]
 
 @pytest.fixture
 def start(tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Run]]:
-    """Makes runs; their keepers end with the test, once nothing hangs any more."""
+    """Makes runs; their snapshot servers end with the test, once nothing hangs any more."""
     made: list[Run] = []
 
     def make(name: str, *overrides: str) -> Run:
@@ -43,7 +43,7 @@ def start(tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Run]]:
 
     yield make
     for run in made:
-        kill_keeper(run)
+        kill_snapshot_server(run)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_run_that_ends_while_storage_hangs_says_so_and_can_go_on_from_memory(s
 def impatient() -> Iterator[None]:
     """A start takes storage for hung after a second, which one that is only busy may take."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "_CLAIM_SECONDS", 1.0)
+        patch.setattr(session, "_ACQUIRE_SECONDS", 1.0)
         yield
 
 
@@ -221,4 +221,4 @@ def test_a_run_whose_own_folder_is_full_goes_on(start, small, corpus):
         steps = [line["step"] for line in run.read_metrics()]
         assert steps[-1] == 30 and set(range(1, 6)) | set(range(23, 31)) <= set(steps)
     finally:
-        wait_for_keeper_to_end(run)
+        wait_for_snapshot_server_to_end(run)

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from myriad.comm.store_address import redis_address
+from myriad.comm.redis_address import redis_address
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.resilience.codec import plain
-from myriad.resilience.decide.state import Plan, State
-from myriad.resilience.drive.journal import Journal
-from myriad.resilience.drive.tenure import boot_seconds
-from myriad.resilience.engines.begin import begin_journal, check_journal
-from myriad.resilience.engines.standby import check_standby
+from myriad.launchers.run_start import begin_journal, check_journal
+from myriad.launchers.standby import check_standby
 from myriad.run import Run
+from myriad.supervise.driver.journal import Journal
+from myriad.supervise.driver.leadership import boot_seconds
+from myriad.supervise.message_codec import plain
+from myriad.supervise.policy.run_state import RunPlan, RunState
 
-redis_lease = pytest.importorskip("myriad.resilience.drive.redis_lease", reason="needs the package redis")
+redis_lease = pytest.importorskip("myriad.supervise.driver.redis_lease", reason="needs the package redis")
 
 LONG = 60.0
 """Of a lease that nothing here waits for."""
@@ -137,25 +137,25 @@ def test_drivers_that_contend_write_one_after_the_other(server, tmp_path) -> Non
 @pytest.fixture
 def leased(server, tmp_path):
     """A driver's lease, kept by its thread."""
-    module = pytest.importorskip("myriad.resilience.drive.leased")
+    module = pytest.importorskip("myriad.supervise.driver.redis_leadership")
     lease = lease_of(server, tmp_path, "a", 1.5)
     asked_at = boot_seconds()
     term = lease.take(by_force=True).term
     journal = Journal(tmp_path / "journal.jsonl")
-    lease.append(journal.begin(Plan(1, 1, first_epoch=1), term))
-    tenure = module.Leased(lease, journal, asked_at)
-    yield tenure
-    tenure._hold.lose()
+    lease.append(journal.begin(RunPlan(1, 1, first_epoch=1), term))
+    leadership = module.LeasedLeadership(lease, journal, asked_at)
+    yield leadership
+    leadership._deadline.lose()
 
 
-def entry(tenure, epoch: int) -> dict[str, object]:
-    return tenure.mark(Journal.entry((), State("running", epoch)))
+def entry(leadership, epoch: int) -> dict[str, object]:
+    return leadership.mark(Journal.entry((), RunState("running", epoch)))
 
 
 def test_redis_that_is_away_holds_up_nothing_and_hears_of_all_when_it_is_back(server, leased) -> None:
     """Without a disk of its own: it has forgotten everything."""
     leased.replay()
-    wait_until(lambda: not leased._hold.is_watched)
+    wait_until(lambda: not leased._deadline.is_watched)
     assert leased.allows(entry(leased, 1))
     server.kill()
     for epoch in (2, 3):
@@ -164,7 +164,7 @@ def test_redis_that_is_away_holds_up_nothing_and_hears_of_all_when_it_is_back(se
     reader = leased._lease
     wait_until(lambda: [line.get("number") for line in reader.read()][-1:] == [3])
     plan, state = leased.replay()
-    assert plan == Plan(1, 1, first_epoch=1) and state is not None and state.epoch == 3
+    assert plan == RunPlan(1, 1, first_epoch=1) and state is not None and state.epoch == 3
     assert "plan" in reader.read()[0]
 
 
@@ -181,10 +181,10 @@ def test_a_decision_brings_the_plan_that_the_server_forgot_with_it(server, lease
 def test_the_plan_of_an_earlier_start_goes_with_its_decisions(server, leased) -> None:
     """The server kept them; the file has a newer start that it never heard of."""
     assert leased.allows(entry(leased, 1))
-    leased._journal.begin(Plan(2, 1, first_epoch=5), leased.term + 1)
+    leased._journal.begin(RunPlan(2, 1, first_epoch=5), leased.term + 1)
     plan, state = leased.replay()
-    assert plan == Plan(2, 1, first_epoch=5) and state is None
-    leased._scribe.settle()
+    assert plan == RunPlan(2, 1, first_epoch=5) and state is None
+    leased._disk_writer.settle()
     assert [line["plan"]["first_epoch"] for line in leased._lease.read()] == [5]
 
 
@@ -203,7 +203,7 @@ def test_a_driver_that_slept_through_its_lease_is_told_at_its_next_decision(serv
     other = lease_of(server, tmp_path, "b")
     with leased._renewing:
         server.client.delete(leased._lease.keys["lease"])  # it has run out
-        leased._hold.renewed(boot_seconds() + 3600, is_watched=True)
+        leased._deadline.renewed(boot_seconds() + 3600, is_watched=True)
         assert other.take(by_force=True).term > leased.term
     assert not leased.allows(entry(leased, 1)) and not leased.holds()
     assert [list(line) for line in other.read()] == [["time", "plan", "term"]], "no decision"
@@ -214,12 +214,12 @@ def test_a_run_that_another_machine_drives_is_refused(server, tmp_path, monkeypa
     monkeypatch.setattr(redis_lease, "_LEASE_SECONDS", 0.3)
     job = load_job("tiny", ["resilience.engine=join", f"resilience.journal={server.url}"])
     how, run = job.resilience, Run(tmp_path)
-    with pytest.raises(BadInputError, match="nobody drives this run"):
+    with pytest.raises(BadInputError, match="no driver leads this run"):
         check_standby(run, job)
-    options = begin_journal(run, how, Plan(1, 1, first_epoch=1))
+    options = begin_journal(run, how, RunPlan(1, 1, first_epoch=1))
     assert options[:2] == ["--journal", server.url]
     check_journal(run, how)  # whoever began it is gone: its lease runs out
-    begin_journal(run, how, Plan(1, 1, first_epoch=2))
+    begin_journal(run, how, RunPlan(1, 1, first_epoch=2))
     other = lease_of(server, tmp_path, "there:7:f00")
     other.take(by_force=True), time.sleep(0.4)
     assert other.take(by_force=True).term
@@ -244,24 +244,24 @@ def test_whoever_stands_by_drives_when_redis_has_forgotten_the_run_and_nobody_te
     server, tmp_path, interrupts
 ) -> None:
     """It has no disk, and was started again; the driver had ended, as it could not know that it was alone."""
-    candidates = pytest.importorskip("myriad.resilience.drive.candidate")
+    candidates = pytest.importorskip("myriad.supervise.driver.redis_leadership")
     journal = Journal(tmp_path / "journal.jsonl")
-    journal.begin(Plan(1, 1, first_epoch=1), 4)
-    journal.append(decision(6, 1) | {"state": plain(State("running", 1))})
-    candidate = candidates.Candidate(Run(tmp_path), journal, server.url, "b", 0.5)
-    tenure = candidate.wait(lambda message: None)
-    assert tenure.term == 7 and tenure.replay()[1].epoch == 1
+    journal.begin(RunPlan(1, 1, first_epoch=1), 4)
+    journal.append(decision(6, 1) | {"state": plain(RunState("running", 1))})
+    candidate = candidates.StandbyDriver(Run(tmp_path), journal, server.url, "b", 0.5)
+    leadership = candidate.wait(lambda message: None)
+    assert leadership.term == 7 and leadership.replay()[1].epoch == 1
     reader = lease_of(server, tmp_path, "reader")
     wait_until(lambda: [line["term"] for line in reader.read()] == [4, 6])
-    tenure.lose()
+    leadership.lose()
 
 
 def test_a_ctrl_c_ends_the_standing_by_and_not_the_run(server, tmp_path, interrupts) -> None:
-    candidates = pytest.importorskip("myriad.resilience.drive.candidate")
+    candidates = pytest.importorskip("myriad.supervise.driver.redis_leadership")
     driving = lease_of(server, tmp_path, "a")
     driving.take(by_force=True)
     journal, told = Journal(tmp_path / "journal.jsonl"), list[dict]()
-    candidate = candidates.Candidate(Run(tmp_path), journal, server.url, "b", LONG)
+    candidate = candidates.StandbyDriver(Run(tmp_path), journal, server.url, "b", LONG)
 
     def tell(message: dict) -> None:
         told.append(message)

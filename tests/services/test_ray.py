@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 from watching import descendants, is_alive, wait_until
 
-from myriad.checkpoint.keeper_start import keeper_name
-from myriad.checkpoint.store import load_model
+from myriad.checkpoint.checkpoint_files import load_model
+from myriad.checkpoint.snapshots.server_start import server_name
 from myriad.errors import BadInputError
 from myriad.job import Job, load_job
-from myriad.jsonl import JsonlTail
-from myriad.resilience.engines.engine import check_engine, train_on
-from myriad.resilience.engines.local import run_local
+from myriad.launchers.launcher import check_engine, train_on
+from myriad.launchers.local import run_local
 from myriad.run import Run
+from myriad.system.jsonl import JsonlTail
 
-ray: Any = pytest.importorskip("ray", reason="Ray is not installed: pip install 'myriad[ray]'")
+ray: Any = pytest.importorskip("ray", reason="Ray is not installed: pip install 'myriad-train[ray]'")
 _SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=300"]
 _TWO = ["layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "resilience.nodes=2"]
 _OFTEN = ["checkpoint.memory_seconds=0", "checkpoint.copies_every=5", "checkpoint.linger_seconds=60"]
@@ -103,21 +103,23 @@ def processes() -> Iterator[tuple[int, list[str]]]:
 
 def executor_of(run: Run, node: int) -> int | None:
     for pid, words in processes():
-        if "myriad.resilience.node.executor_process" in words and words[3:5] == [str(run.path), str(node)]:
+        if "myriad.supervise.agent.agent_process" in words and words[3:5] == [str(run.path), str(node)]:
             return pid
     return None
 
 
 def below(pid: int | None) -> list[int]:
-    """What an executor has started, but for the keeper, which outlives it for a while on purpose."""
-    keepers = {one for one, words in processes() if "myriad.checkpoint.keeper_process" in words}
-    return [] if pid is None else [one for one in (pid, *descendants(pid)) if one not in keepers]
+    """What an executor has started, but for the snapshot server, which outlives it for a while on purpose."""
+    snapshot_servers = {
+        one for one, words in processes() if "myriad.checkpoint.snapshots.snapshot_server_process" in words
+    }
+    return [] if pid is None else [one for one in (pid, *descendants(pid)) if one not in snapshot_servers]
 
 
 def forget(run: Run, node: int) -> None:
     """A machine's memory goes with it."""
     for pid, words in processes():
-        if keeper_name(run.path, node) in words:
+        if server_name(run.path, node) in words:
             os.kill(pid, signal.SIGKILL)
 
 
@@ -192,7 +194,7 @@ def test_a_machine_dies_and_a_spare_takes_its_place_and_not_a_bit_is_lost(
     assert after == [spare_of(lost, stays), stays], "rank 1 stays where its snapshots are"
     (fault,) = [
         event for event in events(run, "fault") if "cause" in event
-    ]  # ranks may miss the keeper first
+    ]  # ranks may miss the snapshot server first
     (resume,) = events(run, "resume")
     assert (fault["cause"], fault["node"], resume["source"]) == ("node", lost, "memory")
     assert_same_weights(run, undisturbed)
@@ -287,5 +289,5 @@ def test_without_ray_or_without_a_cluster_one_line_says_so(
         check_engine(tiny_on_ray())
     assert "\n" not in str(told.value)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(BadInputError, match=r"pip install 'myriad\[ray\]'"):
+    with pytest.raises(BadInputError, match=r"pip install 'myriad-train\[ray\]'"):
         check_engine(tiny_on_ray())

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from own_loop import in_a_thread
 
-from myriad.comm.store_address import redis_address
-from myriad.resilience.decide.state import Plan
-from myriad.resilience.drive.journal import Journal
-from myriad.resilience.facts import ORDERS, Beat, NodeJoined, RankExited, Start
-from myriad.resilience.reach import Reach
+from myriad.comm.redis_address import redis_address
+from myriad.supervise.driver.journal import Journal
+from myriad.supervise.driver_address import DriverConnection
+from myriad.supervise.messages import ORDERS, Beat, NodeJoined, Start
+from myriad.supervise.observations import RankExited
+from myriad.supervise.policy.run_state import RunPlan
 
-redis_lease = pytest.importorskip("myriad.resilience.drive.redis_lease", reason="needs the package redis")
+redis_lease = pytest.importorskip("myriad.supervise.driver.redis_lease", reason="needs the package redis")
 
 SECONDS, LEASE_SECONDS = 60.0, 1.0
 
@@ -40,7 +41,7 @@ class Drivers:
 
     def start(self, owner: str) -> "subprocess.Popen[bytes]":
         lease = ["--journal", self._url, "--owner", owner, "--lease-seconds", str(LEASE_SECONDS)]
-        command = [sys.executable, "-m", "myriad.resilience.drive.driver", str(self.run), *lease]
+        command = [sys.executable, "-m", "myriad.supervise.driver.driver", str(self.run), *lease]
         environment = os.environ | {"MYRIAD_ENGINE_PID": str(os.getpid())}
         with (self.run / f"driver-{owner}.log").open("ab") as log:
             started = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log)
@@ -62,7 +63,7 @@ class Drivers:
 
 
 async def starts_asked(
-    reach: Reach, epoch: int, *, ended: bool, until: int, then: Callable[[], object]
+    reach: DriverConnection, epoch: int, *, ended: bool, until: int, then: Callable[[], object]
 ) -> list[int]:
     """As the executor of one rank, which trains in ``epoch`` or has died in it, tells the driver that there
     is now; the attempts that it is asked to start until that one, or for half a second when it has it.
@@ -90,7 +91,7 @@ def drivers(server, tmp_path: Path) -> Iterator[Drivers]:
     """One that drives, for ``a``, and one that stands by and that the first knows of."""
     lease = redis_lease.RedisLease(redis_address(server.url), tmp_path, "a", LEASE_SECONDS)
     term = lease.take(by_force=True).term
-    lease.append(Journal(tmp_path / "journal.jsonl").begin(Plan(1, 1, first_epoch=1), term))
+    lease.append(Journal(tmp_path / "journal.jsonl").begin(RunPlan(1, 1, first_epoch=1), term))
     found = Drivers(tmp_path, server.url)
     try:
         found.start("a")
@@ -105,7 +106,7 @@ def drivers(server, tmp_path: Path) -> Iterator[Drivers]:
 def test_what_happens_while_redis_is_away_is_repaired_by_the_one_driver_that_there_is_then(
     server, drivers: Drivers, tmp_path: Path
 ) -> None:
-    reach, first = Reach(tmp_path), drivers.started["a"]
+    reach, first = DriverConnection(tmp_path), drivers.started["a"]
 
     def lose_redis() -> None:
         server.kill()

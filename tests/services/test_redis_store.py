@@ -16,7 +16,7 @@ from ranks import free_port, run_ranks
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
-from myriad.comm.store_address import redis_address
+from myriad.comm.redis_address import redis_address
 from myriad.errors import RunFailedError
 
 redis_store = pytest.importorskip("myriad.comm.redis_store", reason="needs the package redis")

@@ -26,18 +26,18 @@ from watched_runs import (
     stored_at,
     train,
     wait_for_event,
-    wait_for_keeper_to_end,
+    wait_for_snapshot_server_to_end,
 )
 
-from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
+from myriad.data.bad_blocks import BadBlockError
 from myriad.data.config import DataConfig
 from myriad.data.corpus import open_corpora, read_batch
-from myriad.data.guard import BadBlockError
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.train.loop import Trainer
+from myriad.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from object_store import ObjectStore
@@ -144,7 +144,7 @@ def test_a_flipped_bit_in_the_bucket_is_never_trained_on(start, bucket, s3):
     keys = ["train.steps=15", "checkpoint.every=5", "overlap.checkpoint=off"]
     run, undisturbed = start("run", *keys, f"checkpoint.url=s3://{bucket}/run"), start("undisturbed", *keys)
     assert train(run) == train(undisturbed) == [0]
-    wait_for_keeper_to_end(run)
+    wait_for_snapshot_server_to_end(run)
     flip(s3, bucket, "run/step-15/__0_0.distcp")
     assert train(run) == [0]
     (fault,) = events(run, "fault")
@@ -158,7 +158,7 @@ def load_and_compare(run: Run, expected: dict[str, np.ndarray]) -> tuple[int, in
     """On one rank: the step, and how many elements are not those that were saved."""
     trainer = Trainer(run)
     wrong = 0
-    for part in trainer.engine.all_rectangles():
+    for part in trainer.engine.all_shards():
         inside = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.values.shape, strict=True))
         wrong += int((part.values.detach().numpy() != expected[part.name][inside]).sum())
     trainer.close()
@@ -174,7 +174,7 @@ def saved(
     keys = [*TWO_REPLICAS, "layout.zero=1", "train.steps=4", "checkpoint.url=s3://saved/run"]
     run = make_run(tmp_path_factory.mktemp("saved") / "run", corpus, *keys)
     assert train(run) == [0, 0]
-    wait_for_keeper_to_end(run)
+    wait_for_snapshot_server_to_end(run)
     return run, tensors_at(run, 4)
 
 
@@ -197,7 +197,7 @@ def test_every_byte_is_read_from_the_bucket_once_whoever_needs_it(saved, layout,
     before = object_store.mark()
     world = job.layout.world
     assert run_ranks(world, load_and_compare, run, expected, timeout=120) == [(4, 0)] * world
-    wait_for_keeper_to_end(run)
+    wait_for_snapshot_server_to_end(run)
     reads = [request for request in object_store.requests(before) if request.method == "GET"]
     spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for request in reads:

@@ -15,9 +15,9 @@ from same_run import assert_same_run
 from slurm_cluster import SlurmCluster, missing
 
 from myriad.job import load_job
-from myriad.jsonl import JsonlTail
-from myriad.resilience.engines.local import run_local
+from myriad.launchers.local import run_local
 from myriad.run import Run
+from myriad.system.jsonl import JsonlTail
 
 LAST = 200
 KEYS = (

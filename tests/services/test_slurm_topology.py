@@ -9,25 +9,24 @@ from pathlib import Path
 import pytest
 from slurm_cluster import SlurmCluster, missing
 
-from myriad.network.placement import Neighbourhoods
-from myriad.network.shape import FabricShape
-from myriad.network.shapes import build
-from myriad.network.topology_files import host_file, slurm_tree
+from myriad.network.config import FabricShape
+from myriad.network.fabric_builder import build
+from myriad.network.node_placement import TopologyDomains, host_file, slurm_tree
 
 NODES = 8
 
 
 @pytest.fixture
-def near() -> Neighbourhoods:
+def near() -> TopologyDomains:
     """Eight nodes, two under each switch, two switches in each pod."""
     shape = FabricShape(kind="clos3", nodes_per_switch=2, nodes_per_pod=4)
-    return Neighbourhoods(
+    return TopologyDomains(
         build(shape, name="test", num_nodes=NODES, ports_per_node=1, nic_bytes_per_second=25e9)
     )
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, near: Neighbourhoods) -> Iterator[SlurmCluster]:
+def cluster(tmp_path: Path, near: TopologyDomains) -> Iterator[SlurmCluster]:
     if problem := missing():
         pytest.skip(f"no Slurm here: {problem}")
     text = slurm_tree(near, [f"n{number}" for number in range(NODES)])

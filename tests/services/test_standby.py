@@ -9,14 +9,15 @@ from machines import Machine, wait_for
 from same_run import assert_same_run
 from watched_runs import events, make_run
 
-from myriad.resilience.engines.begin import open_lease
-from myriad.resilience.engines.local import run_local
+from myriad.launchers.local import run_local
+from myriad.launchers.run_start import open_lease
 from myriad.run import Run
 from myriad.telemetry.loggers import read_place
 
 KEYS = [
     "layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "train.steps=600", "checkpoint.memory_seconds=0",
-    "checkpoint.copies_every=5", "resilience.nodes=2", "resilience.on_slow=tell", "resilience.patience=0.5",
+    "checkpoint.copies_every=5", "resilience.nodes=2", "resilience.on_slow=report",
+    "resilience.timeout_scale=0.5",
 ]  # fmt: skip
 
 LOGGERS = ['telemetry.loggers=["tensorboard"]'] if find_spec("tensorboard") else []

@@ -10,14 +10,24 @@ from typing import Any
 
 from ranks import enter, free_port, run_ranks
 
-from myriad.checkpoint.keeper_client import keeper_name, list_in_memory
+from myriad.checkpoint.snapshots.snapshot_client import list_in_memory, server_name
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.train import worker
 
 __all__ = [
-    "Acts", "events", "kill_keeper", "kill_rank", "kill_run", "lose_ranks", "make_run",
-    "steps_in_memory", "stored_at", "train", "wait_for_event", "wait_for_keeper_to_end",
+    "Acts",
+    "events",
+    "kill_rank",
+    "kill_run",
+    "kill_snapshot_server",
+    "lose_ranks",
+    "make_run",
+    "steps_in_memory",
+    "stored_at",
+    "train",
+    "wait_for_event",
+    "wait_for_snapshot_server_to_end",
     "wait_until",
 ]  # fmt: skip
 
@@ -86,8 +96,8 @@ def stored_at(run: Run, step: int) -> Callable[[], None]:
     return lambda: wait_for_event(run, "checkpoint", step=step)
 
 
-def _keeper_pids(run: Run) -> list[int]:
-    name, found = keeper_name(run.path).encode(), []
+def _server_pids(run: Run) -> list[int]:
+    name, found = server_name(run.path).encode(), []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if name in (path / "cmdline").read_bytes().split(b"\0"):
@@ -97,29 +107,29 @@ def _keeper_pids(run: Run) -> list[int]:
     return found
 
 
-def kill_keeper(run: Run) -> None:
-    for pid in _keeper_pids(run):
+def kill_snapshot_server(run: Run) -> None:
+    for pid in _server_pids(run):
         os.kill(pid, signal.SIGKILL)
-    wait_for_keeper_to_end(run)
+    wait_for_snapshot_server_to_end(run)
 
 
-def wait_for_keeper_to_end(run: Run) -> None:
-    wait_until(lambda: not _keeper_pids(run), "the end of the keeper")
+def wait_for_snapshot_server_to_end(run: Run) -> None:
+    wait_until(lambda: not _server_pids(run), "the end of the snapshot server")
 
 
 def kill_run(run: Run) -> None:
-    """As if the machine had gone: the keeper, then this rank, in whose process it is called; the others see
-    it."""
-    for pid in _keeper_pids(run):
+    """As if the machine had gone: the snapshot server, then this rank, in whose process it is called; the
+    others see it."""
+    for pid in _server_pids(run):
         os.kill(pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_rank() -> None:
-    """This process; the keeper stays."""
+    """This process; the snapshot server stays."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def steps_in_memory(run: Run) -> list[int]:
-    """Of which the keeper has a snapshot of every rank."""
+    """Of which the snapshot server has a snapshot of every rank."""
     return [step for step, _ in list_in_memory(run.path)]

@@ -10,8 +10,8 @@ An event needs no rule here. Its own fields decide first: ``level`` (info, warni
 ``device`` and ``place`` has ended; false: it has begun, and lasts until an event ends it). Else the table
 decides. Events that are in neither raise no alarm.
 
-The levels: critical needs a person, as training stands, ends, or may lose work; a warning is repaired by the
-run itself, or is the first sign of a failure; info is for those who want to follow the run.
+The levels: critical needs a person, because training stopped or may lose work. A warning is a fault that the
+run repairs itself, or the first sign of a failure. Info is for people who follow the run.
 """
 
 import re
@@ -41,7 +41,7 @@ class Alarm:
     cause: str
     """Alarms of one cause become one message."""
     subject: str
-    """What it is about, among those of one cause; an end names the subject that began."""
+    """Subject of the alarm among those of one cause; an end names the subject that began."""
     text: str
     ends: bool = False
     """The condition has ended; for `ALL_CAUSES`, all have."""
@@ -74,7 +74,7 @@ def _never(event: Event) -> bool:
 
 
 _FAULT = "fault"
-"""A fault, who caused it, and what the run does about it, until ranks are at work again."""
+"""A fault: its suspect and the run's reaction, until ranks train again."""
 _STORAGE = "checkpoint storage"
 _RULES: dict[str, _Rule] = {
     "failed": _Rule("critical", ends=_never),
@@ -160,7 +160,7 @@ def alarm_of(event: Event, text: str, levels: Mapping[str, Level | None] | None 
 
 
 def _headed(event: Event, text: str) -> str:
-    """The text with what it is about, and the step."""
+    """Return the text with its subject and the step."""
     name, step = str(event.get("event")), event.get("step")
     head = "" if name == "health" else f"{name}: "
     at = f" (step {step})" if isinstance(step, int) and step >= 0 else ""

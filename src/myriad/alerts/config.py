@@ -1,7 +1,7 @@
-"""Where alarms of a run are sent, and which log lines raise one. No torch here.
+"""Settings of alarms: where they are sent, and which log lines raise one. No torch here.
 
-A secret (the address of a Slack or Feishu hook, a token, a password) never stands in a job file, which is
-copied into the run and its checkpoints. A key that needs one names its place:
+A secret (the address of a Slack or Feishu hook, a token, a password) must not be in a job file, which is
+copied into the run and its checkpoints. The key names its source instead:
 
     env:SLACK_WEBHOOK             an environment variable of the process that runs `myriad train`
     file:/etc/myriad/password     a file: its text without the last newline
@@ -19,7 +19,7 @@ from pydantic import Field
 from myriad.alerts.log_patterns import LogPatterns, pattern_problem
 from myriad.config import Config
 from myriad.errors import BadInputError
-from myriad.whole_file import read_regular
+from myriad.system.whole_file import read_regular
 
 __all__ = [
     "LEVELS",
@@ -104,7 +104,7 @@ class ExecConfig(Config):
     command: tuple[str, ...] = ()
     """Program and arguments; each message is a JSON object on its standard input. Empty: none."""
     seconds: float = Field(10.0, gt=0, le=300)
-    """Seconds that it may take; then it is killed with all that it started."""
+    """Time limit in seconds; then the program is killed with all its children."""
     level: Level = "warning"
     """Lowest level that is sent here."""
 
@@ -123,11 +123,11 @@ class AlertsConfig(Config):
     exec: ExecConfig = ExecConfig()
     """A program on the machine of the driver."""
     group_seconds: float = Field(10.0, ge=0, le=3600)
-    """Events of one cause within so many seconds become one message."""
+    """Events of one cause within this many seconds become one message."""
     repeat_seconds: float = Field(300.0, ge=1, le=86400)
     """Seconds between two messages about the same cause while more of its events arrive."""
     per_hour: int = Field(30, ge=1, le=3600)
-    """Messages that a place gets in an hour; what is held back is summed up in one message."""
+    """Messages to a place within an hour; the rest is summarised in one message."""
     levels: tuple[str, ...] = ()
     """Levels of events that differ from the default, e.g. ["finish=warning", "health/link=critical",
     "spike=off"]."""
@@ -239,7 +239,7 @@ def event_levels(levels: tuple[str, ...]) -> dict[str, Level | None]:
 
 
 def server_address(text: str) -> tuple[str, int] | None:
-    """Return host and port of ``HOST:PORT``; ``None``: it is none."""
+    """Return host and port of ``HOST:PORT``; ``None`` if the text is invalid."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536 or re.search(r"[\s/@]", host):
         return None
@@ -255,7 +255,7 @@ def _is_url(text: str) -> bool:
 
 
 def _is_plain_url(text: str) -> bool:
-    """Whether an address holds nothing that is likely a secret."""
+    """Whether an address probably contains no secret."""
     return _is_url(text) and not re.search(r"[?#\s]", text) and "@" not in urlsplit(text).netloc
 
 

@@ -1,4 +1,4 @@
-"""How many alarms become a message. Pure: by the clock of the caller, and stored as JSON.
+"""Group alarms into messages. Pure: by the clock of the caller, and stored as JSON.
 
     first alarm of a cause ──group_seconds──► one message about all of them until then
     more of that cause     ──repeat_seconds since the last message──► one message: "43 more"
@@ -7,7 +7,7 @@
                              due yet, one message that says both
     none for repeat_seconds, and the cause does not last ──► forgotten, without a message
 
-So a cable that comes and goes a hundred times, or a fault that 10,000 ranks report, is a message or two.
+So a link that flaps a hundred times, or a fault that 10,000 ranks report, is one or two messages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class Message:
     """A message that is sent to a place."""
 
     id: str
-    """The same however often it is sent: a receiver can drop a second copy."""
+    """The same for each attempt: a receiver can drop a second copy."""
     kind: Kind
     level: Level
     run: str
@@ -39,12 +39,12 @@ class Message:
     time: float
     """Seconds since the epoch, of the first event."""
     count: int = 1
-    """Events that it is about."""
+    """Number of events in the message."""
     not_to: str = ""
-    """A place that does not get it: the message is about that place."""
+    """The place that the message is about; it does not get the message."""
 
     def as_json(self) -> dict[str, Any]:
-        """The object that a generic webhook and a program get, documented in docs/alerts.md."""
+        """Return the object for a generic webhook or a program, documented in docs/guide/alerts.md."""
         found = asdict(self) | {"source": "myriad", "lines": list(self.lines)}
         del found["not_to"]
         return found
@@ -69,7 +69,7 @@ class _Group:
     level: Level
     began: float
     due: float
-    """When a message is due, if there is something to say."""
+    """When the next message is due, if there is anything to report."""
     lines: dict[str, _Line] = field(default_factory=dict)
     """Lines added since the last message, by their text without numbers."""
     num_new: int = 0
@@ -88,7 +88,7 @@ class _Group:
 
 
 class AlarmGroups:
-    """The causes that are open, or that a message was about a moment ago."""
+    """The causes that are open, or had a message recently."""
 
     def __init__(self, run: str, group_seconds: float, repeat_seconds: float) -> None:
         self._run, self._wait, self._repeat = run, group_seconds, repeat_seconds
@@ -96,7 +96,7 @@ class AlarmGroups:
         self._number = 0
 
     def add(self, alarm: Alarm, now: float) -> None:
-        """Take what an event says."""
+        """Add the alarm of an event."""
         if alarm.ends:
             self._end(alarm, now)
         else:
@@ -137,7 +137,8 @@ class AlarmGroups:
             del self._groups[oldest.cause]
 
     def due(self, now: float, *, all_now: bool = False) -> list[Message]:
-        """Return the messages that are due. ``all_now``: nothing more will come, so nothing is waited for."""
+        """Return the messages that are due. ``all_now``: no more events will come, so all messages are
+        due."""
         found: list[Message] = []
         for group in list(self._groups.values()):
             group.due = min(group.due, now + max(self._wait, self._repeat))  # the clock was set back
@@ -224,7 +225,7 @@ class AlarmGroups:
         return {"number": self._number, "groups": [asdict(one) for one in self._groups.values()]}
 
     def restore(self, found: Mapping[str, Any]) -> None:
-        """Go on from what `as_json` gave. Raises ``KeyError``, ``TypeError``, ``ValueError``."""
+        """Restore the state that `as_json` returned. Raises ``KeyError``, ``TypeError``, ``ValueError``."""
         groups: Sequence[Mapping[str, Any]] = found["groups"]
         restored = {}
         for one in groups[:_MOST_CAUSES]:

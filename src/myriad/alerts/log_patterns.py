@@ -1,13 +1,13 @@
-"""Which lines of a log are errors that a person should hear of: the built-in list and a job's own patterns.
+"""Find the lines of a log that are errors to report: by the built-in list and the job's own patterns.
 
     chunk of a log ──► holds one of the built-in literals?   no: done (1 GB/s)
                         └─ yes, or the job has patterns ──► line by line, the first `MOST_LINE_BYTES` of each
 
 A built-in pattern begins from a literal, so that a log without errors costs a search for a few words.
-Python's regular expressions can take exponential time, and a job's own are foreign: nested repetition,
+Python's regular expressions can take exponential time, and a job's own are untrusted: nested repetition,
 back-references and long patterns are refused; each is tried on lines made to be slow before a run starts; and
 a search that takes longer than `MATCH_SECONDS` is interrupted (`re` looks for signals), after which the
-pattern is not used any more.
+pattern is no longer used.
 """
 
 import re
@@ -28,13 +28,13 @@ MOST_LINE_BYTES = 2048
 MATCH_SECONDS = 0.05
 _MOST_PATTERN = 256
 _MANY = 64
-"""A repetition that may be as long as that counts as unbounded."""
+"""A repetition of at least this length counts as unbounded."""
 
 
 class _BuiltIn(NamedTuple):
     name: str
     literals: tuple[bytes, ...]
-    """One of them is in each line that the pattern matches."""
+    """Each line that the pattern matches contains one of these."""
     pattern: re.Pattern[bytes]
 
 
@@ -105,12 +105,12 @@ class LogPatterns:
     MOST = 32
 
     def __init__(self, patterns: Sequence[str] = (), ignore: Sequence[str] = ()) -> None:
-        """Raises ``re.error``; check a pattern with `pattern_problem` first."""
+        """Compile the patterns. Raises ``re.error``; check a pattern with `pattern_problem` first."""
         self._own = {one: re.compile(one.encode()) for one in patterns}
         self._ignore = {one: re.compile(one.encode()) for one in ignore}
         self._literals = tuple(dict.fromkeys(word for one in _BUILT_IN for word in one.literals))
         self.disabled: list[str] = []
-        """Patterns that were too slow, and are not used any more."""
+        """Patterns that were too slow and are no longer used."""
 
     def matches(self, chunk: bytes) -> Iterator[Match]:
         """Yield the lines of a chunk that match. In a process's main thread slow patterns are interrupted."""
@@ -162,8 +162,8 @@ def _is_built_in(one: _BuiltIn, line: bytes) -> bool:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise `_TooSlow` in the block after so many seconds of processor time; without limit in other threads
-    than the main one, where no signal can be taken."""
+    """Raise `_TooSlow` in the block after ``seconds`` of CPU time; without limit in threads other than the
+    main one, which cannot receive signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -181,13 +181,14 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def _slow_lines(pattern: str) -> list[bytes]:
-    """Long lines of one character each, of those that a pattern names and a few others, without its end."""
+    """Return long lines of one repeated character, for each character of the pattern and a few others,
+    without a match at the end."""
     own = [char for char in dict.fromkeys(pattern.encode()) if chr(char).isalnum() or chr(char) in " -_:/"]
     return [bytes([char]) * (MOST_LINE_BYTES - 1) + b"\0" for char in [*b"a0 x.", *own][:24]]
 
 
 def pattern_problem(pattern: str) -> str:
-    """Return why a regular expression is refused, as the end of an error; empty: it is not."""
+    """Return why a regular expression is refused, as the end of an error; empty if it is accepted."""
     if not 0 < len(pattern) <= _MOST_PATTERN:
         return f"a regular expression of 1 to {_MOST_PATTERN} characters"
     try:
@@ -234,5 +235,5 @@ _NUMBER = re.compile(r"\d+")
 
 
 def normalised(text: str) -> str:
-    """A message without what differs from one time to the next: times, addresses, numbers."""
+    """Return a message without its variable parts: times, addresses, numbers."""
     return " ".join(_NUMBER.sub("#", _HEX.sub("#", _STAMP.sub("#", text))).split())

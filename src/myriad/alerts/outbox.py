@@ -1,11 +1,11 @@
-"""Messages that wait for one place: limited in number, sent by a thread, tried again, never waited for.
+"""The queue of messages to one place: bounded, sent by a thread, retried, and never blocking the caller.
 
     offer ──► rate limit ──► queue (at most 100) ──► thread ──► sender
-                 └─ held back: counted by cause, summed up in one message once there is room
+                 └─ withheld: counted by cause, summarised in one message once the limit allows
 
-A place that fails is tried again after 1, 2, 4, ... 300 s; a message is given up after an hour. A place that
-hangs holds up its own thread alone. What waits is stored with the rest of the state, so that another process
-goes on.
+A failed attempt is retried after 1, 2, 4, ... 300 s; a message is dropped after an hour. A place that hangs
+blocks only its own thread. The queue is stored with the rest of the state, so that another process can
+continue.
 """
 
 import logging
@@ -50,12 +50,12 @@ class Outbox:
         self._queue: deque[tuple[Message, float]] = deque()
         """Messages, and when each was queued (seconds since the epoch)."""
         self._sent_at: deque[float] = deque()
-        """When a message was let through, of the last hour."""
+        """Times of messages within the last hour."""
         self._held: Counter[str] = Counter()
         self._held_level: Level = "info"
         self._failures, self._closing = 0, False
         self.problem = ""
-        """Why the place does not take messages; empty: it does."""
+        """Why the place fails; empty if it works."""
         self.num_sent = 0
         self._thread = threading.Thread(target=self._work, name=f"alerts-{self.name}", daemon=True)
 
@@ -95,7 +95,8 @@ class Outbox:
         self._held_level = max(self._held_level, message.level, key=LEVELS.index)
 
     def due(self, now: float, run: str, *, all_now: bool = False) -> None:
-        """Queue the summary of what was held back, if it may be sent now. ``all_now``: the run is over."""
+        """Queue the summary of withheld messages, if the rate limit allows it. ``all_now``: the run is
+        over."""
         with self._lock:
             while self._sent_at and not now - _HOUR < self._sent_at[0] <= now:
                 self._sent_at.popleft()
@@ -134,7 +135,7 @@ class Outbox:
                         return
 
     def _attempt(self, message: Message, since: float) -> float:
-        """Send once; return the seconds until the next attempt, 0 where nothing is to be tried again."""
+        """Send once; return the seconds until the next attempt, 0 if there is none."""
         try:
             self._sender.send(message)
         except RefusedMessageError as error:
@@ -176,11 +177,11 @@ class Outbox:
 
     @property
     def num_waiting(self) -> int:
-        """Messages that are not sent."""
+        """Number of messages that are not sent yet."""
         return len(self._queue) + self._held.total()
 
     def close(self, deadline: float) -> int:
-        """Send what waits until ``deadline`` (``time.monotonic``); return how many messages are left."""
+        """Send queued messages until ``deadline`` (``time.monotonic``); return how many are left."""
         with self._lock:
             while self._queue and (left := deadline - time.monotonic()) > 0:
                 self._lock.wait(left)
@@ -189,8 +190,8 @@ class Outbox:
         return self.num_waiting
 
     def stop(self, deadline: float) -> None:
-        """Begin no other attempt, and wait until ``deadline`` for the one that is under way: what is stored
-        after that is exact."""
+        """Start no further attempt, and wait until ``deadline`` for the one in flight, so that the stored
+        state is exact."""
         with self._lock:
             self._closing = True
             self._lock.notify_all()
@@ -209,7 +210,7 @@ class Outbox:
             }
 
     def restore(self, found: Mapping[str, Any]) -> None:
-        """Go on from what `as_json` gave; what is damaged in it is left out."""
+        """Restore the state that `as_json` returned; damaged entries are skipped."""
         with suppress(KeyError, TypeError, ValueError, AttributeError):
             for message, since in found["queue"][:_MOST_QUEUED]:
                 self._queue.append((message_from(message), float(since)))

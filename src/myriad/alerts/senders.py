@@ -1,7 +1,7 @@
-"""How one message reaches one place: HTTP (generic, Slack, Feishu or Lark), SMTP, or a program.
+"""Send one message to one place: HTTP (generic, Slack, Feishu or Lark), SMTP, or a program.
 
 Each `send` is one attempt with a time limit. It raises `RefusedMessageError` for a message that the place
-will never take, and ``OSError`` for whatever may work later; neither text holds an address, a token or a
+will never take, and ``OSError`` for an error that may pass; neither text holds an address, a token or a
 password. Texts come from logs, so from anybody: they are escaped, or sent as plain text.
 
 Slack: docs.slack.dev, "Sending messages using incoming webhooks". Feishu and Lark: open.feishu.cn, "Custom
@@ -43,7 +43,7 @@ _COLOURS = {"critical": "red", "warning": "orange", "info": "blue"}
 
 
 class RefusedMessageError(Exception):
-    """The place does not take this message, and never will."""
+    """The place will never accept this message."""
 
 
 class RetryLaterError(OSError):
@@ -88,7 +88,7 @@ def senders_of(alerts: AlertsConfig) -> list[Sender]:
 
 
 def heading(message: Message) -> str:
-    """Return the first line of a message: what it is, of which run, and what happened."""
+    """Return the first line of a message: its kind, the run, and the event."""
     kind = "RESOLVED" if message.kind == "resolved" else message.level.upper()
     return f"[{kind}] {message.run}: {message.title}"
 
@@ -97,7 +97,7 @@ def heading(message: Message) -> str:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """An alarm with its token goes to the address that was given, and to no other."""
+    """Refuse redirects: an alarm and its token go only to the given address."""
 
     def redirect_request(self, *arguments: Any, **options: Any) -> None:
         return None
@@ -114,7 +114,7 @@ class _Hook:
         *,
         token: str | None = None,
     ) -> None:
-        """``problem_of``: what an answer with status 200 complains of; empty: nothing."""
+        """``problem_of`` returns the error in an answer with status 200; empty: none."""
         self.name, self.level, self._url, self._body, self._problem_of = name, level, url, body, problem_of
         self._headers = {"Content-Type": "application/json; charset=utf-8", "User-Agent": "myriad"}
         if token is not None:
@@ -163,7 +163,7 @@ def _webhook_body(message: Message) -> Mapping[str, Any]:
 
 
 def _slack_body(message: Message) -> Mapping[str, Any]:
-    """A header, the lines, and the text that a notification shows."""
+    """Return a header, the lines, and the text of the notification."""
     title = heading(message)
     lines = "\n".join(f"• {_slack_text(line)}" for line in message.lines)
     blocks = [{"type": "header", "text": {"type": "plain_text", "text": _cut(title, _MOST_TITLE)}}]
@@ -173,12 +173,12 @@ def _slack_body(message: Message) -> Mapping[str, Any]:
 
 
 def _slack_text(text: str) -> str:
-    """Text in which nothing is a command: no link, no <!channel>."""
+    """Return text without commands: no link, no <!channel>."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _feishu_body(message: Message, secret: str | None) -> Mapping[str, Any]:
-    """A card. Its header has the word "myriad", which a bot may be set to ask for."""
+    """Return a card. Its header has the word "myriad", which a bot may require."""
     title = _cut(f"myriad {heading(message)}", _MOST_TITLE)
     colour = "green" if message.kind == "resolved" else _COLOURS[message.level]
     content = _cut("\n".join(message.lines) or message.title, _MOST_TEXT)
@@ -201,7 +201,7 @@ def feishu_signature(timestamp: str, secret: str) -> str:
 
 
 def _feishu_problem(answer: bytes) -> str:
-    """Feishu answers with status 200 also where it refuses."""
+    """Return the error in an answer: Feishu uses status 200 also for refusals."""
     try:
         found = json.loads(answer)
         code = found.get("code", found.get("StatusCode", 0)) if isinstance(found, dict) else 0
@@ -226,7 +226,7 @@ class _Mail:
         self._password = None if password is None else read_secret("alerts.mail.password", password)
 
     def send(self, message: Message) -> None:
-        """Hand it to the server. A message that only some receivers get counts as sent."""
+        """Send the message by the server. A message that only some receivers accept counts as sent."""
         try:
             with self._connected() as server:
                 if self._user is not None and self._password is not None:
@@ -286,7 +286,7 @@ class _Program:
         self.level, self._how = how.level, how
 
     def send(self, message: Message) -> None:
-        """Run the program with the message on its input; exit code 0 means that it has it."""
+        """Run the program with the message on its input; exit code 0 means success."""
         command = list(self._how.command)
         try:
             program = subprocess.Popen(

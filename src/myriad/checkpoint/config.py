@@ -1,4 +1,4 @@
-"""What of a run is kept, where, and for how long."""
+"""The ``[checkpoint]`` section of a job: durable checkpoints and in-memory snapshots."""
 
 from pydantic import Field
 
@@ -8,39 +8,44 @@ __all__ = ["CheckpointConfig", "num_slots"]
 
 
 class CheckpointConfig(Config):
-    """What is kept."""
+    """Durable checkpoints and in-memory snapshots: how often, where, how many."""
 
     every: int = Field(0, ge=0)
-    """Steps between durable checkpoints; 0: only the last step and on Ctrl-C."""
+    """Steps between durable checkpoints; 0: only after the last step and on Ctrl-C."""
     minutes: float | None = Field(None, gt=0)
-    """Minutes between durable checkpoints, whichever of the two is due first; off: steps alone count."""
+    """Minutes between durable checkpoints, in addition to checkpoint.every: whichever is due first. off:
+    count steps only."""
     url: str | None = None
-    """Where durable checkpoints go: a folder, or a URL that fsspec knows (s3://BUCKET/FOLDER, hdfs://...);
-    off: checkpoints/ of the run."""
+    """Where durable checkpoints are written: a folder or a URL that fsspec opens (s3://BUCKET/FOLDER,
+    hdfs://...). off: RUN/checkpoints."""
     keep: int = Field(2, ge=1)
-    """Newest durable checkpoints kept."""
+    """Number of newest durable checkpoints to keep."""
     keep_days: float | None = Field(None, gt=0)
-    """Older ones go even if fewer are kept, but never the newest that is verified; off: age does not
-    matter."""
+    """Delete durable checkpoints older than this many days, except the newest verified one. off: keep by
+    number only."""
     memory_every: int = Field(1, ge=0)
-    """Steps between snapshots in the memory of the node, which outlive a rank; 0: only what is stored."""
+    """Steps between in-memory snapshots. The snapshot server of the node holds them, so they survive the
+    loss of a rank. 0: no snapshots."""
     memory_seconds: float = Field(0.5, ge=0)
-    """At least so long between them, where steps are shorter; 0: steps alone count."""
+    """Minimum seconds between in-memory snapshots; 0: no minimum."""
     copies_every: int = Field(10, ge=0)
-    """Steps between copies of them in the memory of another node, where there is one; 0: none."""
+    """Steps between copies of the snapshots to the memory of another node, in runs of several nodes; 0: no
+    copies."""
     linger_seconds: float = Field(300.0, ge=0)
-    """How long snapshots stay in memory after all ranks of a node have died, for new ones to go on from."""
+    """Seconds that snapshots stay in memory after all ranks of a node have ended, for a restart to resume
+    from."""
     timeout_seconds: float = Field(600.0, gt=0)
-    """How long a run that is done waits for its last checkpoint to be durable."""
+    """Seconds that a finished run waits for its last checkpoint to become durable."""
     alarm_after: int = Field(3, ge=1)
-    """Failures in a row after which a fault is an alarm."""
+    """Failed saves in a row after which a fault event becomes an alarm."""
     restart_from_scratch: bool = False
-    """On the command line only, for one start: begin again at step 1 when the run has trained and none of its
-    checkpoints can be loaded. Those are set aside as step-N.damaged. Unused while one can be loaded."""
+    """Start again at step 1 although the run has trained and none of its checkpoints can be loaded; they
+    are renamed to step-N.damaged. Command line only, for one start; ignored if a checkpoint can be
+    loaded."""
 
 
 def num_slots(config: CheckpointConfig, *, several_nodes: bool, compares: bool) -> int:
-    """Return how many snapshots a rank's memory holds; ``compares``: replicas compare what they hold."""
-    # the newest and the next; one being stored, one that waits for it; one being copied, the last copied
+    """Return the number of snapshot slots per rank; ``compares``: replicas compare digests of their state."""
+    # 2: newest and next; 2: one being stored and one waiting; 2: one being copied and the last copied
     slots = 2 + 2 * (config.memory_every > 0) + 2 * (several_nodes and config.copies_every > 0)
-    return slots + compares  # what may be gone back to
+    return slots + compares  # one for the trusted snapshot, the target of a rollback

@@ -1,4 +1,3 @@
-"""The command line: one file per verb, each with ``register(app)``; the only code that talks to the screen.
+"""The command line: one file per verb, each with ``register(app)``. Only this package writes to the terminal.
 
-Nothing heavy is imported before a verb runs, so that ``myriad --help`` answers at once.
-"""
+Large modules are imported only when a verb runs, so that ``myriad --help`` answers at once."""

@@ -1,4 +1,4 @@
-"""The command line: all verbs, and how an error of each kind becomes a line and an exit code.
+"""The command line: all verbs, and the error line and exit code of each kind of error.
 
 0 done · 1 the run failed · 2 bad input, nothing was changed · 130 interrupted
 """
@@ -18,55 +18,55 @@ from typer.core import TyperCommand, TyperGroup
 
 from myriad import __version__
 from myriad.cli import (
-    alerts,
-    checkpoint,
-    data,
-    doctor,
-    evict,
-    faults,
-    join,
-    manifests,
-    network,
-    parity,
-    plan,
-    report,
-    sample,
-    simulate,
-    spans,
-    top,
-    trace,
-    train,
-    translate,
-    validate,
-    watch,
+    alerts_command,
+    data_command,
+    doctor_command,
+    evict_command,
+    faults_command,
+    join_command,
+    manifests_command,
+    parity_command,
+    report_command,
+    sample_command,
+    spans_command,
+    trace_command,
+    translate_command,
+    validate_command,
+    watch_command,
 )
-from myriad.cli.usage import refuse_empty, refused_value
+from myriad.cli.argument_errors import refuse_empty, refused_value
+from myriad.cli.checkpoint import checkpoint_command
+from myriad.cli.network import network_command
+from myriad.cli.plan import plan_command
+from myriad.cli.simulate import simulate_command
+from myriad.cli.top import top_command
+from myriad.cli.train import train_command
 from myriad.errors import BadInputError, MyriadError
 
 __all__ = ["build_app", "run_command"]
 
 _VERBS = (
-    train,
-    join,
-    evict,
-    alerts,
-    trace,
-    sample,
-    top,
-    report,
-    watch,
-    parity,
-    plan,
-    simulate,
-    network,
-    spans,
-    validate,
-    data,
-    checkpoint,
-    translate,
-    doctor,
-    faults,
-    manifests,
+    train_command,
+    join_command,
+    evict_command,
+    alerts_command,
+    trace_command,
+    sample_command,
+    top_command,
+    report_command,
+    watch_command,
+    parity_command,
+    plan_command,
+    simulate_command,
+    network_command,
+    spans_command,
+    validate_command,
+    data_command,
+    checkpoint_command,
+    translate_command,
+    doctor_command,
+    faults_command,
+    manifests_command,
 )
 _USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -79,7 +79,7 @@ _USERS_PLACES = (
     errno.ENAMETOOLONG,
     *_FULL,
 )
-"""What is wrong with a file or folder that was named, wherever it is first touched: no bug."""
+"""Errors about a file or folder that the user named, wherever they occur: they are bad input, not bugs."""
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
@@ -90,10 +90,11 @@ class _Interrupted(MyriadError):
 
 
 class _Root(TyperGroup):
-    """All verbs; an interrupt of any of them is an error with a line, which typer would end without one."""
+    """The root of the command line: an interrupt of any verb ends with an error line, which typer alone does
+    not print."""
 
     def main(self, *arguments: Any, **settings: Any) -> Any:
-        """Run a command; an interrupt before its verb runs counts, too."""
+        """Run a command; an interrupt before its verb runs counts as well."""
         self.interrupted = False
         code = super().main(*arguments, **settings)
         if self.interrupted:
@@ -101,12 +102,12 @@ class _Root(TyperGroup):
         return code
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
-        """Parse the arguments, and note an interrupt."""
+        """Parse the arguments, and record an interrupt."""
         with self._noting():
             return super().make_context(*arguments, **settings)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb, and note an interrupt."""
+        """Run the verb, and record an interrupt."""
         with self._noting():
             return super().invoke(ctx)
 
@@ -120,7 +121,7 @@ class _Root(TyperGroup):
 
 
 def build_app() -> typer.Typer:
-    """The command line with all its verbs."""
+    """Return the command line with all its verbs."""
     app = typer.Typer(cls=_Root, add_completion=False, rich_markup_mode="rich", context_settings=_CONTEXT)
     app.callback()(_root)
     for verb in _VERBS:
@@ -139,7 +140,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Plan, rehearse, run, show and keep alive the training of large language models."""
+    """Plan, simulate, run, monitor and recover the training of large language models."""
 
 
 def run_command(arguments: list[str]) -> int:
@@ -156,7 +157,8 @@ def run_command(arguments: list[str]) -> int:
     except _USAGE_ERROR as error:
         if (refused := refused_value(error)) is not None:
             return _fail(refused, str(refused), refused.exit_code, as_json=as_json)
-        if message := error.format_message():  # a group without a verb has shown its help instead
+        # The message is empty for a group without a verb, which has shown its help instead.
+        if message := error.format_message():
             return _fail(error, f"{message} (see --help)", 2, as_json=as_json)
         return 2
     except (KeyboardInterrupt, typer.Abort) as error:
@@ -173,7 +175,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _flow(command: object) -> None:
-    """Help is as wide as the terminal: where a line of a docstring ends says nothing."""
+    """Join the lines of each help paragraph, so that help fills the terminal's width."""
     if isinstance(command, (TyperCommand, TyperGroup)):
         command.help = "\n\n".join(" ".join(one.split()) for one in (command.help or "").split("\n\n"))
     if isinstance(command, TyperGroup):
@@ -182,13 +184,13 @@ def _flow(command: object) -> None:
 
 
 def _fail(error: BaseException, message: str, code: int, *, as_json: bool) -> int:
-    """Write the error as a line, with ``--json`` also as the one JSON object; return the exit code."""
+    """Write the error as a line, and with ``--json`` also as one JSON object; return the exit code."""
     sys.stderr.write(f"myriad: error: {message}\n")
     if as_json:
         found: dict[str, object] = {"message": message, "exit_code": code}
         if isinstance(error, BadInputError):
             is_finite = not isinstance(error.value, float) or math.isfinite(error.value)
-            value = error.value if is_finite else str(error.value)  # JSON has no NaN
+            value = error.value if is_finite else str(error.value)  # JSON has no NaN.
             found |= {"key": error.key, "value": value, "allowed": error.allowed}
         typer.echo(json.dumps({"error": found}, default=str))
     return code

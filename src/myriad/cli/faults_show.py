@@ -1,10 +1,10 @@
-"""What became of faults, as tables of Markdown: for a terminal and for a page alike."""
+"""Grades of fault scenarios as Markdown tables."""
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
-from myriad.resilience.faults.grade import Grade, Report
-from myriad.resilience.faults.tally import Incident, Tally, incidents_of, tally
+from myriad.faults.fault_grades import Grade, Report
+from myriad.faults.fault_tally import Incident, Tally, incidents_of, tally
 
 __all__ = ["matrix_lines", "random_lines", "tally_line"]
 
@@ -35,7 +35,7 @@ _RANDOM_HEADINGS = (
 
 
 def matrix_lines(reports: Sequence[Report]) -> Iterator[str]:
-    """A row for each fault, what was missed, and what it all comes to."""
+    """Yield a row for each fault, the missed goals, and the totals."""
     yield from _table(_HEADINGS, [_row(report, grade) for report in reports for grade in report.grades])
     yield ""
     yield from _missed(reports, lambda grade: grade.missed)
@@ -43,7 +43,8 @@ def matrix_lines(reports: Sequence[Report]) -> Iterator[str]:
 
 
 def random_lines(reports: Sequence[Report]) -> Iterator[str]:
-    """A row for each kind of fault; what was not handled, or not named right; what it all comes to."""
+    """Yield a row for each kind of fault, the faults that were not handled or not attributed, and the
+    totals."""
     incidents = [one for report in reports for one in incidents_of(report)]
     rows = []
     for name, some in (
@@ -59,7 +60,7 @@ def random_lines(reports: Sequence[Report]) -> Iterator[str]:
 
 
 def tally_line(found: Tally) -> str:
-    """One line."""
+    """Return the totals in one line."""
     parts = [f"{found.incidents} incidents, {found.handled_ratio:.1%} handled without a person"]
     if found.singles and found.doubles:
         parts[0] += f" (single {found.singles_handled} of {found.singles}, "
@@ -108,7 +109,7 @@ def _row(report: Report, grade: Grade) -> tuple[str, ...]:
 
 
 def _kind(grade: Grade) -> str:
-    """``kill rank 1 at step 20``: kill rank."""
+    """Return the kind of a fault: of ``kill rank 1 at step 20``, ``kill rank``."""
     return " ".join(grade.fault.split()[:2])
 
 

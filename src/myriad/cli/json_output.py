@@ -1,4 +1,4 @@
-"""Strict JSON on standard output: what is not finite is null, as JSON has no NaN and no Infinity."""
+"""Strict JSON on standard output: non-finite numbers are null, because JSON has no NaN and no Infinity."""
 
 import json
 import math
@@ -10,7 +10,7 @@ __all__ = ["print_json"]
 
 
 def print_json(value: Any) -> None:
-    """Print one value on a line."""
+    """Print one value on one line."""
     typer.echo(json.dumps(_finite(value), allow_nan=False))
 
 

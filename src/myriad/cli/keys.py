@@ -1,4 +1,4 @@
-"""The table of all job keys that ends ``--help``: key, default, help, by section."""
+"""The table of all job keys at the end of ``--help``: key, default, help, by section."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ __all__ = ["show_keys"]
 
 
 def show_keys() -> None:
-    """Prints the table."""
+    """Print the table of job keys."""
     from rich.console import Console
     from rich.text import Text
 

@@ -1,8 +1,8 @@
-"""``myriad``: prepares the process, runs one command, and exits.
+"""``myriad``: prepare the process, run one command, and exit.
 
-Imports nothing large: a Ctrl-C while the rest is imported ends in one line, too. SIGTERM is a Ctrl-C: files
-and processes of a command are cleaned up, and the exit code is 130. Output that nothing reads any more
-(``| head``) ends a command without a traceback; characters that the output cannot show are replaced.
+This module imports no large module, so that a Ctrl-C during the other imports also ends with one line.
+SIGTERM acts like Ctrl-C: files and processes of a command are cleaned up, and the exit code is 130. A closed
+output (``| head``) ends a command without a traceback; characters that the output cannot encode are replaced.
 """
 
 import codecs
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["build_app", "main"]
 
 _PLAIN = {"·": "-", "━": "=", "─": "-", "–": "-", "—": "-", "…": "...", "×": "x", "→": "->", "►": ">"}
-"""What an output without these characters shows for them; for any other it is a question mark."""
+"""Replacements for characters that an output cannot encode; any other becomes a question mark."""
 
 
 def build_app() -> "typer.Typer":
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
             from myriad.cli.command_line import run_command
 
             code = run_command(given)
-        except KeyboardInterrupt:  # before the command began, or after it ended
+        except KeyboardInterrupt:  # The interrupt came before the command began, or after it ended.
             sys.stderr.write("myriad: error: interrupted\n")
             code = 130
         except BrokenPipeError:
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _flushed(code: int) -> int:
-    """Write what is buffered; return the exit code, which is 1 where that fails."""
+    """Flush standard output; return the exit code, which is 1 where that fails."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -66,7 +66,7 @@ def _flushed(code: int) -> int:
 
 @contextlib.contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """Make SIGTERM a `KeyboardInterrupt` of this process; processes that are forked from it just end."""
+    """Turn SIGTERM into `KeyboardInterrupt` in this process; forked processes end by the signal."""
     own = os.getpid()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -83,11 +83,11 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def _settle_output() -> None:
-    """Let every text be written, to whatever the output is."""
+    """Make every text printable, whatever encoding the output has."""
     codecs.register_error("myriad-plain", _replace)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by the caller: >&-
+        if stream is None:  # The caller closed it: >&-.
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  as long as the process
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="myriad-plain")
@@ -101,7 +101,7 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
 
 
 def _abandon_output() -> None:
-    """Nothing reads the output: what is still buffered must not fail when the interpreter ends."""
+    """Discard the buffered output when its reader has gone, so that the interpreter's exit does not fail."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

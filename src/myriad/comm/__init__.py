@@ -1,7 +1,7 @@
 """The rank grid and its groups, collectives and point-to-point. ``myriad.comm.layout`` needs no torch.
 
-For a program of its own: ``from myriad import comm`` and `connect`, whose `Communicator` has asynchronous,
-hierarchical and prioritised collectives (`myriad.comm.communicator`; docs/collectives.md).
+For your own program, use ``from myriad import comm`` and `connect`. Its `Communicator` has asynchronous,
+hierarchical and prioritised collectives (`myriad.comm.communicator`; docs/guide/collectives.md).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ __all__ = ["Communicator", "Transfer", "connect"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, loaded when they are first used: the rest of the room works without torch."""
+    """Load a public name at its first use, because the rest of the package works without torch."""
     if name in __all__:
         from myriad.comm import communicator
 

@@ -1,11 +1,13 @@
-"""What one attempt of a run may change of the job's layout: ranks are started anew, and compute the same
-global batch otherwise. The losses and weights are the same up to rounding. No torch here.
+"""The changes of one attempt to the job's layout. This module does not import torch.
+
+Ranks are restarted and compute the same global batch in another way. The losses and weights are the same up
+to rounding.
 
     job         dp 3, shares (4, 4, 4)          AttemptLayout()
     slow        dp 3, shares (5, 2, 5)          AttemptLayout(shares=(5, 2, 5))
     node lost   dp 2, shares (6, 6)             AttemptLayout(dp=2, shares=(6, 6))
 
-It goes from the decisions by journal and wire to the ranks, which find it in `ATTEMPT_LAYOUT`.
+The decision goes by journal and wire to the ranks, which read it from `ATTEMPT_LAYOUT`.
 """
 
 import json
@@ -18,38 +20,40 @@ if TYPE_CHECKING:
 __all__ = ["AS_THE_JOB", "ATTEMPT_LAYOUT", "AttemptLayout", "equal_shares"]
 
 ATTEMPT_LAYOUT = "MYRIAD_ATTEMPT_LAYOUT"
-"""In a rank's environment, as `AttemptLayout.text` has it; without it the job's layout is the attempt's."""
+"""Environment variable of a rank, in the format of `AttemptLayout.text`. Without it, the attempt has the
+job's layout."""
 
 
 @dataclass(frozen=True)
 class AttemptLayout:
-    """What is empty is the job's."""
+    """The values of one attempt that replace the job's; an empty field keeps the job's value."""
 
     dp: int | None = None
-    """Data-parallel replicas: so an attempt has fewer ranks than the job."""
+    """Data-parallel replicas, if the attempt has fewer ranks than the job."""
     shares: tuple[int, ...] = ()
     """Micro-batches of each replica."""
     partition: str | None = None
-    """Layers to stages."""
+    """Assignment of layers to stages."""
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Key of the layout to its value, of what is not the job's."""
+        """Keys and values of the layout that differ from the job's."""
         return {key: value for key, value in asdict(self).items() if value not in (None, ())}
 
     @property
     def text(self) -> str:
-        """For `parse`."""
+        """The JSON text that `parse` reads."""
         return json.dumps(self.changes)
 
     @staticmethod
     def parse(text: str) -> "AttemptLayout":
-        """Of what `text` gave; of nothing: the job's."""
+        """Parse what `text` returned; an empty text means the job's layout."""
         changes = json.loads(text or "{}")
         return AttemptLayout(**changes | {"shares": tuple(changes.get("shares", ()))})
 
     def of(self, layout: "Layout") -> "Layout":
-        """The layout that the ranks of the attempt have. Shares of other replicas say nothing of these."""
+        """Return the layout of the attempt's ranks. If ``dp`` changes, the job's own shares no longer
+        apply."""
         other = {"shares": None} if self.dp is not None else {}
         return layout.model_copy(update=other | self.changes)
 
@@ -58,6 +62,6 @@ AS_THE_JOB = AttemptLayout()
 
 
 def equal_shares(num_micro_batches: int, dp: int) -> tuple[int, ...]:
-    """As equal as whole numbers are, the larger first."""
+    """Divide micro-batches as equally as possible, the larger numbers first."""
     each, more = divmod(num_micro_batches, dp)
     return (each + 1,) * more + (each,) * (dp - more)

@@ -1,10 +1,10 @@
 """Collectives on flat tensors; with ``group = None`` (one rank) each is the identity.
 
-The ``start_`` forms give a handle at once: `Pending.wait` blocks until the result is there (on CUDA: makes
-the stream wait). The tensors must stay as they are until then.
+The ``start_`` forms return a handle at once: `Pending.wait` blocks until the result is there (on CUDA: makes
+the stream wait). The tensors must not change until then.
 
-gloo's own reduce-scatter moves as many bytes as an all-reduce, twice what is needed; here it is an all-to-all
-and a local sum in rank order, in float32, which is also the same bits every time.
+gloo's own reduce-scatter moves as many bytes as an all-reduce, twice what is needed. Here it is an all-to-all
+and a local sum in rank order, in float32, which also gives the same bits every time.
 
 Legend: D size, n ranks.
 """
@@ -38,14 +38,14 @@ def _is_gloo(group: Group) -> bool:
 
 
 class Pending:
-    """A collective under way."""
+    """A collective in flight."""
 
     def __init__(self, work: dist.Work | None = None, then: Callable[[], object] | None = None) -> None:
-        """``then`` is done by the first `wait`, after the transfer."""
+        """``then`` runs in the first `wait`, after the transfer."""
         self._work, self._then = work, then
 
     def wait(self) -> None:
-        """Blocks until the result is there; raises what went wrong."""
+        """Block until the result is there; raise the error of a failed transfer."""
         work, then = self._work, self._then
         self._work = self._then = None
         if work is not None:
@@ -60,7 +60,7 @@ def start_all_reduce(x: torch.Tensor, group: Group | None) -> Pending:
 
 
 def start_all_gather(out: torch.Tensor, part: torch.Tensor, group: Group | None) -> Pending:
-    """``part [D/n]`` of every rank into ``out [D]``; ``part`` may be this rank's slice of ``out``."""
+    """Gather ``part [D/n]`` of every rank into ``out [D]``; ``part`` may be this rank's slice of ``out``."""
     if group is not None:
         return Pending(_all_gather(out, part, group=group, async_op=True))
     if out.data_ptr() != part.data_ptr():
@@ -69,7 +69,8 @@ def start_all_gather(out: torch.Tensor, part: torch.Tensor, group: Group | None)
 
 
 def start_reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group | None) -> Pending:
-    """This rank's slice of the sum over ranks of ``x [D]`` into ``out [D/n]``, which may be that slice."""
+    """Sum ``x [D]`` over ranks, and store this rank's slice in ``out [D/n]``, which may be that slice of
+    ``x``."""
     if group is None:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
@@ -89,9 +90,12 @@ def start_all_to_all(
     out_splits: Sequence[int] | None = None,
     splits: Sequence[int] | None = None,
 ) -> Pending:
-    """Piece ``i`` of ``x`` to rank ``i``, whose piece for this rank becomes piece ``i`` of ``out``. Equal
-    pieces, or ``splits`` and ``out_splits`` elements long: what rank ``i`` sends here is its
-    ``splits[this rank]`` and here ``out_splits[i]``. An ``x`` without pieces of equal length needs both."""
+    """Send piece ``i`` of ``x`` to rank ``i``, and store rank ``i``'s piece for this rank in piece ``i`` of
+    ``out``.
+
+    Pieces are equal, or ``splits`` and ``out_splits`` elements long: rank ``i`` sends its ``splits[this
+    rank]`` elements here, which are ``out_splits[i]``. An ``x`` without pieces of equal length needs both.
+    """
     if group is None:
         out.copy_(x)
         return Pending()
@@ -114,8 +118,10 @@ def all_reduce_max(x: torch.Tensor, group: Group | None) -> torch.Tensor:
 
 
 def sum_in_order(x: torch.Tensor, group: Group | None) -> torch.Tensor:
-    """Sum over ranks of a small flat ``x [D]``, in rank order: the same bits for a number, whatever else the
-    message holds. Moves n times as much as an all-reduce."""
+    """Sum a small flat ``x [D]`` over ranks, in rank order.
+
+    A number has the same bits, whatever else the message holds. Moves n times as much as an all-reduce.
+    """
     if group is None:
         return x
     rows = x.new_empty(dist.get_world_size(group) * len(x))

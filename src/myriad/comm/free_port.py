@@ -1,9 +1,10 @@
-"""A port for whoever listens a moment later, in another process.
+"""Find a port for a server that another process starts a moment later.
 
-The kernel gives ports from ``ip_local_port_range`` (32768 on) to whoever asks for any: each group of ranks
-does, for each pair of them. One that was asked for so and given back may be somebody else's a moment later.
-So it is one below those, at random, that nobody listens on: only who wants this very number gets it. Not
-29500 (torchrun's) nor 30000 to 32767 (what Kubernetes publishes services at, by its reference for NodePort).
+The kernel assigns ports from ``ip_local_port_range`` (32768 on) to any process that asks for an arbitrary
+one. Each group of ranks does so, for each pair of its ranks. A port that was assigned so and released may
+belong to another process a moment later. This module therefore picks a random free port below that range,
+which only a process that asks for this number gets. It avoids 29500 (torchrun's) and 30000 to 32767 (what
+Kubernetes publishes services at, by its reference for NodePort).
 """
 
 import random
@@ -15,14 +16,16 @@ __all__ = ["free_port"]
 
 _FIRST, _END = 20_000, 29_500
 _TRIES = 20
-_GIVEN_TO_ALL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _CHOICE = random.SystemRandom()
-"""Not the program's: what it draws shall not depend on how often a port was asked for."""
+"""A generator separate from the program's, so that the number of requested ports does not change its
+random numbers."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """At this address of this machine. Raises ``OSError`` when it has no such address."""
-    ports = range(_FIRST, min(_END, _first_given()))
+    """Return a free port at this address of this machine. Raises ``OSError`` when the address does not
+    exist."""
+    ports = range(_FIRST, min(_END, _first_ephemeral()))
     for port in _CHOICE.sample(ports, min(_TRIES, len(ports))):
         with suppress(OSError):
             return _bound(host, port)
@@ -36,8 +39,8 @@ def _bound(host: str, port: int) -> int:
         return found
 
 
-def _first_given() -> int:
+def _first_ephemeral() -> int:
     try:
-        return int(_GIVEN_TO_ALL.read_text().split()[0])
+        return int(_EPHEMERAL_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return _FIRST

@@ -3,7 +3,7 @@
     layout dp=2 pp=2 tp=2          ranks[dp, pp, cp, tp, ep]
     rank 5 = (dp 1, pp 0, tp 1)    peers("tp") = (4, 5)   peers("pp") = (5, 7)   peers("dp") = (1, 5)
 
-Neighbours in rank number are tensor-parallel peers: they talk most and should share a node.
+Neighbours in rank number are tensor-parallel peers: they communicate most and should share a node.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ __all__ = ["RankGrid"]
 
 @dataclass(frozen=True)
 class RankGrid:
-    """Where one rank stands among all."""
+    """The position of one rank in the grid."""
 
     layout: Layout
     rank: int
@@ -29,16 +29,16 @@ class RankGrid:
         return np.arange(self.layout.world).reshape(shape)
 
     def index(self, axis: str) -> int:
-        """This rank's coordinate along ``axis``."""
+        """Return this rank's coordinate along ``axis``."""
         shape = tuple(getattr(self.layout, name) for name in AXES)
         return int(np.unravel_index(self.rank, shape)[AXES.index(axis)])
 
     def peers(self, *axes: str) -> tuple[int, ...]:
-        """Ranks that differ from this one along ``axes`` only, itself included, ascending."""
+        """Return the ranks that differ from this one along ``axes`` only, itself included, ascending."""
         where = tuple(slice(None) if axis in axes else self.index(axis) for axis in AXES)
         return tuple(int(rank) for rank in self.ranks[where].ravel())
 
     def rows(self, axis: str) -> list[list[int]]:
-        """The peers along ``axis`` of every rank: each rank stands in one row."""
+        """Return the peers along ``axis`` of every rank; each rank is in one row."""
         size = getattr(self.layout, axis)
         return np.moveaxis(self.ranks, AXES.index(axis), -1).reshape(-1, size).tolist()

@@ -1,8 +1,8 @@
-"""A parallel layout: how many ranks share which dimension of the work. No torch here.
+"""A parallel layout: how many ranks share which dimension of the work. This module does not import torch.
 
-The rank grid is one array with axes ``dp pp cp tp ep``, the last one varying fastest: neighbours in rank
-number are tensor-parallel peers (they talk most and should share a node), then pipeline neighbours, then
-data-parallel replicas.
+The rank grid is one array with axes ``dp pp cp tp ep``, the last one varying fastest. Neighbours in rank
+number are tensor-parallel peers (they communicate most and should share a node), then pipeline neighbours,
+then data-parallel replicas.
 """
 
 from typing import Literal
@@ -11,6 +11,7 @@ from pydantic import Field
 
 from myriad.config import Config
 from myriad.errors import BadInputError
+from myriad.program.config import OverlapConfig
 from myriad.program.schedules import check_virtual_stages
 
 __all__ = ["AXES", "MOST_RANKS", "Layout", "check_layout", "lacks_for_graphs"]
@@ -32,41 +33,43 @@ class Layout(Config):
     dp: int = Field(1, ge=1, le=MOST_RANKS)
     """Data-parallel replicas."""
     tp: int = Field(1, ge=1, le=MOST_RANKS)
-    """Ranks that share each matrix (tensor and sequence parallelism)."""
+    """Ranks that share each weight matrix (tensor and sequence parallelism)."""
     pp: int = Field(1, ge=1, le=MOST_RANKS)
-    """Pipeline ranks."""
+    """Pipeline-parallel ranks."""
     cp: int = Field(1, ge=1, le=MOST_RANKS)
     """Context-parallel ranks; only 1 for now."""
     ep: int = Field(1, ge=1, le=MOST_RANKS)
     """Expert-parallel ranks; only 1 for now."""
     virtual_stages: int = Field(1, ge=1, le=2**14)
-    """Model pieces per pipeline rank."""
+    """Model pieces (stages) per pipeline rank."""
     zero: int = Field(0, ge=0, le=3)
-    """What data-parallel ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
+    """State that data-parallel ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
+    parameters."""
     reduce: Literal["last", "each"] = "last"
-    """When gradients are reduced: after a chunk's last backward, or after each (least memory; needs zero = 2
-    or 3)."""
+    """When gradients are reduced: last, after a chunk's last backward; each, after every backward, which
+    needs the least memory and layout.zero = 2 or 3."""
     micro_batch: int = Field(1, ge=1, le=2**24)
     """Sequences in one micro-batch."""
     shares: tuple[int, ...] | None = None
-    """Micro-batches of each data-parallel replica in one iteration, [5, 3]: fewer for slower ones. The result
-    is the same; off: as many for each."""
+    """Micro-batches of each data-parallel replica per iteration, e.g. [5, 3]: fewer for slower replicas.
+    Results do not change. off: equal numbers."""
     schedule: ScheduleName | None = None
-    """Pipeline schedule; off: interleaved when virtual_stages > 1, else 1f1b. On slow links the eager ones
-    hide transfers that others wait for, and hold more activations."""
+    """Pipeline schedule; off: interleaved if layout.virtual_stages > 1, else 1f1b. On slow links the eager
+    schedules hide transfers that others wait for, and hold more activations."""
     partition: str = "uniform"
-    """Layers to stages: uniform, parameters, profile, type:REGEX (spread matching layers evenly),
-    manual:B1,B2,..."""
+    """How layers are divided among stages: uniform, parameters, profile, type:REGEX (spread matching layers
+    evenly) or manual:B1,B2,..."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again instead of keeping it: none nothing, selective the outputs of
-    norms and of the MLP's activation function, full all of a layer but its input. The result is the same to
-    the bit."""
+    """Activations that the backward recomputes instead of keeping. none: nothing. selective: outputs of
+    norms and of the MLP's activation function. full: everything but each layer's input. Results are the
+    same to the bit."""
     recompute_ratio: float = Field(1.0, gt=0, le=1)
-    """Share of a stage's layers, the first ones, that recompute = full is for; the others keep everything."""
+    """Share of a stage's layers, from the first, that layout.recompute = full applies to; the others keep
+    all activations."""
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the layout."""
         return self.dp * self.pp * self.cp * self.tp * self.ep
 
     @property
@@ -80,8 +83,8 @@ class Layout(Config):
         return self.schedule or ("interleaved" if self.virtual_stages > 1 else "1f1b")
 
     def shares_of(self, global_batch: int, key: str = "train.global_batch") -> tuple[int, ...]:
-        """Micro-batches of each replica. Raises `BadInputError`, of ``key``, where the batch cannot be
-        divided so."""
+        """Return the micro-batches of each replica. Raises `BadInputError` for ``key`` if the batch is not
+        divisible."""
         if self.shares is not None:
             if sum(self.shares) * self.micro_batch != global_batch:
                 wanted = f"{key} / layout.micro_batch = {global_batch} / {self.micro_batch}"
@@ -97,7 +100,7 @@ class Layout(Config):
 
 
 def check_layout(layout: Layout) -> None:
-    """Every rule that spans a layout's own fields. Raises `BadInputError`."""
+    """Check every rule that spans several fields of a layout. Raises `BadInputError`."""
     if layout.cp > 1:
         raise BadInputError("layout.cp", layout.cp, "only 1: context parallelism is not built yet")
     if layout.ep > 1:
@@ -115,14 +118,19 @@ def check_layout(layout: Layout) -> None:
         raise BadInputError("layout.reduce", layout.reduce, allowed)
 
 
-def lacks_for_graphs(layout: Layout) -> str:
-    """What keeps a layout's computes from being captured as CUDA graphs (`myriad.parallel.captured`), as what
-    they need; nothing where they can be."""
-    alone = layout.dp == layout.world and layout.virtual_stages == 1
+def lacks_for_graphs(layout: Layout, overlap: OverlapConfig) -> str:
+    """Return what a job still needs for CUDA graphs (`myriad.parallel.cuda_graphs`), with the reason; empty
+    if it needs nothing."""
+    slices = layout.tp > 1 and overlap.tensor in ("slices", "auto")
     needs = (
-        (alone, "tp, pp, cp, ep and virtual_stages of 1: micro-batches are computed one after the other"),
-        (layout.schedule in (None, "1f1b"), "layout.schedule = 1f1b, or off"),
-        (layout.zero < 2, "layout.zero = 0 or 1: parameters and gradient sums stay where they are"),
-        (layout.recompute != "full", "layout.recompute = none or selective"),
+        (
+            not slices,
+            "overlap.tensor = turns or off: products in slices set up symmetric memory and its streams while "
+            "they run, which a capture forbids, and auto may choose them",
+        ),
+        (
+            not overlap.updates_early,
+            "overlap.optimizer_in_backward = false: a chunk's gradient sums are freed there",
+        ),
     )
     return next((need for there, need in needs if not there), "")

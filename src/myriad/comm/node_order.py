@@ -1,14 +1,13 @@
-"""Which place of the rank grid a process takes, where the job says which node comes when. No torch here.
+"""The rank of a process in the grid, if the job orders the nodes. This module does not import torch.
 
-A launcher numbers ranks node by node, and nodes as it likes (torchrun: --node-rank; Slurm: its list of
-hosts).
-``comm.node_order`` names these nodes in the order in which the grid is to fill them:
+A launcher numbers ranks node by node, and nodes in its own order (torchrun: --node-rank; Slurm: its list of
+hosts). ``comm.node_order`` lists these nodes in the order in which the grid fills them:
 
     launcher   node 0: ranks 0 1   node 1: ranks 2 3   node 2: ranks 4 5        node_order [2, 0, 1]
     grid       node 0: ranks 2 3   node 1: ranks 4 5   node 2: ranks 0 1
 
-Only the grid changes: the store is still served by the launcher's rank 0, whose address all know, and devices
-go by the local rank.
+Only the grid changes. The store is still served by the launcher's rank 0, whose address all ranks have, and
+devices are assigned by the local rank.
 """
 
 import os
@@ -21,7 +20,7 @@ __all__ = ["check_node_order", "grid_rank"]
 
 
 def check_node_order(order: Sequence[int] | None, world: int) -> None:
-    """Raises `BadInputError` for what is no order of equal nodes of ``world`` ranks."""
+    """Raise `BadInputError` unless the order lists each of the equal nodes of ``world`` ranks once."""
     if order is None:
         return
     count = len(order)
@@ -39,8 +38,11 @@ def check_node_order(order: Sequence[int] | None, world: int) -> None:
 
 
 def grid_rank(comm: CommConfig, world: int) -> int:
-    """This process's rank in the grid, from the launcher's variables; on one machine all ranks are of one
-    node, and no order changes anything. Raises `BadInputError` where the launcher made other nodes."""
+    """Return this process's rank in the grid, from the launcher's variables.
+
+    On one machine all ranks are on one node, and the order has no effect. Raises `BadInputError` if the
+    launcher started other nodes.
+    """
     rank, local_world = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", world))
     order = comm.node_order
     if order is None or local_world == world:

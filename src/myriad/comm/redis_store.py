@@ -1,16 +1,16 @@
 """A store for `torch.distributed` in a Redis server.
 
-Every value is a stream of one entry, because that is what Redis can wait for on many clients at once:
-``XREAD BLOCK`` answers at once when the entry is there, else when it comes; nobody polls, and one connection
-a rank is enough. What reads and writes (add, append, compare and set) is a script, and carries a token: asked
-again after a lost connection, it is not done twice.
+Every value is a stream of one entry, because Redis lets many clients wait for a stream at once. ``XREAD
+BLOCK`` returns at once if the entry exists, else when it comes, so no client polls, and one connection per
+rank is enough. Operations that read and write (add, append, compare and set) are scripts with a token: a
+retry after a lost connection does not apply them twice.
 
-Keys live under the name of one attempt of one run and expire a day after they were last written, so runs,
-and attempts of one run, never meet in one server, and nothing has to be tidied up.
+Keys have the name of one attempt of one run as a prefix, and expire a day after their last write. Runs, and
+attempts of one run, therefore never conflict in one server, and no cleanup is needed.
 
-A lost connection is tried again for `_RETRY_SECONDS`, and a first one for `_RESTART_SECONDS` where ranks are
-started again: a server that is being restarted must not use up the restarts of the run. A server that has
-come back without the run's keys is an error, as no rank would ever write them again.
+A lost connection is retried for `_RETRY_SECONDS`. After a restart of the ranks, the first connection is
+retried for `_RESTART_SECONDS`, because a restart of the server must not use up the restarts of the run. A
+server that has come back without the run's keys is an error, as no rank would ever write them again.
 
 torch calls a Python store by the names of `torch._C._distributed_c10d`'s C++ trampoline: some of them are in
 camel case there (`deleteKey`, `getNumKeys`).
@@ -30,7 +30,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from torch._C._distributed_c10d import Store
 
-from myriad.comm.store_address import RedisAddress
+from myriad.comm.redis_address import RedisAddress
 from myriad.errors import RunFailedError
 
 __all__ = ["RedisStore"]
@@ -38,7 +38,7 @@ __all__ = ["RedisStore"]
 _KEEP_SECONDS = 24 * 3600
 _RETRY_SECONDS, _RESTART_SECONDS = 3.0, 30.0
 _WAIT_SECONDS = 5.0
-"""One blocking read; a longer wait is several, so that a server that is gone without a word is noticed."""
+"""Seconds of one blocking read. A longer wait is several reads, so that a dead server is noticed."""
 
 _READ = """
 local function read(key)
@@ -80,17 +80,15 @@ class RedisStore(Store):
     """Keys of one attempt of one run in one Redis server."""
 
     timeout: timedelta
-    """torch's own; missing in its type hints."""
+    """The attribute of torch's store, which its type hints lack."""
 
     def __init__(self, address: RedisAddress, attempt: str, timeout: timedelta) -> None:
         super().__init__()
         self.set_timeout(timeout)
         self._address, self._attempt, self._mark = address, attempt, ""
-        greet: Any = self._greet  # redis-py's hints forget that it is given the connection
+        greet: Any = self._check_connection  # redis-py's type hints lack the connection argument
         self._client = redis.Redis(
-            address.host,
-            address.port,
-            address.database,
+            **address.options(),
             protocol=2,
             socket_connect_timeout=_RETRY_SECONDS,
             socket_timeout=2 * _WAIT_SECONDS,
@@ -108,14 +106,14 @@ class RedisStore(Store):
         self._mark = mark
 
     def __str__(self) -> str:
-        """As an error names it."""
+        """Return the name of the store for errors."""
         return str(self._address)
 
     def _name(self, key: str) -> str:
         return f"myriad/{self._attempt}/{key}"
 
-    def _greet(self, connection: Any) -> None:
-        """On every connection: is this still the server that this rank has written to?"""
+    def _check_connection(self, connection: Any) -> None:
+        """Check on every connection that the server still has the keys that this rank has written."""
         connection.on_connect()
         if self._mark:
             connection.send_command("EXISTS", self._mark)
@@ -123,11 +121,13 @@ class RedisStore(Store):
                 raise RunFailedError(f"{self} has restarted and lost the keys of this run")
 
     def _call(self, what: str, ask: Callable[[], T]) -> T:
-        """``ask``, asked again after a lost connection. Raises `RunFailedError`."""
+        """Call ``ask``, and retry after a lost connection. Raises `RunFailedError`."""
         started, delay = time.monotonic(), 0.05
         while True:
             try:
                 return ask()
+            except redis.AuthenticationError as error:
+                raise RunFailedError(f"{self} refuses the password: {error}") from None
             except (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError) as error:
                 if time.monotonic() - started > self._retry_seconds:
                     tried = f"(waited for {what}; tried for {self._retry_seconds:g} s)"
@@ -138,11 +138,11 @@ class RedisStore(Store):
                 raise RunFailedError(f"{self} refuses (waited for {what}): {error}") from None
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Writes a value; whoever waits for it goes on."""
+        """Write a value, and wake the ranks that wait for it."""
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Writes several values in one request."""
+        """Write several values in one request."""
 
         def write() -> None:
             with self._client.pipeline(transaction=False) as pipeline:
@@ -154,15 +154,15 @@ class RedisStore(Store):
         self._call(f"writing {keys[0]}", write)
 
     def get(self, key: str) -> bytes:
-        """The value, when it is there."""
+        """Wait for a value, and return it."""
         return self._read([key], self.timeout)[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """All values, when they are there."""
+        """Wait for all values, and return them."""
         return self._read(keys, self.timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Returns when all keys are there. Raises `torch.distributed.DistStoreError` after the timeout."""
+        """Block until all keys exist. Raises `torch.distributed.DistStoreError` after the timeout."""
         self._read(keys, timeout or self.timeout)
 
     def _read(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
@@ -179,23 +179,25 @@ class RedisStore(Store):
         return [found[key] for key in keys]
 
     def _read_some(self, names: list[str], seconds: float) -> Any:
-        """Those values that are there; when none is, the first to come."""
+        """Return the values that exist; if none does, wait for the first one."""
         streams: Any = dict.fromkeys(names, "0")
         block = max(1, int(seconds * 1000))
         what = names[0].split("/", 2)[2]
         return self._call(what, lambda: self._client.xread(streams, block=block)) or []
 
     def add(self, key: str, value: int) -> int:
-        """Adds to a number (0 when it is not there); gives the sum."""
+        """Add to a number (0 if the key is missing), and return the sum."""
         return int(self._run("add", key, value, _KEEP_SECONDS))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Adds bytes at the end of a value."""
+        """Append bytes to a value."""
         self._run("append", key, value, _KEEP_SECONDS)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Writes ``desired`` if the value is ``expected`` (or, when that is empty, not there); gives what is
-        there then, or ``expected`` when nothing is."""
+        """Write ``desired`` if the value is ``expected``, or if ``expected`` is empty and the key is missing.
+
+        Returns the value afterwards, or ``expected`` if the key is missing.
+        """
         return self._run("compare_set", key, expected, _KEEP_SECONDS, desired)
 
     def _run(self, script: str, key: str, *arguments: Any) -> Any:
@@ -203,31 +205,31 @@ class RedisStore(Store):
         return self._call(f"{script} {key}", lambda: self._scripts[script](keys, arguments))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys exist."""
         names = {self._name(key) for key in keys}
         return self._call(f"looking for {keys[0]}", lambda: self._client.exists(*names)) == len(names)
 
     def delete_key(self, key: str) -> bool:
-        """Whether it was there."""
+        """Delete a key, and return whether it existed."""
         return self._call(f"deleting {key}", lambda: self._client.delete(self._name(key))) == 1
 
     def list_keys(self) -> list[str]:
-        """All keys of this attempt."""
+        """Return all keys of this attempt."""
         start = self._name("")
         pattern = "".join(f"[{letter}]" if letter in "*?[\\" else letter for letter in start) + "*"
         found = self._call("listing keys", lambda: list(self._client.scan_iter(match=pattern, count=1000)))
         return sorted(name.decode().removeprefix(start) for name in set(found))
 
     def num_keys(self) -> int:
-        """How many keys this attempt has."""
+        """Return the number of keys of this attempt."""
         return len(self.list_keys())
 
     deleteKey, getNumKeys = delete_key, num_keys  # the C++ trampoline's names
 
     def has_extended_api(self) -> bool:
-        """append, multi_get and multi_set are there."""
+        """Return True: append, multi_get and multi_set are available."""
         return True
 
     def clone(self) -> "RedisStore":
-        """Itself, which many threads may use; of a new one torch would keep the C++ half alone."""
+        """Return this store itself, which is thread-safe; torch would keep only the C++ half of a new one."""
         return self

@@ -1,1 +1,1 @@
-"""The page of a run in the browser, and the server behind it. It only reads: a run never notices."""
+"""The page of a run in the browser, and its server. They only read, so a run is not affected."""

@@ -1,7 +1,7 @@
-"""What takes longer than a question may: spans beside the program that made them, who waits for whom.
+"""Analyse steps in the background: match spans to the program, and find which rank waits for which.
 
-The steps last looked at are kept. The newest whole one is looked at before anybody asks, by a thread that
-rests twenty times as long as it works; a large one only while somebody asks for such things.
+The most recently analysed steps are cached. A thread analyses the newest complete step in advance, and idles
+twenty times as long as it works. It analyses large steps only while pages request such analyses.
 """
 
 import logging
@@ -15,15 +15,15 @@ from myriad.dashboard.insight.arrivals import Arrows, arrows
 from myriad.dashboard.insight.losses import Losses, losses
 from myriad.dashboard.insight.needs import ProgramNeeds
 from myriad.dashboard.insight.nesting import nested
-from myriad.dashboard.insight.ranks import Array
+from myriad.dashboard.insight.rank_arrays import Array
+from myriad.dashboard.insight.standstill import Standstill, standstill
 from myriad.dashboard.insight.step_spans import StepSpans, programs_seen
-from myriad.dashboard.insight.stragglers import Straggler, culprits, stragglers
-from myriad.dashboard.insight.waiting import Standstill, standstill
+from myriad.dashboard.insight.straggler_report import Straggler, stragglers, suspects
+from myriad.dashboard.store.heat_map import newest_table
 from myriad.dashboard.store.step_block import StepBlock
-from myriad.dashboard.store.table import newest_table
-from myriad.dashboard.watched import Watched
+from myriad.dashboard.watched_run import Watched
 from myriad.errors import MyriadError
-from myriad.telemetry.records import RECORD, Records
+from myriad.telemetry.span_io.span_records import RECORD, Records
 
 __all__ = ["Analyst"]
 
@@ -31,19 +31,19 @@ _LOG = logging.getLogger(__name__)
 _KEPT_STEPS = 2
 _LOSS_STEPS = 20
 _QUICK_SPANS = 300_000
-"""A step of so many is looked at while somebody waits."""
+"""Maximum spans of a step that is analysed within a request."""
 _REST_TIMES, _LEAST_REST_SECONDS = 20.0, 1.0
 _ASKED_SECONDS = 60.0
-"""So long after somebody asked who waited for whom, large steps are looked at beforehand."""
+"""Seconds after a request for waits during which large steps are analysed in advance."""
 
 
 class Analyst:
-    """Of one run; asked by any number of threads."""
+    """Analyses one run. It is thread-safe."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._steps: OrderedDict[tuple[int, int, int, int], StepSpans] = OrderedDict()
-        self._culprits: list[Straggler] = []
+        self._suspects: list[Straggler] = []
         self._asked = -_ASKED_SECONDS
         self._losses: tuple[object, Losses | None] = (None, None)
         self._lock, self._stop = threading.Lock(), threading.Event()
@@ -51,16 +51,17 @@ class Analyst:
         self._thread = threading.Thread(target=self._work, name="analyst", daemon=True)
 
     def start(self) -> None:
-        """Once."""
+        """Start the thread. Call it once."""
         self._thread.start()
 
     def stop(self) -> None:
-        """After the step that it looks at."""
+        """End the thread after the step that it is analysing."""
         self._stop.set()
         self._thread.join(5.0)
 
     def step(self, step: int, *, at_once: bool = True) -> StepSpans | None:
-        """``None``: nothing of it is known; or, if not ``at_once``, it would take long."""
+        """Return an analysed step; ``None`` if it is unknown or, without ``at_once``, too large to analyse
+        now."""
         store = self._watched.store
         found = store.blocks(step, step)
         if not found or not found[0][1].count:
@@ -77,20 +78,20 @@ class Analyst:
             return self._steps[key]
 
     def arrows(self, first: int, last: int, ranks: Array, most: int) -> tuple[list[Arrows], bool]:
-        """To some ranks in these steps, and whether that is all: steps that take long are left out until they
-        have been looked at."""
+        """Return the arrows to ``ranks`` in these steps, and whether they are complete. Large steps are left
+        out until they are analysed."""
         self._asked = time.monotonic()
         steps = [step for step, _ in self._watched.store.blocks(max(first, 0), last)][-_KEPT_STEPS:]
         looked = [self.step(step, at_once=False) for step in steps]
         return [arrows(step, ranks, most) for step in looked if step is not None], None not in looked
 
     @property
-    def culprits(self) -> list[Straggler]:
-        """Who was slow in the newest steps, when it was looked at last; the costliest first."""
-        return self._culprits
+    def suspects(self) -> list[Straggler]:
+        """Stragglers of the newest steps at the last analysis, most expensive first."""
+        return self._suspects
 
     def losses(self, first: int | None, last: int | None) -> Losses | None:
-        """Where the time of some steps went, of the newest ones when left out. ``None``: nothing is known."""
+        """Return the time losses of some steps (default: the newest); ``None`` if they are unknown."""
         watched = self._watched
         last = watched.last_step if last is None else last
         blocks = watched.store.blocks(last, last) if last is not None else []
@@ -110,23 +111,23 @@ class Analyst:
 
     @property
     def _ideal_seconds(self) -> float | None:
-        """Of a step at the peak."""
+        """Seconds of a step at the peak."""
         job, peak = self._watched.files.job, self._watched.files.peaks.flops_per_second
         return (
             job.model.flops_per_token() * job.model.sequence * job.train.global_batch / peak if peak else None
         )
 
-    def _find_culprits(self) -> list[Straggler]:
+    def _find_suspects(self) -> list[Straggler]:
         watched = self._watched
         table = newest_table(watched.store, watched.last_step)
         if table is None:
             return []
         shares = np.array(watched.files.job.shares, dtype=float)
         work = shares[watched.ranks.replica] if len(set(watched.files.job.shares)) > 1 else None
-        return culprits(stragglers(table, watched.ranks, work))
+        return suspects(stragglers(table, watched.ranks, work))
 
     def standstill(self) -> Standstill | None:
-        """Who waits for whom; ``None``: the run does not hang, or its spans are of no program known here."""
+        """Find which rank waits for which; ``None`` if the run does not hang or its program is unknown."""
         if self._watched.state != "hangs":
             return None
         key = (self._watched.store.generation, self._watched.store.version)
@@ -159,7 +160,7 @@ class Analyst:
         return StepSpans(watched.ranks, names, spans, self._programs(training, names))
 
     def _programs(self, records: Records, names: tuple[str, ...]) -> tuple[ProgramNeeds, ...]:
-        """None where the spans are of something else."""
+        """Return the programs of the ranks; empty if the spans do not match them."""
         job = self._watched.files.job
         try:
             return programs_seen(records, names, job.layout, job.overlap, job.shares, tied=job.model.tied)
@@ -173,7 +174,7 @@ class Analyst:
             try:
                 if (newest := self._watched.last_step) is not None:
                     self.step(newest, at_once=time.monotonic() - self._asked < _ASKED_SECONDS)
-                    self._culprits = self._find_culprits()
+                    self._suspects = self._find_suspects()
             except Exception:  # of a bug: what is measured is shown all the same
                 _LOG.exception("a step cannot be analysed")
             rest = max(_LEAST_REST_SECONDS, _REST_TIMES * (time.monotonic() - began))

@@ -1,6 +1,19 @@
-"""The routes of the dashboard, and what each answers with."""
+"""The web application of the dashboard: routes, the page's files and the event stream.
 
-from collections.abc import Callable, Mapping, Sequence
+The page's thirty files are read and compressed once, at the start: serving them from memory is cheaper than
+opening them, and no requested name reaches the file system. Server-sent events notify pages of changes; the
+pages then request the data:
+
+    event: changed
+    data: {"last_step":117,"events":4,"metrics":117}
+
+A page that reads slowly misses intermediate changes, but never the last one: the server queues nothing.
+"""
+
+import asyncio
+import gzip
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -9,43 +22,44 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from myriad.dashboard.analyst import Analyst
-from myriad.dashboard.api import about, ranks, spans, time
-from myriad.dashboard.api.questions import QuestionError
+from myriad.dashboard.api import rank_api, run_api, span_api
+from myriad.dashboard.api.query_parameters import QuestionError
 from myriad.dashboard.collector import Collector
 from myriad.dashboard.follower import Follower
-from myriad.dashboard.guard import Guard
-from myriad.dashboard.page_files import PageFiles
-from myriad.dashboard.stream import Stream
+from myriad.dashboard.request_guard import Guard
 from myriad.dashboard.tile import to_json
-from myriad.dashboard.watched import Watched
+from myriad.dashboard.watched_run import Watched
 
 __all__ = ["build_app"]
 
 _Answer = Callable[[Watched, Analyst, Mapping[str, str]], Any]
 _ANSWERS: dict[str, _Answer] = {
-    "run": about.run,
-    "overview": lambda watched, analyst, query: about.overview(watched, query),
-    "faults": lambda watched, analyst, query: about.faults(watched, query),
-    "heat": lambda watched, analyst, query: spans.heat(watched, query),
-    "steps": lambda watched, analyst, query: spans.steps(watched, query),
-    "worst": spans.worst,
-    "timeline": spans.timeline,
-    "rank/{rank}": ranks.rank,
-    "silent": ranks.silent,
-    "waterfall": time.waterfall,
-    "losses": time.shares,
+    "run": run_api.run,
+    "overview": lambda watched, analyst, query: run_api.overview(watched, query),
+    "faults": lambda watched, analyst, query: run_api.faults(watched, query),
+    "heat": lambda watched, analyst, query: span_api.heat(watched, query),
+    "steps": lambda watched, analyst, query: span_api.steps(watched, query),
+    "worst": span_api.worst,
+    "timeline": span_api.timeline,
+    "rank/{rank}": rank_api.rank,
+    "silent": rank_api.silent,
+    "waterfall": run_api.waterfall,
+    "losses": run_api.shares,
 }
 
 
 def build_app(
     watched: Watched, token: str | None = None, collect: Path | None = None, more: Sequence[BaseRoute] = ()
 ) -> Guard:
-    """For one run. ``token``: needed of whoever asks; ``collect``: where posted spans are kept; ``more``:
-    what this room does not know."""
+    """Build the application of one run.
+
+    Requests need ``token`` if given; ``collect`` is the folder for received spans; ``more`` are routes that
+    other packages define.
+    """
     follower, stream, collector = Follower(watched), Stream(watched), Collector(watched, collect)
     analyst, page = Analyst(watched), PageFiles()
 
@@ -77,7 +91,7 @@ def build_app(
 
 
 def _endpoint(watched: Watched, analyst: Analyst, answer: _Answer) -> Callable[[Request], Response]:
-    """Not async: answered in a thread, beside others."""
+    """Return a synchronous endpoint, which the server runs in a thread."""
 
     def ask(request: Request) -> Response:
         return _response(answer(watched, analyst, {**request.query_params, **request.path_params}))
@@ -98,3 +112,74 @@ def _wrong(request: Request, error: Exception) -> Response:
 def _missing(request: Request, error: Exception) -> Response:
     code, text = (error.status_code, error.detail) if isinstance(error, HTTPException) else (500, "a bug")
     return Response(to_json({"error": text}), code, media_type="application/json")
+
+
+_PAGE = Path(__file__).parent / "page"
+_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+
+
+class PageFiles:
+    """The page's files by their names in its folder."""
+
+    def __init__(self, folder: Path = _PAGE) -> None:
+        """Read and compress the files in ``folder``."""
+        paths = (path for path in folder.rglob("*") if path.suffix in _TYPES)
+        self._files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+        self._zipped = {name: gzip.compress(data, 9) for name, data in self._files.items()}
+
+    async def index(self, request: Request) -> Response:
+        """Return the page's HTML."""
+        return self._answer(request, "index.html")
+
+    async def file(self, request: Request) -> Response:
+        """Return a file that the page loads."""
+        return self._answer(request, request.path_params["name"])
+
+    def _answer(self, request: Request, name: str) -> Response:
+        if name not in self._files:
+            raise HTTPException(404, "the page has no such file")
+        zips = "gzip" in request.headers.get("accept-encoding", "")
+        headers = {"vary": "accept-encoding"} | ({"content-encoding": "gzip"} if zips else {})
+        kind = _TYPES[Path(name).suffix]
+        return Response((self._zipped if zips else self._files)[name], media_type=kind, headers=headers)
+
+
+_AT_MOST_EVERY_SECONDS, _ALIVE_EVERY_SECONDS = 0.5, 15.0
+_MOST_PAGES = 100
+
+
+class Stream:
+    """The event stream of one run, for up to `_MOST_PAGES` pages."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched, self._pages = watched, 0
+
+    def open(self) -> Response:
+        """Return a response that streams until the page disconnects."""
+        if self._pages >= _MOST_PAGES:
+            return PlainTextResponse(f"{_MOST_PAGES} pages are open already\n", 429)
+        return StreamingResponse(self._events(), media_type="text/event-stream")
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        seen, told = None, time.monotonic()
+        self._pages += 1
+        try:
+            yield b"retry: 1000\n\n"
+            while not self._watched.ending:
+                if (now := self._watched.changes) != seen:
+                    seen, told = now, time.monotonic()
+                    yield b"event: changed\ndata: " + to_json(self._facts()) + b"\n\n"
+                elif time.monotonic() - told > _ALIVE_EVERY_SECONDS:
+                    told = time.monotonic()
+                    yield b": alive\n\n"
+                await asyncio.sleep(_AT_MOST_EVERY_SECONDS)
+        finally:
+            self._pages -= 1
+
+    def _facts(self) -> dict[str, int | None]:
+        files = self._watched.files
+        return {
+            "last_step": self._watched.last_step,
+            "events": len(files.events),
+            "metrics": len(files.metrics),
+        }

@@ -1,8 +1,11 @@
-"""Takes batches of spans by HTTP: whole or not at all, and never more of them at once than memory allows.
+"""Receive batches of spans over HTTP, each completely or not at all, within a bound on memory.
 
-A sender that gets 204 knows that its spans are taken. One that got no answer sends the same batch again,
-which is known by its sender and number, and counts once. 429: too much is on its way already; the sender
-counts the batch as dropped, and so does this server. With a folder, what comes is kept there as Parquet too.
+Status 204 means that the batch was accepted. Status 429 means that too much data is in flight; sender and
+server both count the batch as dropped. With a folder, batches are also stored there as Parquet.
+
+A sender that gets no answer resends its batch, and the batch counts once. A sender numbers its batches and
+starts none before the previous one was answered, so the newest number of each sender identifies all
+duplicates (`SentOnce`). Among very many senders, those seen last are remembered.
 """
 
 import asyncio
@@ -11,27 +14,66 @@ import logging
 import queue
 import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from myriad.dashboard.store.sent_once import SentOnce
 from myriad.dashboard.store.span_store import BeyondJobError, SpanStore
-from myriad.dashboard.watched import Watched
-from myriad.telemetry.batch import MAX_BATCH_BYTES, BatchError, SpanBatch, decode
-from myriad.telemetry.span_files import write_span_file
+from myriad.dashboard.watched_run import Watched
+from myriad.telemetry.span_io.span_batch import MAX_BATCH_BYTES, BatchError, Origin, SpanBatch, decode
+from myriad.telemetry.span_io.span_files import write_span_file
 
 __all__ = ["Collector"]
+
+_MOST_SENDERS = 2**15
+
+
+@dataclass(frozen=True)
+class _Newest:
+    origin: Origin
+    num_dropped: int
+
+
+class SentOnce:
+    """Finds resent batches among all senders of one server."""
+
+    def __init__(self) -> None:
+        self._newest: OrderedDict[str, _Newest] = OrderedDict()
+
+    def is_new(self, batch: SpanBatch) -> bool:
+        """Return whether the batch is new, and record it. A batch without origin is always new."""
+        origin = batch.origin
+        if origin is None:
+            return True
+        known = self._newest.get(origin.sender)
+        if known is not None and origin.place <= known.origin.place:
+            return False
+        self._newest[origin.sender] = _Newest(origin, batch.num_dropped)
+        self._newest.move_to_end(origin.sender)
+        while len(self._newest) > _MOST_SENDERS:
+            self._newest.popitem(last=False)
+        return True
+
+    def more_dropped(self, batch: SpanBatch) -> int:
+        """Return the spans lost by the sender between its first and second delivery of a batch, which only
+        the second reports."""
+        known = self._newest.get(batch.origin.sender) if batch.origin is not None else None
+        if known is None or known.origin != batch.origin:
+            return 0
+        self._newest[known.origin.sender] = _Newest(known.origin, max(known.num_dropped, batch.num_dropped))
+        return max(0, batch.num_dropped - known.num_dropped)
+
 
 _LOG = logging.getLogger(__name__)
 _MOST_BYTES_AT_ONCE = 4 * MAX_BATCH_BYTES
 _BYTES_AT_A_TIME = 4 * 2**20
-"""Added at once: while they are, nobody's question is answered."""
+"""Maximum bytes added at once. Meanwhile no request is answered."""
 _BODY_SECONDS, _WAIT_SECONDS = 30.0, 2.0
 _LAYOUT_SECONDS = 3.0
-"""After which the run's files have told of an attempt that has more ranks or steps, or nobody will."""
+"""Time to wait for the run's files to show an attempt with more ranks or steps."""
 
 
 @dataclass(frozen=True)
@@ -39,34 +81,34 @@ class _Waiting:
     batch: SpanBatch
     size: int
     store: SpanStore
-    """Of the layout for which the batch was checked."""
+    """Store of the layout for which the batch was checked."""
 
 
 class Collector:
-    """Of one run. Batches are checked as they come, and added by a thread of its own, all that are there."""
+    """Receives the batches of one run. It checks a batch on arrival; a thread adds all pending batches."""
 
     def __init__(self, watched: Watched, folder: Path | None = None) -> None:
-        """``folder``: where batches are kept; nowhere when left out."""
+        """Receive batches for ``watched``, and store them in ``folder`` if given."""
         self._watched, self._folder = watched, folder
         self._bytes_at_once = 0
-        """Of bodies on their way, and of batches that wait."""
+        """Bytes of request bodies in flight and of pending batches."""
         self._once = SentOnce()
         self._numbers, self._began = itertools.count(), int(time.time())
         self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="collector", daemon=True)
 
     def start(self) -> None:
-        """Once."""
+        """Start the thread. Call it once."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
-        """What was taken is added first."""
+        """Add all accepted batches, then end the thread."""
         self._waiting.put(None)
         self._thread.join()
 
     async def take(self, request: Request) -> Response:
-        """Answers one batch."""
+        """Handle the request of one batch."""
         length = request.headers.get("content-length", "")
         counts = self._watched.store.counts
         if not length.isdecimal() or len(length) > 12:
@@ -102,8 +144,10 @@ class Collector:
         return Response(status_code=204)
 
     async def _store_of(self, batch: SpanBatch) -> SpanStore:
-        """It fits there. Raises `BatchError`; of ranks or steps that are not known not before the files were
-        looked at again: a run may have begun anew with more of them."""
+        """Return the store that the batch fits. Raises `BatchError`.
+
+        For unknown ranks or steps it first waits for the files to be read again: a restarted run may have
+        more."""
         until = time.monotonic() + _LAYOUT_SECONDS
         while True:
             store = self._watched.store
@@ -116,7 +160,7 @@ class Collector:
             await asyncio.sleep(0.1)
 
     async def _has_room(self, size: int) -> bool:
-        """A sender waits a little before its batch is dropped: it sends less meanwhile."""
+        """Wait briefly for free memory, which also slows the sender. Return whether there is room."""
         until = time.monotonic() + _WAIT_SECONDS
         while self._bytes_at_once + size > _MOST_BYTES_AT_ONCE:
             if time.monotonic() > until:
@@ -143,7 +187,7 @@ class Collector:
     def _add(self, store: SpanStore, batches: list[SpanBatch]) -> None:
         try:
             store.add_checked(batches)
-        except Exception as error:  # of a bug: the next ones may be well
+        except Exception as error:  # a bug; later batches may succeed
             store.counts.tell(f"{len(batches)} batches: {error!r}")
             _LOG.exception("batches of spans are lost")
         if self._folder is not None:
@@ -151,7 +195,7 @@ class Collector:
                 self._keep(self._folder, batch)
 
     def _keep(self, folder: Path, batch: SpanBatch) -> None:
-        """A full disk costs the copy only."""
+        """Store a copy of the batch. A full disk loses only this copy."""
         name = f"attempt-{batch.attempt}-node-{batch.node}-{self._began}-{next(self._numbers)}.parquet"
         try:
             write_span_file(folder / name, batch)

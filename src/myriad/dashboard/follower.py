@@ -1,6 +1,6 @@
-"""Reads a run's folder as it grows, in a thread of its own: a disk that hangs holds up no question.
+"""Read a run's folder as it grows, in a separate thread, so that a hung disk blocks no request.
 
-At the start it reads the newest files of spans first, and goes back until memory is full.
+At the start it reads the newest span files first, and then older ones until memory is full.
 """
 
 import logging
@@ -8,9 +8,9 @@ import threading
 import time
 from pathlib import Path
 
-from myriad.dashboard.watched import Watched
-from myriad.telemetry.batch import BatchError
-from myriad.telemetry.span_files import read_span_file
+from myriad.dashboard.watched_run import Watched
+from myriad.telemetry.span_io.span_batch import BatchError
+from myriad.telemetry.span_io.span_files import read_span_file
 
 __all__ = ["Follower"]
 
@@ -20,7 +20,7 @@ _MOST_FILE_BYTES = 2**30
 
 
 class Follower:
-    """Of one run."""
+    """Follows the files of one run."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
@@ -30,16 +30,16 @@ class Follower:
         self._thread = threading.Thread(target=self._work, name="follower", daemon=True)
 
     def start(self) -> None:
-        """Once."""
+        """Start the thread. Call it once."""
         self._thread.start()
 
     def stop(self) -> None:
-        """At most a file is read to its end."""
+        """End the thread, after the file that it is reading."""
         self._stop.set()
         self._thread.join(5.0)
 
     def poll(self) -> None:
-        """One look."""
+        """Read new data once."""
         files, began = self._watched.files, time.monotonic()
         with self._watched.reading():
             files.poll()

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from myriad.dashboard.node_counters import NodeLook
-from myriad.event_text import event_text
-from myriad.jsonl import Record
-from myriad.telemetry.link_evidence import list_evidence
-from myriad.whole_file import parse_json
+from myriad.dashboard.node_measurements import NodeLook
+from myriad.run.event_text import event_text
+from myriad.system.jsonl import Record
+from myriad.system.whole_file import parse_json
+from myriad.telemetry.links.link_evidence import list_evidence
 
 __all__ = ["evidence_rows", "health_of", "node_rows", "read_facts"]
 
@@ -25,7 +25,7 @@ _SAYS = ("fault", "diagnosis", "health", "eviction", "quarantine", "move", "refu
 
 
 def read_facts(folder: Path) -> dict[int, dict[str, Any]]:
-    """Node to the object in its file."""
+    """Return the content of each node's file, by node."""
     try:
         names = sorted(os.listdir(folder))[:_MOST_NODES]
     except OSError:
@@ -54,7 +54,7 @@ def node_rows(
     health: Mapping[int, str],
     now: float,
 ) -> list[dict[str, Any]]:
-    """A row for each node of which anything is known, ascending."""
+    """Return a row for each known node, ascending."""
     return [
         {
             "node": node,
@@ -83,14 +83,14 @@ def _made_of(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nic(nic: Mapping[str, Any]) -> str:
-    """``eth0 mlx5_core 24.10, firmware 28.39``."""
+    """Describe a NIC: ``eth0 mlx5_core 24.10, firmware 28.39``."""
     firmware = _text(nic.get("firmware"))
     words = [_text(nic.get("name")), _text(nic.get("driver"))]
     return " ".join(filter(None, words)) + (f", firmware {firmware}" if firmware else "")
 
 
 def _carries(look: NodeLook | None) -> dict[str, Any]:
-    """Bytes per second of all links but the loopback, and segments that TCP sends again."""
+    """Return the bytes per second of all links except the loopback, and the TCP retransmissions."""
     rates = {} if look is None else look.rates
     links = [rate for name, rate in rates.items() if name != "lo"]
     return {
@@ -115,7 +115,7 @@ def _text(value: Any) -> str:
 
 
 def health_of(events: Iterable[Record]) -> dict[int, str]:
-    """The last that was reported of each node; none where that is that all is well again."""
+    """Return the last health event of each node, without nodes that have recovered."""
     found: dict[int, str] = {}
     for event in events:
         node = event.get("node")
@@ -127,6 +127,6 @@ def health_of(events: Iterable[Record]) -> dict[int, str]:
 
 
 def evidence_rows(folder: Path) -> Sequence[dict[str, Any]]:
-    """Files of link counters around anomalies (RUN/counters/around), newest first."""
+    """Return the files of link counters around anomalies (RUN/counters/around), newest first."""
     newest = list_evidence(folder)[-_MOST_FILES:]
     return [{"node": one.node, "why": one.why, "name": one.path.name} for one in reversed(newest)]

@@ -1,13 +1,12 @@
-"""A run for Prometheus: aggregates of the job and of each node, in base units; never a series for each rank.
+"""Export a run to Prometheus: aggregates of the job and of each node, in base units, without series per rank.
 
     RUN/metrics.jsonl, events.jsonl ──┐
     RUN/counters/node-N.jsonl ────────┼──► RunCollector ──► text
     the account of its time, spans ───┘
 
-Counters count what was done, also what was done again after a fault, so that they never go back. 12,288
-ranks on 1,536 nodes are some 48,000 series; what is of single ranks is on the page. Of labels that come from
-files there are only so many.
-"""
+Counters include work that was repeated after a fault, so they never decrease. 12,288 ranks on 1,536 nodes
+give some 48,000 series; data of single ranks is on the page. The number of labels that come from files is
+bounded."""
 
 import math
 import time
@@ -20,30 +19,35 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from myriad.dashboard.gpu_looks import GpuLook, GpuLooks
-from myriad.dashboard.node_counters import NodeCounters
-from myriad.jsonl import JsonlTail, Record
+from myriad.dashboard.node_measurements import GpuLook, GpuLooks, NodeCounters
 from myriad.run import Run
-from myriad.run_lines import EventLines, Peaks, step_line
+from myriad.run.run_lines import EventLines, Peaks, step_line
+from myriad.system.jsonl import JsonlTail, Record
 
 __all__ = ["CONTENT_TYPE", "Account", "RunCollector", "RunMetrics", "Spans"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 Account = Callable[[], Mapping[str, Any]]
-"""Where the run's time went: ``classes``, ``effective_ratio``."""
+"""Returns the account of the run's time: ``classes``, ``effective_ratio``."""
 _MOST_LABELS = 32
 _OF_STEP = {
     "myriad_step_seconds": ("step_seconds", "Seconds of the newest step."),
-    "myriad_loss": ("loss", "Of the newest step; NaN: it was not finite."),
-    "myriad_gradient_norm": ("grad_norm", "Of the newest step."),
-    "myriad_learning_rate": ("learning_rate", "Of the newest step."),
-    "myriad_memory_bytes": ("memory_bytes", "The most that the first rank has used."),
-    "myriad_data_wait_seconds": ("data_wait_seconds", "Of the newest step, for data."),
-    "myriad_exposed_communication_seconds": ("exposed_comm_seconds", "Of the newest step, first rank."),
+    "myriad_loss": ("loss", "Loss of the newest step; NaN if it was not finite."),
+    "myriad_gradient_norm": ("grad_norm", "Gradient norm of the newest step."),
+    "myriad_learning_rate": ("learning_rate", "Learning rate of the newest step."),
+    "myriad_memory_bytes": ("memory_bytes", "Highest memory use of the first rank."),
+    "myriad_data_wait_seconds": (
+        "data_wait_seconds",
+        "Seconds of the newest step in which the first rank waited for data.",
+    ),
+    "myriad_exposed_communication_seconds": (
+        "exposed_comm_seconds",
+        "Seconds of exposed communication of the newest step on the first rank.",
+    ),
 }
 _COUNTED = {
-    "fault": ("myriad_faults", "cause", "Faults that were found."),
-    "eviction": ("myriad_evictions", "accused", "Nodes that had to leave."),
+    "fault": ("myriad_faults", "cause", "Detected faults."),
+    "eviction": ("myriad_evictions", "accused", "Evicted nodes."),
 }
 _UNNAMED = {"fault": "storage", "eviction": "lost"}
 _OF_LINK = {
@@ -59,17 +63,17 @@ _OF_LINK = {
 
 
 class Spans(Protocol):
-    """What a store of spans knows, by node."""
+    """Data of a span store, by node."""
 
     def num_dropped(self) -> int:
-        """Spans that were lost."""
+        """Return the number of lost spans."""
 
     def node_phase_seconds(self) -> Iterable[tuple[int, str, float, float]]:
-        """Node, phase, mean and highest seconds of its ranks in a step."""
+        """Yield node, phase, and the mean and highest seconds of its ranks in a step."""
 
 
 class RunCollector(Collector):
-    """Of one run. Each call of `collect` reads what has come since the last."""
+    """Collects the metrics of one run. Each call of `collect` reads the new lines."""
 
     def __init__(self, run: Run, account: Account | None = None, spans: Spans | None = None) -> None:
         self._run, self._account, self._spans = run, account, spans
@@ -81,14 +85,14 @@ class RunCollector(Collector):
         self._told: dict[str, Counter[str]] = {event: Counter() for event in _COUNTED}
         self._restarts, self._overflows, self._over = 0, 0, False
         self._newest: dict[str, Record] = {}
-        """Event to the last of its kind, of those that are shown."""
+        """Newest event of each shown kind, by name."""
 
     def describe(self) -> Iterable[Metric]:
-        """None: what there is depends on the run."""
+        """Return nothing: the metrics depend on the run."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """As the files say now."""
+        """Read new lines and yield the current metrics."""
         self._poll()
         yield from self._of_job()
         yield from self._of_events()
@@ -125,29 +129,39 @@ class RunCollector(Collector):
         if name in ("finish", "interrupted", "start", "restart"):
             self._over = name in ("finish", "interrupted")
 
-    # Telling
+    # Export
 
     def _of_job(self) -> Iterator[Metric]:
         start = self._newest.get("start", {})
         facts = {"name": self._run.path.resolve().name, "device": start.get("device", "")}
-        yield InfoMetricFamily("myriad_run", "What it is.", {key: str(value) for key, value in facts.items()})
-        yield _gauge("myriad_ranks", "That train.", start.get("world"))
-        yield _gauge("myriad_parameters", "Of the model.", start.get("parameters"))
+        yield InfoMetricFamily(
+            "myriad_run", "Name and device of the run.", {key: str(value) for key, value in facts.items()}
+        )
+        yield _gauge("myriad_ranks", "Number of ranks.", start.get("world"))
+        yield _gauge("myriad_parameters", "Number of parameters of the model.", start.get("parameters"))
         peak = self._peaks.flops_per_second
-        yield _gauge("myriad_peak_flops_per_second", "Of all ranks together, that MFU is of.", peak)
-        yield _gauge("myriad_run_over", "1 when it has finished or was stopped.", float(self._over))
-        yield _counter("myriad_steps", "Steps done, also those done again.", self._steps)
-        yield _counter("myriad_tokens", "Tokens of these steps.", self._tokens)
+        yield _gauge(
+            "myriad_peak_flops_per_second", "Peak FLOP/s of all ranks, the reference of the MFU.", peak
+        )
+        yield _gauge(
+            "myriad_run_over", "1 if the run has finished or was stopped, else 0.", float(self._over)
+        )
+        yield _counter("myriad_steps", "Steps done, including repeated ones.", self._steps)
+        yield _counter("myriad_tokens", "Tokens of the steps done, including repeated ones.", self._tokens)
         if not self._last:
             return
         yield _gauge("myriad_step", "The newest step.", self._last["step"])
-        yield _gauge("myriad_step_timestamp_seconds", "When it ended.", self._last.get("time"))
+        yield _gauge("myriad_step_timestamp_seconds", "End of the newest step.", self._last.get("time"))
         for name, (key, told) in _OF_STEP.items():
             yield _gauge(name, told, self._last.get(key))
         if "loss_scale" in self._last:
-            yield _gauge("myriad_loss_scale", "Of the newest step, in float16.", self._last["loss_scale"])
-            yield _counter("myriad_overflows", "Steps skipped as float16 overflowed.", self._overflows)
-        told = "Model FLOP/s of the newest step by the peak of all ranks."
+            yield _gauge(
+                "myriad_loss_scale", "Loss scale of the newest step, in float16.", self._last["loss_scale"]
+            )
+            yield _counter(
+                "myriad_overflows", "Steps skipped because gradients overflowed float16.", self._overflows
+            )
+        told = "Model FLOP/s of the newest step, as a share of the peak."
         yield _gauge("myriad_mfu_ratio", told, self._peaks.mfu(self._last))
 
     def _of_events(self) -> Iterator[Metric]:
@@ -158,7 +172,7 @@ class RunCollector(Collector):
             yield family
         yield _counter("myriad_restarts", "Attempts after the first.", self._restarts)
         if (validation := self._newest.get("validation")) is not None:
-            yield _gauge("myriad_validation_loss", "The newest.", validation.get("loss"))
+            yield _gauge("myriad_validation_loss", "Newest validation loss.", validation.get("loss"))
         if (check := self._newest.get("check")) is not None:
             text = "Share of this attempt's time spent on checks of ranks."
             yield _gauge("myriad_check_ratio", text, check.get("ratio"))
@@ -168,18 +182,18 @@ class RunCollector(Collector):
                 "myriad_failed_checks", "Kinds of checks that have failed in this attempt.", num_failed
             )
         if (saved := self._newest.get("checkpoint")) is not None:
-            yield _gauge("myriad_checkpoint_step", "Of the newest one that is stored.", saved.get("step"))
-            told = "When it was complete."
+            yield _gauge("myriad_checkpoint_step", "Step of the newest stored checkpoint.", saved.get("step"))
+            told = "Time at which the newest checkpoint was complete."
             yield _gauge("myriad_checkpoint_timestamp_seconds", told, saved.get("time"))
 
     def _of_time(self) -> Iterator[Metric]:
         if self._account is None:
             return
         accounted = self._account()
-        told = "Effective training time: steps that count by all the time."
+        told = "Effective training time, as a share of the run time."
         yield _gauge("myriad_ettr_ratio", told, accounted.get("effective_ratio"))
         family = GaugeMetricFamily(
-            "myriad_time_seconds", "Of the run, by what became of it.", labels=["class"]
+            "myriad_time_seconds", "Seconds of the run by class of the account.", labels=["class"]
         )
         for kind, seconds in accounted.get("classes", {}).items():
             family.add_metric([str(kind)], _number(seconds))
@@ -188,13 +202,19 @@ class RunCollector(Collector):
     def _of_nodes(self) -> Iterator[Metric]:
         looks, now = self._nodes.newest(), time.time()
         age = GaugeMetricFamily(
-            "myriad_node_heartbeat_age_seconds", "Since its executor wrote.", labels=["node"]
+            "myriad_node_heartbeat_age_seconds",
+            "Seconds since the node agent last wrote its counters.",
+            labels=["node"],
         )
         again = CounterMetricFamily(
-            "myriad_node_tcp_retransmitted_segments", "Sent again by TCP.", labels=["node"]
+            "myriad_node_tcp_retransmitted_segments",
+            "TCP segments that the node retransmitted.",
+            labels=["node"],
         )
         speed = GaugeMetricFamily(
-            "myriad_node_network_speed_bytes", "That a link carries in a second.", labels=["node", "device"]
+            "myriad_node_network_speed_bytes",
+            "Link speed in bytes per second, one way.",
+            labels=["node", "device"],
         )
         links = {
             key: CounterMetricFamily(
@@ -219,9 +239,12 @@ class RunCollector(Collector):
 
 
 _OF_GPUS: dict[str, tuple[str, Callable[[GpuLook], float | None]]] = {
-    "myriad_node_gpus": ("Devices that answer.", lambda look: look.count),
-    "myriad_node_gpu_highest_celsius": ("Temperature of the hottest.", lambda look: look.hottest_celsius),
-    "myriad_node_gpu_power_watts": ("Power of all together.", lambda look: look.power_watts),
+    "myriad_node_gpus": ("Devices that respond.", lambda look: look.count),
+    "myriad_node_gpu_highest_celsius": (
+        "Temperature of the hottest device.",
+        lambda look: look.hottest_celsius,
+    ),
+    "myriad_node_gpu_power_watts": ("Power of all devices.", lambda look: look.power_watts),
     "myriad_node_gpu_lowest_clock_ratio": (
         "Clock by its maximum, of the device where it is lowest among those that compute.",
         lambda look: look.lowest_clock_ratio,
@@ -255,12 +278,16 @@ def _of_gpus(looks: Mapping[int, GpuLook]) -> Iterator[Metric]:
 
 
 def _of_spans(spans: Spans) -> Iterator[Metric]:
-    yield _counter("myriad_spans_dropped", "Spans that were lost on their way.", spans.num_dropped())
+    yield _counter("myriad_spans_dropped", "Lost spans.", spans.num_dropped())
     labels = ["node", "phase"]
     mean = GaugeMetricFamily(
-        "myriad_node_phase_seconds", "Of a step, mean of the node's ranks.", labels=labels
+        "myriad_node_phase_seconds", "Seconds of a phase per step, mean of the node's ranks.", labels=labels
     )
-    most = GaugeMetricFamily("myriad_node_phase_highest_seconds", "The slowest of its ranks.", labels=labels)
+    most = GaugeMetricFamily(
+        "myriad_node_phase_highest_seconds",
+        "Seconds of a phase per step on the slowest rank of the node.",
+        labels=labels,
+    )
     for node, phase, seconds, highest in spans.node_phase_seconds():
         mean.add_metric([str(node), phase], seconds)
         most.add_metric([str(node), phase], highest)
@@ -276,18 +303,18 @@ def _counter(name: str, told: str, value: float) -> CounterMetricFamily:
 
 
 def _number(value: Any, otherwise: float = 0.0) -> float:
-    """Whatever a file says."""
+    """Return a value from a file as a number, or ``otherwise`` if it is none."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < 1e300 else otherwise
 
 
 class RunMetrics:
-    """What answers /metrics of one run."""
+    """Produces the answer to /metrics for one run."""
 
     def __init__(self, run: Run, account: Account | None = None, spans: Spans | None = None) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(RunCollector(run, account, spans))
 
     def text(self) -> bytes:
-        """In Prometheus's text format, `CONTENT_TYPE`. Not for two threads at once."""
+        """Return the metrics in Prometheus's text format, `CONTENT_TYPE`. It is not thread-safe."""
         return generate_latest(self._registry)

@@ -1,56 +1,120 @@
-"""What a run's folder says, read as it grows: what the run is, its steps, its events. Never writes.
+"""Read a run's folder as it grows: its job, steps and events. It never writes.
 
-A file that is half-written or wrong is left out, counted and told; it is looked at again when it has changed.
-"""
+A file that is incomplete or invalid is skipped, counted and reported; it is read again after it changes.
+
+`Curves` thins the steps for a chart: of a million steps it shows two thousand. Steps are divided into
+sections of equal length. From each section it keeps the lowest and the highest loss, the longest step, and a
+step with a non-finite loss. So a spike of one step, or one NaN, stays visible however long the run is."""
 
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from myriad.comm.layout import AXES
-from myriad.dashboard.curves import Curves
 from myriad.dashboard.insight.findings import ranks_of
-from myriad.dashboard.insight.ranks import Ranks
-from myriad.dashboard.run_look import attempt_of
+from myriad.dashboard.insight.rank_arrays import Ranks
+from myriad.dashboard.run_view import attempt_of
 from myriad.errors import MyriadError
-from myriad.jsonl import Record, late_events
 from myriad.run import Run
-from myriad.run_lines import EventLines, Peaks, StepCount, StepLines, count_steps
+from myriad.run.run_lines import EventLines, Peaks, StepCount, StepLines, count_steps
+from myriad.system.jsonl import Record, late_events
 
 if TYPE_CHECKING:
     from myriad.job import Job
 
 __all__ = ["RunFiles"]
 
+COLUMNS = ("step", "time", "loss", "tokens_per_second", "mfu", "step_seconds")
+_KEPT_PER_STRETCH = 5
+
+
+class Curves:
+    """The figures of one run by step, as arrays; NaN where a line has no number."""
+
+    def __init__(self) -> None:
+        self._columns = {name: array("d") for name in COLUMNS}
+
+    def add(self, lines: Iterable[Record]) -> None:
+        """Add lines from `StepLines.poll`. A line for a known step replaces that step and all later ones."""
+        steps = self._columns["step"]
+        for line in lines:
+            step = line["step"]
+            if steps and steps[-1] >= step:
+                end = bisect_left(steps, step)
+                for column in self._columns.values():
+                    del column[end:]
+            for name, column in self._columns.items():
+                value = line.get(name)
+                column.append(float("nan") if value is None else value)
+
+    def thinned(self, points: int, peaks: Peaks) -> dict[str, list[float | None]]:
+        """Return at most about ``points`` steps, with the first and the last, and their MFU by ``peaks``."""
+        # Another thread may add or remove steps meanwhile, so cut all columns to the shortest.
+        copies = {name: np.array(column) for name, column in self._columns.items()}
+        length = min(map(len, copies.values()))
+        places = _places({name: column[:length] for name, column in copies.items()}, length, points)
+        found = {name: column[places].tolist() for name, column in copies.items()}
+        lines = (dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True))
+        return found | {"mfu": [peaks.mfu(line) for line in lines]}
+
+
+def _places(columns: dict[str, npt.NDArray[np.float64]], length: int, points: int) -> npt.NDArray[np.int64]:
+    if length <= points:
+        return np.arange(length)
+    stretches = max(1, (points - 2) // _KEPT_PER_STRETCH)
+    size = -(-length // stretches)
+    stretches = -(-length // size)
+
+    def split(values: npt.NDArray[np.float64], filler: float) -> npt.NDArray[np.float64]:
+        known = np.where(np.isfinite(values), values, filler)
+        return np.pad(known, (0, stretches * size - length), constant_values=filler).reshape(stretches, size)
+
+    loss, seconds = columns["loss"], columns["step_seconds"]
+    begins = np.arange(stretches) * size
+    kept = [
+        split(loss, np.inf).argmin(axis=1),
+        split(loss, -np.inf).argmax(axis=1),
+        split(seconds, -np.inf).argmax(axis=1),
+        split(np.where(np.isfinite(loss), 0.0, 1.0), -1.0).argmax(axis=1),
+    ]
+    found = np.concatenate([begins, *(begins + places for places in kept), [0, length - 1]])
+    return np.unique(np.minimum(found, length - 1))
+
+
 _BEGINS = ("start", "restart")
 _MOST_FIRST_LINE = 2**16
 _MOST_SECONDS, _START_SECONDS = 2**33, 1.0
-"""An attempt's start is told by a rank's clock, after it began; the attempt before ended longer ago."""
+"""Tolerance for the start of an attempt: a rank reports it late, by its own clock."""
 
 
 @dataclass
 class RunFiles:
-    """Of one run. Raises `BadInputError` where there is none."""
+    """The files of one run. Raises `BadInputError` if there is no run."""
 
     run: Run
     job: "Job" = field(init=False)
-    """As its newest attempt computes it."""
+    """Job in the layout of the newest attempt."""
     metrics: list[Record] = field(init=False)
-    """One a step, in order, without those that a resumed attempt has replaced."""
+    """One line per step, in order, without lines that a resumed attempt has replaced."""
     curves: Curves = field(init=False)
     events: list[Record] = field(init=False)
     peaks: Peaks = field(init=False)
-    """Behind the MFU of each step."""
+    """Peak FLOP/s for the MFU of each step."""
     layout_since_ns: int = field(init=False)
-    """Since when ranks have their places in the grid; 0: always."""
+    """Time since which ranks have their current places in the grid; 0 if they never moved."""
     is_gone: bool = field(init=False, default=False)
-    """The folder was there before, and is not now."""
+    """Whether the folder existed before and is now missing."""
     num_runs: int = field(init=False, default=0)
-    """How many runs have been in this folder: one that is removed and trained again is another run."""
+    """Number of runs seen in this folder. A run that is deleted and trained again counts as another run."""
 
     def __post_init__(self) -> None:
         self._begin(self.run.job())
@@ -65,11 +129,11 @@ class RunFiles:
 
     @property
     def ranks(self) -> Ranks:
-        """As the attempt's layout says."""
+        """Ranks in the layout of the newest attempt."""
         return ranks_of(self.job)
 
     def poll(self) -> bool:
-        """Reads what was added; whether there was anything."""
+        """Read new lines, and return whether there were any."""
         self.is_gone = not self.run.exists
         first_line = self._read_first_line()
         if first_line and self._first_line not in (b"", first_line):
@@ -90,8 +154,8 @@ class RunFiles:
         return bool(lines or events)
 
     def _read_first_line(self) -> bytes:
-        """With which events.jsonl begins: another run's is another one. An inode says nothing: a copy that
-        rsync keeps up to date has a new one each time."""
+        """Return the first line of events.jsonl, which identifies the run. The inode does not: rsync changes
+        it at each update of a copy."""
         with contextlib.suppress(OSError):
             handle = os.open(self.run.events_path, os.O_RDONLY | os.O_NONBLOCK)
             with open(handle, "rb") as file:
@@ -100,7 +164,7 @@ class RunFiles:
         return b""
 
     def _follow_job(self, begins: list[Record]) -> None:
-        """A resumed run may go on for longer, and in another layout."""
+        """Read the job again: a resumed run may have more steps and another layout."""
         with contextlib.suppress(MyriadError, OSError):
             self._own_job = self.run.job()
         before, self.job = _grid(self.job), attempt_of(self._own_job, self.events)
@@ -111,12 +175,12 @@ class RunFiles:
 
     @property
     def no_room_at(self) -> float:
-        """When rank 0 last tried in vain to add the line of a step; 0: it was not in vain."""
+        """Time of rank 0's last failed attempt to add a step's line; 0 if the last attempt succeeded."""
         return self._steps.no_room_at
 
     @property
     def problems(self) -> list[str]:
-        """Files that cannot be read, and why."""
+        """Files that cannot be read, each with the reason."""
         problems = {"metrics.jsonl": self._steps.problem, "events.jsonl": self._events_tail.problem}
         return [f"{name} cannot be read: {problem}" for name, problem in problems.items() if problem]
 
@@ -127,15 +191,15 @@ class RunFiles:
 
     @property
     def steps(self) -> StepCount:
-        """Done, and those without a line."""
+        """Number of steps done and of steps without a line."""
         return count_steps(self.metrics, self.events)
 
     def last(self, *events: str) -> Record:
-        """The newest of these names; empty: there was none."""
+        """Return the newest event with one of the names; empty if there is none."""
         return next((each for each in reversed(self.events) if each.get("event") in events), {})
 
     def span_paths(self) -> Iterator[tuple[Path, tuple[int, int]]]:
-        """Files of spans inside of this folder, the newest first, each with what changes when it does."""
+        """Yield the run's span files, newest first, each with a key that changes with the file."""
         folder = self.run.path.resolve() / "spans"
         if folder.is_symlink():
             return
@@ -150,12 +214,13 @@ class RunFiles:
 
 
 def _grid(job: "Job") -> tuple[int, ...]:
-    """What decides which rank does what."""
+    """Return the sizes that determine the place of each rank."""
     return tuple(getattr(job.layout, axis) for axis in AXES)
 
 
 def _since_ns(begins: list[Record], world: int) -> int:
-    """When the first of the newest attempts of so many ranks began; 0: all have had as many."""
+    """Return the start of the first of the newest attempts with ``world`` ranks; 0 if all attempts have
+    it."""
     first = begins[-1]
     for event in reversed([one for one in begins if isinstance(one.get("world"), int)]):
         if event["world"] != world:
@@ -172,5 +237,5 @@ def _began_ns(event: Record) -> int:
 
 
 def number(value: Any) -> float | None:
-    """As a number, or ``None`` where a line has something else."""
+    """Return the value as a number, or ``None`` if it is none."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None

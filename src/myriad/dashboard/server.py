@@ -1,7 +1,7 @@
-"""Listens for pages and senders of spans until it is told to stop.
+"""Serve pages and senders of spans until the process is asked to stop.
 
-A client that takes nothing of its answer for some seconds is cut off: what waits for it would stay in memory.
-"""
+A client that reads nothing of its answer for some seconds is disconnected, because the answer stays in
+memory."""
 
 import asyncio
 import socket
@@ -21,11 +21,11 @@ __all__ = ["STALL_SECONDS", "listen_at", "make_server", "serve"]
 STALL_SECONDS = 10.0
 _MOST_CONNECTIONS = 4096
 _SWITCH_SECONDS = 5e-4
-"""While spans are added by one thread others answer: a tenth of the usual wait for their turn."""
+"""Thread switch interval: a tenth of Python's default, so that threads answer while another adds spans."""
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """The port is ours from now on; 0: any. Raises `BadInputError`."""
+    """Listen on a port and return the socket; port 0 selects a free one. Raises `BadInputError`."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
@@ -46,12 +46,14 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def serve(app: Any, listener: socket.socket, ready: Callable[[], None], ending: Callable[[], None]) -> None:
-    """Until SIGINT or SIGTERM. ``ready``: called when questions are answered; ``ending``: when that is over,
-    and answers that go on for ever are to end."""
-    # Threads that mute a warning for a moment unmute it for each other: nothing known is no news here.
+    """Serve until SIGINT or SIGTERM.
+
+    ``ready`` is called when requests are answered; ``ending`` is called at shutdown, so that endless
+    responses end."""
+    # warnings.catch_warnings is not thread-safe, so ignore warnings about missing data for the whole process.
     warnings.filterwarnings("ignore", "All-NaN slice|Mean of empty slice", RuntimeWarning)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    with suppress(KeyboardInterrupt):  # told again when all has ended
+    with suppress(KeyboardInterrupt):  # raised again after the shutdown
         asyncio.run(make_server(app, ready, ending).serve(sockets=[listener]))
 
 
@@ -61,7 +63,7 @@ def make_server(
     ending: Callable[[], None],
     stall_seconds: float = STALL_SECONDS,
 ) -> uvicorn.Server:
-    """One that ends with ``should_exit``."""
+    """Return a server that ends when ``should_exit`` is set."""
 
     class Impatient(_Impatient):
         seconds = stall_seconds
@@ -98,13 +100,13 @@ class _Server(uvicorn.Server):
 
 
 class _Impatient(H11Protocol):
-    """Closes a connection that sends no request, or takes nothing of an answer that waits to be sent."""
+    """Closes a connection that sends no request, or reads nothing of its answer."""
 
     seconds = STALL_SECONDS
     _waiting = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Its first request has a deadline, which uvicorn has only for those that follow."""
+        """Set a deadline for the first request; uvicorn sets one only for later requests."""
         super().connection_made(transport)
         self.loop.call_later(self.seconds, self._look_for_request)
 
@@ -113,7 +115,7 @@ class _Impatient(H11Protocol):
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """More waits than the transport likes to keep."""
+        """Handle a full send buffer."""
         super().pause_writing()
         self._look_again()
 

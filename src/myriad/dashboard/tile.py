@@ -1,10 +1,9 @@
-"""Numbers for the page, without text in between.
+"""Encode arrays of numbers for the page in binary form.
 
     bytes of the head u32 | head: JSON, padded with spaces to a multiple of 8 | arrays, each padded to 8 bytes
 
-The head names the arrays in their order, with type and length, and holds the facts that belong to them. A
-page makes typed arrays of it without a copy.
-"""
+The head lists the arrays in order, with type and length, and holds their facts. The page creates typed arrays
+on the bytes without a copy."""
 
 import json
 import math
@@ -30,7 +29,7 @@ _TYPES = {
 
 
 def pack_tile(arrays: Mapping[str, npt.NDArray[Any]], **facts: Any) -> bytes:
-    """``facts``: plain values beside the arrays."""
+    """Return arrays and plain ``facts`` as bytes."""
     described, parts = [], []
     for name, array in arrays.items():
         kind = f"{array.dtype.kind}{array.dtype.itemsize}"
@@ -43,7 +42,7 @@ def pack_tile(arrays: Mapping[str, npt.NDArray[Any]], **facts: Any) -> bytes:
 
 
 def unpack_tile(data: bytes) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
-    """Arrays and facts again."""
+    """Return the arrays and facts in bytes from `pack_tile`."""
     (length,) = struct.unpack_from("<I", data)
     facts = json.loads(data[4 : 4 + length])
     arrays, offset = {}, 4 + length
@@ -55,7 +54,7 @@ def unpack_tile(data: bytes) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any
 
 
 def to_json(value: Any) -> bytes:
-    """What is not finite becomes null: JSON has no other numbers."""
+    """Return the value as JSON. Non-finite numbers become null, as JSON cannot express them."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
             errors="backslashreplace"
@@ -65,7 +64,7 @@ def to_json(value: Any) -> bytes:
 
 
 def finite(value: Any) -> Any:
-    """The same value with ``None`` for every number that is not finite."""
+    """Return the value with ``None`` for every non-finite number."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,12 +1,12 @@
-"""Corpora as a training run reads them: tokens addressed by sample, whatever files they lie in.
+"""Corpora as a training run reads them: tokens addressed by sample, independent of their files.
 
 Sample ``k`` of a corpus is tokens ``[k * sequence, k * sequence + sequence + 1)`` of its shards laid end to
-end: neighbours share one token, so every token but the first is predicted once in an epoch. Nothing is read
-until a sample is asked for, and what is read is compared with the hashes of its blocks where the corpus has
-them (`myriad.data.checked`).
+end. Neighbours share one token, so every token but the first is predicted once in an epoch. Tokens are read
+only when a sample is requested. If the corpus has block hashes, they are compared with them
+(`myriad.data.verified_shard`).
 
-A sample that lies in a bad block which may be skipped is replaced by another of the same corpus, drawn by its
-position alone: every rank, layout and resumed run draws the same.
+A sample in a bad block that may be skipped is replaced by another of the same corpus. The replacement depends
+on the sample's position alone, so every rank, layout and resumed run draws the same one.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from myriad.data.blocks import BLOCKS_SUFFIX, BlockHashes
-from myriad.data.cache import prepare_embedded
-from myriad.data.checked import HashedShard, LocalTokens, OpenFiles, Shard
+from myriad.data.bad_blocks import BadBlockError, BlockGuard
+from myriad.data.block_hashes import BLOCKS_SUFFIX, BlockHashes
 from myriad.data.config import CorpusShare, DataConfig
-from myriad.data.guard import BadBlockError, BlockGuard
+from myriad.data.corpus_cache import prepare_embedded
+from myriad.data.corpus_manifest import MANIFEST_FILE, FileRecord, Manifest, Split, read_manifest
 from myriad.data.indexed import IndexedShard
-from myriad.data.manifest import MANIFEST_FILE, FileRecord, Manifest, Split, read_manifest
-from myriad.data.remote import RemoteFolder, open_prefix, open_shards
+from myriad.data.remote_corpus import RemoteFolder, open_prefix, open_shards
 from myriad.data.sampler import Sample, Sampler, permute
+from myriad.data.verified_shard import HashedShard, LocalTokens, OpenFiles, Shard
 from myriad.errors import BadInputError, RunFailedError
-from myriad.remote_urls import is_url
+from myriad.system.remote_urls import is_url
 
 if TYPE_CHECKING:
     from myriad.data.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ __all__ = ["EMBEDDED", "Corpora", "Corpus", "open_corpora", "open_corpus", "read
 EMBEDDED = "embedded"
 _TOKENIZER_FILE = "tokenizer.json"
 _MOST_REPLACEMENTS = 100
-"""Draws of another sample before a corpus counts as bad throughout."""
+"""Replacement draws for one sample before the whole corpus counts as bad."""
 
 
 class Corpus:
@@ -50,8 +50,8 @@ class Corpus:
     def __init__(
         self, path: Path, shards: Sequence[Shard], manifest: Manifest | None, name: str | None = None
     ) -> None:
-        """``path``: where its tokenizer lies; ``manifest`` is None for Megatron's own files; ``name``:
-        the URL that the user gave, of a corpus that lies elsewhere."""
+        """``path`` is where the tokenizer lies. ``manifest`` is None for Megatron's own files. ``name`` is
+        the URL that the user gave for a remote corpus."""
         self.path, self.manifest, self.shards = path, manifest, tuple(shards)
         self.name, self.is_far = name or str(path), name is not None
         self._ends = list(accumulate(shard.num_tokens for shard in shards))
@@ -67,7 +67,7 @@ class Corpus:
         return self._ends[-1] if self._ends else 0
 
     def num_samples(self, sequence: int) -> int:
-        """Whole samples of ``sequence`` tokens and the one to predict."""
+        """Return the number of whole samples of ``sequence`` tokens and one more token to predict."""
         return max(0, self.num_tokens - 1) // sequence
 
     @cached_property
@@ -80,14 +80,14 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Of the tokenizer, where it is known."""
+        """Fingerprint of the tokenizer, or None if it is unknown."""
         if self.manifest is not None:
             return self.manifest.fingerprint
         return self.tokenizer.fingerprint if self.tokenizer else None
 
     @cached_property
     def vocabulary(self) -> int | None:
-        """Of the tokenizer, where it is known."""
+        """Vocabulary size of the tokenizer, or None if it is unknown."""
         if self.manifest is not None:
             return self.manifest.vocabulary
         return self.tokenizer.vocabulary if self.tokenizer else None
@@ -102,7 +102,8 @@ class Corpus:
         return {name: self.manifest.files[name].xxh3_128 for name in names}
 
     def read(self, start: int, out: NDArray[np.int32]) -> None:
-        """Fills ``out`` with tokens from number ``start`` on. Raises `BadInputError` naming a bad shard."""
+        """Fill ``out`` with the tokens from number ``start`` on. Raises `BadInputError`, which names the
+        bad shard."""
         filled = 0
         for number, first, stop in self._parts(start, start + len(out)):
             shard = self.shards[number]
@@ -112,7 +113,7 @@ class Corpus:
             filled += len(piece)
 
     def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Bring the tokens [start, stop) of each range near, where that takes long one by one."""
+        """Cache the tokens [start, stop) of each range, for shards whose single reads are slow."""
         wanted: dict[int, list[tuple[int, int]]] = {}
         for start, stop in ranges:
             for number, first, last in self._parts(start, stop):
@@ -121,7 +122,7 @@ class Corpus:
             self.shards[number].fetch(found)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The numbers of the shards that hold the tokens [start, stop), each with its own first and last."""
+        """Yield the shards that hold the tokens [start, stop), each with its own first and last token."""
         number = bisect_right(self._ends, start)
         while start < stop:
             begins = self._ends[number - 1] if number else 0
@@ -151,42 +152,43 @@ class Corpora:
 
     @property
     def sizes(self) -> list[int]:
-        """Samples of each corpus."""
+        """Number of samples of each corpus."""
         return [corpus.num_samples(self.sequence) for corpus in self.corpora]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all corpora."""
+        """Number of tokens of all corpora."""
         return sum(corpus.num_tokens for corpus in self.corpora)
 
     @property
     def num_samples(self) -> int:
-        """Samples of all corpora; 0 when there is no held-out text."""
+        """Number of samples of all corpora; 0 when there is no held-out text."""
         return sum(self.sizes)
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the tokenizer that all share, where it is known."""
+        """Fingerprint of the tokenizer that all corpora share, or None if it is unknown."""
         return self.corpora[0].fingerprint if self.corpora else None
 
     @property
     def vocabulary(self) -> int | None:
-        """Of the tokenizer that all share, where it is known."""
+        """Vocabulary size of the tokenizer that all corpora share, or None if it is unknown."""
         return self.corpora[0].vocabulary if self.corpora else None
 
     @property
     def content(self) -> str:
-        """Changes when the tokens do, by the hashes in the manifests; of Megatron's files by their sizes."""
+        """Identifier that changes with the tokens: of the manifests' hashes, or for Megatron's files of
+        their sizes."""
         parts = [(corpus.num_tokens, sorted(corpus.hashes.items())) for corpus in self.corpora]
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     @property
     def tokenizer(self) -> "Tokenizer | None":
-        """The tokenizer that all share; None where it is not known."""
+        """The tokenizer that all corpora share, or None if it is unknown."""
         return self.corpora[0].tokenizer if self.corpora else None
 
     def sampler(self, seed: int) -> Sampler:
-        """The order of this mixture's samples."""
+        """Return the order of this mixture's samples."""
         return Sampler(self.sizes, self.weights, seed)
 
     @property
@@ -195,7 +197,7 @@ class Corpora:
         return [corpus.name for corpus in self.corpora if not corpus.is_checked]
 
     def read(self, sample: Sample, out: NDArray[np.int32]) -> None:
-        """Fills ``out`` [sequence + 1] with one sample, or with the one in its place."""
+        """Fill ``out`` [sequence + 1] with one sample, or with its replacement."""
         corpus, position = self.corpora[sample.corpus], sample.position
         for number in range(_MOST_REPLACEMENTS):
             try:
@@ -208,7 +210,7 @@ class Corpora:
         raise RunFailedError(f"{corpus.name}: {_MOST_REPLACEMENTS} samples drawn in a row have bad blocks")
 
     def fetch(self, samples: Iterable[Sample]) -> None:
-        """Bring the tokens of samples near that are stored far away, several at once."""
+        """Cache the tokens of samples from remote corpora, several at once."""
         wanted: dict[int, list[tuple[int, int]]] = {}
         for corpus, position in samples:
             if self.corpora[corpus].is_far:
@@ -224,7 +226,7 @@ def read_batch(
     samples: range,
     out: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
-    """[len(samples), sequence + 1] tokens of the samples with these global numbers."""
+    """Return the [len(samples), sequence + 1] tokens of the samples with these global numbers."""
     batch = np.empty((len(samples), corpora.sequence + 1), np.int32) if out is None else out
     chosen = sampler.samples(samples.start, samples.stop)
     corpora.fetch(chosen)
@@ -240,10 +242,10 @@ def open_corpora(
     cache: Path | None = None,
     guard: BlockGuard | None = None,
 ) -> Corpora:
-    """What a job reads, checked. Raises `BadInputError`.
+    """Open and check the corpora of a job. Raises `BadInputError`.
 
     A validation split without a whole sample is left out (so `Corpora.num_samples` may be 0); a train split
-    without one is refused. ``guard``: what is done about bad blocks; by default reading stops at the first.
+    without one is refused. ``guard`` is the policy for bad blocks; by default reading stops at the first.
     """
     shares = config.mixture or (CorpusShare(path=config.corpus, weight=1.0),)
     opener = _Opener(config, split, cache, guard or BlockGuard())
@@ -254,20 +256,20 @@ def open_corpora(
 
 
 def open_corpus(name: str, split: Split, vocabulary: int = 4096, cache: Path | None = None) -> Corpus:
-    """``embedded``, a folder made by ``myriad data prepare``, the prefix of Megatron's files, or a URL of
-    either."""
+    """Open ``embedded``, a folder made by ``myriad data prepare``, the prefix of Megatron's files, or a
+    URL of either."""
     return _Opener(DataConfig(vocabulary=vocabulary), split, cache, BlockGuard()).open(name)
 
 
 class _Opener:
-    """Opens the corpora of one job, for one split."""
+    """Open the corpora of one job, for one split."""
 
     def __init__(self, config: DataConfig, split: Split, cache: Path | None, guard: BlockGuard) -> None:
         self._config, self._split, self._cache, self._guard = config, split, cache, guard
         self._files = OpenFiles()
 
     def open(self, name: str) -> Corpus:
-        """One corpus, by its name in the job."""
+        """Open one corpus, by its name in the job."""
         if name == EMBEDDED:
             return self._folder(prepare_embedded(self._cache, self._config.vocabulary))
         if is_url(name):
@@ -295,7 +297,8 @@ class _Opener:
         return Corpus(above.near, shards, None, url)
 
     def _prefix(self, prefix: Path) -> Corpus:
-        """Megatron's own files, with the block hashes that `myriad data hash` has put beside them, if any."""
+        """Open Megatron's own files, with the block hashes that `myriad data hash` has written beside
+        them, if any."""
         shards = [IndexedShard(prefix)] if self._split == "train" else []
         blocks = prefix.with_name(prefix.name + BLOCKS_SUFFIX)
         if not blocks.is_file():
@@ -329,7 +332,8 @@ class _Opener:
 
 
 def _read_blocks(path: Path, record: FileRecord | None) -> BlockHashes:
-    """The hashes of a shard, as the manifest's ``record`` says. Raises `RunFailedError`."""
+    """Read the hashes of a shard, and check them against the manifest's ``record``. Raises
+    `RunFailedError`."""
     try:
         raw = path.read_bytes()
         if record is not None and xxhash.xxh3_128_hexdigest(raw) != record.xxh3_128:
@@ -341,7 +345,7 @@ def _read_blocks(path: Path, record: FileRecord | None) -> BlockHashes:
 
 
 def _check_blocks(path: Path, shard: IndexedShard) -> None:
-    """Refuse block hashes of another Megatron file than the one beside them. Raises `BadInputError`."""
+    """Refuse block hashes that belong to another Megatron file. Raises `BadInputError`."""
     try:
         found = BlockHashes.parse(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -1,9 +1,9 @@
-"""Real text that is on every machine: the source and documentation of the installed Python standard library.
+"""Real text that exists on every machine: the source and documentation of the installed Python standard
+library.
 
-Left out: tests (half the bytes, and repetitive), what the installer added, and tables (files full of digits).
-The language reference inside ``pydoc_data`` is stored as escaped string literals; it is read back as the
-prose it is. Order and split depend on names and sizes only, so every process of a run sees the same
-documents.
+Left out are tests (half the bytes, and repetitive), installed packages, and tables (files full of digits).
+The language reference inside ``pydoc_data`` is stored as escaped string literals; it is converted back to
+prose. Order and split depend on names and sizes only, so every process of a run sees the same documents.
 """
 
 import ast
@@ -19,7 +19,7 @@ from typing import NamedTuple
 __all__ = ["VALIDATION_SHARE", "Document", "embedded_documents", "embedded_key", "split_documents"]
 
 VALIDATION_SHARE = 0.03
-"""Share of the text's bytes held out."""
+"""Share of the text's bytes that is held out."""
 
 _FOLDERS_LEFT_OUT = {"test", "tests", "idle_test", "lib2to3", "encodings", "ensurepip"} | {
     "site-packages",
@@ -32,14 +32,14 @@ _TOPICS = "pydoc_data/topics.py"
 
 
 class Document(NamedTuple):
-    """One text and what it is called."""
+    """One text and its name."""
 
     name: str
     text: str
 
 
 def embedded_documents(root: Path | None = None) -> Iterator[Document]:
-    """The documents by name. ``root``: the library's folder, this Python's by default."""
+    """Yield the documents by name. ``root`` is the library's folder, by default this Python's."""
     root = root or _library_folder()
     for path in _files(root):
         name = path.relative_to(root).as_posix()
@@ -51,13 +51,13 @@ def embedded_documents(root: Path | None = None) -> Iterator[Document]:
 
 
 def embedded_key(root: Path | None = None) -> str:
-    """Names the text without reading it: Python's version, and every file's name and size."""
+    """Return a key of the text without reading it: Python's version, and every file's name and size."""
     return _key_of(root) if root is not None else _own_key()
 
 
 @cache
 def _own_key() -> str:
-    """Of the library that is running: it does not change meanwhile, and has some 1,600 files."""
+    """Return the key of the running library, which does not change meanwhile and has some 1,600 files."""
     return _key_of(_library_folder())
 
 
@@ -67,7 +67,7 @@ def _key_of(root: Path) -> str:
 
 
 def split_documents(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """``(train, validation)``: whole documents, by the hashes of their names, up to the share."""
+    """Return ``(train, validation)``: whole documents, by the hashes of their names, up to the share."""
     budget = VALIDATION_SHARE * sum(len(document.text) for document in documents)
     held_out: set[str] = set()
     for document in sorted(documents, key=lambda one: hashlib.blake2b(one.name.encode()).digest()):
@@ -83,7 +83,7 @@ def _library_folder() -> Path:
 
 
 def _files(root: Path) -> list[Path]:
-    """Python files of the library itself."""
+    """Return the Python files of the library itself."""
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
@@ -101,7 +101,7 @@ def _is_table(text: str) -> bool:
 
 
 def _topics_prose(source: str) -> str:
-    """The strings of ``topics = {"assert": "The ...", ...}``, one after the other."""
+    """Return the strings of ``topics = {"assert": "The ...", ...}``, joined."""
     try:
         tree = ast.parse(source)
     except SyntaxError:

@@ -1,8 +1,8 @@
-"""Inputs over HTTP: a server that falls silent is asked again, then reported; it never stalls a command.
+"""Inputs over HTTP: a request to a silent server is retried, then reported; it never stalls a command.
 
-fsspec waits up to five minutes for a whole request, however long nothing arrives. Here `SILENCE_SECONDS`
-without a byte end a request. It is made again from the byte that was reached, `TRIES` times in all; then, and
-for an answer that will not change (404), the error is raised.
+fsspec waits up to five minutes for a whole request, even if no byte arrives. Here `SILENCE_SECONDS` without a
+byte end a request. It is retried from the last byte received, `TRIES` times in all. Then, and for an answer
+that will not change (404), the error is raised.
 """
 
 import io
@@ -27,25 +27,27 @@ __all__ = [
 SILENCE_SECONDS = 30.0
 """Longest wait for the next byte of an answer."""
 TRIES = 3
-"""Requests in a row that may bring nothing."""
+"""Consecutive requests that may return nothing."""
 _PAUSE_SECONDS = 1.0
 _BUSY = 429
 _BLOCK_BYTES = 1 << 16
 
 
 def is_http(url: str) -> bool:
-    """Whether an input is read over HTTP."""
+    """Return whether an input is read over HTTP."""
     return url.startswith(("http://", "https://"))
 
 
 def http_info(url: str) -> dict[str, Any]:
-    """What the server says of a file: name, size and, where it has them, stamps. Raises ``OSError``."""
+    """Return the server's facts about a file: name, size and, if available, stamps. Raises ``OSError``."""
     return dict(tried_http(url, lambda: http_file_system().info(url)))
 
 
 def http_range(url: str, start: int, stop: int) -> bytes:
-    """The bytes [start, stop) of a file; fewer at its end. Raises ``OSError``, also for a server that sends
-    the whole file instead, of which no more than that is read."""
+    """Return the bytes [start, stop) of a file; fewer at its end.
+
+    Raises ``OSError``, also if the server sends the whole file instead, of which no more than that is read.
+    """
     fs = http_file_system()
     return bytes(tried_http(url, lambda: fsspec.asyn.sync(fs.loop, _range, fs, url, start, stop)))
 
@@ -66,7 +68,7 @@ async def _range(fs: Any, url: str, start: int, stop: int) -> bytes:
 
 
 class HttpInput(io.RawIOBase):
-    """One file, read from any place; put an `io.BufferedReader` around it."""
+    """One file with random access; wrap it in an `io.BufferedReader`."""
 
     def __init__(self, url: str) -> None:
         self._url, self._position = url, 0
@@ -111,7 +113,7 @@ class HttpInput(io.RawIOBase):
         return data
 
     def _reach(self, position: int) -> None:
-        """Servers without ranges of bytes send all that comes before once more."""
+        """Seek to a position; a server without byte ranges sends all bytes before it again."""
         try:
             self._file.seek(position)
         except ValueError:
@@ -125,7 +127,7 @@ class HttpInput(io.RawIOBase):
 
 
 def http_file_system() -> Any:
-    """fsspec's, which gives a silent server up."""
+    """Return fsspec's HTTP file system, with timeouts for silent servers."""
     import aiohttp
 
     silence = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_SECONDS, sock_read=SILENCE_SECONDS)
@@ -133,7 +135,7 @@ def http_file_system() -> Any:
 
 
 def tried_http(url: str, do: Any, clear: Any = lambda: None) -> Any:
-    """The result of ``do``; after a failure that may pass, ``clear`` and another try."""
+    """Return the result of ``do``; after a transient error, call ``clear`` and retry."""
     for number in range(1, TRIES + 1):
         try:
             return do()

@@ -1,14 +1,14 @@
-"""Token shards in Megatron-LM's indexed format: ``NAME.bin`` holds tokens, ``NAME.idx`` where each sequence
-is.
+"""Token shards in Megatron-LM's indexed format: ``NAME.bin`` holds tokens, ``NAME.idx`` the position of
+each sequence.
 
     NAME.idx   "MMIDIDX\\0\\0"  u64 version = 1  u8 token type  u64 S  u64 D
                i32[S]  tokens of each sequence
                i64[S]  its first byte in NAME.bin
                i64[D]  first sequence of each document, and S at the end
 
-Little endian. Corpora written by Megatron's ``preprocess_data.py`` open unconverted, and what is written here
-opens there (megatron/core/datasets/indexed_dataset.py). Opening maps both files and reads only the header,
-whatever their size.
+Little endian. Corpora written by Megatron's ``preprocess_data.py`` open unconverted, and Megatron opens the
+files that this module writes (megatron/core/datasets/indexed_dataset.py). Opening maps both files and reads
+only the header, independent of their size.
 """
 
 import os
@@ -33,11 +33,11 @@ _CODES = {np.dtype(name): code for code, name in _TYPES.items()}
 
 
 INDEX_HEADER = _HEADER.size
-"""Bytes before the first array of an index."""
+"""Size of an index's header, before its first array."""
 
 
 class IndexHeader(NamedTuple):
-    """What the first bytes of an index say."""
+    """The fields of an index's header."""
 
     token_type: int
     dtype: np.dtype[np.generic]
@@ -46,7 +46,7 @@ class IndexHeader(NamedTuple):
 
 
 def parse_header(head: bytes) -> IndexHeader:
-    """Read the first `INDEX_HEADER` bytes of an index. Raises ``ValueError`` with what is wrong with them."""
+    """Parse the first `INDEX_HEADER` bytes of an index. Raises ``ValueError`` with the reason."""
     if len(head) < _HEADER.size or not head.startswith(_MAGIC):
         raise ValueError("is not a Megatron index")
     _, version, code, sequences, documents = _HEADER.unpack_from(head)
@@ -56,7 +56,7 @@ def parse_header(head: bytes) -> IndexHeader:
 
 
 def token_type(vocabulary: int) -> np.dtype[np.generic]:
-    """The smallest type that Megatron uses for so many tokens."""
+    """Return the smallest type that Megatron uses for a vocabulary of this size."""
     return np.dtype("<u2" if vocabulary <= 65536 else "<i4")
 
 
@@ -107,12 +107,12 @@ class IndexedShard:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the shard."""
+        """Number of tokens in the shard."""
         return len(self.tokens)
 
     @property
     def num_documents(self) -> int:
-        """Documents in the shard."""
+        """Number of documents in the shard."""
         return max(0, len(self.document_starts) - 1)
 
     def read(self, first: int, out: NDArray[np.int32]) -> None:
@@ -120,16 +120,16 @@ class IndexedShard:
         out[:] = self.tokens[first : first + len(out)]
 
     def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Do nothing: the file is mapped."""
+        """Do nothing, because the file is mapped."""
 
     def document(self, index: int) -> NDArray[np.generic]:
-        """Tokens of one document."""
+        """Return the tokens of one document."""
         first, last = int(self.document_starts[index]), int(self.document_starts[index + 1])
         start = int(self.pointers[first]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[first:last].sum())]
 
     def check_index(self) -> str | None:
-        """What is wrong with the index, read whole; None when nothing is."""
+        """Return what is wrong with the index, after reading all of it; None if it is right."""
         starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]) * self.dtype.itemsize
         if (self.lengths < 0).any() or not np.array_equal(starts[:-1], self.pointers):
             return "sequences do not follow one another"
@@ -142,10 +142,10 @@ class IndexedShard:
 
 
 class IndexedWriter:
-    """Streams documents into a shard; the pair exists under its name only after `close`."""
+    """Stream documents into a shard; the pair exists under its name only after `close`."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[np.generic]) -> None:
-        """``dtype`` as `token_type` says."""
+        """``dtype`` is the result of `token_type`."""
         self._prefix, self._dtype = prefix, dtype
         self._lengths, self._documents = array("i"), array("q", [0])
         self._file = _with(prefix, ".bin.partial").open("wb")
@@ -153,16 +153,16 @@ class IndexedWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Of ``.bin`` so far."""
+        """Bytes of ``.bin`` so far."""
         return self.num_tokens * self._dtype.itemsize
 
     @property
     def num_documents(self) -> int:
-        """Documents so far."""
+        """Number of documents so far."""
         return len(self._documents) - 1
 
     def add(self, tokens: Iterable[int] | NDArray[np.generic]) -> None:
-        """Appends one document of one sequence."""
+        """Append one document of one sequence."""
         values = np.asarray(tokens).astype(self._dtype, copy=False)
         self._file.write(values.tobytes())
         self._lengths.append(len(values))
@@ -170,7 +170,7 @@ class IndexedWriter:
         self.num_tokens += len(values)
 
     def add_shard(self, shard: IndexedShard, block_tokens: int = 1 << 22) -> None:
-        """Appends all documents of another shard of the same type, as bytes."""
+        """Append all documents of another shard of the same type, as bytes."""
         assert shard.dtype == self._dtype, "shards of one corpus have one token type"
         for start in range(0, len(shard.tokens), block_tokens):
             self._file.write(shard.tokens[start : start + block_tokens].tobytes())
@@ -180,7 +180,7 @@ class IndexedWriter:
         self.num_tokens += len(shard.tokens)
 
     def close(self) -> None:
-        """Writes the index and gives both files their names, ``.idx`` last."""
+        """Write the index and give both files their names, ``.idx`` last."""
         self._sync_and_close()
         lengths = np.frombuffer(self._lengths, np.intc).astype("<i4")
         ends = np.cumsum(lengths, dtype=np.int64)
@@ -201,7 +201,7 @@ class IndexedWriter:
         self._file.close()
 
     def discard(self) -> None:
-        """Removes what was written."""
+        """Remove the written files."""
         self._file.close()
         _with(self._prefix, ".bin.partial").unlink(missing_ok=True)
 

@@ -1,14 +1,14 @@
-"""One loader process for each node: it prepares the next steps' batches while the ranks compute this one.
+"""One loader process per node prepares the next steps' batches while the ranks compute the current step.
 
     rank 0 ── starts, wakes, revives ──► loader process ──► ring in shared memory ──► rank 0, rank 1, ...
 
-All ranks of a node that need the same tokens read the same bytes. What a step holds is a pure function of
-(seed, position of the run's state, step), so a loader that dies, is stopped or hangs while it is waited for
-is replaced and goes on with the step that is asked for: nothing is lost, nothing comes twice. It ends by
-itself when the rank that started it does.
+All ranks of a node that need the same tokens read the same bytes. The batch of a step is a pure function of
+(seed, position of the run's state, step). A loader that dies, is stopped or hangs while a rank waits is
+therefore replaced and continues with the requested step: no sample is lost or repeated. The loader ends when
+the rank that started it ends.
 
-A loader hangs if a rank waits for it and it has neither filled a slot nor used processor time for 5 s (20 s
-before its first slot). A storage that is slower looks the same, so this limit doubles with each replacement.
+A loader counts as hung if, while a rank waits, it neither fills a slot nor uses processor time for 5 s (20 s
+before its first slot). A slow storage looks the same, so this limit doubles with each replacement.
 """
 
 import hashlib
@@ -20,21 +20,22 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from myriad.config import Config
+from myriad.data.batch_ring import Geometry, Ring
 from myriad.data.config import DataConfig
-from myriad.data.manifest import Split
-from myriad.data.ring import Geometry, Ring
+from myriad.data.corpus_manifest import Split
 from myriad.data.sampler import DataPosition
 from myriad.errors import RunFailedError
-from myriad.processes import StopTimer, WatchClock, process_cpu_ticks
-from myriad.remote_urls import is_url
+from myriad.system.processes import StopTimer, WatchClock, process_cpu_ticks
+from myriad.system.remote_urls import is_url
 
-__all__ = ["CHANGED_WHILE_READ", "LoaderClient", "LoaderSpec"]
+__all__ = ["CHANGED_WHILE_READ", "Loader", "LoaderClient", "LoaderSpec", "StartLoader"]
 
 CHANGED_WHILE_READ = "its files were replaced; restore them, or start again to train on with the new ones"
 
@@ -44,48 +45,49 @@ _SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 5e-5, 5e-4
 _LIVENESS_SECONDS = 0.02
 _STOPPED_SECONDS, _HUNG_SECONDS = 1.5, 5.0
 _FIRST_RATIO = 4.0
-"""How much longer a loader may use no processor time while it starts."""
+"""Factor on the time without processor use that a loader may take while it starts."""
 _FAR_RATIO = 12.0
-"""How much longer one may that waits for servers, each of which may be silent for 30 s."""
+"""The same factor for a loader that waits for servers, each of which may be silent for 30 s."""
 _ATTACH_SECONDS = 300.0
 _DEATHS_WITHOUT_PROGRESS = 3
 
 
 class LoaderSpec(Config):
-    """What one node's loader prepares."""
+    """Specification of one node's loader."""
 
     name: str
-    """Names the meeting place: unique for each run, attempt, node and split."""
+    """Name of the rendezvous, unique for each run, attempt, node and split."""
     data: DataConfig
-    """What is read."""
+    """The corpora to read."""
     sequence: int = Field(ge=1)
-    """Tokens of a sample; one more is read, to predict."""
+    """Tokens of a sample; one more is read, as the last target."""
     global_batch: int = Field(ge=1)
     """Samples in one step, over all nodes."""
     seed: int
-    """Of the order of samples."""
+    """Seed of the order of samples."""
     rows: tuple[tuple[int, int], ...]
-    """Ranges [start, stop) of the global batch's rows that this node needs, as they are laid out."""
+    """Ranges [start, stop) of the global batch's rows that this node needs, in the order of its batch."""
     split: Split = "train"
-    """Which part of the corpora."""
+    """Part of the corpora to read."""
     content: str | None = None
-    """`Corpora.content` of what the run began to read; off: anything is read."""
+    """`Corpora.content` at the start of the run; None: any content is accepted."""
     cache: str | None = None
-    """Folder for the embedded corpus; off: the user's cache."""
+    """Folder for the embedded corpus; None: the user's cache."""
     bad_blocks: tuple[tuple[str, int], ...] = ()
-    """File and first byte of the blocks that the run skips already."""
+    """File and first byte of the blocks that the run already skips."""
     decides: bool = True
-    """Whether a bad block that is found may be skipped at once: no other node's loader reads these rows."""
+    """Whether a newly found bad block may be skipped at once, because no other node's loader reads these
+    rows."""
     events: str | None = None
-    """The run's events.jsonl, for what is found about blocks; off: nothing is written."""
+    """The run's events.jsonl, for events about blocks; None: no events are written."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of a batch on this node."""
+        """Number of rows of a batch on this node."""
         return sum(stop - start for start, stop in self.rows)
 
     def row(self, global_row: int) -> int:
-        """Where a row of the global batch lies in this node's batch."""
+        """Return the index of a global batch's row in this node's batch."""
         before = 0
         for start, stop in self.rows:
             if start <= global_row < stop:
@@ -94,8 +96,36 @@ class LoaderSpec(Config):
         raise IndexError(f"row {global_row} is not among {self.rows}")
 
 
+class Loader(Protocol):
+    """The interface of a node's loader for the rank that owns it."""
+
+    @property
+    def pid(self) -> int:
+        """Process in which the loader runs."""
+
+    def wake(self) -> bool:
+        """Notify the loader of a request; False if it has ended."""
+
+    def begin_wait(self) -> None:
+        """Record that a rank begins to wait for the loader."""
+
+    def end_if_stuck(self) -> None:
+        """End a loader that is stopped or hangs while a rank waits for it."""
+
+    def restart(self) -> str:
+        """Replace a loader that has ended, and return the reason. Raises `RunFailedError`."""
+
+    def close(self) -> None:
+        """End the loader of the node."""
+
+
+StartLoader = Callable[[LoaderSpec, Ring, int, float], Loader]
+"""Type of a function that starts a loader. Its arguments are the specification, the ring, the ring's
+descriptor (which the loader closes), and the factor on the timeouts."""
+
+
 class LoaderClient:
-    """One rank's end of the node's loader."""
+    """One rank's client of the node's loader."""
 
     def __init__(
         self,
@@ -105,23 +135,28 @@ class LoaderClient:
         first_step: int | None = 0,
         on_restart: Callable[[str], None] = lambda problem: None,
         patience: float = 1.0,
+        start: "StartLoader | None" = None,
     ) -> None:
-        """``local_rank`` counts the node's ranks that read; number 0 owns the loader process. ``on_restart``
-        is called with the reason when that process is replaced; ``patience`` scales its deadlines.
+        """Create or join the node's ring, and on local rank 0 start the loader.
 
-        The loader prepares ``first_step`` at once; any other may be asked for. None: it waits for `begin`.
+        ``local_rank`` counts the node's ranks that read; number 0 owns the loader. ``on_restart`` is called
+        with the reason if a loader process is replaced. ``patience`` scales its timeouts. ``start`` starts
+        the loader, by default as a process.
+
+        The loader prepares ``first_step`` at once; any other step may be requested. None: it waits for
+        `begin`.
         """
         self.spec, self._reader, self._on_restart = spec, local_rank, on_restart
         self.wait_seconds = 0.0
-        """Time in which the rank waited for data, since it started."""
+        """Seconds in which the rank waited for data since its start."""
         self.restarts = 0
-        """Loader processes that died and were replaced."""
+        """Number of loader processes that died and were replaced."""
         name = hashlib.blake2b(spec.name.encode(), digest_size=12).hexdigest()
-        self._process: _LoaderProcess | None = None
+        self._process: Loader | None = None
         if local_rank == 0:
             geometry = Geometry(spec.data.prefetch + 1, spec.num_rows, spec.sequence + 1, num_local_ranks)
             self._ring, descriptor = Ring.create(name, geometry, first_step)
-            self._process = _LoaderProcess(spec, self._ring, descriptor, patience)
+            self._process = (start or _LoaderProcess)(spec, self._ring, descriptor, patience)
         else:
             self._ring = _attach(name)
         self._ring.mark_attached(local_rank)
@@ -136,7 +171,10 @@ class LoaderClient:
         self._look_after_loader()
 
     def get(self, step: int) -> NDArray[np.int32]:
-        """[rows of this node, sequence + 1], valid until the next call. Waits; raises `RunFailedError`."""
+        """Return the batch of a step, [rows of this node, sequence + 1], valid until the next call.
+
+        Waits until it is ready; raises `RunFailedError`.
+        """
         started = time.perf_counter()
         self._ring.ask(self._reader, step)
         self._look_after_loader()
@@ -146,17 +184,18 @@ class LoaderClient:
         return self._ring.view(step)
 
     def rows(self, step: int, start: int, stop: int) -> NDArray[np.int32]:
-        """Rows [start, stop) of the global batch, which lie in one of the spec's ranges; as `get`."""
+        """Return rows [start, stop) of the global batch, which lie in one of the spec's ranges; otherwise
+        like `get`."""
         first = self.spec.row(start)
         return self.get(step)[first : first + stop - start]
 
     @property
     def loader_pid(self) -> int | None:
-        """The loader process; None where another rank owns it."""
+        """Process id of the loader, or None if another rank owns it."""
         return self._process.pid if self._process else None
 
     def close(self) -> None:
-        """Ends the loader process, if this rank owns it."""
+        """End the loader process, if this rank owns it."""
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -184,7 +223,7 @@ class LoaderClient:
                 next_look = time.monotonic() + _LIVENESS_SECONDS
 
     def _look_after_loader(self) -> None:
-        """Wakes the loader, replaces a dead one, passes on its last words."""
+        """Wake the loader, replace a dead one, and raise the error that it has reported."""
         if (error := self._ring.error) is not None:
             raise RunFailedError(f"data loader: {error}")
         if self._process is None:
@@ -203,7 +242,7 @@ class LoaderClient:
 
 
 class _LoaderProcess:
-    """The process, as the rank that owns it sees it."""
+    """The loader process, as the rank that owns it controls it."""
 
     def __init__(self, spec: LoaderSpec, ring: Ring, descriptor: int, patience: float) -> None:
         self._spec, self._ring, self._descriptor = spec, ring, descriptor
@@ -230,34 +269,34 @@ class _LoaderProcess:
         )
         assert self._process.stdin is not None, "stdin is a pipe"
         self._pipe = self._process.stdin
-        with suppress(BrokenPipeError):  # dead already: the next look at it says so
+        with suppress(BrokenPipeError):  # the process has already died: the next check reports it
             self._pipe.write(self._spec.model_dump_json().encode() + b"\n")
         os.set_blocking(self._pipe.fileno(), False)
 
     @property
     def pid(self) -> int:
-        """Of the present process."""
+        """Id of the current process."""
         return self._process.pid
 
     def wake(self) -> bool:
-        """Tells the loader that something was asked for; False when it is dead."""
+        """Notify the loader of a request; False if it has ended."""
         if self._why_killed or self._process.poll() is not None:
             return False
         try:
             os.write(self._pipe.fileno(), b".")
         except BlockingIOError:
-            pass  # full of calls it has not read yet: it will look anyway
+            pass  # the pipe is full of unread wake-ups: the loader will check anyway
         except BrokenPipeError:
             self._process.wait()
             return False
         return True
 
     def begin_wait(self) -> None:
-        """A rank begins to wait for it: before, it had no reason to do anything."""
+        """Restart the hang detection, because the loader had no reason to work before."""
         self._seen, self._idle_since = (-1, -1), self._clock.look()
 
     def end_if_stuck(self) -> None:
-        """Kill a loader that is stopped (SIGSTOP) or hangs. Called while a rank waits."""
+        """Kill a loader that is stopped (SIGSTOP) or hangs. A rank calls it while it waits."""
         now, pid = self._clock.look(), self.pid
         if (stopped := self._stopped.look(pid, now)) is not None and stopped > self._stopped_seconds:
             return self._kill("was stopped (SIGSTOP)")
@@ -272,11 +311,11 @@ class _LoaderProcess:
     def _kill(self, why: str) -> None:
         self._why_killed = f"{why} and was killed"
         self._process.kill()
-        with suppress(subprocess.TimeoutExpired):  # one that waits for a disk in the kernel is left behind
+        with suppress(subprocess.TimeoutExpired):  # one that waits for a disk in the kernel is abandoned
             self._process.wait(timeout=1)
 
     def restart(self) -> str:
-        """Starts a new process for a dead one and returns what happened. Raises `RunFailedError` when they
+        """Start a new process for a dead one, and return the reason. Raises `RunFailedError` if processes
         die without preparing a step."""
         how = self._why_killed
         if not how:
@@ -294,7 +333,7 @@ class _LoaderProcess:
         return problem
 
     def close(self) -> None:
-        """End of its input is the signal to go."""
+        """Close the loader's input, which makes it end; kill it if it does not."""
         self._pipe.close()
         try:
             self._process.wait(timeout=2)

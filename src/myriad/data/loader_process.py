@@ -1,39 +1,39 @@
-"""The loader process itself: ``python -m myriad.data.loader_process DESCRIPTOR``, the specification as first
-line of input.
+"""The loader process: ``python -m myriad.data.loader_process DESCRIPTOR``.
 
-No torch, no threads. Further input only wakes it, and the end of input ends it. It sleeps when all slots are
-full.
+The first line of input is the specification. Further input only wakes the process, and the end of input ends
+it. It sleeps when all slots are full. This module does not import torch.
 """
 
 import os
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from myriad.data.bad_blocks import BlockGuard
+from myriad.data.batch_ring import Ring
 from myriad.data.corpus import Corpora, open_corpora, read_batch
-from myriad.data.guard import BlockGuard
 from myriad.data.loader import CHANGED_WHILE_READ, LoaderSpec
-from myriad.data.ring import Ring
 from myriad.data.sampler import DataPosition, Sampler
-from myriad.errors import BadInputError, MyriadError
-from myriad.jsonl import LineFile
+from myriad.errors import BadInputError, MyriadError, RunFailedError
+from myriad.system.jsonl import LineFile
 
-__all__ = ["main"]
+__all__ = ["LoaderThread", "main"]
 
 _SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 0.0005, 0.01
 _INPUT = 0
 
 
 def main() -> int:
-    """Fills the ring until its owner is gone."""
+    """Fill the ring until its owner has ended."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C is for the ranks, which may still save with our batches
@@ -41,6 +41,62 @@ def main() -> int:
     owner = os.getppid()
     try:
         spec = LoaderSpec.model_validate_json(_read_line())
+    except MyriadError as error:
+        ring.fail(str(error))
+        return 1
+    return _fill_ring(ring, spec, lambda seconds: _sleep(seconds) and os.getppid() == owner)
+
+
+class LoaderThread:
+    """A loader in a thread of the process that trains (`myriad.train.in_process`)."""
+
+    def __init__(self, spec: LoaderSpec, ring: Ring, descriptor: int, patience: float) -> None:
+        """``ring`` and ``patience`` have the same meaning as for a loader process, which can hang and be
+        replaced."""
+        self._descriptor, self._called, self._ends = descriptor, threading.Event(), False
+        arguments = (Ring(descriptor), spec, self._wait)
+        self._thread = threading.Thread(target=_fill_ring, args=arguments, daemon=True)
+        self._thread.start()
+
+    def _wait(self, seconds: float) -> bool:
+        self._called.wait(seconds)
+        self._called.clear()
+        return not self._ends
+
+    @property
+    def pid(self) -> int:
+        """The id of this process."""
+        return os.getpid()
+
+    def wake(self) -> bool:
+        """Notify the loader of a request; False if it has ended."""
+        self._called.set()
+        return self._thread.is_alive()
+
+    def begin_wait(self) -> None:
+        """Do nothing: a thread is not watched."""
+
+    def end_if_stuck(self) -> None:
+        """Do nothing: a thread cannot be ended."""
+
+    def restart(self) -> str:
+        """Raise `RunFailedError`: a thread ends only with an error, or with `close`."""
+        raise RunFailedError("data loader: its thread has ended")
+
+    def close(self) -> None:
+        """End the loader's thread."""
+        self._ends = True
+        self._called.set()
+        self._thread.join(timeout=2)
+        os.close(self._descriptor)
+
+
+def _fill_ring(ring: Ring, spec: LoaderSpec, wait: Callable[[float], bool]) -> int:
+    """Fill the ring until ``wait`` returns False, and return the exit code; an error is written to the ring.
+
+    ``wait`` takes the seconds until the next check, and returns early when a rank requests a step.
+    """
+    try:
         cache = None if spec.cache is None else Path(spec.cache)
         guard = _guard(spec)
         corpora = open_corpora(spec.data, spec.sequence, spec.split, cache, guard)
@@ -49,7 +105,7 @@ def main() -> int:
         if spec.content not in (None, corpora.content):
             allowed = f"the corpus that this run began to read: {CHANGED_WHILE_READ}"
             raise BadInputError("data", ", ".join(one.name for one in corpora.corpora), allowed)
-        _serve(ring, spec, corpora, owner, guard)
+        _serve(ring, spec, corpora, wait, guard)
     except MyriadError as error:
         ring.fail(str(error))
         return 1
@@ -61,7 +117,7 @@ def main() -> int:
 
 
 def _guard(spec: LoaderSpec) -> BlockGuard:
-    """What is done about bad blocks; what is found is an event of the run."""
+    """Return the policy for bad blocks; findings become events of the run."""
     lines = None if spec.events is None else LineFile(Path(spec.events), marks_late=True)
 
     def report(event: str, fields: Mapping[str, Any]) -> None:
@@ -74,9 +130,11 @@ def _guard(spec: LoaderSpec) -> BlockGuard:
     )
 
 
-def _serve(ring: Ring, spec: LoaderSpec, corpora: Corpora, owner: int, guard: BlockGuard) -> None:
+def _serve(
+    ring: Ring, spec: LoaderSpec, corpora: Corpora, wait: Callable[[float], bool], guard: BlockGuard
+) -> None:
     sampler, sleep = corpora.sampler(spec.seed), _SHORTEST_SLEEP_SECONDS
-    while os.getppid() == owner:
+    while True:
         step = ring.next_to_fill()
         slot = None if step is None else ring.begin(step)
         if step is not None and slot is not None:
@@ -85,14 +143,14 @@ def _serve(ring: Ring, spec: LoaderSpec, corpora: Corpora, owner: int, guard: Bl
             _fill(slot, position.samples_before(step), spec, corpora, sampler)
             ring.commit(step)
             sleep = _SHORTEST_SLEEP_SECONDS
-        elif not _sleep(sleep):
+        elif not wait(sleep):
             return
         else:
             sleep = min(2 * sleep, _LONGEST_SLEEP_SECONDS)
 
 
 def _fill(slot: NDArray[np.int32], first: int, spec: LoaderSpec, corpora: Corpora, sampler: Sampler) -> None:
-    """``first``: the first sample of the step."""
+    """Fill a slot with the batch of a step; ``first`` is the step's first sample."""
     filled = 0
     for start, stop in spec.rows:
         rows = slot[filled : filled + stop - start]
@@ -101,14 +159,15 @@ def _fill(slot: NDArray[np.int32], first: int, spec: LoaderSpec, corpora: Corpor
 
 
 def _sleep(seconds: float) -> bool:
-    """Until the owner calls or the time is over (other readers cannot call). False: the owner is gone."""
+    """Wait until the owner wakes the loader or the time is over; other readers cannot wake it. Returns
+    False if the owner has ended."""
     if select.select([_INPUT], [], [], seconds)[0]:
         return os.read(_INPUT, 65536) != b""
     return True
 
 
 def _read_line() -> bytes:
-    """The first line of input; calls that came with it are dropped."""
+    """Return the first line of input; wake-ups that came with it are dropped."""
     line = b""
     while b"\n" not in line:
         block = os.read(_INPUT, 65536)

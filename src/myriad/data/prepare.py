@@ -1,13 +1,13 @@
-"""Text to a verified corpus: planned, tokenized in pieces by a pool of processes, merged into shards, sealed
-by a manifest.
+"""Turn text into a verified corpus: plan, tokenize in pieces by a pool of processes, merge into shards, write
+a manifest.
 
-    OUTPUT/.prepare/plan.json       what is being made; a folder in the making is recognised by it
+    OUTPUT/.prepare/plan.json       what is being made; identifies an unfinished folder
     OUTPUT/.prepare/N.train.bin ... one piece; N.json is written last and makes it finished
     OUTPUT/train-00000.bin ...      merged shards, and the hashes of their blocks (.blocks)
     OUTPUT/manifest.json            written when all else is on disk: only now the folder is a corpus
 
-Killed at any instant, the same command goes on with the finished pieces. Pieces and their order follow from
-the inputs alone, so the number of workers changes nothing in the bytes.
+After a kill at any instant, the same command continues with the finished pieces. Pieces and their order
+follow from the inputs alone, so the number of workers changes nothing in the bytes.
 """
 
 import errno
@@ -23,21 +23,22 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from myriad.data.hashing import record_files
-from myriad.data.holding_out import HoldingOut, holding_out
+from myriad.data.block_hashes import record_files
+from myriad.data.corpus_manifest import MANIFEST_FILE, Manifest, ShardRecord, Split, read_manifest
 from myriad.data.indexed import IndexedShard, IndexedWriter, token_type
-from myriad.data.manifest import MANIFEST_FILE, Manifest, ShardRecord, Split, read_manifest
-from myriad.data.pieces import SPLITS, PieceResult, PieceWork, piece_prefix, run_pieces
-from myriad.data.sources import Piece, SourceFile, cut_pieces, find_sources
+from myriad.data.text_sources import Piece, SourceFile, cut_pieces, find_sources
+from myriad.data.tokenize_pieces import SPLITS, PieceResult, PieceWork, piece_prefix, run_pieces
 from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from myriad.data.validation_split import HoldingOut, holding_out
 from myriad.errors import BadInputError, RunFailedError
+from myriad.system.whole_file import write_whole
 
 __all__ = ["PrepareOptions", "Progress", "prepare"]
 
 _WORK_FOLDER = ".prepare"
 _RECIPE = 1
 _NO_PLACE = (errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
-"""Errors of a place where no folder can be made: the command cannot continue there."""
+"""Errors of a path where no folder can be made; the command cannot continue there."""
 _DIFFERENCES = {
     "sources": "inputs, or they changed since",
     "tokenizer": "tokenizer or --vocabulary",
@@ -45,7 +46,7 @@ _DIFFERENCES = {
     "validation": "--validation",
     "shard_bytes": "--shard-size in bytes",
 }
-"""Keys of a corpus's plan, in words."""
+"""Keys of a corpus's plan, as phrases for messages."""
 _MOST_LISTED_SOURCES = 1000
 _PIECE_BYTES = 16 << 20
 _TOKENIZER_SAMPLE_BYTES = 64 << 20
@@ -53,29 +54,29 @@ _TOKENIZER_SAMPLE_PIECES = 1024
 
 
 class PrepareOptions(NamedTuple):
-    """How a corpus is made."""
+    """Options for making a corpus."""
 
     tokenizer: Path | None = None
     """A tokenizer.json or a folder with one; None: train one."""
     vocabulary: int = 32768
-    """Tokens of a tokenizer that is trained."""
+    """Vocabulary size of a tokenizer that is trained."""
     validation: float = 0.02
-    """Share of the documents that is held out, or of the text's end where those are too few."""
+    """Share of the documents that is held out, or of the text's end if there are too few documents."""
     key: str = "text"
-    """Field of JSONL, column of Parquet."""
+    """Field of JSONL, or column of Parquet, that holds the text."""
     shard_bytes: int = 256 << 20
-    """Size of a shard's .bin that is not passed, unless one piece alone does."""
+    """Largest size of a shard's .bin, unless a single piece is larger."""
     workers: int = 1
-    """Processes that tokenize."""
+    """Number of processes that tokenize."""
 
 
 class Progress(NamedTuple):
-    """How far it is."""
+    """Progress of the preparation."""
 
     stage: str
     done_bytes: int = 0
     total_bytes: int = 0
-    """Bytes of all inputs; 0 while that is unknown."""
+    """Bytes of all inputs; 0 while unknown."""
 
 
 def prepare(
@@ -84,7 +85,8 @@ def prepare(
     options: PrepareOptions,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
-    """Makes, or goes on making, the corpus in ``output``; leaves any other untouched (`BadInputError`)."""
+    """Make the corpus in ``output``, or continue making it; another corpus there is left untouched
+    (`BadInputError`)."""
     _check_options(options)
     progress(Progress("listing the inputs"))
     sources = find_sources(inputs)
@@ -121,7 +123,7 @@ def _check_options(options: PrepareOptions) -> None:
 
 
 def _identity(sources: Sequence[SourceFile], options: PrepareOptions) -> dict[str, Any]:
-    """All that the corpus's bytes depend on."""
+    """Return everything that the corpus's bytes depend on."""
     own = None
     if options.tokenizer:
         brought = Tokenizer.load(options.tokenizer)
@@ -138,7 +140,7 @@ def _identity(sources: Sequence[SourceFile], options: PrepareOptions) -> dict[st
 
 
 def _short(identity: dict[str, Any]) -> dict[str, Any]:
-    """For a manifest, which every rank reads: a hash in place of thousands of sources."""
+    """Return the identity for the manifest, which every rank reads: a hash replaces thousands of sources."""
     sources = identity["sources"]
     if len(sources) <= _MOST_LISTED_SOURCES:
         return identity
@@ -155,7 +157,7 @@ def _same_or_refuse(output: Path, identity: dict[str, Any]) -> Manifest:
 
 
 def _differences(made: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """In what two corpora differ, in words."""
+    """Describe how two corpora differ."""
     found = []
     for key, name in _DIFFERENCES.items():
         before, now = made.get(key), wanted[key]
@@ -167,7 +169,7 @@ def _differences(made: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _writable(output: Path) -> Iterator[None]:
-    """Report what keeps the folder from being written; what inputs raise is reported where they are read."""
+    """Report errors of writing the folder. Errors of the inputs are reported where they are read."""
     try:
         yield
     except OSError as error:
@@ -179,7 +181,7 @@ def _writable(output: Path) -> Iterator[None]:
 
 @contextmanager
 def _work_folder(output: Path, identity: dict[str, Any]) -> Iterator[Path]:
-    """The folder of unfinished work, ours alone while we are in it."""
+    """Lock the folder of unfinished work for this process, and yield it."""
     work = output / _WORK_FOLDER
     plan = work / "plan.json"
     if output.exists() and (not output.is_dir() or (any(output.iterdir()) and not work.is_dir())):
@@ -193,14 +195,15 @@ def _work_folder(output: Path, identity: dict[str, Any]) -> Iterator[Path]:
             raise BadInputError("--output", str(output), "is being prepared by another process") from None
         if plan.is_file() and json.loads(plan.read_text()) != identity:
             _empty_or_refuse(output, work, identity)
-        _write_atomically(plan, json.dumps(identity))
+        write_whole(plan, json.dumps(identity))
         yield work
     finally:
         os.close(descriptor)
 
 
 def _empty_or_refuse(output: Path, work: Path, identity: Mapping[str, Any]) -> None:
-    """Another corpus's work is thrown away where no piece of it is finished: a key was wrong, or a file."""
+    """Discard the unfinished work of another corpus if none of its pieces is finished, for example after a
+    wrong key or file."""
     if any(work.glob("[0-9]*.json")):
         other = _differences(json.loads((work / "plan.json").read_text()), identity)
         allowed = f"was begun as another corpus ({other}); the same again, another folder, or remove this one"
@@ -208,14 +211,8 @@ def _empty_or_refuse(output: Path, work: Path, identity: Mapping[str, Any]) -> N
     (work / TOKENIZER_FILE).unlink(missing_ok=True)
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
 def _check_text(inputs: Sequence[str], results: Sequence[PieceResult], work: Path) -> None:
-    """Refuse inputs without any text, and forget the work on them."""
+    """Refuse inputs without any text, and discard the work on them."""
     if not any(result.text_bytes[split] for result in results for split in SPLITS):
         shutil.rmtree(work)
         raise BadInputError(
@@ -247,7 +244,7 @@ def _tokenizer(
     held_out: HoldingOut,
     progress: Callable[[Progress], None],
 ) -> Tokenizer:
-    """The tokenizer of this corpus, in the work folder from its first use on."""
+    """Return the tokenizer of this corpus, which is in the work folder from its first use on."""
     path = work / TOKENIZER_FILE
     if path.is_file():
         return Tokenizer.load(path)
@@ -267,7 +264,7 @@ def _tokenizer(
 
 
 def _sample(pieces: Sequence[Piece], key: str, held_out: HoldingOut) -> Iterator[str]:
-    """The beginnings of pieces all over the corpus, held-out text left out."""
+    """Yield the beginnings of pieces all over the corpus, without held-out text."""
     some = pieces[:: -(-len(pieces) // _TOKENIZER_SAMPLE_PIECES)]
     share = _TOKENIZER_SAMPLE_BYTES // len(some)
     for piece in some:
@@ -302,7 +299,7 @@ def _merge(
     shard_bytes: int,
     identity: dict[str, Any],
 ) -> Manifest:
-    """Shards from pieces, in their order, and the manifest that describes them."""
+    """Merge pieces into shards, in their order, and return the manifest that describes them."""
     for stale in (path for kind in ("bin", "idx", "blocks") for path in output.glob(f"*.{kind}*")):
         stale.unlink()
     shutil.copyfile(work / TOKENIZER_FILE, output / TOKENIZER_FILE)

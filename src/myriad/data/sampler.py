@@ -1,8 +1,8 @@
-"""Which sample comes when: a pure function of (seed, index), where ``index`` counts the samples of a run.
+"""The order of samples: a pure function of (seed, index), where ``index`` counts the samples of a run.
 
-No state and no index arrays: any sample is reached in O(1), and every layout and number of readers sees one
-order. A step takes the next train.global_batch of them; how many came before it is part of the run's state,
-as the batch may have changed (``index = step * global_batch + row`` where it has not).
+No state and no index arrays are needed: any sample is reached in O(1), and every layout and number of readers
+sees one order. A step takes the next train.global_batch samples. The number of samples before it is part of
+the run's state, as the batch may have changed (``index = step * global_batch + row`` if it has not).
 
     index --mixture--> (corpus, position in that corpus's own stream) --permutation of its epoch--> sample
 
@@ -10,7 +10,7 @@ Mixture: corpora are peeled off one by one. Of a stream shared by corpora c, c+1
 exactly when ``floor((i + 1) p) > floor(i p)``, p being its share of what is left; the others continue with
 the items not taken. After any number of samples each corpus's count is within the number of corpora of its
 exact share. Permutation: a Feistel network over the next power of two, walked until it lands inside (Black
-and Rogaway 2002), keyed by seed, corpus and epoch: a bijection, so each epoch shows each sample once.
+and Rogaway 2002), keyed by seed, corpus and epoch. It is a bijection, so each epoch shows each sample once.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
 
 
 class DataPosition(NamedTuple):
-    """Which samples the steps of an attempt take: they follow those before the state that it began with."""
+    """The samples of an attempt's steps: they follow those before the state that the attempt began with."""
 
     global_batch: int
     first_sample: int = 0
@@ -43,19 +43,20 @@ class DataPosition(NamedTuple):
 
     @classmethod
     def resumed(cls, global_batch: int, step: int, samples: int) -> "DataPosition":
-        """After a state of ``step`` steps, which had taken ``samples`` samples."""
+        """Return the position after a state of ``step`` steps, which had taken ``samples`` samples."""
         return cls(global_batch, samples - step * global_batch)
 
     def samples_before(self, step: int) -> int:
-        """Samples that ``step`` steps have taken, which is also the number of the next one."""
+        """Return the number of samples that ``step`` steps have taken, which is also the number of the
+        next sample."""
         return self.first_sample + step * self.global_batch
 
 
 class Sampler:
-    """Order of samples over a mixture of corpora."""
+    """The order of samples over a mixture of corpora."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
-        """``sizes`` in samples and ``weights`` in any unit, one for each corpus."""
+        """``sizes`` are in samples and ``weights`` in any unit, one for each corpus."""
         assert len(sizes) == len(weights) > 0, "one weight for each corpus"
         assert all(size > 0 for size in sizes), "a corpus holds at least one sample"
         assert all(weight > 0 for weight in weights), "weights are positive"
@@ -64,11 +65,11 @@ class Sampler:
         self._shares = [exact[corpus] / sum(exact[corpus:]) for corpus in range(len(exact))]
 
     def sample(self, index: int) -> Sample:
-        """The sample with a global number."""
+        """Return the sample with a global number."""
         return self.samples(index, index + 1)[0]
 
     def samples(self, start: int, stop: int) -> list[Sample]:
-        """The samples ``start`` to ``stop - 1``."""
+        """Return the samples ``start`` to ``stop - 1``."""
         streams = [self._stream(index) for index in range(start, stop)]
         found = [Sample(0, 0)] * len(streams)
         for corpus in {corpus for corpus, _ in streams}:
@@ -79,12 +80,12 @@ class Sampler:
         return found
 
     def epoch(self, index: int) -> int:
-        """Which pass over its own corpus the sample ``index`` belongs to."""
+        """Return the epoch of sample ``index`` over its own corpus."""
         corpus, offset = self._stream(index)
         return offset // self._sizes[corpus]
 
     def _stream(self, index: int) -> tuple[int, int]:
-        """The corpus of a global number, and how many of that corpus came before it."""
+        """Return the corpus of a global number, and the number of that corpus's samples before it."""
         for corpus, share in enumerate(self._shares):
             taken = index * share.numerator // share.denominator
             if (index + 1) * share.numerator // share.denominator > taken:
@@ -106,7 +107,7 @@ class Sampler:
 
 
 def permute(values: NDArray[np.uint64], size: int, key: int) -> NDArray[np.uint64]:
-    """``values`` in [0, size) through the bijection of that range that ``key`` names."""
+    """Map ``values`` in [0, size) through the bijection of that range that ``key`` selects."""
     bits = max(2, (size - 1).bit_length())
     keys = [_mix(key, number) for number in range(_ROUNDS)]
     result = _feistel(values, bits, keys)
@@ -116,7 +117,8 @@ def permute(values: NDArray[np.uint64], size: int, key: int) -> NDArray[np.uint6
 
 
 def _feistel(values: NDArray[np.uint64], bits: int, keys: Sequence[int]) -> NDArray[np.uint64]:
-    """A bijection of [0, 2^bits): the halves (unequal when bits is odd) change in turn, each by the other."""
+    """Map values through a bijection of [0, 2^bits): the halves (unequal if bits is odd) alternately
+    change each other."""
     low_bits = np.uint64(bits // 2)
     low_mask, high_mask = np.uint64(2 ** (bits // 2) - 1), np.uint64(2 ** (bits - bits // 2) - 1)
     high, low = values >> low_bits, values & low_mask
@@ -127,14 +129,14 @@ def _feistel(values: NDArray[np.uint64], bits: int, keys: Sequence[int]) -> NDAr
 
 
 def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of splitmix64 (Steele et al. 2014), on arrays; products wrap."""
+    """Apply the finalizer of splitmix64 (Steele et al. 2014) to arrays; products wrap."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(_FIRST)
     values = (values ^ values >> np.uint64(27)) * np.uint64(_SECOND)
     return values ^ values >> np.uint64(31)
 
 
 def _mix(*parts: int) -> int:
-    """Integers to 64 bits by the same finalizer, order mattering."""
+    """Mix integers to 64 bits by the same finalizer; the order matters."""
     state = 0
     for part in parts:
         state = (state ^ part & _MASK) + _GOLDEN & _MASK

@@ -1,7 +1,7 @@
 """Text to tokens and back: byte-level BPE by the `tokenizers` library, in its own ``tokenizer.json``.
 
-Byte-level, so any text comes back exactly and no token is unknown. Token 0 of a tokenizer trained here ends a
-document; a tokenizer brought along keeps its own.
+A byte-level tokenizer returns any text exactly and has no unknown token. Token 0 of a tokenizer trained here
+ends a document; a tokenizer from elsewhere keeps its own end token.
 
 Before BPE, text is cut into words by `WORD_PATTERN`, which follows GPT-4's: a word takes one character before
 its letters (``.append``, ``(self``), and digits come in threes. Unlike GPT-4's, no word is longer than
@@ -45,10 +45,10 @@ WORD_PATTERN = "|".join(
         rf"\s{{1,{LONGEST_WORD}}}",
     )
 )
-"""Words of a text, for BPE; every character is in one of them."""
+"""Pattern of the words of a text, for BPE; every character is in a word."""
 
 LARGEST_VOCABULARY = 1 << 24
-"""Bound of token numbers; the largest vocabularies in use have about 2^18."""
+"""Upper bound of token numbers; the largest vocabularies in use have about 2^18."""
 END_OF_DOCUMENT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -57,10 +57,10 @@ _TEXT_INDEPENDENT_KEYS = ("version", "truncation", "padding")
 
 
 class Tokenizer:
-    """Encodes, decodes, and knows how many bytes of text each token stands for."""
+    """Encode and decode text, and count the bytes of text of each token."""
 
     def __init__(self, backend: Backend, source: str) -> None:
-        """``source`` is how the user named it, for messages."""
+        """``source`` is the user's name for the tokenizer, for messages."""
         self._backend = backend
         self.source = source
         backend.no_truncation()  # a tokenizer.json of a model with short inputs would drop the rest of a text
@@ -78,9 +78,11 @@ class Tokenizer:
         vocabulary: int,
         progress: Callable[[str, int], None] = lambda _stage, _characters: None,
     ) -> "Tokenizer":
-        """Byte-level BPE of at most ``vocabulary`` tokens (fewer if the texts are too small to need them).
+        """Train byte-level BPE of at most ``vocabulary`` tokens (fewer if the texts are too small to need
+        them).
 
-        ``progress`` gets the stage and the characters read so far; other threads run while it trains."""
+        ``progress`` gets the stage and the characters read so far; other threads run while it trains.
+        """
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         if not len(alphabet) < vocabulary <= LARGEST_VOCABULARY:
             least = f"at least {len(alphabet) + 1}, the bytes and the end of a document"
@@ -103,7 +105,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
-        """From a ``tokenizer.json``, or the folder that holds one."""
+        """Load a ``tokenizer.json``, or the one in a folder."""
         file = path / TOKENIZER_FILE if path.is_dir() else path
         if not file.is_file():
             raise BadInputError("tokenizer", str(path), f"a {TOKENIZER_FILE} or a folder that holds one")
@@ -119,7 +121,8 @@ class Tokenizer:
         return cls(backend, str(file))
 
     def check_complete(self) -> None:
-        """Raises `BadInputError` for byte-level BPE without a token for each byte: it drops text silently."""
+        """Raise `BadInputError` for byte-level BPE without a token for each byte, because it drops text
+        silently."""
         if not self._byte_level or getattr(self._backend.model, "unk_token", None) is not None:
             return
         known = self._backend.get_vocab(with_added_tokens=False)
@@ -128,41 +131,41 @@ class Tokenizer:
             raise BadInputError("tokenizer", self.source, allowed)
 
     def save(self, folder: Path) -> Path:
-        """Writes ``tokenizer.json`` into ``folder``."""
+        """Write ``tokenizer.json`` into ``folder``."""
         path = folder / TOKENIZER_FILE
         path.write_text(self.as_text(), encoding="utf-8")
         return path
 
     def as_text(self) -> str:
-        """What ``tokenizer.json`` holds."""
+        """Return the content of ``tokenizer.json``."""
         return str(self._backend.to_str(pretty=True))
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of one text, without the end of document."""
+        """Return the tokens of one text, without the end of document."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of several texts, on all cores."""
+        """Encode several texts on all cores."""
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int], *, skip_special: bool = False) -> str:
-        """The text; incomplete characters at the edges become U+FFFD."""
+        """Return the text; incomplete characters at the edges become U+FFFD."""
         return self._backend.decode([int(token) for token in tokens], skip_special_tokens=skip_special)
 
     def token(self, identifier: int) -> str:
-        """How the tokenizer writes one token."""
+        """Return the tokenizer's text form of one token."""
         token = self._backend.id_to_token(identifier)
         assert token is not None, "one of the tokenizer's own"
         return token
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens: the largest identifier and one."""
+        """Number of tokens: the largest identifier plus one."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
     def token_bytes(self) -> NDArray[np.int64]:
-        """[V] bytes of text that each token stands for (0 for the end of a document): for bits per byte."""
+        """[V] bytes of text of each token (0 for the end of a document), for bits per byte."""
         sizes = np.zeros(self.vocabulary, np.int64)
         special = {identifier for identifier, token in self._added().items() if token.special}
         for token, identifier in self._backend.get_vocab(with_added_tokens=True).items():
@@ -172,7 +175,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for tokenizers that turn the same text into the same tokens."""
+        """Hash that is equal for tokenizers that turn the same text into the same tokens."""
         content = json.loads(self._backend.to_str())
         for key in _TEXT_INDEPENDENT_KEYS:
             content.pop(key, None)
@@ -203,7 +206,7 @@ class Tokenizer:
 
 
 def _reported(texts: Iterable[str], progress: Callable[[str, int], None]) -> Iterator[str]:
-    """The texts; ``progress`` follows how far the trainer has read."""
+    """Yield the texts, and report to ``progress`` how far the trainer has read."""
     characters = 0
     for text in texts:
         progress("reading text for the tokenizer", characters)

@@ -1,8 +1,8 @@
-"""Non-linearities of the MLP. Each keeps only its input for the backward, and writes its gradient once.
+"""Activation functions of the MLP. Each keeps only its input for the backward, and writes its gradient once.
 
-`activate` is what the model calls: with Triton's kernels (`myriad.kernels.triton.activation`) the bias of the
-product before it is added there, and its gradient summed in the same pass. Elsewhere that product adds it
-(`takes_bias` tells), because it does so for nothing.
+The model calls `activate`. Triton's kernels (`myriad.kernels.triton.activation`) also add the bias of the
+preceding product, and sum its gradient in the same pass. Elsewhere that product adds the bias at no cost (see
+`takes_bias`).
 
 Legend: F width of the MLP.
 """
@@ -15,17 +15,19 @@ from torch.nn import functional as F
 
 from myriad.kernels.choice import runs_triton
 from myriad.kernels.config import Kernels
+from myriad.kernels.memory_order import as_rows_lie
+from myriad.kernels.side_by_side import Place
 
 __all__ = ["ACTIVATIONS", "activate", "gelu", "gelu_tanh", "relu2", "swiglu", "takes_bias"]
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """Exact GELU (the tanh form takes twice the time on a CPU)."""
+    """Compute exact GELU (the tanh form takes twice the time on a CPU)."""
     return F.gelu(x)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """The tanh form, with which GPT-2 was trained."""
+    """Compute the tanh form of GELU, with which GPT-2 was trained."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -48,7 +50,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of ``[..., 2 F]`` with the gate in the first half."""
+    """Compute ``silu(gate) * up`` of ``[..., 2 F]``, with the gate in the first half."""
     y: torch.Tensor = _SwiGLU.apply(x)
     return y
 
@@ -66,7 +68,7 @@ class _ReLU2(torch.autograd.Function):
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
-    """``max(x, 0)^2`` (So et al. 2021)."""
+    """Compute ``max(x, 0)^2`` (So et al. 2021)."""
     y: torch.Tensor = _ReLU2.apply(x)
     return y
 
@@ -77,20 +79,26 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": swiglu,
     "relu2": relu2,
 }
-"""By the name a model config gives."""
+"""Activation functions by their name in a model config."""
 
 
 def takes_bias(x: torch.Tensor, kernels: Kernels) -> bool:
-    """Whether `activate` of values like ``x`` should be given the bias of the product before it."""
+    """Return whether `activate`, for values like ``x``, adds the bias of the preceding product."""
     return runs_triton("activation", x, kernels)
 
 
 def activate(
-    name: str, x: torch.Tensor, bias: torch.Tensor | None = None, kernels: Kernels = "auto"
+    name: str,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    kernels: Kernels = "auto",
+    place: Place | None = None,
 ) -> torch.Tensor:
-    """The activation of that name, of ``x + bias``."""
+    """Apply the named activation to ``x + bias``. With ``place``, Triton's kernels write the result and the
+    gradient of ``x`` adjacent to those of the micro-batch's other parts."""
     if not runs_triton("activation", x, kernels):
         return ACTIVATIONS[name](x if bias is None else x + bias)
     from myriad.kernels.triton import activation as triton_activation
 
-    return triton_activation.activate(name, x, bias)
+    slots = None if place is None else (place.slot(), place.slot())
+    return as_rows_lie(lambda rows: triton_activation.activate(name, rows, bias, slots), x)

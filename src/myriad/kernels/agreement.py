@@ -1,8 +1,8 @@
-"""Whether this device's Triton kernels give what the formulas say: asked before a rank trains with them, by
-`myriad doctor`, and by tests on a GPU.
+"""Check that this device's Triton kernels agree with their formulas. A rank runs it before it trains with
+them; `myriad doctor` and tests on a GPU run it too.
 
 Each case computes an operator and its gradients with Triton and, from the same values in float64, by the
-library's simple operators; the largest difference counts as a share of the largest value.
+library's simple operators. The result is the largest difference as a fraction of the largest value.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,21 +17,32 @@ from myriad.kernels.attention_blocks import Heads
 from myriad.kernels.choice import Operator, choose
 from myriad.kernels.config import Kernels
 from myriad.kernels.cross_entropy import linear_cross_entropy
-from myriad.kernels.float8 import BOTH, Kind, scaled_reference, seen_reference
+from myriad.kernels.float8 import BOTH, Float8, Kind, Scaling, scaled_reference, seen_reference
+from myriad.kernels.gradient import GradientSink, PendingRows, accumulate_product, set_sink
 from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
 from myriad.kernels.rotary import rotary_reference, rotary_turns
 
-__all__ = ["LIMITS", "Tried", "beyond_limits", "disagreements", "float8_disagreements", "proved"]
+__all__ = [
+    "LIMITS",
+    "Tried",
+    "beyond_limits",
+    "disagreements",
+    "float8_disagreements",
+    "library_disagreements",
+    "library_doubts",
+    "proved",
+]
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Of a difference: some roundings. Wrong synchronisation or a wrong address is far beyond it."""
+"""Largest allowed difference: a few rounding errors. Wrong synchronisation or a wrong address exceeds it by
+far."""
 
-Tried = Operator | Literal["attention", "float8"]
+Tried = Operator | Literal["attention", "float8", "products", "float8 products"]
 _Function = Callable[..., torch.Tensor]
 
 
 class _Alone:
-    """One rank has the whole vocabulary."""
+    """Peers of a single rank that has the whole vocabulary."""
 
     rank, size = 0, 1
 
@@ -48,7 +59,7 @@ class _There:
 
 
 def _values(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
-    """The same on every device, rounded to the type."""
+    """Return random values that are equal on every device, rounded to the type."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
 
@@ -61,7 +72,8 @@ def _results(function: _Function, inputs: list[torch.Tensor]) -> list[torch.Tens
 
 
 def _norm(norm: Norm, x: torch.Tensor, branch: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Stream and normed side by side; the gradient of the weight is asked for with those of the inputs."""
+    """Return stream and normed values concatenated. The weight is an input, so that its gradient is returned
+    with theirs."""
     del norm.weight
     norm.weight = weight  # type: ignore[assignment]
     return torch.cat(norm.add(x, branch))
@@ -70,7 +82,7 @@ def _norm(norm: Norm, x: torch.Tensor, branch: torch.Tensor, weight: torch.Tenso
 def _cases(
     dtype: torch.dtype, device: torch.device, rows: int, width: int
 ) -> Iterator[tuple[Tried, list[torch.Tensor], _Function, _Function]]:
-    """(operator, inputs, Triton's function, the formula)."""
+    """Yield (operator, inputs, Triton's function, the formula)."""
 
     def values(*shape: int, seed: int) -> torch.Tensor:
         return _values(*shape, dtype=dtype, device=device, seed=seed)
@@ -118,16 +130,18 @@ def _cases(
 
 
 def _turned_heads(x: torch.Tensor, num_turning: int) -> torch.Tensor:
-    """``x`` ``[B, S, N + 2 K, D]``, queries and keys turned."""
+    """Return ``x`` ``[B, S, N + 2 K, D]`` with queries and keys rotated."""
     return torch.cat([rotary_reference(x[:, :, :num_turning], 1e4), x[:, :, num_turning:]], 2)
 
 
 def proved(
     kernels: Kernels, device: torch.device, dtype: torch.dtype, *, float8: bool = False
 ) -> tuple[Kernels, str]:
-    """What a rank is to compute with, and a line where that is not what "auto" means: Triton's kernels are
-    tried on the rank's own device first, a second or two with compiling. Insisted on, they are not tried.
-    ``float8``: whether it needs those as well."""
+    """Return the kernels that a rank should use, and a one-line notice if "auto" falls back to plain ones.
+
+    Triton's kernels are first tested on the rank's own device, which takes a second or two with compilation.
+    If they are required, they are not tested. ``float8``: test the float8 kernels too.
+    """
     if (
         kernels != "auto"
         or device.type != "cuda"
@@ -136,37 +150,133 @@ def proved(
         return kernels, ""
     wrong: list[str] = []
     try:
-        for one in dict.fromkeys((dtype, torch.float32)):  # what optimizers move is float32 in any case
+        for one in dict.fromkeys((dtype, torch.float32)):  # optimizers always update float32 values
             wrong += beyond_limits(disagreements(one, device), one)
         if float8:
             wrong += beyond_limits(float8_disagreements(device), torch.bfloat16)
-    except Exception as error:  # whatever a compiler or a driver raises: the library's kernels are there
+    except Exception as error:  # any error of a compiler or a driver: the library's kernels remain
         return "plain", f"without Triton's kernels: {type(error).__name__}: {error}".partition("\n")[0]
     told = f"without Triton's kernels: not what the formulas say on this device: {', '.join(wrong)}"
     return ("plain", told) if wrong else (kernels, "")
 
 
+def library_doubts(device: torch.device, dtype: torch.dtype, *, float8: Scaling | None) -> list[str]:
+    """Return a line if PyTorch's own kernels compute wrongly on this GPU.
+
+    A step spends most of its time in them and they have no replacement, so the rank continues;
+    `myriad doctor` reports the node as bad."""
+    if device.type != "cuda":
+        return []
+    try:
+        wrong = beyond_limits(library_disagreements(dtype, device, scaling=float8), dtype)
+    except Exception as error:  # any error of a driver
+        return [
+            f"a kernel of PyTorch fails on this device: {type(error).__name__}: {error}".partition("\n")[0]
+        ]
+    return [f"PyTorch's kernels are wrong on this device: {', '.join(wrong)}"] if wrong else []
+
+
 def beyond_limits(found: dict[Tried, float], dtype: torch.dtype) -> list[str]:
-    """Which of `disagreements` are too large, in words; NaN is."""
+    """Return the operators whose difference exceeds the limit, with the difference; NaN exceeds it."""
     return [f"{name} by {share:.1g}" for name, share in found.items() if not share <= LIMITS[dtype]]
 
 
 def disagreements(
     dtype: torch.dtype, device: torch.device, rows: int = 300, width: int = 1000
 ) -> dict[Tried, float]:
-    """For each operator with a kernel, its worst difference."""
+    """Return the largest relative difference of each operator with a kernel."""
     worst: dict[Tried, float] = {}
     for operator, inputs, ours, formula in _cases(dtype, device, rows, width):
         expected = _results(formula, [x.double() for x in inputs])
         for found, right in zip(_results(ours, inputs), expected, strict=True):
             share = ((found.double() - right).abs().max() / right.abs().max().clamp(min=1.0)).item()
             worst[operator] = max(worst.get(operator, 0.0), share if share == share else float("inf"))
+    worst["norm"] = max(worst["norm"], _of_sums_left(dtype, device, rows, width))
     return worst | _of_optimizers(device, rows * width) if dtype == torch.float32 else worst
 
 
+def _of_sums_left(dtype: torch.dtype, device: torch.device, rows: int, width: int) -> float:
+    """Return the largest difference of the gradients of two norms' weights and biases. The partial sums of
+    one norm are added up by the other's backward, and those of the other at the end."""
+    parameters: list[torch.Tensor] = []
+    pending = PendingRows()
+    ways: tuple[tuple[Kernels, torch.dtype], ...] = (("triton", dtype), ("plain", torch.float64))
+    for kernels, kind in ways:
+        y = _values(rows, width, dtype=dtype, device=device, seed=11).to(kind)
+        for seed in (12, 13):
+            norm = LayerNorm(width, 1e-5, bias=True, kernels=kernels).to(device, kind)
+            for parameter in norm.parameters():
+                parameter.data.copy_(_values(width, dtype=dtype, device=device, seed=seed))
+                if kind == dtype:
+                    set_sink(parameter, GradientSink(torch.zeros(width, device=device), pending=pending))
+                parameters.append(parameter)
+            y = norm(y)
+        wave = torch.arange(y.numel(), device=device).view(y.shape).sin().to(y.dtype)
+        y.backward(wave)
+    pending.add_up()
+    ours, formula = parameters[:4], parameters[4:]
+    found = [parameter.sink.total for parameter in ours]  # type: ignore[attr-defined]
+    return _worst(found, tuple(parameter.grad for parameter in formula if parameter.grad is not None))
+
+
+def library_disagreements(
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int = 320,
+    width: int = 256,
+    *,
+    scaling: Scaling | None = None,
+) -> dict[Tried, float]:
+    """Return the largest relative difference between PyTorch's kernels on ``device`` and float64 formulas.
+
+    The check covers a weight's products (forward, backward, and added to a float32 gradient), and attention
+    with grouped keys on the strides of a joined projection. With ``scaling`` it also covers the three float8
+    products, against operands cast on the CPU."""
+    x, weight, grad = (
+        _values(*shape, dtype=dtype, device=device, seed=seed)
+        for seed, shape in enumerate(((rows, width), (2 * width, width), (rows, 2 * width)), start=20)
+    )
+    total = torch.full((2 * width, width), 16.0, device=device)
+    accumulate_product(total, grad, x)
+    found = [x @ weight.t(), grad @ weight, total]
+    wide = [one.double() for one in (x, weight, grad)]
+    right = (wide[0] @ wide[1].t(), wide[2] @ wide[1], 16.0 + wide[2].t() @ wide[0])
+    heads = Heads(4, 2, 64)
+    fused = [_values(2, rows, 8 * 64, dtype=dtype, device=device, seed=23)]
+    ours = _results(lambda x: attention(x, heads, None), fused)
+    formula = _results(
+        lambda x: attention_reference(*split_heads(x, heads, None), None).flatten(2), [fused[0].double()]
+    )
+    worst: dict[Tried, float] = {
+        "products": _worst(found, right),
+        "attention": _worst(ours, tuple(formula)),
+    }
+    if scaling is not None:
+        worst["float8 products"] = _of_float8_products(Float8(scaling), x, weight, grad)
+    return worst
+
+
+def _of_float8_products(how: Float8, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> float:
+    """Compare float8 products with those of operands cast on the CPU, which rounds them the same way."""
+    seen_x, seen_weight = how.seen(x, weight)
+    rows, columns = how.gradient(grad)
+    total = torch.ones(len(weight), x.shape[1], device=x.device)
+    how.add_weight_gradient(total, columns, seen_x)
+    found = [how.output(seen_x, seen_weight), how.input_gradient(rows, seen_weight), total]
+    exact = how._replace(kernels="plain")
+    host = [one.cpu() for one in (x, weight, grad)]
+    host_x, host_weight = exact.seen(host[0], host[1])
+    host_rows, host_columns = exact.gradient(host[2])
+    sums = torch.ones(len(weight), x.shape[1])
+    exact.add_weight_gradient(sums, host_columns, host_x)
+    right = (exact.output(host_x, host_weight), exact.input_gradient(host_rows, host_weight), sums)
+    return _worst(found, tuple(one.to(x.device, torch.float64) for one in right))
+
+
 def float8_disagreements(device: torch.device, rows: int = 144, width: int = 272) -> dict[Tried, float]:
-    """Operands that are not the reference's to the bit count as wholly wrong; of products of blocks, added to
-    what is there, the largest difference."""
+    """Return the largest difference of the float8 kernels. Operands that are not bitwise equal to the
+    reference count as 1.0; for products of blocks, added to existing values, it is the largest relative
+    difference."""
     from myriad.kernels.triton.float8 import add_product_of_blocks
     from myriad.kernels.triton.scaling import largest
     from myriad.kernels.triton.scaling import scaled as scaled_in_triton
@@ -195,7 +305,7 @@ def float8_disagreements(device: torch.device, rows: int = 144, width: int = 272
 
 
 def _of_optimizers(device: torch.device, size: int) -> dict[Tried, float]:
-    """A step of AdamW and the first pass of LAMB, over memory that no block divides."""
+    """Compare a step of AdamW and the first pass of LAMB, over memory whose size no block divides."""
     from myriad.kernels.triton.optimizer import Coefficients, adamw, cut_blocks, lamb_move, lamb_update
 
     how = Coefficients(

@@ -1,8 +1,8 @@
-"""Causal attention, with or without a sliding window, by the path that `myriad.kernels.attention_choice`
-names for the device and the shape.
+"""Causal attention, with or without a sliding window, by the implementation that
+`myriad.kernels.attention_choice` selects for the device and the shape.
 
-Where no kernel has a window of W, the sequence is cut in blocks of W queries for the library: each sees only
-its own and the previous block, so that the work grows with S * 2W, not with S^2:
+If no kernel supports a window of W, the sequence is cut into blocks of W queries for the library: each block
+sees only its own keys and those of the previous block, so that the work grows with S * 2W, not with S^2:
 
     keys      | block 0 | block 1 | block 2 | ...
     queries 2            [ .  x x | x x .  ]           W + W keys for W queries, masked to the band
@@ -27,6 +27,7 @@ from myriad.kernels.attention_choice import (
 )
 from myriad.kernels.choice import in_interpreter, runs_triton
 from myriad.kernels.config import Kernels
+from myriad.kernels.constant_tensors import constant_tensor
 from myriad.kernels.rotary import turned
 
 __all__ = [
@@ -41,16 +42,16 @@ __all__ = [
 
 
 def _expand(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """``[B, K, S, D]`` to ``[B, N, S, D]``: neighbouring query heads share a key/value head."""
+    """Expand ``[B, K, S, D]`` to ``[B, N, S, D]``: neighbouring query heads share a key/value head."""
     repeats = num_heads // x.shape[1]
     return x if repeats == 1 else x.repeat_interleave(repeats, 1)
 
 
-@lru_cache(maxsize=16)
+@constant_tensor
 def _band(queries: int, keys: int, window: int, blocks: int, device: torch.device) -> torch.Tensor:
-    """Which of ``keys`` keys each of ``queries`` queries sees, when both end at the same position; in the
-    first of several blocks the keys before the sequence are not there. ``[queries, keys]`` or ``[blocks, 1,
-    queries, keys]``."""
+    """Return which of ``keys`` keys each of ``queries`` queries sees, if both end at the same position:
+    ``[queries, keys]`` or ``[blocks, 1, queries, keys]``. In the first of several blocks the keys before the
+    sequence are masked."""
     query = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
     band = (key <= query) & (key > query - window)
@@ -62,7 +63,7 @@ def _band(queries: int, keys: int, window: int, blocks: int, device: torch.devic
 
 
 def _in_windows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """``[B, N, S, D]``, window a divisor of S: each block of queries against its own and the previous
+    """Attend ``[B, N, S, D]`` with a window that divides S: each block of queries to its own and the previous
     block."""
     batch, _, sequence, _ = q.shape
     blocks = sequence // window
@@ -85,22 +86,23 @@ def attention(
     turns: torch.Tensor | None = None,
     kernels: Kernels = "auto",
 ) -> torch.Tensor:
-    """Queries, keys and values ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``: each position attends to itself
-    and those before it, at most the last ``window``. ``turns`` (`rotary_turns`) are applied to queries and
-    keys."""
+    """Attend from queries, keys and values ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``. Each position attends
+    to itself and the positions before it, at most the last ``window``. ``turns``: rotations (`rotary_turns`)
+    of queries and keys."""
     path = path_of(fused, heads, window, kernels)
     if path == "blocks":
         return attention_in_blocks(fused, heads, window, turns)
     q, k, v = split_heads(fused, heads, turns, kernels)
     if turns is not None and heads.num_heads == heads.num_kv_heads:
-        v = v.contiguous()  # kept for the backward: a view would keep queries and keys as they were as well
+        v = v.contiguous()  # saved for the backward: a view would also keep the unrotated queries and keys
     return attention_by(path, q, k, v, window).flatten(2)
 
 
 def split_heads(
     fused: torch.Tensor, heads: Heads, turns: torch.Tensor | None, kernels: Kernels = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries ``[B, S, N, D]``, keys and values ``[B, S, K, D]``, turned."""
+    """Split into queries ``[B, S, N, D]``, and keys and values ``[B, S, K, D]``; queries and keys are
+    rotated."""
     num_turning = heads.num_heads + heads.num_kv_heads
     fused = fused.unflatten(-1, (-1, heads.width))
     if turns is not None and runs_triton("rotary", fused, kernels, heads.width):
@@ -115,7 +117,7 @@ def split_heads(
 
 
 def path_of(fused: torch.Tensor, heads: Heads, window: int | None, kernels: Kernels) -> AttentionPath:
-    """The path that these values go by."""
+    """Return the implementation that these values use."""
     on = fused.device
     shape = AttentionShape(
         on.type,
@@ -138,22 +140,23 @@ def _chosen(shape: AttentionShape, kernels: Kernels, device: torch.device) -> At
 
 
 def times_path() -> Path:
-    """Where ``benchmarks/gpu.py --choose`` writes what it measured, unless MYRIAD_KERNEL_TIMES says
-    otherwise."""
+    """Return the file to which ``benchmarks/kernels/gpu.py --choose`` writes its measurements.
+    MYRIAD_KERNEL_TIMES overrides the default."""
     asked = os.environ.get("MYRIAD_KERNEL_TIMES")
     home = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
     return Path(asked) if asked else Path(home) / "myriad" / "kernel_times.json"
 
 
 def times() -> tuple[Timed, ...]:
-    """What was measured on this machine, or on others that share its files."""
+    """Return the measurements of this machine, and of others that share its files."""
     return read_times(times_path())
 
 
 def attention_by(
     path: AttentionPath, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """``[B, S, N, D]``, ``[B, S, K, D]`` to ``[B, S, N, D]``, by any path but `blocks`."""
+    """Attend by any implementation but `blocks`: ``[B, S, N, D]`` and ``[B, S, K, D]`` to
+    ``[B, S, N, D]``."""
     from myriad.kernels import attention_library
 
     sequence = q.shape[1]
@@ -184,7 +187,8 @@ def attention_by(
 def attention_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
 ) -> torch.Tensor:
-    """The same, score by score. Queries may be fewer than keys: then they are the last positions."""
+    """Attend as `attention_by` does, with all scores in memory. If there are fewer queries than keys, they
+    are the last positions."""
     queries, keys = q.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     scores = torch.einsum("bqnd,bknd->bnqk", q, k) * q.shape[-1] ** -0.5

@@ -1,13 +1,13 @@
-"""Causal attention in blocks of queries, as batched matrix products: on a CPU in float32 its backward takes
-two thirds of the time of the library's flash kernel, and a window saves what it leaves out.
+"""Causal attention in blocks of queries, as batched matrix products. On a CPU in float32 its backward takes
+two thirds of the time of the library's flash kernel, and a window saves the work outside of it.
 
     keys      | block 0 | block 1 | block 2 |      queries of block 2 meet the blocks of keys from their
-    window's queries 2           | . s s s | s s . . |      start to the diagonal: one product, one mask, one
-    softmax
+    queries 2           | . s s s | s s . . |      window's start to the diagonal: one product, one mask,
+                                                   one softmax
 
 Query heads that share a key/value head are rows of one product. The softmax is kept for the backward, so this
-is for short spans of keys. Turning by rotary positions happens while the heads are put in order, which is a
-pass over memory in any case.
+path suits short spans of keys. Rotary positions are applied while the heads are reordered, which is a pass
+over memory in any case.
 
 Legend: B batch, S sequence, K key/value heads, R query heads for each, D head size, C positions of a block,
 G = K * B.
@@ -18,20 +18,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from myriad.kernels.memory_order import empty_in_order
 from myriad.kernels.rotary import as_pairs
 
 __all__ = ["BLOCK", "Heads", "attention_in_blocks", "runs_in_blocks"]
 
 BLOCK = 64
-"""Positions of a block. Measured on AVX2 at head size 64: 32 and 128 take 5 to 20 % longer."""
+"""Number of positions of a block. Measured on AVX2 at head size 64: 32 and 128 take 5 to 20 % longer."""
 _MOST_KEYS = 512
-"""Keys that a block of queries meets at most: beyond, the memory of the kept softmax is not worth its
+"""Largest number of keys for a block of queries. Beyond it, the memory of the kept softmax is not worth the
 time."""
 
 
 class Heads(NamedTuple):
-    """How the last dimension of a fused ``[..., (N + 2 K) D]`` is made up: queries, then keys, then
-    values."""
+    """The layout of the last dimension of a fused ``[..., (N + 2 K) D]``: queries, then keys, then values."""
 
     num_heads: int
     num_kv_heads: int
@@ -39,17 +39,17 @@ class Heads(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """The blocks of keys that a block of queries meets."""
+    """The blocks of keys that a block of queries attends to."""
 
     blocks: range
     keys: slice
     masks: tuple[tuple[slice, torch.Tensor], ...]
-    """Keys of which some queries see only a part: columns of the scores, and 0 or -inf ``[R C, keys]``."""
+    """Masks of keys that only some queries see: columns of the scores, and 0 or -inf ``[R C, keys]``."""
 
 
 @lru_cache(maxsize=64)
 def _spans(sequence: int, window: int, repeats: int) -> tuple[_Span, ...]:
-    """One for each block of queries."""
+    """Return one span for each block of queries."""
     size = min(BLOCK, sequence)
     spans = []
     for block in range(sequence // size):
@@ -66,7 +66,7 @@ def _spans(sequence: int, window: int, repeats: int) -> tuple[_Span, ...]:
 
 
 def runs_in_blocks(fused: torch.Tensor, window: int | None) -> bool:
-    """Whether this is the fastest path for these values."""
+    """Return whether this is the fastest implementation for these values."""
     sequence = fused.shape[1]
     keys = min(sequence, (window or sequence) + 2 * BLOCK)
     fits = sequence % min(BLOCK, sequence) == 0 and keys <= _MOST_KEYS
@@ -74,7 +74,7 @@ def runs_in_blocks(fused: torch.Tensor, window: int | None) -> bool:
 
 
 class _Views(NamedTuple):
-    """A fused tensor, or its gradient, taken apart."""
+    """Views of the queries, keys and values of a fused tensor or of its gradient."""
 
     q: torch.Tensor  # [K, B, S/C, R, C, D]
     k: torch.Tensor  # [K, B, S, D]
@@ -82,7 +82,7 @@ class _Views(NamedTuple):
 
 
 def _query_view(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """``[B, S, K R, D]`` as ``[K, B, S/C, R, C, D]``."""
+    """View ``[B, S, K R, D]`` as ``[K, B, S/C, R, C, D]``."""
     return _in_blocks(x.unflatten(2, (num_kv_heads, -1)), 1).permute(3, 0, 1, 4, 2, 5)
 
 
@@ -93,7 +93,8 @@ def _views(fused: torch.Tensor, heads: Heads) -> _Views:
 
 
 def _put(target: torch.Tensor, source: torch.Tensor, turns: torch.Tensor | None) -> None:
-    """Copies, turning pairs on the way; ``turns`` is complex and fits ``[..., D/2]``."""
+    """Copy ``source`` to ``target`` and rotate pairs on the way. ``turns`` is complex and broadcasts to
+    ``[..., D/2]``."""
     if turns is None:
         target.copy_(source)
     else:
@@ -101,19 +102,19 @@ def _put(target: torch.Tensor, source: torch.Tensor, turns: torch.Tensor | None)
 
 
 def _in_order(view: torch.Tensor, turns: torch.Tensor | None = None) -> torch.Tensor:
-    """A contiguous copy ``[G, ..., D]`` of ``[K, B, ..., D]``."""
+    """Return a contiguous copy ``[G, ..., D]`` of ``[K, B, ..., D]``."""
     copy = view.new_empty(view.shape)
     _put(copy, view, turns)
     return copy.flatten(0, 1)
 
 
 def _in_blocks(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Dimension ``dim`` of positions as two, ``S/C`` and ``C``."""
+    """Split dimension ``dim`` of positions into two, ``S/C`` and ``C``."""
     return x.unflatten(dim, (-1, min(BLOCK, x.shape[dim])))
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """``scale * a @ b``, batched."""
+    """Compute ``scale * a @ b``, batched."""
     return a.new_empty(len(a), a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=scale)
 
 
@@ -126,7 +127,7 @@ class _Attention(torch.autograd.Function):
         q_turns = None if turns is None else _in_blocks(turns, 0).unsqueeze(1)
         q = _in_order(views.q, q_turns).flatten(2, 3)  # [G, S/C, R C, D]
         k, v = _in_order(views.k, turns), _in_order(views.v)  # [G, S, D]
-        out = fused.new_empty(*fused.shape[:2], heads.num_heads, heads.width)
+        out = empty_in_order(fused, *fused.shape[:2], heads.num_heads, heads.width)
         blocks = _query_view(out, heads.num_kv_heads)
         spans = _spans(fused.shape[1], window, heads.num_heads // heads.num_kv_heads)
         shares = []
@@ -148,7 +149,7 @@ class _Attention(torch.autograd.Function):
         grad_out = grads[0].unflatten(-1, (-1, heads.width))
         g = _in_order(_query_view(grad_out, heads.num_kv_heads)).flatten(2, 3)
         num_heads = heads.num_heads + 2 * heads.num_kv_heads
-        grad_fused = grads[0].new_empty(*grads[0].shape[:2], num_heads * heads.width)
+        grad_fused = empty_in_order(grads[0], *grads[0].shape[:2], num_heads * heads.width)
         views = _views(grad_fused, heads)
         grad_k, grad_v = _backward_in_order(g, ctx.spans, views.q, turns, *ctx.saved_tensors)
         _put(_in_blocks(views.k, 2), _by_heads(grad_k, heads), turns)
@@ -157,7 +158,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _by_heads(blocks: torch.Tensor, heads: Heads) -> torch.Tensor:
-    """``[S/C, G, C, D]`` as ``[K, B, S/C, C, D]``."""
+    """View ``[S/C, G, C, D]`` as ``[K, B, S/C, C, D]``."""
     return blocks.unflatten(1, (heads.num_kv_heads, -1)).permute(1, 2, 0, 3, 4)
 
 
@@ -168,8 +169,9 @@ def _backward_in_order(
     turns: torch.Tensor | None,
     *saved: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of keys and values by blocks, ``[S/C, G, C, D]``: each block is contiguous, so that products
-    are added in place. That of queries is written to ``grad_q`` ``[K, B, S/C, R, C, D]``, turned."""
+    """Return the gradients of keys and values by blocks, ``[S/C, G, C, D]``: each block is contiguous, so
+    that products are added in place. The gradient of queries is written to ``grad_q``
+    ``[K, B, S/C, R, C, D]``, rotated."""
     q, k, v, *shares = saved
     num_groups, num_blocks, _, width = q.shape
     size, scale = k.shape[1] // num_blocks, width**-0.5
@@ -182,7 +184,7 @@ def _backward_in_order(
         _put(grad_q[:, :, i], of_queries.view(grad_q[:, :, i].shape), None if turns is None else turns[i])
         for column, block in enumerate(blocks):
             columns = slice(column * size, (column + 1) * size)
-            beta = int(block != i)  # its own queries are the first that meet a block of keys
+            beta = int(block != i)  # its own queries are the first that attend to a block
             grad_v[block].baddbmm_(shares[i][:, :, columns].transpose(1, 2), g[:, i], beta=beta)
             of_keys = grad_scores[:, :, columns].transpose(1, 2)
             grad_k[block].baddbmm_(of_keys, q[:, i], beta=beta, alpha=scale)
@@ -192,7 +194,7 @@ def _backward_in_order(
 def attention_in_blocks(
     fused: torch.Tensor, heads: Heads, window: int | None, turns: torch.Tensor | None
 ) -> torch.Tensor:
-    """Queries, keys and values ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``; queries and keys are turned
-    first."""
+    """Attend from queries, keys and values ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``; queries and keys are
+    rotated first."""
     out: torch.Tensor = _Attention.apply(fused, heads, window or fused.shape[1], turns)
     return out

@@ -1,21 +1,21 @@
-"""Which way attention is computed: by device, type and shape, decided here and nowhere else.
+"""Choice of the attention implementation, by device, type and shape. No other module chooses.
 
     blocks      batched products in blocks of queries: a CPU in float32, few keys        (`attention_blocks`)
     sdpa        one call of the library; FlashAttention-2 on a GPU, its flash kernel on a CPU
     cudnn       the same call, computed by cuDNN
-    varlen      the library's FlashAttention-2 with a window of its own
+    varlen      the library's FlashAttention-2 with its own window
     flex        the library's FlexAttention, compiled for the window
     triton      Myriad's kernels, whose loops end at the window                          (`attention_flash`)
-    windows     the library, block of queries by block of queries, where the window divides the sequence
+    windows     the library, one block of queries at a time, if the window divides the sequence
     masked      the library with a mask: all pairs are computed, whatever the window
 
-Nobody has timed these on a GPU yet, so the rule below goes by what is published and by what each computes:
-cuDNN's is the quickest of the library's kernels on Hopper (PyTorch 2.5's release blog: up to 1.75 times
-FlashAttention-2), and has no window here; of those that skip what a window leaves out, Myriad's own adds up
-in a fixed order, so that equal runs give equal bits. Where ``benchmarks/gpu.py --choose`` has timed a shape
-on a device of that name, the quickest found there is taken instead.
+These have not been timed on a GPU yet, so the rule below follows published numbers and the work that each
+does. cuDNN's is the fastest of the library's kernels on Hopper (PyTorch 2.5's release blog: up to 1.75 times
+FlashAttention-2), and has no window here. Of those that skip the keys outside the window, Myriad's own sums
+in a fixed order, so that equal runs give equal bits. If ``benchmarks/kernels/gpu.py --choose`` has timed a
+shape on a device of that name, the fastest measured one is used instead.
 
-No torch here, so that the choice can be told without it.
+No torch here, so that tools can report the choice without it.
 """
 
 import json
@@ -44,14 +44,14 @@ __all__ = [
 AttentionPath = Literal["blocks", "sdpa", "cudnn", "varlen", "flex", "triton", "windows", "masked"]
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
-"""That Myriad's kernels take; those of 80 and 96 compute with 128 columns."""
+"""Head sizes that Myriad's kernels support; 80 and 96 compute with 128 columns."""
 _HALVES = ("bfloat16", "float16")
 _MOST_WIDTH = 256
-"""Of a head, in FlashAttention-2 and cuDNN; a multiple of 8."""
+"""Largest head size in FlashAttention-2 and cuDNN; it must be a multiple of 8."""
 
 
 class AttentionShape(NamedTuple):
-    """What the choice depends on."""
+    """The values that the choice depends on."""
 
     device: str
     """"cpu" or "cuda"."""
@@ -59,34 +59,34 @@ class AttentionShape(NamedTuple):
     """"float32", "bfloat16", "float16"."""
     sequence: int
     width: int
-    """Values of a head."""
+    """Head size in values."""
     window: int | None = None
-    """None, or not below the sequence: all keys before a query are seen."""
+    """None, or at least the sequence: queries see all keys before them."""
     blocks: bool = False
-    """`attention_blocks` takes it."""
+    """Whether `attention_blocks` supports the shape."""
     deterministic: bool = False
-    """torch.use_deterministic_algorithms is on: sums in no fixed order are refused."""
+    """Whether torch.use_deterministic_algorithms is on, which excludes sums in no fixed order."""
     interpreted: bool = False
-    """Triton's kernels run in its interpreter, where there is no GPU."""
+    """Whether Triton's kernels run in its interpreter, without a GPU."""
 
     @property
     def seen(self) -> int | None:
-        """The window, if it leaves anything out."""
+        """The window, if it is shorter than the sequence."""
         return self.window if self.window is not None and self.window < self.sequence else None
 
 
 class AttentionChoice(NamedTuple):
-    """A path and the reason for it."""
+    """An implementation and the reason for its choice."""
 
     path: AttentionPath
     why: str
 
 
 class Timed(NamedTuple):
-    """The quickest path for a shape, forward and backward, as measured on a device."""
+    """The fastest implementation for a shape, forward and backward, as measured on a device."""
 
     device: str
-    """Its name, as torch.cuda.get_device_name says it."""
+    """The device's name, as torch.cuda.get_device_name returns it."""
     dtype: str
     sequence: int
     width: int
@@ -95,7 +95,7 @@ class Timed(NamedTuple):
 
 
 def hindrance(path: AttentionPath, shape: AttentionShape) -> str:
-    """Why a path cannot compute a shape; empty: it can."""
+    """Return why an implementation cannot compute a shape; empty if it can."""
     if path == "blocks":
         return "" if shape.blocks else "is for a CPU in float32, and for few keys"
     if path == "windows":
@@ -155,13 +155,14 @@ _ORDER: dict[tuple[bool, bool], tuple[tuple[AttentionPath, str], ...]] = {
         ("masked", "nothing else takes this window here"),
     ),
 }
-"""By (on a GPU, with a window): the first that can."""
+"""Preferences by (on a GPU, with a window): the first implementation that can run is chosen."""
 
 
 def choose_attention(
     shape: AttentionShape, kernels: Kernels = "auto", timed: Sequence[Timed] = (), name: str = ""
 ) -> AttentionChoice:
-    """``timed``: what was measured, on devices of which this one's ``name`` may be one."""
+    """Choose the implementation for a shape. ``timed``: measurements, which apply if they name this device
+    (``name``)."""
     if kernels == "triton" and not hindrance("triton", shape):
         return AttentionChoice("triton", "asked for")
     if kernels != "plain" and (known := _measured(shape, timed, name)) is not None:
@@ -183,14 +184,14 @@ def _default(shape: AttentionShape, kernels: Kernels) -> AttentionChoice:
 
 
 def check_attention(kernels: Kernels, shape: AttentionShape) -> None:
-    """Raises `BadInputError` when Triton's is insisted on and cannot run."""
+    """Raise `BadInputError` if Triton's kernel is required and cannot run."""
     if kernels == "triton" and (found := hindrance("triton", shape)):
         raise BadInputError("train.kernels", kernels, f"auto or plain here: attention by Triton {found}")
 
 
 def fallback_attention(kernels: Kernels, shape: AttentionShape) -> str:
-    """One line for a GPU whose window is not computed by Myriad's kernels though nobody asked for that; else
-    empty."""
+    """Return a one-line notice for a GPU on which Myriad's kernels cannot compute the window under "auto";
+    else empty."""
     found = hindrance("triton", shape)
     if kernels != "auto" or shape.device != "cuda" or shape.seen is None or not found:
         return ""
@@ -199,8 +200,8 @@ def fallback_attention(kernels: Kernels, shape: AttentionShape) -> str:
 
 @lru_cache(maxsize=4)
 def read_times(path: Path) -> tuple[Timed, ...]:
-    """What ``benchmarks/gpu.py --choose`` wrote; nothing where there is no file. Raises `BadInputError` for
-    what it cannot have written."""
+    """Read the measurements of ``benchmarks/kernels/gpu.py --choose``; empty if there is no file. Raises
+    `BadInputError` if the file has another format."""
     if not path.is_file():
         return ()
     try:

@@ -1,9 +1,9 @@
-"""Attention with a window by Triton's kernels as one differentiable operator: `triton.attention_forward`,
+"""Attention with a window by Triton's kernels, as one differentiable operator: `triton.attention_forward` and
 `triton.attention_backward`.
 
-Heads of 16, 32, 64, 80, 96 and 128 values, in bfloat16, float16 or float32, on a CUDA device (or in Triton's
-interpreter, where ``TRITON_INTERPRET=1`` was set before Triton was imported). Whatever the inputs' type,
-scores, softmax and sums are float32.
+The kernels support heads of 16, 32, 64, 80, 96 and 128 values, in bfloat16, float16 or float32, on a CUDA
+device. They also run in Triton's interpreter, if ``TRITON_INTERPRET=1`` was set before Triton was imported.
+Scores, softmax and sums are float32 for inputs of any type.
 
 Legend: B batch, S sequence, N query heads, K key/value heads, D head size.
 """
@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from myriad.kernels.choice import in_interpreter
+from myriad.kernels.memory_order import empty_in_order
 
 __all__ = ["Launch", "Sizes", "flash_attention", "launch_of"]
 
 
 class Launch(NamedTuple):
-    """How one kernel is cut up: block of queries, block of keys, warps, stages of its pipeline."""
+    """Launch parameters of one kernel: block of queries, block of keys, warps, pipeline stages."""
 
     query_size: int
     key_size: int
@@ -35,24 +36,24 @@ _LAUNCHES = {
     ("backward_queries", 64): Launch(128, 64, 8, 2),
     ("backward_queries", 128): Launch(128, 64, 8, 2),
 }
-"""The largest blocks whose sm_90 code keeps all but a few bytes in registers, by what `cuobjdump
---dump-resource-usage` says of it; no GPU has timed them."""
+"""The largest blocks whose sm_90 code keeps all but a few bytes in registers, according to
+`cuobjdump --dump-resource-usage`. They have not been timed on a GPU."""
 _WIDE = Launch(32, 32, 4, 1)
-"""In float32 each value takes twice the memory and no tensor core multiplies it as it is."""
+"""Blocks in float32: each value takes twice the memory, and no tensor core multiplies it directly."""
 
 
 def padded_width(width: int) -> int:
-    """Columns of a block: Triton's are powers of two."""
+    """Return the columns of a block: Triton's blocks have powers of two."""
     return 1 << (width - 1).bit_length()
 
 
 def launch_of(kernel: str, width: int, dtype: torch.dtype) -> Launch:
-    """Block sizes of a kernel for a head size and a type."""
+    """Return the block sizes of a kernel for a head size and a type."""
     return _WIDE if dtype == torch.float32 else _LAUNCHES[kernel, max(64, padded_width(width))]
 
 
 class Sizes(NamedTuple):
-    """What every kernel is told of one call."""
+    """The sizes of one call, which every kernel gets."""
 
     batch: int
     num_rows: int
@@ -64,11 +65,11 @@ class Sizes(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Factor of the scores."""
         return self.width**-0.5
 
     def constants(self, kernel: str) -> dict[str, Any]:
-        """Compile-time arguments, and how it is launched."""
+        """Return the compile-time arguments and the launch parameters of a kernel."""
         launch = launch_of(kernel, self.width, self.dtype)
         return {
             "repeats": self.repeats,
@@ -76,7 +77,7 @@ class Sizes(NamedTuple):
             "padded": padded_width(self.width),
             "query_size": launch.query_size,
             "key_size": launch.key_size,
-            "upcast": in_interpreter(),  # it multiplies bfloat16 wrongly
+            "upcast": in_interpreter(),  # the interpreter multiplies bfloat16 wrongly
             "precision": "ieee" if self.dtype == torch.float32 else "tf32",
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
@@ -84,7 +85,7 @@ class Sizes(NamedTuple):
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Of batch, position and head; a head's values stand together."""
+    """Return the strides of batch, position and head; a head's values must be contiguous."""
     return x.stride(0), x.stride(1), x.stride(2)
 
 
@@ -96,18 +97,19 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
         from myriad.kernels.triton import attention_forward
+        from myriad.kernels.triton.launch import launch
 
         q, k, v = (_rows_together(x) for x in (q, k, v))
         batch, num_rows, num_heads, width = q.shape
         sizes = Sizes(batch, num_rows, num_heads, num_heads // k.shape[2], width, window, q.dtype)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = empty_in_order(q, *q.shape)
         logs = torch.empty(batch, num_heads, num_rows, dtype=torch.float32, device=q.device)
         constants = sizes.constants("forward")
         grid = (-(-num_rows // constants["query_size"]), batch * num_heads)
         if out.numel():
-            attention_forward.forward[grid](
-                q, k, v, out, logs, *_strides(q), *_strides(k), *_strides(v),
-                num_rows, num_heads, window, sizes.scale / math.log(2), **constants,
+            launch(
+                attention_forward.forward, grid, q, k, v, out, logs, *_strides(q), *_strides(k), *_strides(v),
+                *out.stride()[:2], num_rows, num_heads, window, sizes.scale / math.log(2), **constants,
             )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, logs)
         ctx.sizes = sizes
@@ -117,7 +119,7 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, logs = ctx.saved_tensors
         grad = _rows_together(grads[0])
-        grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        grad_q, grad_k, grad_v = (empty_in_order(order, *x.shape) for order, x in ((q, q), (k, k), (k, v)))
         if out.numel():
             _differentiate(ctx.sizes, (q, k, v, grad), out, logs, (grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v, None
@@ -130,29 +132,33 @@ def _differentiate(
     logs: torch.Tensor,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """Fills ``grads`` of queries, keys and values."""
+    """Write the gradients of queries, keys and values to ``grads``."""
     from myriad.kernels.triton import attention_backward
+    from myriad.kernels.triton.launch import launch
 
     grad, rows, heads = inputs[3], sizes.num_rows, sizes.num_heads
     products, size = torch.empty_like(logs), 64
-    attention_backward.row_products[(-(-rows // size), sizes.batch * heads)](
-        out, grad, products, *_strides(grad), rows, heads,
+    launch(
+        attention_backward.row_products, (-(-rows // size), sizes.batch * heads),
+        out, grad, products, *out.stride()[:2], *_strides(grad), rows, heads,
         width=sizes.width, padded=padded_width(sizes.width), size=size,
     )  # fmt: skip
     strides = [stride for x in inputs for stride in _strides(x)]
-    told = (*strides, rows, heads, sizes.window, sizes.scale / math.log(2), sizes.scale)
+    sizes_told = rows, heads, sizes.window, sizes.scale / math.log(2), sizes.scale
     constants = sizes.constants("backward_keys")
     grid = (-(-rows // constants["key_size"]), sizes.batch * heads // sizes.repeats)
-    attention_backward.backward_keys[grid](*inputs, logs, products, *grads[1:], *told, **constants)
+    told = (*strides, *grads[1].stride()[:2], *sizes_told)
+    launch(attention_backward.backward_keys, grid, *inputs, logs, products, *grads[1:], *told, **constants)
     constants = sizes.constants("backward_queries")
     grid = (-(-rows // constants["query_size"]), sizes.batch * heads)
-    attention_backward.backward_queries[grid](*inputs, logs, products, grads[0], *told, **constants)
+    told = (*strides, *grads[0].stride()[:2], *sizes_told)
+    launch(attention_backward.backward_queries, grid, *inputs, logs, products, grads[0], *told, **constants)
 
 
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
 ) -> torch.Tensor:
-    """``[B, S, N, D]`` and twice ``[B, S, K, D]`` to ``[B, S, N, D]``: causal, at most the last ``window``
-    positions. The strides are free."""
+    """Attend causally to at most the last ``window`` positions: ``[B, S, N, D]`` and twice ``[B, S, K, D]``
+    to ``[B, S, N, D]``. Any strides are allowed."""
     out: torch.Tensor = _FlashAttention.apply(q, k, v, min(window or q.shape[1], max(1, q.shape[1])))
     return out

@@ -1,5 +1,5 @@
-"""Attention by the library's kernels that only a GPU has: cuDNN's, FlashAttention-2 with a window, and
-FlexAttention. None has been run yet, for want of a GPU; FlexAttention's mask is tested on a CPU.
+"""Attention with library kernels that only a GPU has: cuDNN, FlashAttention-2 with a window, and
+FlexAttention. None has been run on a GPU yet; FlexAttention's mask is tested on a CPU.
 
 Legend: B batch, S sequence, N query heads, K key/value heads, D head size.
 """
@@ -11,6 +11,8 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from myriad.kernels.constant_tensors import constant_tensor
+
 __all__ = ["cudnn_attention", "flex_attention_in", "sdpa_attention", "varlen_attention"]
 
 _LIBRARYS_ORDER: list[int] = torch._C._get_sdp_priority_order()
@@ -18,19 +20,19 @@ _CUDNN_FIRST = sorted(_LIBRARYS_ORDER, key=lambda backend: backend != SDPBackend
 
 
 def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """``[B, S, N, D]`` and twice ``[B, S, K, D]`` to ``[B, S, N, D]``: one causal call; heads that share
-    keys read the same ones."""
+    """Attend causally, in one call of the library: ``[B, S, N, D]`` and twice ``[B, S, K, D]`` to
+    ``[B, S, N, D]``. Query heads that share keys read the same ones."""
     return _attend(q, k, v, _LIBRARYS_ORDER)
 
 
 def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same by cuDNN, if it takes the shape."""
+    """Attend as `sdpa_attention` does, with cuDNN if it supports the shape."""
     return _attend(q, k, v, _CUDNN_FIRST)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The order stays set: a layer that finds it so sets nothing (`torch.nn.attention.sdpa_kernel` sets and
-    restores it, and seven switches, at each call)."""
+    """Attend with the backends in this order of preference. The order stays set, so that later layers need
+    not set it: `torch.nn.attention.sdpa_kernel` sets and restores it, and seven switches, at each call."""
     if torch._C._get_sdp_priority_order() != order:
         torch._C._set_sdp_priority_order(order)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -38,14 +40,14 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: list[int])
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
-@lru_cache(maxsize=16)
+@constant_tensor
 def _ends(batch: int, sequence: int, device: torch.device) -> torch.Tensor:
-    """Where sequences of one length begin and end, laid one after the other."""
+    """Return the boundaries of equally long sequences that are stored one after the other."""
     return torch.arange(0, batch * sequence + 1, sequence, dtype=torch.int32, device=device)
 
 
 def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """FlashAttention-2; its window counts the keys to the left of the query's own."""
+    """Attend with FlashAttention-2. Its window counts the keys to the left of the query's own."""
     from torch.nn.attention.varlen import varlen_attn
 
     batch, sequence = q.shape[:2]
@@ -60,9 +62,9 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: 
     return out.unflatten(0, (batch, sequence))
 
 
-@lru_cache(maxsize=16)
+@constant_tensor
 def _blocks_in(window: int, sequence: int, device: torch.device) -> Any:
-    """Which blocks of keys each block of queries meets."""
+    """Return the mask of blocks of keys that each block of queries attends to."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -79,8 +81,8 @@ def _compiled() -> Any:
 
 
 def flex_attention_in(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """FlexAttention over the blocks that the window leaves; compiled on a GPU, and only there does it skip
-    the others."""
+    """Attend with FlexAttention over the blocks inside the window. It is compiled on a GPU, and skips the
+    other blocks only there."""
     from torch.nn.attention.flex_attention import flex_attention
 
     mask = _blocks_in(window, q.shape[1], q.device)

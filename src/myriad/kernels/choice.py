@@ -1,15 +1,15 @@
-"""Which kernel computes an operator: by device, type and shape, decided here and nowhere else.
+"""Choice of the kernel that computes an operator, by device, type and shape. No other module chooses.
 
-    triton     written here, one pass over memory forward and one backward; on CUDA, where triton is installed
+    triton     Myriad's kernel, one pass over memory forward and one backward; on CUDA with triton installed
     library    one call of PyTorch's own fused operator
     plain      PyTorch's simple operators one after another; on a CPU in pieces that stay in a core's cache
 
-Operators ask `runs_triton` with the tensor at hand; `myriad doctor` prints `explain`. A job may ask for
-"plain", or insist on "triton": then `check_kernels` refuses before anything starts what could not run. With
-TRITON_INTERPRET=1 in the environment Triton's kernels also run on a CPU, element by element and thousands of
-times slower, when asked for by name: that is how they are tested where there is no GPU.
+Operators call `runs_triton` with the tensor; `myriad doctor` prints `explain`. A job may request "plain", or
+require "triton": then `check_kernels` raises an error before the start if a kernel cannot run. With
+TRITON_INTERPRET=1 in the environment, Triton's kernels also run on a CPU if "triton" is requested, element by
+element and thousands of times slower. Tests use this where there is no GPU.
 
-No torch here, so that the choice can be told without it.
+No torch here, so that tools can report the choice without it.
 """
 
 import os
@@ -39,10 +39,10 @@ __all__ = [
 
 Operator = Literal["norm", "activation", "rotary", "cross_entropy", "adamw", "lamb"]
 
-NO_TRITON = "triton is not installed: pip install 'myriad[gpu]'"
+NO_TRITON = "triton is not installed: pip install 'myriad-train[gpu]'"
 _TYPES = ("float32", "bfloat16", "float16")
-_MOST_WIDTH: dict[Operator, int] = {"norm": 32768, "rotary": 512}
-"""A row of a norm, or the pairs of one head, are held in registers by one program."""
+_MOST_WIDTH: dict[Operator, int] = {"rotary": 512}
+"""Largest width of an operator's Triton kernel. One program holds the pairs of one head in registers."""
 _WITHOUT: dict[Operator, tuple[Literal["library", "plain"], str]] = {
     "norm": ("library", "its fused kernel; on a CPU RMSNorm goes back through LayerNorm's"),
     "activation": ("library", "one call each way; swiglu and relu2 keep only their input"),
@@ -54,7 +54,7 @@ _WITHOUT: dict[Operator, tuple[Literal["library", "plain"], str]] = {
 
 
 class Choice(NamedTuple):
-    """A kernel and the reason for it."""
+    """A kernel and the reason for its choice."""
 
     kernel: Literal["triton", "library", "plain"]
     why: str
@@ -62,17 +62,17 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
-    """Whether it is installed; for what system is another matter."""
+    """Return whether triton is installed. Whether its kernels can run here is not checked."""
     return find_spec("triton") is not None
 
 
 def in_interpreter() -> bool:
-    """Whether Triton's kernels run in its interpreter, on a CPU."""
+    """Return whether Triton's kernels run in its interpreter, on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "") in ("1", "true", "on", "yes")
 
 
 def _hindrance(device: str, kernels: Kernels) -> str:
-    """Why no Triton kernel runs there; empty: they do."""
+    """Return why no Triton kernel runs on the device; empty if they run."""
     if kernels == "plain":
         return "plain kernels were asked for"
     if device != "cuda" and not (device == "cpu" and kernels == "triton" and in_interpreter()):
@@ -81,7 +81,8 @@ def _hindrance(device: str, kernels: Kernels) -> str:
 
 
 def choose(operator: Operator, device: str, dtype: str, width: int, kernels: Kernels) -> Choice:
-    """For rows of ``width`` values of ``dtype`` ("float32") on a ``device`` of that kind ("cuda")."""
+    """Choose the kernel for rows of ``width`` values of ``dtype`` (e.g. "float32") on a ``device`` type (e.g.
+    "cuda")."""
     hindrance = _hindrance(device, kernels)
     most = _MOST_WIDTH.get(operator, width)
     if not hindrance and dtype not in _TYPES:
@@ -98,21 +99,21 @@ _choose = lru_cache(maxsize=256)(choose)
 
 
 def runs_triton(operator: Operator, x: "torch.Tensor", kernels: Kernels, width: int = 0) -> bool:
-    """Whether ``operator`` computes ``x`` with a Triton kernel."""
+    """Return whether ``operator`` computes ``x`` with a Triton kernel."""
     device = x.device.type
-    if device == "cpu" and kernels != "triton":  # the common case here, told quickly
+    if device == "cpu" and kernels != "triton":  # shortcut for the most common case
         return False
     return _choose(operator, device, str(x.dtype)[6:], width, kernels).kernel == "triton"
 
 
 def explain(device: str, dtype: str, kernels: Kernels, widths: Mapping[str, int]) -> dict[Operator, Choice]:
-    """Every operator's choice; ``widths`` of those that have one that matters."""
+    """Return the choice of every operator. ``widths``: width by operator, where it decides."""
     operators: tuple[Operator, ...] = get_args(Operator)
     return {name: choose(name, device, dtype, widths.get(name, 0), kernels) for name in operators}
 
 
 def check_kernels(kernels: Kernels, device: str, dtype: str, widths: Mapping[str, int]) -> None:
-    """Raises `BadInputError` when Triton's are insisted on and one of them cannot run."""
+    """Raise `BadInputError` if "triton" is required and one of its kernels cannot run."""
     if kernels != "triton":
         return
     for name, choice in explain(device, dtype, kernels, widths).items():
@@ -123,8 +124,7 @@ def check_kernels(kernels: Kernels, device: str, dtype: str, widths: Mapping[str
 
 
 def fallback(kernels: Kernels, device: str, dtype: str, widths: Mapping[str, int]) -> str:
-    """One line for a GPU that does without some of Triton's kernels though nobody asked for that; else
-    empty."""
+    """Return a one-line notice for a GPU that lacks some Triton kernels under "auto"; else empty."""
     if kernels != "auto" or device != "cuda":
         return ""
     without = {n: c for n, c in explain(device, dtype, kernels, widths).items() if c.kernel != "triton"}

@@ -1,4 +1,5 @@
-"""Output projection and cross-entropy in one, over chunks of tokens: the logits of all tokens never exist.
+"""Output projection and cross-entropy in one operator, over chunks of tokens: the logits of all tokens never
+exist.
 
     for each chunk:   logits = x W^T          [C, V/tp]   stays in cache
                       p = softmax(logits)                 over all ranks' parts
@@ -6,16 +7,14 @@
                       dx = (p - onehot) W     [C, H]      this rank's part of the sum over the vocabulary
                       dW += (p - onehot)^T x  [V/tp, H]
 
-Gradients are computed in the forward, while the logits are there (as Liger Kernel does, arXiv 2410.10989);
-the backward only scales them, so that the result is the gradient for any scale of the loss. Without autograd
-nothing but the loss is computed. Rows of the weight from ``vocabulary`` on are padding and get no
-probability.
+Gradients are computed in the forward, while the logits exist (as in Liger Kernel, arXiv 2410.10989). The
+backward only scales them, so the result is the gradient for any scale of the loss. Without autograd only the
+loss is computed. Rows of the weight from ``vocabulary`` on are padding and get no probability.
 
-Ranks that share the vocabulary tell each other, for each token, the maximum of their logits, the sum of the
-exponentials above it and the target's logit. While that travels, the next chunk's logits are computed, and
-whoever drives the steps may do something else. With Triton's kernels (`myriad.kernels.triton.cross_entropy`)
-one rank alone goes the same way, with nothing to wait for: the logits are read twice and nothing is written
-between.
+Ranks that share the vocabulary exchange, for each token, the maximum of their logits, the sum of exponentials
+relative to it, and the target's logit. Meanwhile the next chunk's logits are computed, and the caller of the
+steps may run other work. With Triton's kernels (`myriad.kernels.triton.cross_entropy`) a single rank uses the
+same code with nothing to wait for: the logits are read twice and nothing is written in between.
 
 Legend: T tokens, C tokens of a chunk, H hidden, V vocabulary.
 """
@@ -41,26 +40,27 @@ __all__ = [
 ]
 
 _CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**30}
-"""Logits that exist at a time, unless that is fewer tokens than make an efficient product. Each chunk reads
-and writes the weight's whole gradient, so a GPU takes few large ones."""
+"""Bytes of logits that exist at a time, unless that is too few tokens for an efficient product. Each chunk
+reads and writes the weight's whole gradient, so a GPU uses few large chunks."""
 _FEWEST_TOKENS = 512
-"""Measured on a CPU at H = 384, V = 4,096 and 50,304: 256 take 5 to 10 % longer, 1,024 gain 3 %."""
+"""Smallest chunk. Measured on a CPU at H = 384, V = 4,096 and 50,304: 256 tokens take 5 to 10 % longer, 1,024
+gain 3 %."""
 _GPU_TILE_TOKENS = 256
 """Chunks on a GPU are multiples of this, so that the products' tiles are full."""
 _TILE_BYTES = 2**20
-"""Logits that the passes of the softmax go over together, so that they stay in a core's cache."""
+"""Bytes of logits that the passes of the softmax process together, so that they stay in a core's cache."""
 _FLOAT16_GAIN = 256.0
-"""What gradients are multiplied by on their way through float16: probabilities below 6e-8 would be lost."""
+"""Factor of gradients on their way through float16: without it, probabilities below 6e-8 would be lost."""
 
 
 class Shared(Protocol):
-    """What every rank has told the others, on its way."""
+    """The values of all ranks, in flight."""
 
     def wait(self) -> torch.Tensor: ...
 
 
 class VocabularyPeers(Protocol):
-    """The ranks that share the vocabulary; `myriad.model.boundary.Boundary` is one."""
+    """The ranks that share the vocabulary; `myriad.model.boundary.Boundary` is one implementation."""
 
     @property
     def rank(self) -> int: ...
@@ -69,20 +69,21 @@ class VocabularyPeers(Protocol):
     def size(self) -> int: ...
 
     def start_stack(self, x: torch.Tensor) -> Shared:
-        """Every rank's ``x``: ``[...]`` to ``[size, ...]``."""
+        """Stack every rank's ``x``: ``[...]`` to ``[size, ...]``."""
         ...
 
 
 class _Part(NamedTuple):
-    """What one rank has of the vocabulary."""
+    """One rank's part of the vocabulary."""
 
     weight: torch.Tensor  # [V/tp, H]
     first_row: int
     num_valid: int
-    """Rows that are not padding."""
+    """Number of rows that are not padding."""
 
     def logits(self, x: torch.Tensor, out: torch.Tensor, *, masks: bool) -> torch.Tensor:
-        """Float32 ``[C, V/tp]``, -inf at padded rows if it ``masks``; in ``out`` where possible."""
+        """Return float32 logits ``[C, V/tp]``, with -inf at padded rows if ``masks``. They are in ``out`` if
+        possible."""
         if x.dtype == torch.float32:
             logits = torch.mm(x, self.weight.t(), out=out)
         elif x.is_cuda:
@@ -94,15 +95,15 @@ class _Part(NamedTuple):
         return logits
 
     def rows(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row of each target ``[C, 1]``, and whether it is one of this rank's."""
+        """Return the row of each target ``[C, 1]``, and whether it is one of this rank's rows."""
         rows = targets[:, None] - self.first_row
         mine = (rows >= 0) & (rows < len(self.weight))
         return rows.clamp_(0, len(self.weight) - 1), mine
 
 
 def _losses_alone(logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool) -> torch.Tensor:
-    """Sum of the losses, where one rank has the whole vocabulary; ``logits`` are overwritten with its
-    gradient, or with nothing of use. On a CPU a tile at a time."""
+    """Return the sum of the losses, if one rank has the whole vocabulary. ``logits`` are overwritten with
+    their gradient, or without ``gradient`` with intermediate values. A CPU processes one tile at a time."""
     num_tokens = len(logits)
     if logits.device.type == "cpu":
         num_tokens = max(1, _TILE_BYTES // (4 * logits.shape[1]))
@@ -129,13 +130,13 @@ class _Chunk:
     start: int
     stop: int
     values: torch.Tensor
-    """``[C, V/tp]``: exponentials of the logits (with Triton the logits), then their gradient."""
+    """``[C, V/tp]``: exponentials of the logits (with Triton the logits), later their gradient."""
     shared: Shared | None = None
-    """``[tp, C, 3]``: maximum, sum, logit of the target."""
+    """``[tp, C, 3]``: maximum, sum, and logit of the target."""
 
 
 class _Job:
-    """One call: its inputs, and its results so far."""
+    """One call of the operator: its inputs, and its results so far."""
 
     def __init__(
         self,
@@ -168,7 +169,8 @@ class _Job:
         if self.peers.size == 1:
             self.loss += _losses_alone(logits, targets, gradient=self._gradient)
             return _Chunk(start, stop, logits)
-        top = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)  # a part may be padding
+        # a rank's part may be all padding
+        top = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
         rows, mine = self.part.rows(targets)
         at_target = logits.gather(1, rows).masked_fill_(~mine, 0.0)
         values = logits.sub_(top).exp_()
@@ -188,7 +190,7 @@ class _Job:
             accumulate_product(self.grad_weight, grad_logits, x, first=chunk.start == 0)
 
     def _rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the logits' gradient times `gain` in the type of the products, as Triton's kernel does;
+        """Return the logits' gradient times `gain`, in the type of the products, as Triton's kernel does.
         ``values`` are overwritten."""
         if self.gain != 1.0 and values.dtype != self.x.dtype:
             values *= self.gain
@@ -215,7 +217,7 @@ class _Job:
 
 
 class _Loss(torch.autograd.Function):
-    """The loss with gradients that are known already."""
+    """The loss with gradients that the forward has computed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, job: _Job) -> torch.Tensor:
@@ -231,7 +233,7 @@ class _Loss(torch.autograd.Function):
         grad_x = None if grad_x is None else _times(grad_x, scale)
         sink = sink_of(ctx.weight)
         if grad_weight is not None and sink is not None:
-            sink.total.addcmul_(grad_weight, scale)
+            sink.add_scaled(grad_weight, scale)
             grad_weight = None
         elif grad_weight is not None:
             grad_weight = (grad_weight * scale).to(ctx.weight.dtype)
@@ -240,14 +242,14 @@ class _Loss(torch.autograd.Function):
 
 def _times(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return ``x`` times a float32 number, rounded once; in the type of ``x`` the number may be inexact."""
-    if x.is_cuda:  # a number on the device would be rounded to that type first, a vector is not
+    if x.is_cuda:  # a scalar on the device would be rounded to that type first, a vector is not
         return torch.mul(x, scale.view(1), out=torch.empty_like(x))
     return x * scale
 
 
 def chunk_tokens(num_rows: int, num_tokens: int, num_ranks: int, *, on_gpu: bool) -> int:
-    """Return how many tokens' logits ``[C, num_rows]`` exist at a time. At least two chunks where ranks wait
-    for each other, so that one has something to hide behind."""
+    """Return the number of tokens whose logits ``[C, num_rows]`` exist at a time. If ranks wait for each
+    other there are at least two chunks, so that communication can overlap with one of them."""
     limit = _CHUNK_BYTES["cuda" if on_gpu else "cpu"] // (4 * num_rows)
     if on_gpu:
         limit -= limit % _GPU_TILE_TOKENS
@@ -265,7 +267,7 @@ def linear_cross_entropy_steps(
     chunk: int | None = None,
     kernels: Kernels = "auto",
 ) -> Generator[None, None, torch.Tensor]:
-    """`linear_cross_entropy`; yields while something travels between the ranks."""
+    """Run `linear_cross_entropy` in steps; yield while a message between the ranks is in flight."""
     first_row = peers.rank * len(weight)
     part = _Part(weight, first_row, min(max(vocabulary - first_row, 0), len(weight)))
     job = _Job(x, targets, part, peers, kernels)
@@ -297,11 +299,11 @@ def linear_cross_entropy(
     chunk: int | None = None,
     kernels: Kernels = "auto",
 ) -> torch.Tensor:
-    """Sum over tokens of ``-log softmax(x weight^T)[target]``, a float32 scalar.
+    """Return the sum over tokens of ``-log softmax(x weight^T)[target]``, a float32 scalar.
 
-    ``x`` is ``[T, H]``, whole on every rank; ``weight`` this rank's rows ``[V/tp, H]``; ``targets`` ``[T]``
-    below ``vocabulary``. The gradient of ``x`` is this rank's part of the sum: who gathered ``x`` adds them
-    up.
+    ``x``: ``[T, H]``, whole on every rank. ``weight``: this rank's rows ``[V/tp, H]``. ``targets``: ``[T]``,
+    below ``vocabulary``. The gradient of ``x`` is this rank's part of the sum: the operator that gathered
+    ``x`` sums the parts.
     """
     steps = linear_cross_entropy_steps(x, weight, targets, peers, vocabulary, chunk, kernels)
     while True:
@@ -315,5 +317,5 @@ def linear_cross_entropy(
 def linear_cross_entropy_reference(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocabulary: int
 ) -> torch.Tensor:
-    """The same on one device, with all logits."""
+    """Compute the loss on one device, with all logits in memory."""
     return F.cross_entropy((x @ weight[:vocabulary].t()).float(), targets, reduction="sum")

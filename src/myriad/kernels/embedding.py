@@ -1,4 +1,4 @@
-"""Lookup in this rank's rows of a table; tokens that belong to another rank give zeros.
+"""Lookup in this rank's rows of a table; tokens of other ranks' rows give zeros.
 
 The gradient is added row by row to the weight's `GradientSink`, without a dense tensor of the table's size.
 
@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from myriad.kernels.gradient import sink_of
+from myriad.kernels.memory_order import is_sequence_first
 
 __all__ = ["add_rows_sorted", "embedding", "embedding_reference"]
 
@@ -37,8 +38,8 @@ class _Embedding(torch.autograd.Function):
 
 
 def _add_rows(total: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor, absent: torch.Tensor) -> None:
-    """Add ``gradients`` ``[T, H]`` to ``rows`` ``[T]`` of ``total`` ``[V/tp, H]`` in an order that is always
-    the same; those of ``absent`` tokens are zeros."""
+    """Add ``gradients`` ``[T, H]`` to ``rows`` ``[T]`` of ``total`` ``[V/tp, H]``, always in the same order.
+    Gradients of ``absent`` tokens are zeros."""
     gradients = gradients.to(total.dtype)
     if total.is_cuda:
         add_rows_sorted(total, rows, gradients, absent)
@@ -49,11 +50,11 @@ def _add_rows(total: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor, 
 def add_rows_sorted(
     total: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor, absent: torch.Tensor
 ) -> None:
-    """`_add_rows` for a GPU: sorts the tokens by row and adds those of a row one after another, where
-    ``index_add_`` would add by atomics.
+    """Add rows as `_add_rows` does, on a GPU: sort the tokens by row and add those of a row one after
+    another. ``index_add_`` would use atomics.
 
-    ``absent`` ``[T]`` or ``[0]``. Absent tokens, 7 of 8 with tp 8, would all wait for one row: they go to
-    different ones.
+    ``absent``: ``[T]`` or ``[0]``. Absent tokens, 7 of 8 with tp 8, would all wait for one row, so they are
+    spread over different rows.
     """
     if absent.numel():
         rows = torch.where(absent, torch.arange(len(rows), device=rows.device) % len(total), rows)
@@ -63,20 +64,25 @@ def add_rows_sorted(
 def embedding(
     tokens: torch.Tensor, weight: torch.Tensor, first_row: int, vocabulary_size: int
 ) -> torch.Tensor:
-    """Rows of ``weight`` ``[V/tp, H]``, which holds those from ``first_row`` of ``vocabulary_size``: ``[B,
-    S]`` to ``[B, S, H]``, partial where the table is."""
+    """Look up rows of ``weight`` ``[V/tp, H]``, which holds the rows from ``first_row`` of
+    ``vocabulary_size``. Tokens ``[B, S]`` give ``[B, S, H]``, in the memory order of the tokens; with a
+    partial table the result is a partial sum."""
     rows = tokens
     absent = torch.empty(0, dtype=torch.bool, device=tokens.device)
     if weight.shape[0] < vocabulary_size:
         rows = tokens - first_row
         absent = (rows < 0) | (rows >= weight.shape[0])
         rows = rows.masked_fill(absent, 0)
-    found: torch.Tensor = _Embedding.apply(rows, weight, absent)
+    if is_sequence_first(tokens):
+        turned = absent.t() if absent.numel() else absent
+        found: torch.Tensor = _Embedding.apply(rows.t(), weight, turned)
+        return found.transpose(0, 1)
+    found = _Embedding.apply(rows, weight, absent)
     return found
 
 
 def embedding_reference(tokens: torch.Tensor, weight: torch.Tensor, first_row: int) -> torch.Tensor:
-    """One row at a time."""
+    """Look up one row at a time."""
     rows = [
         weight[token - first_row] if 0 <= token - first_row < len(weight) else torch.zeros_like(weight[0])
         for token in tokens.flatten().tolist()

@@ -1,8 +1,8 @@
-"""What freed memory becomes on a CPU.
+"""Reuse of freed host memory on a CPU.
 
-glibc gives the memory of a large tensor back to the kernel when it is freed, and each next one of the size is
-made of new pages, cleared one fault at a time. Whether it does depends on what happens to lie above in the
-heap, so that of two equal ranks one is often the slower. Kept, the memory is used again at once.
+glibc returns the memory of a freed large tensor to the kernel. The next tensor of that size gets new pages,
+cleared one page fault at a time. Whether glibc does so depends on the memory above in the heap, so one of two
+equal ranks is often slower. Memory that is kept is reused at once.
 """
 
 import ctypes
@@ -11,14 +11,16 @@ from functools import cache
 __all__ = ["keep_freed_memory"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Of mallopt(3)."""
+"""Parameters of mallopt(3)."""
 _NEVER, _LARGE_BYTES = 2**31 - 1, 2**30
-"""Larger ones (parameters, states) are made once and keep pages of their own."""
+"""Values of the parameters. Larger allocations (parameters, states) are made once and keep their own
+pages."""
 
 
 @cache
 def keep_freed_memory() -> bool:
-    """For the rest of this process's life; False where its C library cannot."""
+    """Keep freed memory for the rest of this process's life. Return False if the C library does not support
+    it."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

@@ -1,16 +1,16 @@
-"""The parallel block's two branches, where their products meet: on the way in both multiply the same input,
-on the way out their results are added.
+"""The two branches of the parallel block, where their products meet. Their first products have the same
+input; the results of their last products are added.
 
-    in    fused = x A^T, up = x B^T          one product x [A; B]^T where A and B lie side by side in memory
+    in    fused = x A^T, up = x B^T          one product x [A; B]^T where A and B are adjacent in memory
           grad_x = grad_fused A + grad_up B  the second product adds to the first's result
     out   y = mixed C^T + inner D^T          the same
 
-So nothing is written only to be added. A and B are views of the chunk's flat buffer, as their gradient sinks
-are; one product needs no copy of them. Its results are two views of one piece of memory, which lives as long
-as either does: for what keeps both in any case (positions that are not turned) that costs nothing, and for
-others ``as_one`` is to be off.
+No result is written only to be added. A and B are views of the chunk's flat buffer, as their gradient sinks
+are, so one product needs no copy of them. Its results are two views of one piece of memory, which stays
+allocated as long as either view is. That costs nothing if the backward keeps both (without rotary positions);
+otherwise set ``as_one`` to False.
 
-A weight that is multiplied in float8 goes the ordinary way: its scales are its own.
+A weight that is multiplied in float8 uses the ordinary products, because it has its own scales.
 
 Legend: T tokens, H hidden.
 """
@@ -20,22 +20,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from myriad.kernels.gradient import sink_of
-from myriad.kernels.linear import Later, linear, weight_gradient
+from myriad.kernels.gradient import rows_as_one, sink_of
+from myriad.kernels.linear import Later, linear, parts_of, rows_as_they_lie, weight_gradient
+from myriad.kernels.memory_order import is_sequence_first
 from myriad.kernels.remade import Remade
 
 __all__ = ["linear_pair", "linear_sum"]
-
-
-def _as_one(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
-    """Both matrices as one, if the second begins in memory where the first ends."""
-    if first.is_meta or not (first.is_contiguous() and second.is_contiguous()):
-        return None
-    follows = first.data_ptr() + first.numel() * first.element_size() == second.data_ptr()
-    together = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    if not (follows and together):
-        return None
-    return first.detach().as_strided((len(first) + len(second), first.shape[1]), first.stride())
 
 
 def _is_float8(*weights: torch.Tensor) -> bool:
@@ -58,8 +48,9 @@ class _Pair(torch.autograd.Function):
         if remade is None:
             ctx.save_for_backward(x)
         ctx.weights, ctx.later, ctx.remade, ctx.shape = weights, later, remade, x.shape
+        ctx.num_parts = parts_of(later)
         ctx.has_bias = (first_bias is not None, second_bias is not None)
-        whole = _as_one(*weights) if as_one and ctx.has_bias[0] == ctx.has_bias[1] else None
+        whole = rows_as_one(*weights) if as_one and ctx.has_bias[0] == ctx.has_bias[1] else None
         if whole is None:
             return F.linear(x, weights[0], first_bias), F.linear(x, weights[1], second_bias)
         bias = None
@@ -72,9 +63,11 @@ class _Pair(torch.autograd.Function):
         rows = [grad.flatten(0, -2) for grad in grads]
         grad_x = torch.mm(rows[0], ctx.weights[0]).addmm_(rows[1], ctx.weights[1]).view(ctx.shape)
         found = ctx.saved_tensors * 2 if ctx.remade is None else [ctx.remade.take() for _ in rows]
-        x = found[0].flatten(0, -2)
+        x = rows_as_they_lie(found[0])
         pairs = zip(ctx.weights, rows, strict=True)
-        weights = [weight_gradient(weight, grad_rows, x, ctx.later) for weight, grad_rows in pairs]
+        weights = [
+            weight_gradient(weight, grad_rows, x, ctx.later, ctx.num_parts) for weight, grad_rows in pairs
+        ]
         biases = [own.sum(0) if has else None for own, has in zip(rows, ctx.has_bias, strict=True)]
         return grad_x, None, None, None, None, *weights, *biases
 
@@ -88,14 +81,18 @@ def linear_pair(
     *,
     as_one: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x A^T + a`` and ``x B^T + b``; ``later`` and ``remade`` (with two takers) as for `linear`."""
+    """Return ``x A^T + a`` and ``x B^T + b``. ``later`` and ``remade`` (with two takers) are those of
+    `linear`."""
     if _is_float8(*weights):
         first, second = (
             linear(x, weight, bias, later, remade) for weight, bias in zip(weights, biases, strict=True)
         )
         return first, second
-    fused, up = _Pair.apply(x, weights, later, remade, as_one, *weights, *biases)
-    return fused, up
+    if x.ndim != 3 or not is_sequence_first(x):
+        fused, up = _Pair.apply(x, weights, later, remade, as_one, *weights, *biases)
+        return fused, up
+    fused, up = _Pair.apply(x.transpose(0, 1), weights, later, remade, as_one, *weights, *biases)
+    return fused.transpose(0, 1), up.transpose(0, 1)
 
 
 class _Sum(torch.autograd.Function):
@@ -111,6 +108,7 @@ class _Sum(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(mixed, *([inner] if remade is None else []))
         ctx.weights, ctx.later, ctx.remade = (first, second), later, remade
+        ctx.num_parts = parts_of(later)
         ctx.shapes = mixed.shape, inner.shape
         rows = torch.mm(mixed.flatten(0, -2), first.t()).addmm_(inner.flatten(0, -2), second.t())
         return rows.view(*mixed.shape[:-1], len(first))
@@ -125,7 +123,7 @@ class _Sum(torch.autograd.Function):
             (rows @ weight).view(shape) for weight, shape in zip(ctx.weights, ctx.shapes, strict=True)
         ]
         weights = [
-            weight_gradient(weight, rows, x.flatten(0, -2), ctx.later)
+            weight_gradient(weight, rows, rows_as_they_lie(x), ctx.later, ctx.num_parts)
             for weight, x in zip(ctx.weights, inputs, strict=True)
         ]
         return *grad_inputs, *weights, None, None
@@ -138,8 +136,11 @@ def linear_sum(
     later: Later = None,
     remade: Remade | None = None,
 ) -> torch.Tensor:
-    """``mixed C^T + inner D^T``; ``remade``: where the backward finds ``inner``."""
+    """Return ``mixed C^T + inner D^T``. ``remade``: recomputes ``inner`` in the backward."""
     if _is_float8(*weights):
         return linear(mixed, weights[0], later=later) + linear(inner, weights[1], later=later, remade=remade)
-    y: torch.Tensor = _Sum.apply(mixed, inner, *weights, later, remade)
-    return y
+    if mixed.ndim != 3 or not is_sequence_first(mixed):
+        y: torch.Tensor = _Sum.apply(mixed, inner, *weights, later, remade)
+        return y
+    y = _Sum.apply(mixed.transpose(0, 1), inner.transpose(0, 1), *weights, later, remade)
+    return y.transpose(0, 1)

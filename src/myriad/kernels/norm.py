@@ -1,12 +1,12 @@
-"""Normalisation over the hidden dimension, in float32 inside whatever goes in.
+"""Normalisation over the hidden dimension, computed in float32 for inputs of any type.
 
-`Norm.add` gives a residual stream with a branch added, and the norm of that: what a block does before
+`Norm.add` adds a branch to the residual stream and returns the stream and its norm, as a block needs before
 attention and before the MLP. Triton's kernels (`myriad.kernels.triton.norm`) read and write memory once for
-both, in the backward too, where what comes down the stream meets what comes through the norm.
+both. Their backward does so too, and adds the stream's gradient to the norm's.
 
-Without them the library has a fused RMSNorm forward everywhere, but a fused backward on CUDA alone; on a CPU
-it takes four times as long as LayerNorm's. The two gradients differ by one term, so RMSNorm borrows
-LayerNorm's with the mean set to 0:
+Without Triton, the library has a fused RMSNorm forward everywhere, but a fused backward on CUDA only. On a
+CPU its backward takes four times as long as LayerNorm's. The two gradients differ by one term, so RMSNorm
+uses LayerNorm's with the mean set to 0:
 
     LayerNorm's, mean 0:   r (gw - mean(gw) - n mean(gw n))          n = x r, g the gradient, w the weight
     RMSNorm's:             r (gw            - n mean(gw n))
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from myriad.kernels.choice import runs_triton
 from myriad.kernels.config import Kernels
+from myriad.kernels.memory_order import as_rows_lie, is_sequence_first
 
 __all__ = ["LayerNorm", "Norm", "RMSNorm", "rms_norm", "rms_norm_reference"]
 
@@ -48,7 +49,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """``x / root(mean(x^2) + epsilon) * weight`` (Zhang & Sennrich 2019)."""
+    """Return ``x / root(mean(x^2) + epsilon) * weight`` (Zhang & Sennrich 2019)."""
     if x.device.type != "cpu":
         return F.rms_norm(x, weight.shape, weight, epsilon)
     y: torch.Tensor = _RMSNorm.apply(x, weight, epsilon)
@@ -56,7 +57,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 
 class Norm(nn.Module):
-    """Of the last dimension, which has ``hidden`` values."""
+    """Normalisation of the last dimension, which has ``hidden`` values."""
 
     is_layer: bool
 
@@ -70,21 +71,28 @@ class Norm(nn.Module):
         return self.add(x, None)[1]
 
     def add(self, x: torch.Tensor, branch: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x + branch``, and the norm of it: the same bits as one after the other. Without a branch ``x`` as
-        it is, and its gradient the bits it has with one: where a branch was added shows in no result."""
+        """Return ``x + branch`` and its norm, bitwise equal to the two operators one after the other.
+
+        Without a branch ``x`` is returned unchanged, and its gradient has the same bits as with one: results
+        do not depend on where a branch was added.
+        """
         if not runs_triton("norm", x, self.kernels, x.shape[-1]):
             stream = x if branch is None else x + branch
-            return stream, self._by_library(stream)
+            return stream, as_rows_lie(self._by_library, stream)
         from myriad.kernels.triton.norm import add_norm
 
-        return add_norm(x, branch, self.weight, self.bias, self.epsilon, is_layer=self.is_layer)
+        flip = x.ndim == 3 and is_sequence_first(x)
+        if flip:
+            x, branch = x.transpose(0, 1), None if branch is None else branch.transpose(0, 1)
+        stream, normed = add_norm(x, branch, self.weight, self.bias, self.epsilon, is_layer=self.is_layer)
+        return (stream.transpose(0, 1), normed.transpose(0, 1)) if flip else (stream, normed)
 
     def _by_library(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
 
 class RMSNorm(Norm):
-    """`rms_norm` with its weight."""
+    """RMSNorm with a weight, computed as by `rms_norm`."""
 
     is_layer = False
 
@@ -96,7 +104,7 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """``(x - mean) / deviation * weight + bias``, the bias on request."""
+    """LayerNorm: ``(x - mean) / deviation * weight + bias``, with the bias optional."""
 
     is_layer = True
 
@@ -108,6 +116,6 @@ class LayerNorm(Norm):
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """The formula, step by step."""
+    """Compute the formula step by step in float64."""
     wide = x.double()
     return (wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()).to(x.dtype)

@@ -1,10 +1,10 @@
-"""Tensors that the backward makes again instead of keeping them: cheap to compute, large to keep.
+"""Tensors that the backward recomputes instead of keeping them: cheap to compute, large to keep.
 
-    kept       source --function--> x --product--> y      source and x, for the two backwards
-    remade     source --function--> x --product--> y      source; the product's backward makes x again
+    kept          source --function--> x --product--> y      keeps source and x, for the two backwards
+    recomputed    source --function--> x --product--> y      keeps source; the product's backward recomputes x
 
 The function's own backward needs the source in any case, so nothing is kept in place of x. Function and
-source are those of the forward, hence the bits of x.
+source are those of the forward, so x has the same bits.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ __all__ = ["Remade"]
 
 
 class Remade:
-    """``function(source)``, made when the first of ``num_takers`` products asks for it in the backward, and
-    given up with the last, as autograd does with what it saved."""
+    """A tensor ``function(source)`` that is recomputed in the backward. The first of ``num_takers`` products
+    computes it, and the last one drops it, as autograd does with saved tensors."""
 
     def __init__(
         self, function: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor, num_takers: int = 1
@@ -26,7 +26,7 @@ class Remade:
         self._made: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
-        """The tensor; once for each taker."""
+        """Return the tensor. Call it once for each taker."""
         if self._made is None:
             assert self._source is not None, "taken more often than announced"
             with torch.no_grad():

@@ -1,21 +1,23 @@
-"""Rotary positions (Su et al. 2021): neighbouring pairs of a head's values are complex numbers, turned by an
-angle that grows with the position. One complex multiplication forward, one with the conjugate backward; on a
-GPU `myriad.kernels.triton.rotary` does the same in one pass, in any type, where the heads are split.
+"""Rotary positions (Su et al. 2021): neighbouring pairs of a head's values are complex numbers, rotated by an
+angle that grows with the position. The forward is one complex multiplication, the backward one with the
+conjugate. On a GPU `myriad.kernels.triton.rotary` does the same in one pass, for any type, while it splits
+the heads.
 
 Legend: B batch, S sequence, N heads, D head size.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from myriad.kernels.constant_tensors import constant_tensor
+
 __all__ = ["rotary_reference", "rotary_turns", "turned"]
 
 
-@lru_cache(maxsize=16)
+@constant_tensor
 def _table(length: int, width: int, base: float, device: torch.device) -> torch.Tensor:
-    """Unit complex numbers ``[S, D/2]``."""
+    """Return unit complex numbers ``[S, D/2]``."""
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
     angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * base**-exponents
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(device)
@@ -24,14 +26,15 @@ def _table(length: int, width: int, base: float, device: torch.device) -> torch.
 def rotary_turns(
     base: float, width: int, sequence: int, device: torch.device, first_position: int = 0
 ) -> torch.Tensor:
-    """Turns of the pairs of ``sequence`` positions from ``first_position`` on: complex, ``[S, D/2]``."""
+    """Return the rotations of the pairs at ``sequence`` positions from ``first_position`` on: complex
+    ``[S, D/2]``."""
     end = first_position + sequence
     length = sequence if first_position == 0 else 1 << (end - 1).bit_length()
     return _table(length, width, base, device)[first_position:end]
 
 
 def as_pairs(x: torch.Tensor) -> torch.Tensor:
-    """``[..., D]`` float32 as complex ``[..., D/2]``, the same memory."""
+    """View ``[..., D]`` float32 as complex ``[..., D/2]``, in the same memory."""
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
@@ -51,13 +54,13 @@ class _Turned(torch.autograd.Function):
 
 
 def turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """``x`` ``[B, S, N, D]``, each pair turned."""
+    """Return ``x`` ``[B, S, N, D]`` with each pair rotated."""
     y: torch.Tensor = _Turned.apply(x, turns)
     return y
 
 
 def rotary_reference(x: torch.Tensor, base: float, first_position: int = 0) -> torch.Tensor:
-    """The rotation of each pair of ``[B, S, N, D]``, written out."""
+    """Rotate each pair of ``[B, S, N, D]``, with the formula written out."""
     sequence, width = x.shape[1], x.shape[3]
     positions = torch.arange(first_position, first_position + sequence, dtype=torch.float64)
     angles = positions[:, None] * base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)

@@ -1,1 +1,1 @@
-"""The transformer, as one device sees it. Describing one (``myriad.model.config``) needs no torch."""
+"""The transformer on one device. Its description (``myriad.model.config``) needs no torch."""

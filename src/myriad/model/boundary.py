@@ -1,20 +1,21 @@
-"""Where the model meets its tensor-parallel peers, so that it need not know them.
+"""Interface between the model and its tensor-parallel peers.
 
-Every place of the transformer at which tensor + sequence parallelism communicates goes through a `Boundary`.
-On one device each method is the identity; `myriad.parallel.tensor` provides the one that talks to a group.
+All tensor- and sequence-parallel communication of the transformer goes through a `Boundary`. On one device
+each method is the identity; `myriad.parallel.tensor_parallel` provides the boundary that communicates in a
+group.
 
     [B, S/tp, H]  --enter-->  [B, S, H]  column-parallel ... row-parallel  --leave-->  [B, S/tp, H]
 
 ``enter`` is all-gather forward, reduce-scatter backward; ``leave`` is reduce-scatter forward, all-gather
-backward. In the parallel block one ``enter`` feeds attention and MLP and one ``leave`` takes both (MegaScale,
-section 3.1). Both come in two halves, so that a layer can do something else meanwhile:
+backward. In the parallel block one ``enter`` serves attention and MLP and one ``leave`` serves both
+(MegaScale, section 3.1). Both have two halves, so that a layer can compute something else meanwhile:
 
-    arriving = boundary.start_enter(x)      posted
-    ...                                     other work; forward and backward each do theirs here
+    arriving = boundary.start_all_gather(x)     issued
+    ...                                         other work, in the forward and in the backward
     whole = arriving.wait()
 
-Or the products around the communication go with it, slice by slice (``overlap.tensor = "slices"``): a layer
-then calls `Boundary.gather_products` and `Boundary.scatter_products` in place of the halves.
+With ``overlap.tensor = "slices"``, the communication overlaps with the adjacent products, slice by slice: a
+layer then calls `Boundary.gather_products` and `Boundary.scatter_products` instead of the halves.
 
 Legend: B batch, S sequence, H hidden, V vocabulary.
 """
@@ -25,29 +26,30 @@ from typing import NamedTuple, Protocol
 import torch
 
 from myriad.kernels.config import Kernels
-from myriad.kernels.gradient import DeferredProduct
+from myriad.kernels.gradient import LaterProducts
 from myriad.kernels.linear import linear
 from myriad.kernels.remade import Remade
+from myriad.kernels.side_by_side import Place
 
 __all__ = ["Arrived", "Arriving", "Boundary", "Factors"]
 
 
 class Arriving(Protocol):
-    """A tensor on its way from the peers."""
+    """A tensor in flight from the peers."""
 
     def wait(self) -> torch.Tensor:
-        """The tensor, when it is there; once."""
+        """Wait for the tensor and return it. Call it once."""
         ...
 
 
 class Arrived:
-    """A tensor that is here already."""
+    """A tensor that is already available."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self._x = x
 
     def wait(self) -> torch.Tensor:
-        """The tensor."""
+        """Return the tensor at once."""
         return self._x
 
 
@@ -61,37 +63,46 @@ class Factors(NamedTuple):
 
 
 class Boundary:
-    """One device: nothing to gather, nothing to sum."""
+    """The boundary on one device, which gathers and sums nothing."""
 
     rank: int = 0
     """Index among the tensor-parallel peers."""
     size: int = 1
     """Number of tensor-parallel peers."""
     chunks: int = 1
-    """Parts of a micro-batch that take turns, each computing while the others' tensors travel; 1: nothing
-    travels behind anything."""
+    """Parts of a micro-batch that alternate: one computes while the others communicate. 1: communication does
+    not overlap."""
     message_bytes: int = 1
-    """Least bytes of a part's, or of a slice's, message to a peer."""
+    """Smallest message of a part or a slice to a peer, in bytes."""
     token_multiple: int = 1
-    """Each part of a micro-batch has a multiple of so many tokens, if the whole has."""
+    """Each part of a micro-batch has a multiple of this many tokens, if the whole micro-batch has."""
+    joins_parts: bool = False
+    """Whether parts write the operands of weight gradients to adjacent memory, so that each gradient is one
+    product."""
+    place: Place | None = None
+    """Memory place of the part that runs, with `joins_parts`."""
+    sequence_first: bool = False
+    """Whether stages of several sequences order their input position by position in memory
+    (`myriad.kernels.memory_order`), as the peers gather it."""
     in_slices: bool = False
-    """Layers are to call `gather_products` and `scatter_products`: what they gather and scatter travels in
-    slices behind these products."""
-    later: list[DeferredProduct] | None = None
-    """Where the backward of a linear may put its weight's product, to be computed while a gradient travels;
-    ``None``: nowhere."""
+    """Whether layers call `gather_products` and `scatter_products`, whose communication overlaps with these
+    products in slices."""
+    later: LaterProducts | None = None
+    """List on which the backward of a linear may put its weight product, to be computed while a gradient is
+    in flight; ``None``: products are computed directly."""
     remakes: bool = False
-    """Outputs of norms and activation functions are made again in the backward instead of being kept
+    """Whether outputs of norms and activation functions are recomputed in the backward instead of kept
     (``layout.recompute = "selective"``)."""
     kernels: Kernels = "auto"
-    """Whose kernels compute the operators (``train.kernels``)."""
+    """Choice of the kernels that compute the operators (``train.kernels``)."""
 
-    def start_enter(self, x: torch.Tensor) -> Arriving:
-        """``[B, S/size, H]`` to ``[B, S, H]``; differentiable."""
+    def start_all_gather(self, x: torch.Tensor) -> Arriving:
+        """Gather ``[B, S/size, H]`` to ``[B, S, H]``. The result is differentiable."""
         return Arrived(x)
 
-    def start_leave(self, x: torch.Tensor) -> Arriving:
-        """Partial sums ``[B, S, H]`` to this rank's part ``[B, S/size, H]`` of the total; differentiable."""
+    def start_reduce_scatter(self, x: torch.Tensor) -> Arriving:
+        """Reduce partial sums ``[B, S, H]`` to this rank's part ``[B, S/size, H]`` of the total. The result
+        is differentiable."""
         return Arrived(x)
 
     def gather_products(
@@ -101,26 +112,31 @@ class Boundary:
         biases: Sequence[torch.Tensor | None],
         remade: Remade | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """`start_enter`, and the column-parallel products of the result: ``x`` ``[B, S/size, H]`` and weights
-        ``[O, H]`` to ``[B, S, O]`` each, with the biases (or ``None``) added. ``remade``: where the backward
-        finds ``x``; then nothing of it is kept, and the peers gather it again."""
+        """Gather ``x`` as `start_all_gather` does, and return its column-parallel products.
+
+        ``x`` ``[B, S/size, H]`` and weights ``[O, H]`` give ``[B, S, O]`` each, with the biases (or ``None``)
+        added. ``remade``: recomputes ``x`` in the backward; then ``x`` is not kept, and the peers gather it
+        again.
+        """
         pairs = zip(weights, biases, strict=True)
         return tuple(linear(x, weight, bias, self.later, remade) for weight, bias in pairs)
 
     def scatter_products(self, factors: Sequence[Factors]) -> torch.Tensor:
-        """The sum of row-parallel products, and `start_leave` of it: ``[B, S/size, H]``."""
+        """Sum row-parallel products and reduce the sum as `start_reduce_scatter` does: ``[B, S/size, H]``."""
         first, *others = (linear(one.x, one.weight, None, self.later, one.remade) for one in factors)
         return sum(others, first)
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
-        """For models that keep the residual stream whole: identity forward, sum over peers backward."""
+        """Return ``x`` forward, and sum its gradient over the peers backward. For models that keep the
+        residual stream whole."""
         return x
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        """For models that keep the residual stream whole: sum over peers forward, identity backward."""
+        """Sum ``x`` over the peers forward, and pass its gradient backward. For models that keep the residual
+        stream whole."""
         return x
 
     def start_stack(self, x: torch.Tensor) -> Arriving:
-        """Every rank's ``x``: ``[...]`` to ``[size, ...]``; not differentiable (used where gradients are
-        made)."""
+        """Stack every rank's ``x``: ``[...]`` to ``[size, ...]``. The result is not differentiable; operators
+        that compute gradients use it."""
         return Arrived(x[None])

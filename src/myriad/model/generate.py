@@ -1,8 +1,8 @@
-"""Text from a model: one token at a time, with the keys and values of what was said before kept.
+"""Text generation: one token at a time, with a cache of earlier keys and values.
 
 Each step computes one position. The model sees the last ``config.sequence`` tokens, or each layer's window of
-them. Rotary positions may grow without end; learned ones are as many as were trained, so when they run out
-the second half of what was said becomes the beginning and is computed anew.
+them. Rotary positions may grow without limit. Learned positions are limited to the trained number: when they
+run out, the second half of the text becomes the beginning and is recomputed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from myriad.errors import BadInputError
-from myriad.model.cache import KeyValueCache
+from myriad.model.key_value_cache import KeyValueCache
 from myriad.model.layers import Block, Embedding, Head
 
 __all__ = ["Session", "generate", "sample"]
 
 
 class Session:
-    """A sequence being read and continued by the full list of layers on one device."""
+    """A sequence that the full list of layers on one device reads and continues."""
 
     def __init__(self, layers: nn.ModuleList, sequence: int) -> None:
         self.embedding = cast(Embedding, layers[0])
@@ -37,8 +37,8 @@ class Session:
 
     @torch.no_grad()
     def read(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Scores ``[V]`` of the token after these, which follow all read before. At most ``sequence`` at a
-        time."""
+        """Return the scores ``[V]`` of the token after these tokens, which follow all tokens read before.
+        Read at most ``sequence`` tokens at a time."""
         if self.embedding.positions is not None and self.next_position + len(tokens) > self.sequence:
             kept = max(self.sequence // 2 - len(tokens), 0)
             tokens = [*self.tokens[len(self.tokens) - kept :], *tokens][-self.sequence :]
@@ -53,8 +53,8 @@ class Session:
 
 
 def sample(logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """A token from scores ``[V]``: of the likeliest that have ``top_p`` of the probability together.
-    Temperature 0 takes the likeliest."""
+    """Draw a token from scores ``[V]``, among the likeliest tokens that together have probability ``top_p``.
+    Temperature 0 returns the likeliest token."""
     if temperature == 0:
         return int(logits.argmax())
     shares, tokens = (logits.float().cpu() / temperature).softmax(-1).sort(descending=True)
@@ -78,10 +78,11 @@ def generate(
     seed: int = 0,
     stop_token: int | None = None,
 ) -> Iterator[int]:
-    """Tokens that continue ``prompt``, as they are drawn; the stop token ends them and is not given.
+    """Yield tokens that continue ``prompt``, as they are drawn. The stop token ends the sequence and is not
+    yielded.
 
-    ``layers`` are all layers on one device (`myriad.model.gpt.build_full`), ``sequence`` the tokens the model
-    was trained to see. A longer prompt counts from its end.
+    ``layers``: all layers on one device (`myriad.model.gpt.build_full`). ``sequence``: number of tokens that
+    the model was trained to see; only the end of a longer prompt counts.
     """
     _check("temperature", temperature, ok=temperature >= 0, allowed="0 (the likeliest token) or more")
     _check("top_p", top_p, ok=0 < top_p <= 1, allowed="above 0, up to 1 (every token)")

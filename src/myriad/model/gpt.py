@@ -1,4 +1,4 @@
-"""The decoder transformer as a `Definition`: a list of layers that can be built anywhere.
+"""The decoder transformer as a `Definition`: a list of layers that can be built on any rank.
 
     embedding   tokens [B, S] -> residual stream [B, S/tp, H]
     blocks.i    residual stream -> residual stream
@@ -30,17 +30,18 @@ class GPT:
 
     @cached_property
     def names(self) -> Sequence[str]:
-        """embedding, blocks.0, ..., head."""
+        """Layer names: embedding, blocks.0, ..., head."""
         return ("embedding", *(f"blocks.{i}" for i in range(self.config.layers)), "head")
 
     @cached_property
     def kinds(self) -> Sequence[str]:
-        """Embedding, Block, ..., Head."""
-        return ("Embedding", *("Block" for _ in range(self.config.layers)), "Head")
+        """Layer kinds: Embedding, Block, ..., Head."""
+        return self.config.layer_kinds
 
     @cached_property
     def shards(self) -> Mapping[str, Shard]:
-        """How tensor parallelism cuts parameters; norms, positions and row-parallel biases are whole."""
+        """Return how tensor parallelism shards parameters. Norms, positions and row-parallel biases are
+        whole."""
         config = self.config
         q, kv = config.heads * config.head_width, config.num_kv_heads * config.head_width
         up = Shard(0, (config.ffn_width,) * 2) if config.activation == "swiglu" else Shard(0)
@@ -56,16 +57,16 @@ class GPT:
 
     @cached_property
     def tied(self) -> Mapping[str, str]:
-        """The output projection is the token embedding, if the config says so."""
+        """Tied parameters: the output projection shares the token embedding, if the config says so."""
         return {"head.output.weight": "embedding.tokens.weight"} if self.config.tied else {}
 
     @property
     def sequence_parallel(self) -> bool:
-        """The residual stream is cut along the sequence."""
+        """Whether the residual stream is cut along the sequence: always."""
         return True
 
     def build(self, index: int, boundary: Boundary) -> nn.Module:
-        """Layer ``index`` with this rank's shapes, of unwritten memory on the default device."""
+        """Build layer ``index`` with this rank's shapes, in uninitialised memory on the default device."""
         if index == 0:
             return Embedding(self.config, boundary)
         if index == self.config.layers + 1:
@@ -95,7 +96,7 @@ class GPT:
 
 
 def build_full(config: ModelConfig, seed: int) -> nn.ModuleList:
-    """Every layer on one device with initial values, tied parameters being one: for sampling and tests."""
+    """Build every layer on one device with initial values and tied parameters, for sampling and tests."""
     definition = GPT(config, seed)
     layers = nn.ModuleList()
     parameters: dict[str, nn.Parameter] = {}

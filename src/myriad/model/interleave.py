@@ -1,76 +1,84 @@
-"""Parts of one micro-batch take turns on a device: one computes while the tensors of the others travel.
+"""Alternation of the parts of one micro-batch on a device: one part computes while the others communicate.
 
-A layer that communicates is written as steps: a generator that yields wherever something of its own is under
-way. Two parts of the batch, one turn apart (Domino, arXiv 2409.15241), S for the short step between two
-communications, 1 and 2 for the halves of attention or MLP, ``g`` a gather, ``r`` a reduce-scatter:
+A layer that communicates is written as steps: a generator that yields wherever it has a collective in flight.
+Two parts of the batch alternate, one turn apart (Domino, arXiv 2409.15241). S is the short step between two
+collectives, 1 and 2 are the halves of attention or MLP, ``g`` is a gather, ``r`` a reduce-scatter:
 
     part A     S   1       2   S   1       2   S
     part B   2   S   1       2   S   1       2
     device   2 S S 1 1 ... one after the other, never idle while
     network    gA..gB..rA..rB..gA.. each has the length of a half to arrive
 
-Autograd runs nodes in the reverse order of their creation, so the backward takes the same turns backwards:
-what was waited for is posted, what was posted is waited for.
+Autograd runs nodes in the reverse order of their creation, so the backward alternates in reverse order: it
+issues what the forward waited for, and waits for what the forward issued.
 
-Sequences do not meet each other, so a micro-batch of several is cut in sequences. A single one is cut in
-positions, each rank's share in equal parts, which meet in attention: there a layer asks for the `Whole`.
+Sequences are independent, so a micro-batch of several is cut into sequences. A single sequence is cut into
+ranges of positions, of which every rank has a share. The ranges meet in attention: there a layer requests the
+`Whole`. The ranks gather a part as one range of the sequence, so adjacent parts form the sequence, and
+splitting it again copies nothing. Two parts of 8 positions on two ranks:
 
-Legend: B batch, S sequence, H hidden, P positions of one part in each rank's share.
+    position   0 1 2 3 | 4 5 6 7
+    part       0 0 0 0 | 1 1 1 1
+    rank       0 0 1 1 | 0 0 1 1
+
+Legend: B batch, S sequence, H hidden, P positions of one part on each rank.
 """
 
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, groupby
+from itertools import accumulate, count, groupby
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from myriad.kernels.memory_order import lay_gradient_first, lay_sequence_first
+from myriad.kernels.side_by_side import Place, places_of
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Context
-from myriad.model.parts import num_parts, part_sizes
+from myriad.model.overlap_parts import num_parts, part_sizes
 from myriad.model.residual import Residual
 
 __all__ = ["LayerSteps", "SteppedLayer", "Steps", "Whole", "run_layers"]
 
 
 class Whole:
-    """A layer's wish for ``function`` of every position's ``x`` ``[B, S, ...]``, of which it has its part;
-    ``result`` is its part of that, when the layer is called again."""
+    """A layer's request for ``function`` of every position's ``x`` ``[B, S, ...]``, of which the layer has
+    its part. When the layer resumes, ``result`` is its part of the result."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
         self.function, self.x = function, x
         self.result = x
 
     def fulfil(self) -> None:
-        """For a part that has every position."""
+        """Compute the result for a part that has every position."""
         self.result = self.function(self.x)
 
 
 Steps = Generator[Whole | None, None, torch.Tensor]
-"""Yields where another part may run."""
+"""Steps of a layer. The generator yields where another part may run."""
 LayerSteps = Generator[Whole | None, None, torch.Tensor | Residual]
-"""Gives the layer's output, of which the last sum may be left to the next layer."""
+"""Steps that return the layer's output. Its last addition may be left to the next layer."""
 
 
 class SteppedLayer(nn.Module):
-    """A layer that says where it waits."""
+    """A layer whose steps show where it waits."""
 
     boundary: Boundary
     takes_tokens = False
-    """Its input is whole on every rank (token ids), not this rank's share."""
+    """Whether the input is whole on every rank (token ids) instead of this rank's share."""
 
     def steps(self, x: torch.Tensor, context: Context) -> LayerSteps:
-        """The forward pass."""
+        """Run the forward pass as steps."""
         raise NotImplementedError
 
     def steps_after(self, x: Residual, context: Context) -> LayerSteps:
-        """The forward pass after a layer that left its last sum to this one."""
+        """Run the forward pass after a layer that left its last addition to this one."""
         return self.steps(x.total(), context)
 
     def position_bytes(self, x: torch.Tensor) -> int:
-        """Of one position of the residual stream, given the layer's input."""
+        """Return the bytes of one position of the residual stream, given the layer's input."""
         return x.shape[-1] * x.element_size()
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
@@ -78,7 +86,7 @@ class SteppedLayer(nn.Module):
 
 
 def finish(steps: LayerSteps) -> torch.Tensor:
-    """The output of steps that nobody shares the device with."""
+    """Run steps alone on the device and return their output."""
     while not isinstance(step := _next(steps), torch.Tensor):
         if step is not None:
             step.fulfil()
@@ -86,7 +94,7 @@ def finish(steps: LayerSteps) -> torch.Tensor:
 
 
 def run_layers(layers: Iterable[nn.Module], x: torch.Tensor, context: Context) -> torch.Tensor:
-    """Each layer on the output of the one before; where they communicate, in parts that take turns."""
+    """Run each layer on the output of the layer before. Layers that communicate run in alternating parts."""
     for stepped, run in groupby(layers, lambda layer: isinstance(layer, SteppedLayer)):
         if stepped:
             x = _run_stepped([layer for layer in run if isinstance(layer, SteppedLayer)], x, context)
@@ -97,13 +105,44 @@ def run_layers(layers: Iterable[nn.Module], x: torch.Tensor, context: Context) -
 
 
 def _run_stepped(layers: Sequence[SteppedLayer], x: torch.Tensor, context: Context) -> torch.Tensor:
-    cut = _choose_cut(layers[0], x)
+    cut, lies_first = _choose_cut(layers[0], x), layers[0].boundary.sequence_first and not x.is_meta
     if cut is None:
-        return finish(_through(layers, x, context))
-    inputs = cut.inputs(x, takes_tokens=layers[0].takes_tokens)
+        return _output(finish(_through(layers, _input(x, lies_first), context)), lies_first)
+    inputs = [_input(part, lies_first) for part in cut.inputs(x, takes_tokens=layers[0].takes_tokens)]
     pairs = zip(inputs, cut.contexts(context, x), strict=True)
-    outputs = take_turns([_through(layers, *pair) for pair in pairs], cut)
-    return torch.stack(outputs).sum() if outputs[0].ndim == 0 else torch.cat(outputs, cut.dim)
+    parts = [_through(layers, *pair) for pair in pairs]
+    if layers[0].boundary.joins_parts:
+        places = places_of([part.shape[0] * part.shape[1] for part in inputs])
+        parts = [_at(*pair, layers[0].boundary) for pair in zip(places, parts, strict=True)]
+    outputs = take_turns(parts, cut)
+    if outputs[0].ndim == 0:
+        return torch.stack(outputs).sum()
+    return torch.cat([_output(part, lies_first) for part in outputs], cut.dim)
+
+
+def _at(place: Place, steps: LayerSteps, boundary: Boundary) -> LayerSteps:
+    """Run the steps with ``place`` as the part's place among the parts."""
+    assert boundary.later is not None, "nothing is cut in parts where nothing is left for later"
+    while True:
+        boundary.place, boundary.later.num_parts = place, place.num_parts
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            output: torch.Tensor | Residual = end.value
+            return output
+        finally:
+            boundary.place, boundary.later.num_parts = None, 1
+        yield step
+
+
+def _input(part: torch.Tensor, lies_first: bool) -> torch.Tensor:
+    """Return the part in the memory order that the layers and their results use."""
+    return lay_sequence_first(part) if lies_first and len(part) > 1 else part
+
+
+def _output(part: torch.Tensor, lies_first: bool) -> torch.Tensor:
+    """Return the part unchanged; its gradient gets the memory order that the layers use."""
+    return lay_gradient_first(part) if lies_first and part.ndim == 3 and len(part) > 1 else part
 
 
 def _through(layers: Sequence[SteppedLayer], x: torch.Tensor, context: Context) -> LayerSteps:
@@ -120,7 +159,7 @@ def _through(layers: Sequence[SteppedLayer], x: torch.Tensor, context: Context) 
 
 
 def _by_itself(steps: LayerSteps) -> Steps:
-    """The same steps without wishes: this part has every position."""
+    """Run the steps of a part that has every position, and fulfil its requests directly."""
     while not isinstance(step := _next(steps), torch.Tensor):
         if step is None:
             yield None
@@ -130,11 +169,11 @@ def _by_itself(steps: LayerSteps) -> Steps:
 
 
 class Cut(Protocol):
-    """How a micro-batch is cut in parts."""
+    """A way to cut a micro-batch into parts."""
 
     @property
     def dim(self) -> int:
-        """Along which the parts of the residual stream are put together again."""
+        """The dimension along which the parts of the residual stream are concatenated."""
         ...
 
     def inputs(self, x: torch.Tensor, *, takes_tokens: bool) -> Sequence[torch.Tensor]: ...
@@ -142,17 +181,17 @@ class Cut(Protocol):
     def contexts(self, context: Context, x: torch.Tensor) -> Sequence[Context]: ...
 
     def steps(self, steps: LayerSteps) -> LayerSteps:
-        """What the turns see of one part's steps."""
+        """Return the steps of one part as `take_turns` runs them."""
         ...
 
     def fulfil(self, wishes: Sequence[Whole]) -> None:
-        """The same wish of every part."""
+        """Fulfil the same request of every part."""
         ...
 
 
 @dataclass(frozen=True)
 class _Sequences:
-    """Each part some of the sequences."""
+    """Cut by sequences: each part has some of them."""
 
     sizes: list[int]
     dim = 0
@@ -177,7 +216,7 @@ class _Sequences:
 
 @dataclass(frozen=True)
 class _Positions:
-    """Each part some of the positions in each rank's share of the sequence."""
+    """Cut by positions: each part is a range of the sequence, and every rank has an equal share of it."""
 
     sizes: list[int]
     rank: int
@@ -189,7 +228,8 @@ class _Positions:
 
     def contexts(self, context: Context, x: torch.Tensor) -> Sequence[Context]:
         targets = [None] * len(self.sizes) if context.targets is None else self._of_whole(context.targets)
-        starts = [self.rank * sum(self.sizes) + sum(self.sizes[:part]) for part in range(len(self.sizes))]
+        stretches = accumulate((size * self.num_ranks for size in self.sizes[:-1]), initial=0)
+        starts = [start + self.rank * size for start, size in zip(stretches, self.sizes, strict=True)]
         pairs = zip(targets, starts, strict=True)
         return [replace(context, targets=target, first_position=start) for target, start in pairs]
 
@@ -197,19 +237,18 @@ class _Positions:
         return steps
 
     def fulfil(self, wishes: Sequence[Whole]) -> None:
-        shares = [wish.x.unflatten(1, (self.num_ranks, -1)) for wish in wishes]  # [B, tp, P, ...]
-        results = self._of_whole(wishes[0].function(torch.cat(shares, 2).flatten(1, 2)))
+        results = self._of_whole(wishes[0].function(torch.cat([wish.x for wish in wishes], 1)))
         for wish, result in zip(wishes, results, strict=True):
             wish.result = result
 
-    def _of_whole(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """``[B, S, ...]`` to what each part has of it, ``[B, tp P, ...]``."""
-        shares = x.unflatten(1, (self.num_ranks, -1)).split(self.sizes, 2)
-        return [share.flatten(1, 2) for share in shares]
+    def _of_whole(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Split ``[B, S, ...]`` into the parts' ranges, ``[B, tp P, ...]`` each."""
+        return x.split([size * self.num_ranks for size in self.sizes], 1)
 
 
 def _choose_cut(layer: SteppedLayer, x: torch.Tensor) -> Cut | None:
-    """Whole sequences where there are two; ``None`` where there is nothing to hide or nothing to cut."""
+    """Choose the cut: by sequences if there are several; ``None`` if there is nothing to overlap or to
+    cut."""
     boundary = layer.boundary
     if boundary.chunks == 1 or boundary.size == 1 or x.is_meta:
         return None
@@ -226,7 +265,7 @@ def _choose_cut(layer: SteppedLayer, x: torch.Tensor) -> Cut | None:
 
 
 def take_turns(parts: Sequence[LayerSteps], cut: Cut) -> list[torch.Tensor]:
-    """Runs every part to its end, a turn behind the one before it."""
+    """Run every part to its end, each one turn after the part before."""
     parts = [cut.steps(part) for part in parts]
     reached = _run_round(parts, together=False)
     while True:
@@ -238,8 +277,8 @@ def take_turns(parts: Sequence[LayerSteps], cut: Cut) -> list[torch.Tensor]:
 
 
 def _run_round(parts: Sequence[LayerSteps], *, together: bool) -> list[Whole | torch.Tensor]:
-    """Runs every part up to its next wish or its end. Part p lets p turns go by, first of all or, when they
-    come ``together`` from a wish, after a step."""
+    """Run every part up to its next request or its end. Part p skips p turns: at the start or, if the parts
+    resume ``together`` from a request, after one step."""
     reached: dict[int, Whole | torch.Tensor] = {}
     first = int(together)
     for turn in count():
@@ -254,7 +293,7 @@ def _run_round(parts: Sequence[LayerSteps], *, together: bool) -> list[Whole | t
 
 
 def _next(steps: LayerSteps) -> Whole | torch.Tensor | None:
-    """What the next step ends in: a wish, the output, or just a moment for others."""
+    """Run the next step. Return its request, the output, or None if other parts may run."""
     try:
         return next(steps)
     except StopIteration as end:

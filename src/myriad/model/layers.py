@@ -1,9 +1,9 @@
-"""The layers of the transformer with the shapes of one tensor-parallel rank.
+"""Transformer layers with the shapes of one tensor-parallel rank.
 
-Between layers travels the residual stream, ``[B, S/tp, H]``; a block leaves its last sum to the next norm
-(`myriad.model.residual`). Each branch enters (all ranks' parts of the sequence together), multiplies
-column-parallel, then row-parallel, and leaves (partial sums added up, each rank its part). A layer computes
-in the precision of its parameters; norms, softmax and the loss are float32 inside.
+The residual stream, ``[B, S/tp, H]``, passes between layers; a block leaves its last addition to the next
+norm (`myriad.model.residual`). Each branch enters (gathers all ranks' parts of the sequence), multiplies
+column-parallel, then row-parallel, and leaves (sums the partial results and keeps this rank's part). A layer
+computes in the precision of its parameters; norms, softmax and the loss use float32 inside.
 
 Legend: B batch, S sequence, H hidden, N query heads, K key/value heads (both of this rank), D head size.
 """
@@ -22,15 +22,16 @@ from myriad.kernels.embedding import embedding
 from myriad.kernels.gradient import DeferredProduct
 from myriad.kernels.linear import Linear, linear
 from myriad.kernels.linear_pair import linear_pair, linear_sum
+from myriad.kernels.memory_order import is_sequence_first
 from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
 from myriad.kernels.random import dropout, key_of
 from myriad.kernels.remade import Remade
 from myriad.kernels.rotary import rotary_turns
 from myriad.model.boundary import Arriving, Boundary, Factors
-from myriad.model.cache import KeyValueCache
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
 from myriad.model.interleave import LayerSteps, SteppedLayer, Steps, Whole, finish
+from myriad.model.key_value_cache import KeyValueCache
 from myriad.model.residual import Residual
 
 __all__ = ["Block", "Embedding", "Head"]
@@ -43,7 +44,7 @@ def _norm(config: ModelConfig, boundary: Boundary) -> Norm:
 
 
 class _Dropout:
-    """Dropout of one place in the model, the same in every layout."""
+    """Dropout at one place in the model; every layout drops the same values."""
 
     def __init__(self, config: ModelConfig, boundary: Boundary, place: str) -> None:
         self.ratio, self.rank, self.place = config.dropout, boundary.rank, place
@@ -57,12 +58,12 @@ class _Dropout:
 
 
 def _first_position(x: torch.Tensor, context: Context, rank: int) -> int:
-    """Position in the sequence of ``x[:, 0]``, which is of this rank's share."""
+    """Return the position in the sequence of ``x[:, 0]``, the start of this rank's share."""
     return rank * x.shape[1] if context.first_position is None else context.first_position
 
 
 class _Table(nn.Module):
-    """Rows to look up."""
+    """A table of rows that are looked up by index."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class _Table(nn.Module):
 
 
 class Embedding(SteppedLayer):
-    """Token ids ``[B, S]`` to the residual stream; the vocabulary is cut over the ranks."""
+    """Map token ids ``[B, S]`` to the residual stream. The vocabulary is sharded over the ranks."""
 
     takes_tokens = True
 
@@ -87,14 +88,14 @@ class Embedding(SteppedLayer):
         return self.tokens.weight.shape[1] * self.tokens.weight.element_size()
 
     def steps(self, x: torch.Tensor, context: Context) -> Steps:
-        arriving = self.boundary.start_leave(self._partial_sums(x))
+        arriving = self.boundary.start_reduce_scatter(self._partial_sums(x))
         yield None
         stream = arriving.wait()
         stream = self._placed(stream, _first_position(stream, context, self.boundary.rank))
         return self.dropout(stream, context, training=self.training)
 
     def embed(self, tokens: torch.Tensor, first_position: int) -> torch.Tensor:
-        """On one device: tokens that stand at ``first_position`` and after it."""
+        """Embed tokens on one device, the first of them at ``first_position``."""
         return self._placed(self._partial_sums(tokens), first_position)
 
     def _partial_sums(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -107,7 +108,7 @@ class Embedding(SteppedLayer):
 
 
 class Projection(nn.Module):
-    """Queries, keys and values by one matrix product; a bias, if any, has no part for the keys."""
+    """Compute queries, keys and values by one matrix product. The optional bias has no part for the keys."""
 
     def __init__(
         self, config: ModelConfig, num_heads: int, num_kv_heads: int, later: list[DeferredProduct] | None
@@ -123,7 +124,7 @@ class Projection(nn.Module):
         return linear(x, self.weight, self.bias_of_all_rows(), self.later, remade)
 
     def bias_of_all_rows(self) -> torch.Tensor | None:
-        """Zero for the keys."""
+        """Return the bias of all rows, with zeros for the keys."""
         if self.bias is None:
             return None
         queries, values = self.bias.split([self.query_rows, self.key_rows])
@@ -131,7 +132,8 @@ class Projection(nn.Module):
 
 
 class Attention(nn.Module):
-    """``[B, S, H]`` to this rank's partial sum of the output projection, ``[B, S, H]``, without its bias."""
+    """Attention branch: ``[B, S, H]`` to this rank's partial sum of the output projection, ``[B, S, H]``,
+    without its bias."""
 
     def __init__(self, config: ModelConfig, layer: int, boundary: Boundary) -> None:
         super().__init__()
@@ -141,18 +143,19 @@ class Attention(nn.Module):
         self.kernels = boundary.kernels
         self.rotary_base = config.rotary_base if config.position == "rotary" else None
         self.output = Linear(num_heads * config.head_width, config.hidden, bias=config.bias)
-        self.qkv = Projection(config, num_heads, num_kv_heads, boundary.later)  # last: beside the MLP's first
+        # last: adjacent to the MLP's first matrix
+        self.qkv = Projection(config, num_heads, num_kv_heads, boundary.later)
 
     def mix(self, fused: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values of all positions ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``."""
+        """Attend: queries, keys and values of all positions ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``."""
         return attention(fused, self.shape, self.window, self._turns(fused, 0), self.kernels)
 
     def out(self, mixed: torch.Tensor) -> torch.Tensor:
-        """``[B, S, N D]`` to the partial sum."""
+        """Project ``[B, S, N D]`` to the partial sum."""
         return linear(mixed, self.output.weight, later=self.later)
 
     def mix_cached(self, fused: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
-        """`mix` for positions after those in the cache, which is extended."""
+        """Attend as `mix` does, for positions after those in the cache. The cache is extended."""
         turns = self._turns(fused, cache.next_position)
         q, k, v = split_heads(fused, self.shape, turns, self.kernels)
         return cache.attend(q, k, v).flatten(2)
@@ -164,14 +167,14 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """``[B, S, H]`` to this rank's partial sum, ``[B, S, H]``, without the last bias."""
+    """MLP branch: ``[B, S, H]`` to this rank's partial sum, ``[B, S, H]``, without the last bias."""
 
     def __init__(self, config: ModelConfig, boundary: Boundary) -> None:
         super().__init__()
         width = config.ffn_width // boundary.size
         up_rows = 2 * width if config.activation == "swiglu" else width
         self.activation, self.kernels = config.activation, boundary.kernels
-        self.later, self.remakes = boundary.later, boundary.remakes
+        self.later, self.remakes, self.boundary = boundary.later, boundary.remakes, boundary
         self.up = Linear(config.hidden, up_rows, bias=config.bias, later=boundary.later)
         self.down = Linear(width, config.hidden, bias=config.bias)
 
@@ -179,21 +182,24 @@ class MLP(nn.Module):
         return self.out(*self.inner(x, remade))
 
     def inner(self, x: torch.Tensor, remade: Remade | None = None) -> tuple[torch.Tensor, Remade | None]:
-        """``[B, S, H]`` to this rank's part of the inner width, and where it comes from in the backward."""
+        """Map ``[B, S, H]`` to this rank's part of the inner width. The second result recomputes it in the
+        backward."""
         return self.activate(linear(x, self.up.weight, self.bias_of_product(x), self.later, remade))
 
     def bias_of_product(self, x: torch.Tensor) -> torch.Tensor | None:
-        """What the first product adds: nothing where the activation does."""
+        """Return the bias that the first product adds; None if the activation adds it."""
         return None if takes_bias(x, self.kernels) else self.up.bias
 
     def activate(self, up: torch.Tensor) -> tuple[torch.Tensor, Remade | None]:
-        """What the first product gives, to `inner`."""
+        """Apply the activation to the first product, and return the results of `inner`."""
         bias = self.up.bias if takes_bias(up, self.kernels) else None
         function = partial(activate, self.activation, bias=bias, kernels=self.kernels)
-        return function(up), Remade(function, up) if self.remakes else None
+        if self.remakes:
+            return function(up), Remade(function, up)
+        return function(up, place=self.boundary.place), None
 
     def out(self, inner: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
-        """That to the partial sum."""
+        """Multiply the inner values to this rank's partial sum."""
         return linear(inner, self.down.weight, later=self.later, remade=remade)
 
 
@@ -201,7 +207,8 @@ _Mix = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Block(SteppedLayer):
-    """Attention and MLP, one after the other or side by side on one norm (one enter, one leave for both)."""
+    """Attention and MLP, one after the other or in parallel on one norm (one enter and one leave for
+    both)."""
 
     def __init__(self, config: ModelConfig, layer: int, boundary: Boundary) -> None:
         super().__init__()
@@ -220,16 +227,16 @@ class Block(SteppedLayer):
         return self._steps(x.stream, x.branch, context, self.attention.mix)
 
     def step(self, x: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
-        """On one device: new positions ``[B, S, H]``, after those in the cache."""
+        """Run the block on one device for new positions ``[B, S, H]``, after those in the cache."""
         mix = partial(self.attention.mix_cached, cache=cache)
         return finish(self._steps(x, None, Context(), mix))
 
     def _steps(self, x: torch.Tensor, branch: torch.Tensor | None, context: Context, mix: _Mix) -> LayerSteps:
-        """The stretches between two yields should take about the same time: a gather or a reduce-scatter of
-        another part travels behind each."""
+        """Yield where this layer communicates. The work between two yields should take about equally long: a
+        gather or a reduce-scatter of another part overlaps with it."""
         if self.boundary.in_slices:
             return self._in_slices(x, branch, context, mix)
-        x, arriving, remade = self._start_enter(self.norm1, x, branch, 1 if self.norm2 else 2)
+        x, arriving, remade = self._start_gather(self.norm1, x, branch, 1 if self.norm2 else 2)
         del branch
         yield None
         if self.norm2 is None:
@@ -239,12 +246,12 @@ class Block(SteppedLayer):
         out = yield from self._attend(arriving.wait(), remade, mix)
         out = _add_biases(out, self.attention.output.bias)
         out = self.dropout1(out, context, training=self.training)
-        x, arriving, remade = self._start_enter(self.norm2, x, out)
+        x, arriving, remade = self._start_gather(self.norm2, x, out)
         del out
         yield None
         inner = self.mlp.inner(arriving.wait(), remade)
         yield None
-        arriving = self.boundary.start_leave(self.mlp.out(*inner))
+        arriving = self.boundary.start_reduce_scatter(self.mlp.out(*inner))
         yield None
         out = _add_biases(arriving.wait(), self.mlp.down.bias)
         return Residual(x, self.dropout2(out, context, training=self.training))
@@ -252,7 +259,8 @@ class Block(SteppedLayer):
     def _in_slices(
         self, x: torch.Tensor, branch: torch.Tensor | None, context: Context, mix: _Mix
     ) -> Residual:
-        """The same without turns: each gather and scatter travels behind the products that it belongs to."""
+        """Run the block without turns: each gather and scatter overlaps with the product that it belongs
+        to."""
         boundary, attention, mlp = self.boundary, self.attention, self.mlp
         x, normed, remade = self._normed(self.norm1, x, branch, 1 if self.norm2 else 2)
         del branch
@@ -274,34 +282,35 @@ class Block(SteppedLayer):
         return Residual(x, self.dropout2(out, context, training=self.training))
 
     def _down(self, up: torch.Tensor) -> Factors:
-        """The MLP's second product, of what the first one gives."""
+        """Return the factors of the MLP's second product, given the result of the first."""
         inner, remade = self.mlp.activate(up)
         return Factors(inner, self.mlp.down.weight, remade)
 
     def _normed(
         self, norm: Norm, x: torch.Tensor, branch: torch.Tensor | None, num_takers: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor, Remade | None]:
-        """The stream with its branch; the norm of that; and how the backward gets it again, if not kept."""
+        """Return the stream with its branch added, its norm, and how the backward recomputes the norm if it
+        is not kept."""
         x, normed = norm.add(x, branch)
         return x, normed, Remade(norm, x, num_takers) if self.boundary.remakes else None
 
-    def _start_enter(
+    def _start_gather(
         self, norm: Norm, x: torch.Tensor, branch: torch.Tensor | None, num_takers: int = 1
     ) -> tuple[torch.Tensor, Arriving, Remade | None]:
-        """The stream with its branch; the norm of that, on its way; and how the backward gets it again, where
-        it is not kept: tensor-parallel ranks gather once more."""
+        """Return the stream with its branch added, its norm in flight, and how the backward recomputes the
+        norm if it is not kept. To recompute it, tensor-parallel ranks gather it once more."""
         x, normed = norm.add(x, branch)
-        arriving = self.boundary.start_enter(normed)
+        arriving = self.boundary.start_all_gather(normed)
         if not self.boundary.remakes:
             return x, arriving, None
-        remade = Remade(lambda source: self.boundary.start_enter(norm(source)).wait(), x, num_takers)
+        remade = Remade(lambda source: self.boundary.start_all_gather(norm(source)).wait(), x, num_takers)
         return x, arriving, remade
 
     def _attend(self, x: torch.Tensor, remade: Remade | None, mix: _Mix) -> Steps:
         whole = Whole(mix, self.attention.qkv(x, remade))
         yield None
         yield whole
-        arriving = self.boundary.start_leave(self.attention.out(whole.result))
+        arriving = self.boundary.start_reduce_scatter(self.attention.out(whole.result))
         yield None
         return arriving.wait()
 
@@ -313,13 +322,13 @@ class Block(SteppedLayer):
         yield None
         weights = self.attention.output.weight, self.mlp.down.weight
         out = linear_sum(whole.result, inner, weights, self.boundary.later, inner_remade)
-        arriving = self.boundary.start_leave(out)
+        arriving = self.boundary.start_reduce_scatter(out)
         yield None
         return arriving.wait()
 
     def _both(self, x: torch.Tensor, remade: Remade | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, and what enters the activation. One piece of memory where attention keeps
-        all of its part as well: not of values that are turned, or put in order for blocks."""
+        """Return queries, keys and values, and the input of the activation. Both share one piece of memory if
+        attention keeps its whole part as well: not if values are rotated, or reordered for blocks."""
         attention, mlp = self.attention, self.mlp
         return linear_pair(
             x,
@@ -332,14 +341,15 @@ class Block(SteppedLayer):
 
 
 def _add_biases(x: torch.Tensor, *biases: torch.Tensor | None) -> torch.Tensor:
-    """After the partial sums are one: a row-parallel bias must be added once, not by every rank."""
+    """Add the biases of a row-parallel product. They are added to the sum over ranks, so that each is added
+    once, not by every rank."""
     for bias in biases:
         x = x if bias is None else x + bias
     return x
 
 
 class Head(SteppedLayer):
-    """The residual stream to the sum of the losses of all targets."""
+    """Map the residual stream to the sum of the losses of all targets."""
 
     def __init__(self, config: ModelConfig, boundary: Boundary) -> None:
         super().__init__()
@@ -354,14 +364,16 @@ class Head(SteppedLayer):
         return self._steps(x.stream, x.branch, context)
 
     def _steps(self, x: torch.Tensor, branch: torch.Tensor | None, context: Context) -> Steps:
-        arriving = self.boundary.start_enter(self.norm.add(x, branch)[1])
+        arriving = self.boundary.start_all_gather(self.norm.add(x, branch)[1])
         del x, branch
         yield None
-        whole, targets = arriving.wait(), context.targets.flatten()
+        whole, targets = arriving.wait(), context.targets
+        if is_sequence_first(whole):
+            whole, targets = whole.transpose(0, 1), targets.t()
         steps = linear_cross_entropy_steps(
             whole.flatten(0, 1),
             self.output.weight,
-            targets,
+            targets.flatten(),
             self.boundary,
             self.vocabulary,
             kernels=self.boundary.kernels,
@@ -369,5 +381,5 @@ class Head(SteppedLayer):
         return (yield from steps)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Float32 scores of the vocabulary, on one device: ``[..., H]`` to ``[..., V]``."""
+        """Return float32 scores of the vocabulary, on one device: ``[..., H]`` to ``[..., V]``."""
         return linear(self.norm(x), self.output.weight)[..., : self.vocabulary].float()

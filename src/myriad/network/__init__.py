@@ -1,1 +1,1 @@
-"""A cluster's fabric: switches and cables, routing, congestion control, retransmission. No torch."""
+"""Network models: fabrics, routing, fair rates, fluid and packet simulation, link flaps. No torch."""

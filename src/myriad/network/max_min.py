@@ -1,34 +1,37 @@
-"""Rates of flows that share links fairly, and when each has arrived.
+"""Max-min fair rates of flows that share links, and when each flow arrives.
 
-*Max-min fair*: no flow can have more without another that has no more than it having less. So each flow has a
-bottleneck: a full link on its way on which none has more than it. Progressive filling finds the rates
-(Bertsekas and Gallager, Data Networks, section 6.5.2): all grow alike; when a link is full, its flows stay as
-they are.
+*Max-min fair*: no flow can get more without taking from a flow that has no more than it. So each flow has a
+bottleneck: a full link on its path on which no flow has a higher rate. Progressive filling finds the rates
+(Bertsekas and Gallager, Data Networks, section 6.5.2): all rates grow together; when a link is full, the
+rates of its flows are final.
+
+The compiled loops keep a heap of links by *share*: the capacity left on a link for each flow whose rate
+still grows. A share only rises while links with smaller shares fill up, so the heap needs no updates: a link
+at the top whose share has risen is pushed down with its new share.
 
 Arrays: F flows, L links.
 """
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
-from myriad.network.fabric import Fabric, Numbers
-from myriad.network.filling import fill, send
-from myriad.network.flows import Flows, Paths
+from myriad.network.fabric import Fabric, Flows, Numbers, Ordinals, Paths
 
 __all__ = ["coupled", "finish_seconds", "latency_seconds", "max_min"]
 
 
 def max_min(bytes_per_second: Numbers, paths: Paths, limit: Numbers | None = None) -> Numbers:
-    """(F) Rate of each flow on links of (L) rates. ``limit``: (F) what each can use at most. A flow that
-    goes over no link has its limit, or no bound."""
+    """Return (F) the max-min rate of each flow on links of (L) rates. ``limit`` is (F) the highest rate that
+    each flow can use. A flow without links has its limit, or is unbounded."""
     most = np.full(len(paths), np.inf) if limit is None else np.asarray(limit, dtype=np.float64)
     order = np.arange(0) if limit is None else np.argsort(most, kind="stable")
-    return fill(bytes_per_second, paths.first, paths.link, most, order)
+    return progressive_filling(bytes_per_second, paths.first, paths.link, most, order)
 
 
 def coupled(paths: Paths, group: npt.NDArray[np.int64]) -> Paths:
-    """Flows that can only go at one pace, such as those of a ring, as one over all their links: as often over
-    a link as it has members there. ``group[f]``: its number, from 0 without gaps."""
+    """Return one path for each group of flows that share a rate, such as those of a ring: a link appears as
+    often as the group has flows on it. ``group[f]`` is numbered from 0 without gaps."""
     length = np.diff(paths.first)
     order = np.argsort(np.repeat(group, length), kind="stable")
     total = np.bincount(group, weights=length).astype(np.int64)
@@ -36,16 +39,163 @@ def coupled(paths: Paths, group: npt.NDArray[np.int64]) -> Paths:
 
 
 def finish_seconds(fabric: Fabric, flows: Flows, paths: Paths, *, tolerance: float = 0.0) -> Numbers:
-    """(F) When each flow's last byte has arrived: at every moment all that are under way have max-min rates.
-    With a ``tolerance``, flows that would need so much longer than the next one that is done are done in the
-    same step, at the rate they have: rates are worked out far less often, and each step is off by no more."""
+    """Return (F) when each flow's last byte arrives; at every moment all flows in flight have max-min rates.
+    With a ``tolerance``, flows that would finish within that share of the next finish time end in the same
+    step, at their current rates: rates are computed far less often, and each step is off by no more than
+    that."""
     rates = fabric.bytes_per_second
-    sent = send(rates, paths.first, paths.link, flows.start_seconds, flows.num_bytes, tolerance)
+    sent = simulate_flows(rates, paths.first, paths.link, flows.start_seconds, flows.num_bytes, tolerance)
     return sent + latency_seconds(fabric, paths)
 
 
 def latency_seconds(fabric: Fabric, paths: Paths) -> Numbers:
-    """(F) Of a way without queues."""
+    """Return (F) the latency of each path without queues."""
     owner = np.repeat(np.arange(len(paths)), np.diff(paths.first))
     weights = fabric.latency_seconds[paths.link]
     return np.bincount(owner, weights=weights, minlength=len(paths)).astype(np.float64)
+
+
+_Int64s = npt.NDArray[np.int64]
+_Flags = npt.NDArray[np.bool_]
+
+_SAME = 1 + 1e-12
+"""Factor below which numbers count as equal: they differ by rounding."""
+
+
+@numba.njit(cache=True)
+def progressive_filling(
+    rates: Numbers, first: _Int64s, link: Ordinals, most: Numbers, order: _Int64s
+) -> Numbers:
+    """Return (F) max-min rates. ``order`` lists the flows with a finite limit, lowest limit first."""
+    num_links = len(rates)
+    start, on = _flows_by_link(first, link, num_links)
+    left, growing = rates.copy(), start[1:] - start[:-1]
+    found, done = most.copy(), np.zeros(len(most), dtype=np.bool_)
+    heap, key = np.flatnonzero(growing), np.zeros(num_links)
+    key[heap] = left[heap] / growing[heap]
+    size, turn = len(heap), 0
+    for place in range(size // 2 - 1, -1, -1):
+        _sift_down(heap, key, place, size)
+    while size > 0:
+        top = heap[0]
+        turn = _next_limited_flow(turn, order, first, done)
+        if turn < len(order) and most[order[turn]] <= key[top]:
+            _fix_rate(order[turn], most[order[turn]], first, link, left, growing, found, done)
+        elif growing[top] == 0:
+            size = _pop_root(heap, key, size)
+        else:
+            share = max(left[top], 0.0) / growing[top]
+            if share > key[top] * _SAME:
+                key[top] = share
+                _sift_down(heap, key, 0, size)
+            else:
+                for index in range(start[top], start[top + 1]):
+                    if not done[on[index]]:
+                        _fix_rate(on[index], share, first, link, left, growing, found, done)
+                size = _pop_root(heap, key, size)
+    return found
+
+
+@numba.njit(cache=True)
+def _next_limited_flow(turn: int, order: _Int64s, first: _Int64s, done: _Flags) -> int:
+    """Skip flows whose rate is final; a flow without links already has its limit."""
+    while turn < len(order) and (done[order[turn]] or first[order[turn]] == first[order[turn] + 1]):
+        turn += 1
+    return turn
+
+
+@numba.njit(cache=True)
+def _fix_rate(
+    flow: int,
+    rate: float,
+    first: _Int64s,
+    link: Ordinals,
+    left: Numbers,
+    growing: _Int64s,
+    found: Numbers,
+    done: _Flags,
+) -> None:
+    found[flow], done[flow] = rate, True
+    for index in range(first[flow], first[flow + 1]):
+        left[link[index]] -= rate
+        growing[link[index]] -= 1
+
+
+@numba.njit(cache=True)
+def _pop_root(heap: _Int64s, key: Numbers, size: int) -> int:
+    heap[0] = heap[size - 1]
+    _sift_down(heap, key, 0, size - 1)
+    return size - 1
+
+
+@numba.njit(cache=True)
+def _sift_down(heap: _Int64s, key: Numbers, place: int, size: int) -> None:
+    while 2 * place + 1 < size:
+        child = 2 * place + 1
+        if child + 1 < size and key[heap[child + 1]] < key[heap[child]]:
+            child += 1
+        if key[heap[place]] <= key[heap[child]]:
+            return
+        heap[place], heap[child] = heap[child], heap[place]
+        place = child
+
+
+@numba.njit(cache=True)
+def _flows_by_link(first: _Int64s, link: Ordinals, num_links: int) -> tuple[_Int64s, _Int64s]:
+    """Return the flows on each link, ``on[start[l] : start[l + 1]]``; a flow appears as often as it takes
+    the link."""
+    start = np.zeros(num_links + 1, dtype=np.int64)
+    for one in link:
+        start[one + 1] += 1
+    start = np.cumsum(start)
+    on, free = np.empty(start[-1], dtype=np.int64), start[:-1].copy()
+    for flow in range(len(first) - 1):
+        for index in range(first[flow], first[flow + 1]):
+            on[free[link[index]]] = flow
+            free[link[index]] += 1
+    return start, on
+
+
+@numba.njit(cache=True)
+def simulate_flows(
+    rates: Numbers, first: _Int64s, link: Ordinals, begin: Numbers, num_bytes: Numbers, tolerance: float
+) -> Numbers:
+    """Return (F) when the last byte of each flow has been sent. Rates hold until the next flow begins or
+    ends."""
+    coming, waiting = np.argsort(begin), 0
+    left, done = num_bytes.copy(), begin.copy()
+    active, now = np.empty(0, dtype=np.int64), 0.0
+    while waiting < len(begin) or len(active) > 0:
+        if len(active) == 0:
+            now = begin[coming[waiting]]
+        new = waiting
+        while new < len(begin) and begin[coming[new]] <= now:
+            new += 1
+        active, waiting = np.concatenate((active, coming[waiting:new])), new
+        needed = _needed_seconds(rates, first, link, left, active)
+        step = np.min(needed)
+        if waiting < len(begin):
+            step = min(step, begin[coming[waiting]] - now)
+        ends = needed <= step * (1 + tolerance) * _SAME
+        for index, flow in enumerate(active):
+            if ends[index]:
+                done[flow] = now + needed[index]
+            else:
+                left[flow] *= 1 - step / needed[index]
+        active, now = active[~ends], now + step
+    return done
+
+
+@numba.njit(cache=True)
+def _needed_seconds(
+    rates: Numbers, first: _Int64s, link: Ordinals, left: Numbers, active: _Int64s
+) -> Numbers:
+    """Return the seconds that each active flow would need at the rates they have together."""
+    own_first = np.zeros(len(active) + 1, dtype=np.int64)
+    for index, flow in enumerate(active):
+        own_first[index + 1] = own_first[index] + first[flow + 1] - first[flow]
+    own_link = np.empty(own_first[-1], dtype=np.int32)
+    for index, flow in enumerate(active):
+        own_link[own_first[index] : own_first[index + 1]] = link[first[flow] : first[flow + 1]]
+    found = progressive_filling(rates, own_first, own_link, np.full(len(active), np.inf), np.arange(0))
+    return left[active] / found

@@ -1,16 +1,16 @@
-"""What joins the accelerators of one machine: NVLink pairs, PCIe switches, NUMA nodes.
+"""The links between the accelerators of one node: NVLink pairs, PCIe switches, NUMA nodes (``[inside]``).
 
     nvlink        accelerators that share links, and how many         DGX-1: a hybrid cube mesh
-    switched      every one reaches every other at the whole rate     NVSwitch
+    switched      every one reaches every other at full rate          NVSwitch
     pcie          accelerators under one PCIe switch
     numa          accelerators of one processor
 
-    0 ═ 3   4 ═ 7       ═ two links      a group's rate is what its weakest cut carries: inside a group that
-    │ ╳ │   │ ╳ │       ─ one            NVLink joins, of NVLink alone (NCCL then uses nothing else); else of
-    1 ═ 2   5 ═ 6                        the tree of PCIe switches and processors, which all groups share
+    0 ═ 3   4 ═ 7       ═ two links      The rate of a group is that of its narrowest cut. If NVLink connects
+    │ ╳ │   │ ╳ │       ─ one            the group, only NVLink counts (NCCL then uses nothing else); else the
+    1 ═ 2   5 ═ 6                        tree of PCIe switches and processors, which all groups share.
 
-An all-reduce by rings leaves every cut of its group at the rate at which each rank sends, so no ring is
-quicker than the narrowest cut; NCCL's sets of rings reach it on these machines. No torch here.
+A ring all-reduce crosses every cut of its group at the rate at which each rank sends, so no ring is faster
+than the narrowest cut; NCCL's sets of rings reach this rate on these machines. No torch here.
 """
 
 import itertools
@@ -31,25 +31,26 @@ class NodeTopology(Config):
     """Links inside one node; rates are of one direction."""
 
     preset: Preset | None = None
-    """A known machine of 8: v100-cube-mesh (DGX-1), a100-nvswitch, h100-nvswitch, rtx4090 (no peer access).
-    Other keys replace its values."""
+    """A known machine with 8 accelerators: v100-cube-mesh (DGX-1), a100-nvswitch, h100-nvswitch, rtx4090 (no
+    peer access). Other keys replace its values."""
     switched: bool = False
-    """Every accelerator reaches every other at the whole rate of its links (NVSwitch)."""
+    """Every accelerator reaches every other at the full rate of its links (NVSwitch)."""
     nvlink: tuple[tuple[int, int, int], ...] = ()
     """Pairs of accelerators and the number of links between them: [[0, 3, 2], ...]."""
     nvlink_bytes_per_second: Rate | None = None
     """Rate of one NVLink (if switched: of all links of an accelerator)."""
     pcie: tuple[tuple[int, ...], ...] = ()
-    """Accelerators under each PCIe switch: [[0, 1], [2, 3]]. Off: each has its own way to its processor."""
+    """Accelerators under each PCIe switch: [[0, 1], [2, 3]]. Default: each is connected to its processor
+    directly."""
     pcie_bytes_per_second: Rate = 32e9
     """Rate between an accelerator and its switch, and between a switch and its processor."""
     numa: tuple[tuple[int, ...], ...] = ()
-    """Accelerators of each processor: [[0, 1, 2, 3], [4, 5, 6, 7]]. Off: one processor has all."""
+    """Accelerators of each processor: [[0, 1, 2, 3], [4, 5, 6, 7]]. Default: one processor has all."""
     numa_bytes_per_second: Rate = 40e9
     """Rate between two processors."""
     peer_access: bool = True
-    """Accelerators read each other's memory over PCIe; off: bytes go through host memory, twice over the same
-    way."""
+    """Accelerators read each other's memory over PCIe. If false, bytes go through host memory, twice over
+    the same links."""
 
     def resolved(self) -> "NodeTopology":
         """Return the topology with the preset's values for all fields that are not set."""
@@ -59,18 +60,18 @@ class NodeTopology(Config):
         return NodeTopology(**(PRESETS[self.preset] | own))
 
     def check(self, accelerators: int) -> None:
-        """Whether this can be a node of so many. Raises `BadInputError`."""
+        """Check that a node with ``accelerators`` can have this topology. Raises `BadInputError`."""
         here = self.resolved()
         for key, groups in (("pcie", here.pcie), ("numa", here.numa)):
             members = [one for group in groups for one in group]
-            own = key in self.model_fields_set or not here.switched  # nothing follows from them otherwise
+            own = key in self.model_fields_set or not here.switched  # else they are not used
             if groups and own and sorted(members) != list(range(accelerators)):
                 allowed = f"each of the {accelerators} accelerators of a node (from 0) in one group"
                 raise BadInputError(f"inside.{key}", [list(group) for group in groups], allowed)
         for switch in here.pcie if here.numa else ():
             if sum(bool(set(switch) & set(group)) for group in here.numa) > 1:
                 raise BadInputError(
-                    "inside.pcie", list(switch), "a PCIe switch is of one processor (inside.numa)"
+                    "inside.pcie", list(switch), "accelerators of one processor (inside.numa)"
                 )
         seen = set()
         for a, b, count in here.nvlink:
@@ -78,20 +79,20 @@ class NodeTopology(Config):
                 allowed = f"two of the accelerators 0 to {accelerators - 1} and at least one link"
                 raise BadInputError("inside.nvlink", [a, b, count], allowed)
             if frozenset((a, b)) in seen:
-                raise BadInputError("inside.nvlink", [a, b, count], "each pair once")
+                raise BadInputError("inside.nvlink", [a, b, count], "each pair at most once")
             seen.add(frozenset((a, b)))
         if (here.nvlink or here.switched) and here.nvlink_bytes_per_second is None:
-            raise BadInputError("inside.nvlink_bytes_per_second", None, "needed: the rate of a link")
+            raise BadInputError("inside.nvlink_bytes_per_second", None, "required: the rate of a link")
         if here.nvlink and here.switched:
             raise BadInputError("inside.switched", True, "false with pairs in inside.nvlink, or no pairs")
 
     def pair_bytes_per_second(self, a: int, b: int, accelerators: int) -> float:
-        """What two accelerators reach alone, by the path between them."""
+        """Return the rate between two accelerators while no others communicate, by the path between them."""
         return _group_rate(self.resolved(), accelerators, (tuple(sorted((a, b))),), 0)
 
     @property
     def whole_bytes_per_second(self) -> float:
-        """Rate of all links of an accelerator together: what links.node of a cluster file is the rate of."""
+        """Rate of all links of an accelerator together: the rate that links.node of a cluster file means."""
         here = self.resolved()
         if here.nvlink_bytes_per_second is None:
             return here.pcie_bytes_per_second
@@ -102,18 +103,19 @@ class NodeTopology(Config):
         return here.nvlink_bytes_per_second * max(ends.values(), default=1)
 
     def order(self, accelerators: int) -> tuple[int, ...]:
-        """Accelerators in the order of local ranks: neighbours in it, by twos, fours and so on, have the best
-        paths, so that tensor-parallel groups are NVLink neighbours."""
+        """Return the accelerators in the order of local ranks. Neighbours in this order, by twos, fours and
+        so on, have the best paths, so that tensor-parallel groups are NVLink neighbours."""
         return _order(self.resolved(), accelerators)
 
     def group_bytes_per_second(self, size: int, stride: int, accelerators: int) -> float:
-        """What each rank reaches in groups of ``size`` local ranks ``stride`` apart, all at once; the slowest
-        group's rate."""
+        """Return the rate of each rank in groups of ``size`` local ranks ``stride`` apart while all groups
+        communicate; the slowest group's rate."""
         return _rate_of_groups(self, size, stride, accelerators)
 
     def islands(self, accelerators: int) -> tuple[int, ...]:
-        """Sizes of the levels of a reduction inside a node, innermost first: a level more wherever a part of
-        it is joined better than the whole. Their product is the number of accelerators."""
+        """Return the sizes of the levels of a reduction inside a node, innermost first. There is one level
+        more wherever a part of the node has faster links than the whole. Their product is the number of
+        accelerators."""
         sizes: list[int] = []
         size, rate = 1, float("inf")
         candidates = [n for n in range(2, accelerators + 1) if accelerators % n == 0]
@@ -141,7 +143,7 @@ _CUBE_MESH = (
     *((4, 5, 1), (4, 6, 1), (4, 7, 2), (5, 6, 2), (5, 7, 1), (6, 7, 2)),
     *((0, 4, 2), (1, 5, 2), (2, 6, 1), (3, 7, 1)),
 )
-"""``nvidia-smi topo -m`` of a DGX-1 or p3.16xlarge: six links of each V100."""
+"""``nvidia-smi topo -m`` of a DGX-1 or p3.16xlarge: six links for each V100."""
 _PAIRS, _HALVES = ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 1, 2, 3), (4, 5, 6, 7))
 PRESETS: dict[str, dict[str, object]] = {
     "v100-cube-mesh": {
@@ -173,14 +175,14 @@ PRESETS: dict[str, dict[str, object]] = {
         "peer_access": False,
     },
 }
-"""NVIDIA's data sheets: NVLink 2, 3 and 4 have 25 GB/s for each link and direction, 6, 12 and 18 of them;
-PCIe 3, 4 and 5 with 16 lanes 16, 32 and 64 GB/s; QPI of DGX-1's Xeon E5-2698 v4, 9.6 GT/s, 19.2 GB/s. GeForce
-RTX 4090 has no NVLink, and its driver no peer access."""
+"""NVIDIA's data sheets: NVLink 2, 3 and 4 have 25 GB/s for each link and direction, and 6, 12 and 18 links;
+PCIe 3, 4 and 5 with 16 lanes have 16, 32 and 64 GB/s; QPI of DGX-1's Xeon E5-2698 v4, 9.6 GT/s, has 19.2
+GB/s. GeForce RTX 4090 has no NVLink, and its driver does not support peer access."""
 
 
 @lru_cache(maxsize=4096)
 def _rate_of_groups(topology: NodeTopology, size: int, stride: int, accelerators: int) -> float:
-    """`NodeTopology.group_bytes_per_second`: a search asks for few groups many times."""
+    """Cached `NodeTopology.group_bytes_per_second`: a search asks for the same few groups many times."""
     order, here = topology.order(accelerators), topology.resolved()
     size = max(2, min(size, accelerators // max(1, stride)))
     groups = []
@@ -217,7 +219,7 @@ def _group_rate(
 
 
 def _tree(here: NodeTopology, accelerators: int) -> list[tuple[frozenset[int], float]]:
-    """Accelerators below each edge of the PCIe tree, and the edge's rate."""
+    """Return the accelerators below each edge of the PCIe tree, and the edge's rate."""
     edges = [(frozenset((one,)), here.pcie_bytes_per_second) for one in range(accelerators)]
     edges += [(frozenset(switch), here.pcie_bytes_per_second) for switch in here.pcie if len(switch) > 1]
     edges += [(frozenset(group), here.numa_bytes_per_second) for group in here.numa[1:]]
@@ -225,7 +227,8 @@ def _tree(here: NodeTopology, accelerators: int) -> list[tuple[frozenset[int], f
 
 
 def _narrowest_cut(pairs: Sequence[tuple[int, int, int]], group: Sequence[int]) -> int:
-    """Links of the group's narrowest cut (Stoer and Wagner 1997); 0: NVLink does not join the group."""
+    """Return the number of links of the group's narrowest cut (Stoer and Wagner 1997); 0 if NVLink does not
+    connect the group."""
     weights = {one: {other: 0 for other in group if other != one} for one in group}
     for a, b, count in pairs:
         if a in weights and b in weights:
@@ -253,7 +256,8 @@ def _narrowest_cut(pairs: Sequence[tuple[int, int, int]], group: Sequence[int]) 
 
 @lru_cache(maxsize=64)
 def _order(here: NodeTopology, accelerators: int) -> tuple[int, ...]:
-    """Pairs, then pairs of pairs: at each level the matching with the best worst rate, then the best sum."""
+    """Pair accelerators, then pairs, and so on: at each level the matching with the best worst rate, then
+    the best sum."""
     parts: list[tuple[int, ...]] = [(one,) for one in range(accelerators)]
     while len(parts) > 1 and len(parts) % 2 == 0 and len(parts) <= 8:
         best = max(_matchings(parts), key=lambda matching: _worth(here, accelerators, matching))
@@ -265,7 +269,7 @@ _Matching = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 def _matchings(parts: Sequence[tuple[int, ...]]) -> list[_Matching]:
-    """Every way to pair the parts, those of neighbours first."""
+    """Return every way to pair the parts, pairs of neighbours first."""
     if not parts:
         return [()]
     first, *rest = parts

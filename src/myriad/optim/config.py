@@ -1,4 +1,5 @@
-"""How parameters move: optimizer, learning-rate schedule, precision. No torch here."""
+"""The ``[optimizer]`` and ``[loss_scale]`` sections of a job, and number formats. This module does not
+import torch."""
 
 import math
 from typing import Literal
@@ -18,18 +19,21 @@ __all__ = [
 ]
 
 LARGEST_LOSS_SCALE = 2.0**40
-"""The scale grows no further: gradients that are all zero never overflow."""
+"""Upper bound of the loss scale; without it, gradients that are all zero would double it forever."""
 
 Precision = Literal["auto", "float32", "bfloat16", "float16", "float8", "float8-blocks"]
-"""bfloat16, float16: compute in it, master weights and gradient sums in float32; float16 with a dynamic loss
-scale (`LossScaleConfig`). auto: bfloat16 where the device multiplies it natively, float16 on GPUs that
-multiply only that (Volta, Turing), else float32. float8: as auto, but the blocks' matrix products in 8 bits
-with a scale for each tensor; float8-blocks: with one for each 128 neighbours, and of weights for each
-128 x 128."""
+"""Number formats of the computation.
+
+bfloat16 and float16: compute in this format, with master weights and gradient sums in float32; float16 uses a
+dynamic loss scale (`LossScaleConfig`). auto: bfloat16 where the device multiplies it natively, float16 on
+GPUs that multiply only that (Volta, Turing), else float32. float8: like auto, but the blocks' matrix products
+in 8 bits with a scale for each tensor; float8-blocks: with a scale for each 128 neighbours, and for weights
+for each 128 x 128.
+"""
 
 
 def float8_scaling(precision: Precision) -> Literal["tensor", "blocks"] | None:
-    """What has a scale of its own in float8; ``None``: nothing is."""
+    """Return the unit that has its own scale in float8, or ``None`` for other formats."""
     if precision == "float8":
         return "tensor"
     return "blocks" if precision == "float8-blocks" else None
@@ -43,11 +47,12 @@ class OptimizerConfig(Config):
     learning_rate: float = Field(1e-3, gt=0)
     """Peak learning rate."""
     final_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
-    """Learning rate at the end, as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after warm-up; wsd stays at the peak and falls linearly over the last decay_ratio of steps."""
+    """Shape of the schedule after warm-up. wsd: constant, then linear decay over the last
+    optimizer.decay_ratio of the steps."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
-    """Share of all steps in which wsd falls."""
+    """Fraction of all steps in which wsd decays."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises linearly from 0 (step k of n uses (k + 1) / n)."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -55,30 +60,30 @@ class OptimizerConfig(Config):
     beta2: float = Field(0.95, ge=0, lt=1)
     """Decay of the second moment."""
     epsilon: float = Field(1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled decay of matrices (norms and biases are left alone), in units of the learning rate."""
+    """Decoupled weight decay of matrices, in units of the learning rate. Norms and biases do not decay."""
     clip_norm: float | None = Field(1.0, gt=0)
-    """Gradients are scaled so that their global norm is at most this; off: no clipping."""
+    """Maximum global gradient norm; larger gradients are scaled down to it. off: no clipping."""
 
 
 class LossScaleConfig(Config):
-    """What the loss is multiplied by before a backward in float16, so that small gradients do not vanish."""
+    """Dynamic loss scaling in float16: the loss is multiplied, so that small gradients do not underflow."""
 
     initial: float | None = Field(None, gt=0, le=LARGEST_LOSS_SCALE)
-    """Scale of the first step, a power of two; off: the largest up to 16 x the tokens of a step (65,536 at
-    4,096 tokens). It is halved when a gradient overflows, and that step is skipped."""
+    """Loss scale of the first step, a power of two. A gradient overflow halves it and skips the step. off:
+    the largest power of two up to 16 x the tokens of a step (65,536 at 4,096 tokens)."""
     growth_interval: int = Field(2000, ge=1)
-    """Steps in a row without overflow after which the scale is doubled, up to 2^40."""
+    """Steps without overflow after which the scale doubles, up to 2^40."""
     minimum: float = Field(1.0, gt=0, le=LARGEST_LOSS_SCALE)
-    """Smallest scale, a power of two."""
-    most_skips: int = Field(3, ge=0)
-    """Overflows in a row that are skipped at the smallest scale; the next one is a fault, as a loss that is
-    not finite is (resilience.on_nan)."""
+    """Smallest loss scale, a power of two."""
+    max_skips: int = Field(3, ge=0)
+    """Overflows in a row to skip at the smallest scale. The next one is handled as a non-finite loss
+    (resilience.on_nan)."""
 
 
 def check_loss_scale(config: LossScaleConfig) -> None:
-    """Raise `BadInputError` for a scale that is no power of two, or below the minimum."""
+    """Raise `BadInputError` for a scale that is not a power of two, or is below the minimum."""
     for key in ("initial", "minimum"):
         value = getattr(config, key)
         if value is not None and math.frexp(value)[0] != 0.5:

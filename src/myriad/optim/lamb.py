@@ -4,10 +4,10 @@
     u = r + weight_decay x w
     w = w - learning_rate x |w| / |u| x u      norms over the whole parameter; 1 where either is zero
 
-Norms and biases (regions that do not decay) move by plain Adam, as in the reference implementations. The
-norms need every rank that holds a part: one call of ``reduce_table`` for all parameters, between two passes
-over the memory. ``u`` waits in the gradients' memory, so nothing of the parameters' size is allocated. On a
-GPU the first pass is one kernel that gives the norms as well, and the second takes its rates from the device:
+Norms and biases (regions without weight decay) use plain Adam, as in the reference implementations. The norms
+need every rank that holds a part: one call of ``reduce_table`` for all parameters, between two passes over
+the memory. ``u`` is stored in the gradients' memory, so nothing of the parameters' size is allocated. On a
+GPU the first pass is one kernel that also computes the norms, and the second takes its rates from the device:
 the host waits for neither.
 """
 
@@ -19,7 +19,7 @@ import torch
 from myriad.kernels.config import Kernels
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.moments import Moments
-from myriad.optim.norms import Runs, add_runs, sums_of_squares
+from myriad.optim.parameter_norms import Runs, add_runs, sums_of_squares
 from myriad.optim.region import Region
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["Lamb"]
 
 _BLOCK = {"cpu": 2**18, "cuda": 2**24}
-"""Elements at a time: on a CPU what stays in cache, on a GPU what keeps it busy."""
+"""Elements at a time: what fits in cache on a CPU, and what fully uses a GPU."""
 
 
 class Lamb(Moments):
-    """Layer-wise adaptive moments."""
+    """Update regions with LAMB, which scales Adam's step by each parameter's trust ratio."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class Lamb(Moments):
         super().__init__(config, regions, kernels)
         self._num_parameters, self._reduce_table = num_parameters, reduce_table
         self._ratios: torch.Tensor | list[float] = []
-        """Of each parameter, in the step that has begun."""
+        """Trust ratio of each parameter, in the current step."""
         self._blocks: dict[int, tuple[Blocks, Runs]] = {}
-        """Of each region that decays, for Triton's kernels."""
+        """Blocks of each region with weight decay, for Triton's kernels."""
 
     def begin(self, learning_rate: float, gradient_scale: float) -> None:
-        """Writes ``u`` of every region that decays over its gradients, and reduces the norms."""
+        """Write ``u`` of every region with weight decay over its gradients, and reduce the norms."""
         super().begin(learning_rate, gradient_scale)
         decayed = [i for i, region in enumerate(self.regions) if region.decays and region.values.numel()]
         if self.in_triton:
@@ -61,7 +61,7 @@ class Lamb(Moments):
         self._ratios = self._ratios_of(self._squares(decayed)).tolist()
 
     def update(self, indices: Sequence[int], stays: torch.Tensor | None = None) -> None:
-        """Moves these regions."""
+        """Update the values of these regions."""
         assert stays is None, "`begin` has read all gradients: whoever calls knows that they are finite"
         self.move_in_place(indices, decays=False)
         if isinstance(self._ratios, torch.Tensor):
@@ -74,17 +74,18 @@ class Lamb(Moments):
                 region.values[part].add_(region.gradients[part], alpha=rate)
 
     def _write_update(self, index: int) -> None:
-        """``u`` of one region into its gradients."""
+        """Write ``u`` of one region over its gradients."""
         region = self.regions[index]
         for part in _blocks(region.values):
-            # from zero, with a rate of -1 and no decay, the kernel leaves Adam's direction itself
+            # from zero, with a rate of -1 and no decay, the kernel returns Adam's direction itself
             direction = torch.zeros_like(region.values[part])
             self.move([direction], [(index, part)], learning_rate=-1.0, weight_decay=0.0)
             decay = self.config.weight_decay
             torch.add(direction, region.values[part], alpha=decay, out=region.gradients[part])
 
     def _squares(self, indices: Sequence[int]) -> torch.Tensor:
-        """``[num_parameters, 2]`` float64: of the values and of ``u``, what this rank holds."""
+        """Return ``[num_parameters, 2]`` float64: sums of squares of the values and of ``u`` that this
+        rank holds."""
         regions = [self.regions[index] for index in indices] or [_empty_like(self.regions[0])]
         pieces = [region.pieces for region in regions]
         values = sums_of_squares([region.values for region in regions], pieces, self._num_parameters)
@@ -92,12 +93,12 @@ class Lamb(Moments):
         return torch.stack((values, updates), 1)
 
     def _ratios_of(self, squares: torch.Tensor) -> torch.Tensor:
-        """``|w| / |u|`` of every parameter; 1 where either is zero."""
+        """Return ``|w| / |u|`` of every parameter; 1 where either is zero."""
         table = self._reduce_table(squares).sqrt()
         return torch.where((table > 0).all(1), table[:, 0] / table[:, 1], 1.0)
 
     def _update_in_triton(self, indices: Sequence[int]) -> torch.Tensor:
-        """``u`` over the gradients of these regions, and the squares."""
+        """Write ``u`` over the gradients of these regions, and return the squares."""
         from myriad.kernels.triton.optimizer import cut_blocks, lamb_update
 
         device = self.regions[0].values.device

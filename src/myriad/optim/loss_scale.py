@@ -3,13 +3,14 @@
     float16       smallest number 6e-8, largest 65,504: small gradients of the backward vanish, unless the
                   loss, and with it each of them, is multiplied by a scale (Micikevicius et al. 2018,
                   arXiv 1710.03740, section 3.2)
-    overflow      a gradient is not finite while the loss is: nothing moves in this step, the scale is halved
+    overflow      a gradient is not finite while the loss is: this step's update is skipped, the scale halved
     growth        after `growth_interval` finite steps in a row the scale is doubled (PyTorch's GradScaler)
     fault         the loss itself is not finite, which no scale causes; or gradients overflow at the smallest
-                  scale, more often in a row than `most_skips`
+                  scale, more often in a row than `max_skips`
 
-Every scale is a power of two, so that scaling and unscaling change exponents only. All ranks see the same
-global norm, so each advances its own copy of this state, and all copies stay equal without a message.
+Every scale is a power of two, so that scaling and unscaling change exponents only. All ranks compute the same
+global norm. Each rank therefore updates its own copy of this state, and all copies stay equal without
+communication.
 """
 
 import math
@@ -26,20 +27,20 @@ _SEED = 16.0
 
 
 class LossScaler:
-    """The scale of one run, and when it changes."""
+    """The loss scale of one run, and the rule for its changes."""
 
     def __init__(self, config: LossScaleConfig, num_targets: int) -> None:
-        """``num_targets``: tokens of a step, over which the loss is averaged."""
+        """``num_targets`` is the number of tokens of a step, over which the loss is averaged."""
         self._config = config
         self.scale = config.initial or _default_scale(config, num_targets)
-        """What the mean loss is multiplied by."""
+        """Factor on the mean loss."""
         self.finite_steps = 0
-        """Finite steps in a row since the scale last changed."""
+        """Consecutive finite steps since the last change of the scale."""
         self.skips_at_minimum = 0
-        """Overflows in a row at the smallest scale."""
+        """Consecutive overflows at the smallest scale."""
 
     def moved(self) -> float:
-        """Record a step with finite gradients. Return by what the scale was multiplied: 1 or 2."""
+        """Record a step with finite gradients, and return the factor by which the scale changed: 1 or 2."""
         self.skips_at_minimum = 0
         self.finite_steps += 1
         if self.finite_steps < self._config.growth_interval:
@@ -49,25 +50,25 @@ class LossScaler:
         return self.scale / before
 
     def overflowed(self) -> bool:
-        """Record a step with gradients that are not finite. Return whether it may be skipped; if not, it is a
+        """Record a step with non-finite gradients, and return whether it may be skipped; otherwise it is a
         fault."""
         self.finite_steps = 0
         if self.scale > self._config.minimum:
             self.scale /= 2
             return True
         self.skips_at_minimum += 1
-        return self.skips_at_minimum <= self._config.most_skips
+        return self.skips_at_minimum <= self._config.max_skips
 
     @property
     def fault(self) -> str:
-        """Why an overflow is not skipped any more."""
+        """The reason why an overflow is no longer skipped."""
         return (
             f"float16 gradients overflow at the smallest loss scale ({self._config.minimum:g}), "
             f"{self.skips_at_minimum} steps in a row"
         )
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the values that a checkpoint stores."""
         return {
             "scale": self.scale,
             "finite_steps": self.finite_steps,
@@ -85,6 +86,6 @@ class LossScaler:
 
 
 def _default_scale(config: LossScaleConfig, num_targets: int) -> float:
-    """The largest power of two at which no token's gradient is above `_SEED`."""
+    """Return the largest power of two at which no token's gradient is above `_SEED`."""
     scale: float = 2.0 ** math.floor(math.log2(_SEED * num_targets))
     return min(max(scale, config.minimum), LARGEST_LOSS_SCALE)

@@ -1,8 +1,8 @@
-"""What the device multiplies natively, so that ``precision = "auto"`` is never the slow choice.
+"""Choose number formats that the device multiplies natively, so that ``precision = "auto"`` is never slow.
 
-A CPU without bfloat16 instructions emulates them at about a hundredth of the float32 rate. Float8, which is
-never chosen by itself, is emulated on a CPU (the same numbers, slower than without), and refused on a GPU
-that has no such instructions: there it could only be a mistake.
+A CPU without bfloat16 instructions emulates them at about a hundredth of the float32 rate. Float8 is never
+chosen automatically. It is emulated on a CPU (the same numbers, slower than without), and refused on a GPU
+without such instructions, where it could only be a mistake.
 """
 
 import torch
@@ -20,8 +20,9 @@ def resolve_precision(
 ) -> torch.dtype:
     """Return the type to compute in. Master weights and gradient sums are float32 either way.
 
-    ``skips_steps``: a step whose gradients overflow can be skipped, which float16 needs; without it, "auto"
-    is never float16. Raises `BadInputError` for a GPU without what was asked for."""
+    ``skips_steps`` says whether a step whose gradients overflow can be skipped, which float16 needs; without
+    it, "auto" is never float16. Raises `BadInputError` for a GPU without the requested format.
+    """
     on = torch.device(device)
     if float8_scaling(config) is not None:
         allowed = (
@@ -38,13 +39,13 @@ def resolve_precision(
 
 
 def resolve_float8(config: Precision, kernels: Kernels = "auto") -> Float8 | None:
-    """How the blocks' products are computed, if not in the type of training."""
+    """Return how the blocks' products are computed in float8, or ``None`` if they use the training type."""
     scaling = float8_scaling(config)
     return None if scaling is None else Float8(scaling, kernels=kernels)
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device has bfloat16 matrix instructions: GPUs from Ampere, CPUs with AVX-512 BF16 or
+    """Return whether the device has bfloat16 matrix instructions: GPUs from Ampere, CPUs with AVX-512 BF16 or
     AMX."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -54,6 +55,6 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def multiplies_float16_only(device: torch.device) -> bool:
-    """Whether the device has matrix instructions for float16 and none for bfloat16: GPUs of the Volta and
-    Turing generations."""
+    """Return whether the device has matrix instructions for float16 and none for bfloat16: GPUs of the Volta
+    and Turing generations."""
     return device.type == "cuda" and (7, 0) <= torch.cuda.get_device_capability(device) < (8, 0)

@@ -1,10 +1,11 @@
-"""What an optimizer sees of a sharded model: flat float32 memory, and whose parameter each part of it is.
+"""The optimizer's view of a sharded model: flat float32 memory, and the parameter of each part of it.
 
-Data parallelism lays a chunk's parameters end to end in one flat buffer (decayed ones first) and gives each
-rank a slice. A `Region` is a contiguous part of that slice in which weight decay is the same for every
-element; a `Piece` says which parameter a part of it is. AdamW needs only regions; LAMB and gradient clipping
-need norms per parameter, of which this rank may hold a part or nothing: so they work on a table with a row
-for *every* parameter of the rank's chunks, which `reduce_table` sums over the ranks that hold the rest.
+Data parallelism lays a chunk's parameters end to end in one flat buffer (those with weight decay first) and
+gives each rank a slice. A `Region` is a contiguous part of that slice in which weight decay is the same for
+every element. A `Piece` assigns a part of a region to a parameter. AdamW needs only regions. LAMB and
+gradient clipping need norms per parameter, of which this rank may hold a part or nothing. They therefore use
+a table with a row for *every* parameter of the rank's chunks. `reduce_table` sums it over the ranks that hold
+the rest.
 """
 
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ __all__ = ["learning_rate"]
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Rate of ``step`` (from 0) in a run of ``steps``; past the end it stays at the final rate."""
+    """Return the rate of ``step`` (from 0) in a run of ``steps``; past the end it stays at the final rate."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     final = config.final_learning_rate_ratio
@@ -23,7 +23,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def _height(config: OptimizerConfig, step: int, steps: int) -> float:
-    """1 at the peak, 0 at the end."""
+    """Return the height of the schedule: 1 at the peak, 0 at the end."""
     peak_step = max(config.warmup_steps - 1, 0)
     falling = float(steps - 1 - peak_step)
     if config.decay == "wsd":

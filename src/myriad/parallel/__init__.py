@@ -1,2 +1,2 @@
-"""A program on real processes: tensor, pipeline and sharded data parallelism, and the runtime that executes
-it."""
+"""Execution of a program on real processes: tensor, pipeline and sharded data parallelism, and the
+runtime."""

@@ -1,78 +1,93 @@
-"""A chunk: parameters as data parallelism sees them, one flat buffer cut into equal slices.
+"""A chunk: parameters in one flat buffer that data parallelism cuts into equal slices.
 
     parameters     w1 | w2 | w3 | norm | bias | pad        decayed ones first, padded to a multiple of dp
     rank 0 of 2    [--- slice ---)                          master values, optimizer state: float32
     rank 1 of 2                  [--- slice ---)
 
-| ZeRO | values (compute dtype) | gradient sums (float32)        | master, optimizer |
+| ZeRO | values (compute dtype) | gradient buffer (float32)      | master, optimizer |
 |------|------------------------|--------------------------------|-------------------|
 | 0    | whole                  | whole                          | whole             |
 | 1    | whole                  | whole                          | slice             |
 | 2    | whole                  | whole until reduced, then slice| slice             |
 | 3    | whole while in use     | whole until reduced, then slice| slice             |
 
-(Rajbhandari et al., arXiv 1910.02054.) Memory that comes and goes does so by resizing a storage: the
-parameters stay views of it, and autograd's saved tensors with them. In float32 the master values *are* the
-values (or their slice), except where parameters travel compressed: then what everybody has is not exact.
+(Rajbhandari et al., arXiv 1910.02054.) Memory that is needed only for a part of the iteration
+(`myriad.parallel.transient_buffer`) is freed and allocated by resizing a storage; captured stages use a fixed
+place that chunks share. In both cases the parameters stay views of the memory, and so do the tensors that
+autograd saved. In float32 the master values *are* the values (or their slice), unless parameters are
+compressed for communication: then the gathered values are not exact.
 
-Gathering and reducing are posted (`start_...`) and waited for (`await_...`); the courier carries them
-meanwhile.
+Gathers and reductions are issued (`start_...`) and waited for (`await_...`); the communication scheduler
+(`CommScheduler`) runs them in between.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
 
 from myriad.comm.collectives import all_reduce
-from myriad.comm.courier import Courier, Delivery
+from myriad.comm.comm_scheduler import CommScheduler, PendingCollective
 from myriad.comm.groups import Group
-from myriad.kernels.gradient import GradientSink, set_sink
+from myriad.kernels.gradient import GradientSink, PendingRows, set_sink
 from myriad.model.definition import Shard
 from myriad.optim.region import Piece, Region
+from myriad.parallel.transient_buffer import FixedMemory, SharedBuffer, TransientBuffer
 
-__all__ = ["Chunk", "Entry", "Sharing"]
+__all__ = ["Chunk", "ChunkMemory", "Entry", "Sharing"]
 
 _AFTER_GATHERS = 2**20
-"""Priority of reductions: nobody waits for them before the step."""
+"""Priority of reductions: no rank waits for them before the step."""
 _AFTER_REDUCTIONS = 2**21
-"""Of gathers for a whole iteration, which where they meet a reduction are for the next one."""
+"""Priority of gathers that hold for a whole iteration. Where such a gather meets a reduction, it belongs to
+the next iteration."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of a chunk: where its values are used, and how it is shared."""
+    """One parameter of a chunk: which modules use its values, and how it is sharded."""
 
     name: str
     homes: tuple[tuple[nn.Module, str], ...]
-    """(module, attribute) of every use; more than one when it is tied on this rank."""
+    """(module, attribute) of every use; more than one if the parameter is tied on this rank."""
     shape: torch.Size
     cut: Shard | None
-    """How tensor-parallel ranks share it; ``None``: whole on each."""
-    sums_over_tp: bool
-    """Whole on every tensor-parallel rank, with gradients that are partial sums."""
+    """How tensor-parallel ranks shard the parameter; ``None``: each rank holds the whole."""
+    is_partial_over_tp: bool
+    """Whether every tensor-parallel rank holds the whole parameter, with gradients that are partial sums."""
 
     @property
     def decays(self) -> bool:
-        """Matrices decay; norms and biases do not."""
+        """Whether weight decay applies: it does to matrices, not to norms and biases."""
         return len(self.shape) >= 2
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """The ranks that hold the same chunk, and what they share of it."""
+    """The group of ranks that hold the same chunk, and how they shard it."""
 
-    courier: Courier
-    """Goes between them."""
+    scheduler: CommScheduler
+    """The communication scheduler between these ranks."""
     dp_rank: int
     dp_size: int
     zero: int
     exact: bool
-    """Parameters travel as they are, not compressed."""
-    frees_sums: bool = False
-    """Gradient sums are given back when the chunk is updated; needs ZeRO 0 or 1, where they would stay."""
+    """Parameters are communicated uncompressed."""
+    frees_grad_buffer: bool = False
+    """The gradient buffer is freed when the chunk is updated. This needs ZeRO 0 or 1, where the buffer would
+    otherwise persist."""
+
+
+@dataclass(frozen=True)
+class ChunkMemory:
+    """Fixed places for the memory of a chunk that is allocated and freed; ``None``: the allocator chooses the
+    address."""
+
+    values: FixedMemory | None = None
+    grad_buffer: FixedMemory | None = None
 
 
 class Chunk:
@@ -85,7 +100,9 @@ class Chunk:
         dtype: torch.dtype,
         device: torch.device,
         first_row: int,
+        place: "ChunkMemory | None" = None,
     ) -> None:
+        """``place``: the fixed memory of the whole chunk; ``None``: the allocator chooses the address."""
         self.entries = sorted(entries, key=lambda entry: not entry.decays)
         self.sharing, self.first_row = sharing, first_row
         ends = list(accumulate((entry.shape.numel() for entry in self.entries), initial=0))
@@ -95,41 +112,55 @@ class Chunk:
         part = self.size // sharing.dp_size if sharing.zero else self.size
         self.start = sharing.dp_rank * part if sharing.zero else 0
         self.stop = self.start + part
-        self._allocate(dtype, device)
+        self._values_memory: TransientBuffer | None = None
+        """The memory of the values, if it is allocated and freed in each iteration."""
+        self._grad_buffer_memory: TransientBuffer | None = None
+        """The memory of the gradient buffer, if it is allocated and freed in each iteration."""
+        self._allocate(dtype, device, place or ChunkMemory())
         self._attach()
         self.regions = self._regions()
-        """This rank's slice as the optimizer sees it: what decays, then what does not."""
-        self._exchange = sharing.courier.exchange(self.size, dtype)
-        self._gathering: Delivery | None = None
-        self._reducing: Delivery | None = None
-        self._own_sum: torch.Tensor | None = None
-        self._is_mixed = False
+        """This rank's slice as the optimizer sees it: the part with weight decay, then the part without."""
+        self._collective = sharing.scheduler.bucket_collective(self.size, dtype)
+        self._gathering: PendingCollective | None = None
+        self._reducing: PendingCollective | None = None
+        self.overwrites = True
+        """Whether the first gradient of a matrix in an iteration overwrites its memory, instead of being
+        added to zeros."""
+        self._own_total: torch.Tensor | None = None
+        self._is_mixed = self._was_mixed = self._has_reduced = False
         self._users: set[int] = set()
         self._stale = self._fresh = True
-        self._drop_values()
-        self._drop_sums(when=sharing.zero >= 2 or sharing.frees_sums)
+        self._free_values()
+        self._free_grad_buffer(when=sharing.zero >= 2 or sharing.frees_grad_buffer)
 
-    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+    def _allocate(self, dtype: torch.dtype, device: torch.device, place: "ChunkMemory") -> None:
         sharing = self.sharing
-        make = torch.empty if sharing.zero == 3 else torch.zeros
-        self.values = make(self.size, dtype=dtype, device=device)
+        if sharing.zero == 3:
+            self._values_memory = _buffer(self.size, dtype, device, place.values)
+            self.values = self._values_memory.tensor
+        else:
+            self.values = torch.zeros(self.size, dtype=dtype, device=device)
         shares_memory = dtype == torch.float32 and sharing.zero < 3 and sharing.exact
         self.master = self._slice(self.values) if shares_memory else self._new_slice(device)
-        self.sums = torch.empty(self.size, device=device)
-        self.gradients = self._slice(self.sums) if sharing.zero < 2 else self._new_slice(device)
+        if sharing.zero >= 2 or sharing.frees_grad_buffer:
+            self._grad_buffer_memory = _buffer(self.size, torch.float32, device, place.grad_buffer)
+            self.grad_buffer = self._grad_buffer_memory.tensor
+        else:
+            self.grad_buffer = torch.empty(self.size, device=device)
+        self.gradients = self._slice(self.grad_buffer) if sharing.zero < 2 else self._new_slice(device)
 
     @property
     def master_is_values(self) -> bool:
-        """The master values are the values that are used, or their slice: one memory."""
+        """Whether the master values share memory with the values (or are a slice of them)."""
         return self.master.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
 
-    def _drop_values(self) -> None:
-        if self.sharing.zero == 3:
-            self.values.untyped_storage().resize_(0)
+    def _free_values(self) -> None:
+        if self._values_memory is not None:
+            self._values_memory.free()
 
-    def _drop_sums(self, *, when: bool) -> None:
-        if when:
-            self.sums.untyped_storage().resize_(0)
+    def _free_grad_buffer(self, *, when: bool) -> None:
+        if when and self._grad_buffer_memory is not None:
+            self._grad_buffer_memory.free()
 
     def _slice(self, whole: torch.Tensor) -> torch.Tensor:
         return whole[self.start : self.stop]
@@ -138,16 +169,19 @@ class Chunk:
         return torch.zeros(self.stop - self.start, device=device)
 
     def _attach(self) -> None:
-        """Makes every parameter a view of the values, with a sink that is a view of the gradient sums.
+        """Make every parameter a view of the values, with a sink that is a view of the gradient buffer.
 
-        ``.data`` gives each view a version counter of its own: gathering again must not look like a write to
-        what autograd saved.
+        ``.data`` gives each view its own version counter: a second gather must not look to autograd like a
+        write to a saved tensor.
         """
         self.sinks: list[GradientSink] = []
-        """Where each parameter's gradients go."""
+        """Where each parameter's gradients are accumulated; the sinks of matrices (with weight decay) come
+        first."""
+        self.pending = PendingRows()
+        """Partial sums of the gradients, while a backward runs."""
         for entry, (start, stop) in zip(self.entries, self.spans, strict=True):
             parameter = nn.Parameter(self.values.data[start:stop].view(entry.shape))
-            sink = GradientSink(self.sums.data[start:stop].view(entry.shape))
+            sink = GradientSink(self.grad_buffer.data[start:stop].view(entry.shape), pending=self.pending)
             set_sink(parameter, sink)
             parameter.register_post_accumulate_grad_hook(_to_sink)
             for module, attribute in entry.homes:
@@ -169,131 +203,210 @@ class Chunk:
         return Region(self.master[inside], self.gradients[inside], decays, pieces)
 
     def holds(self, row: int) -> bool:
-        """Whether a part of this parameter lies in this rank's slice."""
+        """Return whether this rank's slice contains a part of this parameter."""
         start, stop = self.spans[row]
         return max(start, self.start) < min(stop, self.stop)
 
     def load(self, row: int, values: torch.Tensor) -> None:
-        """Sets one parameter of this rank's slice from its (tensor-parallel) whole; other ranks' slices by
-        `gather`."""
+        """Set this rank's slice of one parameter from the parameter's (tensor-parallel) whole value. A gather
+        sets the other ranks' slices."""
         start, stop = self.spans[row]
         a, b = max(start, self.start), min(stop, self.stop)
         if a < b:
             self.master[a - self.start : b - self.start].copy_(values.reshape(-1)[a - start : b - start])
 
     def mark_stale(self) -> None:
-        """The master values changed: the next gather must fetch."""
+        """Mark the values as stale: the master values changed, so the next gather must fetch them."""
         self._stale = True
         if self.sharing.zero == 0:
             self._fetch(0)
 
     def start_gather(self, stage: int) -> None:
-        """Posts the gather for a stage of the program, which holds the parameters from now on; lower stages
-        are more urgent. Nothing travels where they are whole or on their way already."""
+        """Issue the gather for a stage of the program, which uses the parameters from now on. Lower stages
+        have a higher priority. No gather is issued if the values are whole or a gather is in flight."""
         self._users.add(stage)
-        if self.values.untyped_storage().size() == 0:
-            self.values.untyped_storage().resize_(self.size * self.values.element_size())
+        if self._values_memory is not None and self._values_memory.allocate():
             self._stale = True
         if self._stale:
             self._fetch(stage if self.sharing.zero == 3 else _AFTER_REDUCTIONS + stage)
 
+    def forget_forms(self) -> None:
+        """Drop the float8 forms of the weights: the values change, or a program begins or ends."""
+        for sink in self._matrix_sinks:
+            if sink.forms is not None:
+                sink.forms.forget()
+
+    def prepare_replays(self) -> None:
+        """Prepare the chunk for captured backwards, which are replayed for every micro-batch without
+        Python. A captured backward therefore adds to a zeroed gradient buffer, and makes the float8 forms
+        each time."""
+        self.overwrites = False
+        for sink in self.sinks:
+            sink.forms = None
+
     def _fetch(self, priority: int) -> None:
+        """Write `values`. No other method writes them."""
         self._stale = False
+        self.forget_forms()
         if self.sharing.zero:
-            self._gathering = self._exchange.gather(self.values, self.master, priority)
+            self._gathering = self._collective.gather(self.values, self.master, priority)
         elif self.values.data_ptr() != self.master.data_ptr():
             self.values.copy_(self.master)
 
     def await_gather(self) -> None:
-        """Every parameter is whole on this rank."""
+        """Wait until every parameter is whole on this rank."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
 
     def release(self, stage: int) -> None:
-        """A stage needs the parameters no more; without users they are dropped (ZeRO 3)."""
+        """Record that a stage no longer uses the parameters. With ZeRO 3, the values are freed when no stage
+        uses them."""
         self._users.discard(stage)
         if not self._users:
-            self._drop_values()
+            self._free_values()
 
     def start_gradients(self) -> None:
-        """Gradients are about to be summed into `sums`: at the first call of an iteration from zero."""
+        """Prepare `grad_buffer` for accumulation. The first call of an iteration starts from zero."""
+        is_new = self._grad_buffer_memory is not None and self._grad_buffer_memory.allocate()
         if self._fresh:
-            self._fresh, self._own_sum = False, None
-            if self.sharing.zero >= 2:
-                self.gradients.zero_()
-            if self.sums.untyped_storage().size() == 0:
-                self._allocate_sums()
-            else:
-                self.sums.zero_()
-        elif self.sums.untyped_storage().size() == 0:
-            self._allocate_sums()
+            self._own_total = None
+            self._was_mixed = self._has_reduced = False
+        if self._fresh or is_new:
+            self._begin_accumulation()
+        self._fresh = False
 
-    def _allocate_sums(self) -> None:
-        self.sums.untyped_storage().resize_(self.size * 4)
-        self.sums.zero_()
+    def _begin_accumulation(self) -> None:
+        """Start the gradient buffer from zero. The first gradient of a matrix overwrites its memory; only
+        vectors, a thousandth of the memory, are zeroed."""
+        if not self.overwrites:
+            self.grad_buffer.zero_()
+            return
+        self.grad_buffer[self._num_decayed :].zero_()
+        for sink in self._matrix_sinks:
+            sink.begin()
+
+    @cached_property
+    def _matrix_sinks(self) -> list[GradientSink]:
+        return [sink for sink, entry in zip(self.sinks, self.entries, strict=True) if entry.decays]
+
+    def settle_gradients(self) -> None:
+        """Complete `grad_buffer`: set the gradients of matrices to zero that received none."""
+        for sink in self._matrix_sinks:
+            sink.settle()
 
     def add_over(self, group: Group | None) -> None:
-        """Sums the gradients with the other stage that holds the same (tied) parameters."""
+        """Sum the gradients with the other stage that holds the same (tied) parameters."""
         self.start_gradients()
-        self._add_up()
-        self._is_mixed = True
-        all_reduce(self.sums, group)
+        self.settle_gradients()
+        self._add_up([(0, self.size)])
+        self._is_mixed = self._was_mixed = True
+        all_reduce(self.grad_buffer, group)
 
-    def _add_up(self) -> None:
-        """What this rank made by itself, before it travels: to know afterwards who made a NaN."""
-        total = self.sums.sum()
-        self._own_sum = total if self._own_sum is None else self._own_sum + total
+    def _add_up(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Add up this rank's own gradients before they are communicated. The total shows later which rank
+        produced a NaN."""
+        for start, stop in spans:
+            total = self.grad_buffer[start:stop].sum()
+            self._own_total = total if self._own_total is None else self._own_total + total
+
+    @cached_property
+    def _keeps_own(self) -> bool:
+        """Whether memory still holds this rank's own gradients after the reduction. ZeRO 1 keeps them in the
+        slices of other ranks; with one data-parallel rank all of them stay."""
+        sharing = self.sharing
+        if sharing.zero >= 2 or sharing.frees_grad_buffer:
+            return False
+        return sharing.dp_size == 1 or (sharing.zero == 1 and self._collective.keeps_other_slices)
+
+    @cached_property
+    def _partial_spans(self) -> list[tuple[int, int]]:
+        """The spans of the gradients that tensor-parallel ranks sum after the reduction; adjacent spans are
+        joined."""
+        found: list[tuple[int, int]] = []
+        for entry, (start, stop) in zip(self.entries, self.spans, strict=True):
+            if entry.is_partial_over_tp and found and found[-1][1] == start:
+                found[-1] = (found[-1][0], stop)
+            elif entry.is_partial_over_tp:
+                found.append((start, stop))
+        return found
 
     @property
     def was_non_finite(self) -> bool:
-        """This rank's own gradients of this iteration were not all finite, before they were reduced."""
-        return self._own_sum is not None and not bool(torch.isfinite(self._own_sum))
+        """Whether this rank's own gradients of the iteration were non-finite before they were reduced.
+
+        Read it before the next iteration, and only if the norm is non-finite: it reads the gradients that
+        memory still holds.
+        """
+        grad_buffer = [] if self._own_total is None else [self._own_total]
+        if self._keeps_own and not self._was_mixed:
+            grad_buffer += [part.sum() for part in self._own_parts()]
+        return not all(bool(torch.isfinite(total)) for total in grad_buffer)
+
+    def _own_parts(self) -> list[torch.Tensor]:
+        """Return views of the memory that holds this rank's own gradients, except for those that `_add_up`
+        has counted."""
+        if self.sharing.dp_size > 1:
+            return [self.grad_buffer[: self.start], self.grad_buffer[self.stop :]]
+        spans = zip(self.entries, self.spans, strict=True)
+        return [self.grad_buffer[a:b] for entry, (a, b) in spans if not entry.is_partial_over_tp]
 
     def start_reduce(self) -> None:
-        """Posts the sum over data-parallel ranks of what was added since the last reduction."""
+        """Issue the sum over data-parallel ranks of the gradients added since the last reduction."""
         self.start_gradients()
+        self.settle_gradients()
         if not self._is_mixed:
-            self._add_up()
+            self._add_up(self._partial_spans if self._keeps_own else [(0, self.size)])
         self._is_mixed = False
         if self.sharing.zero == 0:
-            self._reducing = self._exchange.all_reduce(self.sums, _AFTER_GATHERS)
+            self._reducing = self._collective.all_reduce(self.grad_buffer, _AFTER_GATHERS)
         else:
-            add = self.sharing.zero >= 2
-            self._reducing = self._exchange.reduce_scatter(self.sums, self.gradients, _AFTER_GATHERS, add=add)
+            add, self._has_reduced = self.sharing.zero >= 2 and self._has_reduced, True
+            self._reducing = self._collective.reduce_scatter(
+                self.grad_buffer, self.gradients, _AFTER_GATHERS, add=add
+            )
 
     def await_reduce(self) -> None:
-        """This rank's slice of the gradients is summed over data-parallel ranks."""
+        """Wait until this rank's slice of the gradients is summed over data-parallel ranks."""
         assert self._reducing is not None, "the checker proved that it was posted"
         self._reducing.wait()
         self._reducing = None
-        self._drop_sums(when=self.sharing.zero >= 2)
+        self._free_grad_buffer(when=self.sharing.zero >= 2)
 
     def partial_gradients(self) -> list[torch.Tensor]:
-        """Views of this rank's reduced gradients that tensor-parallel ranks have still to add up."""
+        """Return views of this rank's reduced gradients that tensor-parallel ranks still have to sum."""
         spans = zip(self.entries, self.spans, strict=True)
-        partial = ((max(a, self.start), min(b, self.stop)) for entry, (a, b) in spans if entry.sums_over_tp)
+        partial = (
+            (max(a, self.start), min(b, self.stop)) for entry, (a, b) in spans if entry.is_partial_over_tp
+        )
         return [self.gradients[a - self.start : b - self.start] for a, b in partial if a < b]
 
     def restart(self) -> None:
-        """The master values were loaded: whatever transfers kept for later counts no more."""
-        self._exchange.restart()
+        """Discard the state that transfers keep between steps: the master values were loaded."""
+        self._collective.restart()
         self.end_iteration()
 
     def rescale_kept(self, ratio: float) -> None:
-        """The loss scale was multiplied by ``ratio``: so is what transfers keep of earlier gradients."""
-        self._exchange.rescale_kept(ratio)
+        """Multiply the gradient residuals that transfers keep by ``ratio``, as the loss scale was."""
+        self._collective.rescale_kept(ratio)
 
     def end_iteration(self) -> None:
-        """After the optimizer step: gradients start from zero again, values are stale."""
-        self._drop_sums(when=self.sharing.frees_sums)
+        """End the iteration after the optimizer step: mark the values stale, and let gradients start from
+        zero."""
+        self._free_grad_buffer(when=self.sharing.frees_grad_buffer)
         self._fresh = True
         self.mark_stale()
 
 
+def _buffer(
+    size: int, dtype: torch.dtype, device: torch.device, place: FixedMemory | None
+) -> TransientBuffer:
+    return TransientBuffer(size, dtype, device) if place is None else SharedBuffer(size, dtype, device, place)
+
+
 def _to_sink(parameter: torch.Tensor) -> None:
-    """Moves a gradient that autograd made to the sink; where an operator fed the sink itself there is
-    none."""
+    """Add a gradient that autograd computed to the sink. If an operator fed the sink itself, autograd
+    computed none."""
     if parameter.grad is not None:
         parameter.sink.add(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None

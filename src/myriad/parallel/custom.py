@@ -1,4 +1,4 @@
-"""Your own model: any list of torch modules, in any layout.
+"""Models made of the user's own torch modules, a list of layers, in any layout.
 
     model = LayerList(
         [Layer("in", make_in), *(Layer(f"mix.{i}", make_mix) for i in range(8)), Layer("out", make_out)],
@@ -6,12 +6,11 @@
         tensor_parallel={"mix.*.up": "column", "mix.*.down": "row"},
     )
 
-Each maker builds one layer, whole; its own initialisation is used, under a seed that depends on the layer
-alone, so that every layout starts from the same values. A layer takes the output of the one before. Between a
-column-parallel and the next row-parallel linear, only element-wise work may stand (or work on whole heads):
-that is where the ranks' parts are apart. Linears, wherever they are, become ones whose weight gradient the
-runtime can place (zero-bubble schedules).
-"""
+Each maker builds one whole layer. The layer's own initialisation runs under a seed that depends on the
+layer alone, so every layout starts from the same values. A layer takes the output of the layer before.
+Between a column-parallel linear and the next row-parallel one, only element-wise operations (or operations
+on whole heads) are allowed, because each rank has its own part there. Linears are replaced wherever they
+are, so that the runtime can schedule their weight gradients (zero-bubble schedules)."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,13 +32,13 @@ from myriad.model.definition import Context, Shard
 __all__ = ["Layer", "LayerList", "Loss"]
 
 Loss = Callable[[torch.Tensor, Any], torch.Tensor]
-"""(output of the last layer, targets) to the *sum* of losses over all targets."""
+"""Loss function: (output of the last layer, targets) to the *sum* of losses over all targets."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: a name, a maker, and a kind for ``partition = "type:REGEX"`` (off: the module's class
-    name)."""
+    """One layer: its name, its maker, and its kind for ``partition = "type:REGEX"`` (default: the module's
+    class name)."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -47,7 +46,7 @@ class Layer:
 
 
 class LayerList:
-    """A `Definition` made of ordinary modules."""
+    """A `Definition` made of the user's modules."""
 
     def __init__(
         self,
@@ -58,8 +57,9 @@ class LayerList:
         tied: Mapping[str, str] | None = None,
         seed: int = 0,
     ) -> None:
-        """``tensor_parallel``: fnmatch pattern of a linear's full name to how ranks cut it. ``tied``: full
-        parameter name to the full name of the one that it is."""
+        """``tensor_parallel``: fnmatch pattern of a linear's full name to how ranks shard it. ``tied``: full
+        name of a parameter to the full name of the parameter that it shares. Raises `BadInputError` for rules
+        that match nothing and for state that is no parameter."""
         self._layers, self._loss, self._seed = tuple(layers), loss, seed
         self._rules, self._tied = dict(tensor_parallel or {}), dict(tied or {})
         if len({layer.name for layer in layers}) < len(layers):
@@ -79,13 +79,14 @@ class LayerList:
 
     @cached_property
     def kinds(self) -> Sequence[str]:
-        """The kinds given, or the modules' class names."""
+        """Return the layers' kinds as given, or the modules' class names."""
         pairs = zip(self._layers, self._shapes, strict=True)
         return [layer.kind or type(module).__name__ for layer, module in pairs]
 
     @cached_property
     def shards(self) -> Mapping[str, Shard]:
-        """Column: rows of the weight and the bias; row: columns of the weight. Whole names, no patterns."""
+        """Return the shards of the linears, under full names without patterns. Column shards the rows of the
+        weight and the bias; row shards the columns of the weight."""
         found: dict[str, Shard] = {}
         for name in self._linears():
             rule = self._rule(name)
@@ -97,11 +98,11 @@ class LayerList:
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """As given."""
+        """Tied parameters, as given."""
         return self._tied
 
     def build(self, index: int, boundary: Boundary) -> nn.Module:
-        """The layer with its linears replaced; the last one ends in the loss."""
+        """Build a layer with its linears replaced. The last layer ends in the loss."""
         last = index == len(self._layers) - 1
         layer = self._replaced(self._layers[index].make(), self._layers[index].name, boundary)
         return _adapt(layer, self._loss if last else None)
@@ -128,7 +129,7 @@ class LayerList:
         return next((rule for pattern, rule in self._rules.items() if fnmatchcase(name, pattern)), None)
 
     def _linears(self) -> list[str]:
-        """Full names of all linears."""
+        """Return the full names of all linears."""
         return [
             f"{layer.name}.{path}".rstrip(".")
             for layer, whole in zip(self._layers, self._shapes, strict=True)
@@ -153,7 +154,8 @@ class LayerList:
                 raise BadInputError("tied", name, f"no parameter has this name; near it: {near}")
 
     def _check_state(self, name: str, module: nn.Module) -> None:
-        """A layer's state is its parameters, each under one name: what ranks keep in step."""
+        """Check that a layer's state consists of parameters only, each under one name: ranks synchronize
+        nothing else. Raises `BadInputError` otherwise."""
         for path, _ in module.named_buffers():
             raise BadInputError(
                 f"layers.{name}", path, "a buffer; layers keep their state in parameters only"
@@ -165,7 +167,8 @@ class LayerList:
 
 
 def _adapt(module: nn.Module, loss: Loss | None) -> nn.Module:
-    """Lets the runtime call an ordinary module; a module around it would change its parameters' names."""
+    """Replace the module's forward by one that the runtime can call. A wrapping module would change the names
+    of its parameters."""
     inner: Callable[[torch.Tensor], torch.Tensor] = module.forward
 
     def forward(x: torch.Tensor, context: Context) -> torch.Tensor:
@@ -177,7 +180,7 @@ def _adapt(module: nn.Module, loss: Loss | None) -> nn.Module:
 
 
 class _ParallelLinear(nn.Module):
-    """A linear cut by columns (its outputs), by rows (its inputs) or not at all."""
+    """A linear that is sharded by columns (its outputs), by rows (its inputs) or not at all."""
 
     def __init__(
         self, whole: nn.Linear, rule: Literal["column", "row"] | None, boundary: Boundary, name: str

@@ -1,23 +1,24 @@
-"""A model in a layout: what a trainer holds of this rank.
+"""The engine: one rank's part of a model, its optimizer and its programs, in a layout.
 
     engine = Engine(definition, job settings, groups, ...)
     result = engine.train_step(load, learning_rate)    one iteration: loss and gradient norm over all ranks
     loss = engine.evaluate(load)                       forward only
-    engine.rectangles()                                this rank's state, as parts of whole tensors
+    engine.shards()                                    this rank's state, as parts of whole tensors
 
 Every rank calls the same method at the same time.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from myriad.comm.collectives import all_reduce, sum_in_order
+from myriad.comm.collectives import all_reduce, all_reduce_max, sum_in_order
+from myriad.comm.comm_scheduler import CommScheduler
 from myriad.comm.config import CommConfig
-from myriad.comm.courier import Courier
 from myriad.comm.groups import Groups
 from myriad.errors import BadInputError, RunFailedError
 from myriad.kernels.config import Kernels
@@ -25,24 +26,28 @@ from myriad.kernels.float8 import Float8
 from myriad.kernels.host_memory import keep_freed_memory
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
-from myriad.model.rectangle import Rectangle
+from myriad.model.tensor_shard import TensorShard
 from myriad.optim.clip import clip_scale, squared_norms
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.loss_scale import LossScaler
 from myriad.optim.optimizer import build_optimizer
-from myriad.parallel.agreement import Agreement
-from myriad.parallel.captured import Capturer, comes_in_turn
 from myriad.parallel.chunk import Chunk, Sharing
-from myriad.parallel.device_start import blank_batch, check_on_device
-from myriad.parallel.float8_weights import multiply_in_float8
-from myriad.parallel.held import Held
+from myriad.parallel.cuda_graphs import Capturer
+from myriad.parallel.diloco import DiLoCo
+from myriad.parallel.model_state import ModelState
 from myriad.parallel.non_finite import Finding, first_finding
-from myriad.parallel.pieces import build_pieces, draw_initial, shapes_between_stages
-from myriad.parallel.runtime import Batch, Idle, Plan, Runtime
-from myriad.parallel.tensor import make_boundary
+from myriad.parallel.rank_model import (
+    build_rank_model,
+    draw_initial,
+    mark_float8_weights,
+    shapes_between_stages,
+)
+from myriad.parallel.recompute import RandomState
+from myriad.parallel.runtime import Batch, IdleWork, RankProgram, Runtime
+from myriad.parallel.tensor_parallel import make_boundary
 from myriad.program.build import build_program, count_chunks
 from myriad.program.config import OverlapConfig
-from myriad.program.device_needs import DeviceJob
+from myriad.program.device_needs import DeviceJob, check_device_job, queues_in
 from myriad.program.partition import cut_ranges
 from myriad.program.warm_up import warm_up_actions
 from myriad.telemetry.spans import Recorder
@@ -54,24 +59,24 @@ _OVERLAP, _COMM = OverlapConfig(), CommConfig()
 
 @dataclass(frozen=True)
 class StepResult:
-    """One iteration, as every rank knows it."""
+    """The result of one iteration, equal on every rank."""
 
     loss: float
-    """Mean over the targets of the global batch."""
+    """Mean loss over the targets of the global batch."""
     grad_norm: float
-    """Global norm before clipping."""
+    """Global gradient norm before clipping."""
     signal: float
-    """Sum of what the ranks signalled in this step."""
+    """Sum of the ``signal`` values of all ranks in this step."""
     skipped: bool = False
-    """Nothing moved."""
+    """Whether the step was skipped: parameters and optimizer state are unchanged."""
     overflow: bool = False
-    """Nothing moved, as gradients overflowed at the loss scale; the scale was lowered."""
+    """Whether the step was skipped because gradients overflowed at the loss scale. The scale was lowered."""
     loss_scale: float | None = None
-    """Factor of this step's loss; ``None``: this precision has no loss scale."""
+    """Factor by which this step's loss was scaled; ``None``: this precision has no loss scale."""
 
 
 class Engine:
-    """One rank's share of a model, its optimizer and its programs."""
+    """One rank's part of a model, its optimizer and its programs."""
 
     def __init__(
         self,
@@ -90,13 +95,21 @@ class Engine:
         comm: CommConfig = _COMM,
         kernels: Kernels = "auto",
         float8: Float8 | None = None,
+        keeps_float8: bool = True,
         loss_scaler: LossScaler | None = None,
         draws_initial: bool = True,
+        keeps_addresses: bool = False,
     ) -> None:
-        """``sample``: one micro-batch, or tensors of its shapes and types; ``num_micro_batches``: of this
-        rank's replica; ``loss_scaler``: scales the loss in training, which float16 needs;
-        ``draws_initial``: parameters have the seed's values; else they have none until a state is loaded or
-        `draw_initial` is called. Raises `BadInputError` for programs that may deadlock on this rank's GPU."""
+        """Build this rank's layers, memory, programs and optimizer. Raises `BadInputError` for programs that
+        may deadlock on this rank's GPU.
+
+        ``sample``: one micro-batch, or tensors of its shapes and types. ``num_micro_batches``: the number of
+        this rank's replica. ``keeps_float8``: convert weights to float8 once a step, where ZeRO 3 does not
+        free them after each micro-batch. ``loss_scaler``: scales the loss in training, which float16 needs.
+        ``draws_initial``: set the parameters to the seed's values; if not, they have no values until a state
+        is loaded or `draw_initial` is called. ``keeps_addresses``: allocate temporary memory at fixed
+        addresses, as `capture` needs it.
+        """
         if device.type == "cpu":
             keep_freed_memory()
         layout = groups.grid.layout
@@ -128,23 +141,36 @@ class Engine:
         if float8 is not None:
             self.boundary.token_multiple = float8.token_multiple
         self._trains_alone = comm.sync_every > 1 and layout.dp > 1
-        self._courier = Courier(groups, None if self._trains_alone else "dp", overlap, comm, device)
+        self._scheduler = CommScheduler(groups, None if self._trains_alone else "dp", overlap, comm, device)
         exact = comm.compress_parameters is None
         dp_rank, dp_size = (0, 1) if self._trains_alone else (groups.grid.index("dp"), layout.dp)
         frees = self._updates_early and layout.zero < 2 and max(layout.shares or (num_micro_batches,)) == 1
-        sharing = Sharing(self._courier, dp_rank, dp_size, layout.zero, exact, frees)
-        self.pieces = build_pieces(
-            definition, layers, stage_rank, groups, self.boundary, sharing, dtype, device
+        sharing = Sharing(self._scheduler, dp_rank, dp_size, layout.zero, exact, frees)
+        own = groups.grid.index("pp")
+        self._keeps_addresses = keeps_addresses or layout.zero < 2
+        runs = [one.ranks[own] for one in self.programs.values()]
+        runs += [warm_up_actions(one, own) for one in self.programs.values()]
+        self.model = build_rank_model(
+            definition,
+            layers,
+            stage_rank,
+            groups,
+            self.boundary,
+            sharing,
+            dtype,
+            device,
+            runs if keeps_addresses else (),
         )
         self._definition = definition
         if draws_initial:
             self.draw_initial()
         if float8 is not None:
-            multiply_in_float8(self.pieces, len(definition.names), float8)
+            keeps = keeps_float8 and num_micro_batches > 1 and layout.zero < 3
+            mark_float8_weights(self.model, len(definition.names), float8, keeps=keeps)
         travels = layers if layout.pp > 1 else []
         shapes = shapes_between_stages(definition, travels, self.boundary, sample.inputs, dtype)
         self._runtime = Runtime(
-            self.pieces,
+            self.model,
             self.boundary,
             groups,
             shapes,
@@ -153,28 +179,30 @@ class Engine:
             device,
             seed,
             recorder,
-            stream_is_cut=definition.sequence_parallel,
+            stream_is_sharded=definition.sequence_parallel,
         )
         self._plans = {
-            training: Plan.of(program.ranks[groups.grid.index("pp")], self.pieces.tied_stages)
+            training: RankProgram.of(program.ranks[groups.grid.index("pp")], self.model.tied_stages)
             for training, program in self.programs.items()
         }
         self._runtime.connect(self._plans.values())
-        self._held = Held(self.pieces, groups, device, trains_alone=self._trains_alone)
-        regions, num_parameters = self._held.regions, len(self._held.entries)
-        self._agreement = Agreement(groups, comm, regions) if self._trains_alone else None
-        self._whole_rows = torch.tensor([[entry.cut is None] for _, entry in self._held.entries]).to(device)
-        """``[num_parameters, 1]``: what tensor-parallel ranks hold alike."""
+        self._model_state = ModelState(self.model, groups, device, trains_alone=self._trains_alone)
+        regions, num_parameters = self._model_state.regions, len(self._model_state.entries)
+        self._diloco = DiLoCo(groups, comm, regions) if self._trains_alone else None
+        self._whole_rows = torch.tensor([[entry.cut is None] for _, entry in self._model_state.entries]).to(
+            device
+        )
+        """``[num_parameters, 1]``: whether all tensor-parallel ranks hold the whole parameter."""
         axes = ("dp", "tp") if layout.zero else ("tp",)
         self._table_group = groups.along(*axes) if optimizer.name == "lamb" else None
         self.optimizer = build_optimizer(optimizer, regions, num_parameters, self._reduce_table, kernels)
         self._squares = torch.zeros(num_parameters, dtype=torch.float64, device=device)
-        """Of each parameter's gradient, as far as it is complete."""
+        """Squared norm of each parameter's gradient, as far as it is complete."""
         self._device, self._sample = device, blank_batch(sample, device)
         self._step, self._skips, self._moves = 0, False, False
         self._refuses: Callable[[float, float], bool] | None = None
         self.before_update: Callable[[], None] = _do_nothing
-        """Called in each iteration when parameters and optimizer state are about to change."""
+        """Called in each iteration just before parameters and optimizer state change."""
 
     def train_step(
         self,
@@ -187,27 +215,31 @@ class Engine:
         skip: bool = False,
         refuses: Callable[[float, float], bool] | None = None,
     ) -> StepResult:
-        """One iteration. ``num_targets``: targets in the global batch; ``signal``: a number that all ranks
-        learn the sum of, with a reduction that takes place anyway; ``step``: its number, for messages;
-        ``skip``: nothing moves, whatever the gradients are, and the optimizer counts no step; ``refuses``:
-        told the loss and the norm, says on all ranks alike that it is to be so. Raises
-        `RunFailedError` on every rank when the loss or a gradient is not finite; a gradient that overflows at
-        the loss scale makes all ranks skip the step instead, and lowers the scale."""
+        """Run one iteration and return its result.
+
+        ``num_targets``: targets in the global batch. ``signal``: a number that is summed over all ranks, in a
+        reduction that takes place anyway. ``step``: the step number for messages. ``skip``: skip the update
+        whatever the gradients are; the optimizer counts no step. ``refuses``: a function of the loss and the
+        norm that returns whether to skip the update; it must return the same on all ranks.
+
+        Raises `RunFailedError` on every rank if the loss or a gradient is non-finite. If a gradient overflows
+        at the loss scale, all ranks skip the step and lower the scale instead.
+        """
         self._refuses = refuses
         self._skips, self._step = skip, self.optimizer.steps_done + 1 if step is None else step
         result = self._iterate(self._plans[True], load, _Finisher(self, num_targets, learning_rate, signal))
         if not self._skips:
             self.optimizer.end()
             self._grow_loss_scale()
-        if self._agreement is not None and self._agreement.is_due(self._step):
-            self._agreement.agree()
-            for chunk in self.pieces.chunks:
+        if self._diloco is not None and self._diloco.is_due(self._step):
+            self._diloco.agree()
+            for chunk in self.model.chunks:
                 chunk.mark_stale()
         return result
 
     @property
     def _loss_scale(self) -> float:
-        """What the loss is multiplied by in this step."""
+        """Factor by which the loss is multiplied in this step."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     def _grow_loss_scale(self) -> None:
@@ -215,87 +247,134 @@ class Engine:
             return
         ratio = self.loss_scaler.moved()
         if ratio != 1.0:
-            for chunk in self.pieces.chunks:
+            for chunk in self.model.chunks:
                 chunk.rescale_kept(ratio)
 
-    def _iterate(self, plan: Plan, load: Callable[[], Batch], finisher: "_Finisher") -> StepResult:
+    def _iterate(self, plan: RankProgram, load: Callable[[], Batch], finisher: "_Finisher") -> StepResult:
         self._moves = False
         scale = self._loss_scale * self._num_replicas / finisher.num_targets
         self._runtime.run(plan, load, finisher, scale)
         assert finisher.result is not None, "the checker proved that a training program clips"
         return finisher.result
 
-    def fill_waits(self, idle: Idle | None) -> None:
-        """From now on ``idle`` works while this rank waits for a tensor of another stage; ``None``: nothing
-        does."""
+    def fill_waits(self, idle: IdleWork | None) -> None:
+        """Run ``idle`` from now on while this rank waits for a tensor of another stage; ``None``: only
+        wait."""
         self._runtime.idle = idle
 
     def capture(self, capturer: Capturer, load: Callable[[], Batch], num_targets: int) -> None:
-        """From now on the computes of training are captured once and replayed, which must give what they give
-        as ever: two iterations in which nothing moves are compared. Raises `BadInputError` where they do not,
-        or cannot be captured."""
-        assert comes_in_turn(self._plans[True].actions), "a job's rule"
-        plan = replace(self._plans[True])  # one of its own: its spans are not a step's
+        """Capture the compute actions of training once, and replay them from now on.
+
+        Two iterations without an update are compared, because the captures must give the same result as eager
+        execution. Torch's generators are left as they were. All ranks call this together, before their first
+        step. Raises `BadInputError` on every rank if the results differ or a capture fails on any of them.
+        """
+        assert self._keeps_addresses, "captures need `keeps_addresses`"
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            problem = self._capture_and_compare(capturer, load, num_targets)
+        if self._fails_anywhere(problem):
+            where = f"here: {problem}" if problem else "on another rank"
+            raise BadInputError("train.cuda_graphs", True, f"false, as a capture fails {where}")
+
+    def _fails_anywhere(self, problem: str) -> bool:
+        """Return whether any rank has a problem. A collective call of all ranks."""
+        fails = torch.full((1,), int(bool(problem)), dtype=torch.int32, device=self._device)
+        return bool(int(all_reduce_max(fails, self.groups.world)))
+
+    def _capture_and_compare(self, capturer: Capturer, load: Callable[[], Batch], num_targets: int) -> str:
+        """Capture, and return how the results differ from eager execution; empty if they are equal."""
+        plan = replace(self._plans[True])  # a plan of its own, so that its spans are not those of a step
+        before = RandomState.of(self._device)
         with capturer.warming():
             expected = self._try(plan, load, num_targets)
-        self._runtime.capture(capturer)
+        # recomputed, such a layer would draw other numbers: captures keep no state for it
+        draws = not RandomState.of(self._device).equals(before)
         try:
+            self._make_captures(capturer, plan)
             problem = _difference(expected, self._try(plan, load, num_targets))
         except RuntimeError as error:
-            problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if problem:
-            raise BadInputError("train.cuda_graphs", True, f"false, as a capture fails here: {problem}")
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return problem or ("a layer draws from torch's generators" if draws else "")
+
+    def _make_captures(self, capturer: Capturer, plan: RankProgram) -> None:
+        """Capture each slot of each stage, with the action list that computes one micro-batch without
+        messages: no message may be in flight. Ranks with fewer slots run the list equally often, because it
+        reduces among all ranks."""
+        captured = self._runtime.capture(capturer, plan)
+        own = torch.full((1,), captured.num_slots, dtype=torch.int32, device=self._device)
+        for index in range(int(all_reduce_max(own, self.groups.world))):
+            captured.only(index)
+            self._run_alone((True,))
+        captured.all_slots()
 
     def warm_up(self) -> None:
-        """Load the kernels of each stage's forward and backward, by computing one micro-batch of zeros
-        without a message to another stage, and leave the state, generators and results of later steps as they
-        were. All ranks call it together, before their first step."""
-        rank, tied_stages = self.groups.grid.index("pp"), self.pieces.tied_stages
+        """Load the kernels of each stage's forward and backward by computing one micro-batch of zeros,
+        without a message to another stage. State, generators and the results of later steps stay unchanged.
+        All ranks call this together, before their first step."""
+        self._run_alone((False, True))
+
+    def _run_alone(self, trainings: Sequence[bool]) -> None:
+        """Compute one micro-batch of zeros for each flag (training or validation), without a message."""
+        rank, tied_stages = self.groups.grid.index("pp"), self.model.tied_stages
         devices = [self._device] if self._device.type == "cuda" else []
         self._refuses, self._skips = None, True
         with torch.random.fork_rng(devices), self.recorder.evaluating():
-            for training, program in sorted(self.programs.items()):
-                plan = Plan.of(warm_up_actions(program, rank), tied_stages)
+            for training in trainings:
+                plan = RankProgram.of(warm_up_actions(self.programs[training], rank), tied_stages)
                 finisher = _Finisher(self, self._sample.targets.numel(), 0.0, 0.0) if training else None
                 self._moves = False
                 self._runtime.run(plan, lambda: self._sample, finisher, alone=True)
-        self.recorder.take_totals()  # its time belongs to no step
+        self.recorder.take_totals()  # the time of this run belongs to no step
 
-    def _try(self, plan: Plan, load: Callable[[], Batch], num_targets: int) -> tuple[float, torch.Tensor]:
-        """Loss, and squared norms of the parameters' gradients, of an iteration in which nothing moves."""
+    def _try(
+        self, plan: RankProgram, load: Callable[[], Batch], num_targets: int
+    ) -> tuple[float, torch.Tensor]:
+        """Run an iteration without an update. Return the loss and the squared norm of each parameter's
+        gradient."""
         self._refuses, self._skips = None, True
         with self.recorder.evaluating():
             result = self._iterate(plan, load, _Finisher(self, num_targets, 0.0, 0.0))
         return result.loss, self._squares.clone()
 
     def evaluate(self, load: Callable[[], Batch], *, stops: bool = False) -> tuple[float, bool]:
-        """Return the sum of losses over the batch of all data-parallel ranks, and whether any rank
-        ``stops``; nothing changes."""
+        """Return the sum of losses over the batch of all data-parallel ranks, and whether any rank set
+        ``stops``. No state changes."""
         with self.recorder.evaluating():
             loss_sum = self._runtime.run(self._plans[False], load, None)
-        stopping = loss_sum.new_full((), float(stops), dtype=torch.float64)  # filled: a copy would wait
+        # filled: a copy from the host would wait for the device
+        stopping = loss_sum.new_full((), float(stops), dtype=torch.float64)
         own = torch.stack([loss_sum.double() * self._counts_loss, stopping])
-        total, num_stopping = all_reduce(own, self.groups.world).tolist()
+        total, num_stopping = self._sum_over_world(own)
         return total, num_stopping > 0
+
+    def _sum_over_world(self, own: torch.Tensor) -> list[float]:
+        """Sum ``own`` over all ranks. The host waits for the device here, and collects recorded spans
+        meanwhile."""
+        with self.recorder.span("all_reduce", recorded=False):
+            total = all_reduce(own, self.groups.world)
+            self.recorder.collect()
+            numbers: list[float] = total.tolist()
+            self.recorder.settle_clock()
+        return numbers
 
     @property
     def _counts_loss(self) -> float:
-        """One of the tensor-parallel ranks, which all have the same loss, counts it."""
+        """Weight of this rank's loss in the global sum: one of the tensor-parallel ranks, which all have the
+        same loss, counts it."""
         return 1.0 if self.groups.grid.index("tp") == 0 else 0.0
 
     def clip(self, loss: torch.Tensor, learning_rate: float, signal: float) -> StepResult:
-        """Gradients of all ranks are complete: finds their norm and begins the optimizer's step, unless
-        everything has moved already."""
+        """Compute the norm of the complete gradients of all ranks and begin the optimizer step. With early
+        updates the parameters are updated already, and no step begins."""
         if not self._updates_early:
-            self._complete(self.pieces.chunks)
+            self._complete(self.model.chunks)
         squares = self._squares
-        # replicas that train alone have a norm each: all travel in one message
+        # Replicas that train alone have a norm each; one message carries all of them.
         own = squares.new_zeros(2 + self._num_replicas)
         own[0] = loss.double() * self._counts_loss
-        own[1].fill_(signal)  # an assignment would copy it from the host, and wait for the device
-        own[2 + self._held.replica] = (squares * self._held.counts).sum()
-        total_loss, total_signal, *norms = all_reduce(own, self.groups.world).tolist()
-        self.recorder.settle_clock()
+        own[1].fill_(signal)  # An assignment would copy the value from the host and wait for the device.
+        own[2 + self._model_state.replica] = (squares * self._model_state.counts).sum()
+        total_loss, total_signal, *norms = self._sum_over_world(own)
         scale = self._loss_scale
         norms = [norm / scale**2 for norm in norms]
         whole_norm = math.sqrt(sum(norms) / self._num_replicas)
@@ -311,20 +390,24 @@ class Engine:
             self._skips = True
             return replace(result, skipped=True)
         if not self._updates_early:
-            norm = math.sqrt(norms[self._held.replica])
+            norm = math.sqrt(norms[self._model_state.replica])
             self.optimizer.begin(learning_rate, clip_scale(norm, self._clip_norm) / scale)
         return result
 
     @property
     def _num_replicas(self) -> int:
-        """Replicas with gradients of their own at the step."""
+        """Number of replicas that have their own gradients at the step."""
         return self.layout.dp if self._trains_alone else 1
 
     def update(self, stage: int, learning_rate: float) -> None:
-        """Moves the parameters of a stage; tied ones with the first stage of this rank that holds them. Early
-        updates leave them as they are from the first gradient on that is not finite: `clip` will see it."""
-        left = None if (stage,) == self.pieces.tied_stages[:1] else self.pieces.tied
-        chunks = [chunk for chunk in self.pieces.stages[stage].chunks if chunk is not left]
+        """Update the parameters of a stage. Tied parameters are updated with the first stage of this rank
+        that holds them.
+
+        Early updates stop at the first non-finite gradient and leave the remaining parameters unchanged;
+        `clip` then detects it.
+        """
+        left = None if (stage,) == self.model.tied_stages[:1] else self.model.tied
+        chunks = [chunk for chunk in self.model.stages[stage].chunks if chunk is not left]
         stays = None
         if self._updates_early:
             self._complete(chunks)
@@ -332,24 +415,26 @@ class Engine:
             stays = (~torch.isfinite(self._squares.sum())).float()
         for chunk in chunks:
             if self._skips:
-                chunk.restart()  # what transfers keep of these gradients may be no number either
+                chunk.restart()  # the gradient residuals that transfers keep may be non-finite too
             else:
-                self.optimizer.update(self._held.regions_of[chunk], stays)
+                self.optimizer.update(self._model_state.regions_of[chunk], stays)
                 chunk.end_iteration()
 
     def _complete(self, chunks: Sequence[Chunk]) -> None:
-        """All that is left to do with these chunks' gradients before they may move."""
+        """Finish the gradients of these chunks before the update: sum them over tensor-parallel ranks, and
+        add up their squared norms."""
         if not self._moves:
             self._moves = True
             self.before_update()
             self._squares.zero_()
         self._sum_over_tp(chunks)
-        held = self._held
-        if regions := [held.regions[index] for chunk in chunks for index in held.regions_of[chunk]]:
-            self._squares += squared_norms(regions, len(held.entries))
+        state = self._model_state
+        if regions := [state.regions[index] for chunk in chunks for index in state.regions_of[chunk]]:
+            self._squares += squared_norms(regions, len(state.entries))
 
     def _sum_over_tp(self, chunks: Sequence[Chunk]) -> None:
-        """Adds up the gradients of what tensor-parallel ranks hold alike, in one message."""
+        """Sum the partial gradients of parameters that every tensor-parallel rank holds whole, in one
+        message."""
         group = self.groups.along("tp")
         parts = [part for chunk in chunks for part in chunk.partial_gradients()]
         if group is None or not parts:
@@ -358,8 +443,8 @@ class Engine:
         torch._foreach_copy_(parts, flat.split([len(part) for part in parts]))
 
     def _skip_overflow(self, squares: torch.Tensor, loss: float) -> None:
-        """Gradients or the loss are not finite: let all ranks skip the step if the loss scale explains it,
-        which never changes the loss. Raises `RunFailedError` if not."""
+        """Handle a non-finite gradient or loss. All ranks skip the step if the loss scale explains it; the
+        scale never makes the loss non-finite. Raises `RunFailedError` otherwise."""
         scaler = self.loss_scaler
         if scaler is None or not math.isfinite(loss):
             self._fail_non_finite(squares, f"{loss}")
@@ -368,9 +453,12 @@ class Engine:
         self._skips = True
 
     def _fail_non_finite(self, squares: torch.Tensor, loss: str) -> None:
-        """Names the rank that made the first number that is not finite, and what it is."""
+        """Raise `RunFailedError` with the rank that produced the first non-finite value, and the name of its
+        tensor."""
         last_stage = self.layout.num_stages - 1
-        found = first_finding(self.pieces, self._held.entries, self._runtime.outputs, squares, last_stage)
+        found = first_finding(
+            self.model, self._model_state.entries, self._runtime.outputs, squares, last_stage
+        )
         everyone: list[Finding | None] = [found]
         if self.groups.world is not None:
             everyone = [None] * self.layout.world
@@ -381,76 +469,78 @@ class Engine:
         raise RunFailedError(f"step {step}: loss is {loss}; first bad tensor is the {name}, on rank {rank}")
 
     def _reduce_table(self, table: torch.Tensor) -> torch.Tensor:
-        """Adds up what the ranks hold of each parameter (LAMB's norms), each element once."""
+        """Sum each parameter's table row over the ranks (LAMB's norms), so that each element counts once."""
         if self.groups.grid.index("tp") > 0:
             table.masked_fill_(self._whole_rows, 0.0)
         return all_reduce(table, self._table_group)
 
-    def rectangles(self) -> Iterator[Rectangle]:
-        """This rank's part of parameters and optimizer state, as views of live memory, under the names
-        ``model.NAME`` and ``optimizer.STATE.NAME`` (of replicas that train alone: ``replica.N.optimizer...``
-        too, and ``outer.velocity.NAME``); what several ranks hold alike comes from one of them only, each of
-        data-parallel replicas giving its share."""
-        return self._held.rectangles(self._states(owned_only=True), owned_only=True)
+    def shards(self) -> Iterator[TensorShard]:
+        """Return this rank's shards of the parameters and the optimizer state, as views of live memory.
 
-    def all_rectangles(self) -> Iterator[Rectangle]:
-        """The same with everything this rank holds: what a load fills."""
-        return self._held.rectangles(self._states(owned_only=False), owned_only=False)
+        Their names are ``model.NAME`` and ``optimizer.STATE.NAME``; replicas that train alone add
+        ``replica.N.optimizer...`` and ``outer.velocity.NAME``. A tensor that several ranks hold is returned
+        by one of them only; data-parallel replicas return one share each.
+        """
+        return self._model_state.shards(self._states(owned_only=True), owned_only=True)
+
+    def all_shards(self) -> Iterator[TensorShard]:
+        """Return the shards of everything that this rank holds, which a load fills."""
+        return self._model_state.shards(self._states(owned_only=False), owned_only=False)
 
     def _states(self, *, owned_only: bool) -> dict[str, Sequence[torch.Tensor]]:
-        """Name to a tensor like each region's values."""
-        replica = self._held.replica
+        """Return state names, each with one tensor per region, shaped like the region's values."""
+        replica = self._model_state.replica
         prefix = f"replica.{replica}." if replica else ""
         own: dict[str, Sequence[torch.Tensor]] = {
             f"{prefix}optimizer.{name}": tensors for name, tensors in self.optimizer.state().items()
         }
         if owned_only and replica:
             return own
-        shared = {"model": [region.values for region in self._held.regions]}
-        if self._agreement is not None:
-            shared["outer.velocity"] = self._agreement.outer.velocity
+        shared = {"model": [region.values for region in self._model_state.regions]}
+        if self._diloco is not None:
+            shared["outer.velocity"] = self._diloco.outer.velocity
         return shared | own
 
     def replicated(self) -> list[torch.Tensor]:
-        """What data-parallel replicas hold alike, bit for bit, when an update is about to begin (those that
-        train alone: after they agreed). With ZeRO 1 and 2 that is the parameters, which were gathered; with
-        ZeRO 3 nothing stays gathered."""
+        """Return the tensors that data-parallel replicas hold bit for bit alike just before an update
+        (replicas that train alone: after an agreement). With ZeRO 1 and 2 these are the gathered parameters;
+        with ZeRO 3 the list is empty."""
         if self.layout.dp == 1 or self.layout.zero == 3:
             return []
-        found = [chunk.values for chunk in self.pieces.chunks]
+        found = [chunk.values for chunk in self.model.chunks]
         if self.layout.zero == 0:
-            found += [chunk.master for chunk in self.pieces.chunks if not chunk.master_is_values]
-        if self._held.is_replicated:
+            found += [chunk.master for chunk in self.model.chunks if not chunk.master_is_values]
+        if self._model_state.is_replicated:
             found += [tensor for tensors in self.optimizer.state().values() for tensor in tensors]
         return found
 
     def gather(self) -> None:
-        """Makes what is `replicated` whole, as each iteration does before it computes."""
-        for chunk in self.pieces.chunks if self.layout.zero < 3 else ():
+        """Gather the tensors that `replicated` returns, as each iteration does before it computes."""
+        for chunk in self.model.chunks if self.layout.zero < 3 else ():
             chunk.start_gather(0)
             chunk.await_gather()
 
     def draw_initial(self) -> None:
         """Set the parameters to the values of the definition's seed."""
-        draw_initial(self._definition, self.pieces, self.boundary)
+        draw_initial(self._definition, self.model, self.boundary)
 
     def loaded(self) -> None:
-        """The state was written into: whole parameters must be gathered anew."""
-        for chunk in self.pieces.chunks:
+        """Mark the state as loaded: the parameters must be gathered again."""
+        for chunk in self.model.chunks:
             chunk.restart()
-        if self._agreement is not None:
-            self._agreement.restart()
+        if self._diloco is not None:
+            self._diloco.restart()
 
     def close(self) -> None:
-        """Waits for what is still under way; the engine is of no use afterwards."""
-        for chunk in self.pieces.chunks:
+        """Wait for the collectives in flight. The engine cannot be used afterwards."""
+        for chunk in self.model.chunks:
             chunk.await_gather()
-        self._courier.close()
+        self._scheduler.close()
 
 
 @dataclass
 class _Finisher:
-    """The end of one iteration."""
+    """The end of one iteration: passes the step's arguments to the engine and keeps the result."""
 
     engine: Engine
     num_targets: int
@@ -466,8 +556,8 @@ class _Finisher:
 
 
 def _difference(expected: tuple[float, torch.Tensor], found: tuple[float, torch.Tensor]) -> str:
-    """Between losses and squared norms of each parameter's gradient, in words, if it is more than sums in
-    another order make."""
+    """Describe how losses, or the squared gradient norms of parameters, differ by more than another order of
+    summation explains; empty if they do not."""
     (loss, squares), (own_loss, own_squares) = expected, found
     if not math.isclose(loss, own_loss, rel_tol=1e-3) and not math.isnan(loss):
         return f"it gives a loss of {own_loss:.6g} instead of {loss:.6g}"
@@ -478,4 +568,17 @@ def _difference(expected: tuple[float, torch.Tensor], found: tuple[float, torch.
 
 
 def _do_nothing() -> None:
-    """Nobody reads the state."""
+    """Default of `Engine.before_update`: no hook."""
+
+
+def check_on_device(device: torch.device, job: DeviceJob) -> None:
+    """Check that the programs are proved deadlock-free on this rank's device. Raises `BadInputError`
+    otherwise."""
+    if device.type == "cuda" and job.shape.pp > 1:
+        check_device_job(job, queues_in(os.environ, job.shape, job.overlap))
+
+
+def blank_batch(sample: Batch, device: torch.device) -> Batch:
+    """Return a batch of zeros with the shapes and types of ``sample``, for `Engine.warm_up`."""
+    tensors = (sample.inputs, sample.targets, sample.samples)
+    return Batch(*(torch.zeros(one.shape, dtype=one.dtype, device=device) for one in tensors))

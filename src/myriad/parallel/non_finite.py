@@ -1,13 +1,13 @@
-"""Who made the first number of an iteration that is not finite: looked for only when the norm or the loss is
-not, from sums that were taken before ranks mixed their numbers.
+"""Search for the first non-finite value of an iteration. It runs only if the norm or the loss is non-finite,
+and reads sums that were taken before ranks combined their gradients.
 
-    parameter                       of any rank: nothing that follows from it says more
-    output, loss of a micro-batch   of the earliest stage: later ones only pass it on
-    gradient, before it is reduced  of the latest stage: backward goes down; afterwards all replicas have it
-    gradient, reduced               the sum itself is too large
+    parameter                       on any rank: everything computed from it is non-finite too
+    output, loss of a micro-batch   of the earliest stage: later stages only pass it on
+    gradient, before it is reduced  of the latest stage: backward runs downwards; reduction spreads it
+    gradient, reduced               the sum itself overflowed
 
-A sum is finite if all its terms are, but for finite terms that add up to more than float32 has: it is read
-only when something is wrong, so nothing fails for that.
+A sum of finite terms is finite unless it exceeds the range of float32. The sums are read only when a value is
+non-finite, so such an overflow alone never fails a step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,30 +17,31 @@ import torch
 
 from myriad.optim.clip import non_finite_rows
 from myriad.parallel.chunk import Chunk, Entry
-from myriad.parallel.pieces import Pieces
+from myriad.parallel.rank_model import RankModel
 
 __all__ = ["Finding", "Outputs", "first_finding"]
 
 Outputs = Mapping[tuple[int, int], torch.Tensor]
-"""(stage, micro-batch) to the sum of what its forward gave."""
+"""(stage, micro-batch) to the sum of its forward's output."""
 Entries = Sequence[tuple[Chunk, Entry]]
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """What a rank found at itself."""
+    """The first non-finite value that a rank found among its own tensors."""
 
     order: tuple[int, int, int]
-    """The smallest of all ranks' came first."""
+    """Sort key: the finding with the smallest order among all ranks occurred first."""
     name: str
 
 
 def first_finding(
-    pieces: Pieces, entries: Entries, outputs: Outputs, squares: torch.Tensor, last_stage: int
+    model: RankModel, entries: Entries, outputs: Outputs, squares: torch.Tensor, last_stage: int
 ) -> Finding | None:
-    """On this rank. ``squares``: of the reduced gradients, a row for each of ``entries``."""
+    """Return this rank's first non-finite tensor. ``squares``: squared norms of the reduced gradients, one
+    row for each of ``entries``."""
     return (
-        _bad_parameter(entries) or _bad_output(outputs, last_stage) or _bad_gradient(pieces, entries, squares)
+        _bad_parameter(entries) or _bad_output(outputs, last_stage) or _bad_gradient(model, entries, squares)
     )
 
 
@@ -62,12 +63,12 @@ def _bad_output(outputs: Outputs, last_stage: int) -> Finding | None:
     return Finding((1, stage, micro_batch), f"loss of {of}" if stage == last_stage else f"output of {of}")
 
 
-def _bad_gradient(pieces: Pieces, entries: Entries, squares: torch.Tensor) -> Finding | None:
-    own = [chunk for chunk in pieces.chunks if chunk.was_non_finite]
+def _bad_gradient(model: RankModel, entries: Entries, squares: torch.Tensor) -> Finding | None:
+    own = [chunk for chunk in model.chunks if chunk.was_non_finite]
     rows = [entries[row] for row in non_finite_rows(squares)]
     if not own and not rows:
         return None
     chunks = own or [chunk for chunk, _ in rows]
     names = [entry.name for chunk, entry in rows if chunk in chunks] + [chunks[0].entries[0].name]
-    stage = max(stage for stage, held in pieces.stages.items() if any(one in chunks for one in held.chunks))
+    stage = max(stage for stage, held in model.stages.items() if any(one in chunks for one in held.chunks))
     return Finding((2 if own else 3, -stage, 0), f"gradient of {names[0]}")

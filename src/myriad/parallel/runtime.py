@@ -1,12 +1,12 @@
-"""One rank's reader of a program: does each action, in order, on real tensors.
+"""Runtime of one rank: execute the actions of a program, in order, on real tensors.
 
-Nothing here decides an order: schedules and passes did, and the checker proved it. What an action needs is in
-one of four places, each keyed as the program names things:
+The runtime decides no order: the schedules and the passes did, and the checker proved it free of deadlock.
+The tensors that an action needs are in one of four tables, each keyed as the program names things:
 
-    inbox      activations and gradients that arrived (or were made by the neighbouring stage on this rank)
-    posted     receives under way (``sent``: sends that nothing says have arrived)
-    saved      the backward of each forward that has none yet (`myriad.parallel.compute`)
-    deferred   weight-gradient products whose weight part is to come (zero-bubble)
+    inbox      activations and gradients that arrived (or were computed by a neighbouring stage on this rank)
+    posted     receives in flight (``sent``: sends whose completion no later message has proved yet)
+    saved      the backward of each forward that has not run yet (`myriad.parallel.compute`)
+    deferred   weight parts of backwards whose input part has run (zero-bubble)
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -16,20 +16,21 @@ from typing import Protocol
 
 import torch
 
-from myriad.comm.channel import Channel, Posted
+from myriad.comm.channel import Channel, PendingTransfer
 from myriad.comm.groups import Groups
-from myriad.kernels.gradient import DeferredProduct, apply_deferred
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Context
-from myriad.parallel.captured import Captured, Capturer
 from myriad.parallel.chunk import Chunk
-from myriad.parallel.compute import Backward, Computes, Eager
-from myriad.parallel.pieces import Pieces, Stage
-from myriad.parallel.recompute import next_is_backward
+from myriad.parallel.compute import Backward, EagerCompute, StageCompute, WeightPart
+from myriad.parallel.cuda_graphs import CapturedCompute, Capturer
+from myriad.parallel.rank_model import RankModel, Stage
 from myriad.program.actions import Action, Kind, Payload, Transfer, chunk_of
+from myriad.program.in_flight import InFlight, next_is_backward
+from myriad.program.static_places import tied_reduction
+from myriad.telemetry.progress.operation_counters import Operation, counter_of_message, messages
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["Batch", "Finisher", "Idle", "Plan", "Runtime"]
+__all__ = ["Batch", "Finisher", "IdleWork", "RankProgram", "Runtime", "operation_of"]
 
 _Key = tuple[Payload, int, int]
 
@@ -45,41 +46,38 @@ class Batch:
 
 
 class Finisher(Protocol):
-    """What a runtime asks for when the gradients are there."""
+    """The end of an iteration: what the runtime calls when the gradients are complete."""
 
     def clip(self, loss_sum: torch.Tensor) -> None:
-        """Finds the global gradient norm and begins the optimizer's step."""
+        """Compute the global gradient norm and begin the optimizer step."""
         ...
 
     def update(self, stage: int) -> None:
-        """Moves the parameters of a stage of the program."""
+        """Update the parameters of a stage of the program."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """One rank's list, and where in it the tied chunk, of which two stages hold gradients, is reduced."""
+class RankProgram:
+    """One rank's list of actions, and the indices between which the tied chunk is reduced. Two stages hold
+    gradients of that chunk."""
 
     actions: Sequence[Action]
     tied_starts: int
     tied_ends: int
-    turns: Collection[tuple[int, int]] = ()
-    """(stage, micro-batch) of forwards whose backward the rank does next."""
+    immediate_backwards: Collection[tuple[int, int]] = ()
+    """(stage, micro-batch) of forwards whose backward is the rank's next compute action."""
 
     @staticmethod
-    def of(actions: Sequence[Action], tied_stages: Collection[int]) -> "Plan":
-        """The tied chunk goes with the last reduction of the stages that hold it; -1 where there is none."""
-
-        def last(*kinds: Kind) -> int:
-            found = (i for i, a in enumerate(actions) if a.kind in kinds and a.stage in tied_stages)
-            return max(found, default=-1)
-
-        starts, ends = last(Kind.REDUCE, Kind.START_REDUCE), last(Kind.REDUCE, Kind.AWAIT_REDUCE)
-        return Plan(actions, starts, ends, next_is_backward(actions))
+    def of(actions: Sequence[Action], tied_stages: Collection[int]) -> "RankProgram":
+        """Build the plan. The tied chunk is reduced with the last reduction of the stages that hold it; both
+        indices are -1 if there is no tied chunk."""
+        starts, ends = tied_reduction(actions, tied_stages)
+        return RankProgram(actions, starts, ends, next_is_backward(actions))
 
 
-class Idle(Protocol):
-    """What fills the time in which a rank waits."""
+class IdleWork(Protocol):
+    """Work that a rank does while it waits for a message."""
 
     def wait(self, key: Hashable, wait: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return what ``wait`` returns; ``key`` is the same for the same tensor of each iteration."""
@@ -88,23 +86,23 @@ class Idle(Protocol):
 
 @dataclass
 class _Iteration:
-    """What one run of a program holds."""
+    """The state of one run of a program."""
 
-    plan: Plan
+    plan: RankProgram
     load: Callable[[], Batch]
     finisher: Finisher | None
     loss_scale: float
     loss_sum: torch.Tensor
     batch: Batch | None = None
     inbox: dict[_Key, torch.Tensor] = field(default_factory=dict)
-    posted: dict[_Key, Posted] = field(default_factory=dict)
-    sent: dict[_Key, Posted] = field(default_factory=dict)
+    posted: dict[_Key, PendingTransfer] = field(default_factory=dict)
+    sent: dict[_Key, PendingTransfer] = field(default_factory=dict)
     saved: dict[tuple[int, int], Backward] = field(default_factory=dict)
-    deferred: dict[tuple[int, int], list[DeferredProduct]] = field(default_factory=dict)
+    deferred: dict[tuple[int, int], WeightPart] = field(default_factory=dict)
 
     @property
     def training(self) -> bool:
-        """Something is differentiated."""
+        """Whether this run computes gradients."""
         return self.finisher is not None
 
 
@@ -113,7 +111,7 @@ class Runtime:
 
     def __init__(
         self,
-        pieces: Pieces,
+        model: RankModel,
         boundary: Boundary,
         groups: Groups,
         shapes: Sequence[tuple[torch.Size, torch.dtype]],
@@ -123,29 +121,37 @@ class Runtime:
         seed: int,
         recorder: Recorder,
         *,
-        stream_is_cut: bool,
+        stream_is_sharded: bool,
     ) -> None:
-        """``stream_is_cut``: what travels between stages differs among tensor-parallel ranks; else they hold
-        the same and share its transfers."""
-        self._pieces, self._shapes = pieces, shapes
+        """``stream_is_sharded``: the tensors between stages differ among tensor-parallel ranks. If not, these
+        ranks hold equal tensors and share the transfer."""
+        self._model, self._shapes = model, shapes
         self._stage_rank, self._micro_batch, self._device = stage_rank, micro_batch, device
         self._seed, self._recorder = seed, recorder
-        layers = {index: list(stage.layers.values()) for index, stage in pieces.stages.items()}
-        self._eager = Eager(layers, groups.grid.layout, boundary.later)
-        self._computes: Computes = self._eager
-        self._spans: dict[Plan, Sequence[AbstractContextManager[None]]] = {}
+        layers = {index: list(stage.layers.values()) for index, stage in model.stages.items()}
+        pending = {index: [chunk.pending for chunk in stage.chunks] for index, stage in model.stages.items()}
+        sinks = {
+            index: [sink for chunk in stage.chunks for sink in chunk.sinks]
+            for index, stage in model.stages.items()
+        }
+        self._eager = EagerCompute(layers, groups.grid.layout, sinks, pending, boundary.later)
+        self._compute: StageCompute = self._eager
+        self._spans: dict[RankProgram, Sequence[AbstractContextManager[None]]] = {}
+        self._pipeline_position = groups.grid.index("pp"), groups.grid.layout.pp
+        """This rank's index along the pipeline, and the number of pipeline ranks."""
         self.outputs: dict[tuple[int, int], torch.Tensor] = {}
-        """(stage, micro-batch) to the sum of what its forward gave, in this iteration."""
-        self.idle: Idle | None = None
-        """Work for the time in which this rank waits for a tensor of another stage."""
+        """(stage, micro-batch) to the sum of the forward's output, in this iteration."""
+        self.idle: IdleWork | None = None
+        """Work for the time in which this rank waits for a tensor of another stage; ``None``: the rank only
+        waits."""
         self._channels: dict[Payload, Channel] = {}
         if groups.grid.layout.pp > 1:
             both_ways = groups.grid.layout.virtual_stages > 1
-            split = None if stream_is_cut else groups.along("tp", purpose="shared transfers")
+            split = None if stream_is_sharded else groups.along("tp", purpose="shared transfers")
             self._channels = {
                 payload: Channel(groups, payload, both_ways=both_ways, split=split) for payload in Payload
             }
-        self._tied_group = None if pieces.tied is None else groups.of(pieces.tied_peer, "tied")
+        self._tied_group = None if model.tied is None else groups.of(model.tied_peer, "tied")
         self._do: Mapping[Kind, Callable[[Action, _Iteration], None]] = {
             Kind.LOAD: self._load,
             Kind.GATHER: self._gather,
@@ -171,24 +177,28 @@ class Runtime:
 
     def run(
         self,
-        plan: Plan,
+        plan: RankProgram,
         load: Callable[[], Batch],
         finisher: Finisher | None,
         loss_scale: float = 1.0,
         *,
         alone: bool = False,
     ) -> torch.Tensor:
-        """Does every action. ``load`` is called at LOAD; without a ``finisher`` nothing is differentiated.
-        ``alone``: the plan receives nothing, zeros take the place of what other ranks would send. Gives this
-        rank's sum of losses: float32, 0 where the last stage is elsewhere."""
+        """Execute every action and return this rank's sum of losses (float32; 0 where the last stage is on
+        another rank).
+
+        ``load`` is called at LOAD. Without a ``finisher`` no gradients are computed. ``alone``: the plan
+        receives no messages; zeros replace the tensors that other ranks would send.
+        """
         now = _Iteration(plan, load, finisher, loss_scale, torch.zeros((), device=self._device))
         if alone:
             now.inbox |= self._blank(plan.actions)
         self.outputs = {}
-        for stage in self._pieces.stages.values():
+        self._forget_forms()
+        for stage in self._model.stages.values():
             for layer in stage.layers.values():
                 layer.train(now.training)
-        tied = self._pieces.tied
+        tied = self._model.tied
         for index, (action, span) in enumerate(zip(plan.actions, self._spans_of(plan), strict=True)):
             with span:
                 self._do[action.kind](action, now)
@@ -198,50 +208,84 @@ class Runtime:
                 if tied is not None and index == plan.tied_ends:
                     with self._span_of("reduce_tied", tied, action.stage):
                         tied.await_reduce()
-        for posted in now.sent.values():
-            posted.wait()
+        self._await_sends(plan, now)
+        self._forget_forms()
         return now.loss_sum
 
-    def connect(self, plans: Iterable[Plan]) -> None:
+    def _forget_forms(self) -> None:
+        """Drop the float8 forms of the weights. Weights may be written between two programs, so no program
+        uses the forms of another one."""
+        for chunk in self._model.chunks:
+            chunk.forget_forms()
+
+    def _await_sends(self, plan: RankProgram, now: _Iteration) -> None:
+        """Wait for the sends whose completion no later message has proved. In training they have completed,
+        because all ranks have synchronized since."""
+        if not now.sent:
+            return
+        transfers = [t for action in plan.actions for t in action.transfers if t.sends]
+        sent = {_counter(t, *self._pipeline_position) for t in transfers}
+        waits = replace(messages(sent, waits=True), counters=())
+        with self._recorder.span("sends", operation=waits, recorded=False):
+            for posted in now.sent.values():
+                posted.wait()
+
+    def connect(self, plans: Iterable[RankProgram]) -> None:
         """Open the connections to all ranks with which the plans exchange tensors. All ranks call this
         together, before they run one of the plans."""
         transfers = [transfer for plan in plans for action in plan.actions for transfer in action.transfers]
         for payload, channel in self._channels.items():
             channel.connect({(t.peer, t.sends) for t in transfers if t.payload is payload}, self._device)
 
-    def capture(self, capturer: Capturer) -> None:
-        """From now on each stage's forwards and backwards in training are captured once and replayed; the
-        programs must let them (`myriad.parallel.captured.comes_in_turn`)."""
-        self._computes = Captured(self._eager, capturer)
+    def capture(self, capturer: Capturer, plan: RankProgram) -> CapturedCompute:
+        """Capture the forwards and backwards of each stage in training, and replay them from now on. Each is
+        captured once for each micro-batch that ``plan`` has in flight."""
+        for stage in self._model.stages.values():
+            for chunk in stage.chunks:
+                chunk.prepare_replays()
+        in_flight = InFlight.of(plan.actions)
+        self._compute = found = CapturedCompute(self._eager, capturer, in_flight, self._recorder.silent)
+        return found
 
-    def _spans_of(self, plan: Plan) -> Sequence[AbstractContextManager[None]]:
-        """Found once: an iteration asks for none."""
+    def _spans_of(self, plan: RankProgram) -> Sequence[AbstractContextManager[None]]:
+        """Return a span for each action. The spans are made once per plan, so an iteration makes none."""
         if plan not in self._spans:
             self._spans[plan] = [
-                self._recorder.span(a.kind, a.stage, a.micro_batch, self._chunk_of(a)) for a in plan.actions
+                self._recorder.span(
+                    a.kind,
+                    a.stage,
+                    a.micro_batch,
+                    self._chunk_of(a),
+                    operation=operation_of(a, *self._pipeline_position),
+                    follows=index > 0,
+                )
+                for index, a in enumerate(plan.actions)
             ]
         return self._spans[plan]
 
     def _chunk_of(self, action: Action) -> int:
-        """Of which an action's span tells; -1 where its stage has no parameters of its own."""
+        """Return the chunk number for an action's span; -1 if the stage has no parameters of its own."""
         number = chunk_of(action, len(self._stage_rank))
         is_own = 0 <= number < len(self._stage_rank)
         return -1 if is_own and not self._complete(action) else number
 
     def _span_of(self, name: str, chunk: Chunk, stage: int) -> AbstractContextManager[None]:
-        """Inside of the action's, which is its stage's own chunk's: for the tied one. Not named as an action,
-        so that the k-th of those is the program's k-th."""
-        if chunk is not self._pieces.tied:
+        """Return a span for the tied chunk, inside the span of the action.
+
+        The action's span describes the stage's own chunk. The inner span has another name, so that the k-th
+        span of an action kind still belongs to the k-th such action of the program.
+        """
+        if chunk is not self._model.tied:
             return nullcontext()
         return self._recorder.span(name, stage, -1, len(self._stage_rank))
 
     def _stage(self, action: Action) -> Stage:
-        return self._pieces.stages[action.stage]
+        return self._model.stages[action.stage]
 
     def _load(self, action: Action, now: _Iteration) -> None:
         now.batch = now.load()
 
-    # parameters
+    # Parameters.
 
     def _gather(self, action: Action, now: _Iteration) -> None:
         self._start_gather(action, now)
@@ -261,7 +305,7 @@ class Runtime:
         for chunk in self._stage(action).chunks:
             chunk.release(action.stage)
 
-    # gradients and the step
+    # Gradients and the step.
 
     def _reduce(self, action: Action, now: _Iteration) -> None:
         self._start_reduce(action, now)
@@ -276,12 +320,13 @@ class Runtime:
             chunk.await_reduce()
 
     def _complete(self, action: Action) -> list[Chunk]:
-        """What a stage reduces by itself: not the tied chunk, which has another stage's gradients too."""
-        return [chunk for chunk in self._stage(action).chunks if chunk is not self._pieces.tied]
+        """Return the chunks that a stage reduces by itself. The tied chunk is not one: it also has gradients
+        of another stage."""
+        return [chunk for chunk in self._stage(action).chunks if chunk is not self._model.tied]
 
     def _sync_tied(self, action: Action, now: _Iteration) -> None:
-        assert self._pieces.tied is not None
-        self._pieces.tied.add_over(self._tied_group)
+        assert self._model.tied is not None
+        self._model.tied.add_over(self._tied_group)
 
     def _clip(self, action: Action, now: _Iteration) -> None:
         assert now.finisher is not None
@@ -293,10 +338,10 @@ class Runtime:
 
     def _step(self, action: Action, now: _Iteration) -> None:
         self._clip(action, now)
-        for stage in self._pieces.stages:
+        for stage in self._model.stages:
             self._update(replace(action, stage=stage), now)
 
-    # compute
+    # Compute.
 
     def _rows(self, values: torch.Tensor, micro_batch: int) -> torch.Tensor:
         return values[micro_batch * self._micro_batch : (micro_batch + 1) * self._micro_batch]
@@ -316,8 +361,10 @@ class Runtime:
             entering.requires_grad_(now.training)
         context = self._context(micro_batch, now)
         if now.training:
-            turns = key in now.plan.turns
-            x, now.saved[key] = self._computes.forward(stage, entering, context, backward_is_next=turns)
+            immediate_backwards = key in now.plan.immediate_backwards
+            x, now.saved[key] = self._compute.forward(
+                stage, entering, context, backward_is_next=immediate_backwards
+            )
             self.outputs[key] = x.detach().sum()
         else:
             x = self._eager.evaluate(stage, entering, context)
@@ -327,35 +374,41 @@ class Runtime:
             now.inbox[Payload.ACTIVATION, stage, micro_batch] = x.detach()
 
     def _backward(self, action: Action, now: _Iteration) -> None:
-        stage, micro_batch = action.stage, action.micro_batch
+        backward, gradient = self._begin_backward(action, now)
+        self._end_backward(action, now, backward.whole(gradient))
+
+    def _backward_input(self, action: Action, now: _Iteration) -> None:
+        backward, gradient = self._begin_backward(action, now)
+        entering, now.deferred[action.stage, action.micro_batch] = backward.in_parts(gradient)
+        self._end_backward(action, now, entering)
+
+    def _backward_weight(self, action: Action, now: _Iteration) -> None:
+        self._start_gradients(action)  # a reduction after the input half may have freed them
+        now.deferred.pop((action.stage, action.micro_batch))()
+
+    def _start_gradients(self, action: Action) -> None:
         for chunk in self._stage(action).chunks:
             chunk.start_gradients()
+
+    def _begin_backward(self, action: Action, now: _Iteration) -> tuple[Backward, torch.Tensor]:
+        """Return the saved backward, and the gradient of the forward's output."""
+        stage, micro_batch = action.stage, action.micro_batch
+        self._start_gradients(action)
         if stage == len(self._stage_rank) - 1:
             gradient = torch.full_like(now.loss_sum, now.loss_scale)
         else:
             gradient = now.inbox.pop((Payload.GRADIENT, stage + 1, micro_batch))
-        entering = now.saved.pop((stage, micro_batch))(gradient)
-        if stage > 0:
+        return now.saved.pop((stage, micro_batch)), gradient
+
+    def _end_backward(self, action: Action, now: _Iteration, entering: torch.Tensor | None) -> None:
+        if action.stage > 0:
             assert entering is not None
-            now.inbox[Payload.GRADIENT, stage, micro_batch] = entering
+            now.inbox[Payload.GRADIENT, action.stage, action.micro_batch] = entering
 
-    def _backward_input(self, action: Action, now: _Iteration) -> None:
-        products: list[DeferredProduct] = []
-        sinks = [sink for chunk in self._stage(action).chunks for sink in chunk.sinks]
-        for sink in sinks:
-            sink.deferred = products
-        self._backward(action, now)
-        for sink in sinks:
-            sink.deferred = None
-        now.deferred[action.stage, action.micro_batch] = products
-
-    def _backward_weight(self, action: Action, now: _Iteration) -> None:
-        apply_deferred(now.deferred.pop((action.stage, action.micro_batch)))
-
-    # transfers
+    # Transfers.
 
     def _blank(self, actions: Sequence[Action]) -> dict[_Key, torch.Tensor]:
-        """Zeros for each forward and backward that would receive what it needs from another rank."""
+        """Return zeros for the input of each forward and backward that would come from another rank."""
         mine = {action.stage for action in actions if action.kind is Kind.FORWARD}
         blank: dict[_Key, torch.Tensor] = {}
         for action in actions:
@@ -372,7 +425,7 @@ class Runtime:
         return blank
 
     def _exchange(self, action: Action, now: _Iteration) -> None:
-        """Posts every receive, then every send, then waits for all: coupled."""
+        """Post every receive, then every send, then wait for all of them (a coupled exchange)."""
         for transfer in action.transfers:
             if not transfer.sends:
                 self._receive(transfer, now)
@@ -397,7 +450,7 @@ class Runtime:
     def _tag(self, transfer: Transfer) -> int:
         return transfer.micro_batch * len(self._stage_rank) + transfer.stage
 
-    def _send(self, transfer: Transfer, now: _Iteration) -> Posted:
+    def _send(self, transfer: Transfer, now: _Iteration) -> PendingTransfer:
         tensor = now.inbox.pop(_key(transfer))
         return self._channels[transfer.payload].send(tensor, transfer.peer, self._tag(transfer))
 
@@ -409,13 +462,29 @@ class Runtime:
         now.posted[_key(transfer)] = received
 
     def _arrive(self, transfer: Transfer, now: _Iteration) -> None:
-        """A gradient says that the activation it belongs to was received: that is given up."""
+        """Complete a receive. A received gradient proves that the peer has received the matching activation,
+        so the send of that activation is completed too."""
         key, posted = _key(transfer), now.posted.pop(_key(transfer))
         fills = self.idle is not None and now.training
         now.inbox[key] = self.idle.wait(key, posted.wait) if fills and self.idle else posted.wait()
         answered = (Payload.ACTIVATION, transfer.stage - 1, transfer.micro_batch)
         if transfer.payload is Payload.GRADIENT and answered in now.sent:
             now.sent.pop(answered).wait()
+
+
+def operation_of(action: Action, rank: int, length: int) -> Operation | None:
+    """Return how the messages of an action are counted for ``rank`` of a pipeline of ``length`` ranks.
+    ``None``: the action has no messages, or another action counts them."""
+    if action.kind not in (Kind.SEND, Kind.WAIT, Kind.EXCHANGE):
+        return None
+    counters = [_counter(transfer, rank, length) for transfer in action.transfers]
+    return messages(counters, waits=action.kind is not Kind.SEND)
+
+
+def _counter(transfer: Transfer, rank: int, length: int) -> int:
+    sends = transfer.sends
+    up = (transfer.peer - rank if sends else rank - transfer.peer) % length == 1
+    return counter_of_message(transfer.payload, up=up, sends=sends)
 
 
 def _key(transfer: Transfer) -> _Key:

@@ -1,1 +1,140 @@
-"""What a layout will cost, before anything is rented: cost model, memory, simulator, search, validation."""
+"""The planner: seconds and bytes of a layout on a cluster, without running it.
+
+    plan        find_plans(LayoutProblem(model, batch, cluster)).plans[0]       search, memory, simulator
+    simulate    simulate(Costs(workload, cluster)).seconds                      one layout, action by action
+    memory      memory_of_ranks(workload)                                       peak bytes of pipeline ranks
+    validate    predict_table(read_table("megascale_table2.csv", clusters))     against published runs
+
+Names are imported on first use, so that a command loads only the modules that it needs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from myriad.planner.cluster_config import Cluster
+    from myriad.planner.cost.layout_costs import Costs
+    from myriad.planner.fabric.cluster_fabric import builder_of, shape_of
+    from myriad.planner.fabric.fabric_forecast import FabricDistribution
+    from myriad.planner.fabric.nccl_tuning import EnvAdvice, tune, tuning_evidence
+    from myriad.planner.memory.closed_form_memory import fits_probability
+    from myriad.planner.memory.rank_memory import memory_of_ranks
+    from myriad.planner.memory.recompute_budget import layout_within
+    from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem
+    from myriad.planner.search.plan_ranking import SimulatedPlan
+    from myriad.planner.search.planning import (
+        PlanResult,
+        best_plan,
+        describe_layout,
+        fewest_accelerators,
+        find_plans,
+    )
+    from myriad.planner.simulation.iteration_summary import IterationSummary, summarize_iteration
+    from myriad.planner.simulation.simulation_cache import SimulationCache
+    from myriad.planner.simulation.simulator import Prediction, simulate
+    from myriad.planner.validation.prediction_errors import (
+        ErrorScore,
+        SystemRatio,
+        TableResult,
+        interval,
+        intervals,
+        predict_table,
+        ratios,
+    )
+    from myriad.planner.validation.prediction_interval import describe_interval
+    from myriad.planner.validation.published_tables import (
+        CurvePoint,
+        PublishedTable,
+        builtin_tables,
+        read_table,
+    )
+    from myriad.planner.workload import FrameworkProfile, Workload
+
+__all__ = [
+    "Cluster",
+    "Costs",
+    "CurvePoint",
+    "EnvAdvice",
+    "ErrorScore",
+    "FabricDistribution",
+    "FrameworkProfile",
+    "IterationSummary",
+    "LayoutCandidate",
+    "LayoutProblem",
+    "PlanResult",
+    "Prediction",
+    "PublishedTable",
+    "SimulatedPlan",
+    "SimulationCache",
+    "SystemRatio",
+    "TableResult",
+    "Workload",
+    "best_plan",
+    "builder_of",
+    "builtin_tables",
+    "describe_interval",
+    "describe_layout",
+    "fewest_accelerators",
+    "find_plans",
+    "fits_probability",
+    "interval",
+    "intervals",
+    "layout_within",
+    "memory_of_ranks",
+    "predict_table",
+    "ratios",
+    "read_table",
+    "shape_of",
+    "simulate",
+    "summarize_iteration",
+    "tune",
+    "tuning_evidence",
+]
+
+_MODULE_OF = {
+    "Cluster": "cluster_config",
+    "Costs": "cost.layout_costs",
+    "CurvePoint": "validation.published_tables",
+    "EnvAdvice": "fabric.nccl_tuning",
+    "ErrorScore": "validation.prediction_errors",
+    "FabricDistribution": "fabric.fabric_forecast",
+    "FrameworkProfile": "workload",
+    "IterationSummary": "simulation.iteration_summary",
+    "LayoutCandidate": "search.layout_space",
+    "LayoutProblem": "search.layout_space",
+    "PlanResult": "search.planning",
+    "Prediction": "simulation.simulator",
+    "PublishedTable": "validation.published_tables",
+    "SimulatedPlan": "search.plan_ranking",
+    "SimulationCache": "simulation.simulation_cache",
+    "SystemRatio": "validation.prediction_errors",
+    "TableResult": "validation.prediction_errors",
+    "Workload": "workload",
+    "best_plan": "search.planning",
+    "builder_of": "fabric.cluster_fabric",
+    "builtin_tables": "validation.published_tables",
+    "describe_interval": "validation.prediction_interval",
+    "describe_layout": "search.planning",
+    "fewest_accelerators": "search.planning",
+    "find_plans": "search.planning",
+    "fits_probability": "memory.closed_form_memory",
+    "interval": "validation.prediction_errors",
+    "intervals": "validation.prediction_errors",
+    "layout_within": "memory.recompute_budget",
+    "memory_of_ranks": "memory.rank_memory",
+    "predict_table": "validation.prediction_errors",
+    "ratios": "validation.prediction_errors",
+    "read_table": "validation.published_tables",
+    "shape_of": "fabric.cluster_fabric",
+    "simulate": "simulation.simulator",
+    "summarize_iteration": "simulation.iteration_summary",
+    "tune": "fabric.nccl_tuning",
+    "tuning_evidence": "fabric.nccl_tuning",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use. Raises `AttributeError`."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,1 +1,1 @@
-"""One iteration as a value: actions, schedules, passes, checker. Pure Python."""
+"""Description of one iteration: actions, schedules, passes and the checker. Pure Python, no torch."""

@@ -1,55 +1,68 @@
-"""The words a program is made of.
+"""The data model of a program: actions, transfers and their semantics.
 
 A program is one list of actions per *pipeline rank*: data- and tensor-parallel peers run the same list.
-Schedules write the compute; lowering (`lower.py`) adds the communication that the compute needs; passes
-rewrite; the checker proves; the runtime and the simulator read.
+Schedules write the compute actions; lowering (`lower.py`) adds the communication that they need; passes
+rewrite the lists; the checker proves them; the runtime and the simulator execute them.
 
     rank 0   LOAD  GATHER s0  F s0 m0  SEND a s0 m0   F s0 m1 ...   B s0 m0   ...   REDUCE s0   STEP
     rank 1   LOAD  GATHER s1  RECV a s0 m0  F s1 m0  B s1 m0  SEND g s1 m0 ...      REDUCE s1   STEP
 
-Semantics, the same for checker, runtime and simulator:
+`SEMANTICS` says what each kind of action needs, posts, waits for, allocates and frees. The checker, the
+simulators, the memory model and the dashboard read that table, so a new kind of action is one entry in it, an
+implementation in the runtime, and a cost. In words:
 
-- FORWARD / BACKWARD / BACKWARD_INPUT / BACKWARD_WEIGHT of (stage, micro_batch). BACKWARD is the two halves
+- FORWARD / BACKWARD / BACKWARD_INPUT / BACKWARD_WEIGHT of (stage, micro_batch). BACKWARD is both halves
   together.
 - EXCHANGE: a coupled transfer. All its ``transfers`` (sends and receives, any peers) are posted together and
   the rank waits until every one has completed; a send completes only when the peer has posted the matching
   receive.
-- SEND: posts one send and goes on. RECEIVE: posts one receive and goes on. WAIT: waits for the one posted
-  receive that it names. A posted send's buffer is kept alive by the runtime until the end of the iteration's
-  sends.
+- SEND: posts one send without waiting. RECEIVE: posts one receive without waiting. WAIT: waits for the one
+  posted receive that it names. The runtime keeps the buffer of a posted send alive until the sends of the
+  iteration have completed.
 - A transfer is named by its payload: the activation that ``stage`` made for stage + 1, or the gradient that
   ``stage`` made for stage - 1, of one micro-batch. Between two stages on the same rank nothing is sent.
-- GATHER / RELEASE: a stage's parameters become whole on this rank / may be dropped (ZeRO >= 1 / ZeRO 3).
-- REDUCE: a stage's gradient sums are combined over data-parallel ranks (tied ones before that).
-- START_GATHER, AWAIT_GATHER and START_REDUCE, AWAIT_REDUCE: the same two, posted and waited for. A gather
-  that is posted after its stage's UPDATE belongs to the next iteration: there, posting it again does nothing.
-- SYNC_TIED: gradients of parameters shared by the first and the last stage are summed between the ranks that
+- GATHER / RELEASE: make a stage's parameters whole on this rank / free them (ZeRO >= 1 / ZeRO 3).
+- REDUCE: sums a stage's gradient buffer over data-parallel ranks (after SYNC_TIED for tied parameters).
+- START_GATHER, AWAIT_GATHER and START_REDUCE, AWAIT_REDUCE: issue and wait for the same two collectives. A
+  gather that is issued after its stage's UPDATE belongs to the next iteration, where issuing it again does
+  nothing.
+- SYNC_TIED: sums the gradients of parameters that the first and the last stage share, between the ranks that
   hold them.
-- LOAD: the step's tokens are there. STEP: CLIP, then UPDATE of every stage of the rank.
-- CLIP: the global gradient norm is known. UPDATE: the optimizer moves a stage's parameters; after CLIP, or
-  (``updates_early``) when that stage's gradients are reduced.
+- LOAD: loads the step's tokens. STEP: CLIP, then UPDATE of every stage of the rank.
+- CLIP: computes the global gradient norm. UPDATE: the optimizer updates a stage's parameters, after CLIP or
+  (``updates_early``) as soon as that stage's gradients are reduced.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Literal
 
 __all__ = [
+    "ADDS_TO_GRADIENTS",
     "COMPUTE",
     "MAKES_WEIGHT_GRADIENT",
+    "SEMANTICS",
     "Action",
+    "Collective",
     "Kind",
     "Lowering",
     "Payload",
     "Program",
+    "Resource",
+    "Semantics",
     "Transfer",
     "chunk_of",
+    "input_of",
+    "kinds_where",
+    "output_of",
+    "user_of",
 ]
 
 
 class Kind(StrEnum):
-    """What an action does."""
+    """The kind of an action."""
 
     LOAD = "load"
     GATHER = "gather"
@@ -73,36 +86,123 @@ class Kind(StrEnum):
     STEP = "step"
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
-"""What a schedule writes; everything else is added by lowering."""
-
-MAKES_WEIGHT_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
-"""Computes that add to a stage's gradient sums."""
-
-
-_MOVES_A_CHUNK = frozenset(
-    {
-        Kind.GATHER,
-        Kind.START_GATHER,
-        Kind.AWAIT_GATHER,
-        Kind.RELEASE,
-        Kind.REDUCE,
-        Kind.START_REDUCE,
-        Kind.AWAIT_REDUCE,
-    }
-)
-
-
 class Payload(StrEnum):
-    """What travels between stages."""
+    """The tensors that are sent between stages."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
 
 
+class Collective(StrEnum):
+    """A collective of data-parallel ranks over one stage's parameters or gradients."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+
+
+class Resource(StrEnum):
+    """Memory that one action allocates and a later one frees."""
+
+    PARAMETERS = "parameters"
+    """A stage's whole parameters (temporary with ZeRO 3)."""
+    GRADIENTS = "gradients"
+    """A stage's gradient buffer (temporary with ZeRO 2 and 3)."""
+    ACTIVATIONS = "activations"
+    """What a stage's layers keep of one micro-batch for its backward."""
+    WEIGHT_OPERANDS = "weight_operands"
+    """What the second half of a split backward multiplies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Semantics:
+    """What one kind of action does, in this order: it posts, waits, allocates, runs and frees."""
+
+    computes: bool = False
+    """Whether it is a forward or backward, or a part of one. Schedules write these; lowering adds all
+    others."""
+    uses: Payload | None = None
+    """Payload that it needs: the activation of the stage before, or the gradient of the stage after."""
+    makes: Payload | None = None
+    """Payload that it computes, for the stage after (activation) or before (gradient)."""
+    posts: bool = False
+    """Whether it posts its transfers."""
+    waits: bool = False
+    """Whether it waits until its transfers have completed."""
+    starts: Collective | None = None
+    """Collective that it issues."""
+    ends: Collective | None = None
+    """Collective that it waits for."""
+    joins: Literal["ends", "world"] | None = None
+    """Pipeline ranks that it synchronizes: those of the first and the last stage, or all."""
+    updates: bool = False
+    """Whether the optimizer updates the stage (of a STEP: all stages of the rank)."""
+    allocates: frozenset[Resource] = frozenset()
+    frees: frozenset[Resource] = frozenset()
+
+
+def _semantics() -> Iterator[tuple[Kind, Semantics]]:
+    values, buffer = frozenset({Resource.PARAMETERS}), frozenset({Resource.GRADIENTS})
+    kept, operands = frozenset({Resource.ACTIVATIONS}), frozenset({Resource.WEIGHT_OPERANDS})
+    activation, gradient = Payload.ACTIVATION, Payload.GRADIENT
+    gather, reduce = Collective.GATHER, Collective.REDUCE
+
+    yield Kind.LOAD, Semantics()
+    yield Kind.GATHER, Semantics(starts=gather, ends=gather, allocates=values)
+    yield Kind.START_GATHER, Semantics(starts=gather, allocates=values)
+    yield Kind.AWAIT_GATHER, Semantics(ends=gather)
+    yield Kind.RELEASE, Semantics(frees=values)
+
+    yield Kind.FORWARD, Semantics(computes=True, uses=activation, makes=activation, allocates=kept)
+    backward = Semantics(computes=True, uses=gradient, makes=gradient, allocates=buffer, frees=kept)
+    yield Kind.BACKWARD, backward
+    yield Kind.BACKWARD_INPUT, replace(backward, allocates=buffer | operands)
+    yield Kind.BACKWARD_WEIGHT, Semantics(computes=True, allocates=buffer, frees=operands)
+
+    yield Kind.EXCHANGE, Semantics(posts=True, waits=True)
+    yield Kind.SEND, Semantics(posts=True)
+    yield Kind.RECEIVE, Semantics(posts=True)
+    yield Kind.WAIT, Semantics(waits=True)
+
+    yield Kind.SYNC_TIED, Semantics(joins="ends", allocates=buffer)
+    yield Kind.REDUCE, Semantics(starts=reduce, ends=reduce, frees=buffer)
+    yield Kind.START_REDUCE, Semantics(starts=reduce)
+    yield Kind.AWAIT_REDUCE, Semantics(ends=reduce, frees=buffer)
+
+    yield Kind.CLIP, Semantics(joins="world")
+    yield Kind.UPDATE, Semantics(updates=True)
+    yield Kind.STEP, Semantics(joins="world", updates=True)
+
+
+SEMANTICS: Mapping[Kind, Semantics] = MappingProxyType(dict(_semantics()))
+"""The semantics of every kind of action, for all readers of a program."""
+
+
+def kinds_where(holds: Callable[[Semantics], bool]) -> frozenset[Kind]:
+    """Return the kinds of action whose semantics meet a condition."""
+    return frozenset(kind for kind, does in SEMANTICS.items() if holds(does))
+
+
+COMPUTE = kinds_where(lambda does: does.computes)
+"""Compute actions. Schedules write these; lowering adds all others."""
+
+ADDS_TO_GRADIENTS = kinds_where(lambda does: does.computes and Resource.GRADIENTS in does.allocates)
+"""Compute actions that write to a stage's gradient buffer. The input half of a backward writes the gradients
+of norms, biases, embeddings and the head."""
+
+MAKES_WEIGHT_GRADIENT = ADDS_TO_GRADIENTS - kinds_where(
+    lambda does: Resource.WEIGHT_OPERANDS in does.allocates
+)
+"""Compute actions that complete a micro-batch's weight gradients: a whole backward, or its second half."""
+
+_COMMUNICATES_CHUNK = kinds_where(
+    lambda does: bool(does.starts or does.ends) or Resource.PARAMETERS in does.frees
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One tensor between two pipeline ranks. ``stage`` is the one that *made* it, ``peer`` the other rank."""
+    """One tensor sent between two pipeline ranks. ``stage`` is the stage that *produced* it, ``peer`` the
+    other rank."""
 
     payload: Payload
     stage: int
@@ -113,7 +213,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a rank does. ``stage`` is global (0 .. num_stages - 1); -1 where it has no meaning."""
+    """One step of a rank's list. ``stage`` is global (0 .. num_stages - 1); -1 where it has no meaning."""
 
     kind: Kind
     stage: int = -1
@@ -133,39 +233,67 @@ class Action:
         return f"{name}({'.'.join(where)})" if where else name
 
 
+def input_of(action: Action, num_stages: int) -> tuple[Payload, int] | None:
+    """Return the input of a compute action as payload and the stage that computes it; None: it needs none,
+    or its own rank holds it (tokens, the loss)."""
+    payload = SEMANTICS[action.kind].uses
+    if payload is None:
+        return None
+    maker = action.stage - 1 if payload is Payload.ACTIVATION else action.stage + 1
+    return (payload, maker) if 0 <= maker < num_stages else None
+
+
+def output_of(action: Action, num_stages: int) -> tuple[Payload, int] | None:
+    """Return the output of a compute action as payload and the stage that uses it; None: no stage does."""
+    payload = SEMANTICS[action.kind].makes
+    if payload is None:
+        return None
+    user = user_of(payload, action.stage)
+    return (payload, user) if 0 <= user < num_stages else None
+
+
+def user_of(payload: Payload, stage: int) -> int:
+    """Return the stage that uses the payload which ``stage`` computes; it may lie outside the pipeline."""
+    return stage + 1 if payload is Payload.ACTIVATION else stage - 1
+
+
 def chunk_of(action: Action, num_stages: int) -> int:
-    """Number of the chunk whose parameters or gradients it moves; -1: none. A stage's own chunk has the
-    stage's number; what the first and the last stage share has the number after the last stage's."""
+    """Return the number of the chunk whose parameters or gradients the action communicates; -1: none.
+
+    A stage's own chunk has the stage's number. The tied chunk of the first and the last stage has the number
+    after the last stage's.
+    """
     if action.kind is Kind.SYNC_TIED:
         return num_stages
-    return action.stage if action.kind in _MOVES_A_CHUNK else -1
+    return action.stage if action.kind in _COMMUNICATES_CHUNK else -1
 
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """What a lowered program promises; the checker holds it to that."""
+    """The properties of a lowered program, which the checker verifies."""
 
     zero: int
-    """ZeRO stage: whether parameters are gathered (>= 1) and released (3)."""
+    """ZeRO stage: it decides whether parameters are gathered (>= 1) and released (3)."""
     reduce: Literal["last", "each"]
-    """REDUCE after a stage's last backward, or after each."""
+    """Whether REDUCE follows a stage's last backward or each backward."""
     tied: bool
-    """The first and the last stage share parameters."""
+    """Whether the first and the last stage share parameters."""
     training: bool
-    """False: a forward-only program (validation)."""
+    """Whether the program has backwards; False: forwards only (validation)."""
     most_micro_batches: int = 0
-    """Of any replica, where this one has fewer; 0: all have as many."""
+    """The largest number of micro-batches of any replica, if this one has fewer; 0: all replicas have equally
+    many."""
     updates_early: bool = False
-    """UPDATE may come before CLIP, when the stage's gradients are complete."""
+    """Whether UPDATE may come before CLIP, once the stage's gradients are complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One iteration: ``ranks[r]`` is pipeline rank r's list of actions.
+    """The program of one iteration: ``ranks[r]`` is pipeline rank r's list of actions.
 
-    ``stage_rank[s]`` is the pipeline rank that owns stage s. In the schedules written here stage s lives on
-    rank s mod pp (the loop); where `cut_stages` has cut stages in chunks, each chunk is a stage of the
-    program. ``lowering`` is None as long as the program holds computes only.
+    ``stage_rank[s]`` is the pipeline rank that owns stage s. In most schedules that is rank s mod pp (the
+    loop). If `cut_stages` has cut stages into chunks, each chunk is a stage of the program. ``lowering`` is
+    None as long as the program has compute actions only.
     """
 
     schedule: str
@@ -176,22 +304,22 @@ class Program:
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return len(self.ranks)
 
     @property
     def num_stages(self) -> int:
-        """Model pieces over the whole pipeline."""
+        """Number of stages over the whole pipeline."""
         return len(self.stage_rank)
 
     @property
     def virtual_stages(self) -> int:
-        """Stages of one rank."""
+        """Number of stages of one rank."""
         return self.num_stages // self.num_ranks
 
     @property
     def syncs_tied(self) -> bool:
-        """Whether gradients of shared parameters must travel between two ranks."""
+        """Whether gradients of tied parameters must be summed between two ranks."""
         lowering = self.lowering
         apart = self.stage_rank[0] != self.stage_rank[-1]
         return apart and lowering is not None and lowering.tied and lowering.training

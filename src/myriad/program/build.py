@@ -1,6 +1,6 @@
-"""From a layout to the program that its ranks run: schedule, lowering, passes, checker.
+"""Construction of the program for a layout: schedule, lowering, passes, checker.
 
-The runtime and the simulator both begin here, so a prediction is of what will run.
+The runtime and the simulator both use this module, so a prediction describes the program that will run.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,15 @@ from myriad.program.shorten import shorten
 __all__ = ["Lowered", "Shape", "build_program", "count_chunks"]
 
 Lowered = dict[tuple[object, ...], Program]
-"""Programs before passes, by what they depend on: those that differ only in overlaps and chunks share one."""
+"""Programs before passes, by the values that they depend on. Jobs that differ only in overlaps and chunks
+share one."""
 
 _MOST_CHUNKS = 8
-"""Of a stage, unless told otherwise: finer ones cost more than they hide."""
+"""Default number of chunks of a stage: finer ones cost more than they hide."""
 
 
 class Shape(Protocol):
-    """What a program depends on of a layout."""
+    """The values of a layout that a program depends on."""
 
     @property
     def schedule_name(self) -> str: ...
@@ -52,9 +53,11 @@ def build_program(
     most_micro_batches: int = 0,
     lowered: Lowered | None = None,
 ) -> Program:
-    """A checked program for one iteration, or (not ``training``) for one validation. Each stage of the layout
-    is ``num_chunks`` stages of the program. ``most_micro_batches``: of any replica, where they differ.
-    ``lowered``: what is kept between calls."""
+    """Return a checked program for one iteration or, without ``training``, for one validation.
+
+    Each stage of the layout is ``num_chunks`` stages of the program. ``most_micro_batches``: the largest
+    number of any replica, where numbers differ. ``lowered``: a cache of lowered programs, kept between calls.
+    """
     most = max(num_micro_batches, most_micro_batches)
     program = _lowered(shape, most, tied, training, {} if lowered is None else lowered)
     program = apply_passes(program, overlap, num_chunks)
@@ -77,7 +80,8 @@ def _lowered(shape: Shape, num_micro_batches: int, tied: bool, training: bool, k
 
 
 def count_chunks(shape: Shape, overlap: OverlapConfig, layers_of_stage: Sequence[range]) -> int:
-    """In how many chunks each stage is cut: none without a layer, one where there is nothing to overlap."""
+    """Return the number of chunks of each stage. Every chunk has a layer; without communication to overlap
+    there is one chunk."""
     if not overlap.updates_early and (shape.dp == 1 or not overlap.data):
         return 1
     return min(overlap.chunks or _MOST_CHUNKS, *(len(own) for own in layers_of_stage))

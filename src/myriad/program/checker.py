@@ -1,14 +1,15 @@
-"""The checker: proves that a program is complete, in order and free of deadlock, and says what its bubble is.
+"""The checker: proves that a program is complete, in order and deadlock-free, and computes its bubble.
 
 Two proofs, each linear in the number of actions:
 
-1. Each rank alone (`rank_check.py`): every compute once, every input there before it is used and sent after
-   it is made, parameters whole when used, gradients reduced after the backwards they sum.
-2. All ranks together (`timeline.py`): the program is run on paper. Sends and receives must meet in the same
-   order on both sides, and every rank must come to its end.
+1. Each rank alone (`rank_check.py`): every compute action runs once, every input is there before its use and
+   is sent after it is computed, parameters are whole when used, gradients are reduced after their backwards.
+2. All ranks together (`timeline.py`): the program is simulated. Sends and receives must match in the same
+   order on both sides, and every rank must reach its end.
 
-The bubble of a rank is the time in which it computes nothing, in forwards of a whole rank: with p ranks GPipe
-and 1F1B have 3 (p - 1), interleaving 3 (p - 1) / v, zero-bubble (ZB-H1) p - 1, from p micro-batches on.
+The bubble of a rank is the time in which it computes nothing, in units of a whole rank's forward. With p
+ranks and at least p micro-batches, GPipe and 1F1B have 3 (p - 1), interleaving 3 (p - 1) / v, zero-bubble
+(ZB-H1) p - 1.
 """
 
 from dataclasses import dataclass
@@ -22,21 +23,22 @@ __all__ = ["Report", "check"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a checked program costs; times in forwards of a whole rank (backward 2, each half 1, transfers
-    nothing)."""
+    """The cost of a checked program. Times are in units of a whole rank's forward (backward 2, each half 1,
+    transfers 0)."""
 
     makespan: float
-    """From the first action to the last."""
+    """Time from the first action to the last."""
     bubble: tuple[float, ...]
-    """Of each rank: time without compute."""
+    """Time of each rank without compute."""
     bubble_ratio: float
-    """Share of all ranks' time."""
+    """The bubbles' share of all ranks' time."""
     peak_in_flight: tuple[float, ...]
-    """Of each rank: most micro-batches whose activations it holds at once (1 of v stages counts 1/v)."""
+    """Largest number of micro-batches whose activations each rank holds at once (1 of v stages counts
+    1/v)."""
 
 
 def check(program: Program) -> Report:
-    """Proves a program and reports on it. Raises `ProgramError` naming rank and action."""
+    """Prove a program and return its costs. Raises `ProgramError` with the rank and the action."""
     _check_form(program)
     for rank in range(program.num_ranks):
         check_rank(program, rank)

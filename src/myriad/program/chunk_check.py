@@ -1,19 +1,28 @@
-"""Parameters and gradients of one rank's stages: the part of the static check that knows chunks.
+"""Static check of one rank's chunks: gathers and releases of parameters, reductions and updates.
 
-Where they are sharded, parameters are gathered before they are used and released after; gradients are reduced
-when their sums are complete, their norm is known before they move anything, and each stage is updated once.
-`myriad.program.rank_check` walks the rank's list and asks.
+Sharded parameters are gathered before their use and released after it. Gradients are reduced when they are
+complete. The norm is known before a gradient updates anything, and each stage is updated once.
+`myriad.program.rank_check` walks the rank's list and calls this module.
 """
 
 from collections.abc import Callable, Sequence
 
-from myriad.program.actions import MAKES_WEIGHT_GRADIENT, Action, Kind, Program
+from myriad.program.actions import (
+    ADDS_TO_GRADIENTS,
+    MAKES_WEIGHT_GRADIENT,
+    SEMANTICS,
+    Action,
+    Collective,
+    Kind,
+    Program,
+    Resource,
+)
 
 __all__ = ["Chunks"]
 
 
 class Chunks:
-    """Of one rank, between two actions. A ``..._fault`` method says what is wrong, or nothing."""
+    """The chunks of one rank between two actions. A ``..._fault`` method returns what is wrong, or None."""
 
     def __init__(self, program: Program, stages: Sequence[int]) -> None:
         self.program, self.lowering, self.stages = program, program.lowering, stages
@@ -22,53 +31,65 @@ class Chunks:
         self.reducing: set[int] = set()
         self.updated: set[int] = set()
         self.early: set[int] = set()
-        """Stages whose gather is posted before the batch is loaded."""
+        """Stages whose gather is issued before the batch is loaded."""
         self.loaded = self.clipped = self.stepped = False
         self.unreduced: dict[int, int] = dict.fromkeys(stages, 0)
         self.num_weight_gradients: dict[int, int] = dict.fromkeys(stages, 0)
         self.num_reduces: dict[int, int] = dict.fromkeys(stages, 0)
         self.synced = False
-        self.handlers: dict[Kind, Callable[[Action], str | None]] = {
-            Kind.LOAD: self._load_fault,
-            Kind.GATHER: self._gather_fault,
-            Kind.START_GATHER: self._start_gather_fault,
-            Kind.AWAIT_GATHER: self._await_gather_fault,
-            Kind.RELEASE: self._release_fault,
-            Kind.SYNC_TIED: self._sync_fault,
-            Kind.REDUCE: self._reduce_fault,
-            Kind.START_REDUCE: self._start_reduce_fault,
-            Kind.AWAIT_REDUCE: self._await_reduce_fault,
-            Kind.CLIP: self._clip_fault,
-            Kind.UPDATE: self._update_fault,
-            Kind.STEP: self._step_fault,
+        self.starts: dict[Collective, Callable[[Action], str | None]] = {
+            Collective.GATHER: self._start_gather_fault,
+            Collective.REDUCE: self._start_reduce_fault,
+        }
+        self.ends: dict[Collective, Callable[[Action], str | None]] = {
+            Collective.GATHER: self._await_gather_fault,
+            Collective.REDUCE: self._await_reduce_fault,
         }
 
+    def fault(self, action: Action) -> str | None:
+        """Check an action that neither computes nor transfers, and record what it does."""
+        if action.kind is Kind.LOAD:
+            return self._load_fault()
+        does = SEMANTICS[action.kind]
+        if does.joins == "ends":
+            return self._sync_fault(action)
+        if does.joins == "world" and (wrong := self._clip_fault(then_updates=does.updates)):
+            return wrong
+        if does.starts and (wrong := self.starts[does.starts](action)):
+            return wrong
+        if does.ends and (wrong := self.ends[does.ends](action)):
+            return wrong
+        if does.updates and (wrong := self._update_fault(action)):
+            return wrong
+        return self._release_fault(action) if Resource.PARAMETERS in does.frees else None
+
     def compute_fault(self, action: Action) -> str | None:
-        """A compute finds its batch and its parameters, and adds to gradients that nobody reduces."""
+        """Check that a compute action has its batch and its parameters, and that its gradients are not being
+        reduced."""
         if self.lowering is not None and self.lowering.zero >= 1 and action.stage not in self.whole:
             return "its parameters are not gathered"
         if self.lowering is not None and not self.loaded:
             return "computes before the batch is loaded"
         if action.stage in self.updated:
             return "computes with parameters that are those of the next iteration"
-        if action.kind in MAKES_WEIGHT_GRADIENT and action.stage in self.reducing:
+        if action.kind in ADDS_TO_GRADIENTS and action.stage in self.reducing:
             return "adds to gradients that are being reduced"
         return None
 
     def computed(self, action: Action) -> None:
-        """Its gradients have been added."""
+        """Record the gradients that a compute action added."""
         if action.kind in MAKES_WEIGHT_GRADIENT:
             self.unreduced[action.stage] += 1
             self.num_weight_gradients[action.stage] += 1
 
     def late_fault(self, action: Action) -> str | None:
-        """Once the gradients are clipped, little may come."""
+        """Check that after the clipping only updates and gathers follow, and nothing after the step."""
         if self.stepped or (self.clipped and action.kind not in (Kind.UPDATE, Kind.START_GATHER)):
             return "comes after the step, or after the gradients were clipped"
         return None
 
     def missing_step(self) -> str | None:
-        """Every iteration loads a batch; a training one updates all stages, with the norm known."""
+        """Check that the iteration loads a batch and, in training, updates all stages with the norm known."""
         assert self.lowering is not None
         if not self.loaded:
             return "never loads a batch"
@@ -80,7 +101,7 @@ class Chunks:
         return None
 
     def fault_at_end(self) -> str | None:
-        """Nothing is held, under way or left out."""
+        """Check that nothing is held, in flight or left out at the end."""
         assert self.lowering is not None
         if self.lowering.zero == 3 and self.whole:
             return f"parameters of stages {sorted(self.whole)} are never released"
@@ -95,14 +116,11 @@ class Chunks:
     def _own_stage_fault(self, action: Action) -> str | None:
         return None if action.stage in self.unreduced else f"not a stage of this rank ({self.stages})"
 
-    def _load_fault(self, action: Action) -> str | None:
+    def _load_fault(self) -> str | None:
         if self.loaded:
             return "loads twice"
         self.loaded = True
         return None
-
-    def _gather_fault(self, action: Action) -> str | None:
-        return self._start_gather_fault(action) or self._await_gather_fault(action)
 
     def _start_gather_fault(self, action: Action) -> str | None:
         assert self.lowering is not None
@@ -148,9 +166,6 @@ class Chunks:
     def _must_sync(self, stage: int) -> bool:
         return self.program.syncs_tied and stage in (0, self.program.num_stages - 1)
 
-    def _reduce_fault(self, action: Action) -> str | None:
-        return self._start_reduce_fault(action) or self._await_reduce_fault(action)
-
     def _start_reduce_fault(self, action: Action) -> str | None:
         assert self.lowering is not None
         if wrong := self._own_stage_fault(action):
@@ -179,7 +194,8 @@ class Chunks:
 
     @property
     def _reduces_for_others(self) -> bool:
-        """A replica with more micro-batches reduces more often, and this one with it."""
+        """Whether this replica takes part in reductions of replicas with more micro-batches, which reduce
+        more often."""
         assert self.lowering is not None
         return self.lowering.reduce == "each" and bool(self.lowering.most_micro_batches)
 
@@ -201,16 +217,19 @@ class Chunks:
 
     # The optimizer's step
 
-    def _clip_fault(self, action: Action) -> str | None:
+    def _clip_fault(self, *, then_updates: bool) -> str | None:
         assert self.lowering is not None
         if not self.lowering.training:
             return "only a training program steps"
-        self.clipped = True
+        self.clipped, self.stepped = True, then_updates
         if self.reducing:
             return f"the gradients of stages {sorted(self.reducing)} are still being reduced"
         return self._missing_reduces()
 
     def _update_fault(self, action: Action) -> str | None:
+        if self.stepped:
+            self.updated.update(self.stages)
+            return None
         if wrong := self._own_stage_fault(action):
             return wrong
         if action.stage in self.updated or not (self.clipped or self._is_complete(action.stage)):
@@ -221,13 +240,9 @@ class Chunks:
         self.whole.discard(action.stage)
         return None
 
-    def _step_fault(self, action: Action) -> str | None:
-        self.updated.update(self.stages)
-        self.stepped = True
-        return self._clip_fault(action)
-
     def _is_complete(self, stage: int) -> bool:
-        """A stage that may be updated early has all its gradients, and those that it shares."""
+        """Return whether a stage that may be updated early has all its gradients, those of shared parameters
+        included."""
         assert self.lowering is not None
         stages = [0, self.program.num_stages - 1] if stage == 0 and self._shares(stage) else [stage]
         return self.lowering.updates_early and all(
@@ -238,6 +253,7 @@ class Chunks:
         )
 
     def _shares(self, stage: int) -> bool:
-        """It is the first or the last one, and both are here and share parameters."""
+        """Return whether this stage is the first or the last one and shares parameters with the other, which
+        is on the same rank."""
         ends = {0, self.program.num_stages - 1}
         return self.lowering is not None and self.lowering.tied and stage in ends <= self.unreduced.keys()

@@ -1,4 +1,4 @@
-"""Which passes rewrite a program, and how far they go. No torch here."""
+"""The ``[overlap]`` section of a job: which passes rewrite a program. No torch here."""
 
 from typing import Annotated, Literal
 
@@ -9,9 +9,9 @@ from myriad.config import Config, Size
 __all__ = ["OverlapConfig", "TensorKind", "TensorOverlap"]
 
 TensorKind = Literal["turns", "slices"]
-"""How tensor-parallel communication hides."""
+"""Ways to hide tensor-parallel communication."""
 _SWITCH = {True: "turns", "true": "turns", False: None, "false": None}
-"""Values of before there were two kinds."""
+"""Values that older job files use."""
 
 
 def _read_switch(value: object) -> object:
@@ -23,53 +23,51 @@ TensorOverlap = Literal["auto", "turns", "slices"] | None
 
 
 class OverlapConfig(Config):
-    """What communication hides behind; every switch leaves losses and parameters as they are."""
+    """Overlap of communication with computation. No switch changes losses or parameters."""
 
     pipeline: bool = True
-    """Send and receive between stages as separate asynchronous actions, receives posted early; off:
-    coupled and waited for."""
+    """Send and receive activations asynchronously, with receives posted early. off: wait for each
+    transfer."""
     receive_ahead: int = Field(2, ge=1, le=64)
-    """Computes of a rank between posting a receive and using it: more hides slower links and holds more
-    activations."""
+    """Compute actions of a rank between posting a receive and using it. More hides slower links and holds
+    more activations."""
     data: bool = True
-    """Parameters gathered and gradients reduced chunk by chunk behind the compute; off: each where it is
-    needed, waited for."""
+    """Gather parameters and reduce gradients chunk by chunk during the computation. off: wait for each
+    where it is needed."""
     chunks: int | None = Field(None, ge=1)
-    """Chunks that data parallelism cuts each stage's parameters in; off: one a layer, at most 8."""
-    partition: Size = 4 * 2**20
-    """Bytes of one data-parallel message; "4 MiB"."""
-    credit: Size = 16 * 2**20
-    """Bytes of data-parallel messages that may be under way from one rank at once; at least
-    overlap.partition."""
+    """Chunks per stage for data-parallel communication; off: one per layer, at most 8."""
+    message_bytes: Size = 4 * 2**20
+    """Size of one data-parallel message, e.g. "4 MiB"."""
+    max_in_flight_bytes: Size = 16 * 2**20
+    """Data-parallel bytes that one rank may have in flight, e.g. "16 MiB"; at least overlap.message_bytes.
+    More uses the link better, less lets urgent messages go first."""
     tensor: Annotated[TensorOverlap, BeforeValidator(_read_switch)] = "turns"
-    """What tensor-parallel gathers and scatters hide behind. turns: parts of the micro-batch take turns, one
-    computes while the others' tensors travel; slices: each gather and scatter travels in slices while the
-    product that it belongs to is computed from those that have arrived, or makes the next (on GPUs by
-    PyTorch's symmetric memory, within a node); auto: what is quickest for this model here, measured once and
-    kept in the run's tensor_overlap.json; true is turns. Off: whole, waited for."""
+    """What hides tensor-parallel communication. turns: two parts of the micro-batch alternate between
+    computing and communicating. slices: each gather or scatter is cut in slices that travel while the
+    matrix product next to it computes (on GPUs with PyTorch's symmetric memory, within a node). auto: the
+    faster one for this model and machine, measured once and stored in RUN/tensor_overlap.json. true: turns.
+    off: wait for each."""
     tensor_chunks: int = Field(2, ge=2, le=16)
-    """Parts that take turns, or slices of what a rank gives to a gather or gets of a scatter; fewer where
-    they would be smaller than tensor_message."""
+    """Parts of the micro-batch (turns), or slices of a message (slices); fewer if they would be smaller
+    than overlap.tensor_message."""
     tensor_message: Size = 2**18
-    """Bytes of a tensor-parallel message that are worth one of its own: a smaller one costs more than it
-    hides."""
+    """Smallest tensor-parallel message in bytes. A smaller one costs more than it hides."""
     optimizer: bool = True
-    """Each chunk's parameters travel as soon as it is updated, while the next chunk is; off: all chunks
-    are updated first."""
+    """Send each chunk's parameters as soon as they are updated. off: update all chunks first."""
     optimizer_in_backward: bool = False
-    """Each chunk is updated inside the last micro-batch's backward, as soon as its gradients are complete;
-    needs optimizer.clip_norm = off, AdamW and overlap.optimizer. With one micro-batch its gradients' memory
-    goes back then (layout.zero = 0 or 1). Off: all chunks are updated when the gradients' norm is known."""
+    """Update each chunk inside the backward of the last micro-batch, as soon as its gradients are complete.
+    Needs optimizer.clip_norm = off, AdamW and overlap.optimizer. With one micro-batch and layout.zero = 0
+    or 1 it also frees the gradients' memory. off: update when the gradient norm is known."""
     checkpoint: bool = True
-    """A checkpoint is written from a copy while training goes on; off: training waits until it is
+    """Write checkpoints from a copy while training continues. off: training waits until a checkpoint is
     committed."""
 
     @property
     def tensor_kind(self) -> TensorKind | None:
-        """What `tensor` says, where ``auto`` has not been measured ``turns``; ``None``: off."""
+        """The value of `tensor`, with ``turns`` for an unmeasured ``auto``; ``None``: off."""
         return "turns" if self.tensor == "auto" else self.tensor
 
     @property
     def updates_early(self) -> bool:
-        """`optimizer_in_backward`, which comes after what `optimizer` does to a program."""
+        """Whether `optimizer_in_backward` applies; it needs the pass of `optimizer`."""
         return self.optimizer and self.optimizer_in_backward

@@ -1,11 +1,12 @@
-"""Cuts each stage of a lowered program in chunks, so that data parallelism has something to hide behind.
+"""Cut each stage of a lowered program into chunks, so that data-parallel communication can overlap with
+compute.
 
     one stage    GATHER s0       F s0 m0                  B s0 m0                          REDUCE s0
     two chunks   GATHER s0 s1    F s0 m0   F s1 m0        B s1 m0   REDUCE s1   B s0 m0    REDUCE s0
 
-A chunk is a stage of the new program: consecutive ones on the same rank, between which nothing is sent. Their
-parameters arrive, and their gradients leave, one by one (MegaScale, arXiv 2402.15627, section 3.2, has one
-chunk for each virtual stage; here the number is free).
+Each chunk is a stage of the new program. The chunks of a stage are consecutive on the same rank, and nothing
+is sent between them. Their parameters are gathered, and their gradients reduced, one by one (MegaScale, arXiv
+2402.15627, section 3.2, has one chunk per virtual stage; here the number is free).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ __all__ = ["cut_stages"]
 
 
 def cut_stages(program: Program, num_chunks: int) -> Program:
-    """Stage s becomes stages ``s x num_chunks`` to ``(s + 1) x num_chunks - 1`` of the same rank."""
+    """Replace stage s by stages ``s x num_chunks`` to ``(s + 1) x num_chunks - 1`` of the same rank."""
     if num_chunks == 1:
         return program
     ranks = (tuple(_cut_rank(program, actions, num_chunks)) for actions in program.ranks)
@@ -49,8 +50,8 @@ def _cut_rank(program: Program, actions: Sequence[Action], num_chunks: int) -> I
 
 
 def _reduced(actions: Sequence[Action]) -> dict[int, int]:
-    """Index of each compute whose sums are reduced before its stage's next one, to the index of that
-    REDUCE."""
+    """Map each compute action whose gradients are reduced before its stage's next backward to the index of
+    that REDUCE."""
     latest: dict[int, int] = {}
     found = {}
     for index, action in enumerate(actions):
@@ -62,7 +63,7 @@ def _reduced(actions: Sequence[Action]) -> dict[int, int]:
 
 
 def _cut_transfer(transfer: Transfer, num_chunks: int) -> Transfer:
-    """An activation leaves a stage's last chunk, a gradient its first."""
+    """Renumber a transfer: an activation is sent by a stage's last chunk, a gradient by its first."""
     offset = num_chunks - 1 if transfer.payload is Payload.ACTIVATION else 0
     stage = transfer.stage * num_chunks + offset
     return Transfer(transfer.payload, stage, transfer.micro_batch, transfer.peer, transfer.sends)

@@ -1,22 +1,22 @@
 """The second proof: no deadlock on GPUs, where NCCL's messages are kernels that wait for one another.
 
-The checker (`myriad.program.checker`) lets every rank post without waiting. On a GPU a program that it
-accepts may still hang. So this proof takes what ranks give their devices
-(`myriad.program.device_operations`), and what CUDA and NCCL make of it:
+The checker (`myriad.program.checker`) lets every rank post without waiting. A program that it accepts may
+still hang on a GPU. This proof therefore uses the operations that ranks issue to their devices
+(`myriad.program.device_operations`), and the rules of CUDA and NCCL:
 
     stream         its operations run one after the other
-    queue          streams share the device's queues to the host (CUDA_DEVICE_MAX_CONNECTIONS): what is at the
-                   head of one and cannot begin holds back what is behind it, of other streams too
-    communicator   made at its first use, for which the host waits until the other members come to theirs
-    kernel         loaded at its first launch, for which the host waits until the device has done all before
+    queue          streams share the device's queues to the host (CUDA_DEVICE_MAX_CONNECTIONS): the head of a
+                   queue that cannot begin blocks everything behind it, also of other streams
+    communicator   created at its first use, for which the host waits until the other members use it
+    kernel         loaded at its first launch, for which the host waits until the device has finished its work
 
-An operation is four events: the host comes to it, gives it, it begins, it is done. Each event waits for some
-others and happens when all of them have: nothing is chosen, so the order in which things happen in time
-changes nothing. A program deadlocks in every run or in none, and it does where the events that wait for each
-other form a cycle. To sort them once, in time linear in the number of operations, is the proof.
+An operation has four events: the host reaches it, issues it, it begins, it is done. Each event waits for some
+others and happens when all of them have happened. There are no choices, so timing does not change the result:
+a program deadlocks in every run or in none. It deadlocks if the events that wait for each other form a cycle.
+The proof is a topological sort, in time linear in the number of operations.
 
-Not part of it: multiprocessors that waiting kernels take from each other, memory that is allocated or freed
-in the middle (cudaFree waits for the device), and what goes wrong.
+Not covered: multiprocessors that waiting kernels take from each other, memory that is allocated or freed in
+the middle (cudaFree waits for the device), and failures.
 
 Sources: https://docs.nvidia.com/cuda/cuda-programming-guide/04-special-topics/lazy-loading.html (potential
 hazards), https://github.com/NVIDIA/nccl/issues/783 (streams and connections), pytorch PR 160210
@@ -45,40 +45,40 @@ __all__ = [
 Moment = Literal["at start", "lazily"]
 """Before the first iteration, or at the first use."""
 Queues = Callable[[int], int]
-"""Number of a rank's stream, in the order in which they are made, to the queue that it uses."""
+"""Map from the number of a rank's stream, in the order of creation, to its queue."""
 
 
 def own_queue(stream: int) -> int:
-    """Each stream has a queue of its own."""
+    """Give each stream its own queue."""
     return stream
 
 
 def single_queue(stream: int) -> int:
-    """All streams share one queue. What is free of deadlock here is so for every assignment of streams to any
-    number of queues: each of them lets fewer operations hold back others."""
+    """Give all streams one queue. A program that is deadlock-free here is so for every assignment of streams
+    to any number of queues, because each of them blocks fewer operations."""
     return 0
 
 
 def deal_in_turn(num_queues: int, stride: int = 1) -> Queues:
-    """Streams get queues in the order in which they are made. ``stride``: streams that are made for each one
-    that is used."""
+    """Give streams queues in the order of their creation. ``stride``: streams created per stream that is
+    used."""
     return lambda stream: stream * stride % num_queues
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What is assumed of GPUs and NCCL."""
+    """The assumptions about GPUs and NCCL."""
 
     communicators: Moment = "at start"
-    """When those of pairs are made and connected."""
+    """When the communicators of pairs are created and connected."""
     kernels: Moment = "at start"
-    """When they are loaded. Those of the optimizer and of tied gradients always are at their first launch, as
-    ranks warm up without them (`myriad.program.warm_up`)."""
+    """When kernels are loaded. Those of the optimizer and of tied gradients are always loaded at their first
+    launch, because the warm-up does not run them (`myriad.program.warm_up`)."""
     queues: Queues = own_queue
 
 
 class Wait(NamedTuple):
-    """One step of a cycle: an operation of a rank that waits for another."""
+    """One step of a cycle: an operation of a rank that waits for another operation."""
 
     rank: int
     operation: str
@@ -102,7 +102,8 @@ class Deadlock:
 
 
 def find_deadlock(operations: Sequence[Operation], device: Device) -> Deadlock | None:
-    """Return a shortest cycle of operations that wait for each other; ``None``: proved free of deadlock."""
+    """Return a shortest cycle of operations that wait for each other; ``None``: the program is
+    deadlock-free."""
     stuck = _stuck(4 * len(operations), _edges(operations, device))
     if not stuck:
         return None
@@ -113,17 +114,17 @@ def find_deadlock(operations: Sequence[Operation], device: Device) -> Deadlock |
     return Deadlock(_told(operations, _shortest_cycle(waits)))
 
 
-# Events of operation n are 4 n + one of these: the host has come to it, the device has it and the host goes
-# on, it has left its queue, it is done.
+# The events of operation n are 4 n plus one of these: the host has reached it, the host has issued it and
+# continues, it has left its queue, it is done.
 _REACHED, _GIVEN, _BEGUN, _DONE = range(4)
 
 _NOT_WARMED = frozenset({Kind.UPDATE, Kind.STEP, Kind.SYNC_TIED})
-"""Actions whose kernels no rank has launched before its first step."""
+"""Actions whose kernels the warm-up does not launch before the first step."""
 _Edge = tuple[int, int, str]
-"""An event, one that waits for it, and why."""
+"""An event, an event that waits for it, and the reason."""
 _SELF, _HOST = "", "it comes earlier"
 _FREE = (_SELF, _HOST)
-"""Reasons that do not make a cycle longer: both events are of one operation, or the host comes to one after
+"""Reasons that do not lengthen a cycle: both events belong to one operation, or the host reaches one after
 the other."""
 
 
@@ -156,8 +157,8 @@ def _groups(
 
 
 def _first_uses(operations: Sequence[Operation], device: Device) -> Iterator[list[int]]:
-    """Operations with which the members of each communicator use it for the first time. NCCL connects the
-    members of a collective then, also where its communicator has been made."""
+    """Yield the first operations with which the members of each communicator use it. NCCL connects the
+    members of a collective then, even if its communicator exists."""
     firsts: dict[tuple[int, Hashable], int] = {}
     for number, one in enumerate(operations):
         is_made = one.is_transfer and device.communicators == "at start"
@@ -170,7 +171,7 @@ def _first_uses(operations: Sequence[Operation], device: Device) -> Iterator[lis
 
 
 def _in_a_rank(operations: Sequence[Operation], device: Device) -> Iterator[_Edge]:
-    """What the host's order, streams, queues and loading make wait."""
+    """Yield the waits that the host's order, streams, queues and loading cause within each rank."""
     queues = [
         {name: device.queues(number) for number, name in enumerate(names)} for names in streams_of(operations)
     ]
@@ -210,7 +211,7 @@ def _loads_late(one: Operation, device: Device) -> bool:
 
 
 def _stuck(num_events: int, edges: Iterator[_Edge]) -> set[int]:
-    """Events that never happen."""
+    """Return the events that never happen."""
     waiting = [0] * num_events
     followers: list[list[int]] = [[] for _ in range(num_events)]
     for before, after, _ in edges:
@@ -228,11 +229,11 @@ def _stuck(num_events: int, edges: Iterator[_Edge]) -> set[int]:
 
 
 _MOST_STARTS = 16
-"""Events from which a shorter cycle is looked for: each takes as long as the proof."""
+"""Number of events from which a shorter cycle is searched; each search takes as long as the proof."""
 _Waits = dict[int, list[tuple[int, str]]]
-"""An event to those that it waits for, and why."""
+"""Map from an event to the events that it waits for, with reasons."""
 _Step = tuple[int, int, str]
-"""An event, one that it waits for, and why."""
+"""An event, an event that it waits for, and the reason."""
 
 
 def _shortest_cycle(waits: _Waits) -> list[_Step]:
@@ -243,7 +244,7 @@ def _shortest_cycle(waits: _Waits) -> list[_Step]:
 
 
 def _any_cycle(waits: _Waits) -> list[int]:
-    """Each event waits for another one: sooner or later one comes again."""
+    """Return a cycle: every event waits for another one, so following the waits repeats an event."""
     way = [min(waits)]
     places = {way[0]: 0}
     while True:
@@ -255,7 +256,7 @@ def _any_cycle(waits: _Waits) -> list[int]:
 
 
 def _cycle_through(start: int, waits: _Waits) -> list[_Step]:
-    """The one with the fewest steps that count."""
+    """Return the cycle through ``start`` with the fewest steps that count."""
     costs, front = {start: 0}, deque([start])
     came: dict[int, _Step] = {}
     while front:
@@ -279,8 +280,8 @@ def _length(cycle: list[_Step]) -> int:
 
 
 def _told(operations: Sequence[Operation], cycle: list[_Step]) -> tuple[Wait, ...]:
-    """Without the events inside of an operation, and several steps of one rank for the same reason as one;
-    begins between two ranks, with the lowest."""
+    """Return the cycle as waits between operations, starting between two ranks at the lowest. Events within
+    an operation are left out, and several steps of a rank for the same reason are merged."""
     between = [
         (operations[event // 4].rank, index)
         for index, (event, other, _) in enumerate(cycle)

@@ -1,12 +1,12 @@
-"""What a program needs on GPUs to be free of deadlock, and whether a job's ranks may start without it.
+"""Requirements of a program on GPUs to be deadlock-free, and the check before a job's ranks start.
 
     job = DeviceJob(layout, overlap, comm, shares=(8,), tied=False)
     find_needs(job).lines()             "on GPUs it is free of deadlock with communicators made before ..."
-    check_device_job(job, queues=8)     refuses in one line, and names a setting that is proved
+    check_device_job(job, queues=8)     raises an error of one line that names a proved setting
 
-The fewest queues with which every assignment of streams to queues is safe are one, or as many as there are
-streams: to share a single queue is an assignment to any number of them, and the one that holds back most
-(`myriad.program.device_check.single_queue`).
+The smallest number of queues with which every assignment of streams to queues is safe is either one or the
+number of streams. Sharing a single queue is a possible assignment for any number of queues, and the one that
+blocks the most (`myriad.program.device_check.single_queue`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,15 +37,18 @@ __all__ = [
 MAX_CONNECTIONS, MODULE_LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
 """Environment variables that CUDA reads when a process first uses it."""
 MOST_QUEUES = 32
-"""The largest value of the first one."""
+"""The largest allowed value of ``CUDA_DEVICE_MAX_CONNECTIONS``."""
 _OWN_QUEUES = "8"
-"""CUDA's, where it is not set."""
+"""CUDA's default number of hardware queues."""
 
 
 def shorter_shares(shares: Sequence[int], pp: int) -> tuple[int, ...]:
-    """Micro-batches of replicas whose programs are proved in place of longer ones, which repeat the same for
-    each ``pp`` micro-batches more: at least ``3 pp`` are left of the largest share, and ``pp`` of the
-    smallest. Shares that are no multiples of ``pp`` stay: their rounds are not alike."""
+    """Return numbers of micro-batches whose programs are proved in place of longer ones.
+
+    A program repeats the same actions for every further ``pp`` micro-batches. At least ``3 pp`` of the
+    largest number are kept, and ``pp`` of the smallest. Numbers that are no multiples of ``pp`` stay, because
+    their rounds differ.
+    """
     if any(share % pp for share in shares):
         return tuple(shares)
     rounds = max(0, min(max(shares) // pp - 3, min(shares) // pp - 1))
@@ -53,14 +56,14 @@ def shorter_shares(shares: Sequence[int], pp: int) -> tuple[int, ...]:
 
 
 class DeviceShape(Shape, Protocol):
-    """What the use of devices depends on of a layout."""
+    """The values of a layout that its use of devices depends on."""
 
     @property
     def tp(self) -> int: ...
 
 
 class Communication(Protocol):
-    """What it depends on of the way in which data-parallel replicas communicate."""
+    """The settings of data-parallel communication that the use of devices depends on."""
 
     @property
     def hierarchy(self) -> str: ...
@@ -74,22 +77,23 @@ class Communication(Protocol):
 
 @dataclass(frozen=True)
 class DeviceJob:
-    """What a job's ranks give their devices depends on."""
+    """The settings that decide which operations a job's ranks issue to their devices."""
 
     shape: DeviceShape
     overlap: OverlapConfig
     comm: Communication
     shares: tuple[int, ...]
-    """Micro-batches of each replica."""
+    """Number of micro-batches of each replica."""
     tied: bool
     num_chunks: int = 1
-    """In which data parallelism cuts each stage."""
+    """Number of chunks into which data parallelism cuts each stage."""
     shares_transfers: bool = False
-    """Tensor-parallel ranks hold the same between stages, and share its transfers."""
+    """Whether tensor-parallel ranks hold equal tensors between stages, and share their transfers."""
 
     def runs(self) -> list[list[Operation]]:
-        """An iteration and a validation after it; a validation alone. All ranks meet in an iteration's norm
-        and in a validation's loss, so what comes behind finds the same whatever was before."""
+        """Return the operations of two runs: an iteration with a validation after it, and a validation alone.
+        All ranks meet in an iteration's norm and in a validation's loss, so earlier programs do not affect
+        later ones."""
         shares = shorter_shares(self.shares, self.shape.pp)
         trained, validated = [], []
         for share in sorted(set(shares)):
@@ -111,8 +115,8 @@ class DeviceJob:
         )
 
     def _streams(self) -> StreamUse:
-        """With ``comm.hierarchy = auto`` there is one level, unless rates are declared: NCCL finds its own
-        way."""
+        """Return the use of streams. With ``comm.hierarchy = auto`` there is one level unless rates are
+        declared, because NCCL chooses its own algorithm."""
         comm, shape = self.comm, self.shape
         declared = 3 if comm.node_bandwidth is not None else 1
         levels = {"flat": 1, "node": 2, "switch": 3}.get(comm.hierarchy, declared)
@@ -127,21 +131,21 @@ class DeviceJob:
 
 @dataclass(frozen=True, slots=True)
 class DeviceNeeds:
-    """What a job's programs need of GPUs and NCCL."""
+    """The requirements of a job's programs on GPUs and NCCL."""
 
     communicators_at_start: bool
-    """Communicators of pairs of ranks must be made before the first iteration."""
+    """Whether communicators of pairs of ranks must be created before the first iteration."""
     kernels_at_start: bool
-    """Kernels of forwards and backwards must be loaded before the first iteration."""
+    """Whether kernels of forwards and backwards must be loaded before the first iteration."""
     queues: int
-    """Hardware queues, whichever streams share one; 1: any number."""
+    """Number of hardware queues needed for any assignment of streams; 1: any number is enough."""
     streams: int
-    """The most that a rank uses."""
+    """The largest number of streams that a rank uses."""
     deadlock: Deadlock | None = None
-    """Where they deadlock, whatever is assumed; ``None``: they do not."""
+    """The deadlock that occurs under every assumption; ``None``: there is none."""
 
     def lines(self) -> list[str]:
-        """Return the sentences that a person reads."""
+        """Return the requirements as sentences for the user."""
         if self.deadlock is not None:
             return [f"on GPUs it may deadlock: {self.deadlock}"]
         needs = [
@@ -160,7 +164,7 @@ class DeviceNeeds:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the requirements as a JSON object."""
         return {
             "free_of_deadlock": self.deadlock is None,
             "communicators_at_start": self.communicators_at_start,
@@ -172,7 +176,7 @@ class DeviceNeeds:
 
 
 def find_needs(job: DeviceJob) -> DeviceNeeds:
-    """Find the least that is proved to be enough, for training and validation."""
+    """Return the smallest requirements that are proved to be enough, for training and validation."""
     runs = job.runs()
     streams = _most_streams(runs)
     if (deadlock := _first_deadlock(runs, Device())) is not None:
@@ -192,21 +196,22 @@ def _first_deadlock(runs: Sequence[Sequence[Operation]], device: Device) -> Dead
 
 
 def posts_early(shape: Shape, overlap: OverlapConfig) -> bool:
-    """Messages between pipeline ranks are under way while these compute."""
+    """Return whether messages between pipeline ranks are in flight while these ranks compute."""
     return shape.pp > 1 and overlap.pipeline
 
 
 def rank_environment(shape: Shape, overlap: OverlapConfig) -> dict[str, str]:
-    """Variables that a rank sets before it first uses CUDA, unless they are set: as many queues as there can
-    be, and kernels that are loaded with their modules. Empty where no message waits behind computing."""
+    """Return environment variables that a rank sets before it first uses CUDA, unless they are set. They ask
+    for the largest number of queues, and load kernels with their modules. The result is empty if no message
+    waits behind compute."""
     if not posts_early(shape, overlap):
         return {}
     return {MAX_CONNECTIONS: str(MOST_QUEUES), MODULE_LOADING: "EAGER"}
 
 
 def queues_in(environment: Mapping[str, str], shape: Shape, overlap: OverlapConfig) -> int:
-    """Hardware queues of a rank that starts with this environment and adds `rank_environment` to it. Raises
-    `BadInputError`."""
+    """Return the number of hardware queues of a rank that starts with this environment and adds
+    `rank_environment` to it. Raises `BadInputError` for an invalid value."""
     asked = (rank_environment(shape, overlap) | dict(environment)).get(MAX_CONNECTIONS, _OWN_QUEUES)
     if not asked.isdigit() or not 1 <= int(asked) <= MOST_QUEUES:
         raise BadInputError(MAX_CONNECTIONS, asked, f"a whole number from 1 to {MOST_QUEUES}, or unset")
@@ -214,9 +219,9 @@ def queues_in(environment: Mapping[str, str], shape: Shape, overlap: OverlapConf
 
 
 def check_device_job(job: DeviceJob, queues: int) -> None:
-    """Refuse programs that are not proved free of deadlock on GPUs with so many hardware queues,
-    communicators and kernels being there before the first step. Raises `BadInputError`, which names settings
-    that are proved."""
+    """Check that programs are proved deadlock-free on GPUs with this number of hardware queues, with
+    communicators and kernels ready before the first step. Raises `BadInputError`, which names settings that
+    are proved."""
     if job.shape.pp == 1:
         return
     runs = job.runs()
@@ -239,7 +244,7 @@ def check_device_job(job: DeviceJob, queues: int) -> None:
 
 
 _ALTERNATIVES: tuple[tuple[str, object], ...] = (("overlap.receive_ahead", 1), ("overlap.pipeline", False))
-"""Keys with values that often need no more than one queue: what costs the least first."""
+"""Keys and values that often need only one queue, the cheapest first."""
 
 
 def _runs_in_one_queue(job: DeviceJob, key: str, value: object) -> bool:

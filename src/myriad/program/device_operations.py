@@ -1,81 +1,92 @@
-"""What each rank of a program gives its GPU, as the runtime over NCCL does it: operations on streams.
+"""The operations that each rank of a program issues to its GPU streams, as the runtime does with NCCL.
 
-    action           operations: stream (what its stream waits for)
+    action           operations: stream (the operations its stream waits for)
     forward(1.0)     compute
-    send(a1.0->1)    activation up 0-1 (what compute was given so far)
+    send(a1.0->1)    activation up 0-1 (all compute issued so far)
     receive(..)      gradient 0-1, likewise;  wait(..): compute (that receive, and the send that it answers)
     start_reduce(1)  courier (compute), dp level 0 (courier), courier (that)
     await_reduce(1)  compute (courier)
     clip             world (compute), compute (that); the host waits until compute is done
 
-PyTorch gives each NCCL communicator a stream, and a point-to-point operation that is no batch a communicator
+PyTorch gives each NCCL communicator a stream. A point-to-point operation outside a batch uses a communicator
 of its two ranks in its group (torch 2.11, ProcessGroupNCCL::pointToPoint; `myriad.comm.channel` has a group
-for each payload, and with several stages a rank for each direction). Posting makes that stream wait for the
-current one, waiting makes the current one wait for it (`myriad.comm.by_collectives` does both around its
-collectives); neither stops the host. What does: the copy of a batch (LOAD) and the norm (CLIP).
+for each payload, and with several stages per rank one for each direction). Posting makes that stream wait for
+the current one, and waiting makes the current one wait for it (`myriad.comm.nccl_transport` does both around
+its collectives); neither blocks the host. Two actions do: the copy of a batch (LOAD) and the norm (CLIP).
 
-Data- and tensor-parallel peers run the same list on the same streams. So one of each stands for all: with
-them a collective meets no other rank, but takes its place in its stream. Replicas with unequal shares are
-several programs.
+Data- and tensor-parallel peers run the same list on the same streams, so one rank represents all of them:
+their collectives match no other rank here, but keep their position in the stream. Replicas with different
+numbers of micro-batches are separate programs.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
-from myriad.program.actions import COMPUTE, Action, Kind, Lowering, Payload, Program, Transfer
+from myriad.program.actions import (
+    SEMANTICS,
+    Action,
+    Collective,
+    Kind,
+    Lowering,
+    Payload,
+    Program,
+    Resource,
+    Transfer,
+)
 
 __all__ = ["COMPUTE_STREAM", "Operation", "StreamUse", "list_operations", "streams_of"]
 
 COMPUTE_STREAM = "compute"
-"""The stream that is current where the runtime does an action."""
+"""The current stream of the runtime when it runs an action."""
 _COURIER, _SNAPSHOT, _TENSOR, _TIED, _WORLD = "courier", "snapshot", "tp", "tied", "world"
 
 
 @dataclass(frozen=True, slots=True)
 class StreamUse:
-    """What decides, beside the program, which streams a rank uses."""
+    """The settings that decide, with the program, which streams a rank uses."""
 
     both_ways: bool
-    """A payload travels up and down between two ranks (several stages a rank in the layout)."""
+    """Whether a payload is sent up and down between two ranks (the layout has several stages per rank)."""
     dp: int = 1
-    """Data-parallel replicas; more than 1: gathers and reductions travel."""
+    """Number of data-parallel replicas; with more than 1, gathers and reductions communicate."""
     levels: int = 1
-    """Levels of the hierarchy of data parallelism."""
+    """Number of levels of the data-parallel hierarchy."""
     tp: int = 1
-    """Tensor-parallel ranks; more than 1: they communicate in each compute."""
+    """Number of tensor-parallel ranks; with more than 1, they communicate in each compute action."""
     shares_transfers: bool = False
-    """Tensor-parallel ranks send a share each, and gather what has arrived."""
+    """Whether each tensor-parallel rank sends a share of a transfer, and gathers the received shares."""
 
 
 @dataclass(slots=True)
 class Operation:
-    """One thing that a rank gives its device."""
+    """One operation that a rank issues to its device."""
 
     rank: int
-    """Pipeline rank; those of further replicas are numbered behind the first one's."""
+    """Pipeline rank. Ranks of further replicas are numbered after those of the first one."""
     action: Action
-    """What it belongs to; of an exchange the one transfer."""
+    """The action of the operation; for an exchange, an action with the one transfer."""
     stream: str
     after: tuple[int, ...] = ()
-    """Operations of the same rank, by number, whose end its stream waits for."""
+    """Numbers of the operations of the same rank that its stream waits for."""
     meets: Hashable = None
-    """Operations of different ranks with the same one run together: none ends before all have begun."""
+    """Operations of different ranks with the same key run together: none ends before all have begun."""
     connects: Hashable = None
-    """Communicator that its first use makes, in which case the host waits for the other members to use it."""
+    """Communicator that the first such operation creates. The host then waits until all members use it."""
     loads: Hashable = None
-    """Kernels that its first use loads, in which case the host waits for all that the device was given."""
+    """Kernels that the first such operation loads. The host then waits until the device has finished all
+    earlier work."""
     holds_host: bool = False
-    """The host goes on when it is done."""
+    """Whether the host waits until the operation is done."""
 
     @property
     def is_transfer(self) -> bool:
-        """A message between two pipeline ranks."""
+        """Whether the operation is a message between two pipeline ranks."""
         return self.action.kind in (Kind.SEND, Kind.RECEIVE)
 
 
 def streams_of(operations: Sequence[Operation]) -> list[list[str]]:
-    """Streams of each rank, in the order in which they are made: the current one, those of groups, those of
-    pairs."""
+    """Return the streams of each rank in the order of their creation: the current one, those of groups, then
+    those of pairs."""
     used: dict[int, set[str]] = {}
     for one in operations:
         used.setdefault(one.rank, set()).add(one.stream)
@@ -85,9 +96,11 @@ def streams_of(operations: Sequence[Operation]) -> list[list[str]]:
 
 
 def list_operations(replicas: Sequence[Sequence[Program]], use: StreamUse) -> list[Operation]:
-    """Operations of all ranks, rank after rank, in the order in which the host gives them. ``replicas``: for
-    each number of micro-batches that a replica has, the lowered programs that it runs one after the other;
-    the first one begins on idle devices."""
+    """Return the operations of all ranks, rank by rank, in the order in which the host issues them.
+
+    ``replicas``: for each number of micro-batches among the replicas, the lowered programs that run one after
+    the other. The first program begins on idle devices.
+    """
     operations: list[Operation] = []
     for number, programs in enumerate(replicas):
         for rank in range(programs[0].num_ranks):
@@ -98,60 +111,66 @@ def list_operations(replicas: Sequence[Sequence[Program]], use: StreamUse) -> li
 
 
 class _Writer:
-    """Writes the operations of one rank."""
+    """Appends the operations of one rank."""
 
     program: Program
     lowering: Lowering
+    stages: list[int]
     action: Action
     iteration: int
 
     def __init__(
         self, operations: list[Operation], rank: int, first_rank: int, replica: int, use: StreamUse
     ) -> None:
-        """``first_rank``: number of the replica's first rank among all."""
+        """``first_rank``: number of the replica's first rank among all ranks."""
         self.operations, self.use = operations, use
         self.rank, self.number, self.replica = rank, first_rank + rank, replica
         self.newest: dict[str, int] = {}
         """Newest operation of each stream."""
         self.posted: dict[Transfer, int] = {}
         self.sent: dict[tuple[Payload, int, int], int] = {}
-        self.gathering: dict[int, int] = {}
-        self.reducing: dict[int, int] = {}
+        self.in_flight: dict[tuple[Collective, int], int] = {}
+        """Newest operation of each collective that is not waited for yet."""
         self.snapshot: int | None = None
         self.whole: set[int] = set()
-        """Stages whose parameters are gathered, or are about to be."""
+        """Stages whose parameters are gathered or are being gathered."""
         self.counts: dict[Hashable, int] = {}
-        """Collectives so far, by what they are."""
+        """Number of collectives so far, by key."""
         self.loaded: set[Hashable] = set()
         self.summed = -1
-        """Number of operations when tensor-parallel ranks last had communicated."""
-        self.do: Mapping[Kind, Callable[[Action], None]] = {
-            Kind.LOAD: self._load,
-            Kind.GATHER: self._gather,
-            Kind.START_GATHER: self._start_gather,
-            Kind.AWAIT_GATHER: self._await_gather,
-            Kind.RELEASE: lambda action: self.whole.discard(action.stage),
-            Kind.EXCHANGE: self._exchange,
-            Kind.SEND: self._post,
-            Kind.RECEIVE: self._post,
-            Kind.WAIT: lambda action: self._arrive(action.transfers[0]),
-            Kind.SYNC_TIED: self._sync_tied,
-            Kind.REDUCE: self._reduce,
-            Kind.START_REDUCE: self._start_reduce,
-            Kind.AWAIT_REDUCE: self._await_reduce,
-            Kind.CLIP: self._clip,
-            Kind.UPDATE: self._update,
-            Kind.STEP: self._step,
-        } | dict.fromkeys(COMPUTE, self._compute)
+        """Number of operations just after tensor-parallel ranks last communicated."""
 
     def write(self, program: Program, iteration: int) -> None:
-        """Append what one run of a program gives."""
+        """Append the operations of one run of a program."""
         assert program.lowering is not None
         self.program, self.lowering, self.iteration = program, program.lowering, iteration
+        self.stages = [stage for stage, owner in enumerate(program.stage_rank) if owner == self.rank]
         for action in program.ranks[self.rank]:
             self.action = action
-            self.do[action.kind](action)
+            self._do(action)
         self._end()
+
+    def _do(self, action: Action) -> None:
+        does, stage = SEMANTICS[action.kind], action.stage
+        if does.computes:
+            self._compute(action)
+        elif action.kind is Kind.LOAD:
+            self._give(COMPUTE_STREAM, holds_host=True)
+        elif does.posts or does.waits:
+            self._transfers(action.transfers, posts=does.posts, waits=does.waits)
+        elif does.joins == "ends":
+            self._sync_tied(stage)
+        elif does.joins == "world":
+            self._clip()
+        if does.starts is not None:
+            self._start(does.starts, stage)
+        if does.ends is not None:
+            self._await(does.ends, stage)
+        if does.updates:
+            for one in [stage] if stage >= 0 else self.stages:
+                self._update(one)
+        if Resource.PARAMETERS in does.frees:
+            self.whole.discard(stage)
 
     def _give(
         self,
@@ -163,7 +182,8 @@ class _Writer:
         loads: Hashable = None,
         holds_host: bool = False,
     ) -> int:
-        """Append an operation; another stream than the current one waits for that one, too."""
+        """Append an operation and return its number. A stream other than the current one also waits for the
+        current one."""
         waits = tuple(after)
         if stream != COMPUTE_STREAM and COMPUTE_STREAM in self.newest and not waits:
             waits = (self.newest[COMPUTE_STREAM],)
@@ -175,8 +195,8 @@ class _Writer:
         return number
 
     def _run(self, name: str, stage: int) -> None:
-        """Kernels on the current stream. Directly behind others whose kernels are loaded they are one with
-        them."""
+        """Append kernels on the current stream. Directly after other loaded kernels of this stream they count
+        as one operation."""
         loads = (name, stage)
         last = self.operations[-1] if self.operations else None
         mine = last is not None and last.rank == self.number
@@ -186,19 +206,20 @@ class _Writer:
         self._give(COMPUTE_STREAM, loads=loads)
 
     def _wait(self, *operations: int) -> None:
-        """The current stream waits."""
+        """Append a wait of the current stream for the operations."""
         self._give(COMPUTE_STREAM, operations)
 
     def _collective(
         self, stream: str, members: Hashable, what: str, after: Sequence[int] = (), stage: int = -1
     ) -> int:
-        """``members``: the same on all ranks that meet, and no others."""
+        """Append a collective. ``members`` must be equal on all ranks that take part, and different on
+        others."""
         connects = (stream, members, what)
         key = (connects, stage)
         self.counts[key] = count = self.counts.get(key, -1) + 1
         return self._give(stream, after, meets=(key, count), connects=connects)
 
-    # computes and the step
+    # Compute actions and the step.
 
     def _compute(self, action: Action) -> None:
         self._run(str(action.kind), action.stage)
@@ -207,42 +228,33 @@ class _Writer:
             self._run(str(action.kind), action.stage)
 
     def _sum_over_tp(self) -> None:
-        """One behind the other they are as one."""
+        """Append a collective of tensor-parallel ranks. Consecutive ones count as one."""
         if self.use.tp > 1 and self.summed != len(self.operations):
             self._wait(self._collective(_TENSOR, (self.replica, self.rank), "tp"))
             self.summed = len(self.operations)
 
-    def _load(self, action: Action) -> None:
-        self._give(COMPUTE_STREAM, holds_host=True)
-
-    def _clip(self, action: Action) -> None:
+    def _clip(self) -> None:
         self._run("clip", -1)
         if not self.lowering.updates_early:
             self._sum_over_tp()
         self._over_world()
 
     def _over_world(self) -> None:
-        """Sum over all ranks, whose result the host reads."""
+        """Append a sum over all ranks whose result the host reads."""
         total = self._collective(_WORLD, None, "sum")
         self._give(COMPUTE_STREAM, (total,), holds_host=True)
 
-    def _update(self, action: Action) -> None:
+    def _update(self, stage: int) -> None:
         if self.snapshot is not None:
             self._wait(self.snapshot)
             self.snapshot = None
         if self.lowering.updates_early:
             self._sum_over_tp()
-        self._run("update", action.stage)
-        self.whole.discard(action.stage)
-
-    def _step(self, action: Action) -> None:
-        self._clip(action)
-        for stage, owner in enumerate(self.program.stage_rank):
-            if owner == self.rank:
-                self._update(replace(action, stage=stage))
+        self._run("update", stage)
+        self.whole.discard(stage)
 
     def _end(self) -> None:
-        """End the program: wait for sends that nothing has answered, then take a snapshot, or a validation's
+        """End the program: wait for unanswered sends, then take a snapshot or, in a validation, sum the
         loss."""
         for number in self.sent.values():
             self.action = Action(Kind.WAIT, transfers=self.operations[number].action.transfers)
@@ -254,70 +266,51 @@ class _Writer:
         else:
             self._over_world()
 
-    # data parallelism
+    # Data parallelism.
 
     def _over_dp(self, what: str, stage: int) -> int:
-        """On the courier's stream, level by level."""
+        """Append a data-parallel collective on the scheduler's stream, level by level."""
         number = self._give(_COURIER)
         for level in range(self.use.levels):
             number = self._collective(f"dp level {level}", self.rank, what, (number,), stage)
             number = self._give(_COURIER, (number,))
         return number
 
-    def _gather(self, action: Action) -> None:
-        self._start_gather(action)
-        self._await_gather(action)
-
-    def _start_gather(self, action: Action) -> None:
-        if action.stage in self.whole:
-            return
-        self.whole.add(action.stage)
-        self._run("gather", action.stage)
+    def _start(self, collective: Collective, stage: int) -> None:
+        if collective is Collective.GATHER:
+            if stage in self.whole:
+                return
+            self.whole.add(stage)
+        self._run(str(collective), stage)
         if self.use.dp > 1:
-            self.gathering[action.stage] = self._over_dp("gather", action.stage)
+            self.in_flight[collective, stage] = self._over_dp(str(collective), stage)
 
-    def _await_gather(self, action: Action) -> None:
-        if action.stage in self.gathering:
-            self._wait(self.gathering.pop(action.stage))
+    def _await(self, collective: Collective, stage: int) -> None:
+        if (collective, stage) in self.in_flight:
+            self._wait(self.in_flight.pop((collective, stage)))
 
-    def _reduce(self, action: Action) -> None:
-        self._start_reduce(action)
-        self._await_reduce(action)
-
-    def _start_reduce(self, action: Action) -> None:
-        self._run("reduce", action.stage)
-        if self.use.dp > 1:
-            self.reducing[action.stage] = self._over_dp("reduce", action.stage)
-
-    def _await_reduce(self, action: Action) -> None:
-        if action.stage in self.reducing:
-            self._wait(self.reducing.pop(action.stage))
-
-    def _sync_tied(self, action: Action) -> None:
-        self._run("sync_tied", action.stage)
+    def _sync_tied(self, stage: int) -> None:
+        self._run("sync_tied", stage)
         self._wait(self._collective(_TIED, self.replica, "sum"))
 
-    # transfers between stages
+    # Transfers between stages.
 
-    def _exchange(self, action: Action) -> None:
-        """As `myriad.parallel.runtime` does it: all receives, all sends, then it waits for all."""
-        receives = [one for one in action.transfers if not one.sends]
-        sends = [one for one in action.transfers if one.sends]
-        for one in receives:
+    def _transfers(self, transfers: Sequence[Transfer], *, posts: bool, waits: bool) -> None:
+        """Append transfers as `myriad.parallel.runtime` runs them: all receives, all sends, then the
+        waits."""
+        receives = [one for one in transfers if not one.sends]
+        sends = [one for one in transfers if one.sends]
+        for one in receives if posts else ():
             self._receive(one)
-        numbers = [self._send(one) for one in sends]
+        numbers = {one: self._send(one) for one in sends}
+        if not waits:
+            self.sent |= {(one.payload, one.stage, one.micro_batch): numbers[one] for one in sends}
+            return
         for one in receives:
             self._arrive(one)
-        for one, number in zip(sends, numbers, strict=True):
+        for one in sends:
             self.action = Action(Kind.WAIT, transfers=(one,))
-            self._wait(number)
-
-    def _post(self, action: Action) -> None:
-        for one in action.transfers:
-            if one.sends:
-                self.sent[one.payload, one.stage, one.micro_batch] = self._send(one)
-            else:
-                self._receive(one)
+            self._wait(numbers[one])
 
     def _send(self, transfer: Transfer) -> int:
         self.action = Action(Kind.SEND, transfers=(transfer,))
@@ -343,7 +336,8 @@ class _Writer:
         return f"{transfer.payload}{way} {low}-{high}"
 
     def _arrive(self, transfer: Transfer) -> None:
-        """A gradient says that the activation it belongs to was received: its send is waited for, too."""
+        """Append the wait for a receive. A gradient proves that the peer received the matching activation, so
+        its send is waited for too."""
         self.action = Action(Kind.WAIT, transfers=(transfer,))
         self._wait(self.posted.pop(transfer))
         if self.use.shares_transfers:

@@ -1,32 +1,33 @@
-"""A pass: each stage is updated inside the last backward, as soon as its gradients are reduced.
+"""Pass that updates each stage inside the last backward, as soon as its gradients are reduced.
 
     behind the norm   B s1 START_REDUCE s1 B s0 START_REDUCE s0 AWAIT s1 s0 CLIP UPDATE s0 s1
     in the backward   B s1 START_REDUCE s1 B s0 START_REDUCE s0 AWAIT s1 UPDATE s1 AWAIT s0 UPDATE s0 CLIP
 
-CLIP only finds the norm then: whoever asks for this sees to it that nothing has to be scaled by it. A rank
-that still has gradients to send sends them first, for another one computes with them; and it lets a reduction
-travel behind some computes before it waits for it. Parameters that two of its stages share move with the
-first of these, when both have given their gradients, and neither stage's are gathered before.
+CLIP then only computes the norm: the caller must ensure that the norm scales nothing. A rank with gradients
+left to send sends them first, because another rank computes with them. A reduction overlaps with some compute
+actions before the rank waits for it. Parameters that two stages of a rank share are updated with the first of
+these stages, when both have added their gradients; neither stage is gathered before.
 """
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from myriad.program.actions import COMPUTE, Action, Kind, Program
+from myriad.program.actions import COMPUTE, SEMANTICS, Action, Collective, Kind, Program, kinds_where
 from myriad.program.passes import split_at_computes
 
 __all__ = ["update_early"]
 
 _BEHIND = 2
-"""Computes behind which a reduction travels: the links have the next one to carry when it is waited for."""
-_POSTS = frozenset({Kind.REDUCE, Kind.START_REDUCE})
-_ENDS = frozenset({Kind.REDUCE, Kind.AWAIT_REDUCE})
-_WAITS = COMPUTE | {Kind.WAIT, Kind.GATHER, Kind.AWAIT_GATHER}
+"""Compute actions between issuing a reduction and waiting for it. By then the links carry the next
+reduction."""
+_POSTS = kinds_where(lambda does: does.starts is Collective.REDUCE)
+_ENDS = kinds_where(lambda does: does.ends is Collective.REDUCE)
+_WAITS = COMPUTE | {Kind.WAIT} | kinds_where(lambda does: does.ends is Collective.GATHER)
 
 
 def update_early(program: Program, *, travels: bool) -> Program:
-    """A training program that ends with CLIP and UPDATEs. ``travels``: reductions do, and are given something
-    to hide behind."""
+    """Move the updates of a training program that ends with CLIP and UPDATEs. ``travels``: gradients are
+    reduced between ranks, so reductions need compute actions to overlap with."""
     assert program.lowering is not None and program.lowering.training
     ranks = (tuple(_moved(program, rank, _BEHIND if travels else 0)) for rank in range(program.num_ranks))
     lowering = replace(program.lowering, updates_early=True)
@@ -35,14 +36,14 @@ def update_early(program: Program, *, travels: bool) -> Program:
 
 @dataclass(frozen=True, order=True)
 class _Place:
-    """Where a stage's gradients are waited for, or the stage is updated."""
+    """The position at which a stage's gradients are waited for, or at which the stage is updated."""
 
     gap: int
     turn: int
-    """Of the stage, among those that are reduced."""
+    """The stage's index in the order of reductions."""
     updates: bool = False
     after_both: bool = False
-    """Behind the update of another stage at the same place."""
+    """Whether the place is after another stage's update at the same position."""
 
 
 def _moved(program: Program, rank: int, behind: int) -> Iterator[Action]:
@@ -67,7 +68,8 @@ def _moved(program: Program, rank: int, behind: int) -> Iterator[Action]:
 
 
 def _places(gaps: list[list[Action]], behind: int) -> tuple[dict[int, _Place], dict[int, _Place]]:
-    """Of each stage: of its last AWAIT_REDUCE, which is taken out of the gaps, and of its update."""
+    """Return two maps by stage: the place of its last AWAIT_REDUCE, which is removed from the gaps, and the
+    place of its update."""
     posted, ended, released = _last(gaps, _POSTS), _last(gaps, _ENDS), _last(gaps, {Kind.RELEASE})
     sent = max((index for index, gap in enumerate(gaps) if any(map(_sends, gap))), default=0)
     waits, updates = {}, {}
@@ -84,7 +86,7 @@ def _places(gaps: list[list[Action]], behind: int) -> tuple[dict[int, _Place], d
 
 
 def _updates(actions: Sequence[Action]) -> dict[int, list[Action]]:
-    """Of each stage: UPDATE, and the gather that follows it."""
+    """Return each stage's UPDATE and the gather that follows it."""
     found: dict[int, list[Action]] = {}
     for action in actions:
         found.setdefault(action.stage, []).append(action)
@@ -92,7 +94,7 @@ def _updates(actions: Sequence[Action]) -> dict[int, list[Action]]:
 
 
 def _last(gaps: Sequence[Sequence[Action]], kinds: Collection[Kind]) -> dict[int, tuple[int, int]]:
-    """Gap, and place in it, of each stage's last action of these kinds."""
+    """Return the gap, and the index in it, of each stage's last action of these kinds."""
     return {
         action.stage: (index, at)
         for index, gap in enumerate(gaps)
@@ -102,11 +104,11 @@ def _last(gaps: Sequence[Sequence[Action]], kinds: Collection[Kind]) -> dict[int
 
 
 def _sends(action: Action) -> bool:
-    return action.kind in (Kind.SEND, Kind.EXCHANGE) and any(one.sends for one in action.transfers)
+    return SEMANTICS[action.kind].posts and any(one.sends for one in action.transfers)
 
 
 def _start_of_waiting(gap: Sequence[Action]) -> int:
-    """Place of the first of the actions at a gap's end in which the rank waits, or computes."""
+    """Return the index of the first action at the end of a gap in which the rank waits or computes."""
     at = len(gap)
     while at and (
         gap[at - 1].kind in _WAITS or (gap[at - 1].kind is Kind.EXCHANGE and not _sends(gap[at - 1]))

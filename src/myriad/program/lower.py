@@ -1,17 +1,17 @@
-"""Lowering: the communication that a schedule's computes need, coupled and in the plainest place.
+"""Lowering: adds the communication that a schedule's compute actions need, coupled and in the plainest place.
 
-Between two computes of a rank stand, in this order (each only where needed):
+Between two compute actions of a rank come, in this order and only where needed:
 
     compute s   RELEASE s   EXCHANGE   REDUCE s   GATHER t   compute t
 
-and around them LOAD first, SYNC_TIED, what waits for it, and STEP last. An exchange that only receives comes
-after GATHER: it would wait for a peer while the parameters could already travel. Passes (`passes.py`) make it
-quicker; this is the baseline they are measured against.
+LOAD comes first, SYNC_TIED and the REDUCE that waits for it come near the end, and STEP comes last. An
+exchange that only receives comes after GATHER: it would wait for a peer while the parameters could already be
+gathered. Passes (`passes.py`) speed up this program; it is the baseline that they are measured against.
 
-- GATHER: with ZeRO 1 and 2 once, before a stage's first forward (the optimizer has moved only this rank's
-  part). With ZeRO 3 before each run of consecutive computes of one stage, RELEASE after it.
-- SYNC_TIED stands at the end of both ranks: earlier, the last stage's rank would wait for the first stage's
-  last backward, which may need gradients of other stages of that same rank.
+- GATHER: with ZeRO 1 and 2 once, before a stage's first forward (the optimizer has updated only this rank's
+  part). With ZeRO 3 before each run of consecutive compute actions of one stage, with RELEASE after it.
+- SYNC_TIED is at the end of both ranks: earlier, the last stage's rank would wait for the first stage's last
+  backward, which may need gradients of other stages of that same rank.
 """
 
 import math
@@ -40,9 +40,11 @@ _TOLERANCE = 1e-6
 def lower(
     program: Program, *, zero: int, reduce: Literal["last", "each"], tied: bool, training: bool = True
 ) -> Program:
-    """A schedule's computes with all communication. ``training=False`` keeps the forwards only.
+    """Return the program of a schedule with all its communication. ``training=False`` keeps the forwards
+    only.
 
-    Of the placements of transfers the first of the quickest is taken (unit costs, no transfer time).
+    Of all placements of transfers the fastest is used, the first of equal ones (unit costs, transfers take no
+    time).
     """
     computes = _computes(program, training)
     lowering = Lowering(zero, reduce, tied, training)
@@ -75,7 +77,7 @@ def _lowered(computes: Program, lowering: Lowering, gaps: Gaps) -> Program:
 
 
 class _Rank:
-    """Writes one rank's list."""
+    """Writes the lowered list of one rank."""
 
     def __init__(self, program: Program, rank: int, gaps: list[list[Transfer]]) -> None:
         assert program.lowering is not None
@@ -104,7 +106,7 @@ class _Rank:
             yield Action(Kind.STEP)
 
     def _gap(self, index: int) -> Iterator[Action]:
-        """Everything between compute ``index - 1`` and compute ``index``."""
+        """Yield everything between compute action ``index - 1`` and compute action ``index``."""
         # Receives are posted first: some transports lose half their bandwidth otherwise.
         transfers = tuple(sorted(self.gaps[index], key=lambda transfer: transfer.sends))
         exchange = [Action(Kind.EXCHANGE, transfers=transfers)] if transfers else []
@@ -137,14 +139,14 @@ class _Rank:
 
 
 def _blocks(computes: tuple[Action, ...]) -> dict[int, int]:
-    """First to last compute of every run of computes of one stage."""
+    """Map the first to the last compute action of every run of consecutive compute actions of one stage."""
     changes = [i for i, (a, b) in enumerate(pairwise(computes), 1) if a.stage != b.stage]
     starts = [0, *changes]
     return dict(zip(starts, [*(change - 1 for change in changes), len(computes) - 1], strict=True))
 
 
 def _first_to_last(computes: tuple[Action, ...]) -> dict[int, int]:
-    """First to last compute of every stage."""
+    """Map the first to the last compute action of every stage."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, action in enumerate(computes):

@@ -1,6 +1,6 @@
-"""Which layers make which stage: a list of layers cut at boundaries. No torch here.
+"""Partition of a list of layers into stages, by one of five rules. No torch here.
 
-uniform        equal numbers of the most common kind of layer (the blocks); the others ride along
+uniform        equal numbers of the most common kind of layer (the blocks); other layers join their neighbours
 type:REGEX     equal numbers of the layers whose kind matches
 parameters     the largest stage has as few parameters as possible
 profile        the slowest stage is as fast as possible, by measured seconds per layer
@@ -25,9 +25,10 @@ _RULES = "uniform, parameters, profile, type:REGEX or manual:B1,B2,... (first la
 def partition_layers(
     rule: str, num_stages: int, kinds: Sequence[str], costs: Sequence[float] | None = None
 ) -> list[range]:
-    """Layers of each stage, none empty. ``costs``: parameters or seconds per layer, for the rules that weigh.
+    """Return the layers of each stage; no stage is empty. ``costs``: parameters or seconds per layer, for the
+    rules that balance a cost.
 
-    Raises `BadInputError` when ``rule`` cannot make ``num_stages`` stages of these layers.
+    Raises `BadInputError` if ``rule`` cannot make ``num_stages`` stages of these layers.
     """
     num_layers = len(kinds)
     if num_stages > num_layers:
@@ -50,7 +51,7 @@ def partition_layers(
 
 
 def cut_ranges(stages: Sequence[range], num_chunks: int) -> list[range]:
-    """Each stage's layers in ``num_chunks`` runs of nearly equal length, in order."""
+    """Cut each stage's layers into ``num_chunks`` ranges of nearly equal length, in order."""
     found = []
     for own in stages:
         cuts = [own.start + len(own) * chunk // num_chunks for chunk in range(num_chunks + 1)]
@@ -82,20 +83,20 @@ def _matching(rule: str, pattern: str, num_stages: int, kinds: Sequence[str]) ->
 
 @lru_cache(maxsize=8)
 def _most_common(kinds: tuple[str, ...]) -> Sequence[int]:
-    """Layers of the kind that most layers have."""
+    """Return the layers of the most common kind."""
     common = Counter(kinds).most_common(1)[0][0]
     return [layer for layer, kind in enumerate(kinds) if kind == common]
 
 
 def _even_cuts(chosen: Sequence[int], num_stages: int, num_layers: int) -> list[int]:
-    """Cuts before the chosen layers that start each stage; earlier stages get the larger shares."""
+    """Return cuts before the chosen layers that start each stage. Earlier stages get the larger shares."""
     share, extra = divmod(len(chosen), num_stages)
     starts = [stage * share + min(stage, extra) for stage in range(1, num_stages)]
     return [0, *(chosen[start] for start in starts), num_layers]
 
 
 def _balanced_cuts(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Cuts that make the costliest stage as cheap as possible, by dynamic programming over prefixes."""
+    """Return the cuts that minimize the cost of the costliest stage, by dynamic programming over prefixes."""
     prefix = [0.0]
     for cost in costs:
         prefix.append(prefix[-1] + cost)
@@ -116,5 +117,5 @@ def _balanced_cuts(costs: Sequence[float], num_stages: int) -> list[int]:
 
 
 def num_recomputed(num_layers: int, ratio: float) -> int:
-    """Layers of a stage that a share of them is, rounded up."""
+    """Return how many of a stage's layers are recomputed: the share ``ratio``, rounded up."""
     return min(num_layers, ceil(ratio * num_layers - 1e-9))

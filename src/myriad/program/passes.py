@@ -1,4 +1,4 @@
-"""Passes: a program in, a better program out, the same mathematics. The checker proves every result.
+"""Passes: each turns a program into a faster one with the same mathematics. The checker proves every result.
 
     coupled     F s1 m2 B s1 m0 ............ EXCHANGE(send a1.2, send g1.0, receive a0.3) F s1 m3
     decoupled   F s1 m2 SEND(a1.2) RECEIVE(a0.3) B s1 m0 SEND(g1.0) ... WAIT(a0.3) F s1 m3
@@ -8,12 +8,12 @@
                                     B s1 START_REDUCE s1 B s0 START_REDUCE s0 AWAIT_REDUCE s1 s0 STEP
     optimizer                                           ... CLIP UPDATE s0 START s0 UPDATE s1 START s1
 
-- `decouple` is MegaScale's pipeline overlap (arXiv 2402.15627, section 3.2): a rank that has computed sends
-  and goes on; a receive is posted some computes before its use, so that the payload travels behind them.
+- `decouple` is MegaScale's pipeline overlap (arXiv 2402.15627, section 3.2): a rank sends an output without
+  waiting. A receive is posted some compute actions before its use, so that the transfer overlaps with them.
 - `overlap_data` is its data overlap: gathers start at the beginning of the iteration, while the batch is
-  loaded, in the order in which compute needs them; reductions travel behind the backwards that follow.
-- `overlap_optimizer`: a stage's new parameters travel while the next stage is updated, and the next
-  iteration's first forward waits for its own parameters only (BytePS's missing barrier).
+  loaded, in the order in which compute needs them; reductions overlap with the backwards that follow.
+- `overlap_optimizer`: a stage's new parameters are gathered while the next stage is updated. The next
+  iteration's first forward waits for its own parameters only (BytePS removes the same barrier).
 """
 
 from collections import defaultdict
@@ -21,8 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from myriad.program.actions import (
+    ADDS_TO_GRADIENTS,
     COMPUTE,
-    MAKES_WEIGHT_GRADIENT,
+    SEMANTICS,
     Action,
     Kind,
     Payload,
@@ -36,25 +37,20 @@ from myriad.program.timeline import needed_transfer
 __all__ = ["apply_passes", "decouple", "overlap_data", "overlap_optimizer", "split_at_computes"]
 
 _GATHER_AHEAD = 2
-"""With ZeRO 3: computes between posting a gather and using it. Two chunks are whole at a time then."""
-_MAKES = {
-    Kind.FORWARD: Payload.ACTIVATION,
-    Kind.BACKWARD: Payload.GRADIENT,
-    Kind.BACKWARD_INPUT: Payload.GRADIENT,
-}
-"""What there is to send after a compute."""
+"""Compute actions between issuing a gather and using it, with ZeRO 3. At most two chunks are whole at a
+time."""
 _GAP_ENDS = COMPUTE | {Kind.STEP}
 _REPLACED = frozenset({Kind.GATHER, Kind.RELEASE})
-"""By gathers and releases in other places."""
+"""Actions that `overlap_data` removes and inserts elsewhere."""
 _MOVED = COMPUTE | {Kind.LOAD, Kind.EXCHANGE}
-"""To their places around what is received and sent."""
+"""Actions that `decouple` places around the receives and sends."""
 _REDUCE_BEHIND = 1
-"""With reductions after each backward, which are there to save memory: computes that one travels behind."""
+"""Compute actions that a reduction overlaps with if reductions follow each backward (which saves memory)."""
 
 
 def apply_passes(program: Program, overlap: OverlapConfig, num_chunks: int = 1) -> Program:
-    """A lowered program with every overlap that is on; each stage cut in ``num_chunks`` for data
-    parallelism."""
+    """Apply every enabled overlap to a lowered program, with each stage cut into ``num_chunks`` chunks for
+    data parallelism."""
     if overlap.pipeline:
         program = decouple(program, overlap.receive_ahead)
     program = cut_stages(program, num_chunks)
@@ -66,26 +62,27 @@ def apply_passes(program: Program, overlap: OverlapConfig, num_chunks: int = 1) 
 
 
 def decouple(program: Program, ahead: int = 1) -> Program:
-    """EXCHANGE becomes SEND as soon as there is something to send, RECEIVE ``ahead`` computes before the use,
-    WAIT just before the use."""
+    """Replace EXCHANGE by SEND as soon as the payload is computed, RECEIVE ``ahead`` compute actions before
+    the use, and WAIT just before the use."""
     ranks = (_decoupled(program, rank, ahead) for rank in range(program.num_ranks))
     return replace(program, ranks=tuple(ranks))
 
 
 def overlap_data(program: Program) -> Program:
-    """GATHER and REDUCE become posting and waiting, as far apart as they may be; RELEASE follows the last
+    """Split GATHER and REDUCE into issuing and waiting, as far apart as possible. RELEASE follows the last
     use."""
     return replace(program, ranks=tuple(tuple(_overlapped(program, actions)) for actions in program.ranks))
 
 
 def overlap_optimizer(program: Program) -> Program:
-    """STEP becomes CLIP and an UPDATE for each stage, in order of first use, with its next gather behind
-    it."""
+    """Split STEP into CLIP and one UPDATE per stage, in order of first use, each followed by the stage's next
+    gather."""
     return replace(program, ranks=tuple(tuple(_stepped(actions)) for actions in program.ranks))
 
 
 def _stepped(actions: Sequence[Action]) -> Iterator[Action]:
-    """A gather that waits for a later moment than the start of the iteration (ZeRO 3) keeps its place."""
+    """Split STEP in one list. A gather that starts later than the beginning of the iteration (ZeRO 3) keeps
+    its place."""
     stages = dict.fromkeys(action.stage for action in actions if action.kind in COMPUTE)
     load = next((i for i, action in enumerate(actions) if action.kind is Kind.LOAD), 0)
     first = {action.stage for action in actions[:load] if action.kind is Kind.START_GATHER}
@@ -124,8 +121,8 @@ def _overlapped(program: Program, actions: Sequence[Action]) -> Iterator[Action]
 
 
 def _whole_spans(gaps: list[list[Action]]) -> dict[int, list[tuple[int, int]]]:
-    """Of each stage, in the order of first use: first and last compute of each stretch in which its
-    parameters must be whole."""
+    """Return for each stage, in order of first use, the intervals in which its parameters must be whole, as
+    first and last compute action."""
     spans: dict[int, list[tuple[int, int]]] = {}
     gathered: set[int] = set()
     for index, gap in enumerate(gaps):
@@ -143,13 +140,13 @@ def _whole_spans(gaps: list[list[Action]]) -> dict[int, list[tuple[int, int]]]:
 
 
 def _reduces(gaps: list[list[Action]]) -> list[tuple[int, int, int]]:
-    """The gap of each reduction, its stage, and the gap before the next compute that adds to that stage's
-    gradients; the last one if there is none."""
+    """Return for each reduction its gap, its stage, and the gap of the next compute action that adds to that
+    stage's gradients. That gap is the last one if no such action follows."""
     next_sum: dict[int, int] = {}
     found = []
     for index in reversed(range(len(gaps))):
         gap = gaps[index]
-        if gap and gap[-1].kind in MAKES_WEIGHT_GRADIENT:
+        if gap and gap[-1].kind in ADDS_TO_GRADIENTS:
             next_sum[gap[-1].stage] = index
         for action in reversed(gap):
             if action.kind is Kind.REDUCE:
@@ -160,7 +157,8 @@ def _reduces(gaps: list[list[Action]]) -> list[tuple[int, int, int]]:
 def _overlapped_gap(
     gap: list[Action], released: list[Action], starts: list[Action], waits: list[Action]
 ) -> Iterator[Action]:
-    """Gathers start before the batch is loaded; waiting comes just before the compute, or the step."""
+    """Yield one gap: gathers start before the batch is loaded, and waits come just before the compute action
+    or the step."""
     yield from released
     yield from starts
     for action in gap:
@@ -173,7 +171,8 @@ def _overlapped_gap(
 
 
 def _decoupled(program: Program, rank: int, ahead: int) -> tuple[Action, ...]:
-    """Works on gaps: what stands before a compute, with that compute at its end."""
+    """Decouple one rank's list, gap by gap. A gap is the actions before a compute action, with that compute
+    action at its end."""
     gaps = split_at_computes(program.ranks[rank])
     uses = _uses(program, gaps)
     received = [t for gap in gaps for a in gap if a.kind is Kind.EXCHANGE for t in a.transfers if not t.sends]
@@ -190,14 +189,17 @@ def _decoupled(program: Program, rank: int, ahead: int) -> tuple[Action, ...]:
 
 
 def _sends(gaps: list[list[Action]]) -> list[list[Transfer]]:
-    """What is sent in each gap: as soon as it is made. To a peer whose order that would change (two ranks
-    that send each other both payloads) as late as it was: the other side receives in that order."""
+    """Return the sends of each gap: each payload is sent as soon as it is computed.
+
+    If that would change the order of sends to a peer, the sends to that peer keep their places, because the
+    peer receives in that order. This happens between two ranks that send each other both payloads.
+    """
     made: dict[tuple[Payload, int, int], int] = {}
     was: defaultdict[int, list[tuple[int, Transfer]]] = defaultdict(list)
     for index, gap in enumerate(gaps):
         for action in gap:
-            if action.kind in _MAKES:
-                made[_MAKES[action.kind], action.stage, action.micro_batch] = index + 1
+            if payload := SEMANTICS[action.kind].makes:
+                made[payload, action.stage, action.micro_batch] = index + 1
             for transfer in action.transfers if action.kind is Kind.EXCHANGE else ():
                 if transfer.sends:
                     was[transfer.peer].append((index, transfer))
@@ -210,7 +212,8 @@ def _sends(gaps: list[list[Action]]) -> list[list[Transfer]]:
 
 
 def split_at_computes(actions: Sequence[Action]) -> list[list[Action]]:
-    """Gaps: each but the last ends with a compute, which comes after what else is in it."""
+    """Split a list into gaps. Each gap but the last ends with a compute action, which follows the gap's other
+    actions."""
     gaps: list[list[Action]] = [[]]
     for action in actions:
         gaps[-1].append(action)
@@ -220,7 +223,7 @@ def split_at_computes(actions: Sequence[Action]) -> list[list[Action]]:
 
 
 def _uses(program: Program, gaps: list[list[Action]]) -> dict[tuple[Payload, int, int], int]:
-    """The gap of the compute that uses each payload."""
+    """Return the gap of the compute action that uses each payload."""
     uses = {}
     for index, gap in enumerate(gaps[:-1]):
         if needed := needed_transfer(program, gap[-1]):
@@ -231,7 +234,7 @@ def _uses(program: Program, gaps: list[list[Action]]) -> dict[tuple[Payload, int
 def _rewritten(
     gap: list[Action], sends: list[Transfer], posts: list[Transfer], waits: list[Transfer]
 ) -> Iterator[Action]:
-    """Receives before sends: some transports lose half their bandwidth otherwise."""
+    """Yield a gap with receives before sends: some transports lose half their bandwidth otherwise."""
     yield from (Action(Kind.RECEIVE, transfers=(t,)) for t in posts)
     yield from (a for a in gap if a.kind is Kind.LOAD)
     yield from (Action(Kind.SEND, transfers=(t,)) for t in sends)

@@ -1,22 +1,21 @@
-"""What one rank has made, sent and received: the part of the static check that knows transfers.
+"""Static check of one rank's transfers: what it has computed, sent and received.
 
-Every payload that another rank uses is made, then sent, once; every receive is posted once, and waited for
-before its payload is used. `myriad.program.rank_check` walks the rank's list and asks.
+Every payload that another rank uses is computed and then sent, once. Every receive is posted once, and waited
+for before its payload is used. `myriad.program.rank_check` walks the rank's list and calls this module.
 """
 
-from collections.abc import Callable
-
-from myriad.program.actions import Action, Kind, Payload, Program, Transfer
+from myriad.program.actions import SEMANTICS, Action, Kind, Payload, Program, Transfer, user_of
 from myriad.program.timeline import needed_transfer
 
 __all__ = ["Payloads"]
 
 _Payload = tuple[Payload, int, int]
-"""Payload, the stage that made it, micro-batch."""
+"""Payload, the stage that produced it, and its micro-batch."""
 
 
 class Payloads:
-    """Of one rank, between two actions. A ``..._fault`` method says what is wrong, or nothing."""
+    """The transfers of one rank between two actions. A ``..._fault`` method returns what is wrong, or
+    None."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
@@ -24,15 +23,21 @@ class Payloads:
         self.sent: set[_Payload] = set()
         self.posted: set[_Payload] = set()
         self.received: set[_Payload] = set()
-        self.handlers: dict[Kind, Callable[[Action], str | None]] = {
-            Kind.EXCHANGE: self._exchange_fault,
-            Kind.SEND: self._send_fault,
-            Kind.RECEIVE: self._receive_fault,
-            Kind.WAIT: self._wait_fault,
-        }
+
+    def fault(self, action: Action) -> str | None:
+        """Check an action with transfers, and record what it posts and receives."""
+        does = SEMANTICS[action.kind]
+        if wrong := self._form_fault(action):
+            return wrong
+        for transfer in action.transfers:
+            wrong = self._posted_fault(transfer) if does.posts else None
+            wrong = wrong or (self._arrived_fault(transfer) if does.waits else None)
+            if wrong:
+                return wrong
+        return None
 
     def input_fault(self, action: Action) -> str | None:
-        """A compute's input has been made here, or received."""
+        """Check that a compute action's input was computed on this rank or received."""
         needed = needed_transfer(self.program, action)
         if needed is None:
             return None
@@ -45,14 +50,12 @@ class Payloads:
         return f"the {payload} of stage {stage} is not there: no exchange or wait before"
 
     def computed(self, action: Action) -> None:
-        """It is there now."""
-        if action.kind is Kind.FORWARD:
-            self.made.add((Payload.ACTIVATION, action.stage, action.micro_batch))
-        elif action.kind is not Kind.BACKWARD_WEIGHT:
-            self.made.add((Payload.GRADIENT, action.stage, action.micro_batch))
+        """Record the output of a compute action."""
+        if payload := SEMANTICS[action.kind].makes:
+            self.made.add((payload, action.stage, action.micro_batch))
 
     def fault_at_end(self) -> str | None:
-        """Nothing is under way, or kept from who needs it."""
+        """Check that no receive is in flight and every payload that another rank needs is sent."""
         if self.posted != self.received:
             return f"receives are posted and never waited for: {sorted(self.posted - self.received)[:3]}"
         if unsent := self._unsent():
@@ -60,9 +63,9 @@ class Payloads:
         return None
 
     def _transfer_fault(self, transfer: Transfer) -> str | None:
-        """Whether it is one of those the computes need, between the right ranks."""
+        """Check that the compute actions need this transfer, between these ranks."""
         program, owners = self.program, self.program.stage_rank
-        user = transfer.stage + (1 if transfer.payload is Payload.ACTIVATION else -1)
+        user = user_of(transfer.payload, transfer.stage)
         in_range = 0 <= transfer.stage < program.num_stages and 0 <= user < program.num_stages
         if not in_range or not 0 <= transfer.micro_batch < program.num_micro_batches:
             return "nobody uses that payload"
@@ -82,7 +85,18 @@ class Payloads:
         self.sent.add(key)
         return None
 
+    def _form_fault(self, action: Action) -> str | None:
+        """Check the number of transfers and their direction."""
+        if action.kind is Kind.EXCHANGE:
+            return None if action.transfers else "an exchange of nothing"
+        sends = action.kind is Kind.SEND
+        if len(action.transfers) == 1 and action.transfers[0].sends == sends:
+            return None
+        return f"a {action.kind} has exactly one {'outgoing' if sends else 'incoming'} transfer"
+
     def _posted_fault(self, transfer: Transfer) -> str | None:
+        if transfer.sends:
+            return self._sent_fault(transfer)
         key = (transfer.payload, transfer.stage, transfer.micro_batch)
         if wrong := self._transfer_fault(transfer):
             return wrong
@@ -91,30 +105,9 @@ class Payloads:
         self.posted.add(key)
         return None
 
-    def _exchange_fault(self, action: Action) -> str | None:
-        if not action.transfers:
-            return "an exchange of nothing"
-        for transfer in action.transfers:
-            if wrong := self._sent_fault(transfer) if transfer.sends else self._posted_fault(transfer):
-                return wrong
-            if not transfer.sends:
-                self.received.add((transfer.payload, transfer.stage, transfer.micro_batch))
-        return None
-
-    def _send_fault(self, action: Action) -> str | None:
-        if len(action.transfers) != 1 or not action.transfers[0].sends:
-            return "a send has exactly one outgoing transfer"
-        return self._sent_fault(action.transfers[0])
-
-    def _receive_fault(self, action: Action) -> str | None:
-        if len(action.transfers) != 1 or action.transfers[0].sends:
-            return "a receive has exactly one incoming transfer"
-        return self._posted_fault(action.transfers[0])
-
-    def _wait_fault(self, action: Action) -> str | None:
-        if len(action.transfers) != 1 or action.transfers[0].sends:
-            return "a wait names exactly one incoming transfer"
-        transfer = action.transfers[0]
+    def _arrived_fault(self, transfer: Transfer) -> str | None:
+        if transfer.sends:
+            return None
         key = (transfer.payload, transfer.stage, transfer.micro_batch)
         if key not in self.posted:
             return "waits for a receive that is not posted"
@@ -126,7 +119,7 @@ class Payloads:
     def _unsent(self) -> list[_Payload]:
         owners, unsent = self.program.stage_rank, []
         for key in self.made - self.sent:
-            user = key[1] + (1 if key[0] is Payload.ACTIVATION else -1)
+            user = user_of(key[0], key[1])
             if 0 <= user < len(owners) and owners[user] != self.rank:
                 unsent.append(key)
         return sorted(unsent)

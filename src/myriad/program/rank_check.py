@@ -1,11 +1,11 @@
-"""One rank's list against what the whole program needs from it: the static half of the checker.
+"""Static check of one rank's list against the whole program: the first half of the checker.
 
-The list is walked once with the state a runtime would have: what has been computed, received and sent
-(`payload_check`), which parameters are whole, which gradient sums are not reduced yet (`chunk_check`).
-Whatever an action needs must be there when it comes; at the end nothing may be missing or left over.
+The list is walked once with the state that a runtime would have: what has been computed, received and sent
+(`payload_check`), which parameters are whole, and which gradients are not reduced yet (`chunk_check`). Every
+input of an action must be available when the action comes. At the end nothing may be missing or left over.
 """
 
-from myriad.program.actions import COMPUTE, Action, Kind, Program
+from myriad.program.actions import COMPUTE, SEMANTICS, Action, Kind, Program
 from myriad.program.chunk_check import Chunks
 from myriad.program.payload_check import Payloads
 from myriad.program.timeline import ProgramError
@@ -14,7 +14,7 @@ __all__ = ["check_rank"]
 
 
 def check_rank(program: Program, rank: int) -> None:
-    """Raises `ProgramError` at the first action that is wrong, or for what is missing at the end."""
+    """Raise `ProgramError` at the first wrong action, or for what is missing at the end."""
     state = _RankState(program, rank)
     for index, action in enumerate(program.ranks[rank]):
         if wrong := state.fault(action):
@@ -24,21 +24,22 @@ def check_rank(program: Program, rank: int) -> None:
 
 
 class _RankState:
-    """What a rank holds between two actions. A ``_..._fault`` method says what is wrong, or nothing."""
+    """The state of a rank between two actions. A ``..._fault`` method returns what is wrong, or None."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.lowering = program, program.lowering
         self.stages = [stage for stage, owner in enumerate(program.stage_rank) if owner == rank]
         self.done: set[tuple[Kind, int, int]] = set()
         self.payloads, self.chunks = Payloads(program, rank), Chunks(program, self.stages)
-        self.handlers = self.payloads.handlers | self.chunks.handlers
 
     def fault(self, action: Action) -> str | None:
         if action.kind in COMPUTE:
             return self._compute_fault(action)
         if self.lowering is None:
             return "a program that is not lowered holds computes only"
-        return self.chunks.late_fault(action) or self.handlers[action.kind](action)
+        does = SEMANTICS[action.kind]
+        rules = self.payloads if does.posts or does.waits else self.chunks
+        return self.chunks.late_fault(action) or rules.fault(action)
 
     def fault_at_end(self) -> str | None:
         if (wrong := self._missing_computes()) or self.lowering is None:

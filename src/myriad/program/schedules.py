@@ -1,13 +1,13 @@
-"""Schedules: who computes what, in which order. They write computes only; `lower.py` adds the communication.
+"""Pipeline schedules: the order of each rank's compute actions. `lower.py` adds the communication.
 
     gpipe        all forwards, then all backwards
-    1f1b         after a warm-up each forward is paired with a backward: rank r holds at most p - r in flight
+    1f1b         after a warm-up each forward is paired with a backward: rank r has at most p - r in flight
     eager-1f1b   as 1f1b with almost twice the micro-batches in flight: a transfer that takes as long as a
                  compute still arrives in time
-    interleaved  as 1f1b with v stages a rank, in rounds of at least p micro-batches: the bubble is a v-th
-    zero-bubble  as 1f1b with the backward in two halves; weight halves wait and fill the bubble
-    eager-zero-bubble    as eager-1f1b and zero-bubble: gradients leave first, and have a compute's time
-    zero-bubble-v        two stages a rank, down and up a V: half the bubble of zero-bubble
+    interleaved  as 1f1b with v stages per rank, in rounds of at least p micro-batches: 1/v of the bubble
+    zero-bubble  as 1f1b with the backward in two halves; delayed weight halves fill the bubble
+    eager-zero-bubble    as eager-1f1b and zero-bubble: gradients are sent a compute action before their use
+    zero-bubble-v        two stages per rank, down and up a V: half the bubble of zero-bubble
 
     1f1b, 3 ranks, 4 micro-batches (`myriad simulate --program` draws any other)
 
@@ -18,7 +18,7 @@
 Sources: GPipe (arXiv 1811.06965); 1F1B and interleaving: Megatron-LM (arXiv 2104.04473, section 2.2);
 eager 1F1B: arXiv 2211.05322, section 4 (its memory: 2 (p - r) - 1 micro-batches on rank r);
 zero-bubble is ZB-H1 of arXiv 2401.10241, section 2.2 (its memory: at most p micro-batches on every rank).
-zero-bubble-v: `myriad.program.vee`. In all others stage s lives on rank s mod p.
+zero-bubble-v: `myriad.program.vee`. In all other schedules rank s mod p owns stage s.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,12 +32,13 @@ from myriad.program.vee import vee, vee_stage_rank
 __all__ = ["SCHEDULES", "check_virtual_stages", "schedule", "stage_owners"]
 
 _MOST_MICRO_BATCHES = 100_000
-"""A program is a list, and longer ones are mistakes: memory runs out before anybody is told."""
+"""Largest number of micro-batches. Longer programs are mistakes, and would run out of memory without a clear
+error."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Of the pipeline: ranks, stages of each rank, micro-batches."""
+    """The size of a pipeline: ranks, stages per rank, micro-batches."""
 
     num_ranks: int
     virtual_stages: int
@@ -45,7 +46,8 @@ class _Shape:
 
 
 def schedule(name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int) -> Program:
-    """The computes of one iteration under schedule ``name``. Raises `BadInputError` for what it cannot do."""
+    """Return the compute actions of one iteration under schedule ``name``. Raises `BadInputError` for
+    parameters that the schedule does not support."""
     if name not in SCHEDULES:
         raise BadInputError("layout.schedule", name, f"one of {', '.join(sorted(SCHEDULES))}")
     if num_ranks < 1:
@@ -68,14 +70,14 @@ def schedule(name: str, num_ranks: int, virtual_stages: int, num_micro_batches: 
 
 
 def stage_owners(name: str, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """The rank that each stage lives on."""
+    """Return the rank that owns each stage."""
     if name == _VEE:
         return vee_stage_rank(num_ranks)
     return tuple(stage % num_ranks for stage in range(num_ranks * virtual_stages))
 
 
 def check_virtual_stages(name: str, virtual_stages: int) -> None:
-    """Raises `BadInputError` for what schedule ``name`` cannot do."""
+    """Raise `BadInputError` if schedule ``name`` does not support this number of stages per rank."""
     only = {_VEE: 2}.get(name, 1 if name in _ONE_STAGE_ONLY else None)
     if virtual_stages < 1 or (only is not None and virtual_stages != only):
         more = "interleaved and gpipe take more" if only == 1 else "one down and one up"
@@ -84,11 +86,11 @@ def check_virtual_stages(name: str, virtual_stages: int) -> None:
 
 
 def _rounds(shape: _Shape) -> list[range]:
-    """Micro-batches in rounds of equal size, give or take one, and of at least ``num_ranks`` where there are
-    so many.
+    """Split the micro-batches into rounds of nearly equal size, each with at least ``num_ranks`` if there are
+    that many.
 
-    A round shorter than the pipeline would wait at each change of stage for its own first micro-batch to come
-    round.
+    In a round shorter than the pipeline, a rank would wait at each change of stage for the round's first
+    micro-batch.
     """
     num_rounds = max(1, shape.num_micro_batches // shape.num_ranks)
     size, longer = divmod(shape.num_micro_batches, num_rounds)
@@ -97,7 +99,7 @@ def _rounds(shape: _Shape) -> list[range]:
 
 
 def _in_order(shape: _Shape, rank: int, kind: Kind, rounds: list[range]) -> list[Action]:
-    """Every (stage, micro-batch) of a rank, round by round; in a round stage by stage."""
+    """Return every (stage, micro-batch) of a rank, round by round; within a round stage by stage."""
     stages = [virtual * shape.num_ranks + rank for virtual in range(shape.virtual_stages)]
     if kind is not Kind.FORWARD:
         stages.reverse()
@@ -111,7 +113,7 @@ def _gpipe(shape: _Shape, rank: int) -> Iterator[Action]:
 
 
 def _pair_up(forwards: list[Action], backwards: list[Action], num_warm_up: int) -> Iterator[Action]:
-    """Warm-up forwards, then forward and backward in turn, then the backwards that are left."""
+    """Yield the warm-up forwards, then alternating forwards and backwards, then the remaining backwards."""
     yield from forwards[:num_warm_up]
     for forward, backward in zip(forwards[num_warm_up:], backwards, strict=False):
         yield forward
@@ -127,15 +129,15 @@ def _one_forward_one_backward(shape: _Shape, rank: int, eagerness: int = 1) -> I
 
 
 def _eager_one_forward_one_backward(shape: _Shape, rank: int) -> Iterator[Action]:
-    """Warm-up forwards for the way there and for the way back."""
+    """Yield 1F1B with twice the warm-up forwards, which cover the transfers in both directions."""
     yield from _one_forward_one_backward(shape, rank, eagerness=2)
 
 
 def _interleaved(shape: _Shape, rank: int) -> Iterator[Action]:
-    """With one stage a rank this *is* 1F1B.
+    """Yield interleaved 1F1B; with one stage per rank it equals 1F1B.
 
-    Otherwise the warm-up is the longest round through all stages but one, and two more for each later rank:
-    the activation has to reach the last rank, and the gradient to come back.
+    With more stages, the warm-up is the longest round through all stages but one, and two more forwards for
+    each later rank: the activation has to reach the last rank, and the gradient has to return.
     """
     if shape.virtual_stages == 1:
         yield from _one_forward_one_backward(shape, rank)
@@ -148,7 +150,8 @@ def _interleaved(shape: _Shape, rank: int) -> Iterator[Action]:
 
 
 def _zero_bubble(shape: _Shape, rank: int, eagerness: int = 1) -> Iterator[Action]:
-    """Rank r keeps r weight halves back: with its p - r forwards in flight that makes p on every rank."""
+    """Yield ZB-H1. Rank r delays r weight halves; with its p - r forwards in flight, every rank holds p
+    micro-batches."""
     num_inputs = num_weights = 0
     for action in _one_forward_one_backward(shape, rank, eagerness):
         if action.kind is Kind.FORWARD:
@@ -164,7 +167,7 @@ def _zero_bubble(shape: _Shape, rank: int, eagerness: int = 1) -> Iterator[Actio
 
 
 def _eager_zero_bubble(shape: _Shape, rank: int) -> Iterator[Action]:
-    """Twice the forwards in flight, twice the weight halves kept back."""
+    """Yield zero-bubble with twice the forwards in flight and twice the delayed weight halves."""
     yield from _zero_bubble(shape, rank, eagerness=2)
 
 
@@ -182,6 +185,6 @@ SCHEDULES: dict[str, Callable[[_Shape, int], Iterator[Action]]] = {
     "zero-bubble": _zero_bubble,
     _VEE: _zero_bubble_v,
 }
-"""Every schedule by its name in ``layout.schedule``."""
+"""Schedules by their name in ``layout.schedule``."""
 
 _ONE_STAGE_ONLY = frozenset({"1f1b", "eager-1f1b", "zero-bubble", "eager-zero-bubble"})

@@ -1,30 +1,30 @@
-"""The program of a replica that has fewer micro-batches than another one.
+"""The program of a replica that has fewer micro-batches than another replica.
 
-Data-parallel replicas meet in gathers and reductions: on each pipeline rank all must post the same ones in
-the same order, however many micro-batches each has. So the shorter program is the longest one without the
-last micro-batches' computes and transfers:
+Data-parallel replicas meet in gathers and reductions: each pipeline rank must issue the same ones in the same
+order, however many micro-batches its replica has. So the shorter program is the longest one without the
+compute actions and transfers of the last micro-batches:
 
     4 micro-batches    GATHER  F0 F1 F2 F3  B0 B1 B2 B3  REDUCE  STEP
     3 micro-batches    GATHER  F0 F1 F2     B0 B1 B2     REDUCE  STEP
 
-No replica can wait for ever: what is left is done in an order in which all replicas could have run the
-longest program together. A reduction that nobody waits for is posted as soon as its stage's gradients are
-complete here and those before it are posted.
+It is deadlock-free: the remaining actions run in an order in which all replicas could have run the longest
+program together. A reduction without a waiting action is issued as soon as its stage's gradients are complete
+here and all reductions before it are issued.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from myriad.program.actions import MAKES_WEIGHT_GRADIENT, Action, Kind, Program
+from myriad.program.actions import MAKES_WEIGHT_GRADIENT, Action, Kind, Program, kinds_where
 
 __all__ = ["DATA_PARALLEL", "shorten"]
 
-DATA_PARALLEL = frozenset({Kind.GATHER, Kind.START_GATHER, Kind.REDUCE, Kind.START_REDUCE})
-"""What replicas post together."""
+DATA_PARALLEL = kinds_where(lambda does: does.starts is not None)
+"""Actions that all replicas issue together."""
 
 
 def shorten(program: Program, num_micro_batches: int) -> Program:
-    """A lowered program without what its last micro-batches need."""
+    """Return a lowered program without the actions of its last micro-batches."""
     lowering = program.lowering
     assert lowering is not None and 0 < num_micro_batches <= program.num_micro_batches
     ranks = (tuple(_kept(actions, num_micro_batches)) for actions in program.ranks)
@@ -46,12 +46,12 @@ def _kept(actions: Sequence[Action], num_micro_batches: int) -> Iterator[Action]
 
 
 def _reduced_early(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """The same with START_REDUCE right behind the last that adds to its stage's sums."""
+    """Move each START_REDUCE directly after the last action that adds to its stage's gradients."""
     kept: list[Action] = []
     complete: dict[int, int] = {}
-    """Place behind what last added to a stage's sums."""
+    """Index after the last action that added to a stage's gradients."""
     posted = 0
-    """Place behind the last that replicas posted together."""
+    """Index after the last action that replicas issue together."""
     for action in actions:
         if action.kind is Kind.START_REDUCE:
             place = max(posted, complete.get(action.stage, 0))

@@ -1,8 +1,8 @@
-"""A program as rows of coloured characters, as wide as the terminal allows.
+"""Drawing of a program as rows of coloured characters, as wide as the terminal allows.
 
-Each row is a list of cells, side by side; a box is one cell, idle time is a cell without an action. From wide
-to narrow: ``F3`` (kind and micro-batch), ``3``, the kind's letter, and at last each column shows what most of
-its time is.
+Each row is a list of cells, side by side. A box is one cell; idle time is a cell without an action. From wide
+to narrow, a cell shows ``F3`` (kind and micro-batch), ``3``, or the kind's letter. In the narrowest form each
+column shows the action at its middle.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from myriad.program.timeline import Span, Timeline
 __all__ = ["LETTERS", "Cell", "text_rows"]
 
 LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
-"""What a kind is called where there is no colour."""
+"""Letter of each kind, for output without colour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Characters of one action; of idle time when ``action`` is None."""
+    """The characters of one action, or of idle time if ``action`` is None."""
 
     text: str
     action: Action | None
 
 
 def text_rows(program: Program, times: Timeline, most_columns: int) -> list[list[Cell]]:
-    """One row for each rank, of equal length, at most ``most_columns`` long."""
+    """Return one row per rank. All rows have equal length, at most ``most_columns``."""
     unit = 1 / program.virtual_stages
     num_units = round(times.makespan / unit)
     digits = len(str(program.num_micro_batches - 1))
@@ -58,7 +58,7 @@ def _label(action: Action, width: int, digits: int) -> str:
 
 
 def _sampled_row(spans: tuple[Span, ...], makespan: float, columns: int) -> list[Cell]:
-    """Each column is what its middle falls into."""
+    """Return a row in which each column shows the action at the column's middle."""
     computes = [span for span in spans if span.action.kind in COMPUTE]
     cells, index = [], 0
     for column in range(columns):

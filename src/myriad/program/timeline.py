@@ -1,15 +1,16 @@
-"""When each action of a program runs, given what each costs: the executor behind the checker and the
-pictures.
+"""Simulated execution of a program: when each action runs, given its cost. The checker and the drawings use
+it.
 
-Ranks run their lists in order. A worklist visits only ranks that can move, so the time taken is linear in the
-number of actions. Meaning of waiting, as `actions.py` defines it:
+Ranks run their lists in order. A worklist visits only ranks that can advance, so the run time is linear in
+the number of actions. The rules of waiting are those of `actions.py`:
 
-- channel (a, b): what a sends to b. The n-th send meets the n-th receive (NCCL has no tags); both must name
-  the same payload. It arrives when both are posted, plus its transfer time.
-- EXCHANGE posts everything it holds and ends when all of it has arrived; WAIT ends when its receive has.
-- A program of computes only has no transfers: there a compute waits for the compute that makes its input.
+- channel (a, b): the messages from a to b. The n-th send matches the n-th receive (NCCL has no tags); both
+  must name the same payload. It arrives when both are posted, plus its transfer time.
+- EXCHANGE posts all its transfers and ends when all of them have arrived; WAIT ends when its receive has.
+- A program of compute actions only has no transfers: a compute action waits for the one that computes its
+  input.
 
-Every rank stuck with actions left is a deadlock.
+If every rank is blocked and one has actions left, the program deadlocks.
 """
 
 from collections import defaultdict, deque
@@ -18,7 +19,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from myriad.errors import MyriadError
-from myriad.program.actions import COMPUTE, Action, Kind, Payload, Program, Transfer
+from myriad.program.actions import (
+    COMPUTE,
+    SEMANTICS,
+    Action,
+    Kind,
+    Payload,
+    Program,
+    Transfer,
+    input_of,
+    kinds_where,
+    output_of,
+)
 
 __all__ = [
     "Cost",
@@ -32,16 +44,16 @@ __all__ = [
 ]
 
 Cost = Callable[[Action], float]
-"""Seconds (or any unit) of one action, without the time it waits for others."""
+"""Seconds (or any unit) of one action, without the time it waits for other ranks."""
 TransferCost = Callable[[Transfer], float]
-"""Time from the moment both sides are posted until the payload is there."""
+"""Time from the moment both sides are posted until the payload has arrived."""
 
 
 class ProgramError(MyriadError):
-    """A program that is incomplete, out of order or stuck: which rank, which action, what is wrong."""
+    """Error of a program that is incomplete, out of order or deadlocked, with the rank and the action."""
 
     def __init__(self, what: str, rank: int = -1, index: int = -1, action: Action | None = None) -> None:
-        """``index`` is the action's place in the rank's list; -1 where the fault has no single place."""
+        """``index``: the action's index in the rank's list; -1 if the fault has no single position."""
         place = "program" if rank < 0 else f"rank {rank}"
         if action is not None:
             place += f", action {index} {action}" if index >= 0 else f", {action}"
@@ -50,7 +62,7 @@ class ProgramError(MyriadError):
 
 
 class Span(NamedTuple):
-    """One action on the time axis, waiting included."""
+    """One action on the time axis, including its waiting."""
 
     start: float
     duration: float
@@ -73,25 +85,23 @@ class Timeline:
         return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
     def busy(self, rank: int) -> float:
-        """Time in which a rank computes."""
+        """Return the time in which a rank computes."""
         return sum(span.duration for span in self.ranks[rank] if span.action.kind in COMPUTE)
 
 
 def unit_costs(program: Program) -> Cost:
-    """Costs in forwards of a whole rank: forward 1, backward 2, each half 1, everything else nothing."""
+    """Return costs in units of a whole rank's forward: forward 1, backward 2, each half 1, everything else
+    0."""
     one = 1.0 / program.virtual_stages
     costs = {Kind.FORWARD: one, Kind.BACKWARD: 2 * one, Kind.BACKWARD_INPUT: one, Kind.BACKWARD_WEIGHT: one}
     return lambda action: costs.get(action.kind, 0.0)
 
 
 def needed_transfer(program: Program, action: Action) -> tuple[Payload, int, int] | None:
-    """A compute's input as ``(payload, stage that makes it, that stage's rank)``; None if it needs none."""
-    if action.kind is Kind.FORWARD and action.stage > 0:
-        return Payload.ACTIVATION, action.stage - 1, program.stage_rank[action.stage - 1]
-    last = program.num_stages - 1
-    if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and action.stage < last:
-        return Payload.GRADIENT, action.stage + 1, program.stage_rank[action.stage + 1]
-    return None
+    """Return a compute action's input as ``(payload, stage that computes it, that stage's rank)``; None if it
+    needs none."""
+    needed = input_of(action, program.num_stages)
+    return None if needed is None else (*needed, program.stage_rank[needed[1]])
 
 
 def _no_cost(transfer: Transfer) -> float:
@@ -99,12 +109,12 @@ def _no_cost(transfer: Transfer) -> float:
 
 
 def timeline(program: Program, cost: Cost | None = None, transfer_cost: TransferCost = _no_cost) -> Timeline:
-    """Runs a program on paper; unit costs unless told otherwise. `ProgramError` where it cannot finish."""
+    """Simulate a program, by default with unit costs. Raises `ProgramError` if it cannot finish."""
     return _Execution(program, cost or unit_costs(program), transfer_cost).run()
 
 
 class _Channel:
-    """What one rank sends to another: posted sends and receives, matched in order."""
+    """The messages from one rank to another: posted sends and receives, matched in order."""
 
     __slots__ = ("receives", "sends")
 
@@ -113,11 +123,11 @@ class _Channel:
         self.receives: list[tuple[int, float]] = []
 
 
-_COMMUNICATES = frozenset({Kind.EXCHANGE, Kind.SEND, Kind.RECEIVE, Kind.WAIT, Kind.SYNC_TIED})
+_COMMUNICATES = kinds_where(lambda does: does.posts or does.waits or does.joins == "ends")
 
 
 class _Execution:
-    """State of one run on paper. Payloads and results are known by one integer each, see ``_code``."""
+    """The state of one simulated run. Each payload or result is identified by one integer, see ``_code``."""
 
     def __init__(self, program: Program, cost: Cost, transfer_cost: TransferCost) -> None:
         self.program, self.cost, self.transfer_cost = program, cost, transfer_cost
@@ -148,7 +158,7 @@ class _Execution:
                 self.next_action[rank] = index
                 return
             ready = ready if ready > start else start
-            # An exchange or a wait is one span with its waiting; a compute that waits leaves a gap.
+            # An exchange's or a wait's span includes its waiting; a waiting compute action leaves a gap.
             begin = ready if action.kind in COMPUTE else start
             clock[rank] = end = ready + cost(action)
             spans.append(Span(begin, end - begin, action))
@@ -158,21 +168,15 @@ class _Execution:
         self.next_action[rank] = len(actions)
 
     def _ready(self, rank: int, index: int, action: Action) -> float | None:
-        """When what the action waits for is there; None if that is not known yet."""
-        kind = action.kind
-        if kind is Kind.SEND or kind is Kind.RECEIVE:
-            self._post(rank, index, action, action.transfers[0])
-            return 0.0
-        if kind is Kind.WAIT:
-            transfer = action.transfers[0]
-            return self.arrived.get(self._code(transfer.payload, transfer.stage, transfer.micro_batch))
-        if kind is Kind.EXCHANGE:
-            if not self.posted[rank]:
-                self.posted[rank] = True
-                for transfer in action.transfers:
-                    self._post(rank, index, action, transfer)
+        """Return when the input of the action is available; None if that is not known yet."""
+        does = SEMANTICS[action.kind]
+        if does.posts and not self.posted[rank]:
+            self.posted[rank] = True
+            for transfer in action.transfers:
+                self._post(rank, index, action, transfer)
+        if does.waits:
             return self._all_arrived(action)
-        if kind is Kind.SYNC_TIED:
+        if does.joins == "ends":
             return self._tied(rank)
         return self._input_ready(rank, action)
 
@@ -234,15 +238,11 @@ class _Execution:
         return time + self.transfer_cost(Transfer(payload, stage, action.micro_batch, owner, sends=False))
 
     def _publish(self, action: Action, end: float) -> None:
-        """In a program of computes only: the result is there, and who needs it may move."""
-        if action.kind is Kind.BACKWARD_WEIGHT or action.kind not in COMPUTE:
-            return
-        forward = action.kind is Kind.FORWARD
-        payload, user = (
-            (Payload.ACTIVATION, action.stage + 1) if forward else (Payload.GRADIENT, action.stage - 1)
-        )
-        self.arrived[self._code(payload, action.stage, action.micro_batch)] = end
-        if 0 <= user < self.program.num_stages:
+        """Publish the result of a compute action in a program of compute actions only, so that its user can
+        advance."""
+        if output := output_of(action, self.program.num_stages):
+            payload, user = output
+            self.arrived[self._code(payload, action.stage, action.micro_batch)] = end
             self.movable.append(self.program.stage_rank[user])
 
     def _refuse_stuck(self) -> None:

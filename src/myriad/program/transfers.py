@@ -1,17 +1,17 @@
-"""Where the coupled transfers of a program go: which gap between two computes of a rank exchanges what.
+"""Placement of a program's coupled transfers in the gaps between a rank's compute actions.
 
-Gap i of a rank precedes its i-th compute; the last gap follows them all. A coupled send blocks until its peer
-has come to the receive, so a bad place costs time or deadlocks. Three placements, plainest first:
+Gap i of a rank precedes its i-th compute action; the last gap follows them all. A coupled send blocks until
+its peer has reached the receive, so a bad place costs time or deadlocks. Three placements, plainest first:
 
-- natural: sends after the compute that made them, receives before the compute that uses them, as
-  Megatron-LM's batched send and receive in 1F1B. Deadlocks where a stage's output comes round the ring long
+- natural: sends follow the compute action that produced them, receives precede the one that uses them, as in
+  Megatron-LM's batched send and receive in 1F1B. Deadlocks if a stage's output comes round the ring long
   before it is used.
 - paired: nothing is exchanged between a forward and the backward that follows it, as in Megatron-LM's
-  interleaved 1F1B. Deadlocks where a backward needs what comes of that very forward.
-- ordered: each transfer at the moment it is ready when nothing blocks. Never deadlocks.
+  interleaved 1F1B. Deadlocks if a backward depends on the output of that very forward.
+- ordered: each transfer happens when it would be ready if no send blocked. Never deadlocks.
 
-The last two follow one order over the whole pipeline: of the transfers that have not happened, the first in
-that order can. All three keep the order of sends in a channel for its receives.
+The last two follow one order over the whole pipeline: the first pending transfer of that order can always
+happen. In all three, a channel's receives have the order of its sends.
 """
 
 from bisect import bisect_left, bisect_right
@@ -31,7 +31,7 @@ Gaps = list[list[list[Transfer]]]
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """One payload on its way: from the gap after its producer to the gap before its user."""
+    """One payload between two ranks: from the gap after its producer to the gap before its user."""
 
     received: Transfer
     sent: Transfer
@@ -48,7 +48,7 @@ class _Link:
 
 
 def _links(program: Program) -> list[_Link]:
-    """Every transfer the computes need, in no particular order."""
+    """Return every transfer that the compute actions need, in no particular order."""
     gap_after: dict[tuple[bool, int, int], int] = {}
     for actions in program.ranks:
         for index, action in enumerate(actions):
@@ -69,7 +69,7 @@ def _links(program: Program) -> list[_Link]:
 
 
 def _by_channel(links: list[_Link]) -> list[list[_Link]]:
-    """What one rank sends to another, in the order of sending."""
+    """Group the transfers by sender and receiver, in the order of sending."""
     channels: defaultdict[tuple[int, int], list[_Link]] = defaultdict(list)
     for link in sorted(links, key=lambda link: link.send_gap):
         channels[link.sender, link.receiver].append(link)
@@ -81,7 +81,8 @@ def _empty(program: Program) -> Gaps:
 
 
 def natural_gaps(program: Program) -> Gaps:
-    """After the producer, before the user (earlier where a later payload of the channel is used earlier)."""
+    """Place sends after the producer and receives before the user, or earlier if a later payload of the
+    channel is used earlier."""
     gaps = _empty(program)
     for channel in _by_channel(_links(program)):
         gap = len(program.ranks[channel[0].receiver])
@@ -96,12 +97,13 @@ def natural_gaps(program: Program) -> Gaps:
 
 
 def paired_gaps(program: Program) -> Gaps:
-    """By one order, a forward and the backward after it as one piece; `ProgramError` if that is stuck."""
+    """Place transfers in one global order, with a forward and the backward after it as one unit. Raises
+    `ProgramError` if that deadlocks."""
     return _by_one_order(program, [_outside_pairs(actions) for actions in program.ranks])
 
 
 def ordered_gaps(program: Program) -> Gaps:
-    """By one order, in any gap."""
+    """Place transfers in one global order, in any gap."""
     return _by_one_order(program, [list(range(len(actions) + 1)) for actions in program.ranks])
 
 
@@ -112,7 +114,8 @@ def _outside_pairs(actions: tuple[Action, ...]) -> list[int]:
 
 
 def _by_one_order(program: Program, open_gaps: list[list[int]]) -> Gaps:
-    """In the order of readiness when no send blocks; the receiver comes before the work it then starts."""
+    """Place transfers in the order in which they would be ready if no send blocked. The receive comes before
+    the compute action that would then start."""
     links = [_moved(link, open_gaps) for link in _links(program)]
     spans = _unblocked(program, links).ranks
     computes = [[span for span in row if span.action.kind in COMPUTE] for row in spans]
@@ -132,7 +135,7 @@ def _by_one_order(program: Program, open_gaps: list[list[int]]) -> Gaps:
 
 
 def _moved(link: _Link, open_gaps: list[list[int]]) -> _Link:
-    """To the next open gap of the sender and the last one of the receiver."""
+    """Move a transfer to the next open gap of the sender and the last possible one of the receiver."""
     sends, receives = open_gaps[link.sender], open_gaps[link.receiver]
     send_gap = sends[bisect_left(sends, link.send_gap)]
     return replace(
@@ -141,7 +144,8 @@ def _moved(link: _Link, open_gaps: list[list[int]]) -> _Link:
 
 
 def _unblocked(program: Program, links: list[_Link]) -> Timeline:
-    """The computes' times with these gaps, all receives posted at the start; in whole numbers, so exact."""
+    """Return the compute actions' times with these gaps and all receives posted at the start. All times are
+    whole numbers, so they are exact."""
     receives: list[list[Action]] = [[] for _ in program.ranks]
     gaps: list[defaultdict[int, list[Action]]] = [defaultdict(list) for _ in program.ranks]
     for channel in _by_channel(links):
@@ -163,7 +167,8 @@ def _unblocked(program: Program, links: list[_Link]) -> Timeline:
 
 
 def placements(program: Program) -> tuple[Callable[[Program], Gaps], ...]:
-    """Plainest first; the last one always works. With one stage a rank, pairs only wait for each other."""
+    """Return the placements to try, plainest first; the last one never deadlocks. With one stage per rank,
+    the paired placement cannot help and is left out."""
     if program.virtual_stages == 1:
         return natural_gaps, ordered_gaps
     return natural_gaps, paired_gaps, ordered_gaps

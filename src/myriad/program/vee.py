@@ -1,20 +1,20 @@
-"""Zero-bubble in a V: each rank has a stage on the way down and one on the way up, so that the last rank
-turns micro-batches round at once and the first one sees their loss.
+"""The ZB-V schedule (zero-bubble in a V): each rank has one stage on the way down and one on the way up. The
+last rank continues with a micro-batch at once, and the first rank computes its loss.
 
     stage   0 1 2 3 | 4 5 6 7         rank 0 holds stages 0 and 7, rank 3 holds 3 and 4
     rank    0 1 2 3 | 3 2 1 0
 
-The orders are those of a list scheduler in which a forward and either half of a backward take a stage one
-unit: in each unit every rank does the first it can of
+The orders are those of a list scheduler in which a forward and either half of a backward take one time unit.
+In each unit every rank runs the first action of this list that it can:
 
-    1. an input half on the way down     it ends a micro-batch's way
+    1. an input half on the way down     it completes a micro-batch's backward
     2. a forward on the way up
-    3. a forward on the way down         if its activations, and those of its way back up, will fit
+    3. a forward on the way down         if its activations, and those of its stage on the way up, will fit
     4. an input half on the way up
-    5. a weight half                     nobody waits for it
+    5. a weight half                     no other action waits for it
 
-Activations of a stage are held from its forward to its weight half: at most 2 p on a rank, as 1F1B's first
-rank holds. With up to six ranks each idles p - 1 units, half of what zero-bubble idles.
+A stage's activations are held from its forward to its weight half: at most 2 p on a rank, as on the first
+rank of 1F1B. With up to six ranks each rank idles p - 1 units, half of zero-bubble's idle time.
 
 Source: the V, its memory and its bubble: Qi et al., arXiv 2405.15362 (ZB-V).
 """
@@ -29,14 +29,14 @@ _Orders = tuple[tuple[Action, ...], ...]
 
 
 def vee_stage_rank(num_ranks: int) -> tuple[int, ...]:
-    """Pipeline rank of each stage."""
+    """Return the pipeline rank of each stage."""
     down = tuple(range(num_ranks))
     return down + down[::-1]
 
 
 @lru_cache(maxsize=4)
 def vee(num_ranks: int, num_micro_batches: int) -> _Orders:
-    """Every rank's computes of one iteration."""
+    """Return every rank's compute actions of one iteration."""
     clock = _Clock(num_ranks, num_micro_batches)
     while clock.tick():
         pass
@@ -44,7 +44,7 @@ def vee(num_ranks: int, num_micro_batches: int) -> _Orders:
 
 
 class _Clock:
-    """What each stage has done so far."""
+    """The scheduler's state: the number of actions of each kind that each stage has done."""
 
     def __init__(self, num_ranks: int, num_micro_batches: int) -> None:
         self.num_ranks, self.num_micro_batches = num_ranks, num_micro_batches
@@ -54,7 +54,7 @@ class _Clock:
         self.actions: list[list[Action]] = [[] for _ in range(num_ranks)]
 
     def tick(self) -> bool:
-        """One unit of all ranks; False when nothing was left to do."""
+        """Schedule one time unit on all ranks. Return False if no action was left."""
         picked = [(rank, self._pick(rank)) for rank in range(self.num_ranks)]
         for rank, choice in picked:
             if choice is not None:
@@ -88,6 +88,7 @@ class _Clock:
         return self.inputs[stage] < came
 
     def _fits(self, down: int, up: int) -> bool:
-        """With one more micro-batch, held twice; before it comes back one weight half will be done."""
+        """Return whether one more micro-batch fits in memory. Both of the rank's stages hold it, and one
+        weight half will be done before it returns."""
         to_be_held = 2 * (self.forwards[down] + 1) - self.weights[down] - self.weights[up]
         return to_be_held <= 2 * self.num_ranks + 1

@@ -1,13 +1,13 @@
-"""The list that a rank runs once before its first step on a GPU, so that its kernels are loaded.
+"""The action list that a rank runs once before its first step on a GPU, to load its kernels.
 
-CUDA loads a kernel at its first launch, Triton and cuBLAS choose or build theirs, and all of them may wait
-there until the device is done with what it was given: also with a receive whose sender waits for this rank
-(`myriad.program.device_check`). So each stage computes one micro-batch alone, from zeros in place of what
-other stages would send, and what comes of it is given up:
+CUDA loads a kernel at its first launch; Triton and cuBLAS choose or build theirs. All of them may then wait
+until the device has finished all its work, including a receive whose sender waits for this rank
+(`myriad.program.device_check`). So each stage computes one micro-batch alone, with zeros in place of other
+stages' outputs, and its results are dropped:
 
     two stages, ZeRO 1    LOAD  GATHER s0 s3  F s0 F s3  B s3 REDUCE s3 B s0 REDUCE s0  CLIP UPDATE s0 s3
 
-Nothing in it waits for another pipeline rank; data- and tensor-parallel peers run the same list.
+The list waits for no other pipeline rank; data- and tensor-parallel peers run the same list.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,9 @@ __all__ = ["warm_up_actions"]
 
 
 def warm_up_actions(program: Program, rank: int) -> tuple[Action, ...]:
-    """Actions of a lowered program's stages on one rank, of micro-batch 0 and without transfers. Stages
-    forward in ascending order, so that one that feeds another of the same rank comes before it."""
+    """Return the actions of a lowered program's stages on one rank, for micro-batch 0 and without transfers.
+    Forwards are in ascending order of stages, so that a stage comes after the one that feeds it on the same
+    rank."""
     assert program.lowering is not None
     actions = _forwards(program, rank)
     if program.lowering.training:

@@ -6,9 +6,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from myriad.config import parse_toml
 from myriad.errors import BadInputError
-from myriad.toml_text import parse_toml
-from myriad.whole_file import read_regular
+from myriad.system.whole_file import read_regular
 
 __all__ = ["Kind", "read_recipe", "recipe_names"]
 

@@ -14,11 +14,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from myriad.comm.layout import MOST_RANKS
-from myriad.config import explain
+from myriad.config import explain, parse_override, set_dotted
 from myriad.errors import BadInputError
-from myriad.planner.cluster import Cluster
+from myriad.planner import Cluster
 from myriad.recipes import read_recipe
-from myriad.toml_text import parse_override, set_dotted
 from myriad.units import parse_rate
 
 __all__ = ["load_cluster", "scale_cluster"]

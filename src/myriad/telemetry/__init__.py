@@ -1,1 +1,1 @@
-"""Spans and counters of a rank. Nothing here can block or kill a run."""
+"""Record and ship spans, counters and metrics of a run. No failure in this package blocks or ends a run."""

@@ -1,34 +1,49 @@
-"""What a run records of where its time goes, and whom it tells. No torch here."""
+"""The ``[telemetry]`` section of a job. This module does not import torch."""
 
+import importlib.util
+from collections.abc import Sequence
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from myriad.config import Config, Size
-from myriad.telemetry.logger_names import LoggerName
+from myriad.errors import BadInputError
 
-__all__ = ["TelemetryConfig", "is_address"]
+__all__ = ["LoggerName", "TelemetryConfig", "check_loggers", "is_address"]
+
+LoggerName = Literal["tensorboard", "wandb", "mlflow"]
+"""Experiment trackers that can receive a run's metrics. Each name is also the name of the tracker's
+package."""
+
+
+def check_loggers(names: Sequence[LoggerName]) -> None:
+    """Raise ``BadInputError`` if the package of a tracker is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            allowed = f"needs the package {name} (pip install 'myriad-train[{name}]')"
+            raise BadInputError("telemetry.loggers", list(names), allowed)
 
 
 class TelemetryConfig(Config):
-    """What ranks record of themselves, and where it goes; training never waits for it."""
+    """Spans and metrics: what ranks record, and where it goes. Training never waits for it."""
 
     spans: bool = True
-    """Whether what each rank did when is kept, under RUN/spans."""
+    """Record the spans of every rank under RUN/spans."""
     file_seconds: float = Field(5.0, ge=1, le=3600)
-    """Seconds that one file of a node spans: what a reader of the run folder is behind, at most."""
+    """Seconds of spans per file of a node. Readers of the run folder lag by at most this."""
     keep: Size | None = Field(4 * 2**30, ge=1)
-    """Files of spans of each node, in bytes: beyond it the oldest are removed; off: none are."""
+    """Bytes of span files to keep per node; the oldest are deleted first. off: keep all."""
     collector: str | None = None
-    """Where else spans go: http://HOST:PORT of a `myriad watch` on another machine; off: nowhere."""
+    """Additional receiver of spans: http://HOST:PORT of a `myriad watch` on another machine. off: none."""
     loggers: tuple[LoggerName, ...] = ()
-    """Other programs that get each step's metrics: tensorboard (RUN/tensorboard), wandb (RUN/wandb where it
-    has no key), mlflow (RUN/mlflow.db where MLFLOW_TRACKING_URI is not set); each in a process beside the
-    launcher."""
+    """Experiment trackers that receive each step's metrics: tensorboard (RUN/tensorboard), wandb (RUN/wandb
+    without an API key), mlflow (RUN/mlflow.db without MLFLOW_TRACKING_URI). Each runs in its own process
+    beside the launcher."""
 
 
 def is_address(text: str) -> bool:
-    """Whether a collector can be there."""
+    """Whether the text is the HTTP address of a collector."""
     try:
         parts = urlsplit(text)
         known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

@@ -1,1 +1,1 @@
-"""A rank's life: build, loop, close."""
+"""Training of one rank: it builds the engine and the loader, runs the loop, and closes."""

@@ -1,4 +1,4 @@
-"""The job as the ranks of this attempt compute it: the driver may have changed its layout."""
+"""The job as the ranks of this attempt compute it; the driver may have changed its layout."""
 
 import os
 
@@ -9,6 +9,7 @@ __all__ = ["attempt_job"]
 
 
 def attempt_job(job: Job) -> Job:
-    """With what the environment says of the layout. Raises `BadInputError` for what cannot be computed."""
+    """Apply the layout that the environment sets for this attempt. Raises `BadInputError` for one that
+    cannot be computed."""
     told = AttemptLayout.parse(os.environ.get(ATTEMPT_LAYOUT, ""))
     return job if told == AS_THE_JOB else job.in_attempt(told)

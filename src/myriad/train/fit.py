@@ -1,7 +1,7 @@
-"""Train any `Definition` in any layout from your own script: no run folder, no corpus.
+"""Train any `Definition` in any layout from your own script, without a run folder or a corpus.
 
-Started by itself it is one rank; under torchrun, Slurm or anything that sets RANK and WORLD_SIZE it is one of
-many.
+A script that is started directly is one rank. Under torchrun, Slurm or any launcher that sets RANK and
+WORLD_SIZE, it is one of many.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,15 +24,16 @@ from myriad.optim.config import LossScaleConfig, OptimizerConfig, Precision, che
 from myriad.optim.loss_scale import LossScaler
 from myriad.optim.precision import resolve_float8, resolve_precision
 from myriad.optim.schedule import learning_rate
-from myriad.parallel.captured import CudaGraphs
+from myriad.parallel.cuda_graphs import CudaGraphs
 from myriad.parallel.engine import Engine, StepResult
 from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
 from myriad.program.device_needs import posts_early
-from myriad.spin_watch import watch_spinning
+from myriad.system.spin_watch import watch_spinning
 from myriad.telemetry.spans import Recorder
-from myriad.train.batches import to_device
-from myriad.train.build import find_place, pick_device, prepare_cuda, stage_layers
+from myriad.train.data_loader import to_device
+from myriad.train.device_setup import agree_on_kernels, find_place, pick_device, prepare_cuda
+from myriad.train.engine_setup import stage_layers
 
 __all__ = ["fit"]
 
@@ -56,15 +57,15 @@ def fit(
     cuda_graphs: bool = False,
     loss_scale: LossScaleConfig = _LOSS_SCALE,
 ) -> Iterator[tuple[int, StepResult]]:
-    """Trains and gives (steps done, result) after each step; rank 0 alone gives anything.
+    """Train, and yield (steps done, result) after each step; only rank 0 yields.
 
-    ``batch(step, rows)`` makes those rows of the global batch of one step, the same on whichever rank it is
-    called; the layers' loss is a sum over the elements of its targets. ``cuda_graphs``: on a GPU, captures
-    computes as `train.cuda_graphs` does; ``loss_scale``: of float16. Raises `BadInputError` when the sizes do
-    not fit.
+    ``batch(step, rows)`` makes those rows of the global batch of one step. It must return the same rows on
+    every rank. The layers' loss is a sum over the elements of its targets. With ``cuda_graphs``, a GPU
+    captures compute actions, like `train.cuda_graphs`; ``loss_scale`` applies to float16. Raises
+    `BadInputError` when the sizes do not fit.
     """
     check_layout(layout)
-    lacks = lacks_for_graphs(layout) or ("optimizer_in_backward = false" if overlap.updates_early else "")
+    lacks = lacks_for_graphs(layout, overlap)
     if cuda_graphs and lacks:
         raise BadInputError("cuda_graphs", True, f"needs {lacks}")
     _check_recompute(definition, layout)
@@ -78,8 +79,10 @@ def fit(
     check_loss_scale(loss_scale)
     dtype = resolve_precision(precision, on, skips_steps=not early)
     check_kernels(kernels, on.type, str(dtype).removeprefix("torch."), {})
-    kernels, _ = proved(kernels, on, dtype, float8=float8_scaling(precision) is not None)
+    kernels, doubt = proved(kernels, on, dtype, float8=float8_scaling(precision) is not None)
     groups = open_world(layout, on, comm=comm)
+    if on.type == "cuda":
+        kernels, _ = agree_on_kernels(kernels, doubt, groups, on)
     spin_watch = watch_spinning(torch.get_num_threads()) if on.type == "cpu" else None
     try:
         load = partial(_load, batch, dtype, on)
@@ -104,11 +107,12 @@ def fit(
             kernels=kernels,
             float8=resolve_float8(precision, kernels),
             loss_scaler=LossScaler(loss_scale, num_targets) if dtype == torch.float16 else None,
+            keeps_addresses=cuda_graphs and on.type == "cuda",
         )
         if on.type == "cuda" and posts_early(layout, overlap):
             engine.warm_up()
         if cuda_graphs and on.type == "cuda":
-            engine.capture(CudaGraphs(on), partial(load, 0, rows), num_targets)
+            engine.capture(CudaGraphs(on, layout.tp), partial(load, 0, rows), num_targets)
         for step in range(steps):
             rate = learning_rate(optimizer, step, steps)
             result = engine.train_step(partial(load, step, rows), rate, num_targets)
@@ -122,7 +126,8 @@ def fit(
 
 
 def _check_recompute(definition: Definition, layout: Layout) -> None:
-    """Only blocks of Myriad's own know which of their tensors are cheap to make again."""
+    """Refuse selective recompute for a model without Myriad's own blocks: only these know which of their
+    tensors are cheap to recompute."""
     if layout.recompute != "selective":
         return
     with torch.device("meta"):
@@ -135,7 +140,8 @@ def _check_recompute(definition: Definition, layout: Layout) -> None:
 def _load(
     batch: Callable[[int, range], Batch], dtype: torch.dtype, device: torch.device, step: int, rows: range
 ) -> Batch:
-    """Inputs that are numbers come in the type that the model computes in; indices stay as they are."""
+    """Make a batch on the device. Floating-point inputs are converted to the model's type; indices stay as
+    they are."""
     made = batch(step, rows)
     inputs = to_device(made.inputs, device, dtype if made.inputs.is_floating_point() else None)
     return Batch(inputs, to_device(made.targets, device), to_device(made.samples, device))

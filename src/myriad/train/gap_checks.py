@@ -1,24 +1,25 @@
-"""Active checks of ranks that train, in gaps of the program, for at most a thousandth of the time.
+"""Active checks of ranks during training, in gaps of the program, for at most a thousandth of the time.
 
     step N         by rank 0's clock a gap comes (checkpoint, validation, or hours have passed), and there is
-                   time for a check: its signal says so, and all ranks hear it with the sum of step N
-    after step N   all ranks together: the next checks in turn, as many as there is time for; collectives go
-                   over the connections of the training
-    bubbles        a pipeline on CPUs: products and memory are checked while the rank waits for a tensor that
-                   has kept it waiting for twice as long as the check takes; what finds no bubble until its
-                   next turn is done in that gap
+                   time for a check: its signal says so, and all ranks receive it with the sum of step N
+    after step N   all ranks together: the next checks in turn, as many as there is time for; collectives use
+                   the connections of the training
+    bubbles        a pipeline on CPUs: products and memory are checked while the rank waits for a tensor whose
+                   last wait was twice as long as the check takes; a check that finds no bubble before its
+                   next turn runs in that gap
 
-Values are whole numbers whose products and sums are exact in any order, so every result is known beforehand:
-no baseline is needed, and one wrong bit shows. Nothing of the training is read or written (own tensors, no
-random numbers), so losses stay the same bits. No check comes in the first steps of an attempt, after the last
-one, or when ranks are to end: no recovery waits for one.
+Values are whole numbers whose products and sums are exact in any order. Every result is known beforehand, so
+no baseline is needed, and one wrong bit shows. The checks read and write nothing of the training (own
+tensors, no random numbers), so losses stay the same bits. No check runs in the first steps of an attempt,
+after the last step, or when ranks are to end, so no recovery waits for a check.
 
-What fails is on the rank's row of the progress page (`GAP_CHECKS`), from which the node agent reports it like
-any trouble of a device: a rank that computes wrong bits is a reason for its node to give way to a spare.
+A failed check is shown on the rank's row of the progress page (`GAP_CHECKS`). The node agent reports it like
+any other device fault; a rank that computes wrong bits is a reason to replace its node with a spare.
 
-**The bound.** A check begins only if what all checks of this attempt have cost, waiting for other ranks
-included, and twice what this one has cost at most in its last three turns, is within `RATIO` of the time
-since the attempt's first step. One that takes longer than expected delays the next.
+**The bound.** The limit is `RATIO` of the time since the attempt's first step. A check begins only if the sum
+of two costs is below it. One is the cost of all checks of this attempt, waits for other ranks included. The
+other is twice the largest cost of this check in its last three turns. A check that takes longer than expected
+delays the next one.
 """
 
 import time
@@ -31,24 +32,24 @@ import torch.distributed as dist
 from myriad.comm.collectives import all_reduce, start_all_to_all
 from myriad.comm.groups import Group, Groups
 from myriad.job import Job
-from myriad.telemetry.progress_page import GAP_CHECKS, ProgressRow
+from myriad.telemetry.progress.progress_page import GAP_CHECKS, ProgressRow
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["RATIO", "GapChecks"]
 
 RATIO = 1e-3
-"""Largest share of the time for checks."""
+"""Largest share of the training time for checks."""
 _FIRST_SECONDS = 0.01
-"""What a check is expected to cost before it was made."""
+"""Expected seconds of a check before its first run."""
 _MARGIN = 2.0
-"""Other work on the machine makes a check slow."""
+"""Factor on a check's expected cost, because other work on the machine makes it slow."""
 _LEAST_STEPS = 3
-"""Steps of an attempt before its first check: recovery does not wait for one."""
+"""Steps of an attempt before its first check, so that recovery does not wait for one."""
 _PRODUCT, _MEMORY_BYTES, _COLLECTIVE_BYTES = 256, 2**20, 2**16
 _ODD = 0x1E3779B97F4A7C15
-"""Times a count, it sets and clears every bit."""
+"""An odd multiplier: the products with a count set and clear every bit."""
 _MOST_EXCHANGING = 8
-"""Ranks that exchange pieces where the training does not: on gloo they are connected anyway."""
+"""Largest world for the all-to-all check; on gloo its ranks are connected anyway."""
 _BUBBLE_RATIO = 0.5
 """Largest share of an earlier wait for the same tensor that a check in a bubble may take."""
 
@@ -56,7 +57,7 @@ _Check = Callable[[], bool]
 
 
 class GapChecks:
-    """The checks of one rank."""
+    """The active checks of one rank."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class GapChecks:
         recorder: Recorder,
         event: Callable[..., None],
     ) -> None:
-        """``event`` writes one of the run; it is called on every rank."""
+        """``event`` writes an event of the run; it is called on every rank."""
         self._hours, self._device = job.resilience.check_hours, device
         self._train, self._checkpoint = job.train, job.checkpoint
         self._groups, self._row, self._recorder, self._event = groups, row, recorder, event
@@ -79,21 +80,21 @@ class GapChecks:
         if device.type == "cuda":
             local["copy"] = self._copy
         self._local = local
-        self._alone = job.comm.sync_every > 1  # replicas hear each other only now and then
+        self._alone = job.comm.sync_every > 1  # replicas synchronize only every few steps
         exchange = {} if self._exchange_group() is None else {"all-to-all": self._all_to_all}
         together: dict[str, _Check] = {} if self._alone else {"all-reduce": self._all_reduce, **exchange}
         self._checks = local | together
         self._costs = {name: deque([_FIRST_SECONDS], maxlen=3) for name in self._checks}
         self.uses_bubbles = self._hours is not None and job.layout.pp > 1 and device.type == "cpu"
-        """`wait` is to be called where the rank waits for a tensor of the pipeline."""
+        """Whether `wait` must be called where the rank waits for a tensor of the pipeline."""
         self._pending: list[str] = []
-        """Checks to be done in bubbles."""
+        """Checks that wait for a bubble."""
         self._waits: dict[Hashable, float] = {}
         self._failed = set[str]()
 
     def is_due(self, step: int, *, save_due: bool) -> bool:
-        """Whether checks are to follow ``step``, by this rank's clock (rank 0 alone asks). ``save_due``: a
-        checkpoint follows by time."""
+        """Return whether checks follow ``step``, by this rank's clock. Only rank 0 calls it. ``save_due``:
+        whether a time-based checkpoint follows."""
         if self._hours is None or self._began is None or self._steps < _LEAST_STEPS:
             return False
         if step >= self._train.steps:
@@ -104,7 +105,7 @@ class GapChecks:
         return (gap or late) and self._fitting() > 0
 
     def _fitting(self) -> int:
-        """How many of the next checks there is time for."""
+        """Return how many of the next checks there is time for."""
         left = RATIO * (time.monotonic() - (self._began or 0.0)) - self._spent
         for count, name in enumerate(self._next(len(self._checks))):
             left -= _MARGIN * max(self._costs[name])
@@ -117,7 +118,7 @@ class GapChecks:
         return [names[(self._turn + place) % len(names)] for place in range(count)]
 
     def after_step(self, step: int, *, due: bool) -> None:
-        """Every rank calls this after a step and what follows it, with the same ``due``."""
+        """Run the checks if ``due``. Every rank calls this at the end of each step, with the same ``due``."""
         if self._began is None:
             self._began = self._last = time.monotonic()
         self._steps += 1
@@ -150,7 +151,7 @@ class GapChecks:
         return int(all_reduce(torch.tensor([own], device=self._device), self._groups.world))
 
     def _take_turn(self, name: str) -> None:
-        """Make a check now, or put it off to the next bubbles."""
+        """Run a check now, or postpone it to the next bubbles."""
         self._turn += 1
         is_known = len(self._costs[name]) > 1 or self._costs[name][0] != _FIRST_SECONDS
         if self.uses_bubbles and name in self._local and is_known and name not in self._pending:
@@ -161,7 +162,7 @@ class GapChecks:
         self._costs[name].append(self._run(name))
 
     def _run(self, name: str) -> float:
-        """Make a check, and return its seconds."""
+        """Run a check, and return its seconds."""
         began = time.perf_counter()
         if not self._checks[name]():
             self._failed.add(name)
@@ -174,8 +175,11 @@ class GapChecks:
     # Bubbles
 
     def wait(self, key: Hashable, wait: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Wait for a tensor of the pipeline, and do a check meanwhile where earlier waits for the same one
-        were long enough. What a check takes longer than the wait counts as its cost."""
+        """Wait for a tensor of the pipeline, and run a check meanwhile if earlier waits for the tensor were
+        long enough.
+
+        The part of a check that exceeds the wait counts as its cost.
+        """
         began, took = time.perf_counter(), 0.0
         if self._pending and max(self._costs[self._pending[0]]) < _BUBBLE_RATIO * self._waits.get(key, 0.0):
             took = self._run(self._pending.pop(0))
@@ -185,16 +189,19 @@ class GapChecks:
         if not took:
             self._waits[key] = waited
             return result
-        hidden = min(took, waited - took)  # without a wait after it, it may have been a delay
+        hidden = min(took, waited - took)  # if no wait remained, the check may have delayed the rank
         self._hidden += hidden
         self._spent += took - hidden
         return result
 
-    # Checks: whether the result is right
+    # Checks: each returns whether the result is right
 
     def _product(self) -> bool:
-        """Small whole numbers: each sum is below 2^24, exact in float32 in any order, and compared with the
-        product by a vector in float64 (Freivalds' check)."""
+        """Multiply small whole numbers, and compare with the product by a vector in float64 (Freivalds'
+        check).
+
+        Each sum is below 2^24, so that it is exact in float32 in any order.
+        """
         n = _PRODUCT
         i = torch.arange(n, device=self._device)
         a = ((i[:, None] * 3 + i[None, :] * 5 + self._turn) % 15 - 7).float()
@@ -203,7 +210,7 @@ class GapChecks:
         return bool(((a @ b).double() @ v == a.double() @ (b.double() @ v)).all())
 
     def _memory(self) -> bool:
-        """A pattern and its complement, in memory that is taken anew."""
+        """Write a pattern and its complement to newly allocated memory."""
         right = torch.arange(_MEMORY_BYTES // 8, dtype=torch.int64, device=self._device)
         words = right * _ODD
         words.bitwise_not_()
@@ -235,8 +242,8 @@ class GapChecks:
         return bool((out.view(size, piece) == torch.arange(size, device=self._device)[:, None]).all())
 
     def _exchange_group(self) -> Group | None:
-        """Return all ranks, where they are few and on CPUs; else ``None``: NCCL would open connections that
-        the training does not need."""
+        """Return the group of all ranks if they are few and on CPUs, else ``None``. NCCL would open
+        connections that the training does not need."""
         world = self._groups.world
         if world is None or self._device.type != "cpu" or dist.get_world_size(world) > _MOST_EXCHANGING:
             return None

@@ -1,17 +1,17 @@
-"""Python's garbage collector by step count: all ranks pause together, or none does.
+"""Python's garbage collector by step count, so that all ranks pause together or none does.
 
-Left to itself it runs when enough objects were made, on each rank at another time, and a collection of
-everything takes a tenth of a second for each million objects: everybody waits for whoever pauses, with
-thousands of ranks at nearly every step (MegaScale, section 6.3).
+By default it runs when enough objects were made, on each rank at another time. A full collection takes a
+tenth of a second for each million objects. All ranks wait for the one that pauses, with thousands of ranks at
+nearly every step (MegaScale, section 6.3).
 
     step    1                  2 ...  100      101 ...  200    ...  10,000         close
             everything, freeze        young             young       everything     as it was
             off from here on
 
-What is there after the first step (imports, model, programs, indices) stays for the whole run: frozen, it is
-never looked at again. Nor is, but once in a hundred times, what has outlived a collection: of a loader that
-keeps a million samples each look at all takes half a second. Step counts are the run's, not the process's, so
-a resumed rank pauses with the others.
+Objects that exist after the first step (imports, model, programs, indices) stay for the whole run. They are
+frozen, so that no collection scans them again. Objects that outlive a collection are scanned only once in a
+hundred collections. For a loader that keeps a million samples, each scan takes half a second. Step counts are
+the run's, not the process's, so a resumed rank pauses with the others.
 """
 
 import gc
@@ -22,11 +22,12 @@ __all__ = ["GarbageSchedule"]
 
 _YOUNG, _EVERYTHING = 1, 2
 _EVERYTHING_EVERY = 100
-"""Collections: cycles among old objects are rare, but a run of weeks must not keep them."""
+"""Every so many collections, one is full. Cycles among old objects are rare, but they must not fill memory
+over weeks."""
 
 
 class GarbageSchedule:
-    """When this process collects garbage; off (``every = 0``) it is left as Python does it."""
+    """The schedule of this process's garbage collections. With ``every = 0``, Python's own schedule stays."""
 
     def __init__(self, every: int, recorder: Recorder) -> None:
         """Collections are recorded as spans ``collect_garbage``."""
@@ -35,7 +36,8 @@ class GarbageSchedule:
         self._was_enabled = gc.isenabled()
 
     def after_step(self, step: int) -> None:
-        """``step`` counts the steps of the run that are done; every rank calls this after each."""
+        """Collect garbage if it is due; ``step`` counts the run's completed steps. Every rank calls this
+        after each step."""
         if not self._every:
             return
         if not self._started:
@@ -51,7 +53,7 @@ class GarbageSchedule:
             gc.collect(generation)
 
     def close(self) -> None:
-        """The collector is as it was before."""
+        """Restore the collector's previous state."""
         if self._started:
             self._started = False
             gc.unfreeze()

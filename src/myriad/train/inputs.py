@@ -1,21 +1,21 @@
-"""What a job reads, made ready and checked before any rank starts. No torch here.
+"""Prepare and check a job's inputs before any rank starts. This module does not import torch.
 
-A rank that finds its corpus missing takes the others with it, after their start-up; here it is one line, and
-nothing was started.
+If a rank found its corpus missing, it would stop the others after their start-up. Here the error is one line,
+and nothing was started.
 """
 
 import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from myriad.data.cache import prepare_embedded
 from myriad.data.corpus import EMBEDDED, Corpora, open_corpora
+from myriad.data.corpus_cache import prepare_embedded
 from myriad.data.loader import CHANGED_WHILE_READ
 from myriad.errors import BadInputError
 from myriad.job import Job
-from myriad.job_changes import JobChange
+from myriad.job.job_changes import JobChange
 from myriad.run import Run
-from myriad.whole_file import write_whole
+from myriad.system.whole_file import write_whole
 
 if TYPE_CHECKING:
     from myriad.data.tokenizer import Tokenizer
@@ -33,12 +33,15 @@ __all__ = [
 
 
 BadBlocks = tuple[tuple[str, int], ...]
-"""File and first byte of blocks of tokens."""
+"""The file and the first byte of each bad block of tokens."""
 
 
 def bad_blocks_of(run: Run, job: Job) -> BadBlocks:
-    """Return the blocks that earlier attempts have skipped, which this one skips too, also where a file was
-    restored since; none unless data.on_bad_block = skip."""
+    """Return the blocks that earlier attempts skipped; this attempt skips them too, even if a file was
+    restored since.
+
+    Empty unless data.on_bad_block = skip.
+    """
     if job.data.on_bad_block != "skip":
         return ()
     found = (event for event in run.read_events() if event.get("event") == "bad_block")
@@ -47,7 +50,8 @@ def bad_blocks_of(run: Run, job: Job) -> BadBlocks:
 
 
 def open_inputs(job: Job, tell: Callable[[str], None]) -> Corpora:
-    """The training split. ``tell`` hears, in words, what takes long. Raises `BadInputError`."""
+    """Open the training split. ``tell`` receives progress messages about slow work. Raises
+    `BadInputError`."""
     paths = [share.path for share in job.data.mixture] or [job.data.corpus]
     if EMBEDDED in paths:
         prepare_embedded(None, job.data.vocabulary, tell)
@@ -63,7 +67,7 @@ def open_inputs(job: Job, tell: Callable[[str], None]) -> Corpora:
 
 
 def refuse_other_tokenizer(run: Run, job: Job, corpora: Corpora) -> None:
-    """Refuse a corpus whose tokens mean something else than those that the run has learned. Raises
+    """Refuse a corpus whose tokenizer differs from the one that the run was trained with. Raises
     `BadInputError`."""
     began = next((event for event in run.read_events() if event.get("event") == "corpus"), None)
     known = _kept_fingerprint(run) if began is None else began.get("fingerprint")
@@ -78,7 +82,7 @@ def refuse_other_tokenizer(run: Run, job: Job, corpora: Corpora) -> None:
 
 
 def _kept_fingerprint(run: Run) -> str | None:
-    """Return the fingerprint of the run's own tokenizer.json; ``None`` where none can be read."""
+    """Return the fingerprint of the run's own tokenizer.json, or ``None`` if it cannot be read."""
     from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 
     with contextlib.suppress(BadInputError):
@@ -87,8 +91,11 @@ def _kept_fingerprint(run: Run) -> str | None:
 
 
 def keep_tokenizer(run: Run, corpora: Corpora) -> None:
-    """Write the tokenizer beside the weights, which mean nothing without it; one that is missing, damaged or
-    not the corpus's, which `refuse_other_tokenizer` has compared, is replaced."""
+    """Write the tokenizer into the run folder, because the weights are useless without it.
+
+    A tokenizer that is missing, damaged or not the corpus's is replaced; `refuse_other_tokenizer` has
+    compared it.
+    """
     from myriad.data.tokenizer import TOKENIZER_FILE
 
     if corpora.tokenizer is not None and _kept_fingerprint(run) != corpora.fingerprint:
@@ -96,8 +103,10 @@ def keep_tokenizer(run: Run, corpora: Corpora) -> None:
 
 
 def note_corpus(run: Run, corpora: Corpora) -> list[JobChange]:
-    """Add the ``corpus`` event of a start. Return what has changed in the files of the corpus while the job
-    still names the same one: another length is another order of samples, other content other samples."""
+    """Add the ``corpus`` event of a start, and return what has changed in files of the same name.
+
+    Another length means another order of samples; other content means other samples.
+    """
     events = run.read_events()
     last = next((event for event in reversed(events) if event.get("event") == "corpus"), None)
     now = {"fingerprint": corpora.fingerprint, "tokens": corpora.num_tokens, "content": corpora.content}
@@ -115,8 +124,10 @@ def note_corpus(run: Run, corpora: Corpora) -> list[JobChange]:
 
 
 def refuse_replaced_corpus(run: Run, job: Job, content: str) -> None:
-    """Refuse, in a later attempt of one start, files that were replaced since: the run would read other data
-    and nothing would say so. Raises `BadInputError`."""
+    """Refuse, in a later attempt of one start, corpus files that were replaced since.
+
+    The run would read other data without a report. Raises `BadInputError`.
+    """
     last = next((event for event in reversed(run.read_events()) if event.get("event") == "corpus"), {})
     if last.get("content", content) != content:
         key = "data.mixture" if job.data.mixture else "data.corpus"
@@ -125,7 +136,7 @@ def refuse_replaced_corpus(run: Run, job: Job, content: str) -> None:
 
 
 def tokenizer_of(run: Run | None, job: Job) -> "Tokenizer | None":
-    """The run's own, else its corpus's; ``None`` where that has none."""
+    """Return the run's tokenizer, else its corpus's; ``None`` if the corpus has none."""
     from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 
     if run is not None and (run.path / TOKENIZER_FILE).is_file():

@@ -1,4 +1,4 @@
-"""What one step cost: the line of metrics.jsonl."""
+"""The metrics of one step: a line of metrics.jsonl."""
 
 import math
 import resource
@@ -15,7 +15,7 @@ __all__ = ["StepMeter"]
 
 @dataclass(frozen=True)
 class StepMeter:
-    """Turns a step's result and spans into its metrics."""
+    """Compute a step's metrics from its result and spans."""
 
     tokens_per_step: int
     flops_per_step: float
@@ -34,9 +34,12 @@ class StepMeter:
         checkpoint_wait: float,
         recorder: Recorder,
     ) -> dict[str, float | None]:
-        """``step`` and ``tokens`` count those done; the time is that of the step's end. A batch that
-        was skipped says ``skipped``, and ``overflow`` where gradients overflowed at the ``loss_scale`` of
-        float16; what is not finite is null."""
+        """Return the metrics of a step.
+
+        ``step`` and ``tokens`` count those done; ``time`` is the end of the step. A skipped batch has
+        ``skipped``, and ``overflow`` if gradients overflowed at the ``loss_scale`` of float16. A non-finite
+        value is null.
+        """
         return {
             "time": time.time(),
             "step": step,
@@ -57,12 +60,12 @@ class StepMeter:
         }
 
     def _memory_bytes(self) -> int:
-        """Highest memory of this rank so far."""
+        """Return the peak memory of this rank so far."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no other numbers."""
+    """Return a finite value, else ``None``, because JSON has no other numbers."""
     return value if math.isfinite(value) else None

@@ -1,7 +1,7 @@
-"""How a rank that torchrun, Slurm or a person started reports an error: one line, no traceback.
+"""Report the error of a rank that torchrun, Slurm or a user started: one line, no traceback.
 
-All ranks usually find the same fault in the same job. Under torchrun the first rank that enters the message
-in the store of torchrun's agent prints it, and the others stay silent; elsewhere each rank prints its own.
+All ranks usually find the same fault in the same job. Under torchrun, the first rank that enters the message
+in the store of torchrun's agent prints it, and the others print nothing. Elsewhere each rank prints its own.
 """
 
 import contextlib
@@ -25,8 +25,11 @@ _STORE_SECONDS = 5.0
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the process with one line where an error of Myriad leaves the block: exit code 2 for bad input, 1
-    for a failure, 130 for Ctrl-C. For a script that calls `myriad.train.fit.fit`."""
+    """End the process with one line if a Myriad error leaves the block.
+
+    The exit code is 2 for bad input, 1 for a failure and 130 for Ctrl-C. Scripts that call
+    `myriad.train.fit.fit` use it.
+    """
     try:
         yield
     except ValidationError as error:
@@ -47,7 +50,7 @@ def report_error(error: MyriadError) -> int:
 
 
 def _is_first(message: str) -> bool:
-    """Whether no other rank of this start has reported the message; True where torchrun has no store."""
+    """Return whether no other rank of this start has reported the message; True if torchrun has no store."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -1,7 +1,8 @@
 """``python -m myriad.train.worker RUN``: one rank of a run that `myriad train`, torchrun or Slurm started.
 
-Started by a node agent of Myriad, it is silent: `myriad train` shows the run. Started by another launcher,
-rank 0 prints the same lines, through a process that follows the run's files (`myriad.cli.follow`).
+Under a node agent of Myriad, the rank prints nothing, because `myriad train` shows the run. Under another
+launcher, rank 0 prints the same lines, through a process that follows the run's files
+(`myriad.cli.train.follow`).
 """
 
 import contextlib
@@ -12,18 +13,18 @@ from collections.abc import Iterator
 
 from myriad.errors import MyriadError
 from myriad.run import Run
-from myriad.train.loop import Trainer
 from myriad.train.rank_errors import report_error
+from myriad.train.trainer import Trainer
 
 __all__ = ["main"]
 
-_FOLLOWER = "myriad.cli.follow"
-"""By name: it stands on a higher floor."""
+_FOLLOWER = "myriad.cli.train.follow"
+"""Module of the process that prints progress. It is named, not imported, because it is in a higher layer."""
 _END_SECONDS = 10.0
 
 
 def main(arguments: list[str]) -> int:
-    """Trains; gives the exit code."""
+    """Train the run, and return the exit code."""
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m myriad.train.worker RUN\n")
         return 2
@@ -40,13 +41,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _has_agent() -> bool:
-    """Whether a node agent of Myriad started this rank, not torchrun or another launcher."""
+    """Return whether a node agent of Myriad started this rank, not torchrun or another launcher."""
     return "MYRIAD_EPOCH" in os.environ
 
 
 @contextlib.contextmanager
 def _shown(path: str) -> Iterator[None]:
-    """Print progress inside, where this is rank 0 and nothing else shows the run."""
+    """Print progress inside the block, if this is rank 0 and no other process shows the run."""
     run = Run(path)
     if _has_agent() or os.environ.get("RANK", "0") != "0" or not run.exists:
         yield
@@ -55,7 +56,7 @@ def _shown(path: str) -> Iterator[None]:
     command = [sys.executable, "-m", _FOLLOWER, str(run.path), str(theirs)]
     follower = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs])
     os.close(theirs)
-    os.read(ready, 1)  # or it has failed, and closed it
+    os.read(ready, 1)  # returns also if the follower fails, which closes the pipe
     os.close(ready)
     try:
         yield

@@ -19,7 +19,7 @@ from myriad.data.corpus import open_corpora, read_batch
 from myriad.data.loader import LoaderClient, LoaderSpec
 from myriad.data.sampler import DataPosition
 from myriad.errors import RunFailedError
-from myriad.processes import process_state
+from myriad.system.processes import process_state
 
 SEQUENCE, BATCH, SEED = 16, 12, 5
 
@@ -121,7 +121,7 @@ def test_a_hung_loader_is_replaced_and_no_rank_is_restarted_for_it(spec: LoaderS
     with LoaderClient(spec, on_restart=told.append, patience=0.2) as client:
         client.get(0)
         hung = loader_pid(client)
-        command = [sys.executable, "-m", "myriad.resilience.faults.freeze", str(hung), str(os.getpid())]
+        command = [sys.executable, "-m", "myriad.faults.freeze", str(hung), str(os.getpid())]
         with subprocess.Popen(command) as freezer:
             while process_state(hung) != "t":
                 assert freezer.poll() is None, "this machine does not let a process be traced"
@@ -138,7 +138,7 @@ def test_a_slow_loader_is_waited_for(spec: LoaderSpec) -> None:
         command = [
             sys.executable,
             "-m",
-            "myriad.resilience.faults.slow",
+            "myriad.faults.slow_process",
             str(loader_pid(client)),
             "0.11",
             "0.1",

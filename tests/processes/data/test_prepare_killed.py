@@ -12,15 +12,15 @@ import pytest
 from tiny_corpora import lines, options
 
 from myriad.data.corpus import open_corpus
+from myriad.data.corpus_verification import verify_corpus
 from myriad.data.prepare import prepare
-from myriad.data.verify import verify_corpus
 from myriad.errors import BadInputError
 
 RUN = """
 import sys
 import time
 from pathlib import Path
-from myriad.data import pieces, prepare as module
+from myriad.data import prepare as module, tokenize_pieces as pieces
 from myriad.data.prepare import PrepareOptions, prepare
 whole_piece = pieces._tokenize
 def slow_piece(*arguments):  # time to be killed in

@@ -14,7 +14,7 @@ from myriad.alerts.conditions import alarm_of, level_of
 from myriad.alerts.config import event_levels
 from myriad.alerts.grouping import AlarmGroups, Message, message_from
 from myriad.alerts.outbox import Outbox
-from myriad.event_text import event_text
+from myriad.run.event_text import event_text
 
 
 def groups_of() -> AlarmGroups:

@@ -18,9 +18,9 @@ from myriad.alerts.config import AlertsConfig, check_alert_places, check_alert_v
 from myriad.alerts.grouping import Message
 from myriad.alerts.outbox import Outbox
 from myriad.alerts.senders import RefusedMessageError, Sender, feishu_signature, senders_of
+from myriad.config import dump_toml
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.toml_text import dump_toml
 
 LINES = ("log_match: <!channel> & <https://evil.example|click> in the log of rank 3", "x" * 4000)
 ALARM = Message("run-1", "alarm", "critical", "gpt", "fault", "rank 3 was killed", LINES, 100.0, 2)

@@ -19,7 +19,7 @@ from ablation import (
     setup_of,
     table,
 )
-from myriad.job_changes import JobChange, changes_between
+from myriad.job.job_changes import JobChange, changes_between
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context

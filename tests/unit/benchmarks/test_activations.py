@@ -1,5 +1,5 @@
-"""If these break: a plan counts on other activations than a device keeps, or the table in docs/memory.md
-lies."""
+"""If these break: a plan counts on other activations than a device keeps, or the table in
+docs/benchmarks/activations.md is wrong."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import torch
 
 from activations import DTYPES, MODES, formula, measure
 from myriad.errors import BadInputError
-from myriad.model.activations import kept_bytes_per_micro_batch, kept_bytes_per_token
+from myriad.model.activation_memory import kept_bytes_per_micro_batch, kept_bytes_per_token
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 
@@ -83,5 +83,5 @@ def test_a_vocabulary_that_ranks_cannot_share_is_refused() -> None:
 
 
 def test_the_formula_needs_no_torch() -> None:
-    code = "import sys, myriad.model.activations; sys.exit('torch' in sys.modules)"
+    code = "import sys, myriad.model.activation_memory; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

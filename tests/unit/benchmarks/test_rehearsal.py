@@ -50,6 +50,7 @@ def test_the_chart_is_one_picture_with_a_dot_for_each_layout():
     root = ElementTree.fromstring(dots_svg("a title", "s", dots))
     titles = [one.text for one in root.iter("{http://www.w3.org/2000/svg}title")]
     assert titles == [
+        "a title",
         "pp2 <off>, loopback: measured 0.5, predicted 0.6",
         "tp2, 1gbit: measured 2, predicted 1.5",
     ]

@@ -3,8 +3,8 @@
 The layouts follow the published sources: ``megatron/training/checkpointing.py`` (`generate_state_dict`,
 `get_checkpoint_name`), ``megatron/core/optimizer/optimizer.py``, ``distrib_optimizer.py``
 (`get_parameter_state_dp_zero`), ``param_and_grad_buffer.py``, and ``deepspeed/utils/zero_to_fp32.py``,
-``deepspeed/checkpoint/ds_to_universal.py``. `benchmarks/foreign_checkpoints.py` reads files that the real
-programs wrote.
+``deepspeed/checkpoint/ds_to_universal.py``. `benchmarks/checkpoint/foreign_checkpoints.py` reads files that
+the real programs wrote.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from myriad.checkpoint.foreign.megatron_names import cut_dim, links_of_megatron
-from myriad.checkpoint.hugging_face_config import config_of
-from myriad.checkpoint.hugging_face_names import Link, links_of
+from myriad.checkpoint.foreign.hugging_face_config import config_of
+from myriad.checkpoint.foreign.hugging_face_names import TensorMapping, tensor_mappings
+from myriad.checkpoint.foreign.megatron_names import cut_dim, megatron_mappings
 from myriad.model.config import ModelConfig
 
 Tensors = dict[str, torch.Tensor]
@@ -29,33 +29,33 @@ LLAMA = ModelConfig(layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn_hi
                     sequence=16, activation="swiglu", tied=False)  # fmt: skip
 
 
-def random_state(model: ModelConfig, links: dict[str, Link]) -> dict[str, Tensors]:
+def random_state(model: ModelConfig, mappings: dict[str, TensorMapping]) -> dict[str, Tensors]:
     """Kind to Myriad's name to values; weights are of bfloat16's precision plus something below it."""
     generator = torch.Generator().manual_seed(3)
     found: dict[str, Tensors] = {}
     for kind in KINDS:
         found[kind] = {}
-        for name, link in links.items():
-            values = torch.randn(link.shape, generator=generator)
+        for name, mapping in mappings.items():
+            values = torch.randn(mapping.shape, generator=generator)
             found[kind][name] = values.square() if kind == "exp_avg_sq" else values
     return found
 
 
-def theirs_of(state: dict[str, Tensors], links: dict[str, Link]) -> dict[str, Tensors]:
+def theirs_of(state: dict[str, Tensors], mappings: dict[str, TensorMapping]) -> dict[str, Tensors]:
     """The same under the other system's names."""
     found = {}
     for kind, tensors in state.items():
         found[kind] = {}
-        for name, link in links.items():
-            found[kind] |= link.write(tensors[name])
+        for name, mapping in mappings.items():
+            found[kind] |= mapping.write(tensors[name])
     return found
 
 
 def megatron_state(model: ModelConfig) -> tuple[dict[str, Tensors], dict[str, Tensors]]:
     """Return random tensors under Myriad's names, and the same under Megatron's."""
-    links = dict(links_of_megatron(model))
-    ours = random_state(model, links)
-    return ours, theirs_of(ours, links)
+    mappings = dict(megatron_mappings(model))
+    ours = random_state(model, mappings)
+    return ours, theirs_of(ours, mappings)
 
 
 def arguments_of(model: ModelConfig, **changes: Any) -> argparse.Namespace:
@@ -215,9 +215,9 @@ def _spread(chunks: list[list[tuple[str, dict[str, torch.Tensor]]]], *, tied: bo
 
 
 def deepspeed_state(model: ModelConfig) -> tuple[dict[str, Tensors], dict[str, Tensors]]:
-    links = {link.name: link for link in links_of(model)}
-    ours = random_state(model, links)
-    return ours, theirs_of(ours, links)
+    mappings = {mapping.name: mapping for mapping in tensor_mappings(model)}
+    ours = random_state(model, mappings)
+    return ours, theirs_of(ours, mappings)
 
 
 def write_deepspeed(

@@ -2,7 +2,9 @@
 
 import errno
 import fcntl
+import json
 import os
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -12,38 +14,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myriad.checkpoint.direct import aligned_memory
-from myriad.checkpoint.manifest import (
-    FileRecord,
-    Manifest,
+from myriad.checkpoint.format.checkpoint_manifest import (
+    CheckpointManifest,
+    StoredFile,
     encode_manifest,
     hash_of,
     parse_manifest,
-    record_pieces,
-    record_plain,
+    record_plain_file,
+    record_shards,
 )
-from myriad.checkpoint.piece import (
+from myriad.checkpoint.format.stored_shard import (
     FILE_BYTES,
-    Piece,
+    StoredShard,
+    decode_shards,
+    encode_shards,
     files_of_rank,
-    join_pieces,
     snapshot_bytes,
-    split_pieces,
 )
-from myriad.checkpoint.storage import LocalStorage, open_storage
-from myriad.checkpoint.wire import Closed, Wire
-from myriad.checkpoint.writing import check_file, write_pieces
+from myriad.checkpoint.snapshots.wire import Closed, Wire
+from myriad.checkpoint.storage.direct_io import aligned_memory
+from myriad.checkpoint.storage.storage_backends import LocalStorage, open_storage
+from myriad.checkpoint.storage.verified_files import check_file, write_pieces
 from myriad.errors import BadInputError
 
 SIZES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2_000_000), st.integers(0, 40)), max_size=6)
 
 
-def pieces_of(sizes) -> tuple[list[Piece], dict[str, bytes]]:
+def pieces_of(sizes) -> tuple[list[StoredShard], dict[str, bytes]]:
     pieces, data, start = [], {}, 0
     for number, (head, size, tail) in enumerate(sizes):
         name = f"t{number}"
         data[name] = os.urandom(size)
-        pieces.append(Piece(name, (size,), "uint8", (0,), (size,), size, start, b"h" * head, b"t" * tail))
+        pieces.append(
+            StoredShard(name, (size,), "uint8", (0,), (size,), size, start, b"h" * head, b"t" * tail)
+        )
         start += size
     return pieces, data
 
@@ -56,7 +60,7 @@ def test_a_file_of_pieces_is_read_back_and_any_changed_byte_is_named_by_its_chun
     storage = LocalStorage(tmp_path_factory.mktemp("files"))
     pieces, data = pieces_of(sizes)
     record = write_pieces(storage, "a/file", pieces, lambda piece: memoryview(data[piece.tensor]))
-    assert record == record_pieces(pieces, [hash_of(data[piece.tensor]) for piece in pieces])
+    assert record == record_shards(pieces, [hash_of(data[piece.tensor]) for piece in pieces])
     assert check_file(storage, "a/file", record) == []
     assert check_file(storage, "a/file", record, past_cache=True) == []
     path, size = storage.root / "a/file", record.bytes
@@ -118,14 +122,16 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch, opening: bool) -> None:
 @given(SIZES)
 def test_pieces_survive_the_way_to_another_process(sizes):
     pieces, data = pieces_of(sizes)
-    assert split_pieces(*join_pieces(pieces)) == pieces
+    assert decode_shards(*encode_shards(pieces)) == pieces
     assert snapshot_bytes(pieces) == sum(map(len, data.values()))
 
 
 def test_a_rank_with_much_state_has_several_files_that_hold_each_piece_once():
     sizes = [(10, size, 10) for size in (100, FILE_BYTES, 5, 5, FILE_BYTES // 2, FILE_BYTES // 2)]
     around = (b"h" * 10, b"t" * 10)
-    pieces = [Piece(f"t{n}", (), "uint8", (), (), size, 0, *around) for n, (_, size, _) in enumerate(sizes)]
+    pieces = [
+        StoredShard(f"t{n}", (), "uint8", (), (), size, 0, *around) for n, (_, size, _) in enumerate(sizes)
+    ]
     files = files_of_rank(3, pieces)
     assert [name for name, _ in files] == [f"__3_{number}.distcp" for number in range(len(files))]
     assert [piece for _, own in files for piece in own] == pieces
@@ -135,12 +141,14 @@ def test_a_rank_with_much_state_has_several_files_that_hold_each_piece_once():
 
 def test_a_manifest_is_read_as_written_and_not_otherwise():
     pieces, data = pieces_of([(3, 5, 2), (0, 0, 4)])
-    files = {"f": record_pieces(pieces, [hash_of(x) for x in data.values()]), "g": record_plain(b"abc")}
-    tensors = {"t0": {"shape": [5], "dtype": "uint8"}}
-    manifest = Manifest(7, 2, 1.5, {"step": 7}, {"dp": 2}, {"samples": 9}, {"myriad": "1"}, tensors, files)
+    files = {"f": record_shards(pieces, [hash_of(x) for x in data.values()]), "g": record_plain_file(b"abc")}
+    tensors = {name: {"shape": [size], "dtype": "uint8"} for name, size in (("t0", 5), ("t1", 0))}
+    manifest = CheckpointManifest(
+        7, 2, 1.5, {"step": 7}, {"dp": 2}, {"samples": 9}, {"myriad": "1"}, tensors, files
+    )
     content = encode_manifest(manifest)
     assert parse_manifest(content) == manifest and manifest.num_bytes == files["f"].bytes + 3
-    assert FileRecord.parse(files["f"].as_json()) == files["f"]
+    assert StoredFile.parse(files["f"].as_json()) == files["f"]
     with pytest.raises(ValueError, match="changed"):
         parse_manifest(content.replace(b'"step": 7', b'"step": 8', 1))
     newer = content.replace(b'"version": 2', b'"version": 3')
@@ -149,11 +157,54 @@ def test_a_manifest_is_read_as_written_and_not_otherwise():
     assert replace(manifest, step=8) != manifest
 
 
+FILES, CHUNK = ("files",), ("files", "__0_0.distcp", "chunks", 0)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        ((*FILES, "../../../../etc/passwd"), {"bytes": 9, "xxh3_128": "0"}, "is not a file name"),
+        ((*FILES, "a\\b"), {"bytes": 9, "xxh3_128": "0"}, "is not a file name"),
+        ((*FILES, ".."), {"bytes": 9, "xxh3_128": "0"}, "is not a file name"),
+        (FILES, [], "files: "),
+        ((*FILES, "__0_0.distcp"), 7, "files.__0_0.distcp: "),
+        ((*CHUNK, "start"), -8, "bytes -8 to 3 of 11"),
+        ((*CHUNK, "head"), 2**62, "of 11"),
+        ((*CHUNK, "start"), "0", "start: "),
+        ((*CHUNK, "bytes"), 6, "6 bytes of uint8"),
+        ((*CHUNK, "offsets"), [4], "not a part of [5]"),
+        ((*CHUNK, "shape"), [5, 1], "not a part of [5]"),
+        ((*CHUNK, "tensor"), "other", "not a tensor of the checkpoint"),
+        (("tensors", "t0", "dtype"), "load", "the tensor's type is 'load'"),
+        (("tensors", "t0", "shape"), [-5], "the tensor's shape is [-5]"),
+        (("tensors", "t0", "shape"), "5", "the tensor's shape is '5'"),
+        (("step",), "7", "step: "),
+        (("progress",), None, "progress: "),
+    ],
+)
+def test_a_manifest_of_a_stranger_describes_a_checkpoint_or_is_refused(place, value, says):
+    """Its hash is right: the hash proves that nothing changed, not who wrote it."""
+    pieces, data = pieces_of([(3, 5, 3)])
+    files = {"__0_0.distcp": record_shards(pieces, [hash_of(x) for x in data.values()])}
+    tensors = {"t0": {"shape": [5], "dtype": "uint8"}}
+    right = CheckpointManifest(7, 2, 1.5, {}, {}, {}, {}, tensors, files)
+    tree = json.loads(encode_manifest(right))
+    tree.pop("xxh3_128")
+    inner = tree
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    content = json.dumps(tree | {"xxh3_128": hash_of(json.dumps(tree, sort_keys=True).encode())}).encode()
+    with pytest.raises(ValueError, match=re.escape(says)) as refused:
+        parse_manifest(content)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_format_of_a_newer_program_is_said_to_be_one(monkeypatch):
-    import myriad.checkpoint.manifest as module
+    import myriad.checkpoint.format.checkpoint_manifest as module
 
     monkeypatch.setattr(module, "VERSION", 3)
-    content = encode_manifest(Manifest(1, 1, 0.0, {}, {}, {}, {}, {}, {}))
+    content = encode_manifest(CheckpointManifest(1, 1, 0.0, {}, {}, {}, {}, {}, {}))
     monkeypatch.undo()
     with pytest.raises(ValueError, match="of version 3; this program reads version 2"):
         parse_manifest(content)

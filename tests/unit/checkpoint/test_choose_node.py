@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.checkpoint.copies import choose_node
+from myriad.checkpoint.snapshots.peer_servers import choose_node
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import AXES, Layout
 

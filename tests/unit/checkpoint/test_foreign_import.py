@@ -22,17 +22,17 @@ from foreign_case import (
     write_megatron,
 )
 
-from myriad.checkpoint.folder import CheckpointFolder
+from myriad.checkpoint.checkpoint_files import load_model
 from myriad.checkpoint.foreign.archives import DcpFolder, read_archive
 from myriad.checkpoint.foreign.megatron_args import model_of_arguments
-from myriad.checkpoint.store import load_model
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
 from myriad.model.gpt import GPT as Definition
 from myriad.model.gpt import build_full
 from myriad.run import Run
-from myriad.train.foreign_import import foreign_state, import_foreign
+from myriad.train.checkpoint_tools.foreign_import import foreign_state, import_foreign
 
 LAYOUTS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "gpt": (GPT, {}),
@@ -119,7 +119,7 @@ def test_an_imported_model_gives_megatrons_logits(model: ModelConfig, tmp_path: 
     layers, tokens = build_full(state.model, 1).eval(), torch.arange(16) * 7
     for prefix, layer in zip(Definition(state.model, 1).names, layers, strict=True):
         for name, parameter in layer.named_parameters():
-            if f"{prefix}.{name}" in state.links:
+            if f"{prefix}.{name}" in state.mappings:
                 parameter.copy_(state.read("weights", f"{prefix}.{name}"))
     x: Any = tokens[None]
     for layer in layers[:-1]:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from myriad.checkpoint.hugging_face import HuggingFaceWeights, end_of_text
-from myriad.checkpoint.hugging_face_config import model_of
-from myriad.checkpoint.hugging_face_names import links_of
+from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights, end_of_text
+from myriad.checkpoint.foreign.hugging_face_config import model_of
+from myriad.checkpoint.foreign.hugging_face_names import tensor_mappings
 from myriad.errors import BadInputError
 
 LLAMA: dict[str, Any] = {
@@ -34,7 +34,9 @@ ONE, TWO, INDEX = "model-00001-of-00002.safetensors", "model-00002-of-00002.safe
 
 def theirs(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     shapes = {
-        name: shape for link in links_of(model_of(config)) for name, shape in link.their_shapes().items()
+        name: shape
+        for mapping in tensor_mappings(model_of(config))
+        for name, shape in mapping.their_shapes().items()
     }
     return {name: torch.full(shape, 0.5) for name, shape in shapes.items()}
 

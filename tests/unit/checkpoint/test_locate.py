@@ -14,16 +14,16 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.storage import LocalStorage
-from myriad.checkpoint.store import save
-from myriad.checkpoint.writing import put_and_check
+from myriad.checkpoint.checkpoint_files import save
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
+from myriad.checkpoint.storage.storage_backends import LocalStorage
+from myriad.checkpoint.storage.verified_files import put_and_check
 from myriad.cli.command_line import run_command
+from myriad.config import dump_toml
 from myriad.job import Job, load_job
 from myriad.model.gpt import GPT
-from myriad.model.rectangle import Rectangle
+from myriad.model.tensor_shard import TensorShard
 from myriad.run import Run
-from myriad.toml_text import dump_toml
 
 SMALL = [
     "model.layers=1", "model.hidden=16", "model.heads=2", "model.sequence=16", "model.vocabulary=64",
@@ -63,7 +63,7 @@ def put(folder: CheckpointFolder, job: Job, step: int = 4) -> None:
         for name, x in model.initial(index).items()
         if (whole := f"{prefix}.{name}") not in model.tied
     }
-    parts = [Rectangle(f"model.{name}", tuple(x.shape), (0,) * x.dim(), x) for name, x in values.items()]
+    parts = [TensorShard(f"model.{name}", tuple(x.shape), (0,) * x.dim(), x) for name, x in values.items()]
     save(folder, step, parts, {"step": step})
     checkpoint = folder.at_step(step)
     manifest = checkpoint.manifest()
@@ -160,7 +160,7 @@ def test_what_a_run_at_work_prunes_meanwhile_is_not_damaged(
 
     def fill() -> None:
         for step in (1, 2, 3):
-            save(folder, step, [Rectangle("model.w", (4,), (0,), torch.ones(4))], {"step": step})
+            save(folder, step, [TensorShard("model.w", (4,), (0,), torch.ones(4))], {"step": step})
 
     fill()
 
@@ -185,7 +185,7 @@ def test_a_difference_that_is_no_number_is_strict_json(call: Callable[..., Any],
     for name, values in (("a", torch.tensor([1.0, math.nan])), ("b", torch.tensor([2.0, 3.0]))):
         kept = {"w": values, "kind": values.to(torch.bfloat16 if name == "a" else torch.float32)}
         kept |= {"one": torch.tensor(4.0), "none": torch.zeros(0)}
-        parts = [Rectangle(f"model.{k}", tuple(v.shape), (0,) * v.dim(), v) for k, v in kept.items()]
+        parts = [TensorShard(f"model.{k}", tuple(v.shape), (0,) * v.dim(), v) for k, v in kept.items()]
         save(CheckpointFolder(tmp_path / name), 1, parts, {"step": 1})
     code, told, _ = call("diff", str(tmp_path / "a"), str(tmp_path / "b"))
     found = {one["name"]: (one["what"], one["largest"]) for one in told["differences"]}
@@ -232,8 +232,8 @@ def test_an_interrupt_leaves_nothing_half(
     def interrupt(*arguments: object, **more: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("myriad.checkpoint.hugging_face.save_file", interrupt)
-    monkeypatch.setattr("myriad.checkpoint.store.write_and_check", interrupt)
+    monkeypatch.setattr("myriad.checkpoint.foreign.hugging_face.save_file", interrupt)
+    monkeypatch.setattr("myriad.checkpoint.checkpoint_files.write_and_check", interrupt)
     source = str(tmp_path / "theirs") if verb == "import" else NAME
     code, told, lines = call(verb, source, "out")
     assert (code, lines) == (130, ["myriad: error: interrupted"]) and told["error"]["exit_code"] == 130

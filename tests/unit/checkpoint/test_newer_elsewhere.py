@@ -6,16 +6,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.start_over import past_of
-from myriad.checkpoint.store import save
+from myriad.checkpoint.checkpoint_files import save
+from myriad.checkpoint.load.start_over import history_of
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.model.rectangle import Rectangle
+from myriad.model.tensor_shard import TensorShard
 from myriad.run import Run
 
-PART = [Rectangle("model.w", (4,), (0,), torch.ones(4))]
+PART = [TensorShard("model.w", (4,), (0,), torch.ones(4))]
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_start_that_went_on_from_an_earlier_step_has_given_up_the_later_ones()
         {"event": "job_changed", "key": "checkpoint.url", "before": None, "after": "c"},
         {"event": "checkpoint", "step": 30},
     ]
-    assert past_of(events, 30, "a", "c").stored_in == (("c", 30), ("b", 20), ("a", 10))
+    assert history_of(events, 30, "a", "c").stored_in == (("c", 30), ("b", 20), ("a", 10))
     back = [*events, {"event": "start", "resumed_from": 15}, {"event": "checkpoint", "step": 16}]
-    assert past_of(back, 16, "a", "c").stored_in == (("c", 16), ("b", 15), ("a", 10))
-    assert past_of(events[:2], 20, "a").stored_in == (("b", 20), ("a", 10))
+    assert history_of(back, 16, "a", "c").stored_in == (("c", 16), ("b", 15), ("a", 10))
+    assert history_of(events[:2], 20, "a").stored_in == (("b", 20), ("a", 10))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.checkpoint.memory import SnapshotMemory
+from myriad.checkpoint.snapshots.snapshot_memory import SnapshotMemory
 
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(["take", "hold", "tear", "release"]), st.integers(0, 3)), max_size=40
@@ -18,7 +18,7 @@ def make():
     made = []
 
     def create(num_slots: int, slot_bytes: int = 100) -> tuple[SnapshotMemory, SnapshotMemory]:
-        """The rank's and the keeper's view of the same memory."""
+        """The rank's and the snapshot server's view of the same memory."""
         descriptor = SnapshotMemory.create(num_slots, slot_bytes)
         made.append(descriptor)
         return SnapshotMemory(descriptor), SnapshotMemory(descriptor)
@@ -31,22 +31,22 @@ def make():
 @given(st.integers(2, 4), ACTIONS)
 def test_a_held_snapshot_stays_and_one_whole_one_is_always_there(num_slots, actions):
     descriptor = SnapshotMemory.create(num_slots, 8)
-    rank, keeper = SnapshotMemory(descriptor), SnapshotMemory(descriptor)
+    rank, server = SnapshotMemory(descriptor), SnapshotMemory(descriptor)
     os.close(descriptor)
     held: set[int] = set()
     newest = step = 0
     for action, number in actions:
         step += 1
         if action == "release":
-            known = [slot for slot in keeper.whole() if slot.held]
+            known = [slot for slot in server.complete() if slot.held]
             if known:
                 chosen = known[number % len(known)]
-                keeper.release(chosen.index)
+                server.release(chosen.index)
                 held.discard(chosen.step)
             continue
-        before = {slot.step for slot in keeper.whole()}
+        before = {slot.step for slot in server.complete()}
         slot = rank.begin(step)
-        during = {slot.step for slot in keeper.whole()}
+        during = {slot.step for slot in server.complete()}
         assert held <= during, "what is held is never overwritten"
         assert not before or during, "one whole snapshot is always there"
         if slot is None:
@@ -54,34 +54,34 @@ def test_a_held_snapshot_stays_and_one_whole_one_is_always_there(num_slots, acti
             continue
         if before:
             assert newest in during, "the newest is not the one that goes"
-        assert keeper.step_of(slot) is None, "a slot that is being filled holds nothing"
+        assert server.step_of(slot) is None, "a slot that is being filled holds nothing"
         if action == "tear":
             continue
         rank.view(slot, 0, 8)[:] = step.to_bytes(8, "little")
         rank.end(slot, hold=action == "hold")
         newest = step
         held |= {step} if action == "hold" else set()
-        assert keeper.step_of(slot) == step
-    for slot in keeper.whole():
-        assert int.from_bytes(keeper.view(slot.index, 0, 8), "little") == slot.step
+        assert server.step_of(slot) == step
+    for slot in server.complete():
+        assert int.from_bytes(server.view(slot.index, 0, 8), "little") == slot.step
 
 
 def test_both_sides_see_the_same_bytes_in_slots_of_whole_pages(make):
-    rank, keeper = make(3, 5000)
+    rank, server = make(3, 5000)
     assert rank.num_slots == 3 and rank.slot_bytes % os.sysconf("SC_PAGE_SIZE") == 0
     rank.touch()
     rank.view(2, 4990, 5)[:] = b"abcde"
-    assert bytes(keeper.view(2, 4990, 5)) == b"abcde" and not any(keeper.view(1))
+    assert bytes(server.view(2, 4990, 5)) == b"abcde" and not any(server.view(1))
     assert rank.slot_address(1) - rank.slot_address(0) == rank.slot_bytes
 
 
 def test_the_newest_snapshot_up_to_what_is_trusted_stays_until_there_is_a_newer_one(make):
-    rank, keeper = make(3)
+    rank, server = make(3)
     for step in range(1, 40):
         rank.trust(10 * (step // 10))
         slot = rank.begin(step)
         assert slot is not None, "with one slot more than without, nothing waits"
         rank.end(slot, hold=False)
-        steps = [slot.step for slot in keeper.whole()]
+        steps = [slot.step for slot in server.complete()]
         assert step in steps and (step < 11 or rank.trusted in steps or rank.trusted == step)
-    assert keeper.trusted == 30 and 30 in steps
+    assert server.trusted == 30 and 30 in steps

@@ -26,15 +26,15 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from myriad.checkpoint import keeper_process, member
-from myriad.checkpoint.dcp import make_pieces
-from myriad.checkpoint.folder import CheckpointFolder, verify
-from myriad.checkpoint.keeper_client import KeeperClient, ask_server
-from myriad.checkpoint.piece import Piece
-from myriad.checkpoint.progress import progress_rectangle, write_progress
-from myriad.checkpoint.store import constant_manifest, load_model
+from myriad.checkpoint.checkpoint_files import constant_manifest, load_model
+from myriad.checkpoint.format.dcp_archive import make_stored_shards
+from myriad.checkpoint.format.run_state import progress_shard, write_progress
+from myriad.checkpoint.format.stored_shard import StoredShard
+from myriad.checkpoint.snapshots import rank_entry, snapshot_server_process
+from myriad.checkpoint.snapshots.snapshot_client import SnapshotClient, ask_server
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder, verify
 from myriad.errors import RunFailedError
-from myriad.model.rectangle import Rectangle
+from myriad.model.tensor_shard import TensorShard
 
 RANKS, SIZE, SLOTS, EVERY = 2, 64, 4, 3
 HOME, OTHER = "flaky://run", "flaky://elsewhere"
@@ -78,9 +78,9 @@ class _File(MemoryFile):
         return super().write(content)
 
 
-def pieces_of(rank: int) -> list[Piece]:
-    part = Rectangle("model.w", (RANKS * SIZE,), (rank * SIZE,), torch.zeros(SIZE, dtype=torch.int64))
-    return make_pieces([part] if rank else [part, progress_rectangle({})])
+def pieces_of(rank: int) -> list[StoredShard]:
+    part = TensorShard("model.w", (RANKS * SIZE,), (rank * SIZE,), torch.zeros(SIZE, dtype=torch.int64))
+    return make_stored_shards([part] if rank else [part, progress_shard({})])
 
 
 PIECES = [pieces_of(rank) for rank in range(RANKS)]
@@ -91,7 +91,7 @@ class Rank:
 
     def __init__(self, name: str, attempt: int, rank: int, step: int) -> None:
         self.attempt, self.rank, self.step, self.resumed = attempt, rank, step, step
-        self.client = KeeperClient(name, starts=False, log=Path("/dev/null"))
+        self.client = SnapshotClient(name, starts=False, log=Path("/dev/null"))
         self.memory: Any = None
 
     def join(self, resumed: int | None) -> None:
@@ -135,11 +135,11 @@ def value(attempt: int, rank: int, step: int) -> int:
 def quick() -> Iterator[None]:
     """The server's waits, without the waiting."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeper_process, "_LOST_SECONDS", 0.0)
-        patch.setattr(keeper_process, "_BUSY_SECONDS", 0.01)
-        patch.setattr(keeper_process, "_POLL_SECONDS", 0.002)
-        patch.setattr(member, "_HASH_SECONDS", 0.001)
-        patch.setattr("myriad.checkpoint.attempt._OTHERS_WAIT_SECONDS", 0.05)
+        patch.setattr(snapshot_server_process, "_LOST_SECONDS", 0.0)
+        patch.setattr(snapshot_server_process, "_BUSY_SECONDS", 0.01)
+        patch.setattr(snapshot_server_process, "_POLL_SECONDS", 0.002)
+        patch.setattr(rank_entry, "_HASH_SECONDS", 0.001)
+        patch.setattr("myriad.checkpoint.snapshots.attempt_snapshots._OTHERS_WAIT_SECONDS", 0.05)
         yield
 
 
@@ -186,27 +186,27 @@ class Machine:
 
     def _new_server(self) -> None:
         self.name = f"myriad-keeper-test-{secrets.token_hex(8)}"
-        self.server = keeper_process._Server(self.name)
+        self.server = snapshot_server_process._ServerSockets(self.name)
         self.life = threading.Thread(target=self.server.stay, daemon=True)
         self.life.start()
-        self.first: KeeperClient | None = self._client()
+        self.first: SnapshotClient | None = self._client()
         """Until an attempt is configured: before that the server does not wait for another one."""
 
     def _close_server(self) -> None:
         """As the end of its process does."""
         self.server.close()
-        for attempt in self.server.keeper._attempts():
+        for attempt in self.server.server._attempts():
             attempt.close()
 
-    def _client(self) -> KeeperClient:
-        return KeeperClient(self.name, starts=False, log=Path("/dev/null"))
+    def _client(self) -> SnapshotClient:
+        return SnapshotClient(self.name, starts=False, log=Path("/dev/null"))
 
     # What ranks do
 
     def _start(self, joining: int, zombie: bool, back: int = 0) -> None:
         """``back``: how many steps that could be loaded are not trusted."""
         client = self._client()
-        claimed = client.claim(HOME, self.attempt, 5.0)
+        claimed = client.acquire(HOME, self.attempt, 5.0)
         whole = self._whole_in_memory(client.snapshots())
         client._wire.close()
         steps = {*claimed.steps, *whole}
@@ -303,13 +303,13 @@ class Machine:
         one.step = step
         if slot is None:
             with suppress(OSError):
-                one.client.say_skipped(step)
+                one.client.report_skipped(step)
             return
         if not torn:
             one.fill(slot, step)
             one.memory.end(slot, hold=durable)
             if not (unsaid and not durable):
-                one.client.say_whole(slot, step, durable=durable, copies=False)
+                one.client.report_complete(slot, step, durable=durable, copies=False)
                 told = self.said.setdefault((one.attempt, step), set())
                 told.add(one.rank)
                 if len(told) == RANKS and one.attempt == self.attempt:
@@ -344,7 +344,7 @@ class Machine:
         outcome = client.wait_stored(step, 10.0)
         assert outcome is not None, "a step that is to be stored has an outcome"
         if outcome.problem and again:
-            client.store_again(step)
+            client.retry_store(step)
             outcome = client.wait_stored(step, 10.0)
             assert outcome is not None
         if outcome.problem:
@@ -458,8 +458,8 @@ class Machine:
             return
         one = self.ranks[-1]
         with suppress(OSError):
-            wants = {"durable": True, "copies": True}
-            one.client._wire.send({"op": "whole", "slot": slot, "step": step, **wants})
+            purpose = {"durable": True, "copies": True}
+            one.client._wire.send({"op": "whole", "slot": slot, "step": step, **purpose})
         self.die(len(self.ranks) - 1, all_of_them=True)
 
     @rule(times=st.integers(1, 5))
@@ -491,7 +491,7 @@ class Machine:
 
     def _settle(self) -> None:
         """Until nothing is stored."""
-        self._until(lambda: self.server.keeper.is_idle)
+        self._until(lambda: self.server.server.is_idle)
 
     def _until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 10
@@ -503,7 +503,7 @@ class Machine:
     def it_answers(self) -> None:
         assert ask_server(self.name, {"op": "hello"}) == {}, self.life.is_alive()
         assert self.life.is_alive()
-        if self.server.keeper.is_idle:
+        if self.server.server.is_idle:
             assert "snapshots" in ask_server(self.name, {"op": "snapshots"})
 
     @invariant
@@ -521,7 +521,7 @@ class Machine:
 
     @invariant
     def what_is_stored_is_whole(self) -> None:
-        if not self.server.keeper.is_idle:
+        if not self.server.server.is_idle:
             return
         for url in (HOME, *self.saved):
             folder = CheckpointFolder(url)
@@ -560,6 +560,7 @@ SCRIPTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=int(os.environ.get("MYRIAD_EXAMPLES", "40")),
     deadline=None,

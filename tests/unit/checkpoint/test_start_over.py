@@ -13,17 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from myriad.checkpoint.claiming import Claimed
-from myriad.checkpoint.dcp import make_pieces
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.load import LoadWorld
-from myriad.checkpoint.manifest import MANIFEST, hash_of
-from myriad.checkpoint.member import Opened
-from myriad.checkpoint.search import Found, Search
-from myriad.checkpoint.start_over import Past, check_start_over
-from myriad.checkpoint.store import save
+from myriad.checkpoint.checkpoint_files import save
+from myriad.checkpoint.checkpoint_world import CheckpointWorld
+from myriad.checkpoint.format.checkpoint_manifest import MANIFEST, hash_of
+from myriad.checkpoint.format.dcp_archive import make_stored_shards
+from myriad.checkpoint.load.start_over import RunHistory, check_restart
+from myriad.checkpoint.load.state_search import FoundState, StateSearch
+from myriad.checkpoint.snapshots.rank_entry import OpenedSnapshot
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
+from myriad.checkpoint.storage.folder_owner import AcquiredFolder
 from myriad.errors import NoStateError, RunFailedError
-from myriad.model.rectangle import Rectangle
+from myriad.model.tensor_shard import TensorShard
 
 STEPS = st.integers(1, 6)
 
@@ -48,13 +48,13 @@ class Nodes:
         steps = sorted(self.kinds)
         return [{"attempt": 1, "world": 1, "rank": 0, "copied": False, "steps": steps}] if steps else []
 
-    def open(self, attempt: int, rank: int, step: int, *, copied: bool) -> Opened | None:
+    def open(self, attempt: int, rank: int, step: int, *, copied: bool) -> OpenedSnapshot | None:
         if self.kinds[step] == "gone":
             return None
-        pieces = make_pieces([state(step)])
+        pieces = make_stored_shards([state(step)])
         content = state(step).values.numpy().tobytes()
         known = hash_of(content if self.kinds[step] == "good" else b"other")
-        return Opened(0, pieces, [known], Memory(content), 0)  # type: ignore[arg-type]
+        return OpenedSnapshot(0, pieces, [known], Memory(content), 0)  # type: ignore[arg-type]
 
 
 class Away:
@@ -76,8 +76,8 @@ class Away:
         return read
 
 
-def state(step: int) -> Rectangle:
-    return Rectangle("model.w", (4, 2), (0, 0), torch.full((4, 2), float(step)))
+def state(step: int) -> TensorShard:
+    return TensorShard("model.w", (4, 2), (0, 0), torch.full((4, 2), float(step)))
 
 
 class Run:
@@ -107,10 +107,10 @@ class Run:
         path.write_bytes(content)
         self.stored[step] = "damaged"
 
-    def search(self, past: Past, newest: int | None = None) -> tuple[Found, Rectangle]:
-        claimed = Claimed(2, tuple(self.folder.trained_steps()), tuple(self.folder.damaged()))
-        into, random = state(0), Rectangle("random.0", (1,), (0,), torch.zeros(1))
-        found = Search(self.folder, claimed, self.nodes, LoadWorld(), self.path, newest)  # type: ignore[arg-type]
+    def search(self, past: RunHistory, newest: int | None = None) -> tuple[FoundState, TensorShard]:
+        claimed = AcquiredFolder(2, tuple(self.folder.trained_steps()), tuple(self.folder.damaged()))
+        into, random = state(0), TensorShard("random.0", (1,), (0,), torch.zeros(1))
+        found = StateSearch(self.folder, claimed, self.nodes, CheckpointWorld(), self.path, newest)  # type: ignore[arg-type]
         return found.load([into], random, past), into
 
     def names(self) -> list[str]:
@@ -169,7 +169,7 @@ class SearchMachine(RuleBasedStateMachine):
     def start(self, events: bool) -> None:
         """``events``: events.jsonl is there."""
         run = self.run
-        before, past = run.names(), Past(stored_step=int(events and run.ever_stored))
+        before, past = run.names(), RunHistory(stored_step=int(events and run.ever_stored))
         try:
             found, into = run.search(past)
         except RunFailedError as error:
@@ -204,20 +204,22 @@ TestSearch.settings = settings(
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read is tried again without a wait."""
-    monkeypatch.setattr("myriad.checkpoint.load._RETRY_SECONDS", ())
+    monkeypatch.setattr("myriad.checkpoint.load.collective_load._RETRY_SECONDS", ())
 
 
-def decide(past: Past, **found: Any) -> None:
+def decide(past: RunHistory, **found: Any) -> None:
     known: dict[str, Any] = {"problems": (), "in_memory": (), "committed": (), "damaged": ()}
-    check_start_over(past, Path("runs/mine"), "s3://here", **known | {"unreadable": False} | found)
+    check_restart(past, Path("runs/mine"), "s3://here", **known | {"unreadable": False} | found)
 
 
 NOT_TRAINED: list[Callable[[], None]] = [
-    lambda: decide(Past()),
-    lambda: decide(Past(done_step=30)),  # nothing was stored: nothing can be lost
-    lambda: decide(Past(stored_step=20, may_start_over=True), problems=["step-20/x: bad"], committed=[20]),
-    lambda: decide(Past(stored_step=20), committed=[20], newest=0),  # the driver goes back to step 0
-    lambda: decide(Past(has_started_over=True), damaged=[20]),
+    lambda: decide(RunHistory()),
+    lambda: decide(RunHistory(done_step=30)),  # nothing was stored: nothing can be lost
+    lambda: decide(
+        RunHistory(stored_step=20, may_start_over=True), problems=["step-20/x: bad"], committed=[20]
+    ),
+    lambda: decide(RunHistory(stored_step=20), committed=[20], newest=0),  # the driver goes back to step 0
+    lambda: decide(RunHistory(has_started_over=True), damaged=[20]),
 ]
 
 
@@ -229,16 +231,28 @@ def test_a_run_that_has_nothing_to_lose_or_is_allowed_to_begins_at_step_1(case: 
 @pytest.mark.parametrize(
     ("past", "found", "told"),
     [
-        (Past(stored_step=20), {}, "s3://here holds no checkpoint, but step 20 was stored"),
-        (Past(stored_step=20, places=("s3://there",)), {}, "mine --checkpoint.url s3://there` looks"),
-        (Past(), {"damaged": [20]}, "set aside: step-20.damaged"),
-        (Past(), {"problems": ["step-20/x: a[2]: its bytes changed"], "committed": [20]}, "20/x: its bytes"),
-        (Past(), {"committed": [9], "newest": 7}, "states after step 7 are wrong (step-9)"),
-        (Past(stored_step=2), {"in_memory": ["step 9 of rank 0 of 2 (node of rank 0)"]}, "memory: step 9"),
+        (RunHistory(stored_step=20), {}, "s3://here holds no checkpoint, but step 20 was stored"),
+        (
+            RunHistory(stored_step=20, locations=("s3://there",)),
+            {},
+            "mine --checkpoint.url s3://there` searches",
+        ),
+        (RunHistory(), {"damaged": [20]}, "set aside: step-20.damaged"),
+        (
+            RunHistory(),
+            {"problems": ["step-20/x: a[2]: its bytes changed"], "committed": [20]},
+            "20/x: its bytes",
+        ),
+        (RunHistory(), {"committed": [9], "newest": 7}, "states after step 7 are wrong (step-9)"),
+        (
+            RunHistory(stored_step=2),
+            {"in_memory": ["step 9 of rank 0 of 2 (node of rank 0)"]},
+            "memory: step 9",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_run_that_has_trained_says_what_there_is_and_what_to_type(
-    past: Past, found: dict[str, Any], told: str
+    past: RunHistory, found: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(NoStateError) as caught:
         decide(past, **found)
@@ -248,7 +262,7 @@ def test_a_run_that_has_trained_says_what_there_is_and_what_to_type(
 
 def test_an_outage_is_never_a_reason_to_start_over_even_where_that_is_allowed() -> None:
     with pytest.raises(RunFailedError, match="can be read now: step-20/manifest"):
-        decide(Past(may_start_over=True), problems=["step-20/manifest.json: away"], unreadable=True)
+        decide(RunHistory(may_start_over=True), problems=["step-20/manifest.json: away"], unreadable=True)
 
 
 @given(st.integers(1, 5), st.integers(1, 5))
@@ -258,10 +272,10 @@ def test_states_that_the_driver_distrusts_are_set_aside_once_an_older_one_is_loa
     run.store(min(a, b))
     run.store(max(a, b) + 1)
     with pytest.raises(NoStateError):
-        run.search(Past(), newest=min(a, b) - 1) if min(a, b) > 1 else decide(
-            Past(), committed=[20], newest=9
+        run.search(RunHistory(), newest=min(a, b) - 1) if min(a, b) > 1 else decide(
+            RunHistory(), committed=[20], newest=9
         )
     assert not run.folder.damaged()
-    found, _ = run.search(Past(), newest=min(a, b))
+    found, _ = run.search(RunHistory(), newest=min(a, b))
     assert found.step == min(a, b) and found.wrong == [f"step-{max(a, b) + 1}.damaged"]
     shutil.rmtree(run.path)

@@ -6,15 +6,17 @@ import signal
 import sys
 import time
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.manifest import Manifest
+from myriad.checkpoint.format.checkpoint_manifest import CheckpointManifest
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.job import Job
 from myriad.run import Run
 
 
 def save(run: Run, job: Job, step: int) -> None:
     checkpoint = CheckpointFolder(run.checkpoints(job)).begin(step)
-    checkpoint.commit(Manifest(step, 0, 0.0, {}, data={}, files={}, layout={}, versions={}, tensors={}))
+    checkpoint.commit(
+        CheckpointManifest(step, 0, 0.0, {}, data={}, files={}, layout={}, versions={}, tensors={})
+    )
     run.append_event("checkpoint", step=step)
 
 

@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from myriad.cli import bars
+from myriad.cli import progress_bar
 
 GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bars, "_FIRST_LINE_SECONDS", 0.01)
+    monkeypatch.setattr(progress_bar, "_FIRST_LINE_SECONDS", 0.01)
 
 
 def line_with(capsys: pytest.CaptureFixture[str], words: str) -> str:
@@ -29,7 +29,7 @@ def line_with(capsys: pytest.CaptureFixture[str], words: str) -> str:
 
 
 def test_a_step_that_lasts_long_still_writes_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with bars.count_bar("searching") as show:
+    with progress_bar.count_bar("searching") as show:
         assert line_with(capsys, "searching").startswith("myriad: 0 s: searching")
         show("searching", 12, 86)
         assert line_with(capsys, "12 of 86").endswith("searching: 12 of 86 (14%)")
@@ -38,10 +38,10 @@ def test_a_step_that_lasts_long_still_writes_lines(capsys: pytest.CaptureFixture
 
 
 def test_bytes_and_shares_are_readable(capsys: pytest.CaptureFixture[str]) -> None:
-    with bars.bytes_bar() as show:
+    with progress_bar.bytes_bar() as show:
         show("tokenizing", GIB, 4 * GIB)
         assert line_with(capsys, "GiB").endswith("tokenizing: 1.0 GiB of 4.0 GiB (25%)")
-    with bars.share_bar("measuring") as tell:
+    with progress_bar.share_bar("measuring") as tell:
         tell("matrix products", 0.5)
         assert line_with(capsys, "products").endswith("measuring: matrix products (50%)")
 
@@ -49,16 +49,16 @@ def test_bytes_and_shares_are_readable(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_quick_command_writes_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bars, "_FIRST_LINE_SECONDS", 60.0)
-    with bars.count_bar("searching") as show:
+    monkeypatch.setattr(progress_bar, "_FIRST_LINE_SECONDS", 60.0)
+    with progress_bar.count_bar("searching") as show:
         show("searching", 1, 2)
-    with pytest.raises(KeyError), bars.count_bar("failing"):
+    with pytest.raises(KeyError), progress_bar.count_bar("failing"):
         raise KeyError
     assert capsys.readouterr() == ("", "")
 
 
 def test_lines_end_with_the_work(capsys: pytest.CaptureFixture[str]) -> None:
-    with bars.count_bar("searching"):
+    with progress_bar.count_bar("searching"):
         line_with(capsys, "searching")
     capsys.readouterr()
     time.sleep(0.1)
@@ -66,10 +66,10 @@ def test_lines_end_with_the_work(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_lines_become_rarer_with_time() -> None:
-    lines = bars._Lines("x", lambda done, total: "")
+    lines = progress_bar._Lines("x", lambda done, total: "")
     try:
         lines._started -= 3600
         assert lines._interval(0) < 1
-        assert lines._interval(100) == bars._LONGEST_SECONDS
+        assert lines._interval(100) == progress_bar._LONGEST_SECONDS
     finally:
         lines.close()

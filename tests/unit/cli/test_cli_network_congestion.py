@@ -22,7 +22,7 @@ def test_each_scenario_has_a_table_with_each_control(capsys) -> None:
     assert "incast: 7 to 1, 2 MB each (fluid level)" in out and "ring: 8 hosts" in out
     assert [line.split()[0] for line in out.splitlines() if line.startswith(" hybrid")] == ["hybrid"] * 2
     assert "HPCC pays for it with throughput" in out
-    assert "The hybrid beside its parents" in out
+    assert "The hybrid control against its parents" in out
 
 
 def test_as_json_and_as_picture(capsys, tmp_path) -> None:

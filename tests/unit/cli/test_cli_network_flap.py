@@ -51,7 +51,7 @@ def test_a_patient_driver_lets_flaps_be_survived(capsys):
     hasty = answered(capsys)["best"]
     patient = answered(capsys, "--patience", "10")["best"]
     assert patient["abort_probability"] < 0.3 * hasty["abort_probability"]
-    assert "resilience.patience" in run(capsys)[1]
+    assert "resilience.timeout_scale" in run(capsys)[1]
 
 
 def test_the_picture_has_a_line_for_each_set_of_timers_in_both_panels(capsys, tmp_path):

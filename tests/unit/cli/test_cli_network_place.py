@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from myriad.cli.main import main
-from myriad.cli.report_network import network_parts
 from myriad.job import load_job
 from myriad.recipes.cluster import load_cluster
+from myriad.reports.run_report.network_section import network_parts
 
 CLUSTER = """
 name = "two-leaves"
@@ -173,6 +173,7 @@ def test_a_plan_says_what_switches_make_of_it(cluster: Path, capsys: pytest.Capt
         assert row["plain_seconds"] * (1 - 1e-9) <= row["p50_seconds"] <= row["p95_seconds"]
 
 
+@pytest.mark.slow
 def test_a_runs_report_shows_its_ranks_on_the_switches(cluster: Path) -> None:
     """In the order of nodes that the job says; nothing where the cluster's file says of no fabric."""
     replicas_apart = "comm.node_order=[0, 1, 4, 5, 2, 3, 6, 7]"

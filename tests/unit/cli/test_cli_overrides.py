@@ -5,7 +5,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.cli.overrides import OverrideCommand, parse_overrides, split_overrides
+from myriad.cli.job_key_options import OverrideCommand, parse_overrides, split_overrides
 from myriad.errors import BadInputError
 from myriad.job import job_keys, load_job
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from myriad.cli import files
-from myriad.cli.files import check_picture, write_picture
+from myriad.cli import output_files
+from myriad.cli.output_files import check_picture, write_picture
 from myriad.errors import BadInputError
 
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 120 40" font-family="sans-serif" font-size="20">
@@ -29,7 +29,7 @@ def test_what_is_no_picture_or_cannot_be_made_is_refused(monkeypatch: pytest.Mon
         check_picture("--out", Path("a.gif"))
     with pytest.raises(BadInputError, match="there is no folder nowhere/at/all"):
         check_picture("--out", Path("nowhere/at/all/a.svg"))
-    monkeypatch.setattr(files, "find_spec", lambda name: None)
-    with pytest.raises(BadInputError, match=r"pip install 'myriad\[png\]'"):
+    monkeypatch.setattr(output_files, "find_spec", lambda name: None)
+    with pytest.raises(BadInputError, match=r"pip install 'myriad-train\[png\]'"):
         check_picture("--out", Path("a.png"))
     check_picture("--out", Path("a.svg"))

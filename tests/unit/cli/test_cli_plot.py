@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from myriad.cli.plot import loss_svg, smooth, terminal_plot
+from myriad.reports.charts.loss_chart import loss_svg, smooth, terminal_plot
 
 LOSSES = st.lists(st.floats(0, 20), min_size=2, max_size=300)
 

@@ -6,9 +6,9 @@ import re
 import pytest
 from rich.console import Console
 
-from myriad.cli.screen import open_screen
-from myriad.cli.summary import summarize
+from myriad.cli.train.train_screen import open_screen
 from myriad.job import load_job
+from myriad.reports.run_report.run_summary import summarize
 from myriad.run import Run
 
 
@@ -75,7 +75,7 @@ def test_a_pipe_gets_plain_lines_and_the_last_step(run):
 
 def test_a_log_gets_lines_while_nothing_ends(run, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("myriad.cli.screen.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("myriad.cli.train.train_screen.time.monotonic", lambda: clock[0])
     console = Console(file=io.StringIO(), width=80)
     screen = open_screen(console, run, 3)
     for _ in range(26):

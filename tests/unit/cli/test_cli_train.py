@@ -12,7 +12,7 @@ import pytest
 from myriad.cli.main import main
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.resilience.engines import local
+from myriad.launchers import local
 from myriad.run import Run
 from myriad.train.inputs import note_corpus, open_inputs, refuse_replaced_corpus, tokenizer_of
 
@@ -64,7 +64,7 @@ def test_a_finished_run_is_left_alone_and_can_be_made_longer(myriad):
     assert code == 0 and "already finished" in out and "--train.steps 40" in out
     assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
     code, out, _ = myriad("train", "tiny", "--train.steps", "25")
-    assert code == 0 and "going on from step 20" in out
+    assert code == 0 and "resuming from step 20" in out
     assert [line["step"] for line in Run("runs/tiny").read_metrics()] == list(range(1, 26))
 
 
@@ -97,7 +97,7 @@ def test_a_changed_key_is_shown_and_kept(myriad, monkeypatch):
 def test_a_start_over_is_allowed_on_the_command_line_alone(myriad):
     Path("job.toml").write_text("checkpoint.restart_from_scratch = true\n")
     code, _, err = myriad("train", "job.toml", "--run", "one")
-    assert code == 2 and "checkpoint.restart_from_scratch = True: holds for one start" in err
+    assert code == 2 and "checkpoint.restart_from_scratch = True: applies to one start" in err
     assert myriad("train", "tiny", "--checkpoint.restart-from-scratch")[0] == 0
     assert not Run("runs/tiny").job().checkpoint.restart_from_scratch
 
@@ -117,10 +117,10 @@ def test_ctrl_c_saves_says_how_to_go_on_and_that_works(myriad, monkeypatch):
     monkeypatch.setenv("FAKE_STOP_STEP", "7")
     code, out, _ = myriad("train", "tiny", "--train.seed", "3")
     assert code == 130
-    assert "saving" in out and "stopped at step 7; `myriad train runs/tiny` goes on from there" in out
+    assert "saving" in out and "stopped at step 7; `myriad train runs/tiny` resumes from there" in out
     monkeypatch.delenv("FAKE_STOP_STEP")
     code, out, _ = myriad("train", "runs/tiny")
-    assert code == 0 and "going on from step 7" in out
+    assert code == 0 and "resuming from step 7" in out
     assert "myriad train runs/tiny --train.steps 40" in out
     assert Run("runs/tiny").job().train.seed == 3
 
@@ -128,14 +128,18 @@ def test_ctrl_c_saves_says_how_to_go_on_and_that_works(myriad, monkeypatch):
 def test_a_run_goes_on_by_its_name_and_what_may_be_typed_next_can_be(myriad, monkeypatch):
     assert myriad("train", "tiny", "--run", "runs/my run")[0] == 0
     code, out, _ = myriad("train", "my run", "--train.steps", "25")
-    assert code == 0 and "going on from step 20" in out
+    assert code == 0 and "resuming from step 20" in out
     assert "myriad train 'runs/my run' --train.steps 50" in out
 
 
+@pytest.mark.slow
 def test_a_failed_rank_ends_the_command_with_one_line_and_exit_code_1(myriad, monkeypatch):
     monkeypatch.setenv("FAKE_NAN_STEP", "5")
     code, out, err = myriad("train", "tiny")
-    assert code == 1 and "before the first step was saved; `myriad train runs/tiny` starts again" in out
+    assert (
+        code == 1
+        and "before the first step was saved; `myriad train runs/tiny` starts from the first step" in out
+    )
     assert err.startswith(
         "myriad: error: rank 0: loss = nan: step 5, rank 0, first bad tensor blocks.1.mlp.up"
     )
@@ -226,6 +230,7 @@ def test_a_run_keeps_its_tokenizer_and_does_not_go_on_with_another(myriad):
     assert code == 2 and "tokenizer is not the one" in err, "the run's own tokenizer.json says so too"
 
 
+@pytest.mark.slow
 def test_a_damaged_tokenizer_is_written_again_and_a_longer_corpus_is_noted(myriad, monkeypatch):
     from myriad.data.indexed import IndexedWriter, token_type
 

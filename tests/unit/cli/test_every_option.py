@@ -95,7 +95,9 @@ def test_help_fits_the_terminal_and_explains_each_option(
     verb: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr("myriad.cli.overrides.show_keys", lambda: None)  # tested once, in test_cli_help.py
+    monkeypatch.setattr(
+        "myriad.cli.job_key_options.show_keys", lambda: None
+    )  # tested once, in test_cli_help.py
     assert run_command([*verb.split(), "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns

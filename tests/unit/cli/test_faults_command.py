@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from myriad.cli import faults
+from myriad.cli import faults_command
 from myriad.cli.main import main
 from myriad.errors import RunFailedError
-from myriad.jsonl import append_lines
-from myriad.resilience.engines.engine import Observer
-from myriad.resilience.faults import trial
-from myriad.resilience.faults.grade import Grade, Report
-from myriad.resilience.faults.scenario import load_scenario
+from myriad.faults import trial
+from myriad.faults.fault_grades import Grade, Report
+from myriad.faults.scenario import load_scenario
+from myriad.launchers.launcher import Observer
 from myriad.run import Run
+from myriad.system.jsonl import append_lines
 
 SCENARIO = 'job = "tiny"\n[[faults]]\nkind = "kill"\nrank = 0\nstep = 5\n'
 
@@ -39,7 +39,7 @@ def scenarios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
 
     monkeypatch.setattr(trial, "try_scenario", pretend)
-    monkeypatch.setattr(faults, "_check", lambda *_: None)
+    monkeypatch.setattr(faults_command, "_check", lambda *_: None)
     paths = [tmp_path / f"{name}.toml" for name in ("first", "second", "third")]
     for path in paths:
         path.write_text(SCENARIO)
@@ -107,11 +107,11 @@ def test_progress_says_which_run_is_under_way_and_how_long_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """slow-rank trains for minutes: without its steps on the screen it looks as if it hung."""
-    monkeypatch.setattr(faults, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(faults_command, "_POLL_SECONDS", 0.02)
     shown: list[tuple[str, int, int]] = []
     run = Run(tmp_path / "run")
     run.path.mkdir()
-    with closing(faults._Follower(lambda *what: shown.append(what))) as follower:
+    with closing(faults_command._Follower(lambda *what: shown.append(what))) as follower:
         follower.title = "slow-rank (1 of 2)"
         follower("run with faults", run, 500)
         for step in range(1, 4):

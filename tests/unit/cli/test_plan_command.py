@@ -15,11 +15,11 @@ import pytest
 from rich.console import Console
 
 from myriad.cli.main import main
-from myriad.cli.pareto import pareto_svg
-from myriad.cli.plan_job import planned_precision
-from myriad.cli.plan_show import show_waterfalls
+from myriad.cli.plan.plan_tables import show_waterfalls
+from myriad.forecasts.planned_job import planned_precision
 from myriad.job import dump_toml, load_job
 from myriad.recipes.cluster import load_cluster
+from myriad.reports.charts.pareto_chart import pareto_svg
 
 SMALL = ("--what-if", "accelerator.memory_bytes=4GiB")
 
@@ -178,6 +178,7 @@ def test_what_is_printed_has_every_part(tmp_path: Path, capsys: pytest.CaptureFi
     assert str(tmp_path / "p.toml") in text.replace("\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -215,8 +216,8 @@ def test_what_is_printed_has_every_part(tmp_path: Path, capsys: pytest.CaptureFi
         (["tiny", "--out", "nowhere/plan.toml"], "there is no folder nowhere"),
         (["tiny", "--out", "plan.json"], "ends in .toml"),
         (["tiny", "--picture", "plan.gif"], "ends in .svg"),
-        (["tiny", "--days", "2", "--out", "plan.toml"], "of one number of accelerators"),
-        (["tiny", "--gpus", "1..4", "--picture", "plan.svg"], "of one number of accelerators"),
+        (["tiny", "--days", "2", "--out", "plan.toml"], "needs one number of accelerators"),
+        (["tiny", "--gpus", "1..4", "--picture", "plan.svg"], "needs one number of accelerators"),
         (["llama3-405b", "--cluster", "one-node-8xh100"], "GiB of the 80.0 GiB of H100 SXM 80 GB, "),
         (
             ["gpt2-1558m", "--cluster", "h200-512xh200", "--gpus", "8", *SMALL],
@@ -268,8 +269,8 @@ def test_only_an_older_plan_of_the_same_job_is_replaced(
         (["tiny", "--what-if", "links.ib=1Gbps"], "only links.node"),
         (["tiny", "--cluster", "laptop"], "this-machine, or without --measure"),
         (["tiny", "--out", "there/is/no/such.toml"], "there is no folder"),
-        (["--gpus", "2"], "--gpus is of a plan"),
-        (["--layout.tp", "2"], "--layout.tp is of a plan"),
+        (["--gpus", "2"], "--gpus belongs to a plan"),
+        (["--layout.tp", "2"], "--layout.tp belongs to a plan"),
     ],
 )
 def test_nothing_is_measured_for_a_question_that_makes_no_sense(
@@ -280,12 +281,12 @@ def test_nothing_is_measured_for_a_question_that_makes_no_sense(
     def measured(*_: object, **__: object) -> None:
         pytest.fail("the machine was measured")
 
-    monkeypatch.setattr("myriad.cli.measure.measure_to_file", measured)
-    monkeypatch.setattr("myriad.cli.plan_question.measure_to_file", measured)
+    monkeypatch.setattr("myriad.cli.measured_cluster.measure_to_file", measured)
     assert _plan("--measure", *arguments) == 2
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_narrow_spine_costs_and_a_wide_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     """Four nodes in two pods."""
     arguments = ("gpt2-124m", "--cluster", "llama3-24576xh100", "--gpus", "32", "--top", "1", "--what-if")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from myriad.cli.main import main
-from myriad.cli.report import save_report
+from myriad.cli.report_command import save_report
 from myriad.job import load_job
 from myriad.run import Run
 
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Run:
 
 
 class Page(HTMLParser):
-    """What a browser would have to mend, and what it would have to fetch."""
+    """Finds unclosed tags, and what a browser would have to fetch."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Page(HTMLParser):
         self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in ("line", "rect", "circle", "polyline")
+        assert tag in ("path", "rect", "circle", "polyline")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag

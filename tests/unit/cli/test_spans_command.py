@@ -16,9 +16,9 @@ import pytest
 from myriad.cli.main import main
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.telemetry.batch import SpanBatch
-from myriad.telemetry.records import RECORD
-from myriad.telemetry.span_files import write_span_file
+from myriad.telemetry.span_io.span_batch import SpanBatch
+from myriad.telemetry.span_io.span_files import write_span_file
+from myriad.telemetry.span_io.span_records import RECORD
 
 BEGAN_NS = 1_790_000_000 * 10**9
 NAMES = ("forward", "backward", "tensor_comm", "my own\x1b[31m")
@@ -96,7 +96,7 @@ def test_without_a_query_time_by_phase_is_shown_and_the_half_file_told(
 ) -> None:
     code, out, err = ask(capsys, run.path)
     assert code == 0 and "backward" in out and "96" not in err
-    assert "attempt-1-node-0-2.parquet is left out: no whole file of spans" in err
+    assert "attempt-1-node-0-2.parquet is left out: not a complete span file" in err
     assert "\x1b" not in out, "a name is no command to the terminal"
 
 
@@ -140,9 +140,9 @@ def test_a_query_reads_this_run_and_nothing_else(
         (["--csv", "--json"], "--csv"),
         (["SELECT 1", "--chrome", "a.json"], "--chrome"),
         (["--chrome", "a.txt"], "must end in .json"),
-        (["--chrome", "a.json", "--perfetto", "a.pftrace"], "one trace"),
+        (["--chrome", "a.json", "--perfetto", "a.pftrace"], "only one of"),
         (["--perfetto", "a.json"], "must end in .pftrace"),
-        (["--steps", "1-2"], "for --chrome"),
+        (["--steps", "1-2"], "goes with --chrome"),
         (["--chrome", "a.json", "--steps", "5-2"], "A-B"),
         (["--chrome", "a.json", "--ranks", "x"], "ranges"),
         (["--chrome", "a.json", "--ranks", "0-9999999"], "--ranks"),
@@ -176,7 +176,7 @@ def test_without_duckdb_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
     code, _, err = ask(capsys, run.path, "SELECT 1")
-    assert code == 2 and "pip install 'myriad[watch]'" in err
+    assert code == 2 and "pip install 'myriad-train[watch]'" in err
 
 
 def exported(capsys: pytest.CaptureFixture[str], run: Run, path: Path, *words: object) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def test_spans_of_every_shape_nest_in_the_trace(capsys: pytest.CaptureFixture[st
 def test_too_many_spans_are_refused_with_the_steps_that_fit(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("myriad.telemetry.window.MAX_EVENTS", 50)
+    monkeypatch.setattr("myriad.telemetry.span_io.span_window.MAX_EVENTS", 50)
     code, _, err = ask(capsys, run.path, "--chrome", tmp_path / "t.json", "--steps", "2-6")
     assert code == 2 and "80 spans, and at most 50 are exported: --steps 2-4 fits" in err
     assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,7 @@ import webbrowser
 
 import pytest
 
-from myriad.cli import watch
+from myriad.cli import watch_command
 
 
 @pytest.fixture
@@ -20,15 +20,15 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_no_browser_is_started_where_no_window_can_open(opened: list[str], capsys) -> None:
-    watch._tell("http://127.0.0.1:8765", None, open_page=True, as_json=False)
+    watch_command._tell("http://127.0.0.1:8765", None, open_page=True, as_json=False)
     assert opened == []
     assert capsys.readouterr().out == "http://127.0.0.1:8765\n"
 
 
 def test_a_browser_that_does_not_return_holds_up_nothing(opened, monkeypatch, capsys) -> None:
     monkeypatch.setenv("BROWSER", "w3m")
-    watch._tell("http://127.0.0.1:8765", None, open_page=True, as_json=False)
-    watch._tell("http://127.0.0.1:8765", None, open_page=False, as_json=False)
+    watch_command._tell("http://127.0.0.1:8765", None, open_page=True, as_json=False)
+    watch_command._tell("http://127.0.0.1:8765", None, open_page=False, as_json=False)
     assert opened == ["http://127.0.0.1:8765"]
 
 
@@ -47,8 +47,8 @@ def test_who_came_by_ssh_reads_what_to_type(
     monkeypatch.setenv("SSH_CONNECTION", connection)
     monkeypatch.setenv("USER", "ann")
     monkeypatch.setenv("LOGNAME", "ann")
-    watch._tell(address, None, open_page=False, as_json=False)
+    watch_command._tell(address, None, open_page=False, as_json=False)
     said = capsys.readouterr().err
     assert words in said and bool(said) == bool(words)
-    watch._tell(address, None, open_page=False, as_json=True)
+    watch_command._tell(address, None, open_page=False, as_json=True)
     assert capsys.readouterr().err == ""

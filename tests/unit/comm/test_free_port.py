@@ -14,7 +14,7 @@ def test_a_port_is_none_that_the_kernel_gives_to_whoever_asks_for_any(
 ) -> None:
     given = tmp_path / "range"
     given.write_text("20003\t60999\n")
-    monkeypatch.setattr(ports, "_GIVEN_TO_ALL", given)
+    monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", given)
     assert {free_port() for _ in range(30)} <= {20_000, 20_001, 20_002}
 
 
@@ -30,7 +30,7 @@ def test_a_port_that_somebody_listens_on_is_passed_over(monkeypatch: pytest.Monk
 def test_where_the_kernel_gives_all_or_says_nothing_it_gives_this_one(
     given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ports, "_GIVEN_TO_ALL", tmp_path / "range")
+    monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", tmp_path / "range")
     if given is not None:
         (tmp_path / "range").write_text(given)
     with socket.create_server(("127.0.0.1", free_port())) as server:

@@ -1,13 +1,14 @@
 """A slice that is summed twice or misses a rank: wrong gradients on some cluster shapes only."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from myriad.comm.config import CommConfig
-from myriad.comm.hierarchy import Sites, choose_hierarchy, declared_rates, make_levels
+from myriad.comm.hierarchy import RankPlacement, choose_hierarchy, count_levels, declared_rates, make_levels
 from myriad.errors import BadInputError
 from myriad.job import load_job
 
@@ -54,7 +55,7 @@ def test_what_each_rank_expects_is_what_the_other_sends(digits):
 
 
 def test_groups_are_cut_where_nodes_and_switches_end():
-    sites = Sites(node_size=4, switch_size=2)
+    sites = RankPlacement(node_size=4, switch_size=2)
     assert sites.radices(range(16), "node") == (4, 4)
     assert sites.radices(range(16), "switch") == (2, 2, 4)
     assert sites.radices((0, 2, 4, 6), "node") == (2, 2)
@@ -83,7 +84,7 @@ def test_groups_are_cut_where_nodes_and_switches_end():
 )
 def test_the_slow_link_decides(rates, expected):
     comm = CommConfig(**rates)
-    sites = Sites(node_size=4, switch_size=comm.switch_size)
+    sites = RankPlacement(node_size=4, switch_size=comm.switch_size)
     assert choose_hierarchy(sites, range(16), declared_rates(comm, sites)) == expected
 
 
@@ -92,3 +93,25 @@ def test_replicas_that_do_not_fit_the_nodes_are_refused_before_anything_starts()
     load_job("tiny", layout)
     with pytest.raises(BadInputError, match=r"comm\.hierarchy = 'node'.*0, 3, 6, 9.*flat or auto"):
         load_job("tiny", [*layout, "comm.hierarchy=node"])
+
+
+@pytest.mark.parametrize(
+    ("comm", "size", "stride", "expected"),
+    [
+        ({}, 16, 1, 0),
+        ({"hierarchy": "flat"}, 16, 1, 0),
+        ({"hierarchy": "node"}, 16, 1, 2),
+        ({"hierarchy": "node"}, 8, 1, 0),  # all in one node of the usual 8
+        ({"hierarchy": "node", "node_size": 4}, 8, 1, 2),
+        ({"hierarchy": "node", "node_size": 4}, 8, 4, 0),  # each on a node of its own
+        ({"hierarchy": "node", "island_size": 4}, 16, 1, 3),
+        ({"hierarchy": "switch", "node_size": 2, "switch_size": 2}, 8, 1, 3),
+        ({"hierarchy": "node", "sync_every": 4}, 16, 1, 0),  # replicas that train alone exchange nothing
+        ({"node_bandwidth": 8e11, "network_bandwidth": 1e11}, 16, 1, 2),
+        ({"node_bandwidth": 8e11}, 16, 1, 0),
+    ],
+)
+def test_levels_with_a_communicator_of_their_own(
+    comm: dict[str, Any], size: int, stride: int, expected: int
+) -> None:
+    assert count_levels(CommConfig(**comm), size, stride) == expected

@@ -9,9 +9,9 @@ from simulated_run import EPOCH_NS, MODEL, SimulatedRun, as_recorded, simulated_
 
 from myriad.comm.layout import Layout
 from myriad.job import dump_toml, load_job
-from myriad.telemetry.batch import SpanBatch
-from myriad.telemetry.records import Records
-from myriad.telemetry.span_files import write_span_file
+from myriad.telemetry.span_io.span_batch import SpanBatch
+from myriad.telemetry.span_io.span_files import write_span_file
+from myriad.telemetry.span_io.span_records import Records
 
 PEAK_FLOPS = 312e12
 
@@ -27,7 +27,7 @@ def write_run(
 ) -> Path:
     """``ended_ago``: seconds since its last step; ``end``: the event it ended with, if any."""
     (path / "spans").mkdir(parents=True)
-    layout, batch = run.ranks.layout, run.costs.work.global_batch
+    layout, batch = run.ranks.layout, run.costs.workload.global_batch
     changes = [f"layout.dp={layout.dp}", f"layout.pp={layout.pp}", f"train.global_batch={batch}"]
     nodes = layout.world // run.ranks.node_size
     job = load_job("tiny", [*changes, "train.steps=40", f"resilience.nodes={nodes}", "model.layers=8"])
@@ -46,8 +46,8 @@ def write_run(
 
 
 def _write_lines(path: Path, run: SimulatedRun, began: float, end: str) -> None:
-    peak, batch = PEAK_FLOPS * run.ranks.world, run.costs.work.global_batch
-    flops, now, lines = run.costs.work.model_flops, began, []
+    peak, batch = PEAK_FLOPS * run.ranks.world, run.costs.workload.global_batch
+    flops, now, lines = run.costs.workload.model_flops, began, []
     for step, seconds in run.step_seconds.items():
         now += seconds
         line = {"time": now, "step": step, "loss": 5 - step / 50, "tokens": step * batch * MODEL.sequence}

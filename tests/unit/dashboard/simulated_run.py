@@ -8,15 +8,15 @@ import numpy as np
 
 from myriad.comm.layout import Layout
 from myriad.dashboard.insight.needs import step_programs
-from myriad.dashboard.insight.predicted import predicted_records
-from myriad.dashboard.insight.ranks import Ranks
+from myriad.dashboard.insight.predicted_step import predicted_records
+from myriad.dashboard.insight.rank_arrays import Ranks
 from myriad.dashboard.insight.step_spans import StepSpans, step_spans
 from myriad.model.config import ModelConfig
-from myriad.planner.costs import Costs
-from myriad.planner.simulator import simulate
-from myriad.planner.work import Work
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.simulation.simulator import simulate
+from myriad.planner.workload import Workload
 from myriad.recipes.cluster import load_cluster
-from myriad.telemetry.records import Records
+from myriad.telemetry.span_io.span_records import Records
 
 MODEL = ModelConfig(layers=8, hidden=1024, heads=8, sequence=512, vocabulary=8192)
 EPOCH_NS = 1_700_000_000 * 10**9
@@ -31,16 +31,18 @@ class SimulatedRun:
     step_seconds: dict[int, float]
 
     def step(self, step: int) -> StepSpans:
-        layout, work = self.ranks.layout, self.costs.work
+        layout, work = self.ranks.layout, self.costs.workload
         chunks = self.costs.num_chunks
-        programs = step_programs(layout, work.overlap, work.shares, tied=work.model.tied, num_chunks=chunks)
+        programs = step_programs(
+            layout, work.overlap, work.micro_batches_per_replica, tied=work.model.tied, num_chunks=chunks
+        )
         return step_spans(self.records[self.records["step"] == step], self.names, self.ranks, programs)
 
 
 @cache
 def costs_of(layout: Layout, micro_batches: int = 4) -> Costs:
     batch = layout.dp * micro_batches * layout.micro_batch
-    return Costs(Work(MODEL, layout, batch), load_cluster("megascale-256xa100"))
+    return Costs(Workload(MODEL, layout, batch), load_cluster("megascale-256xa100"))
 
 
 def simulated_run(
@@ -83,7 +85,7 @@ def as_recorded(run: SimulatedRun) -> SimulatedRun:
 
 def records_of(*rows: tuple[int, int, str, float, float]) -> tuple[Records, tuple[str, ...]]:
     """Step, rank, name, start and duration in seconds."""
-    from myriad.telemetry.records import RECORD
+    from myriad.telemetry.span_io.span_records import RECORD
 
     names = tuple(dict.fromkeys(row[2] for row in rows))
     records = np.zeros(len(rows), dtype=RECORD)

@@ -24,39 +24,37 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from myriad.checkpoint.folder import CheckpointFolder, verify
-from myriad.checkpoint.listing import list_checkpoints
-from myriad.checkpoint.manifest import Manifest
+from myriad.checkpoint.format.checkpoint_manifest import CheckpointManifest
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder, verify
+from myriad.checkpoint.storage.checkpoint_list import list_checkpoints
 from myriad.cli.main import main
-from myriad.cli.progress import Progress
-from myriad.cli.report import save_report
-from myriad.cli.report_facts import facts_of
-from myriad.cli.screen import LiveScreen, PlainScreen, save_plot, show_summary
-from myriad.cli.summary import is_done, summarize
+from myriad.cli.report_command import save_report
+from myriad.cli.train.run_progress import Progress
+from myriad.cli.train.train_screen import LiveScreen, PlainScreen, save_plot, show_summary
 from myriad.dashboard.analyst import Analyst
-from myriad.dashboard.api import about
-from myriad.dashboard.api import time as time_of_steps
-from myriad.dashboard.follower import Follower as RunFollower
+from myriad.dashboard.api import run_api
+from myriad.dashboard.follower import Follower
 from myriad.dashboard.prometheus import RunMetrics
 from myriad.dashboard.run_files import RunFiles
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.tile import to_json
-from myriad.dashboard.watched import Watched
+from myriad.dashboard.watched_run import Watched
 from myriad.errors import MyriadError
 from myriad.job import load_job
-from myriad.resilience.decide.state import Plan
-from myriad.resilience.drive.journal import Journal
-from myriad.resilience.herald import Herald
-from myriad.resilience.reach import Reach
+from myriad.reports.run_report.run_facts import facts_of
+from myriad.reports.run_report.run_summary import is_done, summarize
 from myriad.run import Run
-from myriad.run_lines import EventLines, Peaks, StepLines
-from myriad.telemetry.batch import SpanBatch
-from myriad.telemetry.counters import LINK_FIELDS, CounterFile, Sample
-from myriad.telemetry.loggers import Follower, read_place
-from myriad.telemetry.records import RECORD
-from myriad.telemetry.span_files import write_span_file
-from myriad.train.locate import locate, newest_whole
-from myriad.train.measured_files import read_measured
+from myriad.run.run_lines import EventLines, Peaks, StepLines
+from myriad.supervise.driver.journal import Journal
+from myriad.supervise.driver_address import AddressFile, DriverConnection
+from myriad.supervise.policy.run_state import RunPlan
+from myriad.telemetry.links.network_counters import LINK_FIELDS, CounterFile, Sample
+from myriad.telemetry.loggers import MetricForwarder, read_place
+from myriad.telemetry.span_io.span_batch import SpanBatch
+from myriad.telemetry.span_io.span_files import write_span_file
+from myriad.telemetry.span_io.span_records import RECORD
+from myriad.train.autotune.measurement_files import read_measured
+from myriad.train.checkpoint_tools.locate_checkpoint import locate, newest_whole
 
 _STEPS = 6
 _LINES = ("metrics.jsonl", "events.jsonl", "journal.jsonl", "counters/node-0.jsonl")
@@ -139,7 +137,7 @@ def whole_run() -> Path:
     for name, fields in _EVENTS:
         run._events.append({"time": at + _STEPS, "event": name, **fields})
     journal = Journal(run.path / "journal.jsonl")
-    journal.begin(Plan(world=2, nodes=1, first_epoch=1))
+    journal.begin(RunPlan(world=2, nodes=1, first_epoch=1))
     run.spans_path.mkdir()
     records = np.zeros(2 * _STEPS, RECORD)
     records["rank"], records["step"] = np.tile([0, 1], _STEPS), np.repeat(np.arange(1, _STEPS + 1), 2)
@@ -151,7 +149,7 @@ def whole_run() -> Path:
     sample = Sample(time.time(), {"eth0": (0,) * len(LINK_FIELDS)}, (0, 0), {})
     CounterFile(run.counters_path / "node-0.jsonl", {}).append([sample])
     address = {"host": "127.0.0.1", "port": 1, "term": 0, "silent_seconds": 5.0, "alone_seconds": 5.0}
-    Herald(run.path, address)
+    AddressFile(run.path, address)
     for name, value in (
         ("profile", [1.0, 2.0]),
         ("hierarchy", {"in": 1.0}),
@@ -161,8 +159,8 @@ def whole_run() -> Path:
     (run.path / "tokenizer.json").write_text("{}")
     (run.path / "secret").write_text("a" * 64)
     checkpoint = CheckpointFolder(run.checkpoints_path).begin(4)
-    checkpoint.commit(Manifest(4, 1, 0.0, {}, {}, {}, {}, {}, {}))
-    CheckpointFolder(run.checkpoints_path).claim(1)
+    checkpoint.commit(CheckpointManifest(4, 1, 0.0, {}, {}, {}, {}, {}, {}))
+    CheckpointFolder(run.checkpoints_path).acquire(1)
     run.log_path(0, 1).write_text("Traceback (most recent call last):\nValueError: x\n")
     return run.path
 
@@ -243,14 +241,14 @@ def load(run: Run) -> None:
 
 def hand_on(run: Run) -> None:
     """Loggers, node agents."""
-    Follower("kept", run.path, lambda name, place: Kept()).tell()
+    MetricForwarder("kept", run.path, lambda name, place: Kept()).forward()
     read_place(run.path, "kept")
     asyncio.run(reach(run.path))
 
 
 async def reach(path: Path) -> None:
     with contextlib.suppress(OSError, ValueError, KeyError):
-        async with Reach(path).link():
+        async with DriverConnection(path).link():
             pass
 
 
@@ -276,14 +274,14 @@ def watch(run: Run) -> None:
     if (files := refused(lambda: RunFiles(run))) is None:
         return
     watched = Watched(files, SpanStore(2, _STEPS), lambda: facts_of(run).as_json())
-    RunFollower(watched).poll()
+    Follower(watched).poll()
     analyst = Analyst(watched)
     for found in (
-        about.run(watched, analyst, {}),
-        about.overview(watched, {}),
-        about.faults(watched, {}),
-        time_of_steps.shares(watched, analyst, {}),
-        time_of_steps.waterfall(watched, analyst, {}),
+        run_api.run(watched, analyst, {}),
+        run_api.overview(watched, {}),
+        run_api.faults(watched, {}),
+        run_api.shares(watched, analyst, {}),
+        run_api.waterfall(watched, analyst, {}),
     ):
         to_json(found)
     assert RunMetrics(run, lambda: watched.account).text()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import myriad
-from myriad.dashboard.api.about import _event
-from myriad.event_text import SENTENCES, event_text
+from myriad.dashboard.api.run_api import _event
+from myriad.run.event_text import SENTENCES, event_text
 
 
 def _events_written() -> Iterator[str]:

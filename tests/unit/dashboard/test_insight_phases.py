@@ -8,7 +8,7 @@ from simulated_run import records_of, simulated_run
 from myriad.comm.layout import Layout
 from myriad.dashboard.insight.nesting import nested
 from myriad.dashboard.insight.phase_table import phase_table
-from myriad.telemetry.records import RECORD, Records
+from myriad.telemetry.span_io.span_records import RECORD, Records
 
 NAMES = ("forward", "tensor_comm", "wait", "made by the job")
 

@@ -12,11 +12,11 @@ from myriad.dashboard.insight.arrivals import LAST_ARRIVER, SEND, arrows
 from myriad.dashboard.insight.critical_path import critical_path
 from myriad.dashboard.insight.losses import LOSSES, losses
 from myriad.dashboard.insight.phase_table import phase_table
-from myriad.dashboard.insight.predicted import predicted_losses
+from myriad.dashboard.insight.predicted_step import predicted_losses
+from myriad.dashboard.insight.standstill import standstill
 from myriad.dashboard.insight.step_spans import programs_seen
-from myriad.dashboard.insight.waiting import standstill
 from myriad.dashboard.insight.what_if import what_if
-from myriad.planner.simulator import simulate
+from myriad.planner.simulation.simulator import simulate
 from myriad.program.actions import Kind
 
 layouts = st.sampled_from(
@@ -168,8 +168,10 @@ def test_a_rank_that_lost_spans_is_left_out_and_not_misread() -> None:
 def test_programs_are_read_off_the_spans() -> None:
     layout = Layout(dp=2, pp=2, zero=1)
     run = simulated_run(layout, micro_batches=6)
-    overlap, shares = run.costs.work.overlap, (4, 4)  # what the job said, before work moved
-    programs = programs_seen(run.records, run.names, layout, overlap, shares, tied=run.costs.work.model.tied)
+    overlap, shares = run.costs.workload.overlap, (4, 4)  # what the job said, before work moved
+    programs = programs_seen(
+        run.records, run.names, layout, overlap, shares, tied=run.costs.workload.model.tied
+    )
     assert [one.program.num_micro_batches for one in programs] == [6, 6]
     assert programs[0].program.ranks == run.step(1).programs[0].program.ranks
 
@@ -182,7 +184,7 @@ def test_spans_of_another_job_are_given_up_at_once(field: str, value: int) -> No
     records = run.records.copy()
     records[field][records["name"] == run.names.index("forward")] = value
     with pytest.raises(ValueError, match="another job"):
-        programs_seen(records, run.names, layout, run.costs.work.overlap, (4, 4), tied=False)
+        programs_seen(records, run.names, layout, run.costs.workload.overlap, (4, 4), tied=False)
 
 
 def test_a_standstill_is_blamed_on_the_rank_that_waits_for_nobody() -> None:

@@ -5,13 +5,12 @@ import pytest
 from simulated_run import simulated_run
 
 from myriad.comm.layout import Layout
-from myriad.dashboard.insight.change import changed_at
 from myriad.dashboard.insight.drift import drift, launches
 from myriad.dashboard.insight.nesting import nested
-from myriad.dashboard.insight.peers import compare
 from myriad.dashboard.insight.phase_table import PhaseTable, phase_table
-from myriad.dashboard.insight.ranks import Ranks
-from myriad.dashboard.insight.stragglers import culprits, stragglers
+from myriad.dashboard.insight.rank_arrays import Ranks
+from myriad.dashboard.insight.straggler_report import changed_at, stragglers, suspects
+from myriad.telemetry.stragglers import compare
 
 
 def table_of(run) -> PhaseTable:
@@ -30,7 +29,7 @@ def test_a_planted_slow_rank_is_found_with_its_stage_phase_and_step(pipeline_pla
         assert one.stage == pipeline_place
         assert one.ratio == pytest.approx(1.11, abs=0.02)
         assert one.since_step == 17
-    told = culprits(found)[0].sentence
+    told = suspects(found)[0].sentence
     assert f"rank {rank} on node {rank // 4} runs backward 11% slower" in told
     assert told.endswith("since step 17")
 
@@ -43,7 +42,7 @@ def test_nobody_is_blamed_in_a_healthy_run() -> None:
 def test_a_slow_node_is_told_as_a_node() -> None:
     slow = {(replica, place): 1.2 for replica in (2, 3) for place in (0, 1)}
     run = simulated_run(Layout(dp=8, pp=2), steps=12, slower=slow, jitter=0.01)
-    found = culprits(stragglers(table_of(run), run.ranks))
+    found = suspects(stragglers(table_of(run), run.ranks))
     assert [(one.culprit, one.node, one.ranks) for one in found] == [("node", 1, (4, 5, 6, 7))]
     assert found[0].since_step is None
     assert "node 1 (ranks 4 to 7) runs" in found[0].sentence
@@ -51,20 +50,20 @@ def test_a_slow_node_is_told_as_a_node() -> None:
 
 def test_of_two_replicas_the_slower_one_is_found() -> None:
     run = simulated_run(Layout(dp=2, pp=2), steps=8, node_size=2, slower={(1, 0): 1.3})
-    found = culprits(stragglers(table_of(run), run.ranks))
+    found = suspects(stragglers(table_of(run), run.ranks))
     assert [one.ranks for one in found] == [(2,)]
 
 
 def test_a_replica_with_more_micro_batches_is_not_slow() -> None:
     ranks = Ranks(Layout(dp=4), 1)
     seconds = np.array([[3.0, 1.0, 1.0, 1.0]] * 6)
-    assert compare(seconds, ranks).z[0] > 4
-    alike = compare(seconds, ranks, work=np.array([3, 1, 1, 1]))
+    assert compare(seconds, ranks.peers).z[0] > 4
+    alike = compare(seconds, ranks.peers, work=np.array([3, 1, 1, 1]))
     assert np.allclose(alike.z, 0.0)
 
 
 def test_a_stage_with_one_rank_is_compared_with_nobody() -> None:
-    scores = compare(np.array([[1.0, 9.0]]), Ranks(Layout(pp=2), 1))
+    scores = compare(np.array([[1.0, 9.0]]), Ranks(Layout(pp=2), 1).peers)
     assert np.isnan(scores.z).all()
 
 

@@ -9,14 +9,14 @@ import pytest
 from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.follower import Follower
 from myriad.dashboard.run_files import RunFiles
-from myriad.dashboard.run_look import RunWatch, attempt_of
+from myriad.dashboard.run_view import RunWatch, attempt_of
 from myriad.dashboard.store.span_store import SpanStore
-from myriad.dashboard.watched import Watched
+from myriad.dashboard.watched_run import Watched
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.telemetry.batch import SpanBatch
-from myriad.telemetry.records import RECORD
-from myriad.telemetry.span_files import write_span_file
+from myriad.telemetry.span_io.span_batch import SpanBatch
+from myriad.telemetry.span_io.span_files import write_span_file
+from myriad.telemetry.span_io.span_records import RECORD
 
 EPOCH = 1_700_000_000
 
@@ -29,7 +29,7 @@ def begin(run: Run, at: float, *overrides: str) -> None:
 
 
 def tell(run: Run, at: float, event: str, **fields: object) -> None:
-    from myriad.jsonl import append_line
+    from myriad.system.jsonl import append_line
 
     append_line(run.events_path, {"time": EPOCH + at, "event": event, **fields})
 

@@ -15,13 +15,13 @@ import pytest
 from run_folder import slow_run, write_run
 from simulated_run import as_recorded
 
-from myriad.checkpoint.folder import CheckpointFolder
-from myriad.checkpoint.manifest import Manifest
+from myriad.checkpoint.format.checkpoint_manifest import CheckpointManifest
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import main
-from myriad.cli.report_spans import _RIGHT, _WIDTH, _waterfall
-from myriad.cli.summary import finished_unwritten, lost_lines_told, summarize
 from myriad.dashboard.insight.losses import Losses
 from myriad.job import load_job
+from myriad.reports.run_report.run_summary import finished_unwritten, lost_lines_told, summarize
+from myriad.reports.run_report.steps_section import _RIGHT, _WIDTH, _waterfall
 from myriad.run import Run
 
 
@@ -149,6 +149,7 @@ def test_lines_of_others_in_the_metrics_are_left_out_and_counted(tmp_path: Path,
     assert f"{len(lines) + 1} lines of metrics.jsonl" in (path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_report_opens_offline_and_escapes_what_a_job_called_its_spans(tmp_path: Path, capsys) -> None:
     run = slow_run(8)
     spans = as_recorded(run).records
@@ -196,7 +197,7 @@ def test_ten_thousand_faults_are_no_page_without_an_end(tmp_path: Path, capsys) 
     printed, page = capsys.readouterr().out, (path / "report.html").read_text()
     for text in (printed, page):
         assert (
-            "number 9999." in text and "number 99." not in text and "older ones stand in events.jsonl" in text
+            "number 9999." in text and "number 99." not in text and "older ones are in events.jsonl" in text
         )
     assert "10000: number 9999." in printed
 
@@ -242,7 +243,7 @@ def test_a_run_whose_disk_is_full_trains_and_is_not_called_hung(tmp_path: Path, 
         assert told(capsys, "top", path)["state"] == "hangs"
         run = Run(path)
         full = OSError(errno.EDQUOT, "Disk quota exceeded")
-        monkeypatch.setattr("myriad.jsonl._write", Mock(side_effect=full))
+        monkeypatch.setattr("myriad.system.jsonl._write", Mock(side_effect=full))
         run.append_metrics({"time": time.time(), "step": 6})
         found = told(capsys, "top", path)
         assert found["state"] == "training" and "takes no lines since then: make room" in found["sentence"]
@@ -261,10 +262,10 @@ def test_a_run_that_could_not_write_down_its_end_is_finished_if_the_last_checkpo
     for step in range(1, 5):
         run.append_metrics({"time": time.time(), "step": step})
     folder = CheckpointFolder(run.checkpoints_path)
-    folder.begin(5).commit(Manifest(5, 1, 0.0, {}, {}, {}, {}, {}, {}))
+    folder.begin(5).commit(CheckpointManifest(5, 1, 0.0, {}, {}, {}, {}, {}, {}))
     before = summarize(run)
     assert finished_unwritten(run, before).state == "unfinished", "only step 5 of 9 is stored"
-    folder.begin(9).commit(Manifest(9, 1, 0.0, {}, {}, {}, {}, {}, {}))
+    folder.begin(9).commit(CheckpointManifest(9, 1, 0.0, {}, {}, {}, {}, {}, {}))
     after = finished_unwritten(run, before)
     assert (after.state, after.steps, after.steps_without_line) == ("finished", 9, 5)
     assert "no room for the metrics lines of 5" in lost_lines_told(run, after)

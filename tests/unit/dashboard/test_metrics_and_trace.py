@@ -11,18 +11,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from myriad.dashboard.api.more import more_routes
-from myriad.dashboard.api.trace import Ask
+from myriad.dashboard.api.export_api import Ask, more_routes
 from myriad.dashboard.app import build_app
 from myriad.dashboard.run_files import RunFiles
 from myriad.dashboard.store.span_store import SpanStore
-from myriad.dashboard.watched import Watched
+from myriad.dashboard.watched_run import Watched
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.telemetry.batch import SpanBatch
-from myriad.telemetry.counters import LINK_FIELDS, CounterFile, Sample
-from myriad.telemetry.records import RECORD
+from myriad.telemetry.links.network_counters import LINK_FIELDS, CounterFile, Sample
+from myriad.telemetry.span_io.span_batch import SpanBatch
+from myriad.telemetry.span_io.span_records import RECORD
 
 
 def client_of(watched: Watched, trace: Ask | None = None, token: str | None = None) -> TestClient:

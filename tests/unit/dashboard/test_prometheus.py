@@ -13,9 +13,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from myriad.dashboard.prometheus import RunMetrics
-from myriad.jsonl import append_line
 from myriad.run import Run
-from myriad.telemetry.counters import LINK_FIELDS, RDMA_FIELDS, CounterFile, Sample
+from myriad.system.jsonl import append_line
+from myriad.telemetry.links.network_counters import LINK_FIELDS, RDMA_FIELDS, CounterFile, Sample
 
 MONITORING = Path(__file__).parents[3] / "examples" / "monitoring"
 PHASES = (

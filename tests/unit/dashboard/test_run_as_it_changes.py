@@ -9,17 +9,15 @@ from pathlib import Path
 import pytest
 
 from myriad.dashboard.analyst import Analyst
-from myriad.dashboard.api.about import sentence
-from myriad.dashboard.curves import Curves
+from myriad.dashboard.api.run_api import sentence
 from myriad.dashboard.follower import Follower
-from myriad.dashboard.freshness import Freshness
-from myriad.dashboard.run_files import RunFiles
+from myriad.dashboard.run_files import Curves, RunFiles
 from myriad.dashboard.store.span_store import SpanStore
-from myriad.dashboard.watched import Watched
+from myriad.dashboard.watched_run import Freshness, Watched
 from myriad.job import load_job
-from myriad.jsonl import JsonlTail
 from myriad.run import Run
-from myriad.run_lines import Peaks, StepCount, count_steps
+from myriad.run.run_lines import Peaks, StepCount, count_steps
+from myriad.system.jsonl import JsonlTail
 
 
 @pytest.fixture

@@ -12,19 +12,18 @@ from hypothesis import strategies as st
 
 from myriad.comm.layout import Layout
 from myriad.dashboard.follower import Follower
-from myriad.dashboard.insight.ranks import Ranks
+from myriad.dashboard.insight.rank_arrays import Ranks
 from myriad.dashboard.run_files import RunFiles
-from myriad.dashboard.store.heat import HeatMap
-from myriad.dashboard.store.lanes import choose_lanes
+from myriad.dashboard.store.heat_map import HeatMap
 from myriad.dashboard.store.span_store import SpanStore
-from myriad.dashboard.store.timeline import Window, spans_in, window_of_steps
+from myriad.dashboard.store.timeline_spans import Window, choose_lanes, spans_in, window_of_steps
 from myriad.dashboard.tile import pack_tile, to_json, unpack_tile
-from myriad.dashboard.watched import Watched
+from myriad.dashboard.watched_run import Watched
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.telemetry.batch import BatchError, SpanBatch
-from myriad.telemetry.records import RECORD
-from myriad.telemetry.span_files import read_span_file, write_span_file
+from myriad.telemetry.span_io.span_batch import BatchError, SpanBatch
+from myriad.telemetry.span_io.span_files import read_span_file, write_span_file
+from myriad.telemetry.span_io.span_records import RECORD
 
 NAMES = ("forward", "tensor_comm", "wait", "mine")
 EPOCH = 1_700_000_000 * 10**9

@@ -8,14 +8,14 @@ import typer
 from tiny_corpora import lines, make_corpus
 from typer.testing import CliRunner
 
-from myriad.cli import data
+from myriad.cli import data_command
 from myriad.errors import BadInputError
 
 
 def run(*arguments: str) -> tuple[int, str]:
     app = typer.Typer()
     app.callback()(lambda: None)
-    data.register(app)
+    data_command.register(app)
     result = CliRunner().invoke(app, ["data", *arguments])
     if isinstance(result.exception, BadInputError):
         raise result.exception

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from myriad.data import cache
-from myriad.data.cache import prepare_embedded
+from myriad.data import corpus_cache
+from myriad.data.corpus_cache import prepare_embedded
+from myriad.data.corpus_manifest import read_manifest
 from myriad.data.embedded import (
     VALIDATION_SHARE,
     Document,
@@ -13,7 +14,6 @@ from myriad.data.embedded import (
     embedded_key,
     split_documents,
 )
-from myriad.data.manifest import read_manifest
 from myriad.errors import BadInputError
 
 
@@ -61,7 +61,7 @@ def test_held_out_documents_are_whole_and_about_their_share() -> None:
 @pytest.fixture
 def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     documents = [Document(f"d{number}", f"text number {number} " * 40) for number in range(100)]
-    monkeypatch.setattr(cache, "embedded_documents", lambda: documents)
+    monkeypatch.setattr(corpus_cache, "embedded_documents", lambda: documents)
     return tmp_path / "cache"
 
 

@@ -9,13 +9,13 @@ import pyarrow.parquet as parquet
 import pytest
 from tiny_corpora import lines, make_corpus, options
 
-from myriad.data import pieces
 from myriad.data import prepare as module
+from myriad.data import tokenize_pieces
 from myriad.data.corpus import open_corpus
-from myriad.data.manifest import Split, read_manifest
+from myriad.data.corpus_manifest import Split, read_manifest
+from myriad.data.corpus_verification import verify_corpus
 from myriad.data.prepare import prepare
 from myriad.data.tokenizer import Tokenizer
-from myriad.data.verify import verify_corpus
 from myriad.errors import BadInputError, RunFailedError
 
 
@@ -131,7 +131,7 @@ def test_a_long_record_is_encoded_in_parts_and_stays_one_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An encoding takes some 170 times the memory of its text."""
-    monkeypatch.setattr(pieces, "LONGEST_TEXT_BYTES", 50)
+    monkeypatch.setattr(tokenize_pieces, "LONGEST_TEXT_BYTES", 50)
     texts = ["short", "x" * 170, "\n".join(f"line {i} of many" for i in range(30)), "", "after"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     longest: list[int] = []
@@ -161,14 +161,14 @@ def test_an_unfinished_corpus_goes_on_with_what_is_finished(
     whole = content(make_corpus(tmp_path, "whole", count=200))
     tokenized: list[int] = []
 
-    def die_in_piece_3(*arguments: object) -> pieces.PieceResult:
+    def die_in_piece_3(*arguments: object) -> tokenize_pieces.PieceResult:
         tokenized.append(arguments[2].number)
         if len(tokenized) == 4:
             raise KeyboardInterrupt
         return original(*arguments)
 
-    original = pieces._tokenize
-    monkeypatch.setattr(pieces, "_tokenize", die_in_piece_3)
+    original = tokenize_pieces._tokenize
+    monkeypatch.setattr(tokenize_pieces, "_tokenize", die_in_piece_3)
     source = [str(tmp_path / "whole-text")]
     with pytest.raises(KeyboardInterrupt):
         prepare(source, tmp_path / "out", options())

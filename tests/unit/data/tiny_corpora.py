@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from myriad.data.manifest import Manifest, read_manifest
+from myriad.data.corpus_manifest import Manifest, read_manifest
 from myriad.data.prepare import PrepareOptions, prepare
 
 __all__ = ["drop_blocks", "flip", "lines", "make_corpus", "options"]

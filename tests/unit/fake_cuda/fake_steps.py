@@ -7,8 +7,11 @@ A wrong device or type of a tensor is an error of FakeTensorMode. Values are not
 """
 
 from collections import Counter
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,11 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from myriad.comm.layout import check_layout
 from myriad.model.gpt import GPT
 from myriad.optim.precision import resolve_float8
+from myriad.parallel import engine as engine_module
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
 from myriad.program.partition import partition_layers
 from myriad.telemetry.spans import Recorder
-from myriad.train.batches import to_batch
+from myriad.train.data_loader import to_batch
 
 _FAKES = FakeTensorMode(allow_non_fake_inputs=True)
 """One for all cases: what Myriad caches stays of one kind."""
@@ -37,18 +41,54 @@ class Measured:
 
     launches: Counter[str]
     """Kernels by name."""
+    moved: Counter[str]
+    """Bytes that they read and write."""
     waits: Counter[str]
     """Times that the host waited for the device, by what for and where."""
     validation_waits: Counter[str]
     """Those of a batch of validation."""
+    sums_bytes: Counter[str]
+    """Bytes of gradient sums that are read and written for each parameter, by operator, without what Triton's
+    optimizer reads."""
+    in_graphs: Counter[str]
+    """Kernels that graphs started: those are one launch each."""
 
 
-def measure(case: StepCase) -> Measured:
-    """Return what the second step of a case starts; the first fills caches. Raises what goes wrong."""
+class _FakeGraphs:
+    """`myriad.parallel.cuda_graphs.Capturer`: what is captured is counted in the graph, and a replay as
+    one."""
+
+    def __init__(self, counter: LaunchCounter) -> None:
+        self._counter = counter
+        self.replayed: Counter[str] = Counter()
+        """Kernels in the graphs that were replayed."""
+
+    def warming(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def capture(self, work: Callable[[], None], pool: Hashable) -> Callable[[], None]:
+        launches = self._counter.launches
+        before = Counter(launches)
+        work()
+        inside = launches - before
+        launches.clear()
+        launches.update(before)
+
+        def replay() -> None:
+            launches["graph"] += 1
+            self.replayed.update(inside)
+
+        return replay
+
+
+def measure(case: StepCase, *, captures: bool = False) -> Measured:
+    """Return what the second step of a case starts; the first fills caches. ``captures``: its stages are
+    captured as CUDA graphs. Raises what goes wrong."""
     counter = LaunchCounter()
+    graphs = _FakeGraphs(counter)
     with (
         fake_torch_cuda(),
-        counted_kernels(counter.launches),
+        counted_kernels(counter),
         indices_on_host(),
         addresses(),
         lists_in_one_copy(),
@@ -75,6 +115,7 @@ def measure(case: StepCase) -> Measured:
             comm=case.comm,
             kernels=case.kernels,
             float8=resolve_float8(case.precision, case.kernels),
+            keeps_addresses=captures,
         )
         rows = case.micro_batches * layout.micro_batch
 
@@ -82,21 +123,55 @@ def measure(case: StepCase) -> Measured:
             tokens = np.zeros((rows, model.sequence + 1), np.int32)
             return to_batch(SimpleNamespace(model=model), tokens, 0, DEVICE)
 
+        if captures:
+            with (  # there are no values to compare, and none to add up over ranks
+                mock.patch.object(engine_module, "_difference", lambda *_: ""),
+                mock.patch.object(Engine, "_fails_anywhere", lambda engine, problem: bool(problem)),
+            ):
+                engine.capture(graphs, load, rows * model.sequence)
+        chunks = engine.model.chunks
         for _ in range(2):
-            counter.launches.clear()
+            counter.clear()
+            graphs.replayed.clear()
+            counter.watched = {chunk.grad_buffer.untyped_storage()._cdata for chunk in chunks}
             waits.clear()
             engine.train_step(load, 1e-3, rows * model.sequence)
-        launches, of_step = Counter(counter.launches), Counter(waits)
+        launches, moved, of_step = Counter(counter.launches), Counter(counter.moved), Counter(waits)
+        size = sum(chunk.size for chunk in chunks)
+        traffic = Counter({name: count / size for name, count in counter.traffic.items()})
         waits.clear()
         engine.evaluate(load)
         engine.close()
-    return Measured(launches, of_step, Counter(waits))
+    return Measured(launches, moved, of_step, Counter(waits), traffic, Counter(graphs.replayed))
 
 
-def launches_a_layer(case: StepCase) -> Counter[str]:
-    """Return what one more layer starts, forward, backward and recomputation."""
+def launches_captured(case: StepCase) -> dict[str, int]:
+    """Return what a step starts operator by operator, and with captured stages by the host and in graphs."""
+    one_by_one, captured = measure(case), measure(case, captures=True)
+    return {
+        "one_by_one": sum(one_by_one.launches.values()),
+        "by_host": sum(captured.launches.values()),
+        "graphs": captured.launches["graph"],
+        "in_graphs": sum(captured.in_graphs.values()),
+    }
+
+
+def measure_layer(case: StepCase) -> tuple[Counter[str], Counter[str]]:
+    """Return what one more layer starts, forward, backward and recomputation, and the bytes that it moves; of
+    a case with several micro-batches in the last one alone."""
+    if case.micro_batches > 1:
+        before, whole = _of_all(replace(case, micro_batches=case.micro_batches - 1)), _of_all(case)
+        return _difference(whole[0], before[0]), _difference(whole[1], before[1])
+    return _of_all(case)
+
+
+def _of_all(case: StepCase) -> tuple[Counter[str], Counter[str]]:
+    """All micro-batches of one more layer."""
     fewer, more = (
-        measure(replace(case, model=case.model.model_copy(update={"layers": layers}))).launches
-        for layers in (1, 2)
+        measure(replace(case, model=case.model.model_copy(update={"layers": layers}))) for layers in (1, 2)
     )
+    return _difference(more.launches, fewer.launches), _difference(more.moved, fewer.moved)
+
+
+def _difference(more: Counter[str], fewer: Counter[str]) -> Counter[str]:
     return Counter({name: more[name] - fewer[name] for name in more if more[name] != fewer[name]})

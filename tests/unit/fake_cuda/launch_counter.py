@@ -1,11 +1,12 @@
-"""Counts what a step starts on the fake device, and notes where the host would wait for a number of it.
+"""Counts what a step starts on the fake device and the bytes that it moves, and notes where the host would
+wait for a number of it.
 
 A mode above FakeTensorMode: it sees every operator with the very tensors, also those of the backward, and
 answers for a number that the host asks for, which a FakeTensor does not have.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -24,6 +25,8 @@ _MEMORY = {"alias", "detach", "empty", "empty_like", "empty_strided", "new_empty
     "set_",
 }
 """Make, free or name memory, and start no kernel."""
+_OVERWRITES = {"copy_", "fill_", "zero_"}
+"""Read nothing of what they write to."""
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -32,6 +35,24 @@ class LaunchCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launches: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
+        """Bytes of what kernels read and write, each of them once: no cache, nothing read twice."""
+        self.watched: set[int] = set()
+        """Storages (``_cdata``) whose traffic counts."""
+        self.traffic: Counter[str] = Counter()
+        """Bytes read and written of them, by operator; of Triton's kernels none."""
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        for counter in (self.launches, self.moved, self.traffic):
+            counter.clear()
+
+    def note(self, name: str, tensors: Iterable[Any]) -> None:
+        """A kernel was started that reads or writes each of ``tensors``; one that is given twice counts
+        once."""
+        self.launches[name] += 1
+        found = {id(one): one for one in tensors if _on_cuda(one)}
+        self.moved[name] += sum(map(_bytes, found.values()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -45,7 +66,27 @@ class LaunchCounter(TorchDispatchMode):
         out = func(*args, **kwargs)
         if not _is_free(func) and any(map(_on_cuda, tree_leaves((args, kwargs, out)))):
             self.launches[str(func)] += 1
+            self._note_traffic(func, args, kwargs)
+            given = set(map(id, tree_leaves((args, kwargs))))
+            made = [one for one in tree_leaves(out) if _on_cuda(one) and id(one) not in given]
+            self.moved[str(func)] += sum(map(_bytes, made))
         return out
+
+    def _note_traffic(self, func: Any, args: Any, kwargs: Any) -> None:
+        named = zip(func._schema.arguments, args, strict=False)
+        given = [*named, *((one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs)]
+        beta = next((value for one, value in given if one.name == "beta"), 1)
+        for one, value in given:
+            writes = one.alias_info is not None and one.alias_info.is_write
+            is_sum = one.name == "self" and func._schema.name.removeprefix("aten::") not in _OVERWRITES
+            reads = beta != 0 if one.name == "self" and "addmm" in func._schema.name else not writes or is_sum
+            for x in tree_leaves(value):
+                if not _on_cuda(x):
+                    continue
+                moved = _bytes(x) * (int(reads) + int(writes))
+                self.moved[str(func)] += moved
+                if x.untyped_storage()._cdata in self.watched:
+                    self.traffic[str(func)] += moved
 
 
 @contextmanager
@@ -67,6 +108,10 @@ def _ones(shape: torch.Size, dtype: torch.dtype) -> Any:
 
 def _one(dtype: torch.dtype) -> float | bool | int:
     return 1.0 if dtype.is_floating_point else False if dtype is torch.bool else 1
+
+
+def _bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
 
 
 def _on_cuda(value: Any) -> bool:

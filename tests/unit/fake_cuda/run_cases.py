@@ -1,5 +1,5 @@
-"""``python run_cases.py NAME...``: a line of JSON for each of `step_cases.STEPS` and `LAYERS`: what was
-counted, or what went wrong.
+"""``python run_cases.py NAME...``: a line of JSON for each of `step_cases.STEPS`, `LAYERS` and `CAPTURED`:
+what was counted, or what went wrong.
 
 A process of its own: the fake driver is loaded before torch, and never unloaded.
 """
@@ -11,13 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import fake_library
-from step_cases import LAYERS, STEPS
+from step_cases import CAPTURED, LAYERS, STEPS
 
 
 def _counted(name: str) -> dict[str, Mapping[str, int]]:
-    from fake_steps import launches_a_layer, measure
+    from fake_steps import launches_captured, measure, measure_layer
 
-    return vars(measure(STEPS[name])) if name in STEPS else {"launches": launches_a_layer(LAYERS[name])}
+    if name in STEPS:
+        return vars(measure(STEPS[name]))
+    if name in CAPTURED:
+        return {"launches": launches_captured(CAPTURED[name])}
+    launches, moved = measure_layer(LAYERS[name])
+    return {"launches": launches, "moved": moved}
 
 
 def main(*names: str) -> None:

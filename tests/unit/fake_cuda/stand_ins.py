@@ -3,7 +3,6 @@ number depends on data are made on the host, and a world is one rank that talks 
 """
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from fake_device import DEVICE
+from launch_counter import LaunchCounter
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 from torch.nn import functional as F
@@ -65,7 +65,7 @@ def fake_world(layout: Layout, rank: int) -> Iterator[FakeGroups]:
 
 
 @contextmanager
-def counted_kernels(launches: Counter[str]) -> Iterator[None]:
+def counted_kernels(counter: LaunchCounter) -> Iterator[None]:
     """Triton's kernels and attention are counted instead of run inside."""
     from triton.runtime.jit import JITFunction
 
@@ -75,11 +75,11 @@ def counted_kernels(launches: Counter[str]) -> Iterator[None]:
         assert all(isinstance(size, int) for size in sizes), f"{name}: grid of {sizes}"
         wrong = [value.device for value in args if isinstance(value, torch.Tensor) and not value.is_cuda]
         assert not wrong, f"{name}: tensors on {wrong}"
-        launches[f"triton.{name}"] += 1
+        counter.note(f"triton.{name}", args)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
         assert len({x.dtype for x in (q, k, v)}) == 1, [x.dtype for x in (q, k, v)]
-        return _Attention.apply(q, k, v, launches)
+        return _Attention.apply(q, k, v, counter)
 
     with (
         mock.patch.object(JITFunction, "run", run),
@@ -89,37 +89,44 @@ def counted_kernels(launches: Counter[str]) -> Iterator[None]:
 
 
 class _Attention(torch.autograd.Function):
-    """In the memory layout of cuDNN and FlashAttention, ``[B, S, N, D]`` seen as ``[B, N, S, D]``."""
+    """In the memory order of the queries, as cuDNN and FlashAttention have it (PyTorch's
+    ``alloc_with_matching_layout`` and ``empty_like``)."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launches: Counter[str]
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counter: LaunchCounter
     ) -> torch.Tensor:
-        launches["attention.forward"] += 1
-        ctx.like, ctx.launches = (q, k, v), launches
-        return _laid_out(q)
+        out = _laid_out(q)
+        counter.note("attention.forward", (q, k, v, out))
+        ctx.like, ctx.counter = (q, k, v), counter
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.launches["attention.backward"] += 1
         assert gradient.dtype == ctx.like[0].dtype, gradient.dtype
-        return *map(_laid_out, ctx.like), None
+        grads = [*map(_laid_out, ctx.like)]
+        out = gradient.detach().new_empty(gradient.shape)
+        ctx.counter.note("attention.backward", (*ctx.like, out, gradient, *grads))
+        return *grads, None
 
 
 def _laid_out(x: torch.Tensor) -> torch.Tensor:
-    batch, heads, sequence, width = x.shape
-    return x.new_empty(batch, sequence, heads, width).transpose(1, 2)
+    return torch.empty_like(x)
 
 
 @contextmanager
 def indices_on_host() -> Iterator[None]:
     """Where the number of indices depends on data they are made without FakeTensors inside."""
     from myriad.kernels.triton import optimizer
-    from myriad.optim import norms
+    from myriad.optim import parameter_norms
     from myriad.parallel import engine
 
     with ExitStack() as stack:
-        for module, name in ((norms, "_cut"), (optimizer, "cut_blocks"), (engine, "shapes_between_stages")):
+        for module, name in (
+            (parameter_norms, "_cut"),
+            (optimizer, "cut_blocks"),
+            (engine, "shapes_between_stages"),
+        ):
             stack.enter_context(mock.patch.object(module, name, _on_host(getattr(module, name))))
         yield
 

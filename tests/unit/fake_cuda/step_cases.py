@@ -1,5 +1,6 @@
 """The steps that are taken on a fake CUDA device: a sample in which every axis of the layout, precision,
-optimizer and kind of recomputation meets others, and the shapes whose launches a layer docs/gpu.md has.
+optimizer and kind of recomputation meets others, and the shapes whose launches a layer
+docs/benchmarks/launches.md lists.
 
 No torch here: tests list the cases by it.
 """
@@ -137,11 +138,50 @@ LAYERS: dict[str, StepCase] = {
     "Llama-3-8B, window 1,024": StepCase(_ALONE, _LLAMA.model_copy(update={"window": 1024})),
     "Llama-3-8B, float8": StepCase(_ALONE, _LLAMA, "float8"),
     "Llama-3-8B, float8-blocks": StepCase(_ALONE, _LLAMA, "float8-blocks"),
+    "Llama-3-8B, float8, third micro-batch": StepCase(_ALONE, _LLAMA, "float8", micro_batches=3),
+    "Llama-3-8B, float8-blocks, third micro-batch": StepCase(
+        _ALONE, _LLAMA, "float8-blocks", micro_batches=3
+    ),
     "Llama-3-8B, kernels plain": StepCase(_ALONE, _LLAMA, kernels="plain"),
     "GPT 1.3B": StepCase(_ALONE, _GPT_1B),
     "GPT 1.3B, dropout": StepCase(_ALONE, _GPT_1B.model_copy(update={"dropout": 0.1})),
     "Llama-3-8B, tp 8, overlap.tensor off": StepCase(_TP8, _LLAMA, overlap=OverlapConfig(tensor=None)),
     "Llama-3-8B, tp 8": StepCase(_TP8, _LLAMA),
     "Llama-3-8B, tp 8, micro-batch 2": StepCase(Layout(tp=8, micro_batch=2), _LLAMA),
+    "Llama-3-8B, tp 8, micro-batch 4": StepCase(Layout(tp=8, micro_batch=4), _LLAMA),
+    "Llama-3-8B, tp 8, micro-batch 2, overlap.tensor off": StepCase(
+        Layout(tp=8, micro_batch=2), _LLAMA, overlap=OverlapConfig(tensor=None)
+    ),
+    "Llama-3-8B, tp 8, micro-batch 4, window 1,024": StepCase(
+        Layout(tp=8, micro_batch=4), _LLAMA.model_copy(update={"window": 1024})
+    ),
+    "GPT 1.3B, tp 8, micro-batch 4": StepCase(Layout(tp=8, micro_batch=4), _GPT_1B),
 }
-"""Whose launches a layer `benchmarks/launches.py` prints."""
+"""Whose launches a layer `benchmarks/kernels/launches.py` prints."""
+
+_GPT2 = ModelConfig(
+    layers=12,
+    hidden=768,
+    heads=12,
+    vocabulary=50304,
+    sequence=1024,
+    activation="gelu_tanh",
+    norm="layer",
+    bias=True,
+    position="learned",
+)
+
+CAPTURED: dict[str, StepCase] = {
+    "GPT-2 124M, one sequence": StepCase(_ALONE, _GPT2),
+    "GPT-2 124M, dp 8, ZeRO 2, one sequence": StepCase(Layout(dp=8, zero=2), _GPT2),
+    "Llama-3-8B, 8 layers, tp 8, 4 micro-batches": StepCase(
+        _TP8, _LLAMA.model_copy(update={"layers": 8}), micro_batches=4
+    ),
+    "Llama-3-8B, 32 layers, pp 4 (rank 1), 8 micro-batches": StepCase(
+        Layout(pp=4), _LLAMA.model_copy(update={"layers": 32}), micro_batches=8, rank=1
+    ),
+    "Llama-3-8B, 8 layers, dp 8, ZeRO 3": StepCase(
+        Layout(dp=8, zero=3), _LLAMA.model_copy(update={"layers": 8})
+    ),
+}
+"""Whose launches a step with and without captured stages `benchmarks/kernels/launches.py --graphs` prints."""

@@ -11,8 +11,8 @@ import pytest
 import torch
 from fake_device import DEVICE, fake_torch_cuda, waits
 
-from myriad.checkpoint import snapshot
-from myriad.checkpoint.memory import SnapshotMemory
+from myriad.checkpoint.snapshots import snapshot_taker
+from myriad.checkpoint.snapshots.snapshot_memory import SnapshotMemory
 
 SLOT_BYTES = 10 * 4096
 
@@ -47,25 +47,28 @@ def memory() -> Iterator[SnapshotMemory]:
 @pytest.fixture
 def made(memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A copier in the making, pieces of four pages, and the errors that CUDA was made to forget."""
-    monkeypatch.setattr(snapshot, "_PIN_BYTES", 4 * 4096)
+    monkeypatch.setattr(snapshot_taker, "_PIN_BYTES", 4 * 4096)
     forgotten: list[torch.device] = []
-    monkeypatch.setattr(snapshot, "_forget_error", forgotten.append)
+    monkeypatch.setattr(snapshot_taker, "_forget_error", forgotten.append)
 
-    def copier(limit: int) -> tuple[snapshot._CudaCopier, Cudart]:
+    def copier(limit: int) -> tuple[snapshot_taker._CudaCopier, Cudart]:
         cudart = Cudart(limit)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-        return snapshot._CudaCopier(memory, DEVICE), cudart
+        return snapshot_taker._CudaCopier(memory, DEVICE), cudart
 
     with fake_torch_cuda():
         yield SimpleNamespace(copier=copier, forgotten=forgotten)
 
 
-def copied(memory: SnapshotMemory, copier: snapshot._CudaCopier) -> list[str]:
+def copied(memory: SnapshotMemory, copier: snapshot_taker._CudaCopier) -> list[str]:
     """One snapshot; gives the threads in which tensors were copied."""
     threads: list[str] = []
     values = torch.arange(SLOT_BYTES // 4, dtype=torch.int32)
-    whole = [snapshot._Copy(values[:3000], 0), snapshot._Copy(values[3000:].view(-1, 8).t(), 12000)]
-    copies = [part for one in whole for part in snapshot._within_pins(one)]
+    whole = [
+        snapshot_taker._MemoryCopy(values[:3000], 0),
+        snapshot_taker._MemoryCopy(values[3000:].view(-1, 8).t(), 12000),
+    ]
+    copies = [part for one in whole for part in snapshot_taker._within_pins(one)]
     original = copier._copy
 
     def noted(*arguments: object) -> None:
@@ -120,9 +123,9 @@ def test_a_machine_that_does_not_pin_it_all_copies_in_the_thread_and_says_so(
 def test_parts_of_a_copy_are_the_copy(
     start: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "_PIN_BYTES", 4 * 4096)
+    monkeypatch.setattr(snapshot_taker, "_PIN_BYTES", 4 * 4096)
     values = torch.arange(9000, dtype=torch.int32).view(shape)
-    parts = list(snapshot._within_pins(snapshot._Copy(values, start)))
+    parts = list(snapshot_taker._within_pins(snapshot_taker._MemoryCopy(values, start)))
     assert torch.equal(torch.cat([part.source.reshape(-1) for part in parts]), values.view(-1))
     ends = [part.start + part.num_bytes for part in parts]
     assert [part.start for part in parts] == [start, *ends[:-1]]

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from myriad.kernels.host_memory import keep_freed_memory
 
 _FAULTS = """
@@ -24,6 +26,7 @@ def page_faults():
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_memory_that_was_freed_is_used_again_without_faults():
     assert page_faults() < 100
 

@@ -11,6 +11,7 @@ from myriad.kernels.attention import attention, attention_reference
 from myriad.kernels.attention_blocks import Heads, runs_in_blocks
 from myriad.kernels.cross_entropy import chunk_tokens, linear_cross_entropy, linear_cross_entropy_reference
 from myriad.kernels.embedding import add_rows_sorted, embedding, embedding_reference
+from myriad.kernels.float8 import Float8
 from myriad.kernels.gradient import GradientSink, accumulate_product, apply_deferred, set_sink
 from myriad.kernels.linear import linear
 from myriad.kernels.norm import LayerNorm, RMSNorm, rms_norm_reference
@@ -96,6 +97,67 @@ def test_a_sink_adds_up_over_micro_batches_and_autograd_sees_no_gradient():
         linear(part, weight).sum().backward()
     assert weight.grad is None
     torch.testing.assert_close(sink.total, 1 + x.sum((0, 1)).expand(7, 5))
+
+
+def writers():
+    """(name, shape of the weight, its type, what writes a gradient of seed ``k`` to its sink)."""
+
+    def product(weight, k, dtype=torch.float32):
+        x = torch.randn(32, weight.shape[1], generator=torch.Generator().manual_seed(k)).to(dtype)
+        (linear(x, weight).float() ** 2).sum().backward()
+
+    def loss(weight, k):
+        generator = torch.Generator().manual_seed(k)
+        x, targets = torch.randn(9, weight.shape[1], generator=generator), torch.arange(9) * k % 8
+        (linear_cross_entropy(x, weight, targets, Boundary(), 8) * 0.3).backward()
+
+    def rows(weight, k):
+        (embedding(torch.arange(6)[None] * k % 16, weight, 0, len(weight)) ** 2).sum().backward()
+
+    def dense(weight, k):
+        weight.sink.add(torch.randn(weight.shape, generator=torch.Generator().manual_seed(k)))
+
+    def scaled(weight, k):
+        weight.sink.add(torch.randn(weight.shape, generator=torch.Generator().manual_seed(k)), 0.5)
+
+    def partial_sums(weight, k):
+        weight.sink.add_rows(torch.randn(3, *weight.shape, generator=torch.Generator().manual_seed(k)))
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield f"product {dtype}", dtype, None, lambda weight, k, dtype=dtype: product(weight, k, dtype)
+    for scaling in ("tensor", "blocks"):
+        how = Float8(scaling)
+        yield f"float8 {scaling}", torch.bfloat16, how, lambda w, k: product(w, k, torch.bfloat16)
+    for function in (loss, rows, dense, scaled, partial_sums):
+        yield function.__name__, torch.float32, None, function
+
+
+@pytest.mark.parametrize(("name", "dtype", "float8", "write"), [*writers()], ids=lambda one: str(one)[:20])
+def test_a_first_gradient_replaces_whatever_the_memory_has(name, dtype, float8, write):
+    found = []
+    for begins in (True, False):
+        torch.manual_seed(0)
+        weight = torch.randn(16, 16).to(dtype).requires_grad_()
+        sink = GradientSink(torch.full((16, 16), float("nan") if begins else 0.0), float8=float8)
+        set_sink(weight, sink)
+        if begins:
+            sink.begin()
+        write(weight, 3)
+        first = sink.total.clone()
+        write(weight, 5)
+        assert weight.grad is None
+        found.append((first, sink.total))
+    assert all(map(torch.equal, *found))
+    assert not torch.equal(*found[0]), "the second is added"
+
+
+def test_a_sum_without_gradients_is_zero():
+    sinks = [GradientSink(torch.full((3, 4), float("nan"))) for _ in range(2)]
+    for sink in sinks:
+        sink.begin()
+    sinks[0].settle()
+    assert not sinks[0].total.any()
+    assert not sinks[1].total.any()
 
 
 def test_deferred_products_give_the_bits_of_immediate_ones():

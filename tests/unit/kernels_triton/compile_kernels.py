@@ -17,7 +17,8 @@ from myriad.kernels.triton import optimizer as triton_optimizer
 from myriad.kernels.triton import rotary as triton_rotary
 
 POINTERS = {
-    "means weight_sums bias_sums roots turns facts tops totals logits values gradients exp_avg exp_avg_sq "
+    "means weight_sums bias_sums left_weight left_bias left_weight_total left_bias_total "
+    "roots turns facts tops totals logits values gradients exp_avg exp_avg_sq "
     "squares rates updates stays": "*fp32",
     "targets starts stops owners": "*i64",
     "x branch weight bias stream y grad grad_y grad_stream out q k v fused": "",
@@ -28,7 +29,7 @@ NUMBERS = {
     "x_stride branch_stride grad_y_stride grad_stream_stride stream_stride batch_stride position_stride "
     "head_stride turns_stride stride out_stride rows width size sequence num_heads num_pairs first_row "
     "num_valid q_batch q_position q_head k_batch k_position k_head v_batch v_position v_head "
-    "num_kv_heads": "i32",
+    "y_batch y_position fused_batch fused_position num_kv_heads left_programs left_width": "i32",
 }
 TYPES = {
     name: kind for table in (POINTERS, NUMBERS) for names, kind in table.items() for name in names.split()
@@ -40,7 +41,9 @@ def cases() -> Iterator[tuple[Any, dict[str, Any]]]:
     for layer in (True, False):
         flags = {"IS_LAYER": layer, "HAS_BIAS": layer, "BLOCK": 4096}
         yield triton_norm.forward_kernel, flags | {"HAS_BRANCH": layer}
-        yield triton_norm.backward_kernel, flags | {"HAS_STREAM": layer}
+        yield triton_norm.backward_kernel, flags | {"HAS_STREAM": layer, "NUM_LEFT": 1 + layer}
+        yield triton_norm.wide_forward_kernel, flags | {"HAS_BRANCH": layer}
+        yield triton_norm.wide_backward_kernel, flags | {"HAS_STREAM": layer, "NUM_LEFT": 1 + layer}
     for name in ("gelu", "gelu_tanh", "swiglu", "relu2"):
         flags = {"NAME": name, "HAS_BIAS": name != "relu2", "BLOCK": 1024}
         yield triton_activation.forward_kernel, flags

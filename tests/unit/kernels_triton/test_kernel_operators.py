@@ -13,8 +13,10 @@ from myriad.kernels.activation import activate
 from myriad.kernels.attention import split_heads
 from myriad.kernels.attention_blocks import Heads
 from myriad.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from myriad.kernels.gradient import GradientSink, PendingRows, set_sink
 from myriad.kernels.norm import LayerNorm, RMSNorm
 from myriad.kernels.rotary import rotary_reference, rotary_turns
+from myriad.kernels.triton import norm as triton_norm
 from myriad.model.boundary import Boundary
 
 TYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -104,6 +106,36 @@ def test_norm_made_again_from_the_stream_has_the_bits_of_the_fused_one(name, dty
     assert torch.equal(norm(stream), y)
 
 
+@pytest.mark.parametrize("name", ["rms", "layer", "layer with bias"])
+@pytest.mark.parametrize(("rows", "width"), [(0, 40), (1, 16), (7, 40), (12, 129)])
+def test_rows_too_wide_for_registers_are_normalised_in_blocks(
+    name: str, rows: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a hidden size above 16,384 is; here blocks have 16 columns. Rows that no pair of rows divides, rows
+    that no block divides, several rows for a program."""
+    monkeypatch.setattr(triton_norm, "_WIDEST", {"forward": 8, "backward": 8})
+    monkeypatch.setattr(triton_norm, "_WIDE", 16)
+    ours = make_norm(name, width, torch.float32, "triton")
+    formula = make_norm(name, width, torch.double, "plain")
+    x, branch = (normal(rows, width, dtype=torch.float32, seed=seed) for seed in (1, 2))
+    pending = PendingRows()
+    sinks = [GradientSink(torch.zeros(width), pending=pending) for _ in ours.parameters()]
+    for parameter, sink in zip(ours.parameters(), sinks, strict=True):
+        set_sink(parameter, sink)
+    leaves, exact = (
+        [v.to(kind, copy=True).requires_grad_() for v in (x, branch)] for kind in (x.dtype, torch.double)
+    )
+    again = ours(torch.add(x, branch))
+    for norm, inputs in ((ours, leaves), (formula, exact)):
+        for _ in range(2):
+            stream, y = norm.add(*inputs)
+            assert norm is formula or torch.equal(y, again), "fused with the sum, the same bits"
+            (stream.sin().sum() + y.square().sum()).backward()
+    pending.add_up()
+    assert_close([v.grad for v in leaves], [v.grad for v in exact], torch.float32)
+    assert_close([sink.total for sink in sinks], [p.grad for p in formula.parameters()], torch.float32)
+
+
 def test_norm_s_weights_learn_what_the_formula_s_do() -> None:
     ours, formula = (
         make_norm("layer with bias", 33, kind, kernels)
@@ -115,6 +147,36 @@ def test_norm_s_weights_learn_what_the_formula_s_do() -> None:
     pairs = zip(ours.parameters(), formula.parameters(), strict=True)
     for one, other in pairs:
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(NORMS, min_size=1, max_size=3), st.integers(0, 9), st.sampled_from([5, 31, 130]), st.booleans()
+)
+def test_norms_that_leave_their_sums_to_the_next_one_learn_the_same(
+    names: list[str], rows: int, width: int, starts_late: bool
+) -> None:
+    """A stage's norms share one place for partial sums: the next backward adds up what is there, and the
+    stage's end what is left. Two backwards, as of two parts of a micro-batch."""
+    first = int(starts_late)  # the first norm adds up by itself: no other one may take its sums for a place
+
+    def learned(pending: PendingRows | None) -> list[torch.Tensor]:
+        norms = [make_norm(name, width, torch.float32, "triton") for name in names]
+        parameters = [
+            (p, pending if i >= first else None) for i, n in enumerate(norms) for p in n.parameters()
+        ]
+        sinks = [GradientSink(torch.full_like(p, 0.5), pending=place) for p, place in parameters]
+        for (parameter, _), sink in zip(parameters, sinks, strict=True):
+            set_sink(parameter, sink)
+        for seed in (3, 4):
+            x = normal(rows, width, dtype=torch.float32, seed=seed).requires_grad_()
+            torch.nn.Sequential(*norms)(x).square().sum().backward()
+        if pending is not None:
+            pending.add_up()
+            assert pending.sums is None
+        return [sink.total for sink in sinks]
+
+    assert_close(learned(PendingRows()), learned(None), torch.float32)
 
 
 def test_a_nan_spoils_its_own_row_only() -> None:

@@ -11,9 +11,18 @@ pytest.importorskip("triton")
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.kernels.agreement import LIMITS, disagreements, proved
+from myriad.kernels.agreement import (
+    LIMITS,
+    beyond_limits,
+    disagreements,
+    library_disagreements,
+    library_doubts,
+    proved,
+)
+from myriad.kernels.attention import attention
 from myriad.kernels.choice import explain, fallback
 from myriad.kernels.config import Kernels
+from myriad.kernels.float8 import Float8
 from myriad.kernels.triton import rotary as triton_rotary
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
@@ -114,12 +123,71 @@ def test_kernels_that_are_wrong_or_do_not_compile_are_done_without(monkeypatch) 
     assert proved("auto", torch.device("cpu"), torch.float32) == ("auto", "")
 
 
-def test_rows_too_wide_for_one_program_are_the_library_s() -> None:
-    found = explain("cuda", "bfloat16", "auto", {"norm": 65536})
-    assert found["norm"].kernel == "library" and "65536" in found["norm"].why
-    assert found["rotary"].kernel == "triton"
-    assert fallback("auto", "cuda", "bfloat16", {"norm": 65536}).startswith(
-        "without Triton's kernels for norm"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_library_that_is_right_is_within_the_limits(dtype: torch.dtype) -> None:
+    scaling = "blocks" if dtype == torch.bfloat16 else None
+    found = library_disagreements(dtype, torch.device("cpu"), scaling=scaling)
+    assert not beyond_limits(found, dtype) and {"products", "attention"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [
+        ("myriad.kernels.agreement.accumulate_product", "products"),
+        ("myriad.kernels.agreement.attention", "attention"),
+        ("myriad.kernels.float8.Float8.add_weight_gradient", "float8 products"),
+    ],
+)
+def test_a_wrong_kernel_of_the_library_is_named(
+    place: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of a step is spent in them: a sum that is not added to, a head that reads another one's keys, a
+    cast that loses its sign."""
+    wrong = {
+        "products": lambda total, grad, x: total.copy_(grad.float().t() @ x.float()),
+        "attention": lambda x, heads, window: attention(x.roll(64, 2), heads, window),
+        "float8 products": lambda how, total, columns, x: total.zero_() if total[0, 0] == 1 else None,
+    }[named]
+    if named == "float8 products":  # wrong on the device alone: the first of the two that are compared
+        calls: list[int] = []
+        right = Float8.add_weight_gradient
+
+        def first_wrong(how: Float8, *given: Any) -> None:
+            calls.append(1)
+            (wrong if len(calls) == 1 else right)(how, *given)
+
+        monkeypatch.setattr(place, first_wrong)
+    else:
+        monkeypatch.setattr(place, wrong)
+    found = library_disagreements(torch.bfloat16, torch.device("cpu"), scaling="tensor")
+    assert [line.partition(" by ")[0] for line in beyond_limits(found, torch.bfloat16)] == [named]
+
+
+def test_what_the_library_does_wrongly_on_a_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, results = torch.device("cuda", 0), [{"products": 1e-4}, {"products": 0.5}, RuntimeError("no\nimage")]
+
+    def found(*given: Any, **more: Any) -> dict[str, float]:
+        result = results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr("myriad.kernels.agreement.library_disagreements", found)
+    assert library_doubts(gpu, torch.bfloat16, float8=None) == []
+    assert library_doubts(gpu, torch.bfloat16, float8=None) == [
+        "PyTorch's kernels are wrong on this device: products by 0.5"
+    ]
+    (line,) = library_doubts(gpu, torch.bfloat16, float8=None)
+    assert line.endswith("RuntimeError: no")
+    assert library_doubts(torch.device("cpu"), torch.bfloat16, float8=None) == [], "results: not asked"
+
+
+def test_heads_too_wide_for_one_program_are_turned_by_plain_operators() -> None:
+    found = explain("cuda", "bfloat16", "auto", {"rotary": 1024})
+    assert found["rotary"].kernel == "plain" and "1024" in found["rotary"].why
+    assert found["norm"].kernel == "triton"
+    assert fallback("auto", "cuda", "bfloat16", {"rotary": 1024}).startswith(
+        "without Triton's kernels for rotary"
     )
     assert not fallback("auto", "cuda", "bfloat16", {})
 

@@ -50,3 +50,10 @@ def test_float8_kernels_compile_for_hopper_and_fit_it() -> None:
         assert (one["tensor_core_products"] > 0) == one["kernel"].startswith("product"), one
         if one["kernel"].startswith("cast"):  # two programs of 256 threads share a multiprocessor
             assert one["registers"] <= 128, one
+
+
+def test_norm_kernels_keep_rows_of_any_width_in_registers() -> None:
+    found = told_by("norm_cubins.py")
+    assert {one["hidden"] for one in found} >= {4096, 16384, 20480}
+    for one in found:
+        assert one["stack_bytes"] <= 32, one

@@ -14,13 +14,13 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 from myriad.kernels.agreement import LIMITS, float8_disagreements
-from myriad.kernels.float8 import BOTH, Float8, Form, Kind, Scaled, Scaling, scaled_reference, seen
+from myriad.kernels.float8 import BOTH, Float8, Form, KeptForms, Kind, Scaled, Scaling, scaled_reference, seen
 from myriad.kernels.gradient import GradientSink, set_sink
 from myriad.kernels.linear import linear
 from myriad.kernels.triton.float8 import add_product_of_blocks, product_of_blocks
 from myriad.kernels.triton.scaling import largest
 from myriad.kernels.triton.scaling import scaled as scaled_in_triton
-from myriad.planner.float8 import moved_by_float8
+from myriad.planner.cost.operator_costs import float8_traffic
 
 TYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 KINDS: list[Kind] = ["tensor", "lines", "squares"]
@@ -115,7 +115,7 @@ def test_operands_are_read_and_written_as_often_as_the_planner_counts(monkeypatc
     x = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(384, 256, dtype=torch.bfloat16))
     set_sink(weight, GradientSink(torch.zeros(384, 256), float8=Float8(scaling)))
-    expected = moved_by_float8(scaling, 2, x.numel(), 128 * 384, weight.numel(), 4)
+    expected = float8_traffic(scaling, 2, x.numel(), 128 * 384, weight.numel(), 4)
     forward, inputs, weights = (turn.num_bytes for turn in expected)
     if scaling == "tensor":  # and the product added to its sum, by the library
         weights -= weight.numel() * (2 + 4 + 4)
@@ -126,6 +126,26 @@ def test_operands_are_read_and_written_as_often_as_the_planner_counts(monkeypatc
     moved.clear()
     y.sum().backward()
     assert 0 <= sum(moved) - inputs - weights < 300
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "blocks"])
+def test_kept_forms_are_read_and_written_as_often_as_the_planner_counts(
+    monkeypatch, scaling: Scaling
+) -> None:
+    monkeypatch.setattr("myriad.kernels.float8._in_triton", lambda x, kernels: True)
+    micro_batches = torch.randn(3, 128, 256, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(384, 256, dtype=torch.bfloat16))
+    sink = GradientSink(torch.zeros(384, 256), float8=Float8(scaling))
+    sink.forms = KeptForms()
+    set_sink(weight, sink)
+    expected = float8_traffic(scaling, 2, 128 * 256, 128 * 384, weight.numel(), 4, kept_over=3)
+    each = sum(turn.num_bytes for turn in expected)
+    if scaling == "tensor":  # and the product added to its sum, by the library
+        each -= weight.numel() * (2 + 4 + 4)
+    moved = count_bytes(monkeypatch)
+    for x in micro_batches:
+        linear(x, weight).sum().backward()
+    assert abs(sum(moved) - 3 * each) < 3 * 600
 
 
 def blocks(x: torch.Tensor, dtype: torch.dtype, kind: Kind) -> Scaled:

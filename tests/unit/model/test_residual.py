@@ -97,7 +97,7 @@ def test_layers_that_know_of_no_branch_are_given_the_sum() -> None:
 @pytest.mark.parametrize("index", [1, -1], ids=["block", "head"])
 def test_a_branch_is_given_up_when_it_is_added(index: int) -> None:
     layer, watching, seen = make_layers(MODEL)[index], Watching(), []
-    layer.boundary.start_enter = lambda x: Arriving(x, lambda: seen.append(watching.branch()))
+    layer.boundary.start_all_gather = lambda x: Arriving(x, lambda: seen.append(watching.branch()))
     _, context = make_batch(MODEL)
     run_layers([watching, layer], torch.randn(2, MODEL.sequence, MODEL.hidden), context)
     assert seen and set(seen) == {None}

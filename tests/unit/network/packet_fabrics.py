@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from myriad.network.fabric import Fabric
-from myriad.network.flows import Flows, Paths
-from myriad.network.switch_settings import SwitchSettings
+from myriad.network.congestion_controls import SwitchSettings
+from myriad.network.fabric import Fabric, Flows, Paths
 
 RATE, LATENCY = 12.5e9, 1e-6
 WIRE = 4096 + 82

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myriad.optim.clip import clip_scale, non_finite_rows, squared_norms
-from myriad.optim.norms import sums_of_squares
+from myriad.optim.parameter_norms import sums_of_squares
 from myriad.optim.region import Piece, Region
 
 

@@ -32,7 +32,7 @@ def test_the_scale_is_that_of_pytorch_s_grad_scaler_and_goes_on_from_a_checkpoin
 
 
 def test_at_the_smallest_scale_overflows_in_a_row_become_a_fault() -> None:
-    scaler = LossScaler(LossScaleConfig(initial=4, minimum=1, most_skips=2, growth_interval=9), 512)
+    scaler = LossScaler(LossScaleConfig(initial=4, minimum=1, max_skips=2, growth_interval=9), 512)
     assert [scaler.overflowed() for _ in range(4)] == [True] * 4 and scaler.scale == 1
     scaler.moved()
     assert [scaler.overflowed() for _ in range(3)] == [True, True, False]

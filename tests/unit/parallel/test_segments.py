@@ -7,9 +7,10 @@ from torch import nn
 from myriad.comm.layout import Layout
 from myriad.model.definition import Context
 from myriad.parallel import recompute
-from myriad.parallel.recompute import Segment, differentiate, next_is_backward, run_in_segments
+from myriad.parallel.recompute import Segment, differentiate, run_in_segments
 from myriad.program.build import build_program
 from myriad.program.config import OverlapConfig
+from myriad.program.in_flight import next_is_backward
 
 
 class Counted(nn.Module):
@@ -77,10 +78,10 @@ class DeviceGenerator:
 def test_a_gpu_s_generator_is_set_back_to_its_seed_and_offset(monkeypatch):
     generator, cuda = DeviceGenerator(), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
-    before = recompute._RandomState.of(cuda)
-    assert recompute._RandomState.of(cuda).equals(before)
+    before = recompute.RandomState.of(cuda)
+    assert recompute.RandomState.of(cuda).equals(before)
     generator.seed, generator.offset = 9, 44
-    assert not recompute._RandomState.of(cuda).equals(before)
+    assert not recompute.RandomState.of(cuda).equals(before)
     before.set(cuda)
     assert (generator.seed, generator.offset) == (7, 40)
 

@@ -5,10 +5,10 @@ from functools import lru_cache
 from hypothesis import strategies as st
 
 from myriad.model.config import ModelConfig
-from myriad.planner.cluster import Cluster
-from myriad.planner.judge import judge
-from myriad.planner.space import Candidate, Problem, plots
-from myriad.planner.stage_times import LayerTable
+from myriad.planner.cluster_config import Cluster
+from myriad.planner.search.layout_score import score_layout
+from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem, layout_grids
+from myriad.planner.search.stage_times import LayerTable
 from myriad.recipes.cluster import load_cluster
 
 MODEL = ModelConfig(
@@ -28,8 +28,8 @@ def cluster_of(*changes: str, nodes: int = 4) -> Cluster:
     return load_cluster("megascale-256xa100", [f"nodes={nodes}", "accelerators_per_node=4", *changes])
 
 
-def problem_of(*changes: str, nodes: int = 4, batch: int = 32) -> Problem:
-    return Problem(MODEL, batch, cluster_of(*changes, nodes=nodes))
+def problem_of(*changes: str, nodes: int = 4, batch: int = 32) -> LayoutProblem:
+    return LayoutProblem(MODEL, batch, cluster_of(*changes, nodes=nodes))
 
 
 @lru_cache(maxsize=1)
@@ -38,9 +38,9 @@ def _table() -> LayerTable:
 
 
 @st.composite
-def candidates(draw: st.DrawFn) -> Candidate:
+def candidates(draw: st.DrawFn) -> LayoutCandidate:
     """Any legal layout of the small problem, judged."""
-    plot = draw(st.sampled_from(list(plots(problem_of()))))
-    index = tuple(draw(st.integers(0, count - 1)) for count in plot.axes)
-    layout, overlap = plot.at(index)
-    return judge(problem_of(), Candidate(layout, overlap, 0.0, 0.0, 0.0), _table())
+    grid = draw(st.sampled_from(list(layout_grids(problem_of()))))
+    index = tuple(draw(st.integers(0, count - 1)) for count in grid.axes)
+    layout, overlap = grid.at(index)
+    return score_layout(problem_of(), LayoutCandidate(layout, overlap, 0.0, 0.0, 0.0), _table())

@@ -10,15 +10,14 @@ from planned import MODEL
 
 from myriad.comm.layout import Layout
 from myriad.network.routing import Routes
-from myriad.planner.cluster import Cluster
-from myriad.planner.cluster_fabric import fabric_of
-from myriad.planner.costs import Costs
-from myriad.planner.exposure import JobExposure, Stretch, Tenant, fabric_costs
-from myriad.planner.fabric_placement import num_slots, optimised_order, seats_of
-from myriad.planner.job_placement import JobsOnFabric
-from myriad.planner.rescore import Simulations
-from myriad.planner.simulator import simulate
-from myriad.planner.work import Work
+from myriad.planner.cluster_config import Cluster
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.fabric.cluster_fabric import fabric_of
+from myriad.planner.fabric.fabric_placement import JobsOnFabric, num_slots, optimised_order, rank_mapping
+from myriad.planner.fabric.job_exposure import FabricJob, JobExposure, TransferSlowdown, fabric_costs
+from myriad.planner.simulation.simulation_cache import SimulationCache
+from myriad.planner.simulation.simulator import simulate
+from myriad.planner.workload import Workload
 from myriad.program.config import OverlapConfig
 from myriad.recipes.cluster import load_cluster
 
@@ -39,12 +38,12 @@ def _cluster(nodes: int, *changes: str) -> Cluster:
 def _job(layout: Layout, nodes: int, *changes: str, overlapped: bool = True) -> tuple[Costs, Routes]:
     cluster = _cluster(nodes, *changes)
     overlap = OverlapConfig(data=overlapped, pipeline=overlapped)
-    return Costs(Work(MODEL, layout, 32, overlap=overlap), cluster), Routes(fabric_of(cluster))
+    return Costs(Workload(MODEL, layout, 32, overlap=overlap), cluster), Routes(fabric_of(cluster))
 
 
-def _stretch(layout: Layout, nodes: list[int], *changes: str) -> Stretch:
+def _stretch(layout: Layout, nodes: list[int], *changes: str) -> TransferSlowdown:
     costs, routes = _job(layout, len(nodes), *changes)
-    return JobExposure(routes, [Tenant(costs, seats_of(costs, routes, nodes))]).draw(0).stretches[0]
+    return JobExposure(routes, [FabricJob(costs, rank_mapping(costs, routes, nodes))]).draw(0).slowdowns[0]
 
 
 def test_a_ring_waits_for_the_cable_that_its_steps_share() -> None:
@@ -63,25 +62,25 @@ def test_messages_wait_for_the_cable_that_replicas_share() -> None:
 def test_tensor_rings_that_leave_a_node_wait_too() -> None:
     assert _stretch(Layout(tp=4), [0, 2, 1, 3], *ONE_CABLE).tensor == pytest.approx((2.0,))
     costs, routes = _job(Layout(tp=4), 4, *ONE_CABLE)
-    slow = Stretch(data=(1.0,), tensor=(2.0,), messages={})
-    tenant = Tenant(costs, seats_of(costs, routes, range(4)))
-    assert simulate(fabric_costs(tenant, slow)).seconds > simulate(costs).seconds
+    slow = TransferSlowdown(data=(1.0,), tensor=(2.0,), messages={})
+    job = FabricJob(costs, rank_mapping(costs, routes, range(4)))
+    assert simulate(fabric_costs(job, slow)).seconds > simulate(costs).seconds
 
 
 @pytest.mark.parametrize("layout", [RING, Layout(dp=2, pp=2), Layout(tp=2, dp=2, zero=3)])
 def test_without_stretch_the_prediction_is_the_plain_one(layout: Layout) -> None:
     costs, routes = _job(layout, 4, *ONE_CABLE)
-    tenant = Tenant(costs, seats_of(costs, routes, range(num_slots(costs))))
-    none = Stretch((1.0,) * layout.pp, (1.0,) * layout.pp, {})
-    assert simulate(fabric_costs(tenant, none)).seconds == simulate(costs).seconds
-    assert Simulations().seconds(fabric_costs(tenant, none)) == Simulations().seconds(costs)
+    job = FabricJob(costs, rank_mapping(costs, routes, range(num_slots(costs))))
+    none = TransferSlowdown((1.0,) * layout.pp, (1.0,) * layout.pp, {})
+    assert simulate(fabric_costs(job, none)).seconds == simulate(costs).seconds
+    assert SimulationCache().seconds(fabric_costs(job, none)) == SimulationCache().seconds(costs)
 
 
 def test_a_stretched_collective_takes_as_much_longer_as_its_bytes() -> None:
     costs, routes = _job(RING, 4, *ONE_CABLE)
-    tenant = Tenant(costs, seats_of(costs, routes, range(4)))
-    slow = fabric_costs(tenant, Stretch((3.0,), (1.0,), {}))
-    begun = float(costs.data_sums.half_seconds(0.0))
+    job = FabricJob(costs, rank_mapping(costs, routes, range(4)))
+    slow = fabric_costs(job, TransferSlowdown((3.0,), (1.0,), {}))
+    begun = float(costs.dp_collectives.all_gather_seconds(0.0))
     for plain, stretched in zip(costs.stages, slow.stages, strict=True):
         assert stretched.reduce - begun == pytest.approx(3 * (plain.reduce - begun))
         assert stretched.gather - begun == pytest.approx(3 * (plain.gather - begun))
@@ -92,21 +91,21 @@ def test_the_two_simulators_agree_on_channels_that_differ() -> None:
     layout = Layout(dp=1, pp=4, virtual_stages=2)
     costs, routes = _job(layout, 4, *ONE_CABLE)
     messages = {(a, b): 1.0 + 50 * a + b for a in range(4) for b in range(4) if a != b}
-    tenant = Tenant(costs, seats_of(costs, routes, range(4)))
-    slow = fabric_costs(tenant, Stretch((1.0,) * 4, (1.0,) * 4, messages))
-    judged = Simulations()._simulated(slow, costs.work.num_micro_batches)
-    assert judged == pytest.approx(simulate(slow).seconds, rel=1e-12)
-    assert judged > simulate(costs).seconds
+    job = FabricJob(costs, rank_mapping(costs, routes, range(4)))
+    slow = fabric_costs(job, TransferSlowdown((1.0,) * 4, (1.0,) * 4, messages))
+    simulated = SimulationCache()._simulated(slow, costs.workload.num_micro_batches)
+    assert simulated == pytest.approx(simulate(slow).seconds, rel=1e-12)
+    assert simulated > simulate(costs).seconds
 
 
 def test_more_queue_pairs_and_adaptive_switches_even_out() -> None:
     costs, routes = _job(Layout(dp=32, zero=2), 8, *SPLIT)
     nodes = [0, 2, 4, 6, 1, 3, 5, 7]
-    tenant = Tenant(costs, seats_of(costs, routes, nodes))
+    job = FabricJob(costs, rank_mapping(costs, routes, nodes))
 
     def mean(**how: object) -> float:
-        exposure = JobExposure(routes, [tenant], **how)  # type: ignore[arg-type]
-        return float(np.mean([draw.stretches[0].slowest_ring for draw in exposure.draws(range(16))]))
+        exposure = JobExposure(routes, [job], **how)  # type: ignore[arg-type]
+        return float(np.mean([draw.slowdowns[0].slowest_ring for draw in exposure.draws(range(16))]))
 
     plain = mean()
     assert plain > 1.2
@@ -118,26 +117,28 @@ def test_more_queue_pairs_and_adaptive_switches_even_out() -> None:
 @settings(max_examples=15, deadline=None)
 def test_nothing_is_quicker_than_its_ports(order: list[int], seed: int) -> None:
     costs, routes = _job(Layout(dp=4, tp=4, pp=2, zero=2), 8, *SPLIT)
-    exposure = JobExposure(routes, [Tenant(costs, seats_of(costs, routes, order))])
+    exposure = JobExposure(routes, [FabricJob(costs, rank_mapping(costs, routes, order))])
     draw = exposure.draw(seed)
-    stretch = draw.stretches[0]
-    assert min([*stretch.data, *stretch.tensor, *stretch.messages.values()]) >= 1.0
-    assert exposure.judged(Simulations().seconds, draw)[0] >= Simulations().seconds(costs) * (1 - 1e-9)
-    again = JobExposure(routes, [Tenant(costs, seats_of(costs, routes, order))]).draw(seed)
-    assert again.stretches == draw.stretches
+    slowdown = draw.slowdowns[0]
+    assert min([*slowdown.data, *slowdown.tensor, *slowdown.messages.values()]) >= 1.0
+    assert exposure.simulated(SimulationCache().seconds, draw)[0] >= SimulationCache().seconds(costs) * (
+        1 - 1e-9
+    )
+    again = JobExposure(routes, [FabricJob(costs, rank_mapping(costs, routes, order))]).draw(seed)
+    assert again.slowdowns == draw.slowdowns
 
 
 @given(st.permutations(range(8)))
 @settings(max_examples=5, deadline=None)
 def test_the_order_that_is_found_is_never_worse(nodes: list[int]) -> None:
     costs, routes = _job(Layout(dp=8, tp=2, pp=2, zero=2), 8, *SPLIT)
-    judge = Simulations().seconds
-    tenant = Tenant(costs, seats_of(costs, routes, nodes))
-    order = optimised_order(tenant, nodes, routes, judge)
+    judge = SimulationCache().seconds
+    job = FabricJob(costs, rank_mapping(costs, routes, nodes))
+    order = optimised_order(job, nodes, routes, judge)
     assert sorted(order) == list(range(8))
     means = [
         float(
-            np.mean(JobExposure(routes, [tenant.at(seats_of(costs, routes, one))]).seconds(judge, range(4)))
+            np.mean(JobExposure(routes, [job.at(rank_mapping(costs, routes, one))]).seconds(judge, range(4)))
         )
         for one in (nodes, order)
     ]
@@ -148,14 +149,14 @@ def test_jobs_that_run_at_once_slow_each_other() -> None:
     """Two rings over two switches with one cable: alone each has it to itself."""
     pair = Layout(dp=2, zero=2)
     costs, routes = _job(pair, 4, *ONE_CABLE)
-    judge = Simulations().seconds
+    judge = SimulationCache().seconds
     both = JobsOnFabric([costs, costs], routes, judge, nodes=[[0, 2], [1, 3]])
-    numbered, found = both.verdicts(both.numbered(), [0]), both.optimised()
+    numbered, found = both.evaluate(both.numbered(), [0]), both.optimised()
     assert [one.slowest_ring.tolist() for one in numbered] == [[pytest.approx(0.5)]] * 2
     assert numbered[0].seconds[0] > judge(costs)
     assert numbered[0].shared_ratio == 1.0
     free = JobsOnFabric([costs, costs], routes, judge)
     packed = free.optimised()
     assert sorted(map(sorted, packed.nodes)) == [[0, 1], [2, 3]]
-    assert [one.slowest_ring.tolist() for one in free.verdicts(packed, [0])] == [[1.0]] * 2
+    assert [one.slowest_ring.tolist() for one in free.evaluate(packed, [0])] == [[1.0]] * 2
     assert sorted(map(sorted, found.nodes)) == [[0, 2], [1, 3]]

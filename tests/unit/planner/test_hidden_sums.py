@@ -8,13 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import MODEL, cluster_of
 
-from myriad.planner.layers import LayerTimes, Slice, block_times
-from myriad.planner.work import Practice
+from myriad.planner.cost.layer_costs import LayerContext, LayerTimes, block_times
+from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig
 
 
-def times(practice: Practice, tp: int, hides: float) -> LayerTimes:
-    return block_times(MODEL, Slice(cluster_of(), practice, float(tp), 4.0, 2, OverlapConfig(), hides), 1e6)
+def times(profile: FrameworkProfile, tp: int, overlap_mode: float) -> LayerTimes:
+    return block_times(
+        MODEL, LayerContext(cluster_of(), profile, float(tp), 4.0, 2, OverlapConfig(), overlap_mode), 1e6
+    )
 
 
 @settings(deadline=None)
@@ -22,11 +24,13 @@ def times(practice: Practice, tp: int, hides: float) -> LayerTimes:
 def test_only_the_backwards_sums_hide_and_they_cost_what_they_take_of_compute(
     tp: int, sequence_parallel: bool, overlap: bool
 ) -> None:
-    plain = Practice(sequence_parallel=sequence_parallel)
-    waits, hides = (times(one, tp, float(overlap)) for one in (plain, replace(plain, sums_hide=True)))
-    assert hides.forward == waits.forward and hides.backward_weight == waits.backward_weight
-    shown, before = float(hides.backward_input.tensor), float(waits.backward_input.tensor)
-    assert float(hides.backward_input.total) - shown == pytest.approx(
+    plain = FrameworkProfile(sequence_parallel=sequence_parallel)
+    waits, overlap_mode = (
+        times(one, tp, float(overlap)) for one in (plain, replace(plain, hides_input_grad_comm=True))
+    )
+    assert overlap_mode.forward == waits.forward and overlap_mode.backward_weight == waits.backward_weight
+    shown, before = float(overlap_mode.backward_input.tensor), float(waits.backward_input.tensor)
+    assert float(overlap_mode.backward_input.total) - shown == pytest.approx(
         float(waits.backward_input.total) - before
     )
     if overlap or tp == 1:

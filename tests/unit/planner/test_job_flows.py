@@ -13,12 +13,18 @@ from planned import MODEL, cluster_of
 from myriad.comm.config import CommConfig
 from myriad.comm.hierarchy import make_levels
 from myriad.comm.layout import Layout
-from myriad.network.exchange import Seats, flows_of, joined
-from myriad.planner.costs import Costs
-from myriad.planner.job_flows import Phase, phases_of, rank_grid
-from myriad.planner.rings import level_pattern, ring_pattern, transfers
-from myriad.planner.simulator import program_of
-from myriad.planner.work import Work
+from myriad.network.rank_transfers import RankMapping, inter_node_flows, merge_transfers
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.fabric.job_flows import (
+    TransferPhase,
+    group_transfers,
+    level_pattern,
+    rank_grid,
+    ring_pattern,
+    transfer_phases,
+)
+from myriad.planner.simulation.simulator import iteration_program
+from myriad.planner.workload import Workload
 from myriad.program.actions import Kind
 from myriad.program.config import OverlapConfig
 
@@ -35,14 +41,14 @@ BATCH = 64
 
 
 @lru_cache(maxsize=64)
-def _phases(number: int, overlapped: bool, recompute: str = "none") -> tuple[Costs, list[Phase]]:
+def _phases(number: int, overlapped: bool, recompute: str = "none") -> tuple[Costs, list[TransferPhase]]:
     layout = LAYOUTS[number].model_copy(update={"recompute": recompute})
     overlap = OverlapConfig(pipeline=overlapped, data=overlapped, optimizer=overlapped, tensor=overlapped)
-    costs = Costs(Work(MODEL, layout, BATCH, overlap=overlap), cluster_of(nodes=4))
-    return costs, phases_of(costs)
+    costs = Costs(Workload(MODEL, layout, BATCH, overlap=overlap), cluster_of(nodes=4))
+    return costs, transfer_phases(costs)
 
 
-def _bytes(phases: list[Phase], *kinds: str) -> float:
+def _bytes(phases: list[TransferPhase], *kinds: str) -> float:
     return sum(phase.num_bytes for phase in phases if phase.kind in kinds)
 
 
@@ -53,9 +59,9 @@ cases = given(st.integers(0, len(LAYOUTS) - 1), st.booleans(), st.sampled_from([
 @settings(max_examples=20, deadline=None)
 def test_each_axis_carries_what_its_closed_form_says(number: int, overlapped: bool, recompute: str) -> None:
     costs, phases = _phases(number, overlapped, recompute)
-    work, layout = costs.work, costs.work.layout
+    workload, layout = costs.workload, costs.workload.layout
     whole = float(
-        MODEL.sequence * MODEL.hidden * work.value_bytes * BATCH
+        MODEL.sequence * MODEL.hidden * workload.value_bytes * BATCH
     )  # of all micro-batches and replicas
     crossings = 0 if layout.pp == 1 else layout.num_stages - 1
     if layout.schedule_name == "zero-bubble-v":
@@ -63,7 +69,7 @@ def test_each_axis_carries_what_its_closed_form_says(number: int, overlapped: bo
     for kind in ("activation", "gradient"):
         assert _bytes(phases, kind) == pytest.approx(crossings * whole)
     parameters = sum(stage.parameters for stage in costs.stages) * layout.tp
-    gradients = parameters * work.practice.gradient_bytes * (layout.dp - 1)
+    gradients = parameters * workload.profile.gradient_bytes * (layout.dp - 1)
     assert _bytes(phases, "reduce") == pytest.approx(gradients * (1 if layout.zero else 2))
     gathers = (
         1 if layout.zero and layout.dp > 1 else 0
@@ -107,7 +113,7 @@ def test_messages_begin_when_they_are_made(number: int, overlapped: bool, recomp
     forwards = {p.stage: p.start_seconds for p in phases if p.kind == "tensor-forward"}
     for phase in phases:
         if phase.kind == "activation":
-            assert len(phase.start_seconds) == costs.work.num_micro_batches
+            assert len(phase.start_seconds) == costs.workload.num_micro_batches
             assert list(phase.start_seconds) == sorted(phase.start_seconds)
             for sent, begun in zip(phase.start_seconds, forwards.get(phase.stage, ()), strict=False):
                 assert sent > begun
@@ -117,9 +123,9 @@ def test_messages_begin_when_they_are_made(number: int, overlapped: bool, recomp
 @settings(max_examples=20, deadline=None)
 def test_other_nodes_change_nothing_inside_them(number: int, order: list[int]) -> None:
     phases = _phases(number, True)[1]
-    every = joined([phase.exchange for phase in phases])
-    plain, moved = (Seats(np.array(nodes), 4, 4) for nodes in (range(4), order))
-    before, after = flows_of(every, plain)[0], flows_of(every, moved)[0]
+    every = merge_transfers([phase.exchange for phase in phases])
+    plain, moved = (RankMapping(np.array(nodes), 4, 4) for nodes in (range(4), order))
+    before, after = inter_node_flows(every, plain)[0], inter_node_flows(every, moved)[0]
     assert before.num_bytes.sum() == after.num_bytes.sum()
     for leaving in ("source", "target"):
         ports = [
@@ -149,8 +155,8 @@ def test_levels_are_those_of_the_runtime(radices: list[int]) -> None:
 def test_a_ring_leaves_each_node_once_by_each_of_its_ports(per_node: int) -> None:
     """NCCL's rings: each of a node's ranks sends its share of what goes to the next node."""
     nodes = np.arange(8) // per_node
-    exchange = transfers(ring_pattern(nodes), np.arange(8)[None], 1.0)
-    flows, _ = flows_of(exchange, Seats(np.arange(8 // per_node), per_node, per_node))
+    exchange = group_transfers(ring_pattern(nodes), np.arange(8)[None], 1.0)
+    flows, _ = inter_node_flows(exchange, RankMapping(np.arange(8 // per_node), per_node, per_node))
     assert len(flows) == 8
     assert flows.num_bytes == pytest.approx(np.full(8, 7 / 8 / per_node))
     assert sorted(flows.source) == sorted(flows.target) == list(range(8))
@@ -163,31 +169,31 @@ def test_stages_that_are_gathered_again_are_counted_again() -> None:
     layout, kinds = Layout(dp=2, tp=2, pp=2, zero=3, virtual_stages=2), (Kind.GATHER, Kind.START_GATHER)
     for optimizer in (False, True):
         overlap = OverlapConfig(optimizer=optimizer)
-        costs = Costs(Work(MODEL, layout, 16, overlap=overlap), cluster_of(nodes=2))
-        found = {p.stage: len(p.start_seconds) for p in phases_of(costs) if p.kind == "gather"}
+        costs = Costs(Workload(MODEL, layout, 16, overlap=overlap), cluster_of(nodes=2))
+        found = {p.stage: len(p.start_seconds) for p in transfer_phases(costs) if p.kind == "gather"}
         if not optimizer:
-            program = program_of(costs, costs.work.num_micro_batches)
+            program = iteration_program(costs, costs.workload.num_micro_batches)
             expected = Counter(action.stage for _, action in program if action.kind in kinds)
         assert found == expected and min(expected.values()) > 1
 
 
 def test_replicas_with_other_shares_send_other_numbers_of_messages() -> None:
     layout = Layout(dp=2, pp=2, tp=2, zero=2, shares=(6, 2))
-    costs = Costs(Work(MODEL, layout, 8), cluster_of(nodes=2))
+    costs = Costs(Workload(MODEL, layout, 8), cluster_of(nodes=2))
     counts = {
         int(phase.exchange.source[0]) // 4: len(phase.start_seconds)
-        for phase in phases_of(costs)
+        for phase in transfer_phases(costs)
         if phase.kind == "activation"
     }
     assert counts == {0: 6, 1: 2}
 
 
 def test_gradients_that_two_stages_share_are_sent_both_ways() -> None:
-    work = Work(MODEL.model_copy(update={"tied": True}), Layout(dp=2, pp=4, tp=2, zero=2), 16)
-    costs = Costs(work, cluster_of(nodes=4))
-    (tied,) = (phase for phase in phases_of(costs) if phase.kind == "tied")
-    rows = work.model.padded_vocabulary() * work.model.hidden / 2
-    assert tied.exchange.num_bytes == pytest.approx(np.full(8, rows * work.practice.gradient_bytes))
+    workload = Workload(MODEL.model_copy(update={"tied": True}), Layout(dp=2, pp=4, tp=2, zero=2), 16)
+    costs = Costs(workload, cluster_of(nodes=4))
+    (tied,) = (phase for phase in transfer_phases(costs) if phase.kind == "tied")
+    rows = workload.model.padded_vocabulary() * workload.model.hidden / 2
+    assert tied.exchange.num_bytes == pytest.approx(np.full(8, rows * workload.profile.gradient_bytes))
     assert dict(zip(tied.exchange.source.tolist(), tied.exchange.target.tolist(), strict=True)) == {
         0: 6, 1: 7, 6: 0, 7: 1, 8: 14, 9: 15, 14: 8, 15: 9,
     }  # fmt: skip
@@ -196,13 +202,13 @@ def test_gradients_that_two_stages_share_are_sent_both_ways() -> None:
 def test_level_by_level_less_leaves_a_node() -> None:
     layout = Layout(dp=16, zero=2)
     works = [
-        Work(MODEL, layout, 32, comm=CommConfig(hierarchy=hierarchy, node_size=4))
+        Workload(MODEL, layout, 32, comm=CommConfig(hierarchy=hierarchy, node_size=4))
         for hierarchy in ("flat", "node")
     ]
     moved = []
-    for work in works:
-        every = joined(
-            [p.exchange for p in phases_of(Costs(work, cluster_of(nodes=4))) if p.kind == "reduce"]
+    for workload in works:
+        every = merge_transfers(
+            [p.exchange for p in transfer_phases(Costs(workload, cluster_of(nodes=4))) if p.kind == "reduce"]
         )
-        moved.append(flows_of(every, Seats(np.arange(4), 4, 4))[0].num_bytes.sum())
+        moved.append(inter_node_flows(every, RankMapping(np.arange(4), 4, 4))[0].num_bytes.sum())
     assert moved[1] == pytest.approx(moved[0] * (3 / 16) / (15 / 16 / 4))

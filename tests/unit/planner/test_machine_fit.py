@@ -5,22 +5,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myriad.model.config import ModelConfig
-from myriad.model.parts import num_parts
-from myriad.planner.cluster import Accelerator, Cluster, Link, Links
-from myriad.planner.layers import Slice, block_times
-from myriad.planner.machine import (
-    AttentionTime,
-    LayerTime,
-    ProductTime,
-    TypeTimes,
+from myriad.model.overlap_parts import num_parts
+from myriad.planner.cluster_config import Accelerator, Cluster, Link, Links
+from myriad.planner.cost.layer_costs import LayerContext, block_times
+from myriad.planner.cost.operator_costs import flash_seconds, matmul_seconds
+from myriad.planner.rehearsal.machine_fit import (
+    AttentionTiming,
+    LayerTiming,
+    MatmulTiming,
+    PrecisionTimings,
+    TensorParallelTiming,
     block_seconds,
     doubling_ratio,
-    fit_type,
+    fit_line,
+    fit_precision,
+    fit_tensor_parallel,
     head_seconds,
 )
-from myriad.planner.machine_links import TensorTime, fit_line, fit_tensor
-from myriad.planner.operators import flash_seconds, matmul_seconds
-from myriad.planner.work import Practice
+from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig
 
 SWEEP = 12e9
@@ -55,25 +57,25 @@ def timings(core, call_seconds=0.0):
     bare = core.model_copy(update={"launch_seconds": 0.0, "memory_bytes_per_second": 1e18})
     shapes = [(m, n, k) for m in (64, 256, 1024) for n in (64, 256) for k in (32, 64, 256, 1024)]
     products = [
-        ProductTime(m, n, k, float(matmul_seconds(bare, m, n, k, value_bytes=4)) + call_seconds)
+        MatmulTiming(m, n, k, float(matmul_seconds(bare, m, n, k, value_bytes=4)) + call_seconds)
         for m, n, k in shapes
     ]
     attentions = []
     for sequence in (64, 128, 256, 512):
         flops = 2.0 * 256 * sequence * (sequence + 1)
         seconds = float(flash_seconds(bare, flops, sequence, 64, 4))
-        attentions.append(AttentionTime(sequence, 64, flops, seconds, core.flash_backward * seconds))
+        attentions.append(AttentionTiming(sequence, 64, flops, seconds, core.flash_backward * seconds))
     layers = []
     for hidden, sequence, micro_batch in LAYERS:
         model = ModelConfig(layers=1, hidden=hidden, heads=hidden // 64, sequence=sequence)
-        one = LayerTime(model, micro_batch, 1.0)
-        layers.append(LayerTime(model, micro_batch, block_seconds(one, 4, core)))
+        one = LayerTiming(model, micro_batch, 1.0)
+        layers.append(LayerTiming(model, micro_batch, block_seconds(one, 4, core)))
     heads = []
     for hidden, vocabulary, micro_batch in ((64, 512, 8), (256, 1024, 1), (256, 8192, 1)):
         model = ModelConfig(layers=1, hidden=hidden, heads=hidden // 64, sequence=256, vocabulary=vocabulary)
-        one = LayerTime(model, micro_batch, 1.0)
-        heads.append(LayerTime(model, micro_batch, head_seconds(one, 4, core)))
-    return TypeTimes(4, products, attentions, layers, heads)
+        one = LayerTiming(model, micro_batch, 1.0)
+        heads.append(LayerTiming(model, micro_batch, head_seconds(one, 4, core)))
+    return PrecisionTimings(4, products, attentions, layers, heads)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)  # within tolerances, not exactly
@@ -93,7 +95,7 @@ def test_constants_come_back_from_the_timings_that_they_give(
     rate, saturation, launch, stream, flash, half, backward, call, loss, weights
 ):
     core = make_core(rate, saturation, launch, stream, flash, half, backward, loss, weights)
-    found = fit_type(timings(core, call), SWEEP)
+    found = fit_precision(timings(core, call), SWEEP)
     assert found.flops_per_second == pytest.approx(rate, rel=0.05)
     assert found.saturation == pytest.approx(saturation, rel=0.2, abs=1)
     assert found.flash_ratio * found.flops_per_second == pytest.approx(flash * rate, rel=0.05)
@@ -123,8 +125,8 @@ def test_a_block_of_few_tokens_waits_for_its_weights():
     free = core.model_copy(update={"weights_bytes_per_second": None})
     model = ModelConfig(layers=1, hidden=256, heads=4, sequence=256)
     one, eight = (
-        block_seconds(LayerTime(model, micro_batch, 1.0), 4, core)
-        - block_seconds(LayerTime(model, micro_batch, 1.0), 4, free)
+        block_seconds(LayerTiming(model, micro_batch, 1.0), 4, core)
+        - block_seconds(LayerTiming(model, micro_batch, 1.0), 4, free)
         for micro_batch in (1, 8)
     )
     assert one == pytest.approx(eight) and one == pytest.approx(12 * 256**2 * 16 / 1e10)
@@ -148,7 +150,7 @@ def tensor_time(core, link, hidden, sequence, micro_batch, work_ratio=0.0):
     """What crossings add to a block, on a machine that does exactly what the model says."""
     overlap = OverlapConfig()
 
-    def seconds(used, hides):
+    def seconds(used, overlap_mode):
         cluster = Cluster(
             name="pair",
             nodes=1,
@@ -157,7 +159,7 @@ def tensor_time(core, link, hidden, sequence, micro_batch, work_ratio=0.0):
             links=Links(node=NODE, tensor=used),
         )
         model = ModelConfig(layers=1, hidden=hidden, heads=hidden // 64, sequence=sequence)
-        where = Slice(cluster, Practice(), 2.0, float(micro_batch), 4, overlap, hides)
+        where = LayerContext(cluster, FrameworkProfile(), 2.0, float(micro_batch), 4, overlap, overlap_mode)
         times = block_times(model, where, micro_batch * sequence * sequence / 2)
         parts = times.forward, times.backward_input, times.backward_weight
         return float(sum(part.total for part in parts))
@@ -176,7 +178,7 @@ def tensor_time(core, link, hidden, sequence, micro_batch, work_ratio=0.0):
     )
     num_bytes = 4.0 * micro_batch * sequence * hidden
     waited, behind = seconds(link, 0.0) - free, seconds(link, 1.0) - free
-    return TensorTime(num_bytes, free, waited, float(parts), behind, work_ratio * waited)
+    return TensorParallelTiming(num_bytes, free, waited, float(parts), behind, work_ratio * waited)
 
 
 NODE = Link(bytes_per_second=1e9, latency_seconds=5e-5, launch_seconds=0.0, skew_seconds=0.0, busy_ratio=0.5)
@@ -189,7 +191,7 @@ def test_crossings_of_a_known_machine_are_found(launch, rate, busy):
     core = make_core(2e10, 10.0, 1e-5, 1e10, 0.5, 100.0, 2.0, 5e9)
     link = NODE.model_copy(update={"launch_seconds": launch, "bytes_per_second": rate, "busy_ratio": busy})
     shapes = ((128, 128, 2), (256, 256, 1), (256, 256, 4), (512, 256, 2))
-    found = fit_tensor([tensor_time(core, link, *shape) for shape in shapes], NODE)
+    found = fit_tensor_parallel([tensor_time(core, link, *shape) for shape in shapes], NODE)
     assert found.launch_seconds == pytest.approx(launch, rel=0.1, abs=3e-5)
     assert found.bytes_per_second == pytest.approx(rate, rel=0.1)
     assert found.busy_ratio == pytest.approx(busy, rel=0.2, abs=0.1)
@@ -200,7 +202,7 @@ def test_crossings_take_of_a_core_what_they_work():
     core = make_core(2e10, 10.0, 1e-5, 1e10, 0.5, 100.0, 2.0, 5e9)
     link = NODE.model_copy(update={"launch_seconds": 1e-4, "busy_ratio": 0.2})
     shapes = ((128, 128, 2), (256, 256, 4), (512, 256, 2))
-    found = fit_tensor([tensor_time(core, link, *shape, work_ratio=0.8) for shape in shapes], NODE)
+    found = fit_tensor_parallel([tensor_time(core, link, *shape, work_ratio=0.8) for shape in shapes], NODE)
     assert found.busy_ratio == pytest.approx(0.8)
 
 
@@ -211,6 +213,9 @@ def test_what_a_doubling_of_ranks_on_a_core_adds_is_found(doubling):
 
 
 def test_crossings_that_cost_nothing_are_no_reason_to_fail():
-    times = [TensorTime(1e6, 1e-3, -1e-4, 2.0, -2e-4, -1e-4), TensorTime(4e6, 4e-3, 1e-4, 4.0, 1e-4, 0.0)]
-    found = fit_tensor(times, NODE)
+    times = [
+        TensorParallelTiming(1e6, 1e-3, -1e-4, 2.0, -2e-4, -1e-4),
+        TensorParallelTiming(4e6, 4e-3, 1e-4, 4.0, 1e-4, 0.0),
+    ]
+    found = fit_tensor_parallel(times, NODE)
     assert Link.model_validate(found.model_dump()) == found, "a cluster file with it could not be read"

@@ -6,17 +6,17 @@ import pytest
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.planner.budget import layout_within, needed_bytes
-from myriad.planner.costs import Costs
-from myriad.planner.work import Work
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.memory.recompute_budget import layout_within, needed_bytes
+from myriad.planner.workload import Workload
 from myriad.recipes.cluster import load_cluster
 
 JOB = load_job("llama3-8b", ["model.layers=6", "model.sequence=2048"])
-WORK = Work(JOB.model, Layout(micro_batch=8), 16)
+WORK = Workload(JOB.model, Layout(micro_batch=8), 16)
 
 
-def with_layout(**changes: object) -> Work:
-    return Work(JOB.model, WORK.layout.model_copy(update=changes), 16)
+def with_layout(**changes: object) -> Workload:
+    return Workload(JOB.model, WORK.layout.model_copy(update=changes), 16)
 
 
 def test_less_memory_is_more_recomputation_and_never_more_than_the_budget() -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
-from myriad.planner.costs import Costs
-from myriad.planner.network_events import NetworkEvents, read_timers
-from myriad.planner.simulator import Prediction, simulate
-from myriad.planner.work import Work
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.simulation.simulated_events import NetworkEvents, read_timers
+from myriad.planner.simulation.simulator import Prediction, simulate
+from myriad.planner.workload import Workload
 from myriad.program.actions import Kind
 from myriad.recipes.cluster import load_cluster
 
@@ -25,7 +25,7 @@ LAYOUT = Layout(dp=4, tp=8, pp=2, zero=2)
 @cache
 def costs() -> Costs:
     model = ModelConfig(layers=4, hidden=1024, heads=8, sequence=1024, vocabulary=8192)
-    return Costs(Work(model, LAYOUT, 64), CLUSTER)
+    return Costs(Workload(model, LAYOUT, 64), CLUSTER)
 
 
 def events(

@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.planner.cluster import Accelerator, Cluster
-from myriad.planner.collectives import group_along, half_sum_seconds, message_seconds, sum_seconds
-from myriad.planner.operators import flash_seconds, matmul_seconds, peak_flops, stream_seconds
+from myriad.planner.cluster_config import Accelerator, Cluster
+from myriad.planner.cost.collective_costs import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    group_along,
+    message_seconds,
+)
+from myriad.planner.cost.operator_costs import flash_seconds, matmul_seconds, peak_flops, stream_seconds
 from myriad.recipes.cluster import load_cluster
 
 GPUS = load_cluster("megascale-12288xa100")
@@ -69,7 +74,7 @@ strides = st.sampled_from([1, 2, 8, 64])
 @given(group_sizes, strides, st.floats(1, 1e10), st.floats(1.1, 10))
 def test_collectives_of_more_bytes_take_longer(size: int, stride: int, count: float, more: float) -> None:
     group = group_along(GPUS, float(size), float(stride))
-    for seconds in (half_sum_seconds, sum_seconds):
+    for seconds in (all_gather_seconds, all_reduce_seconds):
         less, larger = float(seconds(group, count)), float(seconds(group, count * more))
         assert (less == larger == 0) if size == 1 else less < larger
 
@@ -86,14 +91,14 @@ def test_quicker_links_never_take_longer(size: int, stride: int, count: float, f
     }
     quicker: Cluster = GPUS.model_copy(update={"links": links.model_copy(update=quick)})
     groups = [group_along(cluster, float(size), float(stride)) for cluster in (GPUS, quicker)]
-    for seconds in (half_sum_seconds, sum_seconds, message_seconds):
+    for seconds in (all_gather_seconds, all_reduce_seconds, message_seconds):
         assert float(seconds(groups[1], count)) < float(seconds(groups[0], count))
 
 
 @pytest.mark.parametrize(("ranks", "published"), [(2, 5.44e-3), (4, 7.26e-3), (8, 8.19e-3)])
 def test_an_all_reduce_in_a_node_takes_what_was_measured(ranks: int, published: float) -> None:
     """1 GiB, `tables/vtrain_nccl_allreduce_a100_nvlink_*gpu.csv`."""
-    seconds = float(sum_seconds(group_along(GPUS, float(ranks), 1.0), 2.0**30))
+    seconds = float(all_reduce_seconds(group_along(GPUS, float(ranks), 1.0), 2.0**30))
     assert seconds == pytest.approx(published, rel=0.05)
 
 

@@ -11,24 +11,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import problem_of
 
-from myriad.planner.cluster import Cluster, NodeLinks
-from myriad.planner.costs import Costs
-from myriad.planner.fabric import Fabric
-from myriad.planner.placement import every_order, place, placed_seconds, searched
-from myriad.planner.questions import answer
-from myriad.planner.traffic import Message, Traffic, fills_nodes, traffic_of
+from myriad.planner.cluster_config import Cluster, NodeLinks
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.fabric.placement_cost import (
+    PlacementCost,
+    SlotMessage,
+    SlotTraffic,
+    fills_nodes,
+    traffic_of,
+)
+from myriad.planner.fabric.placement_search import place_nodes, placed_seconds, search_orders, try_every_order
+from myriad.planner.search.planning import find_plans
 from myriad.recipes.cluster import load_cluster
 
-TRAFFIC = Traffic(
+TRAFFIC = SlotTraffic(
     replicas=2,
     parts=3,
     compute_seconds=(0.1, 0.09, 0.12),
     ring_bytes=(4e9, 4e9, 4e9),
-    messages=(Message(0, 1, 1e8), Message(1, 2, 1e8)),
+    messages=(SlotMessage(0, 1, 1e8), SlotMessage(1, 2, 1e8)),
     num_micro_batches=8,
     hides_messages=False,
 )
-Case = tuple[Cluster, Traffic, dict[int, float]]
+Case = tuple[Cluster, SlotTraffic, dict[int, float]]
 
 
 def _cluster(
@@ -51,12 +56,12 @@ def _cases(draw: st.DrawFn, shapes: tuple[tuple[int, int, int], ...]) -> Case:
     sizes = st.sampled_from([1e6, 1e8, 1e9])
     pairs = [(part, part + 1) for part in range(parts - 1)]
     pairs += [(0, parts - 1)] if parts > 2 and draw(st.booleans()) else []
-    traffic = Traffic(
+    traffic = SlotTraffic(
         replicas=replicas,
         parts=parts,
         compute_seconds=tuple(each[:parts]),
         ring_bytes=tuple(each[parts:]),
-        messages=tuple(Message(a, b, draw(sizes)) for a, b in pairs),
+        messages=tuple(SlotMessage(a, b, draw(sizes)) for a, b in pairs),
         num_micro_batches=draw(st.sampled_from([1, 8])),
         exposed_ratio=draw(st.sampled_from([0.1, 1.0])),
         hides_messages=draw(st.booleans()),
@@ -137,55 +142,59 @@ def test_many_orders_at_once_cost_what_each_does_when_counted(case: Case, draw: 
     order = list(range(traffic.num_slots))
     draw.shuffle(order)
     both = np.array([order, order[::-1]])
-    found = Fabric(cluster, traffic, slower).judge(both).seconds
+    found = PlacementCost(cluster, traffic, slower).judge(both).seconds
     assert found == pytest.approx([_counted(case, order), _counted(case, order[::-1])])
 
 
+@pytest.mark.slow
 @given(_cases(FEW + MANY))
 @settings(max_examples=50, deadline=None)
 def test_an_order_is_never_worse_than_the_given_one(case: Case) -> None:
     cluster, traffic, slower = case
-    placed = place(cluster, traffic, slower)
-    assert sorted(placed.order) == list(range(traffic.num_slots))
-    assert placed.seconds == pytest.approx(placed_seconds(cluster, traffic, placed.order, slower))
-    assert placed.seconds <= placed.plain_seconds
-    assert placed.plain_seconds == placed_seconds(cluster, traffic, range(traffic.num_slots), slower)
+    best_placement = place_nodes(cluster, traffic, slower)
+    assert sorted(best_placement.order) == list(range(traffic.num_slots))
+    assert best_placement.seconds == pytest.approx(
+        placed_seconds(cluster, traffic, best_placement.order, slower)
+    )
+    assert best_placement.seconds <= best_placement.plain_seconds
+    assert best_placement.plain_seconds == placed_seconds(cluster, traffic, range(traffic.num_slots), slower)
 
 
+@pytest.mark.slow
 @given(_cases(FEW))
 @settings(max_examples=40, deadline=None)
 def test_of_few_nodes_no_other_order_is_better_and_the_search_comes_close(case: Case) -> None:
     """What is used with more nodes is put to the same cases."""
     cluster, traffic, slower = case
-    fabric = Fabric(cluster, traffic, slower)
-    best, found = fabric.judge(np.array([every_order(fabric), searched(fabric)])).seconds
-    assert place(cluster, traffic, slower).seconds <= best * (1 + 1e-9)
+    fabric = PlacementCost(cluster, traffic, slower)
+    best, found = fabric.judge(np.array([try_every_order(fabric), search_orders(fabric)])).seconds
+    assert place_nodes(cluster, traffic, slower).seconds <= best * (1 + 1e-9)
     assert found <= best * 1.1
 
 
 def test_nodes_that_are_alike_keep_their_order() -> None:
-    placed = place(_cluster(6), TRAFFIC)
-    assert placed.is_plain and placed.seconds == placed.plain_seconds
+    best_placement = place_nodes(_cluster(6), TRAFFIC)
+    assert best_placement.is_plain and best_placement.seconds == best_placement.plain_seconds
 
 
 def test_rings_share_a_switch_where_the_way_up_is_narrow() -> None:
     """Two replicas of three parts, two nodes under a switch: each ring gets a switch of its own."""
     light = tuple(replace(message, num_bytes=1e6) for message in TRAFFIC.messages)
-    placed = place(_cluster(6, {}, 2, 5e9), replace(TRAFFIC, messages=light))
-    first, second = placed.order[:3], placed.order[3:]
+    best_placement = place_nodes(_cluster(6, {}, 2, 5e9), replace(TRAFFIC, messages=light))
+    first, second = best_placement.order[:3], best_placement.order[3:]
     assert [node // 2 for node in first] == [node // 2 for node in second]
-    assert placed.seconds < 0.9 * placed.plain_seconds
+    assert best_placement.seconds < 0.9 * best_placement.plain_seconds
 
 
 def test_nodes_of_slow_links_share_a_ring_that_carries_the_least() -> None:
     traffic = replace(TRAFFIC, ring_bytes=(4e9, 4e9, 1e8), messages=())
-    placed = place(_cluster(6, {0: 8e9, 4: 6e9}), traffic)
-    assert {placed.order[2], placed.order[5]} == {0, 4}
+    best_placement = place_nodes(_cluster(6, {0: 8e9, 4: 6e9}), traffic)
+    assert {best_placement.order[2], best_placement.order[5]} == {0, 4}
 
 
 def test_a_slow_node_gets_the_least_work() -> None:
-    placed = place(_cluster(6), TRAFFIC, {0: 1.3})
-    assert placed.order.index(0) % 3 == 1
+    best_placement = place_nodes(_cluster(6), TRAFFIC, {0: 1.3})
+    assert best_placement.order.index(0) % 3 == 1
 
 
 def test_a_large_cluster_is_laid_out_switch_by_switch_round_its_slow_nodes() -> None:
@@ -199,20 +208,20 @@ def test_a_large_cluster_is_laid_out_switch_by_switch_round_its_slow_nodes() -> 
         parts=8,
         compute_seconds=(0.1,) * 8,
         ring_bytes=(8e9,) * 3 + (1e9,) + (8e9,) * 4,
-        messages=tuple(Message(part, part + 1, 1e7) for part in range(7)),
+        messages=tuple(SlotMessage(part, part + 1, 1e7) for part in range(7)),
         hides_messages=True,
     )
-    equal = place(_cluster(1536), traffic)
-    placed = place(_cluster(1536, rates, 64, 12.5e9), traffic)
-    parts = {placed.order.index(node) % 8 for node in rates}
-    assert parts == {3} and placed.seconds < 1.02 * equal.seconds
-    assert placed.seconds < 0.9 * placed.plain_seconds
+    equal = place_nodes(_cluster(1536), traffic)
+    best_placement = place_nodes(_cluster(1536, rates, 64, 12.5e9), traffic)
+    parts = {best_placement.order.index(node) % 8 for node in rates}
+    assert parts == {3} and best_placement.seconds < 1.02 * equal.seconds
+    assert best_placement.seconds < 0.9 * best_placement.plain_seconds
 
 
 def test_traffic_of_a_plan_fills_the_cluster() -> None:
     problem = problem_of()
-    for plan in answer(problem).plans[:20]:
-        costs = Costs(plan.candidate.work(problem), problem.cluster)
+    for plan in find_plans(problem).plans[:20]:
+        costs = Costs(plan.candidate.workload(problem), problem.cluster)
         assert fills_nodes(plan.candidate.layout, 4)
         traffic = traffic_of(costs)
         assert traffic.num_slots == problem.cluster.nodes
@@ -228,10 +237,10 @@ def test_messages_go_between_the_stages_that_lie_on_other_nodes(
 ) -> None:
     """Of four pipeline ranks, two in each node: interleaved stages come back from the last to the first."""
     problem = problem_of()
-    plan = answer(problem).plans[0].candidate
+    plan = find_plans(problem).plans[0].candidate
     values = {"dp": 2, "tp": 2, "pp": 4, "schedule": schedule, "virtual_stages": virtual_stages}
     layout = plan.layout.model_copy(update={**values, "micro_batch": 1})
-    traffic = traffic_of(Costs(replace(plan, layout=layout).work(problem), problem.cluster))
+    traffic = traffic_of(Costs(replace(plan, layout=layout).workload(problem), problem.cluster))
     assert [(m.source, m.target) for m in traffic.messages] == pairs
     alone = traffic.messages[0].num_bytes / (2.0 * 1024 * 1024 * 2 / 2)
     assert alone == {"1f1b": 1, "interleaved": 3, "zero-bubble-v": 2}[schedule]

@@ -1,23 +1,28 @@
 """If these break: a plan is called possible that runs out of memory, or ruled out although it fits."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
+from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
-from myriad.planner.activations import Part, layer_held
-from myriad.planner.memory import Memory, fits_probability, worst_stage_memory
-from myriad.planner.rank_memory import memory_of_ranks
-from myriad.planner.work import Practice, Recompute, Work
+from myriad.planner.memory.closed_form_memory import PeakMemory, fits_probability, worst_stage_memory
+from myriad.planner.memory.layer_memory import MicroBatchShard, layer_bytes, layer_elements
+from myriad.planner.memory.rank_memory import memory_of_ranks
+from myriad.planner.search.layout_score import layout_memory
+from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem
+from myriad.planner.workload import FrameworkProfile, Recompute, Workload
 from myriad.program.config import OverlapConfig
+from myriad.recipes.cluster import load_cluster
 
 GPT = ModelConfig(
     layers=8, hidden=512, heads=8, sequence=1024, vocabulary=4096, norm="layer", bias=True, dropout=0.1,
     position="learned", activation="gelu",
 )  # fmt: skip
-PUBLISHED = Practice(attention="plain", fused=False, sequence_parallel=False)
+PUBLISHED = FrameworkProfile(attention="plain", fused=False, sequence_parallel=False)
 ONE = {
     "dp": 2, "tp": 2, "pp": 2, "virtual_stages": 1, "micro_batch": 2, "num_micro_batches": 8, "zero": 1,
     "reduce_each": 0, "recompute": 0, "eager": 0, "zero_bubble": 0,
@@ -27,11 +32,11 @@ ONE = {
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_a_plain_block_keeps_what_the_paper_says(tp: int) -> None:
     s, b, h, a = GPT.sequence, 3, GPT.hidden, GPT.heads
-    sequence_parallel = Practice(attention="plain", fused=False)
-    part = Part(tp, b, 2)
+    sequence_parallel = FrameworkProfile(attention="plain", fused=False)
+    part = MicroBatchShard(tp, b, 2)
 
-    def kept(practice: Practice, mode: str) -> float:
-        return float(layer_held(GPT, practice, "block", 0, part, mode).kept)  # type: ignore[arg-type]
+    def kept(profile: FrameworkProfile, mode: str) -> float:
+        return float(layer_bytes(GPT, profile, "block", 0, part, mode).kept)  # type: ignore[arg-type]
 
     assert kept(PUBLISHED, "none") == s * b * h * (10 + 24 / tp + 5 * a * s / (h * tp))
     assert kept(PUBLISHED, "selective") == s * b * h * (10 + 24 / tp)
@@ -40,18 +45,18 @@ def test_a_plain_block_keeps_what_the_paper_says(tp: int) -> None:
     assert kept(sequence_parallel, "selective") == 34 * s * b * h / tp
 
 
-def total(practice: Practice = Practice(), **changes: int) -> float:
-    return float(worst_stage_memory(GPT, practice, value_bytes=2, **(ONE | changes)).total)
+def total(profile: FrameworkProfile = FrameworkProfile(), **changes: int) -> float:
+    return float(worst_stage_memory(GPT, profile, value_bytes=2, **(ONE | changes)).total)
 
 
-@pytest.mark.parametrize("practice", [Practice(), PUBLISHED], ids=["ours", "published"])
-def test_what_saves_memory_saves_it(practice: Practice) -> None:
-    assert total(practice, recompute=2) < total(practice, recompute=1) < total(practice)
-    assert total(practice, tp=4) < total(practice, tp=2)
-    assert total(practice, pp=4) < total(practice, pp=2)
-    assert total(practice, micro_batch=1) < total(practice, micro_batch=2)
-    assert total(practice, zero=1) < total(practice, zero=0)
-    assert total(practice, eager=1, pp=4) > total(practice, pp=4)
+@pytest.mark.parametrize("profile", [FrameworkProfile(), PUBLISHED], ids=["ours", "published"])
+def test_what_saves_memory_saves_it(profile: FrameworkProfile) -> None:
+    assert total(profile, recompute=2) < total(profile, recompute=1) < total(profile)
+    assert total(profile, tp=4) < total(profile, tp=2)
+    assert total(profile, pp=4) < total(profile, pp=2)
+    assert total(profile, micro_batch=1) < total(profile, micro_batch=2)
+    assert total(profile, zero=1) < total(profile, zero=0)
+    assert total(profile, eager=1, pp=4) > total(profile, pp=4)
 
 
 def test_arrays_are_as_good_as_numbers() -> None:
@@ -62,14 +67,14 @@ def test_arrays_are_as_good_as_numbers() -> None:
         "recompute": (0, 1, 2), "eager": (0, 1), "zero_bubble": (0, 1),
     }  # fmt: skip
     layouts = {key: rng.choice(values, 200) for key, values in choices.items()}
-    memory = worst_stage_memory(GPT, Practice(), value_bytes=2, **layouts)
+    memory = worst_stage_memory(GPT, FrameworkProfile(), value_bytes=2, **layouts)
     for index in range(200):
         one = {key: int(values[index]) for key, values in layouts.items()}
         assert memory.total[index] == pytest.approx(total(**one))
 
 
 def test_a_fit_is_a_probability() -> None:
-    memory = Memory(40e9, 10e9, 5e9, 20e9, 1e9, 1e9, 1e9)
+    memory = PeakMemory(40e9, 10e9, 5e9, 20e9, 1e9, 1e9, 1e9)
     at_the_limit = float(memory.total)
     assert fits_probability(memory, at_the_limit) == pytest.approx(0.5)
     assert fits_probability(memory, at_the_limit * 1.1) > 0.99
@@ -93,8 +98,8 @@ def test_a_fit_is_a_probability() -> None:
 def test_arrays_say_nearly_what_the_program_says(keys: dict[str, Any], recompute: Recompute) -> None:
     layout = Layout(micro_batch=2, **keys)
     layout = layout.model_copy(update={"recompute": recompute})
-    work = Work(GPT, layout, 2 * layout.dp * 16)
-    exact = max(float(one.total) for one in memory_of_ranks(work))
+    workload = Workload(GPT, layout, 2 * layout.dp * 16)
+    exact = max(float(one.total) for one in memory_of_ranks(workload))
     found = total(
         **{key: getattr(layout, key) for key in ("dp", "tp", "pp", "virtual_stages", "zero")},
         num_micro_batches=16,
@@ -104,10 +109,77 @@ def test_arrays_say_nearly_what_the_program_says(keys: dict[str, Any], recompute
     assert found == pytest.approx(exact, rel=0.08)
 
 
+@pytest.mark.parametrize(
+    ("keys", "comm", "optimizer", "more"),
+    [
+        ({"dp": 16, "zero": 1}, {"hierarchy": "node"}, "adamw", 2),
+        ({"dp": 16, "zero": 1}, {}, "lamb", 0),
+        ({"dp": 2, "tp": 2, "pp": 2, "zero": 1}, {}, "lamb", 1),
+        ({"dp": 2, "tp": 2, "pp": 2}, {}, "lamb", 0),
+        ({"dp": 2, "tp": 2, "zero": 1}, {}, "lamb", 0),
+    ],
+    ids=str,
+)
+def test_levels_and_lambs_norms_take_a_communicator(
+    keys: dict[str, Any], comm: dict[str, Any], optimizer: Literal["adamw", "lamb"], more: int
+) -> None:
+    layout = Layout(micro_batch=2, **keys)
+    works = [
+        Workload(GPT, layout, 2 * layout.dp * 8, comm=CommConfig(**own), optimizer=name)
+        for own, name in ((comm, optimizer), ({}, "adamw"))
+    ]
+    exact = [max(float(one.total) for one in memory_of_ranks(workload)) for workload in works]
+    assert exact[0] - exact[1] == pytest.approx(more * 0.6 * 2**30)
+    cluster = load_cluster("h200-512xh200")
+    problems = [
+        LayoutProblem(GPT, workload.global_batch, cluster, comm=workload.comm, optimizer=workload.optimizer)
+        for workload in works
+    ]
+    candidate = LayoutCandidate(layout, OverlapConfig(), seconds=1.0, memory_bytes=0.0, fit_probability=1.0)
+    closed = [float(layout_memory(problem, candidate).total) for problem in problems]
+    assert closed[0] - closed[1] == pytest.approx(more * 0.6 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("layout", "global_batch", "profile", "kept"),
+    [
+        (Layout(), 8, FrameworkProfile(float8="tensor"), True),
+        (Layout(tp=2, pp=2, virtual_stages=2), 8, FrameworkProfile(float8="blocks"), True),
+        (Layout(dp=2, zero=2), 8, FrameworkProfile(float8="tensor"), True),
+        (Layout(dp=2, zero=3), 8, FrameworkProfile(float8="tensor"), False),
+        (Layout(), 1, FrameworkProfile(float8="tensor"), False),
+        (Layout(), 8, FrameworkProfile(float8="tensor", keeps_float8=False), False),
+        (Layout(), 8, FrameworkProfile(float8="tensor", cuda_graphs=True), False),
+        (Layout(), 8, FrameworkProfile(), False),
+    ],
+    ids=str,
+)
+def test_float8_forms_of_weights_that_are_kept_take_two_bytes_a_parameter(
+    layout: Layout, global_batch: int, profile: FrameworkProfile, kept: bool
+) -> None:
+    each = Workload(GPT, layout, global_batch, profile=replace(profile, keeps_float8=False))
+    once = replace(each, profile=profile)
+    blocks = GPT.layers // layout.pp * float(layer_elements(GPT, "block", layout.tp))
+    for one, other in zip(memory_of_ranks(once), memory_of_ranks(each), strict=True):
+        assert one.weights - other.weights == (2 * blocks if kept else 0)
+        assert one.total - other.total == pytest.approx(2 * blocks if kept else 0)
+    cluster = load_cluster("h200-512xh200")
+    candidate = LayoutCandidate(layout, OverlapConfig(), seconds=1.0, memory_bytes=0.0, fit_probability=1.0)
+    closed = [
+        float(
+            layout_memory(
+                LayoutProblem(GPT, global_batch, cluster, profile=workload.profile), candidate
+            ).total
+        )
+        for workload in (once, each)
+    ]
+    assert closed[0] - closed[1] == pytest.approx(2 * blocks if kept else 0)
+
+
 def test_memory_of_ranks_follows_the_schedule() -> None:
-    def ranks(**keys: Any) -> list[Memory]:
+    def ranks(**keys: Any) -> list[PeakMemory]:
         layout = Layout(pp=4, **keys)
-        return memory_of_ranks(Work(GPT, layout, 16))
+        return memory_of_ranks(Workload(GPT, layout, 16))
 
     first, *middle, last = (float(one.activations) for one in ranks())
     assert first > middle[0] > middle[1] > last
@@ -119,7 +191,7 @@ def test_memory_of_ranks_follows_the_schedule() -> None:
 def test_gradients_of_early_updates_are_there_for_one_micro_batch_only_while_they_are_made() -> None:
     def gradients(num_micro_batches: int, *, early: bool) -> float:
         overlap = OverlapConfig(optimizer_in_backward=early)
-        return float(memory_of_ranks(Work(GPT, Layout(), num_micro_batches, overlap))[0].gradients)
+        return float(memory_of_ranks(Workload(GPT, Layout(), num_micro_batches, overlap))[0].gradients)
 
     assert gradients(1, early=True) < 0.6 * gradients(1, early=False)
     assert gradients(2, early=True) == gradients(2, early=False)

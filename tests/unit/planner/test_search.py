@@ -13,14 +13,14 @@ from planned import MODEL, candidates, problem_of
 from myriad.comm.layout import Layout, check_layout
 from myriad.errors import BadInputError
 from myriad.job import load_job_to_plan
-from myriad.planner.costs import Costs
-from myriad.planner.judge import FITS, judge
-from myriad.planner.questions import answer, describe, sizes_between
-from myriad.planner.rank_memory import memory_of_ranks
-from myriad.planner.rescore import Simulations
-from myriad.planner.search import search
-from myriad.planner.simulator import simulate
-from myriad.planner.space import Candidate, plots
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.memory.rank_memory import memory_of_ranks
+from myriad.planner.search.layout_score import MIN_FIT_PROBABILITY, score_layout
+from myriad.planner.search.layout_search import search_layouts
+from myriad.planner.search.layout_space import LayoutCandidate, layout_grids
+from myriad.planner.search.planning import cluster_sizes, describe_layout, find_plans
+from myriad.planner.simulation.simulation_cache import SimulationCache
+from myriad.planner.simulation.simulator import simulate
 from myriad.program.config import OverlapConfig
 from myriad.program.schedules import SCHEDULES
 from myriad.recipes.cluster import load_cluster
@@ -69,56 +69,58 @@ def _counted_by_hand(world: int, batch: int) -> int:
 @pytest.mark.parametrize(("nodes", "batch"), [(1, 4), (2, 6), (3, 12)])
 def test_every_legal_layout_is_in_the_space(nodes: int, batch: int) -> None:
     problem = problem_of(nodes=nodes, batch=batch)
-    assert search(problem).num_layouts == _counted_by_hand(4 * nodes, batch)
+    assert search_layouts(problem).num_layouts == _counted_by_hand(4 * nodes, batch)
 
 
 @given(candidates())
 @SLOW
-def test_the_closed_form_is_near_the_simulator(candidate: Candidate) -> None:
+def test_the_closed_form_is_near_the_simulator(candidate: LayoutCandidate) -> None:
     """All overlaps on, nothing computed again, nothing gathered or reduced for every micro-batch: within 20
     %. Else within 50 %: there it only has to put a layout far from the best."""
     overlap, layout = candidate.overlap, candidate.layout
-    simulated = simulate(Costs(candidate.work(problem_of()), problem_of().cluster), spans=False).seconds
+    simulated = simulate(Costs(candidate.workload(problem_of()), problem_of().cluster), spans=False).seconds
     plain = layout.zero < 3 and layout.reduce == "last" and layout.schedule_name != "zero-bubble-v"
     tight = plain and overlap.pipeline and overlap.data and layout.recompute == "none"
     assert candidate.seconds == pytest.approx(simulated, rel=0.2 if tight else 0.5)
 
 
+@pytest.mark.slow
 def test_the_closed_form_is_mostly_much_nearer() -> None:
     """Of layouts with all overlaps: half within 3 %, nine of ten within 15 %."""
     problem, errors = problem_of(), []
     chosen = random.Random(1)
-    for plot in plots(problem):
+    for grid in layout_grids(problem):
         for _ in range(6):
-            free = [chosen.randrange(count) for count in plot.axes[:4]]
-            layout, overlap = plot.at((*free, 0, 0, 0))
-            candidate = judge(problem, Candidate(layout, overlap, 0.0, 0.0, 0.0))
-            seconds = simulate(Costs(candidate.work(problem), problem.cluster), spans=False).seconds
+            free = [chosen.randrange(count) for count in grid.axes[:4]]
+            layout, overlap = grid.at((*free, 0, 0, 0))
+            candidate = score_layout(problem, LayoutCandidate(layout, overlap, 0.0, 0.0, 0.0))
+            seconds = simulate(Costs(candidate.workload(problem), problem.cluster), spans=False).seconds
             errors.append(abs(candidate.seconds / seconds - 1))
     assert np.quantile(errors, 0.5) < 0.03
     assert np.quantile(errors, 0.9) < 0.15
 
 
+@pytest.mark.slow
 @given(candidates())
 @SLOW
-def test_a_few_micro_batches_tell_of_many(candidate: Candidate) -> None:
+def test_a_few_micro_batches_tell_of_many(candidate: LayoutCandidate) -> None:
     problem = problem_of()
-    costs = Costs(candidate.work(problem), problem.cluster)
-    assume(costs.work.num_micro_batches > 4)
+    costs = Costs(candidate.workload(problem), problem.cluster)
+    assume(costs.workload.num_micro_batches > 4)
     whole = simulate(costs, spans=False).seconds
-    assert Simulations().seconds(costs) == pytest.approx(whole, rel=0.03)
+    assert SimulationCache().seconds(costs) == pytest.approx(whole, rel=0.03)
 
 
 def test_what_is_proposed_fits_and_is_sorted() -> None:
-    found = search(problem_of("accelerator.memory_bytes=2 GiB"))
+    found = search_layouts(problem_of("accelerator.memory_bytes=2 GiB"))
     assert 0 < found.num_fitting < found.num_layouts
-    assert all(candidate.fits >= FITS for candidate in found.best)
+    assert all(candidate.fit_probability >= MIN_FIT_PROBABILITY for candidate in found.best)
     seconds = [candidate.seconds for candidate in found.best]
     assert seconds == sorted(seconds, key=lambda one: round(one, 3 - int(np.floor(np.log10(seconds[0])))))
 
 
 def test_the_front_falls_in_time_as_memory_grows() -> None:
-    front = search(problem_of()).front
+    front = search_layouts(problem_of()).front
     assert len(front) > 2
     for lean, quick in itertools.pairwise(front):
         assert lean.memory_bytes < quick.memory_bytes and lean.seconds > quick.seconds
@@ -126,20 +128,20 @@ def test_the_front_falls_in_time_as_memory_grows() -> None:
 
 @pytest.mark.parametrize("link", ["links.node", "links.network"])
 def test_faster_links_never_make_the_best_slower(link: str) -> None:
-    rates = [search(problem_of(f"{link}={rate}GB/s")).best[0].seconds for rate in (2, 8, 32, 128)]
+    rates = [search_layouts(problem_of(f"{link}={rate}GB/s")).best[0].seconds for rate in (2, 8, 32, 128)]
     assert rates == sorted(rates, reverse=True)
 
 
 def test_more_memory_is_never_worse() -> None:
-    sizes = [search(problem_of(f"accelerator.memory_bytes={size} GiB")) for size in (1, 1.5, 2, 80)]
+    sizes = [search_layouts(problem_of(f"accelerator.memory_bytes={size} GiB")) for size in (1, 1.5, 2, 80)]
     best = [found.best[0].seconds for found in sizes if found.best]
     assert len(best) > 2 and best == pytest.approx(sorted(best, reverse=True), rel=1e-3)
     assert [found.num_fitting for found in sizes] == sorted(found.num_fitting for found in sizes)
 
 
 def test_the_objective_memory_asks_for_the_leanest() -> None:
-    lean = search(problem_of(), objective="memory").best[0]
-    assert lean.memory_bytes == pytest.approx(search(problem_of()).front[0].memory_bytes)
+    lean = search_layouts(problem_of(), objective="memory").best[0]
+    assert lean.memory_bytes == pytest.approx(search_layouts(problem_of()).front[0].memory_bytes)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +152,11 @@ def test_the_objective_memory_asks_for_the_leanest() -> None:
     ],
 )
 def test_every_proposed_plan_passes_the_jobs_own_check(job: str, cluster: str, changes: list[str]) -> None:
-    from myriad.cli.plan_job import job_of, problem_of
+    from myriad.forecasts.planned_job import job_of, problem_of
 
     loaded = load_job_to_plan(job, changes)
     problem = problem_of(loaded, load_cluster(cluster))
-    for candidate in search(problem).best:
+    for candidate in search_layouts(problem).best:
         planned = job_of(loaded, candidate)
         assert planned.layout.world == problem.cluster.world
         assert planned.num_micro_batches >= 1
@@ -162,33 +164,33 @@ def test_every_proposed_plan_passes_the_jobs_own_check(job: str, cluster: str, c
 
 def test_what_is_proposed_fits_by_its_own_program() -> None:
     problem = problem_of("accelerator.memory_bytes=2 GiB")
-    for plan in answer(problem).plans[:6]:
-        work = plan.candidate.work(problem)
-        fullest = max(float(memory.total) for memory in memory_of_ranks(work))
+    for plan in find_plans(problem).plans[:6]:
+        workload = plan.candidate.workload(problem)
+        fullest = max(float(memory.total) for memory in memory_of_ranks(workload))
         assert plan.candidate.memory_bytes == pytest.approx(fullest)
         assert fullest < 2 * 2**30
 
 
 def test_what_fits_nowhere_is_refused_with_what_is_missing() -> None:
     with pytest.raises(BadInputError, match=r"nothing fits: of .* layouts the leanest \(dp .*too much"):
-        answer(problem_of("accelerator.memory_bytes=0.2 GiB"))
+        find_plans(problem_of("accelerator.memory_bytes=0.2 GiB"))
 
 
 def test_a_number_of_accelerators_without_a_layout_is_refused() -> None:
     odd = load_cluster("megascale-256xa100", ["nodes=1", "accelerators_per_node=17"])
     with pytest.raises(BadInputError, match="17 accelerators have no layout: tp must be one of 1, 2, 4"):
-        answer(problem_of(batch=1).with_cluster(odd))
+        find_plans(problem_of(batch=1).with_cluster(odd))
 
 
 def test_sizes_of_a_curve_are_whole_nodes_with_both_ends() -> None:
-    assert sizes_between(256, 1000, 8, [768, 777]) == [256, 384, 512, 768, 1000]
-    assert sizes_between(1, 16, 4) == [1, 2, 3, 4, 8, 12, 16]
+    assert cluster_sizes(256, 1000, 8, [768, 777]) == [256, 384, 512, 768, 1000]
+    assert cluster_sizes(1, 16, 4) == [1, 2, 3, 4, 8, 12, 16]
 
 
 def test_a_plot_counts_what_its_grid_holds() -> None:
-    for plot in plots(problem_of(nodes=1, batch=4)):
-        index = tuple(count - 1 for count in plot.axes)
-        layout, overlap = plot.at(index)
+    for grid in layout_grids(problem_of(nodes=1, batch=4)):
+        index = tuple(count - 1 for count in grid.axes)
+        layout, overlap = grid.at(index)
         assert layout.world == 4 and isinstance(overlap, OverlapConfig)
 
 
@@ -205,11 +207,11 @@ def test_only_a_layout_that_was_given_restricts_a_plan(
     changes: list[str], nodes: int, fixed: dict[str, object]
 ) -> None:
     """The recipe's own dp is 32: it neither refuses a batch nor narrows the search."""
-    from myriad.cli.plan_job import problem_of as problem_of_job
+    from myriad.forecasts.planned_job import problem_of as problem_of_job
 
     loaded = load_job_to_plan("llama3-70b", changes)
     cluster = load_cluster("h200-512xh200", [f"nodes={nodes}", f"nodes_per_switch={nodes}"])
-    found = search(problem_of_job(loaded, cluster), count=20).best
+    found = search_layouts(problem_of_job(loaded, cluster), count=20).best
     assert found
     for candidate in found:
         layout = candidate.layout.model_dump()
@@ -231,36 +233,39 @@ def test_only_a_layout_that_was_given_restricts_a_plan(
     ],
 )
 def test_a_given_layout_that_cannot_be_is_refused_before_the_search(changes: list[str], words: str) -> None:
-    from myriad.cli.plan_job import problem_of as problem_of_job
+    from myriad.forecasts.planned_job import problem_of as problem_of_job
 
     with pytest.raises(BadInputError, match=re.escape(words)):
         problem_of_job(load_job_to_plan("llama3-70b", changes), load_cluster("h200-512xh200", ["nodes=4"]))
 
 
 def test_what_is_suggested_where_nothing_divides_has_a_plan() -> None:
-    from myriad.cli.plan_job import problem_of as problem_of_job
+    from myriad.forecasts.planned_job import problem_of as problem_of_job
 
     cluster = load_cluster("h200-512xh200", ["nodes=125", "nodes_per_switch=125"])
     problem = problem_of_job(load_job_to_plan("llama3-70b"), cluster)
     with pytest.raises(BadInputError) as refused:
-        answer(problem, count=1)
+        find_plans(problem, count=1)
     batches = re.search(r"global batch of (\d+) or (\d+)", refused.value.allowed)
     sizes = re.search(r"on (\d+) or (\d+) accelerators", refused.value.allowed)
     assert batches and sizes
     for batch in map(int, batches.groups()):
-        assert search(replace(problem, global_batch=batch), count=1).best
+        assert search_layouts(replace(problem, global_batch=batch), count=1).best
     for size in map(int, sizes.groups()):
         other = cluster.model_copy(update={"nodes": size // 8})
-        assert search(problem.with_cluster(other), count=1).best
+        assert search_layouts(problem.with_cluster(other), count=1).best
 
 
+@pytest.mark.slow
 def test_memory_of_a_huge_micro_batch_is_huge() -> None:
-    sizes = [search(problem_of(batch=2**power), objective="memory").front[-1] for power in (19, 20, 24)]
+    sizes = [
+        search_layouts(problem_of(batch=2**power), objective="memory").front[-1] for power in (19, 20, 24)
+    ]
     assert sizes[0].memory_bytes < sizes[1].memory_bytes < sizes[2].memory_bytes
 
 
 def test_stages_of_one_pipeline_rank_are_one_layout() -> None:
-    for candidate in search(problem_of(nodes=1, batch=16)).best:
+    for candidate in search_layouts(problem_of(nodes=1, batch=16)).best:
         layout = candidate.layout
         assert layout.pp > 1 or layout.virtual_stages == 1 or layout.zero == 3
-        assert "pp 1 x" not in describe(candidate)
+        assert "pp 1 x" not in describe_layout(candidate)

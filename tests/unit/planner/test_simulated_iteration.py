@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
-from myriad.planner.costs import Costs
-from myriad.planner.outlook import EXPOSED, outlook
-from myriad.planner.predicted_spans import predicted_spans
-from myriad.planner.rank_memory import memory_of_ranks
-from myriad.planner.simulator import Prediction, simulate
-from myriad.planner.stragglers import slower_lanes
-from myriad.planner.work import Practice, Work
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.memory.rank_memory import memory_of_ranks
+from myriad.planner.simulation.iteration_summary import EXPOSED_KINDS, summarize_iteration
+from myriad.planner.simulation.simulated_events import parse_stragglers
+from myriad.planner.simulation.simulator import Prediction, predicted_spans, simulate
+from myriad.planner.workload import FrameworkProfile, Workload
 from myriad.recipes.cluster import load_cluster
-from myriad.telemetry.span_table import write_spans
+from myriad.telemetry.span_io.span_files import write_spans
 
 MODEL = ModelConfig(layers=8, hidden=1024, heads=8, sequence=512, vocabulary=8192)
 
@@ -28,7 +27,7 @@ MODEL = ModelConfig(layers=8, hidden=1024, heads=8, sequence=512, vocabulary=819
 @cache
 def costs_of(dp: int, tp: int, pp: int, virtual_stages: int, zero: int, micro_batches: int) -> Costs:
     layout = Layout(dp=dp, tp=tp, pp=pp, virtual_stages=virtual_stages, zero=zero)
-    return Costs(Work(MODEL, layout, dp * micro_batches), load_cluster("megascale-256xa100"))
+    return Costs(Workload(MODEL, layout, dp * micro_batches), load_cluster("megascale-256xa100"))
 
 
 costs = st.builds(
@@ -48,15 +47,17 @@ factors = st.floats(1.0, 3.0)
 def test_replicas_that_are_alike_take_as_long_as_one(costs: Costs) -> None:
     one, all_of_them = simulate(costs), simulate(costs, every_replica=True)
     assert all_of_them.seconds == pytest.approx(one.seconds, rel=1e-9)
-    assert len(all_of_them.spans) == costs.work.layout.dp * len(one.spans)
+    assert len(all_of_them.spans) == costs.workload.layout.dp * len(one.spans)
 
 
 @pytest.mark.parametrize(("cluster", "helps"), [("one-node-8xh100", True), ("laptop", False)])
 def test_graphs_save_the_starting_of_operators_on_a_gpu_alone(cluster: str, helps: bool) -> None:
     where = load_cluster(cluster)
-    work = Work(MODEL, Layout(), 2)
+    workload = Workload(MODEL, Layout(), 2)
     one, captured = (
-        simulate(Costs(replace(work, practice=Practice(cuda_graphs=graphs)), where), spans=False).seconds
+        simulate(
+            Costs(replace(workload, profile=FrameworkProfile(cuda_graphs=graphs)), where), spans=False
+        ).seconds
         for graphs in (False, True)
     )
     chip = where.accelerator
@@ -67,7 +68,7 @@ def test_graphs_save_the_starting_of_operators_on_a_gpu_alone(cluster: str, help
 @settings(max_examples=30, deadline=None)
 @given(costs, factors, st.data())
 def test_a_straggler_slows_by_its_factor_at_most(costs: Costs, factor: float, data: st.DataObject) -> None:
-    layout = costs.work.layout
+    layout = costs.workload.layout
     lane = (data.draw(st.integers(0, layout.dp - 1)), data.draw(st.integers(0, layout.pp - 1)))
     alone = simulate(costs, spans=False).seconds
     slowed = simulate(costs, slower={lane: factor}, spans=False).seconds
@@ -80,7 +81,7 @@ def test_a_rank_does_one_thing_at_a_time_until_the_iteration_ends(
     costs: Costs, factor: float, jitter: float
 ) -> None:
     prediction = simulate(costs, slower={(0, 0): factor}, jitter=jitter)
-    ranks = predicted_spans(prediction, costs.work.layout)
+    ranks = predicted_spans(prediction, costs.workload.layout)
     ends = []
     for spans in ranks.values():
         assert all(a.start_seconds + a.duration_seconds <= b.start_seconds + 1e-9 for a, b in pairwise(spans))
@@ -102,28 +103,28 @@ def test_the_same_seed_gives_the_same_spans() -> None:
 def test_an_outlook_adds_up() -> None:
     costs = costs_of(3, 2, 4, 2, 2, 6)
     prediction = simulate(costs, slower={(1, 2): 1.5})
-    memory = memory_of_ranks(costs.work, prediction.program)
-    found = outlook(costs, prediction, memory, [1.0] * 4)
+    memory = memory_of_ranks(costs.workload, prediction.program)
+    found = summarize_iteration(costs, prediction, memory, [1.0] * 4)
     assert sum(one.num_replicas for one in found.ranks) == 3 * 4
     for one in found.ranks:
         parts = one.computing_seconds + one.optimizer_seconds + sum(one.exposed_seconds.values())
         assert parts == pytest.approx(found.seconds, rel=0.02)
     flops = found.mfu * found.seconds * found.world * found.peak_flops_per_second
-    assert flops == pytest.approx(costs.work.model_flops)
+    assert flops == pytest.approx(costs.workload.model_flops)
     slow = next(one for one in found.ranks if (one.replica, one.rank) == (1, 2))
     assert slow.computing_seconds == max(one.computing_seconds for one in found.ranks)
-    assert set(slow.exposed_seconds) == set(EXPOSED)
+    assert set(slow.exposed_seconds) == set(EXPOSED_KINDS)
 
 
 def test_nodes_are_filled_in_the_order_of_ranks() -> None:
     layout = Layout(dp=2, tp=2, pp=4)
-    assert slower_lanes(["rank=5:1.2x"], layout, 8) == {(0, 2): 1.2}
-    assert slower_lanes(["node=1:2"], layout, 8) == {(1, rank): 2.0 for rank in range(4)}
-    assert slower_lanes(["node=1:2x", "rank=15:3x"], layout, 4) == {(0, 2): 2.0, (0, 3): 2.0, (1, 3): 3.0}
-    assert slower_lanes(["node=1:1.5x"], layout, 12) == {(1, 2): 1.5, (1, 3): 1.5}
-    assert slower_lanes(["node=7:2x"], layout, 8, (7, 0)) == {(0, rank): 2.0 for rank in range(4)}
+    assert parse_stragglers(["rank=5:1.2x"], layout, 8) == {(0, 2): 1.2}
+    assert parse_stragglers(["node=1:2"], layout, 8) == {(1, rank): 2.0 for rank in range(4)}
+    assert parse_stragglers(["node=1:2x", "rank=15:3x"], layout, 4) == {(0, 2): 2.0, (0, 3): 2.0, (1, 3): 3.0}
+    assert parse_stragglers(["node=1:1.5x"], layout, 12) == {(1, 2): 1.5, (1, 3): 1.5}
+    assert parse_stragglers(["node=7:2x"], layout, 8, (7, 0)) == {(0, rank): 2.0 for rank in range(4)}
     with pytest.raises(BadInputError, match="nodes, 0, 7"):
-        slower_lanes(["node=1:2x"], layout, 8, (7, 0))
+        parse_stragglers(["node=1:2x"], layout, 8, (7, 0))
 
 
 @pytest.mark.parametrize(
@@ -131,13 +132,13 @@ def test_nodes_are_filled_in_the_order_of_ranks() -> None:
 )
 def test_a_straggler_that_cannot_be_is_refused(given_: str) -> None:
     with pytest.raises(BadInputError, match="--straggler"):
-        slower_lanes([given_], Layout(dp=2, tp=2, pp=4), 8)
+        parse_stragglers([given_], Layout(dp=2, tp=2, pp=4), 8)
 
 
 def test_spans_are_written_as_a_table(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     costs = costs_of(2, 2, 2, 1, 1, 4)
-    ranks = predicted_spans(simulate(costs), costs.work.layout)
+    ranks = predicted_spans(simulate(costs), costs.workload.layout)
     write_spans(tmp_path / "step-1.parquet", ranks, step=1)
     rows = parquet.read_table(tmp_path / "step-1.parquet").to_pylist()
     assert len(rows) == sum(map(len, ranks.values()))

@@ -11,13 +11,13 @@ from planned import cluster_of
 
 from myriad.cli.main import main
 from myriad.model.config import ModelConfig
-from myriad.model.parts import num_slices, part_sizes
-from myriad.parallel.slices import rows_of_slices
-from myriad.planner.cluster import Cluster
-from myriad.planner.judge import judge
-from myriad.planner.layers import HIDES, Slice, _behind_slices, block_times
-from myriad.planner.space import Candidate, Problem, plots
-from myriad.planner.work import Practice
+from myriad.model.overlap_parts import num_slices, part_sizes
+from myriad.parallel.sliced_products import rows_of_slices
+from myriad.planner.cluster_config import Cluster
+from myriad.planner.cost.layer_costs import OVERLAP_MODES, LayerContext, _behind_slices, block_times
+from myriad.planner.search.layout_score import score_layout
+from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem, layout_grids
+from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig
 from myriad.recipes.cluster import load_cluster
 
@@ -76,8 +76,10 @@ KINDS = ("turns", "slices", "auto", None)
 
 def exposed(cluster: Cluster, tp: int, kind: str | None, **model: object) -> float:
     """Tensor-parallel seconds of a block that compute waits for, both ways."""
-    hides, overlap = HIDES[kind], OverlapConfig()  # type: ignore[index]
-    where = Slice(cluster, Practice(), float(tp), 4.0, 4 if cluster.on_cpu else 2, overlap, hides)
+    overlap_mode, overlap = OVERLAP_MODES[kind], OverlapConfig()  # type: ignore[index]
+    where = LayerContext(
+        cluster, FrameworkProfile(), float(tp), 4.0, 4 if cluster.on_cpu else 2, overlap, overlap_mode
+    )
     times = block_times(MODEL.model_copy(update=model), where, 5e5)
     return float(times.forward.tensor + times.backward_input.tensor)
 
@@ -101,12 +103,14 @@ def test_gpus_of_other_nodes_have_no_slices() -> None:
 @pytest.mark.parametrize("kind", ["turns", "slices", "auto"])
 def test_a_search_tries_the_way_that_the_job_names_and_none(kind: str) -> None:
     overlap = OverlapConfig(tensor=kind)  # type: ignore[arg-type]
-    problem = Problem(MODEL, 8, cluster_of(nodes=1), overlap, fixed={"tp": 2, "pp": 1})
-    (plot,) = plots(problem)
-    assert plot.tensors == (kind, None)
-    (layout, one), (_, other) = (plot.at((0, 0, 0, 0, number, 0, 0)) for number in (0, 1))
+    problem = LayoutProblem(MODEL, 8, cluster_of(nodes=1), overlap, fixed={"tp": 2, "pp": 1})
+    (grid,) = layout_grids(problem)
+    assert grid.tensors == (kind, None)
+    (layout, one), (_, other) = (grid.at((0, 0, 0, 0, number, 0, 0)) for number in (0, 1))
     assert (one.tensor, other.tensor) == (kind, None)
-    hidden, waits = (judge(problem, Candidate(layout, own, 0.0, 0.0, 0.0)) for own in (one, other))
+    hidden, waits = (
+        score_layout(problem, LayoutCandidate(layout, own, 0.0, 0.0, 0.0)) for own in (one, other)
+    )
     if kind == "turns":  # of one sequence on quick links: what each part begins anew is more than it hides
         assert hidden.seconds > waits.seconds
     else:

@@ -10,15 +10,15 @@ from planned import candidates, problem_of
 
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
-from myriad.planner import rescore
-from myriad.planner.costs import Costs
-from myriad.planner.rank_memory import memory_of_ranks
-from myriad.planner.rescore import Simulations
-from myriad.planner.simulator import program_of, simulate
-from myriad.planner.space import Candidate
-from myriad.planner.steady import steady_parts
-from myriad.planner.straight_line import StraightLine
-from myriad.planner.work import Work
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.memory.rank_memory import memory_of_ranks
+from myriad.planner.search.layout_space import LayoutCandidate
+from myriad.planner.simulation import simulation_cache
+from myriad.planner.simulation.compiled_simulator import CompiledProgram
+from myriad.planner.simulation.simulation_cache import SimulationCache
+from myriad.planner.simulation.simulator import iteration_program, simulate
+from myriad.planner.simulation.steady_state import steady_states
+from myriad.planner.workload import Workload
 from myriad.program.config import OverlapConfig
 from myriad.program.schedules import SCHEDULES
 from myriad.recipes.cluster import load_cluster
@@ -27,7 +27,7 @@ SOME = settings(derandomize=True, max_examples=40, deadline=None, suppress_healt
 
 
 @st.composite
-def deep_works(draw: st.DrawFn) -> Work:
+def deep_works(draw: st.DrawFn) -> Workload:
     """Of many micro-batches, under any schedule."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     pp = draw(st.sampled_from([2, 3, 4]))
@@ -50,40 +50,41 @@ def deep_works(draw: st.DrawFn) -> Work:
     )
     blocks = pp * v * draw(st.sampled_from([1, 2]))
     model = ModelConfig(layers=blocks, hidden=256, heads=8, sequence=128, vocabulary=8192)
-    return Work(model, layout, 2 * draw(st.integers(25, 45)), overlap=overlap)
+    return Workload(model, layout, 2 * draw(st.integers(25, 45)), overlap=overlap)
 
 
 @given(candidates())
 @SOME
-def test_a_straight_line_takes_the_simulators_seconds_to_the_last_bit(candidate: Candidate) -> None:
+def test_a_straight_line_takes_the_simulators_seconds_to_the_last_bit(candidate: LayoutCandidate) -> None:
     problem = problem_of()
-    costs = Costs(candidate.work(problem), problem.cluster)
+    costs = Costs(candidate.workload(problem), problem.cluster)
     simulated = simulate(costs, spans=False)
-    line = StraightLine(simulated.program)
-    assert line.seconds(line.figures(costs)) == simulated.seconds
+    line = CompiledProgram(simulated.program)
+    assert line.seconds(line.costs_of(costs)) == simulated.seconds
 
 
 @given(deep_works(), st.integers(0, 2**32 - 1))
 @SOME
-def test_a_straight_line_is_right_whatever_things_cost(work: Work, seed: int) -> None:
+def test_a_straight_line_is_right_whatever_things_cost(workload: Workload, seed: int) -> None:
     """Messages, gathers and reductions that take far longer than computes, or no time."""
-    costs = Costs(work, load_cluster("megascale-256xa100"))
+    costs = Costs(workload, load_cluster("megascale-256xa100"))
     chosen, names = np.random.default_rng(seed), ("forward", "backward_input", "backward_weight")
     for stage in costs.stages:
         for name in (*names, "gather", "reduce", "update"):
             object.__setattr__(stage, name, float(chosen.exponential() * chosen.integers(0, 4)))
     costs.__dict__["message"] = float(chosen.exponential())
-    line = StraightLine(program_of(costs, 10))
+    line = CompiledProgram(iteration_program(costs, 10))
     simulated = simulate(costs, program=line.program, spans=False).seconds
-    assert line.seconds(line.figures(costs)) == simulated
+    assert line.seconds(line.costs_of(costs)) == simulated
 
 
+@pytest.mark.slow
 @given(deep_works())
 @SOME
-def test_the_steady_part_tells_the_memory_of_the_whole_program(work: Work) -> None:
-    costs = Costs(work, load_cluster("megascale-256xa100"))
-    whole = memory_of_ranks(work, program_of(costs, work.num_micro_batches))
-    assert Simulations().memory(costs) == whole
+def test_the_steady_part_tells_the_memory_of_the_whole_program(workload: Workload) -> None:
+    costs = Costs(workload, load_cluster("megascale-256xa100"))
+    whole = memory_of_ranks(workload, iteration_program(costs, workload.num_micro_batches))
+    assert SimulationCache().memory(costs) == whole
 
 
 @pytest.mark.parametrize(
@@ -94,9 +95,9 @@ def test_a_long_iteration_is_known_from_short_programs(name: str, v: int, batche
     """Else plans of hundreds of micro-batches take minutes."""
     layout = Layout(dp=2, pp=4, virtual_stages=v, schedule=name, zero=1)
     model = ModelConfig(layers=12, hidden=256, heads=8, sequence=128, vocabulary=8192)
-    costs = Costs(Work(model, layout, 2 * batches), load_cluster("megascale-256xa100"))
-    with patch.object(rescore, "program_of", wraps=program_of) as written:
-        simulations = Simulations()
+    costs = Costs(Workload(model, layout, 2 * batches), load_cluster("megascale-256xa100"))
+    with patch.object(simulation_cache, "iteration_program", wraps=iteration_program) as written:
+        simulations = SimulationCache()
         assert simulations.seconds(costs) > 0 and len(simulations.memory(costs)) == 4
     assert written.call_args_list and all(call.args[1] < 100 for call in written.call_args_list)
 
@@ -105,5 +106,5 @@ def test_gpipe_holds_all_micro_batches() -> None:
     """Its two short programs look alike at both ends, and yet nothing in them repeats."""
     layout = Layout(dp=1, pp=4, schedule="gpipe")
     model = ModelConfig(layers=4, hidden=256, heads=8, sequence=128, vocabulary=8192)
-    costs = Costs(Work(model, layout, 60), load_cluster("megascale-256xa100"))
-    assert steady_parts(program_of(costs, 8), program_of(costs, 12)) is None
+    costs = Costs(Workload(model, layout, 60), load_cluster("megascale-256xa100"))
+    assert steady_states(iteration_program(costs, 8), iteration_program(costs, 12)) is None

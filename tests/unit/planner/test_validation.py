@@ -14,10 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from myriad.errors import BadInputError
-from myriad.planner.cluster import Cluster
-from myriad.planner.interval import INTERVAL_RATIO, interval_ratio, width
-from myriad.planner.published import read_table, ready_tables
-from myriad.planner.validation import TableResult, interval, intervals, predict_table, ratios
+from myriad.planner.cluster_config import Cluster
+from myriad.planner.validation.prediction_errors import (
+    TableResult,
+    interval,
+    intervals,
+    predict_table,
+    ratios,
+)
+from myriad.planner.validation.prediction_interval import INTERVAL_RATIO, interval_ratio, interval_width
+from myriad.planner.validation.published_tables import builtin_tables, read_table
 from myriad.recipes.cluster import load_cluster, scale_cluster
 
 
@@ -43,10 +49,11 @@ ROWS = {
 
 
 def test_every_published_row_is_predicted() -> None:
-    assert ready_tables() == sorted(ROWS)
+    assert builtin_tables() == sorted(ROWS)
     assert {name: len(read_table(name, clusters).rows) for name in ROWS} == ROWS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mean", "worst"),
     [
@@ -62,20 +69,23 @@ def test_times_are_predicted_from_data_sheets(name: str, mean: float, worst: flo
     assert score.rank_correlation is None or score.rank_correlation > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name, rows in ROWS.items() if 1 < rows < 73 and name != "megascale_figure9.csv"]
 )
 def test_no_table_errs_to_one_side(name: str) -> None:
-    """The 530B model of figure 9 is known to: every row is predicted too fast (docs/planning.md)."""
+    """The 530B model of figure 9 does: every row is predicted too fast (docs/benchmarks/validation.md)."""
     assert not result(name).zero_shot.is_one_sided
 
 
+@pytest.mark.slow
 def test_the_mfu_of_llama_3_is_predicted() -> None:
     (one,) = result("llama3_405b_table4.csv").rows
     assert one.row.mfu(one.row.seconds) == pytest.approx(0.43, abs=0.0005)
     assert one.row.mfu(one.seconds) == pytest.approx(0.43, abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_table_that_gives_only_mfu_is_predicted_in_seconds_and_mfu() -> None:
     found = result("megascale_figure9.csv")
     assert found.zero_shot.mean < 0.06 and found.zero_shot.worst < 0.08
@@ -128,7 +138,7 @@ def test_an_interval_comes_from_other_tables_and_is_wider_the_fewer_there_are() 
         assert np.log1p(ratio) == pytest.approx(half, rel=1e-3)
         assert held == np.mean(np.abs(logarithms(own)) <= half)
     same = [logarithms("megascale_table2.csv")] * 7
-    assert width(same) == pytest.approx(1.8946 * np.sqrt(np.mean(same[0] ** 2)), rel=1e-3)
+    assert interval_width(same) == pytest.approx(1.8946 * np.sqrt(np.mean(same[0] ** 2)), rel=1e-3)
 
 
 def test_of_a_table_that_was_not_seen_intervals_hold_nine_rows_of_ten() -> None:
@@ -136,7 +146,7 @@ def test_of_a_table_that_was_not_seen_intervals_hold_nine_rows_of_ten() -> None:
     somebody might choose, they hold as many."""
     results = [result(name) for name in ROWS]
     assert np.mean([held for _, held in intervals(results)]) > 0.9
-    half = width([logarithms(name) for name in ROWS if not name.startswith("vtrain")])
+    half = interval_width([logarithms(name) for name in ROWS if not name.startswith("vtrain")])
     sweep, quick = result("vtrain_multi_node_a100.csv").rows, []
     for model in {one.row.model for one in sweep}:
         own = sorted((one for one in sweep if one.row.model == model), key=lambda one: one.row.seconds)
@@ -209,6 +219,7 @@ _CELL = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(
     derandomize=True,
     deadline=None,
@@ -222,7 +233,9 @@ def test_any_cell_is_read_or_refused_with_its_place(tmp_path: Path, data: st.Dat
         st.sampled_from(sorted(set(ROWS) - {"megascale_figure9.csv"}))
     )  # read as table 2, but slower
     lines = list(
-        csv.DictReader((resources.files("myriad.planner") / "tables" / name).read_text().splitlines())
+        csv.DictReader(
+            (resources.files("myriad.planner.validation") / "tables" / name).read_text().splitlines()
+        )
     )
     cells = dict(data.draw(st.sampled_from(lines)))
     for column in data.draw(st.lists(st.sampled_from(sorted(cells)), min_size=1, max_size=3)):
@@ -241,7 +254,7 @@ def test_any_cell_is_read_or_refused_with_its_place(tmp_path: Path, data: st.Dat
         assert 0 < one.seconds < math.inf and 0 < one.row.seconds < math.inf and math.isfinite(one.error)
 
 
-_TABLE = (resources.files("myriad.planner") / "tables" / "megascale_table2.csv").read_text()
+_TABLE = (resources.files("myriad.planner.validation") / "tables" / "megascale_table2.csv").read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from myriad.telemetry.batch import SpanBatch
-from myriad.telemetry.records import RECORD
+from myriad.telemetry.span_io.span_batch import SpanBatch
+from myriad.telemetry.span_io.span_records import RECORD
 
 SPAN_NAMES = ("load", "receive", "forward", "send", "backward", "await_reduce", "update")
 _TYPICAL_NS = (800_000, 90_000, 20_000_000, 70_000, 41_000_000, 900_000, 1_100_000)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.telemetry.batch import BatchError, SpanBatch, decode, encode
-from myriad.telemetry.records import CLASSES, PHASES, RECORD, class_of, phase_of
+from myriad.telemetry.span_io.span_batch import BatchError, SpanBatch, decode, encode
+from myriad.telemetry.span_io.span_records import CLASSES, PHASES, RECORD, class_of, phase_of
 
 
 def batch(num: int = 3) -> SpanBatch:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from myriad.telemetry.progress_page import ROW_BYTES, ProgressPage, ProgressRow
+from myriad.telemetry.progress.progress_page import ROW_BYTES, ProgressPage, ProgressRow
 from myriad.telemetry.spans import Recorder
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.telemetry.clock import ClockOffset, compare
+from myriad.telemetry.shipping.clock_offset import ClockOffset, compare
 
 SECOND = 10**9
 WAYS = st.integers(1, SECOND)

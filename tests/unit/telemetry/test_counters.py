@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from myriad.jsonl import JsonlTail
-from myriad.telemetry.counters import LINK_FIELDS, RDMA_FIELDS, CounterFile, Counters, Sample, sample_often
-from myriad.telemetry.link_peaks import peaks, told_peaks
+from myriad.system.jsonl import JsonlTail
+from myriad.telemetry.links.network_counters import (
+    LINK_FIELDS,
+    RDMA_FIELDS,
+    CounterFile,
+    Counters,
+    Sample,
+    peaks,
+    sample_often,
+    told_peaks,
+)
 
 MB = 10**6
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myriad.telemetry.draw import Lane, Panel, compute_share, draw_spans, under_way
+from myriad.reports.charts.span_chart import Lane, Panel, compute_share, draw_spans, under_way
 from myriad.telemetry.spans import Span
 
 SVG = "{http://www.w3.org/2000/svg}"

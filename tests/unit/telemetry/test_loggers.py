@@ -9,11 +9,10 @@ import pytest
 
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.resilience.engines.engine import check_engine
-from myriad.resilience.engines.loggers import logged
+from myriad.launchers.launcher import check_engine
+from myriad.launchers.metric_loggers import logged
 from myriad.run import Run
-from myriad.telemetry.loggers import Follower, read_place
-from myriad.telemetry.sinks import open_sink, scalars_of
+from myriad.telemetry.loggers import MetricForwarder, open_sink, read_place, scalars_of
 
 HANGS = """
 import time
@@ -61,13 +60,13 @@ def test_each_step_is_told_once_also_by_the_next_process(run: Run) -> None:
     first, second = Kept(), Kept()
     step(run, 1)
     step(run, 2, None)
-    Follower("wandb", run.path, lambda name, path: first).tell()
+    MetricForwarder("wandb", run.path, lambda name, path: first).forward()
     with run.metrics_path.open("a") as file:
         file.write('{"time": 1, "st')  # a rank is killed in the middle of a line
     step(run, 3)
     run.append_event("validation", step=3, loss=1.5, bits_per_byte=2.5)
     run.append_event("fault", step=3, problem="no number")
-    Follower("wandb", run.path, lambda name, path: second).tell()
+    MetricForwarder("wandb", run.path, lambda name, path: second).forward()
     assert first.lines == [(1, {"loss": 2.0, "mfu": 0.5}), (2, {"mfu": 0.5})]
     assert second.lines == [
         (3, {"loss": 2.0, "mfu": 0.5}),
@@ -80,7 +79,7 @@ def test_nothing_is_lost_while_a_tool_is_away(run: Run) -> None:
     kept, over = Kept(away=1), threading.Event()
     over.set()
     step(run, 1)
-    follower = Follower("mlflow", run.path, lambda name, path: kept)
+    follower = MetricForwarder("mlflow", run.path, lambda name, path: kept)
     follower.follow(over)
     assert follower.failures == 1 and kept.lines == [] and read_place(run.path, "mlflow").metrics == 0
     step(run, 2)
@@ -96,7 +95,7 @@ def test_lines_of_others_are_no_curve() -> None:
 def test_a_package_that_is_missing_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     job = load_job("tiny", ['telemetry.loggers=["wandb"]'])
-    with pytest.raises(BadInputError, match=r"telemetry.loggers.*pip install 'myriad\[wandb\]'"):
+    with pytest.raises(BadInputError, match=r"telemetry.loggers.*pip install 'myriad-train\[wandb\]'"):
         check_engine(job)
     with pytest.raises(BadInputError, match=r"telemetry\.loggers.*'tensorboard', 'wandb' or 'mlflow'"):
         load_job("tiny", ['telemetry.loggers=["excel"]'])

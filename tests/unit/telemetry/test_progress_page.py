@@ -3,7 +3,7 @@
 import os
 import time
 
-from myriad.telemetry.progress_page import PROGRESS, ProgressPage, _digests, own_row
+from myriad.telemetry.progress.progress_page import PROGRESS, ProgressPage, _digests, own_row
 from myriad.telemetry.spans import Recorder
 
 

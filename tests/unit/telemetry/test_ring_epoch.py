@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from myriad.telemetry.ring import SpanRing
+from myriad.telemetry.span_io.span_ring import SpanRing
 from myriad.telemetry.spans import Recorder
 
 

@@ -14,18 +14,17 @@ from made_spans import made_batch
 
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.resilience.node.spans import NodeSpans
 from myriad.run import Run
-from myriad.telemetry import outlet as outlet_module
-from myriad.telemetry.batch import SpanBatch, decode
-from myriad.telemetry.clock import ClockOffset
+from myriad.supervise.agent.rank_processes import NodeSpans
 from myriad.telemetry.config import TelemetryConfig
-from myriad.telemetry.outlet import Outlet, RefusedError
-from myriad.telemetry.outlets import TOKEN, Collector, FileWriter
-from myriad.telemetry.records import RECORD
-from myriad.telemetry.ring import SpanRings, ring_at
-from myriad.telemetry.shipper import Shipper, open_outlets
-from myriad.telemetry.span_files import read_span_file, span_files
+from myriad.telemetry.shipping import outlets as outlet_module
+from myriad.telemetry.shipping.clock_offset import ClockOffset
+from myriad.telemetry.shipping.outlets import TOKEN, Collector, FileWriter, Outlet, RefusedError
+from myriad.telemetry.shipping.shipper import Shipper, open_outlets
+from myriad.telemetry.span_io.span_batch import SpanBatch, decode
+from myriad.telemetry.span_io.span_files import read_span_file, span_files
+from myriad.telemetry.span_io.span_records import RECORD
+from myriad.telemetry.span_io.span_ring import SpanRings, ring_at
 from myriad.telemetry.spans import Recorder
 
 SECONDS = 20.0
@@ -266,7 +265,7 @@ def test_a_collector_gets_batches_that_decode_over_one_connection(
 def test_many_spans_are_sent_in_parts_and_what_was_dropped_is_told_once(
     collector: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("myriad.telemetry.outlets._MAX_POSTED", 100)
+    monkeypatch.setattr("myriad.telemetry.shipping.outlets._MAX_POSTED", 100)
     batch = made_batch(1, 3)
     Collector(collector.address, "run").post([batch])
     parts = [decode(body) for *_, body in collector.asked]

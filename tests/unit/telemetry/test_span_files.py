@@ -9,11 +9,15 @@ import pyarrow.parquet as parquet
 import pytest
 from made_spans import SPAN_NAMES, made_batch
 
-from myriad.telemetry.batch import BatchError, SpanBatch
-from myriad.telemetry.pool import pool
-from myriad.telemetry.records import RECORD
-from myriad.telemetry.span_files import read_facts, read_span_file, span_files, write_span_file
-from myriad.telemetry.span_table import write_spans
+from myriad.telemetry.span_io.span_batch import BatchError, SpanBatch, pool
+from myriad.telemetry.span_io.span_files import (
+    read_facts,
+    read_span_file,
+    span_files,
+    write_span_file,
+    write_spans,
+)
+from myriad.telemetry.span_io.span_records import RECORD
 from myriad.telemetry.spans import Span
 
 _TIMES_NS = 300
@@ -93,12 +97,12 @@ def _changed(path: Path, name: str, column: Any) -> None:
         ("start_seconds", None, "no column start_seconds"),
         ("name", None, "no column name"),
         ("rank", lambda t: arrow.array([-1] * len(t), arrow.int32()), "negative rank"),
-        ("duration_seconds", lambda t: arrow.array([np.nan] * len(t), arrow.float32()), "no time"),
-        ("start_seconds", lambda t: arrow.array([1e300] * len(t)), "no time"),
-        ("step", lambda t: arrow.array([2**40] * len(t)), "step: at most"),
+        ("duration_seconds", lambda t: arrow.array([np.nan] * len(t), arrow.float32()), "not a time"),
+        ("start_seconds", lambda t: arrow.array([1e300] * len(t)), "not a time"),
+        ("step", lambda t: arrow.array([2**40] * len(t)), "step: must be from"),
         ("node", lambda t: arrow.array(range(len(t)), arrow.int32()), "node: 0 and"),
         ("stage", lambda t: arrow.array([None] * len(t), arrow.int16()), "missing"),
-        ("name", lambda t: arrow.array(["x" * 65] * len(t)).dictionary_encode(), "names: at most"),
+        ("name", lambda t: arrow.array(["x" * 65] * len(t)).dictionary_encode(), "names: must be at most"),
     ],
 )
 def test_a_file_of_other_things_is_refused_and_says_why(

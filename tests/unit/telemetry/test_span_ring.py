@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myriad.telemetry import device_clock, spans
-from myriad.telemetry.device_clock import DeviceClock
-from myriad.telemetry.records import RECORD, RECORD_BYTES
-from myriad.telemetry.ring import MAX_NAMES, SPANS, SpanRing, SpanRings, own_ring
+from myriad.telemetry import spans
+from myriad.telemetry.progress import device_clock
+from myriad.telemetry.progress.device_clock import DeviceClock
+from myriad.telemetry.span_io.span_records import RECORD, RECORD_BYTES
+from myriad.telemetry.span_io.span_ring import MAX_NAMES, SPANS, SpanRing, SpanRings, own_ring
 from myriad.telemetry.spans import Recorder, span
 
 CAPACITY = 128

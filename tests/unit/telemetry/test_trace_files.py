@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.telemetry.progress_page import PROGRESS, ProgressPage, own_row
-from myriad.telemetry.ring import SpanRing
-from myriad.telemetry.span_lane import SpanLane
+from myriad.telemetry.progress.progress_page import PROGRESS, ProgressPage, own_row
+from myriad.telemetry.span_io.span_ring import SpanRing
 from myriad.telemetry.spans import Recorder
-from myriad.telemetry.trace_files import pack_profile, trace_path, write_bounded
-from myriad.telemetry.trace_request import TraceAnswerWord, TraceWord
+from myriad.telemetry.traces.chrome_trace import SpanLane
+from myriad.telemetry.traces.trace_files import pack_profile, trace_path, write_bounded
+from myriad.telemetry.traces.trace_request import TraceAnswerWord, TraceWord
 
 BASE_NS = 1_700_000_000 * 10**9
 

@@ -10,8 +10,8 @@ import torch
 from myriad.comm.groups import Groups, open_world
 from myriad.comm.layout import Layout
 from myriad.job import load_job
-from myriad.resilience.node.crew import troubles_of
-from myriad.telemetry.progress_page import ProgressPage, ProgressRow
+from myriad.supervise.agent.rank_processes import troubles_of
+from myriad.telemetry.progress.progress_page import ProgressPage, ProgressRow
 from myriad.telemetry.spans import Recorder
 from myriad.train.gap_checks import RATIO, GapChecks
 

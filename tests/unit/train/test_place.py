@@ -10,11 +10,11 @@ import torch
 from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
-from myriad.parallel.device_start import check_on_device
+from myriad.parallel.engine import check_on_device
 from myriad.program.config import OverlapConfig
 from myriad.program.device_needs import DeviceJob
-from myriad.train import build
-from myriad.train.build import Place, find_place, pick_device, prepare_cuda
+from myriad.train import device_setup
+from myriad.train.device_setup import Place, find_place, pick_device, prepare_cuda
 
 NAMES = (
     "RANK",
@@ -168,11 +168,21 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_its_launcher_sh
         pick_device("auto", 1, Place(11, 16, 3, 8))
 
 
+def test_parts_of_a_product_are_added_in_float32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch lets cuBLAS add them in bfloat16: sums over many tokens would lose bits."""
+    with_gpus(monkeypatch, 1)
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = True
+    pick_device("auto", 1, Place(0, 1, 0, 1))
+    assert not products.allow_bf16_reduced_precision_reduction
+    assert not products.allow_fp16_reduced_precision_reduction
+
+
 def test_a_rank_stays_on_the_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its batches and snapshots cross the processors' link."""
     bound: list[object] = []
     near = {"0000:1b:00.0": (4, 5)}
-    monkeypatch.setattr(build, "cores_near_device", lambda address: near.get(address, ()))
+    monkeypatch.setattr(device_setup, "cores_near_device", lambda address: near.get(address, ()))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
     with_gpus(monkeypatch, 2)
     for rank in range(2):

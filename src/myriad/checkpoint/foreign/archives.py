@@ -1,14 +1,13 @@
-"""Files of ``torch.save`` and of torch.distributed.checkpoint (DCP) that come from elsewhere, read without
-trusting them.
+"""Read untrusted files of ``torch.save`` and of torch.distributed.checkpoint (DCP).
 
-    a pickle         is read by torch's restricted unpickler; of other classes only names on a list are
-                     accepted, and each stands for `Opaque`, which keeps what it was given and runs nothing
-    a zip            must store its members as they are: a packed one could grow without bound
-    a tensor         is mapped, not read; its storage is part of the file, so its bytes are bounded by the
-                     file's size (`bounded`: a view that repeats its elements is refused)
-    ``.metadata``    of DCP is a plain pickle, for which torch has no restricted reader: here it has one with
-                     eleven classes
-    a file name      inside ``.metadata`` must be one of the folder's own
+a pickle         is read by torch's restricted unpickler; of other classes only names on a list are
+                 accepted, and each is replaced by `Opaque`, which keeps its arguments and runs nothing
+a zip            must store its members uncompressed: a compressed one could expand without bound
+a tensor         is mapped, not read; its storage is part of the file, so its bytes are bounded by the
+                 file's size (`bounded`: a view that repeats its elements is refused)
+``.metadata``    of DCP is a plain pickle, for which torch has no restricted reader: this module has one
+                 that accepts eleven classes
+a file name      inside ``.metadata`` must be one of the folder's own
 """
 
 import argparse
@@ -29,21 +28,21 @@ from myriad.errors import BadInputError
 __all__ = ["DcpFolder", "Opaque", "bounded", "read_archive"]
 
 _PICKLE_BYTES = 2**28
-"""Largest pickle that is read; one of a model with 100,000 tensors has about 30 MB."""
+"""Largest pickle that is read; the pickle of a model with 100,000 tensors has about 30 MB."""
 _METADATA_BYTES = 2**30
 _INERT = re.compile(
     r"(megatron|deepspeed|transformer_engine|apex|transformers|numpy|pathlib|signal|types|enum|datetime"
     r"|torch\.(torch_version|distributed|_C)|__builtin__|__main__)\b.*"
 )
-"""Names that a checkpoint of these systems holds beside tensors: random states, enumerations, paths. None of
+"""Classes that checkpoints of these systems hold beside tensors: random states, enumerations, paths. None of
 them is imported."""
 
 
 class Opaque:
-    """A value of a class that is not imported: keeps its arguments and state, and runs nothing."""
+    """A value whose class is not imported. It keeps its arguments and state, and runs nothing."""
 
     def __new__(cls, *args: Any, **_: Any) -> "Opaque":
-        """Keep the arguments, whatever they are."""
+        """Keep the arguments without interpreting them."""
         made = super().__new__(cls)
         made.args = args
         return made
@@ -57,8 +56,10 @@ class Opaque:
 
 
 def read_archive(path: Path, key: str) -> Any:
-    """The content of a ``torch.save`` file, its tensors mapped from it. Raises `BadInputError` for one that
-    is damaged, packed, of the format before torch 1.6, or names a class that is not on the list."""
+    """Return the content of a ``torch.save`` file, with its tensors mapped from the file.
+
+    Raises `BadInputError` if the file is damaged, compressed, in the format before torch 1.6, or names a
+    class that is not on the list."""
     _check_zip(path, key)
     try:
         names = get_unsafe_globals_in_checkpoint(path)
@@ -66,7 +67,7 @@ def read_archive(path: Path, key: str) -> Any:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except BadInputError:
         raise
-    except Exception as error:  # an unpickler of damaged bytes raises anything
+    except Exception as error:  # an unpickler may raise anything on damaged bytes
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise BadInputError(key, str(path), f"not readable ({reason})") from None
 
@@ -87,7 +88,7 @@ def _check_zip(path: Path, key: str) -> None:
 
 
 def _stand_ins(names: list[str], path: Path, key: str) -> list[Any]:
-    """What each name in a pickle is read as."""
+    """Return the class that replaces each class named in a pickle."""
     found: list[Any] = []
     for name in names:
         if name in ("argparse.Namespace", "types.SimpleNamespace"):
@@ -101,8 +102,9 @@ def _stand_ins(names: list[str], path: Path, key: str) -> list[Any]:
 
 
 def bounded(value: Any, name: str, where: object, key: str) -> torch.Tensor:
-    """``value`` if it is a tensor of floating point numbers whose elements are all in its file. Raises
-    `BadInputError`."""
+    """Return ``value`` if it is a floating-point tensor whose elements are all in its file.
+
+    Raises `BadInputError` otherwise."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.is_sparse:
         raise BadInputError(key, str(where), f"{name[:200]} must be a tensor of floating point numbers")
     if value.numel() > value.untyped_storage().nbytes() // value.element_size():
@@ -131,7 +133,7 @@ _DTYPES |= {"float8_e4m3fn", "float8_e5m2", "complex64"}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of DCP's ``.metadata``; any other is `Opaque`, and functions are refused."""
+    """Accepts the classes of DCP's ``.metadata``. Any other class becomes `Opaque`; functions are refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _DTYPES:
@@ -151,7 +153,7 @@ class DcpFolder:
     """Tensors of a torch.distributed.checkpoint folder, read one at a time."""
 
     def __init__(self, path: Path, key: str) -> None:
-        """Reads ``.metadata``. Raises `BadInputError` for what it cannot be."""
+        """Read ``.metadata``. Raises `BadInputError` if it is invalid."""
         from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
         self.path, self._key = path, key
@@ -175,7 +177,7 @@ class DcpFolder:
             raise BadInputError(key, str(file), f"not readable ({reason})") from None
 
     def read(self, name: str) -> torch.Tensor:
-        """One whole tensor, in its own precision. Raises `BadInputError` where parts of it are missing."""
+        """Return one full tensor in its stored dtype. Raises `BadInputError` if parts of it are missing."""
         known, shape = self._tensors[name], self.shapes[name]
         whole: torch.Tensor | None = None
         filled = 0
@@ -198,7 +200,7 @@ class DcpFolder:
         return whole
 
     def _check_room(self, name: str, shape: tuple[int, ...], item_bytes: int) -> None:
-        """Refuse a tensor that the files cannot hold, before memory is taken for it."""
+        """Raise `BadInputError` for a tensor larger than the files, before memory is allocated for it."""
         needed = torch.Size(shape).numel() * item_bytes
         if needed > sum(file.stat().st_size for file in self.path.glob("*.distcp")):
             self._refuse(name, f"has the shape {shape}, more than the files hold")
@@ -226,7 +228,7 @@ class DcpFolder:
             self._refuse(name, f"not readable ({str(error).splitlines()[0][:150]})")
         tensor = bounded(part, name, self.path, self._key)
         if tensor.numel() != torch.Size(sizes).numel():
-            self._refuse(name, f"has a part of {tuple(tensor.shape)} where {sizes} is announced")
+            self._refuse(name, f"has a part of {tuple(tensor.shape)} where .metadata says {sizes}")
         return tensor.reshape(sizes)
 
     def _refuse(self, name: str, problem: str) -> NoReturn:

@@ -1,17 +1,17 @@
-"""A checkpoint of DeepSpeed's ZeRO, or its universal form, of a Hugging Face model, as a `ForeignState`.
+"""Read a DeepSpeed checkpoint of a Hugging Face model, ZeRO or universal, as a `ForeignState`.
 
-    CHECKPOINT/latest                                        which of several; or a folder of one is given
+    CHECKPOINT/latest                                        names one of several; or a folder of one is given
     global_stepN/mp_rank_00_model_states.pt                  weights and shapes              ZeRO 1, 2
                  zero_pp_rank_X_mp_rank_00_model_states.pt   shapes                          ZeRO 3
                  [bf16_]zero_pp_rank_X_mp_rank_00_optim_states.pt    flat fp32 partitions and moments
-    global_stepN_universal/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt    whole tensors
+    global_stepN_universal/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt    full tensors
     config.json            of the model: in CHECKPOINT, in the step's folder, or given
 
     ZeRO 1, 2   the parameters of a group end to end (each followed by its alignment), cut over the ranks
     ZeRO 3      each parameter cut over the ranks, rounded up; a rank's parts end to end, over all groups
 
-Sources: ``deepspeed/utils/zero_to_fp32.py``, ``deepspeed/checkpoint/ds_to_universal.py``; moments are laid
-out as the master weights. Where weights are stored too, the masters must round to them.
+Sources: ``deepspeed/utils/zero_to_fp32.py``, ``deepspeed/checkpoint/ds_to_universal.py``. Moments have the
+layout of the master weights. If weights are stored too, the master weights must round to them.
 """
 
 import math
@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from myriad.checkpoint.foreign.archives import bounded, read_archive
+from myriad.checkpoint.foreign.hugging_face_config import model_of
+from myriad.checkpoint.foreign.hugging_face_names import tensor_mappings
 from myriad.checkpoint.foreign.training_state import KEY, MOMENTS, ForeignState, Kind, whole_number
-from myriad.checkpoint.hugging_face_config import model_of
-from myriad.checkpoint.hugging_face_names import links_of
 from myriad.errors import BadInputError
-from myriad.whole_file import parse_json
+from myriad.system.whole_file import parse_json
 
 __all__ = ["is_deepspeed", "open_deepspeed"]
 
@@ -39,7 +39,7 @@ _CONFIG_BYTES = 2**20
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether this is a folder in one of DeepSpeed's layouts."""
+    """Whether a path is a folder in one of DeepSpeed's layouts."""
     return _has_files(path) or any((path / name).is_file() for name in _LATEST)
 
 
@@ -48,7 +48,7 @@ def _has_files(path: Path) -> bool:
 
 
 def _folder_of(path: Path) -> Path:
-    """The one checkpoint that is meant."""
+    """Return the folder of the checkpoint at ``path``."""
     if _has_files(path):
         return path
     name = next(name for name in _LATEST if (path / name).is_file())
@@ -61,15 +61,17 @@ def _folder_of(path: Path) -> Path:
 
 
 def open_deepspeed(path: Path, config: Path | None = None) -> ForeignState:
-    """Read names, shapes and settings. ``config``: config.json of the model, or its folder; off: beside the
-    checkpoint. Raises `BadInputError` for what cannot be read exactly."""
+    """Read names, shapes and settings.
+
+    ``config``: the model's config.json, or its folder; default: beside the checkpoint. Raises `BadInputError`
+    for anything that cannot be read exactly."""
     folder = _folder_of(path)
     states = _model_states(folder)
     if (size := states.get("mp_world_size", 1)) != 1:
         allowed = f"has {size} tensor-parallel ranks: of DeepSpeed, data-parallel checkpoints are read"
         raise BadInputError(KEY, str(folder), allowed)
     model = model_of(_read_config(folder, path, config))
-    links = {link.name: link for link in links_of(model)}
+    mappings = {mapping.name: mapping for mapping in tensor_mappings(model)}
     source = _Universal(folder, states) if (folder / "zero").is_dir() else _Partitions(folder, states)
     tied = {"lm_head.weight"} if model.tied else set()
     ends = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -77,12 +79,12 @@ def open_deepspeed(path: Path, config: Path | None = None) -> ForeignState:
         folder,
         f"DeepSpeed, {source.text}",
         model,
-        links,
+        mappings,
         source,
         whole_number(states.get("global_steps", 0), "global_steps", folder),
         whole_number(states.get("global_samples", 0), "global_samples", folder),
         _settings(states, source.groups),
-        list(_notes(source.groups, links, source)),
+        list(_notes(source.groups, mappings, source)),
         unused=frozenset(tied | {name for name in source.names() if name.endswith(ends)}),
     )
     skipped = whole_number(states.get("skipped_steps", 0), "skipped_steps", folder)
@@ -124,7 +126,7 @@ def _plain(name: object) -> str:
 
 
 def _settings(states: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """DeepSpeed's configuration as saved, with the values of the optimizer that ran."""
+    """Return DeepSpeed's configuration as saved, with the values of the optimizer that ran."""
     found = states.get("ds_config")
     settings = dict(found) if isinstance(found, dict) else {}
     if groups:
@@ -137,7 +139,7 @@ def _settings(states: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) ->
     return settings
 
 
-def _notes(groups: Sequence[Mapping[str, Any]], links: Any, source: Any) -> Any:
+def _notes(groups: Sequence[Mapping[str, Any]], mappings: Any, source: Any) -> Any:
     decayed = [group for group in groups if group.get("weight_decay")]
     if decayed and len(decayed) == len(groups):
         yield "weight decay of vectors: Myriad leaves norms and biases alone"
@@ -148,7 +150,7 @@ def _notes(groups: Sequence[Mapping[str, Any]], links: Any, source: Any) -> Any:
 
 
 class _Partitions:
-    """A `TensorSource` of flat partitions."""
+    """A `TensorSource` of flat ZeRO partitions."""
 
     def __init__(self, folder: Path, states: Mapping[str, Any]) -> None:
         self._where = folder
@@ -173,7 +175,7 @@ class _Partitions:
             self._check_masters()
 
     def _files(self, folder: Path) -> list[Path]:
-        """Optimizer files by rank; none may be missing."""
+        """Return the optimizer files in order of rank. Raises `BadInputError` if one is missing."""
         found = {}
         for path in folder.iterdir():
             if named := _OPTIMIZER.fullmatch(path.name):
@@ -196,7 +198,7 @@ class _Partitions:
         return state
 
     def _stage(self, states: Mapping[str, Any]) -> int:
-        """1 to 3. A saved enumeration is opaque: its only argument is the number."""
+        """Return the ZeRO stage, 1 to 3. A saved enumeration is opaque; its only argument is the number."""
         kept = self._states[0]["zero_stage"]
         number = getattr(kept, "args", (kept,))[0]
         if number not in (1, 2, 3):
@@ -226,8 +228,10 @@ class _Partitions:
             raise BadInputError(KEY, str(self._where), allowed)
 
     def _flats(self, kind: Kind, number: int) -> list[torch.Tensor]:
-        """The flat tensor of each rank: of a group, or of all with ZeRO 3, kept until another is asked for:
-        laid end to end for each parameter they would be copied once for each."""
+        """Return the flat tensor of each rank: of one group, or of all groups with ZeRO 3.
+
+        The result is cached until another one is requested. Concatenating the ranks for each parameter would
+        copy them once per parameter."""
         wanted = kind, number if self.stage < 3 else 0
         if self._last is None or self._last[0] != wanted:
             self._last = wanted, self._read_flats(kind, number)
@@ -287,12 +291,12 @@ class _Partitions:
         return True
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a whole weight, or ``None``."""
+        """Return the shape of a full weight; ``None``: there is no weight with this name."""
         place = self._places.get(name)
         return None if place is None else place[2]
 
     def read(self, kind: Kind, name: str) -> torch.Tensor:
-        """Return one whole tensor of all ranks' parts."""
+        """Return one full tensor, joined from the parts of all ranks."""
         group, start, shape = self._places[name]
         size, flats = math.prod(shape), self._flats(kind, group)
         if self.stage < 3:
@@ -342,7 +346,7 @@ class _Universal:
         return int(kept) if isinstance(kept, int | float | torch.Tensor) else None
 
     def _place(self, name: str, what: str) -> Path:
-        """The file of a parameter: its folder is named by it, and must be in ``zero``."""
+        """Return the file of a parameter. The folder has the parameter's name and must be in ``zero``."""
         if Path(name).name != name or name in ("", ".", ".."):
             raise BadInputError(KEY, str(self._where), f"names a parameter {name[:100]!r}")
         return self._where / "zero" / name / f"{what}.pt"
@@ -360,7 +364,7 @@ class _Universal:
         return self._shapes.get(name)
 
     def read(self, kind: Kind, name: str) -> torch.Tensor:
-        """One whole tensor: a file holds it as it is, or in a dictionary."""
+        """Return one full tensor. A file holds it directly or in a dictionary."""
         path = self._place(name, _FILE_OF[kind])
         content = read_archive(path, KEY)
         tensor = bounded(content.get("param") if isinstance(content, dict) else content, name, path, KEY)

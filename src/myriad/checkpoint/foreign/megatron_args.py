@@ -1,8 +1,8 @@
-"""Arguments of Megatron-LM to what they say of a model. No torch here.
+"""Convert the arguments of Megatron-LM to a model configuration. Without torch.
 
-Read from a checkpoint (the namespace ``args`` that Megatron-LM saves) or from a command line; names and
-defaults are those of ``megatron/training/arguments.py``. An argument that changes what the model computes and
-has no counterpart is refused with its name; `myriad.translate` lists the rest.
+The arguments come from a checkpoint (the namespace ``args`` that Megatron-LM saves) or from a command line.
+Names and defaults are those of ``megatron/training/arguments.py``. An argument that changes what the model
+computes and has no counterpart is refused by name; `myriad.job.translation` lists the rest.
 
 | argument                                          | `ModelConfig`                                     |
 |---------------------------------------------------|---------------------------------------------------|
@@ -48,7 +48,7 @@ _OFF: dict[str, str] = {
     "retro_add_retriever": "retrieval",
     "tokentype_size": "token types",
 }
-"""Arguments that must be off: what they switch on changes the model, and Myriad's has none of it."""
+"""Arguments that must be off, because they change the model in ways that Myriad does not support."""
 _OFF_VALUES = (None, False, 0, "", "vanilla", 0.0)
 
 MODEL_ARGUMENTS = frozenset({
@@ -61,7 +61,7 @@ MODEL_ARGUMENTS = frozenset({
     "attention_dropout", "init_method_std", "make_vocab_size_divisible_by", "apply_layernorm_1p",
     "layernorm_zero_centered_gamma", "use_rotary_position_embeddings", "no_position_embedding", *_OFF,
 })  # fmt: skip
-"""Arguments that are read here."""
+"""Arguments that this module reads."""
 
 
 def _refuse(key: str, name: str, value: object, allowed: str) -> None:
@@ -69,9 +69,9 @@ def _refuse(key: str, name: str, value: object, allowed: str) -> None:
 
 
 def model_of_arguments(arguments: Mapping[str, Any], key: str) -> tuple[ModelConfig, list[str]]:
-    """The model, and a sentence for each thing that differs without changing its logits.
+    """Return the model, and a sentence for each difference that does not change its logits.
 
-    ``key``: what the user gave, for messages. Raises `BadInputError` for an argument without a
+    ``key``: the user's input key, for messages. Raises `BadInputError` for an argument without a
     counterpart."""
     for name, what in _OFF.items():
         if arguments.get(name) not in _OFF_VALUES:
@@ -137,7 +137,7 @@ def _size(arguments: Mapping[str, Any], name: str, key: str, default: int | None
 
 
 def _default_ffn(hidden: int, swiglu: bool) -> int:
-    """Return ``validate_args``'s default: with a gate two thirds of 4 h, rounded down to 64; else 4 h."""
+    """Return ``validate_args``'s default: two thirds of 4 h rounded down to 64 with a gate, else 4 h."""
     return int((4 * hidden * 2 / 3) / 64) * 64 if swiglu else 4 * hidden
 
 

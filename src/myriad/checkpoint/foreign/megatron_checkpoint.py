@@ -1,13 +1,13 @@
-"""A checkpoint of Megatron-LM, in either of its formats, as a `ForeignState`.
+"""Read a Megatron-LM checkpoint, in either of its formats, as a `ForeignState`.
 
-    CHECKPOINT/latest_checkpointed_iteration.txt      which of several; or the folder of one is given
+    CHECKPOINT/latest_checkpointed_iteration.txt      names one of several; or the folder of one is given
     iter_NNNNNNN/mp_rank_*/                           --ckpt-format torch          `megatron_ranks`
-    iter_NNNNNNN/metadata.json, common.pt, .metadata  --ckpt-format torch_dist     here
+    iter_NNNNNNN/metadata.json, common.pt, .metadata  --ckpt-format torch_dist     this module
 
-A distributed checkpoint holds whole tensors, so tp, pp and virtual stages leave no trace in it; layers are
-stacked (``decoder.layers.X`` is ``[L, ...]``) or numbered. Optimizer state is read where it is kept in the
-shape of parameters (``fully_reshardable``, and every checkpoint without the distributed optimizer); flat
-buckets (``dp_reshardable``) are refused. Source: ``megatron/core/dist_checkpointing`` and
+A distributed checkpoint holds full tensors, so it does not depend on tp, pp and virtual stages. Layers are
+stacked (``decoder.layers.X`` is ``[L, ...]``) or numbered. Optimizer state is read if it has the shape of the
+parameters (``fully_reshardable``, and every checkpoint without the distributed optimizer); flat buckets
+(``dp_reshardable``) are refused. Source: ``megatron/core/dist_checkpointing`` and
 ``megatron/core/optimizer``, version 0.16.
 """
 
@@ -21,7 +21,7 @@ import torch
 
 from myriad.checkpoint.foreign.archives import DcpFolder, read_archive
 from myriad.checkpoint.foreign.megatron_args import model_of_arguments
-from myriad.checkpoint.foreign.megatron_names import canonical, key_bias_rows, links_of_megatron
+from myriad.checkpoint.foreign.megatron_names import canonical, key_bias_rows, megatron_mappings
 from myriad.checkpoint.foreign.megatron_ranks import MegatronRanks
 from myriad.checkpoint.foreign.training_state import KEY, MOMENTS, ForeignState, Kind, whole_number
 from myriad.errors import BadInputError
@@ -34,18 +34,18 @@ _OUTPUT = "output_layer.weight"
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether this is a folder in one of Megatron-LM's layouts."""
+    """Whether a path is a folder in one of Megatron-LM's layouts."""
     named = any((path / name).is_file() for name in (_TRACKER, _COMMON))
     return named or any(found.is_dir() for found in path.glob("mp_rank_*"))
 
 
 def _folder_of(path: Path) -> Path:
-    """The one checkpoint that is meant."""
+    """Return the folder of the checkpoint at ``path``."""
     if not (path / _TRACKER).is_file():
         return path
     text = (path / _TRACKER).open(encoding="utf-8", errors="replace").read(64).strip()
     if text != "release" and not re.fullmatch(r"\d{1,9}", text):
-        raise BadInputError(KEY, str(path / _TRACKER), "must name an iteration, or say release")
+        raise BadInputError(KEY, str(path / _TRACKER), "must contain an iteration number or the word release")
     folder = path / (text if text == "release" else f"iter_{int(text):07d}")
     if not folder.is_dir():
         raise BadInputError(KEY, str(folder), f"is not there, and {_TRACKER} names it")
@@ -53,7 +53,7 @@ def _folder_of(path: Path) -> Path:
 
 
 def open_megatron(path: Path) -> ForeignState:
-    """Read names, shapes and arguments. Raises `BadInputError` for what cannot be read exactly."""
+    """Read names, shapes and arguments. Raises `BadInputError` for anything that cannot be read exactly."""
     folder = _folder_of(path)
     if (folder / _COMMON).is_file():
         source: MegatronRanks | _Distributed = _Distributed(folder)
@@ -75,7 +75,7 @@ def open_megatron(path: Path) -> ForeignState:
         folder,
         system,
         model,
-        links_of_megatron(model, neighbours=neighbours),
+        megatron_mappings(model, neighbours=neighbours),
         source,
         step,
         whole_number(samples, "consumed_train_samples", folder),
@@ -92,7 +92,7 @@ def open_megatron(path: Path) -> ForeignState:
 
 
 def optimizer_step(state: ForeignState) -> int:
-    """Steps of Adam that made the moments."""
+    """Return the number of Adam steps that the moments have accumulated."""
     found = getattr(state.source, "step_of_moments", None)
     return state.step if found is None else int(found)
 
@@ -100,12 +100,12 @@ def optimizer_step(state: ForeignState) -> int:
 def _arguments(common: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     found = common.get("args")
     if found is None or not hasattr(found, "__dict__"):
-        raise BadInputError(KEY, str(folder), "has no args: they say what the model is")
+        raise BadInputError(KEY, str(folder), "has no args, which describe the model")
     return {str(name): value for name, value in vars(found).items()}
 
 
 def _check_tied(state: ForeignState) -> None:
-    """Refuse an output projection of the last stage that has drifted from the embedding it is tied to."""
+    """Raise `BadInputError` if the last stage's output projection differs from its tied embedding."""
     embedding = "embedding.word_embeddings.weight"
     if state.model.tied and state.source.shape(_OUTPUT) is not None:
         both = (state.source.read("weights", name) for name in (embedding, _OUTPUT))
@@ -116,7 +116,7 @@ def _check_tied(state: ForeignState) -> None:
 
 
 def _check_key_biases(state: ForeignState) -> None:
-    """Refuse biases of keys where positions are rotary: softmax sees them there."""
+    """Raise `BadInputError` for key biases with rotary positions, because softmax then depends on them."""
     model = state.model
     if not (model.bias and model.position == "rotary"):
         return
@@ -129,7 +129,7 @@ def _check_key_biases(state: ForeignState) -> None:
 
 
 class _Distributed:
-    """A `TensorSource` of a distributed checkpoint."""
+    """A `TensorSource` of a ``torch_dist`` checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self._where = folder
@@ -150,7 +150,7 @@ class _Distributed:
 
     @property
     def step_of_moments(self) -> int | None:
-        """Return the step of Adam that the common state keeps."""
+        """Step of Adam in the common state, or ``None``."""
         optimizer = self.common.get("optimizer")
         inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else {}
         state = inner.get("state") if isinstance(inner, dict) else None
@@ -183,7 +183,7 @@ class _Distributed:
             self._buckets = None
 
     def _find(self, prefix: str) -> dict[str, tuple[str, int | None]]:
-        """Canonical name to the name in the checkpoint, and the layer in it where layers are stacked."""
+        """Map canonical names to the stored name and, for stacked layers, the layer's index."""
         places: dict[str, tuple[str, int | None]] = {}
         for name, shape in self._dcp.shapes.items():
             if not name.startswith(prefix) or (not prefix and name.startswith(("optimizer.", "rng_state"))):
@@ -202,7 +202,7 @@ class _Distributed:
         return set(self._places["weights"])
 
     def has_optimizer(self) -> bool:
-        """Whether both moments of every weight are there."""
+        """Whether the checkpoint has both moments of every weight."""
         if self._buckets is not None:
             raise BadInputError(KEY, str(self._where), self._buckets)
         return all(self._places[kind].keys() >= self.names() for kind in MOMENTS)
@@ -215,7 +215,7 @@ class _Distributed:
         return shape if place[1] is None else shape[1:]
 
     def read(self, kind: Kind, name: str) -> torch.Tensor:
-        """One tensor; of stacked layers the stack is kept until another is asked for."""
+        """Return one tensor. A stack of layers is cached until another one is requested."""
         places = self._places[kind]
         if kind == "weights" and name in self._masters:
             places = self._masters

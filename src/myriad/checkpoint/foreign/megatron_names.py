@@ -1,14 +1,15 @@
-"""Where each tensor of Myriad's is in Megatron's: which rows of which whole tensor.
+"""Map each of Myriad's tensors to rows of Megatron's full tensors.
 
-    qkv      theirs: for each group of queries [its queries | its key | its value], group after group
-             ours:   [all queries | all keys | all values]
-    fc1      with SwiGLU [gate | up], as ours
-    rotary   a pair is half a head apart there (rotary_interleaved: neighbours, as here)
-    norms    of the Transformer Engine's fused layers are named by the linear that they stand before
+    qkv      Megatron: for each group of queries [its queries | its key | its value], group after group
+             Myriad:   [all queries | all keys | all values]
+    fc1      with SwiGLU [gate | up], in both
+    rotary   a pair is half a head apart in Megatron (rotary_interleaved: adjacent, as in Myriad)
+    norms    of the Transformer Engine's fused layers are named by the linear layer that they precede
 
-Names are those of Megatron Core's ``GPTModel`` with whole layer numbers; `canonical` gives them for those of
-the model before it (``language_model.encoder``) and of fused layers. Source: ``megatron/core/transformer``
-(``attention.py``: ``get_query_key_value_tensors``), checked on its own forward.
+Names are those of Megatron Core's ``GPTModel`` with global layer numbers. `canonical` returns them for the
+names of the model before it (``language_model.encoder``) and of fused layers. Source:
+``megatron/core/transformer`` (``attention.py``: ``get_query_key_value_tensors``), checked against its own
+forward pass.
 
 Legend: G groups, R queries of a group, D head size.
 """
@@ -16,10 +17,10 @@ Legend: G groups, R queries of a group, D head size.
 import re
 from collections.abc import Iterator, Mapping
 
-from myriad.checkpoint.hugging_face_names import Link, Piece
+from myriad.checkpoint.foreign.hugging_face_names import RowSlice, TensorMapping
 from myriad.model.config import ModelConfig
 
-__all__ = ["canonical", "cut_dim", "key_bias_rows", "links_of_megatron"]
+__all__ = ["canonical", "cut_dim", "key_bias_rows", "megatron_mappings"]
 
 _FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -47,8 +48,10 @@ _LAYER = re.compile(r"(?:decoder|encoder|transformer)\.layers\.(\d{1,5})\.(.+)")
 
 
 def canonical(name: str, first_layer: int = 0) -> str | None:
-    """The name in a whole Megatron Core model of a tensor that a rank calls ``name``, whose layers are
-    numbered from ``first_layer``; ``None`` for what is no parameter (``_extra_state``)."""
+    """Return the name in a full Megatron Core model of the tensor that a rank calls ``name``.
+
+    ``first_layer``: global number of the rank's first layer. Return ``None`` for a tensor that is not a
+    parameter (``_extra_state``)."""
     if name.endswith("_extra_state") or ".rotary_pos_emb." in f".{name}":
         return None
     name = name.removeprefix("module.").removeprefix("model.").removeprefix("language_model.")
@@ -67,8 +70,9 @@ def canonical(name: str, first_layer: int = 0) -> str | None:
 
 
 def cut_dim(name: str) -> int | None:
-    """Dimension along which tensor-parallel ranks cut the tensor of this canonical name; ``None``: whole on
-    each."""
+    """Return the dimension along which tensor-parallel ranks shard the tensor with this canonical name.
+
+    Return ``None`` if every rank has the full tensor."""
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         return 0
     if ".linear_qkv." in name or ".linear_fc1." in name:
@@ -76,12 +80,12 @@ def cut_dim(name: str) -> int | None:
     return 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else None
 
 
-def links_of_megatron(model: ModelConfig, *, neighbours: bool = False) -> Mapping[str, Link]:
-    """Every tensor of the model by Myriad's name. ``neighbours``: rotary pairs are neighbours there too."""
-    return {link.name: link for link in _links(model, 0 if neighbours else model.head_width)}
+def megatron_mappings(model: ModelConfig, *, neighbours: bool = False) -> Mapping[str, TensorMapping]:
+    """Return all mappings by Myriad's tensor name. ``neighbours``: the source's rotary pairs are adjacent."""
+    return {mapping.name: mapping for mapping in _mappings(model, 0 if neighbours else model.head_width)}
 
 
-def _links(model: ModelConfig, turned: int) -> Iterator[Link]:
+def _mappings(model: ModelConfig, turned: int) -> Iterator[TensorMapping]:
     hidden, rows = model.hidden, model.padded_vocabulary()
     yield _rows("embedding.tokens.weight", "embedding.word_embeddings.weight", rows, hidden)
     if model.position == "learned":
@@ -100,49 +104,51 @@ def _links(model: ModelConfig, turned: int) -> Iterator[Link]:
         yield _rows("head.output.weight", "output_layer.weight", rows, hidden)
 
 
-def _attention(model: ModelConfig, ours: str, theirs: str, turned: int) -> Iterator[Link]:
+def _attention(model: ModelConfig, ours: str, theirs: str, turned: int) -> Iterator[TensorMapping]:
     width = model.heads * model.head_width
     qkv = f"{theirs}.linear_qkv"
     turned = turned if model.position == "rotary" else 0
     queries, keys, values = _in_groups(model, f"{qkv}.weight", turned)
-    rows = sum(piece.num_rows for piece in (*queries, *keys, *values))
-    yield Link(f"{ours}.qkv.weight", (rows, model.hidden), (*queries, *keys, *values))
+    rows = sum(row_slice.num_rows for row_slice in (*queries, *keys, *values))
+    yield TensorMapping(f"{ours}.qkv.weight", (rows, model.hidden), (*queries, *keys, *values))
     if model.bias:
         queries, keys, values = _in_groups(model, f"{qkv}.bias", turned)
-        rows = sum(piece.num_rows for piece in (*queries, *values))
-        yield Link(f"{ours}.qkv.bias", (rows,), (*queries, *values))
+        rows = sum(row_slice.num_rows for row_slice in (*queries, *values))
+        yield TensorMapping(f"{ours}.qkv.bias", (rows,), (*queries, *values))
     yield from _linear(model, f"{ours}.output", f"{theirs}.linear_proj", model.hidden, width)
 
 
-def _in_groups(model: ModelConfig, name: str, turned: int) -> tuple[list[Piece], list[Piece], list[Piece]]:
-    """Rows of queries, of keys and of values, group by group."""
+def _in_groups(
+    model: ModelConfig, name: str, turned: int
+) -> tuple[list[RowSlice], list[RowSlice], list[RowSlice]]:
+    """Return the rows of queries, of keys and of values, group by group."""
     width, groups = model.head_width, model.num_kv_heads
     own = model.heads // groups * width
     starts = [group * (own + 2 * width) for group in range(groups)]
     return (
-        [Piece(name, own, start, turned) for start in starts],
-        [Piece(name, width, start + own, turned) for start in starts],
-        [Piece(name, width, start + own + width) for start in starts],
+        [RowSlice(name, own, start, turned) for start in starts],
+        [RowSlice(name, width, start + own, turned) for start in starts],
+        [RowSlice(name, width, start + own + width) for start in starts],
     )
 
 
 def key_bias_rows(model: ModelConfig) -> list[slice]:
-    """Rows of a bias of queries, keys and values that are of keys."""
+    """Return the rows of keys in a fused bias of queries, keys and values."""
     _, keys, _ = _in_groups(model, "", 0)
-    return [slice(piece.first_row, piece.first_row + piece.num_rows) for piece in keys]
+    return [slice(row_slice.first_row, row_slice.first_row + row_slice.num_rows) for row_slice in keys]
 
 
-def _rows(ours: str, theirs: str, *shape: int) -> Link:
-    return Link(ours, shape, (Piece(theirs, shape[0]),))
+def _rows(ours: str, theirs: str, *shape: int) -> TensorMapping:
+    return TensorMapping(ours, shape, (RowSlice(theirs, shape[0]),))
 
 
-def _norm(model: ModelConfig, ours: str, theirs: str) -> Iterator[Link]:
+def _norm(model: ModelConfig, ours: str, theirs: str) -> Iterator[TensorMapping]:
     yield _rows(f"{ours}.weight", f"{theirs}.weight", model.hidden)
     if model.norm == "layer" and model.bias:
         yield _rows(f"{ours}.bias", f"{theirs}.bias", model.hidden)
 
 
-def _linear(model: ModelConfig, ours: str, theirs: str, rows: int, columns: int) -> Iterator[Link]:
+def _linear(model: ModelConfig, ours: str, theirs: str, rows: int, columns: int) -> Iterator[TensorMapping]:
     yield _rows(f"{ours}.weight", f"{theirs}.weight", rows, columns)
     if model.bias:
         yield _rows(f"{ours}.bias", f"{theirs}.bias", rows)

@@ -1,13 +1,13 @@
-"""Megatron-LM's ``torch`` format: one file for each tensor- and pipeline-parallel rank.
+"""Read Megatron-LM's ``torch`` format: one file for each tensor- and pipeline-parallel rank.
 
     iter_0000010/mp_rank_TT/model_optim_rng.pt            tp ranks alone
     iter_0000010/mp_rank_TT_PPP/model_optim_rng.pt        tp and pp ranks
                                /distrib_optim.pt          moments with --use-distributed-optimizer
 
-    layers      are numbered from 0 in each chunk of a rank; chunk after chunk, and in a chunk pipeline rank
-                after pipeline rank, gives the model's order: so uneven and interleaved stages need no
+    layers      are numbered from 0 in each chunk of a rank; the model's order is chunk after chunk, and
+                within a chunk pipeline rank after pipeline rank: so uneven and interleaved stages need no
                 argument
-    moments     are numbered by parameter, in the order of groups: matrices, then what does not decay
+    moments     are numbered by parameter, in the order of groups: matrices, then parameters without decay
     distrib_optim.pt
                 flat memory of a chunk's gradients: parameters from the last to the first, each beginning at
                 a multiple of 64, buckets side by side without the padding at their ends
@@ -36,12 +36,12 @@ __all__ = ["MegatronRanks", "rank_folders"]
 _RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?")
 _FILE, _SPREAD = "model_optim_rng.pt", "distrib_optim.pt"
 _ALIGNMENT = 64
-"""Elements, of a parameter's first in a buffer of the distributed optimizer."""
+"""Alignment, in elements, of parameters in a buffer of the distributed optimizer."""
 _MASTERS = "fp32_from_fp16_params"
 
 
 def rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
-    """Folder of each (tensor, pipeline) rank. Raises `BadInputError` where ranks are missing."""
+    """Return the folder of each (tensor, pipeline) rank. Raises `BadInputError` if ranks are missing."""
     found: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.iterdir()):
         if path.name.startswith("mp_rank_"):
@@ -60,7 +60,7 @@ def rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
 
 @dataclass
 class _Parameter:
-    """One parameter of a rank."""
+    """One parameter of a rank, with its master weight and moments."""
 
     name: str
     """Canonical name of the parameter."""
@@ -82,10 +82,10 @@ class _Parameter:
 
 
 class MegatronRanks:
-    """A `TensorSource` of the files of all ranks."""
+    """A `TensorSource` that reads the files of all ranks."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads every file's pickle; tensors stay mapped. Raises `BadInputError`."""
+        """Read the pickle of every file; tensors stay mapped. Raises `BadInputError`."""
         self._where, folders = folder, rank_folders(folder)
         self.tp, self.pp = (max(at[axis] for at in folders) + 1 for axis in (0, 1))
         contents = {at: self._read(path / _FILE) for at, path in folders.items()}
@@ -118,7 +118,7 @@ class MegatronRanks:
         return content
 
     def _of_rank(self, states: Sequence[Mapping[str, Any]]) -> list[list[list[_Parameter]]]:
-        """Parameters of one tensor-parallel rank by stage and chunk, under their names in the whole model."""
+        """Return one tensor-parallel rank's parameters by stage and chunk, under their global names."""
         found: list[list[list[_Parameter]]] = [[] for _ in states]
         layer = 0
         for chunk in range(self.chunks):
@@ -142,7 +142,9 @@ class MegatronRanks:
         return found
 
     def _add(self, merged: dict[str, _Parameter], one: _Parameter) -> None:
-        """A tied output projection of the last stage repeats the embedding, under its own name."""
+        """Add a parameter; raise `BadInputError` for a duplicate.
+
+        A tied output projection of the last stage is no duplicate: it has a name of its own."""
         if one.name in merged:
             raise BadInputError(KEY, str(self._where), f"{one.name} is there twice")
         merged[one.name] = one
@@ -150,7 +152,7 @@ class MegatronRanks:
     def _moments(
         self, state: Mapping[str, Any], chunks: Sequence[Sequence[_Parameter]], folder: Path, stage: int
     ) -> None:
-        """Moments and master weights of one rank's parameters, where it has them."""
+        """Attach the moments and master weights, if present, to one rank's parameters."""
         optimizer = state.get("optimizer")
         if isinstance(optimizer, list) and len(optimizer) == 1:
             optimizer = optimizer[0]
@@ -192,7 +194,7 @@ class MegatronRanks:
                 parameter.master = self._master(master, parameter)
 
     def _in_order(self, groups: Any, own: Sequence[_Parameter], folder: Path) -> list[tuple[int, _Parameter]]:
-        """Parameters with their numbers, group after group."""
+        """Return the parameters with their numbers, group after group."""
         found: list[tuple[int, _Parameter]] = []
         for group in groups if isinstance(groups, list) else []:
             numbers = group.get("params", ())
@@ -209,7 +211,7 @@ class MegatronRanks:
     def _spread(
         self, content: Any, chunks: Sequence[Sequence[_Parameter]], folder: Path, bucket: int | None
     ) -> None:
-        """Slices of the flat buffers of a distributed optimizer."""
+        """Attach slices of the distributed optimizer's flat buffers to the parameters."""
         tied = self.pp > 1 and not getattr(
             self.common.get("args"), "untie_embeddings_and_output_weights", False
         )
@@ -246,7 +248,7 @@ class MegatronRanks:
         return tensor
 
     def _master(self, value: Any, parameter: _Parameter) -> torch.Tensor:
-        """A master weight, which must round to the weight: otherwise it is another parameter's."""
+        """Return a master weight. Raises `BadInputError` if it does not round to the parameter's weight."""
         master = self._like(value, parameter, "the master weight")
         if not torch.equal(master.to(parameter.values.dtype), parameter.values):
             allowed = f"the master weight of {parameter.name} does not round to it: the places do not match"
@@ -272,7 +274,7 @@ class MegatronRanks:
         return all(one.exp_avg is not None and one.exp_avg_sq is not None for one in every)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a whole weight, or ``None``."""
+        """Return the shape of a full weight; ``None``: there is no weight with this name."""
         parts = [own[name].values for own in self._parameters if name in own]
         if not parts:
             return None
@@ -282,7 +284,7 @@ class MegatronRanks:
         return tuple(shape)
 
     def read(self, kind: Kind, name: str) -> torch.Tensor:
-        """One whole tensor of all tensor-parallel ranks' parts."""
+        """Return one full tensor, joined from the parts of all tensor-parallel ranks."""
         parts = [own[name].of(kind) for own in self._parameters]
         if (dim := cut_dim(name)) is None:
             return parts[0]
@@ -292,7 +294,7 @@ class MegatronRanks:
 
 
 def _chunk_keys(state: Mapping[str, Any]) -> list[str]:
-    """``model``, or ``model0`` and so on with virtual pipeline stages."""
+    """Return the keys of the model chunks: ``model``, or ``model0``, ``model1``, ... with virtual stages."""
     if "model" in state:
         return ["model"]
     count = sum(1 for key in state if isinstance(key, str) and re.fullmatch(r"model\d{1,3}", key))
@@ -300,7 +302,7 @@ def _chunk_keys(state: Mapping[str, Any]) -> list[str]:
 
 
 def _flat(state: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Tensors of nested dictionaries by dotted name, as the model before Megatron Core saves them."""
+    """Yield the tensors of nested dictionaries by dotted name, as models before Megatron Core save them."""
     if not isinstance(state, dict) or depth > 8:
         return
     for name, value in state.items():
@@ -311,7 +313,7 @@ def _flat(state: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, A
 
 
 def _step_of_groups(optimizer: Mapping[str, Any]) -> Any:
-    """Some versions keep Adam's step with the groups."""
+    """Return Adam's step, which some versions store with the parameter groups."""
     inner = optimizer.get("optimizer", optimizer)
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     return next(
@@ -322,10 +324,10 @@ def _step_of_groups(optimizer: Mapping[str, Any]) -> Any:
 def _buffer_places(
     own: Sequence[_Parameter], bucket: int | None, *, tied: bool
 ) -> tuple[list[tuple[int, _Parameter]], int]:
-    """First element of each parameter in a coalesced buffer, and the buffer's length.
+    """Return the offset of each parameter in a coalesced buffer, and the buffer's length, in elements.
 
-    ``bucket``: elements at which a bucket closes; ``tied``: tied embeddings of two stages have a bucket of
-    their own."""
+    ``bucket``: number of elements at which a bucket closes. ``tied``: the tied embeddings of two stages have
+    a bucket of their own."""
     places: list[tuple[int, _Parameter]] = []
     done = start = first = 0
     opened = False

@@ -1,1 +1,1 @@
-"""What the page asks: one function a question."""
+"""Endpoints of the page: one function each, from query parameters to JSON or a tile."""

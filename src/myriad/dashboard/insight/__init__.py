@@ -1,1 +1,1 @@
-"""What spans say: where time goes, who is slow, what a step waits for. Values in, values out."""
+"""Analyses of spans: time losses, stragglers, waits and the critical path. Pure functions of arrays."""

@@ -1,11 +1,11 @@
-"""Who came last to what others waited for: arrows for a timeline, and how much of a wait was for somebody who
-had not come, how much for the transfer.
+"""Find the last arriver of each message and collective: for the arrows of a timeline, and to divide each wait
+into waiting for the arriver and waiting for the transfer.
 
     wait       [a ............ b]                 for a send that was posted at t
-               a to t: the sender was not there   (a bubble, or a slower rank)
-               t to b: the message travelled      (exposed communication)
+               a to t: the sender had not arrived   (a bubble, or a slower rank)
+               t to b: the message was in flight    (exposed communication)
 
-All ranks that run the same list are looked at together, action by action.
+All ranks with the same program are analysed together, action by action.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from myriad.dashboard.insight.needs import Need, ProgramNeeds
-from myriad.dashboard.insight.ranks import Array
+from myriad.dashboard.insight.rank_arrays import Array
 from myriad.dashboard.insight.step_spans import StepSpans
-from myriad.telemetry.records import class_of
+from myriad.telemetry.span_io.span_records import class_of
 
 __all__ = [
     "LAST_ARRIVER",
@@ -31,15 +31,15 @@ __all__ = [
 ]
 
 NOT_BEFORE_NS = 1_000_000
-"""Who came so much later than a wait ended was not what was waited for: clocks of nodes are closer, and a
-gather of what is whole already does nothing."""
+"""A post that begins so much later than the end of a wait is not its cause: the clocks of nodes agree better,
+and a gather of parameters that are already complete does nothing."""
 SEND, LAST_ARRIVER = 0, 1
 """Kinds of arrows."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One action of some ranks, and the last of the posts that each of them needed for it."""
+    """One action of some ranks, with the last post that each of them needed for it."""
 
     need: Need
     name: str
@@ -50,7 +50,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Arrows:
-    """From who was waited for to who waited; times in nanoseconds since the epoch."""
+    """Arrows from the rank that was waited for to the rank that waited; times in nanoseconds since the
+    epoch."""
 
     from_rank: Array
     to_rank: Array
@@ -62,16 +63,17 @@ class Arrows:
 
 @dataclass(frozen=True)
 class HeldUp:
-    """Seconds of each rank in a step, waiting for somebody who had not come; by the class of the span."""
+    """Seconds of each rank in a step in which it waited for a rank that had not arrived, by the class of the
+    span."""
 
     bubble: dict[str, Array]
-    """For another place of the pipeline, or its end."""
+    """Waits for another place of the pipeline."""
     slower: dict[str, Array]
-    """For a rank that does the same."""
+    """Waits for a rank that does the same work."""
 
 
 def held_up(step: StepSpans) -> HeldUp:
-    """Of all matched ranks."""
+    """Return the waits of all matched ranks."""
     start, end, owner = step.spans.start, step.spans.end, step.spans.records["rank"]
     found = HeldUp({}, {})
     for wait in waits_of(step):
@@ -89,8 +91,8 @@ def _is_pipeline(need: Need, step: StepSpans) -> bool:
 
 
 def arrows(step: StepSpans, ranks: Array | None = None, limit: int = 20_000) -> Arrows:
-    """To some ranks, or all: of each message, and of each collective from its last arriver. Of more than
-    ``limit`` those of the longest waits."""
+    """Return the arrows to ``ranks``, or to all: of each message, and of each collective from its last
+    arriver. If there are more than ``limit``, those of the longest waits are returned."""
     spans, posts, kinds = [], [], []
     for wait in waits_of(step, ranks):
         spans.append(wait.spans)
@@ -110,7 +112,7 @@ def arrows(step: StepSpans, ranks: Array | None = None, limit: int = 20_000) -> 
 
 
 def waits_of(step: StepSpans, only: Array | None = None) -> Iterator[Wait]:
-    """Of matched ranks, action by action; of these ranks only, or of all."""
+    """Yield the waits of matched ranks, or of ``only`` these ranks, action by action."""
     for program, place, ranks in step.alike:
         some = ranks if only is None else ranks[np.isin(ranks, only)]
         if len(some):
@@ -123,7 +125,7 @@ def _of_alike(step: StepSpans, program: ProgramNeeds, place: int, ranks: Array) 
     for at, needs in enumerate(program.needs[place]):
         for need in needs:
             if need.post[0] == "receive":
-                continue  # that a send was not received yet is nobody's wait but the sender's
+                continue  # only the sender waits until its send is received
             if need.before:
                 continue
             posts = _last_posts(step, ranks, need)
@@ -133,7 +135,7 @@ def _of_alike(step: StepSpans, program: ProgramNeeds, place: int, ranks: Array) 
 
 
 def _last_posts(step: StepSpans, ranks: Array, need: Need) -> Array:
-    """Of ranks of one place, for each the span of the last post that it needs; -1: nobody knows."""
+    """Return, for each rank of one place, the span of the last post that it needs; -1 if unknown."""
     grid, start = step.ranks, step.spans.start
     if need.axis == "pp" or need.axis == "ends":
         offsets = np.array(need.peers) - grid.pipeline[ranks[0]]
@@ -142,7 +144,7 @@ def _last_posts(step: StepSpans, ranks: Array, need: Need) -> Array:
         table = step.post_span(np.arange(grid.world), need.post)[:, None]
         table = np.broadcast_to(_latest(table, start)[None], (1, len(ranks)))
     else:
-        # Those that differ only in the replica: neighbours within a replica stay side by side.
+        # Ranks that differ only in the replica, in columns by their place within it.
         within = grid.world // grid.layout.dp
         column = ranks % within
         columns = np.unique(column)
@@ -153,6 +155,6 @@ def _last_posts(step: StepSpans, ranks: Array, need: Need) -> Array:
 
 
 def _latest(spans: Array, start: Array) -> Array:
-    """``[candidate, rank]`` to the one that began last."""
+    """Return, for spans ``[candidate, rank]``, the candidate of each rank that began last."""
     when = np.where(spans >= 0, start[spans], np.iinfo(np.int64).min)
     return np.asarray(np.take_along_axis(spans, when.argmax(axis=0)[None], axis=0)[0])

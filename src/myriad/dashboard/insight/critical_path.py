@@ -1,14 +1,14 @@
-"""The chain of spans that decided when a step ended, from its end back to its begin, over all ranks.
+"""The critical path of a step: the chain of spans, over all ranks, that determined when the step ended.
 
-Walked backwards: a rank that computed is followed in its own program; one that waited is left for whoever it
-waited for, at the moment when that one came to it: the sender of a message, the last arriver of a collective.
+The walk goes backwards from the step's end. While a rank computed, the walk follows that rank. Where it
+waited, the walk continues on the rank that it waited for, at the time of that rank's post: the sender of a
+message, or the last arriver of a collective.
 
     rank 0   F0 F1 F2 ─┐                    ┌─ B0 ...
     rank 1             └► F2 B2 ─ message ──┘           B2 decided, not rank 0's own F3
 
-The links lie end to end, so their lengths add up to the step's time, whatever is known: time in which nothing
-was recorded is a link too ("other").
-"""
+The links are adjacent, so their lengths add up to the step's time. Time without a span is a link too
+("other")."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -18,20 +18,20 @@ from functools import cached_property
 import numpy as np
 
 from myriad.dashboard.insight.arrivals import NOT_BEFORE_NS
-from myriad.dashboard.insight.ranks import Array
+from myriad.dashboard.insight.rank_arrays import Array
 from myriad.dashboard.insight.step_spans import StepSpans
-from myriad.telemetry.records import CLASSES, class_of
+from myriad.telemetry.span_io.span_records import CLASSES, class_of
 
 __all__ = ["CriticalPath", "Link", "critical_path"]
 
 _LEAST_WAIT_NS = 20_000
-"""What asking costs when there is nothing to wait for."""
+"""Maximum duration of a wait that did not wait."""
 _UNRECORDED = "unrecorded"
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A stretch of one rank's time."""
+    """An interval of one rank's time."""
 
     rank: int
     name: str
@@ -42,30 +42,30 @@ class Link:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length of the link."""
         return (self.end_ns - self.start_ns) * 1e-9
 
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """Of one step, first link first."""
+    """The critical path of one step, in the order of time."""
 
     links: tuple[Link, ...]
 
     @property
     def seconds(self) -> float:
-        """Of all links: that of the step."""
+        """Length of all links, which is the step time."""
         return sum(link.end_ns - link.start_ns for link in self.links) * 1e-9
 
     def by_class(self) -> Mapping[str, float]:
-        """Seconds of each of `CLASSES`."""
+        """Return the seconds of each of `CLASSES`."""
         found = dict.fromkeys(CLASSES, 0.0)
         for link in self.links:
             found[class_of(link.name)] += link.seconds
         return found
 
     def by_rank(self) -> Mapping[int, float]:
-        """Seconds of each rank on it, the most first."""
+        """Return the seconds of each rank on the path, most first."""
         found: defaultdict[int, float] = defaultdict(float)
         for link in self.links:
             found[link.rank] += link.seconds
@@ -73,7 +73,8 @@ class CriticalPath:
 
 
 def critical_path(step: StepSpans, begin_ns: int | None = None, end_ns: int | None = None) -> CriticalPath:
-    """``begin_ns``, ``end_ns``: of the step; its first start and last action's end when left out."""
+    """Return the critical path between ``begin_ns`` and ``end_ns`` (default: first start and last action's
+    end)."""
     if len(step.outer) == 0:
         return CriticalPath(())
     walk = _Walk(step, step.begin_ns if begin_ns is None else begin_ns)
@@ -82,7 +83,7 @@ def critical_path(step: StepSpans, begin_ns: int | None = None, end_ns: int | No
 
 
 class _Walk:
-    """Backwards from a rank's moment."""
+    """The walk backwards in time, at one rank at a time."""
 
     def __init__(self, step: StepSpans, begin_ns: int) -> None:
         self.step, self.begin, self.links = step, begin_ns, list[Link]()
@@ -103,7 +104,7 @@ class _Walk:
         self._link(_UNRECORDED, -1, -1, self.begin)
 
     def _one(self) -> None:
-        """The outer span at ``at``, or the way from it to another rank."""
+        """Follow the outer span at ``at``, or leave it for another rank."""
         span = int(self.step.outer[self.at])
         self._link(_UNRECORDED, -1, -1, int(self.end[span]))
         if self.now - self.start[span] > _LEAST_WAIT_NS and self._leave(span):
@@ -114,7 +115,7 @@ class _Walk:
         self.at -= 1
 
     def _leave(self, span: int) -> bool:
-        """For whoever posted last what this action waited for."""
+        """Continue on the rank that posted last what this action waited for; return whether there is one."""
         action = int(self.step.action_of[span])
         if action < 0:
             return False
@@ -134,13 +135,14 @@ class _Walk:
         return int(known[np.argmax(self.start[known])]) if len(known) else -1
 
     def _jump(self, span: int, post: int) -> None:
-        """To the moment before a post; the time since then is the transfer's, and this rank's."""
+        """Continue before a post on its rank. The time since the post is the transfer's and belongs to this
+        rank."""
         self._own(span, min(int(self.start[post]), self.now))
         self.rank = int(self.records["rank"][post])
         self.at = int(self.step.outer_place[post]) - 1
 
     def _inside(self, span: int) -> bool:
-        """What lies in a span, last first; True when the walk went to another rank."""
+        """Follow the child spans, last first; return whether the walk continues on another rank."""
         for inner in range(self._stop_inside(span), span, -1):
             if self.step.spans.parent[inner] != span or self.start[inner] >= self.now:
                 continue
@@ -155,12 +157,13 @@ class _Walk:
         return False
 
     def _stop_inside(self, span: int) -> int:
-        """Last of the spans that lie in it."""
+        """Return the last descendant of a span."""
         outer, at = self.step.outer, int(self.step.outer_place[span])
         return (int(outer[at + 1]) if at + 1 < len(outer) else len(self.records)) - 1
 
     def _last_tensor_peer(self, inner: int) -> int:
-        """The one of the ranks that share matrices who came last to the same exchange; -1: not known."""
+        """Return the span of the tensor-parallel peer that arrived last at the same collective; -1 if
+        unknown."""
         ranks, name = self.step.ranks, self.records["name"][inner]
         if ranks.layout.tp == 1 or self.step.names[int(name)] != "tensor_comm":
             return -1
@@ -175,7 +178,7 @@ class _Walk:
 
     @cached_property
     def _exchanges(self) -> Mapping[int, Array]:
-        """Of each rank, indices of its tensor-parallel exchanges."""
+        """Indices of each rank's tensor-parallel collectives."""
         code = next((code for code, name in enumerate(self.step.names) if name == "tensor_comm"), -1)
         spans = np.flatnonzero((self.records["name"] == code) & (self.step.spans.parent >= 0))
         owners = self.records["rank"][spans]
@@ -183,7 +186,7 @@ class _Walk:
         return {rank: spans[edges[rank] : edges[rank + 1]] for rank in np.unique(owners).tolist()}
 
     def _own(self, span: int, until: int) -> None:
-        """This rank's time in a span, back until a moment."""
+        """Add this rank's time in a span, back to ``until``."""
         record = self.records[span]
         name = self.step.names[int(record["name"])]
         self._link(name, int(record["stage"]), int(record["micro_batch"]), until)

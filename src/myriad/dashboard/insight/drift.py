@@ -1,4 +1,4 @@
-"""Drift: ranks that come ever later to the step's first collective, a little more at each step.
+"""Detect drift: ranks that reach a step's first collective a little later with each step.
 
     lag[step, rank]    start of the rank's first gradient reduction less the median of its peers'
     slope              median of the slopes between step i and step i + n / 2 (a robust line, after Theil and
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from myriad.dashboard.insight.nesting import Nested
-from myriad.dashboard.insight.peers import median_known
-from myriad.dashboard.insight.ranks import Array, Ranks
+from myriad.dashboard.insight.rank_arrays import Array, Ranks
+from myriad.telemetry.stragglers import median_known
 from myriad.units import format_number
 
 __all__ = ["Drift", "drift", "launches"]
@@ -28,10 +28,10 @@ _MOST_WORST = 50
 
 @dataclass(frozen=True)
 class Drift:
-    """Of launch times over some steps."""
+    """Drift of launch times over some steps."""
 
     slope: Array
-    """Seconds a step, by rank; NaN where nothing is known."""
+    """Seconds per step, by rank; NaN if unknown."""
     lag: Array
     """Seconds behind the median of its peers, median of steps."""
 
@@ -46,14 +46,14 @@ class Drift:
         return [int(rank) for rank in late[np.argsort(-self.slope[late])][:_MOST_WORST]]
 
     def sentence(self, rank: int) -> str:
-        """For people."""
+        """Describe the drift of a rank."""
         each = self.slope[rank] * 1e3
         return f"rank {rank} comes {format_number(each)} ms later to its first reduction with each step"
 
 
 def launches(spans: Nested, names: Sequence[str], world: int) -> tuple[Array, Array]:
-    """Steps, and seconds from each step's first launch at which each rank began its first reduction, ``[step,
-    rank]``; NaN where it has none."""
+    """Return the steps, and the seconds at which each rank began its first reduction, ``[step, rank]``; NaN
+    if it has none."""
     for wanted in (_LAUNCHES[:2], _LAUNCHES[2:]):
         codes = [code for code, name in enumerate(names) if name in wanted]
         found = np.flatnonzero(np.isin(spans.records["name"], codes))
@@ -71,7 +71,7 @@ def launches(spans: Nested, names: Sequence[str], world: int) -> tuple[Array, Ar
 
 
 def drift(steps: Array, first: Array, ranks: Ranks) -> Drift:
-    """Of `launches`."""
+    """Return the drift of launch times from `launches`."""
     lag = first.copy()
     for place in range(ranks.layout.pp):
         members = np.flatnonzero(ranks.pipeline == place)

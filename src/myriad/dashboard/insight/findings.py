@@ -1,4 +1,8 @@
-"""All that the spans of a run's newest steps say, as one value: for the terminal, the report, the page."""
+"""Combine all analyses of a run's newest spans in one value, for the terminal, the report and the page.
+
+`arrows_of` returns the arrows of an exported window: from a send to the receive that it ended, and from the
+last arriver of a collective to the others.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,28 +17,31 @@ from myriad.dashboard.insight.losses import Losses, losses
 from myriad.dashboard.insight.needs import ProgramNeeds
 from myriad.dashboard.insight.nesting import Nested, nested
 from myriad.dashboard.insight.phase_table import PhaseTable, table_of
-from myriad.dashboard.insight.ranks import Array, Ranks
+from myriad.dashboard.insight.rank_arrays import Array, Ranks
+from myriad.dashboard.insight.standstill import Standstill, standstill
 from myriad.dashboard.insight.step_spans import StepSpans, programs_seen
-from myriad.dashboard.insight.stragglers import Straggler, culprits, stragglers
-from myriad.dashboard.insight.waiting import Standstill, standstill
+from myriad.dashboard.insight.straggler_report import Straggler, stragglers, suspects
 from myriad.dashboard.insight.what_if import WhatIf, what_if
 from myriad.errors import MyriadError
-from myriad.telemetry.records import Records
+from myriad.run import Run
+from myriad.telemetry.span_io.span_records import Records
+from myriad.telemetry.span_io.span_window import Arrow, Window
 
 if TYPE_CHECKING:
     from myriad.job import Job
+    from myriad.telemetry.span_io.span_records import Records
 
-__all__ = ["Findings", "ranks_of"]
+__all__ = ["Findings", "arrows_of", "ranks_of"]
 
 _LOOKED_AT = 3
-"""Steps whose waits are told apart by who had not come."""
+"""Number of steps whose waits are divided by the missing rank."""
 _WARM_UP_STEPS = 2
 _LEAST_DRIFT = 2e-4
-"""Of a step, at each step."""
+"""Minimum drift per step, as a fraction of a step."""
 
 
 def ranks_of(job: "Job") -> Ranks:
-    """As the job's layout and nodes have it. ``job``: of the attempt."""
+    """Return the ranks of an attempt from its job's layout and nodes."""
     layout, nodes = job.layout, job.resilience.nodes
     size = layout.world // nodes if nodes > 1 else job.comm.node_size
     return Ranks(layout, size or layout.world, job.comm.node_order or ())
@@ -42,18 +49,18 @@ def ranks_of(job: "Job") -> Ranks:
 
 @dataclass(frozen=True)
 class Findings:
-    """Of records in any order, of one attempt; each answer is worked out when it is asked for."""
+    """Analyses of the spans of one attempt, in any order. Each is computed at its first use."""
 
     records: Records
     names: tuple[str, ...]
     job: "Job"
-    """As the attempt computes it."""
+    """Job in the attempt's layout."""
     peak_flops: float | None = None
-    """FLOP/s of all ranks together."""
+    """Peak FLOP/s of all ranks together."""
 
     @cached_property
     def ranks(self) -> Ranks:
-        """Who does what."""
+        """Ranks of the attempt in the grid."""
         return ranks_of(self.job)
 
     @cached_property
@@ -63,7 +70,7 @@ class Findings:
 
     @cached_property
     def table(self) -> PhaseTable:
-        """Of all steps that there are."""
+        """Phase table of all recorded steps."""
         return table_of(self._spans, self.names, self.ranks.world)
 
     @cached_property
@@ -82,18 +89,18 @@ class Findings:
         return steps[whole & ~early] if (whole & ~early).any() else steps[whole]
 
     def has_ended(self, step: int) -> bool:
-        """All that every rank was to do in a step is recorded."""
+        """Whether all actions of every rank in a step are recorded."""
         return bool(self.step(step).matched.all())
 
     @cached_property
     def steady(self) -> PhaseTable:
-        """Of the whole steps."""
+        """Phase table of the whole steps."""
         keep = np.isin(self.table.steps, self.whole_steps)
         return self.table.of_steps(keep)
 
     @cached_property
     def programs(self) -> tuple[ProgramNeeds, ...]:
-        """What ranks run; empty where the spans are of something else."""
+        """Programs of the ranks; empty if the spans match no program."""
         job, spans = self.job, self._spans
         training = spans.records[spans.parent < 0]  # what is inside of others is an evaluation's
         try:
@@ -104,7 +111,7 @@ class Findings:
             return ()
 
     def step(self, step: int) -> StepSpans:
-        """The spans of one step beside their program."""
+        """Return the spans of one step, matched to their program."""
         if step not in self._steps:
             some = self._spans.records["step"] == step
             spans = nested(self._spans.records[some])
@@ -117,7 +124,7 @@ class Findings:
 
     @cached_property
     def losses(self) -> Losses | None:
-        """From the peak down to the MFU, over the whole steps."""
+        """Time losses from the peak down to the MFU, over the whole steps."""
         looked = [self.step(int(step)) for step in self.whole_steps[-_LOOKED_AT:]] if self.programs else []
         return losses(self.steady, looked, ideal_seconds=self._ideal_seconds)
 
@@ -130,19 +137,19 @@ class Findings:
 
     @cached_property
     def stragglers(self) -> list[Straggler]:
-        """The costliest first, one for each phase."""
+        """Stragglers by phase, most expensive first."""
         shares = np.array(self.job.shares, dtype=float)
         work = shares[self.ranks.replica] if len(set(self.job.shares)) > 1 else None
         return stragglers(self.steady, self.ranks, work)
 
     @property
-    def culprits(self) -> list[Straggler]:
-        """Each rank or node once."""
-        return culprits(self.stragglers)
+    def suspects(self) -> list[Straggler]:
+        """Stragglers, each rank or node once."""
+        return suspects(self.stragglers)
 
     @cached_property
     def drift(self) -> Drift:
-        """Of launch times over the whole steps."""
+        """Drift of launch times over the whole steps."""
         steps, first = launches(self._spans, self.names, self.ranks.world)
         keep = np.isin(steps, self.whole_steps)
         return drift(steps[keep], first[keep], self.ranks)
@@ -164,24 +171,24 @@ class Findings:
         return min(fit, key=self._unusual, default=None)
 
     def _unusual(self, step: int) -> float:
-        """By how much a step's time differs from that of others."""
+        """Return the difference between a step's time and the usual time, in seconds."""
         seconds = self.table.step_seconds[self.table.steps == step][0]
         return abs(float(seconds) - self.steady.usual_step_seconds)
 
     @cached_property
     def path(self) -> CriticalPath | None:
-        """What decided when that step ended."""
+        """Critical path of `path_step`."""
         return None if self.path_step is None else critical_path(self.step(self.path_step))
 
     def without(self, ranks: Collection[int]) -> WhatIf | None:
-        """How long a step would take if some ranks were as quick as their peers."""
+        """Return the step time if ``ranks`` were as fast as their peers."""
         if self.path_step is None:
             return None
         return what_if(self.step(self.path_step), ranks, self.steady.usual_step_seconds)
 
     @cached_property
     def standstill(self) -> Standstill | None:
-        """Who waits for whom, if nothing has happened since the newest span."""
+        """Which rank waits for which, if nothing has happened since the newest span."""
         if not self.programs or len(self.table.steps) == 0:
             return None
         newest = np.full(self.ranks.world, -1, dtype=np.int64)
@@ -191,3 +198,24 @@ class Findings:
             here = newest == step
             done[here] = self.step(int(step)).num_done[here]
         return standstill(self.ranks, self.programs, newest, done)
+
+
+_MOST_ARROWS = 100_000
+
+
+def arrows_of(run: Run, window: Window) -> list[Arrow]:
+    """Of the newest attempt in it; none where the ranks that are there did not run the job's program."""
+    import numpy as np
+
+    from myriad.dashboard.insight.arrivals import arrows
+
+    attempt = max(one.attempt for one in window.ranks)
+    records: Records = np.concatenate([one.records for one in window.ranks if one.attempt == attempt])
+    findings, found = Findings(records, window.names, run.job()), list[Arrow]()
+    for step in np.unique(records["step"][records["step"] > 0]).tolist():
+        some = arrows(findings.step(step), limit=_MOST_ARROWS - len(found))
+        columns = (some.from_rank, some.from_ns, some.to_rank, some.to_ns)
+        found += map(Arrow._make, zip(*(each.tolist() for each in columns), strict=True))
+        if len(found) >= _MOST_ARROWS:
+            break
+    return found

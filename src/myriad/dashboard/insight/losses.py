@@ -1,17 +1,16 @@
-"""Where a step's time goes, from 100 % of the peak down to the measured MFU. Parts of one whole.
+"""Divide a step's time into losses, from 100 % of the peak down to the measured MFU. The losses add up.
 
     T                     seconds of a step;   ideal = model FLOPs / (ranks x peak);   MFU = ideal / T
-    slower than peak      mean own seconds of computes - ideal: kernels, and what is computed again
-    bubble                waits for another place of the pipeline that had nothing to send yet
-    slower ranks          waits for the last arriver of a collective whose members do the same
-    tensor, pipeline,     waits while the message or the collective travelled: exposed communication
+    slower than peak      mean own seconds of compute actions - ideal: kernels, and recomputation
+    bubble                waits for another place of the pipeline that had not sent yet
+    slower ranks          waits for the last arriver of a collective whose members do the same work
+    tensor, pipeline,     waits while the message or the collective was in flight: exposed communication
       data parallel
     data, optimizer, checkpoint, garbage, evaluation
     other                 the rest: nothing was recorded, or spans that a job added
 
-Seconds are means over ranks and steps. How much of a wait was for somebody who had not come follows from the
-program (`arrivals`) of a few steps; without it (``split`` false) the bubble is the whole pipeline wait.
-"""
+Seconds are means over ranks and steps. The share of each wait before the last arriver follows from the
+program (`arrivals`) of a few steps; without it (``split`` false) the bubble is the whole pipeline wait."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,16 +51,16 @@ _OF_CLASS = {
 
 @dataclass(frozen=True)
 class Losses:
-    """Mean over some steps."""
+    """Mean seconds of a step by cause, over some steps."""
 
     step_seconds: float
     ideal_seconds: float | None
-    """At the peak; ``None``: no peak is known, and computes are no loss."""
+    """Seconds at the peak; ``None`` if no peak is known: then compute counts as no loss."""
     compute_seconds: float
     seconds: Mapping[str, float]
-    """Of each of `LOSSES`: with the ideal (or the computes) they are the step."""
+    """Seconds of each of `LOSSES`. With the ideal (or compute) seconds they add up to the step."""
     split: bool
-    """Waits were divided by who had not come."""
+    """Whether waits were divided at the last arriver."""
 
     @property
     def mfu(self) -> float | None:
@@ -70,11 +69,11 @@ class Losses:
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """Of the step, of each loss: points of the peak."""
+        """Each loss as a share of the step."""
         return {name: seconds / self.step_seconds for name, seconds in self.seconds.items()}
 
     def waterfall(self) -> list[tuple[str, float, float]]:
-        """Name, share lost and share left after it, from the first loss to the last."""
+        """Return name, lost share and remaining share, from the first loss to the last."""
         left, found = 1.0, []
         for name, share in self.shares.items():
             left -= share
@@ -83,7 +82,7 @@ class Losses:
 
 
 def of_class(kind: str) -> str:
-    """The loss that exposed time of a class is."""
+    """Return the loss to which exposed time of a class belongs."""
     return _OF_CLASS.get(kind, "slower than peak")
 
 
@@ -94,8 +93,10 @@ def losses(
     ideal_seconds: float | None = None,
     step_seconds: float | None = None,
 ) -> Losses | None:
-    """``steps``: some of the table's, with their programs; ``ideal_seconds``: of a step at the peak;
-    ``step_seconds``: where it is known better than from spans. ``None``: nothing was seen."""
+    """Return the losses of a table; ``None`` if it has no spans.
+
+    ``steps``: some of the table's steps, matched to their programs. ``ideal_seconds``: a step's time at the
+    peak. ``step_seconds``: the step time, if it is known better than from spans."""
     seen = table.seen
     if not seen.any():
         return None
@@ -117,7 +118,7 @@ def losses(
 
 
 def _split(found: dict[str, float], steps: Sequence[StepSpans]) -> bool:
-    """Moves what was waiting for somebody out of each kind of communication; whether that was known."""
+    """Move waits for late ranks out of each kind of communication; return whether they are known."""
     looked = [(step, held_up(step)) for step in steps if step.matched.any()]
     if not looked:
         return False

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Literal
 
 from myriad.comm.layout import Layout
-from myriad.program.actions import Action, Kind, Program
+from myriad.program.actions import SEMANTICS, Action, Program
 from myriad.program.build import build_program
 from myriad.program.config import OverlapConfig
 
@@ -26,46 +26,35 @@ __all__ = ["Axis", "Need", "Post", "ProgramNeeds", "step_programs"]
 Axis = Literal["pp", "dp", "ends", "world"]
 Post = tuple[str, int, int]
 """Name, stage (of messages with the payload's), n-th or micro-batch."""
-_STARTS = {
-    Kind.GATHER: "gather",
-    Kind.START_GATHER: "gather",
-    Kind.REDUCE: "reduce",
-    Kind.START_REDUCE: "reduce",
-}
-_ENDS = {
-    Kind.GATHER: "gather",
-    Kind.AWAIT_GATHER: "gather",
-    Kind.REDUCE: "reduce",
-    Kind.AWAIT_REDUCE: "reduce",
-}
 
 
 @dataclass(frozen=True)
 class Need:
-    """One thing that an action waits for."""
+    """A post that an action waits for."""
 
     axis: Axis
     post: Post
     peers: tuple[int, ...]
-    """Places in the pipeline of those who post it."""
+    """Pipeline places of the ranks that post it."""
     before: bool = False
-    """They posted it in the step before."""
+    """Whether it was posted in the previous step."""
 
 
 @dataclass(frozen=True, eq=False)
 class ProgramNeeds:
-    """A program with its posts and needs, by place in the pipeline. Compared by identity: they are long."""
+    """A program with its posts and needs, by place in the pipeline. Instances compare by identity, as they
+    are large."""
 
     program: Program
 
     @cached_property
     def posted_at(self) -> tuple[dict[Post, int], ...]:
-        """Of each place: index of the action that posts."""
+        """Index of the action that posts, by place and post."""
         return tuple({post: at for at, post in _posts(actions)} for actions in self.program.ranks)
 
     @cached_property
     def needs(self) -> tuple[tuple[tuple[Need, ...], ...], ...]:
-        """``[place][action]``."""
+        """Needs ``[place][action]``."""
         return tuple(tuple(self._of_rank(place, actions)) for place, actions in enumerate(self.program.ranks))
 
     def _of_rank(self, place: int, actions: Sequence[Action]) -> Iterator[tuple[Need, ...]]:
@@ -80,22 +69,22 @@ class ProgramNeeds:
             yield tuple(_in_time(need, ahead) for need in self._of_action(place, action, newest))
 
     def _of_action(self, place: int, action: Action, newest: dict[tuple[str, int], Post]) -> Iterator[Need]:
-        kind, program = action.kind, self.program
-        if kind in (Kind.EXCHANGE, Kind.WAIT):
+        does, program = SEMANTICS[action.kind], self.program
+        if does.waits:
             for transfer in action.transfers:
                 other = "receive" if transfer.sends else "send"
                 code = 2 * transfer.stage + (transfer.payload == "gradient")
                 yield Need("pp", (other, code, transfer.micro_batch), (transfer.peer,))
-        elif kind in _ENDS and (name := (_ENDS[kind], action.stage)) in newest:
+        elif does.ends and (name := (str(does.ends), action.stage)) in newest:
             yield Need("dp", newest[name], (place,))
-        elif kind is Kind.SYNC_TIED:
+        elif does.joins == "ends":
             yield Need("ends", ("tied", -1, 0), (program.stage_rank[0], program.stage_rank[-1]))
-        elif kind in (Kind.CLIP, Kind.STEP):
+        elif does.joins == "world":
             yield Need("world", ("clip", -1, 0), tuple(range(program.num_ranks)))
 
 
 def _in_time(need: Need, ahead: Mapping[int, Post]) -> Need:
-    """A step's first gather of a stage, which the step before may have posted."""
+    """Return the need of a step's first gather of a stage as posted by the previous step, if it was."""
     name, stage, turn = need.post
     if name == "gather" and turn == 0 and stage in ahead:
         return replace(need, post=ahead[stage], before=True)
@@ -103,11 +92,11 @@ def _in_time(need: Need, ahead: Mapping[int, Post]) -> Need:
 
 
 def _gathers_ahead(actions: Sequence[Action]) -> dict[int, Post]:
-    """By stage, the gather that follows the optimizer's update of it."""
+    """Return, by stage, the gather that follows the optimizer's update."""
     updated, found = set(), {}
     posts = {at: post for at, post in _posts(actions) if post[0] == "gather"}
     for at, action in enumerate(actions):
-        if action.kind is Kind.UPDATE:
+        if SEMANTICS[action.kind].updates:
             updated.add(action.stage)
         elif at in posts and action.stage in updated:
             found[action.stage] = posts[at]
@@ -117,16 +106,16 @@ def _gathers_ahead(actions: Sequence[Action]) -> dict[int, Post]:
 def _posts(actions: Sequence[Action]) -> Iterator[tuple[int, Post]]:
     counts: defaultdict[tuple[str, int], int] = defaultdict(int)
     for at, action in enumerate(actions):
-        kind = action.kind
-        if kind in _STARTS:
-            key = _STARTS[kind], action.stage
+        does = SEMANTICS[action.kind]
+        if does.starts:
+            key = str(does.starts), action.stage
             yield at, (*key, counts[key])
             counts[key] += 1
-        elif kind is Kind.SYNC_TIED:
+        elif does.joins == "ends":
             yield at, ("tied", -1, 0)
-        elif kind in (Kind.CLIP, Kind.STEP):
+        elif does.joins == "world":
             yield at, ("clip", -1, 0)
-        elif kind is not Kind.WAIT:
+        elif does.posts:
             for transfer in action.transfers:
                 code = 2 * transfer.stage + (transfer.payload == "gradient")
                 yield at, ("send" if transfer.sends else "receive", code, transfer.micro_batch)
@@ -135,7 +124,7 @@ def _posts(actions: Sequence[Action]) -> Iterator[tuple[int, Post]]:
 def step_programs(
     layout: Layout, overlap: OverlapConfig, shares: Sequence[int], *, tied: bool, num_chunks: int
 ) -> tuple[ProgramNeeds, ...]:
-    """What the ranks of each replica run in one iteration; those with as many micro-batches share one."""
+    """Return the program of each replica for one iteration. Replicas with equal micro-batches share one."""
     most = max(shares)
     made = {
         count: ProgramNeeds(

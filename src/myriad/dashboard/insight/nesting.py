@@ -1,26 +1,23 @@
-"""Spans inside spans: whose time is whose.
+"""Nest spans, and compute the own time of each: its duration without its child spans.
 
     forward      [0 ........................ 9]        total 9, own 6
     tensor_comm         [3 .. 5]     [7 . 8]           total 2 and 1, own the same
 
-Of one rank, a span that ends before the latest end so far lies inside of one; any other begins, at the
-earliest, where that one ended (clocks of spans differ by microseconds). So no nanosecond counts twice: own
-times of a rank and its idle time are its wall time, in whole nanoseconds. One pass for each level of nesting,
-all ranks at once.
-"""
+A span of a rank that ends before the latest end so far lies inside an earlier span. Any other span begins at
+the earliest at that end (clocks of spans differ by microseconds). So no nanosecond counts twice: own times
+and idle time add up to a rank's wall time. There is one pass per level of nesting, for all ranks at once."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from myriad.dashboard.insight.ranks import Array
-from myriad.telemetry.records import RECORD, Records
+from myriad.dashboard.insight.rank_arrays import Array
+from myriad.telemetry.span_io.span_records import RECORD, Records
 
 __all__ = ["Nested", "nested"]
 
 _CLOSE_NS = 500
-"""By which spans may seem to overlap, or to stand out of the one around them: a start as float64 seconds
-since the epoch is rounded by 240 ns."""
+"""Maximum apparent overlap of spans: a start as float64 seconds since the epoch is rounded by 240 ns."""
 
 
 @dataclass(frozen=True)
@@ -29,21 +26,21 @@ class Nested:
 
     records: Records
     start: Array
-    """Where a span before it overlapped: the end of that one."""
+    """Start of each span; the end of the previous span if they overlapped."""
     end: Array
     parent: Array
-    """Index of the span around it; -1: none."""
+    """Index of the enclosing span; -1 if there is none."""
     own: Array
-    """Its length without what lies in it."""
+    """Duration without the child spans."""
 
     @property
     def total(self) -> Array:
-        """Its length."""
+        """Duration with the child spans."""
         return self.end - self.start
 
 
 def nested(records: Records) -> Nested:
-    """Of any records, in any order."""
+    """Return the nesting of records in any order."""
     if len(records) == 0:
         none = np.zeros(0, dtype=np.int64)
         return Nested(np.zeros(0, dtype=RECORD), none, none, none, none)
@@ -61,8 +58,8 @@ def nested(records: Records) -> Nested:
 
 
 def _in_order(records: Records) -> tuple[Records, Array, Array, Array]:
-    """Sorted; with starts and ends on one axis on which the ranks follow each other, and what is to be added
-    to come back from there."""
+    """Return the records sorted by rank and start, their starts and ends on one axis on which ranks follow
+    each other, and the shift back to nanoseconds."""
     start, duration = (np.ascontiguousarray(records[field]) for field in ("start_ns", "duration_ns"))
     first, width = int(start.min()), int((start + duration).max()) + 1
     shift = first - records["rank"].astype(np.int64) * (width - first)
@@ -82,13 +79,13 @@ def _in_order(records: Records) -> tuple[Records, Array, Array, Array]:
 
 
 def _turns(duration: Array) -> Array:
-    """Of spans that began together: those of no length came first (a device's clock is coarse), then the one
-    that holds the others."""
+    """Return sort keys for spans that began together: spans without length come first (a device's clock is
+    coarse), then parents before their children."""
     return np.where(duration <= _CLOSE_NS, np.iinfo(np.int64).min, -duration)
 
 
 def _levels(start: Array, end: Array) -> tuple[Array, Array]:
-    """Starts where nothing overlaps, and the span around each; both arrays are set to fit."""
+    """Return starts without overlaps, and each span's parent. Both arguments are adjusted in place."""
     parent = np.full(len(start), -1, dtype=np.int64)
     before, outer = _outer(start, end)
     late = np.flatnonzero(outer & (start < before))
@@ -112,7 +109,7 @@ def _levels(start: Array, end: Array) -> tuple[Array, Array]:
 
 
 def _outer(start: Array, end: Array) -> tuple[Array, Array]:
-    """Of spans of one level: the latest end before each, and whether it lies in none of them."""
+    """Return, for spans of one level, the latest end before each, and whether each lies in no other span."""
     before = np.empty_like(end)
     before[0] = start[0]
     np.maximum.accumulate(end[:-1], out=before[1:])

@@ -1,11 +1,11 @@
-"""Seconds by step, rank and phase: what the heat map shows and everything else begins with.
+"""The table of seconds by step, rank and phase, with which the heat map and all analyses start.
 
     own       time in spans of the phase, without spans inside of them: a second counts once
     total     with them
     wall      from the first span of a step to the first of the next one; of the last step to its last end
     idle      wall less all own times: nothing was recorded
 
-Arrays are ``[step, rank, phase]``; a rank that told nothing in a step is not ``seen`` there.
+Arrays are ``[step, rank, phase]``; a rank without spans in a step is not ``seen`` in it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,42 +15,42 @@ from functools import cached_property
 import numpy as np
 
 from myriad.dashboard.insight.nesting import Nested, nested
-from myriad.dashboard.insight.ranks import Array
-from myriad.telemetry.records import CLASSES, PHASES, Records, class_of, phase_of
+from myriad.dashboard.insight.rank_arrays import Array
+from myriad.telemetry.span_io.span_records import CLASSES, PHASES, Records, class_of, phase_of
 
 __all__ = ["PhaseTable", "phase_table", "table_of"]
 
 _EVALUATION = "evaluate"
 _MOST_PHASES = 48
-"""The job's own beyond that are one."""
+"""Maximum number of phases; the rest are merged."""
 
 
 @dataclass(frozen=True)
 class PhaseTable:
-    """Of some steps of all ranks."""
+    """Seconds by step, rank and phase for all ranks."""
 
     steps: Array
-    """Ascending."""
+    """Step numbers, ascending."""
     phases: tuple[str, ...]
     classes: tuple[str, ...]
-    """Of each phase, one of `CLASSES`."""
+    """Class of each phase, one of `CLASSES`."""
     own_seconds: Array
     total_seconds: Array
     count: Array
-    """Spans."""
+    """Number of spans."""
     begin_ns: Array
     """``[step, rank]``: first start."""
     until_ns: Array
-    """First start of the next step; of the last one its last end."""
+    """First start of the next step; for the last step its last end."""
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.own_seconds.shape[1]
 
     @cached_property
     def seen(self) -> Array:
-        """``[step, rank]``."""
+        """Whether a rank has spans in a step, ``[step, rank]``."""
         return np.asarray(self.count.any(axis=2))
 
     @cached_property
@@ -65,12 +65,12 @@ class PhaseTable:
 
     @cached_property
     def step_seconds(self) -> Array:
-        """Of each step: the median of its ranks' walls."""
+        """Seconds of each step: the median over its ranks."""
         return np.array([np.median(walls[~np.isnan(walls)]) for walls in self.wall_seconds])
 
     @property
     def usual_step_seconds(self) -> float:
-        """Median of the steps; NaN where there is none."""
+        """Median seconds of the steps; NaN if there are none."""
         return float(np.median(self.step_seconds)) if len(self.steps) else np.nan
 
     def of_phase(self, phase: str) -> Array:
@@ -88,23 +88,24 @@ class PhaseTable:
         return found
 
     def window(self, first: int, last: int) -> "PhaseTable":
-        """The steps from ``first`` to ``last``, both included."""
+        """Return the steps from ``first`` to ``last``, inclusive."""
         return self.of_steps((self.steps >= first) & (self.steps <= last))
 
     def of_steps(self, keep: Array) -> "PhaseTable":
-        """The steps where ``keep`` is true."""
+        """Return the steps where ``keep`` is true."""
         arrays = (self.own_seconds, self.total_seconds, self.count, self.begin_ns, self.until_ns)
         return PhaseTable(self.steps[keep], self.phases, self.classes, *(array[keep] for array in arrays))
 
 
 def phase_table(records: Records, names: Sequence[str], world: int) -> PhaseTable:
-    """Of records in any order. Spans of no step (-1), and of ranks beyond ``world``, are left out."""
+    """Return the table of records in any order. Spans without a step (-1) or of ranks >= ``world`` are
+    skipped."""
     known = (records["step"] >= 0) & (records["rank"] < world)
     return table_of(nested(records if known.all() else records[known]), names, world)
 
 
 def table_of(spans: Nested, names: Sequence[str], world: int) -> PhaseTable:
-    """Of spans that were sorted already."""
+    """Return the table of nested spans."""
     every = dict.fromkeys(phase_of(name) for name in sorted(names, key=lambda name: name not in PHASES))
     phases = (*list(every)[:_MOST_PHASES], *(["other"] if len(every) > _MOST_PHASES else []))
     classes = {phase_of(name): class_of(name) for name in names} | {"other": "other"}
@@ -124,7 +125,7 @@ def table_of(spans: Nested, names: Sequence[str], world: int) -> PhaseTable:
 
 
 def _until(steps: Array, begin: Array, end: Array) -> Array:
-    """Where each step ends on each rank."""
+    """Return the end of each step on each rank."""
     until = end.copy()
     follows = (begin[1:] > 0) & (np.diff(steps) == 1)[:, None]
     until[:-1] = np.where(follows, np.maximum(begin[1:], end[:-1]), end[:-1])
@@ -132,7 +133,7 @@ def _until(steps: Array, begin: Array, end: Array) -> Array:
 
 
 def _counted_as(spans: Nested, names: Sequence[str]) -> Array:
-    """Each span's name; of those inside an evaluation that of the evaluation: no forward of it trains."""
+    """Return the name under which each span counts. Spans inside an evaluation count as evaluation."""
     name = spans.records["name"]
     whole = [code for code, of in enumerate(names) if of == _EVALUATION]
     if not whole or not (name == whole[0]).any():
@@ -146,7 +147,7 @@ def _counted_as(spans: Nested, names: Sequence[str]) -> Array:
 
 
 def _places(step: Array) -> tuple[Array, Array]:
-    """The steps there are, ascending, and for each record which of them."""
+    """Return the distinct steps, ascending, and the index of each record's step."""
     if len(step) == 0:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     first = int(step.min())
@@ -158,7 +159,7 @@ def _places(step: Array) -> tuple[Array, Array]:
 
 
 def _ends(spans: Nested, cell: Array, num_steps: int, world: int) -> tuple[Array, Array]:
-    """``[step, rank]``: first start and last end; 0 where nothing is."""
+    """Return first start and last end ``[step, rank]``; 0 without spans."""
     begin = np.zeros(num_steps * world, dtype=np.int64)
     end = begin.copy()
     outer = np.flatnonzero(spans.parent < 0)

@@ -1,10 +1,9 @@
-"""The spans of one step beside the program that made them: which span is which action.
+"""Match the spans of one step to the actions of the program that produced them.
 
-A rank records a span for each action of its program, in order. So the k-th of its outer spans that bear an
-action's name is action k, and what it waited for follows from the program. A rank whose names do not agree (a
-span was dropped, the ring overflowed) is not ``matched`` and left out of what needs the program. What comes
-after the last action, such as an evaluation's forwards, belongs to no action.
-"""
+A rank records a span for each action of its program, in order. So its k-th outer span with an action's name
+is action k, and the program says what it waited for. A rank whose names differ (a span was dropped, the ring
+overflowed) is not ``matched`` and left out of analyses that need the program. Spans after the last action,
+such as an evaluation's forwards, belong to no action."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ import numpy as np
 from myriad.comm.layout import Layout
 from myriad.dashboard.insight.needs import Post, ProgramNeeds, step_programs
 from myriad.dashboard.insight.nesting import Nested, nested
-from myriad.dashboard.insight.ranks import Array, Ranks
+from myriad.dashboard.insight.rank_arrays import Array, Ranks
 from myriad.program.actions import Kind
 from myriad.program.config import OverlapConfig
-from myriad.telemetry.records import Records
+from myriad.telemetry.span_io.span_records import Records
 
 __all__ = ["StepSpans", "programs_seen", "step_spans"]
 
@@ -28,27 +27,27 @@ _KINDS = frozenset(str(kind) for kind in Kind)
 
 @dataclass(frozen=True)
 class StepSpans:
-    """One step of all ranks."""
+    """The spans of one step on all ranks."""
 
     ranks: Ranks
     names: tuple[str, ...]
     spans: Nested
     programs: tuple[ProgramNeeds, ...]
-    """Of each replica."""
+    """Program of each replica."""
 
     @cached_property
     def outer(self) -> Array:
-        """Indices of spans that lie in no other, by rank and start."""
+        """Indices of spans without a parent, by rank and start."""
         return np.flatnonzero(self.spans.parent < 0)
 
     @cached_property
     def first_outer(self) -> Array:
-        """Of each rank, where its own begin in ``outer``; one more than there are ranks."""
+        """Index in ``outer`` of each rank's first span, with the end as an additional entry."""
         return np.searchsorted(self.spans.records["rank"][self.outer], np.arange(self.ranks.world + 1))
 
     @cached_property
     def _actions(self) -> Array:
-        """Indices of outer spans that bear an action's name."""
+        """Indices of outer spans with an action's name."""
         is_action = np.array([name in _KINDS for name in self.names], dtype=bool)
         return self.outer[is_action[self.spans.records["name"][self.outer]]]
 
@@ -57,12 +56,12 @@ class StepSpans:
         return np.searchsorted(self.spans.records["rank"][self._actions], np.arange(self.ranks.world + 1))
 
     def program_of(self, rank: int) -> ProgramNeeds:
-        """What a rank runs."""
+        """Return the program of a rank."""
         return self.programs[int(self.ranks.replica[rank])]
 
     @cached_property
     def alike(self) -> tuple[tuple[ProgramNeeds, int, Array], ...]:
-        """Program, place in the pipeline, and the matched ranks that run that."""
+        """Program and pipeline place, with the matched ranks that run them."""
         found = []
         for program in dict.fromkeys(self.programs):
             runs = np.array([one is program for one in self.programs])[self.ranks.replica]
@@ -81,12 +80,12 @@ class StepSpans:
         return agree
 
     def of_actions(self, ranks: Array, count: int) -> Array:
-        """``[rank, action]``: index of the span; of ranks that have so many."""
+        """Return the index of the span of each of the first ``count`` actions, ``[rank, action]``."""
         return self._actions[self._first_action[ranks][:, None] + np.arange(count)]
 
     @cached_property
     def matched(self) -> Array:
-        """Of each rank."""
+        """Whether the spans of each rank match its program."""
         found = np.zeros(self.ranks.world, dtype=bool)
         for _, _, ranks in self.alike:
             found[ranks] = True
@@ -94,12 +93,12 @@ class StepSpans:
 
     @cached_property
     def num_done(self) -> Array:
-        """Of each rank, how many actions of the step it has finished."""
+        """Number of actions of the step that each rank has finished."""
         return np.diff(self._first_action)
 
     @cached_property
     def action_of(self) -> Array:
-        """Of each span the index of its action; -1: none, or its rank is not matched."""
+        """Index of each span's action; -1 if it has none or its rank is not matched."""
         found = np.full(len(self.spans.records), -1, dtype=np.int64)
         for program, place, ranks in self.alike:
             count = len(program.program.ranks[place])
@@ -108,24 +107,24 @@ class StepSpans:
 
     @cached_property
     def outer_place(self) -> Array:
-        """Of each span its place in ``outer``, or that of the one around it."""
+        """Index in ``outer`` of each span or of its outermost parent."""
         return np.cumsum(self.spans.parent < 0) - 1
 
     @cached_property
     def begin_ns(self) -> int:
-        """First start of all ranks."""
+        """First start on any rank."""
         return int(self.spans.start.min()) if len(self.spans.records) else 0
 
     @cached_property
     def end_ns(self) -> int:
-        """Last end of an action; of any span where none is matched. What follows, such as an evaluation, is
-        no part of the iteration."""
+        """Last end of an action, or of any span if none is matched. Later spans, such as an evaluation, do
+        not belong to the iteration."""
         actions = self.action_of >= 0
         ends = self.spans.end[actions] if actions.any() else self.spans.end
         return int(ends.max()) if len(ends) else 0
 
     def post_span(self, ranks: Array, post: Post) -> Array:
-        """Index of the span with which each of some ranks posts; -1 where that is not known."""
+        """Return the index of the span with which each rank posts; -1 if unknown."""
         found = np.full(len(ranks), -1, dtype=np.int64)
         known = self.matched[ranks]
         for program in dict.fromkeys(self.programs):
@@ -138,7 +137,7 @@ class StepSpans:
         return found
 
     def posters(self, rank: int, axis: str, peers: tuple[int, ...]) -> Array:
-        """Ranks of whom an action of ``rank`` needs a post."""
+        """Return the ranks whose posts an action of ``rank`` needs."""
         ranks = self.ranks
         if axis == "dp":
             return ranks.group(rank, "dp")
@@ -151,7 +150,7 @@ class StepSpans:
 def step_spans(
     records: Records, names: Sequence[str], ranks: Ranks, programs: Sequence[ProgramNeeds]
 ) -> StepSpans:
-    """Of the records of one step, in any order."""
+    """Match the records of one step, in any order."""
     return StepSpans(ranks, tuple(names), nested(records[records["rank"] < ranks.world]), tuple(programs))
 
 
@@ -164,8 +163,9 @@ def programs_seen(
     *,
     tied: bool,
 ) -> tuple[ProgramNeeds, ...]:
-    """The programs of an attempt, as its spans tell: stages may be cut in chunks, and replicas may have got
-    other shares than the job's. Raises ``ValueError`` for spans that no attempt of the job can have."""
+    """Return the programs of an attempt according to its spans: stages may be divided into chunks, and the
+    micro-batches of replicas may differ from the job's. Raises ``ValueError`` for spans that no attempt of
+    the job can have."""
     codes = [code for code, name in enumerate(names) if name == Kind.FORWARD]
     forwards = records[np.isin(records["name"], codes)]
     if len(forwards) == 0:

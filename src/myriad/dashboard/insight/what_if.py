@@ -1,14 +1,13 @@
-"""How long a step would take without a rank being slow: the simulator runs the program once more.
+"""Estimate the step time if a rank were not slow: the simulator replays the program with measured times.
 
-Each compute takes as long as it was measured: of ranks that share matrices, the longest own time and the
-shortest exchange (whoever comes last waits least). Messages and collectives take the median of those that
-somebody was seen to wait for. The rank that is to be healed gets its peers' medians. Two replays, as measured
-and healed, differ by what it costs; that difference is taken from the measured time.
+Each compute action takes its measured time: among tensor-parallel peers, the longest own time and the
+shortest collective (the last arriver waits least). Messages and collectives take the median of those that a
+rank waited for. The slow rank gets the medians of its peers. The difference between the two replays is its
+cost, which is subtracted from the measured time.
 
     without = measured - (replayed - replayed healed)
 
-Of many replicas a few are replayed: those of the ranks in question and those that compute longest, for which
-the others wait anyway.
+Only a few replicas are replayed: those of the given ranks, and those that compute longest.
 """
 
 from collections import defaultdict
@@ -19,9 +18,9 @@ import numpy as np
 
 from myriad.dashboard.insight.arrivals import waits_of
 from myriad.dashboard.insight.needs import ProgramNeeds
-from myriad.dashboard.insight.ranks import Array
+from myriad.dashboard.insight.rank_arrays import Array
 from myriad.dashboard.insight.step_spans import StepSpans
-from myriad.planner.rank_clocks import RankClocks
+from myriad.planner.simulation.rank_clocks import RankClocks
 from myriad.program.actions import COMPUTE, Action, Kind
 from myriad.units import format_number, format_ranks
 
@@ -35,7 +34,7 @@ _MEASURED = COMPUTE | {Kind.LOAD, Kind.UPDATE}
 
 @dataclass(frozen=True)
 class WhatIf:
-    """An answer."""
+    """The estimated step time without slow ranks."""
 
     ranks: tuple[int, ...]
     measured_seconds: float
@@ -45,19 +44,19 @@ class WhatIf:
 
     @property
     def without_seconds(self) -> float:
-        """What the step would take."""
+        """Estimated seconds of the step."""
         return self.measured_seconds - (self.replayed_seconds - self.healed_seconds)
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """The estimate in a sentence."""
         without, measured = _told(self.without_seconds), _told(self.measured_seconds)
         return f"without {format_ranks(self.ranks)} the step would take {without}, not {measured}"
 
 
 def what_if(step: StepSpans, heal: Collection[int], measured_seconds: float | None = None) -> WhatIf | None:
-    """``heal``: ranks that would be as quick as their peers; ``measured_seconds``: of the step, if its spans
-    overlap with those of the next. ``None``: the spans do not fit the program."""
+    """Return the estimate if the ranks in ``heal`` were as fast as their peers; ``None`` if the spans do not
+    match the program. ``measured_seconds``: the step time, if spans of successive steps overlap."""
     lanes = _Lanes(step, frozenset(heal))
     if not lanes.known:
         return None
@@ -85,7 +84,7 @@ class _Lanes:
         self.replicas = self._replicas()
 
     def _usual(self, program: ProgramNeeds, place: int, ranks: Array) -> tuple[Array, Array]:
-        """Seconds of each action, its own and in tensor-parallel exchanges: medians of healthy peers."""
+        """Return own and tensor-parallel seconds of each action, as medians of healthy peers."""
         healthy = ranks[~np.isin(ranks, list(self.heal))] if self.heal else ranks
         some = healthy if len(healthy) else ranks
         some = some[np.linspace(0, len(some) - 1, min(len(some), _MOST_PEERS)).astype(int)]
@@ -94,7 +93,7 @@ class _Lanes:
         return own, tensor
 
     def _replicas(self) -> list[int]:
-        """Those of the ranks in question, and the longest of the others."""
+        """Return the replicas of the healed ranks, and those of the others that compute longest."""
         asked = sorted({int(self.ranks.replica[rank]) for rank in self.heal})
         computes = np.isin(self.step.spans.records["name"], self._codes(COMPUTE))
         owner = self.step.spans.records["rank"]
@@ -110,7 +109,7 @@ class _Lanes:
         return [code for code, name in enumerate(self.step.names) if name in names]
 
     def replay(self, *, healed: bool) -> float:
-        """Seconds of an iteration that follows another one."""
+        """Return the seconds of an iteration that follows another one."""
         programs = [self.step.programs[replica] for replica in self.replicas]
         seconds = [
             self._of_lane(program, replica, place, healed=healed)
@@ -137,7 +136,7 @@ class _Lanes:
 
 
 def _own_and_tensor(step: StepSpans) -> tuple[Array, Array]:
-    """Nanoseconds of each outer span: without tensor-parallel exchanges, and in them."""
+    """Return nanoseconds of each outer span without, and in, tensor-parallel communication."""
     spans = step.spans
     code = [code for code, name in enumerate(step.names) if name == "tensor_comm"]
     inner = np.flatnonzero(np.isin(spans.records["name"], code) & (spans.parent >= 0))
@@ -150,12 +149,12 @@ class _ChunkSeconds:
     gather: float
     reduce: float
     parameters: float = 0.0
-    """Nobody asks: the norm's seconds were measured."""
+    """Not used, as the seconds of the norm were measured."""
 
 
 @dataclass(frozen=True)
 class _TravelSeconds:
-    """Of what travels, as far as anybody was seen to wait for it."""
+    """Seconds of messages and collectives that a rank waited for."""
 
     message: float
     stages: tuple[_ChunkSeconds, ...]
@@ -170,7 +169,8 @@ class _TravelSeconds:
 
 
 def _travel(step: StepSpans) -> _TravelSeconds:
-    """From the last post to the end of a wait; of those who were waiting already, where there are any."""
+    """Return the transfer times, from the last post to the end of a wait. Waits that began before the post
+    are preferred."""
     start, end = step.spans.start, step.spans.end
     sure: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
     other: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
@@ -200,7 +200,7 @@ def _travel(step: StepSpans) -> _TravelSeconds:
 
 
 class _MeasuredRun(RankClocks):
-    """With measured seconds."""
+    """A simulation with measured seconds."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class _MeasuredRun(RankClocks):
         replicas: Sequence[int],
         seconds: Sequence[Array],
     ) -> None:
-        """``seconds``: of each action of each lane."""
+        """``seconds``: by lane and action."""
         super().__init__([one.program for one in programs], travel, replicas)
         self.seconds = [row.tolist() for row in seconds]
 

@@ -40,7 +40,7 @@ for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#cabdfb";
 export const INSIDE_EVALUATION = "evaluate_";
 const OTHERS = ["#5f8aa6", "#9c7b55", "#6f8f4f", "#a86a8f", "#7580a8"];
 
-/** Of each class of time (`myriad.telemetry.records.CLASSES`) and each line of the ledger (as in the report). */
+/** Of each class of time (`myriad.telemetry.span_io.span_records.CLASSES`) and each line of the ledger (as in the report). */
 const CLASS_COLOURS = {
   compute: "#5ea1ff",
   tp: "#7a4fa3",

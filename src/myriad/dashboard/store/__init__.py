@@ -1,1 +1,1 @@
-"""Spans in memory: bounded, in columns, summed as they come in."""
+"""Spans in bounded memory, in columns, with sums that are updated as spans arrive."""

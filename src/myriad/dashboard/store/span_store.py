@@ -1,11 +1,19 @@
-"""The newest spans of a run, in bounded memory, and for every step what each rank spent on each phase.
+"""The newest spans of a run, in bounded memory, and the seconds of each rank by step and phase.
 
-    batch ──► refused whole, or ──► columns of its step ──► timeline
-                               └──► seconds [phase, rank] of its step ──► heat map (never looks at spans)
+    batch ──► rejected whole, or ──► columns of its step ──► timeline
+                                └──► seconds [phase, rank] of its step ──► heat map (reads no span)
 
-When memory is full the oldest step's spans go first, its sums much later; both are counted. A step that is
-done again by a newer attempt replaces what the older one left of it. A store is of one layout: where ranks
-have got other places in the grid, spans from before are left out, and another store is begun.
+When memory is full, the oldest step's spans are dropped first and its sums much later; both are counted. If a
+newer attempt repeats a step, its spans replace those of the older attempt. A store belongs to one layout:
+when ranks move in the grid, older spans are left out and a new store starts.
+
+Each span counts once, though it may arrive twice: in a file of the run's folder, and posted by its node. For
+each rank, `Once` knows the time ranges of posted spans and of spans from files; what arrives the other way
+within such a range is a duplicate. Files may arrive in any order.
+
+`OwnSeconds` computes the duration of a span without its child spans. A wait is recorded when it ends, before
+the span around it, and a batch may end between the two. So spans that may belong to a later parent are kept
+until their rank sends more.
 """
 
 import threading
@@ -17,71 +25,158 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myriad.dashboard.store.names import NameTable
-from myriad.dashboard.store.once import Once
-from myriad.dashboard.store.own_seconds import OwnSeconds, joined
+from myriad.dashboard.insight.nesting import Nested, nested
+from myriad.dashboard.store.name_table import NameTable
 from myriad.dashboard.store.step_block import COLUMNS, Columns, StepBlock
-from myriad.telemetry.batch import BatchError, SpanBatch
-from myriad.telemetry.records import Records
+from myriad.telemetry.span_io.span_batch import BatchError, SpanBatch
+from myriad.telemetry.span_io.span_records import RECORD, Records
 
 __all__ = ["BeyondJobError", "Counts", "SpanStore"]
 
 Array = npt.NDArray[Any]
+
+_CARRIED = -1
+"""Name of a span that was counted before and is only kept as a possible child."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Spans ordered by rank and start, with their own seconds."""
+
+    records: Records
+    own_seconds: Array
+
+
+class OwnSeconds:
+    """Computes own seconds across batches. It keeps the last spans of each rank."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._carried: Records = np.zeros(0, RECORD)
+
+    def of(self, records: Records, computing: Array) -> Timed:
+        """Return the new spans with their own seconds. ``computing``: by name, whether its spans may have
+        children."""
+        told = np.zeros(self._world, bool)
+        told[records["rank"]] = True
+        due = told[self._carried["rank"]]
+        spans = nested(joined([self._carried[due], records]))
+        new = spans.records["name"] != _CARRIED
+        kept = [self._carried[~due], _open(spans, new, computing[spans.records["name"]] & new, self._world)]
+        self._carried = joined(kept)
+        return Timed(spans.records[new], (spans.own[new] * 1e-9).astype(np.float32))
+
+
+def joined(parts: list[Records]) -> Records:
+    """Concatenate records, as bytes, which is faster for many small arrays."""
+    whole = [np.ascontiguousarray(part).view(np.uint8) for part in parts if len(part)]
+    return np.concatenate(whole).view(RECORD) if whole else np.zeros(0, RECORD)
+
+
+def _open(spans: Nested, new: Array, computes: Array, world: int) -> Records:
+    """Return the spans without a parent that begin after their rank's last compute span."""
+    ranks = spans.records["rank"]
+    computed = np.full(world, np.iinfo(np.int64).min, np.int64)
+    np.maximum.at(computed, ranks[computes], spans.end[computes])
+    places = np.flatnonzero(new & ~computes & (spans.parent < 0) & (spans.start >= computed[ranks]))
+    carried: Records = spans.records[places]
+    carried["name"] = _CARRIED
+    return carried
+
+
+_NEVER = np.iinfo(np.int64).max // 2
+_ROUNDED_NS = 1_000
+"""Maximum rounding error of times in files."""
+
+
+class _Times:
+    """First and last end of the spans of each rank that arrived one way, in ns since the epoch."""
+
+    def __init__(self, world: int) -> None:
+        self._first, self._last = np.full(world, _NEVER), np.full(world, -_NEVER)
+
+    def hold(self, ranks: npt.NDArray[Any], ends: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return which of these ends lie in the range of their rank."""
+        between: npt.NDArray[Any] = ends >= self._first[ranks] - _ROUNDED_NS
+        between &= ends <= self._last[ranks] + _ROUNDED_NS
+        return between
+
+    def add(self, ranks: npt.NDArray[Any], ends: npt.NDArray[Any]) -> None:
+        """Extend the ranges by these ends."""
+        np.minimum.at(self._first, ranks, ends)
+        np.maximum.at(self._last, ranks, ends)
+
+
+class Once:
+    """Finds duplicates among the spans of all ranks."""
+
+    def __init__(self, world: int) -> None:
+        self._posted, self._filed = _Times(world), _Times(world)
+
+    def new(self, records: Records, *, posted: bool) -> npt.NDArray[Any]:
+        """Return which spans did not arrive the other way before."""
+        mine, others = (self._posted, self._filed) if posted else (self._filed, self._posted)
+        ranks, ends = records["rank"], records["start_ns"] + records["duration_ns"]
+        new = ~others.hold(ranks, ends)
+        mine.add(ranks[new], ends[new])
+        return new
+
+
 _DAY_NS = 86_400 * 10**9
 _SPANS_SHARE = 0.75
-"""Of the memory; the rest is for sums, which are kept longer."""
+"""Share of the memory for spans; the rest is for sums, which are kept longer."""
 
 
 @dataclass
 class Counts:
-    """What became of spans, since the start."""
+    """Counts of kept, lost and rejected spans since the start."""
 
     kept: int = 0
     lost_before: int = 0
-    """That their senders had lost."""
+    """Spans that their senders lost."""
     too_old: int = 0
-    """Of steps that memory does not reach back to, or of an attempt that was replaced."""
+    """Spans of steps that are no longer in memory, or of an attempt that was replaced."""
     refused_batches: int = 0
     repeated_batches: int = 0
-    """That were sent again: taken once."""
+    """Batches that were resent and counted once."""
     refused_files: int = 0
     flooded_batches: int = 0
     dropped_steps: int = 0
-    """Whose spans made room for newer ones."""
+    """Steps whose spans were dropped for newer ones."""
     problems: list[str] = field(default_factory=list)
-    """The last few, in words."""
+    """Texts of the newest problems."""
     num_told: int = 0
 
     def tell(self, problem: str) -> None:
-        """Keeps the newest; one that comes again and again stands there once."""
+        """Add a problem to the newest ones. A repeated problem is kept once."""
         if (text := problem[:300]) not in self.problems[-1:]:
             self.num_told += 1
             self.problems = [*self.problems, text][-20:]
 
 
 class BeyondJobError(BatchError):
-    """Of a rank or a step that the job does not have, as it is known here."""
+    """Raised for a rank or a step beyond the known job."""
 
 
 class SpanStore:
-    """Any number of threads may add and ask."""
+    """The spans and sums of one layout. It is thread-safe."""
 
     def __init__(
         self, world: int, last_step: int, memory_bytes: int = 2 * 2**30, *, since_ns: int = 0
     ) -> None:
-        """``last_step``: that the job has; a span of a later one is wrong. ``since_ns``: what began earlier
-        is of another layout."""
+        """``last_step``: last step of the job; spans of later steps are rejected. ``since_ns``: spans that
+        began earlier belong to another layout."""
         self.world, self.limit_step, self.memory_bytes = world, last_step, memory_bytes
         self.since_ns, self.generation = since_ns, 0
-        """The second: how many stores of other layouts there were before."""
+        """``generation``: number of earlier stores, of other layouts."""
         self.names, self.counts = NameTable(), Counts()
         self.version = 0
-        """Grows with every change."""
+        """Number that grows with each change."""
         self.first_ns: int | None = None
-        """Where the timeline begins: the first start of all."""
+        """Begin of the timeline: the first start of all spans."""
         self.clock_error_seconds = 0.0
         self.last_end_ns = np.full(world, np.iinfo(np.int64).min, np.int64)
-        """Of each rank's newest span, whose name and step are the two below."""
+        """End of each rank's newest span, whose name and step are in the next two arrays."""
         self.last_name, self.last_step_of = np.full(world, -1, np.int16), np.full(world, -1, np.int32)
         self._blocks: dict[int, StepBlock] = {}
         self._own, self._lock, self._once = OwnSeconds(world), threading.Lock(), Once(world)
@@ -89,25 +184,25 @@ class SpanStore:
         self._span_bytes = self._sum_bytes = 0
 
     def add(self, batch: SpanBatch) -> None:
-        """Takes one batch, of a file. Raises `BatchError`: nothing of it was taken."""
+        """Add a batch from a file completely, or raise `BatchError`."""
         kept = self.of_layout(batch)
         self.check(kept)
         self.counts.too_old += len(batch.records) - len(kept.records)
         self.add_checked([kept], posted=False)
 
     def of_layout(self, batch: SpanBatch) -> SpanBatch:
-        """Without spans that ranks of another layout have left."""
+        """Return the batch without spans of an earlier layout."""
         is_now = batch.records["start_ns"] >= self.since_ns
         return batch if not self.since_ns or is_now.all() else replace(batch, records=batch.records[is_now])
 
     def followed_by(self, world: int, last_step: int, since_ns: int) -> "SpanStore":
-        """An empty one of another layout, that goes on counting."""
+        """Return an empty store for another layout, with the same counts."""
         store = SpanStore(world, last_step, self.memory_bytes, since_ns=since_ns)
         store.counts, store.version, store.generation = self.counts, self.version + 1, self.generation + 1
         return store
 
     def check(self, batch: SpanBatch) -> None:
-        """Raises `BatchError` for what no rank of this run can have sent."""
+        """Raise `BatchError` for a batch that no rank of this run can have sent."""
         if not (0 <= batch.node < 2**31 and 0 <= batch.attempt < 2**31):
             raise BatchError("node and attempt: numbers from 0 on")
         if not (0 <= batch.num_dropped < 2**53 and 0 <= batch.clock_error_seconds < 1e6):
@@ -115,8 +210,8 @@ class SpanStore:
         _check(batch.records, self.world, self.limit_step)
 
     def add_checked(self, batches: Sequence[SpanBatch], *, posted: bool = True) -> None:
-        """Many at once: what a batch costs by itself is more than what its spans do. ``posted``: by nodes,
-        which may have them in files, too."""
+        """Add many checked batches at once, as the cost per batch exceeds that of its spans. ``posted``:
+        nodes sent them, and may also write them to files."""
         with self._lock:
             for attempt in sorted({batch.attempt for batch in batches}):
                 of_attempt = [batch for batch in batches if batch.attempt == attempt]
@@ -131,7 +226,7 @@ class SpanStore:
             self.version += 1
 
     def blocks(self, first: int | None = None, last: int | None = None) -> list[tuple[int, StepBlock]]:
-        """Steps of a range that are known, ascending."""
+        """Return the known steps of a range, ascending."""
         with self._lock:
             items = sorted(self._blocks.items())
         return [
@@ -141,12 +236,12 @@ class SpanStore:
         ]
 
     def steps(self) -> list[int]:
-        """Those with sums, ascending; without what belongs to no step."""
+        """Return the steps with sums, ascending, without the spans that belong to no step."""
         with self._lock:
             return sorted(step for step in self._blocks if step >= 0)
 
     def columns(self, block: StepBlock) -> Columns:
-        """Spans of a step as they are now."""
+        """Return the current spans of a step."""
         with self._lock:
             return block.columns()
 
@@ -156,7 +251,7 @@ class SpanStore:
         return self._span_bytes + self._sum_bytes
 
     def _merged(self, batches: Sequence[SpanBatch]) -> Records:
-        """With names as they are numbered here."""
+        """Return the records of the batches with this store's numbers of names."""
         records = joined([batch.records for batch in batches])
         tables = [self.names.ids(batch.names) for batch in batches]
         offsets = np.cumsum([0, *(len(table) for table in tables[:-1])])
@@ -203,7 +298,7 @@ class SpanStore:
         return len(own) if has_room else 0
 
     def _block(self, step: int, attempt: int) -> StepBlock | None:
-        """``None``: a newer attempt has done it, or it is too long ago."""
+        """Return the block of a step; ``None`` if a newer attempt replaced it, or it is too old."""
         block = self._blocks.get(step)
         if step < self._oldest_sums or (block is not None and attempt < block.attempt):
             return None
@@ -223,7 +318,7 @@ class SpanStore:
             self._span_bytes -= block.nbytes - block.sum_bytes
 
     def _make_room(self) -> None:
-        """The newest step stays, whatever it takes: a batch is bounded, and so is what follows it."""
+        """Drop the oldest spans and sums beyond the memory limit, but keep the newest step."""
         spans_limit = int(self.memory_bytes * _SPANS_SHARE)
         while self._span_bytes > spans_limit:
             oldest = min(step for step, block in self._blocks.items() if block.count)
@@ -262,7 +357,7 @@ def _check(records: Records, world: int, last_step: int) -> None:
 
 
 def _by_step(steps: Array) -> Iterator[tuple[int, Array | None]]:
-    """Each step and the places of its spans; ``None``: all."""
+    """Yield each step and the indices of its spans; ``None`` for all spans."""
     if int(steps.min()) == int(steps.max()):
         yield int(steps[0]), None
         return

@@ -1,6 +1,6 @@
-"""The spans of one step in columns, and for each rank the seconds of each phase.
+"""The spans of one step in columns, and the seconds of each phase on each rank.
 
-Columns grow by doubling: old ones are replaced, never changed, so that a reader may go on with what it took.
+Columns grow by doubling. Old arrays are replaced, not changed, so that readers may keep using them.
 """
 
 from typing import Any
@@ -28,36 +28,36 @@ _FIRST_CAPACITY = 64
 
 
 class StepBlock:
-    """Filled by one thread at a time."""
+    """The spans and sums of one step. One thread at a time may write."""
 
     def __init__(self, world: int, attempt: int) -> None:
         self.attempt, self.world = attempt, world
         self.count, self.changes = 0, 0
-        """Spans; how often something came in."""
+        """Number of spans; number of additions."""
         self.first_ns, self.last_ns = np.iinfo(np.int64).max, np.iinfo(np.int64).min
-        """From the first start to the last end."""
+        """First start and last end of all spans."""
         self.seconds = np.full((0, world), np.nan, np.float32)
-        """[phase, rank]; NaN: nothing was seen."""
+        """Seconds ``[phase, rank]``; NaN if there are no spans."""
         self.begin_ns, self.end_ns = np.zeros(world, np.int64), np.zeros(world, np.int64)
-        """Each rank's first start and last end; 0: nothing was seen."""
+        """Each rank's first start and last end; 0 if it has no spans."""
         self._columns = {name: np.empty(0, kind) for name, kind in COLUMNS.items()}
 
     @property
     def nbytes(self) -> int:
-        """Memory that is held."""
+        """Bytes of memory of spans and sums."""
         return len(self._columns["rank"]) * SPAN_BYTES + self.sum_bytes
 
     @property
     def sum_bytes(self) -> int:
-        """Of it, for sums."""
+        """Bytes of memory of the sums."""
         return self.seconds.nbytes + self.begin_ns.nbytes + self.end_ns.nbytes
 
     def columns(self) -> Columns:
-        """What is there now."""
+        """Return the current spans."""
         return {name: column[: self.count] for name, column in self._columns.items()}
 
     def append(self, spans: Columns) -> None:
-        """Adds spans; sums are told apart, by `add_seconds` and `add_ends`."""
+        """Add spans. Their sums are added separately, by `add_seconds` and `add_ends`."""
         added = len(spans["rank"])
         if self.count + added > len(self._columns["rank"]):
             self._resize(max(_FIRST_CAPACITY, 2 * self.count, self.count + added))
@@ -66,7 +66,7 @@ class StepBlock:
         self.count += added
 
     def add_ends(self, ranks: Array, starts: Array, ends: Array) -> None:
-        """``ranks``: ascending, each rank's spans by start."""
+        """Add starts and ends of spans, ordered by rank and start."""
         self.changes += 1
         self.first_ns = min(self.first_ns, int(starts.min()))
         self.last_ns = max(self.last_ns, int(ends.max()))
@@ -77,7 +77,7 @@ class StepBlock:
         self.end_ns[told] = np.maximum(self.end_ns[told], np.maximum.reduceat(ends, edges))
 
     def add_seconds(self, first_rank: int, totals: Array, counts: Array) -> None:
-        """``totals`` and ``counts`` of spans: [phase, rank from the first on]."""
+        """Add seconds and counts of spans, ``[phase, rank - first_rank]``."""
         if len(totals) > len(self.seconds):
             more = np.full((len(totals) - len(self.seconds), self.world), np.nan, np.float32)
             self.seconds = np.concatenate([self.seconds, more])
@@ -86,12 +86,12 @@ class StepBlock:
         place[seen] = np.nan_to_num(place[seen]) + totals[seen]
 
     def trim(self) -> None:
-        """Gives back what was kept for spans that did not come."""
+        """Free the unused capacity."""
         if len(self._columns["rank"]) > self.count:
             self._resize(self.count)
 
     def drop_spans(self) -> None:
-        """Keeps the sums only."""
+        """Drop the spans and keep the sums."""
         self.count = 0
         self._resize(0)
 

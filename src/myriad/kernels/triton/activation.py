@@ -1,12 +1,13 @@
-"""Non-linearities of the MLP as Triton kernels, with the bias of the product before them.
+"""Activation functions of the MLP as Triton kernels, with the bias of the preceding product.
 
     forward    y = f(x + bias)                        x read once, y written once; x is kept, without its bias
     backward   grad = f'(x + bias) grad_y,  grad_bias = sum of grad over rows, in the same pass
 
-GELU by the error function or by tanh (Hendrycks & Gimpel, arXiv 1606.08415, section 2), SwiGLU (Shazeer,
-arXiv 2002.05202) of ``[..., 2 F]`` with the gate in the first half, ReLU^2 (So et al., arXiv 2109.08668).
+The functions are GELU by the error function or by tanh (Hendrycks & Gimpel, arXiv 1606.08415, section 2),
+SwiGLU (Shazeer, arXiv 2002.05202) of ``[..., 2 F]`` with the gate in the first half, ReLU^2 (So et al., arXiv
+2109.08668).
 
-A program takes a stripe of columns and every P-th row.
+A program processes a stripe of columns and every P-th row.
 
 Legend: F width of the MLP.
 """
@@ -18,18 +19,19 @@ import torch
 import triton
 import triton.language as tl
 
+from myriad.kernels.side_by_side import Slot
 from myriad.kernels.triton.launch import block_of, launch, num_programs, rows_of
 
 __all__ = ["activate"]
 
 _MOST_COLUMNS = 1024
-"""Of a stripe."""
+"""Largest number of columns in a stripe."""
 
 _HALF_ROOT_2: tl.constexpr = tl.constexpr(0.7071067811865476)
 _ROOT_OF_8_BY_PI: tl.constexpr = tl.constexpr(1.5957691216057308)
 _ONE_BY_ROOT_2_PI: tl.constexpr = tl.constexpr(0.3989422804014327)
 _CUBIC: tl.constexpr = tl.constexpr(0.044715)
-"""Of GELU's tanh form (arXiv 1606.08415, section 2)."""
+"""Constant of GELU's tanh form (arXiv 1606.08415, section 2)."""
 
 
 @triton.jit
@@ -39,15 +41,15 @@ def _sigmoid(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _gelu(x: tl.tensor) -> tl.tensor:
-    """Value and slope."""
+    """Return the value and the slope."""
     share = 0.5 * (1.0 + tl.erf(x * _HALF_ROOT_2))
     return x * share, share + x * _ONE_BY_ROOT_2_PI * tl.exp(-0.5 * x * x)
 
 
 @triton.jit
 def _gelu_tanh(x: tl.tensor) -> tl.tensor:
-    """Value and slope."""
-    square = x * x * _CUBIC  # tensors first: in the interpreter a constant times one is no tensor
+    """Return the value and the slope."""
+    square = x * x * _CUBIC  # tensors first: in the interpreter a constant times a constant is no tensor
     share = _sigmoid((x + square * x) * _ROOT_OF_8_BY_PI)  # (1 + tanh(z)) / 2
     inner = (square * 3.0 + 1.0) * _ROOT_OF_8_BY_PI
     return x * share, share + x * share * (1.0 - share) * inner
@@ -60,7 +62,7 @@ def _value_and_slope(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
     elif NAME == "gelu_tanh":
         value, slope = _gelu_tanh(x)
     else:
-        value = tl.where(x <= 0.0, 0.0, x)  # not maximum: a NaN stays one
+        value = tl.where(x <= 0.0, 0.0, x)  # not maximum, which would drop a NaN
         slope = 2.0 * value
         value *= value
     return value, slope
@@ -154,7 +156,7 @@ def backward_kernel(
 
 
 def _grid(rows: torch.Tensor, width: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Programs, and how wide each stripe is."""
+    """Return the grid of programs, and the width of each stripe."""
     block = min(block_of(width), _MOST_COLUMNS)
     stripes = triton.cdiv(width, block)
     programs = -(-num_programs(len(rows) * stripes, rows.device) // stripes) if len(rows) else 0
@@ -163,10 +165,12 @@ def _grid(rows: torch.Tensor, width: int) -> tuple[tuple[int, int], dict[str, An
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, name: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, name: str, slots: tuple[Slot, Slot] | None
+    ) -> torch.Tensor:
         rows = rows_of(x)
         width = rows.shape[1] // 2 if name == "swiglu" else rows.shape[1]
-        y = rows.new_empty(len(rows), width)
+        y = rows.new_empty(len(rows), width) if slots is None else slots[0].take(rows, len(rows), width)
         grid, blocks = _grid(rows, width)
         launch(
             forward_kernel,
@@ -182,7 +186,7 @@ class _Activation(torch.autograd.Function):
             **blocks,
         )
         ctx.save_for_backward(rows)
-        ctx.bias, ctx.name, ctx.shape = bias, name, x.shape
+        ctx.bias, ctx.name, ctx.shape, ctx.slots = bias, name, x.shape, slots
         return y.view(*x.shape[:-1], width)
 
     @staticmethod
@@ -190,7 +194,8 @@ class _Activation(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         bias: torch.Tensor | None = ctx.bias
         grad_y, full = rows_of(grads[0]), rows.shape[1]
-        grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        slots: tuple[Slot, Slot] | None = ctx.slots
+        grad = rows.new_empty(rows.shape) if slots is None else slots[1].take(rows, *rows.shape)
         grid, blocks = _grid(rows, grad_y.shape[1])
         make = torch.empty if len(rows) else torch.zeros
         sums = make(0 if bias is None else max(grid[0], 1), full, device=rows.device)
@@ -210,10 +215,16 @@ class _Activation(torch.autograd.Function):
             HAS_BIAS=bias is not None,
             **blocks,
         )
-        return grad.view(ctx.shape), None if bias is None else sums.sum(0).to(bias.dtype), None
+        return grad.view(ctx.shape), None if bias is None else sums.sum(0).to(bias.dtype), None, None
 
 
-def activate(name: str, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``f(x + bias)`` of ``[..., F]``, of ``[..., 2 F]`` for swiglu; ``name`` as in a model config."""
-    y: torch.Tensor = _Activation.apply(x, bias, name)
+def activate(
+    name: str,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    slots: tuple[Slot, Slot] | None = None,
+) -> torch.Tensor:
+    """Apply ``f(x + bias)`` to ``[..., F]``, or to ``[..., 2 F]`` for swiglu. ``name`` is that of a model
+    config. ``slots``: memory for the result and for the gradient of ``x``."""
+    y: torch.Tensor = _Activation.apply(x, bias, name, slots)
     return y

@@ -1,7 +1,8 @@
-"""Gradients of `attention_forward`: the scores are made again from the kept logarithms of the softmax's sums.
+"""Gradients of `attention_forward`: the scores are recomputed from the kept logarithms of the softmax's sums.
 
-It goes over the blocks twice: once for each block of keys (all query heads that share it, hence no atomic
-additions and the same bits every time), once for each block of queries.
+The backward passes over the blocks twice. The first pass has a program for each block of keys, with all query
+heads that share it. So it needs no atomic additions and gives the same bits every time. The second pass has a
+program for each block of queries.
 
 Legend: B batch, S sequence, N query heads, K key/value heads, D head size.
 """
@@ -21,6 +22,8 @@ def row_products(
     out_pointer,
     grad_pointer,
     products_pointer,
+    out_batch,
+    out_row,
     grad_batch,
     grad_row,
     grad_head,
@@ -30,12 +33,12 @@ def row_products(
     padded: tl.constexpr,
     size: tl.constexpr,
 ):
-    """``sum(out * grad)`` of each row: what the softmax's backward takes off."""
+    """Compute ``sum(out * grad)`` of each row, which the softmax's backward subtracts."""
     rows, columns = tl.program_id(0) * size + tl.arange(0, size), tl.arange(0, padded)
     batch, head = (tl.program_id(1) // num_heads).to(tl.int64), (tl.program_id(1) % num_heads).to(tl.int64)
-    out_base = out_pointer + (batch * num_rows * num_heads + head) * width
+    out_base = out_pointer + batch * out_batch + head * width
     grad_base = grad_pointer + batch * grad_batch + head * grad_head
-    out = load(out_base, rows, num_heads * width, columns, num_rows, width, padded, True, True)
+    out = load(out_base, rows, out_row, columns, num_rows, width, padded, True, True)
     grad = load(grad_base, rows, grad_row, columns, num_rows, width, padded, True, True)
     flat = tl.program_id(1).to(tl.int64)
     tl.store(products_pointer + flat * num_rows + rows, tl.sum(out * grad, 1), mask=rows < num_rows)
@@ -66,7 +69,7 @@ def _meet_queries(
     upcast: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """The blocks of queries of one head from ``begin`` to ``end``; scores stand keys by queries."""
+    """Process the blocks of queries of one head from ``begin`` to ``end``. Scores are keys by queries."""
     columns = tl.arange(0, padded)
     for start in range(begin, end, size):
         queries = start + tl.arange(0, size)
@@ -113,6 +116,8 @@ def backward_keys(
     grad_batch,
     grad_row,
     grad_head,
+    out_batch,
+    out_row,
     num_rows,
     num_heads,
     window,
@@ -126,7 +131,8 @@ def backward_keys(
     upcast: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Gradients of keys and values ``[B, S, K, D]``; a program for each block of keys and key/value head."""
+    """Compute the gradients of keys and values ``[B, S, K, D]``, with one program per block of keys and
+    key/value head."""
     first, num_kv_heads = tl.program_id(0) * key_size, num_heads // repeats
     batch = (tl.program_id(1) // num_kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % num_kv_heads).to(tl.int64)
@@ -137,7 +143,7 @@ def backward_keys(
     v = load(v_base, keys, v_row, columns, num_rows, width, padded, True, upcast)
     grad_k = tl.zeros([key_size, padded], tl.float32)
     grad_v = tl.zeros([key_size, padded], tl.float32)
-    # queries that see some of the keys; those that see all of them
+    # queries that see some of the keys, and queries that see all of them
     begin = first // query_size * query_size
     end = tl.minimum(num_rows, first + key_size - 1 + window)
     all_begin = tl.minimum(tl.cdiv(first + key_size - 1, query_size) * query_size, end)
@@ -160,10 +166,9 @@ def backward_keys(
             grad_k, grad_v, k, v, q_base, grad_base, logs_base, products_base, q_row, grad_row, keys, all_end,
             end, window, num_rows, scale, width, padded, query_size, True, upcast, precision,
         )  # fmt: skip
-    target = (batch * num_rows * num_kv_heads + kv_head) * width
-    row = num_kv_heads * width
-    store(grad_k_pointer + target, grad_k * natural_scale, keys, row, columns, num_rows, width)
-    store(grad_v_pointer + target, grad_v, keys, row, columns, num_rows, width)
+    target = batch * out_batch + kv_head * width
+    store(grad_k_pointer + target, grad_k * natural_scale, keys, out_row, columns, num_rows, width)
+    store(grad_v_pointer + target, grad_v, keys, out_row, columns, num_rows, width)
 
 
 @triton.jit
@@ -225,6 +230,8 @@ def backward_queries(
     grad_batch,
     grad_row,
     grad_head,
+    out_batch,
+    out_row,
     num_rows,
     num_heads,
     window,
@@ -238,7 +245,7 @@ def backward_queries(
     upcast: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Gradient of the queries ``[B, S, N, D]``; programs as in `forward`."""
+    """Compute the gradient of the queries ``[B, S, N, D]``; programs as in `forward`."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, head = (tl.program_id(1) // num_heads).to(tl.int64), (tl.program_id(1) % num_heads).to(tl.int64)
     first = block * query_size
@@ -271,5 +278,5 @@ def backward_queries(
         grad_q, q, grad, logs, products, k_base, v_base, k_row, v_row, queries, all_end, end, window,
         num_rows, scale, width, padded, key_size, True, upcast, precision,
     )  # fmt: skip
-    target = grad_q_pointer + (batch * num_rows * num_heads + head) * width
-    store(target, grad_q * natural_scale, queries, num_heads * width, columns, num_rows, width)
+    target = grad_q_pointer + batch * out_batch + head * width
+    store(target, grad_q * natural_scale, queries, out_row, columns, num_rows, width)

@@ -1,12 +1,12 @@
 """Causal attention with a sliding window as Triton kernels: FlashAttention-2 (arXiv 2307.08691, algorithms 1
 and 2) whose loops begin and end at the window, so that time grows with S * W, not with S^2.
 
-    keys       0 . . . . . . . S          a block of queries meets blocks of keys from its window's start to
-    queries    . L m m m D . . .          the diagonal: those at either edge (L, D) with a mask, those between
-                                          (m) without one
+    keys       0 . . . . . . . S          a block of queries attends to blocks of keys from its window's
+    queries    . L m m m D . . .          start to the diagonal: those at either edge (L, D) with a mask,
+                                          those between (m) without one
 
-The scores never exist in memory; the backward (`attention_backward`) makes them again from the kept
-logarithms of the softmax's sums.
+The scores are never in memory. The backward (`attention_backward`) recomputes them from the kept logarithms
+of the softmax's sums.
 
 Legend: B batch, S sequence, N query heads, K key/value heads, D head size, W window; M and C positions of a
 block of queries and of keys.
@@ -22,8 +22,8 @@ from myriad.kernels.triton.attention_tiles import load, sees, store
 __all__ = ["forward"]
 
 _HIDDEN = tl.constexpr(-1.0e30)
-"""The score of a pair that does not see each other: finite, so that a block in which a row sees nothing yet
-gives no NaN; the first key it does see wipes out what was summed."""
+"""The score of a masked pair. It is finite, so that a block in which a row sees no key yet gives no NaN; the
+first key that the row sees cancels the sums so far."""
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _meet(
     upcast: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """The blocks of keys from ``begin`` to ``end``, one after the other."""
+    """Process the blocks of keys from ``begin`` to ``end``, one after the other."""
     columns = tl.arange(0, padded)
     for start in range(begin, end, size):
         keys = start + tl.arange(0, size)
@@ -83,6 +83,8 @@ def forward(
     v_batch,
     v_row,
     v_head,
+    out_batch,
+    out_row,
     num_rows,
     num_heads,
     window,
@@ -95,9 +97,9 @@ def forward(
     upcast: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """``[B, S, N, D]`` and the logarithms ``[B, N, S]`` (to base 2); a program for each block of queries and
-    each head. ``scale`` has the factor that turns e into 2."""
-    # late blocks meet most keys without a window: begun first, none is left over at the end
+    """Compute ``[B, S, N, D]`` and the logarithms ``[B, N, S]`` (to base 2), with one program per block of
+    queries and head. ``scale`` includes the factor that turns base e into base 2."""
+    # without a window late blocks have the most keys: started first, none is left over at the end
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, head = (tl.program_id(1) // num_heads).to(tl.int64), (tl.program_id(1) % num_heads).to(tl.int64)
     first = block * query_size
@@ -109,7 +111,7 @@ def forward(
     top = tl.full([query_size], _HIDDEN, tl.float32)
     total = tl.zeros([query_size], tl.float32)
     mixed = tl.zeros([query_size, padded], tl.float32)
-    # keys that some query sees; those that all of them see
+    # keys that some query sees, and keys that all queries see
     begin = tl.maximum(0, first - window + 1) // key_size * key_size
     end = tl.minimum(first + query_size, num_rows)
     all_begin = tl.cdiv(tl.maximum(0, first + query_size - window), key_size) * key_size
@@ -128,7 +130,6 @@ def forward(
         scale, width, padded, key_size, True, upcast, precision,
     )  # fmt: skip
     flat = tl.program_id(1).to(tl.int64)
-    out_row = num_heads * width
-    out_base = out_pointer + (batch * num_rows * num_heads + head) * width
+    out_base = out_pointer + batch * out_batch + head * width
     store(out_base, mixed / total[:, None], queries, out_row, columns, num_rows, width)
     tl.store(logs_pointer + flat * num_rows + queries, top + tl.log2(total), mask=queries < num_rows)

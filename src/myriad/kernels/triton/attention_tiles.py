@@ -1,4 +1,4 @@
-"""Blocks of rows as the attention kernels read, write and mask them."""
+"""Loading, storing and masking of the attention kernels' blocks of rows."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 # ruff: noqa: ANN001, ANN201
@@ -20,7 +20,7 @@ def load(
     checked: tl.constexpr,
     upcast: tl.constexpr,
 ):
-    """``[rows, columns]``, zeros beyond the head size and, where ``checked``, beyond the sequence."""
+    """Load ``[rows, columns]``, with zeros beyond the head size and, if ``checked``, beyond the sequence."""
     address = base + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
     if checked and width < padded:
         values = tl.load(address, mask=(rows[:, None] < num_rows) & (columns[None, :] < width), other=0.0)
@@ -42,5 +42,5 @@ def store(base, values, rows, row_stride, columns, num_rows, width: tl.constexpr
 
 @triton.jit
 def sees(queries, keys, window, num_rows):
-    """Whether each query sees each key: a matrix, in the order given."""
+    """Return whether each query sees each key, as a matrix in the given order."""
     return (keys <= queries) & (keys > queries - window) & (keys < num_rows)

@@ -1,11 +1,12 @@
-"""The softmax over this rank's part of the vocabulary as two Triton kernels, a row of logits each.
+"""The softmax over this rank's part of the vocabulary as two Triton kernels, with one program per row of
+logits.
 
-    facts      one pass over the logits: maximum, sum of exponentials above it, the target's logit
-    gradient   one more, when all ranks' facts are known: exp(logit - top) / total - onehot, in the type that
-               the matrix products want
+    facts      one pass over the logits: maximum, sum of exponentials relative to it, the target's logit
+    gradient   one more pass, when the facts of all ranks are known: exp(logit - top) / total - onehot, in the
+               type of the matrix products
 
-The maximum and the sum come together (Milakov & Gimelshein, arXiv 1805.02867, algorithm 3). Between the two
-nothing is written but three numbers a row.
+Maximum and sum are computed together (Milakov & Gimelshein, arXiv 1805.02867, algorithm 3). Between the two
+kernels only three numbers per row are written.
 
 Legend: C tokens of a chunk, V/tp this rank's part of the vocabulary.
 """
@@ -21,9 +22,10 @@ from myriad.kernels.triton.launch import block_of, launch
 __all__ = ["row_facts", "write_gradient"]
 
 _MOST_COLUMNS = 4096
-"""Of a row at a time."""
+"""Largest number of columns that a program loads at once."""
 _LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
-"""Of float32, not -inf: the maximum of a part that is all padding, whose difference to -inf is a number."""
+"""Lowest float32 number, used instead of -inf as the maximum of a part that is all padding: its differences
+to other logits are numbers."""
 
 
 @triton.jit
@@ -84,8 +86,9 @@ def _block(width: int) -> dict[str, int]:
 
 
 def row_facts(logits: torch.Tensor, targets: torch.Tensor, first_row: int, num_valid: int) -> torch.Tensor:
-    """``[C, 3]``: maximum, sum of exponentials above it, and the logit of the target where it is one of these
-    rows, else 0. ``logits`` float32 ``[C, V/tp]``, of which the first ``num_valid`` columns count."""
+    """Return ``[C, 3]``: the maximum, the sum of exponentials relative to it, and the logit of the target
+    if it is one of these rows, else 0. ``logits``: float32 ``[C, V/tp]``; the first ``num_valid`` columns
+    count."""
     facts = logits.new_empty(len(logits), 3)
     stride = logits.stride(0)
     arguments = (logits, targets.contiguous(), facts, stride, first_row, num_valid)
@@ -103,8 +106,9 @@ def write_gradient(
     out: torch.Tensor,
     gain: float,
 ) -> torch.Tensor:
-    """``out`` ``[C, V/tp]``: softmax less one at the target, times ``gain``, given every row's maximum and
-    sum of exponentials over all ranks, each ``[C]``. ``out`` may be ``logits`` itself."""
+    """Write to ``out`` ``[C, V/tp]`` the softmax, less one at the target, times ``gain``. The maximum and
+    the sum of exponentials of every row over all ranks are given, each ``[C]``. ``out`` may be ``logits``
+    itself."""
     width = logits.shape[1]
     blocks = _block(width)
     grid = (len(logits), triton.cdiv(width, blocks["BLOCK"]))

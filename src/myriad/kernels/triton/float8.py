@@ -1,9 +1,9 @@
-"""Products of what was scaled in blocks of 128, as a Triton kernel. Import late: needs triton.
+"""Products of operands that are scaled in blocks of 128, as a Triton kernel. Import late: needs triton.
 
-A product goes through the inner length in steps of 128: the float8 values of a step are multiplied by the
-tensor cores, their sum is scaled and added to float32 sums (as DeepSeek-V3, arXiv 2412.19437, section 3.3.2,
-promotes partial sums: the tensor cores of Hopper keep about 14 bits of them). A weight's gradient is added to
-the float32 sum of a step's gradients where it lies, each tile by the one program that computes it.
+A product processes the inner length in steps of 128. The tensor cores multiply the float8 values of a step;
+the step's sum is scaled and added to float32 sums (as DeepSeek-V3, arXiv 2412.19437, section 3.3.2, promotes
+partial sums: Hopper's tensor cores keep about 14 bits of them). A weight's gradient is added in place to the
+float32 sum of a step's gradients, each tile by the one program that computes it.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
@@ -40,8 +40,8 @@ def product_kernel(
     accumulate: tl.constexpr,
     upcast: tl.constexpr,
 ):
-    """``a b^T`` of ``[M, K]`` and ``[N, K]``, or ``out`` and that. Programs of ``group`` rows of tiles go
-    together, so that their tiles of ``b`` are read from the cache."""
+    """Compute ``a b^T`` of ``[M, K]`` and ``[N, K]``, or add it to ``out``. Programs for ``group`` rows of
+    tiles run together, so that they read their tiles of ``b`` from the cache."""
     tiles_down, tiles_across = tl.cdiv(num_rows, row_size), tl.cdiv(num_columns, column_size)
     first = tl.program_id(0) // (group * tiles_across) * group
     together = tl.minimum(tiles_down - first, group)
@@ -74,18 +74,25 @@ def product_kernel(
 def product_of_blocks(
     a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, out: torch.dtype
 ) -> torch.Tensor:
-    """``[M, K]`` and ``[N, K]``, each with its scales, to ``[M, N]``; those of ``a`` are of rows."""
+    """Multiply ``[M, K]`` and ``[N, K]``, each with its scales, to ``[M, N]``. ``a`` has scales of rows."""
     result = torch.empty(len(a), len(b), dtype=out, device=a.device)
     _multiply(a, a_scales, b, b_scales, result, accumulate=False)
     return result
 
 
 def add_product_of_blocks(
-    total: torch.Tensor, a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor
+    total: torch.Tensor,
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    b: torch.Tensor,
+    b_scales: torch.Tensor,
+    *,
+    first: bool = False,
 ) -> None:
-    """``total += a b^T``: nothing is written but ``total`` ``[M, N]``, float32."""
+    """Compute ``total += a b^T`` in ``total``, float32 ``[M, N]``, without other memory. The ``first``
+    product of a sum does not read ``total``."""
     assert total.dtype == torch.float32 and total.is_contiguous()
-    _multiply(a, a_scales, b, b_scales, total, accumulate=True)
+    _multiply(a, a_scales, b, b_scales, total, accumulate=not first)
 
 
 def _multiply(

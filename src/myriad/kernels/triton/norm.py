@@ -6,11 +6,16 @@
                grad = root (g - mean(g) - n mean(g n)) + grad_stream         RMSNorm: without mean(g)
                grad_weight = sum over rows of grad_y n,  grad_bias = that of grad_y
 
-The stream is rounded to its type before it is normalised, so y has the bits that the norm of the stored
-stream gives: a backward may make y again from the stream. Everything is float32 inside.
+The stream is rounded to its type before it is normalised, so y has the same bits as the norm of the stored
+stream: a backward may recompute y from the stream. Everything is float32 inside.
 
-One program holds a row. In the backward each takes every P-th row and keeps its own sum of the weight's
-gradient (Liger Kernel, arXiv 2410.10989, section 3.2, does it alike).
+One program holds a row. In the backward each program processes every P-th row and keeps its own sum of the
+weight's gradient (as in Liger Kernel, arXiv 2410.10989, section 3.2). If the weight's sink allows it, these
+sums are left for the next norm's backward, which adds them up before its own work: that saves a launch.
+
+Rows that do not fit into a program's registers (`_WIDEST`) are read in blocks of columns. The first read
+computes the sums over the row; the second one, from the cache, computes the result. The programs' sums of the
+weight's gradient are then in memory, and two rows at a time are added to them.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -20,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from myriad.kernels.gradient import sink_of
+from myriad.kernels.gradient import GradientSink, PendingRows, sink_of
 from myriad.kernels.triton.launch import block_of, launch, num_programs, rows_of
 
 __all__ = ["add_norm"]
@@ -66,6 +71,30 @@ def forward_kernel(
     tl.store(y + row * width + column, out.to(y.dtype.element_ty), mask=inside)
 
 
+_WIDEST = {"forward": 16384, "backward": 8192}
+"""Largest row that a program holds in registers; rows of twice the size spill to memory."""
+_WIDE = 4096
+"""Columns of a wide row that are read at once."""
+_COLUMNS, _ROWS = tl.constexpr(16), tl.constexpr(64)
+"""Tile of partial sums that a program loads at once: 64 bytes of each row, which leaves a thread enough
+registers."""
+
+
+@triton.jit
+def _add_up(sums: tl.tensor, total: tl.tensor, rows: tl.tensor, width: tl.tensor) -> None:
+    """Compute ``total[H] += sums[P, H].sum(0)``. One program sums each column, in a fixed order."""
+    row = tl.arange(0, _ROWS)
+    for start in range(tl.program_id(0) * _COLUMNS, width, tl.num_programs(0) * _COLUMNS):
+        column = start + tl.arange(0, _COLUMNS)
+        inside = column < width
+        found = tl.load(total + column, mask=inside, other=0.0)
+        for first in range(0, rows, _ROWS):
+            index = first + row
+            mask = (index < rows)[:, None] & inside[None, :]
+            found += tl.sum(tl.load(sums + index[:, None] * width + column[None, :], mask=mask, other=0.0), 0)
+        tl.store(total + column, found, mask=inside)
+
+
 @triton.jit
 def backward_kernel(
     grad_y: tl.tensor,
@@ -77,6 +106,12 @@ def backward_kernel(
     grad: tl.tensor,
     weight_sums: tl.tensor,
     bias_sums: tl.tensor,
+    left_weight: tl.tensor,
+    left_bias: tl.tensor,
+    left_weight_total: tl.tensor,
+    left_bias_total: tl.tensor,
+    left_programs: tl.tensor,
+    left_width: tl.tensor,
     grad_y_stride: tl.tensor,
     grad_stream_stride: tl.tensor,
     stream_stride: tl.tensor,
@@ -85,9 +120,14 @@ def backward_kernel(
     IS_LAYER: tl.constexpr,
     HAS_STREAM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    NUM_LEFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
+    if NUM_LEFT > 0:
+        _add_up(left_weight, left_weight_total, left_programs, left_width)
+    if NUM_LEFT > 1:
+        _add_up(left_bias, left_bias_total, left_programs, left_width)
     column = tl.arange(0, BLOCK)
     inside = column < width
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -119,9 +159,153 @@ def backward_kernel(
         tl.store(bias_sums + program * width + column, bias_sum, mask=inside)
 
 
-def _warps(block: int) -> int:
-    """16 values a thread, within what a program may have."""
-    return min(max(block // 512, 1), 16)
+@triton.jit
+def wide_forward_kernel(
+    x: tl.tensor,
+    branch: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    stream: tl.tensor,
+    y: tl.tensor,
+    means: tl.tensor,
+    roots: tl.tensor,
+    x_stride: tl.tensor,
+    branch_stride: tl.tensor,
+    width: tl.tensor,
+    epsilon: tl.tensor,
+    IS_LAYER: tl.constexpr,
+    HAS_BRANCH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    added, squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BRANCH:
+            values += tl.load(branch + row * branch_stride + column, mask=inside, other=0.0).to(tl.float32)
+            rounded = values.to(stream.dtype.element_ty)
+            tl.store(stream + row * width + column, rounded, mask=inside)
+            values = rounded.to(tl.float32)
+        added += values
+        squares += values * values
+    read, stride = x, x_stride
+    if HAS_BRANCH:
+        tl.debug_barrier()  # another thread may read what this one wrote
+        read, stride = stream, width
+    mean = 0.0
+    if IS_LAYER:
+        mean = tl.sum(added, 0) / width
+        tl.store(means + row, mean)
+        squares = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < width
+            values = tl.load(read + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+            values = tl.where(inside, values - mean, 0.0)
+            squares += values * values
+    root = 1.0 / tl.sqrt(tl.sum(squares, 0) / width + epsilon)
+    tl.store(roots + row, root)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        values = tl.load(read + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+        out = (values - mean) * root * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            out += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + row * width + column, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def wide_backward_kernel(
+    grad_y: tl.tensor,
+    grad_stream: tl.tensor,
+    stream: tl.tensor,
+    weight: tl.tensor,
+    means: tl.tensor,
+    roots: tl.tensor,
+    grad: tl.tensor,
+    weight_sums: tl.tensor,
+    bias_sums: tl.tensor,
+    left_weight: tl.tensor,
+    left_bias: tl.tensor,
+    left_weight_total: tl.tensor,
+    left_bias_total: tl.tensor,
+    left_programs: tl.tensor,
+    left_width: tl.tensor,
+    grad_y_stride: tl.tensor,
+    grad_stream_stride: tl.tensor,
+    stream_stride: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    IS_LAYER: tl.constexpr,
+    HAS_STREAM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_LEFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    if NUM_LEFT > 0:
+        _add_up(left_weight, left_weight_total, left_programs, left_width)
+    if NUM_LEFT > 1:
+        _add_up(left_bias, left_bias_total, left_programs, left_width)
+    for first in range(program * 2, rows, tl.num_programs(0) * 2):
+        index = first + tl.arange(0, 2)
+        is_row = index < rows
+        row = index.to(tl.int64)[:, None]
+        root = tl.load(roots + index, mask=is_row, other=0.0)[:, None]
+        mean = tl.zeros([2, 1], tl.float32)
+        if IS_LAYER:
+            mean = tl.load(means + index, mask=is_row, other=0.0)[:, None]
+        scaled, along = tl.zeros([2, BLOCK], tl.float32), tl.zeros([2, BLOCK], tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)[None, :]
+            inside = is_row[:, None] & (column < width)
+            scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+            g = tl.load(grad_y + row * grad_y_stride + column, mask=inside, other=0.0).to(tl.float32)
+            normed = tl.load(stream + row * stream_stride + column, mask=inside, other=0.0).to(tl.float32)
+            along += g * scale * ((normed - mean) * root)
+            scaled += g * scale
+        along_row = (tl.sum(along, 1) / width)[:, None]
+        mean_row = (tl.sum(scaled, 1) / width)[:, None]
+        tl.debug_barrier()  # another thread may have written the sums that this one reads
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)[None, :]
+            inside = is_row[:, None] & (column < width)
+            g = tl.load(grad_y + row * grad_y_stride + column, mask=inside, other=0.0).to(tl.float32)
+            normed = tl.load(stream + row * stream_stride + column, mask=inside, other=0.0).to(tl.float32)
+            normed = (normed - mean) * root
+            place = program * width + start + tl.arange(0, BLOCK)
+            fits = start + tl.arange(0, BLOCK) < width
+            later = fits & (tl.zeros([BLOCK], tl.int32) + first > program * 2)
+            found = tl.load(weight_sums + place, mask=later, other=0.0)
+            tl.store(weight_sums + place, found + tl.sum(g * normed, 0), mask=fits)
+            if HAS_BIAS:
+                found = tl.load(bias_sums + place, mask=later, other=0.0)
+                tl.store(bias_sums + place, found + tl.sum(g, 0), mask=fits)
+            g *= tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+            out = g - normed * along_row
+            if IS_LAYER:
+                out -= mean_row
+            out *= root
+            if HAS_STREAM:
+                out += tl.load(grad_stream + row * grad_stream_stride + column, mask=inside, other=0.0).to(
+                    tl.float32
+                )
+            tl.store(grad + row * width + column, out.to(grad.dtype.element_ty), mask=inside)
+
+
+def kernel_of(way: str, width: int) -> tuple[Any, int, int]:
+    """Return the kernel ("forward" or "backward") for rows of ``width`` values, its block and its warps. A
+    thread has 16 values of the row, within the limit of warps per program."""
+    block = block_of(width)
+    warps = min(max(block // 512, 1), 16)
+    fits = block <= _WIDEST[way]
+    if way == "forward":
+        return (forward_kernel, block, warps) if fits else (wide_forward_kernel, _WIDE, warps)
+    return (backward_kernel, block, warps) if fits else (wide_backward_kernel, _WIDE, warps)
 
 
 class _AddNorm(torch.autograd.Function):
@@ -140,9 +324,9 @@ class _AddNorm(torch.autograd.Function):
         y = torch.empty_like(rows, memory_format=torch.contiguous_format)
         roots = rows.new_empty(len(rows), dtype=torch.float32)
         means = torch.empty_like(roots) if is_layer else roots
-        block = block_of(rows.shape[1])
+        kernel, block, warps = kernel_of("forward", rows.shape[1])
         launch(
-            forward_kernel,
+            kernel,
             (len(rows),),
             rows,
             rows if branch_rows is None else branch_rows,
@@ -160,7 +344,7 @@ class _AddNorm(torch.autograd.Function):
             HAS_BRANCH=branch is not None,
             HAS_BIAS=bias is not None,
             BLOCK=block,
-            num_warps=_warps(block),
+            num_warps=warps,
         )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(stream, means, roots)
@@ -181,15 +365,23 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     stream, means, roots = ctx.saved_tensors
     rows, weight, bias = rows_of(grad_y), ctx.weight, ctx.bias
+    parameters = (weight,) if bias is None else (weight, bias)
     more = rows if grad_stream is None else rows_of(grad_stream)
-    width, block = rows.shape[1], block_of(rows.shape[1])
-    programs = num_programs(len(rows), rows.device)
+    width = rows.shape[1]
+    kernel, block, warps = kernel_of("backward", width)
     grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    make = torch.empty if len(rows) else torch.zeros
-    sums = make(1 if bias is None else 2, programs, width, device=rows.device)
+    if len(rows) == 0:
+        return grad.view(grad_y.shape), *_as_gradients(parameters, rows.new_zeros(len(parameters), 1, width))
+    at_once, of_processor = (1, 4) if kernel is backward_kernel else (2, 1)
+    programs = num_programs(-(-len(rows) // at_once), rows.device, of_processor)
+    sums = torch.empty(len(parameters), programs, width, device=rows.device)
+    pending, sinks = _pending_of(parameters)
+    left, left_sinks = (None, ()) if pending is None else pending.swap(sums, sinks)
+    read = sums if left is None else left
+    totals = [sink.total for sink in left_sinks] or [sums]
     launch(
-        backward_kernel,
-        (programs if len(rows) else 0,),
+        kernel,
+        (programs,),
         rows,
         more,
         stream,
@@ -199,6 +391,12 @@ def _backward(
         grad,
         sums[0],
         sums[-1],
+        read[0],
+        read[-1],
+        totals[0],
+        totals[-1],
+        read.shape[1],
+        read.shape[2],
         rows.stride(0),
         more.stride(0),
         stream.stride(0),
@@ -207,15 +405,35 @@ def _backward(
         IS_LAYER=ctx.is_layer,
         HAS_STREAM=grad_stream is not None,
         HAS_BIAS=bias is not None,
+        NUM_LEFT=len(left_sinks),
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=warps,
     )
-    grad_bias = None if bias is None else _added_up(bias, sums[1])
-    return grad.view(grad_y.shape), _added_up(weight, sums[0]), grad_bias
+    if pending is not None:
+        return grad.view(grad_y.shape), None, None
+    return grad.view(grad_y.shape), *_as_gradients(parameters, sums)
+
+
+def _pending_of(
+    parameters: tuple[torch.Tensor, ...],
+) -> tuple[PendingRows | None, tuple[GradientSink, ...]]:
+    """Return the place where partial sums of all these gradients may be left, and the gradients' sinks;
+    ``None`` as place: they must be added up directly."""
+    sinks = tuple(sink for sink in map(sink_of, parameters) if sink is not None)
+    places = {sink.pending for sink in sinks}
+    return (places.pop() if len(sinks) == len(parameters) and len(places) == 1 else None), sinks
+
+
+def _as_gradients(
+    parameters: tuple[torch.Tensor, ...], sums: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Add the programs' sums ``[k, P, H]`` to the sinks. Return the gradients of weight and bias that have no
+    sink."""
+    gradients = [_added_up(parameter, rows) for parameter, rows in zip(parameters, sums, strict=True)]
+    return gradients[0], gradients[1] if len(gradients) > 1 else None
 
 
 def _added_up(parameter: torch.Tensor, sums: torch.Tensor) -> torch.Tensor | None:
-    """The programs' sums ``[P, H]`` as the parameter's gradient, if no sink takes it."""
     sink = sink_of(parameter)
     if sink is None:
         return sums.sum(0).to(parameter.dtype)
@@ -232,6 +450,6 @@ def add_norm(
     *,
     is_layer: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x + branch``, and its norm; without a branch ``x`` as it is."""
+    """Return ``x + branch`` and its norm; without a branch ``x`` is returned unchanged."""
     stream, y = _AddNorm.apply(x, branch, weight, bias, epsilon, is_layer)
     return stream, y

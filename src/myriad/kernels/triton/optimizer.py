@@ -1,17 +1,18 @@
-"""AdamW and LAMB over flat float32 memory as Triton kernels: everything is read and written once.
+"""AdamW and LAMB over flat float32 memory as Triton kernels: each value is read and written once.
 
     AdamW   read value, gradient, m, v             write value, m, v                      28 bytes an element
     LAMB    read value, gradient, m, v             write u over the gradient, m, v, and for each block the
                                                    sums of squares of value and u         28
-            (all ranks' sums become a rate for each parameter)
+            (the sums of all ranks give a rate for each parameter)
             read value, u                          write value                            12
 
-m and v decay with beta1 and beta2, the direction is m^ / (sqrt(v^) + epsilon) with both corrected for their
+m and v decay with beta1 and beta2. The direction is m^ / (sqrt(v^) + epsilon), with both corrected for their
 start at zero (Kingma & Ba, arXiv 1412.6980, algorithm 1; AdamW: arXiv 1711.05101, algorithm 2; LAMB: arXiv
 1904.00962, algorithm 2). The gradient is scaled while it is read.
 
-A block belongs to one parameter, so that its sums do; the last block of a parameter is a short one. Sums of a
-block are float32, everything above float64 (`myriad.optim.norms` says why), in a fixed order.
+A block belongs to one parameter, so that its sums do too; the last block of a parameter is shorter. The sums
+of a block are float32, all further sums float64 (`myriad.optim.parameter_norms` gives the reason), in a fixed
+order.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -33,7 +34,7 @@ _WARPS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """Of one step, the ``step``-th from 1."""
+    """The coefficients of one step, the ``step``-th from 1."""
 
     learning_rate: float
     beta1: float
@@ -44,7 +45,8 @@ class Coefficients:
     step: int
 
     def as_arguments(self) -> tuple[float, ...]:
-        """What does not depend on the element is computed here, in float64."""
+        """Return the kernels' arguments. Values that do not depend on the element are computed here, in
+        float64."""
         return (
             self.gradient_scale,
             self.beta1,
@@ -58,7 +60,7 @@ class Coefficients:
 
 
 class Blocks(NamedTuple):
-    """Parts of flat memory that belong to one parameter each, at most `_BLOCK` long."""
+    """Parts of flat memory, each of one parameter and at most `_BLOCK` long."""
 
     starts: torch.Tensor  # int64 [blocks]
     stops: torch.Tensor  # int64 [blocks]
@@ -68,7 +70,7 @@ class Blocks(NamedTuple):
 
 
 def cut_blocks(pieces: Sequence[tuple[int, int, int]], device: torch.device) -> Blocks:
-    """Of (parameter, start, stop)."""
+    """Cut pieces, given as (parameter, start, stop), into blocks."""
     parts = [torch.arange(start, stop, _BLOCK) for _, start, stop in pieces]
     starts = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
     counts = torch.tensor([len(part) for part in parts], dtype=torch.int64)
@@ -218,8 +220,8 @@ def adamw(
     coefficients: Coefficients,
     stays: torch.Tensor | None = None,
 ) -> None:
-    """Moves ``values`` and both moments, all ``[n]`` float32, in place; gradients stay as they are, and so
-    does everything where the number ``stays`` is not 0."""
+    """Update ``values`` and both moments, all ``[n]`` float32, in place. Gradients stay unchanged. If the
+    number ``stays`` is not 0, everything stays unchanged."""
     rate = coefficients.learning_rate
     launch(
         adamw_kernel,
@@ -247,7 +249,7 @@ def lamb_update(
     blocks: Blocks,
     coefficients: Coefficients,
 ) -> torch.Tensor:
-    """Writes ``u`` over the gradients and moves the moments; gives the sums of squares of values and ``u``,
+    """Write ``u`` over the gradients and update the moments. Return the sums of squares of values and ``u``,
     ``[blocks, 2]``."""
     squares = values.new_empty(len(blocks.starts), 2)
     launch(
@@ -269,7 +271,7 @@ def lamb_update(
 
 
 def lamb_move(values: torch.Tensor, updates: torch.Tensor, blocks: Blocks, rates: torch.Tensor) -> None:
-    """``values -= rate u``, with the rate of each block's parameter: ``rates`` ``[num_parameters]``
-    float32."""
+    """Compute ``values -= rate u``, with the rate of each block's parameter. ``rates``: float32
+    ``[num_parameters]``."""
     arguments = (values, updates, blocks.starts, blocks.stops, blocks.owners, rates)
     launch(lamb_move_kernel, (len(blocks.starts),), *arguments, BLOCK=_BLOCK, num_warps=_WARPS)

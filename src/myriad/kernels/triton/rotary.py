@@ -1,9 +1,9 @@
-"""Rotary positions in Triton: each pair is read once, turned in float32, and written once, from wherever the
-heads stand to memory of their own.
+"""Rotary positions in Triton: each pair is read once, rotated in float32, and written once. The input heads
+have any position in memory; the output is new memory.
 
-    forward     queries and keys, side by side in the projection's output, in one kernel; values stay in it
+    forward     queries and keys, adjacent in the projection's output, in one kernel; values stay in it
     backward    the gradients of queries, keys and values to that of the projection's output, in one kernel:
-                queries' and keys' turned back, values' as they are
+                queries' and keys' are rotated back, values' are copied
 
 Legend: B batch, S sequence, N query heads, K key/value heads, D head size.
 """
@@ -16,12 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
+from myriad.kernels.memory_order import empty_in_order
 from myriad.kernels.triton.launch import block_of, launch
 
 __all__ = ["split_turned"]
 
 _TILE_VALUES = 2048
-"""That a program turns at a time."""
+"""Number of values that a program rotates at a time."""
 
 
 @triton.jit
@@ -32,6 +33,8 @@ def turn_kernel(
     batch_stride: tl.tensor,
     position_stride: tl.tensor,
     head_stride: tl.tensor,
+    y_batch: tl.tensor,
+    y_position: tl.tensor,
     turns_stride: tl.tensor,
     sequence: tl.tensor,
     num_heads: tl.tensor,
@@ -40,18 +43,18 @@ def turn_kernel(
     PAIRS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    position = row % sequence
+    batch, position = row // sequence, row % sequence
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None, None]
     pair = tl.arange(0, PAIRS)[None, :, None]
     half = tl.arange(0, 2)[None, None, :]
-    start = row // sequence * batch_stride + position * position_stride
+    start = batch * batch_stride + position * position_stride
     inside = (head < num_heads) & (pair < num_pairs) & (half < 2)
     values = tl.load(x + start + head * head_stride + 2 * pair + half, mask=inside, other=0.0)
     turn = tl.load(turns + position * turns_stride + 2 * pair + half, mask=pair < num_pairs, other=0.0)
     even, odd = tl.split(values.to(tl.float32))
     cosine, sine = tl.split(turn)
     out = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
-    at = (row * num_heads + head) * 2 * num_pairs + 2 * pair + half
+    at = batch * y_batch + position * y_position + head * 2 * num_pairs + 2 * pair + half
     tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
 
 
@@ -71,6 +74,8 @@ def join_kernel(
     v_batch: tl.tensor,
     v_position: tl.tensor,
     v_head: tl.tensor,
+    fused_batch: tl.tensor,
+    fused_position: tl.tensor,
     turns_stride: tl.tensor,
     sequence: tl.tensor,
     num_heads: tl.tensor,
@@ -100,12 +105,12 @@ def join_kernel(
     cosine, sine = tl.split(turn)
     turned_back = tl.join(even * cosine + odd * sine, odd * cosine - even * sine)
     out = tl.where(turns_back, turned_back.to(fused.dtype.element_ty), values)
-    to = fused + (row * (num_turning + num_kv_heads) + head) * 2 * num_pairs + at
+    to = fused + batch * fused_batch + position * fused_position + head * 2 * num_pairs + at
     tl.store(to, out, mask=inside & (turns_back | is_v))
 
 
 def _tile(num_heads: int, width: int) -> tuple[int, int]:
-    """Heads and pairs that a program turns."""
+    """Return the numbers of heads and pairs that a program rotates."""
     pairs = block_of(width // 2)
     return min(block_of(num_heads), max(1, _TILE_VALUES // (2 * pairs))), pairs
 
@@ -114,7 +119,7 @@ def _turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     x = _with_rows(x)
     batch, sequence, num_heads, width = x.shape
     pairs = torch.view_as_real(turns)  # [S, D/2, 2]
-    y = x.new_empty(x.shape)
+    y = empty_in_order(x, *x.shape)
     heads, tile = _tile(num_heads, width)
     launch(
         turn_kernel,
@@ -123,6 +128,7 @@ def _turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         pairs,
         y,
         *x.stride()[:3],
+        *y.stride()[:2],
         pairs.stride(0),
         sequence,
         num_heads,
@@ -135,16 +141,17 @@ def _turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
 
 
 def _with_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x``, each head's values side by side."""
+    """Return ``x`` with each head's values contiguous."""
     return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _join(grads: Sequence[torch.Tensor], turns: torch.Tensor) -> torch.Tensor:
-    """Gradients of turned queries and keys and of values to that of all heads ``[B, S, N + 2 K, D]``."""
+    """Join the gradients of rotated queries and keys, and of values, to that of all heads
+    ``[B, S, N + 2 K, D]``."""
     q, k, v = map(_with_rows, grads)
     batch, sequence, num_heads, width = q.shape
     pairs = torch.view_as_real(turns)
-    fused = q.new_empty(batch, sequence, num_heads + 2 * k.shape[2], width)
+    fused = empty_in_order(q, batch, sequence, num_heads + 2 * k.shape[2], width)
     heads, tile = _tile(fused.shape[2], width)
     launch(
         join_kernel,
@@ -157,6 +164,7 @@ def _join(grads: Sequence[torch.Tensor], turns: torch.Tensor) -> torch.Tensor:
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
+        *fused.stride()[:2],
         pairs.stride(0),
         sequence,
         num_heads,
@@ -188,7 +196,7 @@ class _SplitTurned(torch.autograd.Function):
 def split_turned(
     fused: torch.Tensor, num_kv_heads: int, turns: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries ``[B, S, N, D]`` and keys ``[B, S, K, D]``, turned by ``turns``, and values, of ``fused`` ``[B,
-    S, N + 2 K, D]``."""
+    """Split ``fused`` ``[B, S, N + 2 K, D]`` into queries ``[B, S, N, D]`` and keys ``[B, S, K, D]``, rotated
+    by ``turns``, and values."""
     q, k, v = _SplitTurned.apply(fused, num_kv_heads, turns)
     return q, k, v

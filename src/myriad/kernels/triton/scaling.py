@@ -1,13 +1,13 @@
-"""Operands of float8 products as Triton kernels: one read of a matrix gives its float8 values, those of the
+"""Operands of float8 products as Triton kernels. One read of a matrix gives its float8 values, those of the
 transposed matrix, and the scales of both. Import late: needs triton.
 
     tensor     read for the largest value, then read, scaled and written in one form or both
     lines      read, scaled by the rows of a tile, by its columns or both, and written
     squares    the same, with one scale for a tile
 
-Scales are found in the bits of float32, which are ordered as the absolute values are: infinity above all
-numbers, and what is none above infinity. So they are exact, whatever the order of programs, and NaN stays.
-Values are multiplied by the scale's inverse, a power of two: that rounds nothing.
+Scales are computed from the bits of float32, which have the same order as absolute values: infinity above all
+numbers, and NaN above infinity. So they are exact for any order of programs, and NaN is preserved. Values are
+multiplied by the scale's inverse, a power of two, which causes no rounding.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
@@ -24,20 +24,20 @@ from myriad.kernels.triton.launch import block_of, launch, num_programs
 __all__ = ["cast_kernel", "largest", "largest_kernel", "scaled"]
 
 _SIZE = 128
-"""Of a tile, each way: the neighbours that share a scale."""
+"""Size of a tile in both dimensions: the number of neighbours that share a scale."""
 _SEARCHED_ROWS = 64
 
 
 @triton.jit
 def _bits(x):
-    """Of absolute values, as numbers that are ordered as these are."""
+    """Return the bits of absolute values, as integers with the same order."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _power_of_two(bits, shift: tl.constexpr):
-    """The least scale that brings a value into a type whose largest is 1.75 x 2^shift, 2^-100 at least, and
-    its inverse."""
+    """Return the smallest scale, at least 2^-100, that brings a value into a type whose largest is 1.75 x
+    2^shift, and its inverse."""
     exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - shift, 27)
     is_number = bits < 0x7F800000
     scale = tl.where(is_number, exponent << 23, bits)
@@ -47,7 +47,7 @@ def _power_of_two(bits, shift: tl.constexpr):
 
 @triton.jit
 def _tile(x_pointer, rows, columns, num_rows, num_columns, x_row, x_column):
-    """Values, zero outside the matrix."""
+    """Load a tile as float32, with zeros outside the matrix."""
     inside = (rows[:, None] < num_rows) & (columns[None, :] < num_columns)
     address = x_pointer + rows[:, None].to(tl.int64) * x_row + columns[None, :].to(tl.int64) * x_column
     return tl.load(address, mask=inside, other=0.0).to(tl.float32)
@@ -66,7 +66,7 @@ def _store(
     axis: tl.constexpr,
     kind: tl.constexpr,
 ):
-    """One form: ``axis`` is the grid's that goes along its rows."""
+    """Store one form. ``axis``: the grid axis along the form's rows."""
     inside = (rows[:, None] < num_rows) & (columns[None, :] < num_columns)
     target = values_pointer + rows[:, None].to(tl.int64) * num_columns + columns[None, :]
     tl.store(target, values, mask=inside)
@@ -93,7 +93,7 @@ def largest_kernel(
     height: tl.constexpr,
     width: tl.constexpr,
 ):
-    """The largest of the tiles that are this program's, as bits."""
+    """Store the largest absolute value of the tiles of this program, as bits."""
     found = tl.zeros([height, width], tl.int32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         rows = tile // tiles_across * height + tl.arange(0, height)
@@ -123,7 +123,7 @@ def cast_kernel(
     size: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A tile ``[size, size]`` to float8, as it lies and transposed."""
+    """Convert a tile ``[size, size]`` to float8, as stored and transposed."""
     down, across = tl.program_id(0), tl.program_id(1)
     rows, columns = down * size + tl.arange(0, size), across * size + tl.arange(0, size)
     x = _tile(x_pointer, rows, columns, num_rows, num_columns, x_row, x_column)
@@ -158,7 +158,7 @@ def cast_kernel(
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:
-    """Of the absolute values of ``x`` ``[M, K]``: some float32 numbers of which it is the largest."""
+    """Return some float32 numbers, whose largest is the largest absolute value of ``x`` ``[M, K]``."""
     rows, columns = x.shape
     tiles_across = -(-columns // _SIZE)
     num_tiles = -(-rows // _SEARCHED_ROWS) * tiles_across
@@ -176,9 +176,9 @@ def largest(x: torch.Tensor) -> torch.Tensor:
 def scaled(
     x: torch.Tensor, dtype: torch.dtype, kind: str, among: torch.Tensor | None, forms: Sequence[str]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Values and scales of each of ``forms``; ``among``: what `largest` found, for "tensor"."""
+    """Return values and scales of each of ``forms``. ``among``: the result of `largest`, for "tensor"."""
     rows, columns = x.shape
-    least = 1 if kind == "tensor" else 0  # nothing has a scale too
+    least = 1 if kind == "tensor" else 0  # an empty matrix has a scale too
     grid = max(least, -(-rows // _SIZE)), max(least, -(-columns // _SIZE))
     made = {form: _place(x, form, dtype, kind, grid) for form in forms}
     some = made[forms[0]]
@@ -201,7 +201,7 @@ def scaled(
 def _place(
     x: torch.Tensor, form: str, dtype: torch.dtype, kind: str, grid: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for values and scales."""
+    """Return uninitialised memory for values and scales."""
     tall, wide = x.shape if form == "rows" else x.shape[::-1]
     down, across = grid if form == "rows" else grid[::-1]
     shape = {"tensor": (), "lines": (tall, across), "squares": (down, across)}[kind]

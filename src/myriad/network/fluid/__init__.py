@@ -1,1 +1,1 @@
-"""Queues, rates and marks over time, as a fluid."""
+"""The fluid level: queues, rates and marks over time."""

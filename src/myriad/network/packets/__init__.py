@@ -1,1 +1,1 @@
-"""Every packet an event: queues, marks, pauses, loss, retransmission."""
+"""The packet level: each packet is an event, in compiled code."""

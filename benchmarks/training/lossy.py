@@ -1,0 +1,143 @@
+"""Compressed gradients and parameters against exact ones: the same text, the same tokens.
+
+    python benchmarks/training/lossy.py [--tokens 524288] [--svg docs/images/lossy.svg] [--quick]
+
+Trains a small GPT on the standard library's source with two ranks that shard optimizer state and gradients
+(`layout.zero = 2`): exact, and with gradients, parameters or both travelling in bfloat16 or in int8 (blocks
+of 256 numbers; what rounding loses is sent with the next step). A second exact training from another seed
+shows how much a difference means. Validation losses at each quarter of the way. Bytes are what the TCP
+connections of rank 0 have sent (TCP_INFO), everything counted: start, losses and checkpoints too.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import diloco
+from myriad.job import load_job
+from myriad.launchers.local import run_local
+from myriad.reports.charts.loss_chart import Series, lines_svg
+from myriad.run import Run
+
+SEQUENCE, BATCH, RANKS, QUARTERS = 128, 8, 2, 4
+CODECS = ("bfloat16", "int8")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What travels in which form."""
+
+    gradients: str = "off"
+    parameters: str = "off"
+    seed: int = 1
+
+    @property
+    def name(self) -> str:
+        parts = [
+            f"{what} {codec}"
+            for what, codec in (("gradients", self.gradients), ("parameters", self.parameters))
+            if codec != "off"
+        ]
+        exact = "exact" if self.seed == 1 else "exact, another seed"
+        return " and ".join(parts) or exact
+
+
+SETTINGS = (
+    Setting(),
+    Setting(seed=2),
+    *(Setting(gradients=codec) for codec in CODECS),
+    *(Setting(parameters=codec) for codec in CODECS),
+    *(Setting(codec, codec) for codec in CODECS),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one training came to."""
+
+    setting: Setting
+    steps: int
+    losses: tuple[float, ...]
+    """On held-out text at each quarter."""
+    bytes_sent: int
+    """By rank 0."""
+    curve: Series
+    """Training loss over tokens."""
+
+
+def overrides(setting: Setting, tokens: int) -> dict[str, Any]:
+    """Return the changed keys of the embedded job."""
+    steps = max(1, round(tokens / (BATCH * SEQUENCE * QUARTERS))) * QUARTERS
+    return {
+        "train.seed": setting.seed,
+        "model.layers": 3,
+        "model.hidden": 128,
+        "model.heads": 4,
+        "model.sequence": SEQUENCE,
+        "layout.dp": RANKS,
+        "layout.zero": 2,
+        "layout.micro_batch": BATCH // RANKS,
+        "train.steps": steps,
+        "train.global_batch": BATCH,
+        "train.validate_every": steps // QUARTERS,
+        "train.sample_prompt": "off",
+        "data.validation_batches": 32,
+        "optimizer.warmup_steps": max(1, steps // 20),
+        "comm.compress_gradients": setting.gradients,
+        "comm.compress_parameters": setting.parameters,
+    }
+
+
+def train(setting: Setting, tokens: int, folder: Path) -> Result:
+    """One training."""
+    job = load_job("embedded", [f"{key}={value}" for key, value in overrides(setting, tokens).items()])
+    run = Run(folder / f"{setting.gradients}-{setting.parameters}-{setting.seed}")
+    run.create_or_resume(job)
+    run_local(run, RANKS, command=[sys.executable, diloco.__file__, "--rank"])
+    losses = [event["loss"] for event in run.read_events() if event["event"] == "validation"]
+    curve = [(line["tokens"], line["loss"]) for line in run.read_metrics()]
+    return Result(setting, job.train.steps, tuple(losses), int((run.path / "bytes").read_text()), curve)
+
+
+def line(result: Result, exact: Result) -> str:
+    """A line of the table."""
+    cells = [result.setting.name, *(f"{loss:.4f}" for loss in result.losses)]
+    cells.append(f"{result.losses[-1] - exact.losses[-1]:+.4f}")
+    cells.append(f"{result.bytes_sent / result.steps / 2**20:.3f}")
+    cells.append(f"{exact.bytes_sent / result.bytes_sent:.2f}")
+    return f"| {' | '.join(cells)} |"
+
+
+HEAD = """\
+| transfers | loss at 1/4 | 1/2 | 3/4 | end | to exact | MiB a step from a rank | times less |
+|---|---|---|---|---|---|---|---|"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Losses with compressed and with exact transfers.")
+    parser.add_argument("--tokens", type=int, default=524_288, help="of each training")
+    parser.add_argument("--svg", type=Path, help="where to draw the losses")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the tokens")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    options = parser.parse_args()
+    tokens = options.tokens // 8 if options.quick else options.tokens
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for setting in SETTINGS:
+            results.append(train(setting, tokens, Path(folder)))
+            if not options.json:
+                first = setting is SETTINGS[0]
+                print(HEAD + "\n" if first else "", line(results[-1], results[0]), sep="", flush=True)
+    if options.svg:
+        curves = {f"{r.setting.name}: {r.losses[-1]:.3f}": r.curve for r in results}
+        options.svg.write_text(lines_svg(curves, "Compressed transfers, same tokens", "tokens"))
+    if options.json:
+        print(json.dumps([asdict(result) for result in results]))
+
+
+if __name__ == "__main__":
+    main()

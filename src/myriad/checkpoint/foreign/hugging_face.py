@@ -1,0 +1,281 @@
+"""Read and write model folders in Hugging Face's layout.
+
+    config.json               the model configuration               `hugging_face_config`
+    model.safetensors         its tensors, or several such files     `hugging_face_names`
+    model.safetensors.index.json       the file that holds each tensor
+    generation_config.json, tokenizer.json, tokenizer_config.json
+
+A folder is written beside its final path and renamed, so a kill leaves no partial folder.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from myriad.checkpoint.checkpoint_files import Shapes, Weights
+from myriad.checkpoint.foreign.hugging_face_config import config_of, model_of
+from myriad.checkpoint.foreign.hugging_face_names import TensorMapping, missing_or_other, tensor_mappings
+from myriad.checkpoint.storage.staged_folder import staged_folder
+from myriad.data.tokenizer import Tokenizer
+from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
+from myriad.system.whole_file import parse_json
+
+__all__ = ["ExportType", "HuggingFaceWeights", "end_of_text", "is_hugging_face", "write_folder"]
+
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ExportType = Literal["float32", "bfloat16", "float16"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHARD_BYTES = 5 * 10**9
+_OUTPUT = "lm_head.weight"
+_DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Suffixes of tensors that follow from config.json: rotary frequencies, GPT-2's causal mask."""
+_READ_TYPES = ("F32", "F16", "BF16")
+"""Dtypes whose values float32 represents exactly."""
+_BASES = ("model.", "transformer.")
+"""Prefixes of all names except the output projection. Files of a base model omit them."""
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether a path is a folder in Hugging Face's layout."""
+    return (path / _CONFIG).is_file()
+
+
+def end_of_text(path: Path) -> list[int]:
+    """Return the end-of-text tokens in the folder's ``config.json``; empty if there are none."""
+    ends = _read_json(path / _CONFIG).get("eos_token_id")
+    return [] if ends is None else list(ends) if isinstance(ends, list) else [ends]
+
+
+class HuggingFaceWeights:
+    """Weights in a Hugging Face folder, under Myriad's names and in Myriad's shapes."""
+
+    def __init__(self, path: Path, vocabulary_multiple: int = 64) -> None:
+        """Read headers, and the values of an output projection only if it should be tied.
+
+        Raises `BadInputError` if the model has no counterpart in Myriad, if a tensor is missing or differs in
+        shape or dtype from ``config.json``, and if there are tensors that ``config.json`` does not imply."""
+        self.path, self.where = path, str(path)
+        self.run: Path | None = None
+        self.model: ModelConfig | None = model_of(_read_json(path / _CONFIG), vocabulary_multiple)
+        mappings = tensor_mappings(self.model)
+        self._mappings = {mapping.name: mapping for mapping in mappings}
+        self._places = _find_tensors(path)
+        found = {name: shape for name, (_, _, shape) in self._places.items()}
+        if problem := next(missing_or_other(mappings, found), None):
+            raise BadInputError("weights", str(path), f"not those of its config.json: {problem}")
+        self._refuse_others(mappings)
+        self.shapes: Shapes = {mapping.name: mapping.shape for mapping in mappings}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one tensor by Myriad's name."""
+        return self._mappings[name].read(self._read_theirs)
+
+    def _refuse_others(self, mappings: Sequence[TensorMapping]) -> None:
+        """Raise `BadInputError` for tensors that would be dropped, unless the model does not need them."""
+        used = {self._places[name][:2] for mapping in mappings for name in mapping.their_shapes()}
+        others = {place[1]: place for place in self._places.values() if place[:2] not in used}
+        left = [name for name in sorted(others) if not name.endswith(_DERIVED) and not self._is_tied(name)]
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            problem = f"holds tensors that its config.json does not name: {', '.join(left[:3])}{more}"
+            raise BadInputError(
+                "weights", str(self.path), f"{problem}; if the model does not need them, remove them"
+            )
+
+    def _is_tied(self, name: str) -> bool:
+        """Whether a tensor is an output projection that equals the embedding."""
+        table = self._mappings["embedding.tokens.weight"].row_slices[0].name
+        return name == _OUTPUT and torch.equal(self._read_theirs(name), self._read_theirs(table))
+
+    def _read_theirs(self, name: str) -> torch.Tensor:
+        file, own_name, _ = self._places[name]
+        with safe_open(file, "pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(own_name)
+        return tensor
+
+
+_Place = tuple[Path, str, tuple[int, ...]]
+"""File, name in the file, shape."""
+
+
+def _find_tensors(path: Path) -> Mapping[str, _Place]:
+    """Return the location of every tensor, by full name."""
+    places: dict[str, _Place] = {}
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                    header = opened.get_slice(name)
+                    if (kind := header.get_dtype()) not in _READ_TYPES and not name.endswith(_DERIVED):
+                        allowed = (
+                            f"{name} is stored as {kind}: one of {', '.join(_READ_TYPES)} (not quantized)"
+                        )
+                        raise BadInputError("weights", str(file), allowed)
+                    if name in places:
+                        raise BadInputError("weights", str(file), f"{name} is in {places[name][0]} as well")
+                    places[name] = (file, name, tuple(header.get_shape()))
+        except (SafetensorError, OSError) as error:
+            raise BadInputError("weights", str(file), f"not readable ({error})") from None
+    _refuse_other_index(path, places)
+    if any(name.startswith(_BASES) for name in places):
+        return places
+    return places | {f"{base}{name}": place for base in _BASES for name, place in places.items()}
+
+
+def _weight_files(path: Path) -> Sequence[Path]:
+    if (path / _INDEX).is_file():
+        return [path / name for name in sorted(set(_weight_map(path).values()))]
+    if not (path / _WEIGHTS).is_file():
+        raise BadInputError(
+            "weights", str(path), f"must hold {_WEIGHTS} or {_INDEX}; other formats are not read"
+        )
+    return [path / _WEIGHTS]
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Return the file name of each tensor according to the index; empty without an index.
+
+    Raises `BadInputError` if a file is not in the folder."""
+    if not (path / _INDEX).is_file():
+        return {}
+    places = _read_json(path / _INDEX).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise BadInputError("weights", str(path / _INDEX), "must have a weight_map of tensors and files")
+    for tensor, name in places.items():
+        if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
+            allowed = f"{tensor} must be in a file of this folder, is in {name!r}"
+            raise BadInputError("weights", str(path / _INDEX), allowed)
+    return places
+
+
+def _refuse_other_index(path: Path, places: Mapping[str, "_Place"]) -> None:
+    """Raise `BadInputError` if files do not match their index: some may be of another model or version."""
+    for tensor, name in _weight_map(path).items():
+        found = places.get(tensor)
+        if found is None and tensor.endswith(_DERIVED):
+            continue
+        if found is None or found[0].name != name:
+            there = "is not there" if found is None else f"is in {found[0].name}"
+            raise BadInputError("weights", str(path / _INDEX), f"{tensor} should be in {name}, {there}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise BadInputError("path", str(path), f"not readable ({error})") from None
+    if not isinstance(content, dict):
+        raise BadInputError("path", str(path), "must be a JSON object")
+    return content
+
+
+def write_folder(
+    weights: Weights,
+    model: ModelConfig,
+    out: Path,
+    tokenizer: Tokenizer | None,
+    dtype: ExportType = "float32",
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Write to ``out`` all that ``AutoModelForCausalLM`` and ``AutoTokenizer`` need for ``from_pretrained``.
+
+    One file's tensors are in memory at a time. Raises `BadInputError`, with nothing written, if the model has
+    no Hugging Face counterpart, if weights exceed float16's range and ``dtype`` is float16, or if ``out`` is
+    not empty."""
+    end = None if tokenizer is None else tokenizer.end_of_document
+    config, mappings = config_of(model, dtype, end), tensor_mappings(model)
+    _refuse_other_weights(weights, mappings)
+    with staged_folder(out) as partial:
+        _write_json(partial / _CONFIG, config)
+        ends = {key: end for key in ("bos_token_id", "eos_token_id") if end is not None}
+        _write_json(partial / "generation_config.json", ends)
+        if tokenizer is not None:
+            _write_tokenizer(partial, tokenizer, model.sequence)
+        _write_weights(
+            partial, weights, _in_shards(mappings, _DTYPES[dtype].itemsize, shard_bytes), _DTYPES[dtype]
+        )
+
+
+def _refuse_other_weights(weights: Weights, mappings: Sequence[TensorMapping]) -> None:
+    """Raise `BadInputError` if the weights are not those of the model to be written."""
+    expected = {mapping.name: mapping.shape for mapping in mappings}
+    for name in sorted(expected.keys() | weights.shapes.keys()):
+        here, there = expected.get(name), weights.shapes.get(name)
+        if here != there:
+            is_there = "not there" if there is None else f"{list(there)}"
+            should = "not be there" if here is None else f"be {list(here)}"
+            allowed = f"not the model of its job.toml: {name} is {is_there}, should {should}"
+            raise BadInputError("PATH", weights.where, allowed)
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence: int) -> None:
+    tokenizer.save(folder)
+    end = tokenizer.token(tokenizer.end_of_document)
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": end,
+            "eos_token": end,
+            "model_max_length": sequence,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+
+
+def _in_shards(
+    mappings: Sequence[TensorMapping], item_bytes: int, shard_bytes: int
+) -> list[list[TensorMapping]]:
+    shards: list[list[TensorMapping]] = [[]]
+    filled = 0
+    for mapping in mappings:
+        size = item_bytes * sum(torch.Size(shape).numel() for shape in mapping.their_shapes().values())
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(mapping)
+        filled += size
+    return shards
+
+
+def _write_weights(
+    folder: Path, weights: Weights, shards: Sequence[Sequence[TensorMapping]], dtype: torch.dtype
+) -> None:
+    total = 0
+    places: dict[str, str] = {}
+    for number, mappings in enumerate(shards, 1):
+        name = _WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors: dict[str, torch.Tensor] = {}
+        for mapping in mappings:
+            tensors |= mapping.write(_rounded(weights, mapping.name, dtype))
+        _save(tensors, folder / name)
+        shutil.copymode(folder / _CONFIG, folder / name)  # safetensors makes it readable by its owner only
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        places |= dict.fromkeys(tensors, name)
+    if len(shards) > 1:
+        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _rounded(weights: Weights, name: str, dtype: torch.dtype) -> torch.Tensor:
+    values = weights.read(name)
+    if dtype == torch.float16 and float(values.abs().max()) > torch.finfo(dtype).max:
+        raise BadInputError("--dtype", "float16", f"float32 or bfloat16: {name} has values beyond 65,504")
+    return values.to(dtype)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error).removeprefix("Error while serializing: ")) from None
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,192 @@
+"""Map each of Myriad's tensors to Hugging Face's tensors: rows, order and transposition.
+
+    Myriad (fused)               Hugging Face
+    qkv [q | k | v]              q_proj, k_proj, v_proj        c_attn (GPT-2's Conv1D is [in, out])
+    up [gate | up] (SwiGLU)      gate_proj, up_proj
+    embedding, padded rows       the first rows, as many as the vocabulary has; padding is zero
+    bias of qkv [q | v]          c_attn's, without the keys': softmax does not depend on it
+
+In Myriad a rotary pair is two adjacent rows (2 i, 2 i + 1); in Hugging Face's layout they are half a head
+apart (i, i + D/2). So the rows of a head's queries and keys are permuted. Values never change: an exported
+and imported tensor is bitwise equal.
+
+Legend: H hidden, D head size, F width of the MLP, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from myriad.checkpoint.foreign.hugging_face_config import Kind, kind_of
+from myriad.model.config import ModelConfig
+
+__all__ = ["RowSlice", "TensorMapping", "missing_or_other", "tensor_mappings"]
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """Rows of one Hugging Face tensor."""
+
+    name: str
+    num_rows: int
+    first_row: int = 0
+    head_width: int = 0
+    """Head size of rows that are rotary pairs, head by head; 0: the rows keep their order."""
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """One of Myriad's tensors: slices of rows of Hugging Face's tensors, one after another."""
+
+    name: str
+    shape: tuple[int, ...]
+    row_slices: tuple[RowSlice, ...]
+    transposed: bool = False
+    """Whether the source tensor has shape ``[in, out]``."""
+
+    def their_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every source tensor that this tensor is made of."""
+        ends: dict[str, int] = {}
+        for row_slice in self.row_slices:
+            ends[row_slice.name] = max(ends.get(row_slice.name, 0), row_slice.first_row + row_slice.num_rows)
+        shapes = {name: (rows, *self.shape[1:]) for name, rows in ends.items()}
+        return {name: shape[::-1] if self.transposed else shape for name, shape in shapes.items()}
+
+    def read(self, theirs: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Return Myriad's tensor from the source tensors, in their dtype. Missing rows are zero."""
+        tensors = {name: self._rows_first(theirs(name)) for name in self.their_shapes()}
+        first = next(iter(tensors.values()))
+        ours, row = first.new_zeros(self.shape), 0
+        for row_slice in self.row_slices:
+            rows = tensors[row_slice.name][row_slice.first_row : row_slice.first_row + row_slice.num_rows]
+            ours[row : row + row_slice.num_rows] = _neighbours(rows, row_slice.head_width)
+            row += row_slice.num_rows
+        return ours
+
+    def write(self, ours: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the source tensors from Myriad's tensor. Missing rows are zero."""
+        theirs = {name: ours.new_zeros(shape) for name, shape in self.their_shapes().items()}
+        row = 0
+        for row_slice in self.row_slices:
+            target = self._rows_first(theirs[row_slice.name])
+            rows = ours[row : row + row_slice.num_rows]
+            target[row_slice.first_row : row_slice.first_row + row_slice.num_rows] = _halves(
+                rows, row_slice.head_width
+            )
+            row += row_slice.num_rows
+        return theirs
+
+    def _rows_first(self, theirs: torch.Tensor) -> torch.Tensor:
+        return theirs.T if self.transposed else theirs
+
+
+def _halves(rows: torch.Tensor, head_width: int) -> torch.Tensor:
+    """Reorder rows ``[heads D, ...]``: the pairs of each head from adjacent to half a head apart."""
+    return rows.unflatten(0, (-1, head_width // 2, 2)).transpose(1, 2).flatten(0, 2) if head_width else rows
+
+
+def _neighbours(rows: torch.Tensor, head_width: int) -> torch.Tensor:
+    """Reorder rows ``[heads D, ...]``: the pairs of each head from half a head apart to adjacent."""
+    return rows.unflatten(0, (-1, 2, head_width // 2)).transpose(1, 2).flatten(0, 2) if head_width else rows
+
+
+def tensor_mappings(model: ModelConfig) -> Sequence[TensorMapping]:
+    """Return a mapping for every tensor of the model. Raises `BadInputError` if it has no counterpart."""
+    kind = kind_of(model)
+    return tuple(_gpt2(model) if kind == "gpt2" else _rotary(model, kind))
+
+
+def _rotary(model: ModelConfig, kind: Kind) -> Iterator[TensorMapping]:
+    hidden = model.hidden
+    yield _table(model, "embedding.tokens.weight", "model.embed_tokens.weight")
+    for layer in range(model.layers):
+        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+        yield _vector(f"{ours}.norm1.weight", f"{theirs}.input_layernorm.weight", hidden)
+        yield from _rotary_attention(model, f"{ours}.attention", f"{theirs}.self_attn")
+        yield _vector(f"{ours}.norm2.weight", f"{theirs}.post_attention_layernorm.weight", hidden)
+        names = ["up_proj"] if kind == "arcee" else ["gate_proj", "up_proj"]
+        parts = [(f"{theirs}.mlp.{name}.weight", model.ffn_width, 0) for name in names]
+        yield _rows(f"{ours}.mlp.up.weight", hidden, *parts)
+        yield _rows(f"{ours}.mlp.down.weight", model.ffn_width, (f"{theirs}.mlp.down_proj.weight", hidden, 0))
+    yield _vector("head.norm.weight", "model.norm.weight", hidden)
+    if not model.tied:
+        yield _table(model, "head.output.weight", "lm_head.weight")
+
+
+def _rotary_attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[TensorMapping]:
+    width = model.head_width
+    q, kv = model.heads * width, model.num_kv_heads * width
+    yield _rows(
+        f"{ours}.qkv.weight",
+        model.hidden,
+        (f"{theirs}.q_proj.weight", q, width),
+        (f"{theirs}.k_proj.weight", kv, width),
+        (f"{theirs}.v_proj.weight", kv, 0),
+    )
+    yield _rows(f"{ours}.output.weight", q, (f"{theirs}.o_proj.weight", model.hidden, 0))
+
+
+def _gpt2(model: ModelConfig) -> Iterator[TensorMapping]:
+    hidden, inner = model.hidden, model.ffn_width
+    yield _table(model, "embedding.tokens.weight", "transformer.wte.weight")
+    yield _rows("embedding.positions.weight", hidden, ("transformer.wpe.weight", model.sequence, 0))
+    for layer in range(model.layers):
+        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
+        yield from _layer_norm(f"{ours}.norm1", f"{theirs}.ln_1", hidden)
+        attention = f"{theirs}.attn.c_attn"
+        yield _transposed(f"{ours}.attention.qkv.weight", f"{attention}.weight", 3 * hidden, hidden)
+        queries, values = (
+            RowSlice(f"{attention}.bias", hidden),
+            RowSlice(f"{attention}.bias", hidden, 2 * hidden),
+        )
+        yield TensorMapping(f"{ours}.attention.qkv.bias", (2 * hidden,), (queries, values))
+        yield from _conv(f"{ours}.attention.output", f"{theirs}.attn.c_proj", hidden, hidden)
+        yield from _layer_norm(f"{ours}.norm2", f"{theirs}.ln_2", hidden)
+        yield from _conv(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", inner, hidden)
+        yield from _conv(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", hidden, inner)
+    yield from _layer_norm("head.norm", "transformer.ln_f", hidden)
+    if not model.tied:
+        yield _table(model, "head.output.weight", "lm_head.weight")
+
+
+def _table(model: ModelConfig, ours: str, theirs: str) -> TensorMapping:
+    return TensorMapping(
+        ours, (model.padded_vocabulary(), model.hidden), (RowSlice(theirs, model.vocabulary),)
+    )
+
+
+def _vector(ours: str, theirs: str, size: int) -> TensorMapping:
+    return TensorMapping(ours, (size,), (RowSlice(theirs, size),))
+
+
+def _rows(ours: str, columns: int, *parts: tuple[str, int, int]) -> TensorMapping:
+    """Return a mapping of concatenated rows. ``parts``: name, number of rows, head size of rotary rows."""
+    row_slices = tuple(RowSlice(name, rows, 0, width) for name, rows, width in parts)
+    return TensorMapping(ours, (sum(row_slice.num_rows for row_slice in row_slices), columns), row_slices)
+
+
+def _transposed(ours: str, theirs: str, rows: int, columns: int) -> TensorMapping:
+    return TensorMapping(ours, (rows, columns), (RowSlice(theirs, rows),), transposed=True)
+
+
+def _layer_norm(ours: str, theirs: str, size: int) -> Iterator[TensorMapping]:
+    for name in ("weight", "bias"):
+        yield _vector(f"{ours}.{name}", f"{theirs}.{name}", size)
+
+
+def _conv(ours: str, theirs: str, rows: int, columns: int) -> Iterator[TensorMapping]:
+    yield _transposed(f"{ours}.weight", f"{theirs}.weight", rows, columns)
+    yield _vector(f"{ours}.bias", f"{theirs}.bias", rows)
+
+
+def missing_or_other(
+    mappings: Sequence[TensorMapping], found: Mapping[str, tuple[int, ...]]
+) -> Iterator[str]:
+    """Yield a message for each source tensor that is missing or has another shape."""
+    for name, shape in (
+        (name, shape) for mapping in mappings for name, shape in mapping.their_shapes().items()
+    ):
+        there = found.get(name)
+        if there != shape:
+            yield f"{name} should be {shape}, is {'not there' if there is None else there}"

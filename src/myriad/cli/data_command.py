@@ -1,0 +1,224 @@
+"""``myriad data``: prepare corpora as verified token shards, and inspect them."""
+
+import json as json_format
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from myriad.cli.progress_bar import bytes_bar, count_bar
+
+if TYPE_CHECKING:
+    from myriad.data.corpus import Corpus
+    from myriad.data.corpus_manifest import Manifest
+
+__all__ = ["register"]
+
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+_Corpus = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CORPUS", help="A folder made by `myriad data prepare`, or the prefix of Megatron's files."
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    data = typer.Typer(no_args_is_help=True, help="Prepare, verify and inspect tokenized corpora.")
+    data.command("prepare")(_prepare)
+    data.command("verify")(_verify)
+    data.command("hash")(_hash)
+    data.command("info")(_info)
+    app.add_typer(data, name="data")
+
+
+def _prepare(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(metavar="INPUT", help="Text, JSONL or Parquet: files, folders, globs or fsspec URLs."),
+    ],
+    output: Annotated[Path, typer.Option(help="Output folder; an interrupted one is continued.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="A tokenizer.json or a folder with one. Default: trained on the input."),
+    ] = None,
+    vocabulary: Annotated[
+        int, typer.Option(min=257, max=2**24, help="Vocabulary size of the trained tokenizer.")
+    ] = 32768,
+    validation: Annotated[
+        float,
+        typer.Option(
+            help="Fraction of documents held out for validation, 0 to 1; with few documents, the end of the "
+            "text."
+        ),
+    ] = 0.02,
+    key: Annotated[
+        str,
+        typer.Option("--key", "--jsonl-key", help="JSONL field or Parquet column that holds the text."),
+    ] = "text",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of tokenizing processes. Default: one for each core.")
+    ] = None,
+    shard_size: Annotated[str, typer.Option(help='Largest shard, e.g. "256 MiB".')] = "256 MiB",
+    json: _Json = False,
+) -> None:
+    """Tokenize text into shards in Megatron's format, with a manifest of hashes.
+
+    If it is killed, the same command continues where it stopped. A folder with another corpus is refused.
+    """
+    from myriad.data.prepare import PrepareOptions, prepare
+    from myriad.system.machine import num_cores
+
+    options = PrepareOptions(
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        validation=validation,
+        key=key,
+        shard_bytes=_bytes(shard_size),
+        workers=workers or num_cores(),
+    )
+    with bytes_bar() as show:
+        manifest = prepare(
+            inputs, output, options, lambda now: show(now.stage, now.done_bytes, now.total_bytes)
+        )
+    _tell(json, {"folder": str(output), **_summary(manifest)}, _summary_lines(str(output), manifest))
+
+
+def _verify(folder: _Corpus, json: _Json = False) -> None:
+    """Read every byte and list damaged files; exit code 1 if there are any."""
+    from myriad.data.corpus_verification import verify_corpus, verify_prefix
+
+    with bytes_bar() as show:
+        if prefix := _prefix(folder):
+            problems = verify_prefix(prefix)
+        else:
+            problems = verify_corpus(folder, lambda done, total: show("reading", done, total))
+    result = {"folder": str(folder), "whole": not problems, "problems": [one._asdict() for one in problems]}
+    where = prefix.parent if prefix else folder
+    lines = [f"{where / one.file}: {one.what}" for one in problems] or [f"{folder}: whole"]
+    _tell(json, result, lines)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _hash(corpus: _Corpus, json: _Json = False) -> None:
+    """Add block hashes to a corpus that has none, so that training checks tokens as it reads them.
+
+    A folder of an earlier version is first compared with its manifest. Megatron's files have no manifest:
+    their present content is recorded as correct, also over earlier hashes.
+    """
+    from myriad.data.block_hashes import add_block_hashes, hash_prefix
+
+    with bytes_bar() as show:
+        if prefix := _prefix(corpus):
+            size = hash_prefix(prefix).size_bytes
+        else:
+            manifest = add_block_hashes(corpus, lambda done, total: show("hashing", done, total))
+            size = sum(manifest.files[f"{shard.name}.bin"].size_bytes for shard in manifest.shards)
+    _tell(
+        json,
+        {"corpus": str(corpus), "bytes": size},
+        [f"{corpus}: {size:,} bytes of tokens have block hashes"],
+    )
+
+
+def _prefix(corpus: Path) -> Path | None:
+    """Return the prefix of Megatron's files; ``None`` for a folder or a missing path."""
+    if corpus.is_dir():
+        return None
+    prefix = corpus.with_suffix("") if corpus.suffix in (".bin", ".idx") else corpus
+    return prefix if prefix.with_name(prefix.name + ".idx").is_file() else None
+
+
+def _info(
+    corpus: Annotated[str, typer.Argument(help="A prepared folder, a Megatron prefix, or `embedded`.")],
+    samples: Annotated[int, typer.Option(min=0, help="Number of documents to show.")] = 3,
+    vocabulary: Annotated[
+        int, typer.Option(min=257, max=2**24, help="Vocabulary size, for `embedded`.")
+    ] = 4096,
+    json: _Json = False,
+) -> None:
+    """Show the sizes of a corpus and the beginnings of a few documents."""
+    from myriad.data.corpus import open_corpus
+
+    with count_bar("opening the corpus"):  # The embedded corpus is built at its first use.
+        opened = open_corpus(corpus, "train", vocabulary)
+    texts = _samples(opened, samples)
+    if opened.manifest is not None:
+        summary, lines = _summary(opened.manifest), _summary_lines(opened.name, opened.manifest)
+    else:
+        documents = sum(shard.num_documents for shard in opened.shards)
+        summary = {
+            "train": {"tokens": opened.num_tokens, "documents": documents, "shards": len(opened.shards)}
+        }
+        lines = [f"{opened.name}: {opened.num_tokens:,} tokens in {documents:,} documents (Megatron's files)"]
+    if texts:
+        lines += ["", f"the beginning of {len(texts)} documents, spread over the corpus:"]
+    lines += [f"  {text!r}" for text in texts]
+    _tell(json, {"corpus": opened.name, **summary, "samples": texts}, lines)
+
+
+def _samples(corpus: "Corpus", count: int, tokens: int = 48) -> list[str]:
+    """Return the beginnings of documents that are evenly spread over the corpus."""
+    ends = list(accumulate(shard.num_documents for shard in corpus.shards))
+    total = ends[-1] if ends else 0
+    starts: list[list[int]] = []
+    for number in (index * total // count for index in range(min(count, total))):
+        shard = corpus.shards[place := bisect_right(ends, number)]
+        document = shard.document(number - (ends[place] - shard.num_documents))
+        starts.append(document[:tokens].tolist())
+    tokenizer = corpus.tokenizer
+    return [tokenizer.decode(start, skip_special=True) if tokenizer else str(start) for start in starts]
+
+
+def _summary(manifest: "Manifest") -> dict[str, Any]:
+    summary: dict[str, Any] = {"vocabulary": manifest.vocabulary, "tokenizer": manifest.fingerprint}
+    summary["skipped"] = manifest.skipped
+    for split, text_bytes in sorted(manifest.text_bytes.items()):
+        summary[split] = {
+            "tokens": manifest.num_tokens(split),
+            "documents": manifest.num_documents(split),
+            "text_bytes": text_bytes,
+            "shards": len(manifest.of(split)),
+        }
+    return summary
+
+
+def _summary_lines(name: str, manifest: "Manifest") -> list[str]:
+    from myriad.units import format_bytes
+
+    lines = [f"{name}: vocabulary {manifest.vocabulary:,}, tokenizer {manifest.fingerprint[:12]}"]
+    for split, text_bytes in sorted(manifest.text_bytes.items()):
+        tokens, documents = manifest.num_tokens(split), manifest.num_documents(split)
+        ratio = f", {text_bytes / tokens:.2f} bytes a token" if tokens else ""
+        shards = f"{len(manifest.of(split))} shards"
+        text = format_bytes(text_bytes)
+        lines.append(
+            f"  {split:<10} {tokens:>14,} tokens  {documents:>10,} documents  {text} of text  {shards}{ratio}"
+        )
+    if skipped := sum(manifest.skipped.values()):
+        kinds = " and ".join(f"{count:,} {kind}" for kind, count in sorted(manifest.skipped.items()))
+        lines.append(f"  skipped {skipped:,} records without text ({kinds})")
+    if manifest.plan.get("validation") and not manifest.num_documents("validation"):
+        lines.append(
+            "  no document fell to validation (whole ones do, by chance): no validation loss will be shown; "
+            "give more of them, as a folder of files or JSONL, or a larger --validation"
+        )
+    return lines
+
+
+def _bytes(text: str) -> int:
+    from myriad.errors import BadInputError
+    from myriad.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise BadInputError("--shard-size", text, str(error)) from None
+
+
+def _tell(as_json: bool, result: dict[str, Any], lines: list[str]) -> None:
+    typer.echo(json_format.dumps(result) if as_json else "\n".join(lines))

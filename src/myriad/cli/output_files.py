@@ -1,0 +1,48 @@
+"""Output files of commands: pictures as SVG or PNG."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from myriad.errors import BadInputError
+from myriad.system.whole_file import write_whole
+
+__all__ = ["check_output", "check_picture", "write_picture"]
+
+_PIXELS = 2.0
+"""Pixels of a PNG for one pixel of the SVG, for high-resolution screens."""
+
+
+def check_output(option: str, path: Path) -> None:
+    """Raise `BadInputError` before any work where a file cannot be written."""
+    if not path.parent.is_dir():
+        raise BadInputError(option, str(path), f"there is no folder {path.parent}")
+    if path.exists() and not path.is_file():
+        raise BadInputError(option, str(path), "a regular file or a new one: this is neither")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise BadInputError(option, str(path), f"the folder {path.parent} cannot be written to")
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Raise `BadInputError` for a name without .svg or .png, a file that cannot be written, and a PNG without
+    its package."""
+    if path.suffix not in (".svg", ".png"):
+        raise BadInputError(option, str(path), "a file name that ends in .svg or .png")
+    check_output(option, path)
+    if path.suffix == ".png" and find_spec("resvg_py") is None:
+        raise BadInputError(option, str(path), "a .svg, or for PNG: pip install 'myriad-train[png]'")
+
+
+def write_picture(option: str, path: Path, svg: str) -> None:
+    """Write a picture atomically. Raises `BadInputError`."""
+    check_picture(option, path)
+    try:
+        write_whole(path, _as_png(svg) if path.suffix == ".png" else svg)
+    except OSError as error:
+        raise BadInputError(option, str(path), f"cannot be written: {error.strerror}") from None
+
+
+def _as_png(svg: str) -> bytes:
+    import resvg_py
+
+    return bytes(resvg_py.svg_to_bytes(svg_string=svg, background="white", zoom=_PIXELS))

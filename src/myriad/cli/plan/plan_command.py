@@ -1,0 +1,273 @@
+"""``myriad plan``: the best layouts of a job on a cluster, the reasons, and possible improvements."""
+
+import gc
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from myriad.cli.job_key_options import OverrideCommand
+from myriad.cli.json_output import print_json
+from myriad.cli.output_files import check_picture, write_picture
+from myriad.cli.progress_bar import count_bar
+from myriad.errors import BadInputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from myriad.forecasts.plan_request import PlanQuestion
+
+__all__ = ["plan", "register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("plan", cls=OverrideCommand, options_metavar="[OPTIONS] [--KEY VALUE]...")(plan)
+
+
+def plan(
+    context: typer.Context,
+    job: Annotated[
+        str | None, typer.Argument(metavar="JOB", help="Job file or recipe.", show_default=False)
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(metavar="CLUSTER", help="Cluster file, recipe, or this-machine.")
+    ] = "laptop",
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure this machine first (seconds to a minute); implies --cluster this-machine.",
+        ),
+    ] = False,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|A..B",
+            help="Number of accelerators; a range A..B plans a curve. Default: all of the cluster.",
+        ),
+    ] = None,
+    objective: Annotated[
+        Literal["time", "cost", "memory"],
+        typer.Option(help="What to minimise; cost needs a range of --gpus."),
+    ] = "time",
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="Change the cluster, e.g. links.ib=200Gbps or nodes=64; repeatable."
+        ),
+    ] = None,
+    days: Annotated[
+        float | None,
+        typer.Option(
+            metavar="DAYS", help="Find the fewest accelerators that finish the job's steps in this many days."
+        ),
+    ] = None,
+    straggler: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="node=N:1.1x",
+            help="A node that is 1.1x slower than the others; the plan places it where it costs least.",
+        ),
+    ] = None,
+    fabric: Annotated[
+        bool,
+        typer.Option(
+            "--fabric",
+            help="Simulate the switches as well (p50 and p95 over hash seeds), and order the nodes by that.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Write the best plan as a job file for `myriad train`."),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.svg|png",
+            help="Draw time against memory of the layouts that no other beats in both.",
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(metavar="K", min=1, help="Number of layouts in the table.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Find the fastest layouts for a job on a cluster, and explain them.
+
+    Scores every legal layout with a closed-form model, then simulates the program of the best hundred.
+
+    fits: probability that the layout does not run out of memory. MFU: model FLOPs as a share of the peak.
+
+    Exit code: 0 done, 2 bad input, or no layout fits.
+    """
+    from rich.console import Console
+
+    from myriad.forecasts.plan_request import PlanQuestion, PlanRequest
+
+    console = None if as_json else Console()
+    _check_files(out, picture)
+    if measure:
+        cluster = _this_machine(context, cluster)
+    if job is None:
+        unread: dict[str, object] = {
+            "--gpus": gpus,
+            "--what-if": what_if,
+            "--days": days,
+            "--straggler": straggler,
+        }
+        unread |= {"--picture": picture, "--fabric": fabric}
+        _measure_alone(context, out, unread, measure=measure, as_json=as_json)
+        return
+    request = PlanRequest.read(job, OverrideCommand.of(context), cluster, gpus, what_if, straggler)
+    if out is not None:
+        from myriad.cli.plan.plan_file import check_plan_file
+
+        check_plan_file(out, request.job)
+    if days is not None or request.is_range:
+        of_one = {"--out": out, "--picture": picture, "--straggler": straggler, "--fabric": fabric}
+        _check_many(days, of_one)
+    question = PlanQuestion.of(request, _cluster_file(request.cluster, measure=measure))
+    with _without_garbage_collection(), _name_default_cluster(context, cluster):
+        if days is not None:
+            answer = _fewest(question, days, console)
+        elif len(question.sizes) > 1:
+            answer = _curve(question, objective, console)
+        else:
+            answer = _best(question, objective, top, (out, picture), console, fabric=fabric)
+    if as_json:
+        print_json(answer)
+
+
+def _check_files(out: Path | None, picture: Path | None) -> None:
+    if out is not None and out.suffix != ".toml":
+        raise BadInputError("--out", str(out), "a file name that ends in .toml")
+    if picture is not None:
+        check_picture("--picture", picture)
+
+
+def _check_many(days: float | None, of_one: Mapping[str, object]) -> None:
+    """Refuse options that need one number of accelerators; ``of_one``: those options."""
+    if days is not None and not 0 < days < math.inf:
+        raise BadInputError("--days", days, "more than 0")
+    for option, given in of_one.items():
+        if given:
+            told_of = "needs one number of accelerators: leave out --days and a range of --gpus"
+            raise BadInputError(option, str(given), told_of)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Turn the garbage collector off. A plan creates millions of objects and few cycles, and collection takes
+    a fifth of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _name_default_cluster(context: typer.Context, cluster: str) -> Iterator[None]:
+    """Name the default cluster in an error about too few accelerators, because the user did not name it."""
+    try:
+        yield
+    except BadInputError as error:
+        source = context.get_parameter_source("cluster")
+        if error.key != "accelerators" or source is None or source.name != "DEFAULT":
+            raise
+        allowed = f"{error.allowed}; --cluster was not given, and is {cluster}"
+        raise BadInputError(error.key, error.value, allowed) from None
+
+
+def _this_machine(context: typer.Context, cluster: str) -> str:
+    """Return the name of this machine's cluster; refuse --measure with another cluster."""
+    from myriad.train.calibration.cluster_file import CLUSTER_NAME
+
+    given = context.get_parameter_source("cluster")
+    if cluster != CLUSTER_NAME and given is not None and given.name == "COMMANDLINE":
+        raise BadInputError("--cluster", cluster, f"{CLUSTER_NAME}, or without --measure")
+    return CLUSTER_NAME
+
+
+def _cluster_file(cluster: str, *, measure: bool) -> str:
+    """Return the path or name of the cluster's file; measure this machine first where that is needed."""
+    from myriad.cli.measured_cluster import cluster_path, measure_to_file
+
+    return str(measure_to_file()[1]) if measure else cluster_path(cluster)
+
+
+def _measure_alone(
+    context: typer.Context, out: Path | None, unread: Mapping[str, object], *, measure: bool, as_json: bool
+) -> None:
+    from myriad.cli.measured_cluster import measure_to_file, tell_measured
+
+    if not measure:
+        raise BadInputError("JOB", None, "needed: a job file or a recipe; or give --measure alone")
+    keys = [f"--{override.partition('=')[0]}" for override in OverrideCommand.of(context)]
+    for option in [*(option for option, given in unread.items() if given), *keys]:
+        raise BadInputError("JOB", None, f"needed: {option} belongs to a plan; --measure alone only measures")
+    measured = tell_measured(*measure_to_file(out))
+    typer.echo(json.dumps({"out": measured.splitlines()[-1]}) if as_json else measured)
+
+
+def _best(
+    question: "PlanQuestion",
+    objective: Literal["time", "cost", "memory"],
+    top: int,
+    files: tuple[Path | None, Path | None],
+    console: "Console | None",
+    *,
+    fabric: bool,
+) -> dict[str, Any]:
+    """Plan on one number of accelerators; write ``files`` (plan, picture); print."""
+    from myriad.cli.plan.plan_file import write_plan
+    from myriad.cli.plan.plan_tables import show_plan
+    from myriad.forecasts.plan_answer import plan_and_explain
+    from myriad.forecasts.planned_job import plan_text
+    from myriad.reports.charts.pareto_chart import plan_picture
+
+    with count_bar("searching") as progress:
+        found = plan_and_explain(question, objective, top=top, on_switches=fabric, progress=progress)
+    out, picture = files
+    if out is not None:
+        write_plan(out, question.job, plan_text(question.job, found.best, found.problem, found.placement))
+    if picture is not None:
+        write_picture("--picture", picture, plan_picture(found))
+    if console is not None:
+        show_plan(console, found, [str(path) for path in files if path is not None])
+    return found.as_json()
+
+
+def _curve(question: "PlanQuestion", objective: str, console: "Console | None") -> dict[str, Any]:
+    """Plan on each number of accelerators of a range; print."""
+    from myriad.cli.plan.plan_tables import show_curve
+    from myriad.forecasts.plan_curve import plan_curve
+
+    with count_bar("searching") as progress:
+        curve = plan_curve(question, progress)
+    if console is not None:
+        show_curve(console, curve)
+        if objective == "cost" and (cheapest := curve.cheapest) is not None:
+            console.print(f"cheapest: {cheapest['accelerators']} accelerators")
+    return curve.as_json()
+
+
+def _fewest(question: "PlanQuestion", days: float, console: "Console | None") -> dict[str, Any]:
+    """Find the fewest accelerators that finish within ``days``; print."""
+    from myriad.cli.plan.plan_tables import show_ranking
+    from myriad.forecasts.plan_curve import fewest_for_days
+    from myriad.forecasts.plan_figures import plan_figures
+
+    steps = question.job.train.steps
+    with count_bar("searching") as progress:
+        problem, found = fewest_for_days(question, days, progress)
+    if console is not None:
+        world = problem.cluster.world
+        title = f"{world:,} accelerator{'s' * (world > 1)}: {steps:,} steps within {days:g} days"
+        show_ranking(console, problem, [("1", found)], steps, title=title)
+    return {"days": days, **plan_figures(problem, found, steps).as_json()}

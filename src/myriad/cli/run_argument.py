@@ -1,0 +1,25 @@
+"""Arguments that name a run or a checkpoint."""
+
+from pathlib import Path
+
+from myriad.errors import BadInputError
+from myriad.run import nearest_run
+
+__all__ = ["CHECKPOINTS", "existing_run"]
+
+CHECKPOINTS = (
+    "Run (its folder, or its name under runs/), folder of checkpoints, one checkpoint (step-N), or a "
+    "URL of one "
+    "of these (s3://BUCKET/FOLDER, file:///FOLDER)."
+)
+"""Help of an argument that `myriad.train.checkpoint_tools.locate_checkpoint` parses."""
+
+
+def existing_run(name_or_path: str) -> Path:
+    """Return the folder of a run, given it or its name under runs/. Raises `BadInputError` where there is
+    none. It does not import torch, so a wrong name is refused at once."""
+    for path in (Path(name_or_path), Path("runs") / name_or_path):
+        if (path / "job.toml").is_file():
+            return path
+    allowed = f"must be a run folder, or the name of one under runs/{nearest_run(name_or_path)}"
+    raise BadInputError("run", name_or_path, allowed)

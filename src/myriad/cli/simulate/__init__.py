@@ -1,0 +1,1 @@
+"""The verb `myriad simulate`: one iteration, one program, or weeks with faults."""

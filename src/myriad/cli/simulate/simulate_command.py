@@ -1,0 +1,172 @@
+"""``myriad simulate``: the verb, which checks its options and calls one of three modules.
+
+--program                       one iteration's program as a picture        `program_view`
+--cluster CLUSTER               one iteration on a cluster, predicted       `iteration_command`
+--cluster CLUSTER --weeks N     weeks with faults                           `weeks_command`
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from myriad.cli.job_key_options import OverrideCommand
+from myriad.cli.output_files import check_picture
+from myriad.errors import BadInputError
+
+__all__ = ["register", "simulate"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    metavar = "(--cluster CLUSTER [--weeks N] | --program) [OPTIONS] [--KEY VALUE]..."
+    app.command("simulate", cls=OverrideCommand, options_metavar=metavar)(simulate)
+
+
+def simulate(
+    context: typer.Context,
+    job: Annotated[
+        str | None,
+        typer.Argument(metavar="[JOB]", help="Job file or recipe; optional with --weeks."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help="Predict on this cluster: a file or a recipe."),
+    ] = None,
+    program: Annotated[
+        bool,
+        typer.Option("--program", help="Show only the pipeline program (a forward takes 1, a backward 2)."),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg|png", help="Write the picture to this file."),
+    ] = None,
+    spans: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write predicted spans to DIR/spans, in the format of a run folder."
+        ),
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Simulate every replica, even where all are alike.")
+    ] = False,
+    straggler: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="node=N:Fx | rank=N:Fx",
+            help="Node or rank (from 0) whose compute takes F times as long; repeatable.",
+        ),
+    ] = None,
+    flap: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="node=N:Ss@Ts",
+            help="A link of node N goes down T seconds into the iteration, for S seconds; repeatable.",
+        ),
+    ] = None,
+    congested: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="node=N:F | switch=N:F",
+            help="A node's links, or those of all nodes under a switch, run at this fraction of their rate; "
+            "repeatable.",
+        ),
+    ] = None,
+    timers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TxR[:adaptive]", help="NCCL_IB_TIMEOUT and NCCL_IB_RETRY_CNT for --flap. Default: 20x7."
+        ),
+    ] = None,
+    fabric: Annotated[
+        bool,
+        typer.Option(
+            "--fabric", help="Simulate the switches as well: p50 and p95 over draws of their hash seeds."
+        ),
+    ] = False,
+    jitter: Annotated[
+        float, typer.Option(help="Standard deviation of each compute time, as a fraction of it.")
+    ] = 0.0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Seed of the jitter, or of the first simulated run.")
+    ] = 1,
+    weeks: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Simulate this many weeks with faults instead of one iteration."),
+    ] = None,
+    mix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MIX", help="Mix of faults: llama3 (default), byterobust, megascale, or a file."
+        ),
+    ] = None,
+    spares: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Number of idle spare nodes (with --weeks). Default: 16."),
+    ] = None,
+    runs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Number of simulated runs, each with different faults (with --weeks). Default: 20.",
+        ),
+    ] = None,
+    sensitivity: Annotated[
+        bool,
+        typer.Option(
+            "--sensitivity",
+            help="Show the effect of changing each time or rate (with --weeks; takes a minute).",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; with --program it lists every action.")
+    ] = False,
+) -> None:
+    """Predict one iteration of a job on a cluster, or show its pipeline program.
+
+    --cluster: time, MFU, memory, and what each pipeline rank waits for.
+
+    --program: the checked program of the pipeline ranks, with the bubble (idle time, in forwards of a rank)
+    and the most micro-batches in flight.
+
+    --cluster with --weeks: the effective training time over weeks with faults, for several recovery policies.
+    """
+    if out is not None:
+        check_picture("--out", out)
+    overrides = OverrideCommand.of(context)
+    of_one: dict[str, object] = {"spans": spans, "full": full, "straggler": straggler, "jitter": jitter}
+    of_one |= {"flap": flap, "congested": congested, "timers": timers, "fabric": fabric}
+    of_weeks = {"mix": mix, "spares": spares, "runs": runs, "sensitivity": sensitivity}
+    if weeks is not None:
+        from myriad.cli.simulate.weeks_command import WantedWeeks, simulate_weeks
+
+        _refuse(of_one | {"program": program}, "--weeks is about many iterations")
+        if cluster is None:
+            raise BadInputError("--cluster", None, "--weeks needs a cluster: a file, or a recipe's name")
+        wanted = WantedWeeks(weeks, job, overrides, cluster, seed, sensitivity, out, as_json)
+        simulate_weeks(wanted.with_given(mix, spares, runs))
+        return
+    _refuse(of_weeks, "needs --weeks N")
+    if job is None:
+        raise BadInputError("JOB", None, "a job file, or a recipe's name")
+    if program == (cluster is not None):
+        raise BadInputError("--program", program, "give either --cluster CLUSTER to predict, or --program")
+    if cluster is None:
+        from myriad.cli.simulate.program_view import show_program
+
+        _refuse(of_one, "needs --cluster CLUSTER instead of --program")
+        show_program(job, overrides, out, as_json=as_json)
+        return
+    from myriad.cli.simulate.iteration_command import IterationOptions, simulate_iteration
+    from myriad.forecasts.network_effect import NetworkEventRequest
+
+    network = NetworkEventRequest(tuple(flap or ()), tuple(congested or ()), timers)
+    of_all = (out, spans, full, straggler or [], jitter, seed, network, fabric, as_json)
+    simulate_iteration(IterationOptions(job, overrides, cluster, *of_all))
+
+
+def _refuse(options: Mapping[str, object], allowed: str) -> None:
+    for option, given in options.items():
+        if given not in (None, False, 0.0):
+            raise BadInputError(f"--{option}", str(given), allowed)

@@ -1,0 +1,228 @@
+"""``myriad simulate --weeks``: weeks with faults on a cluster, as tables, chart or JSON."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from myriad.cli.json_output import print_json
+from myriad.cli.output_files import check_picture, write_picture
+from myriad.cli.progress_bar import share_bar
+from myriad.errors import BadInputError
+
+if TYPE_CHECKING:
+    from myriad.forecasts.fleet.fleet_study import PolicyOutcome, SensitivityEffect, StudySetting
+    from myriad.planner import Cluster
+from myriad.units import format_number
+
+__all__ = ["WantedWeeks", "simulate_weeks"]
+
+_MOST_WEEKS, _MOST_RUNS, _MOST_SPARES = 52.0, 1000, 100_000
+_MOST_FAULTS = 50_000
+"""Largest number of expected faults in a run: more take hours to simulate."""
+
+
+@dataclass(frozen=True)
+class WantedWeeks:
+    """The options of ``myriad simulate --weeks``."""
+
+    weeks: float
+    job: str | None
+    overrides: Sequence[str]
+    cluster: str
+    seed: int
+    sensitivity: bool
+    out: Path | None
+    as_json: bool
+    mix: str = "llama3"
+    spares: int = 16
+    runs: int = 20
+
+    def with_given(self, mix: str | None, spares: int | None, runs: int | None) -> "WantedWeeks":
+        """Return the options with the given values in place of defaults."""
+        return replace(
+            self,
+            mix=self.mix if mix is None else mix,
+            spares=self.spares if spares is None else spares,
+            runs=self.runs if runs is None else runs,
+        )
+
+
+def simulate_weeks(wanted: WantedWeeks) -> None:
+    """Simulate the weeks, write the chart, print the tables. Raises `BadInputError`."""
+    from myriad.forecasts.fleet.fleet_study import compare, num_policies, sensitivity, sensitivity_changes
+
+    if wanted.out is not None:
+        check_picture("--out", wanted.out)
+    cluster, setting = _setting(wanted)
+    changes = sum(1 for _ in sensitivity_changes(setting)) if wanted.sensitivity else 0
+    total = wanted.runs * (num_policies() + changes)
+    counted = count(1)
+    with share_bar("simulating") as show:
+
+        def done() -> None:
+            number = next(counted)
+            show(f"run {number} of {total}", number / total)
+
+        outcomes = compare(setting, done)
+        effects = sensitivity(setting, done) if wanted.sensitivity else []
+    headline = _headline(wanted, cluster, setting)
+    if wanted.out is not None:
+        from myriad.reports.charts.weeks_chart import draw
+
+        write_picture("--out", wanted.out, draw(headline, outcomes, effects))
+    if wanted.as_json:
+        print_json(_as_json(wanted, setting, outcomes, effects))
+    else:
+        _print(headline, wanted, setting, outcomes, effects)
+
+
+def _setting(wanted: WantedWeeks) -> "tuple[Cluster, StudySetting]":
+    from myriad.cli.measured_cluster import cluster_path
+    from myriad.forecasts.fleet.fault_mix import DAY, load_mix
+    from myriad.forecasts.fleet.fleet_study import StudySetting
+    from myriad.forecasts.fleet.policy_times import load_times, times_of
+    from myriad.recipes.cluster import load_cluster
+
+    for option, value, least, most in (
+        ("--weeks", wanted.weeks, 0.01, _MOST_WEEKS),
+        ("--runs", wanted.runs, 1, _MOST_RUNS),
+        ("--spares", wanted.spares, 0, _MOST_SPARES),
+    ):
+        if not least <= value <= most:
+            raise BadInputError(option, value, f"{least:g} to {most:,g}")
+    mix, cluster = load_mix(wanted.mix), load_cluster(cluster_path(wanted.cluster))
+    times, world, patience = load_times(), cluster.world, 1.0
+    if wanted.job is not None:
+        from myriad.forecasts.iteration_forecast import predict_iteration
+        from myriad.job import load_job
+
+        job = load_job(wanted.job, wanted.overrides)
+        step_seconds = predict_iteration(job, cluster)
+        world, times, patience = job.layout.world, times_of(job, step_seconds), job.resilience.timeout_scale
+    elif wanted.overrides:
+        raise BadInputError("JOB", None, f"{wanted.overrides[0]} needs a job that it changes")
+    seeds = range(wanted.seed, wanted.seed + wanted.runs)
+    seconds = wanted.weeks * 7 * DAY
+    expected = mix.per_day(world) * seconds / DAY
+    if not expected <= _MOST_FAULTS:
+        shown = f"{format_number(expected)} faults in {wanted.weeks:g} weeks"
+        raise BadInputError(f"--mix {wanted.mix}", shown, f"at most {_MOST_FAULTS:,} in a run")
+    return cluster, StudySetting(mix, world, seconds, wanted.spares, times, seeds, patience=patience)
+
+
+def _headline(wanted: WantedWeeks, cluster: "Cluster", setting: "StudySetting") -> str:
+    runs = f"{wanted.runs} run{'s' if wanted.runs > 1 else ''}"
+    where = f"{setting.accelerators:,} accelerators of {cluster.name} and {wanted.spares} spare nodes"
+    weeks = f"{wanted.weeks:g} week{'s' * (wanted.weeks != 1)}"
+    return f"{weeks} on {where}: {setting.faults_per_day:.1f} faults a day, {runs}"
+
+
+def _print(
+    headline: str,
+    wanted: WantedWeeks,
+    setting: "StudySetting",
+    outcomes: "Sequence[PolicyOutcome]",
+    effects: "Sequence[SensitivityEffect]",
+) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+
+    def show(rows: Sequence[Sequence[str]]) -> None:
+        head, *lines = _aligned(rows)
+        console.print(Text(head, style="bold"), soft_wrap=True)
+        for line in lines:
+            console.print(Text(line), soft_wrap=True)
+        console.print()
+
+    console.print(Text(headline, style="bold"), soft_wrap=True)
+    console.print(Text(f"faults: {setting.mix.source}", style="dim"), soft_wrap=True)
+    console.print()
+    show(_ratio_rows(outcomes))
+    show(_ledger_rows(outcomes))
+    if effects:
+        show(_effect_rows(outcomes[0].mean, effects))
+    note = (
+        f"Myriad runs its real recovery decisions. A step takes "
+        f"{format_number(setting.times.step_seconds)} s."
+    )
+    note += " This is a simulation: nothing was run."
+    console.print(Text(note, style="dim"), soft_wrap=True)
+    if wanted.out is not None:
+        console.print(str(wanted.out), soft_wrap=True)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _ratio_rows(outcomes: "Sequence[PolicyOutcome]") -> list[list[str]]:
+    rows = [["effective training time", "mean", "p5", "p95", "attempts", "idle spare node-days"]]
+    for one in outcomes:
+        low, high = one.interval
+        attempts = sum(ledger.attempt for ledger in one.ledgers) / len(one.ledgers)
+        ratios = [f"{ratio:.1%}" for ratio in (one.mean, low, high)]
+        rows.append([one.title, *ratios, f"{attempts:.0f}", f"{one.spare_node_seconds / 86400:.0f}"])
+    return rows
+
+
+def _ledger_rows(outcomes: "Sequence[PolicyOutcome]") -> list[list[str]]:
+    """Return the rows of the ledger; classes that no policy spends time in are left out."""
+    from myriad.supervise.accounting.ledger import KINDS
+
+    shares = [one.shares for one in outcomes]
+    rows = [["wall time", *(one.title for one in outcomes)]]
+    rows += [
+        [kind, *(f"{one[kind]:.2%}" for one in shares)] for kind in KINDS if any(s[kind] for s in shares)
+    ]
+    return [*rows, ["in all", *(f"{sum(one.values()):.2%}" for one in shares)]]
+
+
+def _effect_rows(base: float, effects: "Sequence[SensitivityEffect]") -> list[list[str]]:
+    """Return the rows of changes, largest effect first, in points of the effective training time."""
+    rows = [["change to Myriad", "to", "mean", "points"]]
+    for one in sorted(effects, key=lambda one: -abs(one.ratio - base)):
+        points = 100 * (one.ratio - base)
+        rows.append([one.name, one.change, f"{one.ratio:.2%}", f"{points:+.2f}"])
+    return rows
+
+
+def _as_json(
+    wanted: WantedWeeks,
+    setting: "StudySetting",
+    outcomes: "Sequence[PolicyOutcome]",
+    effects: "Sequence[SensitivityEffect]",
+) -> dict[str, Any]:
+    policies = [
+        {
+            "policy": one.title,
+            "mean": one.mean,
+            "p5": one.interval[0],
+            "p95": one.interval[1],
+            "runs": one.ratios,
+            "shares": one.shares,
+            "spare_node_seconds": one.spare_node_seconds,
+        }
+        for one in outcomes
+    ]
+    return {
+        "accelerators": setting.accelerators,
+        "seconds": setting.seconds,
+        "spares": setting.spares,
+        "mix": {"name": wanted.mix, "source": setting.mix.source},
+        "faults_per_day": setting.faults_per_day,
+        "times": setting.times.model_dump(),
+        "policies": policies,
+        "sensitivity": [{"name": one.name, "change": one.change, "mean": one.ratio} for one in effects],
+        "out": None if wanted.out is None else str(wanted.out),
+    }

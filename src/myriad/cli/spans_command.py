@@ -1,0 +1,211 @@
+"""``myriad spans``: SQL over the spans of a run, and traces for other tools."""
+
+import csv as csv_format
+import json as json_format
+import math
+import re
+import sys
+from collections.abc import Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from myriad.cli.run_argument import existing_run
+from myriad.errors import BadInputError
+from myriad.units import parse_ranges
+
+if TYPE_CHECKING:
+    from myriad.telemetry.span_io.span_query import Answer, SpanQueries
+
+__all__ = ["register"]
+
+_MAX_SHOWN = 1000
+_MAX_RANKS = 100_000
+_BY_PHASE = """
+    SELECT phase, class, count(*) AS spans, count(DISTINCT rank) AS ranks, sum(duration_seconds) AS seconds,
+           median(duration_seconds) AS median_seconds, max(duration_seconds) AS longest_seconds
+    FROM spans GROUP BY ALL ORDER BY seconds DESC
+"""
+
+_Query = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="QUERY",
+        show_default=False,
+        help="SQL (DuckDB) over the tables spans, metrics, events and files. Default: time by phase.",
+    ),
+]
+_Chrome = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a Chrome trace (Perfetto opens it too): FILE.json or .json.gz."),
+]
+_Perfetto = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a Perfetto trace, half the size: FILE.pftrace or .pftrace.gz."),
+]
+_Steps = Annotated[
+    str | None, typer.Option(metavar="A-B", help="First and last step to export, or one step.")
+]
+_Ranks = Annotated[str | None, typer.Option(metavar="LIST", help="Ranks to export, such as 0-7,12.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("spans")(_spans)
+
+
+def _spans(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.")],
+    query: _Query = None,
+    chrome: _Chrome = None,
+    perfetto: _Perfetto = None,
+    steps: _Steps = None,
+    ranks: _Ranks = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values with a header.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Query the spans of a run with SQL, or export them as a trace."""
+    if csv and json:
+        raise BadInputError("--csv", "--json", "one of them")
+    path = existing_run(run)
+    out = chrome or perfetto
+    if out is not None:
+        if query is not None or (chrome and perfetto):
+            key = "--chrome" if chrome else "--perfetto"
+            raise BadInputError(
+                key,
+                str(out),
+                "alone, with --steps and --ranks; without QUERY, and only one of --chrome and --perfetto",
+            )
+        _export(path, out, _read_steps(steps), _read_ranks(ranks), is_chrome=chrome is not None, json=json)
+    elif steps is not None or ranks is not None:
+        allowed = "goes with --chrome or --perfetto; use WHERE in a QUERY"
+        raise BadInputError("--steps" if steps else "--ranks", steps or ranks, allowed)
+    else:
+        _answer(path, _BY_PHASE if query is None else query, "csv" if csv else "json" if json else "table")
+
+
+def _answer(path: Path, query: str, form: str) -> None:
+    from myriad.run import Run
+    from myriad.telemetry.span_io.span_query import open_queries
+
+    run = Run(path)
+    with open_queries(run.spans_path, metrics=run.read_metrics(), events=run.read_events()) as queries:
+        _tell_left_out(queries)
+        answer = queries.ask(query)
+        if form == "csv":
+            writer = csv_format.writer(sys.stdout, lineterminator="\n")
+            writer.writerow(answer.columns)
+            writer.writerows(answer.rows)
+        elif form == "json":
+            rows = [[_plain(value) for value in row] for row in answer.rows]
+            typer.echo(json_format.dumps({"run": str(path), "columns": answer.columns, "rows": rows}))
+        else:
+            _show(answer)
+
+
+def _tell_left_out(queries: "SpanQueries") -> None:
+    for path, why in islice(queries.left_out.items(), 5):
+        typer.echo(f"{path} is left out: {why}", err=True)
+    if len(queries.left_out) > 5:
+        typer.echo(f"{len(queries.left_out)} files are left out", err=True)
+
+
+def _show(answer: "Answer") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = list(islice(answer.rows, _MAX_SHOWN + 1))
+    table = Table(box=None, header_style="bold")
+    for column, name in enumerate(answer.columns):
+        numbers = any(_is_number(row[column]) for row in rows)
+        table.add_column(Text(name), justify="right" if numbers else "left", overflow="fold")
+    for row in rows[:_MAX_SHOWN]:
+        table.add_row(*(Text(_cell(value)) for value in row))
+    # A pipe has no width: lines are not folded there.
+    Console(width=None if sys.stdout.isatty() else 10_000).print(table)
+    if len(rows) > _MAX_SHOWN:
+        typer.echo(f"the first {_MAX_SHOWN} rows; --csv or --json have all", err=True)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _cell(value: Any) -> str:
+    """Return a cell's text without control characters, which could be terminal commands."""
+    if value is None:
+        return ""
+    text = f"{value:.6g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
+    return "".join(each if each.isprintable() else "�" for each in text)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as plain JSON."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return str(value)
+
+
+def _export(
+    path: Path,
+    out: Path,
+    steps: tuple[int, int] | None,
+    ranks: Sequence[int] | None,
+    *,
+    is_chrome: bool,
+    json: bool,
+) -> None:
+    from myriad.dashboard.insight.findings import arrows_of
+    from myriad.run import Run
+    from myriad.telemetry.span_io.span_query import need_packages
+    from myriad.telemetry.span_io.span_window import read_window
+    from myriad.telemetry.traces.chrome_trace import write_chrome_trace
+    from myriad.telemetry.traces.perfetto_trace import write_perfetto_trace
+
+    key, ending = ("--chrome", "json") if is_chrome else ("--perfetto", "pftrace")
+    if not re.search(rf"\.{ending}(\.gz)?$", out.name):
+        raise BadInputError(key, str(out), f"must end in .{ending} or .{ending}.gz")
+    need_packages("pyarrow")
+    window = read_window(Run(path).spans_path, steps, ranks)
+    arrows = arrows_of(Run(path), window)
+    try:
+        if is_chrome:
+            write_chrome_trace(out, window, arrows)
+        else:
+            write_perfetto_trace(out, window)
+    except OSError as error:
+        raise BadInputError(key, str(out), f"cannot be written: {error.strerror}") from None
+    if json:
+        told = {"run": str(path), "trace": str(out), "spans": window.num_spans}
+        typer.echo(json_format.dumps(told))
+    else:
+        typer.echo(f"{out}: {window.num_spans} spans of {len({one.rank for one in window.ranks})} ranks")
+
+
+def _read_steps(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)
+    if match is None or int(match.group(2) or match.group(1)) < int(match.group(1)):
+        raise BadInputError("--steps", text, "must be A-B with A at most B, or one step")
+    return int(match.group(1)), int(match.group(2) or match.group(1))
+
+
+def _read_ranks(text: str | None) -> Sequence[int] | None:
+    if text is None:
+        return None
+    try:
+        return sorted(set(chain(*parse_ranges(text, _MAX_RANKS))))
+    except ValueError:
+        allowed = f"must be ranks and ranges of them, such as 0-7,12, below {_MAX_RANKS}"
+        raise BadInputError("--ranks", text, allowed) from None

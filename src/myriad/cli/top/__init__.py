@@ -1,0 +1,1 @@
+"""The verb `myriad top`: a run or its nodes in the terminal."""

@@ -1,0 +1,186 @@
+"""One frame of ``myriad top``."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from myriad.dashboard.node_measurements import gpu_sentence
+from myriad.reports.charts.step_loss_colours import COLOURS, USEFUL
+from myriad.run.event_text import event_text
+from myriad.run.run_lines import loss_scale_text, missing_lines_text
+from myriad.units import format_count, format_number
+
+if TYPE_CHECKING:
+    from myriad.dashboard.insight.findings import Findings
+    from myriad.dashboard.insight.losses import Losses
+    from myriad.dashboard.insight.straggler_report import Straggler
+    from myriad.dashboard.run_view import Look
+    from myriad.system.jsonl import Record
+
+__all__ = ["frame"]
+
+_MOST_SLOW, _MOST_EVENTS, _MOST_SILENT = 8, 6, 8
+_WIDEST_BAR = 100
+_STATE_STYLE = {"hangs": "bold red", "stopped": "bold yellow"}
+
+
+def frame(look: "Look", ranks: Sequence[int], width: int) -> RenderableType:
+    """Return a frame. ``ranks``: those of ``--without``."""
+    parts: list[RenderableType] = [
+        Text(f"{look.run.path.resolve().name}: {look.sentence}", style=_STATE_STYLE.get(look.state, "bold")),
+        Text(" · ".join(_figures(look)), style="dim"),
+    ]
+    if devices := gpu_sentence(look.gpus):
+        parts.append(Text(devices, style="dim"))
+    found = look.findings
+    if found.losses is None:
+        parts += [Text(), Text("no spans yet: RUN/spans has no whole file of them", style="dim")]
+    else:
+        parts += [Text(), *_losses(found.losses, width)]
+        parts += [Text(), *_slow(found)]
+        parts += list(_path(found))
+    if ranks:
+        answer = found.without(ranks)
+        parts.append(Text("no step's spans fit its program" if answer is None else answer.sentence))
+    if look.state == "hangs":
+        parts += [Text(), *_waiting(found)]
+    parts += [Text(), *_events(look.events), Text(_told_of_spans(look), style="dim")]
+    return Group(*parts)
+
+
+def _figures(look: "Look") -> Iterator[str]:
+    if look.loss is not None:
+        yield f"loss {look.loss:.4f}"
+    if look.metrics and (scale := loss_scale_text(look.metrics[-1], look.num_overflows)):
+        yield scale
+    if (speed := look.tokens_per_second) is not None:
+        yield f"{format_count(speed)} tokens/s"
+    if (mfu := look.mfu) is not None:
+        peak = f" of {format_number(look.peak_flops / 1e12, 4)} TFLOP/s" if look.peak_flops else ""
+        source = f" ({look.peaks.source})" if look.peaks.source else ""
+        yield f"MFU {mfu:.1%}{peak}{source}"
+    layout = look.job.layout
+    axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("dp", "pp", "tp"))
+    yield f"{layout.world} rank{'' if layout.world == 1 else 's'}: {axes}"
+
+
+def _losses(losses: "Losses", width: int) -> Iterator[RenderableType]:
+    """Return a bar of the step and the legend of its parts."""
+    useful = losses.mfu if losses.mfu is not None else losses.compute_seconds / losses.step_seconds
+    first = "MFU" if losses.mfu is not None else "computes"
+    parts = [(first, useful, USEFUL)]
+    parts += [(name, share, COLOURS[name]) for name, share in losses.shares.items() if share >= 0.0005]
+    yield _bar(parts, min(width - 2, _WIDEST_BAR))
+    legend = Text()
+    for name, share, colour in parts:
+        legend.append("■ ", style=colour).append(f"{name} ").append(f"{share:.1%}", style="bold").append(
+            "   "
+        )
+    yield legend
+    if not losses.split and losses.shares["bubble"] > 0:
+        yield Text("bubble includes messages: the spans do not match the program", style="dim")
+
+
+def _bar(parts: Sequence[tuple[str, float, str]], width: int) -> Text:
+    """Return a bar of whole characters whose rounded parts always add up to its width."""
+    bar, done, shown = Text(), 0.0, 0
+    whole = sum(max(0.0, share) for _, share, _ in parts) or 1.0
+    for _, share, colour in parts:
+        done += max(0.0, share) / whole
+        count = round(done * width) - shown
+        bar.append("█" * count, style=colour)
+        shown += count
+    return bar
+
+
+def _slow(found: "Findings") -> Iterator[RenderableType]:
+    slow = found.suspects
+    if not slow:
+        yield Text("no rank is slower than its peers", style="dim")
+    else:
+        yield _slow_table(slow)
+    for rank in found.drifting[:2]:
+        yield Text(found.drift.sentence(rank))
+
+
+def _slow_table(slow: "Sequence[Straggler]") -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("slow", "stage", "phase", "by", "z", "ms a step", "peers", "since step"):
+        table.add_column(heading, justify="left" if heading in ("slow", "phase") else "right")
+    for one in slow[:_MOST_SLOW]:
+        who = f"node {one.node}" if one.culprit == "node" else f"rank {one.ranks[0]} (node {one.node})"
+        table.add_row(
+            who,
+            "-" if one.stage < 0 else str(one.stage),
+            one.phase,
+            f"{one.ratio - 1:+.0%}",
+            f"{one.z:.1f}",
+            f"{one.seconds * 1e3:.1f}",
+            f"{one.peers_seconds * 1e3:.1f}",
+            "-" if one.since_step is None else str(one.since_step),
+        )
+    if len(slow) > _MOST_SLOW:
+        table.add_row(f"and {len(slow) - _MOST_SLOW} more")
+    return table
+
+
+def _path(found: "Findings") -> Iterator[RenderableType]:
+    path = found.path
+    if path is None or not path.seconds:
+        return
+    classes = sorted(path.by_class().items(), key=lambda item: -item[1])
+    told = ", ".join(f"{name} {seconds / path.seconds:.0%}" for name, seconds in classes if seconds > 0)
+    rank, seconds = next(iter(path.by_rank().items()))
+    most = f"rank {rank} {seconds / path.seconds:.0%}"
+    yield Text(f"critical path of step {found.path_step}: {told}; {most} of it")
+
+
+def _waiting(found: "Findings") -> Iterator[RenderableType]:
+    stuck = found.standstill
+    if stuck is None:
+        yield Text("no wait analysis: the spans do not match the program", style="dim")
+        return
+    for rank in stuck.silent[:_MOST_SILENT]:
+        action = stuck.action(rank)
+        where = f"rank {rank} on node {found.ranks.node[rank]}"
+        doing = "between two steps" if action is None else f"in {action}"
+        yield Text(f"silent: {where}, {doing}; {stuck.blamed[rank]} wait for it", style="red")
+
+
+def _events(events: "Sequence[Record]") -> Iterator[RenderableType]:
+    for event in events[-_MOST_EVENTS:]:
+        line = Text(f"{_clock(event.get('time'))} ", style="dim", no_wrap=True, overflow="ellipsis")
+        step = event.get("step")
+        where = f"step {step}: " if isinstance(step, int) and not isinstance(step, bool) else ""
+        name = str(event.get("event")).replace("_", " ")
+        yield line.append(f"{name} ", style="default").append(f"{where}{event_text(event)}", style="dim")
+
+
+def _clock(at: object) -> str:
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, int | float) else "-"
+    except (OverflowError, ValueError, OSError):  # The year is outside of the calendar.
+        return "-"
+
+
+def _told_of_spans(look: "Look") -> str:
+    spans, steps = look.spans, look.findings.whole_steps
+    told = f"spans of attempt {spans.attempt}, no whole step yet"
+    if len(steps):
+        told = f"spans of attempt {spans.attempt}, steps {steps[0]} to {steps[-1]}"
+    parts = [told, f"clocks agree to {format_number(spans.clock_error_seconds * 1e3, 2)} ms"]
+    if spans.num_dropped:
+        parts.append(f"{spans.num_dropped:,} were dropped")
+    if spans.num_unreadable:
+        parts.append(f"{spans.num_unreadable} files cannot be read")
+    if not len(spans.records):
+        parts = []
+    if missing := missing_lines_text(look.steps.without_line):
+        parts.append(missing)
+    if look.num_wrong_lines:
+        parts.append(f"{look.num_wrong_lines} lines of metrics.jsonl and events.jsonl are wrong")
+    return " · ".join(parts)

@@ -1,0 +1,1 @@
+"""The verb `myriad train` and its output in the terminal."""

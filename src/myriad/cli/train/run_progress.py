@@ -1,0 +1,93 @@
+"""Progress of a run, from the lines that its rank 0 adds to ``metrics.jsonl`` and ``events.jsonl``."""
+
+from collections import deque
+from collections.abc import Collection
+from statistics import median
+
+from myriad.run import Run
+from myriad.run.run_lines import EventLines, Peaks, loss_scale_text, step_line
+from myriad.system.jsonl import JsonlTail, Record
+from myriad.units import format_count
+
+__all__ = ["Progress"]
+
+_RECENT_STEPS = 20
+
+
+class Progress:
+    """The progress of one attempt; `poll` updates it."""
+
+    def __init__(self, run: Run, steps: int, quiet: Collection[str] = ()) -> None:
+        """Start to follow the files at their ends, which belong to earlier attempts: create it before the
+        ranks start. ``quiet``: events that `poll` does not return."""
+        self._quiet = quiet
+        self.steps = steps
+        self.step = 0
+        self.first_step = 0
+        """Steps done before this attempt."""
+        self.has_started = self.has_ended = False
+        """Whether the ranks of this attempt have started to train, and whether they have ended."""
+        self.bits_per_byte: float | None = None
+        self._num_overflows = 0
+        self._recent: deque[Record] = deque(maxlen=_RECENT_STEPS)
+        self._metrics = JsonlTail(run.metrics_path, from_end=True)
+        self._events = EventLines(run.events_path, from_end=True)
+        self._peaks = Peaks()
+
+    def poll(self) -> list[Record]:
+        """Read the new lines; return the new events."""
+        for record in filter(None, map(step_line, self._metrics.poll())):
+            self._recent.append(record)
+            self._num_overflows += record.get("overflow") == 1
+            self.step = int(record["step"])
+        events = self._events.poll()
+        for event in events:
+            self._peaks.add(event)
+            if event.get("event") == "validation":
+                self.bits_per_byte = event.get("bits_per_byte", self.bits_per_byte)
+            self._note_attempt(event.get("event"))
+            if event.get("event") in ("start", "resume"):
+                self.first_step = event.get("resumed_from") or event.get("step") or self.first_step
+                self.step = max(self.step, self.first_step)
+        return [event for event in events if event.get("event") not in self._quiet]
+
+    def _note_attempt(self, event: object) -> None:
+        if event in ("start", "restart"):
+            self.has_started, self.has_ended = event == "start", False
+        elif event in ("interrupted", "finish"):
+            self.has_ended = True
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Remaining seconds at the speed of the last steps."""
+        seconds = self._median("step_seconds")
+        return None if seconds is None else (self.steps - self.step) * seconds
+
+    def figures(self) -> list[str]:
+        """Return the known figures as text: loss, bits per byte, tokens/s, MFU, time left, loss scale."""
+        if not self._recent:
+            return []
+        loss = self._recent[-1].get("loss")
+        shown = ["loss nan" if loss is None else f"loss {loss:.3f}"]
+        if self.bits_per_byte is not None:
+            shown.append(f"{self.bits_per_byte:.3f} bits/byte")
+        if (speed := self._median("tokens_per_second")) is not None:
+            shown.append(f"{format_count(speed)} tokens/s")
+        if mfus := [mfu for mfu in map(self._peaks.mfu, self._recent) if mfu is not None]:
+            shown.append(f"MFU {median(mfus):.0%}")
+        if (left := self.seconds_left) is not None and self.step < self.steps:
+            shown.append(f"{_clock(left)} left")
+        if scale := loss_scale_text(self._recent[-1], self._num_overflows):
+            shown.append(scale)
+        return shown
+
+    def _median(self, key: str) -> float | None:
+        """Return the median over recent steps; it ignores a slow first step that compiles or allocates."""
+        values = [record[key] for record in self._recent if record.get(key) is not None]
+        return median(values) if values else None
+
+
+def _clock(seconds: float) -> str:
+    """Return a short duration such as ``1:05`` or ``2:10:00``."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -1,0 +1,487 @@
+"""``myriad train``: start or resume a run, and print its progress."""
+
+import contextlib
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from myriad.cli.job_key_options import OverrideCommand
+from myriad.errors import NO_STATE, BadInputError, RunFailedError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
+    from myriad.job import Job
+    from myriad.job.job_changes import JobChange
+    from myriad.reports.run_report.run_summary import Summary
+    from myriad.run import Run
+
+__all__ = ["register", "train"]
+
+_INTERRUPTED = 130
+_DEFAULT_JOB = "embedded"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("train", cls=OverrideCommand, options_metavar="[OPTIONS] [--KEY VALUE]...")(train)
+
+
+def train(
+    context: typer.Context,
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB", help="Job file, recipe, or run to resume (its folder, or its name under runs/)."
+        ),
+    ] = _DEFAULT_JOB,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Run folder: a name under runs/, or a path. Default: the job's name."
+        ),
+    ] = None,
+    init_from: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Start from these weights; short for --train.init_from."),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="How nodes are started; short for --resilience.engine."),
+    ] = None,
+    submit: Annotated[
+        bool, typer.Option("--submit", help="Submit the job with sbatch (engine slurm, outside a Slurm job).")
+    ] = False,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby",
+            help="Run a standby driver for the run folder JOB; it takes over when the driver is lost.",
+        ),
+    ] = False,
+    oversubscribe: Annotated[
+        bool, typer.Option("--oversubscribe", help="Allow more ranks than cores; ranks then share cores.")
+    ] = False,
+    in_process: Annotated[
+        bool,
+        typer.Option(
+            "--in-process",
+            help="Train a job of one rank in this process, without supervision: for debuggers and profilers.",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object, at the end.")] = False,
+) -> None:
+    """Train a model, or resume a run.
+
+    Starts the ranks of the job's layout, prints progress, and stores everything in the run folder.
+
+    Ctrl-C saves a checkpoint and stops; the same command resumes from it.
+
+    Keys given with an existing run change it from the next step on (learning rate, schedule, data, layout,
+    ...). The model, train.seed and optimizer.name cannot change: see docs/guide/resume.md.
+
+    Exit code: 0 done, 1 the run failed, 2 bad input, 130 stopped by Ctrl-C.
+    """
+    from rich.console import Console
+
+    from myriad.launchers.launcher import check_engine
+    from myriad.launchers.run_start import check_journal
+    from myriad.launchers.slurm import in_allocation
+    from myriad.reports.run_report.run_summary import is_done
+    from myriad.train.inputs import keep_tokenizer, note_corpus, open_inputs, refuse_other_tokenizer
+
+    given = {"train.init_from": init_from, "resilience.engine": engine}
+    short = [f"{key}={value}" for key, value in given.items() if value is not None]
+    resolved, folder = _resolve(job, run, [*OverrideCommand.of(context), *short], spread=not in_process)
+    console = None if as_json else Console()
+    _check_restart(resolved, OverrideCommand.of(context))
+    if standby:
+        _check_standby(job, folder, resolved, OverrideCommand.of(context))
+        _end(folder, _stand_by(folder, resolved, console), console, oversubscribe)
+        return
+    folder.check(resolved)
+    check_engine(resolved, oversubscribe=oversubscribe)
+    if in_process:
+        from myriad.train.in_process import check_in_process
+
+        check_in_process(resolved)
+    is_queued = _is_queued(resolved, submit)
+    changes = folder.changes(resolved) if folder.exists else []
+    if is_done(folder, resolved.train.steps):
+        _refuse_unused(folder, changes, resolved)
+        if console:
+            steps = resolved.train.steps
+            text = f"{folder.path} is already finished ({steps} of {steps} steps)"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        _report(folder, console, oversubscribe)
+        return
+    if not is_queued:
+        check_journal(folder, resolved.resilience)
+    _check_storage(folder, resolved, changes, OverrideCommand.of(context), console)
+    corpora = open_inputs(resolved, lambda stage: console.print(f"{stage} ...") if console else None)
+    if console:
+        for name in corpora.unchecked:
+            text = (
+                f"{name} has no block hashes: tokens are read unchecked (myriad data hash {name} adds them)"
+            )
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+    refuse_other_tokenizer(folder, resolved, corpora)
+    if resolved.train.init_from is not None:
+        from myriad.train.checkpoint_tools.initial_weights import check_initial
+
+        check_initial(folder, resolved)
+    if is_queued:
+        with folder.lock():
+            folder.create_or_resume(resolved)
+            folder.allow_restart(allowed=resolved.checkpoint.restart_from_scratch)
+        _queue(folder, resolved, submit, console)
+        return
+    with folder.lock():
+        step = folder.last_step()
+        folder.create_or_resume(resolved)
+        if resolved.checkpoint.restart_from_scratch or not in_allocation():  # A batch job asked earlier.
+            folder.allow_restart(allowed=resolved.checkpoint.restart_from_scratch)
+        keep_tokenizer(folder, corpora)
+        _show_changes(console, [*changes, *note_corpus(folder, corpora)], step)
+        try:
+            train = _train_here if in_process else _launch
+            ended = train(folder, resolved, console)
+        except RunFailedError as error:  # The rest of the run is reported all the same.
+            if console is None or NO_STATE not in str(error):  # Otherwise there is no state to resume from.
+                _report(folder, console, oversubscribe, error)
+            if console is None:
+                sys.stderr.write(f"myriad: error: {error}\n")
+                raise typer.Exit(error.exit_code) from None
+            raise
+    _end(folder, ended, console, oversubscribe)
+
+
+def _end(run: "Run", ended: str, console: "Console | None", oversubscribe: bool) -> None:
+    """Report how the run ended, also by the exit code."""
+    if ended == "left":
+        if console:
+            text = f"standby ended: another driver is training {run.path}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(_INTERRUPTED)
+    if _report(run, console, oversubscribe, ended=ended):
+        return
+    if ended == "interrupted":
+        raise typer.Exit(_INTERRUPTED)
+    sys.stderr.write(f"myriad: error: all ranks ended before the last step (logs: {run.logs_path})\n")
+    raise typer.Exit(RunFailedError.exit_code)
+
+
+def _check_standby(job: str, run: "Run", resolved: "Job", overrides: list[str]) -> None:
+    from myriad.launchers.standby import check_standby
+
+    if _run_folder(job) is None:
+        raise BadInputError("--standby", job, "must be the folder of a run that is training")
+    for key, _, value in (one.partition("=") for one in overrides):
+        if key != "resilience.listen":
+            allowed = "--standby uses the run's job; only resilience.listen may differ on this machine"
+            raise BadInputError(key, value, allowed)
+    check_standby(run, resolved)
+
+
+def _stand_by(run: "Run", job: "Job", console: "Console | None") -> str:
+    from myriad.cli.train.train_screen import open_screen
+    from myriad.launchers.standby import stand_by
+
+    if console:
+        text = f"standby for {run.path}: takes over if its driver is lost; Ctrl-C ends the standby"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    screen = open_screen(console, run, job.train.steps)
+    try:
+        return stand_by(run, job, screen)
+    finally:
+        screen.close()
+
+
+def _is_queued(job: "Job", submit: bool) -> bool:
+    """Return whether Slurm starts the run later."""
+    from myriad.launchers.slurm import in_allocation
+
+    is_queued = job.resilience.engine == "slurm" and not in_allocation()
+    if submit and not is_queued:
+        raise BadInputError("--submit", True, "only with the engine slurm, and outside a Slurm job")
+    return is_queued
+
+
+def _queue(run: "Run", job: "Job", submit: bool, console: "Console | None") -> None:
+    from myriad.launchers.slurm import submit as submit_script
+    from myriad.launchers.slurm import write_script
+
+    script = write_script(run, job)
+    number = submit_script(script) if submit else None
+    if console is None:
+        typer.echo(json.dumps({"run": str(run.path), "script": str(script), "job": number}))
+    elif number is None:
+        console.print(f"sbatch {script}", markup=False, highlight=False, soft_wrap=True)
+    else:
+        told = f"job {number}: {script} (logs in {run.logs_path})"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+
+
+def _check_storage(
+    run: "Run", job: "Job", changes: "Sequence[JobChange]", overrides: list[str], console: "Console | None"
+) -> None:
+    """Refuse a place for checkpoints that cannot be written, before hours of training depend on it. Refuse
+    also another run's place, and one that lacks the run's stored checkpoints. A run whose state is still in
+    memory resumes regardless of missing checkpoints."""
+    from myriad.checkpoint.snapshots.snapshot_client import list_in_memory
+    from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
+    from myriad.checkpoint.storage.folder_owner import check_owner
+
+    moved = next((change for change in changes if change.key == "checkpoint.url"), None)
+    folder = CheckpointFolder(run.checkpoints(job))
+    in_memory = bool(list_in_memory(run.path))
+    if job.checkpoint.url is not None and (moved is not None or not in_memory):
+        try:
+            check_owner(folder, run.path)
+        except OSError as error:
+            raise BadInputError("checkpoint.url", job.checkpoint.url, f"cannot be read: {error}") from None
+    if in_memory:
+        return
+    _check_newer_elsewhere(run, folder, job, overrides, console)
+    if job.checkpoint.url is None and moved is None:
+        return
+    past = run.past()
+    folder.check()
+    if moved is None or job.resilience.nodes > 1 or job.checkpoint.restart_from_scratch:
+        return  # The ranks find the snapshots in other nodes' memory.
+    if past.stored_step and not folder.trained_steps():
+        stored = f"which stored step {past.stored_step} in {moved.before or run.checkpoints_path}"
+        allowed = (
+            f"holds no checkpoint of {run.path}, {stored}: leave the key out, copy the checkpoints there "
+            f"first, or give --checkpoint.restart-from-scratch"
+        )
+        raise BadInputError("checkpoint.url", moved.after, allowed)
+
+
+def _check_newer_elsewhere(
+    run: "Run", folder: "CheckpointFolder", job: "Job", overrides: list[str], console: "Console | None"
+) -> None:
+    """Refuse to resume from an older step than the newest one of this run in another place, as after `myriad
+    checkpoint save`. If the place was given on the command line, print a line instead."""
+    from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
+
+    if job.checkpoint.restart_from_scratch or not run.exists:
+        return
+    place = folder.storage.url
+    others = [(where, step) for where, step in run.past().stored_in if where != place and step]
+    here = max(folder.trained_steps(), default=0) if others else 0
+    for where, step in others:
+        if step <= here:
+            continue
+        try:
+            if step not in CheckpointFolder(where).steps():
+                continue
+            state = f"step {step} of {run.path} is in {where}"
+        except (OSError, BadInputError) as error:
+            state = f"step {step} of {run.path} was stored in {where}, which cannot be read now ({error})"
+        told = f"{state}, and the newest here is step {here}"
+        if not any(one.startswith("checkpoint.url=") for one in overrides):
+            allowed = (
+                f"{told}; resume from step {step}: `myriad train {shlex.quote(str(run.path))} "
+                f"--checkpoint.url {shlex.quote(where)}`; or from step {here}: --checkpoint.url "
+                f"{shlex.quote(job.checkpoint.url or 'off')}"
+            )
+            raise BadInputError("checkpoint.url", job.checkpoint.url or "off", allowed)
+        if console:
+            console.print(f"resumes from step {here}: {told}", markup=False, highlight=False, style="yellow")
+        return
+
+
+def _check_restart(job: "Job", overrides: list[str]) -> None:
+    """Refuse a permission for a single start in a file that every start reads."""
+    typed = any(one.startswith("checkpoint.restart_from_scratch=") for one in overrides)
+    if job.checkpoint.restart_from_scratch and not typed:
+        allowed = (
+            "applies to one start: give --checkpoint.restart-from-scratch on the command line, not in "
+            "job files"
+        )
+        raise BadInputError("checkpoint.restart_from_scratch", True, allowed)
+
+
+def _refuse_unused(run: "Run", changes: "Sequence[JobChange]", job: "Job") -> None:
+    """Refuse keys that a finished run would ignore."""
+    if not changes and not job.checkpoint.restart_from_scratch:
+        return
+    key, before, value = changes[0] if changes else ("checkpoint.restart_from_scratch", False, True)
+    done = run.last_step()
+    others = [change.key for change in changes[1:]]
+    more = f", nor were {', '.join(others)}" if others else ""
+    path = shlex.quote(str(run.path))
+    finished = f"{path} is finished ({done} of {done} steps, with {key} = {before!r})"
+    allowed = f"was not used{more}: {finished}; longer: --train.steps {2 * done}; a new run: --run NAME"
+    raise BadInputError(key, value, allowed)
+
+
+def _show_changes(console: "Console | None", changes: "Sequence[JobChange]", step: int) -> None:
+    for change in changes:
+        text = f"changed after step {step}: {change}"
+        if console:
+            console.print(text, markup=False, highlight=False, soft_wrap=True, style="yellow")
+
+
+def _resolve(job: str, run: str | None, overrides: list[str], *, spread: bool) -> "tuple[Job, Run]":
+    from myriad.job import load_job
+    from myriad.run import Run
+
+    path = _run_folder(job)
+    if path is not None:
+        if run is not None:
+            raise BadInputError("--run", run, f"must be left out: JOB is the run folder {path}")
+        folder = Run(path)
+        if not folder.exists:
+            raise BadInputError("job", job, "must be a run folder; this folder has no job.toml")
+        folder.check_job_file()
+        return load_job(str(folder.job_path), overrides), folder
+    if run == "":
+        raise BadInputError("--run", run, "a name, or a path")
+    resolved = load_job(job, overrides)
+    folder = Run(_run_path(run or resolved.name))
+    return load_job(job, _spread(job, overrides, folder) if spread else overrides), folder
+
+
+def _run_folder(job: str) -> Path | None:
+    """Return the folder of the run to resume; ``None`` for a job. A name of both means the job."""
+    from myriad.recipes import recipe_names
+
+    by_name = Path("runs") / job
+    if Path(job).is_dir():
+        return Path(job)
+    return by_name if (by_name / "job.toml").is_file() and job not in recipe_names("jobs") else None
+
+
+def _spread(job: str, overrides: list[str], run: "Run") -> list[str]:
+    """Return the overrides with a layout for the default job. On two cores it is fastest as two data-parallel
+    ranks of one thread each (measured; the result equals that of one rank). A given layout and the layout of
+    an existing run take precedence."""
+    from myriad.system.machine import num_cores
+
+    if job != _DEFAULT_JOB or any(key.startswith(("layout.", "train.threads")) for key in overrides):
+        return overrides
+    replicas = run.job().layout.dp if run.exists else min(2, num_cores())
+    return [f"layout.dp={replicas}", *overrides]
+
+
+def _run_path(name_or_path: str) -> Path:
+    return Path(name_or_path) if "/" in name_or_path else Path("runs") / name_or_path
+
+
+def _train_here(run: "Run", job: "Job", console: "Console | None") -> Literal["finished", "interrupted"]:
+    """Train in this process; progress is printed as lines, so that a debugger can use the terminal."""
+    from myriad.cli.train.run_progress import Progress
+    from myriad.cli.train.train_screen import PlainScreen
+    from myriad.train.in_process import train_in_process
+
+    if console is None:
+        return train_in_process(run)
+    screen = PlainScreen(console, Progress(run, job.train.steps))
+    return train_in_process(run, screen.tick)
+
+
+def _launch(run: "Run", job: "Job", console: "Console | None") -> Literal["finished", "interrupted"]:
+    from myriad.cli.train.train_screen import open_screen
+    from myriad.launchers.launcher import train_on
+
+    if console and job.resilience.engine == "join":
+        nodes = f"{job.resilience.nodes} node{'' if job.resilience.nodes == 1 else 's'}"
+        join = f"{_program()} join {shlex.quote(str(run.path.resolve()))}"
+        told = f"starts when {nodes} have joined; on each, run `{join}`"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    screen = open_screen(console, run, job.train.steps)
+    try:
+        return train_on(job)(run, job.layout.world, threads=job.train.threads, observer=screen)
+    finally:
+        screen.close()
+
+
+def _report(
+    run: "Run",
+    console: "Console | None",
+    oversubscribe: bool,
+    error: RunFailedError | None = None,
+    ended: str = "",
+) -> bool:
+    """Print the state of a run, and return whether it is finished. ``error``: the error that ended it.
+    ``ended``: the driver's report."""
+    from myriad.cli.report_command import save_report
+    from myriad.cli.train.train_screen import save_plot, show_summary
+    from myriad.data.corpus import EMBEDDED
+    from myriad.reports.run_report.run_summary import finished_unwritten, lost_lines_told, summarize
+
+    # A full disk has no room for the picture; the trained state is stored.
+    with contextlib.suppress(OSError):
+        save_plot(run)
+    save_report(run)
+    summary = summarize(run)
+    if ended == "finished":
+        summary = finished_unwritten(run, summary)
+    finished = summary.state == "finished"
+    if finished and ended and (told := lost_lines_told(run, summary)):
+        sys.stderr.write(f"myriad: WARNING: {told}\n")
+    if console is None:
+        failed = error and {"error": {"message": str(error), "exit_code": error.exit_code}}
+        typer.echo(json.dumps(summary.as_json() | (failed or {})))
+        return finished
+    path = shlex.quote(str(run.path))
+    again = f"{_program()} train {path}{' --oversubscribe' if oversubscribe else ''}"
+    if not finished:
+        if summary.held is not None:
+            _tell_held(console, summary.held, path, again)
+            return False
+        console.print(_stopped(run, summary, again), markup=False, highlight=False, soft_wrap=True)
+        return False
+    longer = f"{again} --train.steps {2 * summary.steps_planned}"
+    prompt = "def " if run.job().data.corpus == EMBEDDED else "The "
+    sample = f'{_program()} sample {path} --prompt "{prompt}"'
+    show_summary(console, run, summary, f"resume:  {longer}\nsample:  {sample}")
+    return True
+
+
+def _tell_held(console: "Console", held: dict[str, Any], path: str, again: str) -> None:
+    """Print where the unstored state is, and the commands that store, resume or discard it."""
+    servers = ", ".join(
+        f"process {one.get('pid')} on {one.get('host')} (node {one.get('node')})"
+        for one in held.get("servers") or []
+    )
+    checkpoint = f"{_program()} checkpoint"
+    lines = [
+        f"stopped at step {held['step']}, held in memory only: {held['problem']}",
+        f"in memory: {servers}, until it is stored or released, or the machine goes down",
+        f"store it elsewhere: {checkpoint} save {path} --to FOLDER_OR_URL",
+        f"and then resume:    {again} --checkpoint.url FOLDER_OR_URL",
+        f"or make room here:  {again}",
+        f"or give it up:      {checkpoint} release {path}",
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _stopped(run: "Run", summary: "Summary", again: str) -> str:
+    """Return where an unfinished run stopped, and the command that resumes it."""
+    step, stored = summary.resumes_from_step, summary.saved_step
+    if step is None:
+        return f"stopped before the first step was saved; `{again}` starts from the first step"
+    at = f"stopped at step {step}"
+    if summary.resumes_from == "memory" and step != stored:
+        minutes = run.job().checkpoint.linger_seconds / 60
+        at += f", kept in memory for {minutes:g} minutes (stored: {f'step {stored}' if stored else 'none'})"
+    return f"{at}; `{again}` resumes from there"
+
+
+def _program() -> str:
+    """Return the command that calls this program from any folder: its name, if it is on the PATH."""
+    called, found = Path(sys.argv[0]).absolute(), shutil.which("myriad")
+    if called.name != "myriad" or (found is not None and Path(found).resolve() == called.resolve()):
+        return "myriad"
+    return shlex.quote(str(called))

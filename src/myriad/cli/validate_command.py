@@ -1,0 +1,235 @@
+"""``myriad validate``: predictions compared with published iteration times, table by table."""
+
+from collections.abc import Sequence
+from itertools import count
+from math import isnan
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from myriad.cli.json_output import print_json
+from myriad.cli.output_files import check_picture, write_picture
+from myriad.cli.progress_bar import count_bar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from myriad.planner import ErrorScore, PublishedTable, SystemRatio, TableResult
+
+__all__ = ["register", "validate"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("validate")(validate)
+
+
+def validate(
+    tables: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TABLE.csv]...",
+            help="CSV files with the columns of one of Myriad's tables. Default: Myriad's tables.",
+        ),
+    ] = None,
+    rows: Annotated[bool, typer.Option("--rows", help="Print every row.")] = False,
+    chart: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg|png", help="Draw predicted against published seconds."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Predict published iteration times and report the errors of the predictions.
+
+    zero-shot: data sheets and the planner's constants, the same for every table.
+
+    calibrated: four factors fitted to the table's other rows, without the row that is predicted; and fitted
+    without all rows of its model.
+    """
+    if chart is not None:
+        check_picture("--chart", chart)
+    results = _predict(tables)
+    if chart is not None:
+        from myriad.reports.charts.validation_chart import draw
+
+        write_picture("--chart", chart, draw(results))
+    if as_json:
+        print_json(_as_json(results))
+    else:
+        _print(results, rows=rows)
+
+
+def _predict(names: list[str] | None) -> "list[TableResult]":
+    """Predict every row of the tables."""
+    from myriad.planner import builtin_tables, predict_table, read_table
+    from myriad.recipes.cluster import load_cluster, scale_cluster
+
+    read: list[PublishedTable] = [
+        read_table(name, lambda cluster, gpus: scale_cluster(load_cluster(cluster), gpus))
+        for name in names or builtin_tables()
+    ]
+    total, done = sum(len(table.rows) for table in read), count(1)
+    with count_bar("predicting") as show:
+        show("predicting", 0, total)
+        return [predict_table(table, lambda: show("predicting", next(done), total)) for table in read]
+
+
+def _as_json(results: "Sequence[TableResult]") -> dict[str, Any]:
+    from myriad.planner import interval, intervals, ratios
+
+    tables = []
+    for result, (width, inside) in zip(results, intervals(results), strict=True):
+        tables.append(
+            {
+                "table": result.table.name,
+                "source": result.table.source,
+                "zero_shot": _score(result.zero_shot),
+                "calibrated": _score(result.calibrated),
+                "model_left_out": _score(result.left_out),
+                "factors": dict(zip(_FACTORS, result.factors, strict=True)),
+                "interval_ratio": width,
+                "interval_coverage_ratio": inside,
+                "rows": [_row(one) for one in result.rows],
+                "ratios": [_ratio(one) for one in ratios(result)],
+            }
+        )
+    return {"tables": tables, "interval_ratio": interval(results)}
+
+
+_FACTORS = ("matmul", "streams", "tensor", "rest")
+
+
+def _row(one: Any) -> dict[str, Any]:
+    layout = one.workload.layout
+    return {
+        "row": one.row.name,
+        "published_seconds": one.row.seconds,
+        "predicted_seconds": one.seconds,
+        "error_ratio": one.error,
+        "published_mfu": one.row.mfu(one.row.seconds),
+        "predicted_mfu": one.row.mfu(one.seconds),
+        "open": {"micro_batch": layout.micro_batch, "virtual_stages": layout.virtual_stages}
+        if len(one.row.works) > 1
+        else {},
+    }
+
+
+def _ratio(one: "SystemRatio") -> dict[str, Any]:
+    return {
+        "setting": one.setting,
+        "system": one.system,
+        "baseline": one.baseline,
+        "published_mfu_ratio": one.published,
+        "predicted_mfu_ratio": one.predicted,
+    }
+
+
+def _score(score: "ErrorScore | None") -> dict[str, Any] | None:
+    if score is None:
+        return None
+    return {
+        "mean_error_ratio": score.mean,
+        "worst_error_ratio": score.worst,
+        "bias_ratio": score.bias,
+        "one_sided": score.is_one_sided,
+        "rank_correlation": score.rank_correlation,
+    }
+
+
+def _print(results: "Sequence[TableResult]", *, rows: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    from myriad.planner import interval, intervals
+
+    console = Console()
+    if rows:
+        for result in results:
+            console.print(_rows(result), "")
+        console.print(
+            "chosen: micro-batch and virtual stages, where the source leaves them open.\n", style="dim"
+        )
+    title = "Errors of predicted iteration times"
+    grid = Grid(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    grid.add_column("table", no_wrap=True)
+    for name in ("rows", "mean", "worst", "bias", "ranks", "fitted", "left out", "90 %", "covered"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for result, (width, inside) in zip(results, intervals(results), strict=True):
+        zero, alone = result.zero_shot, isnan(width)
+        grid.add_row(
+            result.table.title,
+            str(len(result.rows)),
+            f"{zero.mean:.1%}",
+            f"{zero.worst:.1%}",
+            f"{zero.bias:+.1%}" + ("!" if zero.is_one_sided else ""),
+            "" if zero.rank_correlation is None else f"{zero.rank_correlation:.2f}",
+            _mean(result.calibrated),
+            _mean(result.left_out),
+            "" if alone else f"±{width:.0%}",
+            "" if alone else f"{inside:.0%}",
+        )
+    console.print(grid)
+    console.print(_LEGEND, style="dim")
+    _print_ratios(console, results)
+    console.print(f"A system in none of these tables: 90 % of times within ±{interval(results):.0%}.")
+
+
+def _print_ratios(console: "Console", results: "Sequence[TableResult]") -> None:
+    """Print the MFU of the systems of each table relative to its first system."""
+    from rich.table import Table as Grid
+
+    from myriad.planner import ratios
+
+    found = [one for result in results for one in ratios(result)]
+    if not found:
+        return
+    grid = Grid(title="Ratios of MFU", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("setting", "compared"):
+        grid.add_column(name, overflow="fold")
+    for name in ("published", "predicted", "error"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for one in found:
+        grid.add_row(
+            one.setting,
+            f"{one.system} / {one.baseline}",
+            f"{one.published:.2f} x",
+            f"{one.predicted:.2f} x",
+            f"{one.predicted / one.published - 1:+.1%}",
+        )
+    console.print("", grid, "")
+
+
+_LEGEND = """\
+mean, worst, bias: zero-shot errors of predicted times (!: all of one sign).
+ranks: rank correlation. fitted: mean error with factors fitted to other rows;
+left out: with factors fitted to the rows of other models.
+90 %: interval from the errors of the other tables, each of equal weight;
+covered: share of this table's rows within it."""
+
+
+def _mean(score: "ErrorScore | None") -> str:
+    return "" if score is None else f"{score.mean:.1%}"
+
+
+def _rows(result: "TableResult") -> Any:
+    from rich.table import Table as Grid
+
+    title = f"{result.table.title} ({result.table.source})"
+    grid = Grid(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    grid.add_column("row", overflow="fold")
+    for name in ("seconds", "predicted", "error", "MFU", "predicted"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    grid.add_column("chosen", no_wrap=True)
+    for one in result.rows:
+        layout, row = one.workload.layout, one.row
+        grid.add_row(
+            row.name,
+            f"{row.seconds:.3f}",
+            f"{one.seconds:.3f}",
+            f"{one.error:+.1%}",
+            f"{row.mfu(row.seconds):.1%}",
+            f"{row.mfu(one.seconds):.1%}",
+            f"mb {layout.micro_batch}, v {layout.virtual_stages}" if len(row.works) > 1 else "",
+        )
+    return grid

@@ -1,0 +1,208 @@
+"""Endpoints about the whole run: what it is, its state, its events and faults, and where a step's time
+goes."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from myriad.dashboard.analyst import Analyst
+from myriad.dashboard.api.query_parameters import as_int
+from myriad.dashboard.api.rank_api import told_silent
+from myriad.dashboard.insight.losses import Losses
+from myriad.dashboard.node_table import evidence_rows, health_of, node_rows
+from myriad.dashboard.run_files import number
+from myriad.dashboard.run_status import state_sentence
+from myriad.dashboard.watched_run import Watched
+from myriad.run.event_text import event_text
+from myriad.system.jsonl import Record
+from myriad.units import format_seconds
+
+__all__ = ["faults", "overview", "run"]
+
+_MOST_EVENTS, _MOST_NUMBER = 500, 2**53
+_BEHIND_SECONDS = 10.0
+_ABOUT_LAST_STEP = ("held", "checkpoint", "finish", "start")
+_DECISIONS = (
+    *("fault", "diagnosis", "health", "refusal", "quarantine", "eviction", "restart", "move", "takeover"),
+    *("spares", "replace", "drain", "requeue", "spike", "skip", "bad_block", "start_over", "retry", "held"),
+)
+
+
+def run(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the run is: name, state, layout, phases and counts."""
+    files, store, ranks = watched.files, watched.store, watched.ranks
+    steps = store.steps()
+    layout = {axis: getattr(ranks.layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep", "virtual_stages")}
+    return {
+        "name": files.run.path.resolve().name,
+        "state": watched.state,
+        "sentence": sentence(watched, analyst),
+        "world": ranks.world,
+        "layout": layout,
+        "node_size": ranks.node_size,
+        "nodes": [f"node {node}" for node in range(-(-ranks.world // ranks.node_size))],
+        "phases": store.names.phases_in_order(),
+        "first_step": steps[0] if steps else None,
+        "last_step": watched.last_step,
+        "first_seconds": None if store.first_ns is None else store.first_ns * 1e-9,
+        "predicted": watched.plan is not None,
+        "peak_flops": files.peaks.flops_per_second,
+        "peak_source": files.peaks.source or None,
+        "dropped": dropped(watched),
+        "problems": [*store.counts.problems, *files.problems],
+        "clock_error_seconds": store.clock_error_seconds,
+        "attempts": sum(event.get("event") == "start" for event in files.events),
+    }
+
+
+def dropped(watched: Watched) -> dict[str, int]:
+    """Return the number of spans and files that are not shown, by reason."""
+    counts = watched.store.counts
+    return {
+        "spans_lost_by_ranks": counts.lost_before,
+        "spans_too_old": counts.too_old,
+        "steps_forgotten": counts.dropped_steps,
+        "batches_refused": counts.refused_batches,
+        "batches_sent_again": counts.repeated_batches,
+        "batches_flooded": counts.flooded_batches,
+        "files_refused": counts.refused_files,
+        "lines_wrong": watched.files.num_wrong_lines,
+        "steps_without_line": watched.files.steps.without_line,
+        "spans_kept": counts.kept,
+    }
+
+
+def sentence(watched: Watched, analyst: Analyst) -> str:
+    """Return the state of the run in a sentence, with the first problem."""
+    step, planned = watched.steps_done, watched.files.job.train.steps
+    told = state_sentence(watched.state, step, planned, watched.step_seconds, watched.quiet_seconds)
+    if (still := analyst.standstill()) is not None:
+        parts = [told, told_silent(watched, still)]
+    else:
+        parts = [told, *(one.sentence for one in analyst.suspects[:1])]
+    return "; ".join([*parts, *_doubts(watched)])
+
+
+def _doubts(watched: Watched) -> list[str]:
+    """Return why the shown data may be stale, and which state may be lost."""
+    files, found = watched.files, []
+    if files.is_gone:
+        found.append(f"the run's folder {files.run.path} is gone: this is what was read before")
+    elif (behind := watched.behind_seconds) > _BEHIND_SECONDS:
+        found.append(f"its files have been read for {format_seconds(behind)}: the disk is slow, or hangs")
+    newest = next((one for one in reversed(files.events) if one.get("event") in _ABOUT_LAST_STEP), {})
+    if newest.get("event") == "held":
+        step = _whole(newest.get("step"))
+        found.append(f"step {step} is in memory only: `myriad checkpoint save` stores it elsewhere")
+    return found
+
+
+def overview(watched: Watched, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the curves, the account of time and the newest events."""
+    points = as_int(query, "points", 2000, 2, 20_000)
+    account, events = watched.account, watched.files.events
+    first = max(0, len(events) - _MOST_EVENTS)
+    return {
+        **watched.files.curves.thinned(points, watched.files.peaks),
+        "ledger": account.get("classes", {}),
+        "ettr": account.get("effective_ratio"),
+        "goodput": account.get("goodput_tokens_per_second"),
+        "num_events": len(events),
+        "events": [_event(event, place) for place, event in enumerate(events[first:], first)],
+    }
+
+
+def _event(event: Record, place: int) -> dict[str, Any]:
+    """Return an event as JSON; ``place`` is its index among all events."""
+    return {
+        "place": place,
+        "time": number(event.get("time")),
+        "event": str(event.get("event", "")),
+        "text": event_text(event),
+        **{key: _whole(event.get(key)) for key in ("step", "rank", "node")},
+    }
+
+
+def _whole(value: Any) -> int | None:
+    """Return a step, rank or node number; ``None`` if the value is not one."""
+    found = number(value)
+    return int(found) if found is not None and 0 <= found < _MOST_NUMBER else None
+
+
+def faults(watched: Watched, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the nodes, the decisions about them, and the checkpoints."""
+    events = enumerate(watched.files.events)
+    decided = [(place, event) for place, event in events if event.get("event") in _DECISIONS]
+    of_kind: dict[str, list[dict[str, Any]]] = {
+        kind: [_decision(event, place) for place, event in decided if event["event"] == kind][-_MOST_EVENTS:]
+        for kind in ("eviction", "diagnosis")
+    }
+    return {
+        "nodes": _nodes(watched, [event for _, event in decided]),
+        "evidence": evidence_rows(watched.files.run.counters_path / "around"),
+        "decisions": [_decision(event, place) for place, event in decided[-_MOST_EVENTS:]],
+        "num_decisions": len(decided),
+        "evictions": of_kind["eviction"],
+        "diagnoses": of_kind["diagnosis"],
+        "checkpoints": watched.checkpoints.newest(),
+    }
+
+
+def _decision(event: Record, place: int) -> dict[str, Any]:
+    return _event(event, place) | {key: event.get(key) for key in ("cause", "verdict", "rule", "evidence")}
+
+
+def _nodes(watched: Watched, decided: list[Record]) -> list[dict[str, Any]]:
+    """Return a row for each node. Its heartbeat is the end of the newest span of its ranks, or the newest
+    line of link counters, which the node agent writes each second whatever the ranks do."""
+    ranks, ends = watched.ranks, watched.store.last_end_ns
+    looks, now, health = watched.node_looks(), time.time(), health_of(decided)
+    facts = watched.node_facts()
+    known = {row["node"]: row for row in node_rows(facts, looks, health, now)}
+    nodes = []
+    for node in range(-(-ranks.world // ranks.node_size)):
+        members = ranks.ranks_of_node(node)
+        heard = [int(ends[members].max()) * 1e-9, looks[node].time if node in looks else -1.0]
+        ago = None if max(heard) < 0 else max(0.0, now - max(heard))
+        span = [int(members[0]), int(members[-1])]
+        nodes.append(
+            known.get(node, {})
+            | {
+                "node": node,
+                "heartbeat_seconds_ago": ago,
+                "health": health.get(node, "no complaint"),
+                "ranks": span,
+            }
+        )
+    return nodes
+
+
+_MOST_STEP = 2**31 - 1
+
+
+def waterfall(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the time losses from the peak down to the MFU, measured over the newest steps and predicted."""
+    found, plan = analyst.losses(None, None), watched.plan
+    return {
+        "measured": None if found is None else _as_json(found),
+        "predicted": None if plan is None else _as_json(plan.losses),
+    }
+
+
+def shares(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the time losses over selected steps, as shares of the step time."""
+    last = as_int(query, "last", -1, 0, _MOST_STEP)
+    first = as_int(query, "first", -1, 0, _MOST_STEP)
+    found = analyst.losses(None if first < 0 else first, None if last < 0 else last)
+    return {} if found is None else {"seconds": found.step_seconds, "shares": dict(found.shares)}
+
+
+def _as_json(found: Losses) -> dict[str, Any]:
+    rows = [{"name": name, "lost": lost, "left": left} for name, lost, left in found.waterfall()]
+    return {
+        "step_seconds": found.step_seconds,
+        "ideal_seconds": found.ideal_seconds,
+        "mfu": found.mfu,
+        "bubble_and_slower_told_apart": found.split,
+        "losses": rows,
+    }

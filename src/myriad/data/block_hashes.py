@@ -1,0 +1,167 @@
+"""Hashes of a token file by block: ``NAME.blocks`` beside ``NAME.bin``, so that a read of a few kilobytes can
+be verified without a pass over the file.
+
+    NAME.blocks   "MYRBLK1\0"  u32 bytes of a block  u32 token type (as in NAME.idx)  u64 bytes of NAME.bin
+                  u64[ceil(bytes / block)]  XXH3-64 of each block
+                  16 bytes  XXH3-128 of all of the above
+
+Little endian. The manifest of a prepared corpus holds the hash of this file too, so manifest, block hashes
+and tokens form a tree. A Megatron corpus has no manifest; the file is verified by its own last 16 bytes. A
+block is 64 KiB, which a random read of a mapped file brings in anyway (128 KiB of read-ahead in Linux). Its
+hash costs one byte for 8 KiB of tokens.
+
+Write block hashes: with a corpus when it is made, or later for one that has none.
+
+    myriad data hash CORPUS    a prepared folder: each shard is compared with the manifest on the way
+                               a Megatron prefix: there is nothing to compare; the present tokens are hashed
+
+Tokens are read once. ``NAME.blocks`` is written after them and the manifest last, so a kill leaves the corpus
+as it was, or with files that the same command replaces.
+"""
+
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from myriad.data.corpus_manifest import FileRecord, Manifest, hash_file, read_manifest
+from myriad.data.indexed import IndexedShard
+from myriad.errors import BadInputError
+from myriad.system.whole_file import write_whole
+
+__all__ = [
+    "BLOCKS_SUFFIX",
+    "BLOCK_BYTES",
+    "BlockHashes",
+    "add_block_hashes",
+    "hash_blocks",
+    "hash_prefix",
+    "record_files",
+]
+
+BLOCK_BYTES = 1 << 16
+BLOCKS_SUFFIX = ".blocks"
+_MAGIC = b"MYRBLK1\x00"
+_HEADER = struct.Struct("<8sIIQ")
+_OWN_BYTES = 16
+_READ_BYTES = 1 << 22
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 1 << 12, 1 << 26
+
+
+@dataclass(frozen=True)
+class BlockHashes:
+    """Hashes of the blocks of one token file."""
+
+    size_bytes: int
+    """Size of the token file."""
+    token_type: int
+    """Code of the token type in Megatron's index."""
+    hashes: NDArray[np.uint64]
+    """XXH3-64 of each block, the last of which may be shorter."""
+    block_bytes: int = BLOCK_BYTES
+
+    def encode(self) -> bytes:
+        """Return the content of ``NAME.blocks``."""
+        head = _HEADER.pack(_MAGIC, self.block_bytes, self.token_type, self.size_bytes)
+        body = head + self.hashes.astype("<u8").tobytes()
+        return body + xxhash.xxh3_128_digest(body)
+
+    def write(self, path: Path) -> None:
+        """Write the hashes to ``NAME.blocks`` atomically."""
+        write_whole(path, self.encode())
+
+    @classmethod
+    def parse(cls, raw: bytes) -> "BlockHashes":
+        """Parse the content of ``NAME.blocks``. Raises ``ValueError`` with the reason."""
+        if len(raw) < _HEADER.size + _OWN_BYTES or not raw.startswith(_MAGIC):
+            raise ValueError("is not a file of block hashes")
+        if xxhash.xxh3_128_digest(raw[:-_OWN_BYTES]) != raw[-_OWN_BYTES:]:
+            raise ValueError("has other bytes than were written")
+        _, block_bytes, token_type, size = _HEADER.unpack_from(raw)
+        hashes = np.frombuffer(raw[_HEADER.size : -_OWN_BYTES], "<u8")
+        is_known = _SMALLEST_BLOCK <= block_bytes <= _LARGEST_BLOCK and block_bytes % 8 == 0
+        if not is_known or len(hashes) != -(-size // block_bytes):
+            raise ValueError(f"has {len(hashes)} hashes of blocks of {block_bytes} bytes for {size} bytes")
+        return cls(size, token_type, hashes, block_bytes)
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Return the first byte and the size of a block."""
+        start = number * self.block_bytes
+        return start, min(self.block_bytes, self.size_bytes - start)
+
+    def is_right(self, number: int, content: bytes | memoryview) -> bool:
+        """Return whether these bytes are the ones that were written as a block."""
+        return bool(xxhash.xxh3_64_intdigest(content) == int(self.hashes[number]))
+
+
+def hash_blocks(path: Path, token_type: int) -> tuple[BlockHashes, str]:
+    """Read a token file once, and return the hashes of its blocks and the XXH3-128 of the whole."""
+    whole, size = xxhash.xxh3_128(), 0
+    hashes: list[int] = []
+    for part in _parts(path):
+        whole.update(part)
+        size += len(part)
+        view = memoryview(part)
+        hashes += [
+            xxhash.xxh3_64_intdigest(view[start : start + BLOCK_BYTES])
+            for start in range(0, len(view), BLOCK_BYTES)
+        ]
+    return BlockHashes(size, token_type, np.array(hashes, np.uint64)), whole.hexdigest()
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    """Yield parts of equal size (but for the last), as hashing by block needs."""
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            yield part
+
+
+def record_files(folder: Path, shards: Iterable[str], others: Iterable[str]) -> dict[str, FileRecord]:
+    """Write the block hashes of the shards; return the records of all their files and of ``others``."""
+    records = {name: hash_file(folder / name) for name in others}
+    for name in shards:
+        records[f"{name}.bin"] = _write_blocks(folder / name)
+        records |= {part: hash_file(folder / part) for part in (f"{name}.idx", f"{name}{BLOCKS_SUFFIX}")}
+    return records
+
+
+def _write_blocks(prefix: Path, expected: FileRecord | None = None) -> FileRecord:
+    """Write ``NAME.blocks``, and return the record of ``NAME.bin``. Raises `BadInputError` if it differs
+    from ``expected``."""
+    path = prefix.with_name(prefix.name + ".bin")
+    hashes, whole = hash_blocks(path, IndexedShard(prefix).token_type)
+    found = FileRecord(size_bytes=hashes.size_bytes, xxh3_128=whole)
+    if expected is not None and found != expected:
+        allowed = f"{path.name} has other bytes than were written; restore it before its hashes are recorded"
+        raise BadInputError("shard", str(prefix), allowed)
+    hashes.write(prefix.with_name(prefix.name + BLOCKS_SUFFIX))
+    return found
+
+
+def add_block_hashes(folder: Path, done: Callable[[int, int], None] = lambda _, __: None) -> Manifest:
+    """Add block hashes to a prepared corpus; ``done`` takes the bytes hashed and all bytes.
+
+    Raises `BadInputError` for a shard that differs from its manifest.
+    """
+    manifest = read_manifest(folder)
+    missing = [one.name for one in manifest.shards if f"{one.name}{BLOCKS_SUFFIX}" not in manifest.files]
+    total, hashed = sum(manifest.files[f"{name}.bin"].size_bytes for name in missing), 0
+    records = dict(manifest.files)
+    for name in missing:
+        hashed += _write_blocks(folder / name, records[f"{name}.bin"]).size_bytes
+        records[f"{name}{BLOCKS_SUFFIX}"] = hash_file(folder / f"{name}{BLOCKS_SUFFIX}")
+        done(hashed, total)
+    if missing:
+        manifest = manifest.model_copy(update={"files": records})
+        manifest.write(folder)
+    return manifest
+
+
+def hash_prefix(prefix: Path) -> FileRecord:
+    """Write the block hashes of a Megatron corpus in its present state, and return the record of its
+    tokens."""
+    return _write_blocks(prefix)

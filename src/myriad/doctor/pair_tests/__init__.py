@@ -1,0 +1,1 @@
+"""Pairwise network tests among several nodes, and collective rounds among groups of them."""

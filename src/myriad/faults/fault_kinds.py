@@ -1,0 +1,476 @@
+"""The kinds of faults: what each is, how it is caused, and its aim, which is how a run must react to it.
+
+Grading reads only these aims. Only their times depend on the machine: they hold for a machine that is not
+overloaded.
+"""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from myriad.program.actions import Kind as ActionKind
+
+__all__ = ["KINDS", "MOMENTS", "PHASES", "SIGNALS", "Aim", "KindName", "Target", "aim_of"]
+
+KindName = Literal[
+    "kill",
+    "segv",
+    "abort",
+    "stop",
+    "freeze",
+    "slow-process",
+    "pause",
+    "exception",
+    "hang",
+    "slow",
+    "host-memory",
+    "disk-full",
+    "damage",
+    "flip",
+    "nan-once",
+    "nan-always",
+    "spike",
+    "link-down",
+    "link-flap",
+    "link-flapping",
+    "partition",
+    "device-fault",
+    "device-lost",
+    "device-complaint",
+]
+Target = Literal[
+    "rank",
+    "driver",
+    "executor",
+    "fork-server",
+    "node",
+    "loader",
+    "keeper",
+    "storage",
+    "checkpoint",
+    "standby",
+    "redis",
+    "watch",
+    "run",
+    "corpus",
+]
+ObservedBy = Literal["driver", "successor", "storage", "load", "diagnosis", "ranks", "health", "nothing"]
+
+SIGNALS: Mapping[KindName, signal.Signals] = {
+    "kill": signal.SIGKILL,
+    "segv": signal.SIGSEGV,
+    "abort": signal.SIGABRT,
+    "stop": signal.SIGSTOP,
+}
+"""Kinds that only send a signal."""
+PHASES = ("starting", "loading", "step", "validating", "saving", "ending")
+MOMENTS = (*PHASES, *map(str, ActionKind))
+"""Phases of a rank and parts of a step, by their names on the progress page."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aim:
+    """The aim of a fault: how a run must react to it."""
+
+    seen: ObservedBy = "driver"
+    """How the fault is observed.
+
+    driver           the driver reports a `fault` with a cause
+    successor        the process that starts a successor observes it
+    storage, load    the process that stores or loads a checkpoint reports it
+    diagnosis        the driver reports a slow rank, and the run continues
+    health           the driver reports a link or device, and lets the run continue
+    ranks            all ranks report a `spike` in the step
+    nothing          there is no report and no effect
+    """
+    causes: tuple[str, ...] = ()
+    """Accepted causes; the driver must report one of them."""
+    detected_seconds: float
+    median_steps: float = 0.0
+    """Limit of the time to detection in median steps, if that is longer."""
+    trains_seconds: float | None = None
+    """Seconds from detection until all ranks train again."""
+    steps_lost: int | None = None
+    """Most steps that may be lost."""
+    verified: bool = False
+    """Whether the fault must be found at the next comparison of replicas."""
+    restarts: bool = True
+    """Whether all ranks must restart."""
+    stops: bool = False
+    """Whether the run must stop with the reason."""
+    gives_way: bool = False
+    """Whether a spare must replace the node."""
+    fenced_seconds: float | None = None
+    """Seconds after which a node that is cut off has ended its ranks by itself."""
+    same_bits: bool = True
+    """Whether the result must equal the undisturbed run bit for bit; otherwise sums may have another
+    order."""
+    also: str = ""
+    """The rest of the aim in words. It follows from the other fields, or holds for every fault."""
+
+
+@dataclass(frozen=True)
+class FaultKind:
+    """One kind of fault."""
+
+    what: str
+    how: str
+    aims: Mapping[Target, Aim]
+    """Aim for each allowed target."""
+    inside: bool = False
+    """Whether the rank causes the fault itself, armed at its start. Otherwise it comes from outside."""
+    needs_root: bool = False
+    needs_hosts: bool = False
+    """Whether it needs nodes in network namespaces."""
+
+
+_CRASH = Aim(causes=("killed", "crash"), detected_seconds=0.25, trains_seconds=1.0, steps_lost=1)
+_DRIVER = Aim(
+    seen="successor",
+    detected_seconds=5.0,
+    steps_lost=0,
+    restarts=False,
+    also="another takes over from its journal; no rank notices",
+)
+_LOADER = Aim(
+    seen="successor",
+    detected_seconds=10.0,
+    steps_lost=0,
+    restarts=False,
+    also="only the loader starts again",
+)
+_STANDBY = Aim(
+    seen="successor",
+    detected_seconds=8.0,
+    steps_lost=0,
+    restarts=False,
+    also="its launcher starts another; no rank notices",
+)
+_REDIS = Aim(
+    seen="health",
+    detected_seconds=8.0,
+    steps_lost=0,
+    restarts=False,
+    also="reported; training goes on from what the driver's machine has",
+)
+_NOTHING = Aim(
+    seen="nothing",
+    detected_seconds=0.0,
+    steps_lost=0,
+    restarts=False,
+    also="training goes on; nothing is restarted or reported as a fault",
+)
+_FORK_SERVER = Aim(
+    causes=("killed",),
+    detected_seconds=0.25,
+    steps_lost=1,
+    also="its ranks end with it, and another is started",
+)
+_KINDS: dict[KindName, FaultKind] = {
+    "kill": FaultKind(
+        "a process ends at once, without a word",
+        "SIGKILL",
+        {
+            "rank": _CRASH,
+            "driver": _DRIVER,
+            "executor": Aim(causes=("node",), detected_seconds=3.5, steps_lost=1),
+            "node": Aim(
+                causes=("node",),
+                detected_seconds=3.5,
+                also="executor, ranks and the memory of snapshots: goes on from the newest that is stored",
+            ),
+            "fork-server": _FORK_SERVER,
+            "loader": _LOADER,
+            "keeper": Aim(
+                seen="successor",
+                detected_seconds=10.0,
+                steps_lost=0,
+                restarts=False,
+                also="training goes on; snapshots do again",
+            ),
+            "standby": _STANDBY,
+            "redis": _REDIS,
+            "watch": _NOTHING,
+        },
+    ),
+    "segv": FaultKind("a rank reads memory that is not its own", "SIGSEGV", {"rank": _CRASH}),
+    "abort": FaultKind("a rank's library gives up", "SIGABRT", {"rank": _CRASH}),
+    "stop": FaultKind(
+        "a process lives and does nothing more",
+        "SIGSTOP",
+        {
+            "rank": Aim(causes=("stopped",), detected_seconds=3.0, trains_seconds=1.0, steps_lost=1),
+            "executor": Aim(causes=("node",), detected_seconds=3.5, steps_lost=1),
+            "fork-server": replace(_FORK_SERVER, detected_seconds=5.0),
+            "loader": _LOADER,
+            "driver": _DRIVER,
+            "keeper": Aim(
+                seen="storage",
+                detected_seconds=5.0,
+                steps_lost=0,
+                restarts=False,
+                also="training goes on; it is continued, so its snapshots are not lost",
+            ),
+            "standby": _STANDBY,
+            "redis": _REDIS,
+            "watch": _NOTHING,
+        },
+    ),
+    "freeze": FaultKind(
+        "a process hangs: it is alive, and none of its threads runs",
+        "all its threads are held by ptrace",
+        {
+            "rank": Aim(causes=("hang",), detected_seconds=15.0, median_steps=5.0, steps_lost=1),
+            "executor": Aim(causes=("node",), detected_seconds=5.0, steps_lost=1),
+            "fork-server": replace(_FORK_SERVER, detected_seconds=8.0),
+            "loader": _LOADER,
+            "driver": _DRIVER,
+            "standby": _STANDBY,
+            "redis": _REDIS,
+            "watch": _NOTHING,
+            "keeper": Aim(
+                seen="storage",
+                detected_seconds=8.0,
+                steps_lost=0,
+                restarts=False,
+                also="it is killed, with the snapshots in its memory; training goes on with another",
+            ),
+        },
+    ),
+    "slow-process": FaultKind(
+        "a process has a fifth of the time, for lasts_seconds",
+        "SIGSTOP for 0.4 s and SIGCONT for 0.1 s, again and again",
+        dict.fromkeys(("rank", "driver", "executor", "fork-server", "loader", "keeper", "redis"), _NOTHING),
+    ),
+    "pause": FaultKind(
+        "the whole machine is paused for lasts_seconds, as containers and virtual machines are",
+        "all threads of all processes of the run, and of its launcher, are held by ptrace",
+        {"run": _NOTHING},
+    ),
+    "exception": FaultKind(
+        "an error of the user's program, the same at the same step in every attempt",
+        "the rank raises RuntimeError",
+        {
+            "rank": Aim(
+                causes=("user",),
+                detected_seconds=0.25,
+                stops=True,
+                also="the second time the run stops with the traceback; nobody is evicted",
+            )
+        },
+        inside=True,
+    ),
+    "hang": FaultKind(
+        "a rank goes on living and never enters what the others wait in",
+        "the rank sleeps for ever",
+        {
+            "rank": Aim(
+                causes=("hang",),
+                detected_seconds=15.0,
+                median_steps=5.0,
+                trains_seconds=1.0,
+                steps_lost=1,
+                also="the first that did not enter is named, its stacks are in its log",
+            )
+        },
+        inside=True,
+    ),
+    "slow": FaultKind(
+        "a rank computes several times as long as it should, and goes on doing so",
+        "the rank sleeps after each forward and backward, in proportion to the time that it took",
+        {
+            "rank": Aim(
+                seen="diagnosis",
+                detected_seconds=60.0,
+                median_steps=10.0,
+                restarts=False,
+                same_bits=False,
+                also="work moves away from it where that pays; nobody is evicted",
+            )
+        },
+        inside=True,
+    ),
+    "host-memory": FaultKind(
+        "a rank takes all memory that the node has, and the kernel kills it",
+        "a memory control group for the run; the rank fills what is free in it",
+        {"rank": Aim(causes=("host memory",), detected_seconds=0.25, trains_seconds=1.0, steps_lost=1)},
+        inside=True,
+        needs_root=True,
+    ),
+    "disk-full": FaultKind(
+        "the disk of the checkpoints is full for a while",
+        "a tmpfs as the folder of checkpoints, filled to its last byte, and freed",
+        {
+            "storage": Aim(
+                seen="storage",
+                detected_seconds=10.0,
+                steps_lost=0,
+                restarts=False,
+                also="training does not stop; saves fail softly, and succeed again",
+            )
+        },
+        needs_root=True,
+    ),
+    "damage": FaultKind(
+        "a bit of the newest checkpoint flips, and memory is lost, so that it is needed; or bits of tokens",
+        "a byte of a tensor file is changed, then SIGKILL of the keeper and a rank; or a byte of each block "
+        "of the tokens of a copy of the corpus, so that whatever is read next is wrong",
+        {
+            "checkpoint": Aim(
+                seen="load",
+                detected_seconds=10.0,
+                also="found at load and set aside; goes on from the verified step before",
+            ),
+            "corpus": Aim(
+                causes=("data",),
+                detected_seconds=5.0,
+                stops=True,
+                also="the run stops with the file and the byte, and is not tried again",
+            ),
+        },
+    ),
+    "flip": FaultKind(
+        "a bit of a parameter flips in one rank's memory, and nothing fails",
+        "the rank flips the highest bit of a parameter's fraction",
+        {
+            "rank": Aim(
+                causes=("corruption",),
+                detected_seconds=1.5,
+                verified=True,
+                trains_seconds=1.0,
+                also="the rank that differs from the majority is named, of two both; goes on from before",
+            )
+        },
+        inside=True,
+    ),
+    "nan-once": FaultKind(
+        "a gradient of one rank is not a number, once",
+        "the rank writes NaN into the gradients that it is about to send",
+        {
+            "rank": Aim(
+                causes=("nan",),
+                detected_seconds=0.25,
+                trains_seconds=1.0,
+                steps_lost=1,
+                also="nothing is updated; gone on replay: told as transient",
+            )
+        },
+        inside=True,
+    ),
+    "nan-always": FaultKind(
+        "a gradient of one rank is not a number, at the same batch in every attempt",
+        "the rank writes NaN into the gradients that it is about to send",
+        {
+            "rank": Aim(
+                causes=("nan",),
+                detected_seconds=0.25,
+                stops=True,
+                also="it comes again on replay: the run stops with the reason; nobody is evicted",
+            )
+        },
+        inside=True,
+    ),
+    "spike": FaultKind(
+        "gradients of one rank are a thousand times too large, once",
+        "the rank scales those that it is about to send",
+        {
+            "rank": Aim(
+                seen="ranks",
+                detected_seconds=0.25,
+                median_steps=1.0,
+                steps_lost=0,
+                restarts=False,
+                also="gone when the step is computed again in place: told as transient",
+            )
+        },
+        inside=True,
+    ),
+    "link-down": FaultKind(
+        "a node's link under ranks goes down and stays so; the driver is reached by another",
+        "`ip link set down` of the switch's port into which the node's eth1 goes",
+        {
+            "node": Aim(
+                causes=("link",),
+                detected_seconds=2.0,
+                gives_way=True,
+                also="the link is named; ranks end when it has been down for 3 s",
+            )
+        },
+        needs_root=True,
+        needs_hosts=True,
+    ),
+    "link-flap": FaultKind(
+        "a node's link under ranks is down for a moment",
+        "the same, and up again after lasts_seconds",
+        {
+            "node": Aim(
+                seen="health",
+                detected_seconds=2.0,
+                steps_lost=0,
+                restarts=False,
+                also="told, and ranks go on",
+            )
+        },
+        needs_root=True,
+        needs_hosts=True,
+    ),
+    "link-flapping": FaultKind(
+        "a node's link under ranks goes down three times in five minutes",
+        "the same three times, up for as long as it was down in between",
+        {
+            "node": Aim(
+                seen="health",
+                detected_seconds=2.0,
+                gives_way=True,
+                also="after the third time, at the end of a step: none is lost",
+            )
+        },
+        needs_root=True,
+        needs_hosts=True,
+    ),
+    "partition": FaultKind(
+        "a node is cut off from the driver and from all others",
+        "all its ports of the switches are taken down",
+        {
+            "node": Aim(
+                causes=("node",),
+                detected_seconds=3.5,
+                gives_way=True,
+                fenced_seconds=3.5,
+                also="its own side ends its ranks in that time, and can store nothing",
+            )
+        },
+        needs_root=True,
+        needs_hosts=True,
+    ),
+    "device-fault": FaultKind(
+        "a rank's device reports an error of its memory that cannot be corrected",
+        "Xid 95 in what a stand-in for the devices' driver says (MYRIAD_DEVICES)",
+        {"rank": Aim(causes=("device",), detected_seconds=10.0, steps_lost=1)},
+    ),
+    "device-lost": FaultKind(
+        "a rank's device is gone",
+        "the same stand-in says so",
+        {"rank": Aim(causes=("device",), detected_seconds=10.0, gives_way=True)},
+    ),
+    "device-complaint": FaultKind(
+        "a rank's device reports what the program did",
+        "Xid 31, by the same stand-in",
+        {
+            "rank": Aim(
+                seen="health",
+                detected_seconds=10.0,
+                steps_lost=0,
+                restarts=False,
+                also="told; nobody is evicted, nothing ends",
+            )
+        },
+    ),
+}
+KINDS: Mapping[KindName, FaultKind] = _KINDS
+
+
+def aim_of(kind: KindName, where: Target) -> Aim:
+    """Return the aim of a checked fault."""
+    return KINDS[kind].aims[where]

@@ -1,0 +1,124 @@
+"""The request of ``myriad plan``, parsed and checked.
+
+A wrong option is refused before the cluster is loaded: ``this-machine`` may have to be measured first.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from myriad.comm.layout import MOST_RANKS
+from myriad.errors import BadInputError
+from myriad.forecasts.planned_job import as_written, given_layout
+from myriad.job import Job, load_job_to_plan
+from myriad.planner import Cluster, LayoutCandidate
+from myriad.recipes.cluster import load_cluster, scale_cluster
+from myriad.train.calibration.cluster_file import CLUSTER_NAME
+
+__all__ = ["PlanQuestion", "PlanRequest"]
+
+_MOST_DIGITS = 18
+"""Largest number of digits of a number; a longer one is refused as a whole."""
+_SLOWEST = 1000
+"""Largest slowdown of a node."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The command line of ``myriad plan``, checked as far as possible without a cluster.
+
+    `PlanQuestion.of` adds the cluster, which may have to be measured first."""
+
+    job: Job
+    """The job; its layout holds only the keys that were given on the command line."""
+    written: LayoutCandidate | None
+    """The layout in the job's file."""
+    cluster: str
+    gpus: tuple[int, ...] | None
+    """Value of ``--gpus``: one number, or both ends of a range."""
+    changes: tuple[str, ...]
+    """Values of ``--what-if``, as ``KEY=VALUE``."""
+    stragglers: tuple[tuple[int, float], ...]
+    """Slow nodes and their slowdowns."""
+
+    @property
+    def is_range(self) -> bool:
+        """Whether ``--gpus`` asks for a curve."""
+        return self.gpus is not None and len(self.gpus) > 1
+
+    @classmethod
+    def read(
+        cls,
+        job: str,
+        overrides: Sequence[str],
+        cluster: str,
+        gpus: str | None,
+        what_if: Sequence[str] | None,
+        straggler: Sequence[str] | None,
+    ) -> "PlanRequest":
+        """Read and check the texts of the command line. Raises `BadInputError`."""
+        loaded = load_job_to_plan(job, overrides)
+        given_layout(loaded)
+        changes = tuple(what_if or ())
+        slower = tuple(_straggler(text) for text in straggler or ())
+        if cluster == CLUSTER_NAME:
+            load_cluster("laptop", changes)  # Both clusters have the same keys.
+        written = as_written(job, overrides)
+        return cls(loaded, written, cluster, None if gpus is None else _sizes(gpus), changes, slower)
+
+
+@dataclass(frozen=True)
+class PlanQuestion:
+    """A planning request on a loaded cluster."""
+
+    job: Job
+    written: LayoutCandidate | None
+    """The layout in the job's file."""
+    cluster: Cluster
+    plain: Cluster | None
+    """The cluster without ``--what-if``, where that option was given."""
+    sizes: tuple[int, ...]
+    """Numbers of accelerators: one, or both ends of a range."""
+    slower: dict[int, float]
+    """Slowdown by node."""
+
+    @classmethod
+    def of(cls, request: PlanRequest, cluster_file: str) -> "PlanQuestion":
+        """Load the cluster and check the rest of the request. Raises `BadInputError`."""
+        cluster = load_cluster(cluster_file, request.changes)
+        plain = load_cluster(cluster_file) if request.changes else None
+        sizes = request.gpus or (cluster.world,)
+        if len(sizes) == 1:
+            cluster = scale_cluster(cluster, sizes[0])
+            plain = plain and scale_cluster(plain, sizes[0])
+        for node, factor in request.stragglers:
+            if node >= cluster.nodes:
+                allowed = f"the cluster has the nodes 0 to {cluster.nodes - 1}"
+                raise BadInputError("--straggler", f"node={node}:{factor:g}x", allowed)
+            if cluster.nodes == 1:
+                allowed = "needs more than one node to order; `myriad simulate --straggler` predicts the cost"
+                raise BadInputError("--straggler", f"node={node}:{factor:g}x", allowed)
+        return cls(request.job, request.written, cluster, plain, sizes, dict(request.stragglers))
+
+
+def _sizes(gpus: str) -> tuple[int, ...]:
+    """Parse one number, or both ends of a range."""
+    match = re.fullmatch(r"0*(\d+)(?:\.\.0*(\d+))?", gpus, re.ASCII)
+    if match is None or match.group(1) == "0":
+        raise BadInputError("--gpus", gpus, "a number, or a range such as 256..12288")
+    numbers = [int(number[:_MOST_DIGITS]) for number in match.groups() if number is not None]
+    if max(numbers) > MOST_RANKS:
+        raise BadInputError("--gpus", gpus, f"at most {MOST_RANKS:,}: a search holds an entry for each rank")
+    if len(numbers) == 1:
+        return (numbers[0],)
+    first, last = numbers
+    if first >= last:
+        raise BadInputError("--gpus", gpus, "a range rises, such as 256..12288")
+    return first, last
+
+
+def _straggler(text: str) -> tuple[int, float]:
+    match = re.fullmatch(r"node=(\d{1,9}):(\d{1,6}(?:\.\d+)?)x", text, re.ASCII)
+    if match is None or not 1 <= float(match.group(2)) <= _SLOWEST:
+        raise BadInputError("--straggler", text, f"written as node=17:1.1x, 1x to {_SLOWEST}x")
+    return int(match.group(1)), float(match.group(2))

@@ -1,0 +1,309 @@
+"""Rules that span the sections of a job, each a function, in the order in which they are checked.
+
+A rule raises `BadInputError` with the key, its value and what is allowed, before anything starts. Types check
+each value alone.
+"""
+
+from collections.abc import Callable
+
+from myriad.alerts.config import check_alert_values
+from myriad.comm.hierarchy import check_hierarchy
+from myriad.comm.layout import check_layout, lacks_for_graphs
+from myriad.comm.node_order import check_node_order
+from myriad.comm.redis_address import check_package, check_store
+from myriad.errors import BadInputError
+from myriad.job.job_values import SPIKE_STEPS_BEFORE, JobValues, work_of
+from myriad.kernels.choice import check_kernels
+from myriad.optim.config import LossScaleConfig, check_loss_scale, float8_scaling
+from myriad.program.partition import partition_layers
+from myriad.telemetry.config import is_address
+
+__all__ = ["PLANNING_RULES", "RULES", "need"]
+
+
+def need(condition: bool, key: str, value: object, allowed: str) -> None:
+    """Raise `BadInputError` unless the condition holds."""
+    if not condition:
+        raise BadInputError(key, value, allowed)
+
+
+def _check_layout(job: JobValues) -> None:
+    check_layout(job.layout)
+
+
+def _check_heads(job: JobValues) -> None:
+    model, kv_heads, width = job.model, job.model.num_kv_heads, job.model.head_width
+    allowed = f"must be divisible by model.heads = {model.heads}; or set model.head_dim"
+    need(model.head_dim is not None or model.hidden % model.heads == 0, "model.hidden", model.hidden, allowed)
+    allowed = f"must be divisible by model.kv_heads = {kv_heads}"
+    need(model.heads % kv_heads == 0, "model.heads", model.heads, allowed)
+    allowed = "must be even with model.position = rotary (off: model.hidden / model.heads)"
+    need(model.position != "rotary" or width % 2 == 0, "model.head_dim", width, allowed)
+
+
+def _check_tensor_parallel(job: JobValues) -> None:
+    model, tp, kv_heads = job.model, job.layout.tp, job.model.num_kv_heads
+    divisors = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
+    allowed = f"must divide the key/value heads ({kv_heads}): one of {divisors}"
+    need(kv_heads % tp == 0, "layout.tp", tp, allowed)
+    need(model.ffn_width % tp == 0, "layout.tp", tp, f"must divide model.ffn_hidden = {model.ffn_width}")
+    need(model.sequence % tp == 0, "layout.tp", tp, f"must divide model.sequence = {model.sequence}")
+    model.padded_vocabulary(tp)
+
+
+def _check_stages(job: JobValues) -> None:
+    layout, pieces = job.layout, job.model.layers + 2
+    allowed = f"at most {pieces} stages for {job.model.layers} blocks, embedding and head"
+    stages = layout.num_stages
+    need(stages <= pieces, "layout.pp x layout.virtual_stages", stages, allowed)
+
+
+def _check_partition(job: JobValues) -> None:
+    kinds = job.model.layer_kinds
+    partition_layers(job.layout.partition, job.layout.num_stages, kinds, [1.0] * len(kinds))
+
+
+def _check_batch(job: JobValues) -> None:
+    shares = job.layout.shares_of(job.train.global_batch)
+    alone = job.comm.sync_every > 1 and len(set(shares)) > 1
+    allowed = "needs comm.sync_every = 1: with DiLoCo every replica has the same number of micro-batches"
+    need(not alone, "layout.shares", list(shares), allowed)
+
+
+def _check_window(job: JobValues) -> None:
+    window, sequence = job.model.window, job.model.sequence
+    allowed = f"at most model.sequence = {sequence}; off for full attention"
+    need(window is None or window <= sequence, "model.window", window, allowed)
+    need(len(job.model.window_pattern) > 0, "model.window_pattern", [], "at least one of true, false")
+
+
+def _check_vocabulary(job: JobValues) -> None:
+    embedded = job.data.corpus == "embedded" and not job.data.mixture
+    trained, vocabulary = job.data.vocabulary, job.model.vocabulary
+    allowed = f"at most model.vocabulary = {vocabulary}"
+    need(not embedded or trained <= vocabulary, "data.vocabulary", trained, allowed)
+
+
+def _check_in_flight(job: JobValues) -> None:
+    message, in_flight = job.overlap.message_bytes, job.overlap.max_in_flight_bytes
+    allowed = f"at least overlap.message_bytes = {message} bytes"
+    need(in_flight >= message, "overlap.max_in_flight_bytes", in_flight, allowed)
+
+
+def _check_lossy(job: JobValues) -> None:
+    comm, layout = job.comm, job.layout
+    need(
+        comm.compress_parameters is None or layout.zero in (1, 2),
+        "comm.compress_parameters",
+        comm.compress_parameters,
+        "needs layout.zero = 1 or 2: only these send parameter updates to ranks that keep the parameters",
+    )
+    need(
+        comm.sync_every == 1 or layout.zero == 0,
+        "comm.sync_every",
+        comm.sync_every,
+        "needs layout.zero = 0: with DiLoCo each replica keeps its whole state",
+    )
+    need(
+        comm.sync_every == 1 or comm.compress_gradients is None,
+        "comm.compress_gradients",
+        comm.compress_gradients,
+        "needs comm.sync_every = 1: with DiLoCo replicas send no gradients",
+    )
+
+
+def _check_spikes(job: JobValues) -> None:
+    how, kept = job.resilience.on_spike, job.checkpoint
+    allowed = "needs comm.sync_every = 1: with DiLoCo each replica has its own gradient norm"
+    need(how == "report" or job.comm.sync_every == 1, "resilience.on_spike", how, allowed)
+    reaches = (kept.keep - 1) * kept.every >= SPIKE_STEPS_BEFORE
+    allowed = f"needs checkpoint.every x (checkpoint.keep - 1) of at least {SPIKE_STEPS_BEFORE} steps"
+    need(how != "rollback" or reaches, "resilience.on_spike", how, allowed)
+
+
+def _check_updates_in_backward(job: JobValues) -> None:
+    if not job.overlap.optimizer_in_backward:
+        return
+    clips = job.optimizer.clip_norm is not None
+    for wrong, needs in (
+        (clips, "optimizer.clip_norm = off: clipping needs the norm of all gradients first"),
+        (job.optimizer.name != "adamw", "optimizer.name = adamw: LAMB needs the norms of all updates first"),
+        (job.resilience.on_spike != "report", "resilience.on_spike = report: an update cannot be undone"),
+        (not job.overlap.optimizer, "overlap.optimizer = true, which updates chunk by chunk"),
+    ):
+        need(not wrong, "overlap.optimizer_in_backward", True, f"needs {needs}")
+
+
+def _check_cuda_graphs(job: JobValues) -> None:
+    if not job.train.cuda_graphs:
+        return
+    lacks = lacks_for_graphs(job.layout, job.overlap)
+    for wrong, needs in (
+        (bool(lacks), lacks),
+        (job.train.memory_budget is not None, "train.memory_budget = off: set layout.recompute instead"),
+    ):
+        need(not wrong, "train.cuda_graphs", True, f"needs {needs}")
+
+
+def _check_agreement(job: JobValues) -> None:
+    """DiLoCo replicas save, validate and finish only at steps where they synchronize."""
+    every = job.comm.sync_every
+    for key, steps in (
+        ("train.steps", job.train.steps),
+        ("train.validate_every", job.train.validate_every),
+        ("checkpoint.every", job.checkpoint.every),
+    ):
+        need(steps % every == 0, key, steps, f"must be a multiple of comm.sync_every = {every}")
+
+
+def _check_nodes(job: JobValues) -> None:
+    comm, world = job.comm, job.layout.world
+    check_node_order(comm.node_order, world)
+    node = comm.node_size
+    need(node is None or world % node == 0, "comm.node_size", node, f"must divide the {world} ranks")
+    island = comm.island_size
+    if island is not None and node is not None:
+        need(node % island == 0, "comm.island_size", island, f"must divide comm.node_size = {node}")
+    switch = comm.switch_size
+    if switch is not None:
+        need(node is not None, "comm.switch_size", switch, "needs comm.node_size")
+        nodes = world // (node or 1)
+        need(nodes % switch == 0, "comm.switch_size", switch, f"must divide the {nodes} nodes")
+    need(
+        comm.hierarchy != "switch" or switch is not None,
+        "comm.hierarchy",
+        comm.hierarchy,
+        "needs comm.switch_size",
+    )
+    check_hierarchy(job.layout, comm)
+
+
+def _check_store(job: JobValues) -> None:
+    check_store(job.comm)
+    check_package(job.resilience.journal, "resilience.journal", "file")
+
+
+def _check_collector(job: JobValues) -> None:
+    address = job.telemetry.collector
+    allowed = "off, or http://HOST:PORT of a `myriad watch`"
+    need(address is None or is_address(address), "telemetry.collector", address, allowed)
+
+
+def _check_alerts(job: JobValues) -> None:
+    check_alert_values(job.alerts)
+
+
+def _check_precision(job: JobValues) -> None:
+    """Float8 matrix products need dimensions that are multiples of 16."""
+    if float8_scaling(job.train.precision) is None:
+        return
+    model, tp = job.model, job.layout.tp
+    up = model.ffn_width * (2 if model.activation == "swiglu" else 1)
+    lengths = {
+        "model.hidden": model.hidden,
+        "model.ffn_hidden / layout.tp": up // tp,
+        "model.heads x model.head_dim / layout.tp": model.heads * model.head_width // tp,
+        "model.kv_heads x model.head_dim / layout.tp": model.num_kv_heads * model.head_width // tp,
+        "layout.micro_batch x model.sequence": job.layout.micro_batch * model.sequence,
+    }
+    for key, length in lengths.items():
+        allowed = f"a multiple of 16, for train.precision = {job.train.precision}"
+        need(length % 16 == 0, key, length, allowed)
+
+
+def _check_float16(job: JobValues) -> None:
+    precision, unused = job.train.precision, LossScaleConfig()
+    check_loss_scale(job.loss_scale)
+    for key in LossScaleConfig.model_fields if precision not in ("auto", "float16") else ():
+        value = getattr(job.loss_scale, key)
+        allowed = f"only with train.precision = float16: {precision} has no loss scale"
+        need(value == getattr(unused, key), f"loss_scale.{key}", value, allowed)
+    early = job.overlap.optimizer_in_backward and precision == "float16"
+    allowed = "needs overlap.optimizer_in_backward = false: a step whose gradients overflow cannot be undone"
+    need(not early, "train.precision", precision, allowed)
+
+
+def _check_slices(job: JobValues) -> None:
+    precision = job.train.precision
+    has_slices = float8_scaling(precision) is None or job.overlap.tensor != "slices"
+    allowed = f"turns, auto or off with train.precision = {precision}: its scales belong to whole tensors"
+    need(has_slices, "overlap.tensor", "slices", allowed)
+
+
+def _check_recompute_ratio(job: JobValues) -> None:
+    layout, allowed = job.layout, "1.0, unless layout.recompute = full"
+    needs = layout.recompute != "full" and layout.recompute_ratio != 1.0
+    need(not needs, "layout.recompute_ratio", layout.recompute_ratio, allowed)
+
+
+def _check_memory_budget(job: JobValues) -> None:
+    budget = job.train.memory_budget
+    if budget is None:
+        return
+    from myriad.planner.memory.recompute_budget import check_budget
+
+    check_budget(work_of(job), budget, job.train.device, job.train.precision)
+
+
+def _check_kernels(job: JobValues) -> None:
+    if job.train.device == "cpu":  # the ranks check other devices
+        check_kernels(job.train.kernels, "cpu", "float32", job.model.kernel_widths)
+
+
+def _check_warmup(job: JobValues) -> None:
+    warmup, steps = job.optimizer.warmup_steps, job.train.steps
+    need(warmup <= steps, "optimizer.warmup_steps", warmup, f"at most train.steps = {steps}")
+
+
+def _check_started_nodes(job: JobValues) -> None:
+    nodes, world = job.resilience.nodes, job.layout.world
+    divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+    need(world % nodes == 0, "resilience.nodes", nodes, f"must divide the {world} ranks: one of {divisors}")
+
+
+RULES: tuple[Callable[[JobValues], None], ...] = (
+    _check_layout,
+    _check_heads,
+    _check_tensor_parallel,
+    _check_stages,
+    _check_partition,
+    _check_batch,
+    _check_window,
+    _check_vocabulary,
+    _check_warmup,
+    _check_kernels,
+    _check_precision,
+    _check_float16,
+    _check_slices,
+    _check_recompute_ratio,
+    _check_memory_budget,
+    _check_in_flight,
+    _check_lossy,
+    _check_agreement,
+    _check_spikes,
+    _check_updates_in_backward,
+    _check_cuda_graphs,
+    _check_nodes,
+    _check_started_nodes,
+    _check_store,
+    _check_collector,
+    _check_alerts,
+)
+
+_LAYOUT_RULES = frozenset(
+    {
+        _check_layout,
+        _check_tensor_parallel,
+        _check_stages,
+        _check_partition,
+        _check_batch,
+        _check_precision,
+        _check_recompute_ratio,
+        _check_memory_budget,
+        _check_lossy,
+        _check_nodes,
+        _check_started_nodes,
+    }
+)
+PLANNING_RULES = tuple(rule for rule in RULES if rule not in _LAYOUT_RULES)
+"""Rules that do not need a layout."""

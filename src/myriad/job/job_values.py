@@ -1,0 +1,217 @@
+"""The values of a job: its sections, every key, and quantities derived from them.
+
+`myriad.job` adds reading, checking and changing a job. A section that belongs to one room is declared in that
+room's ``config.py``; the others are declared here.
+"""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from myriad.alerts.config import AlertsConfig
+from myriad.checkpoint.config import CheckpointConfig
+from myriad.comm.config import CommConfig
+from myriad.comm.layout import Layout
+from myriad.config import Config, Size
+from myriad.data.config import DataConfig
+from myriad.kernels.config import Kernels
+from myriad.model.config import ModelConfig
+from myriad.optim.config import LossScaleConfig, OptimizerConfig, Precision
+from myriad.program.config import OverlapConfig
+from myriad.telemetry.config import TelemetryConfig
+
+if TYPE_CHECKING:
+    from myriad.planner import Workload
+    from myriad.program.device_needs import DeviceJob
+
+__all__ = [
+    "SPIKE_STEPS_AFTER",
+    "SPIKE_STEPS_BEFORE",
+    "JobValues",
+    "ResilienceConfig",
+    "TrainConfig",
+    "device_job_of",
+    "work_of",
+]
+
+
+class TrainConfig(Config):
+    """Length, batch size, precision and device of the training."""
+
+    steps: int = Field(100, ge=1)
+    """Number of iterations of the whole run."""
+    global_batch: int = Field(8, ge=1, le=2**24)
+    """Sequences per iteration, over all ranks and micro-batches."""
+    seed: int = Field(1, ge=0)
+    """Seed of the initial weights, the sample order and dropout."""
+    precision: Precision = "auto"
+    """Number format of the computation: float32, bfloat16, float16 (with a dynamic loss scale, see
+    loss_scale), float8 (matrix products of the blocks in 8 bits, one scale per tensor) or float8-blocks
+    (one scale per 128 values). auto: bfloat16 where the device multiplies it natively, float16 on GPUs that
+    support only that (V100), else float32. A CPU emulates float8; a GPU without float8 is refused."""
+    keep_float8_weights: bool = True
+    """With float8, convert weights once per step instead of once per micro-batch; needs 2 bytes more per
+    parameter. No effect with one micro-batch, layout.zero = 3 or train.cuda_graphs. Turn it off if memory is
+    short."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if this machine has a GPU for each of its ranks, else cpu. cuda: refuse to start without
+    enough GPUs."""
+    kernels: Kernels = "auto"
+    """auto: Myriad's Triton kernels on a GPU if triton is installed and supports the shape (`myriad doctor`
+    lists them). plain: PyTorch's operators. triton: refuse to start if one of the Triton kernels cannot
+    run."""
+    deterministic: bool = False
+    """Use GPU kernels that add in a fixed order, so that two equal runs give equal bits; slower. Needs
+    train.kernels = auto or triton. false: use the fastest kernels, whose results differ by rounding. CPUs
+    always add in a fixed order."""
+    cuda_graphs: bool = False
+    """On a GPU, start all operators of a stage's forward or backward at once, as a captured CUDA graph: for
+    models whose operators take less time than Python needs to start them. Activations of all micro-batches in
+    flight stay reserved, and with layout.zero = 2 or 3 what else comes and goes (`myriad simulate` counts
+    both). Needs overlap.tensor = turns or off if layout.tp > 1, train.memory_budget = off and
+    overlap.optimizer_in_backward = false. false: start operators one by one."""
+    memory_budget: Size | None = Field(None, ge=1)
+    """Memory that a rank may use, e.g. "64 GiB", as the planner counts it. If the layout needs more,
+    recompute as few layers as make it fit. off: no limit."""
+    threads: int = Field(0, ge=0)
+    """CPU threads of each rank; 0: divide the cores among the ranks of the machine."""
+    validate_every: int = Field(0, ge=0)
+    """Steps between validations on held-out text. The last step is always validated; 0: only the last."""
+    collect_garbage_every: int = Field(100, ge=0)
+    """Steps between Python garbage collections, which all ranks run after the same step; 0: leave them to
+    Python."""
+    init_from: str | None = None
+    """Initial weights: a run, a checkpoint or a Hugging Face folder. off: random, from train.seed."""
+    sample_prompt: str | None = None
+    """Text that the model continues after the last step; off: no sample."""
+
+
+SPIKE_STEPS_BEFORE, SPIKE_STEPS_AFTER = 100, 100
+"""Steps that `resilience.on_spike = "rollback"` goes back before a spike, and batches that it skips after it.
+PaLM (arXiv 2204.02311, section 5.1) went back 100 steps and skipped 200 to 500 batches."""
+
+
+class ResilienceConfig(Config):
+    """What starts the nodes, and how faults are handled."""
+
+    engine: Literal["local", "join", "slurm", "ray", "kubernetes"] = "local"
+    """What starts the nodes of the run. local: this machine. join: `myriad join`, which you start on each
+    node. slurm, ray: those managers. kubernetes: the pods of `myriad manifests`."""
+    nodes: int = Field(1, ge=1)
+    """Nodes that the ranks are spread over, the same number of ranks on each."""
+    spares: int = Field(0, ge=0)
+    """Additional nodes that wait to replace a lost node."""
+    listen: str = "127.0.0.1"
+    """Address or HOST[:PORT] on which the driver listens. The default, loopback, accepts only this
+    machine."""
+    journal: str = "file"
+    """Where the driver records its decisions. file: RUN/journal.jsonl. redis[s]://[USER@]HOST:PORT[/DB]:
+    there as well, with a lease that lets a standby driver take over (`myriad train RUN --standby`). The
+    password is in the environment variable MYRIAD_REDIS_PASSWORD."""
+    timeout_scale: float = Field(1.0, gt=0)
+    """Factor on every timeout of fault detection; 2 waits twice as long before a silent rank or node counts
+    as lost. Increase it on machines that are slow or shared."""
+    restarts: int = Field(3, ge=0)
+    """Restarts allowed for one fault without a completed step in between; then the run stops. 0: stop at
+    the first fault."""
+    verify_every: int = Field(10, ge=0)
+    """Steps between bitwise comparisons of the state that data-parallel replicas share; 0: never."""
+    on_nan: Literal["replay", "stop", "skip"] = "replay"
+    """Response to a non-finite loss or gradient. replay: repeat the step, then on another node; stop the
+    run if it is non-finite everywhere. skip: the same, but continue without that batch. stop: stop at
+    once."""
+    on_spike: Literal["report", "skip", "rollback"] = "report"
+    """Response to a loss or gradient norm far above recent steps. report: only write an event. skip: repeat
+    the step, and leave the batch out if it spikes again. rollback: the same, but return to a checkpoint
+    from 100 steps before and skip the batches up to 100 steps after the spike."""
+    on_slow: Literal["move", "swap", "report"] = "move"
+    """Response to a rank or node that computes 1.3 times as long as its peers. move: give its replica fewer
+    micro-batches, or its stage fewer layers, where that pays. swap: replace it by a spare node, or move
+    without one. report: only write an event."""
+    on_lost: Literal["fewer", "wait"] = "fewer"
+    """Response to a lost node without a spare. fewer: continue with fewer data-parallel replicas and the
+    same batches, if the layout allows it. wait: wait for a node. Under Slurm the job is requeued."""
+    wait_seconds: float = Field(30.0, ge=0)
+    """Seconds to wait for a lost node before the run continues with fewer replicas."""
+    check_hours: float | None = Field(1.0, ge=0)
+    """Hours between checks of matrix products, memory and collectives on training ranks. They run in gaps
+    of the program, during checkpoints or validations, and take at most 0.1 % of the time. 0: only during
+    checkpoints and validations; off: never."""
+    doctor: Literal["off", "spares", "start"] = "spares"
+    """Nodes that the doctor examines automatically. spares: waiting spares, and nodes suspected of a fault.
+    start: also every node before the ranks start, which takes seconds. off: none."""
+
+
+class JobValues(Config):
+    """Every value that a run depends on."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run folder under runs/."""
+    model: ModelConfig = ModelConfig()
+    """The transformer; in a job file also the name of a recipe: model = "gpt2-124m"."""
+    data: DataConfig = DataConfig()
+    """The training data."""
+    layout: Layout = Layout()
+    """The parallel layout: how an iteration is divided among ranks."""
+    overlap: OverlapConfig = OverlapConfig()
+    """Overlap of communication with computation."""
+    comm: CommConfig = CommConfig()
+    """Rendezvous and collectives."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer and the learning-rate schedule."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """Loss scaling for float16."""
+    train: TrainConfig = TrainConfig()
+    """Length, batch size, precision and device of the training."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints and snapshots: how often, where, how many."""
+    resilience: ResilienceConfig = ResilienceConfig()
+    """What starts the nodes, and how faults are handled."""
+    alerts: AlertsConfig = AlertsConfig()
+    """Which events and log lines raise an alarm, and where alarms are sent."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """Spans and metrics: what ranks record, and where it goes."""
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Micro-batches of each data-parallel replica in one iteration."""
+        return self.layout.shares_of(self.train.global_batch)
+
+    @property
+    def targets(self) -> int:
+        """Tokens per iteration; the loss is the mean over them."""
+        return self.train.global_batch * self.model.sequence
+
+    @property
+    def compares_replicas(self) -> bool:
+        """Whether data-parallel replicas compare digests of the state that they share."""
+        return self.resilience.verify_every > 0 and self.layout.dp > 1 and self.layout.zero < 3
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per rank and iteration; with unequal shares, the largest number."""
+        return max(self.shares)
+
+
+def work_of(job: JobValues, value_bytes: int = 2) -> "Workload":
+    """Return the planner's workload of one iteration, without snapshots; ``value_bytes`` is the size of an
+    activation value."""
+    from myriad.planner import Workload
+
+    return Workload(
+        job.model,
+        job.layout,
+        job.train.global_batch,
+        job.overlap,
+        comm=job.comm,
+        optimizer=job.optimizer.name,
+        value_bytes=value_bytes,
+    )
+
+
+def device_job_of(job: JobValues) -> "DeviceJob":
+    """Return what the device checks need to know about a job. The number of chunks per stage is not known
+    before the ranks partition the model."""
+    from myriad.program.device_needs import DeviceJob
+
+    return DeviceJob(job.layout, job.overlap, job.comm, job.shares, job.model.tied)

@@ -1,0 +1,140 @@
+"""Memory of activations: the tensors that the GPT's layers keep between forward and backward. No torch.
+
+A layer is counted with its input (the residual stream, which its first norm keeps) and without its output,
+which is the next layer's input. The unit is bytes of one rank per token of a micro-batch: multiply by B S for
+B sequences of S tokens, also if ranks share the sequence. Memory that does not grow with the tokens is
+counted separately (`kept_bytes_per_micro_batch`). The table is in values of the compute type, for a serial
+block with full attention and N heads of keys and values too; t tensor-parallel ranks, F the width of the MLP
+(with swiglu twice for "up"):
+
+    input            H/t          of the first norm
+    norm, gathered   H            not with selective; tensor parallelism does not divide it
+    q, k, v          3 N D/t
+    attention        N D/t
+    stream           H/t          of the second norm; absent in a parallel block, as is the next line
+    norm, gathered   H            not with selective
+    MLP up           F/t
+    activation       F/t          not with selective
+
+Inside attention the library's kernel keeps only one float32 for each query and head (Korthikanti et al.,
+arXiv 2205.05198, recompute the rest selectively; here it is never kept). On a CPU in float32 with short spans
+of keys, `myriad.kernels.attention_blocks` keeps its softmax: ``softmax_block``.
+
+With "full" only a layer's input is kept. While a layer is recomputed for its backward, that one layer keeps
+what "none" keeps; so does the last layer of a stage whose backward comes next. In zero-bubble schedules,
+products keep their inputs until their weight part, whatever is recomputed.
+"""
+
+from typing import Literal
+
+from myriad.model.config import ModelConfig
+
+__all__ = ["LayerKind", "Recompute", "kept_bytes_per_micro_batch", "kept_bytes_per_token"]
+
+LayerKind = Literal["embedding", "block", "head"]
+Recompute = Literal["none", "selective", "full"]
+
+_FLOAT32 = 4
+
+
+def kept_bytes_per_token(
+    model: ModelConfig,
+    layer_kind: LayerKind,
+    layer: int = 0,
+    *,
+    tp: int = 1,
+    bytes_per_value: int = 2,
+    recompute: Recompute = "none",
+    softmax_block: int | None = None,
+) -> float:
+    """Return the bytes per token that one layer keeps on one rank. ``layer``: index of the block.
+    ``bytes_per_value``: of the compute type. ``softmax_block``: positions of a block of queries if the
+    softmax is kept (64 on a CPU in float32 with short spans); ``None``: the library's attention."""
+    stream = model.hidden * bytes_per_value / tp
+    if recompute == "full":
+        return 0.0 if layer_kind == "embedding" else stream
+    mask = stream if model.dropout else 0.0
+    if layer_kind == "embedding":
+        # int64 row and bool for each token; without tp these belong to the batch
+        rows = 8 + 1 if tp > 1 else 0
+        return mask + rows
+    normed = stream + _norm_statistics(model, bytes_per_value) / tp
+    if layer_kind == "head":
+        return normed + model.hidden * bytes_per_value  # plus the gradient of its gathered input
+    gathered = 0 if recompute == "selective" else model.hidden * bytes_per_value
+    mlp = _mlp_values(model, recompute) * bytes_per_value / tp
+    attention = _attention_bytes(model, layer, tp, bytes_per_value, softmax_block)
+    num_branches = 1 if model.block == "parallel" else 2
+    return num_branches * (normed + gathered + mask) + attention + mlp
+
+
+def kept_bytes_per_micro_batch(
+    model: ModelConfig,
+    layer_kind: LayerKind,
+    layer: int = 0,
+    *,
+    tp: int = 1,
+    bytes_per_value: int = 2,
+    recompute: Recompute = "none",
+    softmax_block: int | None = None,
+) -> int:
+    """Return the bytes per micro-batch that one layer keeps on one rank, for any number of sequences. The
+    head keeps its weight's gradient in float32. A block keeps its mask if its window does not divide the
+    sequence into three or more blocks."""
+    if recompute == "full":
+        return 0
+    if layer_kind == "head":
+        return _FLOAT32 * model.hidden * model.padded_vocabulary(tp) // tp
+    if layer_kind == "block" and softmax_block is None and _attention_kind(model, layer) == "band":
+        return model.sequence**2 * bytes_per_value
+    return 0
+
+
+def _norm_statistics(model: ModelConfig, bytes_per_value: int) -> int:
+    """Return bytes per token: the root in float32 or, for LayerNorm, mean and deviation (in the compute type
+    on a CPU)."""
+    return _FLOAT32 if model.norm == "rms" else 2 * bytes_per_value
+
+
+def _mlp_values(model: ModelConfig, recompute: Recompute) -> int:
+    """Return values per token, over all ranks: the input and the output of the activation function."""
+    up = (2 if model.activation == "swiglu" else 1) * model.ffn_width
+    return up if recompute == "selective" else up + model.ffn_width
+
+
+def _attention_kind(model: ModelConfig, layer: int) -> Literal["causal", "windows", "band"]:
+    """Return how `myriad.kernels.attention` calls the library."""
+    window = model.layer_window(layer)
+    if window is None or window >= model.sequence:
+        return "causal"
+    fits = model.sequence % window == 0 and 2 * window < model.sequence
+    return "windows" if fits else "band"
+
+
+def _attention_bytes(
+    model: ModelConfig, layer: int, tp: int, bytes_per_value: int, softmax_block: int | None
+) -> float:
+    """Return bytes per token: queries, keys, values, and the input of the output projection."""
+    queries, keys = (heads * model.head_width for heads in (model.heads, model.num_kv_heads))
+    if softmax_block is not None:
+        softmax = model.heads * _mean_keys(model, layer, softmax_block)
+        return (2 * queries + 2 * keys + softmax) * bytes_per_value / tp
+    kind, turned = _attention_kind(model, layer), model.position == "rotary"
+    values = 2 * queries + (keys if turned else 2 * keys)  # views keep the tensor that they were split from
+    if kind == "windows":  # each block of queries copies two blocks of keys and values
+        values += 2 * 2 * queries
+    elif keys < queries:  # the library's kernel gets as many key heads as query heads
+        values += 2 * queries
+    elif turned:
+        values += keys
+    mask = 2 * (model.layer_window(layer) or 0) if kind == "windows" else 0
+    return values * bytes_per_value / tp + _FLOAT32 * model.heads / tp + mask * bytes_per_value
+
+
+def _mean_keys(model: ModelConfig, layer: int, block: int) -> float:
+    """Return the mean number of keys that a query is multiplied with in blocked attention, masked ones
+    included."""
+    size, window = min(block, model.sequence), model.layer_window(layer) or model.sequence
+    first_keys = [max(0, start - window + 1) // size * size for start in range(0, model.sequence, size)]
+    spans = [index * size + size - first for index, first in enumerate(first_keys)]
+    return sum(spans) / len(spans)

@@ -1,0 +1,87 @@
+"""The parameters and optimizer state that one rank holds: which of them other ranks hold as well, which rank
+counts and writes them, and under which names they are stored.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from myriad.comm.groups import Groups
+from myriad.model.tensor_shard import TensorShard, shards_of_flat
+from myriad.optim.region import Region
+from myriad.parallel.chunk import Chunk, Entry
+from myriad.parallel.rank_model import RankModel
+
+__all__ = ["ModelState"]
+
+
+class ModelState:
+    """The table of this rank's parameters (``entries``, one row each) and the flat regions that hold them."""
+
+    def __init__(
+        self, pieces: RankModel, groups: Groups, device: torch.device, *, trains_alone: bool
+    ) -> None:
+        """``trains_alone``: data-parallel replicas have different parameters between agreements."""
+        self._pieces, self._grid, self._layout = pieces, groups.grid, groups.grid.layout
+        self.entries = [(chunk, entry) for chunk in pieces.chunks for entry in chunk.entries]
+        self.regions: list[Region] = []
+        self.regions_of: dict[Chunk, range] = {}
+        for chunk in pieces.chunks:
+            self.regions += chunk.regions
+            self.regions_of[chunk] = range(len(self.regions) - len(chunk.regions), len(self.regions))
+        self.regions = self.regions or [_nothing(device)]
+        self.is_replicated = self._layout.zero == 0 and not trains_alone
+        """Whether all data-parallel ranks hold the same whole state."""
+        self.replica = self._grid.index("dp") if trains_alone else 0
+        """Index of this rank's replica, among the replicas that have their own gradients at the step."""
+        counts = [self._counts_row(*row) for row in self.entries]
+        self.counts = torch.tensor(counts, dtype=torch.float64).to(device)
+        """1 where this rank counts its part of a parameter in the global norm, else 0, so that each element
+        counts once."""
+
+    def _counts_row(self, chunk: Chunk, entry: Entry) -> float:
+        copy_over_dp = self.is_replicated and self._grid.index("dp") > 0
+        return 0.0 if copy_over_dp or self._is_copy(chunk, entry) else 1.0
+
+    def _is_copy(self, chunk: Chunk, entry: Entry) -> bool:
+        """Return whether another tensor- or pipeline-parallel rank holds the same parameter and counts it."""
+        over_tp = entry.cut is None and self._grid.index("tp") > 0
+        return over_tp or (chunk is self._pieces.tied and not self._pieces.counts_tied)
+
+    def shards(
+        self, states: Mapping[str, Sequence[torch.Tensor]], *, owned_only: bool
+    ) -> Iterator[TensorShard]:
+        """Yield shards of whole tensors, named ``STATE.PARAMETER``, as views of ``states``. Each state has
+        one tensor per region, shaped like the region's values. ``owned_only``: a tensor that several ranks
+        hold is yielded by one of them only; data-parallel replicas yield one share each."""
+        for index, region in enumerate(self.regions):
+            low, high = self._share(region) if owned_only else (0, region.values.numel())
+            for piece in region.pieces:
+                chunk, entry = self.entries[piece.parameter]
+                first, stop = max(piece.start, low), min(piece.stop, high)
+                if first >= stop or (owned_only and self._is_copy(chunk, entry)):
+                    continue
+                row_start = chunk.spans[piece.parameter - chunk.first_row][0]
+                offset = int(region.values.storage_offset()) - int(chunk.master.storage_offset())
+                start = chunk.start + offset + first - row_start
+                for prefix, tensors in states.items():
+                    yield from shards_of_flat(
+                        f"{prefix}.{entry.name}",
+                        entry.shape,
+                        start,
+                        tensors[index][first:stop],
+                        entry.cut,
+                        self._grid.index("tp"),
+                        self._layout.tp,
+                    )
+
+    def _share(self, region: Region) -> tuple[int, int]:
+        """Return the span of a region that this rank writes: the whole region, or its share if all replicas
+        hold the same."""
+        size, rank, ranks = region.values.numel(), self._grid.index("dp"), self._layout.dp
+        return (size * rank // ranks, size * (rank + 1) // ranks) if self.is_replicated else (0, size)
+
+
+def _nothing(device: torch.device) -> Region:
+    """Return an empty region, for the optimizer of a rank without parameters."""
+    return Region(torch.zeros(0, device=device), torch.zeros(0, device=device), decays=False, pieces=())

@@ -1,0 +1,247 @@
+"""The part of the model that one rank holds: builds its layers, lays their parameters into chunks and draws
+initial values.
+
+A rank owns the layers of its stages (one per virtual stage). Each stage's parameters are one chunk.
+Parameters that the first and the last stage share (tied embeddings) are a separate chunk. It has the same
+layout on both ranks, so that the two copies get bitwise equal updates.
+
+The matrices of all layers but the first and the last may be multiplied in float8. The token embedding and the
+output projection keep their precision, as in torchtitan's float8 training (its page docs/float8.md): rounding
+hurts most there, and they are a small part of a large model."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from myriad.comm.groups import Groups
+from myriad.kernels.float8 import MULTIPLE, Float8, KeptForms
+from myriad.kernels.gradient import sink_of
+from myriad.model.boundary import Boundary
+from myriad.model.definition import Context, Definition, shard_of
+from myriad.parallel.chunk import Chunk, ChunkMemory, Entry, Sharing
+from myriad.parallel.transient_buffer import FixedMemory
+from myriad.program.actions import Action
+from myriad.program.static_places import TIED, assign_places
+
+__all__ = [
+    "RankModel",
+    "Stage",
+    "build_rank_model",
+    "draw_initial",
+    "mark_float8_weights",
+    "shapes_between_stages",
+]
+
+
+@dataclass
+class Stage:
+    """One model piece: consecutive layers, and the chunks that hold their parameters."""
+
+    index: int
+    layers: dict[int, nn.Module]
+    """Layers by their index in the model's list."""
+    chunks: list[Chunk]
+
+
+@dataclass
+class RankModel:
+    """The part of the model that one rank holds."""
+
+    stages: dict[int, Stage]
+    chunks: list[Chunk]
+    """Every chunk once, in the order of the parameter table."""
+    tied: Chunk | None
+    tied_stages: tuple[int, ...]
+    """Stages of this rank that hold the tied chunk, ascending."""
+    tied_peer: tuple[int, ...]
+    """Ranks (this one included) that hold the tied chunk for another stage. Only this rank if no other one
+    holds it."""
+    counts_tied: bool
+    """Whether this rank counts the tied parameters in the global norm and saves them."""
+
+
+def build_rank_model(
+    definition: Definition,
+    layers_of_stage: Sequence[range],
+    stage_rank: Sequence[int],
+    groups: Groups,
+    boundary: Boundary,
+    sharing: Sharing,
+    dtype: torch.dtype,
+    device: torch.device,
+    static_runs: Sequence[Sequence[Action]] = (),
+) -> RankModel:
+    """Build this rank's layers on the meta device and allocate their memory, without values. ``static_runs``:
+    action lists of this rank for which temporary memory must be at fixed addresses; empty: addresses may
+    change."""
+    mine = [stage for stage, rank in enumerate(stage_rank) if rank == groups.grid.index("pp")]
+    layers: dict[int, nn.Module] = {}
+    with torch.device("meta"):
+        for stage in mine:
+            layers |= {index: definition.build(index, boundary) for index in layers_of_stage[stage]}
+    entries = {index: _entries(definition, index, layer) for index, layer in layers.items()}
+    tied_entries = _merge_tied(definition, entries)
+    chunks: list[Chunk] = []
+    stages = {}
+
+    holders = _tied_stages(definition, layers_of_stage)
+    places = _chunk_memory(static_runs, mine, holders if tied_entries else set(), sharing.zero)
+
+    def add(group_of_entries: list[Entry], key: int) -> Chunk:
+        first_row = sum(len(chunk.entries) for chunk in chunks)
+        chunks.append(Chunk(group_of_entries, sharing, dtype, device, first_row, places.get(key)))
+        return chunks[-1]
+
+    for stage in mine:
+        own = [entry for index in layers_of_stage[stage] for entry in entries[index]]
+        stages[stage] = Stage(
+            stage, {i: layers[i] for i in layers_of_stage[stage]}, [add(own, stage)] if own else []
+        )
+    tied = add(tied_entries, TIED) if tied_entries else None
+    tied_stages = tuple(sorted(holders & set(mine)))
+    for stage in tied_stages:
+        if tied is not None:
+            stages[stage].chunks.append(tied)
+    model = RankModel(
+        stages,
+        chunks,
+        tied,
+        tied_stages,
+        _tied_peers(groups, stage_rank, holders),
+        tied is not None and min(holders) in mine,
+    )
+    _refuse_buffers(layers)
+    return model
+
+
+def _chunk_memory(
+    runs: Sequence[Sequence[Action]], stages: Sequence[int], holders: set[int], zero: int
+) -> dict[int, ChunkMemory]:
+    """Return the fixed places of each chunk, by the chunk's key."""
+    if not runs:
+        return {}
+    chunks_of = {stage: [stage, TIED] if stage in holders else [stage] for stage in stages}
+    places = assign_places(runs, chunks_of, zero)
+    values: defaultdict[int, FixedMemory] = defaultdict(FixedMemory)
+    sums: defaultdict[int, FixedMemory] = defaultdict(FixedMemory)
+    return {
+        key: ChunkMemory(
+            values[places.values[key]] if key in places.values else None,
+            sums[places.sums[key]] if key in places.sums else None,
+        )
+        for key in (*stages, TIED)
+    }
+
+
+def _entries(definition: Definition, index: int, layer: nn.Module) -> list[Entry]:
+    prefix = definition.names[index]
+    found = []
+    for path, parameter in layer.named_parameters():
+        owner, _, attribute = path.rpartition(".")
+        name = f"{prefix}.{path}"
+        cut = shard_of(definition, name)
+        partial = definition.sequence_parallel and cut is None
+        found.append(Entry(name, ((layer.get_submodule(owner), attribute),), parameter.shape, cut, partial))
+    return found
+
+
+def _merge_tied(definition: Definition, entries: dict[int, list[Entry]]) -> list[Entry]:
+    """Remove tied parameters from ``entries``. Return one entry for each, with all its homes on this rank."""
+    targets = set(definition.tied.values())
+    merged: dict[str, Entry] = {}
+    for index, found in entries.items():
+        for entry in found:
+            name = definition.tied.get(entry.name, entry.name)
+            if name in targets:
+                homes = (merged[name].homes if name in merged else ()) + entry.homes
+                merged[name] = replace(entry, name=name, homes=homes)
+        entries[index] = [
+            entry for entry in found if definition.tied.get(entry.name, entry.name) not in targets
+        ]
+    return list(merged.values())
+
+
+def _tied_stages(definition: Definition, layers_of_stage: Sequence[range]) -> set[int]:
+    names = {*definition.tied.keys(), *definition.tied.values()}
+    layers = {
+        index
+        for index, layer in enumerate(definition.names)
+        if any(name.startswith(f"{layer}.") for name in names)
+    }
+    return {stage for stage, own in enumerate(layers_of_stage) if layers & set(own)}
+
+
+def _tied_peers(groups: Groups, stage_rank: Sequence[int], holders: set[int]) -> tuple[int, ...]:
+    pipeline = groups.grid.peers("pp")
+    return tuple(sorted({pipeline[stage_rank[stage]] for stage in holders}))
+
+
+def draw_initial(definition: Definition, model: RankModel, boundary: Boundary) -> None:
+    """Set this rank's parameters to the values of the definition's seed. Tensors with no part in this rank's
+    slices are not drawn."""
+    where = {
+        entry.name: (chunk, row)
+        for chunk in model.chunks
+        for row, entry in enumerate(chunk.entries)
+        if chunk.holds(row)
+    }
+    for index, prefix in enumerate(definition.names):
+        own = {name.removeprefix(f"{prefix}.") for name in where if name.startswith(f"{prefix}.")}
+        if not own:
+            continue
+        for path, full in definition.initial(index, own).items():
+            name = f"{prefix}.{path}"
+            shard = shard_of(definition, name)
+            local = full if shard is None else shard.take(full, boundary.rank, boundary.size)
+            chunk, row = where[name]
+            chunk.load(row, local)
+    for chunk in model.chunks:
+        chunk.mark_stale()
+
+
+def _refuse_buffers(layers: dict[int, nn.Module]) -> None:
+    for layer in layers.values():
+        for name, _ in layer.named_buffers():
+            raise TypeError(f"buffer {name} of {type(layer).__name__}: layers keep state in parameters only")
+
+
+def shapes_between_stages(
+    definition: Definition,
+    layers_of_stage: Sequence[range],
+    boundary: Boundary,
+    inputs: torch.Tensor,
+    dtype: torch.dtype,
+) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return the shape and dtype of the output of each stage but the last. They are found on the meta device:
+    no layer runs.
+
+    ``inputs``: one micro-batch as the first layer takes it.
+    """
+    found = []
+    with torch.device("meta"), torch.no_grad():
+        x = torch.empty_like(inputs, device="meta")
+        for own in layers_of_stage[:-1]:
+            for index in own:
+                x = definition.build(index, boundary).to(dtype).eval()(x, Context())
+            found.append((x.shape, x.dtype))
+    return found
+
+
+def mark_float8_weights(model: RankModel, num_layers: int, float8: Float8, *, keeps: bool = False) -> int:
+    """Mark the float8 weights of this rank and return their number. ``keeps``: convert each weight to float8
+    once a step, not once per micro-batch."""
+    found = 0
+    for stage in model.stages.values():
+        for index, layer in stage.layers.items():
+            if not 0 < index < num_layers - 1:
+                continue
+            for weight in layer.parameters():
+                sink = sink_of(weight)
+                if weight.ndim == 2 and sink is not None and all(n % MULTIPLE == 0 for n in weight.shape):
+                    sink.float8 = float8
+                    sink.forms = KeptForms() if keeps else None
+                    found += 1
+    return found

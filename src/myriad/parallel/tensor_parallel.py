@@ -1,0 +1,168 @@
+"""Tensor and sequence parallelism: the `Boundary` that communicates within a group.
+
+    enter    all-gather forward, reduce-scatter backward
+    leave    reduce-scatter forward, all-gather backward
+    copy     identity forward, all-reduce backward
+    join     all-reduce forward, identity backward
+
+``enter`` and ``leave`` are for models whose residual stream is sharded along the sequence (Korthikanti et
+al., arXiv 2205.05198, section 4.2). ``copy`` and ``join`` are for models that keep it whole (Shoeybi et al.,
+arXiv 1909.08053). On meta tensors every method returns the right shape without a group, so that a model can
+be described without other ranks.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from myriad.comm.collectives import all_reduce, start_all_reduce
+from myriad.comm.groups import Group, Groups
+from myriad.kernels.config import Kernels
+from myriad.kernels.gradient import LaterProducts, apply_deferred
+from myriad.kernels.remade import Remade
+from myriad.model.boundary import Arrived, Arriving, Boundary, Factors
+from myriad.parallel.sliced_products import (
+    GlooSliceTransport,
+    SliceTransport,
+    gather_products,
+    scatter_products,
+)
+from myriad.parallel.symmetric_memory import SymmetricSliceTransport
+from myriad.parallel.tp_async import AsyncStack, Direction, start_async
+from myriad.program.config import OverlapConfig
+from myriad.telemetry.spans import Recorder
+
+__all__ = ["GroupBoundary", "make_boundary"]
+
+
+class GroupBoundary(Boundary):
+    """The boundary of one of ``size`` tensor-parallel ranks.
+
+    With ``chunks`` = 1 each collective is waited for where it is issued; with more, messages of at least
+    ``message_bytes`` overlap with computation. ``slices``: the largest number of slices in which each rank's
+    part of a gather or scatter is communicated, overlapped with the adjacent matrix products. ``on_nccl``:
+    use the memory order that is fastest on GPUs (`Boundary.sequence_first`, `Boundary.joins_parts`).
+    """
+
+    def __init__(
+        self,
+        group: Group | None,
+        rank: int,
+        size: int,
+        recorder: Recorder,
+        *,
+        chunks: int = 1,
+        slices: int = 0,
+        message_bytes: int = 1,
+        remakes: bool = False,
+        on_nccl: bool = False,
+        kernels: Kernels = "auto",
+    ) -> None:
+        self.group, self.rank, self.size, self.recorder = group, rank, size, recorder
+        self.chunks, self.message_bytes, self.remakes = chunks, message_bytes, remakes
+        self.kernels = kernels
+        self.sequence_first = on_nccl and size > 1
+        self.joins_parts = self.sequence_first and not remakes  # recomputed activations have their own memory
+        self.in_slices = slices > 0 and size > 1
+        hides = size > 1 and (chunks > 1 or slices > 0)
+        self.later: LaterProducts | None = LaterProducts() if hides else None
+        self._slices = slices
+
+    def start_all_gather(self, x: torch.Tensor) -> Arriving:
+        return self._start(x, Direction.GATHER)
+
+    def start_reduce_scatter(self, x: torch.Tensor) -> Arriving:
+        return self._start(x, Direction.REDUCE)
+
+    def _start(self, x: torch.Tensor, direction: Direction) -> Arriving:
+        if self.size == 1:
+            return Arrived(x)
+        posted = start_async(x, self, direction)
+        return posted if self.chunks > 1 else Arrived(posted.wait())
+
+    @cached_property
+    def slice_transport(self) -> SliceTransport:
+        """The implementation of fused products and communication for this backend."""
+        if dist.get_backend(self.group) == "gloo":
+            return GlooSliceTransport(self, self._slices, self.message_bytes)
+        return SymmetricSliceTransport(self)
+
+    def gather_products(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        remade: Remade | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        if self.in_slices and not x.is_meta:
+            return gather_products(x, self, weights, biases, remade)
+        return super().gather_products(self.start_all_gather(x).wait(), weights, biases, remade)
+
+    def scatter_products(self, factors: Sequence[Factors]) -> torch.Tensor:
+        if self.in_slices and not factors[0].x.is_meta:
+            return scatter_products(factors, self)
+        return self.start_reduce_scatter(super().scatter_products(factors)).wait()
+
+    def copy(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.size == 1 else _Copy.apply(x, self)
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.size == 1 else _Join.apply(x, self)
+
+    def start_stack(self, x: torch.Tensor) -> Arriving:
+        return Arrived(x[None]) if self.size == 1 else AsyncStack(x, self)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum ``x`` over the ranks, in place. The sum is not differentiable."""
+        if x.is_meta:
+            return x
+        with self.recorder.span("tensor_comm"):
+            return all_reduce(x, self.group)
+
+
+def make_boundary(
+    groups: Groups, overlap: OverlapConfig, recorder: Recorder, kernels: Kernels
+) -> GroupBoundary:
+    """Return the boundary of this rank's tensor-parallel group, in the layout of ``groups``."""
+    group = groups.along("tp")
+    return GroupBoundary(
+        group,
+        groups.grid.index("tp"),
+        groups.grid.layout.tp,
+        recorder,
+        chunks=overlap.tensor_chunks if overlap.tensor_kind == "turns" else 1,
+        slices=overlap.tensor_chunks if overlap.tensor_kind == "slices" else 0,
+        message_bytes=overlap.tensor_message,
+        remakes=groups.grid.layout.recompute == "selective",
+        on_nccl=group is not None and dist.get_backend(group) != "gloo",
+        kernels=kernels,
+    )
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, boundary: GroupBoundary) -> torch.Tensor:
+        ctx.boundary = boundary
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        boundary: GroupBoundary = ctx.boundary
+        pending = start_all_reduce(total := gradients[0].clone(), boundary.group)
+        apply_deferred(boundary.later or [])
+        with boundary.recorder.span("tensor_comm"):
+            pending.wait()
+        return total, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, boundary: GroupBoundary) -> torch.Tensor:
+        return boundary.sum(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None

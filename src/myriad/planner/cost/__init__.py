@@ -1,0 +1,1 @@
+"""Costs on a cluster in seconds: operators, collectives, layers, layouts, snapshots."""

@@ -1,0 +1,449 @@
+"""Seconds of one layer for one micro-batch on one rank: forward, and the two halves of the backward.
+
+    block     norm | gather | QKV | attention | output | scatter | residual
+              norm | gather | up | act | down | scatter | residual
+    parallel  norm | gather | QKV, up | attention, act | output + down | scatter | residual
+
+A residual sum makes three passes over memory, or two together with the norm that follows
+(`FrameworkProfile.fused_add_norm`). Its gradient then makes one pass instead of two.
+
+A matrix product has three passes of equal FLOPs: forward, gradient of its input, gradient of its weight
+(which is added to a float32 buffer). Tensor-parallel communication is an all-gather and a reduce-scatter for
+each entry into the parallel region, in each direction (Megatron-LM, arXiv 2205.05198, section 4.2). Cut in
+parts, all but one overlap with the products around them (MegaScale, arXiv 2402.15627, section 3.2), and slow
+these. In slices (``overlap.tensor = "slices"``) each overlaps with its own product alone, in the backward
+also with a weight's gradient. Without overlap.tensor, `FrameworkProfile.hides_input_grad_comm` decides
+whether the backward's reductions overlap with the weights' gradients.
+
+Legend: t tokens of a micro-batch, s sequence, h hidden, f inner width of the MLP, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from myriad.model.config import ModelConfig
+from myriad.model.overlap_parts import num_parts, num_slices
+from myriad.planner.cluster_config import Accelerator, Cluster
+from myriad.planner.cost.collective_costs import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    startup_seconds,
+    tensor_group,
+)
+from myriad.planner.cost.operator_costs import (
+    Number,
+    TimeBreakdown,
+    flash_seconds,
+    float8_traffic,
+    matmul_seconds,
+    peak_flops,
+    stream_seconds,
+    weights_seconds,
+)
+from myriad.planner.workload import FrameworkProfile
+from myriad.program.config import OverlapConfig
+
+__all__ = [
+    "OVERLAP_MODES",
+    "LayerContext",
+    "LayerTimes",
+    "block_shares",
+    "block_times",
+    "embedding_times",
+    "head_times",
+]
+
+OVERLAP_MODES = {None: 0.0, "turns": 1.0, "slices": 2.0, "auto": 3.0}
+"""Value of `LayerContext.overlap_mode` for each value of overlap.tensor."""
+
+_FLASH_SPEED = {"flash": 0.55, "flash2": 1.0, "flash3": 1.4}
+"""Speed relative to FlashAttention-2: the first version is 1.7 to 2 times slower (arXiv 2307.08691, figure
+4), the third on H100 1.5 to 1.75 times faster in the backward (arXiv 2407.08608, figure 6)."""
+_PLAIN_FORWARD, _PLAIN_BACKWARD = 13.0, 19.0
+"""Bytes moved for each score without a flash kernel: written by the product (2), softmax fused with scale and
+mask (4), dropout (5, its mask has one), read by the next product (2); in the backward read again for the
+values' gradient (2), written by the product (2), dropout (5), softmax (6), read by two products (4)."""
+_PLAIN_RATIO = 0.5
+"""Share of the peak that the batched products of scores reach, whose inner or outer length is a head's
+width."""
+_FIRST_FLASH_HALF = 8.0
+"""Sequences x heads of a rank at which the first FlashAttention, which gives each pair of them one
+multiprocessor, reaches half of its speed (arXiv 2307.08691, section 3.2)."""
+_LOSS_FORWARD, _LOSS_BACKWARD = {True: 8.0, False: 30.0}, {True: 6.0, False: 14.0}
+"""Bytes moved for each logit, by whether the loss is one operator. Otherwise logits are converted to float32,
+and maximum, difference, exponential, sum and quotient each pass over them (Megatron-LM's
+vocab_parallel_cross_entropy)."""
+_UNFUSED = 2.2
+"""Passes over memory of the unfused norm, activation and dropout for each pass of the fused ones."""
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Everything except the model that a layer's seconds depend on; numbers or arrays."""
+
+    cluster: Cluster
+    profile: FrameworkProfile
+    tp: Number
+    micro_batch: Number
+    value_bytes: int
+    overlap: OverlapConfig
+    overlap_mode: Number
+    """How tensor-parallel communication overlaps with compute: a value of `OVERLAP_MODES`; 0: no overlap."""
+    float8_kept_over: int = 1
+    """Micro-batches for which a weight is converted to float8 once, as in `myriad.planner.workload.Workload`;
+    the search's closed form has 1."""
+
+    @property
+    def accelerator(self) -> Accelerator:
+        accelerator = self.cluster.accelerator.of(self.value_bytes)
+        captured = self.profile.cuda_graphs and not self.cluster.on_cpu
+        return accelerator.captured() if captured else accelerator
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one layer for one micro-batch."""
+
+    forward: TimeBreakdown
+    backward_input: TimeBreakdown
+    backward_weight: TimeBreakdown
+    selective_recompute: TimeBreakdown
+    """What selective recomputation adds to the backward."""
+
+    def __add__(self, other: "LayerTimes") -> "LayerTimes":
+        return LayerTimes(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+            self.selective_recompute + other.selective_recompute,
+        )
+
+    def times(self, factor: Number) -> "LayerTimes":
+        """Return the seconds of so many layers."""
+        return LayerTimes(
+            self.forward.times(factor),
+            self.backward_input.times(factor),
+            self.backward_weight.times(factor),
+            self.selective_recompute.times(factor),
+        )
+
+
+def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> LayerTimes:
+    """Return the seconds of a block. ``pairs``: query-key pairs that each sequence computes in this block."""
+    tokens = context.micro_batch * model.sequence
+    share = tokens / context.tp if context.profile.sequence_parallel else tokens
+    entries = _entries(model)
+    products = _products(model, context, tokens)
+    passes = _UNFUSED if not context.profile.fused else 1.0
+    value, inner = context.value_bytes, tokens * model.ffn_width / context.tp
+    ups = 2 if model.activation == "swiglu" else 1
+    qkv = tokens * (model.heads + 2 * model.num_kv_heads) * model.head_width / context.tp
+    turned = qkv * 2 * value if model.position == "rotary" else 0.0
+    norms = residuals = entries * share * model.hidden
+    joined = context.profile.fused_add_norm and not context.cluster.on_cpu
+    added, added_back = (2, 1) if joined else (3, 2)
+    streamed = passes * value * (2 * norms + (ups + 1) * inner) + added * value * residuals + turned
+    backwards = passes * value * (3 * norms + (2 * ups + 1) * inner) + added_back * value * residuals + turned
+    operators = (3 if joined else entries + 3) * (3 if not context.profile.fused else 1)
+    stream, back = (stream_seconds(context.accelerator, x, operators) for x in (streamed, backwards))
+    attend, attend_back = _attention(model, context, pairs)
+    comm, rest, gathers = _tensor(model, context, tokens, entries)
+    again = attend  # Megatron-LM's selective recomputation repeats the scores.
+    if context.profile.attention != "plain":  # Myriad's repeats norm and activation outputs.
+        remade = stream_seconds(context.accelerator, value * (2 * norms + (ups + 1) * inner), entries + 1)
+        again = TimeBreakdown(memory=remade, tensor=gathers)
+    in_turns = (
+        _exposed(model, context, comm, products[0] + attend.attention),
+        _exposed(model, context, comm, products[1] + attend_back.attention),
+    )
+    exposed, exposed_back = _quicker(context, in_turns, _in_slices(model, context, tokens, comm), comm)
+    if context.profile.hides_input_grad_comm:
+        behind = _behind_weights(model, context, comm, products[2])
+        exposed_back = np.where(context.overlap_mode, exposed_back, behind)
+    return LayerTimes(
+        TimeBreakdown(products[0], memory=stream, tensor=exposed) + attend,
+        TimeBreakdown(products[1], memory=back, tensor=exposed_back + rest) + attend_back,
+        TimeBreakdown(products[2]),
+        again,
+    )
+
+
+def _entries(model: ModelConfig) -> int:
+    """Return the number of entries into the part of a block that is sharded among tensor-parallel ranks."""
+    return 1 if model.block == "parallel" else 2
+
+
+def _products(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, Number]:
+    """Return the seconds of a block's matrix products: forward, gradients of the inputs, gradients of the
+    weights."""
+    return _product_passes(context, tokens, _shapes(model, context))
+
+
+def _product_passes(
+    context: LayerContext, tokens: Number, shapes: Sequence[tuple[Number, Number]]
+) -> tuple[Number, Number, Number]:
+    """Return the seconds of the three passes for the matrices ``[out, in]`` given."""
+    if context.profile.float8 and context.accelerator.float8_flops_per_second:
+        return _in_float8(context, tokens, shapes)
+    return _three_passes(context, tokens, shapes)
+
+
+def _shapes(model: ModelConfig, context: LayerContext) -> tuple[tuple[Number, Number], ...]:
+    """Return the matrices ``[out, in]`` of a rank: queries, keys and values; attention's output; up; down."""
+    tp, hidden, width = context.tp, model.hidden, model.heads * model.head_width
+    qkv = (model.heads + 2 * model.num_kv_heads) * model.head_width / tp
+    ups = 2 if model.activation == "swiglu" else 1
+    return (
+        (qkv, hidden),
+        (hidden, width / tp),
+        (ups * model.ffn_width / tp, hidden),
+        (hidden, model.ffn_width / tp),
+    )
+
+
+def block_shares(model: ModelConfig) -> dict[str, tuple[float, float]]:
+    """Return the elements of each matrix of a block, and its share of the block's products."""
+    width, ups = model.heads * model.head_width, 2 if model.activation == "swiglu" else 1
+    elements = {
+        "qkv": float((model.heads + 2 * model.num_kv_heads) * model.head_width * model.hidden),
+        "output": float(width * model.hidden),
+        "up": float(ups * model.ffn_width * model.hidden),
+        "down": float(model.ffn_width * model.hidden),
+    }
+    whole = sum(elements.values())
+    return {name: (count, count / whole) for name, count in elements.items()}
+
+
+def _in_float8(
+    context: LayerContext, tokens: Number, shapes: Sequence[tuple[Number, Number]]
+) -> tuple[Number, Number, Number]:
+    """Return the seconds of the three passes at the float8 rate, including the extra memory traffic of
+    float8."""
+    scaling, accelerator, value = context.profile.float8, context.accelerator, context.value_bytes
+    assert scaling is not None
+    quick = {"peak_flops_per_second": accelerator.float8_flops_per_second}
+    changed = context.cluster.model_copy(update={"accelerator": accelerator.model_copy(update=quick)})
+    sum_bytes = context.profile.gradient_bytes
+    written = None if scaling == "blocks" else float(value)
+    products = _three_passes(replace(context, cluster=changed), tokens, shapes, written)
+
+    found = list(products)
+    for n, k in shapes:
+        for turn, moved in enumerate(
+            float8_traffic(scaling, value, tokens * k, tokens * n, n * k, sum_bytes, context.float8_kept_over)
+        ):
+            found[turn] = found[turn] + stream_seconds(accelerator, *moved)
+    forward, inputs, weights = found
+    return forward, inputs, weights
+
+
+def _three_passes(
+    context: LayerContext,
+    tokens: Number,
+    shapes: Sequence[tuple[Number, Number]],
+    written: float | None = None,
+) -> tuple[Number, Number, Number]:
+    """Return the seconds of forward, input gradients and weight gradients of matrices ``[out, in]``.
+    ``written``: bytes that the product itself moves for each value of a weight's gradient; off: it reads and
+    writes the gradient buffer."""
+    accelerator, value = context.accelerator, context.value_bytes
+    summed = 2.0 * context.profile.gradient_bytes if written is None else written
+    forward = sum(matmul_seconds(accelerator, tokens, n, k, value_bytes=value) for n, k in shapes)
+    inputs = sum(matmul_seconds(accelerator, tokens, k, n, value_bytes=value) for n, k in shapes)
+    weights = sum(
+        matmul_seconds(accelerator, n, k, tokens, value_bytes=value, out_bytes=summed) for n, k in shapes
+    )
+    matrices = sum(n * k for n, k in shapes)
+    fetch, add = (weights_seconds(accelerator, each * matrices) for each in (float(value), summed))
+    return forward + fetch, inputs + fetch, weights + add
+
+
+def _attention(
+    model: ModelConfig, context: LayerContext, pairs: float
+) -> tuple[TimeBreakdown, TimeBreakdown]:
+    """Return the seconds of attention, forward and backward, without the projections around it."""
+    heads, width = model.heads / context.tp, model.head_width
+    accelerator, value = context.accelerator, context.value_bytes
+    flops = 4.0 * context.micro_batch * pairs * heads * width
+    if context.profile.attention != "plain":
+        speed: Number = _FLASH_SPEED[context.profile.attention]
+        if context.profile.attention == "flash":
+            pairs_of_heads = context.micro_batch * heads
+            speed = speed * pairs_of_heads / (pairs_of_heads + _FIRST_FLASH_HALF)
+        one = flash_seconds(accelerator, flops, model.sequence, width, value) / speed
+        return TimeBreakdown(attention=one), TimeBreakdown(attention=one * accelerator.flash_backward)
+    elements = context.micro_batch * heads * float(model.sequence) ** 2
+    product = 4.0 * elements * width / (peak_flops(accelerator, value) * _PLAIN_RATIO)
+    forward = product + stream_seconds(accelerator, _PLAIN_FORWARD * elements, 4)
+    backward = 2 * product + stream_seconds(accelerator, _PLAIN_BACKWARD * elements, 6)
+    return TimeBreakdown(attention=forward), TimeBreakdown(attention=backward)
+
+
+def _tensor(
+    model: ModelConfig, context: LayerContext, tokens: Number, entries: int
+) -> tuple[Number, Number, Number]:
+    """Return three values in seconds. First, the all-gathers and reduce-scatters of one direction. Second,
+    the exposed part of the backward's all-gather of inputs for the weights' gradients, which always overlaps
+    with a product. Third, that all-gather without overlap."""
+    group = tensor_group(context.cluster, context.tp)
+    num_bytes = tokens * model.hidden * context.value_bytes
+    if not context.profile.sequence_parallel:
+        return entries * all_reduce_seconds(group, num_bytes), 0.0, 0.0
+    one = all_gather_seconds(group, num_bytes)
+    return 2 * entries * one, entries * one * group.busy_ratio, entries * one
+
+
+def _exposed(model: ModelConfig, context: LayerContext, comm: Number, behind: Number) -> Number:
+    """Return the exposed seconds of communication that is cut in parts and overlaps with ``behind`` seconds
+    of compute: the first part, the excess over the compute, and the slowdown of the compute. Each of Myriad's
+    parts pays the startup again. Parts of other frameworks are ring steps inside the product's own operator
+    (`FrameworkProfile.tensor_parts`)."""
+    group, parts, cut = tensor_group(context.cluster, context.tp), _parts(model, context), comm
+    if context.profile.tensor_parts is None:
+        crossings = _entries(model) * (2 if context.profile.sequence_parallel else 1)
+        again = np.where(np.asarray(context.tp) > 1, crossings * startup_seconds(group), 0.0)
+        cut = comm + (parts - 1) * again
+    hidden = np.minimum(cut * (1 - 1 / parts), behind)
+    return np.where(context.overlap_mode, cut - hidden + group.busy_ratio * hidden, comm)
+
+
+def _quicker(
+    context: LayerContext,
+    in_turns: tuple[Number, Number],
+    in_slices: tuple[Number, Number] | None,
+    off: Number,
+) -> tuple[Number, Number]:
+    """Return the exposed seconds of communication in forward and backward, by `LayerContext.overlap_mode`."""
+    if in_slices is None:
+        return in_turns
+    overlap_mode, two = np.asarray(context.overlap_mode), (in_turns, in_slices)
+    auto, slices = overlap_mode == OVERLAP_MODES["auto"], overlap_mode == OVERLAP_MODES["slices"]
+    by_slices = np.where(auto, sum(in_slices) < sum(in_turns), slices)
+    forward, backward = (np.where(by_slices, cut, turns) for turns, cut in zip(*two, strict=True))
+    waits = auto & (2 * off < forward + backward)
+    return np.where(waits, off, forward), np.where(waits, off, backward)
+
+
+def _in_slices(
+    model: ModelConfig, context: LayerContext, tokens: Number, comm: Number
+) -> tuple[Number, Number] | None:
+    """Return the exposed seconds in forward and backward where slices overlap with their own products;
+    ``None`` where no layout uses slices."""
+    if context.profile.tensor_parts is not None or not np.any(
+        np.asarray(context.overlap_mode) >= OVERLAP_MODES["slices"]
+    ):
+        return None
+    group, shapes = tensor_group(context.cluster, context.tp), _shapes(model, context)
+    crossings = (shapes[::2], shapes[1::2]) if model.block == "parallel" else [(own,) for own in shapes]
+    turns = [_product_passes(context, tokens, own) for own in crossings]
+    slices = _num_slices(model, context)
+    again = (slices - 1) * np.where(np.asarray(context.tp) > 1, startup_seconds(group), 0.0)
+    one, remote = comm / len(turns) + again, 1 - 1 / np.asarray(context.tp)
+    messages = np.maximum(1.0, slices * (np.asarray(context.tp) - 1))
+    forward: Number = 0.0
+    backward: Number = 0.0
+    for number, (product, back, _) in enumerate(turns):
+        weight = turns[(number + 1) % len(turns)][
+            2
+        ]  # In the backward, the previous node leaves its weight gradient for this one.
+        forward = forward + _behind_slices(one, product, 0.0, remote, messages, group.busy_ratio)
+        backward = backward + _behind_slices(one, back, weight, remote, messages, group.busy_ratio)
+    reaches = context.cluster.on_cpu | (np.asarray(context.tp) <= context.cluster.accelerators_per_node)
+    return np.where(reaches, forward, comm), np.where(reaches, backward, comm)
+
+
+def _behind_slices(
+    comm: Number, product: Number, more: Number, remote: Number, messages: Number, busy_ratio: Number
+) -> Number:
+    """Return the seconds that an all-gather adds to its product and to ``more`` compute that does not wait.
+    The share ``remote`` of the product waits for so many messages. A reduce-scatter is the reverse."""
+    waiting = product * remote
+    whole = np.maximum(comm / messages + waiting, comm + waiting / messages)
+    added = np.maximum(whole - product - more, 0.0)
+    return added + busy_ratio * (comm - added)
+
+
+def _num_slices(model: ModelConfig, context: LayerContext) -> Number:
+    """Return the number of slices of a rank's share: one on GPUs, where PyTorch's operators slice by rank
+    only."""
+    if not context.cluster.on_cpu:
+        return 1.0
+    rows, row_bytes = context.micro_batch * model.sequence / context.tp, model.hidden * context.value_bytes
+    chunks, message_bytes = context.overlap.tensor_chunks, context.overlap.tensor_message
+    return num_slices(rows, row_bytes, chunks=chunks, message_bytes=message_bytes)
+
+
+def _parts(model: ModelConfig, context: LayerContext) -> Number:
+    if context.profile.tensor_parts is not None:
+        return context.profile.tensor_parts
+    chunks, message_bytes = context.overlap.tensor_chunks, context.overlap.tensor_message
+    positions, position_bytes = model.sequence / context.tp, model.hidden * context.value_bytes
+    return num_parts(
+        context.micro_batch,
+        positions,
+        position_bytes,
+        chunks=chunks,
+        message_bytes=message_bytes,
+        on_cpu=context.cluster.on_cpu,
+    )
+
+
+def _behind_weights(model: ModelConfig, context: LayerContext, comm: Number, weights: Number) -> Number:
+    """Return the exposed seconds of the backward's communication when each entry's input-gradient
+    communication overlaps with the gradient of the same entry's weight. That is all communication without
+    sequence parallelism, and the reduce-scatters with it."""
+    sums = comm / 2 if context.profile.sequence_parallel else comm
+    ups = 2 if model.activation == "swiglu" else 1
+    entering = (model.heads + 2 * model.num_kv_heads) * model.head_width + ups * model.ffn_width
+    leaving = model.heads * model.head_width + model.ffn_width
+    behind = np.minimum(sums, weights * entering / (entering + leaving))
+    return comm - behind + tensor_group(context.cluster, context.tp).busy_ratio * behind
+
+
+def embedding_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
+    """Return the seconds of the embedding: the lookup of rows and the reduce-scatter of partial sums."""
+    tokens = context.micro_batch * model.sequence
+    moved = tokens * model.hidden * context.value_bytes
+    group = tensor_group(context.cluster, context.tp)
+    comm = all_gather_seconds(group, moved)
+    look = stream_seconds(context.accelerator, 4 * moved / context.tp + 2 * moved, 3)
+    back = stream_seconds(context.accelerator, 4 * moved / context.tp + tokens * model.hidden * 8, 3)
+    return LayerTimes(
+        TimeBreakdown(memory=look, tensor=comm),
+        TimeBreakdown(tensor=comm),
+        TimeBreakdown(memory=back),
+        TimeBreakdown(),
+    )
+
+
+def head_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
+    """Return the seconds of the head: norm, logits and the loss, which is computed in float32 together with
+    the logits."""
+    tokens = context.micro_batch * model.sequence
+    share = tokens / context.tp if context.profile.sequence_parallel else tokens
+    rows = model.padded_vocabulary() / context.tp
+    products = _three_passes(context, tokens, ((rows, float(model.hidden)),))
+    value = context.value_bytes
+    norm = 2 * share * model.hidden * value
+    fused = context.profile.fused_loss
+    scores, back = tokens * rows * _LOSS_FORWARD[fused], tokens * rows * _LOSS_BACKWARD[fused]
+    group = tensor_group(context.cluster, context.tp)
+    comm = all_gather_seconds(group, tokens * model.hidden * value)
+    return LayerTimes(
+        TimeBreakdown(products[0], memory=_loss_seconds(context.accelerator, norm, scores, 6), tensor=comm),
+        TimeBreakdown(
+            products[1], memory=_loss_seconds(context.accelerator, 1.5 * norm, back, 4), tensor=comm
+        ),
+        TimeBreakdown(products[2]),
+        TimeBreakdown(),
+    )
+
+
+def _loss_seconds(accelerator: Accelerator, norm: Number, scores: Number, num_operators: float) -> Number:
+    """Return the seconds of the passes over a norm's values and the logits."""
+    rate = accelerator.loss_bytes_per_second
+    if rate is None:
+        return stream_seconds(accelerator, norm + scores, num_operators)
+    return stream_seconds(accelerator, norm, num_operators) + scores / rate

@@ -1,0 +1,365 @@
+"""Cost of each action of a layout's program on a cluster.
+
+forward, backward        seconds of a stage's layers for one micro-batch (`layer_costs`)
+gather, reduce           of a stage's parameters and gradients among data-parallel ranks (`collective_costs`)
+message                  one activation or gradient to the next stage, each tensor-parallel rank its share
+stall                    seconds that snapshots add, on average over steps (`snapshot_costs`)
+clip, update             passes over gradients, master values and moments of this rank's part
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, reduce
+from itertools import groupby
+from operator import add
+
+from myriad.model.config import ModelConfig
+from myriad.planner.cluster_config import Cluster
+from myriad.planner.cost.collective_costs import (
+    DpCollectives,
+    all_reduce_seconds,
+    group_along,
+    message_seconds,
+)
+from myriad.planner.cost.layer_costs import (
+    OVERLAP_MODES,
+    LayerContext,
+    LayerTimes,
+    block_shares,
+    block_times,
+    embedding_times,
+    head_times,
+)
+from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_order, step_seconds
+from myriad.planner.cost.operator_costs import TimeBreakdown, sweep_seconds
+from myriad.planner.cost.snapshot_costs import SnapshotCosts, SnapshotSchedule
+from myriad.planner.workload import Workload
+from myriad.program.build import count_chunks
+from myriad.program.partition import cut_ranges, num_recomputed, partition_layers
+from myriad.program.schedules import stage_owners
+
+__all__ = [
+    "Costs",
+    "StageCosts",
+    "computed_pairs",
+    "cut_layers",
+    "layer_parameters",
+    "optimizer_bytes",
+    "stage_layers",
+]
+
+
+def layer_parameters(model: ModelConfig) -> list[int]:
+    """Return the number of parameters of the embedding, each block and the head; tied parameters count in
+    both."""
+    one = model.model_copy(update={"layers": 1}).num_parameters(embeddings=False)
+    block = model.model_copy(update={"layers": 2}).num_parameters(embeddings=False) - one
+    rows = model.padded_vocabulary() * model.hidden
+    positions = model.sequence * model.hidden if model.position == "learned" else 0
+    return [rows + positions, *([block] * model.layers), rows + one - block]
+
+
+def cut_layers(model: ModelConfig, partition: str, num_stages: int) -> list[range]:
+    """Return the layers of each of so many stages, as the runtime partitions them. Raises `BadInputError`."""
+    return list(_cut_layers(model, partition, num_stages))
+
+
+@lru_cache(maxsize=256)
+def _cut_layers(model: ModelConfig, partition: str, num_stages: int) -> tuple[range, ...]:
+    kinds = model.layer_kinds
+    costs = None if partition == "uniform" else [float(count) for count in layer_parameters(model)]
+    return tuple(partition_layers(partition, num_stages, kinds, costs))
+
+
+def stage_layers(workload: Workload) -> list[range]:
+    """Return the layers of each stage of the layout."""
+    return cut_layers(workload.model, workload.layout.partition, workload.layout.num_stages)
+
+
+@lru_cache(maxsize=16)
+def _layer_kinds(model: ModelConfig) -> tuple[str, ...]:
+    """Return the kind of each layer (embedding, blocks, head); layers of one kind cost the same."""
+    return ("embedding", *(f"block {model.layer_window(i)}" for i in range(model.layers)), "head")
+
+
+def optimizer_bytes(optimizer: str, value_bytes: int) -> float:
+    """Return the bytes that the optimizer moves for each parameter. The float32 master value and two moments
+    are read and written; the gradient is read and the compute value written. LAMB makes another pass over
+    values and updates for their norms."""
+    return 24.0 + 4.0 + value_bytes + (16.0 if optimizer == "lamb" else 0.0)
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Costs of one stage of the program (a chunk of a stage of the layout)."""
+
+    times: LayerTimes
+    """Seconds of one micro-batch."""
+    again: TimeBreakdown
+    """Seconds that its backward recomputes."""
+    parameters: float
+    """Number of parameters on one tensor-parallel rank."""
+    forward: float
+    backward_input: float
+    """Seconds of the input gradients, including recomputation."""
+    backward_weight: float
+    gather: float
+    reduce: float
+    update: float
+
+    @property
+    def parts(self) -> TimeBreakdown:
+        """Seconds of one micro-batch, forward and backward."""
+        return self.times.forward + self.times.backward_input + self.times.backward_weight
+
+    @property
+    def backward(self) -> float:
+        """Seconds of both halves of the backward."""
+        return self.backward_input + self.backward_weight
+
+
+class Costs:
+    """The costs of every action of one layout on one cluster."""
+
+    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+        self.workload, self.cluster = workload, cluster
+        layout, overlap, profile = workload.layout, workload.overlap, workload.profile
+        self.slice = LayerContext(
+            cluster,
+            profile,
+            float(layout.tp),
+            float(layout.micro_batch),
+            workload.value_bytes,
+            overlap,
+            OVERLAP_MODES[overlap.tensor],
+            workload.float8_kept_over,
+        )
+        replica_stride, stage_stride = layout.tp * layout.pp, layout.tp
+        if profile.pp_outermost:
+            replica_stride, stage_stride = layout.tp, layout.tp * layout.dp
+        self.pipeline = group_along(cluster, float(layout.pp), float(stage_stride))
+        self.dp_collectives = DpCollectives(cluster, workload.comm, layout.dp, replica_stride)
+        self.data = self.dp_collectives.ring
+        self.layers_of_stage = stage_layers(workload)
+        self.num_chunks = count_chunks(layout, overlap, self.layers_of_stage)
+
+    @cached_property
+    def stages(self) -> list[StageCosts]:
+        """Costs of every stage of the program."""
+        found: dict[tuple[str, ...], StageCosts] = {}
+        kinds = _layer_kinds(self.workload.model)
+        stages = []
+        for own in cut_ranges(self.layers_of_stage, self.num_chunks):
+            key = kinds[own.start : own.stop]
+            if key not in found:
+                found[key] = self._stage(own)
+            stages.append(found[key])
+        return stages
+
+    @cached_property
+    def _times(self) -> dict[str, LayerTimes]:
+        model = self.workload.model
+        times = {"embedding": embedding_times(model, self.slice), "head": head_times(model, self.slice)}
+        for layer in range(min(model.layers, len(model.window_pattern))):
+            kind = f"block {model.layer_window(layer)}"
+            if kind not in times:
+                times[kind] = block_times(model, self.slice, computed_pairs(model, layer))
+        return times
+
+    def _stage(self, own: Sequence[int]) -> StageCosts:
+        kinds, workload = _layer_kinds(self.workload.model), self.workload
+        counts = {kind: len(list(group)) for kind, group in groupby(sorted(kinds[i] for i in own))}
+        times = reduce(add, (self._times[kind].times(float(n)) for kind, n in counts.items()))
+        every = layer_parameters(workload.model)
+        parameters = sum(every[layer] for layer in own) / workload.layout.tp
+        again = self._again([kinds[layer] for layer in own])
+        inputs = float(times.backward_input.total + again.total)
+        gather, reduced, update = self._data_parallel(parameters)
+        if self._by_module:
+            forward, backward = self._module_seconds([kinds[layer] for layer in own])
+            return StageCosts(times, again, parameters, forward, backward, 0.0, 0.0, 0.0, update)
+        return StageCosts(
+            times=times,
+            again=again,
+            parameters=parameters,
+            forward=float(times.forward.total),
+            backward_input=inputs,
+            backward_weight=float(times.backward_weight.total),
+            gather=gather,
+            reduce=reduced,
+            update=update,
+        )
+
+    @property
+    def _by_module(self) -> bool:
+        """Whether parameters are gathered by module during compute instead of by the program's actions."""
+        layout = self.workload.layout
+        return self.workload.profile.module_gathers is not None and layout.zero == 3 and layout.dp > 1
+
+    def _module_seconds(self, kinds: Sequence[str]) -> tuple[float, float]:
+        """Return the seconds of forward and backward of a micro-batch, including gathers and reductions.
+        ``kinds``: the kinds of its layers."""
+        keys = self.workload.profile.module_gathers
+        assert keys is not None
+        modules: list[Module] = []
+        layers: list[range] = []
+        for kind in kinds:
+            found = self._modules(kind, keys)
+            layers.append(range(len(modules), len(modules) + len(found)))
+            modules += found
+        order = module_order(layers, self.workload.recompute == "full")
+        return step_seconds(modules, order, keys, float(self.data.busy_ratio))
+
+    def _modules(self, kind: str, keys: ModuleGathers) -> list[Module]:
+        """Return the modules of a layer. Each module's seconds are in proportion to its matrix products."""
+        model, times = self.workload.model, self._times[kind]
+        if kind in ("embedding", "head"):
+            parameters = layer_parameters(model)[0 if kind == "embedding" else -1]
+            shares = {kind: (float(parameters), 1.0)}
+        else:
+            shares = block_shares(model)
+        selective = self.workload.recompute == "selective" and kind != "head"
+        backward = times.backward_input + times.backward_weight
+        backward = backward + (times.selective_recompute if selective else TimeBreakdown())
+
+        def seconds(turn: TimeBreakdown, name: str, share: float) -> float:
+            scores = turn.attention if name == "output" else 0.0
+            return float(share * (turn.matmul + turn.memory + turn.tensor) + scores)
+
+        found = []
+        for name, (elements, share) in shares.items():
+            held = elements / self.workload.layout.tp
+            turns = seconds(times.forward, name, share), seconds(backward, name, share)
+            found.append(Module(name, held, *turns, *self._module_communication(held, keys)))
+        return found
+
+    def _module_communication(self, elements: float, keys: ModuleGathers) -> tuple[float, float]:
+        workload, accelerator = self.workload, self.cluster.accelerator
+        gathered, reduced = elements * workload.value_bytes, elements * workload.profile.gradient_bytes
+        copied = sweep_seconds(accelerator, keys.gather_passes * gathered, 2.0)
+        divided = sweep_seconds(accelerator, keys.reduce_passes * reduced, 2.0)
+        gather = self.dp_collectives.all_gather_seconds(gathered) + copied
+        return float(gather), float(self.dp_collectives.all_gather_seconds(reduced) + divided)
+
+    def _again(self, kinds: Sequence[str]) -> TimeBreakdown:
+        """Return the recomputation in the backward of a stage, without the head, whose backward follows its
+        forward at once."""
+        if self.workload.recompute == "none":
+            return TimeBreakdown()
+        selective = self.workload.recompute == "selective"
+        count = len(kinds) if selective else num_recomputed(len(kinds), self.workload.layout.recompute_ratio)
+        again = TimeBreakdown()
+        for kind, number in sorted(Counter(kinds[:count]).items()):
+            times = self._times[kind]
+            one = times.selective_recompute if selective else times.forward
+            again = again + (TimeBreakdown() if kind == "head" else one).times(float(number))
+        return again
+
+    def _data_parallel(self, parameters: float) -> tuple[float, float, float]:
+        workload, sums = self.workload, self.dp_collectives
+        gradients = parameters * workload.profile.gradient_bytes
+        zero, dp = workload.layout.zero, workload.layout.dp
+        gather = sums.all_gather_seconds(parameters * workload.value_bytes) if zero else 0.0
+        reduced = sums.all_gather_seconds(gradients) if zero else sums.all_reduce_seconds(gradients)
+        own = parameters / (dp if zero else 1)
+        update = sweep_seconds(
+            self.cluster.accelerator, own * optimizer_bytes(workload.optimizer, workload.value_bytes), 2.0
+        )
+        return float(gather), float(reduced), float(update)
+
+    @cached_property
+    def busiest_rank(self) -> tuple[TimeBreakdown, TimeBreakdown]:
+        """Compute of one iteration, without waiting, on the pipeline rank with the most compute; and the
+        recomputation there."""
+        layout = self.workload.layout
+        owners = stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)
+        ranks = [(TimeBreakdown(), TimeBreakdown()) for _ in range(layout.pp)]
+        for index, stage in enumerate(self.stages):
+            rank = owners[index // self.num_chunks]
+            parts, again = ranks[rank]
+            ranks[rank] = parts + stage.parts, again + stage.again
+        parts, again = max(ranks, key=lambda rank: float(rank[0].total + rank[1].total))
+        count = float(self.workload.num_micro_batches)
+        return parts.times(count), again.times(count)
+
+    @cached_property
+    def snapshot_costs(self) -> SnapshotCosts:
+        """Costs of the job's snapshots."""
+        workload = self.workload
+        return SnapshotCosts(
+            self.cluster,
+            workload.snapshots,
+            float(sum(layer_parameters(workload.model))),
+            not workload.overlap.checkpoint,
+        )
+
+    @cached_property
+    def most_parameters(self) -> float:
+        """Largest number of parameters on a rank."""
+        layout = self.workload.layout
+        owners = stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)
+        held = [0.0] * layout.pp
+        for index, stage in enumerate(self.stages):
+            held[owners[index // self.num_chunks]] += stage.parameters
+        return max(held)
+
+    def stall(self, seconds: float) -> float:
+        """Return the seconds that snapshots add to an iteration of ``seconds``."""
+        workload = self.workload
+        if workload.snapshots == SnapshotSchedule():
+            return 0.0
+        held = self.most_parameters
+        updated = held / (workload.layout.dp if workload.layout.zero else 1)
+        update = sweep_seconds(
+            self.cluster.accelerator, updated * optimizer_bytes(workload.optimizer, workload.value_bytes), 2.0
+        )
+        return float(self.snapshot_costs.stall_seconds(seconds, float(update), held / workload.layout.dp))
+
+    @cached_property
+    def message(self) -> float:
+        """Seconds of one activation or gradient to the next stage."""
+        workload = self.workload
+        tokens = workload.layout.micro_batch * workload.model.sequence
+        return float(
+            message_seconds(
+                self.pipeline, tokens * workload.model.hidden * workload.value_bytes / workload.layout.tp
+            )
+        )
+
+    def message_between(self, source: int, target: int) -> float:
+        """Return the seconds of a message between two pipeline ranks. Here all pairs of ranks cost the
+        same."""
+        return self.message
+
+    @cached_property
+    def load(self) -> float:
+        """Seconds until the batch is there."""
+        return self.workload.profile.host_seconds
+
+    def clip(self, parameters: float) -> float:
+        """Return the seconds of the gradient norm: the pass over a rank's gradients and the all-reduce over
+        all ranks."""
+        workload = self.workload
+        own = parameters / (workload.layout.dp if workload.layout.zero else 1)
+        everybody = group_along(self.cluster, float(workload.layout.world), 1.0)
+        return float(
+            sweep_seconds(self.cluster.accelerator, 4 * own, 2.0) + all_reduce_seconds(everybody, 8.0)
+        )
+
+    @cached_property
+    def tied(self) -> float:
+        """Seconds to sum the gradients of the parameters that the first and the last stage share."""
+        model, layout = self.workload.model, self.workload.layout
+        group = replace(self.pipeline, size=2.0)
+        rows = model.padded_vocabulary() * model.hidden / layout.tp
+        return float(all_reduce_seconds(group, rows * self.workload.profile.gradient_bytes))
+
+
+def computed_pairs(model: ModelConfig, layer: int) -> float:
+    """Return the query-key pairs of a sequence that a causal kernel computes: half of all, and with a window
+    only the band."""
+    sequence, window = model.sequence, model.layer_window(layer)
+    if window is None or window >= sequence:
+        return sequence * (sequence + 1) / 2
+    return window * sequence - window * (window - 1) / 2

@@ -1,0 +1,210 @@
+"""Seconds of single operators on one accelerator, from its data sheet and smooth curves.
+
+Every function takes numbers or arrays, so that a million layouts cost one call.
+
+    matrix product   [m, k] x [k, n]: tiles of `tile` x `tile` run on `num_units` units in waves. Three
+                     losses count: tiles cut at the edges, the last, partly filled wave, and the start and
+                     end of each tile, which weighs more the shorter k is. Reading and writing the matrices
+                     overlaps with that, but not completely: the two are joined by a p-norm.
+                     Where products wait for weights, these seconds are added once for each micro-batch.
+    memory-bound     bytes over the bandwidth that streams reach
+    attention        with a flash kernel, counted by attended pairs (without one: `layer_costs`)
+
+`float8_traffic` counts the bytes that float8 adds to the products, as in Myriad's kernels
+(`myriad.kernels.triton.scaling`). A matrix is read once for its values in one form or both, a byte each. With
+one scale for the whole matrix, it is read once more before that to find the largest value:
+
+    forward      x and W as they lie              (tensor: searched)
+    inputs       g in both forms, W transposed    (tensor: g searched; of W it is known)
+    weights      x transposed                     (tensor: known too)
+
+Scales have 4 bytes: one for a matrix, for 128 neighbours of a row, or for 128 x 128 values of a weight. In
+blocks, the product itself adds a weight's gradient to the gradient buffer. With one scale, the library's
+product writes it in the precision of training, and a separate pass reads and adds it.
+
+`TimeBreakdown` splits seconds by kind of operator: the parts of a waterfall.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from myriad.planner.cluster_config import Accelerator
+
+__all__ = [
+    "Number",
+    "TimeBreakdown",
+    "flash_seconds",
+    "float8_traffic",
+    "matmul_seconds",
+    "peak_flops",
+    "stream_seconds",
+    "sweep_seconds",
+    "weights_seconds",
+]
+
+Number: TypeAlias = float | npt.NDArray[np.float64]
+
+_JOIN = 2.0
+"""Exponent of the p-norm: 1 would add compute and memory time, infinity would hide the shorter one."""
+_WAVE_LOSS = 0.35
+"""Share of a wave that is lost. Libraries choose among tile shapes and cut the inner length, which fills part
+of the last wave."""
+
+
+def peak_flops(accelerator: Accelerator, value_bytes: int) -> float:
+    """Return the peak rate of matrix products of values of 2 (bfloat16, float16) or 4 bytes."""
+    if value_bytes == 2:
+        return accelerator.peak_flops_per_second
+    return accelerator.float32_flops_per_second or accelerator.peak_flops_per_second / 2
+
+
+def matmul_seconds(
+    accelerator: Accelerator,
+    m: Number,
+    n: Number,
+    k: Number,
+    *,
+    value_bytes: int,
+    out_bytes: float | None = None,
+) -> Number:
+    """Return the seconds of ``[m, k] x [k, n]``. ``out_bytes``: bytes moved for each element of the result,
+    where it is not written once in the type of the inputs (a gradient buffer is read and written in float32:
+    8)."""
+    tile, units = accelerator.tile, accelerator.num_units
+    rows, columns = np.ceil(np.asarray(m) / tile), np.ceil(np.asarray(n) / tile)
+    filled = (m / (rows * tile)) * (n / (columns * tile))
+    waves = rows * columns / units
+    busy = waves / (np.maximum(waves, 1.0) + _WAVE_LOSS) if units > 1 else 1.0
+    inner = k / (k + accelerator.saturation)
+    # The achievable rate was measured at 8,192 cubed and includes both losses.
+    reference = (8192 / (8192 + accelerator.saturation)) * _reference_waves(accelerator)
+    rate = (
+        peak_flops(accelerator, value_bytes)
+        * accelerator.achievable_ratio
+        * accelerator.sustained_ratio
+        / reference
+    )
+    compute = 2.0 * m * n * k / (rate * np.sqrt(filled) * busy * inner)
+    written = value_bytes if out_bytes is None else out_bytes
+    moved = value_bytes * (m * k + k * n) + written * m * n
+    memory = moved / (accelerator.memory_bytes_per_second * accelerator.memory_ratio)
+    return _join(compute, memory) + accelerator.launch_seconds
+
+
+def _reference_waves(accelerator: Accelerator) -> float:
+    waves = (8192 / accelerator.tile) ** 2 / accelerator.num_units
+    return waves / (waves + _WAVE_LOSS) if accelerator.num_units > 1 else 1.0
+
+
+def _join(one: Number, other: Number) -> Number:
+    joined: Number = (one**_JOIN + other**_JOIN) ** (1 / _JOIN)
+    return joined
+
+
+def stream_seconds(accelerator: Accelerator, num_bytes: Number, num_operators: Number = 1.0) -> Number:
+    """Return the seconds of a layer's memory-bound operators."""
+    if accelerator.stream_bytes_per_second is None:
+        return sweep_seconds(accelerator, num_bytes, num_operators)
+    return num_bytes / accelerator.stream_bytes_per_second + num_operators * accelerator.launch_seconds
+
+
+def sweep_seconds(accelerator: Accelerator, num_bytes: Number, num_operators: Number = 1.0) -> Number:
+    """Return the seconds of a pass over large memory, such as the optimizer's."""
+    rate = accelerator.memory_bytes_per_second * accelerator.memory_ratio
+    return num_bytes / rate + num_operators * accelerator.launch_seconds
+
+
+def weights_seconds(accelerator: Accelerator, num_bytes: Number) -> Number:
+    """Return the seconds that products wait while weights, or sums of their gradients, are moved."""
+    rate = accelerator.weights_bytes_per_second
+    return 0.0 if rate is None else num_bytes / rate
+
+
+def flash_seconds(
+    accelerator: Accelerator, flops: Number, sequence: Number, head_width: float, value_bytes: int
+) -> Number:
+    """Return the seconds of one pass over the attended pairs; ``flops`` counts only these pairs."""
+    width = min(1.0, head_width / 128) ** 0.35
+    ratio = accelerator.flash_ratio * width * sequence / (sequence + accelerator.flash_half_length)
+    return flops / (peak_flops(accelerator, value_bytes) * ratio) + accelerator.launch_seconds
+
+
+Scaling = Literal["tensor", "blocks"]
+_BLOCK = 128
+_SCALE_BYTES = {
+    "tensor": 0.0,
+    "lines": 4 / _BLOCK,
+    "squares": 4 / _BLOCK**2,
+}
+
+
+class Float8Traffic(NamedTuple):
+    """Memory traffic of float8 in one pass of one weight."""
+
+    num_bytes: Number
+    operators: float
+
+
+def operand_bytes(kind: str, value_bytes: int, num_forms: int, *, searched: bool) -> float:
+    """Return the bytes moved for each value of a matrix that is converted to float8 in so many forms."""
+    reads = 2 if searched else 1
+    return reads * value_bytes + num_forms * (1 + _SCALE_BYTES[kind])
+
+
+def float8_traffic(
+    scaling: Scaling,
+    value_bytes: int,
+    x: Number,
+    grad: Number,
+    weight: Number,
+    sum_bytes: int,
+    kept_over: int = 1,
+) -> tuple[Float8Traffic, Float8Traffic, Float8Traffic]:
+    """Return the traffic of forward, input gradient and weight gradient. ``x``, ``grad``, ``weight``: numbers
+    of values. ``kept_over``: micro-batches for which a weight is converted to float8 once; the result is
+    their mean."""
+    whole = scaling == "tensor"
+    lines, squares = ("tensor", "tensor") if whole else ("lines", "squares")
+    new = operand_bytes(lines, value_bytes, 1, searched=whole)
+    both = operand_bytes(lines, value_bytes, 2, searched=whole)
+    known = operand_bytes(lines, value_bytes, 1, searched=False)
+    of_weight = operand_bytes(squares, value_bytes, 1, searched=whole)
+    again = operand_bytes(squares, value_bytes, 1, searched=False)
+    added = weight * (value_bytes + 2 * sum_bytes) if whole else 0.0
+    of_x, casts = (2, 2) if whole else (1, 1)
+    in_forward, in_backward = float(casts), 1.0
+    if kept_over > 1:  # The first micro-batch's forward converts: one search, one read for both forms.
+        of_weight = operand_bytes(squares, value_bytes, 2, searched=whole) / kept_over
+        again, in_forward, in_backward = 0.0, casts / kept_over, 0.0
+    return (
+        Float8Traffic(new * x + of_weight * weight, of_x + in_forward),
+        Float8Traffic(both * grad + again * weight, (2 if whole else 1) + in_backward),
+        Float8Traffic(known * x + added, 2 if whole else 1),
+    )
+
+
+@dataclass(frozen=True)
+class TimeBreakdown:
+    """Seconds of compute by kind of operator, with the tensor-parallel communication inside it."""
+
+    matmul: Number = 0.0
+    attention: Number = 0.0
+    memory: Number = 0.0
+    """Memory-bound operators: norms, activations, residuals."""
+    tensor: Number = 0.0
+    """Exposed tensor-parallel communication, and the slowdown of compute by the overlapped part."""
+
+    def __add__(self, other: "TimeBreakdown") -> "TimeBreakdown":
+        return TimeBreakdown(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def times(self, factor: Number) -> "TimeBreakdown":
+        """Return every part multiplied by a factor."""
+        return TimeBreakdown(*(getattr(self, one.name) * factor for one in fields(self)))
+
+    @property
+    def total(self) -> Number:
+        """Sum of all parts."""
+        return self.matmul + self.attention + self.memory + self.tensor

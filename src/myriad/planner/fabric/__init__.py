@@ -1,0 +1,1 @@
+"""A job on the switches and cables of a cluster: its traffic, hash collisions, placement of its nodes."""

@@ -1,0 +1,315 @@
+"""Peak memory of a rank, and the probability that it fits: for any number of layouts at once.
+
+    memory = worst_stage_memory(model, profile, dp=..., tp=..., ...)      numbers, or arrays of equal length
+    fits_probability(memory, 80 * 2**30)
+
+The pipeline's first rank holds the most micro-batches, its last the head: the result is the larger of the
+two. The number of micro-batches that a rank holds depends on the schedule (`myriad.program.schedules`; p
+ranks, rank r, v stages each, m micro-batches; a stage counts 1/v):
+
+    1f1b                p - r                     interleaved      (v - 1)/v n + (2 (p - r - 1) + 1)/v
+    eager-1f1b          2 (p - r) - 1             zero-bubble      as 1f1b, and products of r more that wait
+    zero-bubble-v       p, as such or as products        n: micro-batches of a round, p or a few more
+
+Parameters, gradients and optimizer by ZeRO stage follow the table of `docs/concepts/memory.md`.
+`myriad.planner.memory.rank_memory` computes one layout exactly, from its program.
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import erf, sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from myriad.model.config import ModelConfig
+from myriad.planner.cost.operator_costs import Number
+from myriad.planner.memory.layer_memory import LayerMemory, is_myriad, layer_memory
+from myriad.planner.workload import FrameworkProfile
+
+__all__ = ["PeakMemory", "count_groups", "expected_margin", "fits_probability", "worst_stage_memory"]
+
+_MOST_CHUNKS = 8
+"""Largest number of chunks of a stage (`myriad.program.build`)."""
+_AHEAD = 2
+"""Chunks gathered ahead of the one in use with ZeRO 3, and receives posted ahead (`myriad.program.passes`,
+``overlap.receive_ahead``)."""
+_WAITING_IN_V = 0.7
+"""Largest share of the p micro-batches on rank 0 of zero-bubble-v that only wait for weight products."""
+_FRAGMENTED = 0.05
+"""Share of temporary memory that an allocator holds without use: 0.049 on a CPU (fitted to the table of
+`docs/benchmarks/peak-memory.md`). Published values for GPUs are 0.15 on average with recomputation and
+offloading, and 0.33 at most (GMLake, arXiv 2401.08156): two deviations and more from this one."""
+_PROCESS = 164 * 2**20
+"""Bytes of a CPU rank in addition to its tensors: threads, sockets and Python (fitted to the same table)."""
+_CONTEXT, _GROUP, _PAIR = 0.3 * 2**30, 0.6 * 2**30, 0.125 * 2**30
+"""Bytes of a rank on a GPU. First the CUDA context (since 11.7; github.com/pytorch/pytorch/issues/107667).
+Then the buffers of a group's communicator (544 to 688 MiB on A100; github.com/NVIDIA/nccl/issues/964). Last
+those of a communicator in which a pair of ranks sends one way: 32 channels of NCCL_BUFFSIZE = 4 MiB."""
+_STAYING, _COMING, _BESIDE = 0.01, 0.05, 0.2
+"""Standard deviations, as shares: of persistent memory (formula and measurement agree within 0.5 %), of
+temporary memory, and of the margin (0.15 on a CPU)."""
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes of one rank at its peak; numbers or arrays."""
+
+    weights: Number
+    """Values in the compute type, and float32 master values."""
+    gradients: Number
+    optimizer: Number
+    activations: Number
+    """Activations of all micro-batches in flight, and temporary memory of the running layer."""
+    logits: Number
+    """Additional bytes of the head: logits, and gradients that are computed with the loss."""
+    buffers: Number
+    """Messages between stages, and buffers of data parallelism."""
+    margin: Number
+    """Memory that the allocator is expected to hold without use, and memory outside of tensors."""
+
+    @property
+    def total(self) -> Number:
+        """Sum of all parts."""
+        return sum((getattr(self, one.name) for one in fields(self)), start=0.0)
+
+    @property
+    def deviation(self) -> Number:
+        """Standard deviation of the total."""
+        staying = self.weights + self.gradients + self.optimizer
+        coming = self.activations + self.logits + self.buffers
+        return np.sqrt((_STAYING * staying) ** 2 + (_COMING * coming) ** 2 + (_BESIDE * self.margin) ** 2)
+
+    def where(self, condition: npt.NDArray[np.bool_], other: "PeakMemory") -> "PeakMemory":
+        """Return this memory where the condition is true, else the other."""
+        pairs = ((getattr(self, one.name), getattr(other, one.name)) for one in fields(self))
+        return PeakMemory(*(np.where(condition, *pair) for pair in pairs))
+
+
+def fits_probability(memory: PeakMemory, capacity_bytes: Number) -> Number:
+    """Return the probability that the memory is within the capacity; the total is assumed to be normally
+    distributed."""
+    room = np.asarray(capacity_bytes) - memory.total
+    share = np.asarray(room / np.maximum(memory.deviation, 1.0))
+    values = [0.5 * (1 + erf(x / sqrt(2))) for x in share.ravel()]
+    return np.array(values).reshape(share.shape)
+
+
+def count_groups(
+    dp: Number, tp: Number, pp: Number, *, syncs_tied: Number, levels: Number, lamb_over_zero: Number
+) -> Number:
+    """Return the number of NCCL communicators of a rank for collectives: the world's, those of tensor and
+    data parallelism where they differ from the world's, and that of the two ranks with tied parameters
+    (``syncs_tied``, 0 or 1).
+
+    Each of the ``levels`` of a hierarchy adds one. LAMB's norms with ZeRO (``lamb_over_zero``, 0 or 1) add
+    one where their ranks are neither an axis nor the world."""
+    axes = np.where(np.asarray(dp) > 1, 1.0, 0.0) + np.where(np.asarray(tp) > 1, 1.0, 0.0)
+    world = np.where((np.asarray(pp) > 1) | (axes > 1), 1.0, 0.0)
+    norms = np.where((axes > 1) & (np.asarray(pp) > 1), lamb_over_zero, 0.0)
+    return axes + world + syncs_tied + levels + norms
+
+
+def expected_margin(coming: Number, groups: Number, pairs: Number, *, on_cpu: bool) -> Number:
+    """Return the expected margin of a rank with ``coming`` bytes of temporary memory and so many
+    communicators of groups and of pairs."""
+    beside = _PROCESS if on_cpu else _CONTEXT + _GROUP * groups + _PAIR * pairs
+    return _FRAGMENTED * coming + beside
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    """The arguments of `worst_stage_memory`; ``last``: compute the pipeline's last rank instead of its
+    first."""
+
+    model: ModelConfig
+    profile: FrameworkProfile
+    layers: LayerMemory
+    value_bytes: int
+    dp: Number
+    tp: Number
+    pp: Number
+    virtual_stages: Number
+    num_micro_batches: Number
+    zero: Number
+    reduce_each: Number
+    eager: Number
+    zero_bubble: Number
+    gpipe: Number
+    levels: Number
+    lamb: bool
+    on_cpu: bool
+    last: bool = False
+
+    @cached_property
+    def blocks(self) -> Number:
+        """Number of blocks on this rank: earlier stages have more."""
+        stages = self.pp * self.virtual_stages
+        share = np.floor(self.model.layers / stages)
+        extra = self.model.layers - share * stages
+        longer = np.floor(extra / self.pp) if self.last else np.ceil(extra / self.pp)
+        return share * self.virtual_stages + np.minimum(longer, self.virtual_stages)
+
+    @property
+    def in_flight(self) -> Number:
+        """Number of micro-batches whose activations this rank holds at once."""
+        p, v, m = self.pp, self.virtual_stages, self.num_micro_batches
+        behind = 0.0 * p if self.last else p - 1
+        single = np.where(self.eager > 0, 2 * behind, behind) + 1
+        round_ = np.ceil(m / np.maximum(1, np.floor(m / p)))
+        interleaved = ((v - 1) * round_ + 2 * behind + 1) / v
+        several = np.where(self.zero_bubble > 0, p, interleaved)
+        return np.where(self.gpipe > 0, m, np.minimum(np.where(v > 1, several, single), m))
+
+    @property
+    def waiting(self) -> tuple[Number, Number]:
+        """Numbers of micro-batches of which only the weight products are left, with split backwards: in
+        addition to those in flight, and instead of them."""
+        v, m = self.virtual_stages, self.num_micro_batches
+        split = np.where(self.zero_bubble > 0, 1.0, 0.0)
+        share = 1.0 if self.last else _WAITING_IN_V
+        instead = split * np.where(v > 1, share * np.minimum(self.pp, m), 1.0)
+        if not self.last:
+            return 0.0 * split, instead
+        back = (self.pp - 1) * np.where(self.eager > 0, 2, 1)
+        return split * np.where(v > 1, 0.0, np.minimum(back, m - 1)), instead
+
+
+def worst_stage_memory(
+    model: ModelConfig,
+    profile: FrameworkProfile,
+    *,
+    dp: Number,
+    tp: Number,
+    pp: Number,
+    virtual_stages: Number,
+    micro_batch: Number,
+    num_micro_batches: Number,
+    zero: Number,
+    reduce_each: Number,
+    recompute: Number,
+    eager: Number,
+    zero_bubble: Number,
+    value_bytes: int,
+    gpipe: Number = 0.0,
+    levels: Number = 0.0,
+    lamb: bool = False,
+    on_cpu: bool = False,
+) -> PeakMemory:
+    """Return the memory of the rank that needs the most, with the default overlaps. ``recompute``: 0 none, 1
+    selective, 2 full. ``reduce_each``, ``eager``, ``zero_bubble`` and ``gpipe``: 0 or 1. ``levels``: from
+    `myriad.comm.hierarchy.count_levels`."""
+    first = _Layouts(
+        model,
+        profile,
+        layer_memory(
+            model, profile, _floats(tp), _floats(micro_batch), _floats(recompute), (value_bytes, on_cpu)
+        ),
+        value_bytes,
+        dp=_floats(dp),
+        tp=_floats(tp),
+        pp=_floats(pp),
+        virtual_stages=_floats(virtual_stages),
+        num_micro_batches=_floats(num_micro_batches),
+        zero=_floats(zero),
+        reduce_each=_floats(reduce_each),
+        eager=_floats(eager),
+        zero_bubble=_floats(zero_bubble),
+        gpipe=_floats(gpipe),
+        levels=_floats(levels),
+        lamb=lamb,
+        on_cpu=on_cpu,
+    )
+    one, other = _rank_memory(first), _rank_memory(replace(first, last=True))
+    return one.where(np.asarray(one.total >= other.total), other)
+
+
+def _floats(values: Number) -> npt.NDArray[np.float64]:
+    return np.asarray(values, dtype=np.float64)
+
+
+def _rank_memory(where: _Layouts) -> PeakMemory:
+    weights, gradients, optimizer = _parameters(where)
+    activations, logits = _activations(where)
+    buffers = _buffers(where)
+    margin = expected_margin(activations + logits + buffers, *_communicators(where), on_cpu=where.on_cpu)
+    return PeakMemory(weights, gradients, optimizer, activations, logits, buffers, margin)
+
+
+def _communicators(where: _Layouts) -> tuple[Number, Number]:
+    """Return the numbers of communicators of groups and of pairs. A pair has one for its neighbour and
+    payload, and one for each direction where a rank has several stages."""
+    turns = (where.zero_bubble > 0) & (where.virtual_stages > 1)
+    apart = (where.pp > 1) & ~turns & where.model.tied
+    pairs = np.where(where.pp > 1, np.where(where.virtual_stages > 1, 4.0, 2.0), 0.0)
+    groups = count_groups(
+        where.dp,
+        where.tp,
+        where.pp,
+        syncs_tied=np.where(apart, 1.0, 0.0),
+        levels=where.levels,
+        lamb_over_zero=np.where(where.lamb & (where.zero > 0), 1.0, 0.0),
+    )
+    return groups, pairs
+
+
+def _ends(where: _Layouts, first: Number, last: Number) -> Number:
+    """Return the quantity of the first or last stage (``first``, ``last``) that this rank holds."""
+    turns = (where.zero_bubble > 0) & (where.virtual_stages > 1)  # A V ends on its first rank.
+    if where.last:
+        return np.where(where.pp == 1, first + last, np.where(turns, 0.0, last))
+    return np.where((where.pp == 1) | turns, first + last, first)
+
+
+def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
+    """Return the bytes of weights, gradients and optimizer, by the table of `docs/concepts/memory.md`."""
+    layers, dp, zero = where.layers, where.dp, where.zero
+    ends = _ends(where, layers.embedding_elements, layers.head_elements)
+    if where.model.tied:
+        table = where.model.padded_vocabulary() * where.model.hidden / where.tp
+        both = ends > np.maximum(layers.embedding_elements, layers.head_elements)
+        ends = ends - np.where(both, table, 0.0)
+    elements = where.blocks * layers.block_elements + ends
+    part = elements / np.where(zero > 0, dp, 1)
+    stage = where.blocks / where.virtual_stages
+    widest = stage * layers.block_elements + ends
+    num_chunks = np.where(dp > 1, np.clip(np.floor(stage), 1, _MOST_CHUNKS), 1)
+    chunk = np.minimum(np.maximum(stage * layers.block_elements / num_chunks, ends), elements)
+    b = where.value_bytes
+    values = b * np.where(zero == 3, np.minimum(widest + _AHEAD * chunk, elements), elements)
+    master = np.where((b == 4) & (zero < 3), 0.0, 4 * part)
+    live = np.minimum(np.where(where.reduce_each > 0, 2 * chunk, elements), elements)
+    sums = 4 * np.where(zero >= 2, live + part, elements)
+    keys = where.profile.module_gathers
+    if keys is not None:  # Live parameters, and whole gradients in a bucket.
+        largest = np.maximum(layers.embedding_elements, layers.head_elements)
+        held = np.minimum(keys.live_elements + largest, elements)
+        values = np.where(zero == 3, b * (part + held), values)
+        bucket = where.profile.gradient_bytes * (2 * keys.bucket_elements + largest)
+        sums = np.where(zero == 3, bucket + (where.profile.gradient_bytes + 4) * part, sums)
+    keeps = where.profile.float8 is not None and where.profile.keeps_float8
+    keeps = keeps and not where.profile.cuda_graphs
+    forms = np.where(keeps & (where.num_micro_batches > 1) & (zero < 3), 2.0, 0.0)
+    return values + master + forms * where.blocks * layers.block_elements, sums, 8 * part
+
+
+def _activations(where: _Layouts) -> tuple[Number, Number]:
+    """Return the bytes of blocks and embedding, and the additional bytes of the head. The head's peak and the
+    blocks' peak are at different times."""
+    layers = where.layers
+    kept = where.in_flight * (where.blocks * layers.block_kept + _ends(where, layers.embedding_kept, 0.0))
+    beside, instead = where.waiting
+    more = np.maximum(layers.block_products - layers.block_kept, 0.0)
+    waiting = where.blocks * (beside * layers.block_products + instead * more)
+    head = _ends(where, 0.0, layers.head)
+    return kept + waiting + layers.block_passing, np.maximum(head - layers.block_passing, 0.0)
+
+
+def _buffers(where: _Layouts) -> Number:
+    """Return the bytes of messages between stages: receives posted ahead, activations sent until their
+    gradient arrives, and gradients until the iteration ends. Other frameworks hold one in each direction."""
+    v, m = where.virtual_stages, where.num_micro_batches
+    forwards, backwards = (v - 1, v) if where.last else (v, v - 1)
+    sent = where.in_flight * forwards + m * backwards if is_myriad(where.profile) else 2.0
+    posted = np.minimum(_AHEAD, m)
+    return np.where(where.pp > 1, (sent + posted) * where.layers.message, 0.0)

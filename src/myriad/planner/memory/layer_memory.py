@@ -1,0 +1,350 @@
+"""Bytes that a layer holds of one micro-batch on one rank: kept for its backward, and temporary.
+
+    kept       from the layer's forward to its backward, its input included, its output not
+    forward    temporary bytes above what is kept afterwards, at the forward's peak
+    backward   temporary bytes above what was kept, at the backward's peak, incoming gradient included
+
+The kept bytes of Myriad's own layers come from `myriad.model.activation_memory`, which is measured to the
+byte; temporary bytes are counted operator by operator below. For other frameworks the kept bytes are those of
+Korthikanti et al. (arXiv 2205.05198, sections 4 and 5), generalized to any widths. Their plain GPT with
+dropout and two bytes a value has:
+
+    s b h (34 + 5 a s/h)                 no parallelism (equation 1)
+    s b h (10 + 24/t + 5 a s/(h t))      tensor (2)
+    s b h/t (34 + 5 a s/h)               and sequence parallelism (4)
+    s b h 34/t                           and selective recomputation: no scores (6); full: 2 s b h, once
+
+Every function takes numbers or arrays. Legend: t tensor-parallel ranks, s sequence, b sequences of a
+micro-batch, h hidden, a heads, f width of the MLP.
+
+`layer_memory` computes the layers of one rank for any number of layouts at once. It depends on few values of
+a layout, so each distinct combination is computed once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from myriad.model.activation_memory import LayerKind, kept_bytes_per_micro_batch, kept_bytes_per_token
+from myriad.model.config import ModelConfig
+from myriad.planner.cost.operator_costs import Number
+from myriad.planner.workload import FrameworkProfile, Recompute
+
+__all__ = [
+    "RECOMPUTE",
+    "LayerBytes",
+    "LayerMemory",
+    "MicroBatchShard",
+    "is_myriad",
+    "layer_bytes",
+    "layer_elements",
+    "layer_memory",
+    "message_bytes",
+    "product_inputs",
+    "softmax_block",
+]
+
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+"""Recomputation modes, in the order of the numbers that encode them in arrays."""
+_BLOCK, _MOST_KEYS = 64, 512
+"""Limits of `myriad.kernels.attention_blocks`, which runs on a CPU in float32 and short spans."""
+_LOGITS, _LOGITS_ON_CPU = 2**30, 2**24
+"""Bytes of logits that exist at a time (`myriad.kernels.cross_entropy`)."""
+_FEWEST_TOKENS = 512
+_GPU_TILE_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class MicroBatchShard:
+    """One rank's share of a micro-batch; numbers or arrays."""
+
+    tp: Number
+    micro_batch: Number
+    value_bytes: int
+    on_cpu: bool = False
+
+    def tokens(self, model: ModelConfig) -> Number:
+        return self.micro_batch * model.sequence
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one layer for one micro-batch."""
+
+    kept: Number
+    forward: Number
+    backward: Number
+
+
+def is_myriad(profile: FrameworkProfile) -> bool:
+    """Return whether the layers are Myriad's own."""
+    return profile.attention != "plain" and profile.fused and profile.sequence_parallel
+
+
+def message_bytes(model: ModelConfig, profile: FrameworkProfile, part: MicroBatchShard) -> Number:
+    """Return the bytes of one activation or gradient between stages, on one rank."""
+    whole = part.tokens(model) * model.hidden * part.value_bytes
+    return whole / part.tp if profile.sequence_parallel else whole
+
+
+def softmax_block(model: ModelConfig, layer: int, part: MicroBatchShard) -> int | None:
+    """Return the number of query positions in a block whose softmax is kept; ``None``: the library's
+    attention runs."""
+    window = model.layer_window(layer) or model.sequence
+    keys = min(model.sequence, window + 2 * _BLOCK)
+    fits = model.sequence % min(_BLOCK, model.sequence) == 0 and keys <= _MOST_KEYS
+    return _BLOCK if fits and part.on_cpu and part.value_bytes == 4 else None
+
+
+def layer_bytes(
+    model: ModelConfig,
+    profile: FrameworkProfile,
+    kind: LayerKind,
+    layer: int,
+    part: MicroBatchShard,
+    recompute: Recompute,
+) -> LayerBytes:
+    """Return the bytes of a layer. ``layer``: index of the block."""
+    if recompute == "full":
+        return _again(model, profile, kind, layer, part)
+    if kind == "embedding":
+        return _embedding_held(model, profile, part)
+    if kind == "head":
+        return _head_held(model, profile, part)
+    kept = _block_kept(model, profile, layer, part, recompute)
+    return LayerBytes(kept, *_block_passing(model, profile, part, recompute))
+
+
+def _again(
+    model: ModelConfig, profile: FrameworkProfile, kind: LayerKind, layer: int, part: MicroBatchShard
+) -> LayerBytes:
+    """Return the bytes of a layer that keeps only its input. Its forward, without a graph, holds what one
+    operator reads and writes. Before its backward it recomputes everything that it otherwise keeps."""
+    none = layer_bytes(model, profile, kind, layer, part, "none")
+    kept = 0.0 if kind == "embedding" else message_bytes(model, profile, part)
+    forward = none.forward
+    if kind == "block":
+        ups = 2 if model.activation == "swiglu" else 1
+        whole = part.value_bytes * part.tokens(model)
+        forward = whole * (2 * model.hidden + (ups + 1) * model.ffn_width / part.tp)
+    return LayerBytes(kept, forward, none.kept - kept + none.backward)
+
+
+def _block_kept(
+    model: ModelConfig, profile: FrameworkProfile, layer: int, part: MicroBatchShard, recompute: Recompute
+) -> Number:
+    if not is_myriad(profile):
+        return _published_kept(model, profile, layer, part, recompute)
+    return _ours_kept(model, "block", layer, part, recompute)
+
+
+def _ours_kept(
+    model: ModelConfig, kind: LayerKind, layer: int, part: MicroBatchShard, recompute: Recompute
+) -> Number:
+    """Return the kept bytes of Myriad's layer. All terms are constant or divided by tp, so two values of tp
+    determine the result."""
+    block = softmax_block(model, layer, part) if kind == "block" else None
+
+    def linear(function: Callable[..., float]) -> Number:
+        one, two = (
+            float(
+                function(
+                    model,
+                    kind,
+                    layer,
+                    tp=tp,
+                    bytes_per_value=part.value_bytes,
+                    recompute=recompute,
+                    softmax_block=block,
+                )
+            )
+            for tp in (1, 2)
+        )
+        shared = 2 * (one - two)
+        return (one - shared) + shared / part.tp
+
+    tokens = part.tokens(model)
+    return tokens * linear(kept_bytes_per_token) + linear(kept_bytes_per_micro_batch)
+
+
+def _published_kept(
+    model: ModelConfig, profile: FrameworkProfile, layer: int, part: MicroBatchShard, recompute: Recompute
+) -> Number:
+    """Return the kept bytes of another framework's block. Elements are sharded among ranks, or whole without
+    sequence parallelism."""
+    value, tokens, hidden = part.value_bytes, part.tokens(model), model.hidden
+    apart = tokens / (part.tp if profile.sequence_parallel else 1.0)
+    if recompute == "full":
+        return value * apart * hidden
+    entries = 1 if model.block == "parallel" else 2
+    # Norm inputs, product inputs, and dropout masks of one byte.
+    stream = apart * hidden * (value * 2 * entries + entries)
+    ups = 2 if model.activation == "swiglu" else 1
+    queries, keys = model.heads * model.head_width, model.num_kv_heads * model.head_width
+    inner = tokens / part.tp * value * (2 * queries + 2 * keys + (ups + 1) * model.ffn_width)
+    if profile.attention != "plain" or recompute == "selective":
+        return stream + inner
+    # Softmax outputs before and after dropout, and a mask of one byte.
+    scores = part.micro_batch * model.sequence**2 * model.heads / part.tp
+    return stream + inner + scores * (2 * value + 1)
+
+
+def _block_passing(
+    model: ModelConfig, profile: FrameworkProfile, part: MicroBatchShard, recompute: Recompute
+) -> tuple[Number, Number]:
+    """Return the temporary bytes of a block in forward and backward. The forward's are the last branch's
+    output before it is added. The backward's peak is in the MLP, which is differentiated first, or without a
+    flash kernel in the scores."""
+    value, tokens = part.value_bytes, part.tokens(model)
+    stream = message_bytes(model, profile, part)
+    whole = value * tokens * model.hidden
+    inner = value * tokens * model.ffn_width / part.tp
+    ups = 2 if model.activation == "swiglu" else 1
+    gathered = np.where(np.asarray(part.tp) > 1, whole, 0.0)
+    again = inner if recompute == "selective" else 0.0
+    product = _product_bytes(model.hidden * model.ffn_width / part.tp, part)
+    at_down = inner + again + product
+    at_activation = inner * (ups + (1 if ups == 2 else 0)) + again
+    backward = stream + gathered + np.maximum(at_down, at_activation)
+    if profile.attention == "plain":
+        scores = part.micro_batch * model.sequence**2 * model.heads / part.tp * value
+        backward = np.maximum(backward, stream + 2 * scores)
+    return whole + gathered, backward
+
+
+def _product_bytes(elements: Number, part: MicroBatchShard) -> Number:
+    """Return the bytes of a weight's gradient before it is added to the float32 buffer: only bfloat16 on a
+    CPU is not accumulated in place."""
+    return elements * part.value_bytes if part.on_cpu and part.value_bytes < 4 else 0.0
+
+
+def _embedding_held(model: ModelConfig, profile: FrameworkProfile, part: MicroBatchShard) -> LayerBytes:
+    tokens = part.tokens(model)
+    kept = _ours_kept(model, "embedding", 0, part, "none") if is_myriad(profile) else 8.0 * tokens
+    whole = tokens * model.hidden * part.value_bytes
+    # A CPU adds rows to the buffer in float32; a GPU writes the gradient of the whole table.
+    wide = tokens * model.hidden * (4.0 if part.value_bytes == 2 else 0.0)
+    if not part.on_cpu:
+        wide = model.padded_vocabulary() * model.hidden / part.tp * part.value_bytes
+    gathered = np.where(np.asarray(part.tp) > 1, whole, 0.0)
+    stream = message_bytes(model, profile, part)
+    return LayerBytes(kept, gathered, stream + gathered + wide)
+
+
+def _head_held(model: ModelConfig, profile: FrameworkProfile, part: MicroBatchShard) -> LayerBytes:
+    """Return the bytes of the head. Myriad's computes its gradients in the forward, a chunk of tokens at a
+    time. Others keep all logits in float32, and the product's input."""
+    value, tokens = part.value_bytes, part.tokens(model)
+    whole = value * tokens * model.hidden
+    rows = model.padded_vocabulary() / part.tp
+    if not (is_myriad(profile) and profile.fused_loss):
+        stream = message_bytes(model, profile, part)
+        logits = tokens * rows
+        return LayerBytes(2 * stream + 4 * logits, value * logits, 4 * logits + value * logits)
+    kept = _ours_kept(model, "head", 0, part, "none")
+    several = np.asarray(part.tp) > 1
+    limit = np.floor((_LOGITS_ON_CPU if part.on_cpu else _LOGITS) / (4 * rows))
+    limit = limit if part.on_cpu else limit - limit % _GPU_TILE_TOKENS
+    limit = np.where(several, np.minimum(limit, np.ceil(tokens / 2)), limit)
+    chunk = np.minimum(np.maximum(_FEWEST_TOKENS, limit), tokens)
+    logits = chunk * rows * (4.0 * np.where(several, 2.0, 1.0) + (value if value == 2 else 0.0))
+    product = _product_bytes(rows * model.hidden, part)
+    return LayerBytes(kept, whole + logits + product, whole + np.where(several, whole, 0.0))
+
+
+def product_inputs(model: ModelConfig, part: MicroBatchShard) -> Number:
+    """Return the bytes that the weight products of one block and micro-batch still need after the gradient of
+    its input is computed: inputs and gradients of the outputs."""
+    tokens = part.tokens(model) * part.value_bytes
+    entries = 1 if model.block == "parallel" else 2
+    ups = 2 if model.activation == "swiglu" else 1
+    width, keys = model.heads * model.head_width, model.num_kv_heads * model.head_width
+    cut = 2 * width + 2 * keys + (ups + 1) * model.ffn_width
+    return tokens * (entries * 2 * model.hidden + cut / part.tp)
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes and elements of a rank's layers; numbers or arrays."""
+
+    block_elements: Number
+    embedding_elements: Number
+    head_elements: Number
+    block_kept: Number
+    block_passing: Number
+    """Peak temporary bytes of one block, forward or backward."""
+    block_products: Number
+    """Inputs and gradients that the weight products still need."""
+    embedding_kept: Number
+    head: Number
+    """Bytes of the head, logits included."""
+    message: Number
+
+    def take(self, index: npt.NDArray[np.intp]) -> "LayerMemory":
+        """Expand arrays of distinct combinations to one entry for each layout."""
+        return LayerMemory(*(np.asarray(getattr(self, one.name))[index] for one in fields(self)))
+
+
+def layer_elements(model: ModelConfig, kind: LayerKind, tp: Number) -> Number:
+    """Return the number of parameters of one layer on one rank; a tied table counts in the embedding and in
+    the head."""
+    one = model.model_copy(update={"layers": 1}).num_parameters(embeddings=False)
+    block = model.model_copy(update={"layers": 2}).num_parameters(embeddings=False) - one
+    norm = model.hidden * (2 if model.norm == "layer" and model.bias else 1)
+    table = model.padded_vocabulary() * model.hidden / tp
+    if kind == "embedding":
+        return table + (model.sequence * model.hidden if model.position == "learned" else 0)
+    if kind == "head":
+        return table + norm
+    whole = norm * (1 if model.block == "parallel" else 2) + (2 * model.hidden if model.bias else 0)
+    return (block - whole) / tp + whole
+
+
+def layer_memory(
+    model: ModelConfig,
+    profile: FrameworkProfile,
+    tp: npt.NDArray[np.float64],
+    micro_batch: npt.NDArray[np.float64],
+    recompute: npt.NDArray[np.float64],
+    where: tuple[int, bool],
+) -> LayerMemory:
+    """Return the layer memory of every layout, computed once for each distinct combination. ``where``: bytes
+    of a value, and whether the device is a CPU."""
+    keys, index = np.unique((tp * _MORE + micro_batch) * 4 + recompute, return_inverse=True)
+    found = [
+        _memory_of(model, profile, MicroBatchShard(tp_, micro_batch_, *where), RECOMPUTE[int(key % 4)])
+        for key in keys
+        for tp_, micro_batch_ in [divmod(key // 4, _MORE)]
+    ]
+    columns = (np.array([getattr(one, field.name) for one in found]) for field in fields(LayerMemory))
+    return LayerMemory(*columns).take(index.reshape(np.shape(tp)))
+
+
+_MORE = 2.0**25
+"""A number larger than the sequences of any micro-batch: tp and micro-batch are packed into one number."""
+
+
+@lru_cache(maxsize=2**14)
+def _memory_of(
+    model: ModelConfig, profile: FrameworkProfile, part: MicroBatchShard, recompute: Recompute
+) -> LayerMemory:
+    """Return the layer memory of one combination; the bytes of blocks are averages over windows."""
+    windows = range(min(model.layers, len(model.window_pattern)))
+    blocks = [layer_bytes(model, profile, "block", layer, part, recompute) for layer in windows]
+    embedding = layer_bytes(model, profile, "embedding", 0, part, recompute)
+    head = layer_bytes(model, profile, "head", 0, part, recompute)
+    return LayerMemory(
+        layer_elements(model, "block", part.tp),
+        layer_elements(model, "embedding", part.tp),
+        layer_elements(model, "head", part.tp),
+        sum(one.kept for one in blocks) / len(blocks),
+        max(max(one.forward, one.backward) for one in blocks),
+        product_inputs(model, part),
+        embedding.kept,
+        head.kept + head.forward,
+        message_bytes(model, profile, part),
+    )

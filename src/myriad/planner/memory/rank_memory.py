@@ -1,0 +1,430 @@
+"""Memory of every pipeline rank of one layout, from the program that it runs.
+
+The actions of a rank are processed one by one with the tensors that the runtime would hold at each. The
+result is the state with the largest total:
+
+    always         values, master values, optimizer, gradient buffers: by ZeRO stage
+                   (`docs/concepts/memory.md`);
+                   float8 forms of weights that serve several micro-batches
+    GATHER         to RELEASE: a chunk's values, with ZeRO 3
+    BACKWARD       to REDUCE's end: a chunk's gradient buffer, with ZeRO 2 and 3; to its UPDATE in the
+                   backward, with ZeRO 0 and 1 and one micro-batch
+    FORWARD        to BACKWARD: what the layers keep; with a split backward to its second half: what the
+                   products need
+    RECEIVE        to the compute that uses it: a message
+    a sent message until its answer: an activation to its BACKWARD, a gradient to the iteration's end, or to
+                   its EXCHANGE's
+    a compute      temporary bytes of its layers
+
+Where stages are captured as CUDA graphs (`FrameworkProfile.cuda_graphs`), kept and temporary bytes of layers
+stay reserved (`myriad.planner.memory.capture_memory`).
+
+Chunks are those of the program, with the layers that the runtime assigns to them; tied parameters are a chunk
+of their own. Totals are updated at each change, so the run time is linear in the number of actions.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from typing import Generic, TypeVar
+
+from myriad.comm.config import CommConfig
+from myriad.comm.hierarchy import count_levels
+from myriad.comm.layout import Layout
+from myriad.planner.cost.layout_costs import stage_layers
+from myriad.planner.memory.capture_memory import captured_bytes
+from myriad.planner.memory.closed_form_memory import PeakMemory, count_groups, expected_margin
+from myriad.planner.memory.stage_memory import MicroBatchBytes, StageMemory
+from myriad.planner.simulation.steady_state import SteadyState
+from myriad.planner.workload import Workload
+from myriad.program.actions import (
+    SEMANTICS,
+    Action,
+    Collective,
+    Payload,
+    Program,
+    Resource,
+    Semantics,
+    input_of,
+    kinds_where,
+    output_of,
+)
+from myriad.program.build import build_program, count_chunks
+from myriad.program.in_flight import next_is_backward
+from myriad.program.partition import cut_ranges
+from myriad.program.static_places import Places, assign_places
+from myriad.program.warm_up import warm_up_actions
+
+__all__ = ["count_communicators", "memory_of_ranks", "memory_of_repeating_ranks"]
+
+_REDUCES = kinds_where(lambda does: does.starts is Collective.REDUCE)
+_REDUCING = 2
+"""Number of chunks in reduction at a time: earlier reductions have finished."""
+_HIGHER = 1 + 1e-12
+"""Factor by which a state must exceed the earlier peak: smaller differences may be rounding."""
+
+
+def memory_of_ranks(
+    workload: Workload, program: Program | None = None, *, on_cpu: bool = False, node_size: int | None = None
+) -> list[PeakMemory]:
+    """Return the peak memory of each pipeline rank. ``on_cpu``: use a CPU's operators, and data parallelism
+    by messages between pairs of ranks (gloo), which need receive buffers; off: use a GPU's operators, and
+    collectives. ``node_size``: as in `myriad.comm.hierarchy.count_levels`."""
+    layers_of_stage = stage_layers(workload)
+    num_chunks = count_chunks(workload.layout, workload.overlap, layers_of_stage)
+    if program is None:
+        program = build_program(
+            workload.layout,
+            workload.overlap,
+            workload.num_micro_batches,
+            tied=workload.model.tied,
+            training=True,
+            num_chunks=num_chunks,
+        )
+    layers = cut_ranges(layers_of_stage, num_chunks)
+    model = StageMemory(workload, layers, on_cpu)
+    walks = [_MemoryWalk(model, program, rank, node_size) for rank in range(program.num_ranks)]
+    return [walk.peak() for walk in walks]
+
+
+def memory_of_repeating_ranks(
+    workload: Workload,
+    program: Program,
+    steady: Sequence[SteadyState],
+    *,
+    on_cpu: bool,
+    node_size: int | None = None,
+) -> list[PeakMemory] | None:
+    """Return the result of `memory_of_ranks` for the whole program, from a shorter program that contains each
+    steady part twice. ``None`` where the shorter program does not determine it."""
+    layers_of_stage = stage_layers(workload)
+    layers = cut_ranges(layers_of_stage, count_chunks(workload.layout, workload.overlap, layers_of_stage))
+    model = StageMemory(workload, layers, on_cpu)
+    walks = [_MemoryWalk(model, program, rank, node_size) for rank in range(program.num_ranks)]
+    found = [walk.peak_repeating(part) for walk, part in zip(walks, steady, strict=True)]
+    known = [memory for memory in found if memory is not None]
+    return known if len(known) == len(found) else None
+
+
+def count_communicators(
+    layout: Layout, program: Program, rank: int, comm: CommConfig, *, lamb: bool, node_size: int | None = None
+) -> tuple[int, int]:
+    """Return the numbers of NCCL communicators of a pipeline rank: for groups, and for pairs, which have one
+    for each neighbour, payload and direction (`myriad.comm.connection_setup`)."""
+    transfers = [transfer for action in program.ranks[rank] for transfer in action.transfers]
+    pairs = {(one.payload, one.peer, (one.peer > rank) == one.sends) for one in transfers}
+    holds_tied = rank in (program.stage_rank[0], program.stage_rank[-1])
+    syncs_tied = float(program.syncs_tied and holds_tied)
+    groups = count_groups(
+        layout.dp,
+        layout.tp,
+        layout.pp,
+        syncs_tied=syncs_tied,
+        levels=count_levels(comm, layout.dp, layout.tp * layout.pp, node_size),
+        lamb_over_zero=float(lamb and layout.zero > 0),
+    )
+    return int(groups), len(pairs)
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+class _ByteSum(Generic[_Key]):
+    """Bytes of several objects, and their sum."""
+
+    __slots__ = ("bytes_of", "total")
+
+    def __init__(self) -> None:
+        self.bytes_of: dict[_Key, float] = {}
+        self.total = 0.0
+
+    def put(self, key: _Key, num_bytes: float) -> None:
+        self.drop(key)
+        self.bytes_of[key] = num_bytes
+        self.total += num_bytes
+
+    def drop(self, key: _Key) -> None:
+        """Remove an object, if it is present."""
+        self.total -= self.bytes_of.pop(key, 0.0)
+
+
+@dataclass
+class _HeldBytes:
+    """The bytes that a rank holds at one time, by purpose."""
+
+    values: _ByteSum[int] = field(default_factory=_ByteSum)
+    sums: _ByteSum[int] = field(default_factory=_ByteSum)
+    rooms: deque[float] = field(default_factory=deque)
+    kept: _ByteSum[tuple[int, int]] = field(default_factory=_ByteSum)
+    head_bytes: _ByteSum[tuple[int, int]] = field(default_factory=_ByteSum)
+    products: _ByteSum[tuple[int, int]] = field(default_factory=_ByteSum)
+    arriving: _ByteSum[tuple[Payload, int, int]] = field(default_factory=_ByteSum)
+    leaving: _ByteSum[tuple[Payload, int, int]] = field(default_factory=_ByteSum)
+
+
+_TIED = -1
+"""Key of the chunk that the first and the last stage share."""
+_FLOAT8 = -2
+"""Key of the weights' float8 forms, of all stages."""
+
+
+class _MemoryWalk:
+    """Walk over the actions of one rank that tracks what it holds."""
+
+    def __init__(self, model: StageMemory, program: Program, rank: int, node_size: int | None) -> None:
+        self.model, self.workload, self.node_size = model, model.workload, node_size
+        self.program, self.rank, self.actions = program, rank, program.ranks[rank]
+        self.stages = [stage for stage, owner in enumerate(program.stage_rank) if owner == rank]
+        self.chunks = {stage: model.chunk(stage) for stage in self.stages}
+        ends = {0, program.num_stages - 1}
+        self.tied_stages = sorted(ends & set(self.stages)) if model.workload.model.tied else []
+        if self.tied_stages:
+            self.chunks[_TIED] = model.padded(model.table)
+        self.users: dict[int, set[int]] = {key: set() for key in self.chunks}
+        self.now = _HeldBytes()
+        self.turns = next_is_backward(self.actions)
+        captures = self.workload.profile.cuda_graphs and not model.on_cpu
+        self.captured = captured_bytes(model, self.actions, program.num_stages) if captures else None
+        """Bytes that captured stages reserve; ``None``: layers allocate and free their memory."""
+        self.last_reduce = max(
+            (i for i, a in enumerate(self.actions) if a.kind in _REDUCES and a.stage in self.tied_stages),
+            default=-1,
+        )
+
+    def peak(self) -> PeakMemory:
+        """Return the memory at the peak of an iteration."""
+        self._begin()
+        return self._peak_of(0, len(self.actions))
+
+    def peak_repeating(self, steady: SteadyState) -> PeakMemory | None:
+        """Return the peak with the steady part repeated; ``None`` where the held bytes do not repeat with it.
+        Only the bytes kept until the iteration's end may grow from one repetition to the next. Then the peak
+        is before the second repetition, or in the last one or later."""
+        self._begin()
+        second = steady.start + steady.length
+        before, held = self._peak_of(0, second), self._held_now()
+        again = self._peak_of(second, second + steady.length)
+        grown = [now - then for now, then in zip(self._held_now(), held, strict=True)]
+        if any(grown[1:]):
+            return None
+        rest = self._peak_of(second + steady.length, len(self.actions))
+        times = (self.workload.num_micro_batches - self.program.num_micro_batches) / steady.num_micro_batches
+        last = [self._with_more(one, grown[0] * times) for one in (again, rest)]
+        return max([before, *last], key=lambda memory: float(memory.total))
+
+    def _held_now(self) -> tuple[float, ...]:
+        """Return the held bytes by purpose; those kept until the iteration's end come first."""
+        now = self.now
+        piles = (now.values, now.sums, now.kept, now.head_bytes, now.products, now.arriving)
+        return now.leaving.total, *(pile.total for pile in piles), sum(now.rooms)
+
+    def _peak_of(self, start: int, stop: int) -> PeakMemory:
+        best, highest = None, -1.0
+        for index in range(start, stop):
+            action = self.actions[index]
+            self._before(index, action)
+            passing, head_bytes = self._passing(action)
+            if (total := self._total(passing)) > highest * _HIGHER:
+                best, highest = self._memory(passing, head_bytes), total
+            self._after(action)
+        assert best is not None, "every rank does something"
+        return best
+
+    def _with_more(self, memory: PeakMemory, num_bytes: float) -> PeakMemory:
+        """Return the memory with larger buffers."""
+        buffers = memory.buffers + num_bytes
+        coming = float(memory.activations + memory.logits + buffers)
+        return replace(memory, buffers=buffers, margin=self._margin(coming))
+
+    @property
+    def _zero(self) -> int:
+        return self.workload.layout.zero
+
+    def _begin(self) -> None:
+        """Add what persists across iterations."""
+        self.now.values.put(_FLOAT8, sum(map(self.model.float8_forms, self.stages)))
+        if self.captured is not None:
+            self._begin_places()
+        for key, elements in self.chunks.items():
+            if self._zero < 3:
+                self.now.values.put(key, elements * self.workload.value_bytes)
+            if self._zero < 2 and not self._frees_sums:
+                self.now.sums.put(key, 4 * elements)
+
+    def _begin_places(self) -> None:
+        """With captured stages, reserve the fixed buffers for values and gradients that are otherwise
+        temporary."""
+        chunks_of = {stage: self._chunks_of(stage) for stage in self.stages}
+        runs = [self.actions, warm_up_actions(self.program, self.rank)]
+        places = assign_places(runs, chunks_of, self._zero)
+        for place, elements in Places.largest(places.values, self.chunks).items():
+            self.now.values.put(place, elements * self.workload.value_bytes)
+        for place, elements in Places.largest(places.sums, self.chunks).items():
+            self.now.sums.put(place, 4 * elements)
+
+    @cached_property
+    def _comes_and_goes(self) -> tuple[bool, bool]:
+        """Whether a chunk's values, and its gradient buffer, are temporary."""
+        apart = self.captured is None
+        return apart and self._zero == 3, apart and (self._zero >= 2 or self._frees_sums)
+
+    @cached_property
+    def _frees_sums(self) -> bool:
+        """Whether `myriad.parallel.chunk` frees gradient buffers at the update."""
+        return self._zero < 2 and self.workload.overlap.updates_early and self.workload.num_micro_batches == 1
+
+    @cached_property
+    def _elements(self) -> float:
+        """Number of elements of this rank's part of parameters and optimizer."""
+        elements = sum(self.chunks.values())
+        return elements / self.workload.layout.dp if self._zero else elements
+
+    @cached_property
+    def _batch(self) -> float:
+        """Bytes of tokens and targets."""
+        workload = self.workload
+        return 2.0 * 8 * workload.num_micro_batches * workload.layout.micro_batch * workload.model.sequence
+
+    @cached_property
+    def _communicators(self) -> tuple[int, int]:
+        workload, lamb = self.workload, self.workload.optimizer == "lamb"
+        return count_communicators(
+            workload.layout, self.program, self.rank, workload.comm, lamb=lamb, node_size=self.node_size
+        )
+
+    def _buffers(self) -> float:
+        now = self.now
+        rooms = sum(islice(reversed(now.rooms), _REDUCING))
+        return now.arriving.total + now.leaving.total + rooms + self._batch
+
+    def _margin(self, coming: float) -> float:
+        return float(expected_margin(coming, *self._communicators, on_cpu=self.model.on_cpu))
+
+    def _total(self, passing: float) -> float:
+        """Return the bytes of everything that changes during an iteration; the rest is constant."""
+        now = self.now
+        coming = now.kept.total + now.products.total + now.head_bytes.total + passing + self._buffers()
+        coming += self.captured or 0.0
+        return now.values.total + now.sums.total + coming + self._margin(coming)
+
+    def _memory(self, passing: float, head_bytes: float) -> PeakMemory:
+        now, part = self.now, self._elements
+        master = 0.0 if self.workload.value_bytes == 4 and self._zero < 3 else 4 * part
+        activations = (self.captured or 0.0) + now.kept.total + now.products.total + passing - head_bytes
+        logits, buffers = now.head_bytes.total + head_bytes, self._buffers()
+        return PeakMemory(
+            weights=now.values.total + master,
+            gradients=now.sums.total + (4 * part if self._zero >= 2 else 0.0),
+            optimizer=8 * part,
+            activations=activations,
+            logits=logits,
+            buffers=buffers,
+            margin=self._margin(activations + logits + buffers),
+        )
+
+    # Parameters and messages.
+
+    def _chunks_of(self, stage: int) -> list[int]:
+        return [stage, _TIED] if stage in self.tied_stages else [stage]
+
+    def _before(self, index: int, action: Action) -> None:
+        now, stage, does = self.now, action.stage, SEMANTICS[action.kind]
+        values, sums = self._comes_and_goes
+        if values and Resource.PARAMETERS in does.allocates:
+            for key in self._chunks_of(stage):
+                self.users[key].add(stage)
+                now.values.put(key, self.chunks[key] * self.workload.value_bytes)
+        if sums and Resource.GRADIENTS in does.allocates:
+            for key in self._chunks_of(stage):
+                now.sums.put(key, 4 * self.chunks[key])
+        if does.starts is Collective.REDUCE and self.workload.layout.dp > 1:
+            keys = [stage, _TIED] if index == self.last_reduce else [stage]
+            now.rooms.append(sum(self.model.room(self.chunks[key]) for key in keys))
+        for transfer in action.transfers if does.posts else ():
+            if not transfer.sends:
+                payload = (transfer.payload, transfer.stage, transfer.micro_batch)
+                now.arriving.put(payload, self.model.message)
+
+    def _after(self, action: Action) -> None:
+        does = SEMANTICS[action.kind]
+        if does.computes:
+            self._after_compute(action, does)
+        elif Resource.PARAMETERS in does.frees:
+            self._release(action.stage)
+        elif does.ends is Collective.REDUCE:
+            self._reduced(action.stage)
+        elif does.updates and self._frees_sums:
+            self._updated(action.stage)
+        elif does.posts and does.waits:
+            for transfer in action.transfers:
+                if transfer.sends and transfer.payload is Payload.GRADIENT:
+                    self.now.leaving.drop((transfer.payload, transfer.stage, transfer.micro_batch))
+
+    def _release(self, stage: int) -> None:
+        for key in self._chunks_of(stage):
+            self.users[key].discard(stage)
+            if self._comes_and_goes[0] and not self.users[key]:
+                self.now.values.drop(key)
+
+    def _reduced(self, stage: int) -> None:
+        if self.now.rooms:
+            self.now.rooms.popleft()
+        if self._comes_and_goes[1] and self._zero >= 2:
+            self.now.sums.drop(stage)
+
+    def _updated(self, stage: int) -> None:
+        for key in self._chunks_of(stage) if stage in self.tied_stages[:1] else [stage]:
+            self.now.sums.drop(key)
+
+    def _after_compute(self, action: Action, does: Semantics) -> None:
+        now, micro_batch, where = self.now, action.micro_batch, (action.stage, action.micro_batch)
+        if needed := input_of(action, self.program.num_stages):
+            now.arriving.drop((*needed, micro_batch))
+        if Resource.ACTIVATIONS in does.allocates:
+            self._keep(action)
+        if Resource.ACTIVATIONS in does.frees:
+            now.kept.drop(where)
+            now.head_bytes.drop(where)
+            now.leaving.drop((Payload.ACTIVATION, *where))
+        if output := output_of(action, self.program.num_stages):
+            self._leave((output[0], *where), output[1])
+        if Resource.WEIGHT_OPERANDS in does.allocates and self.captured is None:
+            now.products.put(where, self.model.products(action.stage))
+        if Resource.WEIGHT_OPERANDS in does.frees:
+            now.products.drop(where)
+
+    def _leave(self, key: tuple[Payload, int, int], user: int) -> None:
+        """Keep an outgoing message to stage ``user`` until its answer arrives."""
+        if self.captured is not None and key[0] is Payload.ACTIVATION:
+            return  # The message is sent from the buffer in which it was computed.
+        owners = self.program.stage_rank
+        if owners[user] != owners[key[1]]:
+            self.now.leaving.put(key, self.model.message)
+
+    # Activations.
+
+    def _held(self, action: Action) -> MicroBatchBytes:
+        where = (action.stage, action.micro_batch)
+        return self.model.held(action.stage, turns=self.model.full and where in self.turns)
+
+    def _keep(self, action: Action) -> None:
+        if self.captured is not None:
+            return
+        held, where = self._held(action), (action.stage, action.micro_batch)
+        self.now.kept.put(where, held.kept)
+        if held.head_bytes:
+            self.now.head_bytes.put(where, held.head_bytes)
+
+    def _passing(self, action: Action) -> tuple[float, float]:
+        """Return the peak of temporary bytes of an action, and the head's part of it."""
+        if self.captured is not None:
+            return 0.0, 0.0
+        does = SEMANTICS[action.kind]
+        if Resource.ACTIVATIONS in does.allocates:
+            return self._held(action).in_forward
+        if Resource.ACTIVATIONS not in does.frees:
+            return 0.0, 0.0
+        held = self._held(action)
+        return held.in_split_backward if Resource.WEIGHT_OPERANDS in does.allocates else held.in_backward

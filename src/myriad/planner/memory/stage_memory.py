@@ -1,0 +1,165 @@
+"""Bytes of all objects that a pipeline rank of one layout may hold, by stage of its program.
+
+The kept and temporary bytes of a stage's layers are the same for every micro-batch, with one exception. Where
+a rank runs a forward's own backward next, the last layer keeps its graph instead of recomputing it. So each
+stage has two results, each computed once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from myriad.model.activation_memory import LayerKind
+from myriad.planner.memory.layer_memory import (
+    MicroBatchShard,
+    layer_bytes,
+    layer_elements,
+    message_bytes,
+    product_inputs,
+)
+from myriad.planner.workload import Recompute, Workload
+from myriad.program.partition import num_recomputed
+
+__all__ = ["MicroBatchBytes", "StageMemory"]
+
+
+@dataclass(frozen=True)
+class _LayerHeld:
+    """`myriad.planner.memory.layer_memory.LayerBytes` as plain numbers."""
+
+    kept: float
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class MicroBatchBytes:
+    """Bytes of one micro-batch in the layers of a stage."""
+
+    kept: float
+    """Bytes kept from its forward to its backward, without the head's."""
+    head_bytes: float
+    """Bytes of the head that are kept for that time."""
+    in_forward: tuple[float, float]
+    """Peak of temporary bytes in the forward, and the head's part of it."""
+    in_backward: tuple[float, float]
+    in_split_backward: tuple[float, float]
+    """The same in the first half of a split backward, which leaves the operands of the weights' products."""
+
+
+class StageMemory:
+    """Memory of each stage of one layout's program."""
+
+    def __init__(self, workload: Workload, layers: Sequence[range], on_cpu: bool) -> None:
+        self.workload, self.layers, self.on_cpu = workload, layers, on_cpu
+        layout = workload.layout
+        self.part = MicroBatchShard(float(layout.tp), float(layout.micro_batch), workload.value_bytes, on_cpu)
+        self.full = workload.recompute == "full"
+        self.message = float(message_bytes(workload.model, workload.profile, self.part))
+        self._layers_held: dict[tuple[LayerKind, int, Recompute], _LayerHeld] = {}
+        self._stages_held: dict[tuple[int, bool], MicroBatchBytes] = {}
+
+    def kind(self, layer: int) -> LayerKind:
+        """Return the kind of a layer of the pipeline: the blocks are between embedding and head."""
+        if layer == 0:
+            return "embedding"
+        return "head" if layer == self.workload.model.layers + 1 else "block"
+
+    def held(self, stage: int, *, turns: bool) -> MicroBatchBytes:
+        """Return the bytes of one micro-batch in a stage. ``turns``: the rank runs the backward of this
+        micro-batch next."""
+        key = stage, turns
+        if key not in self._stages_held:
+            self._stages_held[key] = self._stage_held(stage, turns)
+        return self._stages_held[key]
+
+    def _stage_held(self, stage: int, turns: bool) -> MicroBatchBytes:
+        layers, recompute = self.layers[stage], self.workload.recompute
+        modes: list[Recompute] = [recompute] * len(layers)
+        if self.full:
+            again = num_recomputed(len(layers), self.workload.layout.recompute_ratio)
+            modes[again:] = ["none"] * (len(layers) - again)
+        if turns and self.full:
+            modes[-1] = "none"
+        held = [self._layer_held(layer, mode) for layer, mode in zip(layers, modes, strict=True)]
+        heads = [self.kind(layer) == "head" for layer in layers]
+        on_the_way, so_far = [], 0.0
+        for one, is_head in zip(held, heads, strict=True):
+            own = one.kept + one.forward
+            on_the_way.append((so_far + own, own if is_head else 0.0))
+            so_far += one.kept
+        on_the_way_back, in_halves, gone, left = [], [], 0.0, 0.0
+        for layer, one, is_head in zip(reversed(layers), reversed(held), reversed(heads), strict=True):
+            in_head = one.backward if is_head else 0.0
+            on_the_way_back.append((one.backward - gone, in_head))
+            in_halves.append((one.backward - gone + left, in_head))
+            gone += one.kept
+            left += self._operands if self.kind(layer) == "block" else 0.0
+        return MicroBatchBytes(
+            kept=sum(one.kept for one, is_head in zip(held, heads, strict=True) if not is_head),
+            head_bytes=sum(one.kept for one, is_head in zip(held, heads, strict=True) if is_head),
+            in_forward=max(on_the_way, key=lambda moment: moment[0]),
+            in_backward=max(on_the_way_back, key=lambda moment: moment[0]),
+            in_split_backward=max(in_halves, key=lambda moment: moment[0]),
+        )
+
+    def _layer_held(self, layer: int, recompute: Recompute) -> _LayerHeld:
+        model, profile, kind = self.workload.model, self.workload.profile, self.kind(layer)
+        block = (layer - 1) % len(model.window_pattern) if kind == "block" else 0
+        key = kind, block, recompute
+        if key not in self._layers_held:
+            found = layer_bytes(model, profile, kind, block, self.part, recompute)
+            self._layers_held[key] = _LayerHeld(
+                float(found.kept), float(found.forward), float(found.backward)
+            )
+        return self._layers_held[key]
+
+    def padded(self, elements: float) -> float:
+        """Round up to a multiple of the number of replicas."""
+        ranks = self.workload.layout.dp
+        return -(-int(elements) // ranks) * ranks
+
+    @cached_property
+    def table(self) -> float:
+        """Number of elements that the first and the last stage share."""
+        model = self.workload.model
+        return model.padded_vocabulary() * model.hidden / self.workload.layout.tp if model.tied else 0.0
+
+    @cached_property
+    def _elements_of(self) -> dict[LayerKind, float]:
+        kinds: tuple[LayerKind, ...] = ("embedding", "block", "head")
+        tp = self.workload.layout.tp
+        return {kind: float(layer_elements(self.workload.model, kind, tp)) for kind in kinds}
+
+    def chunk(self, stage: int) -> float:
+        """Return the number of elements of a stage of the program, without shared ones."""
+        every = 0.0
+        for kind in map(self.kind, self.layers[stage]):
+            every += self._elements_of[kind]
+            every -= self.table if kind != "block" else 0.0
+        return self.padded(every)
+
+    def float8_forms(self, stage: int) -> float:
+        """Return the bytes of a stage's float8 weights that are kept from one micro-batch to the next; 0:
+        they are converted for each."""
+        if self.workload.float8_kept_over == 1:
+            return 0.0
+        blocks = sum(self.kind(layer) == "block" for layer in self.layers[stage])
+        return 2.0 * blocks * self._elements_of["block"]
+
+    def products(self, stage: int) -> float:
+        """Return the bytes of one micro-batch that are kept from the first half of a backward to the
+        second."""
+        blocks = sum(self.kind(layer) == "block" for layer in self.layers[stage])
+        return blocks * self._operands
+
+    @cached_property
+    def _operands(self) -> float:
+        """Bytes of one micro-batch and block that the weights' products need after the rest of the
+        backward."""
+        return float(product_inputs(self.workload.model, self.part))
+
+    def room(self, elements: float) -> float:
+        """Return the bytes of the receive buffers for other ranks' gradients while a chunk is reduced."""
+        ranks = self.workload.layout.dp
+        return 4 * elements * (ranks - 1 if self.on_cpu else min(ranks - 1, 1)) / ranks

@@ -1,0 +1,198 @@
+"""Search over all legal layouts of a problem by the closed form: the best that fit in memory, and the Pareto
+front.
+
+Of the layouts that differ only in shards, recomputation and overlaps, only the best few are passed on.
+Otherwise a hundred variants of one layout would fill the list of candidates for the simulator. Layouts whose
+programs take long to simulate are left out, such as thousands of blocks in hundreds of stages.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from myriad.planner.cost.layout_costs import cut_layers
+from myriad.planner.search.layout_score import score_grid, score_layout
+from myriad.planner.search.layout_space import LayoutCandidate, LayoutGrid, LayoutProblem, layout_grids
+from myriad.planner.search.stage_times import Array, LayerTable
+from myriad.planner.simulation.steady_state import num_simulated_forwards
+from myriad.program.build import count_chunks
+
+__all__ = ["Objective", "SearchResult", "search_layouts"]
+
+Objective = Literal["time", "cost", "memory"]
+_VARIANTS = 3
+"""Number of variants of one (dp, tp, pp, schedule, micro-batch) that are passed on."""
+_TIE = 1e-4
+"""Share of the time by which a layout that fills all memory ranks behind one that needs none: of equal
+layouts the one with less memory wins."""
+
+_MOST_COMPUTES, _MOST_IN_ALL = 2**17, 1_000_000
+"""Forwards in the programs of one layout that is passed on, and of all of them. A million take some ten
+seconds; of ready-made jobs the longest have 53 thousand, a hundred of them half a million."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search."""
+
+    best: tuple[LayoutCandidate, ...]
+    """The best layouts that fit, ordered by the objective."""
+    front: tuple[LayoutCandidate, ...]
+    """The Pareto front of time and memory, from the least memory on, whether a layout fits or not."""
+    num_layouts: int
+    """Number of legal layouts."""
+    num_fitting: int
+
+
+@dataclass
+class _Pool:
+    """Rows ``[grid, place in it, key, bytes]`` of the candidates for the best layouts."""
+
+    grids: list[LayoutGrid]
+    table: LayerTable
+    rows: list[Array] = field(default_factory=list)
+    num_forwards: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def add(self, number: int, places: npt.NDArray[np.int64], keys: Array, num_bytes: Array) -> None:
+        grid = np.full(len(places), float(number))
+        self.rows.append(np.stack([grid, places.astype(float), keys, num_bytes], axis=1))
+
+    def joined(self) -> Array:
+        """Return all rows, the best key first."""
+        rows = np.concatenate([np.zeros((0, 4)), *self.rows])
+        return rows[np.lexsort((rows[:, 3], rows[:, 2]))]
+
+    def candidate(self, row: Array) -> LayoutCandidate:
+        grid, index = self._place(row)
+        layout, overlap = grid.at(index)
+        return score_layout(grid.problem, LayoutCandidate(layout, overlap, 0.0, 0.0, 0.0), self.table)
+
+    def first(self, count: int) -> list[LayoutCandidate]:
+        """Return the best layouts that are simulated in a short time; if all take long, the one that takes
+        the least."""
+        rows, chosen, in_all = self.joined(), list[Array](), 0
+        for row in rows:
+            own = self._num_forwards(row)
+            if own > _MOST_COMPUTES:
+                continue
+            in_all += own
+            if len(chosen) == count or in_all > _MOST_IN_ALL:
+                break
+            chosen.append(row)
+        if not chosen and len(rows):
+            chosen = [min(rows, key=self._num_forwards)]
+        return [self.candidate(row) for row in chosen]
+
+    def _place(self, row: Array) -> tuple[LayoutGrid, tuple[int, ...]]:
+        grid = self.grids[int(row[0])]
+        return grid, tuple(int(place) for place in np.unravel_index(int(row[1]), grid.axes))
+
+    def _num_forwards(self, row: Array) -> int:
+        """Return the number of forwards that the simulation of a layout executes."""
+        grid, index = self._place(row)
+        key = int(row[0]), *index[:2], index[6]
+        if key not in self.num_forwards:
+            layout, overlap = grid.at(index)
+            whole = grid.problem.global_batch // (grid.dp * layout.micro_batch)
+            layers = cut_layers(grid.problem.model, layout.partition, layout.num_stages)
+            self.num_forwards[key] = num_simulated_forwards(
+                layout, count_chunks(layout, overlap, layers), whole
+            )
+        return self.num_forwards[key]
+
+
+def search_layouts(
+    problem: LayoutProblem,
+    *,
+    count: int = 100,
+    objective: Objective = "time",
+    progress: Callable[[int, int], None] | None = None,
+) -> SearchResult:
+    """Search the layouts of a problem. ``progress(done, total)`` is called after each grid."""
+    table, every = LayerTable(problem), list(layout_grids(problem))
+    best, front = _Pool(every, table), _Pool(every, table)
+    num_fitting = 0
+    for number, grid in enumerate(every):
+        seconds, total, fits = _without_redundant(grid, *score_grid(grid, table))
+        keys = _keys(problem, seconds, total, objective)
+        _add_best(best, number, keys, total, fits, num_cells=_num_cells(grid))
+        _add_front(front, number, seconds, total)
+        num_fitting += _count(grid, fits)
+        if progress:
+            progress(number + 1, len(every))
+    first = best.first(count)
+    pareto = [front.candidate(row) for row in reversed(list(_undominated(front.joined())))]
+    return SearchResult(tuple(first), tuple(pareto), sum(grid.num_layouts for grid in every), num_fitting)
+
+
+def _without_redundant(
+    grid: LayoutGrid, seconds: Array, total: Array, fits: npt.NDArray[np.bool_]
+) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
+    """Return the scores of a grid, with redundant layouts excluded from the result."""
+    if not grid.redundant.any():
+        return seconds, total, fits
+    gone = grid.redundant[None, :, :, None]
+    return (
+        np.where(gone[..., None, None, None], np.inf, seconds),
+        np.where(gone, np.inf, total),
+        fits & ~gone,
+    )
+
+
+def _keys(problem: LayoutProblem, seconds: Array, total: Array, objective: Objective) -> Array:
+    """Return the keys to minimize. Cost equals time, because the number of accelerators is given."""
+    filled = (total / problem.cluster.accelerator.memory_bytes)[..., None, None, None]
+    keys: Array = filled + 1e-9 * seconds if objective == "memory" else seconds * (1 + _TIE * filled)
+    return keys
+
+
+def _num_cells(grid: LayoutGrid) -> int:
+    """Return the number of cells. Only the best variant of each cell is passed on; on a single pipeline rank
+    the schedules are variants."""
+    return len(grid.micro_batches) * (1 if grid.pp == 1 else len(grid.schedules))
+
+
+def _add_best(
+    pool: _Pool, number: int, keys: Array, total: Array, fits: npt.NDArray[np.bool_], *, num_cells: int
+) -> None:
+    if not fits.any():
+        return
+    keys = np.where(fits[..., None, None, None], keys, np.inf)
+    cells = keys.reshape(num_cells, -1)
+    count = min(_VARIANTS, cells.shape[1])
+    chosen = np.argpartition(cells, count - 1, axis=1)[:, :count]
+    places = (chosen + np.arange(num_cells)[:, None] * cells.shape[1]).ravel()
+    places = places[np.isfinite(keys.ravel()[places])]
+    overlaps = int(np.prod(keys.shape[4:]))
+    pool.add(number, places, keys.ravel()[places], total.ravel()[places // overlaps])
+
+
+def _add_front(pool: _Pool, number: int, seconds: Array, total: Array) -> None:
+    """Add the layouts of a grid that no other one beats in both time and memory, each with its fastest
+    overlaps."""
+    flat = seconds.reshape(total.size, -1)
+    chosen = flat.argmin(axis=1)
+    places = chosen + np.arange(total.size) * flat.shape[1]
+    quickest, num_bytes = flat[np.arange(total.size), chosen], total.ravel()
+    order = np.lexsort((num_bytes, quickest))
+    kept = order[_falls(num_bytes[order])]
+    pool.add(number, places[kept], quickest[kept], num_bytes[kept])
+
+
+def _falls(values: Array) -> npt.NDArray[np.bool_]:
+    """Return a mask of the values that are below all earlier ones."""
+    before = np.minimum.accumulate(np.concatenate([[np.inf], values[:-1]]))
+    return np.asarray(values < before)
+
+
+def _undominated(rows: Array) -> Iterator[Array]:
+    yield from rows[_falls(rows[:, 3])]
+
+
+def _count(grid: LayoutGrid, fits: npt.NDArray[np.bool_]) -> int:
+    """Count the layouts that fit, with each switch counted only where it changes the program."""
+    shares = fits.sum(axis=(0, 1, 3))
+    return int((shares * grid.num_switches).sum()) * len(grid.tensors) * len(grid.pipelines)

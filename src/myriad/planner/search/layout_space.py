@@ -1,0 +1,340 @@
+"""All layouts with which a model can be trained on a number of accelerators, as the runtime accepts them.
+
+    tp            divides key/value heads, the MLP's width, the sequence and the padding of the vocabulary
+    pp            any divisor of the rest, up to a stage for each layer, embedding and head
+    stages        of a pipeline rank: each number up to 128, above it the fewest for each size of a stage
+    dp            the rest; it divides the batch, and replicas are on nodes as comm.hierarchy needs it
+    micro_batch   divides a replica's share of the batch
+    schedule      `interleaved` with one stage a rank is 1f1b; on one pipeline rank all schedules of one stage
+                  are the same, and several stages differ only under ZeRO 3, which gathers them one at a
+                  time (`is_redundant`)
+    zero, reduce  with one replica there is nothing to shard
+    overlaps      each switch only where it changes the program
+
+`LayoutProblem.fixed` holds the layout keys that the job gives: only layouts with these values are searched.
+
+A `LayoutGrid` is the part with one (tp, pp): its other axes are independent of each other, so its layouts are
+a grid.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import isqrt
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from myriad.comm.config import CommConfig
+from myriad.comm.layout import Layout, lacks_for_graphs
+from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
+from myriad.planner.cluster_config import Cluster
+from myriad.planner.cost.collective_costs import DpCollectives
+from myriad.planner.cost.snapshot_costs import SnapshotSchedule
+from myriad.planner.memory.layer_memory import RECOMPUTE
+from myriad.planner.workload import FrameworkProfile, Recompute, Workload
+from myriad.program.config import OverlapConfig, TensorOverlap
+from myriad.program.partition import partition_layers
+from myriad.program.schedules import SCHEDULES, check_virtual_stages
+
+__all__ = [
+    "LayoutCandidate",
+    "LayoutGrid",
+    "LayoutProblem",
+    "Sharding",
+    "divisors",
+    "has_layout",
+    "is_redundant",
+    "layout_grids",
+    "parallel_degrees",
+    "tensor_degrees",
+    "tensor_overlaps",
+]
+
+Sharding = tuple[int, Literal["last", "each"]]
+"""Values of the layout's keys `zero` and `reduce`."""
+_SHARDS: tuple[Sharding, ...] = ((0, "last"), (1, "last"), (2, "last"), (2, "each"), (3, "last"), (3, "each"))
+_SEARCHED_STAGES = 128
+"""Virtual stages up to which each number is searched: all that models of up to 126 blocks can have."""
+Switches = tuple[bool, bool]
+"""Values of `overlap.data` and `overlap.optimizer`."""
+
+
+@dataclass(frozen=True)
+class LayoutProblem:
+    """The input of a search: a model, a batch and a cluster, with the values that are fixed."""
+
+    model: ModelConfig
+    global_batch: int
+    cluster: Cluster
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    """Values of the keys that are not searched: chunk counts, message sizes, the number of receives posted
+    ahead."""
+    profile: FrameworkProfile = field(default_factory=FrameworkProfile)
+    comm: CommConfig = field(default_factory=CommConfig)
+    snapshots: SnapshotSchedule = field(default_factory=SnapshotSchedule)
+    optimizer: Literal["adamw", "lamb"] = "adamw"
+    value_bytes: int = 2
+    partition: str = "uniform"
+    shards: tuple[Sharding, ...] = _SHARDS
+    """Shardings that the rest of the job allows."""
+    recomputes: tuple[Recompute, ...] = RECOMPUTE
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Given keys of the layout: `tp`, `pp`, `dp`, `micro_batch`, `schedule`, `virtual_stages`, `zero`."""
+
+    def allows(self, key: str, value: object) -> bool:
+        """Return whether a key of the layout may have this value."""
+        return bool(self.fixed.get(key, value) == value)
+
+    def with_cluster(self, cluster: Cluster) -> "LayoutProblem":
+        """Return the same problem on another cluster."""
+        return replace(self, cluster=cluster)
+
+
+@dataclass(frozen=True)
+class LayoutCandidate:
+    """A layout with its closed-form seconds and bytes."""
+
+    layout: Layout
+    overlap: OverlapConfig
+    seconds: float
+    """Predicted seconds of an iteration."""
+    memory_bytes: float
+    """Predicted bytes of the fullest accelerator."""
+    fit_probability: float
+    """Probability of not running out of memory."""
+
+    def workload(self, problem: LayoutProblem) -> Workload:
+        """Return the candidate as a workload for the cost model; one that cannot be captured has no CUDA
+        graphs."""
+        profile = problem.profile
+        if profile.cuda_graphs and lacks_for_graphs(self.layout, self.overlap):
+            profile = replace(profile, cuda_graphs=False)
+        return Workload(
+            model=problem.model,
+            layout=self.layout,
+            global_batch=problem.global_batch,
+            overlap=self.overlap,
+            profile=profile,
+            comm=problem.comm,
+            snapshots=problem.snapshots,
+            optimizer=problem.optimizer,
+            value_bytes=problem.value_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class LayoutGrid:
+    """All layouts of one (tp, pp)."""
+
+    problem: LayoutProblem
+    tp: int
+    pp: int
+    dp: int
+    micro_batches: tuple[int, ...]
+    """Sizes of a micro-batch."""
+    schedules: tuple[tuple[str, int], ...]
+    """Name and virtual stages of each schedule."""
+
+    @property
+    def shards(self) -> tuple[Sharding, ...]:
+        """Shardings among the data-parallel replicas."""
+        return self.problem.shards if self.dp > 1 or "zero" in self.problem.fixed else ((0, "last"),)
+
+    @property
+    def tensors(self) -> tuple[TensorOverlap, ...]:
+        """Searched values of overlap.tensor."""
+        every = tensor_overlaps(self.problem.overlap)
+        return every if self.tp > 1 else every[:1]
+
+    @property
+    def pipelines(self) -> tuple[bool, ...]:
+        """Searched values of overlap.pipeline."""
+        return (True, False) if self.pp > 1 else (True,)
+
+    @property
+    def switches(self) -> tuple[Switches, ...]:
+        """Values of overlap.data with overlap.optimizer, which hides gathers that are issued early."""
+        return ((True, True), (True, False), (False, False)) if self.dp > 1 else ((True, True),)
+
+    @cached_property
+    def num_layouts(self) -> int:
+        """Number of layouts, with each switch counted only where it changes the program."""
+        grid = (
+            len(self.micro_batches) * len(self.problem.recomputes) * len(self.tensors) * len(self.pipelines)
+        )
+        return grid * int((~self.redundant * self.num_switches).sum())
+
+    @property
+    def num_switches(self) -> npt.NDArray[np.int64]:
+        """Number of distinct values of `switches`, by shard."""
+        return np.array([(3 if zero else 2) if self.dp > 1 else 1 for zero, _ in self.shards])
+
+    @cached_property
+    def redundant(self) -> npt.NDArray[np.bool_]:
+        """Mask ``[schedule, shard]`` of layouts that equal another one."""
+        if "virtual_stages" in self.problem.fixed:
+            return np.zeros((len(self.schedules), len(self.shards)), dtype=bool)
+        cells = [[is_redundant(self.pp, v, zero) for zero, _ in self.shards] for _, v in self.schedules]
+        return np.array(cells, dtype=bool).reshape(len(self.schedules), len(self.shards))
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Lengths: micro-batch, schedule, shards, recompute, tensor, pipeline, switches."""
+        return (
+            len(self.micro_batches),
+            len(self.schedules),
+            len(self.shards),
+            len(self.problem.recomputes),
+            len(self.tensors),
+            len(self.pipelines),
+            len(self.switches),
+        )
+
+    def at(self, index: tuple[int, ...]) -> tuple[Layout, OverlapConfig]:
+        """Return one layout of the grid."""
+        batch, schedule, shard, again, tensor, pipeline, switch = index
+        name, virtual_stages = self.schedules[schedule]
+        zero, reduce = self.shards[shard]
+        data, optimizer = self.switches[switch]
+        layout = Layout.model_validate(
+            {
+                "dp": self.dp,
+                "tp": self.tp,
+                "pp": self.pp,
+                "virtual_stages": virtual_stages,
+                "zero": zero,
+                "reduce": reduce,
+                "micro_batch": self.micro_batches[batch],
+                "recompute": self.problem.recomputes[again],
+                "schedule": name,
+                "partition": self.problem.partition,
+            }
+        )
+        switches = {
+            "tensor": self.tensors[tensor],
+            "pipeline": self.pipelines[pipeline],
+            "data": data,
+            "optimizer": optimizer,
+        }
+        return layout, self.problem.overlap.model_copy(update=switches)
+
+
+def layout_grids(problem: LayoutProblem) -> Iterator[LayoutGrid]:
+    """Yield every grid of legal layouts that use all accelerators."""
+    for tp, pp, dp in parallel_degrees(problem):
+        sizes = _micro_batches(problem, dp)
+        if sizes and _can_be_summed(problem, dp, tp * pp):
+            schedules = tuple(_schedules(problem, pp))
+            if schedules:
+                yield LayoutGrid(problem, tp, pp, dp, sizes, schedules)
+
+
+def has_layout(problem: LayoutProblem) -> bool:
+    """Return whether there is any legal layout, regardless of memory."""
+    return any(
+        _micro_batches(problem, dp)
+        and _can_be_summed(problem, dp, tp * pp)
+        and next(_schedules(problem, pp), None) is not None
+        for tp, pp, dp in parallel_degrees(problem)
+    )
+
+
+def parallel_degrees(problem: LayoutProblem) -> Iterator[tuple[int, int, int]]:
+    """Yield every tp, pp and dp that use all accelerators, regardless of the batch."""
+    world, most = problem.cluster.world, problem.model.layers + 2
+    for tp in tensor_degrees(problem.model):
+        if world % tp or not problem.allows("tp", tp):
+            continue
+        for pp in divisors(world // tp):
+            dp = world // (tp * pp)
+            if pp <= most and problem.allows("pp", pp) and problem.allows("dp", dp):
+                yield tp, pp, dp
+
+
+def is_redundant(pp: int, virtual_stages: int, zero: int) -> bool:
+    """Return whether a layout equals the one with a single virtual stage. Stages of one pipeline rank send no
+    messages to each other, and only ZeRO 3 handles them one after the other."""
+    return pp == 1 and virtual_stages > 1 and zero < 3
+
+
+def _micro_batches(problem: LayoutProblem, dp: int) -> tuple[int, ...]:
+    """Return the micro-batch sizes that divide a replica's sequences; empty where the batch cannot be
+    divided."""
+    if problem.global_batch % dp:
+        return ()
+    return tuple(size for size in divisors(problem.global_batch // dp) if problem.allows("micro_batch", size))
+
+
+def tensor_overlaps(overlap: OverlapConfig) -> tuple[TensorOverlap, ...]:
+    """Return the searched values of overlap.tensor: the requested one, or else turns; and off."""
+    return (overlap.tensor or "turns", None)
+
+
+def tensor_degrees(model: ModelConfig) -> list[int]:
+    """Return the tensor-parallel degrees that `Job.check` accepts."""
+    shared = (model.num_kv_heads, model.ffn_width, model.sequence, model.vocabulary_multiple)
+    return [tp for tp in divisors(model.num_kv_heads) if not any(number % tp for number in shared)]
+
+
+def divisors(number: int) -> list[int]:
+    """Return every divisor in ascending order."""
+    low = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
+    return sorted({*low, *(number // one for one in low)})
+
+
+def _schedules(problem: LayoutProblem, pp: int) -> Iterator[tuple[str, int]]:
+    for virtual_stages in _virtual_stages(problem, pp):
+        if not _can_be_cut(problem, pp * virtual_stages):
+            continue
+        for name in SCHEDULES:
+            if not problem.allows("schedule", name):
+                continue
+            if "schedule" not in problem.fixed and _is_another(name, virtual_stages, pp):
+                continue
+            try:
+                check_virtual_stages(name, virtual_stages)
+            except BadInputError:
+                continue
+            yield name, virtual_stages
+
+
+def _virtual_stages(problem: LayoutProblem, pp: int) -> list[int]:
+    """Return the numbers of stages of a rank, ascending. Above `_SEARCHED_STAGES` only the fewest for each
+    size of the largest stage are kept: more stages of that size send more messages and compute no faster."""
+    layers = problem.model.layers
+    most = (layers + 2) // pp
+    if "virtual_stages" in problem.fixed:
+        return [given for given in (problem.fixed["virtual_stages"],) if given <= most]
+    every = range(1, min(most, _SEARCHED_STAGES) + 1)
+    sizes = range(layers // (pp * _SEARCHED_STAGES), 0, -1)
+    fewest = (-(-layers // (pp * size)) for size in sizes)
+    return [*every, *(stages for stages in fewest if _SEARCHED_STAGES < stages <= most)]
+
+
+def _is_another(name: str, virtual_stages: int, pp: int) -> bool:
+    """Return whether a schedule differs from the others in the list: on one pipeline rank only the stages
+    differ."""
+    alone = ("1f1b",) if virtual_stages == 1 else ("interleaved", "gpipe")
+    return (name, virtual_stages) == ("interleaved", 1) or (pp == 1 and name not in alone)
+
+
+def _can_be_summed(problem: LayoutProblem, dp: int, stride: int) -> bool:
+    try:
+        DpCollectives(problem.cluster, problem.comm, dp, stride)
+    except BadInputError:
+        return False
+    return True
+
+
+def _can_be_cut(problem: LayoutProblem, num_stages: int) -> bool:
+    if problem.partition == "uniform":
+        return num_stages <= problem.model.layers + 2
+    kinds = problem.model.layer_kinds
+    try:
+        partition_layers(problem.partition, num_stages, kinds, [1.0] * len(kinds))
+    except BadInputError:
+        return False
+    return True

@@ -1,0 +1,91 @@
+"""The top plans again, with memory computed from the program that each of them would run.
+
+`closed_form_memory` scores millions of layouts by formulas: half of them within 1 % of their program's
+memory, some short schedules as far as 20 % away. A proposed plan must fit, so the memory of the few that are
+shown is counted action by action (`rank_memory`), except for the longest programs.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from myriad.errors import BadInputError
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.cost.operator_costs import peak_flops
+from myriad.planner.memory.closed_form_memory import fits_probability
+from myriad.planner.search.layout_score import MIN_FIT_PROBABILITY
+from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem
+from myriad.planner.simulation.simulation_cache import SimulationCache
+
+__all__ = ["SimulatedPlan", "simulate_candidates", "verify_memory"]
+
+_FIRST = 12
+"""Number of top plans whose memory is recomputed exactly."""
+_MOST_COMPUTES = 12_000
+"""Largest number of forwards of a program whose memory is recomputed: longer ones keep the formulas'
+bytes."""
+
+
+@dataclass(frozen=True)
+class SimulatedPlan:
+    """A layout with the simulator's seconds."""
+
+    candidate: LayoutCandidate
+    seconds: float
+    mfu: float
+    """Share of the peak of all accelerators, in the compute type of the job."""
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Sort key: time, then memory."""
+        return round(self.seconds, 6), self.candidate.memory_bytes
+
+
+def simulate_candidates(
+    problem: LayoutProblem,
+    candidates: Iterable[LayoutCandidate],
+    simulations: SimulationCache | None = None,
+    *,
+    progress: Callable[[], None] | None = None,
+) -> list[SimulatedPlan]:
+    """Simulate the candidates and return the plans, the fastest first. ``progress`` is called after each."""
+    simulations = simulations or SimulationCache()
+    plans = []
+    for candidate in candidates:
+        workload = candidate.workload(problem)
+        try:
+            seconds = simulations.seconds(Costs(workload, problem.cluster))
+        except BadInputError:
+            continue
+        peak = peak_flops(problem.cluster.accelerator, problem.value_bytes) * candidate.layout.world
+        plans.append(SimulatedPlan(candidate, seconds, workload.model_flops / (seconds * peak)))
+        if progress:
+            progress()
+    return sorted(plans, key=lambda plan: plan.key)
+
+
+def verify_memory(
+    problem: LayoutProblem, plans: Sequence[SimulatedPlan], simulations: SimulationCache
+) -> Iterator[SimulatedPlan]:
+    """Yield the plans in order, without those that do not fit by their program; plans after the first few are
+    not recomputed."""
+    num_counted = 0
+    for plan in plans:
+        if num_counted < _FIRST:
+            plan = _counted(problem, plan, simulations)
+            if plan.candidate.fit_probability < MIN_FIT_PROBABILITY:
+                continue
+            num_counted += 1
+        yield plan
+
+
+def _counted(problem: LayoutProblem, plan: SimulatedPlan, simulations: SimulationCache) -> SimulatedPlan:
+    cluster, workload = problem.cluster, plan.candidate.workload(problem)
+    costs = Costs(workload, cluster)
+    layout, count = workload.layout, workload.num_micro_batches
+    if count * layout.num_stages * costs.num_chunks > _MOST_COMPUTES:
+        return plan
+    ranks = simulations.memory(costs)
+    fullest = max(ranks, key=lambda memory: float(memory.total))
+    fits = min(float(fits_probability(memory, cluster.accelerator.memory_bytes)) for memory in ranks)
+    candidate = replace(plan.candidate, memory_bytes=float(fullest.total), fit_probability=fits)
+    return replace(plan, candidate=candidate)

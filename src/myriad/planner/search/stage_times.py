@@ -1,0 +1,176 @@
+"""Seconds of layers and ranks for all layouts of a grid at once: `layer_costs` is called once for all, then
+indexed.
+
+Legend: K kinds of layers, M micro-batch sizes, V ways to cut into stages, R recomputations, T values of
+overlap.tensor.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from myriad.planner.cost.layer_costs import (
+    OVERLAP_MODES,
+    LayerContext,
+    LayerTimes,
+    block_times,
+    embedding_times,
+    head_times,
+)
+from myriad.planner.cost.layout_costs import computed_pairs, cut_layers, layer_parameters
+from myriad.planner.search.layout_space import (
+    LayoutGrid,
+    LayoutProblem,
+    divisors,
+    tensor_degrees,
+    tensor_overlaps,
+)
+from myriad.program.vee import vee_stage_rank
+
+__all__ = ["Array", "GridTimes", "LayerAssignment", "LayerTable"]
+
+Array = npt.NDArray[np.float64]
+
+
+class LayerTable:
+    """Seconds of every kind of layer, tensor-parallel degree, micro-batch and tensor overlap."""
+
+    def __init__(self, problem: LayoutProblem) -> None:
+        self.problem, model = problem, problem.model
+        self.degrees = tensor_degrees(model)
+        batch = problem.global_batch
+        self.sizes = divisors(batch)
+        self.layer_kinds = np.array(self._layer_kinds())
+        """Kind of each layer, embedding and head included."""
+        self.overlap_mode = [OVERLAP_MODES[kind] for kind in tensor_overlaps(problem.overlap)]
+        self.num_kinds = int(self.layer_kinds.max()) + 1
+        self.parameters = np.array(layer_parameters(model), dtype=float)
+        self._tp = {degree: index for index, degree in enumerate(self.degrees)}
+        self._size = {size: index for index, size in enumerate(self.sizes)}
+        self._lengths: dict[int, npt.NDArray[np.int64]] = {}
+        self._cuts: dict[tuple[int, int, bool], LayerAssignment] = {}
+
+    def _layer_kinds(self) -> list[int]:
+        """Return the kind of each layer: 0 embedding, 1 head, then one for each window."""
+        model = self.problem.model
+        windows = [model.layer_window(layer) for layer in range(model.layers)]
+        numbers = {window: 2 + number for number, window in enumerate(dict.fromkeys(windows))}
+        return [0, *(numbers[window] for window in windows), 1]
+
+    @cached_property
+    def seconds(self) -> Array:
+        """Seconds of each pass, ``[pass, kind, tp, micro-batch, tensor]``."""
+        problem, model = self.problem, self.problem.model
+        grid = np.meshgrid(self.degrees, self.sizes, self.overlap_mode, indexing="ij")
+        tp, size, overlap_mode = (axis.astype(float) for axis in grid)
+        value = problem.value_bytes
+        where = LayerContext(problem.cluster, problem.profile, tp, size, value, problem.overlap, overlap_mode)
+        first = {kind: layer - 1 for layer, kind in reversed(list(enumerate(self.layer_kinds.tolist())))}
+        kinds = [embedding_times(model, where), head_times(model, where)]
+        for kind in range(2, self.num_kinds):
+            kinds.append(block_times(model, where, computed_pairs(model, first[kind])))
+        shape = grid[0].shape
+        turns = [[np.broadcast_to(turn, shape) for turn in _turns(times)] for times in kinds]
+        cluster = problem.cluster
+        ranks_per_core = max(1.0, cluster.world / (cluster.shared_cores or cluster.world))
+        sharing = ranks_per_core * cluster.turns_slowdown(ranks_per_core) / cluster.slowest_core
+        found: Array = np.array(turns).swapaxes(0, 1) * cluster.expected_slowdown * sharing
+        found[4, 1] = 0.0  # The head is not recomputed.
+        return found
+
+    def at(self, tp: int, sizes: Sequence[int]) -> Array:
+        """Return the seconds ``[pass, kind, micro-batch, tensor]``."""
+        found: Array = self.seconds[:, :, self._tp[tp], [self._size[size] for size in sizes]]
+        return found
+
+    def lengths_of_stages(self, num_stages: int) -> npt.NDArray[np.int64]:
+        """Return the number of layers in each stage, as the runtime partitions them."""
+        if num_stages not in self._lengths:
+            stages = cut_layers(self.problem.model, self.problem.partition, num_stages)
+            self._lengths[num_stages] = np.array([len(own) for own in stages])
+        return self._lengths[num_stages]
+
+    def cut(self, pp: int, virtual_stages: int, vee: bool) -> "LayerAssignment":
+        """Return the assignment of layers to so many pipeline ranks."""
+        key = pp, virtual_stages, vee
+        if key not in self._cuts:
+            self._cuts[key] = self._cut(*key)
+        return self._cuts[key]
+
+    def _cut(self, pp: int, virtual_stages: int, vee: bool) -> "LayerAssignment":
+        lengths = self.lengths_of_stages(pp * virtual_stages)
+        owner = np.repeat(_owners(pp, virtual_stages, vee), lengths)
+        places = owner * self.num_kinds + self.layer_kinds
+        counts = np.bincount(places, minlength=pp * self.num_kinds).reshape(pp, self.num_kinds)
+        held = np.bincount(owner, weights=self.parameters, minlength=pp)
+        rows = np.unique(counts.astype(float), axis=0)
+        return LayerAssignment(rows, float(held.max()), int(lengths.min()))
+
+
+def _turns(times: LayerTimes) -> list[Array]:
+    turns = (
+        times.forward,
+        times.backward_input,
+        times.backward_weight,
+        times.selective_recompute,
+        times.forward,
+    )
+    return [np.asarray(turn.total, dtype=float) for turn in turns]
+
+
+def _owners(pp: int, virtual_stages: int, vee: bool) -> npt.NDArray[np.int64]:
+    """Return the pipeline rank of each stage."""
+    return np.array(vee_stage_rank(pp)) if vee else np.arange(pp * virtual_stages) % pp
+
+
+@dataclass(frozen=True)
+class LayerAssignment:
+    """One assignment of layers to pipeline ranks."""
+
+    layers: Array
+    """Number of layers, ``[distinct rank, kind]``."""
+    parameters: float
+    """Parameters of the rank with most of them, before tensor parallelism."""
+    fewest_layers: int
+    """Fewest layers in a stage."""
+
+
+class GridTimes:
+    """Seconds of the slowest ranks of a grid of layouts."""
+
+    def __init__(self, grid: LayoutGrid, table: LayerTable) -> None:
+        self.grid, self.table = grid, table
+        keys = [(stages, name == "zero-bubble-v") for name, stages in grid.schedules]
+        distinct = list(dict.fromkeys(keys))
+        self.cut_of = np.array([distinct.index(key) for key in keys])
+        """Index of each schedule's layer assignment."""
+        self.cuts = [table.cut(grid.pp, *key) for key in distinct]
+        self.turns = table.at(grid.tp, grid.micro_batches)[..., : len(grid.tensors)]
+
+    @cached_property
+    def again(self) -> Array:
+        """Seconds of recomputation, ``[recompute, kind, micro-batch, tensor]``."""
+        every = {"none": np.zeros_like(self.turns[3]), "selective": self.turns[3], "full": self.turns[4]}
+        return np.stack([every[name] for name in self.grid.problem.recomputes])
+
+    @cached_property
+    def slowest(self) -> Array:
+        """Seconds of a micro-batch on the slowest rank: ``[micro-batch, schedule, recompute, tensor]``."""
+        whole = self.turns[:3].sum(axis=0) + self.again
+        per_cut = [np.einsum("uk,rkmt->urmt", cut.layers, whole).max(axis=0) for cut in self.cuts]
+        found: Array = np.stack(per_cut)[self.cut_of].transpose(2, 0, 1, 3)
+        return found
+
+    @cached_property
+    def mean(self) -> tuple[Array, Array, Array, Array]:
+        """Mean seconds of a micro-batch over all ranks: forward and both halves of the backward,
+        ``[micro-batch, tensor]``; recomputation, ``[micro-batch, recompute, tensor]``."""
+        kinds = np.bincount(self.table.layer_kinds).astype(float)
+        forward, inputs, weights = (
+            np.einsum("k,kmt->mt", kinds, turn) / self.grid.pp for turn in self.turns[:3]
+        )
+        again = np.einsum("k,rkmt->mrt", kinds, self.again) / self.grid.pp
+        return forward, inputs, weights, again

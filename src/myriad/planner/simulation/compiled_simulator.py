@@ -1,0 +1,277 @@
+"""One pipeline's iteration compiled to a linear list of steps, for layouts whose replicas are all alike.
+
+The order in which the ranks of one pipeline reach their actions does not change the times. Each rank runs its
+list in order, messages between two ranks arrive in order, and a waiting rank waits for the latest input. So
+the compiler derives the order once per program, without times, and writes it down as steps. Every step comes
+after all steps that it depends on. Layouts that share a program, and every question about one layout
+(`plan_explanation`), then only add up seconds. The additions are those of
+`myriad.planner.simulation.simulator.CostModelRun` in the same order, so the results are equal to the last
+bit.
+
+    rank 0   F s0 m0  SEND a0.0            compute 0 s0, post 0 a0.0, compute 1 s1 ...
+    rank 1   RECEIVE a0.0  WAIT  F s1 m0   meet 1 a0.0, wait 1 a0.0, compute 1 s1
+
+Actions that cost nothing and wait for nothing are left out. The first iteration differs from all later ones:
+in the first, no parameter gather was issued behind the previous optimizer step.
+"""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
+from myriad.planner.cost.layout_costs import Costs
+from myriad.program.actions import SEMANTICS, Action, Collective, Kind, Payload, Program, Semantics, Transfer
+
+__all__ = ["CompiledProgram", "ProgramCosts"]
+
+_Step = tuple[int, int, int, int]
+"""A step: its kind, the rank, and two operands whose meaning depends on the kind."""
+
+_COMPUTE, _POST, _MEET, _WAIT, _TRAVEL, _AWAIT, _PASS, _JOIN_TIED, _JOIN_ALL = range(9)
+"""Operands by kind. compute: index of its seconds. post: place of a transfer. meet: place, channel. wait:
+place. travel: place of a gather or reduction, index of its seconds. await: that place. pass: index of
+seconds."""
+_PER_STAGE = (
+    Kind.FORWARD,
+    Kind.BACKWARD,
+    Kind.BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT,
+    Kind.UPDATE,
+    Kind.GATHER,
+    Kind.REDUCE,
+)
+"""Kinds with one cost for each stage, in the order of the table of seconds. Loading, an exchange, and the
+whole optimizer step of each rank follow them in that table."""
+
+
+@dataclass(frozen=True)
+class ProgramCosts:
+    """The costs of a layout in the form that its compiled program uses, in seconds."""
+
+    of_steps: tuple[float, ...]
+    messages: tuple[float, ...]
+    """Seconds of a message, by channel."""
+    clip: float
+    tied: float
+    busy_ratio: float
+    """Share of overlapped gather and reduction time by which the overlapping compute slows down."""
+
+
+class CompiledProgram:
+    """The steps of one program, in an order in which each step follows its inputs."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        first = _Compiler(program, frozenset(), {})
+        later = _Compiler(program, frozenset(first.ahead), first.channels) if first.ahead else first
+        self.num_places, self.channels = first.num_places, tuple(first.channels)
+        self.iterations = first.steps, later.steps
+
+    def costs_of(self, costs: Costs) -> ProgramCosts:
+        """Return the costs of a layout that runs this program."""
+        stages, owners, factor = costs.stages, self.program.stage_rank, costs.cluster.expected_slowdown
+        held = [
+            [stages[s] for s, r in enumerate(owners) if r == rank] for rank in range(self.program.num_ranks)
+        ]
+        of_steps = (
+            *(stage.forward * factor for stage in stages),
+            *(stage.backward * factor for stage in stages),
+            *(stage.backward_input * factor for stage in stages),
+            *(stage.backward_weight * factor for stage in stages),
+            *(stage.update for stage in stages),
+            *(stage.gather for stage in stages),
+            *(stage.reduce for stage in stages),
+            costs.load,
+            costs.workload.profile.exchange_seconds,
+            *(sum(stage.update for stage in own) for own in held),
+        )
+        clip = max(costs.clip(sum(stage.parameters for stage in own)) for own in held)
+        messages = tuple(costs.message_between(*ends) for ends in self.channels)
+        return ProgramCosts(of_steps, messages, clip, costs.tied, float(costs.data.busy_ratio))
+
+    def seconds(self, figures: ProgramCosts) -> float:
+        """Return the seconds of an iteration that follows another one."""
+        walk = _Execution(self, figures)
+        first, second = (walk.end_of(steps) for steps in self.iterations)
+        return second - first
+
+
+class _Compiler:
+    """Executes a program without times and records the steps."""
+
+    def __init__(self, program: Program, ahead: frozenset[int], channels: dict[tuple[int, int], int]) -> None:
+        """Compile ``program``. ``ahead``: stages whose parameters the previous iteration already gathered
+        behind its optimizer. ``channels``: the channels that are known already, by sender and receiver, with
+        their index."""
+        self.program, self.come = program, set(ahead)
+        self.ahead: set[int] = set()
+        self.updated: set[int] = set()
+        self.steps: list[_Step] = []
+        self.channels = channels
+        self.open: defaultdict[tuple[int, int, bool], deque[int]] = defaultdict(deque)
+        self.arrived: set[int] = set()
+        self.num_places = 2 * program.num_stages * program.num_micro_batches
+        self.next = [0] * program.num_ranks
+        self.posted = [False] * program.num_ranks
+        self.at: defaultdict[str, list[int]] = defaultdict(list)
+        self.runnable = deque(range(program.num_ranks))
+        while self.runnable:
+            self._advance(self.runnable.popleft())
+        done = [at == len(actions) for at, actions in zip(self.next, program.ranks, strict=True)]
+        assert all(done), "the checker proved that nobody waits forever"
+
+    def _advance(self, rank: int) -> None:
+        actions = self.program.ranks[rank]
+        while self.next[rank] < len(actions):
+            if not self._do(rank, actions[self.next[rank]]):
+                return
+            self.next[rank] += 1
+            self.posted[rank] = False
+
+    def _do(self, rank: int, action: Action) -> bool:
+        """Execute the action if its inputs are there, and return whether it was executed."""
+        does, kind, stage = SEMANTICS[action.kind], action.kind, action.stage
+        if does.computes:
+            self.steps.append((_COMPUTE, rank, self._of_stage(kind, stage), 0))
+            return True
+        if action.transfers:
+            return self._do_transfers(rank, action, does)
+        if does.joins and not self._join(rank, does.joins):
+            return False
+        if does.starts is not None and not self._issues(rank, does, stage):
+            return True
+        if does.ends is not None:
+            self.steps.append((_AWAIT, rank, self._collective(does.ends, stage), 0))
+        if does.updates:
+            self._update(rank, stage)
+        if kind is Kind.LOAD:
+            self.steps.append((_PASS, rank, len(_PER_STAGE) * self.program.num_stages, 0))
+        return True
+
+    def _of_stage(self, kind: Kind, stage: int) -> int:
+        return _PER_STAGE.index(kind) * self.program.num_stages + stage
+
+    def _update(self, rank: int, stage: int) -> None:
+        """Update one stage, or with -1 all stages of the rank."""
+        whole_step = len(_PER_STAGE) * self.program.num_stages + 2 + rank
+        self.updated.add(stage)
+        self.steps.append((_PASS, rank, self._of_stage(Kind.UPDATE, stage) if stage >= 0 else whole_step, 0))
+
+    def _join(self, rank: int, joins: str) -> bool:
+        """Synchronize the rank with those of the first and the last stage, or with all ranks."""
+        tied, owners = joins == "ends", self.program.stage_rank
+        num_ranks = len({owners[0], owners[-1]}) if tied else self.program.num_ranks
+        here = self.at[joins]
+        if rank not in here:
+            here.append(rank)
+            if len(here) == num_ranks:
+                self.steps.append((_JOIN_TIED if tied else _JOIN_ALL, rank, 0, 0))
+                self.runnable.extend(one for one in here if one != rank)
+        return len(here) == num_ranks
+
+    def _collective(self, collective: Collective, stage: int) -> int:
+        return stage + self.program.num_stages * (collective is Collective.REDUCE)
+
+    def _issues(self, rank: int, does: Semantics, stage: int) -> bool:
+        """Issue a gather or reduction, and return whether the rank has one to wait for. A gather that the
+        previous iteration issued is not issued again."""
+        assert does.starts is not None
+        gathers = does.starts is Collective.GATHER
+        if gathers and does.ends is None and stage in self.come:
+            self.come.discard(stage)
+            return False
+        if gathers and stage in self.updated:
+            self.ahead.add(stage)
+        seconds = self._of_stage(Kind.GATHER if gathers else Kind.REDUCE, stage)
+        self.steps.append((_TRAVEL, rank, self._collective(does.starts, stage), seconds))
+        return True
+
+    # Transfers.
+
+    def _place(self, transfer: Transfer) -> int:
+        place = transfer.stage * self.program.num_micro_batches + transfer.micro_batch
+        return place * 2 + (transfer.payload is Payload.GRADIENT)
+
+    def _do_transfers(self, rank: int, action: Action, does: Semantics) -> bool:
+        if does.posts and not self.posted[rank]:
+            self.posted[rank] = True
+            for transfer in action.transfers:
+                self._post(rank, transfer)
+        if not does.waits:
+            return True
+        places = [self._place(transfer) for transfer in action.transfers]
+        if not self.arrived.issuperset(places):
+            return False
+        self.steps.extend((_WAIT, rank, place, 0) for place in places)
+        if does.posts:
+            self.steps.append((_PASS, rank, len(_PER_STAGE) * self.program.num_stages + 1, 0))
+        return True
+
+    def _post(self, rank: int, transfer: Transfer) -> None:
+        sends, place = transfer.sends, self._place(transfer)
+        ends = (rank, transfer.peer) if sends else (transfer.peer, rank)
+        others = self.open[*ends, not sends]
+        if not others:
+            self.open[*ends, sends].append(place)
+            self.steps.append((_POST, rank, place, 0))
+            return
+        others.popleft()
+        self.arrived.add(place)
+        self.steps.append((_MEET, rank, place, self.channels.setdefault(ends, len(self.channels))))
+        self.runnable.append(transfer.peer)
+
+
+class _Execution:
+    """The clocks of one pipeline's ranks under given costs."""
+
+    def __init__(self, line: CompiledProgram, figures: ProgramCosts) -> None:
+        program = line.program
+        self.line, self.figures = line, figures
+        self.clock = [0.0] * program.num_ranks
+        self.stream = [0.0] * program.num_ranks
+        self.hidden_from = [0.0] * program.num_ranks
+        self.places = [0.0] * line.num_places
+        self.done = [0.0] * (2 * program.num_stages)
+
+    def end_of(self, steps: list[_Step]) -> float:
+        """Execute an iteration and return the second at which its last rank finishes."""
+        clock, stream, hidden_from = self.clock, self.stream, self.hidden_from
+        places, done, free = self.places, self.done, [0.0] * len(self.line.channels)
+        figures = self.figures
+        seconds, busy, messages = figures.of_steps, figures.busy_ratio, figures.messages
+        for step, rank, place, other in steps:
+            now = clock[rank]
+            if step == _COMPUTE:
+                cost = seconds[place]
+                if stream[rank] > now:
+                    hidden = min(stream[rank], now + cost) - max(now, hidden_from[rank])
+                    cost += busy * max(0.0, hidden)
+                clock[rank] = now + cost
+            elif step == _POST:
+                places[place] = now
+            elif step == _MEET:
+                free[other] = places[place] = max(now, places[place], free[other]) + messages[other]
+            elif step == _WAIT:
+                if places[place] > now:
+                    clock[rank] = places[place]
+            elif step == _PASS:
+                clock[rank] = now + seconds[place]
+            elif step == _AWAIT:
+                if done[place] > now:
+                    clock[rank] = done[place]
+            elif step == _TRAVEL:
+                begin = max(now, stream[rank])
+                if stream[rank] < now:
+                    hidden_from[rank] = begin
+                done[place] = stream[rank] = begin + seconds[other]
+            else:
+                self._join(step)
+        return max(clock)
+
+    def _join(self, step: int) -> None:
+        """Synchronize ranks: all of them, or the two that share tied parameters."""
+        owners = self.line.program.stage_rank
+        tied = step == _JOIN_TIED
+        ranks = {owners[0], owners[-1]} if tied else range(len(self.clock))
+        latest = max(self.clock[rank] for rank in ranks) + (self.figures.tied if tied else self.figures.clip)
+        for rank in ranks:
+            self.clock[rank] = latest

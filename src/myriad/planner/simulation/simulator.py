@@ -1,0 +1,199 @@
+"""One iteration of a program under a cost model: the spans of every rank.
+
+The program is the one that the runtime executes; `myriad.planner.simulation.rank_clocks` computes the
+waiting. Replicas that cannot differ are simulated once: without stragglers one pipeline represents 12,288
+ranks. Communication behind compute slows the compute (`busy_ratio` of a link). Two iterations are run and the
+second is reported, so that gathers issued behind the optimizer are in flight as in a long run.
+
+`predicted_spans` returns the iteration as spans of a run, with the same names, by rank number, from the
+iteration's start. Replicas that were simulated as one appear once, as the first of them. Tensor-parallel
+ranks run the same actions and appear as the first of them.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from myriad.comm.layout import Layout
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.simulation.rank_clocks import RankClocks, SimulatedSpan
+from myriad.program.actions import COMPUTE, Action, Kind, Program, chunk_of
+from myriad.program.build import Lowered, build_program
+from myriad.telemetry.spans import Span
+
+if TYPE_CHECKING:
+    from myriad.planner.simulation.simulated_events import NetworkEvents
+
+__all__ = [
+    "CostModelRun",
+    "Prediction",
+    "SimulatedSpan",
+    "iteration_program",
+    "predicted_spans",
+    "replica_programs",
+    "simulate",
+]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One simulated iteration."""
+
+    seconds: float
+    program: Program
+    spans: tuple[SimulatedSpan, ...]
+
+
+def simulate(
+    costs: Costs,
+    *,
+    slower: Mapping[tuple[int, int], float] | None = None,
+    jitter: float = 0.0,
+    seed: int = 1,
+    program: Program | None = None,
+    spans: bool = True,
+    every_replica: bool = False,
+    network: "NetworkEvents | None" = None,
+) -> Prediction:
+    """Simulate one iteration. ``slower``: factor on the compute of (replica, pipeline rank). ``jitter``:
+    standard deviation of the factor on each compute action; with it, or with ``every_replica``, every replica
+    is simulated. ``program``: a result of `iteration_program` for a layout of the same shape, with any number
+    of micro-batches, used for all replicas; off: built here, with the job's micro-batches per replica.
+    ``network``: network events in the iteration."""
+    dp = costs.workload.layout.dp
+    programs = [program] * dp if program else replica_programs(costs)
+    replicas = list(range(dp))
+    if not (every_replica or jitter):
+        touched = {replica for replica, _ in slower or {}} | (network.replicas if network else set())
+        replicas = _representative_replicas(programs, touched)
+    run = CostModelRun(
+        [programs[replica] for replica in replicas], costs, replicas, dict(slower or {}), jitter, seed
+    )
+    first = run.iterate()
+    if network is not None:
+        network.begin_seconds, run.network = max(first), network
+    run.keep = spans
+    second = run.iterate()
+    seconds = max(second) - max(first)
+    return Prediction(seconds, run.program, tuple(run.spans))
+
+
+def _representative_replicas(programs: Sequence[Program], slower: Collection[int]) -> list[int]:
+    """Return the slower replicas, and for each distinct program one replica that represents all others. That
+    replica is -1 where those all run the same program."""
+    replicas = sorted(slower)
+    first: dict[int, int] = {}
+    for replica, program in enumerate(programs):
+        if replica not in replicas:
+            first.setdefault(program.num_micro_batches, replica)
+    alike = len({program.num_micro_batches for program in programs}) == 1
+    return replicas + ([-1] if alike and first else list(first.values()))
+
+
+def replica_programs(costs: Costs) -> list[Program]:
+    """Return the program of each replica for one iteration."""
+    shares = costs.workload.micro_batches_per_replica
+    made = {count: iteration_program(costs, count, max(shares)) for count in set(shares)}
+    return [made[count] for count in shares]
+
+
+def iteration_program(
+    costs: Costs, num_micro_batches: int, most_micro_batches: int = 0, lowered: Lowered | None = None
+) -> Program:
+    """Return the program of one iteration with so many micro-batches. ``most_micro_batches``: the largest
+    number of any replica, where they differ. ``lowered``: a cache between calls."""
+    workload = costs.workload
+    program = build_program(
+        workload.layout,
+        workload.overlap,
+        num_micro_batches,
+        tied=workload.model.tied,
+        training=True,
+        num_chunks=costs.num_chunks,
+        most_micro_batches=most_micro_batches,
+        lowered=lowered,
+    )
+    if workload.profile.dp_comm_at_ends:
+        program = replace(program, ranks=tuple(map(_at_the_ends, program.ranks)))
+    return program
+
+
+def _at_the_ends(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """Move gathers to the start and reductions to the end, where the ranks wait for them."""
+    first = [action for action in actions if action.kind is Kind.GATHER]
+    last = [action for action in actions if action.kind is Kind.REDUCE]
+    rest = [action for action in actions if action.kind not in (Kind.GATHER, Kind.REDUCE)]
+    steps = next(i for i, action in enumerate(rest) if action.kind in (Kind.CLIP, Kind.STEP))
+    return (*first, *rest[:steps], *last, *rest[steps:])
+
+
+class CostModelRun(RankClocks):
+    """Rank clocks whose seconds come from a cost model."""
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        costs: Costs,
+        replicas: Sequence[int],
+        slower: Mapping[tuple[int, int], float],
+        jitter: float,
+        seed: int,
+    ) -> None:
+        """Prepare a run. ``programs``: one program for each of the replicas."""
+        super().__init__(programs, costs, replicas)
+        self.costs = costs
+        slowdown = costs.cluster.expected_slowdown
+        self.factor = [slowdown * slower.get(lane, 1.0) for lane in self.lanes]
+        self.random, self.jitter = random.Random(seed), jitter
+
+    def _seconds(self, lane: int, rank: int, action: Action, begin: float) -> float:
+        cost = self._cost(lane, rank, action)
+        return cost + self._slowed(lane, begin, cost) if action.kind in COMPUTE else cost
+
+    def _slowed(self, lane: int, begin: float, cost: float) -> float:
+        """Return the seconds that gathers and reductions in flight add to a compute action."""
+        return float(self.costs.data.busy_ratio) * max(
+            0.0, min(self.stream[lane], begin + cost) - max(begin, self.hidden_from[lane])
+        )
+
+    def _cost(self, lane: int, rank: int, action: Action) -> float:
+        kind, costs = action.kind, self.costs
+        if kind in COMPUTE:
+            stage = costs.stages[action.stage]
+            seconds = {
+                Kind.FORWARD: stage.forward,
+                Kind.BACKWARD: stage.backward,
+                Kind.BACKWARD_INPUT: stage.backward_input,
+                Kind.BACKWARD_WEIGHT: stage.backward_weight,
+            }[kind]
+            noise = max(0.5, self.random.gauss(1.0, self.jitter)) if self.jitter else 1.0
+            return seconds * self.factor[lane] * noise
+        if kind is Kind.UPDATE:
+            return costs.stages[action.stage].update
+        if kind is Kind.STEP:
+            return sum(costs.stages[s].update for s in self._stages_of(rank))
+        if kind is Kind.LOAD:
+            return costs.load
+        if kind is Kind.EXCHANGE:
+            return costs.workload.profile.exchange_seconds
+        return 0.0
+
+
+def predicted_spans(prediction: Prediction, layout: Layout) -> Mapping[int, list[Span]]:
+    """Return the spans of each rank in order, by rank number. A span that starts before the previous
+    iteration has ended everywhere has a negative start."""
+    start = max(span.start + span.duration for span in prediction.spans) - prediction.seconds
+    taken = {span.replica for span in prediction.spans}
+    first = next(replica for replica in range(layout.dp + 1) if replica not in taken)
+    found: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in prediction.spans:
+        replica = first if span.replica < 0 else span.replica
+        rank = (replica * layout.pp + span.rank) * layout.cp * layout.tp * layout.ep
+        action, begin = span.action, span.start - start
+        chunk = chunk_of(action, prediction.program.num_stages)
+        found[rank].append(
+            Span(str(action.kind), action.stage, action.micro_batch, begin, span.duration, chunk)
+        )
+    return dict(sorted(found.items()))

@@ -1,0 +1,1 @@
+"""Predictions compared with published training runs, and the prediction error that users must expect."""

@@ -1,0 +1,110 @@
+"""The input of a prediction: a model, its layout, and the profile of the framework that runs it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from myriad.comm.config import CommConfig
+from myriad.comm.layout import Layout
+from myriad.model.config import ModelConfig
+from myriad.planner.cost.module_gathers import ModuleGathers
+from myriad.planner.cost.snapshot_costs import SnapshotSchedule
+from myriad.program.config import OverlapConfig
+
+__all__ = ["FrameworkProfile", "Recompute", "Workload"]
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class FrameworkProfile:
+    """The properties of a framework that affect its speed and memory. The defaults are Myriad's."""
+
+    attention: Literal["plain", "flash", "flash2", "flash3"] = "flash2"
+    """Attention kernel. plain: batched products and a softmax that keeps the scores; flash, flash2, flash3:
+    that version of FlashAttention."""
+    fused: bool = True
+    """Whether norm, activation and dropout are one operator each."""
+    fused_add_norm: bool = True
+    """Whether a residual sum is computed by the norm after it, in one operator; never on a CPU."""
+    fused_loss: bool = True
+    """Whether logits and loss are computed together, a part of the rows at a time."""
+    exchange_seconds: float = 0.0
+    """Seconds of a coupled send and receive in addition to its message. Megatron-LM waits for the device
+    after each (torch.cuda.synchronize in p2p_communication.py), and then has nothing launched."""
+    sequence_parallel: bool = True
+    """Whether the residual stream is sharded along the sequence among tensor-parallel ranks."""
+    hides_input_grad_comm: bool = False
+    """Whether one all-reduce or reduce-scatter of each backward, that of an input's gradient, overlaps with
+    the weight's gradient where tensor-parallel communication is not cut in parts."""
+    float8: Literal["tensor", "blocks"] | None = None
+    """Scaling of the blocks' float8 products: one scale for a whole matrix, or one for each block
+    (`myriad.planner.cost.operator_costs`)."""
+    keeps_float8: bool = True
+    """Whether a weight is converted to float8 once a step instead of for each micro-batch, where ZeRO 3 does
+    not free it."""
+    cuda_graphs: bool = False
+    """Whether a captured graph launches a stage's operators at once."""
+    gradient_bytes: int = 4
+    """Bytes of one element of a gradient in a collective."""
+    host_seconds: float = 0.0
+    """Seconds of each iteration in which accelerators wait for Python or for the batch."""
+    dp_comm_at_ends: bool = False
+    """Whether data-parallel communication without overlap runs in one piece, before the first and after the
+    last compute action (Megatron-LM), instead of stage by stage."""
+    pp_outermost: bool = False
+    """Whether pipeline stages are the outermost axis of the rank grid and replicas of a stage are adjacent
+    (Megatron-LM: dp inside pp). Otherwise replicas are outermost, and the stages of each are adjacent. It
+    describes other systems; the search's closed form ignores it."""
+    module_gathers: ModuleGathers | None = None
+    """Settings of ZeRO 3 that gathers the parameters of one module at a time and waits for the device, as
+    DeepSpeed does; off: chunk by chunk, by the program. It describes other systems; the search's closed form
+    ignores it."""
+    tensor_parts: int | None = None
+    """Number of parts into which a micro-batch's products are cut so that tensor-parallel communication
+    overlaps with them; off: the number of `myriad.model.overlap_parts`."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One iteration of a job."""
+
+    model: ModelConfig
+    layout: Layout
+    global_batch: int
+    """Number of sequences of an iteration."""
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    profile: FrameworkProfile = FrameworkProfile()
+    comm: CommConfig = field(default_factory=CommConfig)
+    """Settings of the data-parallel collectives."""
+    snapshots: SnapshotSchedule = field(default_factory=SnapshotSchedule)
+    """Schedule of snapshots."""
+    optimizer: Literal["adamw", "lamb"] = "adamw"
+    value_bytes: int = 2
+    """Bytes of one element of the compute type; 2: bfloat16 or float16."""
+
+    @property
+    def recompute(self) -> Recompute:
+        """What the backward recomputes."""
+        return self.layout.recompute
+
+    @property
+    def micro_batches_per_replica(self) -> tuple[int, ...]:
+        """Number of micro-batches of each replica's pipeline."""
+        return self.layout.shares_of(self.global_batch)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches of one pipeline; where replicas differ, the largest."""
+        return max(self.micro_batches_per_replica)
+
+    @property
+    def float8_kept_over(self) -> int:
+        """Number of micro-batches for which a weight is converted to float8 once; 1: for each."""
+        profile = self.profile
+        keeps = profile.float8 is not None and profile.keeps_float8 and not profile.cuda_graphs
+        return self.num_micro_batches if keeps and self.layout.zero < 3 else 1
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of one iteration, as MFU counts them."""
+        return self.model.flops_per_token() * self.model.sequence * self.global_batch

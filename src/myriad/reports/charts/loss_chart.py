@@ -1,0 +1,189 @@
+"""Loss curves and step times: an SVG for pages and files, a few lines of braille for the terminal.
+
+The SVG shows the training loss faint, the smoothed loss over it, and the validation losses as points.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from myriad.reports.charts.svg import INK, SERIES, document, dot, legend, polyline, round_ticks, rule, text
+from myriad.system.jsonl import Record
+
+__all__ = ["Series", "lines_svg", "loss_series", "loss_svg", "smooth", "steps_svg", "terminal_plot"]
+
+Series = Sequence[tuple[float, float]]
+"""Points ``(step, loss)``, in order of step."""
+
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Braille dots of rows 0 to 3, columns 0 and 1."""
+_FAINT = "#9db7d5"
+"""Colour of values that are not smoothed."""
+
+
+def loss_series(metrics: Sequence[Record], events: Sequence[Record]) -> tuple[Series, Series]:
+    """Return the training and the validation losses by step."""
+    training = [(float(line["step"]), line["loss"]) for line in metrics if line.get("loss") is not None]
+    by_step = {
+        event["step"]: event["loss"]
+        for event in events
+        if event.get("event") == "validation" and not {"step", "loss"} - event.keys()
+    }
+    return training, [(float(step), loss) for step, loss in sorted(by_step.items())]
+
+
+def smooth(points: Series, share: float = 0.03) -> list[tuple[float, float]]:
+    """Return means over a window of ``share`` of all points. The window is centred and shorter at the start,
+    where the loss falls fast; at the end it only reaches back."""
+    half = int(len(points) * share / 2)
+    out = []
+    for index, (step, _) in enumerate(points):
+        before = min(half, index)
+        window = points[index - before : index + before + 1]
+        out.append((step, sum(loss for _, loss in window) / len(window)))
+    return out
+
+
+def terminal_plot(points: Series, *, width: int = 64, height: int = 10) -> list[str]:
+    """Return lines of text: the losses on the left, the curve in braille (2 x 4 dots a character), the steps
+    below."""
+    if len(points) < 2:
+        return []
+    low, high = _span([loss for _, loss in points])
+    first, last = points[0][0], points[-1][0]
+    cells = [[0] * width for _ in range(height)]
+    previous: int | None = None
+    for x, loss in enumerate(_resample(points, 2 * width)):
+        y = round((high - loss) / (high - low) * (4 * height - 1))
+        for row in _between(y, previous):
+            cells[row // 4][x // 2] |= _DOTS[row % 4][x % 2]
+        previous = y
+    rows = ["".join(chr(0x2800 + cell) for cell in row) for row in cells]
+    labels = {0: f"{high:.2f}", height - 1: f"{low:.2f}"}
+    lines = [f"{labels.get(number, ''):>6} ┤{row}" for number, row in enumerate(rows)]
+    axis = f"step {first:.0f}" + f"{last:.0f}".rjust(width - len(f"step {first:.0f}"))
+    return [*lines, " " * 8 + axis]
+
+
+def _between(y: int, previous: int | None) -> range:
+    """Return the dots that join this column to the one before."""
+    start = y if previous is None or previous == y else previous + (1 if y > previous else -1)
+    return range(min(y, start), max(y, start) + 1)
+
+
+def _resample(points: Series, count: int) -> list[float]:
+    """Interpolate linearly at ``count`` equally spaced steps."""
+    first, last = points[0][0], points[-1][0]
+    out, index = [], 0
+    for number in range(count):
+        step = first + (last - first) * number / (count - 1)
+        while index < len(points) - 2 and points[index + 1][0] < step:
+            index += 1
+        (x0, y0), (x1, y1) = points[index], points[index + 1]
+        out.append(y0 + (y1 - y0) * min(1.0, max(0.0, (step - x0) / (x1 - x0))))
+    return out
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    differs = high - low > 1e-12 * max(1.0, abs(low), abs(high))
+    return (low, high) if differs else (low - 0.5, high + 0.5)
+
+
+def loss_svg(training: Series, validation: Series, title: str) -> str:
+    """Draw training and validation losses by step."""
+    chart = _Chart(training, validation)
+    return _chart_document(
+        title,
+        [
+            *chart.axes(),
+            chart.line(training, _FAINT, 1.0, 0.6),
+            chart.line(smooth(training), SERIES[0], 2.0, 1.0),
+            *chart.points(validation, SERIES[1]),
+            *_legend(bool(validation)),
+        ],
+    )
+
+
+def _chart_document(title: str, parts: Sequence[str]) -> str:
+    return document(720, 400, title, [text(60, 26, title, size=15, ink=INK), *parts])
+
+
+def steps_svg(times: Series, title: str) -> str:
+    """Draw the seconds of each step, faint, and smoothed over them."""
+    chart = _Chart(times, up="seconds")
+    drawn = [chart.line(times, _FAINT, 1.0, 0.6), chart.line(smooth(times), SERIES[0], 2.0, 1.0)]
+    legend = _entries([(_FAINT, "a step"), (SERIES[0], "smoothed")])
+    return _chart_document(title, [*chart.axes(), *drawn, *legend])
+
+
+def lines_svg(lines: Mapping[str, Series], title: str, across: str) -> str:
+    """Draw several smoothed losses in one chart; ``across`` names the horizontal axis."""
+    chart = _Chart(*lines.values(), across=across)
+    curves = zip(lines.values(), SERIES, strict=False)
+    return _chart_document(
+        title,
+        [
+            *chart.axes(),
+            *(chart.line(smooth(points), colour, 2.0, 1.0) for points, colour in curves),
+            *_entries(list(zip(SERIES, lines, strict=False))),
+        ],
+    )
+
+
+def _legend(with_validation: bool) -> list[str]:
+    entries = [(_FAINT, "training"), (SERIES[0], "training, smoothed")]
+    if with_validation:
+        entries.append((SERIES[1], "validation"))
+    return _entries(entries)
+
+
+def _entries(entries: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a legend at the top right, as far left as its longest name needs."""
+    left = min(540, 690 - 7 * max(len(name) for _, name in entries))
+    rows = [legend([entry], left, 47 + 18 * row, mark=4) for row, entry in enumerate(entries)]
+    return [part for row in rows for part in row]
+
+
+class _Chart:
+    """Maps steps and losses to the picture's pixels, and draws its axes."""
+
+    left, right, top, bottom = 60.0, 700.0, 44.0, 352.0
+
+    def __init__(self, *series: Series, across: str = "step", up: str = "loss (nats a token)") -> None:
+        self._across, self._up = across, up
+        points = [point for line in series for point in line if math.isfinite(point[1])] or [(0.0, 0.0)]
+        self._steps = _span([step for step, _ in points])
+        low, high = _span([loss for _, loss in points])
+        margin = 0.04 * (high - low)
+        self._losses = (low - margin, high + margin)
+
+    def _x(self, step: float) -> float:
+        low, high = self._steps
+        return self.left + (step - low) / (high - low) * (self.right - self.left)
+
+    def _y(self, loss: float) -> float:
+        low, high = self._losses
+        return self.bottom - (loss - low) / (high - low) * (self.bottom - self.top)
+
+    def line(self, points: Series, colour: str, width: float, opacity: float) -> str:
+        """Return the points, joined."""
+        places = [(self._x(step), self._y(loss)) for step, loss in points]
+        return polyline(places, colour, width=width, opacity=opacity)
+
+    def points(self, points: Series, colour: str) -> list[str]:
+        """Return each point as a dot with its value on hover."""
+        return [
+            dot(self._x(step), self._y(loss), 3.5, colour, f"step {step:.0f}: {loss:.4f}")
+            for step, loss in points
+        ]
+
+    def axes(self) -> list[str]:
+        """Return grid lines with their values, and the names of the axes."""
+        out = []
+        for loss in round_ticks(*self._losses):
+            y = self._y(loss)
+            out += [rule((self.left, y), (self.right, y)), text(52, y + 4, f"{loss:g}", "end")]
+        for step in round_ticks(*self._steps):
+            out.append(text(self._x(step), 370, f"{step:g}", "middle"))
+        out.append(text(380, 390, self._across, "middle"))
+        return [*out, text(14, 198, self._up, "middle", upright=True)]

@@ -1,1 +1,0 @@
-"""Keeping a run alive: starting ranks, watching them, saying which one failed."""

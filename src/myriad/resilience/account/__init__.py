@@ -1,1 +1,0 @@
-"""Where the time of a run went: every second in one class."""

@@ -1,1 +1,0 @@
-"""What runs once for a run: the driver, its journal, and the lease by which it alone drives."""

@@ -1,1 +1,0 @@
-"""The run on machines that Ray has."""

@@ -1,1 +1,0 @@
-"""Breaking a run on purpose, and grading how it is repaired."""

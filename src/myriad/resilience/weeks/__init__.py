@@ -1,1 +1,0 @@
-"""Weeks of training with faults, simulated: the real decisions under a virtual clock."""

@@ -1,0 +1,6 @@
+"""A run on disk: its folder (`run_folder`), the meaning of its lines (`run_lines`), its events in words
+(`event_text`)."""
+
+from myriad.run.run_folder import Run, nearest_run
+
+__all__ = ["Run", "nearest_run"]

@@ -1,0 +1,1 @@
+"""The driver of a run, its journal, and the lease that lets only one driver lead."""

@@ -1,0 +1,228 @@
+"""Faults in the numbers: replicas that differ, losses and gradients that are not finite, and loss spikes.
+Pure.
+
+    step      10      20      30
+    rank 0    a       b       c
+    rank 1    a       b       c'     differs from the majority: it is the suspect
+    rank 2    a       b       c      agreed: 20
+
+Ranks report digests of the state that their replicas share. The digests of a step are compared once all ranks
+of a group have reported theirs, however late; digests of different steps are never compared. If only two
+replicas exist and differ, both are suspects. `Decider` passes on observations, and starts and ends
+attempts; the state that must outlive a driver is in `RunState`.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from myriad.supervise.observations import Digest
+from myriad.supervise.policy.actions import Action, Diagnose, EndRun, Evict
+from myriad.supervise.policy.incidents import CORRUPTION, NOT_FINITE, Incident
+from myriad.supervise.policy.nan_trial import NanTrial, Verdict, moved, next_trial
+from myriad.supervise.policy.run_state import RunPlan, RunState
+from myriad.units import format_ranks
+
+__all__ = ["NumericFaults"]
+
+
+class NumericFaults:
+    """Finds numeric faults of a run, and decides what follows."""
+
+    def __init__(self, plan: RunPlan, state: RunState) -> None:
+        self._plan, self._state = plan, state
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an attempt: digests of earlier attempts no longer count."""
+        self._replicas = ReplicaDigests(self._plan.replicas_of(self._state.layout))
+
+    # Replicas that differ
+
+    def saw(self, rank: int, digests: Iterable[Digest]) -> None:
+        """Take the digests that a rank of this attempt reported."""
+        self._replicas.saw(rank, digests)
+
+    def compare(self) -> tuple[Incident, dict[str, object]] | None:
+        """Return an incident and its evidence if replicas differ. Then no state newer than the last step on
+        which all agreed is trusted. Without such a step there is no limit, because any state may be wrong."""
+        state, found = self._state, self._replicas.look()
+        state.agreed_step = max(state.agreed_step, self._replicas.agreed)
+        if found is None:
+            return None
+        state.newest_step = state.agreed_step if state.agreed_step >= 0 else None
+        nodes = {state.node_of(rank) for rank in found.suspects}
+        rank = found.suspects[0] if len(found.suspects) == 1 else -1
+        node = nodes.pop() if len(nodes) == 1 else -1
+        text = found.text + (f" (agreed: {state.agreed_step})" if state.agreed_step >= 0 else "")
+        where = (rank, node, found.step)
+        incident = Incident("replicas differ", CORRUPTION, *where, text, text, state.stop_asked)
+        evidence = {"suspects": found.suspects, "others": found.others, "agreed_step": state.agreed_step}
+        return incident, evidence
+
+    def count(self, incident: Incident) -> bool:
+        """Count a difference of replicas. Return whether all agreed on a later step since the last
+        difference: steps after replicas began to differ are no progress."""
+        state = self._state
+        before, state.wrong_step = state.wrong_step, state.agreed_step
+        if incident.node >= 0:
+            state.wrong_on[incident.node] = state.wrong_on.get(incident.node, 0) + 1
+        return state.agreed_step > before
+
+    # Non-finite values
+
+    def passed(self, step: int | None = None) -> Iterator[Action]:
+        """Record that all steps before this one (``None``: all steps of the run) are done with finite
+        numbers."""
+        trial = self._state.trial
+        if trial is None or (step is not None and step <= trial.step):
+            return
+        self._state.trial = None
+        verdict = trial.if_gone
+        yield _diagnosis(
+            trial, verdict, f"gone {'on another node' if verdict == 'hardware' else 'on replay'}"
+        )
+        if verdict == "hardware" and trial.node not in self._state.placement:
+            yield Evict(rule="numbers were finite on another node", node=trial.node, accused="hardware")
+
+    def order(self, kept: Sequence[int], others: Sequence[int]) -> list[int]:
+        """Return the nodes for the ranks of the next attempt, then the spares."""
+        trial = self._state.trial
+        if trial is None or trial.how != "move":
+            return [*kept, *others]
+        self._state.trial = replace(trial, how="moved")
+        return moved(trial, kept, others)
+
+    def judge(self, incident: Incident, num_nodes: int) -> Iterator[Action]:
+        """Decide what follows a non-finite number after all ranks ended: `EndRun` is among the actions, or
+        all ranks restart. ``num_nodes``: number of connected nodes, including spares."""
+        state = self._state
+        if self._plan.on_nan == "stop":
+            yield EndRun(rule="a number is not finite", outcome="failed", reason=incident.text)
+            return
+        found = next_trial(state.trial, incident.step, incident.rank, incident.node, num_nodes)
+        if isinstance(found, NanTrial):
+            state.trial = found
+            return
+        tried, state.trial = state.trial, None
+        assert tried is not None, "a verdict is of something that was tried"
+        stays = found == "hardware"
+        yield _diagnosis(tried, found, "it stays with the node" if stays else "it comes again")
+        if stays and num_nodes > len(state.placement):
+            rule = "numbers are not finite on this node, whatever its ranks"
+            yield Evict(rule=rule, node=tried.node, accused="hardware")
+        elif not stays and self._plan.on_nan == "skip":
+            state.skipped_steps = tuple(sorted({*state.skipped_steps, incident.step}))
+            state.repeats.pop(incident.signature, None)
+        else:
+            whose = f"node {tried.node}" if stays else "the data or the model"
+            reason = f"{incident.text}; {tried.tried}: it is {whose}"
+            yield EndRun(rule="it comes again", outcome="failed", reason=reason)
+
+    # Spikes
+
+    def go_back_before(self, step: int) -> None:
+        """Restart some steps before a spike of the loss or the gradient norm that came twice, and skip the
+        batches that led to it. If there is no state that old, training restarts from the beginning."""
+        before, after = self._plan.spike_steps
+        state, newest = self._state, max(0, step - 1 - before)
+        state.newest_step = newest if state.newest_step is None else min(newest, state.newest_step)
+        skipped = range(newest + 1, step + after + 1)
+        state.skipped_steps = tuple(sorted({*state.skipped_steps, *skipped}))
+
+
+def _diagnosis(trial: NanTrial, verdict: Verdict, rule: str) -> Diagnose:
+    step, rank, node = trial.step, trial.rank, trial.node
+    return Diagnose(rule=rule, verdict=verdict, cause=NOT_FINITE, step=step, rank=rank, node=node)
+
+
+_KEPT_STEPS = 64
+"""Most steps with incomplete digests. A rank further behind cannot be compared, because the digests of the
+others are dropped."""
+
+
+@dataclass(frozen=True)
+class ReplicaDifference:
+    """A step after which replicas differ."""
+
+    step: int
+    suspects: tuple[int, ...]
+    others: tuple[int, ...]
+    """Ranks that agree with each other; empty if there is no majority."""
+
+    @property
+    def text(self) -> str:
+        """Describe the difference for the user."""
+        who, where = format_ranks(self.suspects), f"after step {self.step}"
+        if self.others:
+            holds = "holds" if len(self.suspects) == 1 else "hold"
+            return f"{who} {holds} other parameters than {format_ranks(self.others)} {where}"
+        return f"{who} hold different parameters {where}, and nothing says whose are wrong"
+
+
+class ReplicaDigests:
+    """The digests of an attempt's ranks, compared per replica group."""
+
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+        self._groups = [tuple(group) for group in groups]
+        self._world = {rank for group in groups for rank in group}
+        self._told: dict[int, dict[int, int]] = defaultdict(dict)
+        self._has_news = False
+        """Whether a group became complete since the last look. With 12,288 ranks, comparing at every
+        heartbeat would be too slow."""
+        self._missing: dict[tuple[int, int], int] = {}
+        """Number of ranks, by step and group, that have not reported a digest yet."""
+        self._group_of = {rank: index for index, group in enumerate(self._groups) for rank in group}
+        self.agreed = -1
+        """Newest step after which all ranks reported equal digests."""
+
+    def saw(self, rank: int, digests: Iterable[Digest]) -> None:
+        """Take the digests that a rank reported."""
+        if rank in self._world:
+            for one in digests:
+                if one.step > self.agreed and rank not in self._told[one.step]:
+                    self._told[one.step][rank] = one.value
+                    self._count(one.step, self._group_of[rank])
+
+    def _count(self, step: int, group: int) -> None:
+        if len(self._told) > _KEPT_STEPS:
+            self._forget(oldest := min(self._told))
+            if oldest == step:
+                return
+        left = self._missing.get((step, group), len(self._groups[group])) - 1
+        self._missing[step, group] = left
+        self._has_news |= left == 0
+
+    def look(self) -> ReplicaDifference | None:
+        """Compare the complete groups, the earliest step first."""
+        if not self._has_news:
+            return None
+        self._has_news = False
+        for step in sorted(self._told):
+            told = self._told[step]
+            complete = [group for group in self._groups if all(rank in told for rank in group)]
+            if differing := [group for group in complete if len({told[rank] for rank in group}) > 1]:
+                return _difference(step, differing, told)
+            if len(complete) == len(self._groups):
+                self.agreed = step
+        for step in [step for step in self._told if step <= self.agreed]:
+            self._forget(step)
+        return None
+
+    def _forget(self, step: int) -> None:
+        del self._told[step]
+        for group in range(len(self._groups)):
+            self._missing.pop((step, group), None)
+
+
+def _difference(step: int, groups: Sequence[Sequence[int]], told: dict[int, int]) -> ReplicaDifference:
+    """Return the members outside the majority of each differing group; all members if there is no
+    majority."""
+    suspects: list[int] = []
+    others: list[int] = []
+    for group in groups:
+        value, count = Counter(told[rank] for rank in group).most_common(1)[0]
+        is_majority = 2 * count > len(group)
+        suspects += [rank for rank in group if told[rank] != value or not is_majority]
+        others += [rank for rank in group if told[rank] == value and is_majority]
+    return ReplicaDifference(step, tuple(sorted(suspects)), tuple(sorted(others)))

@@ -1,0 +1,1 @@
+"""What Myriad uses of the operating system: the machine, processes, connections, files and URLs."""

@@ -1,0 +1,2 @@
+"""Ship spans from the ranks' rings to files and to a collector, with times of the cluster's reference
+clock."""

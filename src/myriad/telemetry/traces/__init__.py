@@ -1,0 +1,1 @@
+"""Trace files: exports of spans, and traces that an operator requests."""

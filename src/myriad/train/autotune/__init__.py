@@ -1,0 +1,1 @@
+"""Choices that a run makes by measurement and stores, so that a resumed run computes alike."""

@@ -1,0 +1,1 @@
+"""Measure this machine as a cluster that plans can be made for (``myriad plan --measure``)."""

@@ -1,0 +1,245 @@
+"""Measure this machine as a cluster that plans can be made for, in some seconds.
+
+    cluster = measure_cluster(tell)         one process with one thread for each core, all at once
+    write_cluster(cluster, path)            TOML; the first lines state when and how it was measured
+
+A rank is a core. Compute is timed by the processor time of its thread, so that other work on the machine
+matters little. Transfers are timed by the clock. A value is the median of several timings, while all
+processes do the same. `myriad.planner.rehearsal.machine_fit` fits the constants. Ranks beyond the cores share
+them (`Cluster.shared_cores`), so the cluster has more accelerators than there are cores.
+"""
+
+import multiprocessing
+import os
+import queue
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.context import SpawnProcess
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from myriad.comm.free_port import free_port
+from myriad.comm.groups import close_world, local_rank, open_world
+from myriad.comm.layout import Layout
+from myriad.errors import RunFailedError
+from myriad.kernels.host_memory import keep_freed_memory
+from myriad.planner import Cluster
+from myriad.planner.cluster_config import Accelerator, Link, Links
+from myriad.planner.rehearsal.machine_fit import (
+    AttentionTiming,
+    LayerTiming,
+    MatmulTiming,
+    PrecisionTimings,
+    TensorParallelTiming,
+    fit_accelerator,
+    fit_line,
+    fit_precision,
+    fit_tensor_parallel,
+)
+from myriad.system.machine import memory_bytes, num_cores, processor_name
+from myriad.train.calibration.cluster_file import CLUSTER_NAME, find_cluster_file, write_cluster
+from myriad.train.calibration.compute_timings import Pace, sweep_bytes_per_second, time_type
+from myriad.train.calibration.core_sharing import turns_ratio
+from myriad.train.calibration.link_timings import LinkTimes, time_links
+from myriad.train.calibration.tp_timings import time_tensors
+
+__all__ = ["find_cluster_file", "measure_cluster", "write_cluster"]
+
+_RANKS_PER_CORE = 8
+"""Ranks per core that plans for this machine may use."""
+_MOST_PROCESSES = 32
+_TIMEOUT_SECONDS = 300.0
+
+Tell = Callable[[str, float], None]
+"""A callback that gets what is being measured, and the share that is done."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The measurements of one process."""
+
+    float32: PrecisionTimings
+    bfloat16: PrecisionTimings
+    sweep_bytes_per_second: float
+    links: LinkTimes
+    tensors: Sequence[TensorParallelTiming]
+    turns_ratio: float
+    pace_seconds: float
+
+
+def measure_cluster(tell: Tell = lambda what, done: None) -> Cluster:
+    """Measure this machine for some seconds. Raises `RunFailedError` when a process fails."""
+    cores = num_cores()
+    world = min(_MOST_PROCESSES, max(2, cores - cores % 2))
+    return _fit(_ask_processes(world, tell), cores)
+
+
+def _fit(answers: Sequence[_Answer], cores: int) -> Cluster:
+    sweep = sum(answer.sweep_bytes_per_second for answer in answers) / len(answers)
+    float32, bfloat16 = (
+        fit_precision(_together([getattr(answer, name) for answer in answers]), sweep)
+        for name in ("float32", "bfloat16")
+    )
+    pace = statistics.mean(answer.pace_seconds for answer in answers)
+    memory = memory_bytes() // cores
+    accelerator: Accelerator = fit_accelerator(
+        f"core of {processor_name()}", memory, sweep, float32, bfloat16
+    )
+    return Cluster(
+        name=CLUSTER_NAME,
+        nodes=1,
+        accelerators_per_node=_RANKS_PER_CORE * cores,
+        accelerator=accelerator,
+        links=_links([answer.links for answer in answers], [answer.tensors for answer in answers]),
+        turns_ratio=statistics.mean(answer.turns_ratio for answer in answers),
+        shared_cores=cores,
+        core_speeds=tuple(pace / answers[core % len(answers)].pace_seconds for core in range(cores)),
+        pace_seconds=pace,
+    ).check()
+
+
+def _together(times: Sequence[PrecisionTimings]) -> PrecisionTimings:
+    """Average the times of all ranks: the mean core."""
+    return PrecisionTimings(
+        times[0].value_bytes,
+        [_mean(same, ("seconds",)) for same in zip(*(rank.products for rank in times), strict=False)],
+        [
+            _mean(same, ("forward_seconds", "backward_seconds"))
+            for same in zip(*(rank.attentions for rank in times), strict=False)
+        ],
+        [_mean(same, ("seconds",)) for same in zip(*(rank.layers for rank in times), strict=False)],
+        [_mean(same, ("seconds",)) for same in zip(*(rank.heads for rank in times), strict=False)],
+    )
+
+
+def _same(ranks: Sequence[Sequence[TensorParallelTiming]]) -> list[TensorParallelTiming]:
+    """Average the tensor-parallel times of all ranks."""
+    names = "added_seconds", "added_overlapped_seconds", "added_processor_seconds"
+    return [_mean(same, names) for same in zip(*ranks, strict=True)]
+
+
+_Time = TypeVar("_Time", MatmulTiming, AttentionTiming, LayerTiming, TensorParallelTiming)
+
+
+def _mean(same: Sequence[_Time], names: Sequence[str]) -> _Time:
+    """Average the sizes that all ranks timed; a rank that is too slow for large sizes times fewer."""
+    means = {name: sum(getattr(one, name) for one in same) / len(same) for name in names}
+    return replace(same[0], **means)
+
+
+def _links(ranks: Sequence[LinkTimes], tensors: Sequence[Sequence[TensorParallelTiming]]) -> Links:
+    node = _link(ranks)
+    return Links(node=node, tensor=fit_tensor_parallel(_same(tensors), node))
+
+
+def _link(ranks: Sequence[LinkTimes]) -> Link:
+    """Fit the link between two ranks.
+
+    A message costs latency and bytes. A gather or a reduce-scatter also costs a launch, and moves half of its
+    bytes.
+    """
+    message = fit_line(*zip(*(row for rank in ranks for row in rank.messages), strict=True))
+    halves = fit_line(*zip(*(row for rank in ranks for row in rank.half_sums), strict=True))
+    latency = max(message.empty_seconds, 1e-6)
+    rate = (message.bytes_per_second * halves.bytes_per_second / 2) ** 0.5
+    return Link(
+        bytes_per_second=rate,
+        latency_seconds=latency,
+        launch_seconds=max(0.0, halves.empty_seconds - latency),
+        skew_seconds=0.0,
+        achievable_ratio=1.0,
+        small_group_loss=0.0,
+        busy_ratio=min(2.0, sum(rank.busy_ratio for rank in ranks) / len(ranks)),
+    )
+
+
+def _ask_processes(world: int, tell: Tell) -> list[_Answer]:
+    """Start new processes, as a rank is started, and return what each one measured."""
+    context = multiprocessing.get_context("spawn")
+    messages: Any = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_be_rank, args=(rank, world, port, messages), daemon=True)
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return _collect(processes, messages, tell)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(processes: Sequence[SpawnProcess], messages: Any, tell: Tell) -> list[_Answer]:
+    found: dict[int, _Answer] = {}
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while len(found) < len(processes):
+        try:
+            rank, kind, value = messages.get(timeout=1.0)
+        except queue.Empty:
+            if time.monotonic() > deadline:
+                raise RunFailedError(f"measuring this machine: no answer in {_TIMEOUT_SECONDS:g} s") from None
+            if codes := [process.exitcode for process in processes if process.exitcode]:
+                raise RunFailedError(f"measuring this machine: a process died with {codes[0]}") from None
+            continue
+        if kind == "progress":
+            tell(*value)
+        elif kind == "failed":
+            raise RunFailedError(f"measuring this machine: process {rank} failed: {value}")
+        else:
+            found[rank] = value
+    return [found[rank] for rank in range(len(processes))]
+
+
+def _be_rank(rank: int, world: int, port: int, messages: Any) -> None:
+    os.environ |= {**local_rank(rank, world, port), "OMP_NUM_THREADS": "1"}
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    try:
+        answer = _measure_rank(world, _Teller(rank, messages))
+        messages.put((rank, "done", answer))
+    except BaseException:
+        messages.put((rank, "failed", traceback.format_exc(limit=-1).strip()))
+
+
+class _Teller:
+    """Report the progress of rank 0 to the parent process."""
+
+    def __init__(self, rank: int, messages: Any) -> None:
+        self._rank, self._messages = rank, messages
+
+    def __call__(self, what: str, done: float) -> None:
+        if self._rank == 0:
+            self._messages.put((0, "progress", (what, done)))
+
+
+def _measure_rank(world: int, tell: Tell) -> _Answer:
+    groups = open_world(Layout(dp=world // 2, tp=2), torch.device("cpu"))
+    together = groups.along("dp", "tp")
+    tell("transfers between ranks", 0.05)
+    links = time_links(groups)
+    tell("tensor-parallel blocks", 0.2)
+    pair = groups.along("tp")
+    assert pair is not None, "two ranks at least"
+    tensors = time_tensors(pair)
+    tell("memory", 0.3)
+    dist.barrier(together)
+    pace = Pace()
+    sweep = sweep_bytes_per_second(together, pace)
+    tell("products, attention and layers in float32", 0.35)
+    float32 = time_type(torch.float32, together, pace)
+    tell("products, attention and layers in bfloat16", 0.6)
+    bfloat16 = time_type(torch.bfloat16, together, pace)
+    tell("ranks that share a core", 0.85)
+    turns = turns_ratio(together)
+    close_world()
+    return _Answer(float32, bfloat16, sweep, links, tensors, turns, pace.nominal_seconds)

@@ -1,0 +1,155 @@
+"""Make a run from another system's checkpoint: weights, optimizer state and training progress.
+
+    RUN/job.toml                  model, optimizer, batch and length as the checkpoint states them
+    RUN/checkpoints/step-N/       N iterations: ``train --run RUN`` goes on with iteration N + 1
+                   step-0         weights alone: a run begins with them
+    RUN/import.json               what was translated, what has no counterpart, what is unknown
+
+Tensors are read one at a time. The whole state is held in memory once, as for every checkpoint that one
+process writes. Nothing is written before all of it was read.
+"""
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from myriad.checkpoint.checkpoint_files import save
+from myriad.checkpoint.foreign.deepspeed_zero import is_deepspeed, open_deepspeed
+from myriad.checkpoint.foreign.megatron_checkpoint import is_megatron, open_megatron, optimizer_step
+from myriad.checkpoint.foreign.training_state import KEY, MOMENTS, ForeignState, Kind
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
+from myriad.checkpoint.storage.staged_folder import staged_folder
+from myriad.errors import BadInputError
+from myriad.job import Job
+from myriad.job.translation.deepspeed_json import translate_deepspeed
+from myriad.job.translation.megatron_arguments import translate_arguments
+from myriad.job.translation.outcome import Translation
+from myriad.model.tensor_shard import TensorShard
+from myriad.run import Run
+from myriad.system.machine import memory_bytes
+
+__all__ = ["foreign_state", "import_foreign", "is_foreign"]
+
+_MEMORY_SHARE = 0.9
+_LISTS = "import.json"
+
+
+def is_foreign(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint of Megatron-LM or DeepSpeed, by the names of its files."""
+    return folder.is_dir() and (is_megatron(folder) or is_deepspeed(folder))
+
+
+def foreign_state(folder: Path, config: Path | None = None) -> ForeignState:
+    """Open a checkpoint of another system. ``config``: config.json of the Hugging Face model that DeepSpeed
+    trained. Raises `BadInputError`."""
+    with _in_form(folder):
+        if is_deepspeed(folder):
+            return open_deepspeed(folder, config)
+        if is_megatron(folder):
+            return open_megatron(folder)
+    raise BadInputError(KEY, str(folder), "must be a checkpoint of Hugging Face, Megatron-LM or DeepSpeed")
+
+
+@contextmanager
+def _in_form(folder: Path) -> Iterator[None]:
+    """Turn the error of a malformed value in the block into a one-line `BadInputError`."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise BadInputError(
+            KEY, str(folder), f"its content has not the form that is read ({reason})"
+        ) from None
+
+
+def import_foreign(
+    folder: Path, out: Path, *, config: Path | None = None, weights_only: bool = False
+) -> dict[str, Any]:
+    """Create the run folder ``out`` from a checkpoint, and return a description of it.
+
+    Raises `BadInputError`, with nothing written, for what cannot be read exactly."""
+    state = foreign_state(folder, config)
+    kinds: list[Kind] = ["weights"]
+    if not weights_only:
+        with _in_form(folder):
+            complete = state.source.has_optimizer()
+        if not complete:
+            allowed = "has no Adam moments of every parameter: import with --weights-only"
+            raise BadInputError(KEY, str(folder), allowed)
+        kinds += MOMENTS
+    _check_memory(state, kinds)
+    with _in_form(folder):
+        translation = _translate(state)
+        parts = [_part(kind, name, state) for kind in kinds for name in state.mappings]
+    named = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", out.name)
+    job = _job(state, translation, out.name if named else "imported", out)
+    done = 0 if weights_only else optimizer_step(state)
+    step = 0 if weights_only else state.step
+    samples = 0 if weights_only else state.samples
+    with staged_folder(out) as partial:
+        run = Run(partial)
+        run.create_or_resume(job)
+        data = {"samples": samples, "tokens": samples * job.model.sequence}
+        progress = {"step": step, "optimizer_steps": done, "data": data}
+        save(CheckpointFolder(run.checkpoints_path), step, parts, progress)
+        lists = {"source": str(folder), "notes": state.notes, **translation.lists()}
+        (partial / _LISTS).write_text(json.dumps(lists, indent=2) + "\n", encoding="utf-8")
+        run.append_event("import", source=str(folder), tensors=len(parts), system=state.system, step=step)
+        if run.flush_lines():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return {
+        "source": str(folder),
+        "run": str(out),
+        "system": state.system,
+        "parameters": job.model.num_parameters(),
+        "step": step,
+        "optimizer_steps": done,
+        "samples": samples,
+        "optimizer": not weights_only,
+        "notes": state.notes,
+        **translation.lists(),
+    }
+
+
+def _part(kind: Kind, name: str, state: ForeignState) -> TensorShard:
+    values = state.read(kind, name).contiguous()
+    prefix = "model" if kind == "weights" else f"optimizer.{kind}"
+    return TensorShard(f"{prefix}.{name}", tuple(values.shape), (0,) * values.dim(), values)
+
+
+def _check_memory(state: ForeignState, kinds: list[Kind]) -> None:
+    """Refuse a state that does not fit in this machine's memory, before it is read."""
+    needed = 4 * len(kinds) * state.model.num_parameters()
+    there = memory_bytes()
+    if needed > _MEMORY_SHARE * there:
+        allowed = f"takes {needed / 2**30:.1f} GiB of memory, and this machine has {there / 2**30:.1f} GiB"
+        raise BadInputError(KEY, str(state.where), allowed)
+
+
+def _translate(state: ForeignState) -> Translation:
+    if state.system.startswith("Megatron"):
+        return translate_arguments(state.settings, namespace=True)
+    return translate_deepspeed(state.settings)
+
+
+def _job(state: ForeignState, translation: Translation, name: str, out: Path) -> Job:
+    """Return a job on one rank with the source's batch, optimizer and length; the source's layout is
+    dropped."""
+    keys = {
+        key: value for key, value in translation.keys.items() if not key.startswith(("layout.", "model."))
+    }
+    keys.pop("data.mixture", None)
+    keys["data.vocabulary"] = max(260, min(4096, state.model.vocabulary))
+    keys["data.corpus"] = str(out.absolute() / "corpus")
+    if keys.get("train.precision") == "float32":
+        del keys["train.precision"]
+    steps = keys.get("train.steps", 0)
+    if not isinstance(steps, int) or steps <= state.step:
+        keys["train.steps"] = max(state.step + 1, 1)
+    kept = Translation(translation.system, keys)
+    return kept.job(name, {"model": state.model.model_dump(mode="json")})

@@ -1,0 +1,196 @@
+"""Load the initial weights of a new run from a checkpoint instead of the seed.
+
+    before any rank     names and shapes of the source against the model's, from headers alone
+    rank 0              verifies every byte, broadcasts which checkpoint it is
+    every rank          reads the tensors that it holds a part of, one at a time, and copies its shards
+
+A run that holds only an imported checkpoint of step 0 begins from that checkpoint.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from myriad.checkpoint.checkpoint_files import Shapes, Weights
+from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
+from myriad.data.corpus import open_corpora
+from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from myriad.errors import BadInputError, MyriadError, RunFailedError
+from myriad.job import Job, parse_job
+from myriad.job.job_changes import check_resume
+from myriad.model.boundary import Boundary
+from myriad.model.config import ModelConfig
+from myriad.model.gpt import GPT
+from myriad.model.tensor_shard import TensorShard
+from myriad.parallel.engine import Engine
+from myriad.run import Run
+from myriad.train.checkpoint_tools.named_weights import open_weights
+
+__all__ = ["check_initial", "fill_initial", "refuse_other_run"]
+
+_KEY, _PREFIX = "train.init_from", "model."
+_SAME = {
+    "heads": "heads",
+    "num_kv_heads": "kv_heads",
+    "head_width": "head_dim",
+    "block": "block",
+    "position": "position",
+    "norm": "norm",
+    "activation": "activation",
+}
+"""Fields of a model, and their job keys. If one of these differs, equal shapes do not mean equal models."""
+_TOLD = ("vocabulary", "rotary_base", "norm_epsilon", "window", "window_pattern")
+"""Fields whose differences are reported, not refused: the user may intend them."""
+
+
+def check_initial(run: Run, job: Job) -> None:
+    """Refuse weights of another model before any rank starts.
+
+    Raises `BadInputError` with the first tensor that differs. Nothing is checked if the run has a checkpoint
+    of its own.
+    """
+    if job.train.init_from is not None and not CheckpointFolder(run.checkpoints(job)).steps():
+        _open(job.train.init_from, job)
+
+
+def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
+    """Set the parameters of a new run; every rank calls it.
+
+    Returns a description for the run's events, or ``None`` if the seed's values stay.
+    """
+    source = _agree(lambda: _imported(run, job), engine) or job.train.init_from
+    if source is None:
+        return None
+    weights = _open(_agree(lambda: _open(source, job, every_byte=True).where, engine), job)
+    for name, parts in _by_name(engine.all_shards()).items():
+        _fill(parts, weights.read(name))
+    engine.loaded()
+    kind = "hugging_face" if isinstance(weights, HuggingFaceWeights) else "checkpoint"
+    told = {"source": weights.where, "kind": kind, "tensors": len(weights.shapes)}
+    differs = _differences(weights.model, job.model)
+    if engine.groups.grid.rank == 0:
+        differs |= _other_tokenizer(weights, job)
+    return told | ({"differs": differs} if differs else {})
+
+
+def refuse_other_run(run: Run, job: Job, step: int, engine: Engine) -> None:
+    """Refuse a checkpoint that was copied from another run, even if its tensors fit. Every rank calls it.
+    Raises `RunFailedError`."""
+
+    def check() -> None:
+        checkpoint = CheckpointFolder(run.checkpoints(job)).at_step(step)
+        try:
+            text = checkpoint.storage.read(checkpoint.at("job.toml")).decode()
+            check_resume(parse_job(text, checkpoint.where), job, checkpoint.where)
+        except BadInputError as error:
+            raise RunFailedError(f"checkpoint of another run: {error}") from None
+        except (OSError, ValueError):  # it has no job.toml, like checkpoints of other tools
+            pass
+
+    _agree(check, engine)
+
+
+def _open(source: str, job: Job, *, every_byte: bool = False) -> Weights:
+    multiple = job.model.vocabulary_multiple
+    weights = open_weights(source, _KEY, vocabulary_multiple=multiple, every_byte=every_byte)
+    _refuse_other_shapes(source, _shapes_of(job.model), weights.shapes)
+    if weights.model is not None:
+        _refuse_other_kind(source, job.model, weights.model)
+    return weights
+
+
+def _imported(run: Run, job: Job) -> str | None:
+    """Return the checkpoint of step 0 that an import has left, if the run begins with one."""
+    folder = CheckpointFolder(run.checkpoints(job))
+    return folder.at_step(0).where if 0 in folder.steps() else None
+
+
+_Told = TypeVar("_Told")
+
+
+def _agree(find: Callable[[], _Told], engine: Engine) -> _Told:
+    """Run ``find`` on rank 0, and return its result, or raise its error, on every rank."""
+    told: list[Any] = [None]
+    if engine.groups.grid.rank == 0:
+        try:
+            told = [find()]
+        except MyriadError as error:
+            told = [error]
+    if engine.groups.world is not None:
+        dist.broadcast_object_list(told, src=0)
+    if isinstance(told[0], MyriadError):
+        raise told[0]
+    found: _Told = told[0]
+    return found
+
+
+def _shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that a checkpoint of the model holds."""
+    definition = GPT(model, seed=0)
+    shapes: dict[str, tuple[int, ...]] = {}
+    with torch.device("meta"):
+        for index, prefix in enumerate(definition.names):
+            layer = definition.build(index, Boundary())
+            shapes |= {f"{prefix}.{name}": tuple(x.shape) for name, x in layer.named_parameters()}
+    return {name: shape for name, shape in shapes.items() if name not in definition.tied}
+
+
+def _refuse_other_shapes(source: str, here: Shapes, there: Shapes) -> None:
+    other = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    if not other:
+        return
+    name, nothing = other[0], "nothing"
+    shapes = f"{name} is {here.get(name, nothing)} here, {there.get(name, nothing)} there"
+    more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
+    raise BadInputError(_KEY, source, f"weights of another model: {shapes}{more}")
+
+
+def _refuse_other_kind(source: str, here: ModelConfig, there: ModelConfig) -> None:
+    for name, key in _SAME.items():
+        own, other = getattr(here, name), getattr(there, name)
+        if own != other:
+            raise BadInputError(
+                _KEY, source, f"weights of another model: model.{key} is {own!r} here, {other!r} there"
+            )
+
+
+def _differences(there: ModelConfig | None, here: ModelConfig) -> dict[str, Any]:
+    """Return the model keys that differ and that equal shapes do not show, as (there, here)."""
+    if there is None:
+        return {}
+    pairs = {key: (getattr(there, key), getattr(here, key)) for key in _TOLD}
+    return {f"model.{key}": pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _other_tokenizer(weights: Weights, job: Job) -> dict[str, Any]:
+    """Return the fingerprints of the weights' tokenizer and the corpus's, if both are known and differ."""
+    here = open_corpora(job.data, job.model.sequence).fingerprint
+    there = None
+    if weights.run is not None:
+        events = Run(weights.run).read_events()
+        there = next((event.get("fingerprint") for event in events if event["event"] == "corpus"), None)
+    for folder in (weights.run, Path(weights.where)):
+        if folder is not None and (folder / TOKENIZER_FILE).is_file():
+            with contextlib.suppress(BadInputError):  # no end-of-document token: not compared
+                there = Tokenizer.load(folder).fingerprint
+    return {"tokenizer": (there, here)} if there and here and there != here else {}
+
+
+def _by_name(shards: Iterator[TensorShard]) -> Mapping[str, list[TensorShard]]:
+    """Group this rank's shards of the model by tensor name."""
+    parts: dict[str, list[TensorShard]] = {}
+    for part in shards:
+        if part.name.startswith(_PREFIX):
+            parts.setdefault(part.name.removeprefix(_PREFIX), []).append(part)
+    return parts
+
+
+def _fill(parts: list[TensorShard], whole: torch.Tensor) -> None:
+    for part in parts:
+        spans = zip(part.offsets, part.values.shape, strict=True)
+        part.values.copy_(whole[tuple(slice(start, start + size) for start, size in spans)])

@@ -1,0 +1,177 @@
+"""Batches of token windows for this rank.
+
+Training batches come from the node's loader, one process per node that local rank 0 starts; validation
+batches are read directly.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from myriad.comm.grid import RankGrid
+from myriad.data.bad_blocks import BlockGuard
+from myriad.data.corpus import open_corpora, read_batch
+from myriad.data.loader import LoaderClient, LoaderSpec, StartLoader
+from myriad.errors import BadInputError
+from myriad.job import Job
+from myriad.parallel.engine import Engine
+from myriad.parallel.runtime import Batch
+from myriad.run import Run
+from myriad.train.device_setup import Place
+from myriad.train.inputs import BadBlocks
+
+__all__ = ["Validation", "open_feed", "rank_rows", "to_batch", "to_device", "validation_guard"]
+
+
+def rank_rows(job: Job, dp_index: int) -> range:
+    """Return the rows of the global batch that one data-parallel rank computes."""
+    first = sum(job.shares[:dp_index])
+    size = job.layout.micro_batch
+    return range(first * size, (first + job.shares[dp_index]) * size)
+
+
+def to_batch(job: Job, tokens: NDArray[np.int32], first_sample: int, device: torch.device) -> Batch:
+    """Turn ``[rows, sequence + 1]`` token windows into inputs and targets; they are copied, so that the
+    source may be reused.
+
+    Raises `BadInputError` for a token that the model does not have: a vocabulary that is sharded over ranks
+    would take it for another rank's token.
+    """
+    if not 0 <= tokens.min() <= (largest := int(tokens.max())) < job.model.vocabulary:
+        allowed = f"the corpus holds token {largest}; more than that, or a corpus of another tokenizer"
+        raise BadInputError("model.vocabulary", job.model.vocabulary, allowed)
+    windows = to_device(torch.from_numpy(tokens.astype(np.int64)), device)
+    samples = torch.arange(first_sample, first_sample + len(windows), device=device)
+    return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), samples)
+
+
+def to_device(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return ``values`` on the device, as ``dtype`` if given.
+
+    A GPU copies from pinned memory asynchronously, so that the host keeps issuing operators. A copy from
+    other memory would block the host.
+    """
+    if device.type == "cuda" and values.device.type == "cpu":
+        return values.to(dtype or values.dtype).pin_memory().to(device, non_blocking=True)
+    return values.to(device, dtype)
+
+
+class Validation:
+    """The held-out batches of a job: always the same ones, in the same order."""
+
+    def __init__(
+        self, job: Job, grid: RankGrid, device: torch.device, guard: BlockGuard | None = None
+    ) -> None:
+        self._job, self._rows, self._device = job, rank_rows(job, grid.index("dp")), device
+        self._corpora = open_corpora(job.data, job.model.sequence, "validation", guard=guard)
+        whole = self._corpora.num_samples // job.train.global_batch
+        self.num_batches = min(job.data.validation_batches, whole)
+        self._sampler = self._corpora.sampler(job.train.seed) if self.num_batches else None
+
+    @property
+    def num_targets(self) -> int:
+        """Predicted tokens in all batches."""
+        return self.num_batches * self._job.train.global_batch * self._job.model.sequence
+
+    def batch(self, index: int) -> Batch:
+        """Return this rank's rows of one batch."""
+        return to_batch(self._job, self._read(index, self._rows), 0, self._device)
+
+    def loss(self, engine: Engine, stops: Callable[[], bool]) -> float | None:
+        """Return the mean loss in nats per token over all batches, NaN if there is none; ``None`` as soon as
+        a rank is asked to stop."""
+        total = 0.0
+        for index in range(self.num_batches):
+            loss, stopped = engine.evaluate(partial(self.batch, index), stops=stops())
+            total += loss
+            if stopped:
+                return None
+        return total / self.num_targets if self.num_batches else math.nan
+
+    def _read(self, index: int, rows: range) -> NDArray[np.int32]:
+        assert self._sampler is not None
+        first = index * self._job.train.global_batch
+        return read_batch(self._corpora, self._sampler, range(first + rows.start, first + rows.stop))
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Convert a mean loss in nats per token to bits per byte of text; ``None`` if the tokenizer is
+        unknown."""
+        tokenizer = self._corpora.tokenizer
+        if tokenizer is None:
+            return None
+        everything = range(self._job.train.global_batch)
+        sizes = np.zeros(max(tokenizer.vocabulary, self._job.model.vocabulary), np.int64)
+        sizes[: tokenizer.vocabulary] = tokenizer.token_bytes
+        num_bytes = sum(int(sizes[self._read(i, everything)[:, 1:]].sum()) for i in range(self.num_batches))
+        return loss * self.num_targets / math.log(2) / num_bytes
+
+
+def open_feed(
+    run: Run,
+    job: Job,
+    grid: RankGrid,
+    place: Place,
+    content: str,
+    bad_blocks: BadBlocks,
+    start: StartLoader | None = None,
+) -> LoaderClient:
+    """Connect to this node's loader, which holds the rows that any rank of the node needs.
+
+    The loader waits for `LoaderClient.begin`. ``content`` identifies the corpora that this rank has opened.
+    ``bad_blocks`` are the blocks that the run skips, the same on every rank. ``start`` starts the loader, by
+    default as a process.
+    """
+    first = place.rank - place.local_rank
+    ranks_per_replica = job.layout.world // job.layout.dp
+    replicas = range(first // ranks_per_replica, (first + place.local_world - 1) // ranks_per_replica + 1)
+    rows = (rank_rows(job, replicas[0]).start, rank_rows(job, replicas[-1]).stop)
+    spec = LoaderSpec(
+        name=_meeting_name(run, first),
+        data=job.data,
+        sequence=job.model.sequence,
+        global_batch=job.train.global_batch,
+        seed=job.train.seed,
+        rows=(rows,),
+        content=content,
+        bad_blocks=bad_blocks,
+        decides=is_one_node(place),
+        events=str(run.events_path.absolute()),
+    )
+    return LoaderClient(
+        spec,
+        place.local_rank,
+        place.local_world,
+        first_step=None,
+        on_restart=lambda problem: run.append_event("fault", rank=place.rank, problem=problem),
+        patience=job.resilience.timeout_scale,
+        start=start,
+    )
+
+
+def is_one_node(place: Place) -> bool:
+    """Return whether all ranks are on one node, so that they read the same files and find the same bad
+    blocks."""
+    return place.local_world == place.world
+
+
+def validation_guard(run: Run, job: Job, place: Place, bad_blocks: BadBlocks) -> BlockGuard:
+    """Return this rank's policy for bad blocks of the held-out text, which it reads itself."""
+    policy, most = job.data.on_bad_block, job.data.max_bad_blocks
+
+    def report(event: str, fields: Mapping[str, Any]) -> None:
+        run.append_event(event, rank=place.rank, **fields)
+
+    return BlockGuard(policy, most, bad_blocks, decides=is_one_node(place), report=report)
+
+
+def _meeting_name(run: Run, first_rank: int) -> str:
+    """Return a name that is the same on every rank of the node and differs between runs and attempts."""
+    where = f"{run.path.resolve()}:{os.environ.get('MASTER_PORT', os.getpid())}:{first_rank}"
+    return hashlib.blake2s(where.encode(), digest_size=8).hexdigest()

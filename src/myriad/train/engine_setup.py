@@ -1,0 +1,153 @@
+"""Build a rank's engine, with what is measured once for it.
+
+    layout.partition = profile   seconds of each layer
+    overlap.tensor               the fastest way of overlapping tensor parallelism
+    comm.hierarchy = auto        the fastest hierarchy of data parallelism
+
+Measurements are stored in the run folder, so that a resumed run is cut alike and adds in the same order.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from myriad.comm.config import CommConfig
+from myriad.comm.groups import Groups
+from myriad.comm.hierarchy import HIERARCHIES
+from myriad.comm.hierarchy_choice import agree_on_hierarchy
+from myriad.comm.layout import AXES, Layout
+from myriad.job import Job
+from myriad.model.definition import Definition
+from myriad.model.gpt import GPT
+from myriad.optim.loss_scale import LossScaler
+from myriad.optim.precision import resolve_float8
+from myriad.parallel.engine import Engine
+from myriad.parallel.runtime import Batch
+from myriad.program.partition import partition_layers
+from myriad.train.autotune.layer_profile import parameters_per_layer, seconds_per_layer
+from myriad.train.autotune.measurement_files import keep_measured, read_measured
+from myriad.train.autotune.tp_overlap import Where, settle_tensor
+from myriad.train.rank_context import RankContext
+
+__all__ = ["build_engine", "settle_links", "stage_layers"]
+
+_PLACEMENT = {"node_size", "switch_size", "node_bandwidth", "network_bandwidth", "switch_bandwidth"}
+
+
+def build_engine(rank: RankContext, append_event: Callable[..., None]) -> Engine:
+    """Build this rank's part of the job's model with its optimizer. Initial values are not drawn.
+
+    All ranks call it together. ``append_event(event, **fields)`` writes an event.
+    """
+    job, groups, device, dtype, folder = rank.job, rank.groups, rank.device, rank.dtype, rank.run.path
+    definition = GPT(job.model, job.train.seed)
+    tokens = torch.zeros((job.layout.micro_batch, job.model.sequence), dtype=torch.int64, device=device)
+    sample = Batch(tokens, tokens, tokens[:, 0])
+    layers = stage_layers(definition, job.layout, groups, sample, dtype, folder / "profile.json")
+    where = Where(job, groups, device, dtype, rank.kernels)
+    overlap = settle_tensor(where, folder / "tensor_overlap.json", append_event)
+    links = settle_links(job, groups, device, folder / "hierarchy.json")
+    return Engine(
+        definition,
+        groups,
+        layers,
+        sample,
+        job.shares[groups.grid.index("dp")],
+        job.optimizer,
+        seed=job.train.seed,
+        dtype=dtype,
+        device=device,
+        recorder=rank.recorder,
+        overlap=overlap,
+        comm=links,
+        kernels=rank.kernels,
+        float8=resolve_float8(job.train.precision, rank.kernels),
+        keeps_float8=job.train.keep_float8_weights,
+        loss_scaler=LossScaler(job.loss_scale, job.targets) if dtype == torch.float16 else None,
+        draws_initial=False,
+        keeps_addresses=job.train.cuda_graphs and device.type == "cuda",
+    )
+
+
+def stage_layers(
+    definition: Definition,
+    layout: Layout,
+    groups: Groups,
+    sample: Batch,
+    dtype: torch.dtype,
+    kept: Path | None = None,
+) -> Sequence[range]:
+    """Return the layers of each stage. A profile is measured once and stored in ``kept``, so that a
+    resumed run is partitioned alike."""
+    costs: Sequence[float] | None = None
+    if layout.partition == "parameters":
+        costs = parameters_per_layer(definition)
+    elif layout.partition == "profile":
+        costs = _profile(definition, groups, sample, dtype, kept)
+    return partition_layers(layout.partition, layout.num_stages, definition.kinds, costs)
+
+
+def _profile(
+    definition: Definition, groups: Groups, sample: Batch, dtype: torch.dtype, kept: Path | None
+) -> Sequence[float]:
+    """Read or measure the seconds of each layer on rank 0, and broadcast them."""
+    costs: Sequence[float] | None = None
+    if groups.grid.rank == 0:
+        costs = read_measured(kept, partial(_are_costs, len(definition.names)))
+        if costs is None:
+            costs = seconds_per_layer(definition, sample, dtype)
+            keep_measured(kept, costs)
+    return _told_by_first(costs, groups)
+
+
+def settle_links(job: Job, groups: Groups, device: torch.device, kept: Path | None = None) -> CommConfig:
+    """Return ``job.comm`` with the hierarchy chosen.
+
+    Measurements are stored in ``kept`` for each layout and placement, so that a resumed run adds in the same
+    order.
+    """
+    comm = job.comm
+    if comm.hierarchy != "auto" or comm.sync_every > 1:
+        return comm
+    where = comm.model_dump(mode="json", include=_PLACEMENT) | {
+        "layout": [getattr(job.layout, axis) for axis in AXES],
+        "ranks_of_node": int(os.environ.get("LOCAL_WORLD_SIZE", str(job.layout.world))),
+    }
+    if comm.node_order is not None:
+        where["node_order"] = list(comm.node_order)
+    first = groups.grid.rank == 0
+    choices = (read_measured(kept, _are_choices) or []) if first else []
+    known = next((choice["hierarchy"] for choice in choices if choice["where"] == where), None)
+    known = _told_by_first(known, groups)
+    if known is None:
+        known, _ = agree_on_hierarchy(groups, "dp", comm, device)
+        if first:
+            keep_measured(kept, [*choices, {"where": where, "hierarchy": known}])
+    return comm.model_copy(update={"hierarchy": known})
+
+
+def _are_costs(num_layers: int, value: Any) -> bool:
+    """Return whether the value is a list of seconds, one for each layer."""
+    if not isinstance(value, list) or len(value) != num_layers:
+        return False
+    return all(isinstance(one, float | int) and 0 <= one < float("inf") for one in value)
+
+
+def _are_choices(value: Any) -> bool:
+    """Return whether the value is a list of choices that `settle_links` stored."""
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and "where" in one and one.get("hierarchy") in HIERARCHIES for one in value
+    )
+
+
+def _told_by_first(value: Any, groups: Groups) -> Any:
+    """Broadcast rank 0's value, and return it on every rank."""
+    told = [value]
+    if groups.world is not None:
+        dist.broadcast_object_list(told, src=0)
+    return told[0]

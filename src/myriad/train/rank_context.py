@@ -1,0 +1,175 @@
+"""What a rank has before there is a model: its inputs, its device, its numbers, its peers and its recorder.
+
+A job is refused here, on every rank alike, before memory is allocated or a message is sent:
+
+    inputs      corpora and tokenizer are those of the run
+    device      a GPU for each rank, or the CPU; deterministic if asked
+    numbers     precision, recompute within the memory budget, kernels that were proved on this device
+    peers       the process groups of the layout
+    recorder    spans and counters, which the node agent reads
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from myriad.comm.groups import Groups, close_world, open_world
+from myriad.job import Job
+from myriad.kernels.agreement import library_doubts, proved
+from myriad.kernels.config import Kernels
+from myriad.optim.config import float8_scaling
+from myriad.optim.precision import resolve_precision
+from myriad.run import Run
+from myriad.system.spin_watch import watch_spinning
+from myriad.telemetry.progress.device_clock import cuda_clock
+from myriad.telemetry.progress.device_progress import DeviceProgress
+from myriad.telemetry.progress.progress_page import ProgressRow, own_row
+from myriad.telemetry.spans import Recorder
+from myriad.train.attempt_job import attempt_job
+from myriad.train.device_setup import (
+    Place,
+    agree_on_kernels,
+    find_place,
+    fix_order,
+    pick_device,
+    prepare_cuda,
+    settle_kernels,
+    within_budget,
+)
+from myriad.train.inputs import (
+    keep_tokenizer,
+    note_corpus,
+    open_inputs,
+    refuse_other_tokenizer,
+    refuse_replaced_corpus,
+)
+from myriad.train.own_spans import open_ring
+from myriad.train.step_signals import StopSignal
+
+__all__ = ["RankContext", "open_rank"]
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """One rank of one attempt of a run."""
+
+    run: Run
+    job: Job
+    """The job of this attempt, with recompute chosen."""
+    place: Place
+    attempt: int
+    """The driver's number of this attempt; 0 if there is no driver."""
+    in_process: bool
+    """Whether the rank is the calling process, which goes on after it."""
+    stop: StopSignal
+    progress: ProgressRow
+    content: str
+    """`myriad.data.corpus.Corpora.content` of the corpora that the rank opened."""
+    device: torch.device
+    dtype: torch.dtype
+    """Type of parameters and activations."""
+    groups: Groups
+    kernels: Kernels
+    recorder: Recorder
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes the run's files."""
+        return self.place.rank == 0
+
+
+def open_rank(run: Run, at_close: contextlib.ExitStack, *, in_process: bool) -> RankContext:
+    """Check the job against this machine and join the other ranks. All ranks call it together.
+
+    ``at_close`` gets what must be undone when the rank ends. Raises `myriad.errors.BadInputError`.
+    """
+    job = attempt_job(run.job())
+    place = find_place(job.layout.world, job.comm)
+    stop = StopSignal()
+    if in_process:
+        at_close.callback(stop.restore)
+    progress = own_row()
+    attempt = int(os.environ.get("MYRIAD_EPOCH", "0"))
+    content = _open_inputs(run, job, place, compared=bool(attempt or in_process))
+    device = _open_device(job, place, at_close, in_process=in_process)
+    dtype = resolve_precision(job.train.precision, device, skips_steps=not job.overlap.updates_early)
+    job, groups, kernels = _agree_on_numbers(job, device, dtype, at_close)
+    at_end = at_close.callback if in_process else atexit.register  # also after an error
+    ring = open_ring(run, job, place, groups, at_end)
+    recorder = Recorder(progress, ring, place.rank, cuda_clock() if device.type == "cuda" else None)
+    recorder.serve()
+    if recorder.device is not None:  # on a CPU the host reports progress itself
+        watch = DeviceProgress(recorder.device, progress, partial(torch.cuda.set_device, device))
+        at_close.callback(watch.close)
+    return RankContext(
+        run,
+        job,
+        place,
+        attempt,
+        in_process,
+        stop,
+        progress,
+        content,
+        device,
+        dtype,
+        groups,
+        kernels,
+        recorder,
+    )
+
+
+def _open_inputs(run: Run, job: Job, place: Place, *, compared: bool) -> str:
+    """Check the inputs that the job reads, and return `Corpora.content`.
+
+    ``compared``: `myriad train` has already compared the tokenizer with the run's. If another launcher
+    (torchrun) started the ranks, the ranks compare it here.
+    """
+    corpora = open_inputs(job, _LOG.info)
+    if compared:
+        if place.local_rank == 0:
+            refuse_replaced_corpus(run, job, corpora.content)
+        return corpora.content
+    refuse_other_tokenizer(run, job, corpora)
+    if place.rank == 0:
+        keep_tokenizer(run, corpora)
+        for change in note_corpus(run, corpora):
+            _LOG.warning("changed: %s", change)
+    return corpora.content
+
+
+def _open_device(job: Job, place: Place, at_close: contextlib.ExitStack, *, in_process: bool) -> torch.device:
+    prepare_cuda(job.layout, job.overlap, deterministic=job.train.deterministic)
+    device = pick_device(job.train.device, job.train.threads, place)
+    if job.train.deterministic:
+        fix_order(device)
+        if in_process:
+            at_close.callback(torch.use_deterministic_algorithms, False)
+    if device.type == "cpu" and (spins := watch_spinning(torch.get_num_threads())) is not None:
+        at_close.callback(spins.close)
+    return device
+
+
+def _agree_on_numbers(
+    job: Job, device: torch.device, dtype: torch.dtype, at_close: contextlib.ExitStack
+) -> tuple[Job, Groups, Kernels]:
+    """Choose recompute and kernels, open the process groups, and warn about fallbacks."""
+    on_cpu = device.type == "cpu"
+    job, about_budget = within_budget(job, on_cpu=on_cpu, value_bytes=dtype.itemsize)
+    lines = [about_budget, *settle_kernels(job, device, dtype)]
+    scaling = float8_scaling(job.train.precision)
+    kernels, doubt = proved(job.train.kernels, device, dtype, float8=scaling is not None)
+    lines += library_doubts(device, dtype, float8=scaling)
+    groups = open_world(job.layout, device, comm=job.comm)
+    at_close.callback(close_world)
+    if not on_cpu:  # kernels are proved on GPUs only
+        kernels, doubt = agree_on_kernels(kernels, doubt, groups, device)
+    for line in filter(None, [*lines, doubt]):
+        _LOG.warning(line)
+    return job, groups, kernels

@@ -1,1 +1,0 @@
-"""Configurations of other systems as jobs: Megatron-LM's arguments and DeepSpeed's JSON."""

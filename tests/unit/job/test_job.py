@@ -1,0 +1,344 @@
+"""If these fail, a job file means something else than it says, or bad input gets no clear single line."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from myriad.data.config import CorpusShare
+from myriad.errors import BadInputError
+from myriad.job import Job, dump_toml, job_keys, load_job, parse_job
+from myriad.job import typed_job as job_module
+
+F16 = "train.precision=float16"
+EARLY = ["overlap.optimizer_in_backward=true", "optimizer.clip_norm=off"]
+GRAPHS = "train.cuda_graphs=true"
+
+
+def configs(config: type[BaseModel]) -> st.SearchStrategy[Any]:
+    """Any value of a config type, with the limits that its fields declare."""
+    fields = {name: values(field) for name, field in config.model_fields.items()}
+    return st.fixed_dictionaries(fields).map(lambda given: config(**given))
+
+
+def values(field: FieldInfo) -> st.SearchStrategy[Any]:
+    annotation = field.annotation
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return configs(annotation)
+    if annotation == tuple[CorpusShare, ...]:
+        return st.lists(configs(CorpusShare), max_size=3).map(tuple)
+    patterns = [item.pattern for item in field.metadata if hasattr(item, "pattern")]
+    if patterns:
+        return st.from_regex(patterns[0], fullmatch=True)
+    if type(None) in get_args(annotation):
+        kind = next(kind for kind in get_args(annotation) if kind is not type(None))
+        return st.none() | limited(kind, field).filter(lambda value: value != "off")
+    return limited(annotation, field)
+
+
+def limited(kind: Any, field: FieldInfo) -> st.SearchStrategy[Any]:
+    own = [limit for item in getattr(kind, "__metadata__", ()) for limit in getattr(item, "metadata", ())]
+    limits = [*own, *field.metadata]  # of `Size | None`, pydantic leaves the type's own inside
+    strategy = st.from_type(Annotated[kind, *limits]) if limits else st.from_type(kind)
+    return strategy.filter(lambda value: not isinstance(value, float) or abs(value) < float("inf"))
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(configs(Job))
+def test_a_saved_job_is_the_job(job: Job) -> None:
+    """The job kept with a run is what is resumed and what decides whether a run folder is another job's."""
+    assert Job.model_validate(tomllib.loads(dump_toml(job))) == job
+
+
+def test_what_is_off_stays_off_when_saved(tmp_path: Path) -> None:
+    """Clipping is on by default: left out of the saved job, a resumed run would clip."""
+    job = load_job("tiny", ["optimizer.clip_norm=off"])
+    path = tmp_path / "job.toml"
+    path.write_text(dump_toml(job))
+    assert load_job(str(path)).optimizer.clip_norm is None
+    assert 'clip_norm = "off"' in path.read_text()
+
+
+def test_every_key_says_what_it_is() -> None:
+    for key, field in [*job_keys(), *job_keys(CorpusShare, "data.mixture.")]:
+        assert field.description, f"{key} has no help"
+        if type(None) in get_args(field.annotation):
+            assert "off" in field.description.lower(), f"the help of {key} does not say what off means"
+
+
+def test_reading_a_job_needs_no_torch() -> None:
+    code = "import sys, myriad.job; myriad.job.load_job('tiny'); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("layout.tp=2", "layout.tp", 2),
+        ("optimizer.clip_norm=off", "optimizer.clip_norm", None),
+        ("optimizer.clip_norm=none", "optimizer.clip_norm", None),
+        ("model.window=off", "model.window", None),
+        ("model.position=none", "model.position", "none"),
+        ("layout.recompute=none", "layout.recompute", "none"),
+        ("layout.recompute=off", "layout.recompute", "none"),
+        ("layout.recompute=full", "layout.recompute", "full"),
+        ("train.sample_prompt=import os = 3", "train.sample_prompt", "import os = 3"),
+        ("train.sample_prompt=2024-01-01", "train.sample_prompt", "2024-01-01"),
+        ("name=123", "name", "123"),
+        ("overlap.pipeline=off", "overlap.pipeline", False),
+        ("model.window_pattern=[true, false]", "model.window_pattern", (True, False)),
+        ("optimizer.learning_rate=6e-4", "optimizer.learning_rate", 6e-4),
+    ],
+)
+def test_overrides(override: str, key: str, value: object) -> None:
+    job: Any = load_job("tiny", [override])
+    for part in key.split("."):
+        job = getattr(job, part)
+    assert job == value
+
+
+def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('[data]\nvocabulary = 300\n[model]\nrecipe = "tiny"\nhidden = 32\n')
+    job = load_job(str(path), ["model.layers=3"])
+    assert (job.model.hidden, job.model.layers, job.model.vocabulary) == (32, 3, 512)
+    assert load_job("tiny", ["model.layers=2"]).model.hidden == 64
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        (["layout.cp=2"], "layout.cp", "only 1"),
+        (["layout.ep=2"], "layout.ep", "only 1"),
+        (["model.heads=3"], "model.hidden", "divisible by model.heads = 3"),
+        (["model.kv_heads=3"], "model.heads", "divisible by model.kv_heads = 3"),
+        (["model.head_dim=17"], "model.head_dim", "even"),
+        (["layout.tp=3"], "layout.tp", "one of 1, 2, 4"),
+        (["model.kv_heads=2", "layout.tp=4"], "layout.tp", "one of 1, 2"),
+        (["layout.tp=2", "model.ffn_hidden=33"], "layout.tp", "model.ffn_hidden = 33"),
+        (["layout.tp=2", "model.sequence=33"], "layout.tp", "model.sequence = 33"),
+        (["layout.tp=2", "model.vocabulary_multiple=3"], "model.vocabulary_multiple", "layout.tp = 2"),
+        (["layout.pp=7"], "layout.pp x layout.virtual_stages", "at most 6"),
+        (["layout.virtual_stages=2", "layout.schedule=1f1b"], "layout.virtual_stages", "only 1 with"),
+        (["layout.virtual_stages=2", "layout.schedule=zero-bubble"], "layout.virtual_stages", "only 1 with"),
+        (["layout.partition=best"], "layout.partition", "uniform, parameters, profile"),
+        (["layout.partition=type:"], "layout.partition", "type:REGEX"),
+        (["layout.partition=type:("], "layout.partition", "not a regular expression"),
+        (["layout.pp=2", "layout.partition=manual:"], "layout.partition", "manual:B1"),
+        (["layout.pp=2", "layout.partition=manual:1,2"], "layout.partition", "1 rising cuts between 1 and 5"),
+        (["layout.pp=3", "layout.partition=manual:3,3"], "layout.partition", "2 rising cuts"),
+        (["layout.pp=2", "layout.partition=manual:6"], "layout.partition", "between 1 and 5"),
+        (
+            ["layout.pp=2", "layout.partition=type:Norm"],
+            "layout.partition",
+            "kinds are Embedding, Block, Head",
+        ),
+        (["layout.reduce=each"], "layout.reduce", "needs layout.zero = 2 or 3"),
+        (
+            ["layout.reduce=each", "layout.zero=1", "layout.dp=2"],
+            "layout.reduce",
+            "needs layout.zero = 2 or 3",
+        ),
+        (["layout.dp=2", "layout.shares=[5]"], "layout.shares", "2 numbers of at least 1"),
+        (["layout.dp=2", "layout.shares=[8, 0]"], "layout.shares", "2 numbers of at least 1"),
+        (["layout.dp=2", "layout.shares=[]"], "layout.shares", "2 numbers of at least 1"),
+        (["layout.dp=2", "layout.shares=[5, 4]"], "layout.shares", "must add up to train.global_batch"),
+        (["layout.dp=2", "layout.micro_batch=3", "layout.shares=[1, 1]"], "layout.shares", "= 8 / 3"),
+        (
+            ["layout.dp=2", "layout.shares=[5, 3]", "comm.sync_every=2"],
+            "layout.shares",
+            "comm.sync_every = 1",
+        ),
+        (["layout.dp=3"], "train.global_batch", "multiple of layout.dp x layout.micro_batch = 3"),
+        (["model.window=65"], "model.window", "at most model.sequence = 64"),
+        (["model.window_pattern=[]"], "model.window_pattern", "at least one"),
+        (["data.vocabulary=513"], "data.vocabulary", "at most model.vocabulary = 512"),
+        (["optimizer.warmup_steps=21"], "optimizer.warmup_steps", "at most train.steps = 20"),
+        (
+            ["overlap.optimizer_in_backward=true"],
+            "overlap.optimizer_in_backward",
+            "needs optimizer.clip_norm = off",
+        ),
+        ([*EARLY, "optimizer.name=lamb"], "overlap.optimizer_in_backward", "needs optimizer.name = adamw"),
+        (
+            [*EARLY, "resilience.on_spike=skip"],
+            "overlap.optimizer_in_backward",
+            "needs resilience.on_spike = report",
+        ),
+        (
+            [*EARLY, "overlap.optimizer=false"],
+            "overlap.optimizer_in_backward",
+            "needs overlap.optimizer = true",
+        ),
+        ([*EARLY, F16], "train.precision", "needs overlap.optimizer_in_backward = false"),
+        ([F16, "loss_scale.initial=3000"], "loss_scale.initial", "must be a power of two"),
+        ([F16, "loss_scale.initial=0.5"], "loss_scale.initial", "at least loss_scale.minimum = 1"),
+        ([F16, "loss_scale.growth_interval=0"], "loss_scale.growth_interval", "at least 1"),
+        (
+            ["train.precision=bfloat16", "loss_scale.minimum=2"],
+            "loss_scale.minimum",
+            "only with train.precision = float16",
+        ),
+        (
+            [GRAPHS, "layout.tp=2", "overlap.tensor=slices"],
+            "train.cuda_graphs",
+            "needs overlap.tensor = turns or off: products in slices",
+        ),
+        ([GRAPHS, "layout.tp=2", "overlap.tensor=auto"], "train.cuda_graphs", "auto may choose them"),
+        ([GRAPHS, "train.memory_budget=1 GiB"], "train.cuda_graphs", "needs train.memory_budget = off"),
+        ([GRAPHS, *EARLY], "train.cuda_graphs", "needs overlap.optimizer_in_backward = false"),
+        (["layout.zero=4"], "layout.zero", "at most 3"),
+        (["train.global_batch=100000000000"], "train.global_batch", "at most 16777216"),
+        (
+            ["layout.schedule=fifo"],
+            "layout.schedule",
+            "'interleaved', 'zero-bubble', 'zero-bubble-v' or 'eager-zero-bubble'",
+        ),
+        (["layout.tp=two"], "layout.tp", "whole number"),
+        (["optimizer.learning_rate=inf"], "optimizer.learning_rate", "finite number"),
+        (["name=../x"], "name", "letters, digits"),
+        (["layout.tpp=2"], "layout.tpp", "did you mean layout.tp?"),
+        (["clip_norm=1"], "clip_norm", "did you mean optimizer.clip_norm?"),
+        (["optimiser.clip_norm=1"], "optimiser.clip_norm", "did you mean optimizer.clip_norm?"),
+        (["qwertyuiop=1"], "qwertyuiop", "top-level keys are name, model"),
+        (["layout=2"], "layout", "layout.dp, layout.tp"),
+        (["layout=2", "layout.tp=2"], "layout", "is a section"),
+        (["layout.tp"], "override", "KEY=VALUE"),
+        (["layout..tp=2"], "override", "KEY=VALUE"),
+        (["model=tinny"], "model", "did you mean tiny?"),
+        (["data.mixture=[{weight = 1}]"], "data.mixture.0.path", "is needed"),
+    ],
+)
+def test_bad_input_is_one_line_with_key_value_and_what_is_allowed(
+    overrides: list[str], key: str, says: str
+) -> None:
+    with pytest.raises(BadInputError) as caught:
+        load_job("tiny", overrides)
+    assert caught.value.key == key
+    assert says in caught.value.allowed
+    assert str(caught.value).startswith(f"{key} = ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["layout.dp=2", "layout.tp=2", "layout.pp=2", "layout.virtual_stages=2", "layout.zero=3"],
+        ["layout.zero=3"],
+        ["layout.zero=2", "layout.reduce=each"],
+        ["layout.pp=6", "layout.schedule=zero-bubble"],
+        ["layout.pp=3", "layout.partition=manual:2,4"],
+        ["layout.pp=2", "layout.partition=type:Block"],
+        ["layout.virtual_stages=3", "layout.schedule=gpipe"],
+        ["data.vocabulary=9000", "data.corpus=corpora/text"],
+        ["model.window=64"],
+        [*EARLY, "layout.dp=2", "layout.zero=1"],
+    ],
+)
+def test_what_is_possible_is_not_refused(overrides: list[str]) -> None:
+    load_job("tiny", overrides)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"name = ", "not valid TOML"), (b"\xff\xfe", "not valid TOML"), (None, "no such file")],
+)
+def test_an_unreadable_file_is_one_line(tmp_path: Path, content: bytes | None, says: str) -> None:
+    path = tmp_path / "job.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(BadInputError, match=says) as caught:
+        load_job(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_is_not_a_job(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="cannot be read"):
+        load_job(f"{tmp_path}/")
+
+
+def test_an_unknown_name_says_what_there_is() -> None:
+    with pytest.raises(BadInputError, match=r"did you mean tiny\? a .toml file or one of .*tiny"):
+        load_job("tinny")
+
+
+def test_shares_that_no_equal_division_gives() -> None:
+    job = load_job("tiny", ["layout.dp=3", "layout.shares=[3, 3, 2]"])
+    assert (job.shares, job.num_micro_batches) == ((3, 3, 2), 3)
+    assert load_job("tiny", ["layout.dp=2"]).shares == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.layers=1000000000",
+        "model.hidden=1000000000000",
+        "model.heads=1000000000",
+        "model.ffn_hidden=1000000000000",
+        "model.vocabulary=1000000000000",
+        "model.sequence=1000000000000",
+        "train.global_batch=1000000000",
+        "layout.dp=1000000000",
+        "layout.virtual_stages=1000000000",
+        "layout.micro_batch=1000000000",
+    ],
+)
+def test_absurd_sizes_are_refused_by_their_types(override: str) -> None:
+    """Every verb that reads a job hung or ran out of memory on them."""
+    with pytest.raises(BadInputError, match=override.partition("=")[0]):
+        load_job("tiny", [override])
+
+
+def test_a_world_that_no_table_can_hold_is_refused() -> None:
+    with pytest.raises(BadInputError, match="at most 1,048,576 ranks"):
+        load_job("tiny", ["layout.dp=100000", "layout.tp=100000"])
+
+
+def test_a_batch_that_cannot_be_divided_is_refused_with_the_nearest_that_can() -> None:
+    with pytest.raises(BadInputError, match="such as 6 or 9"):
+        load_job("tiny", ["layout.dp=3", "train.global_batch=8"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("overlap.partition=2 MiB", "overlap.message_bytes=2 MiB"),
+        ("overlap.credit=32 MiB", "overlap.max_in_flight_bytes=32 MiB"),
+        ("resilience.patience=2.5", "resilience.timeout_scale=2.5"),
+        ("resilience.on_slow=tell", "resilience.on_slow=report"),
+        ("resilience.on_spike=tell", "resilience.on_spike=report"),
+        ("loss_scale.most_skips=5", "loss_scale.max_skips=5"),
+    ],
+)
+def test_a_job_with_a_former_name_means_the_same(
+    old: str, new: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job_module._warn_renamed.cache_clear()
+    base = ["train.precision=float16"]
+    expected = load_job("tiny", [*base, new])
+    assert load_job("tiny", [*base, old]) == expected
+    key, _, value = old.partition("=")
+    section, _, name = key.partition(".")
+    text = f'[train]\nprecision = "float16"\n[{section}]\n{name} = "{value}"\n'
+    in_file = parse_job(text, "job.toml")
+    assert getattr(in_file, section) == getattr(expected, section)
+    current = new.partition("=")[0]
+    assert [current in record.message for record in caplog.records] == [True], "one line a process"
+
+
+def test_an_override_by_its_former_name_wins_over_the_file_s_current_one() -> None:
+    text = "[resilience]\ntimeout_scale = 3\n"
+    assert parse_job(text, "job.toml", ["resilience.patience=2"]).resilience.timeout_scale == 2
+
+
+def test_a_key_under_both_of_its_names_is_refused() -> None:
+    text = "[resilience]\ntimeout_scale = 3\npatience = 2\n"
+    with pytest.raises(BadInputError, match=r"resilience\.patience = 2: is the former name of"):
+        parse_job(text, "job.toml")
