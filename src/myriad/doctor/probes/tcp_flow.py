@@ -21,9 +21,10 @@ _TWICE = memoryview(_BLOCK + _BLOCK)
 _UNCOUNTED_RATIO = 0.25
 
 
-_TRICKLE, _TRICKLE_BYTES, _TRICKLE_SECONDS = 250, 200, 1e-3
-_TCP_INFO_BYTES, _TOTAL_RETRANSMITS, _SPURIOUS = 232, 100, 216
-"""Linux's struct tcp_info: size, offsets of tcpi_total_retrans and tcpi_dsack_dups (uapi/linux/tcp.h)."""
+_TRICKLE, _TRICKLE_BYTES, _TRICKLE_SECONDS, _MOST_TRICKLE_SECONDS = 250, 200, 1e-3, 3.0
+_TCP_INFO_BYTES, _TOTAL_RETRANSMITS, _DATA_SEGMENTS, _SPURIOUS = 232, 100, 156, 216
+"""Linux's struct tcp_info: size, offsets of tcpi_total_retrans, tcpi_data_segs_out and tcpi_dsack_dups
+(uapi/linux/tcp.h)."""
 _COUNT = struct.Struct("=I")
 
 
@@ -83,37 +84,46 @@ def exchange(connection: socket.socket, seconds: float) -> Received:
 
 
 def trickle(connection: socket.socket) -> tuple[int, int]:
-    """Send small packets in both directions at a rate that fills no queue. Return how many this end had to
-    resend, and how many it sent. The link loses these packets, not congestion: at full speed, queues
-    overflow on healthy links too. Raises `OSError` if the connection breaks."""
+    """Send small packets in both directions at a rate that fills no queue, then close this direction. Return
+    how many this end had to resend, and how many it sent. The link loses these packets, not congestion: at
+    full speed, queues overflow on healthy links too. Raises `OSError` if the connection breaks."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.settimeout(20 * _TRICKLE * _TRICKLE_SECONDS)
-    before = _retransmits(connection)
-    sender = threading.Thread(target=_trickle_out, args=(connection,), daemon=True)
+    connection.settimeout(2 * _MOST_TRICKLE_SECONDS)
+    before = _Sent.read(connection)
+    sender = threading.Thread(target=_trickle_out, args=(connection, before.packets), daemon=True)
     sender.start()
-    missing = _TRICKLE * _TRICKLE_BYTES
-    while missing:
-        if not (part := connection.recv(min(missing, _BLOCK_BYTES))):
-            raise ConnectionResetError("the other end has closed")
-        missing -= len(part)
+    while connection.recv(_BLOCK_BYTES):
+        pass
     sender.join()
-    return max(0, _retransmits(connection) - before), _TRICKLE
+    after = _Sent.read(connection)
+    return max(0, after.resent - before.resent), after.packets - before.packets
 
 
-def _trickle_out(connection: socket.socket) -> None:
-    packet, due = bytes(_TRICKLE_BYTES), time.perf_counter()
+def _trickle_out(connection: socket.socket, packets_before: int) -> None:
+    """Send until `_TRICKLE` packets have left, not so many writes: the kernel joins writes that wait for the
+    processor or for a lost packet, and few large packets would meet few losses."""
+    packet, end = bytes(_TRICKLE_BYTES), time.perf_counter() + _MOST_TRICKLE_SECONDS
     with suppress(OSError):
-        for _ in range(_TRICKLE):
+        while _Sent.read(connection).packets - packets_before < _TRICKLE and time.perf_counter() < end:
             connection.sendall(packet)
-            due += _TRICKLE_SECONDS
-            time.sleep(max(0.0, due - time.perf_counter()))
+            time.sleep(_TRICKLE_SECONDS)
+        connection.shutdown(socket.SHUT_WR)
 
 
-def _retransmits(connection: socket.socket) -> int:
-    """Return the resent packets, without those that the other end reported as unnecessary."""
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    found = [
-        _COUNT.unpack_from(info, at)[0] if len(info) >= at + 4 else 0
-        for at in (_TOTAL_RETRANSMITS, _SPURIOUS)
-    ]
-    return int(found[0] - found[1])
+@dataclass(frozen=True)
+class _Sent:
+    """What a connection has sent so far, as Linux counts it."""
+
+    packets: int
+    """Packets with data, resent ones included."""
+    resent: int
+    """Resent packets, without those that the other end reported as unnecessary."""
+
+    @classmethod
+    def read(cls, connection: socket.socket) -> "_Sent":
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        packets, resent, spurious = (
+            _COUNT.unpack_from(info, at)[0] if len(info) >= at + _COUNT.size else 0
+            for at in (_DATA_SEGMENTS, _TOTAL_RETRANSMITS, _SPURIOUS)
+        )
+        return cls(packets, resent - spurious)
