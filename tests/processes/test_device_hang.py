@@ -23,7 +23,7 @@ from myriad.comm.config import CommConfig
 from myriad.comm.connection_setup import connect_pairs
 from myriad.comm.groups import Groups, open_world
 from myriad.comm.layout import Layout
-from myriad.parallel.runtime import operation_of
+from myriad.parallel.pipeline_transfers import operation_of
 from myriad.program.actions import Action, Kind, Payload, Transfer
 from myriad.program.build import build_program
 from myriad.program.config import OverlapConfig

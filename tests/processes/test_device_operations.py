@@ -19,7 +19,7 @@ def messages(case: Case) -> tuple[list[Event], list[Event]]:
     """Of one step: what this rank's runtime posts and waits for, and what its operations say."""
     engine = make_engine(case)
     happened: list[Event] = []
-    for payload, channel in engine._runtime._channels.items():
+    for payload, channel in engine._runtime.transfers.channels.items():
         for verb in ("send", "receive"):
             setattr(channel, verb, spied(getattr(channel, verb), verb, str(payload), happened))
     train_steps(case, engine, 0, 1)

@@ -106,7 +106,7 @@ def spied(case: Case) -> tuple[int, set[int], set[int]]:
     engine = make_engine(case)
     eager, messages = engine._runtime._eager, []
     forward, forwards, backwards = eager.forward, set(), set()
-    for channel in engine._runtime._channels.values():
+    for channel in engine._runtime.transfers.channels.values():
         channel.send = channel.receive = lambda *_: messages.append(1)  # type: ignore[method-assign]
 
     def spy(stage: int, *given: Any, **more: Any) -> Any:

@@ -11,31 +11,29 @@ Every rank calls the same method at the same time.
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
-from myriad.comm.collectives import all_reduce, all_reduce_max, sum_in_order
+from myriad.comm.collectives import all_reduce_max
 from myriad.comm.comm_scheduler import CommScheduler
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
-from myriad.errors import BadInputError, RunFailedError
+from myriad.errors import BadInputError
 from myriad.kernels.config import Kernels
 from myriad.kernels.float8 import Float8
 from myriad.kernels.host_memory import keep_freed_memory
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
 from myriad.model.tensor_shard import TensorShard
-from myriad.optim.clip import clip_scale, squared_norms
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.loss_scale import LossScaler
-from myriad.optim.optimizer import build_optimizer
-from myriad.parallel.chunk import Chunk, Sharing
+from myriad.parallel.chunk import Sharing
 from myriad.parallel.cuda_graphs import Capturer
 from myriad.parallel.diloco import DiLoCo
 from myriad.parallel.model_state import ModelState
-from myriad.parallel.non_finite import Finding, first_finding
+from myriad.parallel.optimizer_step import OptimizerStep, StepResult, loss_weight, sum_over_world
+from myriad.parallel.pipeline_transfers import IdleWork
 from myriad.parallel.rank_model import (
     build_rank_model,
     draw_initial,
@@ -43,7 +41,7 @@ from myriad.parallel.rank_model import (
     shapes_between_stages,
 )
 from myriad.parallel.recompute import RandomState
-from myriad.parallel.runtime import Batch, IdleWork, RankProgram, Runtime
+from myriad.parallel.runtime import Batch, RankProgram, Runtime
 from myriad.parallel.tensor_parallel import make_boundary
 from myriad.program.build import build_program, count_chunks
 from myriad.program.config import OverlapConfig
@@ -52,27 +50,9 @@ from myriad.program.partition import cut_ranges
 from myriad.program.warm_up import warm_up_actions
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["Engine", "StepResult"]
+__all__ = ["Engine"]
 
 _OVERLAP, _COMM = OverlapConfig(), CommConfig()
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one iteration, equal on every rank."""
-
-    loss: float
-    """Mean loss over the targets of the global batch."""
-    grad_norm: float
-    """Global gradient norm before clipping."""
-    signal: float
-    """Sum of the ``signal`` values of all ranks in this step."""
-    skipped: bool = False
-    """Whether the step was skipped: parameters and optimizer state are unchanged."""
-    overflow: bool = False
-    """Whether the step was skipped because gradients overflowed at the loss scale. The scale was lowered."""
-    loss_scale: float | None = None
-    """Factor by which this step's loss was scaled; ``None``: this precision has no loss scale."""
 
 
 class Engine:
@@ -114,9 +94,6 @@ class Engine:
             keep_freed_memory()
         layout = groups.grid.layout
         self.groups, self.layout, self.recorder = groups, layout, recorder
-        self._clip_norm, self._updates_early = optimizer.clip_norm, overlap.updates_early
-        assert not self._updates_early or (optimizer.name, self._clip_norm) == ("adamw", None), "a job's rule"
-        assert not self._updates_early or loss_scaler is None, "a job's rule"
         self.loss_scaler = loss_scaler
         num_chunks = count_chunks(layout, overlap, layers_of_stage)
         layers = cut_ranges(layers_of_stage, num_chunks)
@@ -144,7 +121,7 @@ class Engine:
         self._scheduler = CommScheduler(groups, None if self._trains_alone else "dp", overlap, comm, device)
         exact = comm.compress_parameters is None
         dp_rank, dp_size = (0, 1) if self._trains_alone else (groups.grid.index("dp"), layout.dp)
-        frees = self._updates_early and layout.zero < 2 and max(layout.shares or (num_micro_batches,)) == 1
+        frees = overlap.updates_early and layout.zero < 2 and max(layout.shares or (num_micro_batches,)) == 1
         sharing = Sharing(self._scheduler, dp_rank, dp_size, layout.zero, exact, frees)
         own = groups.grid.index("pp")
         self._keeps_addresses = keeps_addresses or layout.zero < 2
@@ -185,22 +162,24 @@ class Engine:
             training: RankProgram.of(program.ranks[groups.grid.index("pp")], self.model.tied_stages)
             for training, program in self.programs.items()
         }
-        self._runtime.connect(self._plans.values())
+        self._runtime.transfers.connect(plan.actions for plan in self._plans.values())
         self._model_state = ModelState(self.model, groups, device, trains_alone=self._trains_alone)
-        regions, num_parameters = self._model_state.regions, len(self._model_state.entries)
-        self._diloco = DiLoCo(groups, comm, regions) if self._trains_alone else None
-        self._whole_rows = torch.tensor([[entry.cut is None] for _, entry in self._model_state.entries]).to(
-            device
+        self._diloco = DiLoCo(groups, comm, self._model_state.regions) if self._trains_alone else None
+        self._optimizer_step = OptimizerStep(
+            self.model,
+            self._model_state,
+            groups,
+            optimizer,
+            self._runtime.outputs,
+            updates_early=overlap.updates_early,
+            trains_alone=self._trains_alone,
+            loss_scaler=loss_scaler,
+            kernels=kernels,
+            recorder=recorder,
+            before_update=lambda: self.before_update(),
         )
-        """``[num_parameters, 1]``: whether all tensor-parallel ranks hold the whole parameter."""
-        axes = ("dp", "tp") if layout.zero else ("tp",)
-        self._table_group = groups.along(*axes) if optimizer.name == "lamb" else None
-        self.optimizer = build_optimizer(optimizer, regions, num_parameters, self._reduce_table, kernels)
-        self._squares = torch.zeros(num_parameters, dtype=torch.float64, device=device)
-        """Squared norm of each parameter's gradient, as far as it is complete."""
+        self.optimizer = self._optimizer_step.optimizer
         self._device, self._sample = device, blank_batch(sample, device)
-        self._step, self._skips, self._moves = 0, False, False
-        self._refuses: Callable[[float, float], bool] | None = None
         self.before_update: Callable[[], None] = _do_nothing
         """Called in each iteration just before parameters and optimizer state change."""
 
@@ -225,42 +204,27 @@ class Engine:
         Raises `RunFailedError` on every rank if the loss or a gradient is non-finite. If a gradient overflows
         at the loss scale, all ranks skip the step and lower the scale instead.
         """
-        self._refuses = refuses
-        self._skips, self._step = skip, self.optimizer.steps_done + 1 if step is None else step
-        result = self._iterate(self._plans[True], load, _Finisher(self, num_targets, learning_rate, signal))
-        if not self._skips:
-            self.optimizer.end()
-            self._grow_loss_scale()
-        if self._diloco is not None and self._diloco.is_due(self._step):
+        number = self.optimizer.steps_done + 1 if step is None else step
+        loss_factor = self._optimizer_step.begin(
+            num_targets,
+            learning_rate=learning_rate,
+            signal=signal,
+            number=number,
+            skip=skip,
+            refuses=refuses,
+        )
+        self._runtime.run(self._plans[True], load, self._optimizer_step, loss_factor)
+        self._optimizer_step.end()
+        if self._diloco is not None and self._diloco.is_due(number):
             self._diloco.agree()
             for chunk in self.model.chunks:
                 chunk.mark_stale()
-        return result
-
-    @property
-    def _loss_scale(self) -> float:
-        """Factor by which the loss is multiplied in this step."""
-        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-
-    def _grow_loss_scale(self) -> None:
-        if self.loss_scaler is None:
-            return
-        ratio = self.loss_scaler.moved()
-        if ratio != 1.0:
-            for chunk in self.model.chunks:
-                chunk.rescale_kept(ratio)
-
-    def _iterate(self, plan: RankProgram, load: Callable[[], Batch], finisher: "_Finisher") -> StepResult:
-        self._moves = False
-        scale = self._loss_scale * self._num_replicas / finisher.num_targets
-        self._runtime.run(plan, load, finisher, scale)
-        assert finisher.result is not None, "the checker proved that a training program clips"
-        return finisher.result
+        return self._optimizer_step.result
 
     def fill_waits(self, idle: IdleWork | None) -> None:
         """Run ``idle`` from now on while this rank waits for a tensor of another stage; ``None``: only
         wait."""
-        self._runtime.idle = idle
+        self._runtime.transfers.idle = idle
 
     def capture(self, capturer: Capturer, load: Callable[[], Batch], num_targets: int) -> None:
         """Capture the compute actions of training once, and replay them from now on.
@@ -317,12 +281,11 @@ class Engine:
         """Compute one micro-batch of zeros for each flag (training or validation), without a message."""
         rank, tied_stages = self.groups.grid.index("pp"), self.model.tied_stages
         devices = [self._device] if self._device.type == "cuda" else []
-        self._refuses, self._skips = None, True
         with torch.random.fork_rng(devices), self.recorder.evaluating():
             for training in trainings:
                 plan = RankProgram.of(warm_up_actions(self.programs[training], rank), tied_stages)
-                finisher = _Finisher(self, self._sample.targets.numel(), 0.0, 0.0) if training else None
-                self._moves = False
+                self._optimizer_step.begin(self._sample.targets.numel(), skip=True)
+                finisher = self._optimizer_step if training else None
                 self._runtime.run(plan, lambda: self._sample, finisher, alone=True)
         self.recorder.take_totals()  # the time of this run belongs to no step
 
@@ -331,10 +294,10 @@ class Engine:
     ) -> tuple[float, torch.Tensor]:
         """Run an iteration without an update. Return the loss and the squared norm of each parameter's
         gradient."""
-        self._refuses, self._skips = None, True
         with self.recorder.evaluating():
-            result = self._iterate(plan, load, _Finisher(self, num_targets, 0.0, 0.0))
-        return result.loss, self._squares.clone()
+            loss_factor = self._optimizer_step.begin(num_targets, skip=True)
+            self._runtime.run(plan, load, self._optimizer_step, loss_factor)
+        return self._optimizer_step.result.loss, self._optimizer_step.squares.clone()
 
     def evaluate(self, load: Callable[[], Batch], *, stops: bool = False) -> tuple[float, bool]:
         """Return the sum of losses over the batch of all data-parallel ranks, and whether any rank set
@@ -343,136 +306,9 @@ class Engine:
             loss_sum = self._runtime.run(self._plans[False], load, None)
         # filled: a copy from the host would wait for the device
         stopping = loss_sum.new_full((), float(stops), dtype=torch.float64)
-        own = torch.stack([loss_sum.double() * self._counts_loss, stopping])
-        total, num_stopping = self._sum_over_world(own)
+        own = torch.stack([loss_sum.double() * loss_weight(self.groups), stopping])
+        total, num_stopping = sum_over_world(own, self.groups, self.recorder)
         return total, num_stopping > 0
-
-    def _sum_over_world(self, own: torch.Tensor) -> list[float]:
-        """Sum ``own`` over all ranks. The host waits for the device here, and collects recorded spans
-        meanwhile."""
-        with self.recorder.span("all_reduce", recorded=False):
-            total = all_reduce(own, self.groups.world)
-            self.recorder.collect()
-            numbers: list[float] = total.tolist()
-            self.recorder.settle_clock()
-        return numbers
-
-    @property
-    def _counts_loss(self) -> float:
-        """Weight of this rank's loss in the global sum: one of the tensor-parallel ranks, which all have the
-        same loss, counts it."""
-        return 1.0 if self.groups.grid.index("tp") == 0 else 0.0
-
-    def clip(self, loss: torch.Tensor, learning_rate: float, signal: float) -> StepResult:
-        """Compute the norm of the complete gradients of all ranks and begin the optimizer step. With early
-        updates the parameters are updated already, and no step begins."""
-        if not self._updates_early:
-            self._complete(self.model.chunks)
-        squares = self._squares
-        # Replicas that train alone have a norm each; one message carries all of them.
-        own = squares.new_zeros(2 + self._num_replicas)
-        own[0] = loss.double() * self._counts_loss
-        own[1].fill_(signal)  # An assignment would copy the value from the host and wait for the device.
-        own[2 + self._model_state.replica] = (squares * self._model_state.counts).sum()
-        total_loss, total_signal, *norms = self._sum_over_world(own)
-        scale = self._loss_scale
-        norms = [norm / scale**2 for norm in norms]
-        whole_norm = math.sqrt(sum(norms) / self._num_replicas)
-        shown = None if self.loss_scaler is None else scale
-        result = StepResult(total_loss, whole_norm, total_signal, loss_scale=shown)
-        if self._skips:
-            return replace(result, skipped=True)
-        if not (math.isfinite(whole_norm) and math.isfinite(total_loss)):
-            self._skip_overflow(squares, total_loss)
-            return replace(result, skipped=True, overflow=True)
-        if self._refuses is not None and self._refuses(total_loss, whole_norm):
-            assert not self._updates_early, "a job's rule"
-            self._skips = True
-            return replace(result, skipped=True)
-        if not self._updates_early:
-            norm = math.sqrt(norms[self._model_state.replica])
-            self.optimizer.begin(learning_rate, clip_scale(norm, self._clip_norm) / scale)
-        return result
-
-    @property
-    def _num_replicas(self) -> int:
-        """Number of replicas that have their own gradients at the step."""
-        return self.layout.dp if self._trains_alone else 1
-
-    def update(self, stage: int, learning_rate: float) -> None:
-        """Update the parameters of a stage. Tied parameters are updated with the first stage of this rank
-        that holds them.
-
-        Early updates stop at the first non-finite gradient and leave the remaining parameters unchanged;
-        `clip` then detects it.
-        """
-        left = None if (stage,) == self.model.tied_stages[:1] else self.model.tied
-        chunks = [chunk for chunk in self.model.stages[stage].chunks if chunk is not left]
-        stays = None
-        if self._updates_early:
-            self._complete(chunks)
-            self.optimizer.begin(learning_rate, 1.0)
-            stays = (~torch.isfinite(self._squares.sum())).float()
-        for chunk in chunks:
-            if self._skips:
-                chunk.restart()  # the gradient residuals that transfers keep may be non-finite too
-            else:
-                self.optimizer.update(self._model_state.regions_of[chunk], stays)
-                chunk.end_iteration()
-
-    def _complete(self, chunks: Sequence[Chunk]) -> None:
-        """Finish the gradients of these chunks before the update: sum them over tensor-parallel ranks, and
-        add up their squared norms."""
-        if not self._moves:
-            self._moves = True
-            self.before_update()
-            self._squares.zero_()
-        self._sum_over_tp(chunks)
-        state = self._model_state
-        if regions := [state.regions[index] for chunk in chunks for index in state.regions_of[chunk]]:
-            self._squares += squared_norms(regions, len(state.entries))
-
-    def _sum_over_tp(self, chunks: Sequence[Chunk]) -> None:
-        """Sum the partial gradients of parameters that every tensor-parallel rank holds whole, in one
-        message."""
-        group = self.groups.along("tp")
-        parts = [part for chunk in chunks for part in chunk.partial_gradients()]
-        if group is None or not parts:
-            return
-        flat = sum_in_order(torch.cat(parts), group)
-        torch._foreach_copy_(parts, flat.split([len(part) for part in parts]))
-
-    def _skip_overflow(self, squares: torch.Tensor, loss: float) -> None:
-        """Handle a non-finite gradient or loss. All ranks skip the step if the loss scale explains it; the
-        scale never makes the loss non-finite. Raises `RunFailedError` otherwise."""
-        scaler = self.loss_scaler
-        if scaler is None or not math.isfinite(loss):
-            self._fail_non_finite(squares, f"{loss}")
-        elif not scaler.overflowed():
-            self._fail_non_finite(squares, f"{loss}, {scaler.fault}")
-        self._skips = True
-
-    def _fail_non_finite(self, squares: torch.Tensor, loss: str) -> None:
-        """Raise `RunFailedError` with the rank that produced the first non-finite value, and the name of its
-        tensor."""
-        last_stage = self.layout.num_stages - 1
-        found = first_finding(
-            self.model, self._model_state.entries, self._runtime.outputs, squares, last_stage
-        )
-        everyone: list[Finding | None] = [found]
-        if self.groups.world is not None:
-            everyone = [None] * self.layout.world
-            dist.all_gather_object(everyone, found)
-        firsts = [(one.order, rank, one.name) for rank, one in enumerate(everyone) if one is not None]
-        _, rank, name = min(firsts, default=((), 0, "loss"))
-        step = self._step
-        raise RunFailedError(f"step {step}: loss is {loss}; first bad tensor is the {name}, on rank {rank}")
-
-    def _reduce_table(self, table: torch.Tensor) -> torch.Tensor:
-        """Sum each parameter's table row over the ranks (LAMB's norms), so that each element counts once."""
-        if self.groups.grid.index("tp") > 0:
-            table.masked_fill_(self._whole_rows, 0.0)
-        return all_reduce(table, self._table_group)
 
     def shards(self) -> Iterator[TensorShard]:
         """Return this rank's shards of the parameters and the optimizer state, as views of live memory.
@@ -536,23 +372,6 @@ class Engine:
         for chunk in self.model.chunks:
             chunk.await_gather()
         self._scheduler.close()
-
-
-@dataclass
-class _Finisher:
-    """The end of one iteration: passes the step's arguments to the engine and keeps the result."""
-
-    engine: Engine
-    num_targets: int
-    learning_rate: float
-    signal: float
-    result: StepResult | None = None
-
-    def clip(self, loss_sum: torch.Tensor) -> None:
-        self.result = self.engine.clip(loss_sum / self.num_targets, self.learning_rate, self.signal)
-
-    def update(self, stage: int) -> None:
-        self.engine.update(stage, self.learning_rate)
 
 
 def _difference(expected: tuple[float, torch.Tensor], found: tuple[float, torch.Tensor]) -> str:

@@ -1,38 +1,34 @@
 """Runtime of one rank: execute the actions of a program, in order, on real tensors.
 
 The runtime decides no order: the schedules and the passes did, and the checker proved it free of deadlock.
-The tensors that an action needs are in one of four tables, each keyed as the program names things:
+The tensors that an action needs are in one of these tables, each keyed as the program names things:
 
-    inbox      activations and gradients that arrived (or were computed by a neighbouring stage on this rank)
-    posted     receives in flight (``sent``: sends whose completion no later message has proved yet)
+    tensors    those of other stages: arrived, in flight or sent (`myriad.parallel.pipeline_transfers`)
     saved      the backward of each forward that has not run yet (`myriad.parallel.compute`)
     deferred   weight parts of backwards whose input part has run (zero-bubble)
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
-from myriad.comm.channel import Channel, PendingTransfer
 from myriad.comm.groups import Groups
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Context
 from myriad.parallel.chunk import Chunk
 from myriad.parallel.compute import Backward, EagerCompute, StageCompute, WeightPart
 from myriad.parallel.cuda_graphs import CapturedCompute, Capturer
+from myriad.parallel.pipeline_transfers import PipelineTransfers, TransferTables
 from myriad.parallel.rank_model import RankModel, Stage
-from myriad.program.actions import Action, Kind, Payload, Transfer, chunk_of
+from myriad.program.actions import Action, Kind, Payload, chunk_of
 from myriad.program.in_flight import InFlight, next_is_backward
 from myriad.program.static_places import tied_reduction
-from myriad.telemetry.progress.operation_counters import Operation, counter_of_message, messages
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["Batch", "Finisher", "IdleWork", "RankProgram", "Runtime", "operation_of"]
-
-_Key = tuple[Payload, int, int]
+__all__ = ["Batch", "Finisher", "RankProgram", "Runtime"]
 
 
 @dataclass(frozen=True)
@@ -76,14 +72,6 @@ class RankProgram:
         return RankProgram(actions, starts, ends, next_is_backward(actions))
 
 
-class IdleWork(Protocol):
-    """Work that a rank does while it waits for a message."""
-
-    def wait(self, key: Hashable, wait: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return what ``wait`` returns; ``key`` is the same for the same tensor of each iteration."""
-        ...
-
-
 @dataclass
 class _Iteration:
     """The state of one run of a program."""
@@ -94,9 +82,7 @@ class _Iteration:
     loss_scale: float
     loss_sum: torch.Tensor
     batch: Batch | None = None
-    inbox: dict[_Key, torch.Tensor] = field(default_factory=dict)
-    posted: dict[_Key, PendingTransfer] = field(default_factory=dict)
-    sent: dict[_Key, PendingTransfer] = field(default_factory=dict)
+    tensors: TransferTables = field(default_factory=TransferTables)
     saved: dict[tuple[int, int], Backward] = field(default_factory=dict)
     deferred: dict[tuple[int, int], WeightPart] = field(default_factory=dict)
 
@@ -125,9 +111,8 @@ class Runtime:
     ) -> None:
         """``stream_is_sharded``: the tensors between stages differ among tensor-parallel ranks. If not, these
         ranks hold equal tensors and share the transfer."""
-        self._model, self._shapes = model, shapes
-        self._stage_rank, self._micro_batch, self._device = stage_rank, micro_batch, device
-        self._seed, self._recorder = seed, recorder
+        self._model, self._num_stages, self._micro_batch = model, len(stage_rank), micro_batch
+        self._device, self._seed, self._recorder = device, seed, recorder
         layers = {index: list(stage.layers.values()) for index, stage in model.stages.items()}
         pending = {index: [chunk.pending for chunk in stage.chunks] for index, stage in model.stages.items()}
         sinks = {
@@ -137,20 +122,11 @@ class Runtime:
         self._eager = EagerCompute(layers, groups.grid.layout, sinks, pending, boundary.later)
         self._compute: StageCompute = self._eager
         self._spans: dict[RankProgram, Sequence[AbstractContextManager[None]]] = {}
-        self._pipeline_position = groups.grid.index("pp"), groups.grid.layout.pp
-        """This rank's index along the pipeline, and the number of pipeline ranks."""
         self.outputs: dict[tuple[int, int], torch.Tensor] = {}
         """(stage, micro-batch) to the sum of the forward's output, in this iteration."""
-        self.idle: IdleWork | None = None
-        """Work for the time in which this rank waits for a tensor of another stage; ``None``: the rank only
-        waits."""
-        self._channels: dict[Payload, Channel] = {}
-        if groups.grid.layout.pp > 1:
-            both_ways = groups.grid.layout.virtual_stages > 1
-            split = None if stream_is_sharded else groups.along("tp", purpose="shared transfers")
-            self._channels = {
-                payload: Channel(groups, payload, both_ways=both_ways, split=split) for payload in Payload
-            }
+        self.transfers = PipelineTransfers(
+            groups, shapes, len(stage_rank), device, recorder, stream_is_sharded=stream_is_sharded
+        )
         self._tied_group = None if model.tied is None else groups.of(model.tied_peer, "tied")
         self._do: Mapping[Kind, Callable[[Action, _Iteration], None]] = {
             Kind.LOAD: self._load,
@@ -165,7 +141,7 @@ class Runtime:
             Kind.EXCHANGE: self._exchange,
             Kind.SEND: self._post,
             Kind.RECEIVE: self._post,
-            Kind.WAIT: self._wait,
+            Kind.WAIT: self._await_receives,
             Kind.SYNC_TIED: self._sync_tied,
             Kind.REDUCE: self._reduce,
             Kind.START_REDUCE: self._start_reduce,
@@ -192,8 +168,8 @@ class Runtime:
         """
         now = _Iteration(plan, load, finisher, loss_scale, torch.zeros((), device=self._device))
         if alone:
-            now.inbox |= self._blank(plan.actions)
-        self.outputs = {}
+            now.tensors.inbox |= self.transfers.blank(plan.actions)
+        self.outputs.clear()
         self._forget_forms()
         for stage in self._model.stages.values():
             for layer in stage.layers.values():
@@ -208,7 +184,7 @@ class Runtime:
                 if tied is not None and index == plan.tied_ends:
                     with self._span_of("reduce_tied", tied, action.stage):
                         tied.await_reduce()
-        self._await_sends(plan, now)
+        self.transfers.await_sends(plan.actions, now.tensors)
         self._forget_forms()
         return now.loss_sum
 
@@ -217,25 +193,6 @@ class Runtime:
         uses the forms of another one."""
         for chunk in self._model.chunks:
             chunk.forget_forms()
-
-    def _await_sends(self, plan: RankProgram, now: _Iteration) -> None:
-        """Wait for the sends whose completion no later message has proved. In training they have completed,
-        because all ranks have synchronized since."""
-        if not now.sent:
-            return
-        transfers = [t for action in plan.actions for t in action.transfers if t.sends]
-        sent = {_counter(t, *self._pipeline_position) for t in transfers}
-        waits = replace(messages(sent, waits=True), counters=())
-        with self._recorder.span("sends", operation=waits, recorded=False):
-            for posted in now.sent.values():
-                posted.wait()
-
-    def connect(self, plans: Iterable[RankProgram]) -> None:
-        """Open the connections to all ranks with which the plans exchange tensors. All ranks call this
-        together, before they run one of the plans."""
-        transfers = [transfer for plan in plans for action in plan.actions for transfer in action.transfers]
-        for payload, channel in self._channels.items():
-            channel.connect({(t.peer, t.sends) for t in transfers if t.payload is payload}, self._device)
 
     def capture(self, capturer: Capturer, plan: RankProgram) -> CapturedCompute:
         """Capture the forwards and backwards of each stage in training, and replay them from now on. Each is
@@ -256,7 +213,7 @@ class Runtime:
                     a.stage,
                     a.micro_batch,
                     self._chunk_of(a),
-                    operation=operation_of(a, *self._pipeline_position),
+                    operation=self.transfers.operation_of(a),
                     follows=index > 0,
                 )
                 for index, a in enumerate(plan.actions)
@@ -265,8 +222,8 @@ class Runtime:
 
     def _chunk_of(self, action: Action) -> int:
         """Return the chunk number for an action's span; -1 if the stage has no parameters of its own."""
-        number = chunk_of(action, len(self._stage_rank))
-        is_own = 0 <= number < len(self._stage_rank)
+        number = chunk_of(action, self._num_stages)
+        is_own = 0 <= number < self._num_stages
         return -1 if is_own and not self._complete(action) else number
 
     def _span_of(self, name: str, chunk: Chunk, stage: int) -> AbstractContextManager[None]:
@@ -277,7 +234,7 @@ class Runtime:
         """
         if chunk is not self._model.tied:
             return nullcontext()
-        return self._recorder.span(name, stage, -1, len(self._stage_rank))
+        return self._recorder.span(name, stage, -1, self._num_stages)
 
     def _stage(self, action: Action) -> Stage:
         return self._model.stages[action.stage]
@@ -357,7 +314,7 @@ class Runtime:
             assert now.batch is not None
             entering = self._rows(now.batch.inputs, micro_batch)
         else:
-            entering = now.inbox.pop((Payload.ACTIVATION, stage - 1, micro_batch)).detach()
+            entering = now.tensors.inbox.pop((Payload.ACTIVATION, stage - 1, micro_batch)).detach()
             entering.requires_grad_(now.training)
         context = self._context(micro_batch, now)
         if now.training:
@@ -368,10 +325,10 @@ class Runtime:
             self.outputs[key] = x.detach().sum()
         else:
             x = self._eager.evaluate(stage, entering, context)
-        if stage == len(self._stage_rank) - 1:
+        if stage == self._num_stages - 1:
             now.loss_sum += x.detach()
         else:
-            now.inbox[Payload.ACTIVATION, stage, micro_batch] = x.detach()
+            now.tensors.inbox[Payload.ACTIVATION, stage, micro_batch] = x.detach()
 
     def _backward(self, action: Action, now: _Iteration) -> None:
         backward, gradient = self._begin_backward(action, now)
@@ -394,98 +351,24 @@ class Runtime:
         """Return the saved backward, and the gradient of the forward's output."""
         stage, micro_batch = action.stage, action.micro_batch
         self._start_gradients(action)
-        if stage == len(self._stage_rank) - 1:
+        if stage == self._num_stages - 1:
             gradient = torch.full_like(now.loss_sum, now.loss_scale)
         else:
-            gradient = now.inbox.pop((Payload.GRADIENT, stage + 1, micro_batch))
+            gradient = now.tensors.inbox.pop((Payload.GRADIENT, stage + 1, micro_batch))
         return now.saved.pop((stage, micro_batch)), gradient
 
     def _end_backward(self, action: Action, now: _Iteration, entering: torch.Tensor | None) -> None:
         if action.stage > 0:
             assert entering is not None
-            now.inbox[Payload.GRADIENT, action.stage, action.micro_batch] = entering
+            now.tensors.inbox[Payload.GRADIENT, action.stage, action.micro_batch] = entering
 
     # Transfers.
 
-    def _blank(self, actions: Sequence[Action]) -> dict[_Key, torch.Tensor]:
-        """Return zeros for the input of each forward and backward that would come from another rank."""
-        mine = {action.stage for action in actions if action.kind is Kind.FORWARD}
-        blank: dict[_Key, torch.Tensor] = {}
-        for action in actions:
-            forward = action.kind is Kind.FORWARD
-            if not forward and action.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-                continue
-            payload, maker = (
-                (Payload.ACTIVATION, action.stage - 1) if forward else (Payload.GRADIENT, action.stage + 1)
-            )
-            if 0 <= maker < len(self._stage_rank) and maker not in mine:
-                shape, dtype = self._shapes[min(maker, action.stage)]
-                key = (payload, maker, action.micro_batch)
-                blank[key] = torch.zeros(shape, dtype=dtype, device=self._device)
-        return blank
-
     def _exchange(self, action: Action, now: _Iteration) -> None:
-        """Post every receive, then every send, then wait for all of them (a coupled exchange)."""
-        for transfer in action.transfers:
-            if not transfer.sends:
-                self._receive(transfer, now)
-        sent = [self._send(transfer, now) for transfer in action.transfers if transfer.sends]
-        for transfer in action.transfers:
-            if not transfer.sends:
-                self._arrive(transfer, now)
-        for posted in sent:
-            posted.wait()
+        self.transfers.exchange(action.transfers, now.tensors, fills_waits=now.training)
 
     def _post(self, action: Action, now: _Iteration) -> None:
-        for transfer in action.transfers:
-            if transfer.sends:
-                now.sent[_key(transfer)] = self._send(transfer, now)
-            else:
-                self._receive(transfer, now)
+        self.transfers.post(action.transfers, now.tensors)
 
-    def _wait(self, action: Action, now: _Iteration) -> None:
-        for transfer in action.transfers:
-            self._arrive(transfer, now)
-
-    def _tag(self, transfer: Transfer) -> int:
-        return transfer.micro_batch * len(self._stage_rank) + transfer.stage
-
-    def _send(self, transfer: Transfer, now: _Iteration) -> PendingTransfer:
-        tensor = now.inbox.pop(_key(transfer))
-        return self._channels[transfer.payload].send(tensor, transfer.peer, self._tag(transfer))
-
-    def _receive(self, transfer: Transfer, now: _Iteration) -> None:
-        made_after = transfer.stage if transfer.payload is Payload.ACTIVATION else transfer.stage - 1
-        shape, dtype = self._shapes[made_after]
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        received = self._channels[transfer.payload].receive(tensor, transfer.peer, self._tag(transfer))
-        now.posted[_key(transfer)] = received
-
-    def _arrive(self, transfer: Transfer, now: _Iteration) -> None:
-        """Complete a receive. A received gradient proves that the peer has received the matching activation,
-        so the send of that activation is completed too."""
-        key, posted = _key(transfer), now.posted.pop(_key(transfer))
-        fills = self.idle is not None and now.training
-        now.inbox[key] = self.idle.wait(key, posted.wait) if fills and self.idle else posted.wait()
-        answered = (Payload.ACTIVATION, transfer.stage - 1, transfer.micro_batch)
-        if transfer.payload is Payload.GRADIENT and answered in now.sent:
-            now.sent.pop(answered).wait()
-
-
-def operation_of(action: Action, rank: int, length: int) -> Operation | None:
-    """Return how the messages of an action are counted for ``rank`` of a pipeline of ``length`` ranks.
-    ``None``: the action has no messages, or another action counts them."""
-    if action.kind not in (Kind.SEND, Kind.WAIT, Kind.EXCHANGE):
-        return None
-    counters = [_counter(transfer, rank, length) for transfer in action.transfers]
-    return messages(counters, waits=action.kind is not Kind.SEND)
-
-
-def _counter(transfer: Transfer, rank: int, length: int) -> int:
-    sends = transfer.sends
-    up = (transfer.peer - rank if sends else rank - transfer.peer) % length == 1
-    return counter_of_message(transfer.payload, up=up, sends=sends)
-
-
-def _key(transfer: Transfer) -> _Key:
-    return transfer.payload, transfer.stage, transfer.micro_batch
+    def _await_receives(self, action: Action, now: _Iteration) -> None:
+        self.transfers.await_receives(action.transfers, now.tensors, fills_waits=now.training)

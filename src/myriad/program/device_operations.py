@@ -296,8 +296,8 @@ class _Writer:
     # Transfers between stages.
 
     def _transfers(self, transfers: Sequence[Transfer], *, posts: bool, waits: bool) -> None:
-        """Append transfers as `myriad.parallel.runtime` runs them: all receives, all sends, then the
-        waits."""
+        """Append transfers as `myriad.parallel.pipeline_transfers` runs them: all receives, all
+        sends, then the waits."""
         receives = [one for one in transfers if not one.sends]
         sends = [one for one in transfers if one.sends]
         for one in receives if posts else ():

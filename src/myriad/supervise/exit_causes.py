@@ -25,7 +25,7 @@ _MEMORY = re.compile(r"^MemoryError\b|Cannot allocate memory|can't allocate memo
 _NOT_FINITE = re.compile(
     r"step (\d+): loss is .*; first bad tensor is the (.*), on rank (\d+)$", re.MULTILINE
 )
-"""Last line of every rank when `myriad.parallel.engine` finds a non-finite number."""
+"""Last line of every rank when `myriad.parallel.optimizer_step` finds a non-finite number."""
 _SPIKE = re.compile(r"step \d+: (a spike, twice: .*)$", re.MULTILINE)
 """Last line of every rank when `myriad.train.loss_spikes` goes back before a spike."""
 _NO_STATE = re.compile(rf"^{NO_STATE}", re.MULTILINE)

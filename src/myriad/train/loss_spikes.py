@@ -22,7 +22,7 @@ from typing import Any
 
 from myriad.errors import RunFailedError
 from myriad.job import Job
-from myriad.parallel.engine import StepResult
+from myriad.parallel.optimizer_step import StepResult
 
 __all__ = ["SpikeWatch", "Spikes"]
 
@@ -33,9 +33,6 @@ absolute deviation."""
 _LEAST_RATIOS = {"loss": 1.1, "gradient norm": 2.0}
 _MOST_SKIPPED = 16
 """Consecutive spikes that are skipped; after that, the values are taken as normal."""
-
-Run = Callable[[Callable[[float, float], bool] | None], StepResult]
-"""A function that runs one iteration. Its argument decides from loss and norm whether to skip the update."""
 
 
 class Spikes:
@@ -77,17 +74,20 @@ class SpikeWatch:
         self._spikes = Spikes()
         self._in_a_row = 0
 
-    def _refuses(self, loss: float, grad_norm: float) -> bool:
-        return self._in_a_row < _MOST_SKIPPED and self._spikes.look(loss, grad_norm) is not None
+    def refuses(self, loss: float, grad_norm: float) -> bool:
+        """Return whether the engine must skip the update of a step with this loss and norm."""
+        if self._policy == "report" or self._in_a_row >= _MOST_SKIPPED:
+            return False
+        return self._spikes.look(loss, grad_norm) is not None
 
-    def run(self, step: int, run: Run) -> StepResult:
-        """Run a step, and run it again if it is a spike. Raises `RunFailedError` on every rank if the run
-        must roll back before the step."""
-        result = run(None if self._policy == "report" else self._refuses)
+    def review(self, step: int, result: StepResult, rerun: Callable[[], StepResult]) -> StepResult:
+        """Return the result that counts for a step: ``result``, or, if the engine skipped the step, that of
+        ``rerun``, which computes it once more. Both iterations skip what `refuses` refuses. Raises
+        `RunFailedError` on every rank if the run must roll back before the step."""
         if result.overflow:  # an overflow of the loss scale has no norm and is not caused by the batch
             return result
         problem = self._spikes.look(result.loss, result.grad_norm)
-        again = run(self._refuses) if result.skipped else result
+        again = rerun() if result.skipped else result
         if problem is not None and (result.skipped or not self._in_a_row):
             self._told(step, problem, result, again)
         if again.overflow:

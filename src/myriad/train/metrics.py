@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from myriad.parallel.engine import StepResult
+from myriad.parallel.optimizer_step import StepResult
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["StepMeter"]

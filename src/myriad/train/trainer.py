@@ -27,7 +27,7 @@ from myriad.errors import MyriadError, RunFailedError
 from myriad.job import dump_toml
 from myriad.optim.schedule import learning_rate
 from myriad.parallel.cuda_graphs import CudaGraphs
-from myriad.parallel.engine import StepResult
+from myriad.parallel.optimizer_step import StepResult
 from myriad.parallel.runtime import Batch
 from myriad.program.device_needs import posts_early
 from myriad.run import Run
@@ -280,20 +280,21 @@ class Trainer:
             self._event("peak", step=self.step, peak_flops=self.meter.peak_flops, peak_source=source)
 
     def _iterate(self, rate: float) -> StepResult:
-        def run(refuses: Callable[[float, float], bool] | None, *, skip: bool = False) -> StepResult:
+        excluded = self._under_way in self._skipped_steps
+
+        def run() -> StepResult:
             return self.engine.train_step(
                 self._load,
                 rate,
                 self.meter.tokens_per_step,
                 signal=self._signal(),
                 step=self._under_way,
-                skip=skip,
-                refuses=refuses,
+                skip=excluded,
+                refuses=self.spikes.refuses,
             )
 
-        if self._under_way in self._skipped_steps:
-            return run(None, skip=True)
-        return self.spikes.run(self._under_way, run)
+        result = run()
+        return result if excluded else self.spikes.review(self._under_way, result, run)
 
     def _before_update(self) -> None:
         self.session.settle()

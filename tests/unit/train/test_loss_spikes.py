@@ -9,7 +9,7 @@ import pytest
 
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import load_job
-from myriad.parallel.engine import StepResult
+from myriad.parallel.optimizer_step import StepResult
 from myriad.train.loss_spikes import Spikes, SpikeWatch
 
 
@@ -74,15 +74,15 @@ class Ranks:
         self.step += 1
         given = iter(norms)
 
-        def run(refuses: Any) -> StepResult:
+        def run() -> StepResult:
             self.times += 1
             result = StepResult(3.0, next(given), 0.0)
-            if refuses is not None and refuses(result.loss, result.grad_norm):
+            if self.watch.refuses(result.loss, result.grad_norm):
                 return replace(result, skipped=True)
             self.moved.append(self.step)
             return result
 
-        return self.watch.run(self.step, run)
+        return self.watch.review(self.step, run(), run)
 
     def begin(self) -> "Ranks":
         for step in range(50):
@@ -124,7 +124,7 @@ def test_so_many_in_a_row_are_how_things_are_and_training_does_not_stand_still()
 def test_an_overflow_of_the_loss_scale_is_no_spike_and_is_compared_with_nothing(policy: str) -> None:
     ranks = Ranks(policy).begin()
     overflow = StepResult(3.0, math.inf, 0.0, skipped=True, overflow=True)
-    assert all(ranks.watch.run(step, lambda refuses: overflow) is overflow for step in range(51, 91))
+    assert all(ranks.watch.review(step, overflow, lambda: overflow) is overflow for step in range(51, 91))
     assert not ranks.events
     ranks.train(1.0)
     assert ranks.moved[-1] == ranks.step, "the norms before are what they were"

@@ -1,0 +1,269 @@
+"""The optimizer step of one rank: what CLIP and UPDATE, the last actions of a program, do.
+
+    step.begin(num_targets, learning_rate=...)    before the first action; returns the factor of the loss
+    step.clip(loss_sum)     sum loss, signal and squared norms over all ranks in one message, and decide
+                            alike on every rank: update, skip, skip and lower the loss scale, or fail
+    step.update(stage)      update one stage's parameters, or drop its gradients
+    step.end()              count the step
+
+With early updates, a stage is updated as soon as its gradients are complete, so UPDATE comes before CLIP.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from myriad.comm.collectives import all_reduce, sum_in_order
+from myriad.comm.groups import Groups
+from myriad.errors import RunFailedError
+from myriad.kernels.config import Kernels
+from myriad.optim.clip import clip_scale, squared_norms
+from myriad.optim.config import OptimizerConfig
+from myriad.optim.loss_scale import LossScaler
+from myriad.optim.optimizer import build_optimizer
+from myriad.parallel.chunk import Chunk
+from myriad.parallel.model_state import ModelState
+from myriad.parallel.non_finite import Finding, Outputs, first_finding
+from myriad.parallel.rank_model import RankModel
+from myriad.telemetry.spans import Recorder
+
+__all__ = ["OptimizerStep", "StepResult", "loss_weight", "sum_over_world"]
+
+Refuses = Callable[[float, float], bool]
+"""A function of loss and gradient norm, equal on all ranks, that returns whether to skip the update."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one iteration, equal on every rank."""
+
+    loss: float
+    """Mean loss over the targets of the global batch."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    signal: float
+    """Sum of the ``signal`` values of all ranks in this step."""
+    skipped: bool = False
+    """Whether the step was skipped: parameters and optimizer state are unchanged."""
+    overflow: bool = False
+    """Whether the step was skipped because gradients overflowed at the loss scale. The scale was lowered."""
+    loss_scale: float | None = None
+    """Factor by which this step's loss was scaled; ``None``: this precision has no loss scale."""
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of the iteration in progress (`OptimizerStep.begin`)."""
+
+    num_targets: int
+    learning_rate: float
+    signal: float
+    number: int
+    refuses: Refuses | None
+
+
+class OptimizerStep:
+    """Completes the gradients of each iteration and updates the parameters (a `Finisher`)."""
+
+    def __init__(
+        self,
+        model: RankModel,
+        state: ModelState,
+        groups: Groups,
+        config: OptimizerConfig,
+        outputs: Outputs,
+        *,
+        updates_early: bool,
+        trains_alone: bool,
+        loss_scaler: LossScaler | None,
+        kernels: Kernels,
+        recorder: Recorder,
+        before_update: Callable[[], None],
+    ) -> None:
+        """``outputs``: sums of the iteration's outputs, from which a non-finite value is located.
+        ``trains_alone``: replicas have their own gradients at the step. ``before_update`` is called in each
+        iteration just before parameters and optimizer state change."""
+        assert not updates_early or (config.name, config.clip_norm) == ("adamw", None), "a job's rule"
+        assert not updates_early or loss_scaler is None, "a job's rule"
+        self._model, self._state, self._groups, self._outputs = model, state, groups, outputs
+        self._clip_norm, self._updates_early, self._scaler = config.clip_norm, updates_early, loss_scaler
+        self._recorder, self._before_update = recorder, before_update
+        layout, device = groups.grid.layout, state.counts.device
+        self._num_replicas = layout.dp if trains_alone else 1
+        """Number of replicas that have their own gradients at the step."""
+        self._whole_rows = torch.tensor([[entry.cut is None] for _, entry in state.entries]).to(device)
+        """``[num_parameters, 1]``: whether all tensor-parallel ranks hold the whole parameter."""
+        axes = ("dp", "tp") if layout.zero else ("tp",)
+        self._table_group = groups.along(*axes) if config.name == "lamb" else None
+        num_parameters = len(state.entries)
+        self.optimizer = build_optimizer(config, state.regions, num_parameters, self._reduce_table, kernels)
+        self.squares = torch.zeros(num_parameters, dtype=torch.float64, device=device)
+        """Squared norm of each parameter's gradient, as far as it is complete."""
+        self._now = _Arguments(1, 0.0, 0.0, 0, None)
+        self._skips, self._completes = False, False
+        self._result: StepResult | None = None
+
+    def begin(
+        self,
+        num_targets: int,
+        *,
+        learning_rate: float = 0.0,
+        signal: float = 0.0,
+        number: int = 0,
+        skip: bool = False,
+        refuses: Refuses | None = None,
+    ) -> float:
+        """Set the arguments of the next iteration (`Engine.train_step` has them), and return the factor by
+        which each micro-batch's sum of losses is multiplied before the backward. ``number``: for messages."""
+        self._now = _Arguments(num_targets, learning_rate, signal, number, refuses)
+        self._skips, self._completes, self._result = skip, False, None
+        return self._loss_scale * self._num_replicas / num_targets
+
+    @property
+    def result(self) -> StepResult:
+        """The result of the iteration, once CLIP has run."""
+        assert self._result is not None, "the checker proved that a training program clips"
+        return self._result
+
+    @property
+    def _loss_scale(self) -> float:
+        """Factor by which the loss is multiplied in this step."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    def clip(self, loss_sum: torch.Tensor) -> None:
+        """Compute the norm of the complete gradients of all ranks and begin the optimizer step. With early
+        updates the parameters are updated already, and no step begins."""
+        if not self._updates_early:
+            self._complete(self._model.chunks)
+        squares, replica = self.squares, self._state.replica
+        # Replicas that train alone have a norm each; one message carries all of them.
+        own = squares.new_zeros(2 + self._num_replicas)
+        own[0] = (loss_sum / self._now.num_targets).double() * loss_weight(self._groups)
+        own[1].fill_(self._now.signal)  # An assignment would copy from the host and wait for the device.
+        own[2 + replica] = (squares * self._state.counts).sum()
+        loss, signal, *norms = sum_over_world(own, self._groups, self._recorder)
+        scale = self._loss_scale
+        norms = [norm / scale**2 for norm in norms]
+        whole_norm = math.sqrt(sum(norms) / self._num_replicas)
+        result = StepResult(loss, whole_norm, signal, loss_scale=None if self._scaler is None else scale)
+        self._result = self._decide(result)
+        if not (self._skips or self._updates_early):
+            norm = math.sqrt(norms[replica])
+            self.optimizer.begin(self._now.learning_rate, clip_scale(norm, self._clip_norm) / scale)
+
+    def _decide(self, result: StepResult) -> StepResult:
+        """Decide whether the step is skipped, and return the result that says so."""
+        if self._skips:
+            return replace(result, skipped=True)
+        if not (math.isfinite(result.grad_norm) and math.isfinite(result.loss)):
+            self._skip_overflow(result.loss)
+            return replace(result, skipped=True, overflow=True)
+        if self._now.refuses is not None and self._now.refuses(result.loss, result.grad_norm):
+            assert not self._updates_early, "a job's rule"
+            self._skips = True
+            return replace(result, skipped=True)
+        return result
+
+    def update(self, stage: int) -> None:
+        """Update the parameters of a stage. Tied parameters are updated with the first stage of this rank
+        that holds them.
+
+        Early updates stop at the first non-finite gradient and leave the remaining parameters unchanged;
+        `clip` then detects it.
+        """
+        left = None if (stage,) == self._model.tied_stages[:1] else self._model.tied
+        chunks = [chunk for chunk in self._model.stages[stage].chunks if chunk is not left]
+        stays = None
+        if self._updates_early:
+            self._complete(chunks)
+            self.optimizer.begin(self._now.learning_rate, 1.0)
+            stays = (~torch.isfinite(self.squares.sum())).float()
+        for chunk in chunks:
+            if self._skips:
+                chunk.restart()  # the gradient residuals that transfers keep may be non-finite too
+            else:
+                self.optimizer.update(self._state.regions_of[chunk], stays)
+                chunk.end_iteration()
+
+    def end(self) -> None:
+        """Count the step unless it was skipped, and grow the loss scale when it is time to."""
+        if self._skips:
+            return
+        self.optimizer.end()
+        ratio = 1.0 if self._scaler is None else self._scaler.moved()
+        if ratio != 1.0:
+            for chunk in self._model.chunks:
+                chunk.rescale_kept(ratio)
+
+    def _complete(self, chunks: Sequence[Chunk]) -> None:
+        """Finish the gradients of these chunks before the update: sum them over tensor-parallel ranks, and
+        add up their squared norms."""
+        if not self._completes:
+            self._completes = True
+            self._before_update()
+            self.squares.zero_()
+        self._sum_over_tp(chunks)
+        state = self._state
+        if regions := [state.regions[index] for chunk in chunks for index in state.regions_of[chunk]]:
+            self.squares += squared_norms(regions, len(state.entries))
+
+    def _sum_over_tp(self, chunks: Sequence[Chunk]) -> None:
+        """Sum the partial gradients of parameters that every tensor-parallel rank holds whole, in one
+        message."""
+        group = self._groups.along("tp")
+        parts = [part for chunk in chunks for part in chunk.partial_gradients()]
+        if group is None or not parts:
+            return
+        flat = sum_in_order(torch.cat(parts), group)
+        torch._foreach_copy_(parts, flat.split([len(part) for part in parts]))
+
+    def _skip_overflow(self, loss: float) -> None:
+        """Handle a non-finite gradient or loss. All ranks skip the step if the loss scale explains it; the
+        scale never makes the loss non-finite. Raises `RunFailedError` otherwise."""
+        if self._scaler is None or not math.isfinite(loss):
+            self._fail_non_finite(f"{loss}")
+        elif not self._scaler.overflowed():
+            self._fail_non_finite(f"{loss}, {self._scaler.fault}")
+        self._skips = True
+
+    def _fail_non_finite(self, loss: str) -> None:
+        """Raise `RunFailedError` with the rank that produced the first non-finite value, and the name of its
+        tensor."""
+        layout = self._groups.grid.layout
+        found = first_finding(
+            self._model, self._state.entries, self._outputs, self.squares, layout.num_stages - 1
+        )
+        everyone: list[Finding | None] = [found]
+        if self._groups.world is not None:
+            everyone = [None] * layout.world
+            dist.all_gather_object(everyone, found)
+        firsts = [(one.order, rank, one.name) for rank, one in enumerate(everyone) if one is not None]
+        _, rank, name = min(firsts, default=((), 0, "loss"))
+        step = self._now.number
+        raise RunFailedError(f"step {step}: loss is {loss}; first bad tensor is the {name}, on rank {rank}")
+
+    def _reduce_table(self, table: torch.Tensor) -> torch.Tensor:
+        """Sum each parameter's table row over the ranks (LAMB's norms), so that each element counts once."""
+        if self._groups.grid.index("tp") > 0:
+            table.masked_fill_(self._whole_rows, 0.0)
+        return all_reduce(table, self._table_group)
+
+
+def sum_over_world(own: torch.Tensor, groups: Groups, recorder: Recorder) -> list[float]:
+    """Sum ``own`` over all ranks. The host waits for the device here, and collects recorded spans
+    meanwhile."""
+    with recorder.span("all_reduce", recorded=False):
+        total = all_reduce(own, groups.world)
+        recorder.collect()
+        numbers: list[float] = total.tolist()
+        recorder.settle_clock()
+    return numbers
+
+
+def loss_weight(groups: Groups) -> float:
+    """Return the weight of this rank's loss in the global sum: one of the tensor-parallel ranks, which all
+    have the same loss, counts it."""
+    return 1.0 if groups.grid.index("tp") == 0 else 0.0
