@@ -24,7 +24,7 @@ NO_STATE = "no state to resume from: "
 
 
 class MyriadError(Exception):
-    """Base of every error that is told to a person in one line."""
+    """Base of every error that the command line prints in one line, without a traceback."""
 
     exit_code = 1
 

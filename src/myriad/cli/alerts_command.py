@@ -65,7 +65,7 @@ def _test(
     if not chosen:
         raise BadInputError("--to", to, f"a place of this job: {', '.join(one.name for one in senders)}")
     problems = {one.name: _send(one, name, alerts) for one in chosen}
-    _tell(problems, as_json)
+    _print_problems(problems, as_json)
     if failed := [place for place, problem in problems.items() if problem]:
         raise RunFailedError(f"{', '.join(failed)}: the test alarm was not sent")
 
@@ -96,7 +96,7 @@ def _send(sender: "Sender", name: str, alerts: "AlertsConfig") -> str:
     return ""
 
 
-def _tell(problems: dict[str, str], as_json: bool) -> None:
+def _print_problems(problems: dict[str, str], as_json: bool) -> None:
     from myriad.cli.json_output import print_json
 
     if as_json:

@@ -84,7 +84,7 @@ def _prepare(
         manifest = prepare(
             inputs, output, options, lambda now: show(now.stage, now.done_bytes, now.total_bytes)
         )
-    _tell(json, {"folder": str(output), **_summary(manifest)}, _summary_lines(str(output), manifest))
+    _print_result(json, {"folder": str(output), **_summary(manifest)}, _summary_lines(str(output), manifest))
 
 
 def _verify(folder: _Corpus, json: _Json = False) -> None:
@@ -99,7 +99,7 @@ def _verify(folder: _Corpus, json: _Json = False) -> None:
     result = {"folder": str(folder), "whole": not problems, "problems": [one._asdict() for one in problems]}
     where = prefix.parent if prefix else folder
     lines = [f"{where / one.file}: {one.what}" for one in problems] or [f"{folder}: whole"]
-    _tell(json, result, lines)
+    _print_result(json, result, lines)
     if problems:
         raise typer.Exit(1)
 
@@ -118,7 +118,7 @@ def _hash(corpus: _Corpus, json: _Json = False) -> None:
         else:
             manifest = add_block_hashes(corpus, lambda done, total: show("hashing", done, total))
             size = sum(manifest.files[f"{shard.name}.bin"].size_bytes for shard in manifest.shards)
-    _tell(
+    _print_result(
         json,
         {"corpus": str(corpus), "bytes": size},
         [f"{corpus}: {size:,} bytes of tokens have block hashes"],
@@ -158,7 +158,7 @@ def _info(
     if texts:
         lines += ["", f"the beginning of {len(texts)} documents, spread over the corpus:"]
     lines += [f"  {text!r}" for text in texts]
-    _tell(json, {"corpus": opened.name, **summary, "samples": texts}, lines)
+    _print_result(json, {"corpus": opened.name, **summary, "samples": texts}, lines)
 
 
 def _samples(corpus: "Corpus", count: int, tokens: int = 48) -> list[str]:
@@ -220,5 +220,5 @@ def _bytes(text: str) -> int:
         raise BadInputError("--shard-size", text, str(error)) from None
 
 
-def _tell(as_json: bool, result: dict[str, Any], lines: list[str]) -> None:
+def _print_result(as_json: bool, result: dict[str, Any], lines: list[str]) -> None:
     typer.echo(json_format.dumps(result) if as_json else "\n".join(lines))

@@ -152,15 +152,17 @@ def doctor(
     expected = read_baseline(path) if baseline is not None or path.is_file() else {}
     diagnosis = _diagnose(folder, expected)
     findings = _between(others, diagnosis, expected) if others is not None else None
-    told = path if expected else None
+    baseline_path = path if expected else None
     concerned = others is not None and findings is not None and _concerns(findings, others)
     freed = _free() if diagnosis.healthy and not concerned else ""
     if json:
         between = {} if findings is None else {"between_nodes": findings.model_dump(mode="json")}
         more = between | ({"freed": freed} if freed else {})
-        typer.echo(json_format.dumps(diagnosis.as_json() | {"baseline": told and str(told)} | more))
+        typer.echo(
+            json_format.dumps(diagnosis.as_json() | {"baseline": baseline_path and str(baseline_path)} | more)
+        )
     else:
-        _show(diagnosis, told)
+        _show(diagnosis, baseline_path)
         if findings is not None:
             _show_between(findings)
         if freed:
@@ -290,11 +292,11 @@ def _show(diagnosis: "Diagnosis", baseline: Path | None) -> None:
     console = Console()
     console.print(_table(diagnosis))
     if baseline is None:
-        told = (
+        text = (
             "No baseline: rates are only compared with minimums that a working node exceeds. On a healthy "
             "node, run:"
         )
-        console.print(f"{told}\n    myriad doctor --save-baseline", style="dim")
+        console.print(f"{text}\n    myriad doctor --save-baseline", style="dim")
     else:
         console.print(f"Baseline: {baseline}", style="dim", soft_wrap=True)
     style = "green" if diagnosis.healthy else "bold red"
@@ -310,8 +312,8 @@ def _show_between(findings: "Findings") -> None:
             line, style="green" if findings.healthy else "bold red", soft_wrap=True, highlight=False
         )
     rate = f"{format_bytes(findings.expected)}/s each way at once"
-    told = f"{findings.tests} pairs in {findings.rounds} rounds; a good pair reaches {rate}"
-    console.print(told, style="dim", highlight=False)
+    text = f"{findings.tests} pairs in {findings.rounds} rounds; a good pair reaches {rate}"
+    console.print(text, style="dim", highlight=False)
     for group in findings.groups:
         if not group.trouble:
             line = f"{group.title}: {group.words}"
@@ -330,8 +332,8 @@ def _table(diagnosis: "Diagnosis") -> "Table":
     grid.add_column("measured", overflow="fold", ratio=2)
     grid.add_column("in words", overflow="fold", ratio=4)
     for item in diagnosis.items:
-        is_told = item.advisory and item.verdict != "ok"  # An advisory item does not affect the result.
-        verdict = Text("note" if is_told else item.verdict, "dim" if item.advisory else _STYLES[item.verdict])
+        is_note = item.advisory and item.verdict != "ok"  # An advisory item does not affect the result.
+        verdict = Text("note" if is_note else item.verdict, "dim" if item.advisory else _STYLES[item.verdict])
         grid.add_row(verdict, Text(item.name), Text(_measured(item)), Text(item.words))
     return grid
 

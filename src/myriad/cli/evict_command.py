@@ -57,14 +57,14 @@ def evict(
     """
     if show or pardon is not None:
         _refuse_both(run, show=show, pardon=pardon)
-        told = _list() if show else _pardon(str(pardon))
+        answer = _list() if show else _pardon(str(pardon))
     elif run is None or node is None:
         raise BadInputError(
             "NODE" if run else "RUN", "", "is missing: RUN and NODE, or --list, or --pardon HOST"
         )
     else:
-        told = _evict(existing_run(run), node, reason, anyway=anyway)
-    typer.echo(json_format.dumps(told) if json else told["told"])
+        answer = _evict(existing_run(run), node, reason, anyway=anyway)
+    typer.echo(json_format.dumps(answer) if json else answer["told"])
 
 
 def _refuse_both(run: str | None, *, show: bool, pardon: str | None) -> None:

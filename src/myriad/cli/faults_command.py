@@ -114,9 +114,9 @@ def _run(
                 reports.append(_try(name, scenario, folder, follower))
     except KeyboardInterrupt:
         if reports:
-            _tell_all(reports, drawn, None, as_json=as_json)
+            _print_grades(reports, drawn, None, as_json=as_json)
         raise
-    if not _tell_all(reports, drawn, markdown, as_json=as_json):
+    if not _print_grades(reports, drawn, markdown, as_json=as_json):
         raise typer.Exit(1)
 
 
@@ -135,7 +135,7 @@ def _able() -> "Iterator[tuple[str, FaultScenario]]":
         try:
             yield name, _load(name)
         except BadInputError as error:
-            _tell(f"{name}: left out: {error}")
+            _print_progress(f"{name}: left out: {error}")
 
 
 def _check(chosen: "Sequence[tuple[str, FaultScenario]]", oversubscribe: bool, folder: Path) -> None:
@@ -152,7 +152,7 @@ def _check(chosen: "Sequence[tuple[str, FaultScenario]]", oversubscribe: bool, f
     except OSError as error:
         raise BadInputError("--folder", str(folder), f"must be a folder ({error.strerror})") from None
     for job in jobs:
-        open_inputs(job, _tell)
+        open_inputs(job, _print_progress)
 
 
 class _Follower:
@@ -200,20 +200,20 @@ def _try(name: str, scenario: "FaultScenario", folder: Path, follower: _Follower
     from myriad.faults.trial import try_scenario
 
     try:
-        report = try_scenario(name, scenario, folder, _tell, follower)
+        report = try_scenario(name, scenario, folder, _print_progress, follower)
     except Exception as error:
         _LOG.warning("%s could not be tried", name, exc_info=not isinstance(error, MyriadError))
         report = failed_report(name, str(error) or type(error).__name__)
     missed = len(report.missed) + sum(len(grade.missed) for grade in report.grades)
-    _tell(f"{name}: {f'{missed} aims missed' if missed else 'all aims met'}")
+    _print_progress(f"{name}: {f'{missed} aims missed' if missed else 'all aims met'}")
     return report
 
 
-def _tell(text: str) -> None:
+def _print_progress(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _tell_all(reports: "list[Report]", drawn: bool, markdown: Path | None, *, as_json: bool) -> bool:
+def _print_grades(reports: "list[Report]", drawn: bool, markdown: Path | None, *, as_json: bool) -> bool:
     """Print and write the grades; return whether all goals were met."""
     from myriad.cli.faults_show import matrix_lines, random_lines
     from myriad.faults.fault_tally import tally
@@ -224,13 +224,13 @@ def _tell_all(reports: "list[Report]", drawn: bool, markdown: Path | None, *, as
     if markdown is not None:
         markdown.write_text(text)
     if as_json:
-        told = [asdict(report) | {"met": report.met} for report in reports]
+        scenarios = [asdict(report) | {"met": report.met} for report in reports]
         counts = asdict(found) | {
             "handled_ratio": found.handled_ratio,
             "culprit_ratio": found.culprit_ratio,
             "evicted_per_incident": found.evicted_per_incident,
         }
-        typer.echo(json.dumps({"scenarios": told, "tally": counts, "met": met}))
+        typer.echo(json.dumps({"scenarios": scenarios, "tally": counts, "met": met}))
     else:
         typer.echo(text, nl=False)
     return met
@@ -263,7 +263,7 @@ def _aim_in_words(aim: "Aim") -> str:
         return aim.also
     parts = [f"found in {aim.detected_seconds:g} s{steps}"]
     if aim.causes:
-        parts.append(f"told as {' or '.join(aim.causes)}")
+        parts.append(f"reported as {' or '.join(aim.causes)}")
     if aim.trains_seconds is not None:
         parts.append(f"trains again {aim.trains_seconds:g} s later")
     if aim.steps_lost is not None:

@@ -13,7 +13,7 @@ _HEADINGS = (
     "fault",
     "found after",
     "aim",
-    "told",
+    "reported as",
     "culprit",
     "trains again",
     "lost",
@@ -93,13 +93,13 @@ def _row(report: Report, grade: Grade) -> tuple[str, ...]:
     culprit = {True: "right", False: "wrong", None: "-"}[grade.culprit_right]
     equal = {True: "yes", False: "no", None: "-"}[report.equal]
     met = "met" if not grade.missed and not report.missed else "missed"
-    told = grade.told if len(grade.told) <= 60 else f"{grade.told[:57]}..."
+    reported = grade.told if len(grade.told) <= 60 else f"{grade.told[:57]}..."
     return (
         report.scenario,
         grade.fault,
         _seconds(grade.detected_seconds),
         f"{grade.aim_seconds:.3g} s" if grade.aim_seconds else "-",
-        told,
+        reported,
         culprit,
         _seconds(grade.trains_seconds),
         lost,

@@ -41,7 +41,7 @@ def join(
     from myriad.run import Run
     from myriad.supervise.agent.node_join import join as join_run
 
-    tell: Callable[[str], None] = (lambda line: None) if as_json else typer.echo
-    was = join_run(Run(run), node, wait_seconds=wait, tell=tell)
+    report: Callable[[str], None] = (lambda line: None) if as_json else typer.echo
+    was = join_run(Run(run), node, wait_seconds=wait, tell=report)
     if as_json:
         typer.echo(json.dumps({"run": str(run), "node": was}))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from myriad.planner import Cluster
 from myriad.units import format_number
 
-__all__ = ["cluster_path", "measure_to_file", "tell_measured"]
+__all__ = ["cluster_path", "format_measured", "measure_to_file"]
 
 
 def measure_to_file(out: Path | None = None) -> "tuple[Cluster, Path]":
@@ -43,7 +43,7 @@ def cluster_path(name: str) -> str:
     return str(path)
 
 
-def tell_measured(cluster: "Cluster", path: Path) -> str:
+def format_measured(cluster: "Cluster", path: Path) -> str:
     """Return a text with the measured rates, and the path of the file."""
     core = cluster.accelerator
     rates = f"{core.peak_flops_per_second / 1e9:.0f} GFLOP/s bfloat16"

@@ -78,18 +78,20 @@ def _report(
     ranks = ranks_asked(without, look)
     predicted, network = (None, "") if cluster is None else _predicted(look, cluster)
     path = facts.run.report_path if out is None else out
-    told = f"report: {path}"
+    message = f"report: {path}"
     try:
         write_whole(path, page(facts, [*span_parts(look, predicted, ranks), network]))
     except OSError as error:
         if out is not None:
             raise BadInputError("--out", str(out), f"cannot be written: {error.strerror}") from None
-        told = f"no report: {path} cannot be written ({error.strerror}); --out FILE.html writes it elsewhere"
+        message = (
+            f"no report: {path} cannot be written ({error.strerror}); --out FILE.html writes it elsewhere"
+        )
     if as_json:
         steps = {key: value for key, value in look_as_json(look, ranks).items() if key in _OF_STEPS}
         typer.echo(json.dumps(facts.as_json() | steps))
     else:
-        _show(facts, look, told)
+        _show(facts, look, message)
 
 
 def _predicted(look: "Look", name: str) -> "tuple[Losses, str]":
@@ -121,7 +123,7 @@ def save_report(run: "Run") -> None:
         _LOG.warning("no report was written: %s", error)
 
 
-def _show(facts: "Facts", look: "Look", told: str) -> None:
+def _show(facts: "Facts", look: "Look", message: str) -> None:
     from rich.console import Console
 
     from myriad.units import format_count, format_number, format_seconds
@@ -144,7 +146,7 @@ def _show(facts: "Facts", look: "Look", told: str) -> None:
     _show_steps(look, console)
     _show_faults(facts, console)
     _show_attempts(facts, console)
-    console.print(told, style="dim", markup=False, soft_wrap=True)
+    console.print(message, style="dim", markup=False, soft_wrap=True)
 
 
 def _table(console: "Console", headings: list[str], rows: list[list[str]], right: tuple[int, ...]) -> None:

@@ -93,7 +93,7 @@ def _answer(path: Path, query: str, form: str) -> None:
 
     run = Run(path)
     with open_queries(run.spans_path, metrics=run.read_metrics(), events=run.read_events()) as queries:
-        _tell_left_out(queries)
+        _warn_left_out(queries)
         answer = queries.ask(query)
         if form == "csv":
             writer = csv_format.writer(sys.stdout, lineterminator="\n")
@@ -106,7 +106,7 @@ def _answer(path: Path, query: str, form: str) -> None:
             _show(answer)
 
 
-def _tell_left_out(queries: "SpanQueries") -> None:
+def _warn_left_out(queries: "SpanQueries") -> None:
     for path, why in islice(queries.left_out.items(), 5):
         typer.echo(f"{path} is left out: {why}", err=True)
     if len(queries.left_out) > 5:
@@ -186,8 +186,8 @@ def _export(
     except OSError as error:
         raise BadInputError(key, str(out), f"cannot be written: {error.strerror}") from None
     if json:
-        told = {"run": str(path), "trace": str(out), "spans": window.num_spans}
-        typer.echo(json_format.dumps(told))
+        written = {"run": str(path), "trace": str(out), "spans": window.num_spans}
+        typer.echo(json_format.dumps(written))
     else:
         typer.echo(f"{out}: {window.num_spans} spans of {len({one.rank for one in window.ranks})} ranks")
 

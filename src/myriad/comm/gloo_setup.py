@@ -113,9 +113,9 @@ class GlooStore(Store):
             absent = [
                 str(setup.ranks[m]) for m, key in zip(members, keys, strict=True) if not self.check([key])
             ]
-            for_whom = f"rank{'s' if len(absent) > 1 else ''} {', '.join(absent)}"
+            missing = f"rank{'s' if len(absent) > 1 else ''} {', '.join(absent)}"
             seconds = self.timeout.total_seconds()
-            raise RunFailedError(f"{who} {seconds:g} s for {for_whom} to join {setup.name}") from None
+            raise RunFailedError(f"{who} {seconds:g} s for {missing} to join {setup.name}") from None
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Block until all keys exist."""

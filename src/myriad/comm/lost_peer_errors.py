@@ -36,10 +36,10 @@ def report_lost_peers(timeout_seconds: float) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if _TIMED_OUT.search(str(error)):
-            told = (
+            reason = (
                 f"timed out: another rank did not answer for {timeout_seconds:g} s (comm.timeout_seconds): "
             )
-            raise LostPeerError(told + "it hangs, or the link to it is down") from error
+            raise LostPeerError(reason + "it hangs, or the link to it is down") from error
         if _CLOSED.search(str(error)):
             raise LostPeerError("a connection was closed by another rank, which has ended") from error
         raise

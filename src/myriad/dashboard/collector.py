@@ -127,7 +127,7 @@ class Collector:
         except BatchError as error:
             self._bytes_at_once -= size
             counts.refused_batches += 1
-            counts.tell(f"a batch: {error}")
+            counts.add_problem(f"a batch: {error}")
             return PlainTextResponse(f"{error}\n", 400)
         except BaseException:
             self._bytes_at_once -= size
@@ -188,7 +188,7 @@ class Collector:
         try:
             store.add_checked(batches)
         except Exception as error:  # a bug; later batches may succeed
-            store.counts.tell(f"{len(batches)} batches: {error!r}")
+            store.counts.add_problem(f"{len(batches)} batches: {error!r}")
             _LOG.exception("batches of spans are lost")
         if self._folder is not None:
             for batch in batches:
@@ -200,4 +200,4 @@ class Collector:
         try:
             write_span_file(folder / name, batch)
         except (OSError, ValueError) as error:
-            self._watched.store.counts.tell(f"{name} is not kept: {error}")
+            self._watched.store.counts.add_problem(f"{name} is not kept: {error}")

@@ -61,7 +61,7 @@ class Follower:
             self._seen[path] = state
         self._looked = True
         if left_out:
-            store.counts.tell(f"{left_out} older files of spans are not read: --memory is full")
+            store.counts.add_problem(f"{left_out} older files of spans are not read: --memory is full")
         self._watched.looked(began)
 
     def _read(self, path: Path, size: int) -> None:
@@ -74,7 +74,7 @@ class Follower:
             return
         except (BatchError, OSError) as error:
             store.counts.refused_files += 1
-            store.counts.tell(f"{path.name}: {error}")
+            store.counts.add_problem(f"{path.name}: {error}")
 
     def _work(self) -> None:
         rest = 0.0
@@ -84,5 +84,5 @@ class Follower:
                 self.poll()
             except Exception as error:  # whatever a folder holds: the next look may find it well
                 _LOG.warning("the run's folder cannot be read: %s", error)
-                self._watched.store.counts.tell(f"the run's folder: {error}")
+                self._watched.store.counts.add_problem(f"the run's folder: {error}")
             rest = max(_EVERY_SECONDS, _REST_TIMES * (time.monotonic() - began))

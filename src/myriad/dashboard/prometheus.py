@@ -82,7 +82,7 @@ class RunCollector(Collector):
         self._nodes, self._gpus = NodeCounters(run.counters_path), GpuLooks(run.counters_path)
         self._last: Record = {}
         self._steps, self._tokens, self._tokens_each = 0, 0.0, 0.0
-        self._told: dict[str, Counter[str]] = {event: Counter() for event in _COUNTED}
+        self._event_counts: dict[str, Counter[str]] = {event: Counter() for event in _COUNTED}
         self._restarts, self._overflows, self._over = 0, 0, False
         self._newest: dict[str, Record] = {}
         """Newest event of each shown kind, by name."""
@@ -120,7 +120,7 @@ class RunCollector(Collector):
     def _take(self, name: str, event: Record) -> None:
         if name in _COUNTED:
             label = str(event.get(_COUNTED[name][1]) or _UNNAMED[name])[:64]
-            counts = self._told[name]
+            counts = self._event_counts[name]
             counts[label if label in counts or len(counts) < _MOST_LABELS else "other"] += 1
         self._restarts += name == "restart"
         self._overflows += name == "overflow"
@@ -152,8 +152,8 @@ class RunCollector(Collector):
             return
         yield _gauge("myriad_step", "The newest step.", self._last["step"])
         yield _gauge("myriad_step_timestamp_seconds", "End of the newest step.", self._last.get("time"))
-        for name, (key, told) in _OF_STEP.items():
-            yield _gauge(name, told, self._last.get(key))
+        for name, (key, documentation) in _OF_STEP.items():
+            yield _gauge(name, documentation, self._last.get(key))
         if "loss_scale" in self._last:
             yield _gauge(
                 "myriad_loss_scale", "Loss scale of the newest step, in float16.", self._last["loss_scale"]
@@ -161,13 +161,13 @@ class RunCollector(Collector):
             yield _counter(
                 "myriad_overflows", "Steps skipped because gradients overflowed float16.", self._overflows
             )
-        told = "Model FLOP/s of the newest step, as a share of the peak."
-        yield _gauge("myriad_mfu_ratio", told, self._peaks.mfu(self._last))
+        documentation = "Model FLOP/s of the newest step, as a share of the peak."
+        yield _gauge("myriad_mfu_ratio", documentation, self._peaks.mfu(self._last))
 
     def _of_events(self) -> Iterator[Metric]:
-        for event, (name, label, told) in _COUNTED.items():
-            family = CounterMetricFamily(name, told, labels=[label])
-            for value, count in sorted(self._told[event].items()):
+        for event, (name, label, documentation) in _COUNTED.items():
+            family = CounterMetricFamily(name, documentation, labels=[label])
+            for value, count in sorted(self._event_counts[event].items()):
                 family.add_metric([value], count)
             yield family
         yield _counter("myriad_restarts", "Attempts after the first.", self._restarts)
@@ -183,15 +183,15 @@ class RunCollector(Collector):
             )
         if (saved := self._newest.get("checkpoint")) is not None:
             yield _gauge("myriad_checkpoint_step", "Step of the newest stored checkpoint.", saved.get("step"))
-            told = "Time at which the newest checkpoint was complete."
-            yield _gauge("myriad_checkpoint_timestamp_seconds", told, saved.get("time"))
+            documentation = "Time at which the newest checkpoint was complete."
+            yield _gauge("myriad_checkpoint_timestamp_seconds", documentation, saved.get("time"))
 
     def _of_time(self) -> Iterator[Metric]:
         if self._account is None:
             return
         accounted = self._account()
-        told = "Effective training time, as a share of the run time."
-        yield _gauge("myriad_ettr_ratio", told, accounted.get("effective_ratio"))
+        documentation = "Effective training time, as a share of the run time."
+        yield _gauge("myriad_ettr_ratio", documentation, accounted.get("effective_ratio"))
         family = GaugeMetricFamily(
             "myriad_time_seconds", "Seconds of the run by class of the account.", labels=["class"]
         )
@@ -294,12 +294,12 @@ def _of_spans(spans: Spans) -> Iterator[Metric]:
     yield from (mean, most)
 
 
-def _gauge(name: str, told: str, value: Any) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, told, value=_number(value, math.nan))
+def _gauge(name: str, documentation: str, value: Any) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, documentation, value=_number(value, math.nan))
 
 
-def _counter(name: str, told: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(name, told, value=value)
+def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(name, documentation, value=value)
 
 
 def _number(value: Any, otherwise: float = 0.0) -> float:

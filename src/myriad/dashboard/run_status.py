@@ -58,9 +58,11 @@ def state_sentence(state: State, step: int, steps: int, step_seconds: float, qui
         return f"hangs since {format_seconds(quiet_seconds)}, after step {step} of {steps}"
     if state == "starting":
         return "starts: no step is done yet"
-    told = {"training": "trains: step", "finished": "finished: step", "stopped": "stopped after step"}[state]
+    progress = {"training": "trains: step", "finished": "finished: step", "stopped": "stopped after step"}[
+        state
+    ]
     pace = f", {_pace(step_seconds)} a step" if step_seconds > 0 else ""
-    return f"{told} {step} of {steps}{pace}"
+    return f"{progress} {step} of {steps}{pace}"
 
 
 def _pace(seconds: float) -> str:

@@ -254,13 +254,13 @@ class Look:
     def sentence(self) -> str:
         """State of the run in a sentence, with the first problem."""
         steps = self.job.train.steps
-        told = state_sentence(self.state, self.step, steps, self.step_seconds, self.quiet_seconds)
+        sentence = state_sentence(self.state, self.step, steps, self.step_seconds, self.quiet_seconds)
         if self.state == "hangs" and self.findings.standstill is not None:
-            return f"{told}; {self.findings.standstill.sentence}"
+            return f"{sentence}; {self.findings.standstill.sentence}"
         wrong = [one.sentence for one in self.findings.suspects[:1]]
         if self.no_room_at:
-            told += f"; {self.run.metrics_path} takes no lines since then: make room there"
-        return "; ".join([told, *wrong])
+            sentence += f"; {self.run.metrics_path} takes no lines since then: make room there"
+        return "; ".join([sentence, *wrong])
 
 
 class RunWatch:

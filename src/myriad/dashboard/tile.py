@@ -46,9 +46,9 @@ def unpack_tile(data: bytes) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any
     (length,) = struct.unpack_from("<I", data)
     facts = json.loads(data[4 : 4 + length])
     arrays, offset = {}, 4 + length
-    for told in facts.pop("arrays"):
-        array = np.frombuffer(data, _TYPES[told["type"]], told["length"], offset)
-        arrays[told["name"]] = array
+    for described in facts.pop("arrays"):
+        array = np.frombuffer(data, _TYPES[described["type"]], described["length"], offset)
+        arrays[described["name"]] = array
         offset += array.nbytes + -array.nbytes % 8
     return arrays, facts
 

@@ -124,7 +124,7 @@ class Checkpoints:
         """Checkpoints by step, at most some seconds old."""
 
     def _look(self) -> Sequence[dict[str, Any]]:
-        return (self._seen() or self._told())[-_MOST_ROWS:]
+        return (self._seen() or self._from_events())[-_MOST_ROWS:]
 
     def _seen(self) -> list[dict[str, Any]]:
         where = self._files.run.checkpoints(self._files.job)
@@ -136,15 +136,15 @@ class Checkpoints:
             return []
         return [{key: row[key] for key in _TOLD} for row in rows]
 
-    def _told(self) -> list[dict[str, Any]]:
+    def _from_events(self) -> list[dict[str, Any]]:
         """Return the checkpoints from the run's events."""
         found = []
         for event in self._files.events:
             if event.get("event") == "checkpoint" and number(event.get("step")) is not None:
                 known = {"tier": "storage", "state": "complete", "problems": []}
-                told = {key: event[key] for key in ("tier",) if isinstance(event.get(key), str)}
+                of_event = {key: event[key] for key in ("tier",) if isinstance(event.get(key), str)}
                 figures = {key: number(event.get(key)) for key in ("step", "bytes", "time")}
-                found.append(known | told | figures)
+                found.append(known | of_event | figures)
         return found
 
 
@@ -209,7 +209,7 @@ class Watched:
                 self.plan = self.make_plan(self.files.job)
             except MyriadError as error:
                 self.plan = None
-                self.store.counts.tell(f"nothing is predicted for the new layout: {error}")
+                self.store.counts.add_problem(f"nothing is predicted for the new layout: {error}")
 
     def end(self) -> None:
         """Mark the server as shutting down."""
@@ -224,7 +224,7 @@ class Watched:
                 try:
                     self._account = self.make_account()
                 except Exception as error:  # unexpected lines: the page shows the rest
-                    self.store.counts.tell(f"no account of the run's time: {error!r}")
+                    self.store.counts.add_problem(f"no account of the run's time: {error!r}")
                 done = time.monotonic()
                 self._account_due = done + max(_ACCOUNT_SECONDS, _ACCOUNT_TIMES * (done - began))
         return self._account
@@ -256,8 +256,8 @@ class Watched:
         self._freshness.looked(self._amounts, self._newest, began)
         state, quiet = self.state, self.quiet_seconds
         tens = int(quiet / _TOLD_EACH_SECONDS) if state == "hangs" else 0
-        told = (self.store.counts.num_told, *self.files.problems)
-        self._shown = (state, tens, self.files.is_gone, *told)
+        problems = (self.store.counts.num_problems, *self.files.problems)
+        self._shown = (state, tens, self.files.is_gone, *problems)
 
     @property
     def _newest(self) -> float:

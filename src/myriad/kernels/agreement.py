@@ -156,8 +156,8 @@ def proved(
             wrong += beyond_limits(float8_disagreements(device), torch.bfloat16)
     except Exception as error:  # any error of a compiler or a driver: the library's kernels remain
         return "plain", f"without Triton's kernels: {type(error).__name__}: {error}".partition("\n")[0]
-    told = f"without Triton's kernels: not what the formulas say on this device: {', '.join(wrong)}"
-    return ("plain", told) if wrong else (kernels, "")
+    reason = f"without Triton's kernels: not what the formulas say on this device: {', '.join(wrong)}"
+    return ("plain", reason) if wrong else (kernels, "")
 
 
 def library_doubts(device: torch.device, dtype: torch.dtype, *, float8: Scaling | None) -> list[str]:

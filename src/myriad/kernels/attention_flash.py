@@ -144,15 +144,19 @@ def _differentiate(
         width=sizes.width, padded=padded_width(sizes.width), size=size,
     )  # fmt: skip
     strides = [stride for x in inputs for stride in _strides(x)]
-    sizes_told = rows, heads, sizes.window, sizes.scale / math.log(2), sizes.scale
+    size_arguments = rows, heads, sizes.window, sizes.scale / math.log(2), sizes.scale
     constants = sizes.constants("backward_keys")
     grid = (-(-rows // constants["key_size"]), sizes.batch * heads // sizes.repeats)
-    told = (*strides, *grads[1].stride()[:2], *sizes_told)
-    launch(attention_backward.backward_keys, grid, *inputs, logs, products, *grads[1:], *told, **constants)
+    arguments = (*strides, *grads[1].stride()[:2], *size_arguments)
+    launch(
+        attention_backward.backward_keys, grid, *inputs, logs, products, *grads[1:], *arguments, **constants
+    )
     constants = sizes.constants("backward_queries")
     grid = (-(-rows // constants["query_size"]), sizes.batch * heads)
-    told = (*strides, *grads[0].stride()[:2], *sizes_told)
-    launch(attention_backward.backward_queries, grid, *inputs, logs, products, grads[0], *told, **constants)
+    arguments = (*strides, *grads[0].stride()[:2], *size_arguments)
+    launch(
+        attention_backward.backward_queries, grid, *inputs, logs, products, grads[0], *arguments, **constants
+    )
 
 
 def flash_attention(

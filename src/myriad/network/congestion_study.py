@@ -285,7 +285,7 @@ def worse_than_parents(rows: Sequence[CongestionRow], child: str = "hybrid") -> 
         parents = [found[scenario, name] for name in PARENTS if (scenario, name) in found]
         if (scenario, child) in found and parents:
             own = found[scenario, child]
-            out[scenario] = [told for parent in parents for told in _losses(own, parent)]
+            out[scenario] = [loss for parent in parents for loss in _losses(own, parent)]
     return out
 
 

@@ -219,5 +219,5 @@ def advice(rows: Sequence[EcmpRow]) -> str:
     )
     if not helps:
         return f"The slowest flow has {asked.slowest_ratio:.2f} of its rate, and nothing tried here helps."
-    told = "; ".join(f"{row.name} {row.slowest_ratio:.2f}" for row in helps)
-    return f"The slowest flow has {asked.slowest_ratio:.2f} of its rate. What helps, most first: {told}."
+    remedies = "; ".join(f"{row.name} {row.slowest_ratio:.2f}" for row in helps)
+    return f"The slowest flow has {asked.slowest_ratio:.2f} of its rate. What helps, most first: {remedies}."

@@ -115,8 +115,8 @@ class Flows:
     num_bytes: Numbers
     start_seconds: Numbers
     entropy: npt.NDArray[np.uint16]
-    """(F) UDP source port. Of the five numbers that switches hash, it tells the queue pairs of two ports
-    apart (RoCEv2's destination port and protocol are fixed)."""
+    """(F) UDP source port. It is the only one of the five hashed header fields that differs between queue
+    pairs of the same two ports (RoCEv2's destination port and protocol are fixed)."""
 
     def __len__(self) -> int:
         """Return the number of flows."""

@@ -111,7 +111,7 @@ def find_deadlock(operations: Sequence[Operation], device: Device) -> Deadlock |
     for before, after, reason in _edges(operations, device):
         if before in stuck and after in stuck:
             waits[after].append((before, reason))
-    return Deadlock(_told(operations, _shortest_cycle(waits)))
+    return Deadlock(_waits_of_cycle(operations, _shortest_cycle(waits)))
 
 
 # The events of operation n are 4 n plus one of these: the host has reached it, the host has issued it and
@@ -279,7 +279,7 @@ def _length(cycle: list[_Step]) -> int:
     return sum(reason not in _FREE for _, _, reason in cycle)
 
 
-def _told(operations: Sequence[Operation], cycle: list[_Step]) -> tuple[Wait, ...]:
+def _waits_of_cycle(operations: Sequence[Operation], cycle: list[_Step]) -> tuple[Wait, ...]:
     """Return the cycle as waits between operations, starting between two ranks at the lowest. Events within
     an operation are left out, and several steps of a rank for the same reason are merged."""
     between = [

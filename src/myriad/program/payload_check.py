@@ -68,7 +68,7 @@ class Payloads:
         user = user_of(transfer.payload, transfer.stage)
         in_range = 0 <= transfer.stage < program.num_stages and 0 <= user < program.num_stages
         if not in_range or not 0 <= transfer.micro_batch < program.num_micro_batches:
-            return "nobody uses that payload"
+            return "no stage uses that payload"
         ends = (self.rank, transfer.peer) if transfer.sends else (transfer.peer, self.rank)
         if ends != (owners[transfer.stage], owners[user]) or transfer.peer == self.rank:
             return f"this payload goes from rank {owners[transfer.stage]} to rank {owners[user]}"

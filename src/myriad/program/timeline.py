@@ -256,6 +256,6 @@ class _Execution:
         others = (
             f"rank {other} at {self.program.ranks[other][self.next_action[other]]}" for other in stuck[1:4]
         )
-        also = ", ".join(others) or "nobody else"
+        also = ", ".join(others) or "no other rank"
         what = f"deadlock: it waits for ever; so does {also}"
         raise ProgramError(what, rank, index, self.program.ranks[rank][index])

@@ -49,7 +49,7 @@ def load_cluster(name_or_path: str, changes: Sequence[str] = ()) -> Cluster:
 
 
 def _worst(errors: list[ErrorDetails]) -> ErrorDetails:
-    """The first, but a key that nobody knows before one that is missing: it may be that one, misspelt."""
+    """Return the first error; an unknown key before a missing one, as it may be the missing key, misspelt."""
     return next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
 
 

@@ -11,5 +11,5 @@ __all__ = ["attempt_job"]
 def attempt_job(job: Job) -> Job:
     """Apply the layout that the environment sets for this attempt. Raises `BadInputError` for one that
     cannot be computed."""
-    told = AttemptLayout.parse(os.environ.get(ATTEMPT_LAYOUT, ""))
-    return job if told == AS_THE_JOB else job.in_attempt(told)
+    layout = AttemptLayout.parse(os.environ.get(ATTEMPT_LAYOUT, ""))
+    return job if layout == AS_THE_JOB else job.in_attempt(layout)

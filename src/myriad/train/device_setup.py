@@ -37,11 +37,11 @@ from myriad.units import format_bytes
 __all__ = [
     "Place",
     "agree_on_kernels",
+    "describe_precision",
     "find_place",
     "fix_order",
     "keep_memory_whole",
     "pick_device",
-    "precision_told",
     "prepare_cuda",
     "settle_kernels",
     "within_budget",
@@ -258,7 +258,7 @@ def agree_on_kernels(
     return "plain", f"without Triton's kernels: rank {rank} found some to be wrong"
 
 
-def precision_told(job: Job, dtype: torch.dtype) -> str:
+def describe_precision(job: Job, dtype: torch.dtype) -> str:
     """Return the precision as text for users."""
     asked = job.train.precision
     return f"{asked} in {_name(dtype)}" if float8_scaling(asked) is not None else _name(dtype)

@@ -102,7 +102,7 @@ def _profile(
         if costs is None:
             costs = seconds_per_layer(definition, sample, dtype)
             keep_measured(kept, costs)
-    return _told_by_first(costs, groups)
+    return _broadcast_from_first(costs, groups)
 
 
 def settle_links(job: Job, groups: Groups, device: torch.device, kept: Path | None = None) -> CommConfig:
@@ -123,7 +123,7 @@ def settle_links(job: Job, groups: Groups, device: torch.device, kept: Path | No
     first = groups.grid.rank == 0
     choices = (read_measured(kept, _are_choices) or []) if first else []
     known = next((choice["hierarchy"] for choice in choices if choice["where"] == where), None)
-    known = _told_by_first(known, groups)
+    known = _broadcast_from_first(known, groups)
     if known is None:
         known, _ = agree_on_hierarchy(groups, "dp", comm, device)
         if first:
@@ -145,9 +145,9 @@ def _are_choices(value: Any) -> bool:
     )
 
 
-def _told_by_first(value: Any, groups: Groups) -> Any:
+def _broadcast_from_first(value: Any, groups: Groups) -> Any:
     """Broadcast rank 0's value, and return it on every rank."""
-    told = [value]
+    values = [value]
     if groups.world is not None:
-        dist.broadcast_object_list(told, src=0)
-    return told[0]
+        dist.broadcast_object_list(values, src=0)
+    return values[0]

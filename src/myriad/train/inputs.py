@@ -49,12 +49,12 @@ def bad_blocks_of(run: Run, job: Job) -> BadBlocks:
     return tuple(sorted((file, at) for file, at in blocks if isinstance(file, str) and isinstance(at, int)))
 
 
-def open_inputs(job: Job, tell: Callable[[str], None]) -> Corpora:
-    """Open the training split. ``tell`` receives progress messages about slow work. Raises
+def open_inputs(job: Job, report_stage: Callable[[str], None]) -> Corpora:
+    """Open the training split. ``report_stage`` receives progress messages about slow work. Raises
     `BadInputError`."""
     paths = [share.path for share in job.data.mixture] or [job.data.corpus]
     if EMBEDDED in paths:
-        prepare_embedded(None, job.data.vocabulary, tell)
+        prepare_embedded(None, job.data.vocabulary, report_stage)
     corpora = open_corpora(job.data, job.model.sequence)
     known = corpora.vocabulary
     if known is not None and known > job.model.vocabulary:

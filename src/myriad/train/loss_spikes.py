@@ -68,9 +68,9 @@ def _limit(before: Sequence[float], middle: float) -> float:
 class SpikeWatch:
     """Detect spikes and react to them according to ``resilience.on_spike``."""
 
-    def __init__(self, job: Job, tell: Callable[..., Any]) -> None:
-        """``tell`` writes an event."""
-        self._policy, self._tell = job.resilience.on_spike, tell
+    def __init__(self, job: Job, append_event: Callable[..., Any]) -> None:
+        """``append_event`` writes an event to the run's log."""
+        self._policy, self._append_event = job.resilience.on_spike, append_event
         self._spikes = Spikes()
         self._in_a_row = 0
 
@@ -89,7 +89,7 @@ class SpikeWatch:
         problem = self._spikes.look(result.loss, result.grad_norm)
         again = rerun() if result.skipped else result
         if problem is not None and (result.skipped or not self._in_a_row):
-            self._told(step, problem, result, again)
+            self._report(step, problem, result, again)
         if again.overflow:
             return again
         gone = problem is None or (result.skipped and not again.skipped)
@@ -100,7 +100,9 @@ class SpikeWatch:
             raise RunFailedError(f"step {step}: a spike, twice: {problem}")
         return again
 
-    def _told(self, step: int, problem: str, first: StepResult, again: StepResult) -> None:
+    def _report(self, step: int, problem: str, first: StepResult, again: StepResult) -> None:
         verdict = "transient" if first.skipped and not again.skipped else "stays"
-        told = {"verdict": verdict} if first.skipped else {}
-        self._tell("spike", step=step, problem=problem, loss=first.loss, grad_norm=first.grad_norm, **told)
+        fields = {"verdict": verdict} if first.skipped else {}
+        self._append_event(
+            "spike", step=step, problem=problem, loss=first.loss, grad_norm=first.grad_norm, **fields
+        )

@@ -34,13 +34,13 @@ def open_ring(
     rings = SpanRings(1)
     node = int(os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or 0)
 
-    def tell(where: str, problem: str, num_dropped: int) -> None:
-        told = problem or "works again"
-        _LOG.warning("spans to %s: %s; %d spans are lost", where, told, num_dropped)
+    def report(where: str, problem: str, num_dropped: int) -> None:
+        status = problem or "works again"
+        _LOG.warning("spans to %s: %s; %d spans are lost", where, status, num_dropped)
         fields = {"node": node, "rank": place.rank, "place": where, "problem": problem}
         run.append_event("telemetry", **fields, num_dropped=num_dropped)
 
-    outlets = open_outlets(run.spans_path, f"rank-{place.rank}", run.path.name, job.telemetry, tell)
+    outlets = open_outlets(run.spans_path, f"rank-{place.rank}", run.path.name, job.telemetry, report)
     shipper = Shipper(rings, node, outlets, clock.at)
     shipper.begin(1)
     at_end(shipper.close)

@@ -35,7 +35,7 @@ class Verifier:
             if tensors := self._engine.replicated():
                 self._taken = step, digest_of(tensors)
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Publish the digest after the step, when the device has already computed it."""
         if self._taken is not None:
             step, value = self._taken
@@ -48,4 +48,4 @@ class Verifier:
             self._engine.gather()
             self._is_first = True
             self.take(step)
-            self.tell()
+            self.publish()

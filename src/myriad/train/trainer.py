@@ -34,7 +34,7 @@ from myriad.run import Run
 from myriad.telemetry.progress.progress_page import IN_MEMORY_ONLY, TURNED_CODE
 from myriad.train.checkpoint_tools.text_sampler import continue_text
 from myriad.train.data_loader import Validation, open_feed, rank_rows, to_batch, validation_guard
-from myriad.train.device_setup import precision_told
+from myriad.train.device_setup import describe_precision
 from myriad.train.engine_setup import build_engine
 from myriad.train.gap_checks import GapChecks
 from myriad.train.garbage import GarbageSchedule
@@ -214,7 +214,7 @@ class Trainer:
             "start",
             world=self.place.world,
             device=str(self.device.type),
-            precision=precision_told(job, self.rank.dtype),
+            precision=describe_precision(job, self.rank.dtype),
             threads=torch.get_num_threads(),
             parameters=job.model.num_parameters(),
             flops_per_token=job.model.flops_per_token(),
@@ -223,9 +223,9 @@ class Trainer:
             **resumed,
         )
         if self.resumed is not None:
-            self._tell_resumed(self.resumed)
+            self._report_resumed(self.resumed)
 
-    def _tell_resumed(self, found: LoadedState) -> None:
+    def _report_resumed(self, found: LoadedState) -> None:
         for problem in found.problems:
             self._event("fault", step=found.step, problem=problem, set_aside=list(found.set_aside))
         self._event("resume", step=found.step, source=found.source, seconds=found.seconds)
@@ -243,7 +243,7 @@ class Trainer:
         result = self._iterate(rate)
         self.step += 1
         self.progress.step_done(self._busy_seconds())
-        self.verifier.tell()
+        self.verifier.publish()
         if result.overflow:
             self._report_overflow(result)
         elif result.skipped:

@@ -18,9 +18,9 @@ from myriad.optim.precision import resolve_precision
 from myriad.parallel import engine
 from myriad.parallel.runtime import Batch
 from myriad.train.device_setup import (
+    describe_precision,
     fix_order,
     keep_memory_whole,
-    precision_told,
     settle_kernels,
     within_budget,
 )
@@ -33,7 +33,7 @@ def test_float8_on_a_cpu_is_emulated_and_says_so() -> None:
     job = load_job("tiny", ["train.precision=float8-blocks"])
     (line,) = settle_kernels(job, CPU, torch.bfloat16)
     assert "float8-blocks is emulated" in line and "\n" not in line
-    assert precision_told(job, torch.bfloat16) == "float8-blocks in bfloat16"
+    assert describe_precision(job, torch.bfloat16) == "float8-blocks in bfloat16"
 
 
 def test_cuda_graphs_on_a_cpu_fall_back_with_a_line() -> None:

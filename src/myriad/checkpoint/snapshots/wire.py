@@ -48,7 +48,7 @@ def connect_to_own(connection: socket.socket, name: str) -> None:
     """Connect to the snapshot server ``name`` of this user.
 
     Names are in no folder, so any user may take a free one; weights are sent only to processes of this user.
-    Raises ``OSError`` if nobody listens, and `ForeignServerError`."""
+    Raises ``OSError`` if no process listens, and `ForeignServerError`."""
     connection.connect(f"\0{name}")
     if (user := user_of(connection)) != os.getuid():
         raise ForeignServerError(

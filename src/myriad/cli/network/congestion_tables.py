@@ -43,8 +43,8 @@ def show(rows: Sequence[CongestionRow], hosts: int) -> None:
     for verdict in verdicts:
         console.print(_verdict(verdict), soft_wrap=True)
     for control, queue in steady_queues(rows, hosts).items():
-        told = f"  {control} has a steady queue of {queue / 1e3:.0f} kB in a long incast (CoNEXT 2016)"
-        console.print(Text(told, style="dim"), soft_wrap=True)
+        text = f"  {control} has a steady queue of {queue / 1e3:.0f} kB in a long incast (CoNEXT 2016)"
+        console.print(Text(text, style="dim"), soft_wrap=True)
     _show_hybrid(console, worse_than_parents(rows))
 
 
@@ -88,8 +88,8 @@ def _verdict(verdict: ClaimCheck) -> Text:
 
 def _show_hybrid(console: Console, worse: dict[str, list[str]]) -> None:
     if worse:
-        told = f"The hybrid control against its parents (differences of {TOLERANCE:.0%} or less are ignored):"
-        console.print(Text(told, style="bold"))
+        text = f"The hybrid control against its parents (differences of {TOLERANCE:.0%} or less are ignored):"
+        console.print(Text(text, style="bold"))
     for scenario, losses in worse.items():
-        told = "worse: " + ", ".join(losses) if losses else "at least as good in every measure"
-        console.print(Text(f"  {scenario}: {told}"), soft_wrap=True)
+        text = "worse: " + ", ".join(losses) if losses else "at least as good in every measure"
+        console.print(Text(f"  {scenario}: {text}"), soft_wrap=True)

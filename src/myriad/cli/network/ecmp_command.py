@@ -85,12 +85,12 @@ def ecmp(
     if cluster is None:
         unread = {"--gpus": gpus, "--what-if": what_if, "--placement": placement}
         _refuse(unread | {"--ring-nodes": ring_nodes, "--draws": draws}, "only with --cluster")
-        _tell_of_switch(_switch(flows, uplinks, split, queue_pairs), out, as_json)
+        _show_switch(_switch(flows, uplinks, split, queue_pairs), out, as_json)
         return
     _refuse({"--flows": flows, "--uplinks": uplinks, "--split": split}, "only without --cluster")
     found = _cluster(cluster, gpus, what_if or [])
     question = _fabric(found, placement, ring_nodes, queue_pairs, draws, seed)
-    _tell_of_fabric(found, question, out, as_json)
+    _show_fabric(found, question, out, as_json)
 
 
 def _refuse(given: Mapping[str, object], why: str) -> None:
@@ -147,7 +147,7 @@ def _fabric(
     )
 
 
-def _tell_of_switch(question: "SwitchQuestion", out: Path | None, as_json: bool) -> None:
+def _show_switch(question: "SwitchQuestion", out: Path | None, as_json: bool) -> None:
     from myriad.network.ecmp_remedies import curves, switch_rows
 
     rows = switch_rows(question)
@@ -161,7 +161,7 @@ def _tell_of_switch(question: "SwitchQuestion", out: Path | None, as_json: bool)
     _print_rows({"question": asdict(question)}, title, rows, as_json)
 
 
-def _tell_of_fabric(cluster: "Cluster", question: "FabricQuestion", out: Path | None, as_json: bool) -> None:
+def _show_fabric(cluster: "Cluster", question: "FabricQuestion", out: Path | None, as_json: bool) -> None:
     from myriad.network.ecmp_remedies import fabric_rows
 
     with share_bar("drawing hashes") as show:

@@ -222,8 +222,8 @@ def _show_job(console: "Console", placed: "ComparedPlacements", job: int, title:
     from myriad.forecasts.compared_placements import TIERS, format_iteration
 
     plain = placed.plain_seconds[job]
-    told = f"{title}: {format_iteration(plain)} an iteration, predicted without switches"
-    table = Table(box=None, title=told, title_justify="left", title_style="bold", pad_edge=False)
+    caption = f"{title}: {format_iteration(plain)} an iteration, predicted without switches"
+    table = Table(box=None, title=caption, title_justify="left", title_style="bold", pad_edge=False)
     table.add_column("", no_wrap=True)
     for name in (*(f"TB {tier}" for tier in TIERS), "meet", "slowest ring", "p50", "p95"):
         table.add_column(name, justify="right", no_wrap=name in ("p50", "p95"))

@@ -154,8 +154,8 @@ def _check_many(days: float | None, of_one: Mapping[str, object]) -> None:
         raise BadInputError("--days", days, "more than 0")
     for option, given in of_one.items():
         if given:
-            told_of = "needs one number of accelerators: leave out --days and a range of --gpus"
-            raise BadInputError(option, str(given), told_of)
+            reason = "needs one number of accelerators: leave out --days and a range of --gpus"
+            raise BadInputError(option, str(given), reason)
 
 
 @contextmanager
@@ -204,14 +204,14 @@ def _cluster_file(cluster: str, *, measure: bool) -> str:
 def _measure_alone(
     context: typer.Context, out: Path | None, unread: Mapping[str, object], *, measure: bool, as_json: bool
 ) -> None:
-    from myriad.cli.measured_cluster import measure_to_file, tell_measured
+    from myriad.cli.measured_cluster import format_measured, measure_to_file
 
     if not measure:
         raise BadInputError("JOB", None, "needed: a job file or a recipe; or give --measure alone")
     keys = [f"--{override.partition('=')[0]}" for override in OverrideCommand.of(context)]
     for option in [*(option for option, given in unread.items() if given), *keys]:
         raise BadInputError("JOB", None, f"needed: {option} belongs to a plan; --measure alone only measures")
-    measured = tell_measured(*measure_to_file(out))
+    measured = format_measured(*measure_to_file(out))
     typer.echo(json.dumps({"out": measured.splitlines()[-1]}) if as_json else measured)
 
 

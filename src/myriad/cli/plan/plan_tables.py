@@ -241,9 +241,9 @@ def show_curve(console: "Console", curve: PlanCurve) -> None:
     lines = []
     for problem, plan in curve.rows:
         world = problem.cluster.world
-        told = "; ".join(_published(point) for point in curve.points if point.accelerators == world)
+        published = "; ".join(_published(point) for point in curve.points if point.accelerators == world)
         if plan is None:
-            lines.append(_Line(str(world), "nothing fits", (), told))
+            lines.append(_Line(str(world), "nothing fits", (), published))
             continue
         found = plan_figures(problem, plan, curve.steps)
         cells = (
@@ -253,7 +253,7 @@ def show_curve(console: "Console", curve: PlanCurve) -> None:
             format_duration(86400 * found.days),
             _cost(found),
         )
-        lines.append(_Line(str(world), found.layout, cells, told))
+        lines.append(_Line(str(world), found.layout, cells, published))
     _show_lines(console, "by number of accelerators", names, lines)
     _show_promise(console, curve.rows[0][0])
 

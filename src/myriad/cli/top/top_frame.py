@@ -48,7 +48,7 @@ def frame(look: "Look", ranks: Sequence[int], width: int) -> RenderableType:
         parts.append(Text("no step's spans fit its program" if answer is None else answer.sentence))
     if look.state == "hangs":
         parts += [Text(), *_waiting(found)]
-    parts += [Text(), *_events(look.events), Text(_told_of_spans(look), style="dim")]
+    parts += [Text(), *_events(look.events), Text(_span_coverage(look), style="dim")]
     return Group(*parts)
 
 
@@ -133,10 +133,10 @@ def _path(found: "Findings") -> Iterator[RenderableType]:
     if path is None or not path.seconds:
         return
     classes = sorted(path.by_class().items(), key=lambda item: -item[1])
-    told = ", ".join(f"{name} {seconds / path.seconds:.0%}" for name, seconds in classes if seconds > 0)
+    shares = ", ".join(f"{name} {seconds / path.seconds:.0%}" for name, seconds in classes if seconds > 0)
     rank, seconds = next(iter(path.by_rank().items()))
     most = f"rank {rank} {seconds / path.seconds:.0%}"
-    yield Text(f"critical path of step {found.path_step}: {told}; {most} of it")
+    yield Text(f"critical path of step {found.path_step}: {shares}; {most} of it")
 
 
 def _waiting(found: "Findings") -> Iterator[RenderableType]:
@@ -167,12 +167,12 @@ def _clock(at: object) -> str:
         return "-"
 
 
-def _told_of_spans(look: "Look") -> str:
+def _span_coverage(look: "Look") -> str:
     spans, steps = look.spans, look.findings.whole_steps
-    told = f"spans of attempt {spans.attempt}, no whole step yet"
+    covered = f"spans of attempt {spans.attempt}, no whole step yet"
     if len(steps):
-        told = f"spans of attempt {spans.attempt}, steps {steps[0]} to {steps[-1]}"
-    parts = [told, f"clocks agree to {format_number(spans.clock_error_seconds * 1e3, 2)} ms"]
+        covered = f"spans of attempt {spans.attempt}, steps {steps[0]} to {steps[-1]}"
+    parts = [covered, f"clocks agree to {format_number(spans.clock_error_seconds * 1e3, 2)} ms"]
     if spans.num_dropped:
         parts.append(f"{spans.num_dropped:,} were dropped")
     if spans.num_unreadable:

@@ -210,21 +210,21 @@ def _event_line(event: Record) -> Text | None:
         return Text(f"{event.get('what')}: {event.get('problem')}", style="yellow")
     if name == "telemetry":
         if "node" not in event:
-            return Text(_lines_told(event), style="yellow")
-        told = event.get("problem") or "it works again"
+            return Text(_delayed_lines(event), style="yellow")
+        status = event.get("problem") or "it works again"
         lost = f"; {event['num_dropped']} spans are lost" if event.get("num_dropped") else ""
         return Text(
-            f"spans of node {event.get('node')} to {event.get('place')}: {told}{lost}", style="yellow"
+            f"spans of node {event.get('node')} to {event.get('place')}: {status}{lost}", style="yellow"
         )
     if name == "restart":
         other = [f"{event['dp']} replicas"] if event.get("dp") else []
         other += [f"shares {event['shares']}"] if event.get("shares") else []
         other += [f"layers cut at {event['partition']}"] if event.get("partition") else []
-        told = f" with {', '.join(other)}" if other else ""
-        return Text(f"attempt {event.get('epoch')} starts{told}", style="yellow")
+        changes = f" with {', '.join(other)}" if other else ""
+        return Text(f"attempt {event.get('epoch')} starts{changes}", style="yellow")
     if name == "taken_over":
-        told = f"{event.get('url')} belonged to the run {event.get('run')}, which cannot be found from here"
-        return Text(f"{told}; this run stores there from now on", style="yellow")
+        owner = f"{event.get('url')} belonged to the run {event.get('run')}, which cannot be found from here"
+        return Text(f"{owner}; this run stores there from now on", style="yellow")
     if name == "journal":
         return Text(str(event.get("problem")), style="yellow")
     if name == "older_state":
@@ -243,7 +243,7 @@ def _event_line(event: Record) -> Text | None:
     return None
 
 
-def _lines_told(event: Record) -> str:
+def _delayed_lines(event: Record) -> str:
     """Return the line about a file that cannot be written, or can be written again."""
     place = event.get("place")
     if problem := event.get("problem"):
@@ -256,10 +256,10 @@ def _fault_line(event: Record) -> Text:
     loud, failures = bool(event.get("alarm")), event.get("failures", 1)
     at = "" if event.get("step") is None else f" at step {event['step']}"
     again = f" ({failures} in a row)" if failures != 1 else ""
-    told = f"{'ALARM' if loud else 'fault'}{at}: {event.get('problem')}{again}"
+    line = f"{'ALARM' if loud else 'fault'}{at}: {event.get('problem')}{again}"
     if gone := event.get("set_aside"):
-        told += f"; set aside: {', '.join(map(str, gone))}"
-    return Text(told, style="bold red" if loud else "yellow")
+        line += f"; set aside: {', '.join(map(str, gone))}"
+    return Text(line, style="bold red" if loud else "yellow")
 
 
 def _start_line(event: Record) -> Text:

@@ -69,12 +69,12 @@ def trace_endpoint(ask: Ask | None) -> Callable[[Request], Any]:
 
     async def answer(request: Request) -> Response:
         if ask is None:
-            return _told({"error": "this server cannot reach the run's driver"}, 409)
+            return _json_response({"error": "this server cannot reach the run's driver"}, 409)
         ranks, seconds, what = await _asked(request)
         try:
-            return _told(dict(await run_in_threadpool(ask, ranks, seconds, what)), 200)
+            return _json_response(dict(await run_in_threadpool(ask, ranks, seconds, what)), 200)
         except MyriadError as error:
-            return _told({"error": str(error)}, 400 if error.exit_code == 2 else 502)
+            return _json_response({"error": str(error)}, 400 if error.exit_code == 2 else 502)
 
     return answer
 
@@ -132,7 +132,7 @@ def _what(given: Any) -> What:
     raise QuestionError("what", str(given), f"one of {', '.join(get_args(What))}")
 
 
-def _told(found: dict[str, Any], status: int) -> Response:
+def _json_response(found: dict[str, Any], status: int) -> Response:
     return Response(to_json(found), status, media_type="application/json")
 
 

@@ -12,7 +12,7 @@ from myriad.dashboard.insight.standstill import Standstill
 from myriad.dashboard.watched_run import Watched
 from myriad.units import format_ranks
 
-__all__ = ["rank", "silent", "told_silent"]
+__all__ = ["rank", "silent", "silent_rank_sentence"]
 
 _MOST_SILENT = 200
 
@@ -48,10 +48,10 @@ def silent(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict
         }
         for number in _furthest_behind(watched, still)[:_MOST_SILENT]
     ]
-    return {"sentence": told_silent(watched, still), "silent": rows}
+    return {"sentence": silent_rank_sentence(watched, still), "silent": rows}
 
 
-def told_silent(watched: Watched, still: Standstill) -> str:
+def silent_rank_sentence(watched: Watched, still: Standstill) -> str:
     """Describe the rank that most ranks wait for."""
     if not (numbers := _furthest_behind(watched, still)):
         return still.sentence

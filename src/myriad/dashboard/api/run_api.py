@@ -7,7 +7,7 @@ from typing import Any
 
 from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.api.query_parameters import as_int
-from myriad.dashboard.api.rank_api import told_silent
+from myriad.dashboard.api.rank_api import silent_rank_sentence
 from myriad.dashboard.insight.losses import Losses
 from myriad.dashboard.node_table import evidence_rows, health_of, node_rows
 from myriad.dashboard.run_files import number
@@ -75,11 +75,11 @@ def dropped(watched: Watched) -> dict[str, int]:
 def sentence(watched: Watched, analyst: Analyst) -> str:
     """Return the state of the run in a sentence, with the first problem."""
     step, planned = watched.steps_done, watched.files.job.train.steps
-    told = state_sentence(watched.state, step, planned, watched.step_seconds, watched.quiet_seconds)
+    state = state_sentence(watched.state, step, planned, watched.step_seconds, watched.quiet_seconds)
     if (still := analyst.standstill()) is not None:
-        parts = [told, told_silent(watched, still)]
+        parts = [state, silent_rank_sentence(watched, still)]
     else:
-        parts = [told, *(one.sentence for one in analyst.suspects[:1])]
+        parts = [state, *(one.sentence for one in analyst.suspects[:1])]
     return "; ".join([*parts, *_doubts(watched)])
 
 

@@ -75,8 +75,8 @@ class Findings:
 
     @cached_property
     def whole_steps(self) -> Array:
-        """Steps that all ranks have told of and gone on from, without the first ones, which pay for warm-up;
-        if there is no such step, those that most ranks have told of."""
+        """Steps that every rank has recorded and finished, without the warm-up steps; if there are none, the
+        last of those that most ranks have recorded."""
         steps, seen = self.table.steps, self.table.seen.sum(axis=1)
         if len(steps) == 0:
             return steps

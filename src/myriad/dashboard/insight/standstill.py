@@ -1,8 +1,8 @@
-"""Who waits for whom, when nothing moves: from how far each rank has come in the program of its step.
+"""Which rank waits for which in a run that hangs, from how far each rank has come in the program of its step.
 
 A rank that has finished k actions is in action k. If that needs a post which another rank has not come to, it
-waits for that rank, which in turn may wait. Whoever needs nobody is silent: it computes, or is dead, and all
-chains of waiting end there. MegaScale's rule (section 5.2): the silent ranks are the suspects.
+waits for that rank, which in turn may wait. A rank that waits for no other is silent: it computes or is dead,
+and all chains of waits end there. MegaScale's rule (section 5.2): the silent ranks are the suspects.
 
     rank 0   in wait(f1.3<-1)        waits for rank 1
     rank 1   in await_reduce(1)      waits for rank 5

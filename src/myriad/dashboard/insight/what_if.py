@@ -50,7 +50,7 @@ class WhatIf:
     @property
     def sentence(self) -> str:
         """The estimate in a sentence."""
-        without, measured = _told(self.without_seconds), _told(self.measured_seconds)
+        without, measured = _duration(self.without_seconds), _duration(self.measured_seconds)
         return f"without {format_ranks(self.ranks)} the step would take {without}, not {measured}"
 
 
@@ -65,7 +65,7 @@ def what_if(step: StepSpans, heal: Collection[int], measured_seconds: float | No
     return WhatIf(tuple(sorted(heal)), measured, replayed, healed)
 
 
-def _told(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     return f"{format_number(seconds, 4)} s" if seconds >= 1 else f"{format_number(seconds * 1e3, 4)} ms"
 
 

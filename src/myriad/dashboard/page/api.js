@@ -5,7 +5,7 @@ import { decodeTile } from "./tile.js";
 /** The server said no, and why. */
 export class Refused extends Error {}
 
-/** Nobody answers. */
+/** No server answers. */
 export class Gone extends Error {}
 
 /**

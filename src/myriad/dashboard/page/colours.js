@@ -10,7 +10,7 @@ const SLOW_AND_FAST = {
   light: ["#053061", "#2f79b5", "#9fc5de", "#e9ecef", "#f6b26b", "#d9480f", "#7f1007"],
   dark: ["#8fd0ff", "#3f93d6", "#2c5474", "#29313b", "#8a5320", "#f0701d", "#ffc078"],
 };
-/** In both themes the slowest end is told from all others by lightness too. */
+/** In both themes the slowest end also differs from all others in lightness. */
 const CIVIDIS = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];
 
 /** Of who has no value: grey where others are blue or orange, off the way from blue to yellow else. */

@@ -22,14 +22,14 @@ export function FaultsView({ run, version }) {
         <div class="card nodes"><${Nodes} nodes=${it?.nodes ?? []} /></div>
         <div class="card wide">
           <h2>Faults and decisions, newest first</h2>
-          <${Told} events=${it?.decisions} run=${run} nothing="No faults." />
+          <${Events} events=${it?.decisions} run=${run} nothing="No faults." />
           ${it?.num_decisions > it?.decisions.length && html`<p class="dim">${count(it.num_decisions - it.decisions.length)} older ones stand in events.jsonl.</p>`}
           <h2>Diagnoses</h2>
-          <${Told} events=${it?.diagnoses} run=${run} nothing="No diagnoses." />
+          <${Events} events=${it?.diagnoses} run=${run} nothing="No diagnoses." />
           <h2>Link counters around anomalies</h2>
           <${Evidence} files=${it?.evidence ?? []} />
           <h2>Evictions</h2>
-          <${Told} events=${it?.evictions} run=${run} nothing="No node was evicted." />
+          <${Events} events=${it?.evictions} run=${run} nothing="No node was evicted." />
         </div>
         <div class="card"><h2>Checkpoints</h2><${Checkpoints} checkpoints=${it?.checkpoints ?? []} /></div>
       </div>
@@ -38,7 +38,7 @@ export function FaultsView({ run, version }) {
 
 const WELL = new Set(["good", "ok", "healthy", "no complaint"]);
 
-/** Somebody complained of it, or it is silent while others are not. @param {any[]} nodes */
+/** Other nodes complained of it, or it is silent while others are not. @param {any[]} nodes */
 function troubles(nodes) {
   const newest = Math.min(...nodes.map((one) => one.heartbeat_seconds_ago ?? Infinity));
   return (one) => (one.health && !WELL.has(one.health)) || one.heartbeat_seconds_ago > newest + LATE_SECONDS;
@@ -80,7 +80,7 @@ const madeOf = (one) =>
 /** Link counters each 10 ms around anomalies. @param {{files: any[]}} props */
 function Evidence({ files }) {
   if (!files.length) return html`<p class="dim">No anomaly yet: nothing was kept.</p>`;
-  return html`<ul class="told">${files.map((one) => html`
+  return html`<ul class="dated">${files.map((one) => html`
     <li key=${one.name}>${nodeText(one.node)}, ${one.why}: <a href=${`/api/around/${one.name}`} download>${one.name}</a></li>`)}</ul>`;
 }
 
@@ -93,9 +93,9 @@ function Ranks({ ranks }) {
 }
 
 /** Each with the rule that decided and what it saw. */
-function Told({ events = [], run, nothing }) {
+function Events({ events = [], run, nothing }) {
   if (!events.length) return html`<p class="dim">${nothing}</p>`;
-  return html`<ol class="told">${[...events].reverse().map((event) => html`
+  return html`<ol class="dated">${[...events].reverse().map((event) => html`
     <li key=${event.place}><${Time} at=${event.time} /><b>${nameOf(event)}</b> <${Where} event=${event} world=${run.world} /> <span>${event.text ?? ""}</span>
       ${event.rule && html`<div class="dim">rule: ${asText(event.rule)}</div>`}
       ${event.evidence && html`<details><summary>evidence</summary><pre>${asText(event.evidence)}</pre></details>`}</li>`)}</ol>`;

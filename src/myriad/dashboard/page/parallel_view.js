@@ -41,7 +41,7 @@ export function ParallelView({ run, query, version, silent }) {
       <div class="card">
         ${AXES.toReversed().filter((axis) => about?.groups?.[axis]?.length > 1).map((axis) => html`
           <${Group} key=${axis} name="${GROUP_NAMES[axis]}, ${axis}" ranks=${about.groups[axis]} rank=${rank} about=${about} silent=${silent} />`)}
-        ${run.world === 1 && html`<p class="dim">This run has one rank: nobody to wait for.</p>`}
+        ${run.world === 1 && html`<p class="dim">This run has one rank: no other to wait for.</p>`}
       </div>
     </section>`;
 }
@@ -69,7 +69,7 @@ function Facts({ run, rank, about }) {
     ["Place", placeOf(run.layout, rank)],
     ["Is in", about?.is_in ?? (run.state === "hangs" ? "not known" : "known when the run hangs")],
     ["Last finished", last ? `${last.name}, step ${count(last.step)}, ${seconds(last.seconds_ago)} ago` : "nothing yet"],
-    ["Waits for", about?.waits_for?.length ? html`<${Chips} ranks=${about.waits_for} rank=${rank} />` : "nobody"],
+    ["Waits for", about?.waits_for?.length ? html`<${Chips} ranks=${about.waits_for} rank=${rank} />` : "no rank"],
     ["Silent", about?.silent ? "yes: others wait, and it entered nothing" : "no"],
   ];
   return html`<dl>${rows.map(([name, value]) => html`<dt key=${name}>${name}</dt><dd>${value ?? "–"}</dd>`)}</dl>`;
@@ -109,18 +109,18 @@ const LOOKS = [["profile", "operators"], ["stacks", "stacks"], ["flight", "colle
 /** Asks the run for a look into this rank, and offers its files or says why there are none. @param {{rank: number}} props */
 function Trace({ rank }) {
   const [what, setWhat] = useState("profile");
-  const [told, setTold] = useState({ text: "", files: [], busy: false });
+  const [answer, setAnswer] = useState({ text: "", files: [], busy: false });
   const ask = async () => {
-    setTold({ text: what === "profile" ? `tracing for ${TRACE_SECONDS} s…` : "looking…", files: [], busy: true });
+    setAnswer({ text: what === "profile" ? `tracing for ${TRACE_SECONDS} s…` : "looking…", files: [], busy: true });
     try {
       const { files = [], problems = [] } = await post("/api/trace", { ranks: [rank], seconds: TRACE_SECONDS, what });
-      setTold({ text: problems.join("; ") || (files.length ? "" : "the run gave no trace"), files, busy: false });
+      setAnswer({ text: problems.join("; ") || (files.length ? "" : "the run gave no trace"), files, busy: false });
     } catch (problem) {
-      setTold({ text: problem.message, files: [], busy: false });
+      setAnswer({ text: problem.message, files: [], busy: false });
     }
   };
   return html`<${Choice} label="Look at" value=${what} options=${LOOKS} onChange=${setWhat} />
-    <button onClick=${ask} disabled=${told.busy}>${what === "profile" ? `Trace it for ${TRACE_SECONDS} s` : "Ask the rank"}</button>
-    <span class="dim said-of-trace" role="status">${told.text}${told.files.map((file) => html`
+    <button onClick=${ask} disabled=${answer.busy}>${what === "profile" ? `Trace it for ${TRACE_SECONDS} s` : "Ask the rank"}</button>
+    <span class="dim said-of-trace" role="status">${answer.text}${answer.files.map((file) => html`
       <a key=${file} href="/api/traces/${encodeURIComponent(file.split("/").pop())}" download>${file}</a>`)}</span>`;
 }

@@ -42,7 +42,7 @@ export function go(view, query) {
 export function amend(changes) {
   current = { view: current.view, query: { ...current.query, ...changes } };
   timer ||= setTimeout(write, WRITE_EVERY_MS);
-  tell();
+  notify();
 }
 
 function write() {
@@ -56,10 +56,10 @@ function follow() {
   clearTimeout(timer);
   timer = 0;
   current = parse();
-  tell();
+  notify();
 }
 
-function tell() {
+function notify() {
   for (const listener of listeners) listener(current);
 }
 

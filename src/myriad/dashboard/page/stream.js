@@ -68,7 +68,7 @@ async function readEvents(request, onChanged, onOpen) {
       watchdog = setTimeout(() => request.abort(), SILENCE_MS);
       const blocks = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
       rest = blocks.pop();
-      for (const block of blocks) tell(block, onChanged);
+      for (const block of blocks) dispatch(block, onChanged);
     }
   } finally {
     clearTimeout(watchdog);
@@ -76,7 +76,7 @@ async function readEvents(request, onChanged, onOpen) {
 }
 
 /** @param {string} block one event @param {(data: any) => void} onChanged */
-function tell(block, onChanged) {
+function dispatch(block, onChanged) {
   const data = block.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5)).join("\n");
   if (data) onChanged(JSON.parse(data));
 }

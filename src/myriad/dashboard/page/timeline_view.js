@@ -1,4 +1,4 @@
-/** Timeline of any ranks and steps: what each did, what was predicted, and who waited for whom. */
+/** Timeline of any ranks and steps: what each did, what was predicted, and which rank waited for which. */
 
 import { askTile } from "./api.js";
 import { INSIDE_EVALUATION, SPAN_LEGEND, spanColour } from "./colours.js";
@@ -64,7 +64,7 @@ export function TimelineView({ run, query, version, theme }) {
     </section>`;
 }
 
-/** Who waited for whom may still be worked out: then the window is asked for again. */
+/** If the waits are not computed yet, the window is requested again later. */
 function useArrowsToCome(tile, setAgain) {
   useEffect(() => {
     if (!tile?.facts.arrows_to_come) return;
@@ -133,7 +133,7 @@ function Selected({ run, data, rank, chosen }) {
       <a href=${hrefOf("timeline", { rank, ranks: rangesText(withWaiters(run.layout, rank)), steps: `${run.last_step}` })}>with those who wait</a></span>
     <span class="waiters">${waiters.length ? html`Waiting for it: ${named.map(({ rank: other, times }) => html`
       <button class="link" key=${other} onClick=${() => amend({ rank: other })} title="${plural(times, "time")} in this window">${other}</button> `)}
-      ${waiters.length > named.length && `and ${count(waiters.length - named.length)} more`}` : data.arrowsToCome ? "Who waited for it is being worked out…" : "Nobody waits for it in this window."}</span>`;
+      ${waiters.length > named.length && `and ${count(waiters.length - named.length)} more`}` : data.arrowsToCome ? "The waits for it are being computed…" : "No rank waits for it in this window."}</span>`;
 }
 
 /** Only of what is there. @param {{names: string[]}} props */

@@ -57,9 +57,9 @@ class OwnSeconds:
     def of(self, records: Records, computing: Array) -> Timed:
         """Return the new spans with their own seconds. ``computing``: by name, whether its spans may have
         children."""
-        told = np.zeros(self._world, bool)
-        told[records["rank"]] = True
-        due = told[self._carried["rank"]]
+        ranks_in_batch = np.zeros(self._world, bool)
+        ranks_in_batch[records["rank"]] = True
+        due = ranks_in_batch[self._carried["rank"]]
         spans = nested(joined([self._carried[due], records]))
         new = spans.records["name"] != _CARRIED
         kept = [self._carried[~due], _open(spans, new, computing[spans.records["name"]] & new, self._world)]
@@ -145,12 +145,12 @@ class Counts:
     """Steps whose spans were dropped for newer ones."""
     problems: list[str] = field(default_factory=list)
     """Texts of the newest problems."""
-    num_told: int = 0
+    num_problems: int = 0
 
-    def tell(self, problem: str) -> None:
+    def add_problem(self, problem: str) -> None:
         """Add a problem to the newest ones. A repeated problem is kept once."""
         if (text := problem[:300]) not in self.problems[-1:]:
-            self.num_told += 1
+            self.num_problems += 1
             self.problems = [*self.problems, text][-20:]
 
 

@@ -71,10 +71,10 @@ class StepBlock:
         self.first_ns = min(self.first_ns, int(starts.min()))
         self.last_ns = max(self.last_ns, int(ends.max()))
         edges = np.flatnonzero(np.diff(ranks, prepend=-1))
-        told, begins = ranks[edges], starts[edges]
-        known = self.begin_ns[told]
-        self.begin_ns[told] = np.where((known > 0) & (known < begins), known, begins)
-        self.end_ns[told] = np.maximum(self.end_ns[told], np.maximum.reduceat(ends, edges))
+        present, begins = ranks[edges], starts[edges]
+        known = self.begin_ns[present]
+        self.begin_ns[present] = np.where((known > 0) & (known < begins), known, begins)
+        self.end_ns[present] = np.maximum(self.end_ns[present], np.maximum.reduceat(ends, edges))
 
     def add_seconds(self, first_rank: int, totals: Array, counts: Array) -> None:
         """Add seconds and counts of spans, ``[phase, rank - first_rank]``."""

@@ -51,8 +51,8 @@ class FabricDistribution:
 
     def as_json(self) -> dict[str, Any]:
         """Return the distribution as plain values."""
-        told = {"p50_seconds": self.p50, "p95_seconds": self.p95, "slowest_ring_p50_ratio": self.ring}
-        return {**told, "draws": len(self.seconds)}
+        quantiles = {"p50_seconds": self.p50, "p95_seconds": self.p95, "slowest_ring_p50_ratio": self.ring}
+        return {**quantiles, "draws": len(self.seconds)}
 
 
 class FabricForecaster:

@@ -121,7 +121,7 @@ class _SharingRun(CostModelRun):
         computed = {lane: now + job.left / computing[lane] for lane, job in self.jobs.items()}
         arrived = {trip: now + trip.left / travelling[trip] for trip in self.trips}
         ends = [*computed.values(), *arrived.values(), *(event[0] for event in self.events[:1])]
-        assert ends, "the checker proved that nobody waits for ever"
+        assert ends, "the checker proved that no rank waits forever"
         time = max(now, min(ends))
         for lane, end in computed.items():
             self.jobs[lane].left = (end - time) * computing[lane]

@@ -70,12 +70,12 @@ def find_plans(
     progress: Progress | None = None,
 ) -> PlanResult:
     """Return the best layouts. Raises `BadInputError` where there is no layout, or none fits."""
-    tell = progress or (lambda stage, done, total: None)
+    report_progress = progress or (lambda stage, done, total: None)
     found = search_layouts(
         problem,
         count=count,
         objective=objective,
-        progress=lambda done, total: tell("searched", done, total),
+        progress=lambda done, total: report_progress("searched", done, total),
     )
     _refuse_nothing(problem, found)
     done = iter(range(1, count + 1))
@@ -84,7 +84,7 @@ def find_plans(
         problem,
         found.best,
         simulations,
-        progress=lambda: tell("simulated", next(done), len(found.best)),
+        progress=lambda: report_progress("simulated", next(done), len(found.best)),
     )
     if objective == "memory":
         plans.sort(key=lambda plan: (plan.candidate.memory_bytes, plan.seconds))
@@ -196,13 +196,13 @@ def fewest_accelerators(
             return problem, plan
         if plan is not None and (quickest is None or plan.seconds < quickest[0]):
             quickest = plan.seconds, size
-    told = f"up to {most} accelerators are too slow or too small: "
+    reason = f"up to {most} accelerators are too slow or too small: "
     if quickest is None:
-        told += f"{max(1, math.ceil(fewest)):,} are needed even at their peak"
+        reason += f"{max(1, math.ceil(fewest)):,} are needed even at their peak"
     else:
-        told += f"{quickest[1]} take {format_number(quickest[0], 4)} s an iteration, "
-        told += f"{format_number(seconds, 4)} s are needed"
-    raise BadInputError("seconds an iteration", seconds, told)
+        reason += f"{quickest[1]} take {format_number(quickest[0], 4)} s an iteration, "
+        reason += f"{format_number(seconds, 4)} s are needed"
+    raise BadInputError("seconds an iteration", seconds, reason)
 
 
 _MOST_BATCH = 2**24

@@ -122,7 +122,7 @@ class RankClocks(ABC):
             lane = self.runnable.popleft()
             while self._do_next(lane):
                 pass
-        assert self._all_done(), "the checker proved that nobody waits for ever"
+        assert self._all_done(), "the checker proved that no rank waits forever"
         return list(self.clock)
 
     def _begin(self) -> None:

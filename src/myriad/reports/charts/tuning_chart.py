@@ -25,8 +25,8 @@ def draw(cluster: str, found: TuningEvidence) -> str:
     parts = [text(24, 30, title, size=15, ink=INK)]
     panel = 0
     if found.slowest:
-        told = "slowest flow of rings between switches, share of its rate"
-        parts += _panel(panel, told, "queue pairs for each connection", found.slowest, 1.0)
+        caption = "slowest flow of rings between switches, share of its rate"
+        parts += _panel(panel, caption, "queue pairs for each connection", found.slowest, 1.0)
         parts += _marks(panel, found.slowest, 1.0, asked=found.num_queue_pairs, own=1)
         panel = 1
     most = _round_up(max(hours for _, hours in found.hours))

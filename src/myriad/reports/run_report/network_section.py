@@ -42,8 +42,8 @@ def network_parts(job: Job, cluster: Cluster, progress: Callable[[str, float], N
     yield "<h2>The network, predicted</h2>"
     num_ports = cluster.nodes * cluster.ports_per_node
     if num_ports > _MOST_PORTS:
-        told = f"{cluster.name} has {num_ports:,} NIC ports: drawn up to {_MOST_PORTS:,}. "
-        yield _words(told + "`myriad network place JOB --cluster CLUSTER --out place.svg` draws it.")
+        text = f"{cluster.name} has {num_ports:,} NIC ports: drawn up to {_MOST_PORTS:,}. "
+        yield _words(text + "`myriad network place JOB --cluster CLUSTER --out place.svg` draws it.")
         return
     run = _RunOnFabric(job, cluster)
     sections = {
@@ -148,8 +148,8 @@ class _RunOnFabric:
         asked, *others = fabric_rows(FabricQuestion(*of, draws=_DRAWS, place_flows=self.heaviest.flows_at))
         rows = [replace(asked, name=AS_IT_IS), *others]
         count = len(self.heaviest.flows_at(self.routes, AS_IT_IS, 0))
-        told = f"{count:,} flows of {self.heaviest.words}, all in flight at the same time. {advice(rows)}"
-        yield _head("Hash conflicts", told, "ecmp")
+        text = f"{count:,} flows of {self.heaviest.words}, all in flight at the same time. {advice(rows)}"
+        yield _head("Hash conflicts", text, "ecmp")
         yield _card(draw_bars(f"{count:,} flows of {self.heaviest.words}", rows))
 
     def congestion(self) -> Iterator[str]:
@@ -163,10 +163,10 @@ class _RunOnFabric:
             yield _head("Congestion", "No link is overloaded, so congestion control has no effect.")
             return
         rows = [measure_scenario(case, name, control, "fluid") for name, control in CONTROLS.items()]
-        told = "The most overloaded link with all flows that share it under one draw of "
-        told += "the hashes, cut out of the fabric and modelled as a fluid; ports of 200 Gbit/s, for which "
-        told += "the controls' parameters are published."
-        yield _head("Congestion", told, "congestion")
+        text = "The most overloaded link with all flows that share it under one draw of "
+        text += "the hashes, cut out of the fabric and modelled as a fluid; ports of 200 Gbit/s, for which "
+        text += "the controls' parameters are published."
+        yield _head("Congestion", text, "congestion")
         yield _card(draw(rows, f"Each congestion control on {case.fabric.num_ports} ports of the fabric"))
 
     def flaps(self) -> Iterator[str]:
@@ -179,8 +179,8 @@ class _RunOnFabric:
         adaptive = nics is None or nics.adaptive_retransmission
         found = compare_timers(self.habits, Timers(18, MAX_RETRIES, adaptive), _TIMEOUTS)
         count = self.habits.num_links * self.habits.flaps_per_month
-        told = f"{self.habits.num_links:,} links under the job, {count:.3g} flaps a month (assumed), "
-        yield _head("Links that flap", f"{told}down for {self.habits.down.name}", "flap")
+        text = f"{self.habits.num_links:,} links under the job, {count:.3g} flaps a month (assumed), "
+        yield _head("Links that flap", f"{text}down for {self.habits.down.name}", "flap")
         yield _card(draw([one.timers for one in found.shown], self.habits))
         head = [*COLUMNS, "iteration with one"]
         rows = [[*cells(one), f"{self.plain_seconds + one.wait_seconds:.3g} s"] for one in found.shown]
@@ -208,17 +208,17 @@ class _RunOnFabric:
         yield f'<div class="card scroll">{html_table(["", "variable", "why"], rows, ())}</div>'
 
 
-def _head(title: str, told: str, command: str = "") -> str:
+def _head(title: str, text: str, command: str = "") -> str:
     more = " " + _code(f"myriad network {command}") if command else ""
-    return f"<h3>{escape(title)}</h3>" + _words(told, more)
+    return f"<h3>{escape(title)}</h3>" + _words(text, more)
 
 
-def _words(told: str, more: str = "") -> str:
-    return f'<p class="dim">{escape(told)}{more}</p>'
+def _words(text: str, more: str = "") -> str:
+    return f'<p class="dim">{escape(text)}{more}</p>'
 
 
-def _code(told: str) -> str:
-    return f"<code>{escape(told)}</code>"
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
 
 
 def _card(svg: str) -> str:

@@ -193,9 +193,9 @@ def _layout(facts: Facts, metrics: Sequence[Record]) -> Iterator[str]:
     job, summary = facts.job, facts.summary
     layout = job.layout
     axes = [(axis, getattr(layout, axis)) for axis in ("dp", "pp", "tp", "cp", "ep")]
-    told = " x ".join(f"{size} {axis}" for axis, size in axes if size > 1) or "one rank"
+    axes_text = " x ".join(f"{size} {axis}" for axis, size in axes if size > 1) or "one rank"
     rows = [
-        ["ranks", f"{layout.world} = {told}" if layout.world > 1 else told],
+        ["ranks", f"{layout.world} = {axes_text}" if layout.world > 1 else axes_text],
         ["schedule", f"{layout.schedule_name}, {layout.virtual_stages} virtual stages, zero {layout.zero}"],
         ["batch", f"{job.train.global_batch} sequences of {job.model.sequence} tokens, "
                   f"{job.num_micro_batches} micro-batches of {layout.micro_batch}"],

@@ -55,16 +55,16 @@ def _no_spans(look: "Look") -> Iterator[str]:
 
 def _of_what(look: "Look", losses: "Losses", count: int) -> str:
     steps, spans = look.findings.whole_steps, look.spans
-    told = f"mean of all ranks and of steps {steps[0]} to {steps[-1]}" if count > 1 else f"step {steps[0]}"
-    told += f", {format_number(losses.step_seconds, 4)} s each"
+    text = f"mean of all ranks and of steps {steps[0]} to {steps[-1]}" if count > 1 else f"step {steps[0]}"
+    text += f", {format_number(losses.step_seconds, 4)} s each"
     if look.peak_flops:
-        told += f"; peak {format_number(look.peak_flops / 1e12, 4)} TFLOP/s of all ranks"
-        told += f" ({look.peaks.source})" if look.peaks.source else ""
+        text += f"; peak {format_number(look.peak_flops / 1e12, 4)} TFLOP/s of all ranks"
+        text += f" ({look.peaks.source})" if look.peaks.source else ""
     if spans.num_dropped:
-        told += f"; {spans.num_dropped:,} spans were dropped"
+        text += f"; {spans.num_dropped:,} spans were dropped"
     if not losses.split:
-        told += "; bubble includes messages: the spans do not match the program"
-    return told
+        text += "; bubble includes messages: the spans do not match the program"
+    return text
 
 
 def _rows(losses: "Losses") -> list[tuple[str, float, float, str]]:
@@ -88,14 +88,14 @@ def _waterfall(losses: "Losses", predicted: "Losses | None") -> str:
     parts += [_bar(0, 0.0, 1.0, "#9aa3ad", scale), _label(0, f"100% of {whole}", "")]
     for at, (name, begin, share, colour) in enumerate(rows, 1):
         parts.append(_bar(at, begin, share, colour, scale, f"{name}: {share:.2%}"))
-        told = f"{share:.1%}"
+        label = f"{share:.1%}"
         if name in expected:
             _, start, part, _ = expected[name]
             x, width = _LEFT + start * scale, max(part * scale, 1.0)
             y = at * _ROW + _ROW - 5
             parts.append(box(x, y, width, 3, _INHERIT))
-            told += f" (plan {part:.1%})"
-        parts.append(_label(at, name, told))
+            label += f" (plan {part:.1%})"
+        parts.append(_label(at, name, label))
     height = _ROW * (len(rows) + 1) + 4
     head = f'<svg viewBox="0 0 {_WIDTH:g} {height:g}" role="img" font-size="13" fill="currentColor" '
     head += 'aria-label="from the peak down to what was reached">'
@@ -186,11 +186,13 @@ def _heat(found: "Findings") -> Iterator[str]:
         seconds = found.steady.of_phase(phase)
         scores = compare(seconds, found.ranks.peers, noise_seconds=PHASE_NOISE_SECONDS)
         known = scores.seconds[~np.isnan(scores.seconds)]
-        told = f"{phase}: {format_number(float(np.median(known)) * 1e3)} ms a step" if len(known) else phase
+        caption = (
+            f"{phase}: {format_number(float(np.median(known)) * 1e3)} ms a step" if len(known) else phase
+        )
         uri = data_uri(_pixels(scores.z, width))
         style = "width:100%;image-rendering:pixelated;border-radius:4px"
         image = f'<img alt="{escape(phase)} by rank" style="{style}" src="{uri}">'
-        yield f'<div class="card"><p>{escape(told)}</p>{image}</div>'
+        yield f'<div class="card"><p>{escape(caption)}</p>{image}</div>'
     yield "</div>"
 
 

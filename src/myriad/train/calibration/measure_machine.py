@@ -1,6 +1,6 @@
 """Measure this machine as a cluster that plans can be made for, in some seconds.
 
-    cluster = measure_cluster(tell)         one process with one thread for each core, all at once
+    cluster = measure_cluster(report)         one process with one thread for each core, all at once
     write_cluster(cluster, path)            TOML; the first lines state when and how it was measured
 
 A rank is a core. Compute is timed by the processor time of its thread, so that other work on the machine
@@ -55,7 +55,7 @@ _RANKS_PER_CORE = 8
 _MOST_PROCESSES = 32
 _TIMEOUT_SECONDS = 300.0
 
-Tell = Callable[[str, float], None]
+ReportProgress = Callable[[str, float], None]
 """A callback that gets what is being measured, and the share that is done."""
 
 
@@ -72,11 +72,11 @@ class _Answer:
     pace_seconds: float
 
 
-def measure_cluster(tell: Tell = lambda what, done: None) -> Cluster:
+def measure_cluster(report: ReportProgress = lambda what, done: None) -> Cluster:
     """Measure this machine for some seconds. Raises `RunFailedError` when a process fails."""
     cores = num_cores()
     world = min(_MOST_PROCESSES, max(2, cores - cores % 2))
-    return _fit(_ask_processes(world, tell), cores)
+    return _fit(_ask_processes(world, report), cores)
 
 
 def _fit(answers: Sequence[_Answer], cores: int) -> Cluster:
@@ -158,7 +158,7 @@ def _link(ranks: Sequence[LinkTimes]) -> Link:
     )
 
 
-def _ask_processes(world: int, tell: Tell) -> list[_Answer]:
+def _ask_processes(world: int, report: ReportProgress) -> list[_Answer]:
     """Start new processes, as a rank is started, and return what each one measured."""
     context = multiprocessing.get_context("spawn")
     messages: Any = context.Queue()
@@ -170,14 +170,14 @@ def _ask_processes(world: int, tell: Tell) -> list[_Answer]:
     for process in processes:
         process.start()
     try:
-        return _collect(processes, messages, tell)
+        return _collect(processes, messages, report)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _collect(processes: Sequence[SpawnProcess], messages: Any, tell: Tell) -> list[_Answer]:
+def _collect(processes: Sequence[SpawnProcess], messages: Any, report: ReportProgress) -> list[_Answer]:
     found: dict[int, _Answer] = {}
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while len(found) < len(processes):
@@ -190,7 +190,7 @@ def _collect(processes: Sequence[SpawnProcess], messages: Any, tell: Tell) -> li
                 raise RunFailedError(f"measuring this machine: a process died with {codes[0]}") from None
             continue
         if kind == "progress":
-            tell(*value)
+            report(*value)
         elif kind == "failed":
             raise RunFailedError(f"measuring this machine: process {rank} failed: {value}")
         else:
@@ -205,13 +205,13 @@ def _be_rank(rank: int, world: int, port: int, messages: Any) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     try:
-        answer = _measure_rank(world, _Teller(rank, messages))
+        answer = _measure_rank(world, _ProgressSender(rank, messages))
         messages.put((rank, "done", answer))
     except BaseException:
         messages.put((rank, "failed", traceback.format_exc(limit=-1).strip()))
 
 
-class _Teller:
+class _ProgressSender:
     """Report the progress of rank 0 to the parent process."""
 
     def __init__(self, rank: int, messages: Any) -> None:
@@ -222,24 +222,24 @@ class _Teller:
             self._messages.put((0, "progress", (what, done)))
 
 
-def _measure_rank(world: int, tell: Tell) -> _Answer:
+def _measure_rank(world: int, report: ReportProgress) -> _Answer:
     groups = open_world(Layout(dp=world // 2, tp=2), torch.device("cpu"))
     together = groups.along("dp", "tp")
-    tell("transfers between ranks", 0.05)
+    report("transfers between ranks", 0.05)
     links = time_links(groups)
-    tell("tensor-parallel blocks", 0.2)
+    report("tensor-parallel blocks", 0.2)
     pair = groups.along("tp")
     assert pair is not None, "two ranks at least"
     tensors = time_tensors(pair)
-    tell("memory", 0.3)
+    report("memory", 0.3)
     dist.barrier(together)
     pace = Pace()
     sweep = sweep_bytes_per_second(together, pace)
-    tell("products, attention and layers in float32", 0.35)
+    report("products, attention and layers in float32", 0.35)
     float32 = time_type(torch.float32, together, pace)
-    tell("products, attention and layers in bfloat16", 0.6)
+    report("products, attention and layers in bfloat16", 0.6)
     bfloat16 = time_type(torch.bfloat16, together, pace)
-    tell("ranks that share a core", 0.85)
+    report("ranks that share a core", 0.85)
     turns = turns_ratio(together)
     close_world()
     return _Answer(float32, bfloat16, sweep, links, tensors, turns, pace.nominal_seconds)

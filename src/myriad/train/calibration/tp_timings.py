@@ -37,7 +37,7 @@ _STACK = 2
 _ROUNDS, _CALLS = 5, 2
 
 
-class _Nobody(Boundary):
+class _SimulatedPeer(Boundary):
     """A simulated peer: its tensors and the returning gradients are available at once, and none is copied."""
 
     size = 2
@@ -72,13 +72,13 @@ class _Cross(torch.autograd.Function):
     """Replace a tensor by one of another shape, forward and backward; the values are unrelated."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, nobody: _Nobody, shape: torch.Size) -> torch.Tensor:
-        ctx.nobody, ctx.shape = nobody, x.shape
-        return nobody.there(shape)
+    def forward(ctx: Any, x: torch.Tensor, peer: _SimulatedPeer, shape: torch.Size) -> torch.Tensor:
+        ctx.peer, ctx.shape = peer, x.shape
+        return peer.there(shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.nobody.there(ctx.shape), None, None
+        return ctx.peer.there(ctx.shape), None, None
 
 
 def time_tensors(pair: Group) -> list[TensorParallelTiming]:
@@ -94,7 +94,10 @@ def _time(pair: Group, hidden: int, sequence: int, micro_batch: int) -> TensorPa
     behind = GroupBoundary(pair, pair.rank(), 2, Recorder(), chunks=chunks, message_bytes=message_bytes)
     x = torch.randn(micro_batch, sequence // 2, hidden)
     (alone, alone_work), (waited, waited_work), (hidden_behind, _) = _in_turns(
-        [stack_of_blocks(model, torch.float32, boundary, x) for boundary in (_Nobody(), waiting, behind)],
+        [
+            stack_of_blocks(model, torch.float32, boundary, x)
+            for boundary in (_SimulatedPeer(), waiting, behind)
+        ],
         pair,
     )
     cut = {"chunks": chunks, "message_bytes": message_bytes}

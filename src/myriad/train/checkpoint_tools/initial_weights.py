@@ -71,11 +71,11 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
         _fill(parts, weights.read(name))
     engine.loaded()
     kind = "hugging_face" if isinstance(weights, HuggingFaceWeights) else "checkpoint"
-    told = {"source": weights.where, "kind": kind, "tensors": len(weights.shapes)}
+    description = {"source": weights.where, "kind": kind, "tensors": len(weights.shapes)}
     differs = _differences(weights.model, job.model)
     if engine.groups.grid.rank == 0:
         differs |= _other_tokenizer(weights, job)
-    return told | ({"differs": differs} if differs else {})
+    return description | ({"differs": differs} if differs else {})
 
 
 def refuse_other_run(run: Run, job: Job, step: int, engine: Engine) -> None:
@@ -110,22 +110,22 @@ def _imported(run: Run, job: Job) -> str | None:
     return folder.at_step(0).where if 0 in folder.steps() else None
 
 
-_Told = TypeVar("_Told")
+_Result = TypeVar("_Result")
 
 
-def _agree(find: Callable[[], _Told], engine: Engine) -> _Told:
+def _agree(find: Callable[[], _Result], engine: Engine) -> _Result:
     """Run ``find`` on rank 0, and return its result, or raise its error, on every rank."""
-    told: list[Any] = [None]
+    shared: list[Any] = [None]
     if engine.groups.grid.rank == 0:
         try:
-            told = [find()]
+            shared = [find()]
         except MyriadError as error:
-            told = [error]
+            shared = [error]
     if engine.groups.world is not None:
-        dist.broadcast_object_list(told, src=0)
-    if isinstance(told[0], MyriadError):
-        raise told[0]
-    found: _Told = told[0]
+        dist.broadcast_object_list(shared, src=0)
+    if isinstance(shared[0], MyriadError):
+        raise shared[0]
+    found: _Result = shared[0]
     return found
 
 
