@@ -15,7 +15,7 @@ from gpu_timing import measured_seconds
 from myriad.kernels.activation import activate
 from myriad.kernels.attention import attention_by, attention_reference, split_heads
 from myriad.kernels.attention_blocks import Heads
-from myriad.kernels.attention_choice import AttentionPath, AttentionShape, Timed, hindrance
+from myriad.kernels.attention_choice import AttentionPath, AttentionShape, FastestAttention, hindrance
 from myriad.kernels.config import Kernels
 from myriad.kernels.cross_entropy import linear_cross_entropy
 from myriad.kernels.float8 import multiplies_float8
@@ -268,7 +268,7 @@ def _row(case: Case, name: str, run: Callable[[], object], device: torch.device,
     return f"{case.name:32}{name:>16}{1e3 * seconds:>10.3f}{achieved:>20}{rate / ceiling:>12.0%}"
 
 
-def quickest_paths(device: torch.device, small: bool) -> list[Timed]:
+def quickest_paths(device: torch.device, small: bool) -> list[FastestAttention]:
     """Return the path with the quickest forward and backward for each shape."""
     sizes = SMALL if small else LARGE
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -284,5 +284,5 @@ def quickest_paths(device: torch.device, small: bool) -> list[Timed]:
             best: Any = min(taken, key=lambda path: taken[path])
             told = ", ".join(f"{path} {1e3 * seconds:.3f}" for path, seconds in taken.items())
             print(f"attention {sequence}, window {window}: {best} ({told} ms)", flush=True)
-            found.append(Timed(name, "bfloat16", sequence, sizes.heads.width, window, best))
+            found.append(FastestAttention(name, "bfloat16", sequence, sizes.heads.width, window, best))
     return found

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from myriad.data.corpus_cache import prepare_embedded
-from myriad.reports.charts.span_chart import Lane, Panel, draw_spans
+from myriad.reports.charts.span_chart import ChartLane, Panel, draw_spans
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
@@ -111,7 +111,7 @@ def panel_of(state: str, visits: Sequence[Sequence[RankRun]], case: Case) -> Pan
     ranks = visits[visit]
     first, middle, last = ranks[0].begun[number : number + 3]
     start, stop = first + case.shift * (middle - first), middle + case.shift * (last - middle)
-    lanes = [Lane(f"rank {rank}", run.spans) for rank, run in enumerate(ranks)]
+    lanes = [ChartLane(f"rank {rank}", run.spans) for rank, run in enumerate(ranks)]
     return Panel(f"overlap.{case.name} = {state}: {1e3 * (stop - start):.0f} ms", start, stop, lanes)
 
 

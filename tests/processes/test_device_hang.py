@@ -24,7 +24,7 @@ from myriad.comm.connection_setup import connect_pairs
 from myriad.comm.groups import Groups, open_world
 from myriad.comm.layout import Layout
 from myriad.parallel.pipeline_transfers import operation_of
-from myriad.program.actions import Action, Kind, Payload, Transfer
+from myriad.program.actions import Action, Kind, Payload, PipelineTransfer
 from myriad.program.build import build_program
 from myriad.program.config import OverlapConfig
 from myriad.supervise.observations import CommSeen, RankSeen
@@ -143,7 +143,7 @@ class Rank:
         both, own = torch.empty(2), torch.ones(1)
         self.works["tensor"] = start_all_gather(both, own, self.tensor)
 
-    def _post(self, transfer: Transfer) -> None:
+    def _post(self, transfer: PipelineTransfer) -> None:
         post = dist.isend if transfer.sends else dist.irecv
         peer = {"group_dst" if transfer.sends else "group_src": transfer.peer}
         self.works[_key(transfer)] = post(torch.zeros(1), group=self.pairs[transfer.payload], **peer)
@@ -165,7 +165,7 @@ class Rank:
         raise AssertionError("the step did not hang")
 
 
-def _key(transfer: Transfer) -> Any:
+def _key(transfer: PipelineTransfer) -> Any:
     return transfer.payload, transfer.stage, transfer.micro_batch, transfer.sends
 
 

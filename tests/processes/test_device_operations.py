@@ -8,7 +8,7 @@ from ranks import run_ranks
 
 from myriad.comm.groups import close_world
 from myriad.parallel.engine import Engine
-from myriad.program.actions import Transfer
+from myriad.program.actions import PipelineTransfer
 from myriad.program.device_operations import COMPUTE_STREAM, StreamUse, list_operations
 
 Event = tuple[str, str, int, int]
@@ -49,7 +49,7 @@ def proved(engine: Engine) -> list[Event]:
     program, rank = engine.programs[True], engine.groups.grid.index("pp")
     operations = list_operations([[program]], StreamUse(engine.layout.virtual_stages > 1))
 
-    def event(verb: str, transfer: Transfer) -> Event:
+    def event(verb: str, transfer: PipelineTransfer) -> Event:
         way = "send" if transfer.sends else "receive"
         tag = transfer.micro_batch * program.num_stages + transfer.stage
         return verb + way, str(transfer.payload), tag, transfer.peer

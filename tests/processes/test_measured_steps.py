@@ -11,7 +11,7 @@ from tiny_corpora import make_corpus
 
 from myriad.dashboard.insight.arrivals import SEND, arrows
 from myriad.dashboard.insight.critical_path import critical_path
-from myriad.dashboard.insight.findings import Findings
+from myriad.dashboard.insight.findings import SpanAnalysis
 from myriad.dashboard.insight.phase_table import phase_table
 from myriad.job import Job, load_job
 from myriad.program.actions import Kind
@@ -50,7 +50,7 @@ def test_each_span_of_a_step_is_the_action_of_its_program(layout: list[str], tmp
         one.records["name"] = codes[one.records["name"]]
         parts.append(one.records)
     records = np.concatenate(parts)
-    found = Findings(records, names, job, peak_flops=1e9)
+    found = SpanAnalysis(records, names, job, peak_flops=1e9)
     assert found.losses is not None and found.losses.split and found.losses.mfu is not None
     assert sum(found.losses.shares.values()) + found.losses.mfu == pytest.approx(1.0)
     for number in (1, 2, 3):

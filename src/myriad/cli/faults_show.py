@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 from myriad.faults.fault_grades import Grade, Report
-from myriad.faults.fault_tally import Incident, Tally, incidents_of, tally
+from myriad.faults.fault_tally import GradedIncident, Tally, incidents_of, tally
 
 __all__ = ["matrix_lines", "random_lines", "tally_line"]
 
@@ -113,7 +113,7 @@ def _kind(grade: Grade) -> str:
     return " ".join(grade.fault.split()[:2])
 
 
-def _kind_row(name: str, kind: str, incidents: Sequence[Incident]) -> tuple[str, ...]:
+def _kind_row(name: str, kind: str, incidents: Sequence[GradedIncident]) -> tuple[str, ...]:
     mine = [
         (one, grade) for one in incidents for grade in one.grades if grade.caused and _kind(grade) == kind
     ]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from myriad.job import Job
     from myriad.run import Run
-    from myriad.train.checkpoint_tools.compare_runs import Comparison, Tolerance
+    from myriad.train.checkpoint_tools.compare_runs import RunComparison, Tolerance
 
 __all__ = ["parity", "register"]
 
@@ -223,14 +223,14 @@ def _tolerance(precision: str, steps: int, given: float | None) -> "Tolerance":
     return Tolerance(*_TOLERANCES[precision])
 
 
-def _compare(runs: list["Run"], tolerance: "Tolerance") -> list["Comparison"]:
+def _compare(runs: list["Run"], tolerance: "Tolerance") -> list["RunComparison"]:
     from myriad.train.checkpoint_tools.compare_runs import compare_runs
 
     with spinning_watched():
         return [compare_runs(runs[0], other, tolerance) for other in runs[1:]]
 
 
-def _as_json(layouts: list[str], found: list["Comparison"], tolerance: "Tolerance") -> dict[str, Any]:
+def _as_json(layouts: list[str], found: list["RunComparison"], tolerance: "Tolerance") -> dict[str, Any]:
     rows = [
         {"layout": text, "agrees": comparison.agrees, **asdict(comparison)}
         for text, comparison in zip(layouts[1:], found, strict=True)
@@ -238,12 +238,14 @@ def _as_json(layouts: list[str], found: list["Comparison"], tolerance: "Toleranc
     return {"reference": layouts[0], "tolerance": tolerance._asdict(), "comparisons": rows}
 
 
-def _show(console: "Console", layouts: list[str], found: list["Comparison"], tolerance: "Tolerance") -> None:
+def _show(
+    console: "Console", layouts: list[str], found: list["RunComparison"], tolerance: "Tolerance"
+) -> None:
     for text, comparison in zip(layouts[1:], found, strict=True):
         console.print(f"[bold]{layouts[0]}[/bold] and [bold]{text}[/bold]: {_verdict(comparison, tolerance)}")
 
 
-def _verdict(found: "Comparison", tolerance: "Tolerance") -> str:
+def _verdict(found: "RunComparison", tolerance: "Tolerance") -> str:
     if found.missing and found.parted_step is None:
         steps = format_ranges(found.missing)
         return (

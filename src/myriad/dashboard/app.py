@@ -28,7 +28,7 @@ from starlette.routing import BaseRoute, Route
 from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.api import rank_api, run_api, span_api
 from myriad.dashboard.api.query_parameters import QuestionError
-from myriad.dashboard.collector import Collector
+from myriad.dashboard.collector import SpanCollector
 from myriad.dashboard.follower import Follower
 from myriad.dashboard.request_guard import Guard
 from myriad.dashboard.tile import to_json
@@ -60,7 +60,7 @@ def build_app(
     Requests need ``token`` if given; ``collect`` is the folder for received spans; ``more`` are routes that
     other packages define.
     """
-    follower, stream, collector = Follower(watched), Stream(watched), Collector(watched, collect)
+    follower, stream, collector = Follower(watched), Stream(watched), SpanCollector(watched, collect)
     analyst, page = Analyst(watched), PageFiles()
 
     @asynccontextmanager

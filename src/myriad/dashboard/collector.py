@@ -26,7 +26,7 @@ from myriad.dashboard.watched_run import Watched
 from myriad.telemetry.span_io.span_batch import MAX_BATCH_BYTES, BatchError, Origin, SpanBatch, decode
 from myriad.telemetry.span_io.span_files import write_span_file
 
-__all__ = ["Collector"]
+__all__ = ["SpanCollector"]
 
 _MOST_SENDERS = 2**15
 
@@ -84,7 +84,7 @@ class _Waiting:
     """Store of the layout for which the batch was checked."""
 
 
-class Collector:
+class SpanCollector:
     """Receives the batches of one run. It checks a batch on arrival; a thread adds all pending batches."""
 
     def __init__(self, watched: Watched, folder: Path | None = None) -> None:

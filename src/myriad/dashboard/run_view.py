@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from myriad.comm.attempt_layout import AttemptLayout
-from myriad.dashboard.insight.findings import Findings
+from myriad.dashboard.insight.findings import SpanAnalysis
 from myriad.dashboard.node_measurements import GpuLook, GpuLooks
 from myriad.dashboard.run_status import State, is_at_work, run_state, state_sentence
 from myriad.errors import MyriadError
@@ -246,9 +246,9 @@ class Look:
         )
 
     @cached_property
-    def findings(self) -> Findings:
+    def findings(self) -> SpanAnalysis:
         """Findings from the spans."""
-        return Findings(self.spans.records, self.spans.names, self.job, self.peak_flops)
+        return SpanAnalysis(self.spans.records, self.spans.names, self.job, self.peak_flops)
 
     @property
     def sentence(self) -> str:

@@ -29,7 +29,7 @@ from myriad.data.corpus_manifest import MANIFEST_FILE, FileRecord, Manifest, Spl
 from myriad.data.indexed import IndexedShard
 from myriad.data.remote_corpus import RemoteFolder, open_prefix, open_shards
 from myriad.data.sampler import Sample, Sampler, permute
-from myriad.data.verified_shard import HashedShard, LocalTokens, OpenFiles, Shard
+from myriad.data.verified_shard import HashedShard, LocalTokens, OpenFiles, TokenShard
 from myriad.errors import BadInputError, RunFailedError
 from myriad.system.remote_urls import is_url
 
@@ -48,7 +48,7 @@ class Corpus:
     """One split of one corpus: its shards, end to end."""
 
     def __init__(
-        self, path: Path, shards: Sequence[Shard], manifest: Manifest | None, name: str | None = None
+        self, path: Path, shards: Sequence[TokenShard], manifest: Manifest | None, name: str | None = None
     ) -> None:
         """``path`` is where the tokenizer lies. ``manifest`` is None for Megatron's own files. ``name`` is
         the URL that the user gave for a remote corpus."""
@@ -131,7 +131,7 @@ class Corpus:
                 yield number, start - begins, last - begins
             start, number = last, number + 1
 
-    def _check_range(self, shard: Shard, tokens: NDArray[np.int32]) -> None:
+    def _check_range(self, shard: TokenShard, tokens: NDArray[np.int32]) -> None:
         if (
             self.vocabulary is not None
             and len(tokens)
@@ -309,7 +309,7 @@ class _Opener:
 
     def _folder(self, folder: Path) -> Corpus:
         manifest = read_manifest(folder)
-        shards: list[Shard] = []
+        shards: list[TokenShard] = []
         for record in manifest.of(self._split):
             blocks = manifest.files.get(f"{record.name}{BLOCKS_SUFFIX}")
             for suffix in (".bin", ".idx"):

@@ -33,7 +33,7 @@ from myriad.data.validation_split import HoldingOut, holding_out
 from myriad.errors import BadInputError, RunFailedError
 from myriad.system.whole_file import write_whole
 
-__all__ = ["PrepareOptions", "Progress", "prepare"]
+__all__ = ["PrepareOptions", "PrepareProgress", "prepare"]
 
 _WORK_FOLDER = ".prepare"
 _RECIPE = 1
@@ -70,7 +70,7 @@ class PrepareOptions(NamedTuple):
     """Number of processes that tokenize."""
 
 
-class Progress(NamedTuple):
+class PrepareProgress(NamedTuple):
     """Progress of the preparation."""
 
     stage: str
@@ -83,12 +83,12 @@ def prepare(
     inputs: Sequence[str],
     output: Path,
     options: PrepareOptions,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[PrepareProgress], None] = lambda _: None,
 ) -> Manifest:
     """Make the corpus in ``output``, or continue making it; another corpus there is left untouched
     (`BadInputError`)."""
     _check_options(options)
-    progress(Progress("listing the inputs"))
+    progress(PrepareProgress("listing the inputs"))
     sources = find_sources(inputs)
     identity = _identity(sources, options)
     if (output / MANIFEST_FILE).exists():
@@ -104,7 +104,7 @@ def prepare(
         task = PieceWork(work, work / TOKENIZER_FILE, options.key, held_out)
         results = run_pieces(task, pieces, options.workers, _piece_progress(pieces, progress))
         _check_text(inputs, results, work)
-        progress(Progress("writing and hashing shards"))
+        progress(PrepareProgress("writing and hashing shards"))
         manifest = _merge(output, work, tokenizer, results, options.shard_bytes, identity)
         manifest.write(output)
     shutil.rmtree(output / _WORK_FOLDER)
@@ -225,13 +225,13 @@ def _skipped(results: Sequence[PieceResult]) -> dict[str, int]:
 
 
 def _held_out(
-    pieces: Sequence[Piece], options: PrepareOptions, progress: Callable[[Progress], None]
+    pieces: Sequence[Piece], options: PrepareOptions, progress: Callable[[PrepareProgress], None]
 ) -> HoldingOut:
     total = sum(piece.size_bytes for piece in pieces)
     begun: list[int] = []
 
     def show(piece_bytes: int) -> None:
-        progress(Progress("choosing the held-out text", sum(begun), total))
+        progress(PrepareProgress("choosing the held-out text", sum(begun), total))
         begun.append(piece_bytes)
 
     return holding_out(pieces, options.key, options.validation, show)
@@ -242,7 +242,7 @@ def _tokenizer(
     pieces: Sequence[Piece],
     options: PrepareOptions,
     held_out: HoldingOut,
-    progress: Callable[[Progress], None],
+    progress: Callable[[PrepareProgress], None],
 ) -> Tokenizer:
     """Return the tokenizer of this corpus, which is in the work folder from its first use on."""
     path = work / TOKENIZER_FILE
@@ -255,7 +255,9 @@ def _tokenizer(
         tokenizer = Tokenizer.train(
             sample,
             options.vocabulary,
-            lambda stage, characters: progress(Progress(f"{stage} ({characters / 1e6:,.1f}M characters)")),
+            lambda stage, characters: progress(
+                PrepareProgress(f"{stage} ({characters / 1e6:,.1f}M characters)")
+            ),
         )
     partial = work / "tokenizer"
     partial.mkdir(exist_ok=True)
@@ -278,16 +280,16 @@ def _sample(pieces: Sequence[Piece], key: str, held_out: HoldingOut) -> Iterator
 
 
 def _piece_progress(
-    pieces: Sequence[Piece], progress: Callable[[Progress], None]
+    pieces: Sequence[Piece], progress: Callable[[PrepareProgress], None]
 ) -> Callable[[PieceResult], None]:
     sizes = {piece.number: piece.size_bytes for piece in pieces}
     total, finished = sum(sizes.values()), set[int]()
 
     def done(result: PieceResult) -> None:
         finished.add(result.number)
-        progress(Progress("tokenizing", sum(sizes[number] for number in finished), total))
+        progress(PrepareProgress("tokenizing", sum(sizes[number] for number in finished), total))
 
-    progress(Progress("tokenizing", 0, total))  # one piece may take long
+    progress(PrepareProgress("tokenizing", 0, total))  # one piece may take long
     return done
 
 

@@ -35,7 +35,7 @@ from myriad.data.corpus_cache import cache_folder
 from myriad.data.corpus_manifest import MANIFEST_FILE, Manifest, ShardRecord, Split, parse_manifest
 from myriad.data.http_input import http_file_system, http_info, http_range, is_http, tried_http
 from myriad.data.indexed import INDEX_HEADER, parse_header
-from myriad.data.verified_shard import HashedShard, Shard
+from myriad.data.verified_shard import HashedShard, TokenShard
 from myriad.errors import BadInputError, RunFailedError
 from myriad.system.remote_urls import open_url
 from myriad.system.whole_file import write_whole
@@ -140,7 +140,7 @@ class RemoteFolder:
 
 def open_shards(
     folder: RemoteFolder, split: Split, config: DataConfig, guard: BlockGuard
-) -> tuple[list[Shard], Manifest] | None:
+) -> tuple[list[TokenShard], Manifest] | None:
     """Open the shards of a prepared corpus; ``None`` if there is no manifest. Raises `BadInputError`."""
     manifest = _read_manifest(folder)
     if manifest is None:
@@ -174,7 +174,7 @@ def _read_manifest(folder: RemoteFolder) -> Manifest | None:
 
 def _open_shard(
     folder: RemoteFolder, manifest: Manifest, record: ShardRecord, guard: BlockGuard, store: "_ShardCache"
-) -> Shard:
+) -> TokenShard:
     name, size = record.name, manifest.files[f"{record.name}.bin"].size_bytes
     item = size // record.tokens if record.tokens else 2
     if item * record.tokens != size or item not in (1, 2, 4, 8):
@@ -199,7 +199,7 @@ def _load_blocks(folder: RemoteFolder, name: str, xxh3_128: str) -> BlockHashes:
 
 def open_prefix(
     folder: RemoteFolder, name: str, split: Split, config: DataConfig, guard: BlockGuard
-) -> list[Shard] | None:
+) -> list[TokenShard] | None:
     """Open Megatron's NAME.bin and NAME.idx; ``None`` if they do not exist. Raises `BadInputError`."""
     try:
         header = parse_header(folder.read(f"{name}.idx", 0, INDEX_HEADER))

@@ -30,9 +30,9 @@ from myriad.units import format_bytes
 __all__ = [
     "LONGEST_LINE_BYTES",
     "LONGEST_TEXT_BYTES",
+    "FileRange",
     "Piece",
     "SourceFile",
-    "Span",
     "cut_pieces",
     "find_sources",
     "read_documents",
@@ -67,7 +67,7 @@ class SourceFile(NamedTuple):
     """Value that changes with the file, as far as its store reports changes."""
 
 
-class Span(NamedTuple):
+class FileRange(NamedTuple):
     """A part of a file: bytes, or row groups of Parquet; with ``stop`` None, up to the end."""
 
     url: str
@@ -80,7 +80,7 @@ class Piece(NamedTuple):
     """A unit of work for one worker."""
 
     number: int
-    spans: tuple[Span, ...]
+    spans: tuple[FileRange, ...]
     size_bytes: int
 
 
@@ -151,7 +151,7 @@ def _known(path: str) -> bool:
 def cut_pieces(sources: Sequence[SourceFile], key: str, piece_bytes: int) -> list[Piece]:
     """Cut the sources into pieces, in the order of the corpus: small files together, large files in parts."""
     pieces: list[Piece] = []
-    spans: list[Span] = []
+    spans: list[FileRange] = []
     size = 0
     for source in sources:
         for span, span_bytes in _cut(source, key, piece_bytes):
@@ -163,32 +163,32 @@ def cut_pieces(sources: Sequence[SourceFile], key: str, piece_bytes: int) -> lis
     return [*pieces, Piece(len(pieces), tuple(spans), size)] if spans else pieces
 
 
-def _cut(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tuple[Span, int]]:
+def _cut(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tuple[FileRange, int]]:
     whole_bytes = max(piece_bytes, LONGEST_TEXT_BYTES) if source.kind == "text" else piece_bytes
     if source.kind == "parquet":
         yield from _cut_parquet(source, key, piece_bytes)
     elif source.url.endswith(_COMPRESSED) or source.size_bytes <= whole_bytes:
-        yield Span(source.url, source.kind, 0, None), source.size_bytes
+        yield FileRange(source.url, source.kind, 0, None), source.size_bytes
     else:
         for start in range(0, source.size_bytes, piece_bytes):
             stop = min(start + piece_bytes, source.size_bytes)
-            yield Span(source.url, source.kind, start, stop), stop - start
+            yield FileRange(source.url, source.kind, start, stop), stop - start
 
 
-def _cut_parquet(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tuple[Span, int]]:
+def _cut_parquet(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tuple[FileRange, int]]:
     with _open(source.url, unpack=False) as file:
         metadata = _parquet(file, source.url, key).metadata
         sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
     start, size = 0, 0
     for group, group_bytes in enumerate(sizes):
         if size and size + group_bytes > piece_bytes:
-            yield Span(source.url, "parquet", start, group), size
+            yield FileRange(source.url, "parquet", start, group), size
             start, size = group, 0
         size += group_bytes
-    yield Span(source.url, "parquet", start, len(sizes)), size
+    yield FileRange(source.url, "parquet", start, len(sizes)), size
 
 
-def read_documents(span: Span, key: str, skipped: "Counter[str] | None" = None) -> Iterator[str]:
+def read_documents(span: FileRange, key: str, skipped: "Counter[str] | None" = None) -> Iterator[str]:
     """Yield the documents that start in a span. Raises `BadInputError` with the location.
 
     Records whose text is null or empty are left out, of every kind of file, and counted in ``skipped``.
@@ -225,14 +225,14 @@ def _name(url: str) -> str:
     return url.removeprefix("file://")
 
 
-def _not_utf8(span: Span, offset: int, error: UnicodeDecodeError) -> BadInputError:
+def _not_utf8(span: FileRange, offset: int, error: UnicodeDecodeError) -> BadInputError:
     place = f"byte {offset + error.start} is {error.object[error.start]:#04x}"
     likely = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "ISO-8859-1"
     allowed = f"not UTF-8 ({place}): convert it, as by iconv -f {likely} -t UTF-8, or leave it out"
     return BadInputError("INPUT", _name(span.url), allowed)
 
 
-def _lines(span: Span, limit: int) -> Iterator[tuple[int, bytes]]:
+def _lines(span: FileRange, limit: int) -> Iterator[tuple[int, bytes]]:
     """Yield ``(offset, line)`` for each line that starts in the span; a line over ``limit`` bytes comes in
     parts."""
     with _open(span.url) as file:
@@ -276,7 +276,7 @@ def _skip_line(file: IO[bytes]) -> int:
     return skipped
 
 
-def _read_text(span: Span) -> Iterator[str]:
+def _read_text(span: FileRange) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     parts: list[str] = []
     size, end = 0, span.start
@@ -292,7 +292,7 @@ def _read_text(span: Span) -> Iterator[str]:
         yield last
 
 
-def _decode(decoder: codecs.IncrementalDecoder, span: Span, offset: int, line: bytes = b"") -> str:
+def _decode(decoder: codecs.IncrementalDecoder, span: FileRange, offset: int, line: bytes = b"") -> str:
     """Decode a line, after the bytes left over from the previous one. Without a line, no bytes may be
     left."""
     left = len(decoder.getstate()[0])
@@ -302,7 +302,7 @@ def _decode(decoder: codecs.IncrementalDecoder, span: Span, offset: int, line: b
         raise _not_utf8(span, offset - left, error) from None
 
 
-def _read_jsonl(span: Span, key: str) -> Iterator[str | None]:
+def _read_jsonl(span: FileRange, key: str) -> Iterator[str | None]:
     for offset, line in _lines(span, LONGEST_LINE_BYTES + 1):
         if len(line) > LONGEST_LINE_BYTES:
             longest = f"at most {format_bytes(LONGEST_LINE_BYTES)}: one document a line{_array_hint(line)}"
@@ -328,7 +328,7 @@ def _array_hint(line: bytes) -> str:
     return "; one record a line, as jq -c '.[]' makes of an array" if line.lstrip().startswith(b"[") else ""
 
 
-def _no_text(span: Span, offset: int, key: str, record: object) -> BadInputError:
+def _no_text(span: FileRange, offset: int, key: str, record: object) -> BadInputError:
     fields = record.items() if isinstance(record, dict) else ()
     others = " or ".join(f"--key {name}" for name, value in fields if isinstance(value, str))
     allowed = f"line at byte {offset} has no text under the key {key!r}" + (f"; {others}?" if others else "")
@@ -336,7 +336,7 @@ def _no_text(span: Span, offset: int, key: str, record: object) -> BadInputError
     return BadInputError("INPUT", _name(span.url), allowed)
 
 
-def _read_parquet(span: Span, key: str) -> Iterator[str | None]:
+def _read_parquet(span: FileRange, key: str) -> Iterator[str | None]:
     import pyarrow as arrow
 
     with _open(span.url, unpack=False) as file:

@@ -18,14 +18,14 @@ from myriad.data.bad_blocks import BlockGuard
 from myriad.data.block_hashes import BlockHashes
 from myriad.errors import BAD_DATA, RunFailedError
 
-__all__ = ["BlockStore", "HashedShard", "LocalTokens", "OpenFiles", "Shard", "TokenFile"]
+__all__ = ["BlockStore", "HashedShard", "LocalTokens", "OpenFiles", "TokenFile", "TokenShard"]
 
 _MOST_OPEN = 128
 _TRIES = 2
 """Reads of wrong bytes before a block is bad, and failed reads before the storage is at fault."""
 
 
-class Shard(Protocol):
+class TokenShard(Protocol):
     """Tokens of one file, local or remote."""
 
     @property
@@ -139,7 +139,7 @@ class HashedShard:
 
     def __init__(
         self,
-        plain: Shard,
+        plain: TokenShard,
         dtype: np.dtype[np.generic],
         file: TokenFile,
         load: Callable[[], BlockHashes],

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from myriad.faults.fault_grades import Grade, Report
 
-__all__ = ["Incident", "Tally", "incidents_of", "tally"]
+__all__ = ["GradedIncident", "Tally", "incidents_of", "tally"]
 
 SINGLES_AIM, DOUBLES_AIM, CULPRIT_AIM = 0.99, 0.95, 0.95
 
 
 @dataclass(frozen=True)
-class Incident:
+class GradedIncident:
     """One fault, or several faults close together."""
 
     scenario: str
@@ -91,7 +91,7 @@ def tally(reports: Sequence[Report]) -> Tally:
     )
 
 
-def incidents_of(report: Report) -> list[Incident]:
+def incidents_of(report: Report) -> list[GradedIncident]:
     """Return the caused incidents. A scenario that could not run counts as one incident that was not
     handled."""
     groups = list(_groups(report.grades))
@@ -101,7 +101,7 @@ def incidents_of(report: Report) -> list[Incident]:
         is_last = place == len(caused) - 1
         handled = report.ended_right and report.equal is not False
         survived = not report.ended_right and not is_last
-        found.append(Incident(report.scenario, report.folder, group, handled or survived))
+        found.append(GradedIncident(report.scenario, report.folder, group, handled or survived))
     return found
 
 

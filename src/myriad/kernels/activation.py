@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from myriad.kernels.choice import runs_triton
 from myriad.kernels.config import Kernels
 from myriad.kernels.memory_order import as_rows_lie
-from myriad.kernels.side_by_side import Place
+from myriad.kernels.side_by_side import PartSlots
 
 __all__ = ["ACTIVATIONS", "activate", "gelu", "gelu_tanh", "relu2", "swiglu", "takes_bias"]
 
@@ -92,7 +92,7 @@ def activate(
     x: torch.Tensor,
     bias: torch.Tensor | None = None,
     kernels: Kernels = "auto",
-    place: Place | None = None,
+    place: PartSlots | None = None,
 ) -> torch.Tensor:
     """Apply the named activation to ``x + bias``. With ``place``, Triton's kernels write the result and the
     gradient of ``x`` adjacent to those of the micro-batch's other parts."""

@@ -21,7 +21,7 @@ from myriad.kernels.attention_blocks import Heads, attention_in_blocks, runs_in_
 from myriad.kernels.attention_choice import (
     AttentionPath,
     AttentionShape,
-    Timed,
+    FastestAttention,
     choose_attention,
     read_times,
 )
@@ -147,7 +147,7 @@ def times_path() -> Path:
     return Path(asked) if asked else Path(home) / "myriad" / "kernel_times.json"
 
 
-def times() -> tuple[Timed, ...]:
+def times() -> tuple[FastestAttention, ...]:
     """Return the measurements of this machine, and of others that share its files."""
     return read_times(times_path())
 

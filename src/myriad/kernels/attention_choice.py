@@ -33,7 +33,7 @@ __all__ = [
     "AttentionChoice",
     "AttentionPath",
     "AttentionShape",
-    "Timed",
+    "FastestAttention",
     "check_attention",
     "choose_attention",
     "fallback_attention",
@@ -82,7 +82,7 @@ class AttentionChoice(NamedTuple):
     why: str
 
 
-class Timed(NamedTuple):
+class FastestAttention(NamedTuple):
     """The fastest implementation for a shape, forward and backward, as measured on a device."""
 
     device: str
@@ -159,7 +159,7 @@ _ORDER: dict[tuple[bool, bool], tuple[tuple[AttentionPath, str], ...]] = {
 
 
 def choose_attention(
-    shape: AttentionShape, kernels: Kernels = "auto", timed: Sequence[Timed] = (), name: str = ""
+    shape: AttentionShape, kernels: Kernels = "auto", timed: Sequence[FastestAttention] = (), name: str = ""
 ) -> AttentionChoice:
     """Choose the implementation for a shape. ``timed``: measurements, which apply if they name this device
     (``name``)."""
@@ -170,7 +170,7 @@ def choose_attention(
     return _default(shape, kernels)
 
 
-def _measured(shape: AttentionShape, timed: Sequence[Timed], name: str) -> AttentionPath | None:
+def _measured(shape: AttentionShape, timed: Sequence[FastestAttention], name: str) -> AttentionPath | None:
     own = (name, shape.dtype, shape.sequence, shape.width, shape.seen)
     found = next((one.path for one in timed if one[:5] == own), None)
     return found if found is not None and not hindrance(found, shape) else None
@@ -199,7 +199,7 @@ def fallback_attention(kernels: Kernels, shape: AttentionShape) -> str:
 
 
 @lru_cache(maxsize=4)
-def read_times(path: Path) -> tuple[Timed, ...]:
+def read_times(path: Path) -> tuple[FastestAttention, ...]:
     """Read the measurements of ``benchmarks/kernels/gpu.py --choose``; empty if there is no file. Raises
     `BadInputError` if the file has another format."""
     if not path.is_file():
@@ -211,8 +211,8 @@ def read_times(path: Path) -> tuple[Timed, ...]:
         raise BadInputError("kernel times", str(path), f"not as --choose writes them: {error}") from None
 
 
-def _timed(row: Mapping[str, object]) -> Timed:
-    one = Timed(**row)  # type: ignore[arg-type]
+def _timed(row: Mapping[str, object]) -> FastestAttention:
+    one = FastestAttention(**row)  # type: ignore[arg-type]
     if one.path not in get_args(AttentionPath):
         raise ValueError(f"no path {one.path!r}")
     return one

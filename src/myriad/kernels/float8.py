@@ -15,8 +15,8 @@ run in float8 (slower, not faster).
 Neighbours are values that are multiplied together, so every matrix is needed in two forms, as stored and
 transposed. A gradient gets both at once, with one read. ``x`` and ``W`` get the stored form in the forward,
 and the transposed one in the backward, from tensors that are kept in any case. The forward passes on their
-largest value (`Seen`), so that the backward does not compute it again. Both forms of a weight may be kept for
-the other micro-batches of a step (`KeptForms`). Nothing here reads a number back from the device.
+largest value (`Float8Operand`), so that the backward does not compute it again. Both forms of a weight may be
+kept for the other micro-batches of a step (`KeptForms`). Nothing here reads a number back from the device.
 
 NaN and infinity are preserved, so that checks can detect them.
 """
@@ -36,12 +36,12 @@ __all__ = [
     "BOTH",
     "MULTIPLE",
     "Float8",
+    "Float8Operand",
     "Form",
     "KeptForms",
     "Kind",
     "Scaled",
     "Scaling",
-    "Seen",
     "multiplies_float8",
     "scaled",
     "scaled_reference",
@@ -101,7 +101,7 @@ def multiplies_float8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-class Seen(NamedTuple):
+class Float8Operand(NamedTuple):
     """A matrix ``[M, K]`` and, if it gets a single scale, numbers that include its largest absolute value."""
 
     matrix: torch.Tensor
@@ -110,23 +110,23 @@ class Seen(NamedTuple):
     """The forms as stored and transposed, if they exist already."""
 
 
-def seen(x: torch.Tensor, kind: Kind, kernels: Kernels = "auto") -> Seen:
+def seen(x: torch.Tensor, kind: Kind, kernels: Kernels = "auto") -> Float8Operand:
     """Return the matrix with its largest absolute value, if ``kind`` needs it."""
     if kind != "tensor" or not _in_triton(x, kernels):
         return seen_reference(x, kind)
     from myriad.kernels.triton.scaling import largest
 
-    return Seen(x, largest(x))
+    return Float8Operand(x, largest(x))
 
 
-def seen_reference(x: torch.Tensor, kind: Kind) -> Seen:
+def seen_reference(x: torch.Tensor, kind: Kind) -> Float8Operand:
     """Compute `seen` with plain operators."""
     if kind != "tensor":
-        return Seen(x, None)
+        return Float8Operand(x, None)
     if x.numel() == 0:
-        return Seen(x, x.new_zeros(()))
+        return Float8Operand(x, x.new_zeros(()))
     least, most = torch.aminmax(x)
-    return Seen(x, torch.maximum(-least, most))
+    return Float8Operand(x, torch.maximum(-least, most))
 
 
 def _in_triton(x: torch.Tensor, kernels: Kernels) -> bool:
@@ -144,7 +144,7 @@ def _power_of_two(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scaled(
-    x: Seen, dtype: torch.dtype, kind: Kind, forms: Sequence[Form], kernels: Kernels = "auto"
+    x: Float8Operand, dtype: torch.dtype, kind: Kind, forms: Sequence[Form], kernels: Kernels = "auto"
 ) -> list[Scaled]:
     """Return ``x`` as float8 in each of the forms."""
     if not _in_triton(x.matrix, kernels):
@@ -154,7 +154,7 @@ def scaled(
     return [Scaled(*one) for one in scaled_in_triton(x.matrix, dtype, kind, x.largest, forms)]
 
 
-def scaled_reference(x: Seen, dtype: torch.dtype, kind: Kind, forms: Sequence[Form]) -> list[Scaled]:
+def scaled_reference(x: Float8Operand, dtype: torch.dtype, kind: Kind, forms: Sequence[Form]) -> list[Scaled]:
     """Compute `scaled` with plain operators."""
     matrix, largest = x.matrix, x.largest
     if kind == "lines":
@@ -202,7 +202,7 @@ class Float8(NamedTuple):
 
     def seen(
         self, x: torch.Tensor, weight: torch.Tensor, kept: "KeptForms | None" = None
-    ) -> tuple[Seen, Seen]:
+    ) -> tuple[Float8Operand, Float8Operand]:
         """Return both operands as the products take them. With ``kept``, the weight's forms are kept ones."""
         of_x = seen(x, self._of_values, self.kernels)
         if kept is not None:
@@ -216,7 +216,7 @@ class Float8(NamedTuple):
         rows, columns = scaled(found, self.forward_type, self._of_weights, BOTH, self.kernels)
         return rows, columns
 
-    def output(self, x: Seen, weight: Seen) -> torch.Tensor:
+    def output(self, x: Float8Operand, weight: Float8Operand) -> torch.Tensor:
         """Compute ``x W^T``: ``[T, I]`` and ``[O, I]`` to ``[T, O]``."""
         (rows,) = scaled(x, self.forward_type, self._of_values, ["rows"], self.kernels)
         outputs = self._form(weight, "rows")
@@ -228,18 +228,18 @@ class Float8(NamedTuple):
         rows, columns = scaled(found, self.gradient_type, self._of_values, BOTH, self.kernels)
         return rows, columns
 
-    def input_gradient(self, rows: Scaled, weight: Seen) -> torch.Tensor:
+    def input_gradient(self, rows: Scaled, weight: Float8Operand) -> torch.Tensor:
         """Compute ``g W``: float8 ``[T, O]`` and ``[O, I]`` to ``[T, I]``."""
         return self._product(rows, self._form(weight, "columns"), weight.matrix.dtype, quick=False)
 
-    def _form(self, weight: Seen, form: Form) -> Scaled:
+    def _form(self, weight: Float8Operand, form: Form) -> Scaled:
         if weight.forms is not None:
             return weight.forms[BOTH.index(form)]
         (made,) = scaled(weight, self.forward_type, self._of_weights, [form], self.kernels)
         return made
 
     def add_weight_gradient(
-        self, total: torch.Tensor, columns: Scaled, x: Seen, *, first: bool = False
+        self, total: torch.Tensor, columns: Scaled, x: Float8Operand, *, first: bool = False
     ) -> None:
         """Compute ``total += g^T x``: float8 ``[O, T]`` and ``[T, I]`` to float32 ``[O, I]``. The ``first``
         product of a sum overwrites ``total``."""
@@ -290,14 +290,14 @@ class KeptForms:
         self._version = (0, 0)
         self._forms: tuple[Scaled, Scaled] | None = None
 
-    def seen(self, weight: torch.Tensor, how: Float8) -> Seen:
+    def seen(self, weight: torch.Tensor, how: Float8) -> Float8Operand:
         """Return the weight with its forms. They are made if there are none of this weight in its present
         version."""
         version = (weight._version, weight.data_ptr())
         if self._forms is None or self._weight is not weight or self._version != version:
             self._forms = how.weight_forms(weight)
             self._weight, self._version = weight, version
-        return Seen(weight, None, self._forms)
+        return Float8Operand(weight, None, self._forms)
 
     def forget(self) -> None:
         """Drop the forms: the weight gets other values, or its memory is freed."""

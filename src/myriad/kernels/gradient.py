@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from myriad.kernels.constant_tensors import constant_tensor
-from myriad.kernels.float8 import Float8, KeptForms, Scaled, Seen
+from myriad.kernels.float8 import Float8, Float8Operand, KeptForms, Scaled
 
 __all__ = [
     "DeferredProduct",
@@ -102,7 +102,7 @@ class GradientSink:
         total, first = self._take()
         accumulate_product(total, grad_output, x, first=first)
 
-    def add_float8(self, columns: Scaled, x: Seen) -> None:
+    def add_float8(self, columns: Scaled, x: Float8Operand) -> None:
         """Add the float8 product now, from the result of `Float8.gradient` for the outputs' gradient."""
         assert self.float8 is not None
         total, first = self._take()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from myriad.kernels.float8 import Float8, KeptForms, Seen
+from myriad.kernels.float8 import Float8, Float8Operand, KeptForms
 from myriad.kernels.gradient import DeferredProduct, LaterProducts, WeightProduct, sink_of
 from myriad.kernels.memory_order import as_rows_lie, is_sequence_first
 from myriad.kernels.remade import Remade
@@ -39,7 +39,7 @@ class _Linear(torch.autograd.Function):
         if ctx.float8 is None:
             return F.linear(x, weight, bias)
         ctx.kept = _forms_of(weight)
-        operands: tuple[Seen, Seen] = ctx.float8.seen(x.flatten(0, -2), weight, ctx.kept)
+        operands: tuple[Float8Operand, Float8Operand] = ctx.float8.seen(x.flatten(0, -2), weight, ctx.kept)
         ctx.largest = [operand.largest for operand in operands]
         y = ctx.float8.output(*operands).view(*x.shape[:-1], len(weight))
         return y if bias is None else y.add_(bias)
@@ -69,12 +69,14 @@ def _by_float8(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor | None, 
     grad_x = None
     if ctx.needs_input_grad[0]:
         kept = ctx.kept
-        weight = Seen(ctx.weight, largest_weight) if kept is None else kept.seen(ctx.weight, ctx.float8)
+        weight = (
+            Float8Operand(ctx.weight, largest_weight) if kept is None else kept.seen(ctx.weight, ctx.float8)
+        )
         grad_x = ctx.float8.input_gradient(rows, weight).view(ctx.shape)
     if ctx.needs_input_grad[1]:
         sink = sink_of(ctx.weight)
         assert sink is not None, "what says float8 is the sink"
-        sink.run(partial(sink.add_float8, columns, Seen(_input_of(ctx), largest_x)), ctx.later)
+        sink.run(partial(sink.add_float8, columns, Float8Operand(_input_of(ctx), largest_x)), ctx.later)
     return grad_x, None
 
 

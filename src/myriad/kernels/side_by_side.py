@@ -16,7 +16,7 @@ from math import prod
 
 import torch
 
-__all__ = ["Place", "Slot", "places_of"]
+__all__ = ["PartSlots", "Slot", "places_of"]
 
 
 class _Memory:
@@ -52,7 +52,7 @@ class Slot:
         return self._memory.take(self._part, like, shape)
 
 
-class Place:
+class PartSlots:
     """One part of a micro-batch. While it runs, operators get their slots from it."""
 
     def __init__(self, part: int, sizes: Sequence[int], shared: dict[int, _Memory]) -> None:
@@ -66,8 +66,8 @@ class Place:
         return Slot(memory, self._part)
 
 
-def places_of(sizes: Sequence[int]) -> list[Place]:
+def places_of(sizes: Sequence[int]) -> list[PartSlots]:
     """Return a place for each part. ``sizes``: the size of each part in any unit, such as tokens, to which
     the size of each tensor is proportional."""
     shared: dict[int, _Memory] = {}
-    return [Place(part, sizes, shared) for part in range(len(sizes))]
+    return [PartSlots(part, sizes, shared) for part in range(len(sizes))]

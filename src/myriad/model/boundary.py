@@ -29,7 +29,7 @@ from myriad.kernels.config import Kernels
 from myriad.kernels.gradient import LaterProducts
 from myriad.kernels.linear import linear
 from myriad.kernels.remade import Remade
-from myriad.kernels.side_by_side import Place
+from myriad.kernels.side_by_side import PartSlots
 
 __all__ = ["Arrived", "Arriving", "Boundary", "Factors"]
 
@@ -79,7 +79,7 @@ class Boundary:
     joins_parts: bool = False
     """Whether parts write the operands of weight gradients to adjacent memory, so that each gradient is one
     product."""
-    place: Place | None = None
+    place: PartSlots | None = None
     """Memory place of the part that runs, with `joins_parts`."""
     sequence_first: bool = False
     """Whether stages of several sequences order their input position by position in memory

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from myriad.kernels.memory_order import lay_gradient_first, lay_sequence_first
-from myriad.kernels.side_by_side import Place, places_of
+from myriad.kernels.side_by_side import PartSlots, places_of
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Context
 from myriad.model.overlap_parts import num_parts, part_sizes
@@ -120,7 +120,7 @@ def _run_stepped(layers: Sequence[SteppedLayer], x: torch.Tensor, context: Conte
     return torch.cat([_output(part, lies_first) for part in outputs], cut.dim)
 
 
-def _at(place: Place, steps: LayerSteps, boundary: Boundary) -> LayerSteps:
+def _at(place: PartSlots, steps: LayerSteps, boundary: Boundary) -> LayerSteps:
     """Run the steps with ``place`` as the part's place among the parts."""
     assert boundary.later is not None, "nothing is cut in parts where nothing is left for later"
     while True:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from myriad.optim.region import Piece
+from myriad.optim.region import ParameterSlice
 
 __all__ = ["Runs", "add_runs", "sums_of_squares"]
 
@@ -23,7 +23,7 @@ _ROW = 1024
 
 
 def sums_of_squares(
-    flats: Sequence[torch.Tensor], pieces: Sequence[tuple[Piece, ...]], num_parameters: int
+    flats: Sequence[torch.Tensor], pieces: Sequence[tuple[ParameterSlice, ...]], num_parameters: int
 ) -> torch.Tensor:
     """Return ``[num_parameters]`` float64: each parameter's sum of squares over its pieces; 0 without pieces.
 
@@ -90,7 +90,7 @@ class _Cut(NamedTuple):
 
 
 @lru_cache(maxsize=128)
-def _cut(pieces: tuple[tuple[Piece, ...], ...], num_parameters: int, device: torch.device) -> _Cut:
+def _cut(pieces: tuple[tuple[ParameterSlice, ...], ...], num_parameters: int, device: torch.device) -> _Cut:
     """Compute the cut once, because copying it to a device makes the host wait for the device's earlier
     work."""
     runs_of_flats, edges, owners_of_edges = [], [], []

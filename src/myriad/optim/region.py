@@ -2,21 +2,21 @@
 
 Data parallelism lays a chunk's parameters end to end in one flat buffer (those with weight decay first) and
 gives each rank a slice. A `Region` is a contiguous part of that slice in which weight decay is the same for
-every element. A `Piece` assigns a part of a region to a parameter. AdamW needs only regions. LAMB and
-gradient clipping need norms per parameter, of which this rank may hold a part or nothing. They therefore use
-a table with a row for *every* parameter of the rank's chunks. `reduce_table` sums it over the ranks that hold
-the rest.
+every element. A `ParameterSlice` assigns a part of a region to a parameter. AdamW needs only regions. LAMB
+and gradient clipping need norms per parameter, of which this rank may hold a part or nothing. They therefore
+use a table with a row for *every* parameter of the rank's chunks. `reduce_table` sums it over the ranks that
+hold the rest.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Piece", "Region"]
+__all__ = ["ParameterSlice", "Region"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterSlice:
     """Elements ``start:stop`` of a region belong to row ``parameter`` of the table of parameters."""
 
     parameter: int
@@ -31,4 +31,4 @@ class Region:
     values: torch.Tensor
     gradients: torch.Tensor
     decays: bool
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterSlice, ...]

@@ -34,7 +34,7 @@ from myriad.comm.comm_scheduler import CommScheduler, PendingCollective
 from myriad.comm.groups import Group
 from myriad.kernels.gradient import GradientSink, PendingRows, set_sink
 from myriad.model.definition import Shard
-from myriad.optim.region import Piece, Region
+from myriad.optim.region import ParameterSlice, Region
 from myriad.parallel.transient_buffer import FixedMemory, SharedBuffer, TransientBuffer
 
 __all__ = ["Chunk", "ChunkMemory", "Entry", "Sharing"]
@@ -196,7 +196,7 @@ class Chunk:
     def _region(self, start: int, stop: int, decays: bool) -> Region:
         inside = slice(start - self.start, stop - self.start)
         pieces = tuple(
-            Piece(self.first_row + row, max(a, start) - start, min(b, stop) - start)
+            ParameterSlice(self.first_row + row, max(a, start) - start, min(b, stop) - start)
             for row, (a, b) in enumerate(self.spans)
             if max(a, start) < min(b, stop)
         )

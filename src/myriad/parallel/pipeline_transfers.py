@@ -17,7 +17,7 @@ import torch
 
 from myriad.comm.channel import Channel, PendingTransfer
 from myriad.comm.groups import Groups
-from myriad.program.actions import Action, Kind, Payload, Transfer
+from myriad.program.actions import Action, Kind, Payload, PipelineTransfer
 from myriad.telemetry.progress.operation_counters import Operation, counter_of_message, messages
 from myriad.telemetry.spans import Recorder
 
@@ -105,7 +105,9 @@ class PipelineTransfers:
                 blank[key] = torch.zeros(shape, dtype=dtype, device=self._device)
         return blank
 
-    def exchange(self, transfers: Sequence[Transfer], tables: TransferTables, *, fills_waits: bool) -> None:
+    def exchange(
+        self, transfers: Sequence[PipelineTransfer], tables: TransferTables, *, fills_waits: bool
+    ) -> None:
         """Post every receive, then every send, then wait for all of them (a coupled exchange).
         ``fills_waits``: do the idle work while this rank waits."""
         receives = [transfer for transfer in transfers if not transfer.sends]
@@ -116,7 +118,7 @@ class PipelineTransfers:
         for posted in sent:
             posted.wait()
 
-    def post(self, transfers: Sequence[Transfer], tables: TransferTables) -> None:
+    def post(self, transfers: Sequence[PipelineTransfer], tables: TransferTables) -> None:
         """Start sends and receives, and wait for none."""
         for transfer in transfers:
             if transfer.sends:
@@ -125,7 +127,7 @@ class PipelineTransfers:
                 self._receive(transfer, tables)
 
     def await_receives(
-        self, transfers: Sequence[Transfer], tables: TransferTables, *, fills_waits: bool
+        self, transfers: Sequence[PipelineTransfer], tables: TransferTables, *, fills_waits: bool
     ) -> None:
         """Complete receives. A received gradient proves that the peer has received the matching activation,
         so the send of that activation is completed too."""
@@ -150,14 +152,14 @@ class PipelineTransfers:
             for posted in tables.sent.values():
                 posted.wait()
 
-    def _tag(self, transfer: Transfer) -> int:
+    def _tag(self, transfer: PipelineTransfer) -> int:
         return transfer.micro_batch * self._num_stages + transfer.stage
 
-    def _send(self, transfer: Transfer, tables: TransferTables) -> PendingTransfer:
+    def _send(self, transfer: PipelineTransfer, tables: TransferTables) -> PendingTransfer:
         tensor = tables.inbox.pop(_key(transfer))
         return self.channels[transfer.payload].send(tensor, transfer.peer, self._tag(transfer))
 
-    def _receive(self, transfer: Transfer, tables: TransferTables) -> None:
+    def _receive(self, transfer: PipelineTransfer, tables: TransferTables) -> None:
         made_after = transfer.stage if transfer.payload is Payload.ACTIVATION else transfer.stage - 1
         shape, dtype = self._shapes[made_after]
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
@@ -174,11 +176,11 @@ def operation_of(action: Action, rank: int, length: int) -> Operation | None:
     return messages(counters, waits=action.kind is not Kind.SEND)
 
 
-def _counter(transfer: Transfer, rank: int, length: int) -> int:
+def _counter(transfer: PipelineTransfer, rank: int, length: int) -> int:
     sends = transfer.sends
     up = (transfer.peer - rank if sends else rank - transfer.peer) % length == 1
     return counter_of_message(transfer.payload, up=up, sends=sends)
 
 
-def _key(transfer: Transfer) -> _Key:
+def _key(transfer: PipelineTransfer) -> _Key:
     return transfer.payload, transfer.stage, transfer.micro_batch

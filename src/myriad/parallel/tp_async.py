@@ -31,7 +31,7 @@ import torch.distributed as dist
 from myriad.comm.groups import Group
 from myriad.kernels.gradient import LaterProducts
 from myriad.kernels.memory_order import is_sequence_first
-from myriad.kernels.side_by_side import Place, Slot
+from myriad.kernels.side_by_side import PartSlots, Slot
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["AsyncStack", "Direction", "Peers", "start_async", "sum_in_rank_order"]
@@ -171,7 +171,7 @@ class _Boundary(Peers, Protocol):
     """The peers, the deferred weight products, and the memory for gathered tensors."""
 
     later: LaterProducts | None
-    place: Place | None
+    place: PartSlots | None
 
 
 class _AsyncState:

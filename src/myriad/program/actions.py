@@ -49,10 +49,10 @@ __all__ = [
     "Kind",
     "Lowering",
     "Payload",
+    "PipelineTransfer",
     "Program",
     "Resource",
     "Semantics",
-    "Transfer",
     "chunk_of",
     "input_of",
     "kinds_where",
@@ -200,7 +200,7 @@ _COMMUNICATES_CHUNK = kinds_where(
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class PipelineTransfer:
     """One tensor sent between two pipeline ranks. ``stage`` is the stage that *produced* it, ``peer`` the
     other rank."""
 
@@ -218,7 +218,7 @@ class Action:
     kind: Kind
     stage: int = -1
     micro_batch: int = -1
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[PipelineTransfer, ...] = ()
 
     def __str__(self) -> str:
         name = str(self.kind)

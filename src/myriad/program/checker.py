@@ -18,11 +18,11 @@ from myriad.program.actions import Kind, Program
 from myriad.program.rank_check import check_rank
 from myriad.program.timeline import ProgramError, timeline
 
-__all__ = ["Report", "check"]
+__all__ = ["ProgramCost", "check"]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ProgramCost:
     """The cost of a checked program. Times are in units of a whole rank's forward (backward 2, each half 1,
     transfers 0)."""
 
@@ -37,7 +37,7 @@ class Report:
     1/v)."""
 
 
-def check(program: Program) -> Report:
+def check(program: Program) -> ProgramCost:
     """Prove a program and return its costs. Raises `ProgramError` with the rank and the action."""
     _check_form(program)
     for rank in range(program.num_ranks):
@@ -47,7 +47,7 @@ def check(program: Program) -> Report:
     bubble = tuple(makespan - spans.busy(rank) for rank in range(program.num_ranks))
     ratio = sum(bubble) / (makespan * program.num_ranks) if makespan else 0.0
     peaks = tuple(_peak(program, rank) for rank in range(program.num_ranks))
-    return Report(makespan, bubble, ratio, peaks)
+    return ProgramCost(makespan, bubble, ratio, peaks)
 
 
 def _check_form(program: Program) -> None:

@@ -12,7 +12,15 @@ is sent between them. Their parameters are gathered, and their gradients reduced
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from myriad.program.actions import COMPUTE, MAKES_WEIGHT_GRADIENT, Action, Kind, Payload, Program, Transfer
+from myriad.program.actions import (
+    COMPUTE,
+    MAKES_WEIGHT_GRADIENT,
+    Action,
+    Kind,
+    Payload,
+    PipelineTransfer,
+    Program,
+)
 
 __all__ = ["cut_stages"]
 
@@ -62,8 +70,8 @@ def _reduced(actions: Sequence[Action]) -> dict[int, int]:
     return found
 
 
-def _cut_transfer(transfer: Transfer, num_chunks: int) -> Transfer:
+def _cut_transfer(transfer: PipelineTransfer, num_chunks: int) -> PipelineTransfer:
     """Renumber a transfer: an activation is sent by a stage's last chunk, a gradient by its first."""
     offset = num_chunks - 1 if transfer.payload is Payload.ACTIVATION else 0
     stage = transfer.stage * num_chunks + offset
-    return Transfer(transfer.payload, stage, transfer.micro_batch, transfer.peer, transfer.sends)
+    return PipelineTransfer(transfer.payload, stage, transfer.micro_batch, transfer.peer, transfer.sends)

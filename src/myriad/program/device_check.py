@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from myriad.program.actions import Kind
-from myriad.program.device_operations import Operation, streams_of
+from myriad.program.device_operations import DeviceOperation, streams_of
 
 __all__ = [
     "Deadlock",
@@ -101,7 +101,7 @@ class Deadlock:
         return "; ".join(map(str, self.waits))
 
 
-def find_deadlock(operations: Sequence[Operation], device: Device) -> Deadlock | None:
+def find_deadlock(operations: Sequence[DeviceOperation], device: Device) -> Deadlock | None:
     """Return a shortest cycle of operations that wait for each other; ``None``: the program is
     deadlock-free."""
     stuck = _stuck(4 * len(operations), _edges(operations, device))
@@ -128,7 +128,7 @@ _FREE = (_SELF, _HOST)
 the other."""
 
 
-def _edges(operations: Sequence[Operation], device: Device) -> Iterator[_Edge]:
+def _edges(operations: Sequence[DeviceOperation], device: Device) -> Iterator[_Edge]:
     yield from _in_a_rank(operations, device)
     for events in _groups(operations, lambda one: one.meets).values():
         for one in events:
@@ -147,7 +147,7 @@ def _edges(operations: Sequence[Operation], device: Device) -> Iterator[_Edge]:
 
 
 def _groups(
-    operations: Sequence[Operation], key: Callable[[Operation], Hashable]
+    operations: Sequence[DeviceOperation], key: Callable[[DeviceOperation], Hashable]
 ) -> dict[Hashable, list[int]]:
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
     for number, one in enumerate(operations):
@@ -156,7 +156,7 @@ def _groups(
     return groups
 
 
-def _first_uses(operations: Sequence[Operation], device: Device) -> Iterator[list[int]]:
+def _first_uses(operations: Sequence[DeviceOperation], device: Device) -> Iterator[list[int]]:
     """Yield the first operations with which the members of each communicator use it. NCCL connects the
     members of a collective then, even if its communicator exists."""
     firsts: dict[tuple[int, Hashable], int] = {}
@@ -170,7 +170,7 @@ def _first_uses(operations: Sequence[Operation], device: Device) -> Iterator[lis
     yield from members.values()
 
 
-def _in_a_rank(operations: Sequence[Operation], device: Device) -> Iterator[_Edge]:
+def _in_a_rank(operations: Sequence[DeviceOperation], device: Device) -> Iterator[_Edge]:
     """Yield the waits that the host's order, streams, queues and loading cause within each rank."""
     queues = [
         {name: device.queues(number) for number, name in enumerate(names)} for names in streams_of(operations)
@@ -206,7 +206,7 @@ def _in_a_rank(operations: Sequence[Operation], device: Device) -> Iterator[_Edg
         of_stream[one.stream] = of_queue[queue] = number
 
 
-def _loads_late(one: Operation, device: Device) -> bool:
+def _loads_late(one: DeviceOperation, device: Device) -> bool:
     return device.kernels == "lazily" or one.action.kind in _NOT_WARMED
 
 
@@ -279,7 +279,7 @@ def _length(cycle: list[_Step]) -> int:
     return sum(reason not in _FREE for _, _, reason in cycle)
 
 
-def _waits_of_cycle(operations: Sequence[Operation], cycle: list[_Step]) -> tuple[Wait, ...]:
+def _waits_of_cycle(operations: Sequence[DeviceOperation], cycle: list[_Step]) -> tuple[Wait, ...]:
     """Return the cycle as waits between operations, starting between two ranks at the lowest. Events within
     an operation are left out, and several steps of a rank for the same reason are merged."""
     between = [

@@ -18,7 +18,7 @@ from myriad.program.actions import Program
 from myriad.program.build import Shape, build_program
 from myriad.program.config import OverlapConfig
 from myriad.program.device_check import Deadlock, Device, Moment, find_deadlock, single_queue
-from myriad.program.device_operations import Operation, StreamUse, list_operations, streams_of
+from myriad.program.device_operations import DeviceOperation, StreamUse, list_operations, streams_of
 
 __all__ = [
     "MAX_CONNECTIONS",
@@ -90,7 +90,7 @@ class DeviceJob:
     shares_transfers: bool = False
     """Whether tensor-parallel ranks hold equal tensors between stages, and share their transfers."""
 
-    def runs(self) -> list[list[Operation]]:
+    def runs(self) -> list[list[DeviceOperation]]:
         """Return the operations of two runs: an iteration with a validation after it, and a validation alone.
         All ranks meet in an iteration's norm and in a validation's loss, so earlier programs do not affect
         later ones."""
@@ -187,11 +187,11 @@ def find_needs(job: DeviceJob) -> DeviceNeeds:
     return DeviceNeeds(made == "at start", loaded == "at start", 1 if shared else streams, streams)
 
 
-def _most_streams(runs: Sequence[Sequence[Operation]]) -> int:
+def _most_streams(runs: Sequence[Sequence[DeviceOperation]]) -> int:
     return max(len(names) for run in runs for names in streams_of(run))
 
 
-def _first_deadlock(runs: Sequence[Sequence[Operation]], device: Device) -> Deadlock | None:
+def _first_deadlock(runs: Sequence[Sequence[DeviceOperation]], device: Device) -> Deadlock | None:
     return next((deadlock for run in runs if (deadlock := find_deadlock(run, device)) is not None), None)
 
 

@@ -29,12 +29,12 @@ from myriad.program.actions import (
     Kind,
     Lowering,
     Payload,
+    PipelineTransfer,
     Program,
     Resource,
-    Transfer,
 )
 
-__all__ = ["COMPUTE_STREAM", "Operation", "StreamUse", "list_operations", "streams_of"]
+__all__ = ["COMPUTE_STREAM", "DeviceOperation", "StreamUse", "list_operations", "streams_of"]
 
 COMPUTE_STREAM = "compute"
 """The current stream of the runtime when it runs an action."""
@@ -58,7 +58,7 @@ class StreamUse:
 
 
 @dataclass(slots=True)
-class Operation:
+class DeviceOperation:
     """One operation that a rank issues to its device."""
 
     rank: int
@@ -84,7 +84,7 @@ class Operation:
         return self.action.kind in (Kind.SEND, Kind.RECEIVE)
 
 
-def streams_of(operations: Sequence[Operation]) -> list[list[str]]:
+def streams_of(operations: Sequence[DeviceOperation]) -> list[list[str]]:
     """Return the streams of each rank in the order of their creation: the current one, those of groups, then
     those of pairs."""
     used: dict[int, set[str]] = {}
@@ -95,13 +95,13 @@ def streams_of(operations: Sequence[Operation]) -> list[list[str]]:
     return [sorted(used[rank], key=lambda name: (order.get(name, len(order)), name)) for rank in sorted(used)]
 
 
-def list_operations(replicas: Sequence[Sequence[Program]], use: StreamUse) -> list[Operation]:
+def list_operations(replicas: Sequence[Sequence[Program]], use: StreamUse) -> list[DeviceOperation]:
     """Return the operations of all ranks, rank by rank, in the order in which the host issues them.
 
     ``replicas``: for each number of micro-batches among the replicas, the lowered programs that run one after
     the other. The first program begins on idle devices.
     """
-    operations: list[Operation] = []
+    operations: list[DeviceOperation] = []
     for number, programs in enumerate(replicas):
         for rank in range(programs[0].num_ranks):
             writer = _Writer(operations, rank, number * programs[0].num_ranks, number, use)
@@ -120,14 +120,14 @@ class _Writer:
     iteration: int
 
     def __init__(
-        self, operations: list[Operation], rank: int, first_rank: int, replica: int, use: StreamUse
+        self, operations: list[DeviceOperation], rank: int, first_rank: int, replica: int, use: StreamUse
     ) -> None:
         """``first_rank``: number of the replica's first rank among all ranks."""
         self.operations, self.use = operations, use
         self.rank, self.number, self.replica = rank, first_rank + rank, replica
         self.newest: dict[str, int] = {}
         """Newest operation of each stream."""
-        self.posted: dict[Transfer, int] = {}
+        self.posted: dict[PipelineTransfer, int] = {}
         self.sent: dict[tuple[Payload, int, int], int] = {}
         self.in_flight: dict[tuple[Collective, int], int] = {}
         """Newest operation of each collective that is not waited for yet."""
@@ -189,7 +189,7 @@ class _Writer:
             waits = (self.newest[COMPUTE_STREAM],)
         number = len(self.operations)
         self.operations.append(
-            Operation(self.number, self.action, stream, waits, meets, connects, loads, holds_host)
+            DeviceOperation(self.number, self.action, stream, waits, meets, connects, loads, holds_host)
         )
         self.newest[stream] = number
         return number
@@ -295,7 +295,7 @@ class _Writer:
 
     # Transfers between stages.
 
-    def _transfers(self, transfers: Sequence[Transfer], *, posts: bool, waits: bool) -> None:
+    def _transfers(self, transfers: Sequence[PipelineTransfer], *, posts: bool, waits: bool) -> None:
         """Append transfers as `myriad.parallel.pipeline_transfers` runs them: all receives, all
         sends, then the waits."""
         receives = [one for one in transfers if not one.sends]
@@ -312,15 +312,15 @@ class _Writer:
             self.action = Action(Kind.WAIT, transfers=(one,))
             self._wait(numbers[one])
 
-    def _send(self, transfer: Transfer) -> int:
+    def _send(self, transfer: PipelineTransfer) -> int:
         self.action = Action(Kind.SEND, transfers=(transfer,))
         return self._transfer(transfer)
 
-    def _receive(self, transfer: Transfer) -> None:
+    def _receive(self, transfer: PipelineTransfer) -> None:
         self.action = Action(Kind.RECEIVE, transfers=(transfer,))
         self.posted[transfer] = self._transfer(transfer)
 
-    def _transfer(self, transfer: Transfer) -> int:
+    def _transfer(self, transfer: PipelineTransfer) -> int:
         name = (transfer.payload, transfer.stage, transfer.micro_batch)
         stream = self._pair_stream(transfer)
         return self._give(
@@ -329,13 +329,13 @@ class _Writer:
             connects=(self.replica, stream),
         )
 
-    def _pair_stream(self, transfer: Transfer) -> str:
+    def _pair_stream(self, transfer: PipelineTransfer) -> str:
         low, high = sorted((self.rank, transfer.peer))
         upwards = (transfer.peer > self.rank) == transfer.sends
         way = (" up" if upwards else " down") if self.use.both_ways else ""
         return f"{transfer.payload}{way} {low}-{high}"
 
-    def _arrive(self, transfer: Transfer) -> None:
+    def _arrive(self, transfer: PipelineTransfer) -> None:
         """Append the wait for a receive. A gradient proves that the peer received the matching activation, so
         its send is waited for too."""
         self.action = Action(Kind.WAIT, transfers=(transfer,))

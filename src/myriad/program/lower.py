@@ -26,8 +26,8 @@ from myriad.program.actions import (
     Action,
     Kind,
     Lowering,
+    PipelineTransfer,
     Program,
-    Transfer,
 )
 from myriad.program.timeline import ProgramError, timeline
 from myriad.program.transfers import Gaps, placements
@@ -79,7 +79,7 @@ def _lowered(computes: Program, lowering: Lowering, gaps: Gaps) -> Program:
 class _Rank:
     """Writes the lowered list of one rank."""
 
-    def __init__(self, program: Program, rank: int, gaps: list[list[Transfer]]) -> None:
+    def __init__(self, program: Program, rank: int, gaps: list[list[PipelineTransfer]]) -> None:
         assert program.lowering is not None
         self.lowering = program.lowering
         self.computes, self.gaps = program.ranks[rank], gaps

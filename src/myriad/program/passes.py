@@ -27,8 +27,8 @@ from myriad.program.actions import (
     Action,
     Kind,
     Payload,
+    PipelineTransfer,
     Program,
-    Transfer,
 )
 from myriad.program.config import OverlapConfig
 from myriad.program.cut import cut_stages
@@ -176,8 +176,8 @@ def _decoupled(program: Program, rank: int, ahead: int) -> tuple[Action, ...]:
     gaps = split_at_computes(program.ranks[rank])
     uses = _uses(program, gaps)
     received = [t for gap in gaps for a in gap if a.kind is Kind.EXCHANGE for t in a.transfers if not t.sends]
-    posts: list[list[Transfer]] = [[] for _ in gaps]
-    waits: list[list[Transfer]] = [[] for _ in gaps]
+    posts: list[list[PipelineTransfer]] = [[] for _ in gaps]
+    waits: list[list[PipelineTransfer]] = [[] for _ in gaps]
     earliest = dict.fromkeys((t.peer for t in received), len(gaps))
     for transfer in reversed(received):
         use = uses[transfer.payload, transfer.stage, transfer.micro_batch]
@@ -188,14 +188,14 @@ def _decoupled(program: Program, rank: int, ahead: int) -> tuple[Action, ...]:
     return tuple(action for part in parts for action in _rewritten(*part))
 
 
-def _sends(gaps: list[list[Action]]) -> list[list[Transfer]]:
+def _sends(gaps: list[list[Action]]) -> list[list[PipelineTransfer]]:
     """Return the sends of each gap: each payload is sent as soon as it is computed.
 
     If that would change the order of sends to a peer, the sends to that peer keep their places, because the
     peer receives in that order. This happens between two ranks that send each other both payloads.
     """
     made: dict[tuple[Payload, int, int], int] = {}
-    was: defaultdict[int, list[tuple[int, Transfer]]] = defaultdict(list)
+    was: defaultdict[int, list[tuple[int, PipelineTransfer]]] = defaultdict(list)
     for index, gap in enumerate(gaps):
         for action in gap:
             if payload := SEMANTICS[action.kind].makes:
@@ -203,7 +203,7 @@ def _sends(gaps: list[list[Action]]) -> list[list[Transfer]]:
             for transfer in action.transfers if action.kind is Kind.EXCHANGE else ():
                 if transfer.sends:
                     was[transfer.peer].append((index, transfer))
-    sends: list[list[Transfer]] = [[] for _ in gaps]
+    sends: list[list[PipelineTransfer]] = [[] for _ in gaps]
     for placed in was.values():
         soonest = [made[t.payload, t.stage, t.micro_batch] for _, t in placed]
         for (index, transfer), soon in zip(placed, soonest, strict=True):
@@ -232,7 +232,10 @@ def _uses(program: Program, gaps: list[list[Action]]) -> dict[tuple[Payload, int
 
 
 def _rewritten(
-    gap: list[Action], sends: list[Transfer], posts: list[Transfer], waits: list[Transfer]
+    gap: list[Action],
+    sends: list[PipelineTransfer],
+    posts: list[PipelineTransfer],
+    waits: list[PipelineTransfer],
 ) -> Iterator[Action]:
     """Yield a gap with receives before sends: some transports lose half their bandwidth otherwise."""
     yield from (Action(Kind.RECEIVE, transfers=(t,)) for t in posts)

@@ -4,7 +4,7 @@ Every payload that another rank uses is computed and then sent, once. Every rece
 for before its payload is used. `myriad.program.rank_check` walks the rank's list and calls this module.
 """
 
-from myriad.program.actions import SEMANTICS, Action, Kind, Payload, Program, Transfer, user_of
+from myriad.program.actions import SEMANTICS, Action, Kind, Payload, PipelineTransfer, Program, user_of
 from myriad.program.timeline import needed_transfer
 
 __all__ = ["Payloads"]
@@ -62,7 +62,7 @@ class Payloads:
             return f"payloads are made and never sent: {unsent[:3]}"
         return None
 
-    def _transfer_fault(self, transfer: Transfer) -> str | None:
+    def _transfer_fault(self, transfer: PipelineTransfer) -> str | None:
         """Check that the compute actions need this transfer, between these ranks."""
         program, owners = self.program, self.program.stage_rank
         user = user_of(transfer.payload, transfer.stage)
@@ -74,7 +74,7 @@ class Payloads:
             return f"this payload goes from rank {owners[transfer.stage]} to rank {owners[user]}"
         return None
 
-    def _sent_fault(self, transfer: Transfer) -> str | None:
+    def _sent_fault(self, transfer: PipelineTransfer) -> str | None:
         key = (transfer.payload, transfer.stage, transfer.micro_batch)
         if wrong := self._transfer_fault(transfer):
             return wrong
@@ -94,7 +94,7 @@ class Payloads:
             return None
         return f"a {action.kind} has exactly one {'outgoing' if sends else 'incoming'} transfer"
 
-    def _posted_fault(self, transfer: Transfer) -> str | None:
+    def _posted_fault(self, transfer: PipelineTransfer) -> str | None:
         if transfer.sends:
             return self._sent_fault(transfer)
         key = (transfer.payload, transfer.stage, transfer.micro_batch)
@@ -105,7 +105,7 @@ class Payloads:
         self.posted.add(key)
         return None
 
-    def _arrived_fault(self, transfer: Transfer) -> str | None:
+    def _arrived_fault(self, transfer: PipelineTransfer) -> str | None:
         if transfer.sends:
             return None
         key = (transfer.payload, transfer.stage, transfer.micro_batch)

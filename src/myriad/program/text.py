@@ -8,7 +8,7 @@ column shows the action at its middle.
 from dataclasses import dataclass
 
 from myriad.program.actions import COMPUTE, Action, Kind, Program
-from myriad.program.timeline import Span, Timeline
+from myriad.program.timeline import ActionSpan, Timeline
 
 __all__ = ["LETTERS", "Cell", "text_rows"]
 
@@ -35,7 +35,9 @@ def text_rows(program: Program, times: Timeline, most_columns: int) -> list[list
     return [_exact_row(spans, unit, num_units, width, digits) for spans in times.ranks]
 
 
-def _exact_row(spans: tuple[Span, ...], unit: float, num_units: int, width: int, digits: int) -> list[Cell]:
+def _exact_row(
+    spans: tuple[ActionSpan, ...], unit: float, num_units: int, width: int, digits: int
+) -> list[Cell]:
     cells, reached = [], 0
     for span in spans:
         if span.action.kind not in COMPUTE:
@@ -57,7 +59,7 @@ def _label(action: Action, width: int, digits: int) -> str:
     return str(action.micro_batch) if width == digits else letter
 
 
-def _sampled_row(spans: tuple[Span, ...], makespan: float, columns: int) -> list[Cell]:
+def _sampled_row(spans: tuple[ActionSpan, ...], makespan: float, columns: int) -> list[Cell]:
     """Return a row in which each column shows the action at the column's middle."""
     computes = [span for span in spans if span.action.kind in COMPUTE]
     cells, index = [], 0

@@ -25,17 +25,17 @@ from myriad.program.actions import (
     Action,
     Kind,
     Payload,
+    PipelineTransfer,
     Program,
-    Transfer,
     input_of,
     kinds_where,
     output_of,
 )
 
 __all__ = [
+    "ActionSpan",
     "Cost",
     "ProgramError",
-    "Span",
     "Timeline",
     "TransferCost",
     "needed_transfer",
@@ -45,7 +45,7 @@ __all__ = [
 
 Cost = Callable[[Action], float]
 """Seconds (or any unit) of one action, without the time it waits for other ranks."""
-TransferCost = Callable[[Transfer], float]
+TransferCost = Callable[[PipelineTransfer], float]
 """Time from the moment both sides are posted until the payload has arrived."""
 
 
@@ -61,7 +61,7 @@ class ProgramError(MyriadError):
         self.what, self.rank, self.index, self.action = what, rank, index, action
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """One action on the time axis, including its waiting."""
 
     start: float
@@ -77,7 +77,7 @@ class Span(NamedTuple):
 class Timeline:
     """Spans of every pipeline rank, in order."""
 
-    ranks: tuple[tuple[Span, ...], ...]
+    ranks: tuple[tuple[ActionSpan, ...], ...]
 
     @property
     def makespan(self) -> float:
@@ -104,7 +104,7 @@ def needed_transfer(program: Program, action: Action) -> tuple[Payload, int, int
     return None if needed is None else (*needed, program.stage_rank[needed[1]])
 
 
-def _no_cost(transfer: Transfer) -> float:
+def _no_cost(transfer: PipelineTransfer) -> float:
     return 0.0
 
 
@@ -135,7 +135,7 @@ class _Execution:
         self.next_action = [0] * program.num_ranks
         self.clock = [0.0] * program.num_ranks
         self.posted = [False] * program.num_ranks
-        self.spans: list[list[Span]] = [[] for _ in program.ranks]
+        self.spans: list[list[ActionSpan]] = [[] for _ in program.ranks]
         self.channels: defaultdict[tuple[int, int], _Channel] = defaultdict(_Channel)
         self.arrived: dict[int, float] = {}
         self.synced: list[float] = []
@@ -161,7 +161,7 @@ class _Execution:
             # An exchange's or a wait's span includes its waiting; a waiting compute action leaves a gap.
             begin = ready if action.kind in COMPUTE else start
             clock[rank] = end = ready + cost(action)
-            spans.append(Span(begin, end - begin, action))
+            spans.append(ActionSpan(begin, end - begin, action))
             self.posted[rank] = False
             if not self.lowered:
                 self._publish(action, end)
@@ -183,7 +183,7 @@ class _Execution:
     def _code(self, payload: Payload, stage: int, micro_batch: int) -> int:
         return (stage * self.num_micro_batches + micro_batch) * 2 + (payload is Payload.GRADIENT)
 
-    def _post(self, rank: int, index: int, action: Action, transfer: Transfer) -> None:
+    def _post(self, rank: int, index: int, action: Action, transfer: PipelineTransfer) -> None:
         peer = transfer.peer
         code = self._code(transfer.payload, transfer.stage, transfer.micro_batch)
         if transfer.sends:
@@ -235,7 +235,9 @@ class _Execution:
         time = self.arrived.get(self._code(payload, stage, action.micro_batch))
         if time is None or owner == rank:
             return time
-        return time + self.transfer_cost(Transfer(payload, stage, action.micro_batch, owner, sends=False))
+        return time + self.transfer_cost(
+            PipelineTransfer(payload, stage, action.micro_batch, owner, sends=False)
+        )
 
     def _publish(self, action: Action, end: float) -> None:
         """Publish the result of a compute action in a program of compute actions only, so that its user can

@@ -20,12 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from myriad.program.actions import COMPUTE, Action, Kind, Lowering, Program, Transfer
+from myriad.program.actions import COMPUTE, Action, Kind, Lowering, PipelineTransfer, Program
 from myriad.program.timeline import Timeline, needed_transfer, timeline
 
 __all__ = ["Gaps", "natural_gaps", "ordered_gaps", "paired_gaps", "placements"]
 
-Gaps = list[list[list[Transfer]]]
+Gaps = list[list[list[PipelineTransfer]]]
 """``gaps[rank][i]``: transfers of the exchange before the rank's i-th compute."""
 
 
@@ -33,8 +33,8 @@ Gaps = list[list[list[Transfer]]]
 class _Link:
     """One payload between two ranks: from the gap after its producer to the gap before its user."""
 
-    received: Transfer
-    sent: Transfer
+    received: PipelineTransfer
+    sent: PipelineTransfer
     send_gap: int
     receive_gap: int
 
@@ -62,8 +62,8 @@ def _links(program: Program) -> list[_Link]:
                 continue
             payload, stage, sender = needed
             batch = action.micro_batch
-            received = Transfer(payload, stage, batch, sender, sends=False)
-            sent = Transfer(payload, stage, batch, rank, sends=True)
+            received = PipelineTransfer(payload, stage, batch, sender, sends=False)
+            sent = PipelineTransfer(payload, stage, batch, rank, sends=True)
             links.append(_Link(received, sent, gap_after[action.kind is Kind.FORWARD, stage, batch], index))
     return links
 

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from myriad.system.jsonl import JsonlTail, Record
 from myriad.system.whole_file import read_json, read_text, write_whole
 
-__all__ = ["MetricForwarder", "Place", "Sink", "main", "open_sink", "read_place", "scalars_of"]
+__all__ = ["ForwardedBytes", "MetricForwarder", "Sink", "main", "open_sink", "read_place", "scalars_of"]
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 1.0
@@ -75,20 +75,20 @@ def scalars_of(record: Record) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Place:
+class ForwardedBytes:
     """Bytes of each file that were forwarded."""
 
     metrics: int = 0
     events: int = 0
 
 
-def read_place(run: Path, name: str) -> Place:
+def read_place(run: Path, name: str) -> ForwardedBytes:
     """Return the offsets at which to resume; 0 if none are stored."""
     found: Any = None
     with suppress(OSError, ValueError):
         found = read_json(run / "loggers" / f"{name}.json")
     known = found if isinstance(found, dict) else {}
-    return Place(*(_offset(known.get(what)) for what in ("metrics", "events")))
+    return ForwardedBytes(*(_offset(known.get(what)) for what in ("metrics", "events")))
 
 
 def _offset(value: object) -> int:
@@ -101,7 +101,7 @@ class MetricForwarder:
     def __init__(self, name: str, run: Path, open_it: Callable[[str, Path], Sink] = open_sink) -> None:
         self._name, self._run, self._open = name, run, open_it
         self._sink: Sink | None = None
-        self._forwarded: Place | None = None
+        self._forwarded: ForwardedBytes | None = None
         """Offsets in memory, which hold even if their file cannot be written."""
         self.failures = 0
 
@@ -142,7 +142,7 @@ class MetricForwarder:
             if scalars := scalars_of(record):
                 self._sink.write(int(record["step"]), float(record["time"]), scalars)
         self._sink.flush()
-        self._forwarded = Place(**{what: tail.offset for what, tail in tails.items()})
+        self._forwarded = ForwardedBytes(**{what: tail.offset for what, tail in tails.items()})
         try:
             (self._run / "loggers").mkdir(exist_ok=True)
             write_whole(self._run / "loggers" / f"{self._name}.json", json.dumps(asdict(self._forwarded)))

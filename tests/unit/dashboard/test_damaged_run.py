@@ -48,7 +48,7 @@ from myriad.run.run_lines import EventLines, Peaks, StepLines
 from myriad.supervise.driver.journal import Journal
 from myriad.supervise.driver_address import AddressFile, DriverConnection
 from myriad.supervise.policy.run_state import RunPlan
-from myriad.telemetry.links.network_counters import LINK_FIELDS, CounterFile, Sample
+from myriad.telemetry.links.network_counters import LINK_FIELDS, CounterFile, CounterSample
 from myriad.telemetry.loggers import MetricForwarder, read_place
 from myriad.telemetry.span_io.span_batch import SpanBatch
 from myriad.telemetry.span_io.span_files import write_span_file
@@ -146,7 +146,7 @@ def whole_run() -> Path:
     write_span_file(run.spans_path / "attempt-1-node-0-0.parquet", SpanBatch(0, 1, ("forward",), records))
     for name in ("loggers", "counters"):
         (run.path / name).mkdir()
-    sample = Sample(time.time(), {"eth0": (0,) * len(LINK_FIELDS)}, (0, 0), {})
+    sample = CounterSample(time.time(), {"eth0": (0,) * len(LINK_FIELDS)}, (0, 0), {})
     CounterFile(run.counters_path / "node-0.jsonl", {}).append([sample])
     address = {"host": "127.0.0.1", "port": 1, "term": 0, "silent_seconds": 5.0, "alone_seconds": 5.0}
     AddressFile(run.path, address)

@@ -19,7 +19,7 @@ from myriad.dashboard.watched_run import Watched
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.telemetry.links.network_counters import LINK_FIELDS, CounterFile, Sample
+from myriad.telemetry.links.network_counters import LINK_FIELDS, CounterFile, CounterSample
 from myriad.telemetry.span_io.span_batch import SpanBatch
 from myriad.telemetry.span_io.span_records import RECORD
 
@@ -119,7 +119,7 @@ def test_a_node_whose_ranks_say_nothing_is_heard_of_while_its_executor_lives(wat
     folder = watched.files.run.counters_path
     folder.mkdir()
     os.mkfifo(folder / "node-0.jsonl")
-    numbers = Sample(time.time(), {"eth0": (0,) * len(LINK_FIELDS)}, (0, 0), {})
+    numbers = CounterSample(time.time(), {"eth0": (0,) * len(LINK_FIELDS)}, (0, 0), {})
     CounterFile(folder / "node-1.jsonl", {}).append([numbers])
     silent, alive = client_of(watched).get("/api/faults").json()["nodes"]
     assert silent["heartbeat_seconds_ago"] > 1e6 and alive["heartbeat_seconds_ago"] < 60

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from myriad.dashboard.prometheus import RunMetrics
 from myriad.run import Run
 from myriad.system.jsonl import append_line
-from myriad.telemetry.links.network_counters import LINK_FIELDS, RDMA_FIELDS, CounterFile, Sample
+from myriad.telemetry.links.network_counters import LINK_FIELDS, RDMA_FIELDS, CounterFile, CounterSample
 
 MONITORING = Path(__file__).parents[3] / "examples" / "monitoring"
 PHASES = (
@@ -55,7 +55,7 @@ def series(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 def look(run: Run, node: int, received: int, at: float | None = None) -> None:
     values = tuple((dict.fromkeys(LINK_FIELDS, 2) | {"received_bytes": received}).values())
     port = tuple((dict.fromkeys(RDMA_FIELDS, 3) | {"received_bytes": 2 * received}).values())
-    sample = Sample(time.time() if at is None else at, {"eth0": values}, (7, 0), {"mlx5_0:1": port})
+    sample = CounterSample(time.time() if at is None else at, {"eth0": values}, (7, 0), {"mlx5_0:1": port})
     CounterFile(run.counters_path / f"node-{node}.jsonl", {"eth0": 1.25e9}).append([sample])
 
 

@@ -16,7 +16,7 @@ from myriad.dashboard.insight.rank_arrays import Ranks
 from myriad.dashboard.run_files import RunFiles
 from myriad.dashboard.store.heat_map import HeatMap
 from myriad.dashboard.store.span_store import SpanStore
-from myriad.dashboard.store.timeline_spans import Window, choose_lanes, spans_in, window_of_steps
+from myriad.dashboard.store.timeline_spans import TimeWindow, choose_lanes, spans_in, window_of_steps
 from myriad.dashboard.tile import pack_tile, to_json, unpack_tile
 from myriad.dashboard.watched_run import Watched
 from myriad.job import load_job
@@ -160,7 +160,7 @@ def test_of_spans_that_share_a_pixel_the_longest_is_drawn() -> None:
     store = SpanStore(2, 10)
     short = [(0, 1, "mine", 0.1 + 0.0001 * at, 0.00001 * (at + 1)) for at in range(8)]
     store.add(batch(*short, (0, 1, "forward", 0.5, 0.2), (1, 1, "forward", 0.5, 0.1)))
-    window = Window(EPOCH, EPOCH + 10**9)
+    window = TimeWindow(EPOCH, EPOCH + 10**9)
     spans = spans_in(store, window, choose_lanes(np.array([0]), np.zeros(2), 10), 100)
     assert spans["duration"].tolist() == pytest.approx([0.00008, 0.2])
     assert spans["rank"].tolist() == [0, 0]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from myriad.doctor.diagnosis import Reading, judge
-from myriad.doctor.pair_tests.pair_findings import DirectionRates, Findings, classify_fault, judge_groups
+from myriad.doctor.pair_tests.pair_findings import Findings, PairRates, classify_fault, judge_groups
 from myriad.doctor.pair_tests.pair_rounds import PairTestOutcome, Suspect
 from myriad.doctor.probes.collective_patterns import PatternRates, combine_rates, diagnose_patterns
 from myriad.doctor.probes.collective_probe import CollectiveRank, environment_of
@@ -222,13 +222,13 @@ def test_a_rail_binds_the_traffic_of_its_run(backend, rail, expected):
 @pytest.mark.parametrize(
     ("look", "how"),
     [
-        (DirectionRates(10, 10, 10, 0.03), "lossy"),
-        (DirectionRates(10, 9, 4, 0.0), "half-duplex"),
-        (DirectionRates(3, 10, 3, 0.0), "slow out"),
-        (DirectionRates(10, 3, 3, 0.0), "slow in"),
-        (DirectionRates(3, 3, 3, 0.0), "slow"),
-        (DirectionRates(), "silent"),
-        (DirectionRates(10, 10, 10, 0.001), ""),
+        (PairRates(10, 10, 10, 0.03), "lossy"),
+        (PairRates(10, 9, 4, 0.0), "half-duplex"),
+        (PairRates(3, 10, 3, 0.0), "slow out"),
+        (PairRates(10, 3, 3, 0.0), "slow in"),
+        (PairRates(3, 3, 3, 0.0), "slow"),
+        (PairRates(), "silent"),
+        (PairRates(10, 10, 10, 0.001), ""),
     ],
 )
 def test_a_closer_look_says_what_is_wrong(look, how):

@@ -15,7 +15,7 @@ from myriad.kernels import attention_choice
 from myriad.kernels.attention import attention_by, attention_reference
 from myriad.kernels.attention_choice import (
     AttentionShape,
-    Timed,
+    FastestAttention,
     check_attention,
     choose_attention,
     fallback_attention,
@@ -72,7 +72,7 @@ def test_what_triton_cannot_do_is_refused_when_asked_to_insist(installed: bool) 
 def test_what_was_measured_counts_on_that_device_and_shape_alone(tmp_path: Path) -> None:
     row = ("NVIDIA H200", "bfloat16", 8192, 128, 512, "varlen")
     file = tmp_path / "times.json"
-    file.write_text(json.dumps({"attention": [dict(zip(Timed._fields, row, strict=True))]}))
+    file.write_text(json.dumps({"attention": [dict(zip(FastestAttention._fields, row, strict=True))]}))
     timed, shape = read_times(file), HOPPER._replace(window=512)
     usual = choose_attention(shape).path
     assert choose_attention(shape, timed=timed, name="NVIDIA H200").path == "varlen"

@@ -19,7 +19,7 @@ from sharding import Parameter, Ranks
 from myriad.kernels.config import Kernels
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.optimizer import build_optimizer
-from myriad.optim.region import Piece, Region
+from myriad.optim.region import ParameterSlice, Region
 
 
 def moved(config, parameters, cuts, gradients, kernels: str) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_nothing_moves_where_the_device_says_so(kernels: Kernels) -> None:
     """Updates inside the backward begin before anybody knows whether the gradients are numbers."""
 
     def states(stays: torch.Tensor | None) -> list[torch.Tensor]:
-        region = Region(torch.ones(3000), torch.full((3000,), 0.5), True, (Piece(0, 0, 3000),))
+        region = Region(torch.ones(3000), torch.full((3000,), 0.5), True, (ParameterSlice(0, 0, 3000),))
         optimizer = build_optimizer(OptimizerConfig(), [region], 1, lambda table: table, kernels)
         optimizer.begin(1e-2, 1.0)
         optimizer.update([0], stays)

@@ -8,7 +8,7 @@ import torch
 
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.optimizer import build_optimizer
-from myriad.optim.region import Piece, Region
+from myriad.optim.region import ParameterSlice, Region
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def regions_of(flat: torch.Tensor, parameters: Sequence[Parameter], start: int, 
         if held:
             offset = held[0][1]
             values = flat[offset : held[-1][2]].clone()
-            pieces = tuple(Piece(row, low - offset, high - offset) for row, low, high in held)
+            pieces = tuple(ParameterSlice(row, low - offset, high - offset) for row, low, high in held)
             regions.append(Region(values, torch.zeros_like(values), decays, pieces))
     return regions or [Region(flat[:0].clone(), flat[:0].clone(), True, ())]
 

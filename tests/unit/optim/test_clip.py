@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from myriad.optim.clip import clip_scale, non_finite_rows, squared_norms
 from myriad.optim.parameter_norms import sums_of_squares
-from myriad.optim.region import Piece, Region
+from myriad.optim.region import ParameterSlice, Region
 
 
-def region_of(gradients: torch.Tensor, pieces: tuple[Piece, ...]) -> Region:
+def region_of(gradients: torch.Tensor, pieces: tuple[ParameterSlice, ...]) -> Region:
     return Region(torch.zeros_like(gradients), gradients, True, pieces)
 
 
@@ -28,7 +28,7 @@ def test_squared_norms_are_those_of_each_parameter(data: st.DataObject) -> None:
         gradients = torch.randn(gap + sum(sizes))
         pieces, start = [], gap
         for owner, size in zip(owners, sizes, strict=True):
-            pieces.append(Piece(owner, start, start + size))
+            pieces.append(ParameterSlice(owner, start, start + size))
             expected[owner] += gradients[start : start + size].double().square().sum()
             start += size
         regions.append(region_of(gradients, tuple(pieces)))
@@ -41,7 +41,7 @@ def test_large_parameters_keep_their_precision() -> None:
     """torch's own norm of this vector is 0.8 % off on a CPU, more than a thousand times the parity
     tolerance."""
     flat = torch.full((10_000_001,), 1e-3)
-    table = sums_of_squares([flat], [(Piece(0, 0, flat.numel()),)], 1)
+    table = sums_of_squares([flat], [(ParameterSlice(0, 0, flat.numel()),)], 1)
     assert table.item() == pytest.approx(flat.numel() * float(flat[0].double()) ** 2, rel=1e-6)
 
 
@@ -50,7 +50,7 @@ def test_large_parameters_keep_their_precision() -> None:
 def test_a_non_finite_gradient_names_its_parameter_only(bad: float, position: int) -> None:
     gradients = torch.ones(3000)
     gradients[position] = bad
-    pieces = (Piece(4, 0, 1100), Piece(2, 1100, 1600), Piece(0, 1600, 3000))
+    pieces = (ParameterSlice(4, 0, 1100), ParameterSlice(2, 1100, 1600), ParameterSlice(0, 1600, 3000))
     expected = next(piece.parameter for piece in pieces if piece.start <= position < piece.stop)
     assert non_finite_rows(squared_norms([region_of(gradients, pieces)], 5)) == [expected]
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from program_shapes import lowered
 
-from myriad.program.actions import COMPUTE, Action, Kind, Program, Transfer
+from myriad.program.actions import COMPUTE, Action, Kind, PipelineTransfer, Program
 from myriad.program.checker import check
 from myriad.program.config import OverlapConfig
 from myriad.program.early_updates import update_early
@@ -95,12 +95,12 @@ def test_swapping_two_transfers_of_one_channel_is_found(program, data):
         check(with_rank(program, rank, actions))
 
 
-def channel(program: Program, rank: int, peer: int, sends: bool) -> list[Transfer]:
+def channel(program: Program, rank: int, peer: int, sends: bool) -> list[PipelineTransfer]:
     found = (t for a in program.ranks[rank] if a.kind is not Kind.WAIT for t in a.transfers)
     return [t for t in found if t.peer == peer and t.sends is sends]
 
 
-def swapped(action: Action, swap: dict[Transfer, Transfer]) -> Action:
+def swapped(action: Action, swap: dict[PipelineTransfer, PipelineTransfer]) -> Action:
     return replace(action, transfers=tuple(swap.get(t, t) for t in action.transfers))
 
 

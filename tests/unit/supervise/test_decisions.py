@@ -13,7 +13,15 @@ from myriad.errors import BAD_DATA, NEXT_ATTEMPT_SKIPS
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, NodeLeft, StopAsked
 from myriad.supervise.observations import CommSeen, RankExited, RankSeen
-from myriad.supervise.policy.actions import Action, Blame, DumpStacks, EndRun, Evict, StartAttempt, StopRanks
+from myriad.supervise.policy.actions import (
+    Blame,
+    DumpStacks,
+    EndRun,
+    Evict,
+    PolicyAction,
+    StartAttempt,
+    StopRanks,
+)
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.step_work import StepWork
@@ -28,16 +36,16 @@ class World:
         self.now = 0.0
         self.plan = RunPlan(WORLD, nodes, first_epoch=5, **plan)
         self.decider = Decider(self.plan, self.now)
-        self.actions: list[Action] = []
+        self.actions: list[PolicyAction] = []
         for node in range(nodes + spares):
             self.join(node)
 
-    def hear(self, observation: object) -> list[Action]:
+    def hear(self, observation: object) -> list[PolicyAction]:
         return self._did(self.decider.hear(observation, self.now))
 
     def wait(
         self, seconds: float, seen: Callable[[int, float], Iterable[RankSeen]] | None = None
-    ) -> list[Action]:
+    ) -> list[PolicyAction]:
         """Time passes; ``seen(node, waited)``: what the node's beats tell meanwhile, each second. The time is
         looked at as the driver does: less often while all is calm."""
         began, done = self.now, len(self.actions)
@@ -53,7 +61,7 @@ class World:
                 look_at = self.now + (1.0 if self.decider.is_calm(self.now) else 0.25)
         return self.actions[done:]
 
-    def _did(self, actions: list[Action]) -> list[Action]:
+    def _did(self, actions: list[PolicyAction]) -> list[PolicyAction]:
         self.actions += actions
         return actions
 
@@ -61,16 +69,16 @@ class World:
     def epoch(self) -> int:
         return self.decider.state.epoch
 
-    def join(self, node: int, running: Iterable[int] = (), epoch: int = 0) -> list[Action]:
+    def join(self, node: int, running: Iterable[int] = (), epoch: int = 0) -> list[PolicyAction]:
         return self.hear(NodeJoined(node, epoch, "here", 7, 2, 10**9, tuple(running), (), False))
 
     def exit(
         self, rank: int, code: int = -9, cause: str = "killed", step: int = 3, error: str = ""
-    ) -> list[Action]:
+    ) -> list[PolicyAction]:
         node = next(n for n, ranks in self.decider.state.placement.items() if rank in ranks)
         return self.hear(RankExited(node, self.epoch, rank, code, cause, step, error, "a.log"))
 
-    def all_exit(self, **how: object) -> list[Action]:
+    def all_exit(self, **how: object) -> list[PolicyAction]:
         """Those that have not."""
         done = len(self.actions)
         for rank in set(range(WORLD)) - set(self.decider.state.exits):
@@ -94,7 +102,7 @@ def seen(rank: int, **fields: object) -> RankSeen:
     return RankSeen(rank=rank, **{**usual, "idle_seconds": 0.1, "step_seconds": 0.5, **fields})
 
 
-def kinds(actions: list[Action]) -> list[str]:
+def kinds(actions: list[PolicyAction]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
@@ -498,7 +506,9 @@ def test_an_attempt_that_was_decided_and_never_begun_is_followed_by_another() ->
     assert kinds(world.join(0)) == ["Blame", "StopRanks", "StartAttempt"] and world.epoch == 6
 
 
-def rejoin(world: World, node: int, epoch: int, running: Iterable[int] = (), **codes: int) -> list[Action]:
+def rejoin(
+    world: World, node: int, epoch: int, running: Iterable[int] = (), **codes: int
+) -> list[PolicyAction]:
     """As an executor comes to another driver; ``codes``: r2=-9."""
     exits = tuple(
         RankExited(node, epoch, int(name[1:]), code, "killed" if code else "done", 3, "", "a.log")

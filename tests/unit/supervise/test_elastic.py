@@ -13,7 +13,7 @@ from myriad.job import load_job
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, NodeLeft, StopAsked
 from myriad.supervise.observations import Digest, RankExited, RankSeen
-from myriad.supervise.policy.actions import Action, Blame, EndRun, StartAttempt, TurnRanks
+from myriad.supervise.policy.actions import Blame, EndRun, PolicyAction, StartAttempt, TurnRanks
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.elastic import ElasticLayouts
 from myriad.supervise.policy.node_selection import place_nodes
@@ -38,7 +38,7 @@ class World:
         whole = fewer.dp * fewer.replica_ranks
         known = RunPlan(whole, whole // fewer.node_ranks, first_epoch=1, dp=fewer.dp, fewer=fewer)
         self.plan = replace(known, **plan)
-        self.decider, self.actions = Decider(self.plan, 0.0), list[Action]()
+        self.decider, self.actions = Decider(self.plan, 0.0), list[PolicyAction]()
         self.nodes = set(range(self.plan.nodes))
         for node in self.nodes:
             self.join(node)
@@ -60,7 +60,7 @@ class World:
         self.pass_time(4)
         self.exit_all("killed", -9)
 
-    def pass_time(self, seconds: float, *, obey: bool = True) -> list[Action]:
+    def pass_time(self, seconds: float, *, obey: bool = True) -> list[PolicyAction]:
         """Ranks that are asked to end after a step do."""
         done, end = len(self.actions), self.now + seconds
         while self.now < end:
@@ -95,7 +95,7 @@ class World:
         state = read(RunState, plain(self.state)) if knows else None
         self.decider = Decider(self.plan, self.now, state)
 
-    def _did(self, actions: Sequence[Action]) -> None:
+    def _did(self, actions: Sequence[PolicyAction]) -> None:
         self.actions += actions
 
     @property
@@ -104,7 +104,7 @@ class World:
         return last
 
 
-def kinds(actions: Sequence[Action]) -> list[str]:
+def kinds(actions: Sequence[PolicyAction]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
@@ -337,7 +337,7 @@ def test_the_smaller_attempts_replicas_are_compared(smaller: World) -> None:
     smaller.new_driver()
     for rank, node in enumerate((0, 2)):
         smaller.join(node, TWO, 2, rank)
-    actions: list[Action] = []
+    actions: list[PolicyAction] = []
     for rank, node in enumerate((0, 2)):
         row = replace(smaller.row(node, rank), digests=(Digest(10, rank),))
         actions += smaller.decider.hear(Beat(node, 2, 7, (row,)), smaller.now)

@@ -6,7 +6,7 @@ from test_decisions import World, kinds, seen
 
 from myriad.supervise.messages import Beat
 from myriad.supervise.observations import DeviceTrouble, LinkSeen
-from myriad.supervise.policy.actions import Action, Blame, Evict, Notice, StartAttempt, TurnRanks
+from myriad.supervise.policy.actions import Blame, Evict, Notice, PolicyAction, StartAttempt, TurnRanks
 from myriad.supervise.policy.health import ClockCheck
 
 
@@ -19,12 +19,12 @@ class Links(World):
         super().__init__(nodes=nodes, spares=spares, **plan)
         self.tell(1.0)
 
-    def beat(self, node: int) -> list[Action]:
+    def beat(self, node: int) -> list[PolicyAction]:
         link = self.links.setdefault(node, LinkSeen("eth1", True, 1, 0))
         ranks = tuple(seen(rank, step=int(self.now)) for rank in self.decider.state.placement.get(node, ()))
         return self.hear(Beat(node, self.epoch, 7, ranks, (link,), self.devices.get(node, ()), self.now))
 
-    def tell(self, seconds: float) -> list[Action]:
+    def tell(self, seconds: float) -> list[PolicyAction]:
         began, done = self.now, len(self.actions)
         while self.now < began + seconds:
             self.now += 0.5
@@ -37,23 +37,23 @@ class Links(World):
         was = self.links[node]
         self.links[node] = LinkSeen("eth1", up, was.downs + (was.up and not up), 0)
 
-    def flap(self, node: int, seconds: float = 1.0, after: float = 10.0) -> list[Action]:
+    def flap(self, node: int, seconds: float = 1.0, after: float = 10.0) -> list[PolicyAction]:
         self.set(node, False)
         found = self.tell(seconds)
         self.set(node, True)
         return found + self.tell(after)
 
-    def turn(self) -> list[Action]:
+    def turn(self) -> list[PolicyAction]:
         """All end as they were asked to."""
         return self.all_exit(code=75, cause="turned", step=int(self.now))
 
-    def trouble(self, node: int, rank: int, blame: str = "hardware", **how: bool) -> list[Action]:
+    def trouble(self, node: int, rank: int, blame: str = "hardware", **how: bool) -> list[PolicyAction]:
         told = DeviceTrouble(rank % 2, rank, self.epoch, blame, "Xid 0: something", **how)
         self.devices[node] = (*self.devices.get(node, ()), told)
         return self.tell(0.5)
 
 
-def problems(actions: list[Action]) -> list[str]:
+def problems(actions: list[PolicyAction]) -> list[str]:
     return [action.problem for action in actions if isinstance(action, Notice)]
 
 

@@ -18,7 +18,7 @@ from myriad.program.schedules import stage_owners
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined
 from myriad.supervise.observations import RankExited, RankSeen
-from myriad.supervise.policy.actions import Action, StartAttempt, TellSlow, TurnRanks
+from myriad.supervise.policy.actions import PolicyAction, StartAttempt, TellSlow, TurnRanks
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.step_work import Pipeline, StepWork, best_cuts, layer_seconds, pipeline_seconds
@@ -43,7 +43,7 @@ class Line:
         self.work = replace(WORK, **work)
         self.plan = RunPlan(NODES, NODES, first_epoch=1, work=self.work)
         self.decider = Decider(self.plan, self.now)
-        self.actions: list[Action] = []
+        self.actions: list[PolicyAction] = []
         self.slow: dict[int, float] = {}
         """Node to how many times as long it takes."""
         self.longer: dict[int, float] = {}
@@ -66,7 +66,7 @@ class Line:
         joined = NodeJoined(node, epoch, "here", 7, 2, 10**9, tuple(running), (), False, layout=layout)
         self.did(self.decider.hear(joined, self.now))
 
-    def train(self, seconds: float) -> list[Action]:
+    def train(self, seconds: float) -> list[PolicyAction]:
         done, end = len(self.actions), self.now + seconds
         while self.now < end:
             self.now, self.step = self.now + 1.0, self.step + 1
@@ -90,7 +90,7 @@ class Line:
                 ended = RankExited(node, self.state.epoch, rank, code, cause, self.step, "", "a.log")
                 self.did(self.decider.hear(ended, self.now))
 
-    def did(self, actions: list[Action]) -> list[Action]:
+    def did(self, actions: list[PolicyAction]) -> list[PolicyAction]:
         self.actions += actions
         return actions
 
@@ -99,7 +99,7 @@ class Line:
         return [one * total for one, total in zip(times, PIPELINE.sums(TRUE, self.cuts), strict=True)]
 
 
-def kinds(actions: Sequence[Action]) -> list[str]:
+def kinds(actions: Sequence[PolicyAction]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 

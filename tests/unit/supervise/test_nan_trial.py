@@ -6,12 +6,12 @@ from test_decisions import World, kinds, seen
 
 from myriad.supervise.exit_causes import cause_of, first_not_finite
 from myriad.supervise.messages import Beat
-from myriad.supervise.policy.actions import Action, Blame, Diagnose, EndRun, Evict, StartAttempt
+from myriad.supervise.policy.actions import Blame, Diagnose, EndRun, Evict, PolicyAction, StartAttempt
 
 SAID = "myriad: error: step {step}: loss is nan; first bad tensor is the gradient of a.b, on rank {rank}"
 
 
-def not_finite(world: World, rank: int, step: int = 8) -> list[Action]:
+def not_finite(world: World, rank: int, step: int = 8) -> list[PolicyAction]:
     """Every rank ends, and says the same."""
     done = len(world.actions)
     error = SAID.format(step=step, rank=rank)
@@ -20,14 +20,14 @@ def not_finite(world: World, rank: int, step: int = 8) -> list[Action]:
     return world.actions[done:]
 
 
-def goes_on(world: World, step: int = 9) -> list[Action]:
+def goes_on(world: World, step: int = 9) -> list[PolicyAction]:
     found = []
     for node in list(world.decider.state.placement):
         found += world.hear(Beat(node, world.epoch, 7, tuple(world.ranks(node, step=step))))
     return found
 
 
-def started(actions: list[Action]) -> StartAttempt:
+def started(actions: list[PolicyAction]) -> StartAttempt:
     (one,) = (action for action in actions if isinstance(action, StartAttempt))
     return one
 

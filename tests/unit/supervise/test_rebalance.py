@@ -14,7 +14,7 @@ from myriad.job import load_job
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, StopAsked
 from myriad.supervise.observations import RankExited, RankSeen
-from myriad.supervise.policy.actions import Action, Evict, StartAttempt, StopRanks, TellSlow, TurnRanks
+from myriad.supervise.policy.actions import Evict, PolicyAction, StartAttempt, StopRanks, TellSlow, TurnRanks
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.rebalance import best_shares, step_seconds
 from myriad.supervise.policy.run_state import RunPlan, RunState
@@ -39,7 +39,7 @@ class World:
         self.work = replace(WORK, **work)
         self.plan = RunPlan(4, 4, first_epoch=1, work=self.work)
         self.decider = Decider(self.plan, self.now)
-        self.actions: list[Action] = []
+        self.actions: list[PolicyAction] = []
         for node in range(4 + spares):
             self.join(node)
 
@@ -57,7 +57,7 @@ class World:
         joined = NodeJoined(node, epoch, "here", 7, 2, 10**9, tuple(running), (), False, layout=layout)
         self._did(self.decider.hear(joined, self.now))
 
-    def train(self, seconds: float, factor: Factor = equally_fast) -> list[Action]:
+    def train(self, seconds: float, factor: Factor = equally_fast) -> list[PolicyAction]:
         """``factor(node)``: of its compute. Ranks end when they are asked to."""
         done, end = len(self.actions), self.now + seconds
         while self.now < end:
@@ -82,12 +82,12 @@ class World:
         busy = SECONDS * shares[self.work.place(rank, 4)[0]] * factor
         return RankSeen(rank, 9, "S", "step", "forward", self.step, 1, 1, 0.0, 0.5, busy)
 
-    def _did(self, actions: list[Action]) -> list[Action]:
+    def _did(self, actions: list[PolicyAction]) -> list[PolicyAction]:
         self.actions += actions
         return actions
 
 
-def kinds(actions: Sequence[Action]) -> list[str]:
+def kinds(actions: Sequence[PolicyAction]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, NodeLeft, StopAsked
 from myriad.supervise.observations import RankExited, RankSeen
-from myriad.supervise.policy.actions import Action, EndRun, Evict, StartAttempt, StopRanks, TurnRanks
+from myriad.supervise.policy.actions import EndRun, Evict, PolicyAction, StartAttempt, StopRanks, TurnRanks
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.run_state import RunPlan, RunState
 
@@ -106,7 +106,7 @@ class Cluster(RuleBasedStateMachine):
     def hear(self, observation: Any) -> None:
         self.act(self.decider.hear(observation, self.now))
 
-    def act(self, actions: list[Action]) -> None:
+    def act(self, actions: list[PolicyAction]) -> None:
         """Journal, then act; the driver may die before either, and the next one reads the journal."""
         if not actions or self.end is not None:
             return
@@ -120,7 +120,7 @@ class Cluster(RuleBasedStateMachine):
         if dies is not None:
             self.next_driver()
 
-    def do(self, action: Action) -> None:
+    def do(self, action: PolicyAction) -> None:
         if isinstance(action, StartAttempt):
             self.check_start(action)
             for number, ranks in action.placement.items():

@@ -3,14 +3,14 @@
 from test_decisions import World
 
 from myriad.supervise.exit_causes import cause_of, spike_text
-from myriad.supervise.policy.actions import Action, Blame, EndRun, Evict, StartAttempt
+from myriad.supervise.policy.actions import Blame, EndRun, Evict, PolicyAction, StartAttempt
 
 SAID = (
     "myriad: error: step {step}: a spike, twice: gradient norm 100, the median of 128 steps is 1, the limit 2"
 )
 
 
-def spike(world: World, step: int) -> list[Action]:
+def spike(world: World, step: int) -> list[PolicyAction]:
     """Every rank ends, and says the same."""
     done = len(world.actions)
     for one in range(4):
@@ -18,7 +18,7 @@ def spike(world: World, step: int) -> list[Action]:
     return world.actions[done:]
 
 
-def started(actions: list[Action]) -> StartAttempt:
+def started(actions: list[PolicyAction]) -> StartAttempt:
     (one,) = (action for action in actions if isinstance(action, StartAttempt))
     return one
 

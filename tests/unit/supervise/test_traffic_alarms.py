@@ -17,7 +17,7 @@ from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
 from myriad.supervise.agent.link_monitor import sum_up
 from myriad.supervise.messages import Beat
 from myriad.supervise.observations import LinkTraffic, RankSeen
-from myriad.supervise.policy.actions import Action, Notice
+from myriad.supervise.policy.actions import Notice, PolicyAction
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.traffic_alarms import TrafficAlarms
 from myriad.telemetry.links.link_ring import LINK_COLUMNS, Rows
@@ -227,7 +227,7 @@ def test_a_fault_says_which_alarm_was_active() -> None:
     world = Wires()
     world.carry(2, sent_rate=10 * MB)
     world.go_on(2)
-    actions: list[Action] = world.exit(1)
+    actions: list[PolicyAction] = world.exit(1)
     assert str(actions[0].evidence["traffic"]).startswith("link eth1 of node 2 sends")
 
 

@@ -12,7 +12,7 @@ from myriad.telemetry.links.network_counters import (
     RDMA_FIELDS,
     CounterFile,
     Counters,
-    Sample,
+    CounterSample,
     peaks,
     sample_often,
     told_peaks,
@@ -44,9 +44,9 @@ def test_what_goes_over_a_link_is_counted() -> None:
     assert after.time > before.time and len(after.tcp) == 2
 
 
-def sample(time: float, sent: int, *, drops: int = 0, again: int = 0) -> Sample:
+def sample(time: float, sent: int, *, drops: int = 0, again: int = 0) -> CounterSample:
     values = dict.fromkeys(LINK_FIELDS, 0) | {"sent_bytes": sent, "drops": drops}
-    return Sample(time, {"eth0": tuple(values.values()), "lo": (0,) * len(LINK_FIELDS)}, (again, 0))
+    return CounterSample(time, {"eth0": tuple(values.values()), "lo": (0,) * len(LINK_FIELDS)}, (again, 0))
 
 
 def test_a_burst_that_fills_a_link_is_found_in_a_second_that_does_not() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myriad.reports.charts.span_chart import Lane, Panel, compute_share, draw_spans, under_way
+from myriad.reports.charts.span_chart import ChartLane, Panel, compute_share, draw_spans, under_way
 from myriad.telemetry.spans import Span
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -19,7 +19,7 @@ def span(name: str, start: float, stop: float, stage: int = 0, micro_batch: int 
 
 
 def panel(spans: list[Span], seconds: float = 1.0, title: str = "before") -> Panel:
-    return Panel(title, EPOCH, EPOCH + seconds, [Lane("rank 0", spans)])
+    return Panel(title, EPOCH, EPOCH + seconds, [ChartLane("rank 0", spans)])
 
 
 def rects(svg: str) -> list[dict[str, str]]:
@@ -51,7 +51,7 @@ SPANS = st.lists(
 @given(st.lists(SPANS, min_size=1, max_size=3), st.floats(1e-5, 100))
 @settings(max_examples=60, deadline=None)
 def test_whatever_was_recorded_the_picture_is_xml_and_stays_inside_itself(lanes, seconds):
-    ranks = [Lane(f"rank {number}", spans) for number, spans in enumerate(lanes)]
+    ranks = [ChartLane(f"rank {number}", spans) for number, spans in enumerate(lanes)]
     svg = draw_spans("a <b> & c", [Panel("x & y", EPOCH, EPOCH + seconds, ranks)])
     width = float(ElementTree.fromstring(svg).attrib["width"])
     assert all(float(r.get("x", "0")) + float(r["width"]) <= width + 0.1 for r in rects(svg))

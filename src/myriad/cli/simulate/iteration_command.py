@@ -72,12 +72,12 @@ def _check_folder(folder: Path) -> None:
 
 def _write(options: IterationOptions, found: "IterationForecast") -> list[Path]:
     from myriad.job import dump_toml
-    from myriad.reports.charts.span_chart import Lane, Panel, draw_spans
+    from myriad.reports.charts.span_chart import ChartLane, Panel, draw_spans
     from myriad.telemetry.span_io.span_files import write_spans
 
     written = []
     if options.out is not None:
-        lanes = [Lane(f"rank {rank}", spans) for rank, spans in found.spans.items()]
+        lanes = [ChartLane(f"rank {rank}", spans) for rank, spans in found.spans.items()]
         panel = Panel("one iteration, predicted", 0.0, found.summary.seconds, lanes)
         write_picture("--out", options.out, draw_spans(found.headline, [panel]))
         written.append(options.out)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from myriad.job import Job
     from myriad.program.actions import Action, Program
-    from myriad.program.checker import Report
+    from myriad.program.checker import ProgramCost
     from myriad.program.device_needs import DeviceNeeds
     from myriad.program.timeline import Timeline
 
@@ -58,13 +58,15 @@ def show_program(job_name: str, overrides: Sequence[str], out: Path | None, *, a
         typer.echo(f"{_summary(program, report)}\n{out}")
 
 
-def _summary(program: "Program", report: "Report") -> str:
+def _summary(program: "Program", report: "ProgramCost") -> str:
     from myriad.reports.charts.program_chart import describe
 
     return f"{describe(program)}: bubble {report.bubble_ratio:.1%}, {report.makespan:g} forwards in all"
 
 
-def _as_json(program: "Program", times: "Timeline", report: "Report", out: Path | None) -> dict[str, Any]:
+def _as_json(
+    program: "Program", times: "Timeline", report: "ProgramCost", out: Path | None
+) -> dict[str, Any]:
     from myriad.program.actions import COMPUTE
 
     boxes = [
@@ -147,7 +149,7 @@ def _tensor_lines(tensor: dict[str, Any] | None) -> list[str]:
     return lines
 
 
-def _print(program: "Program", times: "Timeline", report: "Report") -> None:
+def _print(program: "Program", times: "Timeline", report: "ProgramCost") -> None:
     from rich.console import Console
     from rich.text import Text
 

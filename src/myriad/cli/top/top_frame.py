@@ -15,7 +15,7 @@ from myriad.run.run_lines import loss_scale_text, missing_lines_text
 from myriad.units import format_count, format_number
 
 if TYPE_CHECKING:
-    from myriad.dashboard.insight.findings import Findings
+    from myriad.dashboard.insight.findings import SpanAnalysis
     from myriad.dashboard.insight.losses import Losses
     from myriad.dashboard.insight.straggler_report import Straggler
     from myriad.dashboard.run_view import Look
@@ -97,7 +97,7 @@ def _bar(parts: Sequence[tuple[str, float, str]], width: int) -> Text:
     return bar
 
 
-def _slow(found: "Findings") -> Iterator[RenderableType]:
+def _slow(found: "SpanAnalysis") -> Iterator[RenderableType]:
     slow = found.suspects
     if not slow:
         yield Text("no rank is slower than its peers", style="dim")
@@ -128,7 +128,7 @@ def _slow_table(slow: "Sequence[Straggler]") -> Table:
     return table
 
 
-def _path(found: "Findings") -> Iterator[RenderableType]:
+def _path(found: "SpanAnalysis") -> Iterator[RenderableType]:
     path = found.path
     if path is None or not path.seconds:
         return
@@ -139,7 +139,7 @@ def _path(found: "Findings") -> Iterator[RenderableType]:
     yield Text(f"critical path of step {found.path_step}: {shares}; {most} of it")
 
 
-def _waiting(found: "Findings") -> Iterator[RenderableType]:
+def _waiting(found: "SpanAnalysis") -> Iterator[RenderableType]:
     stuck = found.standstill
     if stuck is None:
         yield Text("no wait analysis: the spans do not match the program", style="dim")

@@ -12,7 +12,7 @@ from myriad.dashboard.api.query_parameters import QuestionError, as_int, as_rang
 from myriad.dashboard.insight.predicted_step import Plan
 from myriad.dashboard.store.heat_map import Heat
 from myriad.dashboard.store.step_block import Columns
-from myriad.dashboard.store.timeline_spans import Lane, Window, choose_lanes, spans_in, window_of_steps
+from myriad.dashboard.store.timeline_spans import Lane, TimeWindow, choose_lanes, spans_in, window_of_steps
 from myriad.dashboard.tile import pack_tile
 from myriad.dashboard.watched_run import Watched
 from myriad.telemetry.span_io.span_records import class_of
@@ -131,7 +131,7 @@ def timeline(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> by
 
 
 def _arrows(
-    watched: Watched, analyst: Analyst, window: Window, ranks: npt.NDArray[Any]
+    watched: Watched, analyst: Analyst, window: TimeWindow, ranks: npt.NDArray[Any]
 ) -> tuple[dict[str, npt.NDArray[Any]], bool]:
     """Return the arrows between shown ranks, and whether they are complete."""
     inside = (
@@ -150,7 +150,7 @@ def _arrows(
     return {key: whole[key].astype(kind) for key, kind in _ARROW_COLUMNS}, are_all
 
 
-def _window(watched: Watched, query: Mapping[str, str]) -> Window:
+def _window(watched: Watched, query: Mapping[str, str]) -> TimeWindow:
     """Return the window of ``steps``, or of ``start`` and ``end`` in seconds since the first span. The
     default is the newest step."""
     store = watched.store
@@ -159,14 +159,14 @@ def _window(watched: Watched, query: Mapping[str, str]) -> Window:
     if start is not None and end is not None:
         if end <= start:
             raise QuestionError("end", str(end), "later than start")
-        return Window(first_ns + int(start * 1e9), first_ns + int(end * 1e9))
+        return TimeWindow(first_ns + int(start * 1e9), first_ns + int(end * 1e9))
     first, last = chosen or (watched.last_step or 0,) * 2
     if last - first >= _MOST_STEPS_OF_TIMELINE or last < first:
         raise QuestionError("steps", f"{first}-{last}", f"from 1 to {_MOST_STEPS_OF_TIMELINE} steps")
-    return window_of_steps(store, first, last) or Window(first_ns, first_ns + 10**9)
+    return window_of_steps(store, first, last) or TimeWindow(first_ns, first_ns + 10**9)
 
 
-def _badness(watched: Watched, window: Window) -> npt.NDArray[Any]:
+def _badness(watched: Watched, window: TimeWindow) -> npt.NDArray[Any]:
     """Return each rank's distance from its peers in phases of compute, over the steps of a window."""
     store, worst_of = watched.store, np.full(watched.store.world, np.nan, np.float32)
     inside = watched.steps_in(window.start_ns, window.stop_ns)
@@ -183,7 +183,7 @@ _MOST_LANES, _MOST_STEPS = 64, 4
 
 
 def with_predicted(
-    watched: Watched, plan: Plan, spans: Columns, lanes: list[Lane], window: Window
+    watched: Watched, plan: Plan, spans: Columns, lanes: list[Lane], window: TimeWindow
 ) -> tuple[Columns, list[str], list[dict[str, Any]]]:
     """Return spans, names and lanes with the predicted ones after the measured ones. Each predicted step
     begins where the measured one began. With many lanes or steps, nothing is added."""

@@ -24,7 +24,7 @@ __all__ = [
     "SEND",
     "Arrows",
     "HeldUp",
-    "Wait",
+    "WaitArrivals",
     "arrows",
     "held_up",
     "waits_of",
@@ -38,7 +38,7 @@ SEND, LAST_ARRIVER = 0, 1
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitArrivals:
     """One action of some ranks, with the last post that each of them needed for it."""
 
     need: Need
@@ -111,7 +111,7 @@ def arrows(step: StepSpans, ranks: Array | None = None, limit: int = 20_000) -> 
     return Arrows(owner[of], owner[to], start[of], end[to], kind.astype(np.uint8))
 
 
-def waits_of(step: StepSpans, only: Array | None = None) -> Iterator[Wait]:
+def waits_of(step: StepSpans, only: Array | None = None) -> Iterator[WaitArrivals]:
     """Yield the waits of matched ranks, or of ``only`` these ranks, action by action."""
     for program, place, ranks in step.alike:
         some = ranks if only is None else ranks[np.isin(ranks, only)]
@@ -119,7 +119,7 @@ def waits_of(step: StepSpans, only: Array | None = None) -> Iterator[Wait]:
             yield from _of_alike(step, program, place, some)
 
 
-def _of_alike(step: StepSpans, program: ProgramNeeds, place: int, ranks: Array) -> Iterator[Wait]:
+def _of_alike(step: StepSpans, program: ProgramNeeds, place: int, ranks: Array) -> Iterator[WaitArrivals]:
     actions = program.program.ranks[place]
     spans, start, end = step.of_actions(ranks, len(actions)), step.spans.start, step.spans.end
     for at, needs in enumerate(program.needs[place]):
@@ -131,7 +131,7 @@ def _of_alike(step: StepSpans, program: ProgramNeeds, place: int, ranks: Array) 
             posts = _last_posts(step, ranks, need)
             known = (posts >= 0) & (start[posts] <= end[spans[:, at]] + NOT_BEFORE_NS)
             if known.any():
-                yield Wait(need, str(actions[at].kind), spans[known, at], posts[known])
+                yield WaitArrivals(need, str(actions[at].kind), spans[known, at], posts[known])
 
 
 def _last_posts(step: StepSpans, ranks: Array, need: Need) -> Array:

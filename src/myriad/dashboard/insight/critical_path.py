@@ -22,7 +22,7 @@ from myriad.dashboard.insight.rank_arrays import Array
 from myriad.dashboard.insight.step_spans import StepSpans
 from myriad.telemetry.span_io.span_records import CLASSES, class_of
 
-__all__ = ["CriticalPath", "Link", "critical_path"]
+__all__ = ["CriticalPath", "PathSegment", "critical_path"]
 
 _LEAST_WAIT_NS = 20_000
 """Maximum duration of a wait that did not wait."""
@@ -30,7 +30,7 @@ _UNRECORDED = "unrecorded"
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PathSegment:
     """An interval of one rank's time."""
 
     rank: int
@@ -50,7 +50,7 @@ class Link:
 class CriticalPath:
     """The critical path of one step, in the order of time."""
 
-    links: tuple[Link, ...]
+    links: tuple[PathSegment, ...]
 
     @property
     def seconds(self) -> float:
@@ -86,7 +86,7 @@ class _Walk:
     """The walk backwards in time, at one rank at a time."""
 
     def __init__(self, step: StepSpans, begin_ns: int) -> None:
-        self.step, self.begin, self.links = step, begin_ns, list[Link]()
+        self.step, self.begin, self.links = step, begin_ns, list[PathSegment]()
         self.start, self.end = step.spans.start, step.spans.end
         self.records = step.spans.records
 
@@ -194,5 +194,5 @@ class _Walk:
     def _link(self, name: str, stage: int, micro_batch: int, until: int) -> None:
         until = max(until, self.begin)
         if until < self.now:
-            self.links.append(Link(self.rank, name, stage, micro_batch, until, self.now))
+            self.links.append(PathSegment(self.rank, name, stage, micro_batch, until, self.now))
             self.now = until

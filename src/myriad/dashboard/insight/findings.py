@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from myriad.job import Job
     from myriad.telemetry.span_io.span_records import Records
 
-__all__ = ["Findings", "arrows_of", "ranks_of"]
+__all__ = ["SpanAnalysis", "arrows_of", "ranks_of"]
 
 _LOOKED_AT = 3
 """Number of steps whose waits are divided by the missing rank."""
@@ -48,7 +48,7 @@ def ranks_of(job: "Job") -> Ranks:
 
 
 @dataclass(frozen=True)
-class Findings:
+class SpanAnalysis:
     """Analyses of the spans of one attempt, in any order. Each is computed at its first use."""
 
     records: Records
@@ -211,7 +211,7 @@ def arrows_of(run: Run, window: Window) -> list[Arrow]:
 
     attempt = max(one.attempt for one in window.ranks)
     records: Records = np.concatenate([one.records for one in window.ranks if one.attempt == attempt])
-    findings, found = Findings(records, window.names, run.job()), list[Arrow]()
+    findings, found = SpanAnalysis(records, window.names, run.job()), list[Arrow]()
     for step in np.unique(records["step"][records["step"] > 0]).tolist():
         some = arrows(findings.step(step), limit=_MOST_ARROWS - len(found))
         columns = (some.from_rank, some.from_ns, some.to_rank, some.to_ns)

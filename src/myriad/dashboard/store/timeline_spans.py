@@ -13,7 +13,7 @@ import numpy.typing as npt
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.store.step_block import Columns
 
-__all__ = ["Lane", "Window", "choose_lanes", "spans_in", "window_of_steps"]
+__all__ = ["Lane", "TimeWindow", "choose_lanes", "spans_in", "window_of_steps"]
 
 Array = npt.NDArray[Any]
 
@@ -52,23 +52,23 @@ _KEYS = ("start_ns", "duration", "rank", "name", "stage", "micro_batch", "chunk"
 
 
 @dataclass(frozen=True)
-class Window:
+class TimeWindow:
     """A time window in nanoseconds since the epoch."""
 
     start_ns: int
     stop_ns: int
 
 
-def window_of_steps(store: SpanStore, first: int, last: int) -> Window | None:
+def window_of_steps(store: SpanStore, first: int, last: int) -> TimeWindow | None:
     """Return the window from the first start to the last end of some steps; ``None`` if they have no
     spans."""
     blocks = [block for _, block in store.blocks(first, last) if block.count]
     if not blocks:
         return None
-    return Window(min(block.first_ns for block in blocks), max(block.last_ns for block in blocks))
+    return TimeWindow(min(block.first_ns for block in blocks), max(block.last_ns for block in blocks))
 
 
-def spans_in(store: SpanStore, window: Window, lanes: list[Lane], width: int) -> Columns:
+def spans_in(store: SpanStore, window: TimeWindow, lanes: list[Lane], width: int) -> Columns:
     """Return the spans to draw, ordered by start. ``lane`` is an index into ``lanes``; ``width`` is in
     pixels."""
     lane_of = np.full(store.world, -1, np.int32)
@@ -91,7 +91,7 @@ def spans_in(store: SpanStore, window: Window, lanes: list[Lane], width: int) ->
     return _taken(spans, np.argsort(spans["start_ns"], kind="stable"))
 
 
-def _chosen(columns: Columns, lane_of: Array, window: Window) -> Columns:
+def _chosen(columns: Columns, lane_of: Array, window: TimeWindow) -> Columns:
     """Return the indices of the lanes' spans in the window, with the columns that decide whether they are
     drawn."""
     lane = lane_of[columns["rank"]]
@@ -113,7 +113,7 @@ def _taken(spans: Columns, places: Array) -> Columns:
     return {key: column[places] for key, column in spans.items()}
 
 
-def _visible(spans: Columns, window: Window, width: int, num_lanes: int) -> Array:
+def _visible(spans: Columns, window: TimeWindow, width: int, num_lanes: int) -> Array:
     """Return the indices of the spans to draw."""
     seconds, durations = max(window.stop_ns - window.start_ns, 1) * 1e-9, spans["duration"]
     pixel = seconds / width

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from myriad.doctor.pair_tests.pair_findings import DirectionRates, Findings, GroupResult, judge_groups
+from myriad.doctor.pair_tests.pair_findings import Findings, GroupResult, PairRates, judge_groups
 from myriad.doctor.pair_tests.pair_hosts import PairHost
 from myriad.doctor.pair_tests.pair_rounds import Pair, PairRounds, PairTestOutcome, Suspect, better
 from myriad.doctor.pair_tests.sealed_messages import (
@@ -227,18 +227,18 @@ class Coordinator:
         theirs, mine = await asyncio.gather(self._request(b, connect, "rate"), self._request(a, None, "rate"))
         return mine, theirs
 
-    async def _examine_suspect(self, culprit: Suspect, outcome: PairTestOutcome) -> DirectionRates:
+    async def _examine_suspect(self, culprit: Suspect, outcome: PairTestOutcome) -> PairRates:
         """Examine a node together with a good one, or a path."""
         pair = culprit.nodes
         if culprit.kind == "node":
             well = (node for node in outcome.cleared if node in self._lines)
             pair = (*culprit.nodes, *((partner,) if (partner := next(well, None)) is not None else ()))
         if len(pair) != 2 or not self._lines.keys() >= set(pair):
-            return DirectionRates()
+            return PairRates()
         a, b = pair
         (_, out), (_, back) = await self._flow(a, b, "out"), await self._flow(b, a, "out")
         both = await self._test(a, b)
-        return DirectionRates(_rate(out), _rate(back), both.bytes_per_second, both.lost_ratio)
+        return PairRates(_rate(out), _rate(back), both.bytes_per_second, both.lost_ratio)
 
     # Collective rounds
 

@@ -21,10 +21,10 @@ from myriad.doctor.probes.collective_patterns import Kind, PatternRates, diagnos
 from myriad.units import format_bytes
 
 __all__ = [
-    "DirectionRates",
     "Findings",
     "GroupResult",
     "NamedSuspect",
+    "PairRates",
     "classify_fault",
     "judge_groups",
     "read_findings",
@@ -46,7 +46,7 @@ _CHECKS: Mapping[How, str] = {
 
 
 @dataclass(frozen=True)
-class DirectionRates:
+class PairRates:
     """Rates of one closer examination in bytes per second; 0: nothing arrived, or no node could test."""
 
     out: float = 0.0
@@ -58,7 +58,7 @@ class DirectionRates:
     lost_ratio: float = 0.0
 
 
-def classify_fault(look: DirectionRates, expected: float) -> How:
+def classify_fault(look: PairRates, expected: float) -> How:
     """Return the fault; empty if both directions are normal. ``expected``: bytes per second of a good pair,
     in each direction at the same time."""
     if look.lost_ratio >= _LOSSY_RATIO:
@@ -224,14 +224,14 @@ class Findings(Config):
         names: Sequence[str],
         complaints: Mapping[str, Sequence[str]],
         missing: Sequence[str],
-        looks: Mapping[tuple[int, ...], DirectionRates],
+        looks: Mapping[tuple[int, ...], PairRates],
         groups: Sequence[GroupResult],
         skipped: Sequence[str],
     ) -> "Findings":
         """Return the findings with names of nodes, bounded to the size of a message."""
         culprits = []
         for culprit in outcome.culprits[:_MAX_REPORTED]:
-            look = looks.get(culprit.nodes, DirectionRates())
+            look = looks.get(culprit.nodes, PairRates())
             how = classify_fault(look, outcome.expected) if culprit.nodes in looks else ""
             culprits.append(
                 NamedSuspect(

@@ -33,7 +33,7 @@ from myriad.supervise.accounting.ledger import Kind as Doing
 from myriad.supervise.accounting.ledger import Ledger
 from myriad.supervise.messages import Beat, NodeJoined, StopAsked
 from myriad.supervise.observations import Cause, RankExited, RankSeen
-from myriad.supervise.policy.actions import Action, EndRun, Evict, StartAttempt, StopRanks, TurnRanks
+from myriad.supervise.policy.actions import EndRun, Evict, PolicyAction, StartAttempt, StopRanks, TurnRanks
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.run_state import RunPlan
 from myriad.telemetry.progress.progress_page import TURNED_CODE
@@ -178,7 +178,7 @@ class VirtualCluster:
 
     # What is done about it
 
-    def _act(self, actions: Sequence[Action]) -> None:
+    def _act(self, actions: Sequence[PolicyAction]) -> None:
         for action in actions:
             if isinstance(action, StartAttempt):
                 self._start(action)

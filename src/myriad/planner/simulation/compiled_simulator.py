@@ -19,7 +19,16 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from myriad.planner.cost.layout_costs import Costs
-from myriad.program.actions import SEMANTICS, Action, Collective, Kind, Payload, Program, Semantics, Transfer
+from myriad.program.actions import (
+    SEMANTICS,
+    Action,
+    Collective,
+    Kind,
+    Payload,
+    PipelineTransfer,
+    Program,
+    Semantics,
+)
 
 __all__ = ["CompiledProgram", "ProgramCosts"]
 
@@ -187,7 +196,7 @@ class _Compiler:
 
     # Transfers.
 
-    def _place(self, transfer: Transfer) -> int:
+    def _place(self, transfer: PipelineTransfer) -> int:
         place = transfer.stage * self.program.num_micro_batches + transfer.micro_batch
         return place * 2 + (transfer.payload is Payload.GRADIENT)
 
@@ -206,7 +215,7 @@ class _Compiler:
             self.steps.append((_PASS, rank, len(_PER_STAGE) * self.program.num_stages + 1, 0))
         return True
 
-    def _post(self, rank: int, transfer: Transfer) -> None:
+    def _post(self, rank: int, transfer: PipelineTransfer) -> None:
         sends, place = transfer.sends, self._place(transfer)
         ends = (rank, transfer.peer) if sends else (transfer.peer, rank)
         others = self.open[*ends, not sends]

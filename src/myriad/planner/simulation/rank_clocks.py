@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
-from myriad.program.actions import SEMANTICS, Action, Collective, Payload, Program, Transfer
+from myriad.program.actions import SEMANTICS, Action, Collective, Payload, PipelineTransfer, Program
 
 if TYPE_CHECKING:
     from myriad.planner.simulation.simulated_events import NetworkEvents
@@ -275,11 +275,11 @@ class RankClocks(ABC):
 
     # Transfers.
 
-    def _code(self, transfer: Transfer) -> int:
+    def _code(self, transfer: PipelineTransfer) -> int:
         place = transfer.stage * self.program.num_micro_batches + transfer.micro_batch
         return place * 2 + (transfer.payload is Payload.GRADIENT)
 
-    def _post(self, lane: int, rank: int, transfer: Transfer) -> None:
+    def _post(self, lane: int, rank: int, transfer: PipelineTransfer) -> None:
         other = lane - rank + transfer.peer
         way = (lane, other) if transfer.sends else (other, lane)
         channel = self.channels[way]

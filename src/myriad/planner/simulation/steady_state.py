@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from myriad.comm.layout import Layout
-from myriad.program.actions import Action, Program, Transfer
+from myriad.program.actions import Action, PipelineTransfer, Program
 
 __all__ = ["SteadyState", "num_simulated_forwards", "short_run_lengths", "steady_states"]
 
@@ -84,6 +84,6 @@ def _later(action: Action, later: int) -> Action:
     return action
 
 
-def _later_transfer(transfer: Transfer, later: int) -> Transfer:
+def _later_transfer(transfer: PipelineTransfer, later: int) -> PipelineTransfer:
     batch = transfer.micro_batch + later
-    return Transfer(transfer.payload, transfer.stage, batch, transfer.peer, transfer.sends)
+    return PipelineTransfer(transfer.payload, transfer.stage, batch, transfer.peer, transfer.sends)

@@ -10,8 +10,8 @@ legend     forward   backward
 from collections.abc import Iterator
 
 from myriad.program.actions import COMPUTE, Action, Program
-from myriad.program.checker import Report
-from myriad.program.timeline import Span, Timeline
+from myriad.program.checker import ProgramCost
+from myriad.program.timeline import ActionSpan, Timeline
 from myriad.reports.charts.action_colours import KIND_NAMES, box_colour, ink_colour
 from myriad.reports.charts.svg import IDLE, INK, box, document, round_step, rule, text
 
@@ -31,7 +31,7 @@ def describe(program: Program) -> str:
     return f"{program.schedule}, {program.num_ranks} rank{plural}{stages}, {batches}"
 
 
-def draw_svg(program: Program, times: Timeline, report: Report) -> str:
+def draw_svg(program: Program, times: Timeline, report: ProgramCost) -> str:
     """Draw a program's timeline, with the bubble and the micro-batches in flight that the checker reports."""
     return _Picture(program, times, report).svg()
 
@@ -39,7 +39,7 @@ def draw_svg(program: Program, times: Timeline, report: Report) -> str:
 class _Picture:
     """The picture, in pixels; ``scale`` pixels are one forward of a rank."""
 
-    def __init__(self, program: Program, times: Timeline, report: Report) -> None:
+    def __init__(self, program: Program, times: Timeline, report: ProgramCost) -> None:
         self.program, self.times, self.report = program, times, report
         cells = max(1.0, times.makespan * program.virtual_stages)
         narrow = cells > _CELLS_WITH_NUMBERS
@@ -78,7 +78,7 @@ class _Picture:
             words = f"idle {_short(idle)}, {_short(held)} in flight"
             yield text(_LEFT + self.plot_width + 10, middle, words)
 
-    def _box(self, span: Span, top: int) -> Iterator[str]:
+    def _box(self, span: ActionSpan, top: int) -> Iterator[str]:
         action = span.action
         x, width = _LEFT + span.start * self.scale, span.duration * self.scale
         colour = box_colour(self.program, action)

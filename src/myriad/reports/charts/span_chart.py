@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from myriad.reports.charts.svg import IDLE, INK, box, document, legend, round_step, rule, text
 from myriad.telemetry.spans import Span
 
-__all__ = ["Lane", "Panel", "compute_share", "draw_spans", "under_way"]
+__all__ = ["ChartLane", "Panel", "compute_share", "draw_spans", "under_way"]
 
 _LEFT, _WIDTH, _RIGHT, _TOP = 64.0, 900.0, 136.0, 64.0
 _BAR, _STRIP, _ROW, _HEAD, _FOOT = 24.0, 5.0, 38.0, 30.0, 26.0
@@ -48,7 +48,7 @@ _POSTS = {"start_gather": "await_gather", "start_reduce": "await_reduce", "recei
 
 
 @dataclass(frozen=True)
-class Lane:
+class ChartLane:
     """The spans of one rank."""
 
     name: str
@@ -64,7 +64,7 @@ class Panel:
     title: str
     start_seconds: float
     stop_seconds: float
-    lanes: Sequence[Lane]
+    lanes: Sequence[ChartLane]
 
     @property
     def seconds(self) -> float:
@@ -77,7 +77,7 @@ def draw_spans(title: str, panels: Sequence[Panel]) -> str:
     return _Picture(title, panels).svg()
 
 
-def compute_share(panel: Panel, lane: Lane) -> float:
+def compute_share(panel: Panel, lane: ChartLane) -> float:
     """Return the ratio of a panel's time in which a lane computed, without waits inside compute actions."""
     computed, until = 0.0, 0.0
     for span in _in_order(lane.spans):
@@ -109,7 +109,7 @@ def under_way(spans: Iterable[Span]) -> list[tuple[float, float]]:
     return _union(found)
 
 
-def _strip(lane: Lane) -> list[Span]:
+def _strip(lane: ChartLane) -> list[Span]:
     """Return the intervals in flight as spans without a name."""
     return [Span("", -1, -1, start, stop - start) for start, stop in under_way(lane.spans)]
 
@@ -174,7 +174,7 @@ class _Picture:
             yield text(x, bottom + 12, f"{number * step * 1e3:g}", "middle", size=11)
         yield text(_LEFT + _WIDTH + 10, bottom + 12, "ms", size=11)
 
-    def _lane(self, panel: Panel, lane: Lane, top: float) -> Iterator[str]:
+    def _lane(self, panel: Panel, lane: ChartLane, top: float) -> Iterator[str]:
         yield text(_LEFT - 8, top + 16, lane.name, "end", ink=INK)
         yield box(_LEFT, top, panel.seconds * self.scale, _BAR, IDLE)
         visible = self._visible(panel, _in_order(lane.spans))
@@ -197,7 +197,7 @@ class _Picture:
     def _visible(self, panel: Panel, spans: Iterable[Span]) -> list[Span]:
         return [span for span in spans if self._width(panel, span) >= _NARROWEST]
 
-    def _span(self, panel: Panel, lane: Lane, span: Span, top: float) -> Iterator[str]:
+    def _span(self, panel: Panel, lane: ChartLane, span: Span, top: float) -> Iterator[str]:
         x, width = self._x(panel, _clipped(span, panel)[0]), self._width(panel, span)
         if span.name in _COMPUTE:
             hint = f"{span.name} {span.stage}.{span.micro_batch}: {span.duration_seconds * 1e3:.1f} ms"
@@ -206,14 +206,14 @@ class _Picture:
         elif span.name in _COLOURS:
             yield box(x, top, width, _BAR, _COLOURS[span.name])
 
-    def _number(self, panel: Panel, lane: Lane, span: Span, top: float) -> Iterator[str]:
+    def _number(self, panel: Panel, lane: ChartLane, span: Span, top: float) -> Iterator[str]:
         """Draw the micro-batch's number over the spans inside the compute action."""
         words = str(span.micro_batch)
         if span.name in _COMPUTE and self._width(panel, span) >= 6 + 6 * len(words):
             _, ink = self._compute_colours(lane, span)
             yield text(self._x(panel, _clipped(span, panel)[0]) + 3, top + 11, words, size=10, ink=ink)
 
-    def _compute_colours(self, lane: Lane, span: Span) -> tuple[str, str]:
+    def _compute_colours(self, lane: ChartLane, span: Span) -> tuple[str, str]:
         """Return the colour of the box, and of a number on it."""
         stages = self.stages[lane.name]
         depth = stages.index(span.stage) / (len(stages) - 1) if len(stages) > 1 else 0.25

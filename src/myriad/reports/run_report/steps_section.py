@@ -15,7 +15,7 @@ from myriad.units import format_number
 
 if TYPE_CHECKING:
     from myriad.dashboard.insight.critical_path import CriticalPath
-    from myriad.dashboard.insight.findings import Findings
+    from myriad.dashboard.insight.findings import SpanAnalysis
     from myriad.dashboard.insight.losses import Losses
     from myriad.dashboard.run_view import Look
 
@@ -140,7 +140,7 @@ def _loss_table(losses: "Losses", predicted: "Losses | None") -> str:
     return html_table(headings, rows, range(1, 5 if plan else 3))
 
 
-def _path(found: "Findings", path: "CriticalPath") -> Iterator[str]:
+def _path(found: "SpanAnalysis", path: "CriticalPath") -> Iterator[str]:
     yield "<h2>What decided when a step ended</h2>"
     yield f'<p class="dim">the critical path of step {found.path_step}: '
     yield f"{format_number(path.seconds, 4)} s in "
@@ -173,7 +173,7 @@ def _ranks(look: "Look", without: Sequence[int]) -> Iterator[str]:
     yield from _heat(found)
 
 
-def _heat(found: "Findings") -> Iterator[str]:
+def _heat(found: "SpanAnalysis") -> Iterator[str]:
     """Return a heat map of the ranks for each phase, coloured by their distance from their peers."""
     from myriad.telemetry.stragglers import PHASE_NOISE_SECONDS, compare
 
@@ -196,7 +196,7 @@ def _heat(found: "Findings") -> Iterator[str]:
     yield "</div>"
 
 
-def _largest_phases(found: "Findings") -> list[str]:
+def _largest_phases(found: "SpanAnalysis") -> list[str]:
     steady = found.steady
     spent = np.where(steady.seen[:, :, None], steady.own_seconds, 0.0).sum(axis=(0, 1))
     order = np.argsort(-spent)

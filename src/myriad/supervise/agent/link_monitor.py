@@ -34,7 +34,13 @@ from myriad.telemetry.links.ethtool import pause_columns, statistic_names
 from myriad.telemetry.links.link_evidence import samples_of, write_evidence
 from myriad.telemetry.links.link_ring import LinkRing, Rows
 from myriad.telemetry.links.netlink import link_bytes_per_second
-from myriad.telemetry.links.network_counters import CounterFile, Counters, Sample, sample_often, told_peaks
+from myriad.telemetry.links.network_counters import (
+    CounterFile,
+    Counters,
+    CounterSample,
+    sample_often,
+    told_peaks,
+)
 from myriad.telemetry.progress.progress_page import ProgressPage
 
 __all__ = ["CounterLog", "LinkMonitor", "sum_up", "watch_often"]
@@ -285,7 +291,7 @@ class CounterLog:
     def __init__(self, run: Run, node: int, disk_writer: AsyncWriter | None = None) -> None:
         self._counters, self._disk_writer = Counters(_names()), disk_writer or AsyncWriter()
         self._file = CounterFile(run.counters_path / f"node-{node}.jsonl", self._counters.speeds())
-        self._due, self._waiting = 0.0, list[Sample]()
+        self._due, self._waiting = 0.0, list[CounterSample]()
 
     def look(self) -> None:
         """Take a sample if it is due; call this method more often than each second."""
@@ -314,7 +320,7 @@ def watch_often(run: Run, node: int, seconds: float, ring: LinkRing | None = Non
     return str(path.relative_to(run.path)), words
 
 
-def _sample_ring(ring: LinkRing, seconds: float) -> list[Sample]:
+def _sample_ring(ring: LinkRing, seconds: float) -> list[CounterSample]:
     since = time.monotonic_ns()
     time.sleep(seconds)
     rows = ring.newest().since(since)

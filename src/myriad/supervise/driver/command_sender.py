@@ -13,13 +13,13 @@ from typing import Any
 from myriad.supervise.authenticated_link import AuthenticatedLink
 from myriad.supervise.messages import Agreed, Dump, End, ExamineNode, KeepCounters, Leave, Order, Start, Turn
 from myriad.supervise.policy.actions import (
-    Action,
     Blame,
     DumpStacks,
     EndRun,
     Evict,
     Examine,
     Notice,
+    PolicyAction,
     StartAttempt,
     StopRanks,
     TellSlow,
@@ -54,7 +54,7 @@ class CommandSender:
         self._plan, self._decider, self._links, self._tell_engine = plan, decider, links, tell
         self._told_agreed: tuple[Agreed, tuple[int, ...]] | None = None
 
-    def carry_out(self, action: Action) -> None:
+    def carry_out(self, action: PolicyAction) -> None:
         """Send the commands that carry out a decision."""
         self._keep_counters(action)
         if isinstance(action, StartAttempt):
@@ -106,7 +106,7 @@ class CommandSender:
             if node in self._links:
                 self._links[node].send(order)
 
-    def _keep_counters(self, action: Action) -> None:
+    def _keep_counters(self, action: PolicyAction) -> None:
         """Have the affected node and a few peers store their counters: those of all 1,536 nodes would add
         nothing."""
         placement = self._decider.state.placement

@@ -58,7 +58,7 @@ from myriad.supervise.messages import (
     Traced,
 )
 from myriad.supervise.observations import Examined, NodeFacts
-from myriad.supervise.policy.actions import Action, EndRun
+from myriad.supervise.policy.actions import EndRun, PolicyAction
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.health import ClockCheck
 from myriad.system.child_process import die_with_parent
@@ -295,7 +295,7 @@ class Driver:
             self._soon()
         self._act(self._decider.hear(observation, time.monotonic()))
 
-    def _act(self, actions: Sequence[Action]) -> None:
+    def _act(self, actions: Sequence[PolicyAction]) -> None:
         if self.is_lost:
             return
         if actions:
@@ -310,7 +310,7 @@ class Driver:
         for action in actions:
             self._do(action)
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: PolicyAction) -> None:
         self._commands.carry_out(action)
         if isinstance(action, EndRun):
             self._over.set()

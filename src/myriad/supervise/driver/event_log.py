@@ -10,13 +10,13 @@ from myriad.supervise.background import AsyncWriter
 from myriad.supervise.driver.admission import AdmissionCheck
 from myriad.supervise.observations import Examined
 from myriad.supervise.policy.actions import (
-    Action,
     Blame,
     Diagnose,
     DumpStacks,
     EndRun,
     Evict,
     Notice,
+    PolicyAction,
     StartAttempt,
     TellExamined,
     TellSlow,
@@ -26,7 +26,7 @@ from myriad.supervise.policy.fitness import told
 
 __all__ = ["EventLog"]
 
-_EVENTS: dict[type[Action], tuple[str, tuple[str, ...]]] = {
+_EVENTS: dict[type[PolicyAction], tuple[str, tuple[str, ...]]] = {
     Blame: ("fault", ("cause", "rank", "node", "step", "problem")),
     Diagnose: ("diagnosis", ("verdict", "cause", "step", "rank", "node")),
     TellSlow: ("diagnosis", ("culprit", "ranks", "node", "step", "problem")),
@@ -46,7 +46,7 @@ class EventLog:
         self._run, self._disk_writer, self._admission = run, disk_writer, admission
         self._spares = 0
 
-    def of_action(self, action: Action) -> None:
+    def of_action(self, action: PolicyAction) -> None:
         """Write the event of an action that is about to be carried out."""
         if isinstance(action, StartAttempt) and action.again:
             self._event("restart", action, ("epoch", "layout", "newest_step", "skipped_steps"))
@@ -76,7 +76,7 @@ class EventLog:
         if problem is not None:
             self._disk_writer.enter_event(self._run, "health", what="launcher", problem=problem)
 
-    def _event(self, event: str, action: Action, names: tuple[str, ...]) -> None:
+    def _event(self, event: str, action: PolicyAction, names: tuple[str, ...]) -> None:
         values = asdict(action)
         told = (*names, "rule", "evidence")
         fields = {name: values[name] for name in told if values[name] not in (-1, "", {}, (), None)}

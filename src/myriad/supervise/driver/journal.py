@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from myriad.supervise.message_codec import encode, plain, read
-from myriad.supervise.policy.actions import Action
+from myriad.supervise.policy.actions import PolicyAction
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.system.jsonl import JsonlTail, LineFile, Record, append_line
 
@@ -51,12 +51,12 @@ class Journal:
         self._sequence = 1
         return line
 
-    def write(self, actions: Sequence[Action], state: RunState) -> None:
+    def write(self, actions: Sequence[PolicyAction], state: RunState) -> None:
         """Write a decision. Call it before the first action is carried out."""
         self.append(self.entry(actions, state))
 
     @staticmethod
-    def entry(actions: Sequence[Action], state: RunState) -> dict[str, Any]:
+    def entry(actions: Sequence[PolicyAction], state: RunState) -> dict[str, Any]:
         """Return the entry with the current values, because a thread may write it later."""
         decided = {"actions": [encode(action) for action in actions], "state": plain(state)}
         return {"time": time.time(), **decided}

@@ -13,7 +13,6 @@ from myriad.supervise.policy.step_work import LayerMove
 __all__ = [
     "BY_A_PERSON",
     "RULES_OF_LEAVING",
-    "Action",
     "Blame",
     "Diagnose",
     "DumpStacks",
@@ -23,6 +22,7 @@ __all__ = [
     "Examine",
     "Notice",
     "Outcome",
+    "PolicyAction",
     "StartAttempt",
     "StopRanks",
     "TellExamined",
@@ -51,7 +51,7 @@ RULES_OF_LEAVING: Mapping[EvictionCause, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Action:
+class PolicyAction:
     """A decision, its rule and its evidence."""
 
     rule: str
@@ -59,7 +59,7 @@ class Action:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blame(Action):
+class Blame(PolicyAction):
     """Report a fault and its likely cause."""
 
     cause: str
@@ -71,7 +71,7 @@ class Blame(Action):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartAttempt(Action):
+class StartAttempt(PolicyAction):
     """Start all ranks of a new attempt."""
 
     epoch: int
@@ -87,7 +87,7 @@ class StartAttempt(Action):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnose(Action):
+class Diagnose(PolicyAction):
     """Report the cause of a non-finite number, found by whether the fault recurred."""
 
     verdict: Verdict
@@ -98,7 +98,7 @@ class Diagnose(Action):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TellSlow(Action):
+class TellSlow(PolicyAction):
     """Report a slow rank, node or stage; training continues."""
 
     culprit: Literal["rank", "node", "stage"]
@@ -111,7 +111,7 @@ class TellSlow(Action):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notice(Action):
+class Notice(PolicyAction):
     """Report an observation about a node; no other action follows from it."""
 
     what: Literal["link", "device", "clock", "traffic", "hardware"]
@@ -124,7 +124,7 @@ class Notice(Action):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnRanks(Action):
+class TurnRanks(PolicyAction):
     """End an attempt after the step in progress. No step is lost, and the next attempt differs."""
 
     epoch: int
@@ -137,7 +137,7 @@ class TurnRanks(Action):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Examine(Action):
+class Examine(PolicyAction):
     """Have the doctor examine a node."""
 
     node: int
@@ -145,7 +145,7 @@ class Examine(Action):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TellExamined(Action):
+class TellExamined(PolicyAction):
     """Report the doctor's verdict on a node."""
 
     node: int
@@ -154,14 +154,14 @@ class TellExamined(Action):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopRanks(Action):
+class StopRanks(PolicyAction):
     """Kill the ranks of an attempt on all nodes."""
 
     epoch: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class DumpStacks(Action):
+class DumpStacks(PolicyAction):
     """Write the stacks of suspect ranks into their logs."""
 
     epoch: int
@@ -169,7 +169,7 @@ class DumpStacks(Action):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evict(Action):
+class Evict(PolicyAction):
     """End a node, and start another one if the launcher can."""
 
     node: int
@@ -180,7 +180,7 @@ class Evict(Action):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndRun(Action):
+class EndRun(PolicyAction):
     """End the run."""
 
     outcome: Outcome

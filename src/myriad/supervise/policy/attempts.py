@@ -33,11 +33,11 @@ from myriad.supervise.observations import RankExited
 from myriad.supervise.policy.actions import (
     BY_A_PERSON,
     RULES_OF_LEAVING,
-    Action,
     EndRun,
     Evict,
     EvictionCause,
     Outcome,
+    PolicyAction,
     StartAttempt,
     evidence_of,
 )
@@ -192,7 +192,7 @@ class AttemptOutcome:
         self._plan, self._state, self._numbers = plan, state, numbers
         self._selection, self._membership = selection, membership
 
-    def judge(self) -> Iterator[Action]:
+    def judge(self) -> Iterator[PolicyAction]:
         """Decide what follows. Call it when all ranks have ended."""
         yield from self._compare_last()
         state = self._state
@@ -222,7 +222,7 @@ class AttemptOutcome:
         if state.phase == "gathering" and (incident is None or state.asked is not None):
             yield from self._give_way()
 
-    def carry_out(self, actions: Iterable[Action]) -> Iterator[Action]:
+    def carry_out(self, actions: Iterable[PolicyAction]) -> Iterator[PolicyAction]:
         """Carry out what `NumericFaults` decided."""
         for action in actions:
             if isinstance(action, Evict):
@@ -237,7 +237,7 @@ class AttemptOutcome:
         self._state.phase, self._state.outcome, self._state.reason = "over", outcome, reason
         return EndRun(rule=rule, outcome=outcome, reason=reason)
 
-    def _compare_last(self) -> Iterator[Action]:
+    def _compare_last(self) -> Iterator[PolicyAction]:
         """Compare the last digests, which the ranks reported when they ended."""
         known = self._state.incident
         if (known is None or known.cause != CORRUPTION) and (found := self._numbers.compare()) is not None:
@@ -251,7 +251,7 @@ class AttemptOutcome:
         state = self._state
         return state.turning and not state.stop_asked and any(state.exits.values())
 
-    def _give_way(self) -> Iterator[Action]:
+    def _give_way(self) -> Iterator[PolicyAction]:
         node, asked = self._state.leaving, self._state.asked
         if asked is not None:
             if node in self._membership and (self._selection.has_spare or asked.anyway):
@@ -261,7 +261,7 @@ class AttemptOutcome:
                 node, RULES_OF_LEAVING[self._state.leaving_as], self._state.leaving_as
             )
 
-    def _swap(self, incident: Incident) -> Iterator[Action]:
+    def _swap(self, incident: Incident) -> Iterator[PolicyAction]:
         """Replace the node with a spare if it is likely to be the cause: another try on it could only cost
         more."""
         likely, again = is_of_the_node(self._state, incident)

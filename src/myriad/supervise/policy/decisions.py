@@ -26,7 +26,7 @@ from dataclasses import replace
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.supervise.messages import Beat, EvictionAsked, NodeJoined, NodeLeft, Observation, StopAsked
 from myriad.supervise.observations import Examined, NodeFacts, RankExited
-from myriad.supervise.policy.actions import Action, Notice, StartAttempt, StopRanks
+from myriad.supervise.policy.actions import Notice, PolicyAction, StartAttempt, StopRanks
 from myriad.supervise.policy.attempts import (
     NOWHERE,
     AttemptOutcome,
@@ -125,7 +125,7 @@ class Decider:
         """Nodes that are connected and may have ranks."""
         return self._selection.usable
 
-    def hear(self, observation: Observation, now: float) -> list[Action]:
+    def hear(self, observation: Observation, now: float) -> list[PolicyAction]:
         """Return the actions that follow from an observation at time ``now`` of the driver's clock."""
         if self.state.phase == "over":
             return []
@@ -149,7 +149,7 @@ class Decider:
 
     # Nodes
 
-    def _node_joined(self, joined: NodeJoined, now: float) -> Iterator[Action]:
+    def _node_joined(self, joined: NodeJoined, now: float) -> Iterator[PolicyAction]:
         self._membership.join(joined, now)
         self._fitness.joined(joined)
         self._health.join(joined)
@@ -178,7 +178,7 @@ class Decider:
         self._since, self._blame_at = now, None
         self._step_restarts.stand_still()
 
-    def _beat(self, beat: Beat, now: float) -> list[Action]:
+    def _beat(self, beat: Beat, now: float) -> list[PolicyAction]:
         if not self._membership.heard(beat, now):
             return []
         passed = list(self._tended(self._health.heard(beat, now), now))
@@ -192,7 +192,7 @@ class Decider:
             self._numbers.saw(one.rank, one.digests)
         return [*passed, *self._compare_replicas(now)]
 
-    def _went_on(self, step: int) -> Iterator[Action]:
+    def _went_on(self, step: int) -> Iterator[PolicyAction]:
         """Record that a rank trains this step: all ranks have restored their state, and the numbers of the
         previous step were finite."""
         if step >= 0:
@@ -200,14 +200,14 @@ class Decider:
             self.state.best_step, self.state.newest_step = max(self.state.best_step, step), None
         yield from self._aftermath.carry_out(self._numbers.passed(step))
 
-    def _compare_replicas(self, now: float) -> Iterator[Action]:
+    def _compare_replicas(self, now: float) -> Iterator[PolicyAction]:
         if self.state.phase == "running" and (found := self._numbers.compare()) is not None:
             incident, evidence = found
             yield from self._end_attempt(incident, now, **evidence)
 
     # Faults
 
-    def _rank_exited(self, ended: RankExited, now: float) -> Iterator[Action]:
+    def _rank_exited(self, ended: RankExited, now: float) -> Iterator[PolicyAction]:
         state = self.state
         if not is_news(ended, state):
             return
@@ -229,7 +229,7 @@ class Decider:
             state.incident = Incident.of_exit(ended, "a peer was lost", after_stop=state.stop_asked)
             self._blame_at = now + _BLAME_SECONDS
 
-    def _end_attempt(self, incident: Incident, now: float, **evidence: object) -> Iterator[Action]:
+    def _end_attempt(self, incident: Incident, now: float, **evidence: object) -> Iterator[PolicyAction]:
         """End an attempt. The other ranks cannot continue. They are killed without a save, because their
         snapshots are in the memory of the nodes."""
         self.state.incident, self.state.phase = incident, "ending"
@@ -240,7 +240,7 @@ class Decider:
         yield incident.blame(**evidence)
         yield StopRanks(rule=incident.rule, epoch=self.state.epoch)
 
-    def _tended(self, found: Iterable[Notice | AttemptFault], now: float) -> Iterator[Action]:
+    def _tended(self, found: Iterable[Notice | AttemptFault], now: float) -> Iterator[PolicyAction]:
         """Handle findings about links and devices."""
         for one in found:
             if not isinstance(one, AttemptFault):
@@ -254,7 +254,7 @@ class Decider:
         awaits = state.phase != "running" or state.turning or state.stop_asked or self._blame_at is not None
         return not awaits and self._watch.is_calm and self._membership.is_calm(now) and self._health.is_calm
 
-    def due(self, now: float) -> list[Action]:
+    def due(self, now: float) -> list[PolicyAction]:
         """Return what is due at this time."""
         phase = self.state.phase
         if phase == "over":
@@ -274,7 +274,7 @@ class Decider:
             actions.append(self._aftermath.end_run("nodes did not come", "failed", reason))
         return [*actions, *self._go_on(now)]
 
-    def _end_again(self, now: float) -> Iterator[Action]:
+    def _end_again(self, now: float) -> Iterator[PolicyAction]:
         """Kill again the ranks that did not end, or whose exits are not reported."""
         self._repeats += 1
         if self._repeats <= _REPEATS:
@@ -293,7 +293,7 @@ class Decider:
         """Return why an eviction cannot be done; empty if it can."""
         return self._departures.why_not(asked)
 
-    def _examine(self, now: float) -> Iterator[Action]:
+    def _examine(self, now: float) -> Iterator[PolicyAction]:
         """Request examinations, and end a run that could only start on unfit nodes."""
         state, first = self.state, self._selection.is_first
         training = state.phase == "running" and self._trains
@@ -302,14 +302,14 @@ class Decider:
         if first and state.phase == "gathering" and (why := self._fitness.why_no_start(self.nodes, now)):
             yield self._aftermath.end_run("nodes are unfit", "failed", why)
 
-    def _silent_nodes(self, now: float) -> Iterator[Action]:
+    def _silent_nodes(self, now: float) -> Iterator[PolicyAction]:
         for number, silent in self._membership.silent(now):
             yield self._selection.evict(number, "a node was silent", silent_seconds=silent)
             ranks = self.state.placement.get(number, ())
             if self.state.phase in ("running", "ending"):
                 yield from self._lose(number, ranks, silent, now)
 
-    def _absent_nodes(self, now: float) -> Iterator[Action]:
+    def _absent_nodes(self, now: float) -> Iterator[PolicyAction]:
         """Give up nodes that have ranks but were lost with the last driver: this driver has never received a
         message from them."""
         state, absent = self.state, self._membership.waited(now)
@@ -324,7 +324,7 @@ class Decider:
                 yield self._selection.evict(number, "a node was silent", silent_seconds=absent)
             yield from self._lose(number, ranks, absent, now)
 
-    def _lose(self, node: int, ranks: tuple[int, ...], silent: float, now: float) -> Iterator[Action]:
+    def _lose(self, node: int, ranks: tuple[int, ...], silent: float, now: float) -> Iterator[PolicyAction]:
         name = "a node" if node == NOWHERE else f"node {node}"
         text = f"{name} with {format_ranks(ranks)} was lost"
         self._watch.drop(node)
@@ -334,7 +334,7 @@ class Decider:
             incident = Incident("a node was lost", "node", -1, node, -1, text, text, self.state.stop_asked)
             yield from self._end_attempt(incident, now, silent_seconds=silent)
 
-    def _overdue_ranks(self, now: float) -> Iterator[Action]:
+    def _overdue_ranks(self, now: float) -> Iterator[PolicyAction]:
         state, waited = self.state, self.state.incident
         if waited is not None and self._blame_at is not None:
             # A node that is away will soon reconnect or be given up; then its loss is the fault that its
@@ -357,7 +357,7 @@ class Decider:
 
     # Next attempt
 
-    def _go_on(self, now: float) -> Iterator[Action]:
+    def _go_on(self, now: float) -> Iterator[PolicyAction]:
         state = self.state
         all_gone = len(state.exits) == self._world
         if state.phase == "running" and all_gone and state.incident is not None:

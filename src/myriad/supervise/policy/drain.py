@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from myriad.supervise.messages import EvictionAsked, NodeJoined
 from myriad.supervise.observations import Examined
-from myriad.supervise.policy.actions import BY_A_PERSON, RULES_OF_LEAVING, Action, evidence_of
+from myriad.supervise.policy.actions import BY_A_PERSON, RULES_OF_LEAVING, PolicyAction, evidence_of
 from myriad.supervise.policy.fitness import Fitness
 from myriad.supervise.policy.membership import Membership
 from myriad.supervise.policy.node_selection import NodeSelection
@@ -41,7 +41,7 @@ class NodeDrain:
         selection = self._selection
         return why_not(asked, self._state, self._membership.there, selection.usable, selection.needed)
 
-    def asked(self, asked: EvictionAsked, now: float) -> Iterator[Action]:
+    def asked(self, asked: EvictionAsked, now: float) -> Iterator[PolicyAction]:
         """Handle the request of a person."""
         state = self._state
         if self.why_not(asked):
@@ -53,7 +53,7 @@ class NodeDrain:
         if state.phase == "running" and not state.turning:
             yield self._step_restarts.leave(asked.node, BY_A_PERSON, now, "person", **evidence_of(asked))
 
-    def examined(self, examined: Examined, now: float) -> Iterator[Action]:
+    def examined(self, examined: Examined, now: float) -> Iterator[PolicyAction]:
         """Handle a verdict of the doctor."""
         state, node = self._state, examined.node
         has_ranks = state.phase in ("running", "ending") and node in state.placement

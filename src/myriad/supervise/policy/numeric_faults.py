@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from myriad.supervise.observations import Digest
-from myriad.supervise.policy.actions import Action, Diagnose, EndRun, Evict
+from myriad.supervise.policy.actions import Diagnose, EndRun, Evict, PolicyAction
 from myriad.supervise.policy.incidents import CORRUPTION, NOT_FINITE, Incident
 from myriad.supervise.policy.nan_trial import NanTrial, Verdict, moved, next_trial
 from myriad.supervise.policy.run_state import RunPlan, RunState
@@ -71,7 +71,7 @@ class NumericFaults:
 
     # Non-finite values
 
-    def passed(self, step: int | None = None) -> Iterator[Action]:
+    def passed(self, step: int | None = None) -> Iterator[PolicyAction]:
         """Record that all steps before this one (``None``: all steps of the run) are done with finite
         numbers."""
         trial = self._state.trial
@@ -93,7 +93,7 @@ class NumericFaults:
         self._state.trial = replace(trial, how="moved")
         return moved(trial, kept, others)
 
-    def judge(self, incident: Incident, num_nodes: int) -> Iterator[Action]:
+    def judge(self, incident: Incident, num_nodes: int) -> Iterator[PolicyAction]:
         """Decide what follows a non-finite number after all ranks ended: `EndRun` is among the actions, or
         all ranks restart. ``num_nodes``: number of connected nodes, including spares."""
         state = self._state

@@ -10,7 +10,7 @@ killed.
 
 from collections.abc import Iterator
 
-from myriad.supervise.policy.actions import RULES_OF_LEAVING, Action, EvictionCause, TurnRanks
+from myriad.supervise.policy.actions import RULES_OF_LEAVING, EvictionCause, PolicyAction, TurnRanks
 from myriad.supervise.policy.elastic import MORE, Regrowth
 from myriad.supervise.policy.hang_watch import HangWatch
 from myriad.supervise.policy.health import Health
@@ -68,7 +68,7 @@ class StepRestarts:
         """Return whether the time in which ranks must end after their step has passed."""
         return self._state.turning and now >= self._late_at
 
-    def due(self, now: float) -> Iterator[Action]:
+    def due(self, now: float) -> Iterator[PolicyAction]:
         """Look for a better attempt at intervals; yield the restart that leads to it."""
         if now < self._compare_at or not self._watch.few():
             return
@@ -103,7 +103,7 @@ class StepRestarts:
         evidence = {"replicas": [before, after]}
         return [self._turn(TurnRanks(rule=MORE, evidence=evidence, epoch=state.epoch, layout=found), now)]
 
-    def _balanced(self, now: float) -> Iterator[Action]:
+    def _balanced(self, now: float) -> Iterator[PolicyAction]:
         """Compare ranks; restart after the step in progress if another division of work pays."""
         if self._balance is None:
             return

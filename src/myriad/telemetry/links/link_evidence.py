@@ -22,9 +22,9 @@ import numpy as np
 
 from myriad.system.whole_file import write_whole
 from myriad.telemetry.links.link_ring import FIRST_COLUMNS, LINK_COLUMNS, Rows, columns_of
-from myriad.telemetry.links.network_counters import Sample, told_peaks
+from myriad.telemetry.links.network_counters import CounterSample, told_peaks
 
-__all__ = ["Evidence", "list_evidence", "read_evidence", "samples_of", "told_evidence", "write_evidence"]
+__all__ = ["EvidenceFile", "list_evidence", "read_evidence", "samples_of", "told_evidence", "write_evidence"]
 
 MOST_FILES, MOST_BYTES = 16, 16 * 2**20
 _NAME = re.compile(r"node-(\d{1,6})-(\d{8}-\d{6})-([a-z-]{1,40})\.jsonl\.gz")
@@ -33,7 +33,7 @@ _STILL_BYTES, _STILL_SECONDS = 2048, 0.5
 
 
 @dataclass(frozen=True)
-class Evidence:
+class EvidenceFile:
     """One file of link counters around an anomaly."""
 
     node: int
@@ -72,12 +72,12 @@ def _prune(folder: Path, node: int) -> None:
             one.path.unlink(missing_ok=True)
 
 
-def list_evidence(folder: Path) -> list[Evidence]:
+def list_evidence(folder: Path) -> list[EvidenceFile]:
     """Return the newest `_MOST_LISTED` files, oldest first; links and other names are left out."""
     return _all_evidence(folder)[-_MOST_LISTED:]
 
 
-def _all_evidence(folder: Path) -> list[Evidence]:
+def _all_evidence(folder: Path) -> list[EvidenceFile]:
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
@@ -85,7 +85,7 @@ def _all_evidence(folder: Path) -> list[Evidence]:
         return []
     found = [(match[2], name, match) for name in names if (match := _NAME.fullmatch(name))]
     return [
-        Evidence(int(match[1]), match[3].replace("-", " "), folder / name)
+        EvidenceFile(int(match[1]), match[3].replace("-", " "), folder / name)
         for _, name, match in sorted(found, key=lambda one: one[:2])
     ]
 
@@ -145,8 +145,8 @@ def told_evidence(path: Path) -> list[str]:
     return lines
 
 
-def samples_of(rows: Rows, epoch_ns: int) -> list[Sample]:
-    """Return the rows as `Sample`\\ s, from which `told_peaks` computes peaks."""
+def samples_of(rows: Rows, epoch_ns: int) -> list[CounterSample]:
+    """Return the rows as `CounterSample`\\ s, from which `told_peaks` computes peaks."""
     links = [link for link in rows.links if ":" not in link]
     ports = [link for link in rows.links if ":" in link]
     tables = {link: np.stack([rows.column(link, field) for field in LINK_COLUMNS], 1) for link in rows.links}
@@ -159,5 +159,5 @@ def samples_of(rows: Rows, epoch_ns: int) -> list[Sample]:
         for port in ports:
             of_ports[port] = tuple(tables[port][place].tolist()[:5])
         tcp = (int(rows.tcp_sent_again[place]), 0)
-        found.append(Sample((time_ns + epoch_ns) * 1e-9, of_links, tcp, of_ports))
+        found.append(CounterSample((time_ns + epoch_ns) * 1e-9, of_links, tcp, of_ports))
     return found

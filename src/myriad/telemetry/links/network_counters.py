@@ -26,8 +26,8 @@ __all__ = [
     "RDMA_FIELDS",
     "TCP_FIELDS",
     "CounterFile",
+    "CounterSample",
     "Counters",
-    "Sample",
     "sample_often",
     "told_peaks",
 ]
@@ -57,7 +57,7 @@ MOST_LOG_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
-class Sample:
+class CounterSample:
     """The counters of a node at one time."""
 
     time: float
@@ -91,7 +91,7 @@ class Counters:
         found = {name: link_bytes_per_second(name) for name in self._names} | self._rates
         return {name: speed for name, speed in found.items() if speed > 0}
 
-    def look(self) -> Sample:
+    def look(self) -> CounterSample:
         """Read all counters now."""
         at = time.time()
         try:
@@ -99,7 +99,7 @@ class Counters:
         except OSError:
             links = []
         rdma = {name: tuple(map(_sum, columns)) for name, columns in self._ports.items()}
-        return Sample(at, {link.name: _numbers(link) for link in links}, self._look_at_tcp(), rdma)
+        return CounterSample(at, {link.name: _numbers(link) for link in links}, self._look_at_tcp(), rdma)
 
     def _look_at_tcp(self) -> tuple[int, ...]:
         snmp, netstat = (_table(kept.read()) for kept in self._tcp)
@@ -180,7 +180,7 @@ class CounterFile:
     def __init__(self, path: Path, speeds: dict[str, float], most_bytes: int = MOST_LOG_BYTES) -> None:
         self._path, self._speeds, self._most_bytes = path, speeds, most_bytes
 
-    def append(self, samples: Sequence[Sample]) -> None:
+    def append(self, samples: Sequence[CounterSample]) -> None:
         """Append samples, and rotate the file at its limit. Raises ``OSError``."""
         lines = [json.dumps(asdict(sample)) for sample in samples]
         size = self._path.stat().st_size if self._path.exists() else 0
@@ -197,7 +197,7 @@ class CounterFile:
         return {"fields": fields, "speed_bytes_per_second": self._speeds}
 
 
-def sample_often(counters: Counters, seconds: float, every_seconds: float = 0.01) -> list[Sample]:
+def sample_often(counters: Counters, seconds: float, every_seconds: float = 0.01) -> list[CounterSample]:
     """Sample for ``seconds`` at a fixed interval. Samples that are overdue are skipped."""
     began = time.monotonic()
     samples, due = [counters.look()], began
@@ -236,7 +236,7 @@ class LinkPeak:
         return most / self.limit_bytes_per_second if self.limit_bytes_per_second else 0.0
 
 
-def peaks(samples: Sequence[Sample], speeds: Mapping[str, float]) -> list[LinkPeak]:
+def peaks(samples: Sequence[CounterSample], speeds: Mapping[str, float]) -> list[LinkPeak]:
     """Return the peak of each link, busiest first."""
     found = [
         _peak(name, [(one.time, row) for one in samples if (row := table(one).get(name))], fields, speeds)
@@ -246,11 +246,11 @@ def peaks(samples: Sequence[Sample], speeds: Mapping[str, float]) -> list[LinkPe
     return sorted(found, key=lambda one: -(one.sent_bytes_per_second + one.received_bytes_per_second))
 
 
-def _links(sample: Sample) -> dict[str, tuple[int, ...]]:
+def _links(sample: CounterSample) -> dict[str, tuple[int, ...]]:
     return sample.links
 
 
-def _rdma(sample: Sample) -> dict[str, tuple[int, ...]]:
+def _rdma(sample: CounterSample) -> dict[str, tuple[int, ...]]:
     return sample.rdma
 
 
@@ -288,7 +288,7 @@ def _most(rows: Sequence[tuple[float, tuple[int, ...]]], column: int) -> float:
     return best
 
 
-def told_peaks(samples: Sequence[Sample], speeds: Mapping[str, float]) -> list[str]:
+def told_peaks(samples: Sequence[CounterSample], speeds: Mapping[str, float]) -> list[str]:
     """Describe the peaks in words. Idle links are left out."""
     told = [
         _told(one)

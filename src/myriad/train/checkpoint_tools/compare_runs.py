@@ -19,7 +19,7 @@ from myriad.model.boundary import Boundary
 from myriad.model.gpt import GPT
 from myriad.run import Run
 
-__all__ = ["Comparison", "Tolerance", "compare_runs"]
+__all__ = ["RunComparison", "Tolerance", "compare_runs"]
 
 
 class Tolerance(NamedTuple):
@@ -36,7 +36,7 @@ class Tolerance(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """The differences between two runs. Differences are relative; tensors are compared in the L2 norm."""
 
     num_steps: int
@@ -64,7 +64,7 @@ class Comparison:
         return self.parted_step is None and not self.missing
 
 
-def compare_runs(reference: Run, other: Run, tolerance: Tolerance) -> Comparison:
+def compare_runs(reference: Run, other: Run, tolerance: Tolerance) -> RunComparison:
     """Compare the losses of all steps and the parameters of all checkpoints that both runs have. Raises
     `RunFailedError` when there is none."""
     job = reference.job()
@@ -96,7 +96,7 @@ def compare_runs(reference: Run, other: Run, tolerance: Tolerance) -> Comparison
             parted, parted_tensor = step, beyond[0]
             break
     worst = max(last, key=lambda name: _nan_last(last[name]))
-    return Comparison(
+    return RunComparison(
         num_steps=len(losses),
         num_kept=len(kept),
         missing=tuple(sorted(missing)),

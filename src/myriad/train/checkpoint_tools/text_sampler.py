@@ -18,7 +18,7 @@ from myriad.train.checkpoint_tools.locate_checkpoint import Location, locate, ne
 from myriad.train.checkpoint_tools.named_weights import job_of
 from myriad.train.inputs import tokenizer_of
 
-__all__ = ["Sampler", "continue_text", "open_run", "open_sampler", "settle_threads"]
+__all__ = ["TextSampler", "continue_text", "open_run", "open_sampler", "settle_threads"]
 
 _ONE_THREAD_PARAMETERS = 100_000_000
 """Largest number of parameters for one thread: up to this size, synchronizing threads takes longer than
@@ -32,7 +32,7 @@ def settle_threads(parameters: int) -> None:
     watch_spinning(torch.get_num_threads())
 
 
-class Sampler:
+class TextSampler:
     """A trained model that continues text."""
 
     def __init__(self, layers: nn.ModuleList, tokenizer: Tokenizer, sequence: int) -> None:
@@ -64,12 +64,12 @@ class Sampler:
                 shown = text
 
 
-def open_run(run: Run) -> Sampler:
+def open_run(run: Run) -> TextSampler:
     """Open the model of a run's newest verified checkpoint. Raises `BadInputError` if there is none yet."""
     return open_sampler(str(run.path))
 
 
-def open_sampler(name: str, *, own_process: bool = False) -> Sampler:
+def open_sampler(name: str, *, own_process: bool = False) -> TextSampler:
     """Open the model of a named checkpoint (`locate`), or of the newest one that verifies.
 
     With ``own_process``, this process does nothing else, so its threads are set for generation. Raises
@@ -99,7 +99,7 @@ def open_sampler(name: str, *, own_process: bool = False) -> Sampler:
         raise RunFailedError(
             f"{job.data.corpus}: no tokenizer.json beside the corpus, so no text can be made"
         )
-    return Sampler(layers.eval(), tokenizer, job.model.sequence)
+    return TextSampler(layers.eval(), tokenizer, job.model.sequence)
 
 
 def _load_newest(found: Location) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
