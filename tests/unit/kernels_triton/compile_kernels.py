@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 from myriad.kernels.triton import activation as triton_activation
 from myriad.kernels.triton import cross_entropy as triton_cross_entropy
-from myriad.kernels.triton import norm as triton_norm
+from myriad.kernels.triton import norm_kernels
 from myriad.kernels.triton import optimizer as triton_optimizer
 from myriad.kernels.triton import rotary as triton_rotary
 
@@ -40,10 +40,10 @@ def cases() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Kernels with their constants: every branch at least once."""
     for layer in (True, False):
         flags = {"IS_LAYER": layer, "HAS_BIAS": layer, "BLOCK": 4096}
-        yield triton_norm.forward_kernel, flags | {"HAS_BRANCH": layer}
-        yield triton_norm.backward_kernel, flags | {"HAS_STREAM": layer, "NUM_LEFT": 1 + layer}
-        yield triton_norm.wide_forward_kernel, flags | {"HAS_BRANCH": layer}
-        yield triton_norm.wide_backward_kernel, flags | {"HAS_STREAM": layer, "NUM_LEFT": 1 + layer}
+        yield norm_kernels.forward_kernel, flags | {"HAS_BRANCH": layer}
+        yield norm_kernels.backward_kernel, flags | {"HAS_STREAM": layer, "NUM_LEFT": 1 + layer}
+        yield norm_kernels.wide_forward_kernel, flags | {"HAS_BRANCH": layer}
+        yield norm_kernels.wide_backward_kernel, flags | {"HAS_STREAM": layer, "NUM_LEFT": 1 + layer}
     for name in ("gelu", "gelu_tanh", "swiglu", "relu2"):
         flags = {"NAME": name, "HAS_BIAS": name != "relu2", "BLOCK": 1024}
         yield triton_activation.forward_kernel, flags

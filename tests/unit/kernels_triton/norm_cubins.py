@@ -13,12 +13,12 @@ from compile_kernels import TYPES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from myriad.kernels.triton import norm
+from myriad.kernels.triton import norm_kernels
 
 
 def compiled(way: str, hidden: int, *, is_layer: bool) -> dict[str, Any]:
     """LayerNorm with a bias or RMSNorm in bfloat16, with the residual sum and what it adds up in passing."""
-    kernel, block, warps = norm.kernel_of(way, hidden)
+    kernel, block, warps = norm_kernels.kernel_of(way, hidden)
     own = {"HAS_BRANCH": True} if way == "forward" else {"HAS_STREAM": True, "NUM_LEFT": 1 + is_layer}
     constants = {"IS_LAYER": is_layer, "HAS_BIAS": is_layer, "BLOCK": block} | own
     signature = {

@@ -16,7 +16,7 @@ from myriad.kernels.cross_entropy import linear_cross_entropy, linear_cross_entr
 from myriad.kernels.gradient import GradientSink, PendingRows, set_sink
 from myriad.kernels.norm import LayerNorm, RMSNorm
 from myriad.kernels.rotary import rotary_reference, rotary_turns
-from myriad.kernels.triton import norm as triton_norm
+from myriad.kernels.triton import norm_kernels
 from myriad.model.boundary import Boundary
 
 TYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -113,8 +113,8 @@ def test_rows_too_wide_for_registers_are_normalised_in_blocks(
 ) -> None:
     """As a hidden size above 16,384 is; here blocks have 16 columns. Rows that no pair of rows divides, rows
     that no block divides, several rows for a program."""
-    monkeypatch.setattr(triton_norm, "_WIDEST", {"forward": 8, "backward": 8})
-    monkeypatch.setattr(triton_norm, "_WIDE", 16)
+    monkeypatch.setattr(norm_kernels, "_WIDEST", {"forward": 8, "backward": 8})
+    monkeypatch.setattr(norm_kernels, "_WIDE", 16)
     ours = make_norm(name, width, torch.float32, "triton")
     formula = make_norm(name, width, torch.double, "plain")
     x, branch = (normal(rows, width, dtype=torch.float32, seed=seed) for seed in (1, 2))
