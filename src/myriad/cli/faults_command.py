@@ -18,8 +18,8 @@ from myriad.run.run_lines import StepLines
 from myriad.units import format_duration
 
 if TYPE_CHECKING:
+    from myriad.faults.fault_aims import Aim
     from myriad.faults.fault_grades import Report
-    from myriad.faults.fault_kinds import Aim
     from myriad.faults.scenario import FaultScenario
     from myriad.run import Run
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from myriad.faults.fault_kinds import Aim, aim_of
+from myriad.faults.fault_aims import Aim
+from myriad.faults.fault_kinds import aim_of
 from myriad.faults.scenario import Fault
 from myriad.faults.simulated_devices import DEVICE_FAULTS
 

@@ -35,7 +35,8 @@ from pydantic import Field, ValidationError
 
 from myriad.config import Config
 from myriad.errors import BadInputError
-from myriad.faults.fault_kinds import KINDS, MOMENTS, PHASES, SIGNALS, KindName, Target
+from myriad.faults.fault_aims import KindName, Target
+from myriad.faults.fault_kinds import KINDS, MOMENTS, PHASES, SIGNALS
 from myriad.faults.services import missing_for_redis
 from myriad.job import Job, load_job
 from myriad.recipes import read_recipe
