@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from myriad.cli.train.train_command import _check_standby
+from myriad.cli.train.start_checks import check_standby_options
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.launchers.run_start import check_journal
@@ -29,7 +29,7 @@ def refusal(path: Path, keys: list[str], *overrides: str) -> BadInputError:
     run.create_or_resume(load_job("tiny", keys))
     run_secret(run.path / "secret")
     with pytest.raises(BadInputError) as refused:
-        _check_standby(str(path), run, run.job(), list(overrides))
+        check_standby_options(str(path), run, run.job(), list(overrides))
     return refused.value
 
 
@@ -54,7 +54,7 @@ def test_another_job_than_the_run_s_cannot_be_stood_by_for(tmp_path: Path) -> No
     assert refusal(tmp_path / "run", JOINED, "train.steps=7").key == "train.steps"
     job = load_job("tiny", JOINED)
     with pytest.raises(BadInputError, match="must be the folder of a run"):
-        _check_standby("tiny", Run(tmp_path / "run"), job, [])
+        check_standby_options("tiny", Run(tmp_path / "run"), job, [])
 
 
 @needs_redis

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,7 +18,6 @@ from myriad.errors import NO_STATE, BadInputError, RunFailedError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
     from myriad.job import Job
     from myriad.job.job_changes import JobChange
     from myriad.reports.run_report.run_summary import Summary
@@ -91,6 +91,7 @@ def train(
     """
     from rich.console import Console
 
+    from myriad.cli.train import start_checks
     from myriad.launchers.launcher import check_engine
     from myriad.launchers.run_start import check_journal
     from myriad.launchers.slurm import in_allocation
@@ -101,9 +102,9 @@ def train(
     short = [f"{key}={value}" for key, value in given.items() if value is not None]
     resolved, folder = _resolve(job, run, [*OverrideCommand.of(context), *short], spread=not in_process)
     console = None if as_json else Console()
-    _check_restart(resolved, OverrideCommand.of(context))
+    start_checks.check_restart(resolved, OverrideCommand.of(context))
     if standby:
-        _check_standby(job, folder, resolved, OverrideCommand.of(context))
+        start_checks.check_standby_options(job, folder, resolved, OverrideCommand.of(context))
         _end(folder, _stand_by(folder, resolved, console), console, oversubscribe)
         return
     folder.check(resolved)
@@ -112,10 +113,10 @@ def train(
         from myriad.train.in_process import check_in_process
 
         check_in_process(resolved)
-    is_queued = _is_queued(resolved, submit)
+    is_queued = start_checks.is_queued(resolved, submit)
     changes = folder.changes(resolved) if folder.exists else []
     if is_done(folder, resolved.train.steps):
-        _refuse_unused(folder, changes, resolved)
+        start_checks.refuse_unused(folder, changes, resolved)
         if console:
             steps = resolved.train.steps
             text = f"{folder.path} is already finished ({steps} of {steps} steps)"
@@ -124,7 +125,8 @@ def train(
         return
     if not is_queued:
         check_journal(folder, resolved.resilience)
-    _check_storage(folder, resolved, changes, OverrideCommand.of(context), console)
+    overrides = OverrideCommand.of(context)
+    start_checks.check_storage(folder, resolved, changes, overrides, partial(_print_note, console))
     corpora = open_inputs(resolved, lambda stage: console.print(f"{stage} ...") if console else None)
     if console:
         for name in corpora.unchecked:
@@ -178,18 +180,6 @@ def _end(run: "Run", ended: str, console: "Console | None", oversubscribe: bool)
     raise typer.Exit(RunFailedError.exit_code)
 
 
-def _check_standby(job: str, run: "Run", resolved: "Job", overrides: list[str]) -> None:
-    from myriad.launchers.standby import check_standby
-
-    if _run_folder(job) is None:
-        raise BadInputError("--standby", job, "must be the folder of a run that is training")
-    for key, _, value in (one.partition("=") for one in overrides):
-        if key != "resilience.listen":
-            allowed = "--standby uses the run's job; only resilience.listen may differ on this machine"
-            raise BadInputError(key, value, allowed)
-    check_standby(run, resolved)
-
-
 def _stand_by(run: "Run", job: "Job", console: "Console | None") -> str:
     from myriad.cli.train.train_screen import open_screen
     from myriad.launchers.standby import stand_by
@@ -202,16 +192,6 @@ def _stand_by(run: "Run", job: "Job", console: "Console | None") -> str:
         return stand_by(run, job, screen)
     finally:
         screen.close()
-
-
-def _is_queued(job: "Job", submit: bool) -> bool:
-    """Return whether Slurm starts the run later."""
-    from myriad.launchers.slurm import in_allocation
-
-    is_queued = job.resilience.engine == "slurm" and not in_allocation()
-    if submit and not is_queued:
-        raise BadInputError("--submit", True, "only with the engine slurm, and outside a Slurm job")
-    return is_queued
 
 
 def _queue(run: "Run", job: "Job", submit: bool, console: "Console | None") -> None:
@@ -229,101 +209,6 @@ def _queue(run: "Run", job: "Job", submit: bool, console: "Console | None") -> N
         console.print(told, markup=False, highlight=False, soft_wrap=True)
 
 
-def _check_storage(
-    run: "Run", job: "Job", changes: "Sequence[JobChange]", overrides: list[str], console: "Console | None"
-) -> None:
-    """Refuse a place for checkpoints that cannot be written, before hours of training depend on it. Refuse
-    also another run's place, and one that lacks the run's stored checkpoints. A run whose state is still in
-    memory resumes regardless of missing checkpoints."""
-    from myriad.checkpoint.snapshots.snapshot_client import list_in_memory
-    from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
-    from myriad.checkpoint.storage.folder_owner import check_owner
-
-    moved = next((change for change in changes if change.key == "checkpoint.url"), None)
-    folder = CheckpointFolder(run.checkpoints(job))
-    in_memory = bool(list_in_memory(run.path))
-    if job.checkpoint.url is not None and (moved is not None or not in_memory):
-        try:
-            check_owner(folder, run.path)
-        except OSError as error:
-            raise BadInputError("checkpoint.url", job.checkpoint.url, f"cannot be read: {error}") from None
-    if in_memory:
-        return
-    _check_newer_elsewhere(run, folder, job, overrides, console)
-    if job.checkpoint.url is None and moved is None:
-        return
-    past = run.past()
-    folder.check()
-    if moved is None or job.resilience.nodes > 1 or job.checkpoint.restart_from_scratch:
-        return  # The ranks find the snapshots in other nodes' memory.
-    if past.stored_step and not folder.trained_steps():
-        stored = f"which stored step {past.stored_step} in {moved.before or run.checkpoints_path}"
-        allowed = (
-            f"holds no checkpoint of {run.path}, {stored}: leave the key out, copy the checkpoints there "
-            f"first, or give --checkpoint.restart-from-scratch"
-        )
-        raise BadInputError("checkpoint.url", moved.after, allowed)
-
-
-def _check_newer_elsewhere(
-    run: "Run", folder: "CheckpointFolder", job: "Job", overrides: list[str], console: "Console | None"
-) -> None:
-    """Refuse to resume from an older step than the newest one of this run in another place, as after `myriad
-    checkpoint save`. If the place was given on the command line, print a line instead."""
-    from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
-
-    if job.checkpoint.restart_from_scratch or not run.exists:
-        return
-    place = folder.storage.url
-    others = [(where, step) for where, step in run.past().stored_in if where != place and step]
-    here = max(folder.trained_steps(), default=0) if others else 0
-    for where, step in others:
-        if step <= here:
-            continue
-        try:
-            if step not in CheckpointFolder(where).steps():
-                continue
-            state = f"step {step} of {run.path} is in {where}"
-        except (OSError, BadInputError) as error:
-            state = f"step {step} of {run.path} was stored in {where}, which cannot be read now ({error})"
-        told = f"{state}, and the newest here is step {here}"
-        if not any(one.startswith("checkpoint.url=") for one in overrides):
-            allowed = (
-                f"{told}; resume from step {step}: `myriad train {shlex.quote(str(run.path))} "
-                f"--checkpoint.url {shlex.quote(where)}`; or from step {here}: --checkpoint.url "
-                f"{shlex.quote(job.checkpoint.url or 'off')}"
-            )
-            raise BadInputError("checkpoint.url", job.checkpoint.url or "off", allowed)
-        if console:
-            console.print(f"resumes from step {here}: {told}", markup=False, highlight=False, style="yellow")
-        return
-
-
-def _check_restart(job: "Job", overrides: list[str]) -> None:
-    """Refuse a permission for a single start in a file that every start reads."""
-    typed = any(one.startswith("checkpoint.restart_from_scratch=") for one in overrides)
-    if job.checkpoint.restart_from_scratch and not typed:
-        allowed = (
-            "applies to one start: give --checkpoint.restart-from-scratch on the command line, not in "
-            "job files"
-        )
-        raise BadInputError("checkpoint.restart_from_scratch", True, allowed)
-
-
-def _refuse_unused(run: "Run", changes: "Sequence[JobChange]", job: "Job") -> None:
-    """Refuse keys that a finished run would ignore."""
-    if not changes and not job.checkpoint.restart_from_scratch:
-        return
-    key, before, value = changes[0] if changes else ("checkpoint.restart_from_scratch", False, True)
-    done = run.last_step()
-    others = [change.key for change in changes[1:]]
-    more = f", nor were {', '.join(others)}" if others else ""
-    path = shlex.quote(str(run.path))
-    finished = f"{path} is finished ({done} of {done} steps, with {key} = {before!r})"
-    allowed = f"was not used{more}: {finished}; longer: --train.steps {2 * done}; a new run: --run NAME"
-    raise BadInputError(key, value, allowed)
-
-
 def _show_changes(console: "Console | None", changes: "Sequence[JobChange]", step: int) -> None:
     for change in changes:
         text = f"changed after step {step}: {change}"
@@ -331,11 +216,17 @@ def _show_changes(console: "Console | None", changes: "Sequence[JobChange]", ste
             console.print(text, markup=False, highlight=False, soft_wrap=True, style="yellow")
 
 
+def _print_note(console: "Console | None", text: str) -> None:
+    if console:
+        console.print(text, markup=False, highlight=False, style="yellow")
+
+
 def _resolve(job: str, run: str | None, overrides: list[str], *, spread: bool) -> "tuple[Job, Run]":
+    from myriad.cli.train import start_checks
     from myriad.job import load_job
     from myriad.run import Run
 
-    path = _run_folder(job)
+    path = start_checks.find_run_folder(job)
     if path is not None:
         if run is not None:
             raise BadInputError("--run", run, f"must be left out: JOB is the run folder {path}")
@@ -349,16 +240,6 @@ def _resolve(job: str, run: str | None, overrides: list[str], *, spread: bool) -
     resolved = load_job(job, overrides)
     folder = Run(_run_path(run or resolved.name))
     return load_job(job, _spread(job, overrides, folder) if spread else overrides), folder
-
-
-def _run_folder(job: str) -> Path | None:
-    """Return the folder of the run to resume; ``None`` for a job. A name of both means the job."""
-    from myriad.recipes import recipe_names
-
-    by_name = Path("runs") / job
-    if Path(job).is_dir():
-        return Path(job)
-    return by_name if (by_name / "job.toml").is_file() and job not in recipe_names("jobs") else None
 
 
 def _spread(job: str, overrides: list[str], run: "Run") -> list[str]:
