@@ -25,10 +25,10 @@ from myriad.optim.precision import resolve_precision
 from myriad.parallel.chunk import Chunk
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
-from myriad.parallel.tensor_digest import digest_of, reduce_bits
 from myriad.program.partition import partition_layers
 from myriad.telemetry.spans import Recorder
 from myriad.train.device_setup import find_place, pick_device
+from myriad.train.replica_digests import digest_of, reduce_bits
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "processes"))
 

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from myriad.comm.grid import RankGrid
 from myriad.comm.groups import close_world
 from myriad.comm.layout import Layout
-from myriad.parallel.tensor_digest import digest_of, reduce_bits
+from myriad.train.replica_digests import digest_of, reduce_bits
 
 CASES = [
     *(Case(layout={"dp": 4, "zero": zero}, steps=4) for zero in (0, 1, 2)),

@@ -13,11 +13,14 @@ import atexit
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from myriad.comm.attempt_layout import AS_THE_JOB, ATTEMPT_LAYOUT, AttemptLayout
+from myriad.comm.clock_comparison import compare_clocks
 from myriad.comm.groups import Groups, close_world, open_world
 from myriad.job import Job
 from myriad.kernels.agreement import library_doubts, proved
@@ -29,8 +32,10 @@ from myriad.system.spin_watch import watch_spinning
 from myriad.telemetry.progress.device_clock import cuda_clock
 from myriad.telemetry.progress.device_progress import DeviceProgress
 from myriad.telemetry.progress.progress_page import ProgressRow, own_row
+from myriad.telemetry.shipping.clock_offset import ClockOffset
+from myriad.telemetry.shipping.shipper import Shipper, open_outlets
+from myriad.telemetry.span_io.span_ring import SPANS, SpanRing, SpanRings, own_ring, ring_at
 from myriad.telemetry.spans import Recorder
-from myriad.train.attempt_job import attempt_job
 from myriad.train.device_setup import (
     Place,
     agree_on_kernels,
@@ -48,7 +53,6 @@ from myriad.train.inputs import (
     refuse_other_tokenizer,
     refuse_replaced_corpus,
 )
-from myriad.train.own_spans import open_ring
 from myriad.train.step_signals import StopSignal
 
 __all__ = ["RankContext", "open_rank"]
@@ -90,7 +94,7 @@ def open_rank(run: Run, at_close: contextlib.ExitStack, *, in_process: bool) -> 
 
     ``at_close`` gets what must be undone when the rank ends. Raises `myriad.errors.BadInputError`.
     """
-    job = attempt_job(run.job())
+    job = _attempt_job(run.job())
     place = find_place(job.layout.world, job.comm)
     stop = StopSignal()
     if in_process:
@@ -102,7 +106,7 @@ def open_rank(run: Run, at_close: contextlib.ExitStack, *, in_process: bool) -> 
     dtype = resolve_precision(job.train.precision, device, skips_steps=not job.overlap.updates_early)
     job, groups, kernels = _agree_on_numbers(job, device, dtype, at_close)
     at_end = at_close.callback if in_process else atexit.register  # also after an error
-    ring = open_ring(run, job, place, groups, at_end)
+    ring = _open_ring(run, job, place, groups, at_end)
     recorder = Recorder(progress, ring, place.rank, cuda_clock() if device.type == "cuda" else None)
     recorder.serve()
     if recorder.device is not None:  # on a CPU the host reports progress itself
@@ -123,6 +127,13 @@ def open_rank(run: Run, at_close: contextlib.ExitStack, *, in_process: bool) -> 
         kernels,
         recorder,
     )
+
+
+def _attempt_job(job: Job) -> Job:
+    """Apply the layout that the driver set for this attempt. Raises `BadInputError` for one that cannot be
+    computed."""
+    layout = AttemptLayout.parse(os.environ.get(ATTEMPT_LAYOUT, ""))
+    return job if layout == AS_THE_JOB else job.in_attempt(layout)
 
 
 def _open_inputs(run: Run, job: Job, place: Place, *, compared: bool) -> str:
@@ -173,3 +184,41 @@ def _agree_on_numbers(
     for line in filter(None, [*lines, doubt]):
         _LOG.warning(line)
     return job, groups, kernels
+
+
+def _open_ring(
+    run: Run, job: Job, place: Place, groups: Groups, at_end: Callable[[Callable[[], None]], object]
+) -> SpanRing:
+    """Return this rank's ring of spans, and make sure that a process or a thread empties it.
+
+    The node agent does so. A rank without one (torchrun or Slurm started it) ships its own spans: the thread
+    is the agent's, with one ring, and files are named by rank. ``at_end`` registers the end of such a thread.
+    All ranks call it together.
+    """
+    if SPANS in os.environ or not job.telemetry.spans:
+        return own_ring()
+    clock = _clock_offset(place, groups)
+    rings = SpanRings(1)
+    node = int(os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or 0)
+
+    def report(where: str, problem: str, num_dropped: int) -> None:
+        status = problem or "works again"
+        _LOG.warning("spans to %s: %s; %d spans are lost", where, status, num_dropped)
+        fields = {"node": node, "rank": place.rank, "place": where, "problem": problem}
+        run.append_event("telemetry", **fields, num_dropped=num_dropped)
+
+    outlets = open_outlets(run.spans_path, f"rank-{place.rank}", run.path.name, job.telemetry, report)
+    shipper = Shipper(rings, node, outlets, clock.at)
+    shipper.begin(1)
+    at_end(shipper.close)
+    return ring_at(rings.address(0), attempt=run.num_starts() + 1)
+
+
+def _clock_offset(place: Place, groups: Groups) -> ClockOffset:
+    """Return this rank's clock offset from the first rank's clock."""
+    clock = ClockOffset()
+    together = groups.on_host("checkpoints") if place.world > place.local_world else None
+    if together is None:
+        clock.same()
+        return clock
+    return compare_clocks(together)

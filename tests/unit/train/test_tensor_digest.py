@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.parallel.tensor_digest import digest_of, reduce_bits
+from myriad.train.replica_digests import digest_of, reduce_bits
 
 Digest = Callable[[list[torch.Tensor]], int]
 
