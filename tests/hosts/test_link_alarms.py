@@ -6,7 +6,7 @@ import pytest
 
 from hosts import missing
 from link_alarms import BROKEN, rehearse
-from myriad.telemetry.links.link_evidence import list_evidence, told_evidence
+from myriad.telemetry.links.link_evidence import describe_evidence, list_evidence
 
 
 def test_the_node_whose_link_is_slowed_in_the_middle_of_a_run_is_named_and_no_other_ever(
@@ -21,5 +21,5 @@ def test_the_node_whose_link_is_slowed_in_the_middle_of_a_run_is_named_and_no_ot
     assert named[0]["evidence"]["kind"] == "slow" and named[0]["time"] - found.broken_at < 6.0
     kept = list_evidence(found.run.counters_path / "around")
     assert BROKEN in {one.node for one in kept} and any(
-        "eth1" in line for line in told_evidence(kept[0].path)
+        "eth1" in line for line in describe_evidence(kept[0].path)
     )

@@ -13,7 +13,7 @@ from myriad.comm.clock_comparison import compare_clocks
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.supervise.authenticated_link import AuthenticatedLink
-from myriad.supervise.clock_exchange import ClockComparison, tell_clock
+from myriad.supervise.clock_exchange import ClockComparison, answer_clock
 from myriad.supervise.messages import ClockAsked, ClockTold
 
 SHIFT_NS = 2_500_000_000
@@ -63,7 +63,7 @@ async def drive(folder: Path) -> None:
         await link.prove(SECRET, "driver", "executor")
         try:
             while True:
-                link.send(tell_clock(await link.receive((ClockAsked,)), time.time_ns()))
+                link.send(answer_clock(await link.receive((ClockAsked,)), time.time_ns()))
         except OSError:
             over.set()
 

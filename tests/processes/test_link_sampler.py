@@ -18,9 +18,9 @@ from myriad.supervise.observations import LinkSeen
 from myriad.telemetry.links import link_evidence
 from myriad.telemetry.links.link_evidence import (
     MOST_FILES,
+    describe_evidence,
     list_evidence,
     read_evidence,
-    told_evidence,
     write_evidence,
 )
 from myriad.telemetry.links.link_ring import LinkRing
@@ -98,7 +98,7 @@ def test_bytes_and_the_step_that_they_went_in_are_in_the_ring_each_ten_milliseco
         head["why"] == "link flap" and stored.links == ("lo",) and set(stored.step.tolist()) >= {1, 2, 3, 4}
     )
     assert abs(float(stored.time_ns[-1]) * 1e-9 - time.time()) < 30
-    assert any(line.startswith("lo: at most") for line in told_evidence(kept.path))
+    assert any(line.startswith("lo: at most") for line in describe_evidence(kept.path))
 
 
 def test_a_trace_of_the_network_reads_the_ring_and_the_sampler_ends_with_its_node(

@@ -232,7 +232,7 @@ def _diagnose(folder: Path, expected: "Expected", *, title: str = "testing") -> 
     from myriad.doctor.examine import diagnose
 
     with share_bar(title) as show:
-        return diagnose(folder, expected, tell=show)
+        return diagnose(folder, expected, report=show)
 
 
 def _between(others: _Others, diagnosis: "Diagnosis", expected: "Expected") -> "Findings":

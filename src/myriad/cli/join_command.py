@@ -42,6 +42,6 @@ def join(
     from myriad.supervise.agent.node_join import join as join_run
 
     report: Callable[[str], None] = (lambda line: None) if as_json else typer.echo
-    was = join_run(Run(run), node, wait_seconds=wait, tell=report)
+    was = join_run(Run(run), node, wait_seconds=wait, report=report)
     if as_json:
         typer.echo(json.dumps({"run": str(run), "node": was}))

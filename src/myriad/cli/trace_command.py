@@ -85,12 +85,12 @@ def trace(
 
 def _kept(run: "Run") -> list[dict[str, Any]]:
     """Return the link counters that nodes kept around anomalies, newest last."""
-    from myriad.telemetry.links.link_evidence import list_evidence, told_evidence
+    from myriad.telemetry.links.link_evidence import describe_evidence, list_evidence
 
     found = []
     for one in list_evidence(run.counters_path / "around")[-_MOST_KEPT:]:
         try:
-            words = told_evidence(one.path)
+            words = describe_evidence(one.path)
         except (OSError, ValueError) as error:
             words = [str(error)]
         found.append({"node": one.node, "why": one.why, "file": str(one.path), "found": words})

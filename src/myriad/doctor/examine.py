@@ -89,7 +89,7 @@ def diagnose(
     expected: Expected | None = None,
     *,
     provider: DeviceProvider | None = None,
-    tell: ReportProgress = lambda what, done: None,
+    report: ReportProgress = lambda what, done: None,
     probes: Sequence[str] = tuple(PROBES),
 ) -> Diagnosis:
     """Diagnose this node. ``folder``: where the run writes; ``expected``: the cluster's baseline;
@@ -98,7 +98,7 @@ def diagnose(
     start, clocks, expected = time.perf_counter(), read_clocks(), expected or {}
     readings: list[Reading] = [*check_limits(), *check_versions()]
     for name in probes:
-        tell(PROBES[name][0], _SHARES[name])
+        report(PROBES[name][0], _SHARES[name])
         if name == "devices" and provider is not None:
             readings += check_devices(provider)
         elif name == "rdma" and not find_ports():

@@ -72,6 +72,10 @@ class Grade:
     missed: list[str] = field(default_factory=list)
     """Missed aims, in words."""
 
+    def detected(self, seconds: float, report: str) -> None:
+        """Record the report of the run, which came ``seconds`` after the fault."""
+        self.detected_seconds, self.told = seconds, report
+
 
 @dataclass(kw_only=True)
 class Report:
@@ -111,7 +115,7 @@ def grade_run(scenario: str, faults: Sequence[Fault], evidence: Evidence) -> Rep
     if evicted:
         missed.append(f"{evicted} healthy nodes evicted")
     if grader.false_alarms:
-        missed.append(f"{grader.false_alarms} faults told that nobody caused")
+        missed.append(f"{grader.false_alarms} faults reported that were not caused")
     return Report(
         scenario=scenario,
         grades=grades,
@@ -242,8 +246,8 @@ class _Grader:
         if index is None:
             return
         incident = self._incidents[index]
-        grade.detected_seconds = incident.named - line["time"]
-        grade.told = incident.fault["problem"].partition("\n")[0].partition(" (log:")[0]
+        report = incident.fault["problem"].partition("\n")[0].partition(" (log:")[0]
+        grade.detected(incident.named - line["time"], report)
         together = [one for one in self._caused if self._of.get(one["time"]) == index]
         grade.culprit_right = any(self._is_culprit(incident, one) for one in together)
         grade.steps_wrong = max(0, incident.fault.get("step", 0) - line["step"] + 1)
@@ -272,33 +276,33 @@ class _Grader:
     def _is_culprit(self, incident: _Incident, line: Line) -> bool:
         fault = self._faults[line["number"]]
         aim = aim_of(fault.kind, fault.where)
-        told = incident.fault
-        suspects = told.get("evidence", {}).get("suspects", ())  # both replicas, if only two exist and differ
-        same = fault.rank is None or told.get("rank") == fault.rank or fault.rank in suspects
-        same &= fault.node is None or told.get("node") == fault.node
-        return told["cause"] in aim.causes and same
+        seen = incident.fault
+        suspects = seen.get("evidence", {}).get("suspects", ())  # both replicas, if only two exist and differ
+        same = fault.rank is None or seen.get("rank") == fault.rank or fault.rank in suspects
+        same &= fault.node is None or seen.get("node") == fault.node
+        return seen["cause"] in aim.causes and same
 
     def _follow(self, grade: Grade, incident: _Incident, line: Line) -> None:
         if incident.started is not None:
-            told = (one.fault["time"] for one in self._incidents if one.fault["time"] < incident.started)
-            grade.trains_seconds = incident.started - max(told)  # another incident may have come in between
+            before = (one.fault["time"] for one in self._incidents if one.fault["time"] < incident.started)
+            grade.trains_seconds = incident.started - max(before)  # another incident may have come in between
             resumed = incident.resumed["step"] if incident.resumed is not None else 0
             grade.steps_lost = max(0, line["step"] - 1 - resumed)
 
     def _grade_diagnosis(self, grade: Grade, fault: Fault, line: Line) -> None:
         """Grade a slow rank: the first report must name this rank alone."""
-        told = (one for one in self._evidence.events if one["event"] == "diagnosis" and "culprit" in one)
-        first = next((one for one in told if one["time"] >= line["time"]), None)
+        slow = (one for one in self._evidence.events if one["event"] == "diagnosis" and "culprit" in one)
+        first = next((one for one in slow if one["time"] >= line["time"]), None)
         if first is not None:
-            grade.detected_seconds, grade.told = first["time"] - line["time"], first["problem"]
+            grade.detected(first["time"] - line["time"], first["problem"])
             grade.culprit_right = list(first["ranks"]) == [fault.rank]
 
     def _grade_ranks(self, grade: Grade, line: Line) -> None:
         """Grade a spike: it must be observed in the same step, and be gone when the step is recomputed."""
-        told = (one for one in self._evidence.events if one["event"] == "spike")
-        first = next((one for one in told if one["step"] == line["step"]), None)
+        spikes = (one for one in self._evidence.events if one["event"] == "spike")
+        first = next((one for one in spikes if one["step"] == line["step"]), None)
         if first is not None:
-            grade.detected_seconds, grade.told = first["time"] - line["time"], first["problem"]
+            grade.detected(first["time"] - line["time"], first["problem"])
             grade.steps_lost = 0 if first.get("verdict") == "transient" else None
 
     def _grade_health(self, grade: Grade, fault: Fault, line: Line) -> None:
@@ -307,9 +311,9 @@ class _Grader:
         later = [one for one in self._evidence.events if one["time"] >= line["time"]]
         first = next((one for one in later if one["event"] == "health"), None)
         if first is not None:
-            grade.detected_seconds, grade.told = first["time"] - line["time"], first["problem"]
-            whom = "node" if fault.where == "node" else "rank"
-            grade.culprit_right = first.get(whom) == getattr(fault, whom)
+            grade.detected(first["time"] - line["time"], first["problem"])
+            suspect = "node" if fault.where == "node" else "rank"
+            grade.culprit_right = first.get(suspect) == getattr(fault, suspect)
         again = next((one["time"] for one in later if one["event"] == "restart"), None)
         if aim_of(fault.kind, fault.where).gives_way:
             started = (
@@ -331,17 +335,17 @@ class _Grader:
             grade.missed.append("the node did not give way")
         if aim.fenced_seconds is None:
             return
-        told = (one for one in self._evidence.caused if one["number"] == number and "fenced" in one)
-        seconds = next((one["fenced"] - line["time"] for one in told), float("inf"))
+        fenced = (one for one in self._evidence.caused if one["number"] == number and "fenced" in one)
+        seconds = next((one["fenced"] - line["time"] for one in fenced), float("inf"))
         grade.told += f"; its own ranks ended after {seconds:.2f} s"
         if seconds > aim.fenced_seconds:
             grade.missed.append(f"its own side ended after {seconds:.2f} s, not {aim.fenced_seconds:.2f} s")
 
     def _by_successor(self, grade: Grade, number: int, line: Line) -> None:
-        told = (line for line in self._evidence.caused if "successor" in line)
-        at = next((one["successor"] for one in told if one["number"] == number), None)
+        followed = (line for line in self._evidence.caused if "successor" in line)
+        at = next((one["successor"] for one in followed if one["number"] == number), None)
         if at is not None:
-            grade.detected_seconds, grade.told = at - line["time"], "another took its place"
+            grade.detected(at - line["time"], "another took its place")
             grade.steps_lost = 0
 
     def _grade_nothing(self, grade: Grade, line: Line) -> None:
@@ -361,7 +365,7 @@ class _Grader:
     def _grade_storage(self, grade: Grade, aim: Aim, line: Line) -> None:
         """Grade a report of the process that stores or loads. A damaged checkpoint is loaded after a rank was
         killed to force that."""
-        told = [
+        reports = [
             event
             for event in self._evidence.events
             if event["event"] == "fault"
@@ -371,9 +375,8 @@ class _Grader:
         ]
         if aim.seen == "load" and (index := self._of.get(line["time"])) is not None:
             self._follow(grade, self._incidents[index], line)
-        if told:
-            grade.detected_seconds = told[0]["time"] - line["time"]
-            grade.told = told[0]["problem"]
+        if reports:
+            grade.detected(reports[0]["time"] - line["time"], reports[0]["problem"])
         if aim.seen == "storage":
             grade.steps_lost = 0
 

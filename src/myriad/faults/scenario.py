@@ -208,7 +208,7 @@ def _wrong(fault: Fault, job: Job) -> Iterator[tuple[str, object, str]]:
     if kind.inside and fault.seconds is not None:
         yield "seconds", fault.seconds, f"{fault.kind} comes at a step: the rank causes it itself"
     if fault.kind == "flip" and (job.layout.zero or not job.compares_replicas):
-        allowed = "needs layout.zero = 0, layout.dp > 1 and resilience.verify_every > 0: else nobody sees it"
+        allowed = "needs layout.zero = 0, layout.dp > 1 and resilience.verify_every > 0 to be detected"
         yield "kind", fault.kind, allowed
     if kind.inside and fault.during in PHASES and fault.during != "step":
         parts = [moment for moment in MOMENTS if moment not in PHASES]

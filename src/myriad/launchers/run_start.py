@@ -74,8 +74,8 @@ def _wait_until_free(run: Run, lease: "RedisLease", how: ResilienceConfig) -> No
 
 
 def _driven(run: Run, owner: str, lease: "RedisLease") -> BadInputError:
-    told = f"is driven by {owner} (the lease in {lease}); `myriad train RUN --standby` waits for it"
-    return BadInputError("run", str(run.path), told)
+    problem = f"is driven by {owner} (the lease in {lease}); `myriad train RUN --standby` waits for it"
+    return BadInputError("run", str(run.path), problem)
 
 
 def begin_journal(run: Run, how: ResilienceConfig, plan: RunPlan) -> list[str]:

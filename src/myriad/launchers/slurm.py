@@ -116,8 +116,8 @@ def _own_address(hosts: Sequence[str]) -> str:
             address: str = probe.getsockname()[0]
             return address
     except OSError as error:
-        told = f"no address of this machine leads to node {host} ({error}); resilience.listen names one"
-        raise RunFailedError(told) from None
+        problem = f"no address of this machine leads to node {host} ({error}); resilience.listen names one"
+        raise RunFailedError(problem) from None
 
 
 class SlurmLauncher:
@@ -176,8 +176,8 @@ class SlurmLauncher:
             slurm("scontrol", "requeue", job)
             self._run.append_event("requeue", node=node, host=host, job=job)
         except OSError as error:
-            told = f"node {host} was lost, no spare is left, and job {job} cannot be requeued: {error}"
-            raise RunFailedError(told) from None
+            problem = f"node {host} was lost, no spare is left, and job {job} cannot be requeued: {error}"
+            raise RunFailedError(problem) from None
 
     def ask_to_stop(self) -> None:
         """Do nothing: the driver notifies the agents."""

@@ -35,7 +35,7 @@ def check_standby(run: Run, job: Job) -> None:
         allowed = "needs the engine join: what an engine has started is lost with its machine"
         raise BadInputError("--standby", how.engine, allowed)
     if how.journal == "file":
-        allowed = "needs resilience.journal = redis://HOST:PORT: files cannot tell that their writer is lost"
+        allowed = "needs resilience.journal = redis://HOST:PORT: a file does not show that its writer is lost"
         raise BadInputError("--standby", how.journal, allowed)
     check_listen(how.listen)
     check_loggers(job.telemetry.loggers)

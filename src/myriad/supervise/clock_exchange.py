@@ -13,12 +13,12 @@ from collections.abc import Callable
 from myriad.supervise.messages import ClockAsked, ClockTold
 from myriad.telemetry.shipping.clock_offset import ClockOffset, boot_id, compare
 
-__all__ = ["ClockComparison", "tell_clock"]
+__all__ = ["ClockComparison", "answer_clock"]
 
 _FIRST, _FIRST_SECONDS, _LATER_SECONDS = 8, 0.05, 10.0
 
 
-def tell_clock(asked: ClockAsked, heard_ns: int) -> ClockTold:
+def answer_clock(asked: ClockAsked, heard_ns: int) -> ClockTold:
     """Return the driver's answer, to be sent at once. ``heard_ns``: time at which the question arrived."""
     return ClockTold(asked.asked_ns, heard_ns, time.time_ns(), boot_id())
 
@@ -42,12 +42,12 @@ class ClockComparison:
         self._asked += 1
         return ClockAsked(self._node, self._now_ns())
 
-    def hear(self, told: ClockTold) -> None:
+    def hear(self, answer: ClockTold) -> None:
         """Record the driver's answer."""
-        compared = compare(told.asked_ns, told.heard_ns, told.told_ns, self._now_ns())
+        compared = compare(answer.asked_ns, answer.heard_ns, answer.told_ns, self._now_ns())
         self.offset.add(compared)
         # copied virtual machines have the same boot id, but their clocks differ
-        if told.boot and told.boot == self._boot and compared.may_be_same:
+        if answer.boot and answer.boot == self._boot and compared.may_be_same:
             self.offset.same()
 
     async def pause(self) -> None:

@@ -19,7 +19,7 @@ from myriad.errors import BadInputError, RunFailedError
 from myriad.run import Run
 from myriad.supervise.authenticated_link import Refused, secret_place
 from myriad.supervise.driver_address import DriverConnection, read_address
-from myriad.supervise.messages import EvictionAnswer, EvictionAsked, TraceAnswer, TraceAsked, told_limit
+from myriad.supervise.messages import EvictionAnswer, EvictionAsked, TraceAnswer, TraceAsked, exceeded_limit
 from myriad.telemetry.traces.trace_request import What
 
 __all__ = ["ask_driver", "evict", "person", "request_trace", "tracer"]
@@ -87,7 +87,7 @@ def request_trace(run: Run, ranks: Sequence[int], seconds: float, what: What = "
     """Trace ranks; return when the files are written, with what is missing. ``ranks``: empty for all ranks.
     Raises `BadInputError` if the request is refused, `RunFailedError` if the run's driver cannot be
     reached."""
-    key, value, allowed = told_limit(what, len(ranks), seconds)
+    key, value, allowed = exceeded_limit(what, len(ranks), seconds)
     if key:
         raise BadInputError(key, value, allowed)
     asked = TraceAsked(person(), what, tuple(dict.fromkeys(ranks)), float(seconds))

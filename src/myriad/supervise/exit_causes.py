@@ -141,9 +141,9 @@ _TERMINATED = re.compile(r"^\s*what\(\):\s+(.*)")
 def error_excerpt(log_path: Path) -> str:
     """Return the one-line error of a rank; else the C++ exception, its last traceback, or its last lines."""
     lines = _last_lines(log_path)
-    told = [line.removeprefix(_ERROR_LINE) for line in lines if line.startswith(_ERROR_LINE)]
-    if told:
-        return told[-1]
+    errors = [line.removeprefix(_ERROR_LINE) for line in lines if line.startswith(_ERROR_LINE)]
+    if errors:
+        return errors[-1]
     terminated = [found.group(1) for line in lines if (found := _TERMINATED.match(line))]
     if terminated:
         return terminated[-1]

@@ -60,7 +60,7 @@ __all__ = [
     "TraceAsked",
     "Traced",
     "Turn",
-    "told_limit",
+    "exceeded_limit",
 ]
 
 STOP_ASKED = "MYRIAD_STOP_ASKED"
@@ -224,7 +224,7 @@ class Traced:
     problems: tuple[str, ...]
 
 
-def told_limit(what: What, num_ranks: int, seconds: float) -> tuple[str, object, str]:
+def exceeded_limit(what: What, num_ranks: int, seconds: float) -> tuple[str, object, str]:
     """Return key, value and allowed values if the request exceeds a limit; else three empty texts."""
     if not 0 < seconds <= MOST_SECONDS:
         return "--seconds", seconds, f"above 0, at most {MOST_SECONDS:g}"

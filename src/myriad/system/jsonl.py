@@ -257,18 +257,18 @@ class LineFile:
     def __init__(
         self,
         path: Path,
-        tell: Callable[[str, int, int], None] | None = None,
+        report: Callable[[str, int, int], None] | None = None,
         *,
         sync: bool = False,
         marks_late: bool = False,
         most_waiting: int = _MOST_WAITING_LINES,
     ) -> None:
-        """``tell(problem, num_late, num_dropped)`` is called when writing begins to fail.
+        """``report(problem, num_late, num_dropped)`` is called when writing begins to fail.
 
         It is called again with problem "" when writing works, with the numbers of late and dropped lines.
         ``sync``: `append` returns once the line is on disk. ``marks_late``: add ``late_seconds`` to a line
         that was delayed."""
-        self.path, self._tell = path, tell
+        self.path, self._send_report = path, report
         self._sync, self._marks_late, self._most_waiting = sync, marks_late, most_waiting
         self._lock = threading.RLock()
         self._waiting: deque[tuple[float, bytes]] = deque()
@@ -329,9 +329,9 @@ class LineFile:
             self._dropped_since += 1
 
     def _report(self) -> None:
-        if self._tell is None:
+        if self._send_report is None:
             return
         late, dropped = self._num_late, self._dropped_since
         if not self.problem:
             self._num_late = self._dropped_since = 0
-        self._tell(self.problem, late, dropped)
+        self._send_report(self.problem, late, dropped)

@@ -65,7 +65,7 @@ def test_a_fault_whose_time_never_came_is_no_success() -> None:
         ([], {"equal": False}, "weights differ"),
         ([], {"outcome": "it broke", "equal": None}, "the run was to finish: it broke"),
         ([{"event": "eviction", "time": 101.0, "node": 0}], {}, "1 healthy nodes evicted"),
-        ([told(at=110.0), *again(111.0)], {}, "1 faults told that nobody caused"),
+        ([told(at=110.0), *again(111.0)], {}, "1 faults reported that were not caused"),
     ],
 )
 def test_the_run_as_a_whole_is_graded(

@@ -64,7 +64,7 @@ async def driving(folder: Path, nodes: int) -> AsyncIterator[tuple[Run, tuple[st
     run = Run(folder)
     Journal(folder / "journal.jsonl").begin(RunPlan(nodes, nodes, first_epoch=1))
     disk_writer = AsyncWriter()
-    driver = Driver(run, disk_writer, tell=lambda message: None)
+    driver = Driver(run, disk_writer, to_launcher=lambda message: None)
     server: list[tuple[str, int]] = []
     start = asyncio.start_server
 
@@ -292,7 +292,7 @@ def test_a_driver_that_has_lost_its_lease_has_nothing_done_any_more_and_ends(tmp
         journal = Journal(tmp_path / "journal.jsonl")
         journal.begin(RunPlan(1, 1, first_epoch=1))
         run, leadership = Run(tmp_path), Tenure(journal)
-        driver = Driver(run, AsyncWriter(), leadership, tell=lambda message: None)
+        driver = Driver(run, AsyncWriter(), leadership, to_launcher=lambda message: None)
         task = asyncio.create_task(driver.drive())
         while not (tmp_path / "driver.json").exists():
             await asyncio.sleep(0.001)

@@ -12,7 +12,7 @@ from myriad.doctor.hardware import cpu_key
 from myriad.supervise.agent.examination import Examination
 from myriad.supervise.messages import Beat, EvictionAsked, NodeJoined
 from myriad.supervise.observations import Examined, RankSeen
-from myriad.supervise.policy.actions import EndRun, Evict, Examine, StartAttempt, TellExamined, TurnRanks
+from myriad.supervise.policy.actions import EndRun, Evict, Examine, ReportExamination, StartAttempt, TurnRanks
 
 
 def join(world: World, node: int, machine: str = "", by: str = "") -> list:
@@ -69,7 +69,7 @@ def test_an_unfit_spare_takes_nobodys_place_and_is_seen_again_later() -> None:
     train(world)
     asked(world)
     (told,) = says(world, 2)
-    assert isinstance(told, TellExamined) and (told.verdict, told.node) == ("unfit", 2)
+    assert isinstance(told, ReportExamination) and (told.verdict, told.node) == ("unfit", 2)
     assert "3 words came back different" in told.problem
     assert "--anyway" in world.decider.why_not_evict(evict(1))
     world.exit(2, 1, "device", error="an error of the device")
@@ -106,7 +106,7 @@ def test_a_suspect_that_is_unfit_gives_way_to_a_spare_that_comes() -> None:
     assert asked(world) == [(1, "short")]
     join(world, 5, "rack5")
     told, turn = says(world, 1)
-    assert isinstance(told, TellExamined) and isinstance(turn, TurnRanks) and turn.node == 1
+    assert isinstance(told, ReportExamination) and isinstance(turn, TurnRanks) and turn.node == 1
     evicted, again = world.all_exit(code=3, cause="turned")
     assert isinstance(evicted, Evict) and (evicted.accused, evicted.machine) == ("doctor", "rack1")
     assert list(again.placement) == [0, 5]
@@ -119,7 +119,7 @@ def test_a_suspect_that_is_fit_is_told_of_and_stays() -> None:
     train(world)
     asked(world)
     (told,) = says(world, 1, "fit")
-    assert isinstance(told, TellExamined) and told.verdict == "fit"
+    assert isinstance(told, ReportExamination) and told.verdict == "fit"
     assert world.decider.state.phase == "running"
 
 
@@ -152,7 +152,7 @@ def test_a_doctor_that_fails_itself_keeps_nobody_out() -> None:
     asked(world)
     says(world, 0, "fit")
     told, started = says(world, 1, "unknown")
-    assert isinstance(told, TellExamined) and isinstance(started, StartAttempt)
+    assert isinstance(told, ReportExamination) and isinstance(started, StartAttempt)
 
 
 def test_a_start_on_unfit_nodes_alone_ends_with_their_complaints() -> None:

@@ -18,7 +18,7 @@ from myriad.program.schedules import stage_owners
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined
 from myriad.supervise.observations import RankExited, RankSeen
-from myriad.supervise.policy.actions import PolicyAction, StartAttempt, TellSlow, TurnRanks
+from myriad.supervise.policy.actions import PolicyAction, ReportSlow, StartAttempt, TurnRanks
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.step_work import Pipeline, StepWork, best_cuts, layer_seconds, pipeline_seconds
@@ -109,7 +109,7 @@ def test_layers_move_from_a_slow_node_and_back_when_it_is_fast_again() -> None:
     line.train(100)
     line.slow = {1: 1.6}
     diagnosis, turn, again = line.train(60)
-    assert isinstance(diagnosis, TellSlow) and (diagnosis.culprit, diagnosis.node) == ("rank", 1)
+    assert isinstance(diagnosis, ReportSlow) and (diagnosis.culprit, diagnosis.node) == ("rank", 1)
     assert "1.60 times as long as before, as no other stage does" in diagnosis.problem
     assert isinstance(turn, TurnRanks) and turn.layout is not None and turn.layout.shares == ()
     assert isinstance(again, StartAttempt) and again.layout == turn.layout and again.epoch == 2
@@ -144,7 +144,7 @@ def test_another_node_that_becomes_slow_after_a_move_is_found() -> None:
     line.slow = {1: 1.6}
     line.train(400)
     line.slow = {1: 1.6, 3: 1.8}
-    told = [action for action in line.train(60) if isinstance(action, TellSlow)]
+    told = [action for action in line.train(60) if isinstance(action, ReportSlow)]
     assert [action.node for action in told] == [3]
 
 
@@ -177,9 +177,9 @@ def test_slowness_that_goes_along_with_the_layers_is_nobodys_fault() -> None:
     line.train(100)
     line.longer = dict.fromkeys(range(5, 10), 1.8)
     diagnosis, turn, _, told = line.train(100)
-    assert isinstance(diagnosis, TellSlow) and diagnosis.culprit == "rank", "more cannot be known yet"
+    assert isinstance(diagnosis, ReportSlow) and diagnosis.culprit == "rank", "more cannot be known yet"
     assert isinstance(turn, TurnRanks)
-    assert isinstance(told, TellSlow) and (told.culprit, told.node) == ("stage", -1)
+    assert isinstance(told, ReportSlow) and (told.culprit, told.node) == ("stage", -1)
     assert told.evidence["layers"] == [5, 6, 7, 8, 9]
     assert line.train(3600) == [], "the layers lie where the step is shortest"
 
@@ -192,7 +192,7 @@ def test_a_node_that_is_well_again_before_anybody_could_see_what_the_move_did() 
         line.train(1)
     line.slow = {}
     line.train(600)
-    assert line.cuts == PIPELINE.cuts and kinds(line.actions).count("TellSlow") == 1
+    assert line.cuts == PIPELINE.cuts and kinds(line.actions).count("ReportSlow") == 1
 
 
 def test_all_stages_slower_is_the_works_doing() -> None:
@@ -200,8 +200,8 @@ def test_all_stages_slower_is_the_works_doing() -> None:
     line.train(100)
     line.slow = dict.fromkeys(range(NODES), 1.5)
     actions = line.train(600)
-    assert kinds(actions) == ["TellSlow"]
-    assert isinstance(actions[0], TellSlow) and actions[0].culprit == "stage"
+    assert kinds(actions) == ["ReportSlow"]
+    assert isinstance(actions[0], ReportSlow) and actions[0].culprit == "stage"
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ def test_a_fault_does_not_make_a_slow_node_look_as_it_always_was() -> None:
     line.exit_all("killed", -9)
     assert line.state.epoch == 2
     line.slow = {1: 1.6}
-    assert kinds(line.train(60)) == ["TellSlow", "TurnRanks", "StartAttempt"]
+    assert kinds(line.train(60)) == ["ReportSlow", "TurnRanks", "StartAttempt"]
 
 
 def test_a_new_driver_knows_what_was_moved_and_why() -> None:
@@ -237,7 +237,7 @@ def test_a_new_driver_knows_what_was_moved_and_why() -> None:
     line.decider = Decider(line.plan, line.now, state)
     for node in range(NODES):
         line.join(node, running=[node], epoch=state.epoch)
-    assert set(kinds(line.train(900))) <= {"TellSlow"} and line.cuts == cuts
+    assert set(kinds(line.train(900))) <= {"ReportSlow"} and line.cuts == cuts
     line.slow = {}
     line.train(100)
     assert line.cuts == PIPELINE.cuts
@@ -272,7 +272,7 @@ def test_only_told() -> None:
     line = Line(on_slow="report")
     line.train(100)
     line.slow = {1: 1.6}
-    assert kinds(line.train(3600)) == ["TellSlow"]
+    assert kinds(line.train(3600)) == ["ReportSlow"]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_no_layer_moves_where_that_does_not_pay(work: dict[str, object], why: st
     line = Line(**work)
     line.train(100)
     line.slow = {1: 1.3}
-    assert set(kinds(line.train(60))) <= {"TellSlow"}, why
+    assert set(kinds(line.train(60))) <= {"ReportSlow"}, why
 
 
 @pytest.mark.slow
@@ -316,7 +316,7 @@ def test_noise_hides_no_slow_stage_and_moves_no_layer_twice(seed: int, node: int
     line.train(100)
     line.slow = {node: 1.6}
     actions = line.train(900)
-    told = [action for action in actions if isinstance(action, TellSlow)]
+    told = [action for action in actions if isinstance(action, ReportSlow)]
     assert told[0].node == node and kinds(actions).count("TurnRanks") == 1
 
 

@@ -14,7 +14,14 @@ from myriad.job import load_job
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, StopAsked
 from myriad.supervise.observations import RankExited, RankSeen
-from myriad.supervise.policy.actions import Evict, PolicyAction, StartAttempt, StopRanks, TellSlow, TurnRanks
+from myriad.supervise.policy.actions import (
+    Evict,
+    PolicyAction,
+    ReportSlow,
+    StartAttempt,
+    StopRanks,
+    TurnRanks,
+)
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.rebalance import best_shares, step_seconds
 from myriad.supervise.policy.run_state import RunPlan, RunState
@@ -100,7 +107,7 @@ def test_work_moves_from_a_slow_node_and_back_when_it_is_fast_again() -> None:
     world = World()
     world.train(100)
     diagnosis, turn, again = world.train(60, node_1_is_slow)
-    assert isinstance(diagnosis, TellSlow) and (diagnosis.culprit, diagnosis.node) == ("rank", 1)
+    assert isinstance(diagnosis, ReportSlow) and (diagnosis.culprit, diagnosis.node) == ("rank", 1)
     assert isinstance(turn, TurnRanks) and turn.layout == AttemptLayout(shares=(9, 5, 9, 9))
     assert isinstance(again, StartAttempt) and again.layout == turn.layout and again.epoch == 2
     assert list(again.placement) == [0, 1, 2, 3], "nobody is evicted"
@@ -127,14 +134,14 @@ def test_it_does_not_move_to_and_fro() -> None:
 def test_only_told() -> None:
     world = World(on_slow="report")
     world.train(100)
-    assert kinds(world.train(3600, node_1_is_slow)) == ["TellSlow"]
+    assert kinds(world.train(3600, node_1_is_slow)) == ["ReportSlow"]
 
 
 def test_a_spare_takes_the_place_of_a_slow_node() -> None:
     world = World(spares=1, on_slow="swap")
     world.train(100)
     actions = world.train(60, node_1_is_slow)
-    assert kinds(actions) == ["TellSlow", "TurnRanks", "Evict", "StartAttempt"]
+    assert kinds(actions) == ["ReportSlow", "TurnRanks", "Evict", "StartAttempt"]
     evict, again = actions[2:]
     assert isinstance(evict, Evict) and evict.node == 1
     assert (
@@ -146,7 +153,7 @@ def test_a_spare_takes_the_place_of_a_slow_node() -> None:
 def test_without_a_spare_work_moves_instead() -> None:
     world = World(on_slow="swap")
     world.train(100)
-    assert kinds(world.train(60, node_1_is_slow)) == ["TellSlow", "TurnRanks", "StartAttempt"]
+    assert kinds(world.train(60, node_1_is_slow)) == ["ReportSlow", "TurnRanks", "StartAttempt"]
 
 
 def test_other_nodes_begin_with_equal_shares() -> None:
@@ -171,7 +178,7 @@ def test_other_nodes_begin_with_equal_shares() -> None:
 def test_nothing_moves_where_that_does_not_pay(work: dict[str, object], why: str) -> None:
     world = World(**work)
     world.train(100)
-    assert set(kinds(world.train(20, node_1_is_slow))) <= {"TellSlow"}, why
+    assert set(kinds(world.train(20, node_1_is_slow))) <= {"ReportSlow"}, why
 
 
 def test_ranks_that_do_not_end_by_themselves_are_killed_and_nobody_is_blamed() -> None:
@@ -179,7 +186,9 @@ def test_ranks_that_do_not_end_by_themselves_are_killed_and_nobody_is_blamed() -
     world.train(100)
     world.exit_all = lambda cause, code: None  # type: ignore[method-assign]
     actions = world.train(44, node_1_is_slow)
-    assert kinds(actions)[:3] == ["TellSlow", "TurnRanks", "StopRanks"] and isinstance(actions[2], StopRanks)
+    assert kinds(actions)[:3] == ["ReportSlow", "TurnRanks", "StopRanks"] and isinstance(
+        actions[2], StopRanks
+    )
     World.exit_all(world, "killed", -9)
     again = world.actions[-1]
     assert isinstance(again, StartAttempt) and again.layout.shares != ()
@@ -225,7 +234,7 @@ def test_a_new_driver_knows_the_shares() -> None:
     world.decider = Decider(world.plan, world.now, state)
     for node in range(4):
         world.join(node, running=[node], epoch=state.epoch)
-    assert set(kinds(world.train(250, node_1_is_slow))) <= {"TellSlow"}
+    assert set(kinds(world.train(250, node_1_is_slow))) <= {"ReportSlow"}
     assert world.state.layout.shares == shares
 
 

@@ -69,7 +69,7 @@ def test_steps_that_never_become_complete_are_forgotten() -> None:
     for step in range(10_000):
         replicas.saw(0, [Digest(step, 1)])
         replicas.look()
-    assert len(replicas._told) <= 65
+    assert len(replicas._values) <= 65
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=300))

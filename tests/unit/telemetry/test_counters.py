@@ -13,9 +13,9 @@ from myriad.telemetry.links.network_counters import (
     CounterFile,
     Counters,
     CounterSample,
+    describe_peaks,
     peaks,
     sample_often,
-    told_peaks,
 )
 
 MB = 10**6
@@ -56,10 +56,10 @@ def test_a_burst_that_fills_a_link_is_found_in_a_second_that_does_not() -> None:
     first, idle = peaks(looks, {"eth0": 1.25e9})
     assert first.name == "eth0" and first.used_ratio == pytest.approx(1.0) and first.lost == {"drops": 3}
     assert first.mean_sent_bytes_per_second == pytest.approx(1.25e8) and idle.used_ratio == 0
-    told, again = told_peaks(looks, {"eth0": 1.25e9})
+    told, again = describe_peaks(looks, {"eth0": 1.25e9})
     assert "100% of its 1.25 GB/s" in told and "3 drops" in told and again.startswith("40 segments")
-    assert "its limit is unknown" in told_peaks(looks, {})[0]
-    assert told_peaks(looks[:50], {}) == ["nothing went over any link"]
+    assert "its limit is unknown" in describe_peaks(looks, {})[0]
+    assert describe_peaks(looks[:50], {}) == ["nothing went over any link"]
 
 
 def test_looks_that_come_together_are_no_burst() -> None:

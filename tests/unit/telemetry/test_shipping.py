@@ -53,7 +53,7 @@ def until(condition: Callable[[], Any]) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No second between two tries."""
     monkeypatch.setattr(outlet_module, "_FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(outlet_module, "_TELL_SECONDS", 0.0)
+    monkeypatch.setattr(outlet_module, "_REPORT_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -48,8 +48,8 @@ test that was slow by chance. With fewer nodes all pairs are tested before any c
 
 @dataclass(frozen=True)
 class Suspect:
-    """A bad node, a bad link between two nodes, two nodes that cannot be told apart (there is no third), or
-    all."""
+    """A bad node, a bad link between two nodes, two nodes of which either may be bad (there is no
+    third), or all."""
 
     kind: Literal["node", "link", "pair", "all"]
     nodes: tuple[int, ...]

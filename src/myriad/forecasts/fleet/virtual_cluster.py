@@ -144,8 +144,8 @@ class VirtualCluster:
             return starting_row(rank, self._now - self._started_at)
         idle = self._now - min(self._silent.values(), default=self._now)
         symptoms = self._symptoms
-        told = symptoms.busy_seconds(node, rank), symptoms.digests(node, step)
-        return training_row(rank, step, step_seconds, idle, *told)
+        details = symptoms.busy_seconds(node, rank), symptoms.digests(node, step)
+        return training_row(rank, step, step_seconds, idle, *details)
 
     def _beat(self) -> None:
         """Send heartbeats of all live nodes, then let the driver do what is due."""

@@ -87,7 +87,7 @@ class _Reader:
             "interrupted": self._stop,
             "finish": self._stop,
             "end": self._end,
-            "spares": self._tell_spares,
+            "spares": self._set_spares,
         }
 
     def take(self, moment: Moment) -> None:
@@ -257,8 +257,8 @@ class _Reader:
     def _stopped(self, at: float, moment: Moment, fault: FaultSeen) -> None:
         """Record that all ranks have ended because of a fault."""
         evidence = moment.fields.get("evidence")
-        told = Moment(moment.time, "evidence", evidence if isinstance(evidence, dict) else {})
-        silent = max(told.seconds("idle_seconds"), told.seconds("silent_seconds"))
+        details = Moment(moment.time, "evidence", evidence if isinstance(evidence, dict) else {})
+        silent = max(details.seconds("idle_seconds"), details.seconds("silent_seconds"))
         begun = max(self._ledger.now, at - silent)
         self._go_on(begun)
         if begun <= self._diagnosed <= at:
@@ -276,7 +276,7 @@ class _Reader:
 
     # Time
 
-    def _tell_spares(self, at: float, moment: Moment) -> None:
+    def _set_spares(self, at: float, moment: Moment) -> None:
         """Record the number of idle spares from now on; they do not count as time of the run."""
         self._charge_spares(at)
         self._spares = max(0, moment.count("nodes", 0))

@@ -104,8 +104,8 @@ class DeviceWatch:
                 self._write(look["devices"])
             self._add(DeviceChange(-1, "unknown", "the process that asks for the devices has ended"))
         except TimeoutError:
-            told = f"the devices' driver has not answered for {self._silent_seconds:g} s"
-            self._add(DeviceChange(-1, "unknown", told))
+            problem = f"the devices' driver has not answered for {self._silent_seconds:g} s"
+            self._add(DeviceChange(-1, "unknown", problem))
         finally:
             for one in list(self._lasting.values()):  # no other process reports their end
                 self._warn(replace(one, words=f"{one.kind} is not watched any more", over=True))

@@ -31,13 +31,13 @@ class Examination:
         self._node, self._folder = node, folder
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, how: How, tell: Callable[[Examined], None]) -> None:
-        """Begin an examination and report its verdict to ``tell``. An examination in progress is cancelled
+    def begin(self, how: How, report: Callable[[Examined], None]) -> None:
+        """Begin an examination, and pass its verdict to ``report``. An examination in progress is cancelled
         and not reported."""
         self.cancel()
 
         async def work() -> None:
-            tell(await self.made(how))
+            report(await self.made(how))
 
         self._task = asyncio.create_task(work())
 
@@ -75,10 +75,12 @@ class Examination:
 
     def _verdict(self, how: How, found: dict[str, Any]) -> Examined:
         bad = [item for item in found["items"] if item["verdict"] in ("slow", "bad") and not item["advisory"]]
-        told = tuple(f"{item['name']}: {item['words']}"[:_MOST_CHARACTERS] for item in bad[:_MOST_COMPLAINTS])
+        complaints = tuple(
+            f"{item['name']}: {item['words']}"[:_MOST_CHARACTERS] for item in bad[:_MOST_COMPLAINTS]
+        )
         verdict: Any = "unfit" if bad else "fit"
         return Examined(
-            self._node, machine_name(), how, verdict, str(found["words"]), told, float(found["seconds"])
+            self._node, machine_name(), how, verdict, str(found["words"]), complaints, float(found["seconds"])
         )
 
     def _unknown(self, how: How, words: str) -> Examined:

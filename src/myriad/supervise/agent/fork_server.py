@@ -66,7 +66,7 @@ class _ForkServerProcess:
                     return None
                 message = json.loads(data)
                 if "ping" in message:
-                    self._tell({"pong": message["ping"]})
+                    self._send({"pong": message["ping"]})
                 elif "fork" in message:
                     if self._fork(message) == 0:
                         return dict(message)
@@ -87,7 +87,7 @@ class _ForkServerProcess:
         descriptor = os.pidfd_open(pid)
         self._ranks[descriptor] = message["fork"], pid
         self._poll.register(descriptor, select.POLLIN)
-        self._tell({"forked": message["fork"], "pid": pid})
+        self._send({"forked": message["fork"], "pid": pid})
         return pid
 
     def _reap(self, descriptor: int) -> None:
@@ -98,7 +98,7 @@ class _ForkServerProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        self._tell({"ended": rank, "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+        self._send({"ended": rank, "pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _signal(self, ranks: list[int], number: int) -> None:
         for rank, pid in self._ranks.values():
@@ -108,7 +108,7 @@ class _ForkServerProcess:
                 except ProcessLookupError:  # the rank has no process group yet
                     os.kill(pid, number)
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         self._channel.send(json.dumps(message).encode())
 
 

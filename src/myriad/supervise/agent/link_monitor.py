@@ -38,8 +38,8 @@ from myriad.telemetry.links.network_counters import (
     CounterFile,
     Counters,
     CounterSample,
+    describe_peaks,
     sample_often,
-    told_peaks,
 )
 from myriad.telemetry.progress.progress_page import ProgressPage
 
@@ -316,7 +316,7 @@ def watch_often(run: Run, node: int, seconds: float, ring: LinkRing | None = Non
     at = time.strftime("%Y%m%d-%H%M%S", time.localtime(samples[0].time))
     path = run.counters_path / f"node-{node}-each-10-ms-{at}.jsonl"
     CounterFile(path, speeds).append(samples)
-    words = [f"node {node}, {line}" for line in told_peaks(samples, speeds)]
+    words = [f"node {node}, {line}" for line in describe_peaks(samples, speeds)]
     return str(path.relative_to(run.path)), words
 
 

@@ -188,17 +188,17 @@ class NodeAgent:
         if not self._stop_asked:
             self._stop_asked = True
             self.rank_processes.signal_all(signal.SIGINT)
-            self._tell(StopAsked(self._node))
+            self._send(StopAsked(self._node))
 
     # Ranks
 
     async def _hear_ranks(self) -> None:
         """Forward events of the fork server as they arrive."""
         while True:
-            await self.rank_processes.told()
+            await self.rank_processes.wait_for_message()
             for event in self.rank_processes.take():
                 if isinstance(event, RankExited):
-                    self._tell(event)
+                    self._send(event)
                     if event.cause not in _NO_ANOMALY:
                         self.monitor.keep("failed rank")
                 elif self._stop_asked:
@@ -212,7 +212,7 @@ class NodeAgent:
             devices = self._devices.found + self.rank_processes.failed_checks()
             port, known = free_port(self._reach.host), self._news(seen)
             traffic = self._look_at_traffic(links, len(seen))
-            self._tell(
+            self._send(
                 Beat(self._node, self.rank_processes.epoch, port, known, links, devices, time.time(), traffic)
             )
             self._counters.look()
@@ -264,7 +264,7 @@ class NodeAgent:
                 self._link.send(self._clocks.ask())
             await self._clocks.pause()
 
-    def _tell(self, message: RankExited | Beat | StopAsked | Examined | Traced) -> None:
+    def _send(self, message: RankExited | Beat | StopAsked | Examined | Traced) -> None:
         if self._link is not None:
             self._link.send(message)
 
@@ -365,9 +365,9 @@ class NodeAgent:
         elif isinstance(order, ClockTold):
             self._clocks.hear(order)
         elif isinstance(order, ExamineNode):
-            self._examination.begin(order.how, self._tell)
+            self._examination.begin(order.how, self._send)
         elif isinstance(order, Trace):
-            self._traces.begin(order, self._tell)
+            self._traces.begin(order, self._send)
         elif isinstance(order, KeepCounters):
             self.monitor.keep(order.why)
         elif isinstance(order, NodeRefused) or order.epoch != self.rank_processes.epoch:
@@ -379,7 +379,7 @@ class NodeAgent:
         elif isinstance(order, Dump):
             self.rank_processes.send_signal(order.ranks, DUMP_SIGNAL)
         elif isinstance(order, Agreed):
-            self.rank_processes.tell_agreed(order.step)
+            self.rank_processes.set_agreed_step(order.step)
 
 
 async def watch_snapshot_server(run: Run, node: int) -> None:

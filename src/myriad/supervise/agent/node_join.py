@@ -34,22 +34,23 @@ def join(
     *,
     wait_seconds: float = 60.0,
     lonely_seconds: float = _LONELY_SECONDS,
-    tell: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Run a node agent on this machine until the run is over. Return the node number that this machine had.
-    ``node``: ``None`` lets the driver choose. ``tell`` receives progress messages. Raises `BadInputError` if
-    there is nothing to join, `DriverLostError` after ``lonely_seconds`` without a driver, and
-    `RunFailedError`."""
+    ``node``: ``None`` lets the driver choose. ``report`` receives progress messages.
+
+    Raises `BadInputError` if there is nothing to join, `DriverLostError` after ``lonely_seconds`` without a
+    driver, and `RunFailedError`."""
     job = run.job()
-    tell(f"looking for the driver of {run.path}, for {wait_seconds:g} s at most")
+    report(f"looking for the driver of {run.path}, for {wait_seconds:g} s at most")
     number = asyncio.run(_find(run, node, wait_seconds))
     role = "" if number < job.resilience.nodes else ", a spare"
-    tell(f"node {number} of {run.path}{role}; what its ranks print goes to {run.logs_path}")
+    report(f"node {number} of {run.path}{role}; what its ranks print goes to {run.logs_path}")
     os.environ[NODE] = str(number)
     problem = run_node(run.path, number, _threads(job), lonely_seconds=lonely_seconds)
     if problem is not None:
         raise RunFailedError(problem)
-    tell(f"{run.path} is over, or goes on without this machine")
+    report(f"{run.path} is over, or goes on without this machine")
     return number
 
 

@@ -62,7 +62,7 @@ class NodeSpans:
             how = self._how()
             if not how.spans:
                 return None
-            outlets = open_outlets(run.spans_path, place, run.path.name, how, self._tell)
+            outlets = open_outlets(run.spans_path, place, run.path.name, how, self._report)
             return Shipper(self._rings, self._node, outlets, self._clock.at)
         except RuntimeError as error:  # no thread can be started
             _LOG.warning("spans are not kept: %s", error)
@@ -86,9 +86,9 @@ class NodeSpans:
             _LOG.warning("how spans are kept is not known, so it is as by default: %s", error)
             return TelemetryConfig()
 
-    def _tell(self, place: str, problem: str, num_dropped: int) -> None:
-        told = problem or "works again"
-        _LOG.warning("spans to %s: %s; %d spans are lost", place, told, num_dropped)
+    def _report(self, place: str, problem: str, num_dropped: int) -> None:
+        state = problem or "works again"
+        _LOG.warning("spans to %s: %s; %d spans are lost", place, state, num_dropped)
         self._run.append_event(
             "telemetry", node=self._node, place=place, problem=problem, num_dropped=num_dropped
         )
@@ -204,7 +204,7 @@ class RankProcesses:
         """Send a signal to all ranks and the processes that they have started."""
         self.send_signal(self.living(), number)
 
-    def tell_agreed(self, step: int) -> None:
+    def set_agreed_step(self, step: int) -> None:
         """Let ranks drop the states before ``step``."""
         for rank in self._ranks.values():
             self._page.agree(rank.row, step)
@@ -229,7 +229,7 @@ class RankProcesses:
         """Return the rank with a process id; -1: no rank has it."""
         return next((rank.number for rank in self._ranks.values() if rank.pid == pid), -1)
 
-    async def told(self) -> None:
+    async def wait_for_message(self) -> None:
         """Return when the fork server has sent a message."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._warm.channel, ready.set)

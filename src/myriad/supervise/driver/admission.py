@@ -69,7 +69,7 @@ class AdmissionCheck:
         if not evict.machine:
             return
         at, run = time.time(), self._run.path.name
-        found = OffenceRecord(at, evict.machine, evict.accused, _told(evict), run, evict.node)
+        found = OffenceRecord(at, evict.machine, evict.accused, _reason(evict), run, evict.node)
         self._offence_writer.enter("what is remembered of a machine", partial(append_offence, found))
         self._lemons.add(found)
         if (quarantine := self._lemons.quarantine(evict.machine, at)) is not None:
@@ -94,11 +94,13 @@ class AdmissionCheck:
         self._read_at = time.monotonic()
 
 
-def _told(evict: Evict) -> str:
+def _reason(evict: Evict) -> str:
     """Describe the eviction for a person."""
     known = {"cause": "", "who": "by ", "reason": ""}
-    told = [f"{before}{evict.evidence[name]}" for name, before in known.items() if evict.evidence.get(name)]
-    return f"{evict.rule} ({', '.join(told)})" if told else evict.rule
+    details = [
+        f"{before}{evict.evidence[name]}" for name, before in known.items() if evict.evidence.get(name)
+    ]
+    return f"{evict.rule} ({', '.join(details)})" if details else evict.rule
 
 
 def offenders_path() -> Path:

@@ -20,9 +20,9 @@ from myriad.supervise.policy.actions import (
     Examine,
     Notice,
     PolicyAction,
+    ReportSlow,
     StartAttempt,
     StopRanks,
-    TellSlow,
     TurnRanks,
 )
 from myriad.supervise.policy.decisions import Decider
@@ -48,11 +48,16 @@ class CommandSender:
     """Sends the commands of one driver."""
 
     def __init__(
-        self, plan: RunPlan, decider: Decider, links: Mapping[int, AuthenticatedLink], tell: SendToLauncher
+        self,
+        plan: RunPlan,
+        decider: Decider,
+        links: Mapping[int, AuthenticatedLink],
+        to_launcher: SendToLauncher,
     ) -> None:
         """``links``: connections to the nodes."""
-        self._plan, self._decider, self._links, self._tell_engine = plan, decider, links, tell
-        self._told_agreed: tuple[Agreed, tuple[int, ...]] | None = None
+        self._plan, self._decider, self._links = plan, decider, links
+        self._send_to_launcher = to_launcher
+        self._sent_agreed: tuple[Agreed, tuple[int, ...]] | None = None
 
     def carry_out(self, action: PolicyAction) -> None:
         """Send the commands that carry out a decision."""
@@ -71,18 +76,18 @@ class CommandSender:
         elif isinstance(action, Evict):
             if (link := self._links.get(action.node)) is not None:
                 link.abort()
-            self._tell_engine({"replace": action.node})
+            self._send_to_launcher({"replace": action.node})
         elif isinstance(action, EndRun):
-            self._tell_engine({"end": action.outcome, "reason": action.reason, "rule": action.rule})
+            self._send_to_launcher({"end": action.outcome, "reason": action.reason, "rule": action.rule})
             self.send_all(Leave())
 
-    def tell_agreed(self) -> None:
+    def send_agreed(self) -> None:
         """Send nodes the newest step on which all replicas agree, if it or the set of nodes has changed."""
         state = self._decider.state
-        told = Agreed(state.epoch, state.agreed_step), tuple(self._links)
-        if state.agreed_step >= 0 and told != self._told_agreed:
-            self._told_agreed = told
-            self.send_all(told[0])
+        agreed = Agreed(state.epoch, state.agreed_step), tuple(self._links)
+        if state.agreed_step >= 0 and agreed != self._sent_agreed:
+            self._sent_agreed = agreed
+            self.send_all(agreed[0])
 
     def send_all(self, order: Order) -> None:
         """Send a command to every connected node."""
@@ -115,7 +120,7 @@ class CommandSender:
             why = "hang"
         elif isinstance(action, Blame):
             meant, why = [action.node], f"{action.cause} fault"
-        elif isinstance(action, TellSlow):
+        elif isinstance(action, ReportSlow):
             meant, why = [action.node], "slow rank"
         elif isinstance(action, Notice) and action.what in ("traffic", "link") and action.level != "info":
             meant, why = [action.node], f"{action.what} alarm"

@@ -29,7 +29,7 @@ from functools import partial
 from myriad.run import Run
 from myriad.supervise.authenticated_link import AuthenticatedLink, Refused, run_secret
 from myriad.supervise.background import AsyncLogHandler, AsyncWriter
-from myriad.supervise.clock_exchange import tell_clock
+from myriad.supervise.clock_exchange import answer_clock
 from myriad.supervise.driver.admission import AdmissionCheck, NodeNumbers
 from myriad.supervise.driver.alarms import AlarmProcess
 from myriad.supervise.driver.command_sender import CommandSender, SendToLauncher, send_to_launcher
@@ -87,11 +87,11 @@ class Driver:
         disk_writer: AsyncWriter,
         leadership: Leadership | None = None,
         listen: str | None = None,
-        tell: SendToLauncher = send_to_launcher,
+        to_launcher: SendToLauncher = send_to_launcher,
         alarms: AlarmProcess | None = None,
     ) -> None:
-        """``listen``: address, if it differs from the plan's. ``tell``: sends a message to the launcher.
-        ``alarms``: sends the run's alarms, if the job has destinations."""
+        """``listen``: address, if it differs from the plan's. ``to_launcher``: sends a message to the
+        launcher. ``alarms``: sends the run's alarms, if the job has destinations."""
         self._run, self._disk_writer, self._alarms = run, disk_writer, alarms
         self._journal = Journal(run.path / "journal.jsonl", self._report_journal)
         self.leadership = leadership or SoleLeadership(self._journal)
@@ -99,15 +99,15 @@ class Driver:
         self._listen = listen or plan.listen
         self._decider = decider = Decider(plan, time.monotonic(), state)
         self._secret = run_secret(run.path / "secret")
-        self._tell_engine = tell
+        self._send_to_launcher = to_launcher
         self._links: dict[int, AuthenticatedLink] = {}
         self._launcher = LauncherWatch()
         self._pending, self._refused_at = PendingConnections(), -_REFUSAL_SECONDS
         self._members, self._clocks = NodeNumbers(), ClockCheck()
         self._inventory = NodeInventory(run.nodes_path)
-        admission = AdmissionCheck(run, disk_writer, lambda node: tell({"replace": node}))
+        admission = AdmissionCheck(run, disk_writer, lambda node: to_launcher({"replace": node}))
         self._event_log = EventLog(run, disk_writer, admission)
-        self._commands = CommandSender(plan, decider, self._links, tell)
+        self._commands = CommandSender(plan, decider, self._links, to_launcher)
         self._traces = TraceRequests(run, disk_writer, self._links, decider.step_seconds)
         self._handler = RequestHandler(
             plan, decider, admission, self._members, self._traces, self._links.keys()
@@ -132,18 +132,18 @@ class Driver:
                 state = self._decider.state
                 assert state.outcome is not None
                 self._do(EndRun(rule="it was over", outcome=state.outcome, reason=state.reason))
-            tell_at = 0.0
+            alive_at = 0.0
             while not self._over.is_set():
                 if not self.leadership.holds():
                     self._lose()
                     break
                 self._act(self._decider.due(time.monotonic()))
-                self._commands.tell_agreed()
-                if time.monotonic() >= tell_at:
-                    tell_at = time.monotonic() + _ALIVE_SECONDS
+                self._commands.send_agreed()
+                if time.monotonic() >= alive_at:
+                    alive_at = time.monotonic() + _ALIVE_SECONDS
                     self._event_log.of_launcher(self._launcher.look())  # before more is written to the pipe
-                    self._tell_engine({})
-                    self._tell_spares()
+                    self._send_to_launcher({})
+                    self._report_spares()
                     self._act(self._inventory.take())
                     if self._alarms is not None:
                         self._alarms.look()
@@ -199,7 +199,7 @@ class Driver:
         for link in list(self._links.values()):
             link.abort()
 
-    def _tell_spares(self) -> None:
+    def _report_spares(self) -> None:
         state = self._decider.state
         if state.phase == "running":
             self._event_log.of_spares(len(self._decider.nodes.keys() - state.placement.keys()))
@@ -244,7 +244,7 @@ class Driver:
             while True:
                 heard: Observed | ClockAsked | Traced = await link.receive((*OBSERVED, ClockAsked))
                 if isinstance(heard, ClockAsked):
-                    link.send(tell_clock(heard, time.time_ns()))
+                    link.send(answer_clock(heard, time.time_ns()))
                     continue
                 if heard.node != node:
                     raise Refused(f"node {node} speaks for node {heard.node}")

@@ -17,20 +17,20 @@ from myriad.supervise.policy.actions import (
     Evict,
     Notice,
     PolicyAction,
+    ReportExamination,
+    ReportSlow,
     StartAttempt,
-    TellExamined,
-    TellSlow,
     TurnRanks,
 )
-from myriad.supervise.policy.fitness import told
+from myriad.supervise.policy.fitness import examination_report
 
 __all__ = ["EventLog"]
 
 _EVENTS: dict[type[PolicyAction], tuple[str, tuple[str, ...]]] = {
     Blame: ("fault", ("cause", "rank", "node", "step", "problem")),
     Diagnose: ("diagnosis", ("verdict", "cause", "step", "rank", "node")),
-    TellSlow: ("diagnosis", ("culprit", "ranks", "node", "step", "problem")),
-    TellExamined: ("diagnosis", ("verdict", "node", "problem")),
+    ReportSlow: ("diagnosis", ("culprit", "ranks", "node", "step", "problem")),
+    ReportExamination: ("diagnosis", ("verdict", "node", "problem")),
     Notice: ("health", ("what", "level", "node", "rank", "problem")),
     TurnRanks: ("move", ("layout", "node")),
     DumpStacks: ("diagnosis", ("ranks",)),
@@ -59,7 +59,7 @@ class EventLog:
 
     def of_left_out(self, examined: Examined) -> None:
         """Report the examination of an evicted node, and remember a bad machine for later runs."""
-        self.of_action(told(examined, "the doctor has seen a node that was evicted"))
+        self.of_action(examination_report(examined, "the doctor has seen a node that was evicted"))
         if examined.verdict == "unfit" and examined.how == "full":
             rule = "the doctor found what is wrong"
             node, machine = examined.node, examined.machine
@@ -78,7 +78,7 @@ class EventLog:
 
     def _event(self, event: str, action: PolicyAction, names: tuple[str, ...]) -> None:
         values = asdict(action)
-        told = (*names, "rule", "evidence")
-        fields = {name: values[name] for name in told if values[name] not in (-1, "", {}, (), None)}
+        reported = (*names, "rule", "evidence")
+        fields = {name: values[name] for name in reported if values[name] not in (-1, "", {}, (), None)}
         fields |= {key: value for key, value in fields.pop("layout", {}).items() if value not in (None, ())}
         self._disk_writer.enter_event(self._run, event, **fields)

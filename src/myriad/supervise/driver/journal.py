@@ -30,16 +30,16 @@ __all__ = ["Journal", "Leftovers", "NewestEntries", "count_missing"]
 
 _MOST_WAITING = 1000
 """Most decisions that are kept in memory; only the newest is needed to continue."""
-_MOST_TOLD = 6
+_MOST_LISTED = 6
 
 
 class Journal:
     """The journal of a run."""
 
-    def __init__(self, path: Path, tell: Callable[[str, int, int], None] | None = None) -> None:
-        """``tell``: called by `LineFile` when writing begins to fail, and when it works again."""
+    def __init__(self, path: Path, report: Callable[[str, int, int], None] | None = None) -> None:
+        """``report``: called by `LineFile` when writing begins to fail, and when it works again."""
         self.path = path
-        self._file = LineFile(path, tell, sync=True, most_waiting=_MOST_WAITING)
+        self._file = LineFile(path, report, sync=True, most_waiting=_MOST_WAITING)
         self._sequence: int | None = None
         """Sequence number of the next line."""
 
@@ -101,7 +101,7 @@ class Journal:
             problem = f"{damaged} of its lines are damaged or missing"
         if not problem:
             return found
-        newest, known = _told_by_events(events)
+        newest, known = _known_from_events(events)
         skipped = tuple(sorted({*found.skipped_steps, *known}))
         steps = [step for step in (newest, found.newest_step) if step is not None]
         return Leftovers(min(steps, default=None), skipped, problem)
@@ -136,8 +136,8 @@ class Leftovers:
 
     def text(self) -> str:
         """Describe the problem, and what the events replace, for an event."""
-        known = ", ".join(map(str, self.skipped_steps[:_MOST_TOLD])) or "none"
-        more = len(self.skipped_steps) - _MOST_TOLD
+        known = ", ".join(map(str, self.skipped_steps[:_MOST_LISTED])) or "none"
+        more = len(self.skipped_steps) - _MOST_LISTED
         known += f" and {more} more" if more > 0 else ""
         newest = "" if self.newest_step is None else f", goes back to step {self.newest_step}"
         skips = f"skips the batches of steps {known}{newest}"
@@ -177,7 +177,7 @@ class NewestEntries:
         return read(RunPlan, self.plan["plan"]), state
 
 
-def _told_by_events(events: Sequence[Record]) -> tuple[int | None, set[int]]:
+def _known_from_events(events: Sequence[Record]) -> tuple[int | None, set[int]]:
     """Return the newest step that can be trusted, if no start went back to it, and the skipped steps."""
     newest, skipped = None, set[int]()
     for event in events:

@@ -26,7 +26,7 @@ from myriad.system.whole_file import write_whole
 __all__ = ["NodeInventory", "read_nodes"]
 
 _LOG = logging.getLogger(__name__)
-_MOST_BYTES, _MOST_NODES, _MOST_TOLD = 2**16, 16384, 6
+_MOST_BYTES, _MOST_NODES, _MOST_LISTED = 2**16, 16384, 6
 
 
 class NodeInventory:
@@ -111,8 +111,10 @@ class NodeInventory:
         changes = changes_of(before, facts)
         if not changes:
             return None
-        more = f"; and {len(changes) - _MOST_TOLD} more" if len(changes) > _MOST_TOLD else ""
-        text = f"the hardware of node {number} ({host}) has changed: {'; '.join(changes[:_MOST_TOLD])}{more}"
+        more = f"; and {len(changes) - _MOST_LISTED} more" if len(changes) > _MOST_LISTED else ""
+        text = (
+            f"the hardware of node {number} ({host}) has changed: {'; '.join(changes[:_MOST_LISTED])}{more}"
+        )
         return Notice(
             rule="the hardware behind a name has changed",
             evidence={"host": host, "changes": changes[:64]},

@@ -76,11 +76,11 @@ class LeasedLeadership:
     def replay(self) -> tuple[RunPlan, RunState | None]:
         """Return the newest plan and state of the file and of Redis, either of which may lack entries. Raises
         `StoreAwayError` and ``ValueError``."""
-        told = self._lease.read()
-        newest = self._journal.newest(told)
+        stored = self._lease.read()
+        newest = self._journal.newest(stored)
         self._plan, self._newest = newest.plan, newest.state
-        if newest.mark > NewestEntries.of(told).mark:
-            self._tell_again()
+        if newest.mark > NewestEntries.of(stored).mark:
+            self._append_again()
         return newest.parse("the journal")
 
     def mark(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -135,10 +135,10 @@ class LeasedLeadership:
             is_watched, had_forgotten = answer
             self._deadline.renewed(asked_at, is_watched=is_watched)
         if had_forgotten:
-            _LOG.warning("%s had forgotten this run: it is told again", self._lease)
-            self._tell_again()
+            _LOG.warning("%s had lost this run's entries: the newest one is written again", self._lease)
+            self._append_again()
 
-    def _tell_again(self) -> None:
+    def _append_again(self) -> None:
         if record := self._newest or self._plan:
             self._disk_writer.enter("what was decided before", partial(self._append, record))
 
@@ -204,19 +204,19 @@ class StandbyDriver:
         self._said = ""
         self._forgotten_since: float | None = None
 
-    def wait(self, tell_engine: Callable[[dict[str, Any]], None]) -> LeasedLeadership | None:
+    def wait(self, to_launcher: Callable[[dict[str, Any]], None]) -> LeasedLeadership | None:
         """Wait until this driver may lead; ``None``: a person stopped the wait."""
         signal.signal(signal.SIGINT, self._ask_to_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it until now
-        tell_at = 0.0
+        alive_at = 0.0
         while (leadership := self._take()) is None and not self._is_asked:
-            if time.monotonic() >= tell_at:
-                tell_at = time.monotonic() + _ALIVE_SECONDS
-                tell_engine({})
+            if time.monotonic() >= alive_at:
+                alive_at = time.monotonic() + _ALIVE_SECONDS
+                to_launcher({})
             time.sleep(_ASK_SECONDS)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the driver handles it
         if leadership is None:
-            tell_engine({"end": "left", "reason": "", "rule": "a person wants it no more"})
+            to_launcher({"end": "left", "reason": "", "rule": "a person wants it no more"})
         elif self._is_asked:
             os.environ[STOP_ASKED] = "1"
         return leadership
@@ -237,7 +237,7 @@ class StandbyDriver:
             self._say(f"{whose}; standing by")
             return None
         if taken.owner != self._lease.owner:
-            self._tell(taken)
+            self._report_takeover(taken)
         _LOG.info("drives, with term %d of the lease in %s; %s", taken.term, self._lease, self._promises())
         disk_writer = AsyncWriter()  # a writer of its own, so that a disk that hangs does not delay the lease
         report = partial(disk_writer.enter_event, self._run, "health", what="redis")
@@ -264,7 +264,7 @@ class StandbyDriver:
             self._said = text
             _LOG.info("%s", text)
 
-    def _tell(self, taken: LeaseAnswer) -> None:
+    def _report_takeover(self, taken: LeaseAnswer) -> None:
         """Write the takeover as an event."""
         rule = "the lease of the driver before had run out"
         if not taken.owner:

@@ -225,12 +225,12 @@ class RedisLease:
         """Describe how durable the server's writes are. Raises `StoreAwayError`."""
         with _answered():
             try:
-                told = self._client.config_get("append*")
+                settings = self._client.config_get("append*")
             except redis.ResponseError:  # the service does not report its settings
                 return "it does not say when it is on disk"
-        if told.get("appendonly") != "yes":
+        if settings.get("appendonly") != "yes":
             return "it keeps nothing on disk (appendonly no)"
-        return f"on disk as appendfsync {told.get('appendfsync')} says"
+        return f"on disk as appendfsync {settings.get('appendfsync')} says"
 
     def _run(self, script: str, *arguments: Any) -> Any:
         with _answered():

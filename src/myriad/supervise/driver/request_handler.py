@@ -27,7 +27,7 @@ from myriad.supervise.messages import (
     TraceAnswer,
     TraceAsked,
     Traced,
-    told_limit,
+    exceeded_limit,
 )
 from myriad.supervise.observations import How
 from myriad.supervise.policy.decisions import Decider
@@ -40,7 +40,7 @@ __all__ = ["RequestHandler", "TraceRequests"]
 GRACE_SECONDS = 30.0
 """Seconds beyond its own time limit that an agent waits for the ends of steps."""
 _MOST_STEPS, _MOST_WAITED = 3.0, 900.0
-_MOST_TOLD = 16
+_MOST_LISTED = 16
 """Most file names that an event lists."""
 
 
@@ -91,7 +91,7 @@ class TraceRequests:
             pass
         del self._asked[number]
         lost = [node for node, own in places.items() if own and (node not in there or node in one.waiting)]
-        return self._told(asked, ranks, one.heard, lost)
+        return self._answer_of(asked, ranks, one.heard, lost)
 
     def heard(self, traced: Traced) -> None:
         """Record the answer of an agent."""
@@ -109,26 +109,26 @@ class TraceRequests:
                 one.heard.append(Traced(node, 0, (), (), (f"node {node} was lost meanwhile",)))
                 one.done.set()
 
-    def _told(
+    def _answer_of(
         self, asked: TraceAsked, ranks: Sequence[int], heard: Sequence[Traced], lost: Sequence[int]
     ) -> TraceAnswer:
-        told = sorted(heard, key=lambda one: one.node)
-        files = tuple(name for one in told for name in one.files)
-        found = tuple(line for one in told for line in one.found)
+        answers = sorted(heard, key=lambda one: one.node)
+        files = tuple(name for one in answers for name in one.files)
+        found = tuple(line for one in answers for line in one.found)
         silent = [f"node {node} has not answered" for node in sorted(lost)]
-        problems = (*(line for one in told for line in one.problems), *silent)
+        problems = (*(line for one in answers for line in one.problems), *silent)
         fields = {"what": asked.what, "ranks": format_ranks(ranks), "seconds": asked.seconds}
         fields["who"] = asked.who
-        fields |= {"files": list(files[:_MOST_TOLD]), "num_files": len(files)}
+        fields |= {"files": list(files[:_MOST_LISTED]), "num_files": len(files)}
         if problems:
-            fields["problem"] = "; ".join(problems[:_MOST_TOLD])
+            fields["problem"] = "; ".join(problems[:_MOST_LISTED])
         self._disk_writer.enter_event(self._run, "trace", **fields)
         return TraceAnswer("", files, found, problems)
 
 
 def why_not(asked: TraceAsked, ranks: Sequence[int], state: RunState) -> str:
     """Return why the request cannot be fulfilled, in the words that follow "allowed: "; empty if it can."""
-    key, value, allowed = told_limit(asked.what, len(ranks), asked.seconds)
+    key, value, allowed = exceeded_limit(asked.what, len(ranks), asked.seconds)
     if key:
         return f"{value}: {allowed}"
     if state.phase != "running":

@@ -23,10 +23,10 @@ __all__ = [
     "Notice",
     "Outcome",
     "PolicyAction",
+    "ReportExamination",
+    "ReportSlow",
     "StartAttempt",
     "StopRanks",
-    "TellExamined",
-    "TellSlow",
     "TurnRanks",
     "evidence_of",
 ]
@@ -98,7 +98,7 @@ class Diagnose(PolicyAction):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TellSlow(PolicyAction):
+class ReportSlow(PolicyAction):
     """Report a slow rank, node or stage; training continues."""
 
     culprit: Literal["rank", "node", "stage"]
@@ -145,7 +145,7 @@ class Examine(PolicyAction):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TellExamined(PolicyAction):
+class ReportExamination(PolicyAction):
     """Report the doctor's verdict on a node."""
 
     node: int

@@ -159,10 +159,10 @@ def is_partial(state: RunState, world: int) -> bool:
 
 def adopt(state: RunState, joined: NodeJoined, world: int) -> None:
     """Take over the ranks that a node reports of the attempt, unless another node reported the same ones."""
-    told = {*joined.running, *(ended.rank for ended in joined.exits)}
+    reported = {*joined.running, *(ended.rank for ended in joined.exits)}
     taken = {rank for ranks in state.placement.values() for rank in ranks}
-    if joined.node not in state.placement and told and told <= set(range(world)) - taken:
-        state.placement[joined.node] = tuple(sorted(told))
+    if joined.node not in state.placement and reported and reported <= set(range(world)) - taken:
+        state.placement[joined.node] = tuple(sorted(reported))
         _sort(state)
 
 

@@ -63,7 +63,7 @@ class NodeDrain:
             yield self._step_restarts.leave(node, RULES_OF_LEAVING["doctor"], now, "doctor")
 
 
-_MOST_TOLD = 16
+_MOST_LISTED = 16
 
 
 def why_not(
@@ -81,7 +81,7 @@ def why_not(
     if state.stop_asked:
         return "the run saves and stops, as it was asked to"
     if node not in nodes and (node not in state.placement or state.phase == "gathering"):
-        return f"no node of this run, which has {_told_nodes(state, nodes)}"
+        return f"no node of this run, which has {_list_nodes(state, nodes)}"
     if leaving is not None:
         return f"node {leaving.node} is about to leave, as {leaving.who} asked; ask again when ranks train"
     others = len(set(usable) - {node})
@@ -112,14 +112,14 @@ def _named(node: int, nodes: Mapping[int, NodeJoined]) -> str:
     return f"node {node} ({host})" if host else f"node {node}"
 
 
-def _told_nodes(state: RunState, nodes: Mapping[int, NodeJoined]) -> str:
+def _list_nodes(state: RunState, nodes: Mapping[int, NodeJoined]) -> str:
     at_work = sorted(nodes.keys() & state.placement.keys()) or sorted(nodes)
     spares = sorted(nodes.keys() - set(at_work))
-    told = _list(_named(node, nodes) for node in at_work) or "none that is connected"
-    return told + (f"; to spare: {_list(_named(node, nodes) for node in spares)}" if spares else "")
+    listed = _list(_named(node, nodes) for node in at_work) or "none that is connected"
+    return listed + (f"; to spare: {_list(_named(node, nodes) for node in spares)}" if spares else "")
 
 
 def _list(names: Iterable[str]) -> str:
     all_names = list(names)
-    more = len(all_names) - _MOST_TOLD
-    return ", ".join(all_names[:_MOST_TOLD]) + (f" and {more} more" if more > 0 else "")
+    more = len(all_names) - _MOST_LISTED
+    return ", ".join(all_names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from myriad.supervise.messages import NodeJoined
 from myriad.supervise.observations import Examined, How
-from myriad.supervise.policy.actions import Examine, TellExamined
+from myriad.supervise.policy.actions import Examine, ReportExamination
 from myriad.supervise.policy.incidents import CORRUPTION, Incident
 from myriad.supervise.policy.membership import machine_of
 from myriad.supervise.policy.run_state import RunPlan
@@ -117,7 +117,7 @@ class Fitness:
         self._patients[node].asked_at = now
         return Examine(rule=rule, node=node, how=how)
 
-    def heard(self, examined: Examined, now: float, *, at_work: bool) -> Iterator[TellExamined]:
+    def heard(self, examined: Examined, now: float, *, at_work: bool) -> Iterator[ReportExamination]:
         """Record an examination. Healthy spares produce no event."""
         patient = self._patients.get(examined.node)
         if patient is None:
@@ -125,7 +125,7 @@ class Fitness:
         patient.found, patient.found_at = examined, now
         if at_work or examined.verdict != "fit":
             where = "its ranks are at work" if at_work else "it has no ranks"
-            yield told(examined, f"the doctor has seen a node, while {where}")
+            yield examination_report(examined, f"the doctor has seen a node, while {where}")
 
     def why_no_start(self, nodes: Mapping[int, NodeJoined], now: float) -> str:
         """Return why the run cannot start: enough nodes are connected, but too many are unfit. Empty: it can
@@ -141,9 +141,9 @@ class Fitness:
         return f"too few nodes are fit, of {self._plan.nodes} that are needed; {'; '.join(words)}"
 
 
-def told(examined: Examined, rule: str) -> TellExamined:
+def examination_report(examined: Examined, rule: str) -> ReportExamination:
     """Build the event that reports a verdict."""
-    return TellExamined(
+    return ReportExamination(
         rule=rule,
         evidence={"how": examined.how, "seconds": examined.seconds},
         node=examined.node,

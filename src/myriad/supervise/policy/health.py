@@ -35,7 +35,7 @@ Unsound = Literal["link", "device"]
 TOLERATED_SECONDS = 3.0
 """How long a link of a node with ranks may be down, times the timeout scale of the job."""
 _FLAPS, _FLAP_SECONDS = 3, 300.0
-_MOST_TOLD = 8
+_MOST_REPORTED = 8
 """Most flaps of a link that are reported in that time."""
 _ERRORS, _ERROR_SECONDS = 100, 60.0
 """Number of damaged packets in that time that is reported."""
@@ -57,7 +57,7 @@ class _Link:
     down_clock: float = 0.0
     """The time in `down_since` by the node's own clock: heartbeats that the link delayed arrive late."""
     judged: bool = False
-    flaps: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TOLD + 1))
+    flaps: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_REPORTED + 1))
 
 
 @dataclass
@@ -117,16 +117,16 @@ class Health:
         yield from self._errors(beat.node, link, now)
         if goes_down:
             link.down_since, link.down_clock = now, beat.clock_seconds
-            yield from self._told(beat.node, link, now, "is down")
+            yield from self._notice_link(beat.node, link, now, "is down")
         elif seen.up and not was_up:
             seconds = beat.clock_seconds - link.down_clock
             link.down_since, link.judged = None, False
-            yield from self._told(beat.node, link, now, f"is up again after {seconds:.1f} s")
+            yield from self._notice_link(beat.node, link, now, f"is up again after {seconds:.1f} s")
         elif downs:
-            yield from self._told(beat.node, link, now, f"was down {_times(downs)}")
+            yield from self._notice_link(beat.node, link, now, f"was down {_times(downs)}")
 
-    def _told(self, number: int, link: _Link, now: float, what: str) -> Iterator[Notice]:
-        if len(link.flaps) > _MOST_TOLD and now - link.flaps[0] < _FLAP_SECONDS:
+    def _notice_link(self, number: int, link: _Link, now: float, what: str) -> Iterator[Notice]:
+        if len(link.flaps) > _MOST_REPORTED and now - link.flaps[0] < _FLAP_SECONDS:
             return
         yield Notice(
             rule="a link of a node went down or came up",
@@ -198,8 +198,8 @@ class Health:
     def blames_program(self, number: int, rank: int) -> bool:
         """Return whether the device driver reports that this rank's program, not the hardware, caused the
         error."""
-        told = self._nodes[number].devices if number in self._nodes else ()
-        blames = {one.blame for one in told if one.rank == rank and one.epoch == self._state.epoch}
+        troubles = self._nodes[number].devices if number in self._nodes else ()
+        blames = {one.blame for one in troubles if one.rank == rank and one.epoch == self._state.epoch}
         return "user" in blames and "hardware" not in blames
 
     # Fitness of nodes for ranks
@@ -243,18 +243,18 @@ class ClockCheck:
 
     def __init__(self) -> None:
         self._seen: dict[int, deque[float]] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def heard(self, node: int, sent: float, now: float) -> Notice | None:
         """Compare ``sent``, by the node's clock (0: not reported), with ``now``, by the driver's clock."""
-        if not sent or node in self._told:
+        if not sent or node in self._reported:
             return None
         seen = self._seen.setdefault(node, deque(maxlen=_BEATS))
         seen.append(sent - now)
         ahead = max(seen)
         if len(seen) < _BEATS or abs(ahead) < _LIMIT_SECONDS:
             return None
-        self._told.add(node)
+        self._reported.add(node)
         which = "ahead of" if ahead > 0 else "behind"
         return Notice(
             rule="a node's clock is not the driver's",

@@ -166,7 +166,7 @@ class ReplicaDigests:
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._groups = [tuple(group) for group in groups]
         self._world = {rank for group in groups for rank in group}
-        self._told: dict[int, dict[int, int]] = defaultdict(dict)
+        self._values: dict[int, dict[int, int]] = defaultdict(dict)
         self._has_news = False
         """Whether a group became complete since the last look. With 12,288 ranks, comparing at every
         heartbeat would be too slow."""
@@ -180,13 +180,13 @@ class ReplicaDigests:
         """Take the digests that a rank reported."""
         if rank in self._world:
             for one in digests:
-                if one.step > self.agreed and rank not in self._told[one.step]:
-                    self._told[one.step][rank] = one.value
+                if one.step > self.agreed and rank not in self._values[one.step]:
+                    self._values[one.step][rank] = one.value
                     self._count(one.step, self._group_of[rank])
 
     def _count(self, step: int, group: int) -> None:
-        if len(self._told) > _KEPT_STEPS:
-            self._forget(oldest := min(self._told))
+        if len(self._values) > _KEPT_STEPS:
+            self._forget(oldest := min(self._values))
             if oldest == step:
                 return
         left = self._missing.get((step, group), len(self._groups[group])) - 1
@@ -198,31 +198,31 @@ class ReplicaDigests:
         if not self._has_news:
             return None
         self._has_news = False
-        for step in sorted(self._told):
-            told = self._told[step]
-            complete = [group for group in self._groups if all(rank in told for rank in group)]
-            if differing := [group for group in complete if len({told[rank] for rank in group}) > 1]:
-                return _difference(step, differing, told)
+        for step in sorted(self._values):
+            values = self._values[step]
+            complete = [group for group in self._groups if all(rank in values for rank in group)]
+            if differing := [group for group in complete if len({values[rank] for rank in group}) > 1]:
+                return _difference(step, differing, values)
             if len(complete) == len(self._groups):
                 self.agreed = step
-        for step in [step for step in self._told if step <= self.agreed]:
+        for step in [step for step in self._values if step <= self.agreed]:
             self._forget(step)
         return None
 
     def _forget(self, step: int) -> None:
-        del self._told[step]
+        del self._values[step]
         for group in range(len(self._groups)):
             self._missing.pop((step, group), None)
 
 
-def _difference(step: int, groups: Sequence[Sequence[int]], told: dict[int, int]) -> ReplicaDifference:
+def _difference(step: int, groups: Sequence[Sequence[int]], values: dict[int, int]) -> ReplicaDifference:
     """Return the members outside the majority of each differing group; all members if there is no
     majority."""
     suspects: list[int] = []
     others: list[int] = []
     for group in groups:
-        value, count = Counter(told[rank] for rank in group).most_common(1)[0]
+        value, count = Counter(values[rank] for rank in group).most_common(1)[0]
         is_majority = 2 * count > len(group)
-        suspects += [rank for rank in group if told[rank] != value or not is_majority]
-        others += [rank for rank in group if told[rank] == value and is_majority]
+        suspects += [rank for rank in group if values[rank] != value or not is_majority]
+        others += [rank for rank in group if values[rank] == value and is_majority]
     return ReplicaDifference(step, tuple(sorted(suspects)), tuple(sorted(others)))

@@ -31,7 +31,7 @@ from typing import Literal
 
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.supervise.observations import RankSeen
-from myriad.supervise.policy.actions import RULES_OF_LEAVING, TellSlow, TurnRanks
+from myriad.supervise.policy.actions import RULES_OF_LEAVING, ReportSlow, TurnRanks
 from myriad.supervise.policy.slow_ranks import StragglerDetector, StragglerFinding
 from myriad.supervise.policy.step_work import (
     LayerMove,
@@ -208,7 +208,7 @@ class Rebalancer:
         self._layout = AttemptLayout()
         self._stragglers: StragglerDetector | None = None
         self._shares = work.shares
-        self._told: set[tuple[str, tuple[int, ...]]] = set()
+        self._reported: set[tuple[str, tuple[int, ...]]] = set()
         self._move_at, self._look_at, self._began = 0.0, 0.0, 0.0
         self._start_seconds: float | None = None
         self._placement: dict[int, tuple[int, ...]] = {}
@@ -246,7 +246,7 @@ class Rebalancer:
 
     def saw(
         self, seen: Sequence[RankSeen], now: float, epoch: int, *, spares: bool
-    ) -> Iterator[TellSlow | TurnRanks]:
+    ) -> Iterator[ReportSlow | TurnRanks]:
         """Record a row of every rank while they train. ``spares``: whether spares are connected."""
         stragglers = self._stragglers
         if stragglers is None:
@@ -256,23 +256,25 @@ class Rebalancer:
         if not stragglers.saw(seen, now) or not stragglers.is_sure:
             return
         if self._shifting is not None and self._shifting.judge(stragglers) == "layers":
-            yield _tell_layers(self._shifting, stragglers)
+            yield _report_layers(self._shifting, stragglers)
         finding = stragglers.found()
-        yield from self._tell(finding, stragglers)
+        yield from self._report(finding, stragglers)
         if self._work.on_slow != "report" and now >= self._move_at:
             yield from self._act(finding, stragglers, now, epoch, spares=spares)
 
-    def _tell(self, finding: StragglerFinding | None, stragglers: StragglerDetector) -> Iterator[TellSlow]:
+    def _report(
+        self, finding: StragglerFinding | None, stragglers: StragglerDetector
+    ) -> Iterator[ReportSlow]:
         """Report a finding once, until no rank is slow any more."""
         if finding is None:
             if stragglers.all_alike:
-                self._told.clear()
+                self._reported.clear()
             return
         key = finding.culprit, finding.ranks
-        if key in self._told:
+        if key in self._reported:
             return
-        self._told.add(key)
-        yield TellSlow(
+        self._reported.add(key)
+        yield ReportSlow(
             rule=_rule(finding),
             evidence=_evidence(finding),
             culprit=finding.culprit,
@@ -366,12 +368,12 @@ def _rule(finding: StragglerFinding) -> str:
     return "slower than before, unlike others" if finding.alone else "slower than others of its stage"
 
 
-def _tell_layers(shifting: LayerRebalancer, stragglers: StragglerDetector) -> TellSlow:
+def _report_layers(shifting: LayerRebalancer, stragglers: StragglerDetector) -> ReportSlow:
     """Report layers that were moved and are as slow on their new ranks."""
     assert shifting.moved is not None, "it was judged"
     layers, ranks = shifting.slow_layers(), sorted(rank for of in stragglers.stages.values() for rank in of)
     text = f"{len(layers)} layers take as long on other ranks, too: it is their work ({format_ranks(ranks)})"
-    return TellSlow(
+    return ReportSlow(
         rule="slowness went along with layers",
         evidence={"layers": list(layers)},
         culprit="stage",

@@ -71,11 +71,11 @@ class Quarantine:
     until: float
     reason: str
 
-    def words(self, told_until: str) -> str:
-        """Return the text of a refusal. ``told_until``: the time in a readable form."""
+    def words(self, until: str) -> str:
+        """Return the text of a refusal. ``until``: the time in a readable form."""
         host = self.machine.partition("/")[0]
         free = f"`myriad doctor` passes on it, or `myriad evict --pardon {host}`"
-        return f"{host} is in quarantine until {told_until}, or {free}: {self.reason}"
+        return f"{host} is in quarantine until {until}, or {free}: {self.reason}"
 
 
 class RepeatOffenders:

@@ -22,9 +22,16 @@ import numpy as np
 
 from myriad.system.whole_file import write_whole
 from myriad.telemetry.links.link_ring import FIRST_COLUMNS, LINK_COLUMNS, Rows, columns_of
-from myriad.telemetry.links.network_counters import CounterSample, told_peaks
+from myriad.telemetry.links.network_counters import CounterSample, describe_peaks
 
-__all__ = ["EvidenceFile", "list_evidence", "read_evidence", "samples_of", "told_evidence", "write_evidence"]
+__all__ = [
+    "EvidenceFile",
+    "describe_evidence",
+    "list_evidence",
+    "read_evidence",
+    "samples_of",
+    "write_evidence",
+]
 
 MOST_FILES, MOST_BYTES = 16, 16 * 2**20
 _NAME = re.compile(r"node-(\d{1,6})-(\d{8}-\d{6})-([a-z-]{1,40})\.jsonl\.gz")
@@ -125,7 +132,7 @@ def _links(fields: list[str]) -> Iterator[str]:
         yield link
 
 
-def told_evidence(path: Path) -> list[str]:
+def describe_evidence(path: Path) -> list[str]:
     """Describe each link of a file in words: the busiest 10 ms, losses, and the longest time without traffic.
     Raises ``OSError`` and ``ValueError``."""
     head, rows = read_evidence(path)
@@ -135,7 +142,7 @@ def told_evidence(path: Path) -> list[str]:
     steps = rows.step[rows.step >= 0]
     over = f"steps {steps.min()} to {steps.max()}, " if len(steps) else ""
     lines = [f"node {head.get('node')}, around a {head.get('why')}: {over}{seconds:.1f} s"]
-    lines += told_peaks(samples_of(rows, 0), {})
+    lines += describe_peaks(samples_of(rows, 0), {})
     for link in rows.links:
         moved = np.diff(rows.column(link, "received_bytes") + rows.column(link, "sent_bytes"))
         ends = np.concatenate([[True], (moved > _STILL_BYTES) | ~rows.in_step[1:], [True]])
@@ -146,7 +153,7 @@ def told_evidence(path: Path) -> list[str]:
 
 
 def samples_of(rows: Rows, epoch_ns: int) -> list[CounterSample]:
-    """Return the rows as `CounterSample`\\ s, from which `told_peaks` computes peaks."""
+    """Return the rows as `CounterSample`\\ s, from which `describe_peaks` computes peaks."""
     links = [link for link in rows.links if ":" not in link]
     ports = [link for link in rows.links if ":" in link]
     tables = {link: np.stack([rows.column(link, field) for field in LINK_COLUMNS], 1) for link in rows.links}

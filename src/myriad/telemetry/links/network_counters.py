@@ -29,7 +29,6 @@ __all__ = [
     "CounterSample",
     "Counters",
     "sample_often",
-    "told_peaks",
 ]
 
 LINK_FIELDS = (
@@ -288,20 +287,20 @@ def _most(rows: Sequence[tuple[float, tuple[int, ...]]], column: int) -> float:
     return best
 
 
-def told_peaks(samples: Sequence[CounterSample], speeds: Mapping[str, float]) -> list[str]:
+def describe_peaks(samples: Sequence[CounterSample], speeds: Mapping[str, float]) -> list[str]:
     """Describe the peaks in words. Idle links are left out."""
-    told = [
-        _told(one)
+    lines = [
+        _describe_peak(one)
         for one in peaks(samples, speeds)
         if max(one.sent_bytes_per_second, one.received_bytes_per_second) > _IDLE_BYTES_PER_SECOND
     ]
     first, last = samples[0].tcp, samples[-1].tcp
     again = last[TCP_FIELDS.index("retransmitted_segments")] - first[0] if first and last else 0
-    told = told or ["nothing went over any link"]
-    return [*told, *([f"{again} segments of TCP were sent again"] if again else [])]
+    lines = lines or ["nothing went over any link"]
+    return [*lines, *([f"{again} segments of TCP were sent again"] if again else [])]
 
 
-def _told(one: LinkPeak) -> str:
+def _describe_peak(one: LinkPeak) -> str:
     limit = one.limit_bytes_per_second
     share = f", {one.used_ratio:.0%} of its {_rate(limit)}" if limit else "; its limit is unknown"
     text = (

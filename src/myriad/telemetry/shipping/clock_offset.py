@@ -1,7 +1,7 @@
 """Estimate the offset between this machine's clock and another machine's from round trips.
 
-    asked (own clock) ──────►  heard (other's)           offset = ((heard - asked) + (told - back)) / 2
-    back  (own clock) ◄──────  told  (other's)           error  = (back - asked - (told - heard)) / 2
+    asked (own clock) ──────►  heard (other's)           offset = ((heard - asked) + (answered - back)) / 2
+    back  (own clock) ◄───  answered (other's)           error  = (back - asked - (answered - heard)) / 2
 
 The two directions may take different times, so the offset is known to half of the round-trip time (as in NTP,
 RFC 5905). Of the newest comparisons the one with the smallest error is used; its error grows with its age, as
@@ -51,10 +51,10 @@ class Compared:
         return abs(self.offset_ns) <= self.error_ns
 
 
-def compare(asked_ns: int, heard_ns: int, told_ns: int, back_ns: int) -> Compared:
+def compare(asked_ns: int, heard_ns: int, answered_ns: int, back_ns: int) -> Compared:
     """Compare two clocks by the four times of a round trip."""
-    offset = ((heard_ns - asked_ns) + (told_ns - back_ns)) // 2
-    return Compared(offset, max(0, (back_ns - asked_ns) - (told_ns - heard_ns)) // 2 + 1, back_ns)
+    offset = ((heard_ns - asked_ns) + (answered_ns - back_ns)) // 2
+    return Compared(offset, max(0, (back_ns - asked_ns) - (answered_ns - heard_ns)) // 2 + 1, back_ns)
 
 
 class ClockOffset:

@@ -25,15 +25,15 @@ from urllib.parse import urlsplit
 
 from myriad.telemetry.span_io.span_batch import SpanBatch, encode, pool
 
-__all__ = ["TOKEN", "Collector", "FileWriter", "Outlet", "Tell"]
+__all__ = ["TOKEN", "Collector", "FileWriter", "Outlet", "ReportOutlet"]
 
 _LOG = logging.getLogger(__name__)
 MAX_WAITING = 2**20
 """Maximum number of queued spans, of 32 bytes each."""
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 30.0
-_TELL_SECONDS = 30.0
+_REPORT_SECONDS = 30.0
 
-Tell = Callable[[str, str, int], None]
+ReportOutlet = Callable[[str, str, int], None]
 """Callback that reports a destination's state: name, problem ("" when it ended), number of spans lost."""
 
 
@@ -48,7 +48,7 @@ class Outlet:
         self,
         name: str,
         deliver: Callable[[Sequence[SpanBatch]], None],
-        tell: Tell,
+        report: ReportOutlet,
         *,
         every_seconds: float = 0.0,
         at_once: int | None = None,
@@ -58,13 +58,13 @@ class Outlet:
 
         ``deliver`` is atomic; it raises ``OSError`` for errors worth a retry, else `RefusedError`. Batches
         are collected for ``every_seconds``; ``at_once`` is the maximum number per delivery."""
-        self.name, self._deliver, self._tell = name, deliver, tell
+        self.name, self._deliver, self._report = name, deliver, report
         self._every, self._at_once, self._max_waiting = every_seconds, at_once, max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[SpanBatch] = deque()
         self._num_waiting = self._num_lost = 0
         self._due, self._pause, self._closing = 0.0, 0.0, False
-        self._problem, self._told_problem, self._untold, self._tell_at = "", False, 0, 0.0
+        self._problem, self._is_problem_reported, self._num_unreported, self._report_at = "", False, 0, 0.0
         self._thread = threading.Thread(target=self._run, name=f"myriad-{name}", daemon=True)
         self._thread.start()
 
@@ -100,7 +100,7 @@ class Outlet:
     def _lose(self, batches: Sequence[SpanBatch]) -> None:
         lost = sum(len(batch.records) for batch in batches)
         self._num_lost += lost + sum(batch.num_dropped for batch in batches)
-        self._untold += lost
+        self._num_unreported += lost
 
     def _run(self) -> None:
         while batches := self._take():
@@ -119,8 +119,8 @@ class Outlet:
             else:
                 self._pause = 0.0
                 self._note("")
-        if self._untold:
-            self._tell(self.name, self._problem or "closed", self._untold)
+        if self._num_unreported:
+            self._report(self.name, self._problem or "closed", self._num_unreported)
 
     def _take(self) -> list[SpanBatch]:
         """Wait until batches are due, and return them; an empty list means that the queue is closed."""
@@ -155,12 +155,13 @@ class Outlet:
             return False
 
     def _note(self, problem: str) -> None:
-        """Report that the destination fails or works again, at most once per `_TELL_SECONDS`."""
+        """Report that the destination fails or works again, at most once per `_REPORT_SECONDS`."""
         self._problem = problem
-        if (bool(problem) != self._told_problem or self._untold) and time.monotonic() >= self._tell_at:
-            self._tell_at, self._told_problem = time.monotonic() + _TELL_SECONDS, bool(problem)
-            untold, self._untold = self._untold, 0
-            self._tell(self.name, problem, untold)
+        has_news = bool(problem) != self._is_problem_reported or self._num_unreported
+        if has_news and time.monotonic() >= self._report_at:
+            self._report_at, self._is_problem_reported = time.monotonic() + _REPORT_SECONDS, bool(problem)
+            lost, self._num_unreported = self._num_unreported, 0
+            self._report(self.name, problem, lost)
 
 
 TOKEN = "MYRIAD_COLLECTOR_TOKEN"

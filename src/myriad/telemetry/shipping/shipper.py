@@ -20,7 +20,7 @@ from typing import Protocol
 
 from myriad.telemetry.config import TelemetryConfig, is_address
 from myriad.telemetry.shipping.clock_offset import UNKNOWN_SECONDS
-from myriad.telemetry.shipping.outlets import Outlet, Tell
+from myriad.telemetry.shipping.outlets import Outlet, ReportOutlet
 from myriad.telemetry.span_io.span_batch import Origin, SpanBatch
 from myriad.telemetry.span_io.span_ring import Drained
 
@@ -45,14 +45,16 @@ class Rings(Protocol):
         """Clear a ring for a rank that is about to start."""
 
 
-def open_outlets(folder: Path, place: str, run: str, how: TelemetryConfig, tell: Tell) -> list[Outlet]:
+def open_outlets(
+    folder: Path, place: str, run: str, how: TelemetryConfig, report: ReportOutlet
+) -> list[Outlet]:
     """Return the destinations for the spans of ``place`` ("node-3")."""
     from myriad.telemetry.shipping.outlets import Collector, FileWriter
 
     files = FileWriter(folder, place, how.keep)
-    outlets = [Outlet("files", files.write, tell, every_seconds=how.file_seconds)]
+    outlets = [Outlet("files", files.write, report, every_seconds=how.file_seconds)]
     if how.collector is not None and is_address(how.collector):
-        outlets.append(Outlet("collector", Collector(how.collector, run).post, tell, at_once=1))
+        outlets.append(Outlet("collector", Collector(how.collector, run).post, report, at_once=1))
     return outlets
 
 

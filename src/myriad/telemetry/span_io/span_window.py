@@ -129,7 +129,7 @@ def read_window(
     if per_step.total() > limit:
         raise _too_many(per_step, limit)
     if not found:
-        raise BadInputError("--steps, --ranks", _told(steps, ranks), f"no spans of these in {folder}")
+        raise BadInputError("--steps, --ranks", _selection(steps, ranks), f"no spans of these in {folder}")
     return _window(found)
 
 
@@ -161,12 +161,12 @@ def _too_many(per_step: Mapping[int, int], limit: int) -> BadInputError:
         if total <= limit:
             fits.append(step)
     first, last = min(per_step), max(per_step)
-    told = f"{sum(per_step.values())} spans, and at most {limit} are exported: "
-    told += f"--steps {first}-{fits[-1]} fits" if fits else "fewer --ranks"
-    return BadInputError("--steps", f"{first}-{last}", told)
+    allowed = f"{sum(per_step.values())} spans, and at most {limit} are exported: "
+    allowed += f"--steps {first}-{fits[-1]} fits" if fits else "fewer --ranks"
+    return BadInputError("--steps", f"{first}-{last}", allowed)
 
 
-def _told(steps: tuple[int, int] | None, ranks: Collection[int] | None) -> str:
+def _selection(steps: tuple[int, int] | None, ranks: Collection[int] | None) -> str:
     shown = "all" if ranks is None else ",".join(map(str, sorted(ranks)[:8]))
     return f"{'all' if steps is None else f'{steps[0]}-{steps[1]}'}, {shown}"
 
