@@ -60,6 +60,7 @@ check: $(VENV)/.installed-dev
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/python scripts/check_imports.py
+	@$(BIN)/python scripts/check_unpickling.py
 
 # PyTorch in .venv must be a build for CUDA.
 gpu-check: $(VENV)/.installed-dev

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,8 @@ __all__ = [
     "write_rank",
 ]
 
+T = TypeVar("T")
+
 
 def constant_manifest(
     shards_of_rank: Sequence[Sequence[StoredShard]], layout: Mapping[str, Any]
@@ -78,26 +80,29 @@ def save(
     own = [*shards, progress_shard(progress)] if rank == 0 else list(shards)
     stored_shards = make_stored_shards(own)
     checkpoint = folder.at_step(step)
-    world.gather(None)  # barrier: a rank may still be reading the checkpoint that this one replaces
-    _together(world, step, lambda: rank == 0 and folder.begin(step))
-    records = _together(world, step, lambda: write_rank(checkpoint, rank, own, stored_shards))
-    shards_of_rank = world.gather(stored_shards)
+    world.barrier()  # a rank may still be reading the checkpoint that this one replaces
+    _together(world, step, lambda: rank == 0 and bool(folder.begin(step)), bool | None)
+    files = dict[str, StoredFile] | None
+    records = _together(world, step, lambda: write_rank(checkpoint, rank, own, stored_shards), files)
+    shards_of_rank = world.gather(stored_shards, list[StoredShard])
     commit = partial(_commit, checkpoint, step, records, shards_of_rank, progress, layout or {})
-    _together(world, step, commit if rank == 0 else lambda: None)
+    _together(world, step, commit if rank == 0 else lambda: None, None)
     return folder.of_step(step)
 
 
-def _together(world: CheckpointWorld, step: int, do: Callable[[], Any]) -> list[Any]:
-    """Return the results of all ranks, or raise the first error on all ranks."""
-    result, problem = None, None
+def _together(world: CheckpointWorld, step: int, do: Callable[[], T], kind: Any) -> list[T]:
+    """Return the results of all ranks, or raise the first error on all ranks. ``kind`` is
+    the type of the results, or ``None``."""
+    result: T | None = None
+    problem: str | None = None
     try:
         result = do()
     except Exception as error:
         problem = f"step-{step} cannot be written: {error or type(error).__name__} (rank {world.rank})"
-    found = world.gather((result, problem))
+    found = world.gather((result, problem), tuple[kind, str | None])
     if problems := [problem for _, problem in found if problem]:
         raise RunFailedError(problems[0])
-    return [given for given, _ in found]
+    return [cast(T, given) for given, _ in found]
 
 
 def write_rank(

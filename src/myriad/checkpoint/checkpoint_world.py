@@ -9,11 +9,15 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from myriad.comm.typed_collectives import gather_values
+
 __all__ = ["CheckpointWorld", "machine_id", "rank_addresses", "ranks_of_nodes", "shares_machine"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,13 @@ class CheckpointWorld:
         """Number of ranks that load."""
         return sum(map(len, self.ranks_of_node))
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank, on every rank."""
-        if self.group is None:
-            return [value]
-        found = [None] * self.group.size()
-        dist.all_gather_object(found, value, self.group)
-        return found
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """Return the value of every rank, on every rank. ``kind`` is its type, as for `gather_values`."""
+        return gather_values(value, kind, self.group)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.gather(None, None)
 
 
 def machine_id() -> str:
@@ -70,11 +74,11 @@ def rank_addresses(world: CheckpointWorld) -> list[str]:
 
     On some machines rank 0's host name resolves to a loopback address (Debian: 127.0.1.1). Such a machine
     uses its route to a rank with a non-loopback address instead."""
-    addresses = world.gather(_own_address(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+    addresses = world.gather(_own_address(os.environ.get("MASTER_ADDR", "127.0.0.1")), str)
     far = [address for address in addresses if not _is_loopback(address)]
     if 0 < len(far) < len(addresses):
         own = addresses[world.rank]
-        addresses = world.gather(_own_address(far[0]) if _is_loopback(own) else own)
+        addresses = world.gather(_own_address(far[0]) if _is_loopback(own) else own, str)
     return addresses
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from myriad.checkpoint.format.run_state import (
     write_progress,
     write_random,
 )
+from myriad.checkpoint.format.stored_shard import StoredShard
 from myriad.checkpoint.load.start_over import RunHistory
 from myriad.checkpoint.load.state_search import (
     FoundState,
@@ -59,6 +60,7 @@ from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.checkpoint.storage.folder_owner import AcquiredFolder
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import AXES
+from myriad.comm.typed_collectives import broadcast_value
 from myriad.errors import BadInputError
 from myriad.model.tensor_shard import TensorShard
 from myriad.system.jsonl import LineFile
@@ -127,7 +129,7 @@ class CheckpointSession:
         self._settings, self._grid, self._device = settings, grid, device
         self._events = LineFile(settings.events, marks_late=True)
         alone = CheckpointWorld(grid.rank, (tuple(range(grid.layout.world)),), group)
-        machines = alone.gather((machine_id(), local_rank))
+        machines = alone.gather((machine_id(), local_rank), tuple[str, int])
         self._world = CheckpointWorld(grid.rank, ranks_of_nodes(machines), group)
         self._first = local_rank == 0
         shared = shares_machine(machines, self._world)
@@ -155,7 +157,7 @@ class CheckpointSession:
             seconds = min(_ACQUIRE_SECONDS, self._settings.config.timeout_seconds)
             run = None if self._settings.config.url is None else str(self._settings.run)
             acquired = self._client.acquire(url, attempts_before, seconds, run)
-        self._acquired = self._world.gather(acquired)[0]
+        self._acquired = cast(AcquiredFolder, self._world.gather(acquired, AcquiredFolder | None)[0])
         in_memory = complete_in_memory(gather_in_memory(self._client, self._world))
         if self._acquired.problem is not None and not in_memory:
             raise BadInputError("checkpoint.url", url, self._acquired.problem)
@@ -166,10 +168,9 @@ class CheckpointSession:
         """Path of another run that stored in the same folder and no longer exists."""
         return self._acquired.taken_from
 
-    def agree(self, known: _Known) -> _Known:
-        """Return rank 0's value on every rank."""
-        found: _Known = self._world.gather(known)[0]
-        return found
+    def agree(self, known: _Known, kind: Any) -> _Known:
+        """Return rank 0's value, of type ``kind``, on every rank."""
+        return broadcast_value(known, kind, self._world.group)
 
     def exclude_after(self, newest: int) -> None:
         """Rule out states of steps after ``newest``: their bytes are intact but their values are wrong.
@@ -208,7 +209,7 @@ class CheckpointSession:
         if self._grid.rank == 0:
             own.append(self._progress)
         stored_shards, config, world = make_stored_shards(own), self._settings.config, self._world
-        shards_of_rank = world.gather(stored_shards)
+        shards_of_rank = world.gather(stored_shards, list[StoredShard])
         several = len(world.ranks_of_node) > 1
         self._join = partial(
             self._client.join,
@@ -225,9 +226,9 @@ class CheckpointSession:
         except Closed:  # the server ended since this rank connected to it; the state is loaded already
             self._client.reconnect()
             memory = self._join()
-        ports = world.gather(self._client.port() if several and self._first else 0)
+        ports = world.gather(self._client.port() if several and self._first else 0, int)
         addresses = rank_addresses(world) if several else [""] * len(shards_of_rank)
-        token = world.gather(new_token())[0]
+        token = world.gather(new_token(), str)[0]
         if self._first:
             firsts = [ranks[0] for ranks in world.ranks_of_node]
             message = self._message() | {
@@ -241,7 +242,7 @@ class CheckpointSession:
         self._snapshots = SnapshotTaker(self._client, memory, own, stored_shards, self._device, self._rejoin)
         if self._settings.compares:
             self._snapshots.trusted_step = self._resumed or 0
-        world.gather(None)  # barrier: every snapshot server is ready for requests of the others
+        world.barrier()  # every snapshot server is ready for requests of the others
         if several and config.copies_every and self._resumed is not None:
             # A host that was replaced has no copies yet, and another host may fail next.
             self.take(self._resumed, decode_progress(self._progress.values), SnapshotPurpose(copies=True))
@@ -344,10 +345,10 @@ class CheckpointSession:
         while lost < _FINISH_TRIES:
             self._snapshots.await_reported()
             own = self._outcome_by(step, deadline) if self._grid.rank == 0 else None
-            outcome: StoreOutcome | None = self._world.gather(own)[0]
+            outcome: StoreOutcome | None = self._world.gather(own, StoreOutcome | None)[0]
             # Checked after the outcome: the death of the server may be the cause of a failed outcome.
             is_gone = self._snapshots.lost_step == step or not self._client.is_alive()
-            if any(self._world.gather(is_gone)):
+            if any(self._world.gather(is_gone, bool)):
                 lost += 1
                 self._snapshots.take(step, SnapshotPurpose(durable=True, last=True), self._write_progress)
             elif outcome is not None:
@@ -366,10 +367,10 @@ class CheckpointSession:
         if self._first:
             with suppress(OSError):
                 pid = self._client.hold(step)
-        own = [socket.gethostname(), pid, self._world.node] if self._first else None
+        own = (socket.gethostname(), pid, self._world.node) if self._first else None
         servers = [
             {"node": node, "host": host, "pid": pid}
-            for host, pid, node in filter(None, self._world.gather(own))
+            for host, pid, node in filter(None, self._world.gather(own, tuple[str, int | None, int] | None))
         ]
         if self._grid.rank == 0:
             line = {"time": time.time(), "event": "held", "step": step, "problem": problem}

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from myriad.comm.collectives import all_reduce, sum_in_order
 from myriad.comm.groups import Groups
+from myriad.comm.typed_collectives import gather_values
 from myriad.errors import RunFailedError
 from myriad.kernels.config import Kernels
 from myriad.optim.clip import clip_scale, squared_norms
@@ -236,10 +236,7 @@ class OptimizerStep:
         found = first_finding(
             self._model, self._state.entries, self._outputs, self.squares, layout.num_stages - 1
         )
-        everyone: list[Finding | None] = [found]
-        if self._groups.world is not None:
-            everyone = [None] * layout.world
-            dist.all_gather_object(everyone, found)
+        everyone = gather_values(found, Finding | None, self._groups.world)
         firsts = [(one.order, rank, one.name) for rank, one in enumerate(everyone) if one is not None]
         _, rank, name = min(firsts, default=((), 0, "loss"))
         step = self._now.number

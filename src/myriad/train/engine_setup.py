@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
 from myriad.comm.hierarchy import HIERARCHIES
 from myriad.comm.hierarchy_choice import agree_on_hierarchy
 from myriad.comm.layout import AXES, Layout
+from myriad.comm.typed_collectives import broadcast_value
 from myriad.job import Job
 from myriad.model.definition import Definition
 from myriad.model.gpt import GPT
@@ -96,13 +96,13 @@ def _profile(
     definition: Definition, groups: Groups, sample: Batch, dtype: torch.dtype, kept: Path | None
 ) -> Sequence[float]:
     """Read or measure the seconds of each layer on rank 0, and broadcast them."""
-    costs: Sequence[float] | None = None
+    costs: Sequence[float] = []
     if groups.grid.rank == 0:
-        costs = read_measured(kept, partial(_are_costs, len(definition.names)))
-        if costs is None:
+        costs = read_measured(kept, partial(_are_costs, len(definition.names))) or []
+        if not costs:
             costs = seconds_per_layer(definition, sample, dtype)
             keep_measured(kept, costs)
-    return _broadcast_from_first(costs, groups)
+    return broadcast_value(costs, list[float], groups.world)
 
 
 def settle_links(job: Job, groups: Groups, device: torch.device, kept: Path | None = None) -> CommConfig:
@@ -123,7 +123,7 @@ def settle_links(job: Job, groups: Groups, device: torch.device, kept: Path | No
     first = groups.grid.rank == 0
     choices = (read_measured(kept, _are_choices) or []) if first else []
     known = next((choice["hierarchy"] for choice in choices if choice["where"] == where), None)
-    known = _broadcast_from_first(known, groups)
+    known = broadcast_value(known, Any, groups.world)
     if known is None:
         known, _ = agree_on_hierarchy(groups, "dp", comm, device)
         if first:
@@ -143,11 +143,3 @@ def _are_choices(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(one, dict) and "where" in one and one.get("hierarchy") in HIERARCHIES for one in value
     )
-
-
-def _broadcast_from_first(value: Any, groups: Groups) -> Any:
-    """Broadcast rank 0's value, and return it on every rank."""
-    values = [value]
-    if groups.world is not None:
-        dist.broadcast_object_list(values, src=0)
-    return values[0]

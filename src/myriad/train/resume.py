@@ -52,7 +52,7 @@ def resume(
     session.acquire(max(run.num_starts(), rank.attempt - 1) if rank.is_first else 0)
     if newest := os.environ.get(_NEWEST):
         session.exclude_after(int(newest))
-    past = session.agree(run.past() if rank.is_first else RunHistory())
+    past = session.agree(run.past() if rank.is_first else RunHistory(), RunHistory)
     state = session.resume(list(engine.all_shards()), past)
     _report_unused(run, job, session, state, past, append_event)
     if state is not None:

@@ -39,6 +39,7 @@ from myriad.train.engine_setup import build_engine
 from myriad.train.gap_checks import GapChecks
 from myriad.train.garbage import GarbageSchedule
 from myriad.train.inputs import (
+    BadBlocks,
     bad_blocks_of,
 )
 from myriad.train.loss_spikes import SpikeWatch
@@ -87,7 +88,7 @@ class Trainer:
         self.garbage = GarbageSchedule(job.train.collect_garbage_every, self.recorder)
         self.tracer = Tracer(run.traces_path, self.place.rank, self.progress, self.device, self.recorder.ring)
         self.session = self._open_session()
-        bad_blocks = self.session.agree(bad_blocks_of(run, job) if self.is_first else ())
+        bad_blocks = self.session.agree(bad_blocks_of(run, job) if self.is_first else (), BadBlocks)
         start = LoaderThread if self._in_process else None
         grid = self.groups.grid
         self.feed: LoaderClient = open_feed(run, job, grid, self.place, rank.content, bad_blocks, start)

@@ -78,7 +78,8 @@ def _check_same_model(
     """Raise `RunFailedError`, before any read, if a tensor is missing or has another shape on any rank."""
     shapes = {part.tensor: part.full_shape for part in parts}
     other = {part.name: part.full_shape for part in shards if shapes.get(part.name) != part.full_shape}
-    found = {name: shape for own in world.gather(other) for name, shape in own.items()}
+    others = world.gather(other, dict[str, tuple[int, ...]])
+    found = {name: shape for own in others for name, shape in own.items()}
     if found:
         name, shape = next(iter(found.items()))
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -94,9 +95,9 @@ def load_candidate(
     _check_same_model(candidate.parts, shards, world)
     needs = NeededShards([(part.name, tuple(part.offsets), tuple(part.values.shape)) for part in shards])
     uncovered = [f"{name} is not whole" for name in needs.uncovered(candidate.parts)]
-    if any(found := world.gather(uncovered)):
-        return LoadResult(_unique(found), damaged=True)
-    needed_by = world.gather(needs.of(candidate.parts))
+    if any(everywhere := world.gather(uncovered, list[str])):
+        return LoadResult(_unique(everywhere), damaged=True)
+    needed_by = world.gather(needs.of(candidate.parts), list[int])
     excluded: frozenset[tuple[int, ShardLocation]] = frozenset()
     result = LoadResult([])
     wanted = needed_by
@@ -106,7 +107,7 @@ def load_candidate(
         if lost:
             return result
         bad = _LoadPass(candidate, shards, needs, world).go(blocks)
-        found = world.gather(bad)
+        found = world.gather(bad, list[BadPart])
         if not any(found):
             result.good = True
             return result

@@ -33,6 +33,8 @@ from myriad.model.tensor_shard import TensorShard
 __all__ = ["FoundState", "StateSearch", "complete_in_memory", "gather_in_memory"]
 
 Summary = dict[str, Any]
+_ReadManifest = tuple[CheckpointManifest | None, str, bool]
+"""The manifest, why it cannot be read, and whether it is damaged."""
 """Description of one rank's snapshots in a node's memory; see
 `myriad.checkpoint.snapshots.rank_entry.RankEntry.summary`."""
 
@@ -101,8 +103,7 @@ class StateSearch:
     def _set_aside(self, steps: Sequence[int]) -> list[str]:
         """Rename checkpoints. Return their new names on all ranks."""
         own = [_renamed(self.folder, step) for step in steps] if self.world.rank == 0 else []
-        renamed: list[str] = self.world.gather(own)[0]
-        return renamed
+        return self.world.gather(own, list[str])[0]
 
 
 def _find_newest(
@@ -177,7 +178,7 @@ def _renamed(folder: CheckpointFolder, step: int) -> str:
 def gather_in_memory(client: SnapshotClient, world: CheckpointWorld) -> list[list[Summary]]:
     """Return the snapshots of each node, at the index of the node's first rank."""
     is_first = world.rank == world.ranks_of_node[world.node][0]
-    return world.gather(client.snapshots() if is_first else [])
+    return world.gather(client.snapshots() if is_first else [], list[Summary])
 
 
 def complete_in_memory(in_memory: Sequence[Sequence[Summary]]) -> dict[int, int]:
@@ -198,7 +199,7 @@ def _has_random(candidate: LoadCandidate, random: TensorShard, world: Checkpoint
     """Whether the saved world had as many ranks and saved the random states of every rank."""
     known = {part.tensor: part.full_shape for part in candidate.parts if part.tensor.startswith("random.")}
     fits = known.get(random.name) == random.full_shape and len(known) == world.size
-    return all(world.gather(fits))
+    return all(world.gather(fits, bool))
 
 
 class _StepSources:
@@ -231,7 +232,7 @@ class _StepSources:
                 key = one["attempt"], one["rank"], one["copied"]
                 opened = self._open(*key)
                 own += shards_in_snapshot(opened.stored_shards, opened.hashes, self._world.node, *key)
-        everywhere = [part for parts in self._world.gather(own) for part in parts]
+        everywhere = [part for parts in self._world.gather(own, list[LoadPart]) for part in parts]
         manifest = self._manifest() if is_durable else None
         if manifest is not None:
             parts = _with_memory(shards_in_manifest(manifest), everywhere)
@@ -252,7 +253,7 @@ class _StepSources:
 
     def _manifest(self) -> CheckpointManifest | None:
         """Return the manifest, read by rank 0 and broadcast to all ranks; ``None``: not readable."""
-        result: tuple[CheckpointManifest | None, str, bool] = None, "", False
+        result: _ReadManifest = None, "", False
         if self._world.rank == 0:
             checkpoint = self._folder.at_step(self._step)
             try:
@@ -260,7 +261,7 @@ class _StepSources:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 problem = f"{checkpoint.name}/{MANIFEST}: not readable ({error})"
                 result = None, problem, not isinstance(error, OSError)
-        manifest, problem, self.damaged = self._world.gather(result)[0]
+        manifest, problem, self.damaged = self._world.gather(result, _ReadManifest)[0]
         if problem:
             self.problems.append(problem)
         return manifest

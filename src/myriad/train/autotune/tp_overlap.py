@@ -23,6 +23,7 @@ from torch import nn
 from myriad.comm.collectives import all_reduce_max
 from myriad.comm.groups import Groups
 from myriad.comm.layout import AXES
+from myriad.comm.typed_collectives import broadcast_value, gather_values
 from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.kernels.config import Kernels
@@ -70,7 +71,7 @@ def settle_tensor(where: Where, kept: Path | None, report: Callable[..., None]) 
     if job.layout.tp == 1 or overlap.tensor not in ("auto", "slices"):
         return overlap
     lacks = lacks_symmetric_memory(device, where.dtype, job.layout.tp) if device.type == "cuda" else ""
-    lacks = next(filter(None, _of_all(lacks, where.groups)), "")
+    lacks = next(filter(None, gather_values(lacks, str, where.groups.world)), "")
     if overlap.tensor == "slices":
         if lacks:
             raise BadInputError("overlap.tensor", "slices", f"turns, auto or off here: {lacks}")
@@ -81,7 +82,8 @@ def settle_tensor(where: Where, kept: Path | None, report: Callable[..., None]) 
     shape = _shape(where, kinds)
     first = where.groups.grid.rank == 0
     choices = (read_measured(kept, _are_choices) or []) if first else []
-    known = _of_all(next((one for one in choices if one["where"] == shape), None), where.groups)[0]
+    known = next((one for one in choices if one["where"] == shape), None)
+    known = broadcast_value(known, dict[str, Any] | None, where.groups.world)
     if known is None:
         seconds = measure_kinds(where, kinds)
         known = {"where": shape, "tensor": _name(_quickest(seconds)), "seconds": _named(seconds)}
@@ -188,14 +190,6 @@ def _iteration(where: Where, blocks: Sequence[nn.Module], boundary: GroupBoundar
         apply_deferred(boundary.later or [])
 
     return iterate
-
-
-def _of_all(value: Any, groups: Groups) -> list[Any]:
-    """Return the values of all ranks, by rank."""
-    every = [value] * groups.grid.layout.world
-    if groups.world is not None:
-        dist.all_gather_object(every, value)
-    return every
 
 
 def _name(kind: Kind) -> str:

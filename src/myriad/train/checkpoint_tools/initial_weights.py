@@ -9,18 +9,19 @@ A run that holds only an imported checkpoint of step 0 begins from that checkpoi
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from myriad.checkpoint.checkpoint_files import Shapes, Weights
 from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
+from myriad.comm.typed_collectives import broadcast_value
 from myriad.data.corpus import open_corpora
 from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from myriad.errors import BadInputError, MyriadError, RunFailedError
+from myriad.errors import BadInputError, RunFailedError
 from myriad.job import Job, parse_job
 from myriad.job.job_changes import check_resume
 from myriad.model.boundary import Boundary
@@ -66,7 +67,9 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
     source = _agree(lambda: _imported(run, job), engine) or job.train.init_from
     if source is None:
         return None
-    weights = _open(_agree(lambda: _open(source, job, every_byte=True).where, engine), job)
+    where = _agree(lambda: _open(source, job, every_byte=True).where, engine)
+    assert where is not None, "it is the place that was opened"
+    weights = _open(where, job)
     for name, parts in _by_name(engine.all_shards()).items():
         _fill(parts, weights.read(name))
     engine.loaded()
@@ -110,23 +113,32 @@ def _imported(run: Run, job: Job) -> str | None:
     return folder.at_step(0).where if 0 in folder.steps() else None
 
 
-_Result = TypeVar("_Result")
+@dataclass(frozen=True)
+class _Found:
+    """What rank 0 has found, or its error."""
+
+    text: str | None = None
+    error: str | None = None
+    bad_input: tuple[str, str, str] | None = None
+    """Key, value and what is allowed, if the error is about input."""
 
 
-def _agree(find: Callable[[], _Result], engine: Engine) -> _Result:
+def _agree(find: Callable[[], str | None], engine: Engine) -> str | None:
     """Run ``find`` on rank 0, and return its result, or raise its error, on every rank."""
-    shared: list[Any] = [None]
+    found = _Found()
     if engine.groups.grid.rank == 0:
         try:
-            shared = [find()]
-        except MyriadError as error:
-            shared = [error]
-    if engine.groups.world is not None:
-        dist.broadcast_object_list(shared, src=0)
-    if isinstance(shared[0], MyriadError):
-        raise shared[0]
-    found: _Result = shared[0]
-    return found
+            found = _Found(find())
+        except BadInputError as error:
+            found = _Found(bad_input=(error.key, str(error.value), error.allowed))
+        except RunFailedError as error:
+            found = _Found(error=str(error))
+    found = broadcast_value(found, _Found, engine.groups.world)
+    if found.bad_input is not None:
+        raise BadInputError(*found.bad_input)
+    if found.error is not None:
+        raise RunFailedError(found.error)
+    return found.text
 
 
 def _shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
