@@ -22,7 +22,7 @@ from fault_state import CPU, State, open_session
 from myriad.checkpoint.checkpoint_files import load, save
 from myriad.checkpoint.checkpoint_world import CheckpointWorld
 from myriad.checkpoint.config import CheckpointConfig
-from myriad.checkpoint.format.run_state import random_shard
+from myriad.checkpoint.format.trainer_state import random_shard
 from myriad.checkpoint.load.start_over import RunHistory
 from myriad.checkpoint.load.state_search import StateSearch
 from myriad.checkpoint.session import CheckpointSession

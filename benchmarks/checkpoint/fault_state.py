@@ -12,7 +12,7 @@ import torch
 from myriad.checkpoint.config import CheckpointConfig
 from myriad.checkpoint.format.dcp_archive import make_stored_shards
 from myriad.checkpoint.format.dcp_metadata import make_metadata
-from myriad.checkpoint.format.run_state import progress_shard, random_shard
+from myriad.checkpoint.format.trainer_state import progress_shard, random_shard
 from myriad.checkpoint.session import CheckpointSession, SessionSettings
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.grid import RankGrid

@@ -19,7 +19,7 @@ from ranks import run_ranks
 from myriad.checkpoint.checkpoint_files import load, load_model, save
 from myriad.checkpoint.format.checkpoint_manifest import MANIFEST
 from myriad.checkpoint.format.dcp_archive import make_stored_shards
-from myriad.checkpoint.format.run_state import decode_progress
+from myriad.checkpoint.format.trainer_state import decode_progress
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder, verify
 from myriad.comm.groups import close_world
 from myriad.errors import RunFailedError

@@ -21,8 +21,8 @@ from myriad import __version__
 from myriad.checkpoint.checkpoint_world import CheckpointWorld
 from myriad.checkpoint.format.checkpoint_manifest import CheckpointManifest, StoredFile
 from myriad.checkpoint.format.dcp_archive import dtype_name, make_stored_shards
-from myriad.checkpoint.format.run_state import progress_shard
 from myriad.checkpoint.format.stored_shard import PROGRESS, StoredShard, files_of_rank
+from myriad.checkpoint.format.trainer_state import progress_shard
 from myriad.checkpoint.load.collective_load import LoadCandidate, load_candidate
 from myriad.checkpoint.load.read_plan import shards_in_manifest
 from myriad.checkpoint.storage.checkpoint_folder import (

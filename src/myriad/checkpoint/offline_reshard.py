@@ -17,8 +17,8 @@ from myriad.checkpoint.checkpoint_files import constant_manifest, load, write_ra
 from myriad.checkpoint.format.checkpoint_manifest import MANIFEST, CheckpointManifest, StoredFile
 from myriad.checkpoint.format.dcp_archive import make_stored_shards
 from myriad.checkpoint.format.dcp_metadata import METADATA, make_metadata
-from myriad.checkpoint.format.run_state import progress_shard
 from myriad.checkpoint.format.stored_shard import StoredShard
+from myriad.checkpoint.format.trainer_state import progress_shard
 from myriad.checkpoint.storage.checkpoint_folder import Checkpoint
 from myriad.checkpoint.storage.staged_folder import locked_folder
 from myriad.checkpoint.storage.storage_backends import LocalStorage

@@ -33,7 +33,8 @@ from myriad.checkpoint.checkpoint_world import (
 from myriad.checkpoint.config import CheckpointConfig, num_slots
 from myriad.checkpoint.format.dcp_archive import make_stored_shards
 from myriad.checkpoint.format.dcp_metadata import METADATA, make_metadata
-from myriad.checkpoint.format.run_state import (
+from myriad.checkpoint.format.stored_shard import StoredShard
+from myriad.checkpoint.format.trainer_state import (
     decode_progress,
     load_random,
     progress_shard,
@@ -41,7 +42,6 @@ from myriad.checkpoint.format.run_state import (
     write_progress,
     write_random,
 )
-from myriad.checkpoint.format.stored_shard import StoredShard
 from myriad.checkpoint.load.start_over import RunHistory
 from myriad.checkpoint.load.state_search import (
     FoundState,

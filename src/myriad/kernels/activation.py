@@ -1,8 +1,8 @@
 """Activation functions of the MLP. Each keeps only its input for the backward, and writes its gradient once.
 
-The model calls `activate`. Triton's kernels (`myriad.kernels.triton.activation`) also add the bias of the
-preceding product, and sum its gradient in the same pass. Elsewhere that product adds the bias at no cost (see
-`takes_bias`).
+The model calls `activate`. Triton's kernels (`myriad.kernels.triton.activation_kernels`) also add the bias of
+the preceding product, and sum its gradient in the same pass. Elsewhere that product adds the bias at no cost
+(see `takes_bias`).
 
 Legend: F width of the MLP.
 """
@@ -98,7 +98,7 @@ def activate(
     gradient of ``x`` adjacent to those of the micro-batch's other parts."""
     if not runs_triton("activation", x, kernels):
         return ACTIVATIONS[name](x if bias is None else x + bias)
-    from myriad.kernels.triton import activation as triton_activation
+    from myriad.kernels.triton import activation_kernels as triton_activation
 
     slots = None if place is None else (place.slot(), place.slot())
     return as_rows_lie(lambda rows: triton_activation.activate(name, rows, bias, slots), x)

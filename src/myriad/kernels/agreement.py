@@ -277,7 +277,7 @@ def float8_disagreements(device: torch.device, rows: int = 144, width: int = 272
     """Return the largest difference of the float8 kernels. Operands that are not bitwise equal to the
     reference count as 1.0; for products of blocks, added to existing values, it is the largest relative
     difference."""
-    from myriad.kernels.triton.float8 import add_product_of_blocks
+    from myriad.kernels.triton.float8_kernels import add_product_of_blocks
     from myriad.kernels.triton.scaling import largest
     from myriad.kernels.triton.scaling import scaled as scaled_in_triton
 
@@ -306,7 +306,13 @@ def float8_disagreements(device: torch.device, rows: int = 144, width: int = 272
 
 def _of_optimizers(device: torch.device, size: int) -> dict[Tried, float]:
     """Compare a step of AdamW and the first pass of LAMB, over memory whose size no block divides."""
-    from myriad.kernels.triton.optimizer import Coefficients, adamw, cut_blocks, lamb_move, lamb_update
+    from myriad.kernels.triton.optimizer_kernels import (
+        Coefficients,
+        adamw,
+        cut_blocks,
+        lamb_move,
+        lamb_update,
+    )
 
     how = Coefficients(
         learning_rate=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, gradient_scale=0.5, step=3

@@ -106,7 +106,7 @@ def split_heads(
     num_turning = heads.num_heads + heads.num_kv_heads
     fused = fused.unflatten(-1, (-1, heads.width))
     if turns is not None and runs_triton("rotary", fused, kernels, heads.width):
-        from myriad.kernels.triton import rotary as triton_rotary
+        from myriad.kernels.triton import rotary_kernels as triton_rotary
 
         return triton_rotary.split_turned(fused, heads.num_kv_heads, turns)
     turning, v = fused.split_with_sizes([num_turning, heads.num_kv_heads], 2)

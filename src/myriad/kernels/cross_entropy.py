@@ -13,8 +13,8 @@ loss is computed. Rows of the weight from ``vocabulary`` on are padding and get 
 
 Ranks that share the vocabulary exchange, for each token, the maximum of their logits, the sum of exponentials
 relative to it, and the target's logit. Meanwhile the next chunk's logits are computed, and the caller of the
-steps may run other work. With Triton's kernels (`myriad.kernels.triton.cross_entropy`) a single rank uses the
-same code with nothing to wait for: the logits are read twice and nothing is written in between.
+steps may run other work. With Triton's kernels (`myriad.kernels.triton.cross_entropy_kernels`) a single rank
+uses the same code with nothing to wait for: the logits are read twice and nothing is written in between.
 
 Legend: T tokens, C tokens of a chunk, H hidden, V vocabulary.
 """
@@ -162,7 +162,7 @@ class _Job:
         masks = not self._in_triton
         logits = self.part.logits(self.x[start:stop], buffer[: stop - start], masks=masks)
         if self._in_triton:
-            from myriad.kernels.triton.cross_entropy import row_facts
+            from myriad.kernels.triton.cross_entropy_kernels import row_facts
 
             facts = row_facts(logits, targets, self.part.first_row, self.part.num_valid)
             return _Chunk(start, stop, logits, self.peers.start_stack(facts))
@@ -204,7 +204,7 @@ class _Job:
         self.loss += (total.log() + top - at_target.sum(0)).sum()
         targets = self.targets[chunk.start : chunk.stop]
         if self._gradient and self._in_triton:
-            from myriad.kernels.triton.cross_entropy import write_gradient
+            from myriad.kernels.triton.cross_entropy_kernels import write_gradient
 
             part, values = self.part, chunk.values
             out = values if self.x.dtype == values.dtype else torch.empty_like(values, dtype=self.x.dtype)

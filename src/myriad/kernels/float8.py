@@ -245,7 +245,7 @@ class Float8(NamedTuple):
         product of a sum overwrites ``total``."""
         (inputs,) = scaled(x, self.forward_type, self._of_values, ["columns"], self.kernels)
         if self.scaling == "blocks" and self._multiplies(total):
-            from myriad.kernels.triton.float8 import add_product_of_blocks
+            from myriad.kernels.triton.float8_kernels import add_product_of_blocks
 
             add_product_of_blocks(total, *columns, *inputs, first=first)
             return
@@ -266,7 +266,7 @@ class Float8(NamedTuple):
             exact = torch.float32 if out == torch.float32 else torch.bfloat16
             return (a.restored(exact) @ b.restored(exact).t()).to(out)
         if self.scaling == "blocks":
-            from myriad.kernels.triton.float8 import product_of_blocks
+            from myriad.kernels.triton.float8_kernels import product_of_blocks
 
             return product_of_blocks(*a, *b, out)
         return torch._scaled_mm(

@@ -1,8 +1,8 @@
 """Normalisation over the hidden dimension, computed in float32 for inputs of any type.
 
 `Norm.add` adds a branch to the residual stream and returns the stream and its norm, as a block needs before
-attention and before the MLP. Triton's kernels (`myriad.kernels.triton.norm`) read and write memory once for
-both. Their backward does so too, and adds the stream's gradient to the norm's.
+attention and before the MLP. Triton's kernels (`myriad.kernels.triton.fused_add_norm`) read and write memory
+once for both. Their backward does so too, and adds the stream's gradient to the norm's.
 
 Without Triton, the library has a fused RMSNorm forward everywhere, but a fused backward on CUDA only. On a
 CPU its backward takes four times as long as LayerNorm's. The two gradients differ by one term, so RMSNorm
@@ -79,7 +79,7 @@ class Norm(nn.Module):
         if not runs_triton("norm", x, self.kernels, x.shape[-1]):
             stream = x if branch is None else x + branch
             return stream, as_rows_lie(self._by_library, stream)
-        from myriad.kernels.triton.norm import add_norm
+        from myriad.kernels.triton.fused_add_norm import add_norm
 
         flip = x.ndim == 3 and is_sequence_first(x)
         if flip:

@@ -1,7 +1,7 @@
 """Rotary positions (Su et al. 2021): neighbouring pairs of a head's values are complex numbers, rotated by an
 angle that grows with the position. The forward is one complex multiplication, the backward one with the
-conjugate. On a GPU `myriad.kernels.triton.rotary` does the same in one pass, for any type, while it splits
-the heads.
+conjugate. On a GPU `myriad.kernels.triton.rotary_kernels` does the same in one pass, for any type, while it
+splits the heads.
 
 Legend: B batch, S sequence, N heads, D head size.
 """

@@ -23,7 +23,7 @@ from myriad.optim.parameter_norms import Runs, add_runs, sums_of_squares
 from myriad.optim.region import Region
 
 if TYPE_CHECKING:
-    from myriad.kernels.triton.optimizer import Blocks
+    from myriad.kernels.triton.optimizer_kernels import Blocks
 
 __all__ = ["Lamb"]
 
@@ -99,7 +99,7 @@ class Lamb(Moments):
 
     def _update_in_triton(self, indices: Sequence[int]) -> torch.Tensor:
         """Write ``u`` over the gradients of these regions, and return the squares."""
-        from myriad.kernels.triton.optimizer import cut_blocks, lamb_update
+        from myriad.kernels.triton.optimizer_kernels import cut_blocks, lamb_update
 
         device = self.regions[0].values.device
         table = torch.zeros(self._num_parameters, 2, dtype=torch.float64, device=device)
@@ -116,7 +116,7 @@ class Lamb(Moments):
         return table
 
     def _apply_in_triton(self, indices: Sequence[int], ratios: torch.Tensor) -> None:
-        from myriad.kernels.triton.optimizer import lamb_move
+        from myriad.kernels.triton.optimizer_kernels import lamb_move
 
         rates = (ratios * self.learning_rate).float()
         for index in indices:

@@ -2,7 +2,7 @@
 
 torch's fused AdamW kernel reads and writes everything once (4.5 x faster than foreach on a CPU core). It
 takes the gradient scale as a divisor and writes the scaled gradients back: after a step the gradients' memory
-holds nothing of use. On a GPU `myriad.kernels.triton.optimizer` does not write them.
+holds nothing of use. On a GPU `myriad.kernels.triton.optimizer_kernels` does not write them.
 
 AdamW (Loshchilov & Hutter 2019). Every element is updated independently, so sharding changes nothing.
 """
@@ -19,7 +19,7 @@ from myriad.optim.config import OptimizerConfig
 from myriad.optim.region import Region
 
 if TYPE_CHECKING:
-    from myriad.kernels.triton.optimizer import Coefficients
+    from myriad.kernels.triton.optimizer_kernels import Coefficients
 
 __all__ = ["AdamW", "Moments"]
 
@@ -107,7 +107,7 @@ class Moments:
 
     def coefficients(self, *, decays: bool) -> "Coefficients":
         """Return the coefficients of the current step, for Triton's kernels."""
-        from myriad.kernels.triton.optimizer import Coefficients
+        from myriad.kernels.triton.optimizer_kernels import Coefficients
 
         config = self.config
         return Coefficients(
@@ -121,7 +121,7 @@ class Moments:
         )
 
     def _move_in_triton(self, indices: Sequence[int], *, decays: bool, stays: torch.Tensor | None) -> None:
-        from myriad.kernels.triton.optimizer import adamw as adamw_in_one_pass
+        from myriad.kernels.triton.optimizer_kernels import adamw as adamw_in_one_pass
 
         for index in indices:
             region = self.regions[index]

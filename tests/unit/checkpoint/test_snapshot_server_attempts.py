@@ -11,8 +11,8 @@ import torch
 
 from myriad.checkpoint.checkpoint_files import constant_manifest
 from myriad.checkpoint.format.dcp_archive import make_stored_shards
-from myriad.checkpoint.format.run_state import progress_shard, write_progress
 from myriad.checkpoint.format.stored_shard import encode_shards, snapshot_bytes
+from myriad.checkpoint.format.trainer_state import progress_shard, write_progress
 from myriad.checkpoint.snapshots.snapshot_server import SnapshotServer
 from myriad.checkpoint.snapshots.wire import Wire
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder

@@ -28,8 +28,8 @@ from hypothesis import strategies as st
 
 from myriad.checkpoint.checkpoint_files import constant_manifest, load_model
 from myriad.checkpoint.format.dcp_archive import make_stored_shards
-from myriad.checkpoint.format.run_state import progress_shard, write_progress
 from myriad.checkpoint.format.stored_shard import StoredShard
+from myriad.checkpoint.format.trainer_state import progress_shard, write_progress
 from myriad.checkpoint.snapshots import rank_entry, snapshot_server_process
 from myriad.checkpoint.snapshots.snapshot_client import SnapshotClient, ask_server
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder, verify

@@ -117,14 +117,14 @@ def _laid_out(x: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def indices_on_host() -> Iterator[None]:
     """Where the number of indices depends on data they are made without FakeTensors inside."""
-    from myriad.kernels.triton import optimizer
+    from myriad.kernels.triton import optimizer_kernels
     from myriad.optim import parameter_norms
     from myriad.parallel import engine
 
     with ExitStack() as stack:
         for module, name in (
             (parameter_norms, "_cut"),
-            (optimizer, "cut_blocks"),
+            (optimizer_kernels, "cut_blocks"),
             (engine, "shapes_between_stages"),
         ):
             stack.enter_context(mock.patch.object(module, name, _on_host(getattr(module, name))))

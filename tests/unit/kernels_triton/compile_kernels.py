@@ -10,11 +10,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from myriad.kernels.triton import activation as triton_activation
-from myriad.kernels.triton import cross_entropy as triton_cross_entropy
+from myriad.kernels.triton import activation_kernels as triton_activation
+from myriad.kernels.triton import cross_entropy_kernels as triton_cross_entropy
 from myriad.kernels.triton import norm_kernels
-from myriad.kernels.triton import optimizer as triton_optimizer
-from myriad.kernels.triton import rotary as triton_rotary
+from myriad.kernels.triton import optimizer_kernels as triton_optimizer
+from myriad.kernels.triton import rotary_kernels as triton_rotary
 
 POINTERS = {
     "means weight_sums bias_sums left_weight left_bias left_weight_total left_bias_total "

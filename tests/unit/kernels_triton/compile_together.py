@@ -8,12 +8,12 @@ from typing import Any
 from compile_kernels import compile_kernel
 from triton.compiler import ASTSource
 
-from myriad.kernels.triton import cross_entropy, optimizer, rotary
+from myriad.kernels.triton import cross_entropy_kernels, optimizer_kernels, rotary_kernels
 
 KERNELS: tuple[tuple[Any, dict[str, Any]], ...] = (
-    (optimizer.adamw_kernel, {"MAY_STAY": True, "BLOCK": 2048}),
-    (cross_entropy.facts_kernel, {"BLOCK": 4096}),
-    (rotary.turn_kernel, {"HEADS": 16, "PAIRS": 64}),
+    (optimizer_kernels.adamw_kernel, {"MAY_STAY": True, "BLOCK": 2048}),
+    (cross_entropy_kernels.facts_kernel, {"BLOCK": 4096}),
+    (rotary_kernels.turn_kernel, {"HEADS": 16, "PAIRS": 64}),
 )
 
 

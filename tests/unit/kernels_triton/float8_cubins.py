@@ -13,7 +13,7 @@ from attention_cubins import resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from myriad.kernels.triton import float8, scaling
+from myriad.kernels.triton import float8_kernels, scaling
 
 POINTERS = {
     "x_pointer": "*bf16",
@@ -37,7 +37,7 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
         yield f"cast {kind}", scaling.cast_kernel, CAST | flags, options
     for height, accumulate in ((128, False), (1, True)):
         flags = {"b_height": height, "accumulate": accumulate}
-        yield f"product {height}", float8.product_kernel, PRODUCT | flags, {"num_stages": 3}
+        yield f"product {height}", float8_kernels.product_kernel, PRODUCT | flags, {"num_stages": 3}
 
 
 def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from myriad.kernels.norm import Norm
-from myriad.kernels.triton import norm as triton_norm
+from myriad.kernels.triton import fused_add_norm as triton_norm
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context

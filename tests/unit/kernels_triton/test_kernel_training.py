@@ -23,7 +23,7 @@ from myriad.kernels.attention import attention
 from myriad.kernels.choice import explain, fallback
 from myriad.kernels.config import Kernels
 from myriad.kernels.float8 import Float8
-from myriad.kernels.triton import rotary as triton_rotary
+from myriad.kernels.triton import rotary_kernels as triton_rotary
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig

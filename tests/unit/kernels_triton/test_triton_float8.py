@@ -17,7 +17,7 @@ from myriad.kernels.agreement import LIMITS, float8_disagreements
 from myriad.kernels.float8 import BOTH, Float8, Form, KeptForms, Kind, Scaled, Scaling, scaled_reference, seen
 from myriad.kernels.gradient import GradientSink, set_sink
 from myriad.kernels.linear import linear
-from myriad.kernels.triton.float8 import add_product_of_blocks, product_of_blocks
+from myriad.kernels.triton.float8_kernels import add_product_of_blocks, product_of_blocks
 from myriad.kernels.triton.scaling import largest
 from myriad.kernels.triton.scaling import scaled as scaled_in_triton
 from myriad.planner.cost.operator_costs import float8_traffic

@@ -29,7 +29,7 @@ from myriad.run.run_lines import StepLines, count_steps
 from myriad.supervise.accounting.accounting import account_of
 from myriad.supervise.accounting.ledger import in_order
 from myriad.supervise.driver.journal import Journal, count_missing
-from myriad.supervise.policy.actions import StartAttempt
+from myriad.supervise.policy.policy_actions import StartAttempt
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.system.jsonl import JsonlTail
 from myriad.system.whole_file import read_json, write_whole

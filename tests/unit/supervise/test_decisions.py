@@ -13,7 +13,8 @@ from myriad.errors import BAD_DATA, NEXT_ATTEMPT_SKIPS
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, NodeLeft, StopAsked
 from myriad.supervise.observations import CommSeen, RankExited, RankSeen
-from myriad.supervise.policy.actions import (
+from myriad.supervise.policy.decisions import Decider
+from myriad.supervise.policy.policy_actions import (
     Blame,
     DumpStacks,
     EndRun,
@@ -22,7 +23,6 @@ from myriad.supervise.policy.actions import (
     StartAttempt,
     StopRanks,
 )
-from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.step_work import StepWork
 

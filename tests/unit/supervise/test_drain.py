@@ -10,8 +10,8 @@ from myriad.job import load_job
 from myriad.run import Run
 from myriad.supervise.driver_requests import evict
 from myriad.supervise.messages import EvictionAsked
-from myriad.supervise.policy.actions import Evict, StartAttempt, TurnRanks
 from myriad.supervise.policy.drain import what_follows
+from myriad.supervise.policy.policy_actions import Evict, StartAttempt, TurnRanks
 
 
 def asked(node: int, *, anyway: bool = False) -> EvictionAsked:

@@ -13,10 +13,10 @@ from myriad.job import load_job
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, NodeLeft, StopAsked
 from myriad.supervise.observations import Digest, RankExited, RankSeen
-from myriad.supervise.policy.actions import Blame, EndRun, PolicyAction, StartAttempt, TurnRanks
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.elastic import ElasticLayouts
 from myriad.supervise.policy.node_selection import place_nodes
+from myriad.supervise.policy.policy_actions import Blame, EndRun, PolicyAction, StartAttempt, TurnRanks
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.step_work import StepWork
 

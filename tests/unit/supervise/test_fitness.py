@@ -12,7 +12,14 @@ from myriad.doctor.hardware import cpu_key
 from myriad.supervise.agent.examination import Examination
 from myriad.supervise.messages import Beat, EvictionAsked, NodeJoined
 from myriad.supervise.observations import Examined, RankSeen
-from myriad.supervise.policy.actions import EndRun, Evict, Examine, ReportExamination, StartAttempt, TurnRanks
+from myriad.supervise.policy.policy_actions import (
+    EndRun,
+    Evict,
+    Examine,
+    ReportExamination,
+    StartAttempt,
+    TurnRanks,
+)
 
 
 def join(world: World, node: int, machine: str = "", by: str = "") -> list:

@@ -6,8 +6,8 @@ from test_decisions import World, kinds, seen
 
 from myriad.supervise.messages import Beat
 from myriad.supervise.observations import DeviceTrouble, LinkSeen
-from myriad.supervise.policy.actions import Blame, Evict, Notice, PolicyAction, StartAttempt, TurnRanks
 from myriad.supervise.policy.health import ClockCheck
+from myriad.supervise.policy.policy_actions import Blame, Evict, Notice, PolicyAction, StartAttempt, TurnRanks
 
 
 class Links(World):

@@ -7,9 +7,9 @@ import pytest
 
 from myriad.supervise.driver.journal import Journal, Leftovers
 from myriad.supervise.observations import RankExited
-from myriad.supervise.policy.actions import EndRun, StartAttempt
 from myriad.supervise.policy.incidents import Incident
 from myriad.supervise.policy.nan_trial import NanTrial
+from myriad.supervise.policy.policy_actions import EndRun, StartAttempt
 from myriad.supervise.policy.run_state import RunPlan, RunState
 
 PLAN = RunPlan(world=4, nodes=2, first_epoch=3, patience=0.5)

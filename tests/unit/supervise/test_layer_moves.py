@@ -18,8 +18,8 @@ from myriad.program.schedules import stage_owners
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined
 from myriad.supervise.observations import RankExited, RankSeen
-from myriad.supervise.policy.actions import PolicyAction, ReportSlow, StartAttempt, TurnRanks
 from myriad.supervise.policy.decisions import Decider
+from myriad.supervise.policy.policy_actions import PolicyAction, ReportSlow, StartAttempt, TurnRanks
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.step_work import Pipeline, StepWork, best_cuts, layer_seconds, pipeline_seconds
 from myriad.train.engine_setup import stage_layers

@@ -6,7 +6,7 @@ from test_decisions import World, kinds, seen
 
 from myriad.supervise.exit_causes import cause_of, first_not_finite
 from myriad.supervise.messages import Beat
-from myriad.supervise.policy.actions import Blame, Diagnose, EndRun, Evict, PolicyAction, StartAttempt
+from myriad.supervise.policy.policy_actions import Blame, Diagnose, EndRun, Evict, PolicyAction, StartAttempt
 
 SAID = "myriad: error: step {step}: loss is nan; first bad tensor is the gradient of a.b, on rank {rank}"
 

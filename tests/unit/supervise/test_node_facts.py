@@ -19,7 +19,7 @@ from myriad.launchers.supervised_run import expected_traffic
 from myriad.supervise.agent.node_facts import node_facts
 from myriad.supervise.driver.node_inventory import NodeInventory, read_nodes
 from myriad.supervise.observations import GpuFacts, NicFacts, NodeFacts
-from myriad.supervise.policy.actions import Notice
+from myriad.supervise.policy.policy_actions import Notice
 
 GPUS = tuple(GpuFacts("NVIDIA H100 80GB HBM3", f"16523{k}", f"0000:{k:02x}:00.0") for k in range(2))
 FACTS = NodeFacts(

@@ -14,7 +14,8 @@ from myriad.job import load_job
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, StopAsked
 from myriad.supervise.observations import RankExited, RankSeen
-from myriad.supervise.policy.actions import (
+from myriad.supervise.policy.decisions import Decider
+from myriad.supervise.policy.policy_actions import (
     Evict,
     PolicyAction,
     ReportSlow,
@@ -22,7 +23,6 @@ from myriad.supervise.policy.actions import (
     StopRanks,
     TurnRanks,
 )
-from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.rebalance import best_shares, step_seconds
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.step_work import StepWork

@@ -18,8 +18,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, NodeLeft, StopAsked
 from myriad.supervise.observations import RankExited, RankSeen
-from myriad.supervise.policy.actions import EndRun, Evict, PolicyAction, StartAttempt, StopRanks, TurnRanks
 from myriad.supervise.policy.decisions import Decider
+from myriad.supervise.policy.policy_actions import (
+    EndRun,
+    Evict,
+    PolicyAction,
+    StartAttempt,
+    StopRanks,
+    TurnRanks,
+)
 from myriad.supervise.policy.run_state import RunPlan, RunState
 
 WORLD, NODES, SPARES, RESTARTS = 4, 2, 1, 3

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from myriad.cli.main import build_app
 from myriad.supervise.driver.admission import append_offence, clear, offenders_path, read_offenders
 from myriad.supervise.messages import EvictionAsked, NodeJoined, NodeRefused, NodeWanted
-from myriad.supervise.policy.actions import Evict
+from myriad.supervise.policy.policy_actions import Evict
 from myriad.supervise.policy.repeat_offenders import QUARANTINE_SECONDS, OffenceRecord, RepeatOffenders
 from myriad.system.machine import MACHINE, machine_name
 

@@ -9,8 +9,8 @@ from myriad.job import load_job
 from myriad.launchers.supervised_run import replica_groups
 from myriad.supervise.messages import Beat
 from myriad.supervise.observations import Digest, RankExited
-from myriad.supervise.policy.actions import Blame, EndRun, Evict, StartAttempt
 from myriad.supervise.policy.numeric_faults import ReplicaDifference, ReplicaDigests
+from myriad.supervise.policy.policy_actions import Blame, EndRun, Evict, StartAttempt
 
 FOUR = ((0, 1, 2, 3),)
 

@@ -3,7 +3,7 @@
 from test_decisions import World
 
 from myriad.supervise.exit_causes import cause_of, spike_text
-from myriad.supervise.policy.actions import Blame, EndRun, Evict, PolicyAction, StartAttempt
+from myriad.supervise.policy.policy_actions import Blame, EndRun, Evict, PolicyAction, StartAttempt
 
 SAID = (
     "myriad: error: step {step}: a spike, twice: gradient norm 100, the median of 128 steps is 1, the limit 2"

@@ -17,7 +17,7 @@ from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
 from myriad.supervise.agent.link_monitor import sum_up
 from myriad.supervise.messages import Beat
 from myriad.supervise.observations import LinkTraffic, RankSeen
-from myriad.supervise.policy.actions import Notice, PolicyAction
+from myriad.supervise.policy.policy_actions import Notice, PolicyAction
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.traffic_alarms import TrafficAlarms
 from myriad.telemetry.links.link_ring import LINK_COLUMNS, Rows

@@ -11,7 +11,7 @@ from math import floor, inf
 
 from myriad.forecasts.fleet.fault_mix import DrawnFault
 from myriad.forecasts.fleet.policy_times import PolicyTimes, PublishedTimes
-from myriad.forecasts.fleet.run_progress import RunProgress
+from myriad.forecasts.fleet.simulated_progress import RunProgress
 from myriad.supervise.accounting.ledger import Kind as Doing
 from myriad.supervise.accounting.ledger import Ledger
 

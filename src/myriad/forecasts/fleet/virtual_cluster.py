@@ -28,13 +28,20 @@ from typing import Literal
 from myriad.forecasts.fleet.fault_mix import DrawnFault, FaultKindShare
 from myriad.forecasts.fleet.node_symptoms import Symptoms, hung_row, starting_row, training_row
 from myriad.forecasts.fleet.policy_times import PolicyTimes
-from myriad.forecasts.fleet.run_progress import RunProgress
+from myriad.forecasts.fleet.simulated_progress import RunProgress
 from myriad.supervise.accounting.ledger import Kind as Doing
 from myriad.supervise.accounting.ledger import Ledger
 from myriad.supervise.messages import Beat, NodeJoined, StopAsked
 from myriad.supervise.observations import Cause, RankExited, RankSeen
-from myriad.supervise.policy.actions import EndRun, Evict, PolicyAction, StartAttempt, StopRanks, TurnRanks
 from myriad.supervise.policy.decisions import Decider
+from myriad.supervise.policy.policy_actions import (
+    EndRun,
+    Evict,
+    PolicyAction,
+    StartAttempt,
+    StopRanks,
+    TurnRanks,
+)
 from myriad.supervise.policy.run_state import RunPlan
 from myriad.telemetry.progress.progress_page import TURNED_CODE
 

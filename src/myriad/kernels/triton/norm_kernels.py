@@ -1,4 +1,4 @@
-"""The device code of LayerNorm and RMSNorm (`myriad.kernels.triton.norm` has the formulas and the launches).
+"""Device code of LayerNorm and RMSNorm; `myriad.kernels.triton.fused_add_norm` has the formulas and launches.
 
 One program holds a row. In the backward each program processes every P-th row and keeps its own sum of the
 weight's gradient (as in Liger Kernel, arXiv 2410.10989, section 3.2). The sums that the norm before left are

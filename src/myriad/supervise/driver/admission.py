@@ -24,7 +24,7 @@ from pathlib import Path
 from myriad.run import Run
 from myriad.supervise.background import AsyncWriter
 from myriad.supervise.messages import NodeJoined
-from myriad.supervise.policy.actions import Evict
+from myriad.supervise.policy.policy_actions import Evict
 from myriad.supervise.policy.repeat_offenders import OffenceRecord, RepeatOffenders
 from myriad.system.jsonl import JsonlTail, append_line
 from myriad.system.machine import user_folder

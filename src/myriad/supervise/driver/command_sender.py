@@ -12,7 +12,8 @@ from typing import Any
 
 from myriad.supervise.authenticated_link import AuthenticatedLink
 from myriad.supervise.messages import Agreed, Dump, End, ExamineNode, KeepCounters, Leave, Order, Start, Turn
-from myriad.supervise.policy.actions import (
+from myriad.supervise.policy.decisions import Decider
+from myriad.supervise.policy.policy_actions import (
     Blame,
     DumpStacks,
     EndRun,
@@ -25,7 +26,6 @@ from myriad.supervise.policy.actions import (
     StopRanks,
     TurnRanks,
 )
-from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.run_state import RunPlan
 
 __all__ = ["CommandSender", "SendToLauncher", "send_to_launcher"]

@@ -58,9 +58,9 @@ from myriad.supervise.messages import (
     Traced,
 )
 from myriad.supervise.observations import Examined, NodeFacts
-from myriad.supervise.policy.actions import EndRun, PolicyAction
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.health import ClockCheck
+from myriad.supervise.policy.policy_actions import EndRun, PolicyAction
 from myriad.system.child_process import die_with_parent
 from myriad.system.pending_connections import AUTHENTICATION_SECONDS, PendingConnections
 

@@ -9,7 +9,8 @@ from myriad.run import Run
 from myriad.supervise.background import AsyncWriter
 from myriad.supervise.driver.admission import AdmissionCheck
 from myriad.supervise.observations import Examined
-from myriad.supervise.policy.actions import (
+from myriad.supervise.policy.fitness import examination_report
+from myriad.supervise.policy.policy_actions import (
     Blame,
     Diagnose,
     DumpStacks,
@@ -22,7 +23,6 @@ from myriad.supervise.policy.actions import (
     StartAttempt,
     TurnRanks,
 )
-from myriad.supervise.policy.fitness import examination_report
 
 __all__ = ["EventLog"]
 

@@ -30,17 +30,6 @@ from myriad.errors import NEXT_ATTEMPT_SKIPS
 from myriad.supervise.exit_causes import first_not_finite, spike_text
 from myriad.supervise.messages import NodeJoined
 from myriad.supervise.observations import RankExited
-from myriad.supervise.policy.actions import (
-    BY_A_PERSON,
-    RULES_OF_LEAVING,
-    EndRun,
-    Evict,
-    EvictionCause,
-    Outcome,
-    PolicyAction,
-    StartAttempt,
-    evidence_of,
-)
 from myriad.supervise.policy.incidents import (
     CORRUPTION,
     MEMORY_FULL,
@@ -53,6 +42,17 @@ from myriad.supervise.policy.incidents import (
 from myriad.supervise.policy.membership import Membership
 from myriad.supervise.policy.node_selection import NodeSelection
 from myriad.supervise.policy.numeric_faults import NumericFaults
+from myriad.supervise.policy.policy_actions import (
+    BY_A_PERSON,
+    RULES_OF_LEAVING,
+    EndRun,
+    Evict,
+    EvictionCause,
+    Outcome,
+    PolicyAction,
+    StartAttempt,
+    evidence_of,
+)
 from myriad.supervise.policy.run_state import RunPlan, RunState
 
 __all__ = [

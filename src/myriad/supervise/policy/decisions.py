@@ -26,7 +26,6 @@ from dataclasses import replace
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.supervise.messages import Beat, EvictionAsked, NodeJoined, NodeLeft, Observation, StopAsked
 from myriad.supervise.observations import Examined, NodeFacts, RankExited
-from myriad.supervise.policy.actions import Notice, PolicyAction, StartAttempt, StopRanks
 from myriad.supervise.policy.attempts import (
     NOWHERE,
     AttemptOutcome,
@@ -47,6 +46,7 @@ from myriad.supervise.policy.incidents import Incident
 from myriad.supervise.policy.membership import Membership
 from myriad.supervise.policy.node_selection import NodeSelection
 from myriad.supervise.policy.numeric_faults import NumericFaults
+from myriad.supervise.policy.policy_actions import Notice, PolicyAction, StartAttempt, StopRanks
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.step_restarts import StepRestarts
 from myriad.supervise.policy.traffic_alarms import TrafficAlarms

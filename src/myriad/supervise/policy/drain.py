@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from myriad.supervise.messages import EvictionAsked, NodeJoined
 from myriad.supervise.observations import Examined
-from myriad.supervise.policy.actions import BY_A_PERSON, RULES_OF_LEAVING, PolicyAction, evidence_of
 from myriad.supervise.policy.fitness import Fitness
 from myriad.supervise.policy.membership import Membership
 from myriad.supervise.policy.node_selection import NodeSelection
+from myriad.supervise.policy.policy_actions import BY_A_PERSON, RULES_OF_LEAVING, PolicyAction, evidence_of
 from myriad.supervise.policy.run_state import RunState
 from myriad.supervise.policy.step_restarts import StepRestarts
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from myriad.supervise.messages import NodeJoined
 from myriad.supervise.observations import Examined, How
-from myriad.supervise.policy.actions import Examine, ReportExamination
 from myriad.supervise.policy.incidents import CORRUPTION, Incident
 from myriad.supervise.policy.membership import machine_of
+from myriad.supervise.policy.policy_actions import Examine, ReportExamination
 from myriad.supervise.policy.run_state import RunPlan
 
 __all__ = ["Fitness"]

@@ -29,9 +29,9 @@ from statistics import median
 
 from myriad.supervise.messages import Beat
 from myriad.supervise.observations import RankSeen
-from myriad.supervise.policy.actions import DumpStacks
 from myriad.supervise.policy.incidents import Incident
 from myriad.supervise.policy.membership import Membership
+from myriad.supervise.policy.policy_actions import DumpStacks
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.suspects import Seat, find_suspects
 from myriad.units import format_ranks

@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple
 
 from myriad.supervise.messages import Beat, NodeJoined
 from myriad.supervise.observations import DeviceTrouble, LinkSeen
-from myriad.supervise.policy.actions import Notice
 from myriad.supervise.policy.incidents import Incident
+from myriad.supervise.policy.policy_actions import Notice
 from myriad.supervise.policy.run_state import RunState
 from myriad.supervise.policy.traffic_alarms import TrafficAlarms
 

@@ -4,7 +4,7 @@ import signal
 from dataclasses import dataclass
 
 from myriad.supervise.observations import RankExited
-from myriad.supervise.policy.actions import Blame
+from myriad.supervise.policy.policy_actions import Blame
 
 __all__ = [
     "CORRUPTION",

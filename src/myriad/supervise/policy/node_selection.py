@@ -16,10 +16,10 @@ full       before     connected  next
 from collections.abc import Sequence
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
-from myriad.supervise.policy.actions import Evict, EvictionCause
 from myriad.supervise.policy.fitness import Fitness
 from myriad.supervise.policy.health import Health
 from myriad.supervise.policy.membership import Membership, machine_of
+from myriad.supervise.policy.policy_actions import Evict, EvictionCause
 from myriad.supervise.policy.run_state import RunPlan, RunState
 
 __all__ = ["NodeSelection"]

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from myriad.supervise.observations import Digest
-from myriad.supervise.policy.actions import Diagnose, EndRun, Evict, PolicyAction
 from myriad.supervise.policy.incidents import CORRUPTION, NOT_FINITE, Incident
 from myriad.supervise.policy.nan_trial import NanTrial, Verdict, moved, next_trial
+from myriad.supervise.policy.policy_actions import Diagnose, EndRun, Evict, PolicyAction
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.units import format_ranks
 

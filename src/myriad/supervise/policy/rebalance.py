@@ -31,7 +31,7 @@ from typing import Literal
 
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.supervise.observations import RankSeen
-from myriad.supervise.policy.actions import RULES_OF_LEAVING, ReportSlow, TurnRanks
+from myriad.supervise.policy.policy_actions import RULES_OF_LEAVING, ReportSlow, TurnRanks
 from myriad.supervise.policy.slow_ranks import StragglerDetector, StragglerFinding
 from myriad.supervise.policy.step_work import (
     LayerMove,

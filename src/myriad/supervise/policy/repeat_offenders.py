@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from myriad.supervise.policy.actions import EvictionCause
+from myriad.supervise.policy.policy_actions import EvictionCause
 
 __all__ = ["QUARANTINE_SECONDS", "RULES", "OffenceRecord", "Quarantine", "RepeatOffenders", "Rule"]
 

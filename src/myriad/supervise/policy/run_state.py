@@ -6,10 +6,10 @@ from typing import Literal
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
 from myriad.supervise.messages import EvictionAsked, NodeJoined
-from myriad.supervise.policy.actions import EvictionCause, Outcome
 from myriad.supervise.policy.elastic import ElasticLayouts
 from myriad.supervise.policy.incidents import Incident
 from myriad.supervise.policy.nan_trial import NanTrial, OnNan
+from myriad.supervise.policy.policy_actions import EvictionCause, Outcome
 from myriad.supervise.policy.step_work import LayerMove, StepWork
 
 __all__ = ["RunPlan", "RunState"]

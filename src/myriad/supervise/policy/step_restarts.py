@@ -10,11 +10,11 @@ killed.
 
 from collections.abc import Iterator
 
-from myriad.supervise.policy.actions import RULES_OF_LEAVING, EvictionCause, PolicyAction, TurnRanks
 from myriad.supervise.policy.elastic import MORE, Regrowth
 from myriad.supervise.policy.hang_watch import HangWatch
 from myriad.supervise.policy.health import Health
 from myriad.supervise.policy.node_selection import NodeSelection
+from myriad.supervise.policy.policy_actions import RULES_OF_LEAVING, EvictionCause, PolicyAction, TurnRanks
 from myriad.supervise.policy.rebalance import Rebalancer
 from myriad.supervise.policy.run_state import RunPlan, RunState
 

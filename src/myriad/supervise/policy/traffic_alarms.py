@@ -25,7 +25,6 @@ from typing import Literal
 from myriad.comm.attempt_layout import AS_THE_JOB
 from myriad.supervise.messages import Beat
 from myriad.supervise.observations import LinkTraffic, RankSeen
-from myriad.supervise.policy.actions import Notice
 from myriad.supervise.policy.link_rates import (
     AS_BEFORE,
     DIRECTIONS,
@@ -41,6 +40,7 @@ from myriad.supervise.policy.link_rates import (
     LinkPeers,
     most_fallen,
 )
+from myriad.supervise.policy.policy_actions import Notice
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.units import format_bytes
 
