@@ -70,6 +70,8 @@ def main(arguments: list[str]) -> int:
             play_hang(hung)
             page = browser.new_page(viewport=VIEWPORT, color_scheme=theme)
             for pictures, watch in ((slow_pictures, slow), (hung_pictures, hung)):
+                page.goto(f"{watch.address}/?token={watch.token}")
+                page.wait_for_url(f"{watch.address}/")
                 for name in pictures(page, watch.address):
                     page.wait_for_timeout(DRAWN_MS)
                     path = into / f"{name}.png"

@@ -85,7 +85,8 @@ class Server:
         ]
         self.process = subprocess.Popen([*command, "--json", "--memory", memory], stdout=subprocess.PIPE)
         assert self.process.stdout is not None
-        self.url = json.loads(self.process.stdout.readline())["url"]
+        told = json.loads(self.process.stdout.readline())
+        self.url, self.token = told["url"], told["token"]
         self._local = threading.local()
 
     def ask(self, question: str) -> bytes:
@@ -94,7 +95,7 @@ class Server:
         if connection is None:
             connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=60)
             self._local.connection = connection
-        connection.request("GET", f"/api/{question}")
+        connection.request("GET", f"/api/{question}", headers={"Authorization": f"Bearer {self.token}"})
         answer = connection.getresponse()
         body: bytes = answer.read()
         if answer.status != 200:
@@ -147,7 +148,7 @@ def measure_ingest(server: Server, player: Player, given: argparse.Namespace, re
     made, steps = encoded_steps(player, 2), 2
     stop, lock = threading.Event(), threading.Lock()
     work = _endless(made, steps)
-    senders = [Sender(server.url, None) for _ in range(given.connections)]
+    senders = [Sender(server.url, server.token) for _ in range(given.connections)]
 
     def send(sender: Sender) -> None:
         while not stop.is_set():
@@ -230,7 +231,7 @@ def _rate(server: Server) -> Iterator[list[float]]:
 
 def _probe(server: Server, rank: int, stop: threading.Event, delays: list[float]) -> None:
     """A span of no step that ends now, on a rank that is asked for until something as new is told."""
-    sender = Sender(server.url, None)
+    sender = Sender(server.url, server.token)
     while not stop.wait(0.1):
         ended = time.time()
         span = np.zeros(1, RECORD)

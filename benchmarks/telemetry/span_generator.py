@@ -29,6 +29,7 @@ from myriad.dashboard.insight.rank_arrays import Ranks
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.system.jsonl import append_line
+from myriad.telemetry.shipping.page_token import sender_tokens
 from myriad.telemetry.span_io.span_batch import SpanBatch, encode
 from myriad.telemetry.span_io.span_files import write_span_file
 from span_player import LAYOUTS, Player, Wrong, batches
@@ -174,7 +175,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("--url", default="http://127.0.0.1:8765")
-    parser.add_argument("--token")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--ranks", type=int, default=12288, choices=tuple(LAYOUTS))
     parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES)
@@ -223,7 +223,8 @@ def main(arguments: list[str]) -> int:
     spans = flooded = 0
     senders = None
     try:
-        senders = None if given.files else Senders(given.url, given.token, given.connections)
+        token = next(iter(sender_tokens(given.run, given.url)), None)
+        senders = None if given.files else Senders(given.url, token, given.connections)
         spans = play(run, player, given, senders)
     except OSError as error:
         print(f"the collector at {given.url}: {error}", file=sys.stderr)

@@ -46,6 +46,8 @@ def tab(browser: "Browser") -> Iterator[Callable[..., "Page"]]:
         page.on(
             "request", lambda request: request.url.startswith((watch.address, "data:")) or say(request.url)
         )
+        page.goto(f"{watch.address}/?token={watch.token}")
+        page.wait_for_url(f"{watch.address}/")
         page.goto(f"{watch.address}/#/{view}")
         return page
 

@@ -1,6 +1,7 @@
 """Runs with something wrong in them, as the span generator plays them, and the server that shows them."""
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,7 @@ class Watch:
     run: Run
     options: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -54,11 +56,12 @@ class Watch:
             *self.options,
         ]
         command = [sys.executable, "-S", child_process.__file__, os.getpid(), sys.executable, *watch]
-        self.process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
+        environment = os.environ | {"MYRIAD_COLLECTOR_TOKEN": self.token}
+        self.process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, env=environment)
         until = time.monotonic() + 60
         while True:
             try:
-                urllib.request.urlopen(f"{self.address}/api/run", timeout=60).read()
+                urllib.request.urlopen(self.request("/api/run"), timeout=60).read()
                 return self
             except OSError:
                 if self.process.poll() is not None or time.monotonic() > until:
@@ -72,8 +75,13 @@ class Watch:
 
     def post(self, batch: SpanBatch) -> None:
         """As a node sends its spans."""
-        request = urllib.request.Request(f"{self.address}/api/spans", encode(batch), method="POST")
-        urllib.request.urlopen(request, timeout=60).read()
+        urllib.request.urlopen(self.request("/api/spans", encode(batch)), timeout=60).read()
+
+    def request(self, path: str, body: bytes | None = None) -> urllib.request.Request:
+        """With the token, as a program sends it."""
+        return urllib.request.Request(
+            f"{self.address}{path}", body, {"Authorization": f"Bearer {self.token}"}
+        )
 
 
 def chromium() -> str | None:

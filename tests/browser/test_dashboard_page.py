@@ -4,11 +4,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from played_runs import HANG_AT, SILENT_RANK, SLOW_NODE, Watch, player_of, slow_run
 
+from myriad.cli.watch_access import open_in_browser
 from myriad.run import Run
 from myriad.telemetry.span_io.span_batch import SpanBatch
 from span_generator import make_run
@@ -133,6 +134,28 @@ def test_page_says_that_the_server_is_gone_and_comes_back_with_it(tmp_path: Path
         page.close()
     finally:
         watch.stop()
+
+
+def test_a_private_file_leads_a_browser_in_and_the_address_keeps_no_token(
+    slow: Watch, browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `--open` does. A strict cookie is not sent where another site's page, or a file, leads a browser."""
+    monkeypatch.setenv("BROWSER", "chromium")
+    monkeypatch.setattr("webbrowser.open", lambda page: None)
+    door = tmp_path / "state" / "door.html"
+    open_in_browser(f"{slow.address}/?token={slow.token}", door, has_token=True)
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto(door.as_uri())
+        page.wait_for_url(f"{slow.address}/**", timeout=60_000)
+        page.get_by_role("navigation").get_by_role("link", name="Heat map").click(timeout=60_000)
+        assert slow.token not in page.evaluate("() => location.href + document.cookie + document.referrer")
+        page.go_back()
+        assert slow.token not in page.url
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto(f"{slow.address}/")
+        assert "a token is needed" in page.inner_text("body")
 
 
 def test_all_views_work_offline_in_light_and_dark(slow: Watch, tab: Tab) -> None:

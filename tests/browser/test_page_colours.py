@@ -65,7 +65,8 @@ CLOCKS = """async (error) => {
 def palettes(browser: Any, slow: Watch) -> dict[str, Any]:
     with browser.new_context() as context:
         page = context.new_page()
-        page.goto(f"{slow.address}/#/overview")
+        page.goto(f"{slow.address}/?token={slow.token}")
+        page.wait_for_url(f"{slow.address}/")
         names = [*LOSSES.values(), *step_loss_colours.COLOURS.keys() - LOSSES, *ledger_chart.COLOURS]
         found: dict[str, Any] = page.evaluate(PALETTES, [names, STEPS])
         return found

@@ -70,7 +70,7 @@ def test_an_installed_wheel_plans_trains_and_shows_a_run(
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as watch:
         try:
             assert watch.stdout is not None
-            address = json.loads(watch.stdout.readline())["url"]
+            address = json.loads(watch.stdout.readline())["page"]
             with urllib.request.urlopen(address, timeout=30) as page:
                 assert b"<!doctype html>" in page.read().lower()
         finally:

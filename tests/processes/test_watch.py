@@ -23,6 +23,9 @@ from myriad.dashboard.server import listen_at, make_server
 from myriad.dashboard.tile import unpack_tile
 from myriad.job import load_job
 from myriad.run import Run
+from myriad.supervise.authenticated_link import run_secret
+from myriad.telemetry.shipping.outlets import Collector
+from myriad.telemetry.shipping.page_token import sender_tokens, span_token
 from myriad.telemetry.span_io.span_batch import MAX_BATCH_BYTES, Origin, SpanBatch, encode
 from myriad.telemetry.span_io.span_files import write_span_file
 
@@ -129,17 +132,18 @@ def test_a_wrong_batch_is_refused_with_one_line_counted_and_told(watching: Watch
 
 
 def test_a_batch_that_is_too_large_is_refused_before_it_is_sent(watching: Watching) -> None:
-    assert begun(watching.port, MAX_BATCH_BYTES + 1).startswith(b"HTTP/1.1 413")
+    assert begun(watching, MAX_BATCH_BYTES + 1).startswith(b"HTTP/1.1 413")
     chunked = watching.client.post("/api/spans", content=iter([b"a", b"b"]))
     assert chunked.status_code == 411
 
 
-def begun(port: int, length: int, keep: list[socket.socket] | None = None) -> bytes:
+def begun(watching: Watching, length: int, keep: list[socket.socket] | None = None) -> bytes:
     """What the collector says when only the head of a batch has come; nothing, if it waits for the rest: of
     senders that are to be kept."""
-    sender = socket.create_connection(("127.0.0.1", port), timeout=60)
+    sender = socket.create_connection(("127.0.0.1", watching.port), timeout=60)
     sender.settimeout(60 if keep is None else 0.5)
-    head = f"POST /api/spans HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {length}\r\n\r\n"
+    about = f"Host: 127.0.0.1:{watching.port}\r\nAuthorization: Bearer {watching.token}\r\n"
+    head = f"POST /api/spans HTTP/1.1\r\n{about}Content-Length: {length}\r\n\r\n"
     sender.sendall(head.encode())
     try:
         return sender.recv(1000)
@@ -152,7 +156,7 @@ def begun(port: int, length: int, keep: list[socket.socket] | None = None) -> by
 def test_a_flood_is_refused_counted_and_over_when_it_is_over(watching: Watching) -> None:
     senders: list[socket.socket] = []
     for _ in range(4):
-        assert begun(watching.port, MAX_BATCH_BYTES, senders) == b""
+        assert begun(watching, MAX_BATCH_BYTES, senders) == b""
     assert watching.send(spans_of(1)).status_code == 429
     assert watching.ask("run")["dropped"]["batches_flooded"] == 1
     for sender in senders:
@@ -239,7 +243,8 @@ def test_a_wrong_question_gets_one_line(watching: Watching, question: str) -> No
 )
 def test_no_address_leads_out_of_the_page(watching: Watching, path: str) -> None:
     with socket.create_connection(("127.0.0.1", watching.port), timeout=60) as asker:
-        asker.sendall(f"GET {path} HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        secret = f"Authorization: Bearer {watching.token}"
+        asker.sendall(f"GET {path} HTTP/1.0\r\nHost: 127.0.0.1\r\n{secret}\r\n\r\n".encode())
         answer = b"".join(iter(lambda: asker.recv(65536), b""))
     assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 307")), answer[:200]
     assert b"import" not in answer and b"root:" not in answer
@@ -335,24 +340,58 @@ def test_ctrl_c_ends_it_at_once_and_without_a_word_while_a_page_is_open(tmp_path
         assert watching.errors.read_text() == ""
 
 
-def test_other_machines_need_the_token(tmp_path: Path) -> None:
-    with Watching(make_run(tmp_path / "run"), ("--host", "0.0.0.0")) as watching:
-        token, client = watching.told["token"], watching.client
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_everyone_needs_the_token_on_this_machine_and_on_others(tmp_path: Path, host: str) -> None:
+    with Watching(make_run(tmp_path / "run"), ("--host", host)) as watching:
+        token, client = watching.token, httpx.Client(base_url=f"http://127.0.0.1:{watching.port}")
         assert len(token) == 32 and watching.told["page"].endswith(f"/?token={token}")
-        for path in ("/", "/api/run", "/api/stream", "/static/app.js", f"/api/run?token={token[:-1]}"):
+        for path in ("/", "/api/run", "/api/stream", "/static/app.js", f"/api/run?token={token}"):
             assert client.get(path).status_code == 401
-        for header in ("Bearer", f"Bearer {token}x", "Bearer é".encode().decode("latin-1")):
-            assert (
-                client.get("/api/run", headers={"Authorization": header.encode("latin-1")}).status_code == 401
-            )
+        wrong = ("Bearer", f"Bearer {token}x", f"Bearer {token[:-1]}", "Bearer é".encode().decode("latin-1"))
+        for header in wrong:
+            given = {"Authorization": header.encode("latin-1")}
+            assert client.get("/api/run", headers=given).status_code == 401
+        assert client.get(f"/?token={token[:-1]}").status_code == 401
         assert client.post("/api/spans", content=encode(spans_of(1))).status_code == 401
         bearer = {"Authorization": f"Bearer {token}"}
         assert client.post("/api/spans", content=encode(spans_of(1)), headers=bearer).status_code == 204
         entered = client.get(f"/?token={token}")
-        assert entered.status_code == 303 and entered.headers["location"] == "/"
+        assert (entered.status_code, entered.headers["refresh"]) == (200, "0; url=/")
+        assert token not in entered.text
         cookie = entered.headers["set-cookie"].lower()
         assert "httponly" in cookie and "samesite=strict" in cookie
+        assert cookie.startswith(f"myriad_token_{watching.port}=")
         assert client.get("/api/run").status_code == 200, "the cookie is sent from now on"
+
+
+def test_the_token_is_in_a_private_file_while_the_server_runs_and_in_no_argument(tmp_path: Path) -> None:
+    with Watching(make_run(tmp_path / "run")) as watching:
+        (file,) = watching.state.rglob("*.token")
+        assert file.read_text() == f"{watching.token}\n"
+        assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+        refusal = httpx.get(f"{watching.told['url']}/api/run").text
+        assert refusal.count("\n") == 1 and file.name in refusal
+        assert watching.token.encode() not in Path(f"/proc/{watching.process.pid}/cmdline").read_bytes()
+        command = [sys.executable, "-m", "myriad.cli.main", "watch", "--no-open", "--remote"]
+        state = os.environ | {"XDG_STATE_HOME": str(watching.state)}
+        own = subprocess.run([*command, watching.told["url"]], env=state, capture_output=True, timeout=60)
+        assert own.returncode == 0, "the same user needs no token for a page of this machine"
+    assert not file.exists()
+
+
+def test_nodes_of_the_run_send_spans_without_a_token_from_the_user_and_no_other_does(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with Watching(run) as watching:
+        sender = Collector(watching.told["url"], "run", lambda: sender_tokens(run.path, watching.told["url"]))
+        with pytest.raises(OSError, match="the collector says 401"):
+            sender.post([spans_of(1)])
+        run_secret(run.path / "secret")  # as a driver creates it, here after the server has started
+        sender.post([spans_of(1)])
+        assert watching.until(lambda told: told["last_step"] == 1)
+        bearer = {"Authorization": f"Bearer {span_token(run.path)}"}
+        for path in ("/api/run", "/metrics", "/"):
+            answer = httpx.get(f"{watching.told['url']}{path}", headers=bearer)
+            assert answer.status_code == 401, "it opens nothing but the collector"
 
 
 def test_a_client_that_takes_nothing_is_cut_off_and_others_are_not() -> None:
@@ -400,7 +439,9 @@ def test_what_cannot_be_watched_is_told_in_one_line(run: Run, tmp_path: Path) ->
         port = taken.getsockname()[1]
         assert f"--port = '{port}': cannot be used" in refused(str(run.path), "--port", str(port))
     assert "--collect" in refused(str(run.path), "--collect", str(run.path / "spans"))
-    assert "--token" in refused(str(run.path), "--token", "short")
+    (tmp_path / "short").write_text("short\n")
+    assert "--token-file" in refused(str(run.path), "--token-file", str(tmp_path / "short"))
+    assert "--token-file" in refused(str(run.path), "--token-file", str(tmp_path / "none"))
     assert "--memory" in refused(str(run.path), "--memory", "much")
     assert "--host" in refused(str(run.path), "--host", "no.such.machine.invalid")
 
@@ -418,16 +459,20 @@ def test_names_that_spans_bring_are_bounded(watching: Watching) -> None:
 
 def test_a_run_elsewhere_is_shown_by_its_address_and_token(tmp_path: Path) -> None:
     token = "abcdefgh12345678"
-    with Watching(make_run(tmp_path / "run"), ("--host", "0.0.0.0", "--token", token)) as watching:
+    (tmp_path / "token").write_text(f"{token}\n")
+    file = ("--token-file", str(tmp_path / "token"))
+    with Watching(make_run(tmp_path / "run"), ("--host", "0.0.0.0", *file)) as watching:
         url = f"http://127.0.0.1:{watching.port}"
         command = [sys.executable, "-m", "myriad.cli.main", "watch", "--no-open", "--remote", url]
-        shown = subprocess.run([*command, "--token", token], capture_output=True, text=True, timeout=60)
+        shown = subprocess.run([*command, *file], capture_output=True, text=True, timeout=60)
         assert (
             shown.returncode == 0
             and f"{url}/?token={token}" in shown.stdout
             and "step 0 of 20" in shown.stdout
         )
-        assert "wants another --token" in refused("--remote", url)
+        assert "wants its token" in refused("--remote", url)
+        old = subprocess.run([*command, "--token", token], capture_output=True, text=True, timeout=60)
+        assert old.returncode == 0 and old.stderr.startswith("--token is deprecated")
         hidden = os.environ | {"MYRIAD_COLLECTOR_TOKEN": token}
         assert subprocess.run(command, env=hidden, capture_output=True, timeout=60).returncode == 0
     assert "is no `myriad watch`" in refused("--remote", url)

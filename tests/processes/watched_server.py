@@ -1,6 +1,7 @@
 """A `myriad watch` process over a small run, for tests."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -44,6 +45,7 @@ class Watching:
 
     run: Run
     options: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
     told: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,15 +59,22 @@ class Watching:
             "--json",
         ]
         port = () if "--port" in self.options else ("--port", "0")
+        self.state = self.run.path.parent / "state"
         self.errors = self.run.path.parent / "watch.errors"
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [*command, *port, *self.options], stdout=subprocess.PIPE, stderr=errors, text=True
+                [*command, *port, *self.options],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=os.environ | {"XDG_STATE_HOME": str(self.state)} | self.environment,
             )
         assert self.process.stdout is not None
         self.told = json.loads(self.process.stdout.readline())
         self.port = int(self.told["url"].rpartition(":")[2])
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60.0)
+        self.token = self.told["token"]
+        bearer = {"Authorization": f"Bearer {self.token}"}
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", headers=bearer, timeout=60.0)
 
     def __enter__(self) -> "Watching":
         return self

@@ -1,6 +1,7 @@
 """``myriad watch``: a run in the browser."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
+_TOKEN_BYTES = 24
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_LEAST_TOKEN = 16
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +34,7 @@ def _watch(
     ] = None,
     host: Annotated[
         str,
-        typer.Option(metavar="ADDRESS", help="Address to listen on; clients on other machines need a token."),
+        typer.Option(metavar="ADDRESS", help="Address to listen on. The default accepts only this machine."),
     ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(metavar="PORT", min=0, max=65535, help="Port to listen on; 0: any free port.")
@@ -42,8 +43,16 @@ def _watch(
         str | None,
         typer.Option(
             metavar="TEXT",
-            envvar="MYRIAD_COLLECTOR_TOKEN",
-            help="Access token that remote clients need. Default: generated and printed.",
+            help="Deprecated: arguments are visible to all users of the machine. Use --token-file or "
+            "MYRIAD_COLLECTOR_TOKEN.",
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="MYRIAD_COLLECTOR_TOKEN_FILE",
+            help="File with the access token. Default: the text of MYRIAD_COLLECTOR_TOKEN, else a new token.",
         ),
     ] = None,
     collect: Annotated[
@@ -77,31 +86,51 @@ def _watch(
 
     Reads the run folder. Only the page's Trace button affects the run: it slows down the traced ranks.
 
-    Nodes can send spans to URL/api/spans instead of writing them into the run folder. Prometheus can scrape
-    URL/metrics. Ctrl-C stops the server.
+    Every request needs the access token: the printed address has it and gives the browser a cookie. The token
+    is also in a file that only this user can read, in ~/.local/state/myriad. The run's nodes need no token to
+    send spans to URL/api/spans; they use one that they derive from the run's secret. Prometheus can scrape
+    URL/metrics with the token. Ctrl-C stops the server.
 
-    With --remote URL it opens the page that `myriad watch --host ...` serves on another machine, with its
-    --token.
+    With --remote URL it opens the page that `myriad watch --host ...` serves on another machine, with that
+    page's token in --token-file or MYRIAD_COLLECTOR_TOKEN.
 
     Exit code: 0 stopped, 2 bad input.
     """
+    from myriad.cli.watch_access import door_of, forget_token, given_token, keep_token, told_place
+
+    given = given_token(token, token_file)
     if remote is not None:
-        return _show_remote(remote, run, token, open_page, as_json)
+        return _show_remote(remote, run, given, open_page, as_json)
     if run is None:
         raise BadInputError("run", "", "a run folder, or the name of one under runs/; or --remote URL")
     _check_installed()
+    import secrets
+
     from myriad.dashboard.api.export_api import more_routes
     from myriad.dashboard.app import build_app
+    from myriad.dashboard.request_guard import Access
     from myriad.dashboard.server import listen_at, serve
     from myriad.supervise.driver_requests import tracer
+    from myriad.telemetry.shipping.page_token import span_token
 
-    path, secret, size = existing_run(run), _token(host, token), _memory_bytes(memory)
+    path, size = existing_run(run), _memory_bytes(memory)
+    secret = given or secrets.token_urlsafe(_TOKEN_BYTES)
     _check_collect(collect, path)
     watched = _watched(path, size, cluster)
-    app = build_app(watched, secret, collect, more_routes(watched, tracer(watched.files.run)))
     listener = listen_at(host, port)
-    address = f"http://{_in_address(host)}:{listener.getsockname()[1]}"
-    serve(app, listener, lambda: _tell(address, secret, open_page, as_json), watched.end)
+    number = listener.getsockname()[1]
+    file = keep_token(number, secret)
+    # A server with a given token may have a proxy in front of it, with a name of its own.
+    is_local = host in _LOOPBACK and given is None
+    access = Access(secret, told_place(file), is_local, partial(span_token, path))
+    app = build_app(watched, access, collect, more_routes(watched, tracer(watched.files.run)))
+    address = f"http://{_in_address(host)}:{number}"
+
+    def end() -> None:
+        forget_token(file)  # here: the process ends by the signal that stops the server
+        watched.end()
+
+    serve(app, listener, lambda: _tell(address, secret, open_page, as_json, door_of(file)), end)
 
 
 def _check_installed() -> None:
@@ -134,13 +163,17 @@ def _show_remote(url: str, run: str | None, token: str | None, open_page: bool, 
         raise BadInputError("run", run, "none with --remote: it is the other server's")
     if not url.startswith(("http://", "https://")):
         raise BadInputError("--remote", url, "http://HOST:PORT")
+    from myriad.cli.watch_access import remote_door
+    from myriad.telemetry.shipping.page_token import TOKEN, token_here
+
+    token = token or token_here(url)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         request = urllib.request.Request(f"{url}/api/run", headers=headers)
         with urllib.request.urlopen(request, timeout=10.0) as answer:
             told = json.load(answer)
     except urllib.error.HTTPError as error:
-        why = "wants another --token" if error.code == 401 else f"answers {error.code}"
+        why = f"wants its token: --token-file, or {TOKEN}" if error.code == 401 else f"answers {error.code}"
         raise BadInputError("--remote", url, why) from None
     except (OSError, ValueError) as error:
         raise BadInputError("--remote", url, f"is no `myriad watch` ({error})") from None
@@ -148,7 +181,7 @@ def _show_remote(url: str, run: str | None, token: str | None, open_page: bool, 
         raise BadInputError("--remote", url, "is no `myriad watch`")
     if not as_json:
         typer.echo(f"{told.get('name')}: {told['sentence']}")
-    _tell(url, token, open_page, as_json)
+    _tell(url, token, open_page, as_json, remote_door())
 
 
 def _plan_maker(name: str) -> "MakePlan":
@@ -179,14 +212,6 @@ def _memory_bytes(text: str) -> int:
     return size
 
 
-def _token(host: str, token: str | None) -> str | None:
-    import secrets
-
-    if token is not None and (len(token) < _LEAST_TOKEN or not token.isascii() or not token.isalnum()):
-        raise BadInputError("--token", token, f"at least {_LEAST_TOKEN} letters and digits")
-    return token or (None if host in _LOOPBACK else secrets.token_hex(16))
-
-
 def _check_collect(folder: Path | None, run: Path) -> None:
     """Create the folder if it does not exist. Raises `BadInputError` for a folder inside the run's, which
     holds only the run's own files."""
@@ -209,7 +234,8 @@ def _in_address(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _tell(address: str, token: str | None, open_page: bool, as_json: bool) -> None:
+def _tell(address: str, token: str | None, open_page: bool, as_json: bool, door: Path | None = None) -> None:
+    """Print the address, and open it in the browser through ``door``, which is written here."""
     page = f"{address}/?token={token}" if token else address
     if as_json:
         typer.echo(
@@ -219,22 +245,10 @@ def _tell(address: str, token: str | None, open_page: bool, as_json: bool) -> No
         typer.echo(page)
         if tunnel := _tunnel(address):
             typer.echo(f"on your own machine: {tunnel}, then open {page} there", err=True)
-    if open_page and _has_browser():
-        import threading
-        import webbrowser
+    from myriad.cli.watch_access import has_browser, open_in_browser
 
-        # In a thread: a browser in the terminal blocks until it is closed; the server keeps serving.
-        threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
-
-
-def _has_browser() -> bool:
-    """Return whether a window can open here. Without one, Python starts any installed text browser in this
-    terminal."""
-    import os
-    import sys
-
-    named = ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
-    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in named)
+    if open_page and has_browser():
+        open_in_browser(page, door, token is not None)
 
 
 def _tunnel(address: str) -> str:

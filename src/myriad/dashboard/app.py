@@ -30,7 +30,7 @@ from myriad.dashboard.api import rank_api, run_api, span_api
 from myriad.dashboard.api.query_parameters import QuestionError
 from myriad.dashboard.collector import SpanCollector
 from myriad.dashboard.follower import Follower
-from myriad.dashboard.request_guard import Guard
+from myriad.dashboard.request_guard import SPANS_PATH, Access, Guard
 from myriad.dashboard.tile import to_json
 from myriad.dashboard.watched_run import Watched
 
@@ -53,12 +53,12 @@ _ANSWERS: dict[str, _Answer] = {
 
 
 def build_app(
-    watched: Watched, token: str | None = None, collect: Path | None = None, more: Sequence[BaseRoute] = ()
+    watched: Watched, access: Access, collect: Path | None = None, more: Sequence[BaseRoute] = ()
 ) -> Guard:
     """Build the application of one run.
 
-    Requests need ``token`` if given; ``collect`` is the folder for received spans; ``more`` are routes that
-    other packages define.
+    ``access`` decides which requests are answered; ``collect`` is the folder for received spans; ``more`` are
+    routes that other packages define.
     """
     follower, stream, collector = Follower(watched), Stream(watched), SpanCollector(watched, collect)
     analyst, page = Analyst(watched), PageFiles()
@@ -76,7 +76,7 @@ def build_app(
     async def changes(request: Request) -> Response:
         return stream.open()
 
-    routes: list[BaseRoute] = [Route("/api/spans", collector.take, methods=["POST"])]
+    routes: list[BaseRoute] = [Route(SPANS_PATH, collector.take, methods=["POST"])]
     routes += [
         Route(f"/api/{name}", _endpoint(watched, analyst, answer)) for name, answer in _ANSWERS.items()
     ]
@@ -87,7 +87,7 @@ def build_app(
         *more,
     ]
     handlers = {QuestionError: _wrong, HTTPException: _missing}
-    return Guard(Starlette(routes=routes, exception_handlers=handlers, lifespan=life), token)
+    return Guard(Starlette(routes=routes, exception_handlers=handlers, lifespan=life), access)
 
 
 def _endpoint(watched: Watched, analyst: Analyst, answer: _Answer) -> Callable[[Request], Response]:

@@ -1,20 +1,29 @@
 """Authorize requests, and restrict what a browser may do with the answers.
 
-On the loopback, all users of this machine are allowed, but no page of another site, whose Host or Origin
-differs. On other addresses a token is required: `Authorization: Bearer`, or once `/?token=`, which sets a
-cookie."""
+Every request needs a token, also on the loopback, where other users of the machine could ask:
+
+    GET /?token=TOKEN        sets a cookie and leads on to /, so that the token leaves the address bar
+    Cookie                   HttpOnly, SameSite=Strict, with the port in its name: cookies ignore ports
+    Authorization: Bearer    for programs; senders of spans use a token that opens only their own route
+
+The first answer leads on with a Refresh header, not with status 303: a browser that follows a redirect after
+a link of another site, or of a file, does not send a strict cookie; it sends it from a page of its own.
+
+A page of another site is refused: its Origin differs, or its Host, if its name was made to lead here.
+"""
 
 import hmac
+from collections.abc import Callable
+from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import cookie_parser
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["COOKIE", "Guard"]
+__all__ = ["SPANS_PATH", "Access", "Guard", "cookie_name"]
 
-COOKIE = "myriad_token"
 _HEADERS = {
     "content-security-policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -23,19 +32,38 @@ _HEADERS = {
     "cache-control": "no-store",
 }
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+SPANS_PATH = "/api/spans"
+_ENTERED = """<!doctype html><title>Myriad</title><p><a href="/">Open the dashboard</a>\n"""
+
+
+@dataclass(frozen=True)
+class Access:
+    """What opens one page."""
+
+    token: str
+    """Opens every route."""
+    place: str = ""
+    """File that has the token, for the line that refuses a request."""
+    is_local: bool = True
+    """Whether only names of the loopback are accepted as Host."""
+    span_token: Callable[[], str | None] = lambda: None
+    """Returns the token that opens the route for spans; ``None`` if there is none yet."""
 
 
 class Guard:
     """Middleware that checks every request."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        """Protect ``app`` with ``token``; ``None`` on the loopback, where no token is needed."""
-        self._app, self._token = app, token
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
+        file = f" or send the token that {access.place} has" if access.place else " or send its token"
+        self._advice = f"a token is needed: open the address that `myriad watch` printed,{file} as Bearer\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request and pass it on."""
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
+        if scope["type"] != "http":  # the page has no WebSocket
+            return await send({"type": "websocket.close", "code": 1008})
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -50,24 +78,35 @@ class Guard:
         host, origin = headers.get("host", ""), headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != host:
             return PlainTextResponse("a page of another site may not ask\n", 403)
-        if self._token is None:
-            if _host_name(host) not in _LOOPBACK:
-                return PlainTextResponse("this server is for its own machine: see --host\n", 403)
-            return None
-        return self._without_token(scope, headers, self._token)
+        if self._access.is_local and _host_name(host) not in _LOOPBACK:
+            return PlainTextResponse("this server is for its own machine: see --host\n", 403)
+        return self._without_token(scope, headers)
 
-    def _without_token(self, scope: Scope, headers: Headers, token: str) -> Response | None:
+    def _without_token(self, scope: Scope, headers: Headers) -> Response | None:
         asked = [value for key, value in parse_qsl(scope["query_string"].decode("latin-1")) if key == "token"]
+        name, token = cookie_name(headers.get("host", "")), self._access.token
         if scope["path"] == "/" and asked and _same(asked[0], token):
-            answer = RedirectResponse("/", 303)
-            answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+            answer = HTMLResponse(_ENTERED, headers={"refresh": "0; url=/"})
+            answer.set_cookie(name, token, httponly=True, samesite="strict")
             return answer
-        given = [headers.get("authorization", "").removeprefix("Bearer "), *asked[:1]]
-        given.append(cookie_parser(headers.get("cookie", "")).get(COOKIE, ""))
-        if any(_same(each, token) for each in given):
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        cookie = cookie_parser(headers.get("cookie", "")).get(name, "")
+        if _same(bearer, token) or _same(cookie, token):
             return None
-        words = "a token is needed: open the address that `myriad watch` has printed\n"
-        return PlainTextResponse(words, 401, {"www-authenticate": "Bearer"})
+        sends_spans = scope["path"] == SPANS_PATH and bearer
+        if sends_spans and (other := self._access.span_token()) and _same(bearer, other):
+            return None
+        return PlainTextResponse(self._advice, 401, {"www-authenticate": "Bearer"})
+
+
+def cookie_name(host: str) -> str:
+    """Return the name of the cookie for a Host header. It has the port as the browser sees it, which differs
+    from the server's behind an ssh tunnel."""
+    try:
+        port = urlsplit(f"//{host}").port
+    except ValueError:
+        port = None
+    return f"myriad_token_{port or 80}"
 
 
 def _same(given: str, token: str) -> bool:

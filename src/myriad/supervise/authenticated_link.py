@@ -15,7 +15,6 @@ import hashlib
 import hmac
 import json
 import logging
-import os
 import secrets
 import struct
 from collections.abc import Iterable, Iterator
@@ -25,6 +24,7 @@ from typing import Any
 from myriad.errors import BadInputError
 from myriad.supervise.message_codec import decode, encode
 from myriad.system.pending_connections import AUTHENTICATION_SECONDS
+from myriad.system.secret_place import SECRET_FILE, secret_place
 from myriad.system.whole_file import write_whole
 
 __all__ = [
@@ -47,9 +47,6 @@ MAX_UNREAD_BYTES = 2**24
 """Most bytes that a peer may leave unread; a peer that leaves more counts as lost."""
 _SECRET_BYTES = 64
 _LEAST_SECRET_BYTES = 32
-SECRET_FILE = "MYRIAD_SECRET_FILE"
-"""Environment variable that names a file with the secret of all runs of this environment, so that the secret
-need not lie in a shared folder."""
 _HEADER = struct.Struct("!2sHI")
 _MAGIC = b"MY"
 _STRANGER_BYTES = 2**10
@@ -111,11 +108,6 @@ def _parse(text: bytes) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise Refused("not an object")
     return message
-
-
-def secret_place(path: Path) -> Path:
-    """Return the path of the secret: ``path`` in the run's folder, or the file that `SECRET_FILE` names."""
-    return Path(os.environ.get(SECRET_FILE) or path)
 
 
 def run_secret(path: Path) -> bytes:

@@ -2,6 +2,7 @@
 
 import threading
 import webbrowser
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,23 @@ def test_a_browser_that_does_not_return_holds_up_nothing(opened, monkeypatch, ca
     watch_command._tell("http://127.0.0.1:8765", None, open_page=True, as_json=False)
     watch_command._tell("http://127.0.0.1:8765", None, open_page=False, as_json=False)
     assert opened == ["http://127.0.0.1:8765"]
+
+
+def test_a_browser_gets_the_token_by_a_private_file_and_by_no_argument(
+    opened, monkeypatch, capsys, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("BROWSER", "firefox")
+    door = tmp_path / "state" / "watch.html"
+    watch_command._tell("http://127.0.0.1:8765", "t" * 32, open_page=True, as_json=False, door=door)
+    assert opened == [door.as_uri()]
+    assert (
+        door.stat().st_mode & 0o777 == 0o600
+        and f"url=http://127.0.0.1:8765/?token={'t' * 32}" in door.read_text()
+    )
+    door.parent.chmod(0o777)
+    watch_command._tell("http://127.0.0.1:8765", "u" * 32, open_page=True, as_json=False, door=door)
+    watch_command._tell("http://127.0.0.1:8765", "u" * 32, open_page=True, as_json=False, door=None)
+    assert len(opened) == 1 and capsys.readouterr().err.count("no browser is opened") == 2
 
 
 @pytest.mark.parametrize(

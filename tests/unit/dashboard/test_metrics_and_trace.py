@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from myriad.dashboard.api.export_api import Ask, more_routes
 from myriad.dashboard.app import build_app
+from myriad.dashboard.request_guard import Access
 from myriad.dashboard.run_files import RunFiles
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.watched_run import Watched
@@ -23,10 +24,13 @@ from myriad.telemetry.links.network_counters import LINK_FIELDS, CounterFile, Co
 from myriad.telemetry.span_io.span_batch import SpanBatch
 from myriad.telemetry.span_io.span_records import RECORD
 
+TOKEN = "a" * 32
 
-def client_of(watched: Watched, trace: Ask | None = None, token: str | None = None) -> TestClient:
-    app = build_app(watched, token, more=more_routes(watched, trace))
-    return TestClient(app, base_url="http://node7:8765" if token else "http://127.0.0.1:8765")
+
+def client_of(watched: Watched, trace: Ask | None = None) -> TestClient:
+    app = build_app(watched, Access(TOKEN), more=more_routes(watched, trace))
+    bearer = {"authorization": f"Bearer {TOKEN}"}
+    return TestClient(app, base_url="http://127.0.0.1:8765", headers=bearer)
 
 
 @pytest.fixture
@@ -57,12 +61,6 @@ def test_prometheus_is_told_of_nodes_at_the_page(watched: Watched) -> None:
     assert found["myriad_node_phase_seconds", "0"] == pytest.approx(0.1)
     assert found["myriad_node_phase_seconds", "1"] == pytest.approx(0.2)
     assert found["myriad_node_phase_highest_seconds", "1"] == pytest.approx(0.3)
-
-
-def test_elsewhere_prometheus_needs_the_token(watched: Watched) -> None:
-    client = client_of(watched, token="a" * 32)
-    assert client.get("/metrics").status_code == 401
-    assert client.get("/metrics", headers={"authorization": f"Bearer {'a' * 32}"}).status_code == 200
 
 
 def test_the_page_asks_for_a_trace(watched: Watched) -> None:

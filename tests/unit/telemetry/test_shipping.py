@@ -19,7 +19,8 @@ from myriad.supervise.agent.rank_processes import NodeSpans
 from myriad.telemetry.config import TelemetryConfig
 from myriad.telemetry.shipping import outlets as outlet_module
 from myriad.telemetry.shipping.clock_offset import ClockOffset
-from myriad.telemetry.shipping.outlets import TOKEN, Collector, FileWriter, Outlet, RefusedError
+from myriad.telemetry.shipping.outlets import Collector, FileWriter, Outlet, RefusedError
+from myriad.telemetry.shipping.page_token import TOKEN, sender_tokens
 from myriad.telemetry.shipping.shipper import Shipper, open_outlets
 from myriad.telemetry.span_io.span_batch import SpanBatch, decode
 from myriad.telemetry.span_io.span_files import read_span_file, span_files
@@ -247,10 +248,10 @@ def collector() -> Iterator[Any]:
 
 
 def test_a_collector_gets_batches_that_decode_over_one_connection(
-    collector: Any, monkeypatch: pytest.MonkeyPatch
+    collector: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN, "a-token")
-    sender = Collector(collector.address, "big-run")
+    sender = Collector(collector.address, "big-run", lambda: sender_tokens(tmp_path, collector.address))
     batch = made_batch(2, 2)
     sender.post([batch])
     connection = sender._connection.sock
@@ -260,6 +261,18 @@ def test_a_collector_gets_batches_that_decode_over_one_connection(
     assert path == "/api/spans" and decode(body).names == batch.names
     assert np.array_equal(decode(body).records, batch.records)
     assert headers["Authorization"] == "Bearer a-token" and headers["Myriad-Run"] == "big-run"
+
+
+def test_a_collector_that_wants_another_token_gets_it_without_loss(collector: Any) -> None:
+    """It was restarted, and has drawn a new one."""
+    tokens = ["old"]
+    sender = Collector(collector.address, "run", lambda: tokens)
+    tokens[:] = ["wrong", "new"]
+    collector.answers += [(401, b"no"), (401, b"no"), (204, b"")]
+    sender.post([made_batch(1, 1)])
+    sender.post([made_batch(1, 1)])
+    sent = [headers["Authorization"].removeprefix("Bearer ") for _, headers, _ in collector.asked]
+    assert sent == ["old", "wrong", "new", "new"]
 
 
 def test_many_spans_are_sent_in_parts_and_what_was_dropped_is_told_once(

@@ -11,7 +11,6 @@ batch.
 
 import http.client
 import logging
-import os
 import re
 import threading
 import time
@@ -25,7 +24,7 @@ from urllib.parse import urlsplit
 
 from myriad.telemetry.span_io.span_batch import SpanBatch, encode, pool
 
-__all__ = ["TOKEN", "Collector", "FileWriter", "Outlet", "ReportOutlet"]
+__all__ = ["Collector", "FileWriter", "Outlet", "ReportOutlet"]
 
 _LOG = logging.getLogger(__name__)
 MAX_WAITING = 2**20
@@ -164,8 +163,6 @@ class Outlet:
             self._report(self.name, problem, lost)
 
 
-TOKEN = "MYRIAD_COLLECTOR_TOKEN"
-"""Environment variable with the token for a collector on another machine. The token is in no job file."""
 _TIMEOUT_SECONDS = 5.0
 _MAX_POSTED = 2**17
 """Maximum number of spans in one request, which is 4 MiB."""
@@ -231,15 +228,17 @@ class FileWriter:
 class Collector:
     """Posts batches to a collector over one connection."""
 
-    def __init__(self, address: str, run: str) -> None:
-        """Prepare the connection to ``address`` (http://HOST:PORT) for spans of the run named ``run``."""
+    def __init__(self, address: str, run: str, tokens: Callable[[], Sequence[str]] = tuple) -> None:
+        """Prepare the connection to ``address`` (http://HOST:PORT) for spans of the run named ``run``.
+
+        ``tokens`` returns the tokens to try, best first; it is called again after a refusal, because a server
+        that restarts may want another token."""
         parts = urlsplit(address)
         self._path = f"{parts.path.rstrip('/')}/api/spans"
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_SECONDS)
         self._headers = {"Content-Type": "application/octet-stream", "Myriad-Run": run}
-        if token := os.environ.get(TOKEN):
-            self._headers["Authorization"] = f"Bearer {token}"
+        self._tokens, self._token = tokens, next(iter(tokens()), "")
 
     def post(self, batches: Sequence[SpanBatch]) -> None:
         """Post batches. Raises ``OSError`` if the collector is unreachable or busy, `RefusedError` if it
@@ -249,8 +248,22 @@ class Collector:
                 self._post(_part(batch, first))
 
     def _post(self, batch: SpanBatch) -> None:
+        body = encode(batch)
+        status, text = self._ask(body, self._token)
+        if status == 401:
+            for token in self._tokens():
+                if token != self._token and (answer := self._ask(body, token))[0] != 401:
+                    (status, text), self._token = answer, token
+                    break
+        if status >= 300:
+            problem = f"the collector says {status}: {text.partition(chr(10))[0][:200]}"
+            raise RefusedError(problem) if status in _WILL_NEVER else OSError(problem)
+
+    def _ask(self, body: bytes, token: str) -> tuple[int, str]:
+        """Send one request, and return the status and the beginning of the answer."""
+        headers = self._headers | ({"Authorization": f"Bearer {token}"} if token else {})
         try:
-            self._connection.request("POST", self._path, encode(batch), self._headers)
+            self._connection.request("POST", self._path, body, headers)
             answer = self._connection.getresponse()
             text = answer.read(512).decode(errors="replace").strip()
         except (OSError, http.client.HTTPException) as error:
@@ -258,9 +271,7 @@ class Collector:
             raise OSError(f"the collector cannot be reached: {error or type(error).__name__}") from None
         if answer.will_close or not answer.isclosed():
             self._connection.close()
-        if answer.status >= 300:
-            problem = f"the collector says {answer.status}: {text.partition(chr(10))[0][:200]}"
-            raise RefusedError(problem) if answer.status in _WILL_NEVER else OSError(problem)
+        return answer.status, text
 
 
 def _part(batch: SpanBatch, first: int) -> SpanBatch:

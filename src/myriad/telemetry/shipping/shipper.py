@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -48,13 +49,16 @@ class Rings(Protocol):
 def open_outlets(
     folder: Path, place: str, run: str, how: TelemetryConfig, report: ReportOutlet
 ) -> list[Outlet]:
-    """Return the destinations for the spans of ``place`` ("node-3")."""
+    """Return the destinations for the spans of ``place`` ("node-3"): ``folder`` in the run's, and a
+    collector."""
     from myriad.telemetry.shipping.outlets import Collector, FileWriter
+    from myriad.telemetry.shipping.page_token import sender_tokens
 
     files = FileWriter(folder, place, how.keep)
     outlets = [Outlet("files", files.write, report, every_seconds=how.file_seconds)]
     if how.collector is not None and is_address(how.collector):
-        outlets.append(Outlet("collector", Collector(how.collector, run).post, report, at_once=1))
+        tokens = partial(sender_tokens, folder.parent, how.collector)
+        outlets.append(Outlet("collector", Collector(how.collector, run, tokens).post, report, at_once=1))
     return outlets
 
 
