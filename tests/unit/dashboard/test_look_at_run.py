@@ -20,7 +20,7 @@ from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import main
 from myriad.dashboard.insight.losses import Losses
 from myriad.job import load_job
-from myriad.reports.run_report.run_summary import finished_unwritten, lost_lines_told, summarize
+from myriad.reports.run_report.run_summary import finished_unwritten, lost_lines_warning, summarize
 from myriad.reports.run_report.steps_section import _RIGHT, _WIDTH, _waterfall
 from myriad.run import Run
 
@@ -268,5 +268,5 @@ def test_a_run_that_could_not_write_down_its_end_is_finished_if_the_last_checkpo
     folder.begin(9).commit(CheckpointManifest(9, 1, 0.0, {}, {}, {}, {}, {}, {}))
     after = finished_unwritten(run, before)
     assert (after.state, after.steps, after.steps_without_line) == ("finished", 9, 5)
-    assert "no room for the metrics lines of 5" in lost_lines_told(run, after)
-    assert lost_lines_told(run, before) == ""
+    assert "no room for the metrics lines of 5" in lost_lines_warning(run, after)
+    assert lost_lines_warning(run, before) == ""

@@ -56,11 +56,11 @@ def is_queued(job: Job, submit: bool) -> bool:
 
 
 def check_storage(
-    run: Run, job: Job, changes: Sequence[JobChange], overrides: list[str], tell: Callable[[str], None]
+    run: Run, job: Job, changes: Sequence[JobChange], overrides: list[str], warn: Callable[[str], None]
 ) -> None:
     """Refuse a place for checkpoints that cannot be written, before hours of training depend on it. Refuse
     also another run's place, and one that lacks the run's stored checkpoints. A run whose state is still in
-    memory resumes regardless of missing checkpoints. ``tell`` takes a line for the user."""
+    memory resumes regardless of missing checkpoints. ``warn`` prints a line for the user."""
     moved = next((change for change in changes if change.key == "checkpoint.url"), None)
     folder = CheckpointFolder(run.checkpoints(job))
     in_memory = bool(list_in_memory(run.path))
@@ -71,7 +71,7 @@ def check_storage(
             raise BadInputError("checkpoint.url", job.checkpoint.url, f"cannot be read: {error}") from None
     if in_memory:
         return
-    _check_newer_elsewhere(run, folder, job, overrides, tell)
+    _check_newer_elsewhere(run, folder, job, overrides, warn)
     if job.checkpoint.url is None and moved is None:
         return
     past = run.past()
@@ -88,10 +88,10 @@ def check_storage(
 
 
 def _check_newer_elsewhere(
-    run: Run, folder: CheckpointFolder, job: Job, overrides: list[str], tell: Callable[[str], None]
+    run: Run, folder: CheckpointFolder, job: Job, overrides: list[str], warn: Callable[[str], None]
 ) -> None:
     """Refuse to resume from an older step than the newest one of this run in another place, as after `myriad
-    checkpoint save`. If the place was given on the command line, ``tell`` the user instead."""
+    checkpoint save`. If the place was given on the command line, ``warn`` the user instead."""
     if job.checkpoint.restart_from_scratch or not run.exists:
         return
     place = folder.storage.url
@@ -106,15 +106,15 @@ def _check_newer_elsewhere(
             state = f"step {step} of {run.path} is in {where}"
         except (OSError, BadInputError) as error:
             state = f"step {step} of {run.path} was stored in {where}, which cannot be read now ({error})"
-        told = f"{state}, and the newest here is step {here}"
+        found = f"{state}, and the newest here is step {here}"
         if not any(one.startswith("checkpoint.url=") for one in overrides):
             allowed = (
-                f"{told}; resume from step {step}: `myriad train {shlex.quote(str(run.path))} "
+                f"{found}; resume from step {step}: `myriad train {shlex.quote(str(run.path))} "
                 f"--checkpoint.url {shlex.quote(where)}`; or from step {here}: --checkpoint.url "
                 f"{shlex.quote(job.checkpoint.url or 'off')}"
             )
             raise BadInputError("checkpoint.url", job.checkpoint.url or "off", allowed)
-        tell(f"resumes from step {here}: {told}")
+        warn(f"resumes from step {here}: {found}")
         return
 
 

@@ -205,8 +205,8 @@ def _queue(run: "Run", job: "Job", submit: bool, console: "Console | None") -> N
     elif number is None:
         console.print(f"sbatch {script}", markup=False, highlight=False, soft_wrap=True)
     else:
-        told = f"job {number}: {script} (logs in {run.logs_path})"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        line = f"job {number}: {script} (logs in {run.logs_path})"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_changes(console: "Console | None", changes: "Sequence[JobChange]", step: int) -> None:
@@ -277,8 +277,8 @@ def _launch(run: "Run", job: "Job", console: "Console | None") -> Literal["finis
     if console and job.resilience.engine == "join":
         nodes = f"{job.resilience.nodes} node{'' if job.resilience.nodes == 1 else 's'}"
         join = f"{_program()} join {shlex.quote(str(run.path.resolve()))}"
-        told = f"starts when {nodes} have joined; on each, run `{join}`"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        line = f"starts when {nodes} have joined; on each, run `{join}`"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     screen = open_screen(console, run, job.train.steps)
     try:
         return train_on(job)(run, job.layout.world, threads=job.train.threads, observer=screen)
@@ -298,7 +298,7 @@ def _report(
     from myriad.cli.report_command import save_report
     from myriad.cli.train.train_screen import save_plot, show_summary
     from myriad.data.corpus import EMBEDDED
-    from myriad.reports.run_report.run_summary import finished_unwritten, lost_lines_told, summarize
+    from myriad.reports.run_report.run_summary import finished_unwritten, lost_lines_warning, summarize
 
     # A full disk has no room for the picture; the trained state is stored.
     with contextlib.suppress(OSError):
@@ -308,8 +308,8 @@ def _report(
     if ended == "finished":
         summary = finished_unwritten(run, summary)
     finished = summary.state == "finished"
-    if finished and ended and (told := lost_lines_told(run, summary)):
-        sys.stderr.write(f"myriad: WARNING: {told}\n")
+    if finished and ended and (warning := lost_lines_warning(run, summary)):
+        sys.stderr.write(f"myriad: WARNING: {warning}\n")
     if console is None:
         failed = error and {"error": {"message": str(error), "exit_code": error.exit_code}}
         typer.echo(json.dumps(summary.as_json() | (failed or {})))

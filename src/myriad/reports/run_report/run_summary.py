@@ -11,7 +11,7 @@ from myriad.system.jsonl import Record
 if TYPE_CHECKING:
     from myriad.job import Job
 
-__all__ = ["Summary", "finished_unwritten", "is_done", "lost_lines_told", "summarize"]
+__all__ = ["Summary", "finished_unwritten", "is_done", "lost_lines_warning", "summarize"]
 
 _STEADY_STEPS = 3
 """Number of first steps of each attempt that speeds leave out: they include warm-up (allocation,
@@ -140,7 +140,7 @@ def finished_unwritten(run: Run, summary: Summary) -> Summary:
     return replace(summary, state="finished", steps=planned, steps_without_line=missing, saved_step=planned)
 
 
-def lost_lines_told(run: Run, summary: Summary) -> str:
+def lost_lines_warning(run: Run, summary: Summary) -> str:
     """Return a warning about a finished run with missing metrics lines; "": no line is missing."""
     missing = summary.steps_without_line
     if not missing:
