@@ -21,7 +21,7 @@ from myriad.run import Run
 from myriad.supervise.driver_requests import request_trace
 from myriad.supervise.messages import TraceAnswer
 from myriad.system.jsonl import JsonlTail
-from myriad.telemetry.loggers import read_place
+from myriad.telemetry.loggers import read_forwarded
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=100000"]
 TWO = ["layout.dp=2", "layout.zero=2", "resilience.timeout_scale=40"]
@@ -127,7 +127,7 @@ def test_ranks_are_looked_into_while_they_train(run: Run) -> None:
 def test_tensorboard_has_had_every_step(run: Run) -> None:
     """Of the run before, while it was looked into."""
     assert [path.name.split(".")[0] for path in (run.path / "tensorboard").iterdir()] == ["events"]
-    assert read_place(run.path, "tensorboard").metrics == run.metrics_path.stat().st_size
+    assert read_forwarded(run.path, "tensorboard").metrics == run.metrics_path.stat().st_size
     assert not [event for event in run.read_events() if event["event"] == "logger"]
 
 

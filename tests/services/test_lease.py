@@ -184,7 +184,7 @@ def test_the_plan_of_an_earlier_start_goes_with_its_decisions(server, leased) ->
     leased._journal.begin(RunPlan(2, 1, first_epoch=5), leased.term + 1)
     plan, state = leased.replay()
     assert plan == RunPlan(2, 1, first_epoch=5) and state is None
-    leased._disk_writer.settle()
+    leased._disk_writer.wait_written()
     assert [line["plan"]["first_epoch"] for line in leased._lease.read()] == [5]
 
 

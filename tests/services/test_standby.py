@@ -12,7 +12,7 @@ from watched_runs import events, make_run
 from myriad.launchers.local import run_local
 from myriad.launchers.run_start import open_lease
 from myriad.run import Run
-from myriad.telemetry.loggers import read_place
+from myriad.telemetry.loggers import read_forwarded
 
 KEYS = [
     "layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "train.steps=600", "checkpoint.memory_seconds=0",
@@ -78,7 +78,7 @@ def test_two_drivers_machines_are_lost_the_second_with_a_node_and_not_a_bit_is(
     (resume,) = events(run, "resume")
     assert resume["source"] == "memory"
     if LOGGERS:
-        told = read_place(run.path, "tensorboard").metrics
+        told = read_forwarded(run.path, "tensorboard").metrics
         assert told == run.metrics_path.stat().st_size, "curves go on under each driver"
         assert events(run, "logger") == []
     undisturbed = make_run(tmp_path / "undisturbed", corpus, *KEYS)

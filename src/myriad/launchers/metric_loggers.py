@@ -16,7 +16,7 @@ from myriad.run import Run
 from myriad.system.processes import open_log
 from myriad.system.whole_file import opened_to_read
 from myriad.telemetry.config import LoggerName
-from myriad.telemetry.loggers import read_place
+from myriad.telemetry.loggers import read_forwarded
 
 __all__ = ["Loggers", "logged"]
 
@@ -79,7 +79,7 @@ def _end(run: Run, name: str, process: "subprocess.Popen[bytes] | None", deadlin
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    if missed := _count_lines(run.metrics_path, read_place(run.path, name).metrics):
+    if missed := _count_lines(run.metrics_path, read_forwarded(run.path, name).metrics):
         problem = f"{name} has not taken the last {missed} lines (log: {run.logs_path}/logger-{name}.log)"
         run.append_event("logger", logger=name, missed=missed, problem=problem)
 

@@ -256,7 +256,7 @@ def sum_over_world(own: torch.Tensor, groups: Groups, recorder: Recorder) -> lis
         total = all_reduce(own, groups.world)
         recorder.collect()
         numbers: list[float] = total.tolist()
-        recorder.settle_clock()
+        recorder.align_clocks()
     return numbers
 
 

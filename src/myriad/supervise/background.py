@@ -51,7 +51,7 @@ class AsyncWriter:
         write = partial(run.append_event, event, **{"time": time.time()} | fields)
         self.enter(f"an event ({event})", write)
 
-    def settle(self) -> bool:
+    def wait_written(self) -> bool:
         """Wait until all is written. Return false if the disk hangs."""
         with self._changed:
             if not self._hangs:
@@ -96,7 +96,7 @@ async def run_in_thread(work: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def tell(result: T | None, error: Exception | None) -> None:
+    def complete(result: T | None, error: Exception | None) -> None:
         if future.done():
             return
         if error is not None:
@@ -111,7 +111,7 @@ async def run_in_thread(work: Callable[[], T]) -> T:
         except Exception as error:
             problem = error
         with suppress(RuntimeError):  # the event loop has ended
-            loop.call_soon_threadsafe(tell, result, problem)
+            loop.call_soon_threadsafe(complete, result, problem)
 
     threading.Thread(target=run, name="run_in_thread", daemon=True).start()
     return await future

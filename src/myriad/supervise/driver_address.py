@@ -130,15 +130,15 @@ def _overwrite(path: Path, content: str) -> None:
         os.fsync(file.fileno())
 
 
-def see_newer(run: Path, term: int, tell: Callable[[], object], is_over: Callable[[], bool]) -> None:
-    """Start a thread that calls ``tell`` when a driver has a higher term, unless ``is_over`` returns true
+def see_newer(run: Path, term: int, report: Callable[[], object], is_over: Callable[[], bool]) -> None:
+    """Start a thread that calls ``report`` when a driver has a higher term, unless ``is_over`` returns true
     before."""
 
     def look() -> None:
         while not is_over():
             with suppress(OSError, ValueError, TypeError, KeyError):
                 if read_address(run)["term"] > term:
-                    tell()
+                    report()
                     return
             time.sleep(_LOOK_SECONDS)
 

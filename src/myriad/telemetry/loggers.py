@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from myriad.system.jsonl import JsonlTail, Record
 from myriad.system.whole_file import read_json, read_text, write_whole
 
-__all__ = ["ForwardedBytes", "MetricForwarder", "Sink", "main", "open_sink", "read_place", "scalars_of"]
+__all__ = ["ForwardedBytes", "MetricForwarder", "Sink", "main", "open_sink", "read_forwarded", "scalars_of"]
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 1.0
@@ -82,7 +82,7 @@ class ForwardedBytes:
     events: int = 0
 
 
-def read_place(run: Path, name: str) -> ForwardedBytes:
+def read_forwarded(run: Path, name: str) -> ForwardedBytes:
     """Return the offsets at which to resume; 0 if none are stored."""
     found: Any = None
     with suppress(OSError, ValueError):
@@ -128,10 +128,10 @@ class MetricForwarder:
 
     def forward(self) -> None:
         """Forward all new lines."""
-        place = self._forwarded or read_place(self._run, self._name)
+        start_at = self._forwarded or read_forwarded(self._run, self._name)
         tails = {
             what: JsonlTail(self._run / f"{what}.jsonl", offset=start)
-            for what, start in asdict(place).items()
+            for what, start in asdict(start_at).items()
         }
         lines = {what: tail.poll() for what, tail in tails.items()}
         if not any(lines.values()):

@@ -132,12 +132,12 @@ class Recorder:
                 self.busy_ns += busy_ns
                 self.exposed_ns += exposed_ns
 
-    def settle_clock(self) -> None:
+    def align_clocks(self) -> None:
         """Align the clocks of host and device every few seconds. Call it after the host has waited for the
         device."""
         if self.device is not None and self.device.is_due:
             self.collect()
-            self.device.settle()
+            self.device.align()
 
     def span(
         self,

@@ -49,7 +49,7 @@ from myriad.supervise.driver.journal import Journal
 from myriad.supervise.driver_address import AddressFile, DriverConnection
 from myriad.supervise.policy.run_state import RunPlan
 from myriad.telemetry.links.network_counters import LINK_FIELDS, CounterFile, CounterSample
-from myriad.telemetry.loggers import MetricForwarder, read_place
+from myriad.telemetry.loggers import MetricForwarder, read_forwarded
 from myriad.telemetry.span_io.span_batch import SpanBatch
 from myriad.telemetry.span_io.span_files import write_span_file
 from myriad.telemetry.span_io.span_records import RECORD
@@ -242,7 +242,7 @@ def load(run: Run) -> None:
 def hand_on(run: Run) -> None:
     """Loggers, node agents."""
     MetricForwarder("kept", run.path, lambda name, place: Kept()).forward()
-    read_place(run.path, "kept")
+    read_forwarded(run.path, "kept")
     asyncio.run(reach(run.path))
 
 

@@ -86,7 +86,7 @@ async def driving(folder: Path, nodes: int) -> AsyncIterator[tuple[Run, tuple[st
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-            disk_writer.settle()
+            disk_writer.wait_written()
 
 
 def test_a_disk_that_hangs_does_not_keep_the_driver_from_repairing(

@@ -197,7 +197,7 @@ def test_nodes_that_report_at_once_hold_up_no_decision_and_are_written_once(tmp_
         book.enter(replace(FACTS, node=node))
     assert book.take() == [], "the caller was not held up"
     goes_on.set()
-    wait_until(lambda: len(written) == 1200 and book.settle())
+    wait_until(lambda: len(written) == 1200 and book.wait_written())
     assert len(read_nodes(tmp_path)) == 1200
     again = SlowDisk(tmp_path)
     for node in range(1200):
@@ -205,7 +205,7 @@ def test_nodes_that_report_at_once_hold_up_no_decision_and_are_written_once(tmp_
             replace(FACTS, node=node, versions={"kernel": "6.1"}) if node == 7 else replace(FACTS, node=node)
         )
     notices: list[Notice] = []
-    wait_until(lambda: again.settle() and bool(notices.extend(again.take()) or notices))
+    wait_until(lambda: again.wait_written() and bool(notices.extend(again.take()) or notices))
     assert [one.node for one in notices] == [7] and written[1200:] == [7]
 
 
@@ -213,10 +213,10 @@ def test_facts_that_a_full_disk_refused_are_written_when_the_node_reports_again(
     book = NodeInventory(tmp_path / "nodes")
     (tmp_path / "nodes").write_text("no folder")
     book.enter(FACTS)
-    wait_until(book.settle)
+    wait_until(book.wait_written)
     (tmp_path / "nodes").unlink()
     book.enter(FACTS)
-    wait_until(book.settle)
+    wait_until(book.wait_written)
     assert read_nodes(tmp_path / "nodes") == {3: FACTS} and book.take() == []
 
 

@@ -84,7 +84,7 @@ def test_each_node_is_asked_for_its_own_and_a_lost_one_is_not_waited_for(tmp_pat
     assert (links[0].orders[0].ranks, links[1].orders[0].ranks) == ((1,), (2, 3))
     assert (answer.refused, answer.files, answer.found) == ("", ("traces/a",), ("fast",))
     assert answer.problems == ("node 1 was lost meanwhile", "node 2 has not answered")
-    assert disk_writer.settle()
+    assert disk_writer.wait_written()
     (event,) = run.read_events()
     assert (event["event"], event["who"], event["ranks"]) == ("trace", "ann@desk", "ranks 1 to 4")
     assert event["problem"] == "node 1 was lost meanwhile; node 2 has not answered"
@@ -133,7 +133,7 @@ def test_a_rank_that_does_not_end_its_step_is_told_and_not_asked_any_more(
     assert busy.number == 9 and "making another trace" in busy.problems[0]
     assert told.number == 8 and told.files == ()
     assert told.problems == (
-        "rank 4 did not end its step in time: --what stacks tells where it is",
+        "rank 4 did not end its step in time: --what stacks shows where it is",
         "rank 5 has ended",
     )
     assert rank_processes.page.trace_answer(0) == 0

@@ -12,7 +12,7 @@ from myriad.job import load_job
 from myriad.launchers.launcher import check_engine
 from myriad.launchers.metric_loggers import logged
 from myriad.run import Run
-from myriad.telemetry.loggers import MetricForwarder, open_sink, read_place, scalars_of
+from myriad.telemetry.loggers import MetricForwarder, open_sink, read_forwarded, scalars_of
 
 HANGS = """
 import time
@@ -72,7 +72,7 @@ def test_each_step_is_told_once_also_by_the_next_process(run: Run) -> None:
         (3, {"loss": 2.0, "mfu": 0.5}),
         (3, {"validation_loss": 1.5, "validation_bits_per_byte": 2.5}),
     ]
-    assert read_place(run.path, "wandb").metrics == run.metrics_path.stat().st_size
+    assert read_forwarded(run.path, "wandb").metrics == run.metrics_path.stat().st_size
 
 
 def test_nothing_is_lost_while_a_tool_is_away(run: Run) -> None:
@@ -81,7 +81,7 @@ def test_nothing_is_lost_while_a_tool_is_away(run: Run) -> None:
     step(run, 1)
     follower = MetricForwarder("mlflow", run.path, lambda name, path: kept)
     follower.follow(over)
-    assert follower.failures == 1 and kept.lines == [] and read_place(run.path, "mlflow").metrics == 0
+    assert follower.failures == 1 and kept.lines == [] and read_forwarded(run.path, "mlflow").metrics == 0
     step(run, 2)
     follower.follow(over)
     assert [number for number, _ in kept.lines] == [1, 2] and follower.failures == 0 and kept.closed

@@ -220,7 +220,7 @@ def test_a_device_s_clock_is_renewed_though_it_is_busy_when_steps_begin(
         recorder.step(step)
         with recorder.span("clip"):
             passes(1.0)
-            recorder.settle_clock()
+            recorder.align_clocks()
         _Event.passed_ms = _Event.now_ms - 1  # the update is under way when the next step begins
         recorder.step(step + 1)
         _Event.passed_ms = 1e9

@@ -205,7 +205,7 @@ class LinkMonitor:
     def close(self) -> None:
         """Write what is pending, and end the sampler."""
         self._write_due(at_once=True)
-        self._disk_writer.settle()
+        self._disk_writer.wait_written()
         self._end_sampler()
 
 

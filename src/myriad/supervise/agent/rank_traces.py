@@ -57,20 +57,20 @@ class TraceRunner:
         one."""
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, order: Trace, tell: Callable[[Traced], object]) -> None:
-        """Make a trace and report it to ``tell``."""
+    def begin(self, order: Trace, report: Callable[[Traced], object]) -> None:
+        """Make a trace and pass it to ``report``."""
         if self._task is not None and not self._task.done():
             problem = f"node {self._node} is making another trace: ask again when that is done"
-            tell(Traced(self._node, order.number, (), (), (problem,)))
+            report(Traced(self._node, order.number, (), (), (problem,)))
         else:
-            self._task = asyncio.create_task(self._make(order, tell))
+            self._task = asyncio.create_task(self._make(order, report))
 
     def cancel(self) -> None:
         """Cancel the request; nothing is reported."""
         if self._task is not None:
             self._task.cancel()
 
-    async def _make(self, order: Trace, tell: Callable[[Traced], object]) -> None:
+    async def _make(self, order: Trace, report: Callable[[Traced], object]) -> None:
         if order.epoch != self._rank_processes.epoch:
             files, found, problems = self._none(f"the ranks of attempt {order.epoch} are not there any more")
         else:
@@ -79,7 +79,7 @@ class TraceRunner:
             except Exception as error:  # a failed trace is reported as a problem; it must not end the agent
                 _LOG.warning("a trace failed", exc_info=True)
                 files, found, problems = self._none(f"{type(error).__name__}: {error}")
-        tell(Traced(self._node, order.number, tuple(files), tuple(found), tuple(problems)))
+        report(Traced(self._node, order.number, tuple(files), tuple(found), tuple(problems)))
 
     def _none(self, problem: str) -> Found:
         return [], [], [f"node {self._node}: {problem}"]
@@ -143,9 +143,9 @@ class TraceRunner:
         if answer is not None and answer.outcome == "failed":
             return f"rank {rank}: {reasons[rank]}"
         if order.what == "flight":
-            return f"rank {rank} did not answer: --what stacks tells where it is"
+            return f"rank {rank} did not answer: --what stacks shows where it is"
         did = "began, but did not end" if answer is not None else "did not end"
-        return f"rank {rank} {did} its step in time: --what stacks tells where it is"
+        return f"rank {rank} {did} its step in time: --what stacks shows where it is"
 
     # Stacks
 

@@ -152,9 +152,9 @@ class Driver:
                 await self._rest()
             await self._let_leave()
         self._disk_writer.enter("", self._write_late)
-        self._inventory.settle()
+        self._inventory.wait_written()
         if self._alarms is not None and not self.is_lost:
-            self._disk_writer.settle()
+            self._disk_writer.wait_written()
             self._alarms.finish()
 
     def _write_late(self) -> None:
@@ -305,7 +305,7 @@ class Driver:
             self._disk_writer.enter("a decision", partial(self._journal.append, entry))
             for action in actions:
                 self._event_log.of_action(action)
-            if not self._disk_writer.settle():
+            if not self._disk_writer.wait_written():
                 _LOG.warning("acting on what is not in the journal yet: its disk hangs")
         for action in actions:
             self._do(action)
@@ -331,7 +331,7 @@ def main(arguments: list[str]) -> int:
             alarms = AlarmProcess(run) if given.alarms else None
             _drive(Driver(run, disk_writer, leadership, given.listen, alarms=alarms))
     finally:
-        disk_writer.settle()
+        disk_writer.wait_written()
     return 0
 
 

@@ -55,9 +55,9 @@ class NodeInventory:
             found, self._notices = self._notices, []
         return found
 
-    def settle(self) -> bool:
+    def wait_written(self) -> bool:
         """Wait half a second at most until all facts are written; return whether they are."""
-        return self._disk_writer.settle()
+        return self._disk_writer.wait_written()
 
     def _work(self) -> None:
         while True:

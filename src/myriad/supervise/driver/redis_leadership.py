@@ -93,7 +93,7 @@ class LeasedLeadership:
         it."""
         self._newest = record
         self._disk_writer.enter("a decision", partial(self._append, record))
-        if not self._disk_writer.settle() and self.holds():
+        if not self._disk_writer.wait_written() and self.holds():
             _LOG.warning("acting on what is not in the journal of %s yet: it is away", self._lease)
         return self.holds()
 

@@ -11,7 +11,7 @@ host reads the passed marks in bulk where it is idle: one time query per mark an
 thread may read the device's position (`DeviceClock.position`) without changing the log.
 
 Times are sums of the intervals between marks, from a mark whose host time is known because it completed at
-once on an idle device. `DeviceClock.settle` renews that mark every few seconds, where the host has waited for
+once on an idle device. `DeviceClock.align` renews that mark every few seconds, where the host has waited for
 the device in any case: the two clocks drift apart.
 """
 
@@ -222,7 +222,7 @@ class DeviceClock:
         """Whether the reference mark is old enough to be renewed."""
         return time.monotonic_ns() - self._zero_ns > _RENEW_NS
 
-    def settle(self) -> None:
+    def align(self) -> None:
         """Renew the reference mark if the device is idle. Call it after the host has waited for the device
         and `collect` has read all marks."""
         if self._log:
