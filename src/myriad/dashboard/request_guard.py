@@ -55,8 +55,9 @@ class Guard:
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
-        file = f" or send the token that {access.place} has" if access.place else " or send its token"
-        self._advice = f"a token is needed: open the address that `myriad watch` printed,{file} as Bearer\n"
+        token = f"the token in {access.place}" if access.place else "its token"
+        ways = f"open the address that `myriad watch` printed, or send {token} as Authorization: Bearer"
+        self._advice = f"a token is needed: {ways}\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request and pass it on."""
