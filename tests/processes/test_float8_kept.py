@@ -96,7 +96,7 @@ class Twins:
 EVENTS = ("train", "skip", "evaluate", "save", "load", "draw", "warm_up", "flip", "write")
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=6))
 def test_whatever_happens_to_weights_the_next_step_has_them(events: list[str]) -> None:
     twins = Twins()

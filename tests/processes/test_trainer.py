@@ -102,7 +102,7 @@ def test_a_run_leaves_the_files_that_others_read(start: Callable[..., Run]) -> N
     assert began["parameters"] == run.job().model.num_parameters() and began["peak_flops"] > 0
     for event in events(run, "validation"):
         assert 0 < event["bits_per_byte"] < 10 and 0 < event["loss"] < 10
-    assert CheckpointFolder(run.checkpoints_path).steps() == [10, 12], "two are kept"
+    assert CheckpointFolder(run.checkpoints_path).steps() == sorted(stored)[-2:], "two are kept"
 
 
 def interrupted(run: Run, at_step: int) -> int:
