@@ -70,8 +70,11 @@ def test_an_installed_wheel_plans_trains_and_shows_a_run(
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as watch:
         try:
             assert watch.stdout is not None
-            address = json.loads(watch.stdout.readline())["page"]
-            with urllib.request.urlopen(address, timeout=30) as page:
-                assert b"<!doctype html>" in page.read().lower()
+            told = json.loads(watch.stdout.readline())
+            bearer = {"Authorization": f"Bearer {told['token']}"}
+            with urllib.request.urlopen(
+                urllib.request.Request(told["url"], headers=bearer), timeout=30
+            ) as page:
+                assert b"/static/app.js" in page.read()
         finally:
             watch.terminate()
