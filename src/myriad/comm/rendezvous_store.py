@@ -2,17 +2,22 @@
 
 A rank waits for rank 0's port with frequent, cheap connection attempts. torch's own client, refused once,
 sleeps for up to a second, and resolves names each time.
+
+torch's server listens on every address of the machine, and asks nobody for proof. Here it listens only on the
+address that the ranks use: on one machine that is the loopback.
 """
 
+import errno
 import os
 import random
 import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from ipaddress import ip_address
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from myriad.comm.config import CommConfig
@@ -20,6 +25,11 @@ from myriad.comm.redis_address import check_store, redis_address
 from myriad.errors import BadInputError, RunFailedError
 
 __all__ = ["attempt_name", "open_store"]
+
+_BACKLOG = 2048
+"""Connections that may wait; torch's own value."""
+_TORCHRUN_SERVES = "TORCHELASTIC_USE_AGENT_STORE"
+"""Variable with which torchrun says that its agent serves the store."""
 
 
 def open_store(comm: CommConfig, rank: int, world: int) -> Store:
@@ -39,11 +49,39 @@ def _open_tcp(rank: int, world: int, timeout: timedelta) -> Store:
     if rank > 0 and port.isdigit():
         _await_port(host, int(port), timeout.total_seconds(), f"rank {rank} waited for {served}")
     try:
-        store: Store = next(rendezvous("env://", rank, world, timeout=timeout))[0]
+        if rank == 0 and port.isdigit() and os.environ.get(_TORCHRUN_SERVES) != str(True):
+            store: Store = _serve(host, int(port), world, timeout)
+        else:
+            store = next(rendezvous("env://", rank, world, timeout=timeout))[0]
+    except OSError as error:
+        raise RunFailedError(f"rank {rank}: {served}: {error.strerror or error}") from None
     except (dist.DistError, RuntimeError) as error:
         raise RunFailedError(f"rank {rank}: {served}: {_first_line(error)}") from None
     store.set_timeout(timeout)
     return store
+
+
+def _serve(host: str, port: int, world: int, timeout: timedelta) -> TCPStore:
+    """Serve the store in this process. Raises `OSError` if the address cannot be listened on."""
+    listener = _listen(host, port, int(os.environ.get("LOCAL_WORLD_SIZE", str(world))) == world)
+    address, port = listener.getsockname()[0], listener.getsockname()[1]
+    name = host if ip_address(address).is_unspecified else address
+    return TCPStore(name, port, world, True, timeout, master_listen_fd=listener.detach())
+
+
+def _listen(host: str, port: int, is_one_machine: bool) -> socket.socket:
+    """Listen on the address that ``host`` names. It is every address where other machines know another one
+    under that name: for a name of the loopback (Debian gives a host's own name 127.0.1.1), and for an address
+    that this machine does not have."""
+    family, *_, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if is_one_machine or not ip_address(address).is_loopback:
+        try:
+            return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    every = "::" if family == socket.AF_INET6 else ""
+    return socket.create_server((every, port), family=family, backlog=_BACKLOG)
 
 
 def _await_port(host: str, port: int, timeout_seconds: float, waited: str) -> None:
