@@ -33,7 +33,9 @@ _HEADERS = {
 }
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 SPANS_PATH = "/api/spans"
-_ENTERED = """<!doctype html><title>Myriad</title><p><a href="/">Open the dashboard</a>\n"""
+_ENTERED = """<!doctype html><title>Myriad</title><link rel="icon" href="/static/icon.svg">
+<p><a href="/">Open the dashboard</a>
+"""
 
 
 @dataclass(frozen=True)
