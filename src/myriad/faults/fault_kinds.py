@@ -156,7 +156,7 @@ _KINDS: dict[KindName, FaultKind] = {
                 causes=("user",),
                 detected_seconds=0.25,
                 stops=True,
-                also="the second time the run stops with the traceback; nobody is evicted",
+                also="the second time the run stops with the traceback; no node is evicted",
             )
         },
         inside=True,
@@ -186,7 +186,7 @@ _KINDS: dict[KindName, FaultKind] = {
                 median_steps=10.0,
                 restarts=False,
                 same_bits=False,
-                also="work moves away from it where that pays; nobody is evicted",
+                also="work moves away from it where that pays; no node is evicted",
             )
         },
         inside=True,
@@ -253,7 +253,7 @@ _KINDS: dict[KindName, FaultKind] = {
                 detected_seconds=0.25,
                 trains_seconds=1.0,
                 steps_lost=1,
-                also="nothing is updated; gone on replay: told as transient",
+                also="nothing is updated; gone on replay: reported as transient",
             )
         },
         inside=True,
@@ -266,7 +266,7 @@ _KINDS: dict[KindName, FaultKind] = {
                 causes=("nan",),
                 detected_seconds=0.25,
                 stops=True,
-                also="it comes again on replay: the run stops with the reason; nobody is evicted",
+                also="it comes again on replay: the run stops with the reason; no node is evicted",
             )
         },
         inside=True,
@@ -281,7 +281,7 @@ _KINDS: dict[KindName, FaultKind] = {
                 median_steps=1.0,
                 steps_lost=0,
                 restarts=False,
-                also="gone when the step is computed again in place: told as transient",
+                also="gone when the step is computed again in place: reported as transient",
             )
         },
         inside=True,
@@ -309,7 +309,7 @@ _KINDS: dict[KindName, FaultKind] = {
                 detected_seconds=2.0,
                 steps_lost=0,
                 restarts=False,
-                also="told, and ranks go on",
+                also="reported, and ranks go on",
             )
         },
         needs_root=True,
@@ -363,7 +363,7 @@ _KINDS: dict[KindName, FaultKind] = {
                 detected_seconds=10.0,
                 steps_lost=0,
                 restarts=False,
-                also="told; nobody is evicted, nothing ends",
+                also="reported; no node is evicted, nothing ends",
             )
         },
     ),

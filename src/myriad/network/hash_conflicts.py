@@ -162,7 +162,7 @@ class SampledConflicts:
     """Hash conflicts by draw (K), as ratios of the rates that flows have if only NIC ports limit them."""
 
     slowest_ratio: Numbers
-    """Of the slowest flow, which sets the speed of its ring."""
+    """Ratio of the slowest flow, which sets the speed of its ring."""
     mean_ratio: Numbers
     """Mean over all flows."""
     held_up_ratio: Numbers

@@ -204,7 +204,8 @@ _MOST_ARROWS = 100_000
 
 
 def arrows_of(run: Run, window: Window) -> list[Arrow]:
-    """Of the newest attempt in it; none where the ranks that are there did not run the job's program."""
+    """Return the messages of the newest attempt in the window; none if its ranks did not run the job's
+    program."""
     import numpy as np
 
     from myriad.dashboard.insight.arrivals import arrows
