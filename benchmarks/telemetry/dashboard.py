@@ -85,8 +85,8 @@ class Server:
         ]
         self.process = subprocess.Popen([*command, "--json", "--memory", memory], stdout=subprocess.PIPE)
         assert self.process.stdout is not None
-        told = json.loads(self.process.stdout.readline())
-        self.url, self.token = told["url"], told["token"]
+        ready = json.loads(self.process.stdout.readline())
+        self.url, self.token = ready["url"], ready["token"]
         self._local = threading.local()
 
     def ask(self, question: str) -> bytes:
@@ -244,8 +244,8 @@ def _probe(server: Server, rank: int, stop: threading.Event, delays: list[float]
 
 
 def _is_told(server: Server, rank: int, ended: float) -> bool:
-    told = json.loads(server.ask(f"rank/{rank}"))["last_entered"]
-    return told is not None and time.time() - told["seconds_ago"] > ended - 5e-4
+    last = json.loads(server.ask(f"rank/{rank}"))["last_entered"]
+    return last is not None and time.time() - last["seconds_ago"] > ended - 5e-4
 
 
 def _times(

@@ -142,11 +142,11 @@ def test_a_private_file_leads_a_browser_in_and_the_address_keeps_no_token(
     """As `--open` does. A strict cookie is not sent where another site's page, or a file, leads a browser."""
     monkeypatch.setenv("BROWSER", "chromium")
     monkeypatch.setattr("webbrowser.open", lambda page: None)
-    door = tmp_path / "state" / "door.html"
-    open_in_browser(f"{slow.address}/?token={slow.token}", door, has_token=True)
+    entry = tmp_path / "state" / "entry.html"
+    open_in_browser(f"{slow.address}/?token={slow.token}", entry, has_token=True)
     with browser.new_context() as context:
         page = context.new_page()
-        page.goto(door.as_uri())
+        page.goto(entry.as_uri())
         page.wait_for_url(f"{slow.address}/**", timeout=60_000)
         page.get_by_role("navigation").get_by_role("link", name="Heat map").click(timeout=60_000)
         assert slow.token not in page.evaluate("() => location.href + document.cookie + document.referrer")

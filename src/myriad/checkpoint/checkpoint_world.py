@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from myriad.comm.typed_collectives import gather_values
+from myriad.comm.typed_collectives import broadcast_value, gather_values
 
 __all__ = ["CheckpointWorld", "machine_id", "rank_addresses", "ranks_of_nodes", "shares_machine"]
 
@@ -42,6 +42,10 @@ class CheckpointWorld:
     def gather(self, value: T, kind: Any) -> list[T]:
         """Return the value of every rank, on every rank. ``kind`` is its type, as for `gather_values`."""
         return gather_values(value, kind, self.group)
+
+    def from_first(self, value: T, kind: Any) -> T:
+        """Return the value of rank 0 on every rank. ``kind`` is its type, as for `broadcast_value`."""
+        return broadcast_value(value, kind, self.group)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

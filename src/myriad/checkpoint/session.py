@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,6 @@ from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.checkpoint.storage.folder_owner import AcquiredFolder
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import AXES
-from myriad.comm.typed_collectives import broadcast_value
 from myriad.errors import BadInputError
 from myriad.model.tensor_shard import TensorShard
 from myriad.system.jsonl import LineFile
@@ -152,12 +151,12 @@ class CheckpointSession:
 
         If the storage fails and memory has a complete state, the first checkpoint tries again to acquire the
         folder. Raises `BadInputError` if the storage fails and memory has no such state."""
-        url, acquired = self._settings.folder.storage.url, None
+        url, acquired = self._settings.folder.storage.url, AcquiredFolder(0)
         if self._grid.rank == 0:
             seconds = min(_ACQUIRE_SECONDS, self._settings.config.timeout_seconds)
             run = None if self._settings.config.url is None else str(self._settings.run)
             acquired = self._client.acquire(url, attempts_before, seconds, run)
-        self._acquired = cast(AcquiredFolder, self._world.gather(acquired, AcquiredFolder | None)[0])
+        self._acquired = self._world.from_first(acquired, AcquiredFolder)
         in_memory = complete_in_memory(gather_in_memory(self._client, self._world))
         if self._acquired.problem is not None and not in_memory:
             raise BadInputError("checkpoint.url", url, self._acquired.problem)
@@ -170,7 +169,7 @@ class CheckpointSession:
 
     def agree(self, known: _Known, kind: Any) -> _Known:
         """Return rank 0's value, of type ``kind``, on every rank."""
-        return broadcast_value(known, kind, self._world.group)
+        return self._world.from_first(known, kind)
 
     def exclude_after(self, newest: int) -> None:
         """Rule out states of steps after ``newest``: their bytes are intact but their values are wrong.
@@ -228,7 +227,7 @@ class CheckpointSession:
             memory = self._join()
         ports = world.gather(self._client.port() if several and self._first else 0, int)
         addresses = rank_addresses(world) if several else [""] * len(shards_of_rank)
-        token = world.gather(new_token(), str)[0]
+        token = world.from_first(new_token(), str)
         if self._first:
             firsts = [ranks[0] for ranks in world.ranks_of_node]
             message = self._message() | {
@@ -345,7 +344,7 @@ class CheckpointSession:
         while lost < _FINISH_TRIES:
             self._snapshots.await_reported()
             own = self._outcome_by(step, deadline) if self._grid.rank == 0 else None
-            outcome: StoreOutcome | None = self._world.gather(own, StoreOutcome | None)[0]
+            outcome = self._world.from_first(own, StoreOutcome | None)
             # Checked after the outcome: the death of the server may be the cause of a failed outcome.
             is_gone = self._snapshots.lost_step == step or not self._client.is_alive()
             if any(self._world.gather(is_gone, bool)):

@@ -15,14 +15,14 @@ from myriad.telemetry.shipping import page_token
 from myriad.telemetry.shipping.page_token import TOKEN, keep_private
 
 __all__ = [
-    "door_of",
+    "entry_page",
     "forget_token",
     "given_token",
     "has_browser",
     "keep_token",
     "open_in_browser",
-    "remote_door",
-    "told_place",
+    "remote_entry_page",
+    "shown_path",
 ]
 
 _LEAST_TOKEN = 16
@@ -71,12 +71,12 @@ def forget_token(file: Path | None) -> None:
             path.unlink()
 
 
-def door_of(file: Path | None) -> Path | None:
+def entry_page(file: Path | None) -> Path | None:
     """Return the file that leads a browser to the page."""
     return None if file is None else file.with_suffix(".html")
 
 
-def remote_door() -> Path | None:
+def remote_entry_page() -> Path | None:
     """Return the same for another machine's page. It stays, because this process ends before the browser
     reads it."""
     with suppress(OSError):
@@ -84,7 +84,7 @@ def remote_door() -> Path | None:
     return None
 
 
-def told_place(file: Path | None) -> str:
+def shown_path(file: Path | None) -> str:
     """Return the file's name for a client, without the name of the user."""
     if file is None:
         return ""
@@ -93,18 +93,18 @@ def told_place(file: Path | None) -> str:
     return str(file)
 
 
-def open_in_browser(page: str, door: Path | None, has_token: bool) -> None:
-    """Open the page. One with a token is opened through ``door``: a browser's arguments are visible to all
+def open_in_browser(page: str, entry: Path | None, has_token: bool) -> None:
+    """Open the page. One with a token is opened through ``entry``: a browser's arguments are visible to all
     users of the machine."""
     if has_token:
         refresh = f'<meta http-equiv="refresh" content="0; url={html.escape(page)}">'
         try:
-            if door is None:
+            if entry is None:
                 raise OSError("its address would show the token in lists of processes")
-            keep_private(door, f'<!doctype html><meta charset="utf-8">{refresh}\n')
+            keep_private(entry, f'<!doctype html><meta charset="utf-8">{refresh}\n')
         except OSError as error:
             return typer.echo(f"no browser is opened: {error}", err=True)
-        page = door.as_uri()
+        page = entry.as_uri()
     # In a thread: a browser in the terminal blocks until it is closed; the server keeps serving.
     threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
 

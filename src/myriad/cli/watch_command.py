@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _TOKEN_BYTES = 24
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def register(app: typer.Typer) -> None:
@@ -96,7 +95,7 @@ def _watch(
 
     Exit code: 0 stopped, 2 bad input.
     """
-    from myriad.cli.watch_access import door_of, forget_token, given_token, keep_token, told_place
+    from myriad.cli.watch_access import entry_page, forget_token, given_token, keep_token, shown_path
 
     given = given_token(token, token_file)
     if remote is not None:
@@ -111,7 +110,7 @@ def _watch(
     from myriad.dashboard.request_guard import Access
     from myriad.dashboard.server import listen_at, serve
     from myriad.supervise.driver_requests import tracer
-    from myriad.telemetry.shipping.page_token import span_token
+    from myriad.telemetry.shipping.page_token import LOOPBACK, span_token
 
     path, size = existing_run(run), _memory_bytes(memory)
     secret = given or secrets.token_urlsafe(_TOKEN_BYTES)
@@ -121,8 +120,8 @@ def _watch(
     number = listener.getsockname()[1]
     file = keep_token(number, secret)
     # A server with a given token may have a proxy in front of it, with a name of its own.
-    is_local = host in _LOOPBACK and given is None
-    access = Access(secret, told_place(file), is_local, partial(span_token, path))
+    is_local = host in LOOPBACK and given is None
+    access = Access(secret, shown_path(file), is_local, partial(span_token, path))
     app = build_app(watched, access, collect, more_routes(watched, tracer(watched.files.run)))
     address = f"http://{_in_address(host)}:{number}"
 
@@ -130,7 +129,7 @@ def _watch(
         forget_token(file)  # here: the process ends by the signal that stops the server
         watched.end()
 
-    serve(app, listener, lambda: _tell(address, secret, open_page, as_json, door_of(file)), end)
+    serve(app, listener, lambda: _announce(address, secret, open_page, as_json, entry_page(file)), end)
 
 
 def _check_installed() -> None:
@@ -163,7 +162,7 @@ def _show_remote(url: str, run: str | None, token: str | None, open_page: bool, 
         raise BadInputError("run", run, "none with --remote: it is the other server's")
     if not url.startswith(("http://", "https://")):
         raise BadInputError("--remote", url, "http://HOST:PORT")
-    from myriad.cli.watch_access import remote_door
+    from myriad.cli.watch_access import remote_entry_page
     from myriad.telemetry.shipping.page_token import TOKEN, token_here
 
     token = token or token_here(url)
@@ -181,7 +180,7 @@ def _show_remote(url: str, run: str | None, token: str | None, open_page: bool, 
         raise BadInputError("--remote", url, "is no `myriad watch`")
     if not as_json:
         typer.echo(f"{told.get('name')}: {told['sentence']}")
-    _tell(url, token, open_page, as_json, remote_door())
+    _announce(url, token, open_page, as_json, remote_entry_page())
 
 
 def _plan_maker(name: str) -> "MakePlan":
@@ -234,8 +233,10 @@ def _in_address(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _tell(address: str, token: str | None, open_page: bool, as_json: bool, door: Path | None = None) -> None:
-    """Print the address, and open it in the browser through ``door``, which is written here."""
+def _announce(
+    address: str, token: str | None, open_page: bool, as_json: bool, entry: Path | None = None
+) -> None:
+    """Print the address, and open it in the browser through ``entry``, which is written here."""
     page = f"{address}/?token={token}" if token else address
     if as_json:
         typer.echo(
@@ -248,7 +249,7 @@ def _tell(address: str, token: str | None, open_page: bool, as_json: bool, door:
     from myriad.cli.watch_access import has_browser, open_in_browser
 
     if open_page and has_browser():
-        open_in_browser(page, door, token is not None)
+        open_in_browser(page, entry, token is not None)
 
 
 def _tunnel(address: str) -> str:
@@ -257,9 +258,11 @@ def _tunnel(address: str) -> str:
     import os
     from urllib.parse import urlsplit
 
+    from myriad.telemetry.shipping.page_token import LOOPBACK
+
     from_to = os.environ.get("SSH_CONNECTION", "").split()
     parts = urlsplit(address)
-    if len(from_to) != 4 or parts.hostname not in _LOOPBACK:
+    if len(from_to) != 4 or parts.hostname not in LOOPBACK:
         return ""
     try:
         user = f"{getpass.getuser()}@"

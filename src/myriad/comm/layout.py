@@ -31,11 +31,11 @@ class Layout(Config):
     """How one iteration is spread over ranks."""
 
     dp: int = Field(1, ge=1, le=MOST_RANKS)
-    """Data-parallel replicas."""
+    """Number of data-parallel replicas of the model."""
     tp: int = Field(1, ge=1, le=MOST_RANKS)
     """Ranks that share each weight matrix (tensor and sequence parallelism)."""
     pp: int = Field(1, ge=1, le=MOST_RANKS)
-    """Pipeline-parallel ranks."""
+    """Number of ranks that the layers are divided among (pipeline parallelism)."""
     cp: int = Field(1, ge=1, le=MOST_RANKS)
     """Context-parallel ranks; only 1 for now."""
     ep: int = Field(1, ge=1, le=MOST_RANKS)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from myriad.comm.collectives import start_all_gather
 from myriad.errors import RunFailedError
 
 __all__ = ["broadcast_value", "gather_values"]
@@ -39,12 +40,12 @@ def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[
     size, device = dist.get_world_size(group), _device_of(group)
     own = _encode(value, kind, device)
     lengths = torch.zeros(size, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(lengths, torch.tensor([own.numel()], device=device), group=group)
+    start_all_gather(lengths, torch.tensor([own.numel()], device=device), group).wait()
     counts = _checked(lengths)
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
     padded[: own.numel()] = own
     received = torch.empty(size * max(counts), dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(received, padded, group=group)
+    start_all_gather(received, padded, group).wait()
     rows = zip(received.cpu().view(size, -1), counts, strict=True)
     return [_decode(row[:count], kind, rank) for rank, (row, count) in enumerate(rows)]
 

@@ -22,6 +22,8 @@ from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from myriad.telemetry.shipping.page_token import LOOPBACK
+
 __all__ = ["SPANS_PATH", "Access", "Guard", "cookie_name"]
 
 _HEADERS = {
@@ -31,7 +33,6 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 SPANS_PATH = "/api/spans"
 _ENTERED = """<!doctype html><title>Myriad</title><link rel="icon" href="/static/icon.svg">
 <p><a href="/">Open the dashboard</a>
@@ -43,7 +44,7 @@ class Access:
     """What opens one page."""
 
     token: str
-    """Opens every route."""
+    """The token that opens every route."""
     place: str = ""
     """File that has the token, for the line that refuses a request."""
     is_local: bool = True
@@ -81,7 +82,7 @@ class Guard:
         host, origin = headers.get("host", ""), headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != host:
             return PlainTextResponse("a page of another site may not ask\n", 403)
-        if self._access.is_local and _host_name(host) not in _LOOPBACK:
+        if self._access.is_local and _host_name(host) not in LOOPBACK:
             return PlainTextResponse("this server is for its own machine: see --host\n", 403)
         return self._without_token(scope, headers)
 

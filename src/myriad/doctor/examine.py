@@ -36,7 +36,7 @@ _LEAST_PRIORITY = 19
 
 
 def examine(folder: Path, expected: Expected, *, short: bool) -> Diagnosis:
-    """Diagnose this node."""
+    """Return the diagnosis of this node; with ``short`` only of its versions, devices and links."""
     if not short:
         return diagnose(folder, expected)
     start = time.perf_counter()

@@ -240,7 +240,7 @@ class _InterruptObserver:
         """Do nothing: only a Ctrl-C matters."""
 
     def stopping(self) -> None:
-        """Record the Ctrl-C."""
+        """Record that a Ctrl-C was pressed."""
         self.is_interrupted = True
 
 

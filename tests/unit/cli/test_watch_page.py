@@ -21,15 +21,15 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_no_browser_is_started_where_no_window_can_open(opened: list[str], capsys) -> None:
-    watch_command._tell("http://127.0.0.1:8765", None, open_page=True, as_json=False)
+    watch_command._announce("http://127.0.0.1:8765", None, open_page=True, as_json=False)
     assert opened == []
     assert capsys.readouterr().out == "http://127.0.0.1:8765\n"
 
 
 def test_a_browser_that_does_not_return_holds_up_nothing(opened, monkeypatch, capsys) -> None:
     monkeypatch.setenv("BROWSER", "w3m")
-    watch_command._tell("http://127.0.0.1:8765", None, open_page=True, as_json=False)
-    watch_command._tell("http://127.0.0.1:8765", None, open_page=False, as_json=False)
+    watch_command._announce("http://127.0.0.1:8765", None, open_page=True, as_json=False)
+    watch_command._announce("http://127.0.0.1:8765", None, open_page=False, as_json=False)
     assert opened == ["http://127.0.0.1:8765"]
 
 
@@ -37,16 +37,16 @@ def test_a_browser_gets_the_token_by_a_private_file_and_by_no_argument(
     opened, monkeypatch, capsys, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("BROWSER", "firefox")
-    door = tmp_path / "state" / "watch.html"
-    watch_command._tell("http://127.0.0.1:8765", "t" * 32, open_page=True, as_json=False, door=door)
-    assert opened == [door.as_uri()]
+    entry = tmp_path / "state" / "watch.html"
+    watch_command._announce("http://127.0.0.1:8765", "t" * 32, open_page=True, as_json=False, entry=entry)
+    assert opened == [entry.as_uri()]
     assert (
-        door.stat().st_mode & 0o777 == 0o600
-        and f"url=http://127.0.0.1:8765/?token={'t' * 32}" in door.read_text()
+        entry.stat().st_mode & 0o777 == 0o600
+        and f"url=http://127.0.0.1:8765/?token={'t' * 32}" in entry.read_text()
     )
-    door.parent.chmod(0o777)
-    watch_command._tell("http://127.0.0.1:8765", "u" * 32, open_page=True, as_json=False, door=door)
-    watch_command._tell("http://127.0.0.1:8765", "u" * 32, open_page=True, as_json=False, door=None)
+    entry.parent.chmod(0o777)
+    watch_command._announce("http://127.0.0.1:8765", "u" * 32, open_page=True, as_json=False, entry=entry)
+    watch_command._announce("http://127.0.0.1:8765", "u" * 32, open_page=True, as_json=False, entry=None)
     assert len(opened) == 1 and capsys.readouterr().err.count("no browser is opened") == 2
 
 
@@ -65,8 +65,8 @@ def test_who_came_by_ssh_reads_what_to_type(
     monkeypatch.setenv("SSH_CONNECTION", connection)
     monkeypatch.setenv("USER", "ann")
     monkeypatch.setenv("LOGNAME", "ann")
-    watch_command._tell(address, None, open_page=False, as_json=False)
+    watch_command._announce(address, None, open_page=False, as_json=False)
     said = capsys.readouterr().err
     assert words in said and bool(said) == bool(words)
-    watch_command._tell(address, None, open_page=False, as_json=True)
+    watch_command._announce(address, None, open_page=False, as_json=True)
     assert capsys.readouterr().err == ""

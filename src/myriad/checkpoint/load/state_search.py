@@ -103,7 +103,7 @@ class StateSearch:
     def _set_aside(self, steps: Sequence[int]) -> list[str]:
         """Rename checkpoints. Return their new names on all ranks."""
         own = [_renamed(self.folder, step) for step in steps] if self.world.rank == 0 else []
-        return self.world.gather(own, list[str])[0]
+        return self.world.from_first(own, list[str])
 
 
 def _find_newest(
@@ -261,7 +261,7 @@ class _StepSources:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 problem = f"{checkpoint.name}/{MANIFEST}: not readable ({error})"
                 result = None, problem, not isinstance(error, OSError)
-        manifest, problem, self.damaged = self._world.gather(result, _ReadManifest)[0]
+        manifest, problem, self.damaged = self._world.from_first(result, _ReadManifest)
         if problem:
             self.problems.append(problem)
         return manifest

@@ -37,7 +37,7 @@ class Screen(Observer, Protocol):
     """An observer that must be closed."""
 
     def close(self) -> None:
-        """Release the terminal."""
+        """Return the terminal to the shell; call it once, after the last `tick`."""
 
 
 def open_screen(console: Console | None, run: Run, steps: int, quiet: Collection[str] = ()) -> Screen:
@@ -79,7 +79,7 @@ class QuietScreen:
     """A screen without output, for ``--json``: each method does nothing."""
 
     def tick(self) -> None:
-        """Ignore progress."""
+        """Read no events and print nothing."""
 
     def stopping(self) -> None:
         """Ignore the request to stop."""
@@ -127,7 +127,7 @@ class PlainScreen:
             self._print(f"waiting for {_awaited(self._progress)}, {silent:.0f} s")
 
     def stopping(self) -> None:
-        """Report the Ctrl-C."""
+        """Print that the first Ctrl-C was received and what follows."""
         self._stop, self._shown_at = _Stop(self._progress), time.monotonic()
         self._print(_STOPPING)
 
@@ -157,7 +157,7 @@ class LiveScreen:
         self._live.update(self._line(), refresh=True)
 
     def stopping(self) -> None:
-        """Report the Ctrl-C."""
+        """Print that the first Ctrl-C was received and what follows."""
         self._stop = _Stop(self._progress)
         self._console.print(Text(_STOPPING, style="yellow"))
 

@@ -54,7 +54,7 @@ class ProgramNeeds:
 
     @cached_property
     def needs(self) -> tuple[tuple[tuple[Need, ...], ...], ...]:
-        """Needs ``[place][action]``."""
+        """What each action needs, as ``[place][action]``."""
         return tuple(tuple(self._of_rank(place, actions)) for place, actions in enumerate(self.program.ranks))
 
     def _of_rank(self, place: int, actions: Sequence[Action]) -> Iterator[tuple[Need, ...]]:

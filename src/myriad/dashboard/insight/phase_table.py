@@ -30,14 +30,14 @@ class PhaseTable:
     """Seconds by step, rank and phase for all ranks."""
 
     steps: Array
-    """Step numbers, ascending."""
+    """Numbers of the steps in the table, ascending."""
     phases: tuple[str, ...]
     classes: tuple[str, ...]
     """Class of each phase, one of `CLASSES`."""
     own_seconds: Array
     total_seconds: Array
     count: Array
-    """Number of spans."""
+    """``[step, rank, phase]``: number of spans in the phase."""
     begin_ns: Array
     """``[step, rank]``: first start."""
     until_ns: Array
@@ -45,7 +45,7 @@ class PhaseTable:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Number of ranks that the table has columns for."""
         return self.own_seconds.shape[1]
 
     @cached_property

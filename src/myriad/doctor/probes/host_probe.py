@@ -160,7 +160,7 @@ class ClockTimes:
 
 
 def read_clocks() -> ClockTimes:
-    """Read the clocks."""
+    """Read the three clocks of this machine, one right after the other."""
     clocks = (time.CLOCK_REALTIME, time.CLOCK_MONOTONIC, time.CLOCK_MONOTONIC_RAW)
     return ClockTimes(*(time.clock_gettime(clock) for clock in clocks))
 
