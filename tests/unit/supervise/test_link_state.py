@@ -1,12 +1,16 @@
 """If these fail, a link that is down is not seen, or one that nobody uses has a node given up."""
 
+import asyncio
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from myriad.supervise.agent.link_state import LinkWatch, chosen_interfaces, parse_link, rdma_ports
+from myriad.supervise.agent.link_state import LinkWatch, chosen_interfaces, rdma_ports
 from myriad.supervise.observations import LinkSeen
+from myriad.telemetry.links.netlink import Kernel, LinkCounters, parse_link
 
 UP, LOWER_UP = 1, 1 << 16
 
@@ -17,7 +21,7 @@ def message(flags: int, downs: int = 3, errors: tuple[int, int] = (4, 5), kind: 
     def attribute(number: int, data: bytes) -> bytes:
         return struct.pack("=HH", 4 + len(data), number) + data.ljust(-(-len(data) // 4) * 4, b"\0")
 
-    statistics = struct.pack("=8Q", 1, 2, 3, 4, *errors, 6, 7)
+    statistics = struct.pack("=24Q", 1, 2, 3, 4, *errors, 6, 7, *range(100, 116))
     body = struct.pack("=BxHiII", 0, 1, 4, flags, 0)
     body += attribute(3, b"eth0\0") + attribute(23, statistics) + attribute(48, struct.pack("=I", downs))
     return struct.pack("=LHHLL", 16 + len(body), kind, 0, 0, 0) + body
@@ -26,7 +30,7 @@ def message(flags: int, downs: int = 3, errors: tuple[int, int] = (4, 5), kind: 
 @pytest.mark.parametrize(("flags", "up"), [(UP | LOWER_UP, True), (UP, False), (0, False)])
 def test_what_the_kernel_answers_is_read(flags: int, up: bool) -> None:
     """Without a carrier: the cable is out. Without either: somebody has taken it down."""
-    assert parse_link(message(flags)) == LinkSeen("eth0", up, downs=3, errors=9)
+    assert parse_link(message(flags)) == LinkCounters("eth0", up, 3, 4, 1, 2, 9, 13, 0, 3)
 
 
 def test_an_error_and_anything_cut_short_are_no_links() -> None:
@@ -34,7 +38,19 @@ def test_an_error_and_anything_cut_short_are_no_links() -> None:
     assert parse_link(message(UP, kind=2)) is None and parse_link(b"") is None
     for size in range(16, len(whole)):
         parse_link(whole[:size])
-    assert parse_link(whole[:32] + b"\0\0\3\0" * 4) == LinkSeen("", False, 0, 0)
+
+
+def test_the_kernel_answers_within_an_event_loop() -> None:
+    """Node agents ask in one."""
+
+    async def ask() -> list[str]:
+        kernel = Kernel()
+        try:
+            return [link.name for link in kernel.ask(["no such link", "lo"])]
+        finally:
+            kernel.close()
+
+    assert asyncio.run(ask()) == ["lo"]
 
 
 @pytest.mark.parametrize(
@@ -90,3 +106,10 @@ def test_a_port_that_no_cable_was_ever_in_is_nobodys_loss(tmp_path: Path) -> Non
     assert [(link.name, link.up) for link in watch.look()] == [("mlx5_0:1", True)]
     (tmp_path / "class/infiniband/mlx5_0/ports/1/state").write_text("1: DOWN\n")
     assert [(link.name, link.up) for link in watch.look()] == [("mlx5_0:1", False)]
+
+
+def test_only_a_node_agent_that_asks_imports_pyroute2() -> None:
+    """It takes 0.15 s and 23 MB: too much for the command line and for each rank."""
+    program = "import sys, myriad.cli.main, myriad.train.worker, myriad.supervise.agent.node_agent"
+    program += "; sys.exit('pyroute2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

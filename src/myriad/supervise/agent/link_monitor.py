@@ -30,10 +30,9 @@ from myriad.doctor.hardware import find_nics
 from myriad.run import Run
 from myriad.supervise.background import AsyncWriter
 from myriad.supervise.observations import LinkSeen, LinkTraffic
-from myriad.telemetry.links.ethtool import pause_columns, statistic_names
+from myriad.telemetry.links.ethtool import link_bytes_per_second, pause_columns, statistic_names
 from myriad.telemetry.links.link_evidence import samples_of, write_evidence
 from myriad.telemetry.links.link_ring import LinkRing, Rows
-from myriad.telemetry.links.netlink import link_bytes_per_second
 from myriad.telemetry.links.network_counters import (
     CounterFile,
     Counters,

@@ -18,9 +18,8 @@ from pathlib import Path
 from myriad.doctor.hardware import SYS, read_number, read_text
 from myriad.supervise.observations import LinkSeen
 from myriad.telemetry.links.netlink import Kernel, LinkCounters
-from myriad.telemetry.links.netlink import parse_link as parse_counters
 
-__all__ = ["LinkWatch", "chosen_interfaces", "parse_link", "rdma_ports"]
+__all__ = ["LinkWatch", "chosen_interfaces", "rdma_ports"]
 
 
 class LinkWatch:
@@ -65,13 +64,6 @@ def _ask(names: Sequence[str]) -> Iterator[LinkSeen]:
 
 def _seen(link: LinkCounters) -> LinkSeen:
     return LinkSeen(link.name, link.up, link.downs, link.errors)
-
-
-def parse_link(message: bytes) -> LinkSeen | None:
-    """Parse the kernel's message about an interface; ``None``: the message is an error or about something
-    else."""
-    found = parse_counters(message)
-    return None if found is None else _seen(found)
 
 
 def rdma_ports(environment: Mapping[str, str], sys: Path = SYS) -> list[LinkSeen]:

@@ -18,8 +18,7 @@ from pathlib import Path
 from myriad.doctor.hardware import cpu_key, find_nics, read_text
 from myriad.supervise.observations import GpuFacts, NicFacts, NodeFacts
 from myriad.system.machine import memory_bytes
-from myriad.telemetry.links.ethtool import driver_info
-from myriad.telemetry.links.netlink import link_bytes_per_second
+from myriad.telemetry.links.ethtool import driver_info, link_bytes_per_second
 
 __all__ = ["changes_of", "node_facts"]
 

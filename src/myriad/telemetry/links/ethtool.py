@@ -1,4 +1,4 @@
-"""Name, firmware and statistics of a network interface's driver, by ethtool's ioctl.
+"""Name, firmware, speed and statistics of a network interface's driver, by ethtool's ioctl.
 
 The numbers of the commands and the structures are those of linux/ethtool.h and linux/sockios.h.
 """
@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-__all__ = ["MOST_STATISTICS", "DriverInfo", "driver_info", "pause_columns", "statistic_names"]
+__all__ = [
+    "MOST_STATISTICS",
+    "DriverInfo",
+    "driver_info",
+    "link_bytes_per_second",
+    "pause_columns",
+    "statistic_names",
+]
 
 SIOCETHTOOL = 0x8946
 GSTATS = 0x1D
@@ -20,6 +27,8 @@ _NAME_BYTES = 32
 MOST_STATISTICS = 8192
 """Most counters of a driver's own. The kernel writes as many as there are now, whatever was asked for."""
 _DRVINFO = struct.Struct("=I32s32s32s32s32s12x5I")
+_SETTINGS, _GSET, _UNKNOWN_SPEED = struct.Struct("=I8xH14xH14x"), 0x1, 0xFFFF
+"""struct ethtool_cmd: the command, and the low and the high half of the speed in Mbit/s."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,15 @@ def statistic_names(name: str) -> list[str]:
     body = texts[12:]
     rows = (body[at : at + _NAME_BYTES] for at in range(0, len(body), _NAME_BYTES))
     return [row.split(b"\0")[0].decode(errors="replace") for row in rows]
+
+
+def link_bytes_per_second(name: str) -> float:
+    """Return the link speed that the driver reports, in bytes per second one way; 0 if it reports none."""
+    found = _ask(name, _SETTINGS.pack(_GSET, 0, 0))
+    if found is None:
+        return 0.0
+    _, low, high = _SETTINGS.unpack(found)
+    return 0.0 if low == _UNKNOWN_SPEED else (high << 16 | low) * 1e6 / 8
 
 
 def pause_columns(names: Sequence[str]) -> list[int]:

@@ -1,26 +1,21 @@
 """Read the kernel's counters of network interfaces by netlink, which answers for the network namespace of
-this process (/sys may show another namespace)."""
+this process (/sys may show another namespace).
 
-import ctypes
-import fcntl
+pyroute2 writes the request and parses the answer. The socket is our own: pyroute2's needs an event loop, and
+the node agent asks within one. pyroute2 is imported at the first request, because it takes 0.15 s and 23 MB
+and only node agents ask; ranks, the sampler of links and the command line never import it.
+"""
+
 import socket
-import struct
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 
-__all__ = ["Kernel", "LinkCounters", "link_bytes_per_second", "parse_link"]
+__all__ = ["Kernel", "LinkCounters", "parse_link"]
 
-_HEADER, _LINK = struct.Struct("=LHHLL"), struct.Struct("=BxHiII")
-_ATTRIBUTE, _STATISTICS, _NUMBER = struct.Struct("=HH"), struct.Struct("=8Q"), struct.Struct("=I")
-_NEW_LINK, _GET_LINK, _REQUEST = 16, 18, 1
-_NAME, _STATISTICS_64, _CARRIER_CHANGES, _TIMES_DOWN = 3, 23, 35, 48
+_GET_LINK, _REQUEST = 18, 1
 _UP, _LOWER_UP = 1, 1 << 16
 """Interface flags: administratively up; lower layer up (carrier present)."""
 _MOST_BYTES = 2**16
-_SIOCETHTOOL, _ETHTOOL_GSET, _COMMAND_BYTES = 0x8946, 1, 44
-_HALF, _SPEED_AT, _UNKNOWN = struct.Struct("=H"), (12, 28), 0xFFFF
-"""Fields speed and speed_hi of struct ethtool_cmd, in Mbit/s, and the value for an unknown speed."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +48,7 @@ class Kernel:
     def ask(self, names: Iterable[str]) -> Iterator[LinkCounters]:
         """Yield the counters of each existing interface. The kernel replies at once. Raises ``OSError``."""
         for name in names:
-            text = name.encode() + b"\0"
-            padded = text.ljust(-(-len(text) // 4) * 4, b"\0")
-            attribute = _ATTRIBUTE.pack(_ATTRIBUTE.size + len(text), _NAME) + padded
-            size = _HEADER.size + _LINK.size + len(attribute)
-            head = _HEADER.pack(size, _GET_LINK, _REQUEST, 0, 0) + _LINK.pack(0, 0, 0, 0, 0)
-            self._socket.send(head + attribute)
+            self._socket.send(_request(name))
             if (link := parse_link(self._socket.recv(_MOST_BYTES, socket.MSG_DONTWAIT))) is not None:
                 yield link
 
@@ -67,49 +57,37 @@ class Kernel:
         self._socket.close()
 
 
+def _request(name: str) -> bytes:
+    from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
+
+    message = ifinfmsg()
+    message["header"].update(type=_GET_LINK, flags=_REQUEST)
+    message["attrs"] = [("IFLA_IFNAME", name)]
+    message.encode()
+    return bytes(message.data)
+
+
 def parse_link(message: bytes) -> LinkCounters | None:
     """Parse the kernel's answer about an interface; ``None`` if it is empty or an error."""
-    if len(message) < _HEADER.size + _LINK.size or _HEADER.unpack_from(message)[1] != _NEW_LINK:
+    from pyroute2.netlink.rtnl.marshal import MarshalRtnl
+
+    found = next(MarshalRtnl().parse(message), None)
+    if found is None or found["header"]["error"] is not None or found.get("event") != "RTM_NEWLINK":
         return None
-    flags = _LINK.unpack_from(message, _HEADER.size)[3]
-    known = dict(_attributes(message[_HEADER.size + _LINK.size :]))
-    counted = known.get(_STATISTICS_64, b"")
-    counts = _STATISTICS.unpack_from(counted) if len(counted) >= _STATISTICS.size else (0,) * 8
+    counts = found.get("stats64") or {}
+
+    def count(*names: str) -> int:
+        return sum(int(counts.get(name, 0)) for name in names)
+
     return LinkCounters(
-        name=known.get(_NAME, b"").rstrip(b"\0").decode(errors="replace"),
-        up=bool(flags & _UP and flags & _LOWER_UP),
-        received_bytes=counts[2],
-        sent_bytes=counts[3],
-        received_packets=counts[0],
-        sent_packets=counts[1],
-        errors=counts[4] + counts[5],
-        drops=counts[6] + counts[7],
-        carrier_changes=_number(known.get(_CARRIER_CHANGES, b"")),
-        downs=_number(known.get(_TIMES_DOWN, b"")),
+        name=found.get("ifname") or "",
+        up=bool(found["flags"] & _UP and found["flags"] & _LOWER_UP),
+        received_bytes=count("rx_bytes"),
+        sent_bytes=count("tx_bytes"),
+        received_packets=count("rx_packets"),
+        sent_packets=count("tx_packets"),
+        errors=count("rx_errors", "tx_errors"),
+        drops=count("rx_dropped", "tx_dropped"),
+        carrier_changes=int(found.get("carrier_changes") or 0),
+        downs=int(found.get("carrier_down_count") or 0),
     )
-
-
-def _number(data: bytes) -> int:
-    return int(_NUMBER.unpack(data)[0]) if len(data) == _NUMBER.size else 0
-
-
-def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    at = 0
-    while at + _ATTRIBUTE.size <= len(data):
-        size, kind = _ATTRIBUTE.unpack_from(data, at)
-        if size < _ATTRIBUTE.size:
-            return
-        yield kind, data[at + _ATTRIBUTE.size : at + size]
-        at += -(-size // 4) * 4
-
-
-def link_bytes_per_second(name: str) -> float:
-    """Return the link speed that the driver reports, in bytes per second one way; 0 if it reports none."""
-    command = ctypes.create_string_buffer(_NUMBER.pack(_ETHTOOL_GSET), _COMMAND_BYTES)
-    request = struct.pack("=16sQ16x", name.encode()[:15], ctypes.addressof(command))
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        fcntl.ioctl(asked.fileno(), _SIOCETHTOOL, request)
-        (low,), (high,) = (_HALF.unpack_from(command, at) for at in _SPEED_AT)
-        if low != _UNKNOWN:
-            return (high << 16 | low) * 1e6 / 8
-    return 0.0
