@@ -343,7 +343,7 @@ def test_ctrl_c_ends_it_at_once_and_without_a_word_while_a_page_is_open(tmp_path
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_everyone_needs_the_token_on_this_machine_and_on_others(tmp_path: Path, host: str) -> None:
     with Watching(make_run(tmp_path / "run"), ("--host", host)) as watching:
-        token, client = watching.token, httpx.Client(base_url=f"http://127.0.0.1:{watching.port}")
+        token, client = watching.token, watching.new_client()
         assert len(token) == 32 and watching.told["page"].endswith(f"/?token={token}")
         for path in ("/", "/api/run", "/api/stream", "/static/app.js", f"/api/run?token={token}"):
             assert client.get(path).status_code == 401
@@ -461,7 +461,7 @@ def test_a_run_elsewhere_is_shown_by_its_address_and_token(tmp_path: Path) -> No
     token = "abcdefgh12345678"
     (tmp_path / "token").write_text(f"{token}\n")
     file = ("--token-file", str(tmp_path / "token"))
-    with Watching(make_run(tmp_path / "run"), ("--host", "0.0.0.0", *file)) as watching:
+    with Watching(make_run(tmp_path / "run"), ("--host", "0.0.0.0", "--no-tls", *file)) as watching:
         url = f"http://127.0.0.1:{watching.port}"
         command = [sys.executable, "-m", "myriad.cli.main", "watch", "--no-open", "--remote", url]
         shown = subprocess.run([*command, *file], capture_output=True, text=True, timeout=60)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import ssl
 import subprocess
 import sys
 import time
@@ -74,7 +75,8 @@ class Watching:
         self.port = int(self.told["url"].rpartition(":")[2])
         self.token = self.told["token"]
         bearer = {"Authorization": f"Bearer {self.token}"}
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", headers=bearer, timeout=60.0)
+        self.base = f"{self.told['url'].partition(':')[0]}://127.0.0.1:{self.port}"
+        self.client = self.new_client(bearer)
 
     def __enter__(self) -> "Watching":
         return self
@@ -84,6 +86,15 @@ class Watching:
         self.client.close()
         self.process.terminate()
         assert self.process.wait(60) is not None
+
+    def new_client(self, headers: dict[str, str] | None = None) -> httpx.Client:
+        """Without a cookie; with TLS it accepts the page's certificate only."""
+        verify: ssl.SSLContext | bool = True
+        if self.base.startswith("https"):
+            (certificate,) = self.state.rglob("*.crt")
+            verify = ssl.create_default_context(cafile=certificate)
+            verify.verify_flags |= ssl.VERIFY_X509_STRICT  # Python's default from 3.13 on
+        return httpx.Client(base_url=self.base, headers=headers, timeout=60.0, verify=verify)
 
     def ask(self, question: str) -> Any:
         """JSON of an answer that must be one."""

@@ -3,7 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +12,6 @@ from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Any
 
     from myriad.dashboard.watched_run import MakePlan, Watched
     from myriad.run import Run
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _TOKEN_BYTES = 24
+_IN_CLEAR = "the token crosses the network in clear unless a proxy in front of this page has TLS"
 
 
 def register(app: typer.Typer) -> None:
@@ -52,6 +52,33 @@ def _watch(
             metavar="FILE",
             envvar="MYRIAD_COLLECTOR_TOKEN_FILE",
             help="File with the access token. Default: the text of MYRIAD_COLLECTOR_TOKEN, else a new token.",
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Serve with TLS and this certificate (PEM, with those that sign it)."
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Key of --tls-cert (PEM). Default: it is in the same file."),
+    ] = None,
+    tls: Annotated[
+        bool | None,
+        typer.Option(
+            "--tls/--no-tls",
+            help="TLS, with a certificate that is made here and kept unless --tls-cert is given. "
+            "Default: if --host is not the loopback. Use --no-tls behind a proxy that has TLS.",
+            show_default=False,
+        ),
+    ] = None,
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            envvar="MYRIAD_COLLECTOR_CA",
+            help="With --remote: file of certificates to accept, or sha256:FINGERPRINT of the page's.",
         ),
     ] = None,
     collect: Annotated[
@@ -90,16 +117,21 @@ def _watch(
     send spans to URL/api/spans; they use one that they derive from the run's secret. Prometheus can scrape
     URL/metrics with the token. Ctrl-C stops the server.
 
+    A page for other machines (--host) has TLS, with a certificate that is made here and kept. Its fingerprint
+    is printed: compare it in the browser, and give it to nodes that send spans, in MYRIAD_COLLECTOR_CA or the
+    job key telemetry.collector_ca.
+
     With --remote URL it opens the page that `myriad watch --host ...` serves on another machine, with that
     page's token in --token-file or MYRIAD_COLLECTOR_TOKEN.
 
     Exit code: 0 stopped, 2 bad input.
     """
     from myriad.cli.watch_access import entry_page, forget_token, given_token, keep_token, shown_path
+    from myriad.cli.watch_tls import page_tls
 
     given = given_token(token, token_file)
     if remote is not None:
-        return _show_remote(remote, run, given, open_page, as_json)
+        return _show_remote(remote, run, given, tls_ca, open_page, as_json)
     if run is None:
         raise BadInputError("run", "", "a run folder, or the name of one under runs/; or --remote URL")
     _check_installed()
@@ -113,6 +145,7 @@ def _watch(
     from myriad.telemetry.shipping.page_token import LOOPBACK, span_token
 
     path, size = existing_run(run), _memory_bytes(memory)
+    certificate = page_tls(host, tls_cert, tls_key, tls)
     secret = given or secrets.token_urlsafe(_TOKEN_BYTES)
     _check_collect(collect, path)
     watched = _watched(path, size, cluster)
@@ -123,13 +156,22 @@ def _watch(
     is_local = host in LOOPBACK and given is None
     access = Access(secret, shown_path(file), is_local, partial(span_token, path))
     app = build_app(watched, access, collect, more_routes(watched, tracer(watched.files.run)))
-    address = f"http://{_in_address(host)}:{number}"
+    address = f"{'https' if certificate else 'http'}://{_in_address(host)}:{number}"
+    fingerprint = None if certificate is None else certificate.fingerprint
+    files = None if certificate is None else (certificate.certificate, certificate.key)
+
+    def ready() -> None:
+        _announce(address, secret, open_page, as_json, entry_page(file), fingerprint)
+        if certificate is None and host not in LOOPBACK:
+            typer.echo(_IN_CLEAR, err=True)
+        elif certificate is not None and not as_json:
+            typer.echo(f"certificate {certificate.public}, {fingerprint}", err=True)
 
     def end() -> None:
         forget_token(file)  # here: the process ends by the signal that stops the server
         watched.end()
 
-    serve(app, listener, lambda: _announce(address, secret, open_page, as_json, entry_page(file)), end)
+    serve(app, listener, ready, end, files)
 
 
 def _check_installed() -> None:
@@ -152,35 +194,63 @@ def _watched(path: Path, memory_bytes: int, cluster: str | None) -> "Watched":
     return Watched(files, store, lambda: _account(files.run), make_plan)
 
 
-def _show_remote(url: str, run: str | None, token: str | None, open_page: bool, as_json: bool) -> None:
+def _show_remote(
+    url: str, run: str | None, token: str | None, trust: str | None, open_page: bool, as_json: bool
+) -> None:
     """Query the server before the page opens, so that a wrong address or token is an error here."""
-    import urllib.error
-    import urllib.request
+    from urllib.parse import urlsplit
+
+    from myriad.telemetry.config import is_address
 
     url = url.rstrip("/")
     if run is not None:
         raise BadInputError("run", run, "none with --remote: it is the other server's")
-    if not url.startswith(("http://", "https://")):
-        raise BadInputError("--remote", url, "http://HOST:PORT")
+    if not is_address(url):
+        raise BadInputError("--remote", url, "http://HOST:PORT or https://HOST:PORT")
     from myriad.cli.watch_access import remote_entry_page
-    from myriad.telemetry.shipping.page_token import TOKEN, token_here
+    from myriad.telemetry.shipping.page_token import LOOPBACK, token_here
 
     token = token or token_here(url)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        request = urllib.request.Request(f"{url}/api/run", headers=headers)
-        with urllib.request.urlopen(request, timeout=10.0) as answer:
-            told = json.load(answer)
-    except urllib.error.HTTPError as error:
-        why = f"wants its token: --token-file, or {TOKEN}" if error.code == 401 else f"answers {error.code}"
-        raise BadInputError("--remote", url, why) from None
-    except (OSError, ValueError) as error:
-        raise BadInputError("--remote", url, f"is no `myriad watch` ({error})") from None
-    if not isinstance(told, dict) or "sentence" not in told:
-        raise BadInputError("--remote", url, "is no `myriad watch`")
+    if token and url.startswith("http:") and urlsplit(url).hostname not in LOOPBACK:
+        typer.echo(_IN_CLEAR, err=True)
+    told = _asked_run(url, token, trust)
     if not as_json:
         typer.echo(f"{told.get('name')}: {told['sentence']}")
     _announce(url, token, open_page, as_json, remote_entry_page())
+
+
+def _asked_run(url: str, token: str | None, trust: str | None) -> dict[str, Any]:
+    """Return what a page answers about its run. Raises `BadInputError`."""
+    import http.client
+    import ssl
+    from urllib.parse import urlsplit
+
+    from myriad.telemetry.shipping.page_token import TOKEN
+    from myriad.telemetry.shipping.page_trust import CERTIFICATES, connect_page
+
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        connection = connect_page(url, 10.0, trust)
+        try:
+            connection.request("GET", f"{urlsplit(url).path}/api/run", headers=headers)
+            answer = connection.getresponse()
+            text = answer.read()
+        finally:
+            connection.close()
+        told = json.loads(text) if answer.status == 200 else None
+    except ssl.SSLCertVerificationError as error:
+        why = f"has a certificate that is not accepted ({getattr(error, 'verify_message', '') or error})"
+        raise BadInputError("--remote", url, f"{why}: --tls-ca, or {CERTIFICATES}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        hint = "" if url.startswith("https:") else "; one with TLS is named https://"
+        raise BadInputError("--remote", url, f"is no `myriad watch` ({error}){hint}") from None
+    if answer.status == 401:
+        raise BadInputError("--remote", url, f"wants its token: --token-file, or {TOKEN}")
+    if answer.status != 200:
+        raise BadInputError("--remote", url, f"answers {answer.status}")
+    if not isinstance(told, dict) or "sentence" not in told:
+        raise BadInputError("--remote", url, "is no `myriad watch`")
+    return told
 
 
 def _plan_maker(name: str) -> "MakePlan":
@@ -234,14 +304,18 @@ def _in_address(host: str) -> str:
 
 
 def _announce(
-    address: str, token: str | None, open_page: bool, as_json: bool, entry: Path | None = None
+    address: str,
+    token: str | None,
+    open_page: bool,
+    as_json: bool,
+    entry: Path | None = None,
+    fingerprint: str | None = None,
 ) -> None:
     """Print the address, and open it in the browser through ``entry``, which is written here."""
     page = f"{address}/?token={token}" if token else address
     if as_json:
-        typer.echo(
-            json.dumps({"url": address, "page": page, "spans": f"{address}/api/spans", "token": token})
-        )
+        told = {"url": address, "page": page, "spans": f"{address}/api/spans", "token": token}
+        typer.echo(json.dumps(told | ({"fingerprint": fingerprint} if fingerprint else {})))
     else:
         typer.echo(page)
         if tunnel := _tunnel(address):

@@ -3,7 +3,8 @@
 Every request needs a token, also on the loopback, where other users of the machine could ask:
 
     GET /?token=TOKEN        sets a cookie and leads on to /, so that the token leaves the address bar
-    Cookie                   HttpOnly, SameSite=Strict, with the port in its name: cookies ignore ports
+    Cookie                   HttpOnly, SameSite=Strict, with TLS Secure; the port is in its name: cookies
+                             ignore ports
     Authorization: Bearer    for programs; senders of spans use a token that opens only their own route
 
 The first answer leads on with a Refresh header, not with status 303: a browser that follows a redirect after
@@ -91,7 +92,8 @@ class Guard:
         name, token = cookie_name(headers.get("host", "")), self._access.token
         if scope["path"] == "/" and asked and _same(asked[0], token):
             answer = HTMLResponse(_ENTERED, headers={"refresh": "0; url=/"})
-            answer.set_cookie(name, token, httponly=True, samesite="strict")
+            is_secure = scope["scheme"] == "https"
+            answer.set_cookie(name, token, httponly=True, samesite="strict", secure=is_secure)
             return answer
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
         cookie = cookie_parser(headers.get("cookie", "")).get(name, "")

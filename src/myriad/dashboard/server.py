@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -45,16 +46,22 @@ def listen_at(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(app: Any, listener: socket.socket, ready: Callable[[], None], ending: Callable[[], None]) -> None:
+def serve(
+    app: Any,
+    listener: socket.socket,
+    ready: Callable[[], None],
+    ending: Callable[[], None],
+    certificate: tuple[Path, Path] | None = None,
+) -> None:
     """Serve until SIGINT or SIGTERM.
 
     ``ready`` is called when requests are answered; ``ending`` is called at shutdown, so that endless
-    responses end."""
+    responses end. ``certificate``: files with the certificate and the key for TLS."""
     # warnings.catch_warnings is not thread-safe, so ignore warnings about missing data for the whole process.
     warnings.filterwarnings("ignore", "All-NaN slice|Mean of empty slice", RuntimeWarning)
     sys.setswitchinterval(_SWITCH_SECONDS)
     with suppress(KeyboardInterrupt):  # raised again after the shutdown
-        asyncio.run(make_server(app, ready, ending).serve(sockets=[listener]))
+        asyncio.run(make_server(app, ready, ending, certificate=certificate).serve(sockets=[listener]))
 
 
 def make_server(
@@ -62,6 +69,7 @@ def make_server(
     ready: Callable[[], None],
     ending: Callable[[], None],
     stall_seconds: float = STALL_SECONDS,
+    certificate: tuple[Path, Path] | None = None,
 ) -> uvicorn.Server:
     """Return a server that ends when ``should_exit`` is set."""
 
@@ -80,6 +88,8 @@ def make_server(
         limit_concurrency=_MOST_CONNECTIONS,
         timeout_keep_alive=75,  # nodes send every few seconds, and keep their connection
         timeout_graceful_shutdown=1,
+        ssl_certfile=certificate and certificate[0],
+        ssl_keyfile=certificate and certificate[1],
     )
     return _Server(config, ready, ending)
 

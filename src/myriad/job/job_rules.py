@@ -17,6 +17,7 @@ from myriad.kernels.choice import check_kernels
 from myriad.optim.config import LossScaleConfig, check_loss_scale, float8_scaling
 from myriad.program.partition import partition_layers
 from myriad.telemetry.config import is_address
+from myriad.telemetry.shipping.page_trust import is_trust
 
 __all__ = ["PLANNING_RULES", "RULES", "need"]
 
@@ -185,8 +186,11 @@ def _check_store(job: JobValues) -> None:
 
 def _check_collector(job: JobValues) -> None:
     address = job.telemetry.collector
-    allowed = "off, or http://HOST:PORT of a `myriad watch`"
+    allowed = "off, or http://HOST:PORT or https://HOST:PORT of a `myriad watch`"
     need(address is None or is_address(address), "telemetry.collector", address, allowed)
+    trust = job.telemetry.collector_ca
+    allowed = "off, a file of certificates, or sha256: and 64 digits from 0 to f"
+    need(trust is None or is_trust(trust), "telemetry.collector_ca", trust, allowed)
 
 
 def _check_alerts(job: JobValues) -> None:

@@ -35,7 +35,12 @@ class TelemetryConfig(Config):
     keep: Size | None = Field(4 * 2**30, ge=1)
     """Bytes of span files to keep per node; the oldest are deleted first. off: keep all."""
     collector: str | None = None
-    """Additional receiver of spans: http://HOST:PORT of a `myriad watch` on another machine. off: none."""
+    """Additional receiver of spans: https://HOST:PORT of a `myriad watch` on another machine, or http:// if
+    it has no TLS. off: none."""
+    collector_ca: str | None = None
+    """Certificates to accept from the collector: a file (PEM) on each node, or sha256:FINGERPRINT as `myriad
+    watch` prints it. MYRIAD_COLLECTOR_CA has precedence. off: those of the system, and on the collector's own
+    machine the one that `myriad watch` made."""
     loggers: tuple[LoggerName, ...] = ()
     """Experiment trackers that receive each step's metrics: tensorboard (RUN/tensorboard), wandb (RUN/wandb
     without an API key), mlflow (RUN/mlflow.db without MLFLOW_TRACKING_URI). Each runs in its own process

@@ -11,7 +11,9 @@ batch.
 
 import http.client
 import logging
+import os
 import re
+import ssl
 import threading
 import time
 from collections import defaultdict, deque
@@ -22,6 +24,7 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from myriad.telemetry.shipping.page_trust import CERTIFICATES, connect_page
 from myriad.telemetry.span_io.span_batch import SpanBatch, encode, pool
 
 __all__ = ["Collector", "FileWriter", "Outlet", "ReportOutlet"]
@@ -228,15 +231,20 @@ class FileWriter:
 class Collector:
     """Posts batches to a collector over one connection."""
 
-    def __init__(self, address: str, run: str, tokens: Callable[[], Sequence[str]] = tuple) -> None:
-        """Prepare the connection to ``address`` (http://HOST:PORT) for spans of the run named ``run``.
+    def __init__(
+        self,
+        address: str,
+        run: str,
+        tokens: Callable[[], Sequence[str]] = tuple,
+        trust: str | None = None,
+    ) -> None:
+        """Prepare for ``address`` (http[s]://HOST:PORT), and spans of the run named ``run``.
 
         ``tokens`` returns the tokens to try, best first; it is called again after a refusal, because a server
-        that restarts may want another token."""
-        parts = urlsplit(address)
-        self._path = f"{parts.path.rstrip('/')}/api/spans"
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_SECONDS)
+        that restarts may want another token. ``trust``: the job's key ``telemetry.collector_ca``."""
+        self._address, self._trust = address, trust
+        self._path = f"{urlsplit(address).path.rstrip('/')}/api/spans"
+        self._connection: http.client.HTTPConnection | None = None
         self._headers = {"Content-Type": "application/octet-stream", "Myriad-Run": run}
         self._tokens, self._token = tokens, next(iter(tokens()), "")
 
@@ -263,15 +271,32 @@ class Collector:
         """Send one request, and return the status and the beginning of the answer."""
         headers = self._headers | ({"Authorization": f"Bearer {token}"} if token else {})
         try:
+            if self._connection is None:  # certificates may have been renewed since the last one
+                trust = os.environ.get(CERTIFICATES) or self._trust
+                self._connection = connect_page(self._address, _TIMEOUT_SECONDS, trust)
             self._connection.request("POST", self._path, body, headers)
             answer = self._connection.getresponse()
             text = answer.read(512).decode(errors="replace").strip()
         except (OSError, http.client.HTTPException) as error:
-            self._connection.close()
-            raise OSError(f"the collector cannot be reached: {error or type(error).__name__}") from None
+            self._close()
+            raise OSError(f"the collector cannot be reached: {_reason(error, self._address)}") from None
         if answer.will_close or not answer.isclosed():
-            self._connection.close()
+            self._close()
         return answer.status, text
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _reason(error: Exception, address: str) -> str:
+    """Return the error's text, with advice if the collector may want TLS or another certificate."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{text}; {CERTIFICATES} names the certificates to accept"
+    is_odd = isinstance(error, http.client.HTTPException | ConnectionResetError)
+    return f"{text}; if it has TLS, name https://" if is_odd and address.startswith("http:") else text
 
 
 def _part(batch: SpanBatch, first: int) -> SpanBatch:

@@ -26,6 +26,7 @@ __all__ = [
     "keep_private",
     "sender_tokens",
     "span_token",
+    "state_folder",
     "token_file",
     "token_here",
 ]
@@ -39,14 +40,20 @@ _LABEL = b"myriad watch: spans of this run"
 _MOST_TOKEN_BYTES = 4096
 
 
-def token_file(port: int) -> Path:
-    """Return the file with the token of the page on a port of this machine: in ``$XDG_STATE_HOME/myriad``, by
-    default in ~/.local/state. Raises ``OSError`` if the user has no home folder."""
+def state_folder() -> Path:
+    """Return the folder of the user's tokens and certificates: ``$XDG_STATE_HOME/myriad``, by default in
+    ~/.local/state. Raises ``OSError`` if the user has no home folder."""
     try:
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     except RuntimeError as error:
         raise OSError(str(error)) from None
-    return state / "myriad" / f"watch-{socket.gethostname()}-{port}.token"
+    return state / "myriad"
+
+
+def token_file(port: int) -> Path:
+    """Return the file with the token of the page on a port of this machine. Raises ``OSError`` if the user
+    has no home folder."""
+    return state_folder() / f"watch-{socket.gethostname()}-{port}.token"
 
 
 def keep_private(path: Path, text: str) -> None:
@@ -83,7 +90,10 @@ def token_here(address: str) -> str | None:
     if parts.hostname not in (*LOOPBACK, socket.gethostname()):
         return None
     try:
-        return _read(token_file(parts.port or 80)).decode("latin-1") or None
+        return (
+            _read(token_file(parts.port or (443 if parts.scheme == "https" else 80))).decode("latin-1")
+            or None
+        )
     except (OSError, ValueError):  # no home folder; no valid port
         return None
 

@@ -58,7 +58,8 @@ def open_outlets(
     outlets = [Outlet("files", files.write, report, every_seconds=how.file_seconds)]
     if how.collector is not None and is_address(how.collector):
         tokens = partial(sender_tokens, folder.parent, how.collector)
-        outlets.append(Outlet("collector", Collector(how.collector, run, tokens).post, report, at_once=1))
+        post = Collector(how.collector, run, tokens, how.collector_ca).post
+        outlets.append(Outlet("collector", post, report, at_once=1))
     return outlets
 
 
