@@ -139,7 +139,7 @@ class Deed:
         self._run, self._kind, self._free_at = run, kind, 0.0
         self.at: float | None = None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Does it when its time has come."""
         checkpoints = self._run.folder / "checkpoints"
         if self._free_at and time.time() > self._free_at:
@@ -175,7 +175,7 @@ def try_torchrun(kind: str, folder: Path, expected: list[str], patience: float, 
         deed = Deed(run, kind)
         began = time.time()
         while not is_over(run, deed, began, patience):
-            deed.look()
+            deed.poll()
             time.sleep(0.02)
         return row_of(kind, "tuned" if tuned else "torchrun", run, deed, expected, patience)
 

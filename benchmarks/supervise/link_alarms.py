@@ -32,7 +32,7 @@ from myriad.faults.trial import run_on_hosts
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.supervise.agent.link_monitor import LinkMonitor
-from myriad.supervise.observations import LinkSeen
+from myriad.supervise.observations import LinkStatus
 from myriad.system.jsonl import JsonlTail
 from myriad.telemetry.progress.progress_page import ProgressPage
 
@@ -86,7 +86,7 @@ def compile_sampler(folder: Path) -> None:
     """Start the process that reads the counters once: its machine code takes seconds on a new machine, and
     what a link carries before it is broken would not be known."""
     monitor = LinkMonitor(Run(folder / "sampled"), 0, ProgressPage(1))
-    monitor.look((LinkSeen("lo", True, 0, 0),), 1)
+    monitor.poll((LinkStatus("lo", True, 0, 0),), 1)
     while monitor.ring is not None and not monitor.ring.num_written:
         time.sleep(0.05)
     monitor.close()

@@ -27,7 +27,7 @@ from dataclasses import replace
 from myriad.supervise.authenticated_link import frame
 from myriad.supervise.message_codec import encode
 from myriad.supervise.messages import Beat
-from myriad.supervise.observations import GpuFacts, LinkSeen, LinkTraffic, NicFacts, NodeFacts, RankSeen
+from myriad.supervise.observations import GpuFacts, LinkStatus, LinkTraffic, NicFacts, NodeFacts, RankStatus
 from myriad.telemetry.links.link_ring import LinkRing
 from myriad.telemetry.links.link_sampler import sample
 from myriad.telemetry.links.netlink import Kernel
@@ -104,12 +104,12 @@ def wait(seconds: float, *, by_timer: bool) -> tuple[float, float]:
 def beats() -> dict[str, int]:
     """Bytes on the wire."""
     ranks = [
-        RankSeen(
+        RankStatus(
             k, 20_000 + k, "R", "step", "reduce", 1234, 987_654, 987_653, 0.01234567, 7.1234567, 5.1234567
         )
         for k in range(8)
     ]
-    links = [LinkSeen(f"mlx5_{k}:1", True, 1, 0) for k in range(8)]
+    links = [LinkStatus(f"mlx5_{k}:1", True, 1, 0) for k in range(8)]
     one = LinkTraffic(
         "mlx5_0:1", 1, 7.123, 12_345_678_901, 12_345_678_901, 41_234_567_890, 41_234_567_890, 1234, 3.21,
         5_345_678_901, 5_345_678_901, 41_234_567_890, 41_234_567_890, 0.01, 0, 0,

@@ -33,7 +33,7 @@ from myriad.telemetry.progress.progress_page import ProgressRow
 from myriad.telemetry.shipping.shipper import Shipper, open_outlets
 from myriad.telemetry.span_io.span_ring import SPANS, SpanRing, SpanRings, own_ring
 from myriad.telemetry.spans import Recorder
-from myriad.train.device_setup import find_place, pick_device
+from myriad.train.device_setup import pick_device, read_rank_environment
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 
@@ -129,7 +129,7 @@ _leave_nothing = lambda self, *why: None  # noqa: E731
 
 def measure(job: Job, pairs: int, rings: SpanRings) -> tuple[list[float], list[float], float]:
     """One rank's seconds of steps with spans and without, and spans of a step."""
-    place = find_place(job.layout.world, job.comm)
+    place = read_rank_environment(job.layout.world, job.comm)
     os.environ[SPANS] = rings.address(place.rank)
     recorder = Recorder(ProgressRow.unseen(), own_ring(), place.rank)
     engine, batch = make_engine(job, pick_device("cpu", 1, place), recorder)

@@ -27,7 +27,7 @@ from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
 from myriad.program.partition import partition_layers
 from myriad.telemetry.spans import Recorder
-from myriad.train.device_setup import find_place, pick_device
+from myriad.train.device_setup import pick_device, read_rank_environment
 from myriad.train.replica_digests import digest_of, reduce_bits
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "processes"))
@@ -78,7 +78,7 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
 
 def measure(job: Job, steps: int) -> dict[str, float]:
     """One rank's medians."""
-    device = pick_device(job.train.device, 1, find_place(job.layout.world, job.comm))
+    device = pick_device(job.train.device, 1, read_rank_environment(job.layout.world, job.comm))
     engine, batch = make_engine(job, device)
     digests, spent = list[float](), list[float]()
     engine.before_update = lambda: digests.append(

@@ -124,7 +124,7 @@ class Found:
     """Tracked objects there."""
 
 
-class Watched(Trainer):
+class WatchedRun(Trainer):
     """A trainer that notes when its steps begin and communicate."""
 
     def prepare(self, heap: Heap) -> None:
@@ -165,7 +165,7 @@ def train(setting: Setting, run: Run) -> None:
     """One rank's side; leaves its notes in the run folder."""
     rank, cores = int(os.environ["RANK"]), sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    trainer = Watched(run)
+    trainer = WatchedRun(run)
     trainer.prepare(Heap(setting.entries, rank))
     if setting.freezes:
         trainer.train()

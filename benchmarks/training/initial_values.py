@@ -19,7 +19,7 @@ from digests import make_engine
 from myriad.comm.groups import close_world
 from myriad.job import load_job
 from myriad.model import gpt
-from myriad.train.device_setup import find_place, pick_device
+from myriad.train.device_setup import pick_device, read_rank_environment
 
 
 def _spent(work: Callable[[], Any]) -> tuple[Any, float, int]:
@@ -34,7 +34,7 @@ def _spent(work: Callable[[], Any]) -> tuple[Any, float, int]:
 def main(job_name: str, overrides: list[str]) -> None:
     """Print the table."""
     job = load_job(job_name, ["layout.dp=1", *overrides])
-    device = pick_device(job.train.device, job.train.threads, find_place(1, job.comm))
+    device = pick_device(job.train.device, job.train.threads, read_rank_environment(1, job.comm))
     (engine, _), built, unneeded = _spent(lambda: make_engine(job, device, draws_initial=False))
     _, spent, drawn = _spent(engine.draw_initial)
     close_world()

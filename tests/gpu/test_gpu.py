@@ -103,7 +103,7 @@ def test_a_row_shows_where_the_device_is_while_the_host_waits_for_it() -> None:
     row.begin(1)
     recorder = Recorder(row, device=cuda_clock())
     assert recorder.device is not None
-    progress = DeviceProgress(recorder.device, row, partial(torch.cuda.set_device, device), look_seconds=0.01)
+    progress = DeviceProgress(recorder.device, row, partial(torch.cuda.set_device, device), poll_seconds=0.01)
     with recorder.span("tensor_comm"):
         pass
     with recorder.span("forward"):

@@ -85,14 +85,14 @@ def train(path: Path, hangs_after: int = 0) -> int:
     return worker.main([str(path)])
 
 
-def look(path: Path) -> list[dict[str, Any]]:
+def list_on_host(path: Path) -> list[dict[str, Any]]:
     client = SnapshotClient(server_name(path), starts=False, log=path / "look.log")
     return client.snapshots()
 
 
 def steps_in_memory(made: Hosts, run: Run) -> list[dict[tuple[int, bool], list[int]]]:
     """For each of two hosts the steps by rank, and whether they are copies."""
-    hosts = made.run_ranks(look, run.path, world=2)
+    hosts = made.run_ranks(list_on_host, run.path, world=2)
     return [{(one["rank"], one["copied"]): one["steps"] for one in snapshots} for snapshots in hosts]
 
 
@@ -242,7 +242,7 @@ def wait_for_copies(path: Path) -> int:
     """Bytes of the copies on this host, once all nodes have confirmed theirs; 0: none came."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        snapshots = look(path)
+        snapshots = list_on_host(path)
         copies = [one["bytes"] for one in snapshots if one["copied"] and one["steps"] == [1]]
         if copies and all(one["copied_step"] == 1 for one in snapshots if not one["copied"]):
             return sum(copies)

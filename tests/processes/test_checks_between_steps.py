@@ -7,7 +7,7 @@ from tiny_corpora import make_corpus
 
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.train import gap_checks, worker
+from myriad.train import training_checks, worker
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=16"]
 LAYOUT = ["layout.dp=2", "layout.pp=2", "train.validate_every=2", "train.sample_prompt=off"]
@@ -15,7 +15,7 @@ LAYOUT = ["layout.dp=2", "layout.pp=2", "train.validate_every=2", "train.sample_
 
 def rank(path: str) -> int:
     """One rank; so short a run has a thousandth for no check."""
-    gap_checks.RATIO = 1.0
+    training_checks.RATIO = 1.0
     return worker.main([path])
 
 

@@ -27,12 +27,12 @@ from myriad.parallel.pipeline_transfers import operation_of
 from myriad.program.actions import Action, Kind, Payload, PipelineTransfer
 from myriad.program.build import build_program
 from myriad.program.config import OverlapConfig
-from myriad.supervise.observations import CommSeen, RankSeen
+from myriad.supervise.observations import CommStatus, RankStatus
 from myriad.supervise.policy.step_work import StepWork
 from myriad.supervise.policy.suspects import Suspects, find_suspects
 from myriad.telemetry.progress.device_clock import DeviceClock
 from myriad.telemetry.progress.device_progress import DeviceProgress
-from myriad.telemetry.progress.progress_page import ROW_BYTES, ProgressPage, ProgressRow, Seen
+from myriad.telemetry.progress.progress_page import ROW_BYTES, ProgressPage, ProgressRow, RowStatus
 from myriad.telemetry.span_io.span_ring import SpanRing
 from myriad.telemetry.spans import Recorder
 
@@ -148,7 +148,7 @@ class Rank:
         peer = {"group_dst" if transfer.sends else "group_src": transfer.peer}
         self.works[_key(transfer)] = post(torch.zeros(1), group=self.pairs[transfer.payload], **peer)
 
-    def train(self) -> tuple[Seen, Seen]:
+    def train(self) -> tuple[RowStatus, RowStatus]:
         """A step; its row by the host alone, and with the device's progress."""
         numbers: dict[Kind, int] = {}
         for index, action in enumerate(self.actions):
@@ -169,7 +169,7 @@ def _key(transfer: PipelineTransfer) -> Any:
     return transfer.payload, transfer.stage, transfer.micro_batch, transfer.sends
 
 
-def hang(fault: Fault) -> tuple[Seen, Seen]:
+def hang(fault: Fault) -> tuple[RowStatus, RowStatus]:
     """Two looks at this rank's row: by its host, and with its device's progress."""
     install()
     groups = open_world(LAYOUT, CPU, comm=CommConfig(timeout_seconds=120))
@@ -178,19 +178,19 @@ def hang(fault: Fault) -> tuple[Seen, Seen]:
     time.sleep(HANG_SECONDS)
     by_host = rank.page.read(0)
     assert rank.recorder.device is not None
-    DeviceProgress(rank.recorder.device, rank.row, lambda: None, look_seconds=0.02)
+    DeviceProgress(rank.recorder.device, rank.row, lambda: None, poll_seconds=0.02)
     time.sleep(HANG_SECONDS)
     return by_host, rank.page.read(0)
 
 
-def suspects(looks: list[Seen]) -> Suspects:
+def suspects(looks: list[RowStatus]) -> Suspects:
     """As the driver finds them."""
     world = LAYOUT.world
     work = StepWork(1, 2, world, (), (MICRO_BATCHES,), MICRO_BATCHES, 10, "report")
     rows = [
-        RankSeen(
+        RankStatus(
             rank, 1, "S", one.phase, one.activity, one.step, one.entered, one.left, 20.0, 1.0,
-            comm=CommSeen(one.counters, one.waits, one.on_device),
+            comm=CommStatus(one.counters, one.waits, one.on_device),
         )
         for rank, one in enumerate(looks)
     ]  # fmt: skip

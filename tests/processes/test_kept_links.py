@@ -9,7 +9,7 @@ from ranks import run_ranks
 
 from myriad.comm.groups import close_world, open_world
 from myriad.job import load_job
-from myriad.train.engine_setup import settle_links
+from myriad.train.engine_setup import choose_links
 
 CPU = torch.device("cpu")
 FOUR = ["layout.dp=4", "comm.node_size=2", "train.global_batch=4"]
@@ -18,7 +18,7 @@ FAST_NODES = ["comm.node_bandwidth=50 Gbit/s", "comm.network_bandwidth=1 Gbit/s"
 
 def settle(overrides: list[str], kept: Path) -> str:
     job = load_job("tiny", overrides)
-    chosen = settle_links(job, open_world(job.layout, CPU), CPU, kept).hierarchy
+    chosen = choose_links(job, open_world(job.layout, CPU), CPU, kept).hierarchy
     close_world()
     return chosen
 

@@ -14,7 +14,7 @@ import pytest
 from myriad.run import Run
 from myriad.supervise.agent.link_monitor import LinkMonitor, watch_often
 from myriad.supervise.background import AsyncWriter
-from myriad.supervise.observations import LinkSeen
+from myriad.supervise.observations import LinkStatus
 from myriad.telemetry.links import link_evidence
 from myriad.telemetry.links.link_evidence import (
     MOST_FILES,
@@ -28,7 +28,7 @@ from myriad.telemetry.links.link_sampler import sample
 from myriad.telemetry.progress.progress_page import PROGRESS, ProgressPage, own_row
 
 MB = 10**6
-LOOPBACK = (LinkSeen("lo", True, 0, 0),)
+LOOPBACK = (LinkStatus("lo", True, 0, 0),)
 
 
 def send_over_loopback(count: int) -> None:
@@ -58,7 +58,7 @@ def monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     page = ProgressPage(2)
     monkeypatch.setenv(PROGRESS, page.address(0))
     made = LinkMonitor(Run(tmp_path), 3, page, AsyncWriter())
-    made.look(LOOPBACK, 1)
+    made.poll(LOOPBACK, 1)
     yield made
     made.close()
 
@@ -85,7 +85,7 @@ def test_bytes_and_the_step_that_they_went_in_are_in_the_ring_each_ten_milliseco
         own = rows.column("lo", "sent_bytes")[(rows.step == step) & rows.in_step]
         assert own[-1] - own[0] >= 3 * MB
     assert not rows.in_step[rows.step == 3].all() and rows.in_step[-1]
-    (traffic,) = monitor.look(LOOPBACK, 1)
+    (traffic,) = monitor.poll(LOOPBACK, 1)
     assert traffic.now_step == 4 and traffic.steps >= 2 and traffic.sent_bytes >= 3 * MB
     # around an anomaly, at the end of the node, without waiting
     monitor.keep("link flap")
@@ -222,12 +222,12 @@ def test_links_that_come_up_one_after_the_other_do_not_end_the_sampling(
 
     monkeypatch.setattr(subprocess, "Popen", Sampler)
     monitor = LinkMonitor(Run(tmp_path), 3, ProgressPage(1), AsyncWriter())
-    links = tuple(LinkSeen(f"mlx5_{port}:1", True, 0, 0) for port in range(8))
+    links = tuple(LinkStatus(f"mlx5_{port}:1", True, 0, 0) for port in range(8))
     for count in range(1, 9):
-        monitor.look(links[:count], 1)
+        monitor.poll(links[:count], 1)
         assert monitor.ring is not None and len(monitor.ring.links) == count
     for _ in range(5):
         assert monitor._sampler is None or monitor._sampler.kill() is None
-        monitor.look(links, 1)
+        monitor.poll(links, 1)
     assert monitor.ring is None, "one that ends again and again is not started for ever"
     monitor.close()

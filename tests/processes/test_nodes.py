@@ -91,11 +91,11 @@ def events(run: Run, name: str) -> list[dict]:
 def reached(run: Run, step: int, attempt: int = 1) -> Callable[[], bool]:
     """Whether an attempt has done a step."""
 
-    def look() -> bool:
+    def arrived() -> bool:
         lines = run.read_metrics()
         return bool(lines) and lines[-1]["step"] >= step and len(events(run, "start")) >= attempt
 
-    return look
+    return arrived
 
 
 def placements(run: Run) -> list[list[int]]:
@@ -191,10 +191,10 @@ def test_what_all_nodes_of_the_machine_have_in_memory_is_seen(tmp_path: Path, co
     run = make_run(tmp_path / "run", corpus)
     seen: list[tuple[int, list[int]]] = []
 
-    def look() -> None:
+    def count_servers() -> None:
         seen.append((len(server_names(run.path)), [step for step, _ in list_in_memory(run.path, ranks=2)]))
 
-    assert run_local(run, 2, observer=Acts(run, (reached(run, 20), look))) == "finished"
+    assert run_local(run, 2, observer=Acts(run, (reached(run, 20), count_servers))) == "finished"
     ((snapshot_servers, steps),) = seen
     assert snapshot_servers == 2 and max(steps) >= 10, "copies are taken every 5 steps"
     wait_until(lambda: server_names(run.path) == [])

@@ -208,7 +208,7 @@ def settle(kept: Any) -> tuple[list[Any], list[Any]]:
     def report(event: str, **fields: Any) -> None:
         events.append({"event": event, **fields})
 
-    chosen = [settling.settle_tensor(where, kept, report).tensor for _ in range(2)]
+    chosen = [settling.choose_tp_overlap(where, kept, report).tensor for _ in range(2)]
     close_world()
     return chosen, events
 
@@ -298,7 +298,7 @@ def refuse(tensor: str) -> str:
     settling.lacks_symmetric_memory = lambda *_: only_first  # type: ignore[assignment]
     settling.measure_kinds = lambda where, kinds: dict.fromkeys(kinds, 1.0)  # type: ignore[assignment]
     try:
-        kind = settling.settle_tensor(where, None, lambda _, **fields: events.append(fields)).tensor
+        kind = settling.choose_tp_overlap(where, None, lambda _, **fields: events.append(fields)).tensor
         return f"{kind}: {events[0]['problem']}"
     except BadInputError as error:
         return str(error)

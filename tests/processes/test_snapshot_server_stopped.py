@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from myriad.checkpoint.snapshots import snapshot_client
-from myriad.checkpoint.snapshots.server_watch import ServerEvent, ServerWatch
+from myriad.checkpoint.snapshots.server_monitor import ServerEvent, SnapshotServerMonitor
 from myriad.checkpoint.snapshots.snapshot_client import SnapshotClient, server_name
 from myriad.checkpoint.snapshots.wire import Closed
 from myriad.system.processes import process_state
@@ -43,10 +43,10 @@ def stop(pid: int) -> None:
         time.sleep(0.01)
 
 
-def until_seen(watch: ServerWatch) -> ServerEvent:
+def until_seen(watch: SnapshotServerMonitor) -> ServerEvent:
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
-        if (found := watch.look()) is not None:
+        if (found := watch.poll()) is not None:
             return found
         time.sleep(0.1)
     raise AssertionError("not noticed")
@@ -74,15 +74,15 @@ def test_a_server_that_is_killed_while_it_starts_is_started_again(
 def test_a_stopped_server_is_continued_and_killed_when_it_is_stopped_again(
     client: SnapshotClient, tmp_path: Path
 ) -> None:
-    watch, pid = ServerWatch(server_name(tmp_path), timeout_scale=0.3), pid_of(client)
+    watch, pid = SnapshotServerMonitor(server_name(tmp_path), timeout_scale=0.3), pid_of(client)
     for _ in range(3):
-        assert watch.look() is None
+        assert watch.poll() is None
     stop(pid)
     found = until_seen(watch)
     assert not found.killed and "stopped (SIGSTOP)" in found.problem
     client.check()
     assert process_state(pid) != "T"
-    while watch.look() is not None:
+    while watch.poll() is not None:
         pass
     stop(pid)
     assert until_seen(watch).killed
@@ -110,7 +110,7 @@ def test_a_hung_server_is_killed(client: SnapshotClient, tmp_path: Path) -> None
         while process_state(pid) != "t":
             assert freezer.poll() is None, "this machine does not let a process be traced"
             time.sleep(0.01)
-        found = until_seen(ServerWatch(server_name(tmp_path), timeout_scale=0.3))
+        found = until_seen(SnapshotServerMonitor(server_name(tmp_path), timeout_scale=0.3))
         assert found.killed and "has not answered" in found.problem
         with pytest.raises(Closed):
             client.check()
@@ -126,14 +126,14 @@ def test_a_request_to_a_stopped_server_is_answered_without_a_node_agent(client: 
 
 
 def test_an_agent_that_asks_does_not_keep_a_server_alive(client: SnapshotClient, tmp_path: Path) -> None:
-    watch = ServerWatch(server_name(tmp_path))
-    watch.look()
+    watch = SnapshotServerMonitor(server_name(tmp_path))
+    watch.poll()
     client.join([], attempt=1, rank=0, world=1, num_local=1, num_slots=2)
     client.bye()
     deadline = time.monotonic() + SECONDS
     while process_state(pid_of(client)) not in "?Z":
         assert time.monotonic() < deadline, "it stays"
-        watch.look()
+        watch.poll()
         time.sleep(0.02)
 
 

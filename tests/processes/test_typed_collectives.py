@@ -14,7 +14,7 @@ from ranks import run_ranks
 from myriad.checkpoint.format.checkpoint_manifest import StoredChunk, StoredFile
 from myriad.checkpoint.format.stored_shard import StoredShard
 from myriad.checkpoint.load.collective_load import BadPart
-from myriad.checkpoint.load.read_plan import InFile, InMemory, LoadPart
+from myriad.checkpoint.load.read_plan import FileLocation, LoadPart, MemoryLocation
 from myriad.comm import typed_collectives
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
@@ -24,7 +24,14 @@ from myriad.errors import RunFailedError
 LAYOUT, CPU = Layout(dp=3), torch.device("cpu")
 SHARD = StoredShard("model.0", (4, 2), "float32", (0, 0), (4, 1), 16, 64, bytes(range(256)), b"\xff")
 PART = LoadPart(
-    "x", (2,), "float32", (0,), (2,), 8, "ab", (InMemory(1, 2, 3, True, 4), InFile("0.distcp", 512))
+    "x",
+    (2,),
+    "float32",
+    (0,),
+    (2,),
+    8,
+    "ab",
+    (MemoryLocation(1, 2, 3, True, 4), FileLocation("0.distcp", 512)),
 )
 CHUNK = StoredChunk("x", (0,), (2,), 0, 4, 8, 2, "ab", "cd")
 VALUES: list[tuple[Any, Any]] = [
@@ -35,7 +42,10 @@ VALUES: list[tuple[Any, Any]] = [
     ([SHARD, SHARD], list[StoredShard]),
     ([PART], list[LoadPart]),
     (
-        [BadPart(7, InFile("a", 1), "torn", True), BadPart(8, InMemory(0, 1, 2, False, 3), "", False)],
+        [
+            BadPart(7, FileLocation("a", 1), "torn", True),
+            BadPart(8, MemoryLocation(0, 1, 2, False, 3), "", False),
+        ],
         list[BadPart],
     ),
     ({"0.distcp": StoredFile(9, (CHUNK,)), "job.toml": StoredFile(2, (), "ef")}, dict[str, StoredFile]),

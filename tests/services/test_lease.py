@@ -44,7 +44,7 @@ def wait_until(condition) -> None:
 
 def test_one_has_the_lease_and_a_driver_of_the_same_launcher_follows_it_at_once(server, tmp_path) -> None:
     a, b = (lease_of(server, tmp_path, owner) for owner in "ab")
-    assert a.take(by_force=True).term == 1 and a.look() == ("a", True)
+    assert a.take(by_force=True).term == 1 and a.inspect() == ("a", True)
     refused = b.take(by_force=True)
     assert (refused.term, refused.owner) == (0, "a")
     again = lease_of(server, tmp_path, "a")
@@ -191,7 +191,7 @@ def test_the_plan_of_an_earlier_start_goes_with_its_decisions(server, leased) ->
 def test_a_watched_driver_that_cannot_reach_redis_acts_no_more(server, leased, tmp_path) -> None:
     other = lease_of(server, tmp_path, "b", 1.5)
     other.take()
-    wait_until(lambda: other.look()[1])
+    wait_until(lambda: other.inspect()[1])
     assert leased.allows(entry(leased, 1))
     server.kill()
     wait_until(lambda: not leased.holds())
@@ -269,4 +269,4 @@ def test_a_ctrl_c_ends_the_standing_by_and_not_the_run(server, tmp_path, interru
             os.kill(os.getpid(), signal.SIGINT)
 
     assert candidate.wait(tell) is None
-    assert told[-1]["end"] == "left" and driving.look()[0] == "a"
+    assert told[-1]["end"] == "left" and driving.inspect()[0] == "a"

@@ -89,7 +89,7 @@ def test_a_wrong_password_ends_the_start_at_once_and_is_not_repeated(
     with pytest.raises(RunFailedError, match="refuses") as refused:
         opened(protected)
     assert "wrong" not in str(refused.value) and "\n" not in str(refused.value)
-    with pytest.raises(lease.StoreAwayError):
+    with pytest.raises(lease.StoreUnavailableError):
         lease.check_server(protected)
 
 

@@ -218,12 +218,12 @@ def test_a_machine_that_ray_believes_to_be_well_is_left_and_nothing_stays_behind
     def is_elsewhere() -> bool:
         return machines.of(executor_of(run, placements(run)[0][1])) not in (None, *before.values())
 
-    def look() -> None:
+    def check_placement() -> None:
         for node in range(3):
             left.extend(below(executor_of(run, node)))
 
     ready = lambda: reached(run, 60)() and executor_of(run, 2) is not None  # noqa: E731
-    train(run, Acts((ready, stop), (is_elsewhere, look)))
+    train(run, Acts((ready, stop), (is_elsewhere, check_placement)))
     (stays, gone), after = placements(run)
     assert after == [stays, spare_of(stays, gone)]
     assert_same_weights(run, undisturbed)

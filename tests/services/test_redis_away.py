@@ -97,7 +97,7 @@ def drivers(server, tmp_path: Path) -> Iterator[Drivers]:
         found.start("a")
         wait_until("a driver", (tmp_path / "driver.json").exists)
         found.start("b")
-        wait_until("one that stands by", lambda: lease.look()[1] and "standing by" in found.said("b"))
+        wait_until("one that stands by", lambda: lease.inspect()[1] and "standing by" in found.said("b"))
         yield found
     finally:
         found.end()

@@ -55,7 +55,7 @@ def test_two_drivers_machines_are_lost_the_second_with_a_node_and_not_a_bit_is(
     standby = {name: machines[name].myriad("train", run.path, "--standby") for name in ("b", "c")}
     machines["spare"].myriad("join", run.path, "--node", 2)
     lease = open_lease(run.path, run.job().resilience)
-    wait_for("two that stand by", lambda: lease.look()[1] and num_standing(run) == 2, *all_of_them)
+    wait_for("two that stand by", lambda: lease.inspect()[1] and num_standing(run) == 2, *all_of_them)
 
     machines["driver"].lose()
     wait_for("the second driver", lambda: events(run, "takeover"), *all_of_them)

@@ -11,7 +11,7 @@ from myriad.comm.layout import Layout
 from myriad.dashboard.insight.phase_table import PhaseTable
 from myriad.dashboard.insight.rank_arrays import Ranks
 from myriad.dashboard.insight.straggler_report import Straggler, page_threshold, stragglers
-from myriad.supervise.observations import RankSeen
+from myriad.supervise.observations import RankStatus
 from myriad.supervise.policy.slow_ranks import StragglerDetector, StragglerFinding, driver_threshold
 from myriad.supervise.policy.step_work import StepWork
 
@@ -39,7 +39,7 @@ def driver_finding(
     detector = StragglerDetector(work, nodes, shares)
     for step, row in enumerate(times.tolist(), 1):
         seen = [
-            RankSeen(rank, 9, "S", "step", "forward", step, 1, 1, 0.0, 0.1, busy)
+            RankStatus(rank, 9, "S", "step", "forward", step, 1, 1, 0.0, 0.1, busy)
             for rank, busy in enumerate(row)
         ]
         detector.saw(seen, float(step))

@@ -74,7 +74,7 @@ _ACQUIRE_SECONDS = 60.0
 
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 30.0
 """First and longest pause between attempts to store the last step."""
-_FINISH_TRIES, _LOOK_SECONDS = 4, 0.5
+_FINISH_TRIES, _POLL_SECONDS = 4, 0.5
 """Tries of the last checkpoint if snapshot servers die, and the interval at which ranks check for that."""
 
 
@@ -378,7 +378,7 @@ class CheckpointSession:
     def _outcome_by(self, step: int, deadline: float) -> StoreOutcome | None:
         """Wait briefly for the storage outcome of a step; ``None``: ask again."""
         with suppress(Closed):
-            outcome = self._client.wait_stored(step, _LOOK_SECONDS)
+            outcome = self._client.wait_stored(step, _POLL_SECONDS)
             if outcome is not None and self._retries is not None and self._retries.should_retry(outcome):
                 return None
             if outcome is None and time.monotonic() > deadline:
@@ -431,5 +431,5 @@ class _Retries:
             self._next = 0.0
             self._client.retry_store(self._step)
         else:
-            time.sleep(min(_LOOK_SECONDS, self._next - now, self._deadline - now))
+            time.sleep(min(_POLL_SECONDS, self._next - now, self._deadline - now))
         return True

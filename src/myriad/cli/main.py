@@ -33,7 +33,7 @@ def build_app() -> "typer.Typer":
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit."""
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    _settle_output()
+    set_up_output()
     with _sigterm_interrupts():
         try:
             from myriad.cli.command_line import run_command
@@ -82,7 +82,7 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _settle_output() -> None:
+def set_up_output() -> None:
     """Make every text printable, whatever encoding the output has."""
     codecs.register_error("myriad-plain", _replace)
     for name in ("stdout", "stderr"):

@@ -15,7 +15,7 @@ import typer
 
 from myriad.cli.job_key_options import OverrideCommand
 from myriad.errors import BadInputError
-from myriad.system.spin_watch import spinning_watched
+from myriad.system.spin_control import spinning_controlled
 from myriad.units import format_ranges
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _tolerance(precision: str, steps: int, given: float | None) -> "Tolerance":
 def _compare(runs: list["Run"], tolerance: "Tolerance") -> list["RunComparison"]:
     from myriad.train.checkpoint_tools.compare_runs import compare_runs
 
-    with spinning_watched():
+    with spinning_controlled():
         return [compare_runs(runs[0], other, tolerance) for other in runs[1:]]
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
 
     from myriad.dashboard.insight.losses import Losses
-    from myriad.dashboard.run_view import Look
+    from myriad.dashboard.run_view import RunView
     from myriad.reports.run_report.run_facts import Facts
     from myriad.run import Run
 
@@ -63,8 +63,8 @@ def _report(
 
     Exit code: 0 done, 2 bad input.
     """
-    from myriad.cli.top.top_command import look_as_json, ranks_asked
-    from myriad.dashboard.run_view import RunWatch
+    from myriad.cli.top.top_command import requested_ranks, view_as_json
+    from myriad.dashboard.run_view import RunReader
     from myriad.reports.run_report.report_page import page
     from myriad.reports.run_report.run_facts import facts_of
     from myriad.reports.run_report.steps_section import span_parts
@@ -74,13 +74,13 @@ def _report(
     if out is not None and out.suffix != ".html":
         raise BadInputError("--out", str(out), "a file name that ends in .html")
     folder = Run(existing_run(run))
-    facts, look = facts_of(folder), RunWatch(folder).look()
-    ranks = ranks_asked(without, look)
-    predicted, network = (None, "") if cluster is None else _predicted(look, cluster)
+    facts, view = facts_of(folder), RunReader(folder).read()
+    ranks = requested_ranks(without, view)
+    predicted, network = (None, "") if cluster is None else _predicted(view, cluster)
     path = facts.run.report_path if out is None else out
     message = f"report: {path}"
     try:
-        write_whole(path, page(facts, [*span_parts(look, predicted, ranks), network]))
+        write_whole(path, page(facts, [*span_parts(view, predicted, ranks), network]))
     except OSError as error:
         if out is not None:
             raise BadInputError("--out", str(out), f"cannot be written: {error.strerror}") from None
@@ -88,13 +88,13 @@ def _report(
             f"no report: {path} cannot be written ({error.strerror}); --out FILE.html writes it elsewhere"
         )
     if as_json:
-        steps = {key: value for key, value in look_as_json(look, ranks).items() if key in _OF_STEPS}
+        steps = {key: value for key, value in view_as_json(view, ranks).items() if key in _OF_STEPS}
         typer.echo(json.dumps(facts.as_json() | steps))
     else:
-        _show(facts, look, message)
+        _show(facts, view, message)
 
 
-def _predicted(look: "Look", name: str) -> "tuple[Losses, str]":
+def _predicted(view: "RunView", name: str) -> "tuple[Losses, str]":
     """Return the predicted losses, and the HTML section on the cluster's network."""
     from myriad.cli.measured_cluster import cluster_path
     from myriad.cli.progress_bar import share_bar
@@ -104,26 +104,26 @@ def _predicted(look: "Look", name: str) -> "tuple[Losses, str]":
     from myriad.reports.run_report.network_section import network_parts
 
     cluster = load_cluster(cluster_path(name))
-    losses = predicted_losses(costs_of(look.job, cluster))
+    losses = predicted_losses(costs_of(view.job, cluster))
     with share_bar("the network") as progress:
-        return losses, "\n".join(network_parts(look.job, cluster, progress))
+        return losses, "\n".join(network_parts(view.job, cluster, progress))
 
 
 def save_report(run: "Run") -> None:
     """Write the HTML report at the end of a run; failures are logged and never fail the run."""
     try:
-        from myriad.dashboard.run_view import RunWatch
+        from myriad.dashboard.run_view import RunReader
         from myriad.reports.run_report.report_page import page
         from myriad.reports.run_report.run_facts import facts_of
         from myriad.reports.run_report.steps_section import span_parts
         from myriad.system.whole_file import write_whole
 
-        write_whole(run.report_path, page(facts_of(run), span_parts(RunWatch(run).look())))
+        write_whole(run.report_path, page(facts_of(run), span_parts(RunReader(run).read())))
     except Exception as error:  # A failed report must never fail the run.
         _LOG.warning("no report was written: %s", error)
 
 
-def _show(facts: "Facts", look: "Look", message: str) -> None:
+def _show(facts: "Facts", view: "RunView", message: str) -> None:
     from rich.console import Console
 
     from myriad.units import format_count, format_number, format_seconds
@@ -143,7 +143,7 @@ def _show(facts: "Facts", look: "Look", message: str) -> None:
     parts += facts.doubts
     console.print(" · ".join(parts), markup=False, soft_wrap=True)
     _show_classes(facts, console)
-    _show_steps(look, console)
+    _show_steps(view, console)
     _show_faults(facts, console)
     _show_attempts(facts, console)
     console.print(message, style="dim", markup=False, soft_wrap=True)
@@ -174,11 +174,11 @@ def _show_classes(facts: "Facts", console: "Console") -> None:
     _table(console, ["class", "seconds", "share", ""], rows, (1, 2))
 
 
-def _show_steps(look: "Look", console: "Console") -> None:
+def _show_steps(view: "RunView", console: "Console") -> None:
     """Print the losses of the newest steps and the slow ranks."""
     from myriad.reports.charts.step_loss_colours import MEANING
 
-    found = look.findings
+    found = view.findings
     losses = found.losses
     if losses is None:
         return

@@ -13,7 +13,7 @@ from myriad.errors import BadInputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from myriad.dashboard.watched_run import MakePlan, Watched
+    from myriad.dashboard.watched_run import MakePlan, WatchedRun
     from myriad.run import Run
 
 __all__ = ["register"]
@@ -182,16 +182,16 @@ def _check_installed() -> None:
         raise BadInputError("watch", ", ".join(missing), "not installed: pip install 'myriad-train[watch]'")
 
 
-def _watched(path: Path, memory_bytes: int, cluster: str | None) -> "Watched":
+def _watched(path: Path, memory_bytes: int, cluster: str | None) -> "WatchedRun":
     from myriad.dashboard.run_files import RunFiles
     from myriad.dashboard.store.span_store import SpanStore
-    from myriad.dashboard.watched_run import Watched
+    from myriad.dashboard.watched_run import WatchedRun
     from myriad.run import Run
 
     files = RunFiles(Run(path))
     store = SpanStore(files.job.layout.world, files.job.train.steps, memory_bytes)
     make_plan = None if cluster is None else _plan_maker(cluster)
-    return Watched(files, store, lambda: _account(files.run), make_plan)
+    return WatchedRun(files, store, lambda: _account(files.run), make_plan)
 
 
 def _show_remote(

@@ -12,16 +12,16 @@ from collections import OrderedDict
 import numpy as np
 
 from myriad.dashboard.insight.arrivals import Arrows, arrows
+from myriad.dashboard.insight.hang_analysis import HangAnalysis, analyze_hang
 from myriad.dashboard.insight.losses import Losses, losses
 from myriad.dashboard.insight.needs import ProgramNeeds
 from myriad.dashboard.insight.nesting import nested
 from myriad.dashboard.insight.rank_arrays import Array
-from myriad.dashboard.insight.standstill import Standstill, standstill
 from myriad.dashboard.insight.step_spans import StepSpans, programs_seen
 from myriad.dashboard.insight.straggler_report import Straggler, stragglers, suspects
 from myriad.dashboard.store.heat_map import newest_table
 from myriad.dashboard.store.step_block import StepBlock
-from myriad.dashboard.watched_run import Watched
+from myriad.dashboard.watched_run import WatchedRun
 from myriad.errors import MyriadError
 from myriad.telemetry.span_io.span_records import RECORD, Records
 
@@ -40,14 +40,14 @@ _ASKED_SECONDS = 60.0
 class Analyst:
     """Analyses one run. It is thread-safe."""
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: WatchedRun) -> None:
         self._watched = watched
         self._steps: OrderedDict[tuple[int, int, int, int], StepSpans] = OrderedDict()
         self._suspects: list[Straggler] = []
         self._asked = -_ASKED_SECONDS
         self._losses: tuple[object, Losses | None] = (None, None)
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._standstill: tuple[tuple[int, int], Standstill | None] = ((-1, -1), None)
+        self._hang: tuple[tuple[int, int], HangAnalysis | None] = ((-1, -1), None)
         self._thread = threading.Thread(target=self._work, name="analyst", daemon=True)
 
     def start(self) -> None:
@@ -126,16 +126,16 @@ class Analyst:
         work = shares[watched.ranks.replica] if len(set(watched.files.job.shares)) > 1 else None
         return suspects(stragglers(table, watched.ranks, work))
 
-    def standstill(self) -> Standstill | None:
+    def hang(self) -> HangAnalysis | None:
         """Find which rank waits for which; ``None`` if the run does not hang or its program is unknown."""
         if self._watched.state != "hangs":
             return None
         key = (self._watched.store.generation, self._watched.store.version)
-        if self._standstill[0] != key:
-            self._standstill = (key, self._standstill_now())
-        return self._standstill[1]
+        if self._hang[0] != key:
+            self._hang = (key, self._current_hang())
+        return self._hang[1]
 
-    def _standstill_now(self) -> Standstill | None:
+    def _current_hang(self) -> HangAnalysis | None:
         newest = self._watched.store.last_step_of
         if not len(steps := np.unique(newest[newest >= 0])):
             return None
@@ -146,7 +146,7 @@ class Analyst:
             here = newest == step
             done[here] = looked.num_done[here]
             programs = looked.programs or programs
-        return standstill(self._watched.ranks, programs, newest, done) if programs else None
+        return analyze_hang(self._watched.ranks, programs, newest, done) if programs else None
 
     def _look(self, block: StepBlock) -> StepSpans:
         store, watched = self._watched.store, self._watched

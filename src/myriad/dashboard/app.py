@@ -27,16 +27,16 @@ from starlette.routing import BaseRoute, Route
 
 from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.api import rank_api, run_api, span_api
-from myriad.dashboard.api.query_parameters import QuestionError
+from myriad.dashboard.api.query_parameters import QueryParameterError
 from myriad.dashboard.collector import SpanCollector
 from myriad.dashboard.follower import Follower
 from myriad.dashboard.request_guard import SPANS_PATH, Access, Guard
 from myriad.dashboard.tile import to_json
-from myriad.dashboard.watched_run import Watched
+from myriad.dashboard.watched_run import WatchedRun
 
 __all__ = ["build_app"]
 
-_Answer = Callable[[Watched, Analyst, Mapping[str, str]], Any]
+_Answer = Callable[[WatchedRun, Analyst, Mapping[str, str]], Any]
 _ANSWERS: dict[str, _Answer] = {
     "run": run_api.run,
     "overview": lambda watched, analyst, query: run_api.overview(watched, query),
@@ -53,7 +53,7 @@ _ANSWERS: dict[str, _Answer] = {
 
 
 def build_app(
-    watched: Watched, access: Access, collect: Path | None = None, more: Sequence[BaseRoute] = ()
+    watched: WatchedRun, access: Access, collect: Path | None = None, more: Sequence[BaseRoute] = ()
 ) -> Guard:
     """Build the application of one run.
 
@@ -86,11 +86,11 @@ def build_app(
         Route("/static/{name:path}", page.file),
         *more,
     ]
-    handlers = {QuestionError: _wrong, HTTPException: _missing}
+    handlers = {QueryParameterError: _wrong, HTTPException: _missing}
     return Guard(Starlette(routes=routes, exception_handlers=handlers, lifespan=life), access)
 
 
-def _endpoint(watched: Watched, analyst: Analyst, answer: _Answer) -> Callable[[Request], Response]:
+def _endpoint(watched: WatchedRun, analyst: Analyst, answer: _Answer) -> Callable[[Request], Response]:
     """Return a synchronous endpoint, which the server runs in a thread."""
 
     def ask(request: Request) -> Response:
@@ -151,7 +151,7 @@ _MOST_PAGES = 100
 class Stream:
     """The event stream of one run, for up to `_MOST_PAGES` pages."""
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: WatchedRun) -> None:
         self._watched, self._pages = watched, 0
 
     def open(self) -> Response:

@@ -5,7 +5,7 @@ server both count the batch as dropped. With a folder, batches are also stored t
 
 A sender that gets no answer resends its batch, and the batch counts once. A sender numbers its batches and
 starts none before the previous one was answered, so the newest number of each sender identifies all
-duplicates (`SentOnce`). Among very many senders, those seen last are remembered.
+duplicates (`BatchDeduplicator`). Among very many senders, those seen last are remembered.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from myriad.dashboard.store.span_store import BeyondJobError, SpanStore
-from myriad.dashboard.watched_run import Watched
+from myriad.dashboard.watched_run import WatchedRun
 from myriad.telemetry.span_io.span_batch import MAX_BATCH_BYTES, BatchError, Origin, SpanBatch, decode
 from myriad.telemetry.span_io.span_files import write_span_file
 
@@ -37,7 +37,7 @@ class _Newest:
     num_dropped: int
 
 
-class SentOnce:
+class BatchDeduplicator:
     """Finds resent batches among all senders of one server."""
 
     def __init__(self) -> None:
@@ -87,12 +87,12 @@ class _Waiting:
 class SpanCollector:
     """Receives the batches of one run. It checks a batch on arrival; a thread adds all pending batches."""
 
-    def __init__(self, watched: Watched, folder: Path | None = None) -> None:
+    def __init__(self, watched: WatchedRun, folder: Path | None = None) -> None:
         """Receive batches for ``watched``, and store them in ``folder`` if given."""
         self._watched, self._folder = watched, folder
         self._bytes_at_once = 0
         """Bytes of request bodies in flight and of pending batches."""
-        self._once = SentOnce()
+        self._once = BatchDeduplicator()
         self._numbers, self._began = itertools.count(), int(time.time())
         self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="collector", daemon=True)

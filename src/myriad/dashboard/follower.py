@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from myriad.dashboard.watched_run import Watched
+from myriad.dashboard.watched_run import WatchedRun
 from myriad.telemetry.span_io.span_batch import BatchError
 from myriad.telemetry.span_io.span_files import read_span_file
 
@@ -22,7 +22,7 @@ _MOST_FILE_BYTES = 2**30
 class Follower:
     """Follows the files of one run."""
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: WatchedRun) -> None:
         self._watched = watched
         self._seen: dict[Path, tuple[int, int]] = {}
         self._looked = False
@@ -82,7 +82,7 @@ class Follower:
             began = time.monotonic()
             try:
                 self.poll()
-            except Exception as error:  # whatever a folder holds: the next look may find it well
+            except Exception as error:  # whatever a folder holds: the next poll may find it well
                 _LOG.warning("the run's folder cannot be read: %s", error)
                 self._watched.store.counts.add_problem(f"the run's folder: {error}")
             rest = max(_EVERY_SECONDS, _REST_TIMES * (time.monotonic() - began))

@@ -1,7 +1,7 @@
 """Read the newest measurements of each node: network counters and accelerators.
 
     RUN/counters/node-N.jsonl     network counters (`NodeCounters`)
-    RUN/counters/gpus-N.jsonl     accelerators (`GpuLooks`), for `myriad top` and Prometheus
+    RUN/counters/gpus-N.jsonl     accelerators (`GpuSampleReader`), for `myriad top` and Prometheus
 
 Only the last lines are read, so many nodes are cheap. Files may be torn, invalid or of another version.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from myriad.system.whole_file import parse_json
 
-__all__ = ["GpuLook", "GpuLooks", "NodeCounters", "NodeLook", "gpu_sentence"]
+__all__ = ["GpuSample", "GpuSampleReader", "NodeCounters", "NodeSample", "gpu_sentence"]
 
 _NAME = re.compile(r"node-(\d{1,6})\.jsonl")
 _HEAD_BYTES, _TAIL_BYTES = 2**14, 2**15
@@ -24,7 +24,7 @@ _MOST_NODES, _MOST_SECONDS = 16384, 60.0
 
 
 @dataclass(frozen=True)
-class NodeLook:
+class NodeSample:
     """The newest network counters of one node. Invalid values are left out."""
 
     time: float
@@ -44,18 +44,18 @@ class NodeCounters:
         self._folder = folder
         self._heads: dict[int, tuple[int, dict[str, Any]]] = {}
         """Inode and first line of each node's file."""
-        self._looks: dict[int, NodeLook] = {}
+        self._samples: dict[int, NodeSample] = {}
 
-    def newest(self) -> dict[int, NodeLook]:
+    def newest(self) -> dict[int, NodeSample]:
         """Return the newest counters by node."""
         for node, path in self._paths():
             try:
-                look = self._read(node, path)
+                sample = self._read(node, path)
             except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue
-            if look is not None:
-                self._looks[node] = look
-        return dict(sorted(self._looks.items()))
+            if sample is not None:
+                self._samples[node] = sample
+        return dict(sorted(self._samples.items()))
 
     def _paths(self) -> list[tuple[int, Path]]:
         try:
@@ -65,7 +65,7 @@ class NodeCounters:
         found = [(int(match[1]), self._folder / name) for name in names if (match := _NAME.fullmatch(name))]
         return sorted(found)[:_MOST_NODES]
 
-    def _read(self, node: int, path: Path) -> NodeLook | None:
+    def _read(self, node: int, path: Path) -> NodeSample | None:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             status = os.fstat(handle)
@@ -77,13 +77,13 @@ class NodeCounters:
         finally:
             os.close(handle)
         lines = tail[: tail.rfind(b"\n") + 1].splitlines()
-        newest = _look(known[1], parse_json(lines[-1])) if lines else None
-        if newest is None or len(lines) < 3 or (before := _look(known[1], parse_json(lines[-2]))) is None:
+        newest = _sample(known[1], parse_json(lines[-1])) if lines else None
+        if newest is None or len(lines) < 3 or (before := _sample(known[1], parse_json(lines[-2]))) is None:
             return newest
         return replace(newest, rates=_rates(before, newest))
 
 
-def _look(head: dict[str, Any], line: dict[str, Any]) -> NodeLook | None:
+def _sample(head: dict[str, Any], line: dict[str, Any]) -> NodeSample | None:
     if "links" not in line:
         return None
     fields = head["fields"]
@@ -93,10 +93,10 @@ def _look(head: dict[str, Any], line: dict[str, Any]) -> NodeLook | None:
         for name, numbers in line[kind].items()
     }
     speeds = {str(name): float(speed) for name, speed in head["speed_bytes_per_second"].items()}
-    return NodeLook(float(line["time"]), links, _named(fields["tcp"], line["tcp"]), speeds)
+    return NodeSample(float(line["time"]), links, _named(fields["tcp"], line["tcp"]), speeds)
 
 
-def _rates(before: NodeLook, now: NodeLook) -> dict[str, dict[str, float]]:
+def _rates(before: NodeSample, now: NodeSample) -> dict[str, dict[str, float]]:
     seconds = now.time - before.time
     if not 0 < seconds < _MOST_SECONDS:
         return {}
@@ -126,7 +126,7 @@ _HINDRANCES = (
 
 
 @dataclass(frozen=True)
-class GpuLook:
+class GpuSample:
     """The devices of one node at one time; a field is ``None`` if the driver does not report it."""
 
     time: float
@@ -145,26 +145,26 @@ class GpuLook:
     """Number of devices by throttle reason that indicates a fault."""
 
 
-class GpuLooks:
+class GpuSampleReader:
     """The newest measurements of each node. If a file cannot be read, the previous ones stay."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._looks: dict[int, GpuLook] = {}
+        self._samples: dict[int, GpuSample] = {}
 
-    def newest(self) -> dict[int, GpuLook]:
+    def newest(self) -> dict[int, GpuSample]:
         """Return the newest measurements by node."""
         try:
             names = os.listdir(self._folder)
         except OSError:
-            return self._looks
+            return self._samples
         found = sorted((int(match[1]), name) for name in names if (match := _GPU_FILE.fullmatch(name)))
         for node, name in found[:_MOST_NODES]:
             try:
-                self._looks[node] = _read_gpus(_last_line(self._folder / name))
+                self._samples[node] = _read_gpus(_last_line(self._folder / name))
             except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError):
                 continue
-        return dict(sorted(self._looks.items()))
+        return dict(sorted(self._samples.items()))
 
 
 def _last_line(path: Path) -> Any:
@@ -177,7 +177,7 @@ def _last_line(path: Path) -> Any:
     return parse_json(tail[: tail.rfind(b"\n") + 1].splitlines()[-1])
 
 
-def _read_gpus(line: Any) -> GpuLook:
+def _read_gpus(line: Any) -> GpuSample:
     gpus: Sequence[Mapping[str, Any]] = [one for one in line["gpus"][:_MOST_GPUS] if isinstance(one, dict)]
     busy = [one for one in gpus if (_number(one, "utilization_ratio") or 0.0) >= 0.5]
     ratios = [
@@ -193,7 +193,7 @@ def _read_gpus(line: Any) -> GpuLook:
     reasons = Counter(
         str(reason) for one in gpus for reason in one.get("throttle", ()) if reason in _HINDRANCES
     )
-    return GpuLook(
+    return GpuSample(
         time=float(line["time"]),
         count=len(gpus),
         name=str(gpus[0].get("name", ""))[:64] if gpus else "",
@@ -216,26 +216,26 @@ def _number(gpu: Mapping[str, Any], name: str) -> float | None:
     return float(value) if value is not None and is_number and abs(value) < _LARGEST else None
 
 
-def gpu_sentence(looks: Mapping[int, GpuLook]) -> str:
+def gpu_sentence(samples: Mapping[int, GpuSample]) -> str:
     """Return the state of all devices in one line; empty if there are none."""
-    count = sum(one.count for one in looks.values())
+    count = sum(one.count for one in samples.values())
     if not count:
         return ""
-    heats = {node: one.hottest_celsius for node, one in looks.items() if one.hottest_celsius is not None}
-    powers = [one.power_watts for one in looks.values() if one.power_watts is not None]
-    parts = [f"{count} x {next(one.name for one in looks.values() if one.count) or 'device'}"]
+    heats = {node: one.hottest_celsius for node, one in samples.items() if one.hottest_celsius is not None}
+    powers = [one.power_watts for one in samples.values() if one.power_watts is not None]
+    parts = [f"{count} x {next(one.name for one in samples.values() if one.count) or 'device'}"]
     if heats:
         node = max(heats, key=lambda one: heats[one])
         parts.append(f"hottest {heats[node]:.0f} C (node {node})")
     if powers:
         parts.append(f"{sum(powers) / 1e3:.1f} kW")
     if clocks := {
-        n: one.lowest_clock_ratio for n, one in looks.items() if one.lowest_clock_ratio is not None
+        n: one.lowest_clock_ratio for n, one in samples.items() if one.lowest_clock_ratio is not None
     }:
         node = min(clocks, key=lambda one: clocks[one])
         parts.append(f"lowest clock {clocks[node]:.0%} (node {node})")
-    reasons = sum((Counter(one.throttled) for one in looks.values()), Counter[str]())
+    reasons = sum((Counter(one.throttled) for one in samples.values()), Counter[str]())
     parts += [f"{number} in {reason}" for reason, number in reasons.most_common()]
-    if narrow := sum(one.narrow_links for one in looks.values()):
+    if narrow := sum(one.narrow_links for one in samples.values()):
         parts.append(f"{narrow} on fewer PCIe lanes")
     return ", ".join(parts)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from myriad.dashboard.node_measurements import NodeLook
+from myriad.dashboard.node_measurements import NodeSample
 from myriad.run.event_text import event_text
 from myriad.system.jsonl import Record
 from myriad.system.whole_file import parse_json
@@ -50,7 +50,7 @@ def read_facts(folder: Path) -> dict[int, dict[str, Any]]:
 
 def node_rows(
     facts: Mapping[int, Mapping[str, Any]],
-    looks: Mapping[int, NodeLook],
+    samples: Mapping[int, NodeSample],
     health: Mapping[int, str],
     now: float,
 ) -> list[dict[str, Any]]:
@@ -58,12 +58,12 @@ def node_rows(
     return [
         {
             "node": node,
-            "heartbeat_seconds_ago": max(0.0, now - looks[node].time) if node in looks else None,
+            "heartbeat_seconds_ago": max(0.0, now - samples[node].time) if node in samples else None,
             "health": health.get(node, "no complaint"),
             **_made_of(facts.get(node, {})),
-            **_carries(looks.get(node)),
+            **_carries(samples.get(node)),
         }
-        for node in sorted({*facts, *looks})
+        for node in sorted({*facts, *samples})
     ]
 
 
@@ -89,9 +89,9 @@ def _nic(nic: Mapping[str, Any]) -> str:
     return " ".join(filter(None, words)) + (f", firmware {firmware}" if firmware else "")
 
 
-def _carries(look: NodeLook | None) -> dict[str, Any]:
+def _carries(sample: NodeSample | None) -> dict[str, Any]:
     """Return the bytes per second of all links except the loopback, and the TCP retransmissions."""
-    rates = {} if look is None else look.rates
+    rates = {} if sample is None else sample.rates
     links = [rate for name, rate in rates.items() if name != "lo"]
     return {
         "received_bytes_per_second": sum(rate.get("received_bytes", 0.0) for rate in links),

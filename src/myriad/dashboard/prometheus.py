@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from myriad.dashboard.node_measurements import GpuLook, GpuLooks, NodeCounters
+from myriad.dashboard.node_measurements import GpuSample, GpuSampleReader, NodeCounters
 from myriad.run import Run
 from myriad.run.run_lines import EventLines, Peaks, step_line
 from myriad.system.jsonl import JsonlTail, Record
@@ -79,7 +79,7 @@ class RunCollector(Collector):
         self._run, self._account, self._spans = run, account, spans
         self._metrics, self._events = JsonlTail(run.metrics_path), EventLines(run.events_path)
         self._peaks = Peaks()
-        self._nodes, self._gpus = NodeCounters(run.counters_path), GpuLooks(run.counters_path)
+        self._nodes, self._gpus = NodeCounters(run.counters_path), GpuSampleReader(run.counters_path)
         self._last: Record = {}
         self._steps, self._tokens, self._tokens_each = 0, 0.0, 0.0
         self._event_counts: dict[str, Counter[str]] = {event: Counter() for event in _COUNTED}
@@ -200,7 +200,7 @@ class RunCollector(Collector):
         yield family
 
     def _of_nodes(self) -> Iterator[Metric]:
-        looks, now = self._nodes.newest(), time.time()
+        samples, now = self._nodes.newest(), time.time()
         age = GaugeMetricFamily(
             "myriad_node_heartbeat_age_seconds",
             "Seconds since the node agent last wrote its counters.",
@@ -224,55 +224,55 @@ class RunCollector(Collector):
             )
             for key, name in _OF_LINK.items()
         }
-        for number, look in looks.items():
+        for number, sample in samples.items():
             node = str(number)
-            age.add_metric([node], max(0.0, now - look.time))
-            if "retransmitted_segments" in look.tcp:
-                again.add_metric([node], look.tcp["retransmitted_segments"])
-            for device, value in list(look.speeds.items())[:_MOST_LABELS]:
+            age.add_metric([node], max(0.0, now - sample.time))
+            if "retransmitted_segments" in sample.tcp:
+                again.add_metric([node], sample.tcp["retransmitted_segments"])
+            for device, value in list(sample.speeds.items())[:_MOST_LABELS]:
                 speed.add_metric([node, device], value)
-            for device, numbers in list(look.links.items())[:_MOST_LABELS]:
+            for device, numbers in list(sample.links.items())[:_MOST_LABELS]:
                 for key, count in numbers.items():
                     if key in links:
                         links[key].add_metric([node, device], count)
         yield from (age, again, speed, *links.values())
 
 
-_OF_GPUS: dict[str, tuple[str, Callable[[GpuLook], float | None]]] = {
-    "myriad_node_gpus": ("Devices that respond.", lambda look: look.count),
+_OF_GPUS: dict[str, tuple[str, Callable[[GpuSample], float | None]]] = {
+    "myriad_node_gpus": ("Devices that respond.", lambda sample: sample.count),
     "myriad_node_gpu_highest_celsius": (
         "Temperature of the hottest device.",
-        lambda look: look.hottest_celsius,
+        lambda sample: sample.hottest_celsius,
     ),
-    "myriad_node_gpu_power_watts": ("Power of all devices.", lambda look: look.power_watts),
+    "myriad_node_gpu_power_watts": ("Power of all devices.", lambda sample: sample.power_watts),
     "myriad_node_gpu_lowest_clock_ratio": (
         "Clock by its maximum, of the device where it is lowest among those that compute.",
-        lambda look: look.lowest_clock_ratio,
+        lambda sample: sample.lowest_clock_ratio,
     ),
     "myriad_node_gpu_narrow_links": (
         "Devices that compute on fewer PCIe lanes than they could.",
-        lambda look: look.narrow_links,
+        lambda sample: sample.narrow_links,
     ),
     "myriad_node_gpu_retired_pages": (
         "Memory pages retired or rows remapped, of all devices.",
-        lambda look: look.retired,
+        lambda sample: sample.retired,
     ),
 }
 
 
-def _of_gpus(looks: Mapping[int, GpuLook]) -> Iterator[Metric]:
-    if not looks:
+def _of_gpus(samples: Mapping[int, GpuSample]) -> Iterator[Metric]:
+    if not samples:
         return
     for name, (text, value_of) in _OF_GPUS.items():
         family = GaugeMetricFamily(name, text, labels=["node"])
-        for node, look in looks.items():
-            if (value := value_of(look)) is not None:
+        for node, sample in samples.items():
+            if (value := value_of(sample)) is not None:
                 family.add_metric([str(node)], value)
         yield family
     text = "Devices whose clock is lowered, by the reason."
     throttled = GaugeMetricFamily("myriad_node_gpu_throttled", text, labels=["node", "reason"])
-    for node, look in looks.items():
-        for reason, count in look.throttled.items():
+    for node, sample in samples.items():
+        for reason, count in sample.throttled.items():
             throttled.add_metric([str(node), reason], count)
     yield throttled
 

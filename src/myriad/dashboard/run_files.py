@@ -137,7 +137,7 @@ class RunFiles:
         self.is_gone = not self.run.exists
         first_line = self._read_first_line()
         if first_line and self._first_line not in (b"", first_line):
-            with contextlib.suppress(MyriadError, OSError):  # its job.toml may be half-written: the next look
+            with contextlib.suppress(MyriadError, OSError):  # its job.toml may be half-written: the next poll
                 self._begin(self.run.job())
         self._first_line = self._first_line or first_line
         before = self._events_tail.offset

@@ -19,7 +19,7 @@ import numpy as np
 
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.dashboard.insight.findings import SpanAnalysis
-from myriad.dashboard.node_measurements import GpuLook, GpuLooks
+from myriad.dashboard.node_measurements import GpuSample, GpuSampleReader
 from myriad.dashboard.run_status import State, is_at_work, run_state, state_sentence
 from myriad.errors import MyriadError
 from myriad.run import Run
@@ -32,7 +32,7 @@ from myriad.telemetry.span_io.span_records import RECORD, Records
 if TYPE_CHECKING:
     from myriad.job import Job
 
-__all__ = ["Look", "RunWatch", "attempt_of"]
+__all__ = ["RunReader", "RunView", "attempt_of"]
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def attempt_of(job: "Job", events: Sequence[Record]) -> "Job":
 
 
 @dataclass(frozen=True)
-class Look:
+class RunView:
     """The state of a run at one time."""
 
     run: Run
@@ -167,7 +167,7 @@ class Look:
     """Number of lines of metrics.jsonl and events.jsonl that are torn, wrong or have a wrong figure."""
     no_room_at: float = 0.0
     """Time of rank 0's last failed attempt to add a line; 0 if the last attempt succeeded."""
-    gpus: Mapping[int, GpuLook] = field(default_factory=dict)
+    gpus: Mapping[int, GpuSample] = field(default_factory=dict)
     """Last measurements of each node's accelerators."""
 
     @cached_property
@@ -255,15 +255,15 @@ class Look:
         """State of the run in a sentence, with the first problem."""
         steps = self.job.train.steps
         sentence = state_sentence(self.state, self.step, steps, self.step_seconds, self.quiet_seconds)
-        if self.state == "hangs" and self.findings.standstill is not None:
-            return f"{sentence}; {self.findings.standstill.sentence}"
+        if self.state == "hangs" and self.findings.hang is not None:
+            return f"{sentence}; {self.findings.hang.sentence}"
         wrong = [one.sentence for one in self.findings.suspects[:1]]
         if self.no_room_at:
             sentence += f"; {self.run.metrics_path} takes no lines since then: make room there"
         return "; ".join([sentence, *wrong])
 
 
-class RunWatch:
+class RunReader:
     """Follows a run's folder and reads only new data. Raises `BadInputError` if there is no run."""
 
     def __init__(self, run: Run, most_steps: int = 50) -> None:
@@ -271,9 +271,9 @@ class RunWatch:
         self._spans = SpanFolder(run.spans_path, most_steps)
         self._steps, self._events_tail = StepLines(run.metrics_path), EventLines(run.events_path)
         self._events: list[Record] = []
-        self._gpus = GpuLooks(run.counters_path)
+        self._gpus = GpuSampleReader(run.counters_path)
 
-    def look(self) -> Look:
+    def read(self) -> RunView:
         """Read new data and return the current state."""
         self._steps.poll()
         events = self._events_tail.poll()
@@ -284,7 +284,7 @@ class RunWatch:
         job = attempt_of(self._job, self._events)
         spans, held = self._spans.newest(), self.run.is_locked
         steps = self._steps
-        return Look(
+        return RunView(
             self.run,
             job,
             steps.lines,

@@ -131,9 +131,9 @@ class _Impatient(H11Protocol):
 
     def _look_again(self) -> None:
         self._waiting = self.transport.get_write_buffer_size()
-        self.loop.call_later(self.seconds, self._look)
+        self.loop.call_later(self.seconds, self._poll)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         waiting = self.transport.get_write_buffer_size()
         if not waiting:
             return

@@ -42,7 +42,7 @@ from myriad.errors import MyriadError
 if TYPE_CHECKING:
     from myriad.job import Job
 
-__all__ = ["Account", "MakePlan", "Watched"]
+__all__ = ["Account", "MakePlan", "WatchedRun"]
 
 _AHEAD_SECONDS = 5.0
 _STEADY_LOOKS, _STEADY_SECONDS = 8, 5.0
@@ -160,7 +160,7 @@ _ACCOUNT_SECONDS, _ACCOUNT_TIMES = 1.0, 20.0
 
 
 @dataclass
-class Watched:
+class WatchedRun:
     """The run of a server, which creates one instance."""
 
     files: RunFiles
@@ -185,7 +185,7 @@ class Watched:
         self._account_due, self._account_lock = 0.0, threading.Lock()
         self.ranks = self.files.ranks
         self.heat, self.checkpoints = HeatMap(self.store, self.ranks), Checkpoints(self.files)
-        self.node_looks = CachedAnswer(NodeCounters(self.files.run.counters_path).newest, _NODES_SECONDS)
+        self.node_samples = CachedAnswer(NodeCounters(self.files.run.counters_path).newest, _NODES_SECONDS)
         self.node_facts = CachedAnswer(partial(read_facts, self.files.run.nodes_path), _FACTS_SECONDS)
         if self.make_plan is not None:
             self.plan = self.make_plan(self.files.job)

@@ -32,7 +32,7 @@ from myriad.data.config import DataConfig
 from myriad.data.corpus_manifest import Split
 from myriad.data.sampler import DataPosition
 from myriad.errors import RunFailedError
-from myriad.system.processes import StopTimer, WatchClock, process_cpu_ticks
+from myriad.system.processes import PausableClock, StopTimer, process_cpu_ticks
 from myriad.system.remote_urls import is_url
 
 __all__ = ["CHANGED_WHILE_READ", "Loader", "LoaderClient", "LoaderSpec", "StartLoader"]
@@ -210,17 +210,17 @@ class LoaderClient:
         self.close()
 
     def _wait(self, step: int) -> None:
-        sleep, next_look = _SHORTEST_SLEEP_SECONDS, time.monotonic() + _LIVENESS_SECONDS
+        sleep, next_check = _SHORTEST_SLEEP_SECONDS, time.monotonic() + _LIVENESS_SECONDS
         if self._process is not None:
             self._process.begin_wait()
         while not self._ring.is_ready(step):
             time.sleep(sleep)
             sleep = min(sleep * 1.5, _LONGEST_SLEEP_SECONDS)
-            if time.monotonic() >= next_look:
+            if time.monotonic() >= next_check:
                 if self._process is not None:
                     self._process.end_if_stuck()
                 self._look_after_loader()
-                next_look = time.monotonic() + _LIVENESS_SECONDS
+                next_check = time.monotonic() + _LIVENESS_SECONDS
 
     def _look_after_loader(self) -> None:
         """Wake the loader, replace a dead one, and raise the error that it has reported."""
@@ -252,7 +252,7 @@ class _LoaderProcess:
             _STOPPED_SECONDS * patience,
             _HUNG_SECONDS * patience * slow,
         )
-        self._deaths, self._clock, self._stopped = 0, WatchClock(), StopTimer()
+        self._deaths, self._clock, self._stopped = 0, PausableClock(), StopTimer()
         self._start()
 
     def _start(self) -> None:
@@ -293,12 +293,12 @@ class _LoaderProcess:
 
     def begin_wait(self) -> None:
         """Restart the hang detection, because the loader had no reason to work before."""
-        self._seen, self._idle_since = (-1, -1), self._clock.look()
+        self._seen, self._idle_since = (-1, -1), self._clock.read()
 
     def end_if_stuck(self) -> None:
         """Kill a loader that is stopped (SIGSTOP) or hangs. A rank calls it while it waits."""
-        now, pid = self._clock.look(), self.pid
-        if (stopped := self._stopped.look(pid, now)) is not None and stopped > self._stopped_seconds:
+        now, pid = self._clock.read(), self.pid
+        if (stopped := self._stopped.poll(pid, now)) is not None and stopped > self._stopped_seconds:
             return self._kill("was stopped (SIGSTOP)")
         seen = self._ring.progress, process_cpu_ticks(pid)
         if seen != self._seen:

@@ -29,11 +29,11 @@ from myriad.faults.simulated_devices import DEVICE_FAULTS, SimulatedDevices
 from myriad.faults.storage_faults import CORPUS_COPY, committed_steps, fill, flip_a_bit, flip_tokens, free
 from myriad.run import Run
 from myriad.system.jsonl import JsonlTail, append_line
-from myriad.telemetry.progress.progress_page import Seen
+from myriad.telemetry.progress.progress_page import RowStatus
 
 __all__ = ["Injector", "plan_rank_faults"]
 
-_LOOK_SECONDS, _SUCCESSOR_SECONDS = 0.002, 0.02
+_POLL_SECONDS, _SUCCESSOR_SECONDS = 0.002, 0.02
 _SLOW_SECONDS = 0.5, 0.4
 """Period of a slow process in seconds, and the part of it in which the process is stopped."""
 _RANKS_NETWORK, _TIMES = 1, 3
@@ -100,7 +100,7 @@ class Injector(threading.Thread):
         self._memory_taker: int | None = None
         self._gaps: list[_Gap] = []
         self._full_until: float | None = None
-        self._looked_at, self._began = 0.0, 0.0
+        self._polled_at, self._began = 0.0, 0.0
         self._best_step = -1
         self._caused_at: dict[int, float] = {}
         """Time at which each fault was caused, by number, on this machine's monotonic clock."""
@@ -121,7 +121,7 @@ class Injector(threading.Thread):
 
     def run(self) -> None:
         """Cause faults and look at their effects until the end."""
-        while not self._is_over.wait(_LOOK_SECONDS):
+        while not self._is_over.wait(_POLL_SECONDS):
             self._poll()
 
     def _poll(self) -> None:
@@ -136,7 +136,7 @@ class Injector(threading.Thread):
                 del self._waiting[number]
         self._follow_up()
 
-    def _is_time(self, number: int, fault: Fault, rows: Sequence[Seen]) -> bool:
+    def _is_time(self, number: int, fault: Fault, rows: Sequence[RowStatus]) -> bool:
         if not self._began:
             return False
         if fault.after_seconds is not None:
@@ -153,7 +153,7 @@ class Injector(threading.Thread):
 
     # Causing faults
 
-    def _cause(self, number: int, fault: Fault, rows: Sequence[Seen]) -> bool:
+    def _cause(self, number: int, fault: Fault, rows: Sequence[RowStatus]) -> bool:
         """Cause a fault; return false if its target does not exist yet."""
         if fault.kind == "disk-full":
             fill(self._run.checkpoints_path)
@@ -267,9 +267,9 @@ class Injector(threading.Thread):
 
     def _follow_up(self) -> None:
         now = time.monotonic()
-        if now - self._looked_at < _SUCCESSOR_SECONDS:
+        if now - self._polled_at < _SUCCESSOR_SECONDS:
             return
-        self._looked_at = now
+        self._polled_at = now
         self._lift_limit()
         for at, do in list(self._later):
             if now >= at:

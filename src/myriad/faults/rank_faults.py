@@ -58,7 +58,7 @@ def _arm_one(fault: dict[str, Any], log: Path) -> None:
         fault["chunks"] = _record_chunks()
     state = fault["state"] = {"step": -1, "done": False}
 
-    def look(moment: str) -> None:
+    def check(moment: str) -> None:
         # the next step counts, too, unless the fault belongs to the batch
         past = state["step"] > fault["step"] and fault["kind"] not in _BATCH_KINDS
         due = state["step"] == fault["step"] or past
@@ -73,10 +73,10 @@ def _arm_one(fault: dict[str, Any], log: Path) -> None:
     def stepping(self: ProgressRow, step: int) -> None:
         begin(self, step)
         state["step"] = step
-        look("step")
+        check("step")
 
     def entering(self: ProgressRow, name: str, operation: Operation | None, now_ns: int) -> bytes:
-        look(name)
+        check(name)
         return enter(self, name, operation, now_ns)
 
     ProgressRow.step = stepping  # type: ignore[method-assign]

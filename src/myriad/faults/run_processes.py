@@ -12,7 +12,7 @@ from myriad.faults.fault_aims import Target
 from myriad.faults.services import REDIS_SERVER
 from myriad.run import Run
 from myriad.system.processes import process_state
-from myriad.telemetry.progress.progress_page import ROW_BYTES, ProgressPage, Seen
+from myriad.telemetry.progress.progress_page import ROW_BYTES, ProgressPage, RowStatus
 
 __all__ = ["RunProcesses"]
 
@@ -28,7 +28,7 @@ _WORDS: dict[Target, str] = {"watch": "watch", "redis": REDIS_SERVER}
 _STALE_SECONDS = 0.1
 _NODE_WORD = 4
 """Index of the node in a node agent's command: ``python -m MODULE RUN NODE ...``."""
-_NO_RANK = Seen(0, 0, -1, 0, 0, 0, 0, 0, "", "")
+_NO_RANK = RowStatus(0, 0, -1, 0, 0, 0, 0, 0, "", "")
 
 
 class RunProcesses:
@@ -41,7 +41,7 @@ class RunProcesses:
         """Progress pages by node agent."""
         self._rank_of: dict[int, int] = {}
         """Rank of each known process id."""
-        self._looked_at = 0.0
+        self._polled_at = 0.0
 
     def pid(self, where: Target, rank: int | None = None, node: int | None = None) -> int | None:
         """Return the PID of a live process, if there is one. ``node`` selects among several."""
@@ -87,13 +87,13 @@ class RunProcesses:
         name = server_name(self._run.path, node if self._num_nodes > 1 else None)
         return [pid for pid in all_pids() if _is_keeper(pid, name)]
 
-    def rows(self, world: int) -> list[Seen]:
+    def rows(self, world: int) -> list[RowStatus]:
         """Return the row of each rank, from the progress pages of the node agents; empty if there is no
         row."""
         now = time.monotonic()
-        if now - self._looked_at > _STALE_SECONDS:
-            self._looked_at = now
-            self._look_for_pages()
+        if now - self._polled_at > _STALE_SECONDS:
+            self._polled_at = now
+            self._find_pages()
         if self._num_nodes == 1:
             return [page.read(row) for page in self._pages.values() for row in range(world)]
         rows = [page.read(row) for page in self._pages.values() for row in range(world)]
@@ -119,7 +119,7 @@ class RunProcesses:
         pids = {page.read(row).pid for page in found for row in range(world)}
         return [pid for pid in pids if pid and is_alive(pid)]
 
-    def _look_for_pages(self) -> None:
+    def _find_pages(self) -> None:
         executors = [pid for pid in descendants(os.getpid()) if _is_module(pid, _MODULES["executor"])]
         self._pages = {pid: page for pid, page in self._pages.items() if pid in executors}
         for pid in executors[: self._num_nodes]:

@@ -1,6 +1,6 @@
 """One iteration of a job, predicted on a cluster: time, MFU, memory, and the waiting of each pipeline rank.
 
-question = IterationQuestion(job, cluster, stragglers=["node=3:1.2x"])
+question = IterationRequest(job, cluster, stragglers=["node=3:1.2x"])
 found = question.forecast()
 found.headline      "tiny on 2 of 2 accelerators of laptop: 13.2 ms an iteration, MFU 41.0%"
 found.summary       times and memory of each pipeline rank
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IterationForecast",
-    "IterationQuestion",
+    "IterationRequest",
     "check_world",
     "costs_of",
     "nodes_of",
@@ -39,7 +39,7 @@ _MOST_JITTER = 0.5
 
 
 @dataclass(frozen=True)
-class IterationQuestion:
+class IterationRequest:
     """One iteration of a job on a cluster, with slow ranks and network events."""
 
     job: "Job"
@@ -250,12 +250,14 @@ def nodes_of(job: "Job", cluster: "Cluster") -> Sequence[int] | None:
 
 
 def _workload(job: "Job", cluster: "Cluster") -> "Workload":
-    from myriad.forecasts.planned_job import planned_precision, practice_of, saves_of
+    from myriad.forecasts.planned_job import framework_profile_of, planned_precision, snapshot_schedule_of
     from myriad.job import work_of
     from myriad.planner import layout_within
 
     value_bytes = 4 if planned_precision(job, cluster) == "float32" else 2
-    work = replace(work_of(job, value_bytes), snapshots=saves_of(job), profile=practice_of(job))
+    work = replace(
+        work_of(job, value_bytes), snapshots=snapshot_schedule_of(job), profile=framework_profile_of(job)
+    )
     if job.train.memory_budget is None:
         return work
     layout = layout_within(

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from myriad.errors import BadInputError
 from myriad.forecasts.plan_figures import plan_figures
-from myriad.forecasts.plan_request import PlanQuestion
+from myriad.forecasts.plan_request import PlanProblem
 from myriad.forecasts.planned_job import job_of, planned_precision, problem_of
 from myriad.job import Job
 from myriad.planner import (
@@ -211,7 +211,7 @@ def _keys(plan: SimulatedPlan) -> dict[str, Any]:
 
 
 def plan_and_explain(
-    question: PlanQuestion,
+    question: PlanProblem,
     objective: Literal["time", "cost", "memory"],
     *,
     top: int,

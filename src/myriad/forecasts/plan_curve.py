@@ -6,7 +6,7 @@ from typing import Any
 
 from myriad.errors import BadInputError
 from myriad.forecasts.plan_figures import plan_figures
-from myriad.forecasts.plan_request import PlanQuestion
+from myriad.forecasts.plan_request import PlanProblem
 from myriad.forecasts.planned_job import problem_of
 from myriad.planner import (
     LayoutProblem,
@@ -60,7 +60,7 @@ def _dollars(row: dict[str, Any]) -> float:
     return float(row["dollars"])
 
 
-def plan_curve(question: PlanQuestion, progress: _Progress) -> PlanCurve:
+def plan_curve(question: PlanProblem, progress: _Progress) -> PlanCurve:
     """Plan on each number of accelerators of the range. Raises `BadInputError` where nothing fits on any."""
     points = curve_points(question.job.model)
     also = [point.accelerators for point in points]
@@ -82,7 +82,7 @@ def plan_curve(question: PlanQuestion, progress: _Progress) -> PlanCurve:
 
 
 def fewest_for_days(
-    question: PlanQuestion, days: float, progress: _Progress
+    question: PlanProblem, days: float, progress: _Progress
 ) -> tuple[LayoutProblem, SimulatedPlan]:
     """Return the smallest number of accelerators that finishes in ``days``. Raises `BadInputError`."""
     try:

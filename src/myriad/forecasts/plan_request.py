@@ -15,7 +15,7 @@ from myriad.planner import Cluster, LayoutCandidate
 from myriad.recipes.cluster import load_cluster, scale_cluster
 from myriad.train.calibration.cluster_file import CLUSTER_NAME
 
-__all__ = ["PlanQuestion", "PlanRequest"]
+__all__ = ["PlanProblem", "PlanRequest"]
 
 _MOST_DIGITS = 18
 """Largest number of digits of a number; a longer one is refused as a whole."""
@@ -27,7 +27,7 @@ _SLOWEST = 1000
 class PlanRequest:
     """The command line of ``myriad plan``, checked as far as possible without a cluster.
 
-    `PlanQuestion.of` adds the cluster, which may have to be measured first."""
+    `PlanProblem.of` adds the cluster, which may have to be measured first."""
 
     job: Job
     """The job; its layout holds only the keys that were given on the command line."""
@@ -68,7 +68,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True)
-class PlanQuestion:
+class PlanProblem:
     """A planning request on a loaded cluster."""
 
     job: Job
@@ -83,7 +83,7 @@ class PlanQuestion:
     """Slowdown by node."""
 
     @classmethod
-    def of(cls, request: PlanRequest, cluster_file: str) -> "PlanQuestion":
+    def of(cls, request: PlanRequest, cluster_file: str) -> "PlanProblem":
         """Load the cluster and check the rest of the request. Raises `BadInputError`."""
         cluster = load_cluster(cluster_file, request.changes)
         plain = load_cluster(cluster_file) if request.changes else None

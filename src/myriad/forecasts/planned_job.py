@@ -26,13 +26,13 @@ from myriad.units import format_bytes, format_number
 __all__ = [
     "PLAN_HEAD",
     "as_written",
+    "framework_profile_of",
     "given_layout",
     "job_of",
     "plan_text",
     "planned_precision",
-    "practice_of",
     "problem_of",
-    "saves_of",
+    "snapshot_schedule_of",
 ]
 
 PLAN_HEAD = "# A plan by `myriad plan`"
@@ -52,10 +52,10 @@ def problem_of(job: Job, cluster: Cluster) -> LayoutProblem:
         cluster=cluster,
         overlap=job.overlap,
         comm=job.comm,
-        snapshots=saves_of(job),
+        snapshots=snapshot_schedule_of(job),
         optimizer=job.optimizer.name,
         value_bytes=4 if precision == "float32" else 2,
-        profile=practice_of(job),
+        profile=framework_profile_of(job),
         partition=job.layout.partition,
     )
     zero, reduce = fixed.get("zero"), fixed.pop("reduce", None)
@@ -139,7 +139,7 @@ def planned_precision(job: Job, cluster: Cluster) -> Literal["float32", "bfloat1
     return "float32" if job.overlap.updates_early else "float16"
 
 
-def practice_of(job: Job) -> FrameworkProfile:
+def framework_profile_of(job: Job) -> FrameworkProfile:
     """Return the framework profile of the job: fused norms, float8, CUDA graphs."""
     scaling = float8_scaling(job.train.precision)
     keeps = job.train.keep_float8_weights
@@ -148,7 +148,7 @@ def practice_of(job: Job) -> FrameworkProfile:
     return FrameworkProfile(fused_add_norm=fused, float8=scaling, keeps_float8=keeps, cuda_graphs=graphs)
 
 
-def saves_of(job: Job) -> SnapshotSchedule:
+def snapshot_schedule_of(job: Job) -> SnapshotSchedule:
     """Return the job's snapshot schedule."""
     kept = job.checkpoint
     return SnapshotSchedule(

@@ -120,7 +120,7 @@ class RayReservations:
 
 
 _LOG = logging.getLogger(__name__)
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _AGAIN_SECONDS, _MOST_SECONDS = 1.0, 30.0
 """Least and most seconds between the end of a task and the next one in its place; they double after each
 short task."""
@@ -170,7 +170,7 @@ class RayLauncher:
         now = time.monotonic()
         if now < self._look_at:
             return
-        self._look_at = now + _LOOK_SECONDS
+        self._look_at = now + _POLL_SECONDS
         self._note_ended(now)
         for seat in self._seats:
             if seat.task is None and now >= seat.again_at:

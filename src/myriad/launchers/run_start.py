@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["alarm_options", "begin_journal", "check_journal", "driver_options", "open_lease"]
 
 _KEY = "resilience.journal"
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 T = TypeVar("T")
 
 
@@ -56,21 +56,21 @@ def open_lease(path: Path, how: ResilienceConfig, owner: str | None = None) -> "
 
 def answered(ask: Callable[[], T], how: ResilienceConfig) -> T:
     """Return Redis's answer. Raises `BadInputError` if Redis is away."""
-    from myriad.supervise.driver.redis_lease import StoreAwayError
+    from myriad.supervise.driver.redis_lease import StoreUnavailableError
 
     try:
         return ask()
-    except StoreAwayError as error:
+    except StoreUnavailableError as error:
         raise BadInputError(_KEY, how.journal, f"must be a Redis server that answers: {error}") from None
 
 
 def _wait_until_free(run: Run, lease: "RedisLease", how: ResilienceConfig) -> None:
     """Wait until the lease is free, which takes a moment if its driver was just killed."""
     deadline = time.monotonic() + 1.5 * lease.seconds
-    while holder := answered(lease.look, how)[0]:
+    while holder := answered(lease.inspect, how)[0]:
         if time.monotonic() > deadline:
             raise _driven(run, holder, lease)
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _driven(run: Run, owner: str, lease: "RedisLease") -> BadInputError:

@@ -41,7 +41,7 @@ def check_standby(run: Run, job: Job) -> None:
     check_loggers(job.telemetry.loggers)
     check_alert_places(job.alerts)
     begun = secret_place(run.path / "secret").exists()
-    if not begun or answered(open_lease(run.path, how).look, how) == ("", False):
+    if not begun or answered(open_lease(run.path, how).inspect, how) == ("", False):
         raise BadInputError(
             "--standby", str(run.path), "no driver leads this run; start it with `myriad train RUN`"
         )

@@ -18,7 +18,7 @@ from typing import Any
 
 from myriad.errors import RunFailedError
 from myriad.run import Run
-from myriad.system.processes import StopTimer, WatchClock, open_log
+from myriad.system.processes import PausableClock, StopTimer, open_log
 
 __all__ = ["SupervisedProcess", "of_module"]
 
@@ -46,7 +46,7 @@ class SupervisedProcess:
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths, self._started = 0, 0.0
-        self._clock, self._stopped = WatchClock(), StopTimer()
+        self._clock, self._stopped = PausableClock(), StopTimer()
         self._dead_since: float | None = None
         self.environment = dict(environment)
         """Additions to the environment of processes that are started from now on."""
@@ -66,7 +66,7 @@ class SupervisedProcess:
             )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        self._text, self._heard_at = b"", self._clock.look() + _FIRST_SECONDS
+        self._text, self._heard_at = b"", self._clock.read() + _FIRST_SECONDS
 
     def read(self, seconds: float) -> list[dict[str, Any]]:
         """Return new lines of its output, waiting up to ``seconds`` for them."""
@@ -81,7 +81,7 @@ class SupervisedProcess:
         if not data:
             time.sleep(0.01)  # the process has ended or is about to end
             return []
-        self._heard_at = self._clock.look()
+        self._heard_at = self._clock.read()
         *lines, self._text = (self._text + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
@@ -89,13 +89,13 @@ class SupervisedProcess:
         """Kill the process if it was stopped by SIGSTOP."""
         if self._process is None:
             return
-        stopped = self._stopped.look(self._process.pid, self._clock.look())
+        stopped = self._stopped.poll(self._process.pid, self._clock.read())
         if stopped is not None and stopped > _STOPPED_SECONDS:
             self.end(signal.SIGKILL)
 
     def end_if_silent(self, seconds: float) -> None:
         """Kill the process if it has written nothing for so long: it is stopped or hung."""
-        if self._clock.look() - self._heard_at > seconds:
+        if self._clock.read() - self._heard_at > seconds:
             self.end(signal.SIGKILL)
 
     def revive(self, *, for_ever: bool = False, after_seconds: float = 0.0) -> None:

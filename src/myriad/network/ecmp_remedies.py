@@ -26,7 +26,7 @@ from myriad.network.hash_conflicts import (
 )
 from myriad.network.routing import Routes
 
-__all__ = ["EcmpRow", "FabricQuestion", "SwitchQuestion", "advice", "curves", "fabric_rows", "switch_rows"]
+__all__ = ["EcmpRow", "FabricStudy", "SwitchStudy", "advice", "curves", "fabric_rows", "switch_rows"]
 
 _MORE = (4, 16)
 _FEW_DRAWS = 3
@@ -55,7 +55,7 @@ class EcmpRow:
 
 
 @dataclass(frozen=True)
-class SwitchQuestion:
+class SwitchStudy:
     """Flows that leave one switch by its uplinks."""
 
     num_flows: int
@@ -64,7 +64,7 @@ class SwitchQuestion:
     queue_pairs: int = 1
 
 
-def switch_rows(question: SwitchQuestion) -> list[EcmpRow]:
+def switch_rows(question: SwitchStudy) -> list[EcmpRow]:
     """Return the exact rows of the given case and its variants. Raises `BadInputError`."""
     n, m = question.num_flows, question.num_uplinks
     split, pairs = question.split, question.queue_pairs
@@ -93,7 +93,7 @@ def _switch_row(name: str, found: Conflicts, *, is_asked: bool = False) -> EcmpR
     return EcmpRow(name, slowest, slowest, slowest, *rest, is_asked)
 
 
-def curves(question: SwitchQuestion, points: int = 24) -> dict[str, list[tuple[float, float]]]:
+def curves(question: SwitchStudy, points: int = 24) -> dict[str, list[tuple[float, float]]]:
     """Return the slowest flow's share by the number of flows, up to twice the given number or as many as the
     uplinks carry."""
     most = max(2 * question.num_flows, question.num_uplinks * question.split)
@@ -109,13 +109,13 @@ def curves(question: SwitchQuestion, points: int = 24) -> dict[str, list[tuple[f
     return {name: [(count, _slowest(each, count)) for count in counts] for name, each in variants.items()}
 
 
-def _slowest(question: SwitchQuestion, num_flows: int) -> float:
+def _slowest(question: SwitchStudy, num_flows: int) -> float:
     split, pairs = question.split, question.queue_pairs
     return conflicts(num_flows, question.num_uplinks, split=split, queue_pairs=pairs).slowest_ratio
 
 
 @dataclass(frozen=True)
-class FabricQuestion:
+class FabricStudy:
     """Rings over all nodes of a fabric, or the flows of a job on it."""
 
     build: Callable[[FabricShape], Fabric]
@@ -138,7 +138,7 @@ class FabricQuestion:
 
 
 def fabric_rows(
-    question: FabricQuestion, report_progress: Callable[[str, float], None] = lambda what, done: None
+    question: FabricStudy, report_progress: Callable[[str, float], None] = lambda what, done: None
 ) -> list[EcmpRow]:
     """Return rows of the given case and its variants, each sampled over seeds. ``report_progress`` receives
     the name of the next variant and the share that is done. Raises `BadInputError`."""
@@ -154,7 +154,7 @@ def fabric_rows(
     return rows
 
 
-def _other_routes(question: FabricQuestion) -> Routes | None:
+def _other_routes(question: FabricStudy) -> Routes | None:
     """Return the routes of another fabric, or ``None`` if switches with its ports cannot connect the
     nodes."""
     try:
@@ -163,7 +163,7 @@ def _other_routes(question: FabricQuestion) -> Routes | None:
         return None
 
 
-def _variants(question: FabricQuestion) -> Iterator[tuple[str, FabricQuestion, str]]:
+def _variants(question: FabricStudy) -> Iterator[tuple[str, FabricStudy, str]]:
     """Yield the given case and variants that each change one thing: name, question and routing rule."""
     yield "baseline", question, "hash"
     if (name_and_shape := _other_split(question.shape)) is not None:

@@ -24,7 +24,7 @@ from myriad.model.definition import Context, Definition, shard_of
 from myriad.parallel.chunk import Chunk, ChunkMemory, Entry, Sharing
 from myriad.parallel.transient_buffer import FixedMemory
 from myriad.program.actions import Action
-from myriad.program.static_places import TIED, assign_places
+from myriad.program.static_buffers import TIED, assign_buffers
 
 __all__ = [
     "RankModel",
@@ -124,13 +124,13 @@ def _chunk_memory(
     if not runs:
         return {}
     chunks_of = {stage: [stage, TIED] if stage in holders else [stage] for stage in stages}
-    places = assign_places(runs, chunks_of, zero)
+    places = assign_buffers(runs, chunks_of, zero)
     values: defaultdict[int, FixedMemory] = defaultdict(FixedMemory)
-    sums: defaultdict[int, FixedMemory] = defaultdict(FixedMemory)
+    grad_buffers: defaultdict[int, FixedMemory] = defaultdict(FixedMemory)
     return {
         key: ChunkMemory(
             values[places.values[key]] if key in places.values else None,
-            sums[places.sums[key]] if key in places.sums else None,
+            grad_buffers[places.grad_buffers[key]] if key in places.grad_buffers else None,
         )
         for key in (*stages, TIED)
     }

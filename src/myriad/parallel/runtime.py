@@ -25,7 +25,7 @@ from myriad.parallel.pipeline_transfers import PipelineTransfers, TransferTables
 from myriad.parallel.rank_model import RankModel, Stage
 from myriad.program.actions import Action, Kind, Payload, chunk_of
 from myriad.program.in_flight import InFlight, next_is_backward
-from myriad.program.static_places import tied_reduction
+from myriad.program.static_buffers import tied_reduction
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["Batch", "Finisher", "RankProgram", "Runtime"]

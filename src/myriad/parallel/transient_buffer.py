@@ -2,7 +2,7 @@
 
     Room          the tensor's own storage, freed and allocated by resizing: the allocator can reuse it
     SharedRoom    a place at a fixed address that one tensor uses at a time, for captured stages
-                  (`myriad.program.static_places` proves that no two tensors need it at once)
+                  (`myriad.program.static_buffers` proves that no two tensors need it at once)
 
 Views of the tensor stay views of it in either case.
 """

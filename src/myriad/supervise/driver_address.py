@@ -50,7 +50,7 @@ __all__ = [
     "split_listen",
 ]
 
-_REWRITE_SECONDS = _LOOK_SECONDS = 1.0
+_REWRITE_SECONDS = _POLL_SECONDS = 1.0
 _MOST_SECONDS = 1e6
 
 
@@ -134,15 +134,15 @@ def see_newer(run: Path, term: int, report: Callable[[], object], is_over: Calla
     """Start a thread that calls ``report`` when a driver has a higher term, unless ``is_over`` returns true
     before."""
 
-    def look() -> None:
+    def watch_file() -> None:
         while not is_over():
             with suppress(OSError, ValueError, TypeError, KeyError):
                 if read_address(run)["term"] > term:
                     report()
                     return
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
-    threading.Thread(target=look, name="newer driver", daemon=True).start()
+    threading.Thread(target=watch_file, name="newer driver", daemon=True).start()
 
 
 _CONNECT_SECONDS = 2.0

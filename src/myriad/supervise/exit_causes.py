@@ -31,7 +31,7 @@ _SPIKE = re.compile(r"step \d+: (a spike, twice: .*)$", re.MULTILINE)
 _NO_STATE = re.compile(rf"^{NO_STATE}", re.MULTILINE)
 """Last line of every rank when the run has trained, but no state of it can be loaded."""
 _SERVER_LOST = re.compile(
-    r"^myriad\.checkpoint\.snapshots\.(wire\.Closed|server_watch\.ServerKilledError)\b", re.MULTILINE
+    r"^myriad\.checkpoint\.snapshots\.(wire\.Closed|server_monitor\.ServerKilledError)\b", re.MULTILINE
 )
 """Errors of a rank that lost its snapshot server during a request."""
 _BAD_INPUT = 2

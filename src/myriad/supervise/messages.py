@@ -19,11 +19,11 @@ from myriad.supervise.observations import (
     DeviceTrouble,
     Examined,
     How,
-    LinkSeen,
+    LinkStatus,
     LinkTraffic,
     NodeFacts,
     RankExited,
-    RankSeen,
+    RankStatus,
 )
 from myriad.telemetry.traces.trace_request import MOST_SECONDS, What
 
@@ -122,8 +122,8 @@ class Beat:
     node: int
     epoch: int
     port: int
-    ranks: tuple[RankSeen, ...]
-    links: tuple[LinkSeen, ...] = ()
+    ranks: tuple[RankStatus, ...]
+    links: tuple[LinkStatus, ...] = ()
     """Links that have been up since the agent started."""
     devices: tuple[DeviceTrouble, ...] = ()
     """Troubles while these ranks ran, and lost devices."""

@@ -9,18 +9,18 @@ from typing import Literal
 
 __all__ = [
     "Cause",
-    "CommSeen",
+    "CommStatus",
     "DeviceTrouble",
     "Digest",
     "Examined",
     "GpuFacts",
     "How",
-    "LinkSeen",
+    "LinkStatus",
     "LinkTraffic",
     "NicFacts",
     "NodeFacts",
     "RankExited",
-    "RankSeen",
+    "RankStatus",
 ]
 
 Cause = Literal[
@@ -70,7 +70,7 @@ class Digest:
 
 
 @dataclass(frozen=True)
-class CommSeen:
+class CommStatus:
     """Communication that a rank without progress has reached."""
 
     counters: tuple[int, ...]
@@ -83,7 +83,7 @@ class CommSeen:
 
 
 @dataclass(frozen=True)
-class RankSeen:
+class RankStatus:
     """The state of a living rank."""
 
     rank: int
@@ -105,12 +105,12 @@ class RankSeen:
     """Seconds of that step in which it computed and did not wait; 0: unknown."""
     digests: tuple[Digest, ...] = ()
     """Newest digests of its state."""
-    comm: CommSeen | None = None
+    comm: CommStatus | None = None
     """Communication that it has reached; ``None``: the rank makes progress."""
 
 
 @dataclass(frozen=True)
-class LinkSeen:
+class LinkStatus:
     """Counters of a network interface or RDMA port that ranks or the agent use, from the kernel."""
 
     name: str

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "PausableClock",
     "StopTimer",
-    "WatchClock",
     "log_stream",
     "open_log",
     "process_cpu_ticks",
@@ -106,34 +106,34 @@ def process_run_ns(pid: int) -> int:
     return total if counted else process_cpu_ticks(pid)
 
 
-class WatchClock:
+class PausableClock:
     """A clock for timeouts of other processes that tolerates pauses of its own process.
 
-    Time in which the own process did not run (stopped, or the machine paused) counts as one look at most:
+    Time in which the own process did not run (stopped, or the machine paused) counts as one poll at most:
     the other processes may have been paused too."""
 
-    def __init__(self, longest_look: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._longest, self._clock = longest_look, clock
-        self._looked_at, self._seconds = clock(), 0.0
+    def __init__(self, longest_interval: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._longest, self._clock = longest_interval, clock
+        self._polled_at, self._seconds = clock(), 0.0
 
-    def look(self) -> float:
+    def read(self) -> float:
         """Return the seconds since the clock was made, without pauses."""
         now = self._clock()
-        self._seconds += min(now - self._looked_at, self._longest)
-        self._looked_at = now
+        self._seconds += min(now - self._polled_at, self._longest)
+        self._polled_at = now
         return self._seconds
 
 
 class StopTimer:
     """Measures for how long a process has been stopped (SIGSTOP).
 
-    A process that has run between two looks, even briefly, counts as slow, not as stopped."""
+    A process that has run between two polls, even briefly, counts as slow, not as stopped."""
 
     def __init__(self) -> None:
         self._pid, self._run_ns = 0, -1
         self._since: float | None = None
 
-    def look(self, pid: int, now: float) -> float | None:
+    def poll(self, pid: int, now: float) -> float | None:
         """Return the seconds since the process was first seen stopped; ``None``: it is not stopped."""
         if process_state(pid) != "T":
             self._since = None

@@ -24,7 +24,7 @@ from myriad.job import Job
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
 from myriad.run import Run
-from myriad.train.device_setup import Place
+from myriad.train.device_setup import RankEnvironment
 from myriad.train.inputs import BadBlocks
 
 __all__ = ["Validation", "open_feed", "rank_rows", "to_batch", "to_device", "validation_guard"]
@@ -117,7 +117,7 @@ def open_feed(
     run: Run,
     job: Job,
     grid: RankGrid,
-    place: Place,
+    place: RankEnvironment,
     content: str,
     bad_blocks: BadBlocks,
     start: StartLoader | None = None,
@@ -155,13 +155,13 @@ def open_feed(
     )
 
 
-def is_one_node(place: Place) -> bool:
+def is_one_node(place: RankEnvironment) -> bool:
     """Return whether all ranks are on one node, so that they read the same files and find the same bad
     blocks."""
     return place.local_world == place.world
 
 
-def validation_guard(run: Run, job: Job, place: Place, bad_blocks: BadBlocks) -> BlockGuard:
+def validation_guard(run: Run, job: Job, place: RankEnvironment, bad_blocks: BadBlocks) -> BlockGuard:
     """Return this rank's policy for bad blocks of the held-out text, which it reads itself."""
     policy, most = job.data.on_bad_block, job.data.max_bad_blocks
 

@@ -35,15 +35,15 @@ from myriad.system.machine import cores_near_device, num_cores
 from myriad.units import format_bytes
 
 __all__ = [
-    "Place",
+    "RankEnvironment",
     "agree_on_kernels",
+    "choose_kernels",
     "describe_precision",
-    "find_place",
     "fix_order",
     "keep_memory_whole",
     "pick_device",
     "prepare_cuda",
-    "settle_kernels",
+    "read_rank_environment",
     "within_budget",
 ]
 
@@ -55,7 +55,7 @@ section 2.1.4)."""
 
 
 @dataclass(frozen=True)
-class Place:
+class RankEnvironment:
     """The rank of this process, and its index on its node."""
 
     rank: int
@@ -97,7 +97,7 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group())
 
 
-def find_place(world: int, comm: CommConfig = _COMM) -> Place:
+def read_rank_environment(world: int, comm: CommConfig = _COMM) -> RankEnvironment:
     """Return this process's place in a world of ``world`` ranks. Raises `BadInputError` if the launcher
     started another number of ranks."""
     _adopt_slurm()
@@ -106,7 +106,9 @@ def find_place(world: int, comm: CommConfig = _COMM) -> Place:
         allowed = f"the layout needs {world} ranks (dp x pp x cp x tp x ep)"
         raise BadInputError("WORLD_SIZE", started, allowed)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(started)))
-    return Place(grid_rank(comm, world), started, int(os.environ.get("LOCAL_RANK", "0")), local_world)
+    return RankEnvironment(
+        grid_rank(comm, world), started, int(os.environ.get("LOCAL_RANK", "0")), local_world
+    )
 
 
 def keep_memory_whole() -> None:
@@ -148,7 +150,7 @@ def _sum_in_float32() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def pick_device(kind: Literal["auto", "cpu", "cuda"], threads: int, place: Place) -> torch.device:
+def pick_device(kind: Literal["auto", "cpu", "cuda"], threads: int, place: RankEnvironment) -> torch.device:
     """Return the device of this rank, and set its number of threads.
 
     ``auto`` picks the CPU if the node has more ranks than GPUs, and is refused if other nodes have ranks too.
@@ -181,7 +183,7 @@ def _stay_near(device: torch.device) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def _takes_gpu(kind: Literal["auto", "cuda"], place: Place) -> bool:
+def _takes_gpu(kind: Literal["auto", "cuda"], place: RankEnvironment) -> bool:
     """Return whether this rank computes on a GPU. NCCL needs one GPU for each rank."""
     if not torch.cuda.is_available():
         if kind == "cuda":
@@ -198,7 +200,7 @@ def _takes_gpu(kind: Literal["auto", "cuda"], place: Place) -> bool:
     return False
 
 
-def _on_machine(place: Place) -> tuple[int, int]:
+def _on_machine(place: RankEnvironment) -> tuple[int, int]:
     """Return this rank's index among the ranks of its machine, and their number.
 
     All nodes that `myriad train` starts are on one machine; an empty MYRIAD_MACHINE marks this case.
@@ -214,7 +216,7 @@ def _has_own_gpu(gpus: int) -> bool:
     return gpus == 1 and bool(os.environ.get("CUDA_VISIBLE_DEVICES")) and "MYRIAD_EPOCH" not in os.environ
 
 
-def settle_kernels(job: Job, device: torch.device, dtype: torch.dtype) -> list[str]:
+def choose_kernels(job: Job, device: torch.device, dtype: torch.dtype) -> list[str]:
     """Check the job, and return lines about fallbacks. Raises `BadInputError` for a required feature that
     is unavailable."""
     asked, kind, name, model = job.train.kernels, device.type, _name(dtype), job.model

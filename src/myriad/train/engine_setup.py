@@ -31,10 +31,10 @@ from myriad.parallel.runtime import Batch
 from myriad.program.partition import partition_layers
 from myriad.train.autotune.layer_profile import parameters_per_layer, seconds_per_layer
 from myriad.train.autotune.measurement_files import keep_measured, read_measured
-from myriad.train.autotune.tp_overlap import Where, settle_tensor
+from myriad.train.autotune.tp_overlap import TuningContext, choose_tp_overlap
 from myriad.train.rank_context import RankContext
 
-__all__ = ["build_engine", "settle_links", "stage_layers"]
+__all__ = ["build_engine", "choose_links", "stage_layers"]
 
 _PLACEMENT = {"node_size", "switch_size", "node_bandwidth", "network_bandwidth", "switch_bandwidth"}
 
@@ -49,9 +49,9 @@ def build_engine(rank: RankContext, append_event: Callable[..., None]) -> Engine
     tokens = torch.zeros((job.layout.micro_batch, job.model.sequence), dtype=torch.int64, device=device)
     sample = Batch(tokens, tokens, tokens[:, 0])
     layers = stage_layers(definition, job.layout, groups, sample, dtype, folder / "profile.json")
-    where = Where(job, groups, device, dtype, rank.kernels)
-    overlap = settle_tensor(where, folder / "tensor_overlap.json", append_event)
-    links = settle_links(job, groups, device, folder / "hierarchy.json")
+    where = TuningContext(job, groups, device, dtype, rank.kernels)
+    overlap = choose_tp_overlap(where, folder / "tensor_overlap.json", append_event)
+    links = choose_links(job, groups, device, folder / "hierarchy.json")
     return Engine(
         definition,
         groups,
@@ -105,7 +105,7 @@ def _profile(
     return broadcast_value(costs, list[float], groups.world)
 
 
-def settle_links(job: Job, groups: Groups, device: torch.device, kept: Path | None = None) -> CommConfig:
+def choose_links(job: Job, groups: Groups, device: torch.device, kept: Path | None = None) -> CommConfig:
     """Return ``job.comm`` with the hierarchy chosen.
 
     Measurements are stored in ``kept`` for each layout and placement, so that a resumed run adds in the same
@@ -139,7 +139,7 @@ def _are_costs(num_layers: int, value: Any) -> bool:
 
 
 def _are_choices(value: Any) -> bool:
-    """Return whether the value is a list of choices that `settle_links` stored."""
+    """Return whether the value is a list of choices that `choose_links` stored."""
     return isinstance(value, list) and all(
         isinstance(one, dict) and "where" in one and one.get("hierarchy") in HIERARCHIES for one in value
     )

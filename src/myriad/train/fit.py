@@ -30,10 +30,10 @@ from myriad.parallel.optimizer_step import StepResult
 from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
 from myriad.program.device_needs import posts_early
-from myriad.system.spin_watch import watch_spinning
+from myriad.system.spin_control import control_spinning
 from myriad.telemetry.spans import Recorder
 from myriad.train.data_loader import to_device
-from myriad.train.device_setup import agree_on_kernels, find_place, pick_device, prepare_cuda
+from myriad.train.device_setup import agree_on_kernels, pick_device, prepare_cuda, read_rank_environment
 from myriad.train.engine_setup import stage_layers
 
 __all__ = ["fit"]
@@ -71,7 +71,7 @@ def fit(
         raise BadInputError("cuda_graphs", True, f"needs {lacks}")
     _check_recompute(definition, layout)
     shares = layout.shares_of(global_batch, key="global_batch")
-    place = find_place(layout.world, comm)
+    place = read_rank_environment(layout.world, comm)
     prepare_cuda(layout, overlap)
     on = pick_device(device, 0, place)
     early = overlap.updates_early
@@ -84,7 +84,7 @@ def fit(
     groups = open_world(layout, on, comm=comm)
     if on.type == "cuda":
         kernels, _ = agree_on_kernels(kernels, doubt, groups, on)
-    spin_watch = watch_spinning(torch.get_num_threads()) if on.type == "cpu" else None
+    spin_control = control_spinning(torch.get_num_threads()) if on.type == "cpu" else None
     try:
         load = partial(_load, batch, dtype, on)
         replica = groups.grid.index("dp")
@@ -122,8 +122,8 @@ def fit(
         engine.close()
     finally:
         close_world()
-        if spin_watch is not None:
-            spin_watch.close()
+        if spin_control is not None:
+            spin_control.close()
 
 
 def _check_recompute(definition: Definition, layout: Layout) -> None:

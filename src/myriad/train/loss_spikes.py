@@ -24,7 +24,7 @@ from myriad.errors import RunFailedError
 from myriad.job import Job
 from myriad.parallel.optimizer_step import StepResult
 
-__all__ = ["SpikeWatch", "Spikes"]
+__all__ = ["SpikeDetector", "SpikePolicy"]
 
 _WINDOW, _LEAST = 128, 32
 _DEVIATIONS, _OF_NORMAL = 7.0, 1.4826
@@ -35,18 +35,18 @@ _MOST_SKIPPED = 16
 """Consecutive spikes that are skipped; after that, the values are taken as normal."""
 
 
-class Spikes:
+class SpikeDetector:
     """The losses and gradient norms of recent steps of one attempt."""
 
     def __init__(self) -> None:
         self._seen: dict[str, deque[float]] = {name: deque(maxlen=_WINDOW) for name in _LEAST_RATIOS}
 
-    def keep(self, loss: float, grad_norm: float) -> None:
+    def add(self, loss: float, grad_norm: float) -> None:
         """Add a step to the history."""
         for name, value in self._named(loss, grad_norm):
             self._seen[name].append(value)
 
-    def look(self, loss: float, grad_norm: float) -> str | None:
+    def find(self, loss: float, grad_norm: float) -> str | None:
         """Return a description if a step is far above the ones before, else ``None``."""
         for name, value in self._named(loss, grad_norm):
             before = self._seen[name]
@@ -65,20 +65,20 @@ def _limit(before: Sequence[float], middle: float) -> float:
     return middle + _DEVIATIONS * _OF_NORMAL * median(abs(value - middle) for value in before)
 
 
-class SpikeWatch:
+class SpikePolicy:
     """Detect spikes and react to them according to ``resilience.on_spike``."""
 
     def __init__(self, job: Job, append_event: Callable[..., Any]) -> None:
         """``append_event`` writes an event to the run's log."""
         self._policy, self._append_event = job.resilience.on_spike, append_event
-        self._spikes = Spikes()
+        self._spikes = SpikeDetector()
         self._in_a_row = 0
 
     def refuses(self, loss: float, grad_norm: float) -> bool:
         """Return whether the engine must skip the update of a step with this loss and norm."""
         if self._policy == "report" or self._in_a_row >= _MOST_SKIPPED:
             return False
-        return self._spikes.look(loss, grad_norm) is not None
+        return self._spikes.find(loss, grad_norm) is not None
 
     def review(self, step: int, result: StepResult, rerun: Callable[[], StepResult]) -> StepResult:
         """Return the result that counts for a step: ``result``, or, if the engine skipped the step, that of
@@ -86,7 +86,7 @@ class SpikeWatch:
         `RunFailedError` on every rank if the run must roll back before the step."""
         if result.overflow:  # an overflow of the loss scale has no norm and is not caused by the batch
             return result
-        problem = self._spikes.look(result.loss, result.grad_norm)
+        problem = self._spikes.find(result.loss, result.grad_norm)
         again = rerun() if result.skipped else result
         if problem is not None and (result.skipped or not self._in_a_row):
             self._report(step, problem, result, again)
@@ -95,7 +95,7 @@ class SpikeWatch:
         gone = problem is None or (result.skipped and not again.skipped)
         self._in_a_row = 0 if gone else self._in_a_row + 1
         if not again.skipped:
-            self._spikes.keep(again.loss, again.grad_norm)
+            self._spikes.add(again.loss, again.grad_norm)
         elif self._policy == "rollback":
             raise RunFailedError(f"step {step}: a spike, twice: {problem}")
         return again

@@ -21,7 +21,7 @@ from myriad.data.corpus_cache import cache_folder
 from myriad.system.machine import num_cores, processor_name
 from myriad.system.whole_file import write_whole
 
-__all__ = ["Peak", "PeakTries", "find_peak"]
+__all__ = ["PeakFlops", "PeakFlopsTracker", "find_peak"]
 
 _DATA_SHEETS = {
     "H100 PCIE": 756e12,
@@ -54,14 +54,14 @@ _TRY_STEPS = (2, 5, 10, 20)
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakFlops:
     """FLOP/s of one rank, and the source of the number."""
 
     flops_per_second: float
     source: str
 
 
-class PeakTries:
+class PeakFlopsTracker:
     """The highest peak measured on this machine so far, updated during the run."""
 
     def __init__(
@@ -81,13 +81,13 @@ class PeakTries:
                 self._take(_measure(device, dtype, _START_SECONDS), "matrix product")
 
     @property
-    def peak(self) -> Peak:
+    def peak(self) -> PeakFlops:
         """The highest peak so far."""
         if self._sheet is not None:
             return self._sheet
         when = datetime.fromtimestamp(self._best["time"])
         source = f"measured {self._name} {self._best['by']}, {when:%Y-%m-%d %H:%M}"
-        return Peak(self._best["flops_per_second"], source)
+        return PeakFlops(self._best["flops_per_second"], source)
 
     def after_step(self, step: int, flops_per_second: float) -> bool:
         """Measure again after early steps, compare with the rate of this step, and return whether the peak
@@ -124,14 +124,14 @@ class PeakTries:
         return {}
 
 
-def find_peak(device: torch.device, dtype: torch.dtype, measure_seconds: float = _START_SECONDS) -> Peak:
+def find_peak(device: torch.device, dtype: torch.dtype, measure_seconds: float = _START_SECONDS) -> PeakFlops:
     """Return the data sheet's peak, or measure one rank's peak now; nothing is stored."""
     name = str(dtype).removeprefix("torch.")
     sheet = _data_sheet(device, dtype)
-    return sheet or Peak(_measure(device, dtype, measure_seconds), f"measured {name} matrix product")
+    return sheet or PeakFlops(_measure(device, dtype, measure_seconds), f"measured {name} matrix product")
 
 
-def _data_sheet(device: torch.device, dtype: torch.dtype) -> Peak | None:
+def _data_sheet(device: torch.device, dtype: torch.dtype) -> PeakFlops | None:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name, sheets = torch.cuda.get_device_name(device), _DATA_SHEETS
@@ -141,7 +141,7 @@ def _data_sheet(device: torch.device, dtype: torch.dtype) -> Peak | None:
     whole = "MIG" not in words  # a MIG slice has only a part of its device's peak
     known = next((one for one in sheets if whole and words.issuperset(one.split())), None)
     short = "bf16" if dtype == torch.bfloat16 else "fp16"
-    return None if known is None else Peak(sheets[known], f"{known} data sheet, {short}")
+    return None if known is None else PeakFlops(sheets[known], f"{known} data sheet, {short}")
 
 
 def _processor(device: torch.device) -> str:

@@ -28,7 +28,7 @@ from myriad.kernels.config import Kernels
 from myriad.optim.config import float8_scaling
 from myriad.optim.precision import resolve_precision
 from myriad.run import Run
-from myriad.system.spin_watch import watch_spinning
+from myriad.system.spin_control import control_spinning
 from myriad.telemetry.progress.device_clock import cuda_clock
 from myriad.telemetry.progress.device_progress import DeviceProgress
 from myriad.telemetry.progress.progress_page import ProgressRow, own_row
@@ -37,13 +37,13 @@ from myriad.telemetry.shipping.shipper import Shipper, open_outlets
 from myriad.telemetry.span_io.span_ring import SPANS, SpanRing, SpanRings, own_ring, ring_at
 from myriad.telemetry.spans import Recorder
 from myriad.train.device_setup import (
-    Place,
+    RankEnvironment,
     agree_on_kernels,
-    find_place,
+    choose_kernels,
     fix_order,
     pick_device,
     prepare_cuda,
-    settle_kernels,
+    read_rank_environment,
     within_budget,
 )
 from myriad.train.inputs import (
@@ -67,7 +67,7 @@ class RankContext:
     run: Run
     job: Job
     """The job of this attempt, with recompute chosen."""
-    place: Place
+    place: RankEnvironment
     attempt: int
     """The driver's number of this attempt; 0 if there is no driver."""
     in_process: bool
@@ -95,7 +95,7 @@ def open_rank(run: Run, at_close: contextlib.ExitStack, *, in_process: bool) -> 
     ``at_close`` gets what must be undone when the rank ends. Raises `myriad.errors.BadInputError`.
     """
     job = _attempt_job(run.job())
-    place = find_place(job.layout.world, job.comm)
+    place = read_rank_environment(job.layout.world, job.comm)
     stop = StopSignal()
     if in_process:
         at_close.callback(stop.restore)
@@ -136,7 +136,7 @@ def _attempt_job(job: Job) -> Job:
     return job if layout == AS_THE_JOB else job.in_attempt(layout)
 
 
-def _open_inputs(run: Run, job: Job, place: Place, *, compared: bool) -> str:
+def _open_inputs(run: Run, job: Job, place: RankEnvironment, *, compared: bool) -> str:
     """Check the inputs that the job reads, and return `Corpora.content`.
 
     ``compared``: `myriad train` has already compared the tokenizer with the run's. If another launcher
@@ -155,14 +155,16 @@ def _open_inputs(run: Run, job: Job, place: Place, *, compared: bool) -> str:
     return corpora.content
 
 
-def _open_device(job: Job, place: Place, at_close: contextlib.ExitStack, *, in_process: bool) -> torch.device:
+def _open_device(
+    job: Job, place: RankEnvironment, at_close: contextlib.ExitStack, *, in_process: bool
+) -> torch.device:
     prepare_cuda(job.layout, job.overlap, deterministic=job.train.deterministic)
     device = pick_device(job.train.device, job.train.threads, place)
     if job.train.deterministic:
         fix_order(device)
         if in_process:
             at_close.callback(torch.use_deterministic_algorithms, False)
-    if device.type == "cpu" and (spins := watch_spinning(torch.get_num_threads())) is not None:
+    if device.type == "cpu" and (spins := control_spinning(torch.get_num_threads())) is not None:
         at_close.callback(spins.close)
     return device
 
@@ -173,7 +175,7 @@ def _agree_on_numbers(
     """Choose recompute and kernels, open the process groups, and warn about fallbacks."""
     on_cpu = device.type == "cpu"
     job, about_budget = within_budget(job, on_cpu=on_cpu, value_bytes=dtype.itemsize)
-    lines = [about_budget, *settle_kernels(job, device, dtype)]
+    lines = [about_budget, *choose_kernels(job, device, dtype)]
     scaling = float8_scaling(job.train.precision)
     kernels, doubt = proved(job.train.kernels, device, dtype, float8=scaling is not None)
     lines += library_doubts(device, dtype, float8=scaling)
@@ -187,7 +189,7 @@ def _agree_on_numbers(
 
 
 def _open_ring(
-    run: Run, job: Job, place: Place, groups: Groups, at_end: Callable[[Callable[[], None]], object]
+    run: Run, job: Job, place: RankEnvironment, groups: Groups, at_end: Callable[[Callable[[], None]], object]
 ) -> SpanRing:
     """Return this rank's ring of spans, and make sure that a process or a thread empties it.
 
@@ -214,7 +216,7 @@ def _open_ring(
     return ring_at(rings.address(0), attempt=run.num_starts() + 1)
 
 
-def _clock_offset(place: Place, groups: Groups) -> ClockOffset:
+def _clock_offset(place: RankEnvironment, groups: Groups) -> ClockOffset:
     """Return this rank's clock offset from the first rank's clock."""
     clock = ClockOffset()
     together = groups.on_host("checkpoints") if place.world > place.local_world else None

@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 _MOST_EVENT_BYTES = 48 * 2**20
 """Largest size of a profile's events during recording (some 220 bytes each); they take seven times that at
 its end."""
-_LOOK_SECONDS, _WRITE_SECONDS = 1.0, 30.0
+_POLL_SECONDS, _WRITE_SECONDS = 1.0, 30.0
 _PAGE_BYTES = 4096
 
 
@@ -118,7 +118,7 @@ class Tracer:
         self._until, self._begin_bytes = time.monotonic() + request.seconds, _memory_bytes()
 
     def _go_on(self) -> None:
-        self._lane.look()
+        self._lane.collect()
         if time.monotonic() >= self._until or _memory_bytes() - self._begin_bytes >= _MOST_EVENT_BYTES:
             self._end()
 
@@ -160,7 +160,7 @@ class Tracer:
 
     def _watch_flight(self) -> None:
         heard = 0
-        while not self._over.wait(_LOOK_SECONDS):
+        while not self._over.wait(_POLL_SECONDS):
             if (word := self._row.trace_word) != heard:
                 heard = word
                 request = TraceWord.unpack(word)

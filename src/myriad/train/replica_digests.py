@@ -23,7 +23,7 @@ from myriad.job import Job
 from myriad.parallel.engine import Engine
 from myriad.telemetry.progress.progress_page import ProgressRow
 
-__all__ = ["Verifier", "digest_of", "reduce_bits"]
+__all__ = ["DigestPublisher", "digest_of", "reduce_bits"]
 
 _ROW = 4096
 _WEIGHT, _NEXT = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D
@@ -31,7 +31,7 @@ _WEIGHT, _NEXT = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Verifier:
+class DigestPublisher:
     """The digests of one rank."""
 
     def __init__(self, engine: Engine, job: Job, row: ProgressRow) -> None:

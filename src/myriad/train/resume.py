@@ -23,14 +23,14 @@ from myriad.run import Run
 from myriad.train.checkpoint_tools.initial_weights import fill_initial, refuse_other_run
 from myriad.train.rank_context import RankContext
 
-__all__ = ["Beginning", "resume"]
+__all__ = ["StartState", "resume"]
 
 _NEWEST = "MYRIAD_NEWEST_STEP"
 """Environment variable with which the driver excludes later states."""
 
 
 @dataclass(frozen=True)
-class Beginning:
+class StartState:
     """The state in which this attempt begins."""
 
     step: int
@@ -42,7 +42,7 @@ class Beginning:
 
 def resume(
     rank: RankContext, engine: Engine, session: CheckpointSession, append_event: Callable[..., None]
-) -> Beginning:
+) -> StartState:
     """Load the state, fill the engine with it, and begin the session.
 
     ``append_event(event, **fields)`` writes an event. Raises `myriad.errors.NoStateError` if the run has
@@ -64,7 +64,7 @@ def resume(
         else:
             engine.draw_initial()
     session.begin(list(engine.shards()))
-    return Beginning(0 if state is None else state.step, position, state)
+    return StartState(0 if state is None else state.step, position, state)
 
 
 def _restore(run: Run, job: Job, engine: Engine, state: LoadedState) -> DataPosition:

@@ -5,7 +5,7 @@ that they sum in each step anyway.
 
     signal = ranks that ask for a stop + 2^20 if a checkpoint is due + 2^21 if a snapshot is due
              + 2^22 if this attempt is to end, for another one
-             + 2^23 if checks are to follow this step (`myriad.train.gap_checks`)
+             + 2^23 if checks are to follow this step (`myriad.train.training_checks`)
              + 2^24 x (steps after which replicas are known to have held the same, + 1)
 """
 

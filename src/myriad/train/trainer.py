@@ -36,20 +36,20 @@ from myriad.train.checkpoint_tools.text_sampler import continue_text
 from myriad.train.data_loader import Validation, open_feed, rank_rows, to_batch, validation_guard
 from myriad.train.device_setup import describe_precision
 from myriad.train.engine_setup import build_engine
-from myriad.train.gap_checks import GapChecks
 from myriad.train.garbage import GarbageSchedule
 from myriad.train.inputs import (
     BadBlocks,
     bad_blocks_of,
 )
-from myriad.train.loss_spikes import SpikeWatch
+from myriad.train.loss_spikes import SpikePolicy
 from myriad.train.metrics import StepMeter
-from myriad.train.peak_flops import PeakTries
+from myriad.train.peak_flops import PeakFlopsTracker
 from myriad.train.rank_context import open_rank
 from myriad.train.rank_profiler import Tracer
-from myriad.train.replica_digests import Verifier
+from myriad.train.replica_digests import DigestPublisher
 from myriad.train.resume import resume
 from myriad.train.step_signals import SaveClock
+from myriad.train.training_checks import TrainingChecks
 
 __all__ = ["Trainer"]
 
@@ -96,8 +96,8 @@ class Trainer:
         guard = validation_guard(run, job, self.place, bad_blocks)
         self.validation = Validation(job, self.groups.grid, self.device, guard)
         self.engine = build_engine(rank, self._event)
-        self.verifier = Verifier(self.engine, job, self.progress)
-        self.checks = GapChecks(job, self.groups, self.device, self.progress, self.recorder, self._event)
+        self.verifier = DigestPublisher(self.engine, job, self.progress)
+        self.checks = TrainingChecks(job, self.groups, self.device, self.progress, self.recorder, self._event)
         self.engine.fill_waits(self.checks if self.checks.uses_bubbles else None)
         self.meter = self._build_meter()
         self.clock = SaveClock(job.checkpoint, decides=self.is_first)
@@ -114,7 +114,7 @@ class Trainer:
         self._skipped_steps = {int(step) for step in os.environ.get("MYRIAD_SKIP_STEPS", "").split()}
         """Steps whose batches the driver excludes: they give non-finite numbers wherever they are
         computed, or they caused a loss spike."""
-        self.spikes = SpikeWatch(job, self._event)
+        self.spikes = SpikePolicy(job, self._event)
 
     def _open_session(self) -> CheckpointSession:
         run, job = self.run_folder, self.job
@@ -133,7 +133,7 @@ class Trainer:
 
     def _build_meter(self) -> StepMeter:
         job = self.job
-        self.peak_tries = PeakTries(
+        self.peak_tracker = PeakFlopsTracker(
             self.device, self.rank.dtype, self.place.local_world, writes=self.is_first
         )
         tokens = job.targets
@@ -220,7 +220,7 @@ class Trainer:
             parameters=job.model.num_parameters(),
             flops_per_token=job.model.flops_per_token(),
             peak_flops=self.meter.peak_flops,
-            peak_source=self.peak_tries.peak.source,
+            peak_source=self.peak_tracker.peak.source,
             **resumed,
         )
         if self.resumed is not None:
@@ -270,14 +270,14 @@ class Trainer:
 
     def _peak_flops(self) -> float:
         """Return the peak FLOP/s of all ranks together."""
-        return self.peak_tries.peak.flops_per_second * self.place.world
+        return self.peak_tracker.peak.flops_per_second * self.place.world
 
     def _measure_peak(self, step_seconds: float) -> None:
         """Raise the peak if this step, or a measurement after it, was faster."""
         rate = self.meter.flops_per_step / step_seconds / self.place.world
-        if self.peak_tries.after_step(self.step, rate):
+        if self.peak_tracker.after_step(self.step, rate):
             self.meter = replace(self.meter, peak_flops=self._peak_flops())
-            source = self.peak_tries.peak.source
+            source = self.peak_tracker.peak.source
             self._event("peak", step=self.step, peak_flops=self.meter.peak_flops, peak_source=source)
 
     def _iterate(self, rate: float) -> StepResult:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from myriad.checkpoint.checkpoint_files import load, save
 from myriad.checkpoint.load.read_plan import (
     BLOCK_BYTES,
-    InFile,
-    InMemory,
+    FileLocation,
     LoadPart,
+    MemoryLocation,
     NeededShards,
     overlap,
     plan_blocks,
@@ -128,9 +128,9 @@ def plans(draw):
     """Parts in files and in memory, and who needs them."""
     parts = []
     for number in range(draw(st.integers(1, 12))):
-        locations = [InFile(f"file-{draw(st.integers(0, 2))}", 100 * number)]
+        locations = [FileLocation(f"file-{draw(st.integers(0, 2))}", 100 * number)]
         for node in draw(st.sets(st.integers(0, 2), max_size=2)):
-            locations.insert(0, InMemory(node, 1, draw(st.integers(0, 6)), False, number))
+            locations.insert(0, MemoryLocation(node, 1, draw(st.integers(0, 6)), False, number))
         size = draw(st.sampled_from([8, 100, BLOCK_BYTES]))
         parts.append(LoadPart(f"t{number}", (size,), "uint8", (0,), (size,), size, "", tuple(locations)))
     numbers = st.sets(st.sampled_from(range(len(parts))))
@@ -151,13 +151,13 @@ def test_each_part_is_read_once_by_a_rank_that_can_and_reaches_all_who_need_it(p
         assert all((number, location) in struck_out for location in parts[number].locations)
     for block in blocks:
         if block.reader is None:
-            assert all(isinstance(location, InMemory) for location in block.locations)
+            assert all(isinstance(location, MemoryLocation) for location in block.locations)
             assert all(set(block.receivers) <= set(NODES[location.node]) for location in block.locations)
             continue
         for number, location in zip(block.numbers, block.locations, strict=True):
             assert (number, location) not in struck_out and location in parts[number].locations
             assert block.receivers == tuple(rank for rank in RANKS if number in needed_by[rank])
-            if isinstance(location, InMemory):
+            if isinstance(location, MemoryLocation):
                 assert block.reader in NODES[location.node], "only ranks of the node reach its memory"
             else:
                 assert block.reader in block.receivers

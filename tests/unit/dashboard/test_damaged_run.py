@@ -38,7 +38,7 @@ from myriad.dashboard.prometheus import RunMetrics
 from myriad.dashboard.run_files import RunFiles
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.tile import to_json
-from myriad.dashboard.watched_run import Watched
+from myriad.dashboard.watched_run import WatchedRun
 from myriad.errors import MyriadError
 from myriad.job import load_job
 from myriad.reports.run_report.run_facts import facts_of
@@ -273,7 +273,7 @@ def watch(run: Run) -> None:
     """What `myriad watch` shows."""
     if (files := refused(lambda: RunFiles(run))) is None:
         return
-    watched = Watched(files, SpanStore(2, _STEPS), lambda: facts_of(run).as_json())
+    watched = WatchedRun(files, SpanStore(2, _STEPS), lambda: facts_of(run).as_json())
     Follower(watched).poll()
     analyst = Analyst(watched)
     for found in (

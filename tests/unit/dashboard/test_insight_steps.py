@@ -10,10 +10,10 @@ from simulated_run import costs_of, records_of, simulated_run
 from myriad.comm.layout import Layout
 from myriad.dashboard.insight.arrivals import LAST_ARRIVER, SEND, arrows
 from myriad.dashboard.insight.critical_path import critical_path
+from myriad.dashboard.insight.hang_analysis import analyze_hang
 from myriad.dashboard.insight.losses import LOSSES, losses
 from myriad.dashboard.insight.phase_table import phase_table
 from myriad.dashboard.insight.predicted_step import predicted_losses
-from myriad.dashboard.insight.standstill import standstill
 from myriad.dashboard.insight.step_spans import programs_seen
 from myriad.dashboard.insight.what_if import what_if
 from myriad.planner.simulation.simulator import simulate
@@ -196,7 +196,7 @@ def test_a_standstill_is_blamed_on_the_rank_that_waits_for_nobody() -> None:
     done = np.zeros(6, dtype=np.int64)
     moved = True
     while moved:
-        found = standstill(run.ranks, step.programs, np.ones(6), done)
+        found = analyze_hang(run.ranks, step.programs, np.ones(6), done)
         can = [
             rank
             for rank in range(6)
@@ -206,8 +206,8 @@ def test_a_standstill_is_blamed_on_the_rank_that_waits_for_nobody() -> None:
         ]
         done[can] += 1
         moved = bool(can)
-    found = standstill(run.ranks, step.programs, np.ones(6), done)
+    found = analyze_hang(run.ranks, step.programs, np.ones(6), done)
     assert found.silent == (5,)
     assert found.waits_for(5) == []
-    assert found.blamed[5] == 5
+    assert found.waited_for_by[5] == 5
     assert found.sentence == "5 ranks wait for rank 5 on node 1, in forward of step 1"

@@ -9,9 +9,9 @@ import pytest
 from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.follower import Follower
 from myriad.dashboard.run_files import RunFiles
-from myriad.dashboard.run_view import RunWatch, attempt_of
+from myriad.dashboard.run_view import RunReader, attempt_of
 from myriad.dashboard.store.span_store import SpanStore
-from myriad.dashboard.watched_run import Watched
+from myriad.dashboard.watched_run import WatchedRun
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.telemetry.span_io.span_batch import SpanBatch
@@ -44,12 +44,12 @@ def write_spans(run: Run, at: float, world: int, attempt: int, step: int) -> Non
     write_span_file(path, SpanBatch(0, attempt, ("forward",), records))
 
 
-def watched(run: Run) -> Watched:
+def watched(run: Run) -> WatchedRun:
     files = RunFiles(run)
-    return Watched(files, SpanStore(files.job.layout.world, files.job.train.steps), dict)
+    return WatchedRun(files, SpanStore(files.job.layout.world, files.job.train.steps), dict)
 
 
-def shown(page: Watched) -> tuple[int, list[int], dict[str, int]]:
+def shown(page: WatchedRun) -> tuple[int, list[int], dict[str, int]]:
     """Ranks, steps, and the layout's axes of more than one rank."""
     axes = {axis: getattr(page.ranks.layout, axis) for axis in ("dp", "pp", "tp")}
     return page.store.world, page.store.steps(), {axis: size for axis, size in axes.items() if size > 1}
@@ -65,10 +65,10 @@ def test_a_run_that_goes_on_in_another_layout_is_shown_in_that_one(tmp_path: Pat
     assert shown(page) == (4, [1], {"dp": 4}) and analyst.step(1) is not None
     kept = page.store.counts.kept
 
-    look = RunWatch(run)
-    assert look.look().job.layout.dp == 4
+    reader = RunReader(run)
+    assert reader.read().job.layout.dp == 4
     begin(run, 100, "layout.dp=2", "layout.pp=2", "layout.tp=2")
-    assert look.look().job.layout.world == 8
+    assert reader.read().job.layout.world == 8
     write_spans(run, 105, 8, attempt=2, step=2)
     follower.poll()
     assert shown(page) == (8, [2], {"dp": 2, "pp": 2, "tp": 2})

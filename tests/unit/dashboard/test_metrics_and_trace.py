@@ -16,7 +16,7 @@ from myriad.dashboard.app import build_app
 from myriad.dashboard.request_guard import Access
 from myriad.dashboard.run_files import RunFiles
 from myriad.dashboard.store.span_store import SpanStore
-from myriad.dashboard.watched_run import Watched
+from myriad.dashboard.watched_run import WatchedRun
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import load_job
 from myriad.run import Run
@@ -27,14 +27,14 @@ from myriad.telemetry.span_io.span_records import RECORD
 TOKEN = "a" * 32
 
 
-def client_of(watched: Watched, trace: Ask | None = None) -> TestClient:
+def client_of(watched: WatchedRun, trace: Ask | None = None) -> TestClient:
     app = build_app(watched, Access(TOKEN), more=more_routes(watched, trace))
     bearer = {"authorization": f"Bearer {TOKEN}"}
     return TestClient(app, base_url="http://127.0.0.1:8765", headers=bearer)
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Watched:
+def watched(tmp_path: Path) -> WatchedRun:
     """Four ranks on two nodes; rank 3 takes thrice as long."""
     run = Run(tmp_path / "run")
     run.create_or_resume(load_job("tiny", ["layout.dp=4", "resilience.nodes=2", "train.global_batch=8"]))
@@ -45,10 +45,10 @@ def watched(tmp_path: Path) -> Watched:
     records["rank"], records["step"] = range(4), 1
     records["start_ns"], records["duration_ns"] = 10**18, [10**8, 10**8, 10**8, 3 * 10**8]
     store.add(SpanBatch(0, 1, ("forward",), records, num_dropped=7))
-    return Watched(files, store, lambda: {"effective_ratio": 0.5, "classes": {"training": 1.0}})
+    return WatchedRun(files, store, lambda: {"effective_ratio": 0.5, "classes": {"training": 1.0}})
 
 
-def test_prometheus_is_told_of_nodes_at_the_page(watched: Watched) -> None:
+def test_prometheus_is_told_of_nodes_at_the_page(watched: WatchedRun) -> None:
     answer = client_of(watched).get("/metrics")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=")
     found = {
@@ -63,7 +63,7 @@ def test_prometheus_is_told_of_nodes_at_the_page(watched: Watched) -> None:
     assert found["myriad_node_phase_highest_seconds", "1"] == pytest.approx(0.3)
 
 
-def test_the_page_asks_for_a_trace(watched: Watched) -> None:
+def test_the_page_asks_for_a_trace(watched: WatchedRun) -> None:
     asked: list[Any] = []
 
     def trace(ranks: Sequence[int], seconds: float, what: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_the_page_asks_for_a_trace(watched: Watched) -> None:
         b"[" * 60000,
     ],
 )
-def test_a_wrong_question_reaches_no_run(watched: Watched, body: bytes) -> None:
+def test_a_wrong_question_reaches_no_run(watched: WatchedRun, body: bytes) -> None:
     def trace(ranks: Sequence[int], seconds: float, what: str) -> dict[str, Any]:
         raise AssertionError("asked")
 
@@ -112,7 +112,7 @@ def test_a_wrong_question_reaches_no_run(watched: Watched, body: bytes) -> None:
     assert answer.status_code == 400 and len(answer.json()["error"]) < 300
 
 
-def test_a_node_whose_ranks_say_nothing_is_heard_of_while_its_executor_lives(watched: Watched) -> None:
+def test_a_node_whose_ranks_say_nothing_is_heard_of_while_its_executor_lives(watched: WatchedRun) -> None:
     """In a hang no rank tells anything, and no node is lost by that."""
     folder = watched.files.run.counters_path
     folder.mkdir()
@@ -123,7 +123,7 @@ def test_a_node_whose_ranks_say_nothing_is_heard_of_while_its_executor_lives(wat
     assert silent["heartbeat_seconds_ago"] > 1e6 and alive["heartbeat_seconds_ago"] < 60
 
 
-def test_a_trace_can_be_taken_along_and_nothing_else_can(watched: Watched) -> None:
+def test_a_trace_can_be_taken_along_and_nothing_else_can(watched: WatchedRun) -> None:
     """Of the run's folder and this machine nothing is given away by a name."""
     folder = watched.files.run.traces_path
     client = client_of(watched)
@@ -139,6 +139,6 @@ def test_a_trace_can_be_taken_along_and_nothing_else_can(watched: Watched) -> No
         assert client.get(f"/api/traces/{name}").status_code == 404
 
 
-def test_a_server_without_the_run_says_so(watched: Watched) -> None:
+def test_a_server_without_the_run_says_so(watched: WatchedRun) -> None:
     answer = client_of(watched).post("/api/trace", json={"ranks": [1], "seconds": 5})
     assert answer.status_code == 409

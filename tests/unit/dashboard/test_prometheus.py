@@ -52,7 +52,7 @@ def series(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-def look(run: Run, node: int, received: int, at: float | None = None) -> None:
+def add_sample(run: Run, node: int, received: int, at: float | None = None) -> None:
     values = tuple((dict.fromkeys(LINK_FIELDS, 2) | {"received_bytes": received}).values())
     port = tuple((dict.fromkeys(RDMA_FIELDS, 3) | {"received_bytes": 2 * received}).values())
     sample = CounterSample(time.time() if at is None else at, {"eth0": values}, (7, 0), {"mlx5_0:1": port})
@@ -81,8 +81,8 @@ def run(tmp_path: Path) -> Run:
     run.append_event("validation", step=3, loss=2.25)
     run.append_event("checkpoint", step=3)
     run.append_event("check", step=3, seconds=0.01, ratio=0.0004, checks=["product"], failed=["product"])
-    look(run, 0, 1000)
-    look(run, 1, 2000, time.time() - 90)
+    add_sample(run, 0, 1000)
+    add_sample(run, 1, 2000, time.time() - 90)
     hot = {"temperature_celsius": 88, "throttle": ["hardware thermal slowdown"], "utilization_ratio": 1.0}
     gpu = {"device": 0, "name": "H100", "sm_clock_mhz": 990, "max_sm_clock_mhz": 1980, "power_watts": 500.0}
     append_line(
@@ -144,7 +144,7 @@ def test_each_look_tells_what_has_come_since(run: Run) -> None:
     assert series(metrics.text())["myriad_steps_total", ()] == 4
     step(run, 4, loss=None)
     run.append_event("finish", step=4)
-    look(run, 0, 5000)
+    add_sample(run, 0, 5000)
     found = series(metrics.text())
     assert (found["myriad_steps_total", ()], found["myriad_run_over", ()]) == (5, 1)
     assert math.isnan(found["myriad_loss", ()])
@@ -179,7 +179,7 @@ def test_files_that_are_wrong_take_nothing_else_with_them(run: Run) -> None:
 def test_there_are_series_for_nodes_and_never_for_ranks(run: Run) -> None:
     nodes = 1536
     for node in range(nodes):
-        look(run, node, node)
+        add_sample(run, node, node)
     found = series(RunMetrics(run, account, ManySpans(nodes)).text())
     assert len(found) < 40 * nodes
     assert {label for _, labels in found for label, _ in labels} <= {

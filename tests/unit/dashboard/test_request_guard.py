@@ -14,7 +14,7 @@ from myriad.dashboard.app import build_app
 from myriad.dashboard.request_guard import SPANS_PATH, Access, Guard, cookie_name
 from myriad.dashboard.run_files import RunFiles
 from myriad.dashboard.store.span_store import SpanStore
-from myriad.dashboard.watched_run import Watched
+from myriad.dashboard.watched_run import WatchedRun
 from myriad.job import load_job
 from myriad.run import Run
 
@@ -35,7 +35,7 @@ def refuse(*arguments: Any) -> Any:
 def app(tmp_path: Path) -> Guard:
     run = Run(tmp_path / "run")
     run.create_or_resume(load_job("tiny"))
-    watched = Watched(RunFiles(run), SpanStore(1, 100), dict)
+    watched = WatchedRun(RunFiles(run), SpanStore(1, 100), dict)
     access = Access(TOKEN, "~/the/file", span_token=lambda: SPAN_TOKEN)
     return build_app(watched, access, more=more_routes(watched, refuse))
 

@@ -13,7 +13,7 @@ from myriad.dashboard.api.run_api import sentence
 from myriad.dashboard.follower import Follower
 from myriad.dashboard.run_files import Curves, RunFiles
 from myriad.dashboard.store.span_store import SpanStore
-from myriad.dashboard.watched_run import Freshness, Watched
+from myriad.dashboard.watched_run import Freshness, WatchedRun
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.run.run_lines import Peaks, StepCount, count_steps
@@ -111,9 +111,9 @@ def new_run(path: Path, *keys: str, loss: float) -> Run:
     return run
 
 
-def watched_run(run: Run) -> tuple[Watched, Follower]:
+def watched_run(run: Run) -> tuple[WatchedRun, Follower]:
     files = RunFiles(run)
-    watched = Watched(files, SpanStore(files.job.layout.world, files.job.train.steps), dict)
+    watched = WatchedRun(files, SpanStore(files.job.layout.world, files.job.train.steps), dict)
     return watched, Follower(watched)
 
 

@@ -18,7 +18,7 @@ from myriad.dashboard.store.heat_map import HeatMap
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.store.timeline_spans import TimeWindow, choose_lanes, spans_in, window_of_steps
 from myriad.dashboard.tile import pack_tile, to_json, unpack_tile
-from myriad.dashboard.watched_run import Watched
+from myriad.dashboard.watched_run import WatchedRun
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.telemetry.span_io.span_batch import BatchError, SpanBatch
@@ -210,7 +210,7 @@ def test_a_follower_that_begins_late_reads_the_newest_files_and_stops_when_memor
         )
         os.utime(path, (step, step))
     store = SpanStore(8, 1000, memory_bytes=2**20)
-    watched = Watched(RunFiles(run), store, dict)
+    watched = WatchedRun(RunFiles(run), store, dict)
     Follower(watched).poll()
     kept = [step for step, block in store.blocks() if block.count]
     assert kept == list(range(kept[0], 31)) and len(kept) < 10

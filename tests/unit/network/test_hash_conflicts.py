@@ -11,8 +11,8 @@ from myriad.errors import BadInputError
 from myriad.network import hash_conflicts
 from myriad.network.config import FabricShape
 from myriad.network.ecmp_remedies import (
-    FabricQuestion,
-    SwitchQuestion,
+    FabricStudy,
+    SwitchStudy,
     advice,
     curves,
     fabric_rows,
@@ -94,18 +94,18 @@ def test_the_fabric_agrees_with_the_odds(queue_pairs: int) -> None:
 
 
 def test_splitting_more_queue_pairs_and_fewer_flows_never_hurt() -> None:
-    rows = {row.name: row.slowest_ratio for row in switch_rows(SwitchQuestion(32, 32))}
+    rows = {row.name: row.slowest_ratio for row in switch_rows(SwitchStudy(32, 32))}
     asked = rows.pop("baseline")
     assert all(ratio > asked for ratio in rows.values())
     assert rows["adaptive routing"] == rows["packet spraying"] == 1
-    lines = curves(SwitchQuestion(32, 32), points=5)
+    lines = curves(SwitchStudy(32, 32), points=5)
     assert all(line[0] == (1, 1.0) for line in lines.values())
     assert all(a >= b for line in lines.values() for (_, a), (_, b) in pairwise(line))
 
 
 def test_the_advice_names_what_helps_most_first() -> None:
-    assert advice(switch_rows(SwitchQuestion(2, 32, split=2))).startswith("Little to gain")
-    told = advice(switch_rows(SwitchQuestion(32, 32)))
+    assert advice(switch_rows(SwitchStudy(2, 32, split=2))).startswith("Little to gain")
+    told = advice(switch_rows(SwitchStudy(32, 32)))
     order = [told.index(name) for name in ("adaptive", "16 queue pairs", "split 2, as", "4 queue pairs")]
     assert "0.30 of its rate" in told and order == sorted(order)
 
@@ -133,7 +133,7 @@ def test_rings_that_do_not_come_out_even_are_closed_all_the_same() -> None:
 
 def test_a_random_order_loses_what_a_packed_one_keeps() -> None:
     cluster = load_cluster("megascale-12288xa100", ["nodes=256"])
-    given = FabricQuestion(builder_of(cluster), shape_of(cluster), placement="random", draws=5)
+    given = FabricStudy(builder_of(cluster), shape_of(cluster), placement="random", draws=5)
     rows = {row.name: row for row in fabric_rows(given)}
     asked = rows["baseline"].slowest_ratio
     assert rows["no split, more uplinks"].slowest_ratio < asked < rows["16 queue pairs a flow"].slowest_ratio

@@ -3,7 +3,7 @@ CPU, which computes one after the other, or to the systems of published tables, 
 
 import pytest
 
-from myriad.forecasts.planned_job import practice_of
+from myriad.forecasts.planned_job import framework_profile_of
 from myriad.job import load_job
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Cluster
@@ -48,4 +48,4 @@ def test_the_systems_of_published_tables_do_too() -> None:
 
 @pytest.mark.parametrize(("kernels", "joined"), [("auto", True), ("plain", False)])
 def test_a_job_that_refuses_the_kernel_is_promised_nothing(kernels: str, joined: bool) -> None:
-    assert practice_of(load_job("tiny", [f"train.kernels={kernels}"])).fused_add_norm == joined
+    assert framework_profile_of(load_job("tiny", [f"train.kernels={kernels}"])).fused_add_norm == joined

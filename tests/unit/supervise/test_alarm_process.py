@@ -66,9 +66,9 @@ def until(delivery: AlarmDelivery, seen: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not seen():
         assert time.monotonic() < deadline
-        delivery.look()
+        delivery.poll()
         time.sleep(0.005)
-    delivery.look()
+    delivery.poll()
 
 
 def fault(run: Run, rank: int) -> None:
@@ -224,7 +224,7 @@ def test_a_run_of_before_there_were_alarms_goes_on_and_a_cut_job_file_does_not(r
 def test_events_between_two_drivers_raise_their_alarms(run: Run, places: tuple[Place, Place]) -> None:
     first = delivery_of(run, Place(), Place("mail"))
     run.append_event("checkpoint", step=1)
-    first.look()
+    first.poll()
     # The driver is killed here, and another starts after the fault.
     fault(run, 3)
     time.sleep(0.01)

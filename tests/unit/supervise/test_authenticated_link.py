@@ -22,13 +22,15 @@ from myriad.supervise.authenticated_link import (
 )
 from myriad.supervise.message_codec import decode, encode
 from myriad.supervise.messages import OBSERVED, ORDERS, Beat, End, NodeJoined, NodeTaken, Start, Stop
-from myriad.supervise.observations import DeviceTrouble, LinkSeen, RankExited, RankSeen
+from myriad.supervise.observations import DeviceTrouble, LinkStatus, RankExited, RankStatus
 
-SEEN = RankSeen(1, 77, "S", "step", "reduce", 4, 9, 8, 0.25, 0.5)
+SEEN = RankStatus(1, 77, "S", "step", "reduce", 4, 9, 8, 0.25, 0.5)
 ENDED = RankExited(0, 3, 1, -9, "killed", 12, "a\nb", "/x.log")
 MESSAGES = (
     Beat(0, 3, 4000, (SEEN, SEEN)),
-    Beat(0, 3, 4000, (), (LinkSeen("eth1", True, 3, 0),), (DeviceTrouble(1, 5, 3, "user", "Xid 31"),), 1.7e9),
+    Beat(
+        0, 3, 4000, (), (LinkStatus("eth1", True, 3, 0),), (DeviceTrouble(1, 5, 3, "user", "Xid 31"),), 1.7e9
+    ),
     ENDED,
     NodeJoined(1, 3, "::1", 9, 2, 10**12, (1, 2), (ENDED,), False, "rack2:77"),
     NodeTaken("rack2:77"),

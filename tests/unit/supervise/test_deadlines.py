@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from myriad.supervise.observations import RankSeen
-from myriad.supervise.policy.hang_watch import Deadlines
+from myriad.supervise.observations import RankStatus
+from myriad.supervise.policy.hang_detector import Deadlines
 
-ROW = RankSeen(0, 1, "S", "step", "", 1, 0, 0, 0.0, 0.0)
+ROW = RankStatus(0, 1, "S", "step", "", 1, 0, 0, 0.0, 0.0)
 
 
 def saw(deadlines: Deadlines, **changes: object) -> None:

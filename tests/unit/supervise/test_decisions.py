@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from myriad.errors import BAD_DATA, NEXT_ATTEMPT_SKIPS
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, NodeLeft, StopAsked
-from myriad.supervise.observations import CommSeen, RankExited, RankSeen
+from myriad.supervise.observations import CommStatus, RankExited, RankStatus
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.policy_actions import (
-    Blame,
     DumpStacks,
     EndRun,
     Evict,
     PolicyAction,
+    ReportFault,
     StartAttempt,
     StopRanks,
 )
@@ -44,7 +44,7 @@ class World:
         return self._did(self.decider.hear(observation, self.now))
 
     def wait(
-        self, seconds: float, seen: Callable[[int, float], Iterable[RankSeen]] | None = None
+        self, seconds: float, seen: Callable[[int, float], Iterable[RankStatus]] | None = None
     ) -> list[PolicyAction]:
         """Time passes; ``seen(node, waited)``: what the node's beats tell meanwhile, each second. The time is
         looked at as the driver does: less often while all is calm."""
@@ -85,11 +85,11 @@ class World:
             self.exit(rank, **how)
         return self.actions[done:]
 
-    def ranks(self, node: int, **fields: object) -> list[RankSeen]:
+    def ranks(self, node: int, **fields: object) -> list[RankStatus]:
         return [seen(rank, **fields) for rank in self.decider.state.placement.get(node, ())]
 
 
-def seen(rank: int, **fields: object) -> RankSeen:
+def seen(rank: int, **fields: object) -> RankStatus:
     usual = {
         "pid": 9,
         "state": "S",
@@ -99,7 +99,7 @@ def seen(rank: int, **fields: object) -> RankSeen:
         "entered": 7,
         "left": 6,
     }
-    return RankSeen(rank=rank, **{**usual, "idle_seconds": 0.1, "step_seconds": 0.5, **fields})
+    return RankStatus(rank=rank, **{**usual, "idle_seconds": 0.1, "step_seconds": 0.5, **fields})
 
 
 def kinds(actions: list[PolicyAction]) -> list[str]:
@@ -116,7 +116,7 @@ def test_an_attempt_begins_when_all_nodes_are_there() -> None:
 def test_a_killed_rank_is_blamed_and_all_begin_anew_when_the_last_is_gone() -> None:
     world = World()
     blame, stop = world.exit(2)
-    assert isinstance(blame, Blame) and (blame.rank, blame.cause, blame.step) == (2, "killed", 3)
+    assert isinstance(blame, ReportFault) and (blame.rank, blame.cause, blame.step) == (2, "killed", 3)
     assert isinstance(stop, StopRanks) and stop.epoch == 5
     (again,) = world.all_exit()
     assert isinstance(again, StartAttempt) and (again.epoch, again.again) == (6, True)
@@ -136,13 +136,13 @@ def test_a_rank_that_only_lost_its_peer_is_not_blamed_if_the_peers_death_is_told
     assert world.exit(0, 1, "peer", error="connection closed") == []
     world.now += 1.0
     blame, _ = world.exit(3)
-    assert isinstance(blame, Blame) and blame.rank == 3
+    assert isinstance(blame, ReportFault) and blame.rank == 3
 
 
 def test_ranks_that_only_lost_each_other_begin_anew() -> None:
     world = World()
     world.exit(0, 1, "peer", error="timed out")
-    assert kinds(world.wait(3)) == ["Blame", "StopRanks"]
+    assert kinds(world.wait(3)) == ["ReportFault", "StopRanks"]
     assert kinds(world.all_exit()) == ["StartAttempt"]
 
 
@@ -231,11 +231,11 @@ def test_a_stopped_rank_is_found_within_three_seconds() -> None:
     world.wait(5, lambda node, _: world.ranks(node))
     stopped_at = world.now
 
-    def stops(node: int, _: float) -> list[RankSeen]:
+    def stops(node: int, _: float) -> list[RankStatus]:
         return [*world.ranks(node)[:3], seen(3, state="T", idle_seconds=1.0)]
 
     blame, stop = world.wait(3, stops)
-    assert isinstance(blame, Blame) and (blame.rank, blame.cause) == (3, "stopped")
+    assert isinstance(blame, ReportFault) and (blame.rank, blame.cause) == (3, "stopped")
     assert isinstance(stop, StopRanks) and world.now - stopped_at <= 3
 
 
@@ -263,7 +263,7 @@ def test_a_hang_is_found_and_the_rank_that_did_not_enter_is_named() -> None:
     world = World()
     world.wait(30, lambda node, _: world.ranks(node))
 
-    def hangs(node: int, t: float) -> list[RankSeen]:
+    def hangs(node: int, t: float) -> list[RankStatus]:
         found = world.ranks(node, idle_seconds=t)
         found[1] = seen(1, idle_seconds=t, activity="backward", entered=6, left=6)
         return found
@@ -271,7 +271,9 @@ def test_a_hang_is_found_and_the_rank_that_did_not_enter_is_named() -> None:
     dump, blame, stop = world.wait(18, hangs)
     assert isinstance(dump, DumpStacks) and dump.ranks == (1,)
     assert (
-        isinstance(blame, Blame) and (blame.rank, blame.cause) == (1, "hang") and "backward" in blame.problem
+        isinstance(blame, ReportFault)
+        and (blame.rank, blame.cause) == (1, "hang")
+        and "backward" in blame.problem
     )
     assert isinstance(stop, StopRanks)
     assert 13 <= dump.evidence["idle_seconds"] <= 15
@@ -287,14 +289,14 @@ def test_a_hang_is_judged_by_groups_of_the_layout_and_evicts_no_node_for_the_pro
     counters = {0: (1, 0, 9), 1: (1 if in_order else 2, 0, 8), 2: (2, 0, 3), 3: (2, 0, 3)}
     waits = {0: 4, 1: 4 if in_order else 1, 2: 1, 3: 1}
 
-    def hangs(node: int, t: float) -> list[RankSeen]:
-        def comm(rank: int) -> CommSeen:
-            return CommSeen((*counters[rank], *[0] * 9), waits[rank], on_device=True)
+    def hangs(node: int, t: float) -> list[RankStatus]:
+        def comm(rank: int) -> CommStatus:
+            return CommStatus((*counters[rank], *[0] * 9), waits[rank], on_device=True)
 
         return [replace(one, comm=comm(one.rank)) for one in world.ranks(node, idle_seconds=t)]
 
     _, blame, _ = world.wait(18, hangs)
-    assert isinstance(blame, Blame) and blame.cause == "hang"
+    assert isinstance(blame, ReportFault) and blame.cause == "hang"
     assert (blame.rank, blame.node) == ((1, 0) if in_order else (0, -1))
     assert ("different orders" in blame.problem) is not in_order
     after = kinds(world.all_exit())
@@ -343,7 +345,7 @@ def test_a_silent_node_is_evicted_and_a_spare_takes_its_ranks() -> None:
     world.wait(10, lambda node, _: world.ranks(node))
     world.hear(NodeLeft(1))
     actions = world.wait(4, lambda node, _: world.ranks(node))
-    assert kinds(actions) == ["Evict", "Blame", "StopRanks"] and actions[0].node == 1
+    assert kinds(actions) == ["Evict", "ReportFault", "StopRanks"] and actions[0].node == 1
     world.exit(0)
     (again,) = world.exit(1)
     assert isinstance(again, StartAttempt) and again.placement == {0: (0, 1), 2: (2, 3)}
@@ -386,7 +388,7 @@ def test_peers_of_a_lost_node_are_not_blamed_for_missing_it() -> None:
     world.wait(5, lambda node, _: world.ranks(node))
     world.hear(NodeLeft(0))
     world.exit(2, 1, "peer")
-    blame = next(one for one in world.wait(4, lambda n, _: world.ranks(n)) if isinstance(one, Blame))
+    blame = next(one for one in world.wait(4, lambda n, _: world.ranks(n)) if isinstance(one, ReportFault))
     assert (blame.cause, blame.node) == ("node", 0)
 
 
@@ -442,7 +444,7 @@ def test_an_executor_that_comes_back_empty_has_lost_its_ranks() -> None:
     world = World()
     world.hear(NodeLeft(0))
     actions = world.join(0)
-    assert kinds(actions) == ["Blame", "StopRanks", "StartAttempt"] and actions[0].cause == "node"
+    assert kinds(actions) == ["ReportFault", "StopRanks", "StartAttempt"] and actions[0].cause == "node"
 
 
 def test_an_executor_that_comes_back_with_its_ranks_goes_on() -> None:
@@ -503,7 +505,7 @@ def test_a_new_driver_that_finds_all_ranks_done_ends_the_run() -> None:
 def test_an_attempt_that_was_decided_and_never_begun_is_followed_by_another() -> None:
     world = World()
     world.decider = Decider(world.plan, 0.0, world.decider.state)
-    assert kinds(world.join(0)) == ["Blame", "StopRanks", "StartAttempt"] and world.epoch == 6
+    assert kinds(world.join(0)) == ["ReportFault", "StopRanks", "StartAttempt"] and world.epoch == 6
 
 
 def rejoin(
@@ -529,7 +531,7 @@ def test_a_node_that_was_lost_with_its_driver_is_blamed_and_not_who_missed_it() 
     missed = tuple(RankExited(1, 5, rank, 1, "peer", 3, "a peer is gone", "a.log") for rank in (2, 3))
     assert world.hear(NodeJoined(1, 5, "here", 7, 2, 10**9, (), missed, False)) == []
     evict, blame, stop, again = world.wait(11, lambda node, _: world.ranks(node))
-    assert isinstance(evict, Evict) and isinstance(blame, Blame) and isinstance(stop, StopRanks)
+    assert isinstance(evict, Evict) and isinstance(blame, ReportFault) and isinstance(stop, StopRanks)
     assert (evict.node, blame.cause, blame.node) == (0, "node", 0)
     assert isinstance(again, StartAttempt) and again.placement == {2: (0, 1), 1: (2, 3)}
 
@@ -545,14 +547,14 @@ def test_an_attempt_that_is_not_in_the_journal_goes_on_under_a_new_driver() -> N
     assert rejoin(world, 1, 6, running=(2, 3)) == [] and rejoin(world, 2, 6, running=(0, 1)) == []
     assert world.epoch == 6 and list(world.decider.state.placement.items()) == [(2, (0, 1)), (1, (2, 3))]
     assert world.wait(30, lambda node, _: world.ranks(node)) == []
-    assert kinds(world.exit(3)) == ["Blame", "StopRanks"]
+    assert kinds(world.exit(3)) == ["ReportFault", "StopRanks"]
     assert kinds(world.all_exit()) == ["StartAttempt"] and world.epoch == 7
 
 
 def test_an_attempt_that_is_not_in_the_journal_and_has_ended_is_followed_by_another() -> None:
     world = forgotten()
     rejoin(world, 1, 6, r2=-9, r3=-9)
-    assert kinds(world.actions) == ["Blame", "StopRanks"]
+    assert kinds(world.actions) == ["ReportFault", "StopRanks"]
     assert kinds(rejoin(world, 2, 6, r0=-9, r1=-9)) == ["StartAttempt"] and world.epoch == 7
 
 
@@ -569,7 +571,7 @@ def test_ranks_that_no_node_tells_of_are_lost_and_all_begin_anew() -> None:
     world.join(0)
     assert world.wait(9, lambda node, _: world.ranks(node)) == []
     blame, stop = world.wait(3, lambda node, _: world.ranks(node))
-    assert isinstance(blame, Blame) and blame.problem == "a node with ranks 0 and 1 was lost"
+    assert isinstance(blame, ReportFault) and blame.problem == "a node with ranks 0 and 1 was lost"
     assert stop.epoch == 6
     assert kinds(world.all_exit()) == ["StartAttempt"] and world.epoch == 7
     assert world.decider.state.placement == {0: (0, 1), 1: (2, 3)}, "no rank of the other moves"

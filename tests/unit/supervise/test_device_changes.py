@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from myriad.dashboard.node_measurements import GpuLooks, gpu_sentence
+from myriad.dashboard.node_measurements import GpuSampleReader, gpu_sentence
 from myriad.dashboard.prometheus import RunMetrics
 from myriad.doctor.devices import (
     DEVICES,
@@ -19,9 +19,9 @@ from myriad.doctor.devices import (
     parse_xids,
 )
 from myriad.run import Run
-from myriad.supervise.agent import device_watch
+from myriad.supervise.agent import device_monitor
+from myriad.supervise.agent.device_monitor import DeviceMonitor
 from myriad.supervise.agent.device_process import DeviceChange, DeviceChanges
-from myriad.supervise.agent.device_watch import DeviceWatch
 
 
 def two(**second: object) -> list[DeviceState]:
@@ -91,7 +91,7 @@ def test_a_log_is_read_on_from_where_it_was(tmp_path: Path) -> None:
     assert news.saw(provider.states()) == []
 
 
-def watched(watch: DeviceWatch, until: int) -> None:
+def watched(watch: DeviceMonitor, until: int) -> None:
     async def run() -> None:
         task = asyncio.create_task(watch.watch())
         while len(watch.found) < until:
@@ -107,7 +107,7 @@ def test_an_executor_hears_of_the_device_of_a_rank(tmp_path: Path, monkeypatch: 
     (tmp_path / "node-4.json").write_text(json.dumps(states))
     monkeypatch.setenv(DEVICES, str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    watch = DeviceWatch(4)
+    watch = DeviceMonitor(4)
     watch.begin(3, (6, 7))
     watched(watch, 1)
     (found,) = watch.found
@@ -121,8 +121,8 @@ def test_a_driver_of_devices_that_hangs_holds_nobody_and_is_told(
 ) -> None:
     os.mkfifo(tmp_path / "devices")  # whoever opens it waits for ever
     monkeypatch.setenv(DEVICES, str(tmp_path / "devices"))
-    monkeypatch.setattr(device_watch, "_AGAIN_SECONDS", 0.05)
-    watch = DeviceWatch(0, silent_seconds=0.2)
+    monkeypatch.setattr(device_monitor, "_AGAIN_SECONDS", 0.05)
+    watch = DeviceMonitor(0, silent_seconds=0.2)
     watched(watch, 1)
     (found,) = watch.found
     assert (found.device, found.blame) == (-1, "unknown") and "has not answered for 0.2 s" in found.words
@@ -130,9 +130,9 @@ def test_a_driver_of_devices_that_hangs_holds_nobody_and_is_told(
 
 def test_without_devices_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DEVICES, raising=False)
-    monkeypatch.setattr(device_watch, "provider_of", lambda node: None)
+    monkeypatch.setattr(device_monitor, "provider_of", lambda node: None)
     monkeypatch.setattr(sys, "executable", "/no/such/program")
-    watch = DeviceWatch(0)
+    watch = DeviceMonitor(0)
     asyncio.run(watch.watch())
     assert watch.found == ()
 
@@ -145,10 +145,10 @@ def test_a_hot_device_is_an_event_with_its_rank_and_what_it_measures_is_kept(
     path = tmp_path / "devices.json"
     path.write_text(json.dumps([{"index": 0}, {"index": 1, "name": "H100", "bus": "3b", "vitals": vitals}]))
     monkeypatch.setenv(DEVICES, str(path))
-    monkeypatch.setattr(device_watch, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(device_monitor, "POLL_SECONDS", 0.02)
     run = Run(tmp_path / "run")
     run.path.mkdir()
-    watch = DeviceWatch(5, run=run)
+    watch = DeviceMonitor(5, run=run)
     watch.begin(1, (10, 11))
 
     async def until_told() -> None:
@@ -169,7 +169,7 @@ def test_a_hot_device_is_an_event_with_its_rank_and_what_it_measures_is_kept(
     )
     assert hot["problem"].startswith("device 1 of node 5 (rank 11): hardware thermal slowdown: 88 C")
     assert "PCIe x8 instead of x16" in told["PCIe width"]["problem"]
-    look = GpuLooks(run.counters_path).newest()[5]
+    look = GpuSampleReader(run.counters_path).newest()[5]
     assert (look.count, look.hottest_celsius, look.narrow_links) == (1, 88, 1)
     assert gpu_sentence({5: look}).startswith("1 x H100, hottest 88 C (node 5), lowest clock 61% (node 5)")
     assert (
@@ -196,10 +196,10 @@ def test_the_alarm_of_a_hot_device_ends_with_the_process_that_watched_it(
     path = tmp_path / "devices.json"
     path.write_text(json.dumps([{"index": 0, "vitals": vitals}]))
     monkeypatch.setenv(DEVICES, str(path))
-    monkeypatch.setattr(device_watch, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(device_monitor, "POLL_SECONDS", 0.02)
     run = Run(tmp_path / "run")
     run.path.mkdir()
-    watch = DeviceWatch(5, run=run)
+    watch = DeviceMonitor(5, run=run)
 
     async def end_the_process_once_it_has_warned() -> None:
         task = asyncio.create_task(watch.watch())

@@ -11,7 +11,7 @@ from myriad.run import Run
 from myriad.supervise.driver_requests import evict
 from myriad.supervise.messages import EvictionAsked
 from myriad.supervise.policy.drain import what_follows
-from myriad.supervise.policy.policy_actions import Evict, StartAttempt, TurnRanks
+from myriad.supervise.policy.policy_actions import Evict, RestartAtStep, StartAttempt
 
 
 def asked(node: int, *, anyway: bool = False) -> EvictionAsked:
@@ -26,7 +26,7 @@ def test_a_node_with_ranks_gives_way_to_a_spare_after_the_step() -> None:
     world = World(nodes=2, spares=1)
     assert world.decider.why_not_evict(asked(1)) == ""
     (turn,) = world.hear(asked(1))
-    assert isinstance(turn, TurnRanks) and (turn.node, turn.rule) == (1, "asked for by a person")
+    assert isinstance(turn, RestartAtStep) and (turn.node, turn.rule) == (1, "asked for by a person")
     evicted, started = turned(world)
     assert isinstance(evicted, Evict) and evicted.node == 1
     assert evicted.evidence == {"who": "ann@desk", "reason": "a loud fan"}
@@ -44,7 +44,7 @@ def test_without_a_spare_nothing_is_done_unless_it_is_meant() -> None:
     world = World(nodes=2)
     assert "--anyway" in world.decider.why_not_evict(asked(1))
     assert world.hear(asked(1)) == []
-    assert kinds(world.hear(asked(1, anyway=True))) == ["TurnRanks"]
+    assert kinds(world.hear(asked(1, anyway=True))) == ["RestartAtStep"]
     assert kinds(turned(world)) == ["Evict"]
     assert world.wait(20, lambda node, waited: ()) == [] and world.decider.state.phase == "gathering"
     (started,) = world.join(7)

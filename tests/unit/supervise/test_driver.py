@@ -28,7 +28,7 @@ from myriad.supervise.driver.leadership import SoleLeadership
 from myriad.supervise.driver_address import read_address
 from myriad.supervise.message_codec import encode
 from myriad.supervise.messages import ORDERS, Beat, ClockTold, End, NodeJoined, Start, StopAsked
-from myriad.supervise.observations import DeviceTrouble, LinkSeen, RankExited, RankSeen
+from myriad.supervise.observations import DeviceTrouble, LinkStatus, RankExited, RankStatus
 from myriad.supervise.policy.run_state import RunPlan
 from myriad.system.pending_connections import PendingConnections
 
@@ -197,7 +197,7 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
 )
-SEEN = RankSeen(1, 77, "S", "step", "reduce", 4, 9, 8, 0.25, 0.5)
+SEEN = RankStatus(1, 77, "S", "step", "reduce", 4, 9, 8, 0.25, 0.5)
 VALID = (
     Beat(1, 1, 4000, (SEEN,)),
     Beat(
@@ -205,7 +205,7 @@ VALID = (
         1,
         4000,
         (),
-        (LinkSeen("eth1", False, -3, 9),),
+        (LinkStatus("eth1", False, -3, 9),),
         (DeviceTrouble(7, 99, 1, "hardware", "Xid"),),
         1e300,
     ),
@@ -262,7 +262,7 @@ def test_whatever_one_connection_sends_the_driver_serves_the_others(
                 while await bad.reader.read(2**16):  # until the driver, too, is done with it
                     pass
             bad.writer.close()
-            good.link.send(Beat(0, 1, 1, (RankSeen(0, 7, "S", "step", "", 1, 0, 0, 0.0, 0.5),)))
+            good.link.send(Beat(0, 1, 1, (RankStatus(0, 7, "S", "step", "", 1, 0, 0, 0.0, 0.5),)))
             good.link.send(RankExited(0, 1, 0, -9, "killed", 1, "", "a.log"))
             assert (await good.order(End)).epoch == 1
             good.link.close()

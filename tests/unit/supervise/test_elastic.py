@@ -12,11 +12,17 @@ from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout, equal_shares
 from myriad.job import load_job
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, NodeLeft, StopAsked
-from myriad.supervise.observations import Digest, RankExited, RankSeen
+from myriad.supervise.observations import Digest, RankExited, RankStatus
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.elastic import ElasticLayouts
 from myriad.supervise.policy.node_selection import place_nodes
-from myriad.supervise.policy.policy_actions import Blame, EndRun, PolicyAction, StartAttempt, TurnRanks
+from myriad.supervise.policy.policy_actions import (
+    EndRun,
+    PolicyAction,
+    ReportFault,
+    RestartAtStep,
+    StartAttempt,
+)
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.step_work import StepWork
 
@@ -75,10 +81,10 @@ class World:
                 self.exit_all("turned", 75)
         return self.actions[done:]
 
-    def row(self, node: int, rank: int) -> RankSeen:
+    def row(self, node: int, rank: int) -> RankStatus:
         shares = self.state.layout.shares or (3, 3, 2)
         busy = 0.02 * shares[rank % len(shares)] * self.factor.get(node, 1.0)
-        return RankSeen(rank, 9, "S", "step", "forward", self.step, 1, 1, 0.0, 0.5, busy)
+        return RankStatus(rank, 9, "S", "step", "forward", self.step, 1, 1, 0.0, 0.5, busy)
 
     def exit(self, node: int, cause: str, code: int, error: str = "") -> None:
         for rank in self.state.placement[node]:
@@ -168,7 +174,7 @@ def test_when_the_node_is_back_ranks_end_a_step_and_all_take_their_old_places(sm
     smaller.pass_time(60)
     smaller.join(1)
     turn, again = smaller.pass_time(8)
-    assert isinstance(turn, TurnRanks) and turn.layout == AS_THE_JOB
+    assert isinstance(turn, RestartAtStep) and turn.layout == AS_THE_JOB
     assert turn.evidence == {"replicas": [2, 3]}
     assert isinstance(again, StartAttempt) and again.placement == {0: (0,), 1: (1,), 2: (2,)}
     assert again.layout == AS_THE_JOB and again.rule == "nodes are there for more replicas"
@@ -198,7 +204,7 @@ def test_a_run_does_not_grow_again_and_again(smaller: World) -> None:
     smaller.pass_time(31)
     smaller.join(1)
     assert smaller.pass_time(200) == [] and smaller.state.layout == TWO
-    assert kinds(smaller.pass_time(70)) == ["TurnRanks", "StartAttempt"]
+    assert kinds(smaller.pass_time(70)) == ["RestartAtStep", "StartAttempt"]
 
 
 def test_nobody_turns_for_the_last_steps() -> None:
@@ -272,7 +278,7 @@ def test_the_next_driver_goes_on_with_what_the_last_had(smaller: World) -> None:
         smaller.join(node, TWO, 2, rank)
     assert smaller.pass_time(60) == []
     smaller.join(1)
-    assert kinds(smaller.pass_time(8)) == ["TurnRanks", "StartAttempt"]
+    assert kinds(smaller.pass_time(8)) == ["RestartAtStep", "StartAttempt"]
 
 
 def test_a_driver_that_is_lost_while_ranks_turn_knows_it(smaller: World) -> None:
@@ -341,8 +347,8 @@ def test_the_smaller_attempts_replicas_are_compared(smaller: World) -> None:
     for rank, node in enumerate((0, 2)):
         row = replace(smaller.row(node, rank), digests=(Digest(10, rank),))
         actions += smaller.decider.hear(Beat(node, 2, 7, (row,)), smaller.now)
-    assert kinds(actions) == ["Blame", "StopRanks"]
-    assert isinstance(actions[0], Blame) and actions[0].evidence["suspects"] == (0, 1)
+    assert kinds(actions) == ["ReportFault", "StopRanks"]
+    assert isinstance(actions[0], ReportFault) and actions[0].evidence["suspects"] == (0, 1)
 
 
 def test_work_moves_among_the_replicas_that_there_are() -> None:
@@ -351,7 +357,7 @@ def test_work_moves_among_the_replicas_that_there_are() -> None:
     world.lose(1)
     world.pass_time(31)
     world.factor = {2: 1.7}
-    step_restarts = [one for one in world.pass_time(60) if isinstance(one, TurnRanks)]
+    step_restarts = [one for one in world.pass_time(60) if isinstance(one, RestartAtStep)]
     assert [one.layout for one in step_restarts] == [AttemptLayout(dp=2, shares=(5, 3))]
     assert world.started.layout == step_restarts[0].layout and world.started.epoch == 3
     world.join(1)

@@ -11,14 +11,14 @@ from myriad.doctor.baseline import write_baseline
 from myriad.doctor.hardware import cpu_key
 from myriad.supervise.agent.examination import Examination
 from myriad.supervise.messages import Beat, EvictionAsked, NodeJoined
-from myriad.supervise.observations import Examined, RankSeen
+from myriad.supervise.observations import Examined, RankStatus
 from myriad.supervise.policy.policy_actions import (
     EndRun,
     Evict,
     Examine,
     ReportExamination,
+    RestartAtStep,
     StartAttempt,
-    TurnRanks,
 )
 
 
@@ -39,7 +39,7 @@ def train(world: World) -> None:
         world.hear(Beat(node, world.epoch, 7, tuple(seen(rank) for rank in ranks)))
 
 
-def ranks_of(world: World) -> Callable[[int, float], list[RankSeen]]:
+def ranks_of(world: World) -> Callable[[int, float], list[RankStatus]]:
     """All train."""
     return lambda node, waited: world.ranks(node)
 
@@ -113,7 +113,7 @@ def test_a_suspect_that_is_unfit_gives_way_to_a_spare_that_comes() -> None:
     assert asked(world) == [(1, "short")]
     join(world, 5, "rack5")
     told, turn = says(world, 1)
-    assert isinstance(told, ReportExamination) and isinstance(turn, TurnRanks) and turn.node == 1
+    assert isinstance(told, ReportExamination) and isinstance(turn, RestartAtStep) and turn.node == 1
     evicted, again = world.all_exit(code=3, cause="turned")
     assert isinstance(evicted, Evict) and (evicted.accused, evicted.machine) == ("doctor", "rack1")
     assert list(again.placement) == [0, 5]

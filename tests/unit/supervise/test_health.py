@@ -5,22 +5,29 @@ import pytest
 from test_decisions import World, kinds, seen
 
 from myriad.supervise.messages import Beat
-from myriad.supervise.observations import DeviceTrouble, LinkSeen
+from myriad.supervise.observations import DeviceTrouble, LinkStatus
 from myriad.supervise.policy.health import ClockCheck
-from myriad.supervise.policy.policy_actions import Blame, Evict, Notice, PolicyAction, StartAttempt, TurnRanks
+from myriad.supervise.policy.policy_actions import (
+    Evict,
+    Notice,
+    PolicyAction,
+    ReportFault,
+    RestartAtStep,
+    StartAttempt,
+)
 
 
 class Links(World):
     """Nodes with a link ``eth1`` each, and devices; ranks finish a step each second."""
 
     def __init__(self, nodes: int = 2, spares: int = 1, **plan: float) -> None:
-        self.links: dict[int, LinkSeen] = {}
+        self.links: dict[int, LinkStatus] = {}
         self.devices: dict[int, tuple[DeviceTrouble, ...]] = {}
         super().__init__(nodes=nodes, spares=spares, **plan)
         self.tell(1.0)
 
     def beat(self, node: int) -> list[PolicyAction]:
-        link = self.links.setdefault(node, LinkSeen("eth1", True, 1, 0))
+        link = self.links.setdefault(node, LinkStatus("eth1", True, 1, 0))
         ranks = tuple(seen(rank, step=int(self.now)) for rank in self.decider.state.placement.get(node, ()))
         return self.hear(Beat(node, self.epoch, 7, ranks, (link,), self.devices.get(node, ()), self.now))
 
@@ -35,7 +42,7 @@ class Links(World):
 
     def set(self, node: int, up: bool) -> None:
         was = self.links[node]
-        self.links[node] = LinkSeen("eth1", up, was.downs + (was.up and not up), 0)
+        self.links[node] = LinkStatus("eth1", up, was.downs + (was.up and not up), 0)
 
     def flap(self, node: int, seconds: float = 1.0, after: float = 10.0) -> list[PolicyAction]:
         self.set(node, False)
@@ -72,7 +79,7 @@ def test_a_link_that_stays_down_is_the_nodes_fault_and_the_spare_takes_its_place
     first, *_ = world.tell(0.5)
     assert isinstance(first, Notice)
     blame, _ = world.tell(4.0)
-    assert isinstance(blame, Blame) and (blame.cause, blame.node, blame.rank) == ("link", 1, -1)
+    assert isinstance(blame, ReportFault) and (blame.cause, blame.node, blame.rank) == ("link", 1, -1)
     assert "eth1" in blame.problem and blame.evidence["idle_seconds"] >= 3.0
     evicted, started = world.all_exit()
     assert isinstance(evicted, Evict) and (evicted.node, evicted.evidence["cause"]) == (1, "link")
@@ -103,7 +110,7 @@ def test_a_third_flap_in_five_minutes_has_the_node_give_way_after_a_step() -> No
     world = Links()
     assert set(kinds(world.flap(0) + world.flap(0))) == {"Notice"}
     (turn,) = [action for action in world.flap(0) if not isinstance(action, Notice)]
-    assert isinstance(turn, TurnRanks) and turn.node == 0
+    assert isinstance(turn, RestartAtStep) and turn.node == 0
     evicted, started = world.turn()
     assert isinstance(evicted, Evict)
     assert evicted.rule == "a link of the node keeps going down, and a spare is there"
@@ -122,7 +129,7 @@ def test_without_a_spare_a_flapping_node_goes_on_and_gives_way_when_one_comes() 
     for _ in range(4):
         assert set(kinds(world.flap(0))) == {"Notice"}
     world.join(2)
-    assert kinds(world.tell(2.0)) == ["TurnRanks"]
+    assert kinds(world.tell(2.0)) == ["RestartAtStep"]
 
 
 def test_a_spare_that_flaps_itself_is_none_for_others() -> None:
@@ -138,16 +145,16 @@ def test_the_only_link_of_a_node_is_told_when_it_is_up_again() -> None:
     """Nobody could be told meanwhile: the kernel has counted."""
     world = Links()
     was = world.links[1]
-    world.links[1] = LinkSeen("eth1", True, was.downs + 1, 0)
+    world.links[1] = LinkStatus("eth1", True, was.downs + 1, 0)
     assert problems(world.tell(0.5)) == ["link eth1 of node 1 was down 1 time, and is up again"]
 
 
 def test_a_count_of_yesterday_is_no_flap_of_today() -> None:
     world = Links()
-    world.links[0] = LinkSeen("eth1", True, 40, 0)
+    world.links[0] = LinkStatus("eth1", True, 40, 0)
     world.join(0, running=(0, 1), epoch=world.epoch)
     world = Links(spares=1)
-    world.links[3] = LinkSeen("eth1", True, 40, 0)
+    world.links[3] = LinkStatus("eth1", True, 40, 0)
     world.join(3)
     assert kinds(world.tell(5.0)) == []
 
@@ -162,7 +169,7 @@ def test_a_link_that_flaps_without_end_does_not_fill_the_journal() -> None:
 def test_damaged_packets_are_told_once_a_minute() -> None:
     world = Links()
     for minute in range(3):
-        world.links[0] = LinkSeen("eth1", True, 1, 1000 * minute)
+        world.links[0] = LinkStatus("eth1", True, 1, 1000 * minute)
         world.tell(61.0)
     assert problems(world.actions) == ["link eth1 of node 0 had 1000 damaged packets"] * 2
 
@@ -170,7 +177,7 @@ def test_damaged_packets_are_told_once_a_minute() -> None:
 def test_a_broken_device_ends_the_attempt_names_its_rank_and_the_spare_takes_its_place() -> None:
     world = Links()
     blame, _ = world.trouble(1, 3)
-    assert isinstance(blame, Blame) and (blame.cause, blame.node, blame.rank) == ("device", 1, 3)
+    assert isinstance(blame, ReportFault) and (blame.cause, blame.node, blame.rank) == ("device", 1, 3)
     evicted, started = world.all_exit()
     assert isinstance(evicted, Evict) and (evicted.node, evicted.evidence["cause"]) == (1, "device")
     assert isinstance(started, StartAttempt) and set(started.placement) == {0, 2}
@@ -178,7 +185,7 @@ def test_a_broken_device_ends_the_attempt_names_its_rank_and_the_spare_takes_its
 
 def test_a_device_that_can_wait_costs_no_step() -> None:
     world = Links()
-    assert kinds(world.trouble(0, 0, can_wait=True) + world.tell(2.0)) == ["Notice", "TurnRanks"]
+    assert kinds(world.trouble(0, 0, can_wait=True) + world.tell(2.0)) == ["Notice", "RestartAtStep"]
     evicted, _ = world.turn()
     assert isinstance(evicted, Evict) and evicted.rule == "a device of the node fails, and a spare is there"
 
@@ -198,7 +205,7 @@ def test_what_a_program_did_to_its_device_evicts_nobody() -> None:
     blame, _ = world.exit(
         1, 1, "device", step=4, error="RuntimeError: CUDA error: unspecified launch failure"
     )
-    assert isinstance(blame, Blame) and blame.cause == "user"
+    assert isinstance(blame, ReportFault) and blame.cause == "user"
     assert kinds(world.all_exit()) == ["StartAttempt"]
 
 
@@ -216,7 +223,7 @@ def test_a_fault_that_is_told_when_its_rank_has_ended_is_the_nodes_all_the_same(
     world.all_exit()
     told = DeviceTrouble(1, 1, world.epoch - 1, "hardware", "Xid 94: memory")
     world.devices[0] = (told,)
-    assert kinds(world.tell(2.0)) == ["Notice", "TurnRanks"]
+    assert kinds(world.tell(2.0)) == ["Notice", "RestartAtStep"]
 
 
 def test_a_clock_that_is_wrong_is_told_once_and_a_slow_network_is_no_wrong_clock() -> None:
@@ -238,4 +245,4 @@ def test_a_rank_that_computes_wrong_bits_gives_way_to_a_spare_after_its_step() -
     world.devices[node] = (told,)
     actions = world.tell(3.0)
     assert any(words in problem for problem in problems(actions))
-    assert [action.node for action in actions if isinstance(action, TurnRanks)] == [node]
+    assert [action.node for action in actions if isinstance(action, RestartAtStep)] == [node]

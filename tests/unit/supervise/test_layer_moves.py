@@ -17,9 +17,9 @@ from myriad.model.gpt import GPT
 from myriad.program.schedules import stage_owners
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined
-from myriad.supervise.observations import RankExited, RankSeen
+from myriad.supervise.observations import RankExited, RankStatus
 from myriad.supervise.policy.decisions import Decider
-from myriad.supervise.policy.policy_actions import PolicyAction, ReportSlow, StartAttempt, TurnRanks
+from myriad.supervise.policy.policy_actions import PolicyAction, ReportSlow, RestartAtStep, StartAttempt
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.step_work import Pipeline, StepWork, best_cuts, layer_seconds, pipeline_seconds
 from myriad.train.engine_setup import stage_layers
@@ -74,15 +74,15 @@ class Line:
                 rows = tuple(self.row(rank, node) for rank in self.state.placement.get(node, ()))
                 self.did(self.decider.hear(Beat(node, self.state.epoch, 7, rows), self.now))
             for action in self.did(self.decider.due(self.now)):
-                if isinstance(action, TurnRanks):
+                if isinstance(action, RestartAtStep):
                     self.exit_all("turned", 75)
         return self.actions[done:]
 
-    def row(self, rank: int, node: int) -> RankSeen:
+    def row(self, rank: int, node: int) -> RankStatus:
         layers = PIPELINE.stages(self.cuts)[rank]
         pace = sum(TRUE[layer] * self.longer.get(layer, 1.0) for layer in layers)
         busy = 16 * pace * self.slow.get(node, 1.0) * self.noise(rank, self.step)
-        return RankSeen(rank, 9, "S", "step", "forward", self.step, 1, 1, 0.0, 1.0, busy)
+        return RankStatus(rank, 9, "S", "step", "forward", self.step, 1, 1, 0.0, 1.0, busy)
 
     def exit_all(self, cause: str, code: int) -> None:
         for node, ranks in list(self.state.placement.items()):
@@ -111,14 +111,14 @@ def test_layers_move_from_a_slow_node_and_back_when_it_is_fast_again() -> None:
     diagnosis, turn, again = line.train(60)
     assert isinstance(diagnosis, ReportSlow) and (diagnosis.culprit, diagnosis.node) == ("rank", 1)
     assert "1.60 times as long as before, as no other stage does" in diagnosis.problem
-    assert isinstance(turn, TurnRanks) and turn.layout is not None and turn.layout.shares == ()
+    assert isinstance(turn, RestartAtStep) and turn.layout is not None and turn.layout.shares == ()
     assert isinstance(again, StartAttempt) and again.layout == turn.layout and again.epoch == 2
     assert list(again.placement) == [0, 1, 2, 3], "nobody is evicted"
     assert max(line.paces()) <= 0.056, "0.080 before; 0.189 on 3 5/8 nodes: 0.052 at best"
     assert line.train(3600) == [], "it is slow as before, and that is known"
     line.slow = {}
     turn, again = line.train(60)
-    assert isinstance(turn, TurnRanks) and "before again" in turn.rule
+    assert isinstance(turn, RestartAtStep) and "before again" in turn.rule
     assert isinstance(again, StartAttempt) and again.layout == AttemptLayout()
     assert line.state.moved is None
     assert line.train(3600) == []
@@ -168,7 +168,7 @@ def test_layers_do_not_move_to_and_fro() -> None:
         line.train(60)
         line.slow = {}
         line.train(60)
-    assert kinds(line.actions).count("TurnRanks") <= 2 * 3600 / 300 + 1
+    assert kinds(line.actions).count("RestartAtStep") <= 2 * 3600 / 300 + 1
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_slowness_that_goes_along_with_the_layers_is_nobodys_fault() -> None:
     line.longer = dict.fromkeys(range(5, 10), 1.8)
     diagnosis, turn, _, told = line.train(100)
     assert isinstance(diagnosis, ReportSlow) and diagnosis.culprit == "rank", "more cannot be known yet"
-    assert isinstance(turn, TurnRanks)
+    assert isinstance(turn, RestartAtStep)
     assert isinstance(told, ReportSlow) and (told.culprit, told.node) == ("stage", -1)
     assert told.evidence["layers"] == [5, 6, 7, 8, 9]
     assert line.train(3600) == [], "the layers lie where the step is shortest"
@@ -188,7 +188,7 @@ def test_a_node_that_is_well_again_before_anybody_could_see_what_the_move_did() 
     line = Line()
     line.train(100)
     line.slow = {1: 1.6}
-    while not any(isinstance(action, TurnRanks) for action in line.actions):
+    while not any(isinstance(action, RestartAtStep) for action in line.actions):
         line.train(1)
     line.slow = {}
     line.train(600)
@@ -212,7 +212,7 @@ def test_who_was_held_up_at_first_makes_nobody_else_slow() -> None:
     line.slow = {}
     assert line.train(3600) == []
     line.slow = {0: 1.5}
-    assert "TurnRanks" in kinds(line.train(60)), "and it is found when it is slow again"
+    assert "RestartAtStep" in kinds(line.train(60)), "and it is found when it is slow again"
 
 
 def test_a_fault_does_not_make_a_slow_node_look_as_it_always_was() -> None:
@@ -224,7 +224,7 @@ def test_a_fault_does_not_make_a_slow_node_look_as_it_always_was() -> None:
     line.exit_all("killed", -9)
     assert line.state.epoch == 2
     line.slow = {1: 1.6}
-    assert kinds(line.train(60)) == ["ReportSlow", "TurnRanks", "StartAttempt"]
+    assert kinds(line.train(60)) == ["ReportSlow", "RestartAtStep", "StartAttempt"]
 
 
 def test_a_new_driver_knows_what_was_moved_and_why() -> None:
@@ -264,7 +264,7 @@ def test_layers_go_back_for_good_where_memory_did_not_last() -> None:
     line.did(line.decider.hear(RankExited(0, 2, 0, 1, "device memory", 9, "", "a.log"), line.now))
     line.exit_all("killed", -9)
     assert line.state.epoch == 3 and line.state.layout.partition is None
-    assert "TurnRanks" not in kinds(line.train(3600))
+    assert "RestartAtStep" not in kinds(line.train(3600))
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def test_noise_hides_no_slow_stage_and_moves_no_layer_twice(seed: int, node: int
     line.slow = {node: 1.6}
     actions = line.train(900)
     told = [action for action in actions if isinstance(action, ReportSlow)]
-    assert told[0].node == node and kinds(actions).count("TurnRanks") == 1
+    assert told[0].node == node and kinds(actions).count("RestartAtStep") == 1
 
 
 @settings(max_examples=80, deadline=None)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from myriad.supervise.agent.link_state import LinkWatch, chosen_interfaces, rdma_ports
-from myriad.supervise.observations import LinkSeen
+from myriad.supervise.agent.link_state import LinkStateReader, chosen_interfaces, rdma_ports
+from myriad.supervise.observations import LinkStatus
 from myriad.telemetry.links.netlink import Kernel, LinkCounters, parse_link
 
 UP, LOWER_UP = 1, 1 << 16
@@ -96,16 +96,16 @@ def test_ports_of_rdma_are_those_that_nccl_uses(
     make_port(tmp_path, "mlx5_10", "1: DOWN\n", 0)
     found = rdma_ports(chosen, tmp_path)
     assert [port.name for port in found] == names
-    assert {LinkSeen("mlx5_0:1", True, 1, 3)} >= set(found[:1]) - {LinkSeen("mlx5_10:1", False, 0, 3)}
+    assert {LinkStatus("mlx5_0:1", True, 1, 3)} >= set(found[:1]) - {LinkStatus("mlx5_10:1", False, 0, 3)}
 
 
 def test_a_port_that_no_cable_was_ever_in_is_nobodys_loss(tmp_path: Path) -> None:
     make_port(tmp_path, "mlx5_0", "4: ACTIVE\n", 0)
     make_port(tmp_path, "mlx5_1", "1: DOWN\n", 0)
-    watch = LinkWatch(lambda: "lo", rdma=True, sys=tmp_path)
-    assert [(link.name, link.up) for link in watch.look()] == [("mlx5_0:1", True)]
+    watch = LinkStateReader(lambda: "lo", rdma=True, sys=tmp_path)
+    assert [(link.name, link.up) for link in watch.poll()] == [("mlx5_0:1", True)]
     (tmp_path / "class/infiniband/mlx5_0/ports/1/state").write_text("1: DOWN\n")
-    assert [(link.name, link.up) for link in watch.look()] == [("mlx5_0:1", False)]
+    assert [(link.name, link.up) for link in watch.poll()] == [("mlx5_0:1", False)]
 
 
 def test_only_a_node_agent_that_asks_imports_pyroute2() -> None:

@@ -10,8 +10,8 @@ import pytest
 from myriad.alerts.log_patterns import LogPatterns
 from myriad.run import Run
 from myriad.supervise.agent import log_scan
+from myriad.supervise.agent.log_monitor import LogMonitor
 from myriad.supervise.agent.log_scan import KERNEL, Found, LogScanner
-from myriad.supervise.agent.log_watch import LogWatch
 from myriad.supervise.background import AsyncWriter
 
 ERROR = "RuntimeError: CUDA error: an illegal memory access was encountered"
@@ -188,7 +188,7 @@ def test_what_is_left_of_an_attempt_is_reported_as_its_own(log: Path) -> None:
 def test_an_event_names_the_log_that_the_line_is_in(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.path.mkdir()
-    watch = LogWatch(run, 0, lambda rank: 7, lambda pid: -1, AsyncWriter())
+    watch = LogMonitor(run, 0, lambda rank: 7, lambda pid: -1, AsyncWriter())
     watch.begin(2, [3])
     found = {"what": "NCCL", "text": "NCCL WARN", "rank": 3, "ranks": [3], "pid": 0, "count": 5}
     watch._note(found | {"epoch": 1})

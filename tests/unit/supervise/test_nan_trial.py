@@ -6,7 +6,14 @@ from test_decisions import World, kinds, seen
 
 from myriad.supervise.exit_causes import cause_of, first_not_finite
 from myriad.supervise.messages import Beat
-from myriad.supervise.policy.policy_actions import Blame, Diagnose, EndRun, Evict, PolicyAction, StartAttempt
+from myriad.supervise.policy.policy_actions import (
+    Diagnose,
+    EndRun,
+    Evict,
+    PolicyAction,
+    ReportFault,
+    StartAttempt,
+)
 
 SAID = "myriad: error: step {step}: loss is nan; first bad tensor is the gradient of a.b, on rank {rank}"
 
@@ -42,7 +49,7 @@ def test_what_every_rank_says_names_the_one_that_made_it() -> None:
     assert cause_of(1, error, memory_killed=False) == "nan" and first_not_finite(error)[0] == 12
     assert cause_of(1, "ValueError: loss is odd", memory_killed=False) == "user"
     world = World(nodes=2)
-    blame = next(one for one in not_finite(world, rank=3) if isinstance(one, Blame))
+    blame = next(one for one in not_finite(world, rank=3) if isinstance(one, ReportFault))
     assert (blame.cause, blame.rank, blame.node, blame.step) == ("nan", 3, 1, 8)
 
 

@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.supervise.observations import RankSeen
-from myriad.supervise.policy.hang_watch import Deadlines, RankObservations
+from myriad.supervise.observations import RankStatus
+from myriad.supervise.policy.hang_detector import Deadlines, RankObservations
 
 PLACEMENT = {3: (0, 1, 2, 3), 1: (4, 5, 6, 7), 2: (8, 9, 10, 11)}
 
 ROWS = st.builds(
-    RankSeen,
+    RankStatus,
     rank=st.just(0),
     pid=st.just(9),
     state=st.just("S"),
@@ -23,14 +23,14 @@ ROWS = st.builds(
 )
 
 
-def renumbered(row: RankSeen, rank: int) -> RankSeen:
-    return RankSeen(**{**vars(row), "rank": rank})
+def renumbered(row: RankStatus, rank: int) -> RankStatus:
+    return RankStatus(**{**vars(row), "rank": rank})
 
 
 @given(
     st.lists(st.lists(ROWS, min_size=12, max_size=12), min_size=1, max_size=4), st.sets(st.integers(0, 11))
 )
-def test_the_few_rows_come_to_what_all_come_to(beats: list[list[RankSeen]], ended: set[int]) -> None:
+def test_the_few_rows_come_to_what_all_come_to(beats: list[list[RankStatus]], ended: set[int]) -> None:
     sightings, by_few, by_all = RankObservations(), Deadlines(1.0, 60.0), Deadlines(1.0, 60.0)
     for rows in beats:
         for node, ranks in PLACEMENT.items():
@@ -48,7 +48,7 @@ def test_the_few_rows_come_to_what_all_come_to(beats: list[list[RankSeen]], ende
 
 
 def test_nothing_is_seen_until_each_node_has_told_of_all_its_ranks_that_live() -> None:
-    rank_seen = RankSeen(0, 9, "S", "step", "reduce", 3, 2, 1, 0.5, 0.5)
+    rank_seen = RankStatus(0, 9, "S", "step", "reduce", 3, 2, 1, 0.5, 0.5)
     sightings = RankObservations()
     for node, ranks in PLACEMENT.items():
         assert sightings.few(PLACEMENT, ()) == []

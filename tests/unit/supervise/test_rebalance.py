@@ -13,15 +13,15 @@ from myriad.comm.attempt_layout import AttemptLayout
 from myriad.job import load_job
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, StopAsked
-from myriad.supervise.observations import RankExited, RankSeen
+from myriad.supervise.observations import RankExited, RankStatus
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.policy_actions import (
     Evict,
     PolicyAction,
     ReportSlow,
+    RestartAtStep,
     StartAttempt,
     StopRanks,
-    TurnRanks,
 )
 from myriad.supervise.policy.rebalance import best_shares, step_seconds
 from myriad.supervise.policy.run_state import RunPlan, RunState
@@ -74,7 +74,7 @@ class World:
                 rows = tuple(self.row(rank, factor(node)) for rank in ranks)
                 self._did(self.decider.hear(Beat(node, self.state.epoch, 7, rows), self.now))
             for action in self._did(self.decider.due(self.now)):
-                if isinstance(action, TurnRanks):
+                if isinstance(action, RestartAtStep):
                     self.exit_all("turned", 75)
         return self.actions[done:]
 
@@ -84,10 +84,10 @@ class World:
                 ended = RankExited(node, self.state.epoch, rank, code, cause, self.step, "", "a.log")
                 self._did(self.decider.hear(ended, self.now))
 
-    def row(self, rank: int, factor: float) -> RankSeen:
+    def row(self, rank: int, factor: float) -> RankStatus:
         shares = self.state.layout.shares or self.work.shares
         busy = SECONDS * shares[self.work.place(rank, 4)[0]] * factor
-        return RankSeen(rank, 9, "S", "step", "forward", self.step, 1, 1, 0.0, 0.5, busy)
+        return RankStatus(rank, 9, "S", "step", "forward", self.step, 1, 1, 0.0, 0.5, busy)
 
     def _did(self, actions: list[PolicyAction]) -> list[PolicyAction]:
         self.actions += actions
@@ -108,13 +108,13 @@ def test_work_moves_from_a_slow_node_and_back_when_it_is_fast_again() -> None:
     world.train(100)
     diagnosis, turn, again = world.train(60, node_1_is_slow)
     assert isinstance(diagnosis, ReportSlow) and (diagnosis.culprit, diagnosis.node) == ("rank", 1)
-    assert isinstance(turn, TurnRanks) and turn.layout == AttemptLayout(shares=(9, 5, 9, 9))
+    assert isinstance(turn, RestartAtStep) and turn.layout == AttemptLayout(shares=(9, 5, 9, 9))
     assert isinstance(again, StartAttempt) and again.layout == turn.layout and again.epoch == 2
     assert list(again.placement) == [0, 1, 2, 3], "nobody is evicted"
     assert world.train(3600, node_1_is_slow) == [], "it is slow as before, and that is known"
     turn, again = world.train(60)
     assert (
-        isinstance(turn, TurnRanks)
+        isinstance(turn, RestartAtStep)
         and turn.layout == AttemptLayout(shares=(8, 8, 8, 8))
         and "fast" in turn.rule
     )
@@ -128,7 +128,7 @@ def test_it_does_not_move_to_and_fro() -> None:
     for _ in range(60):
         world.train(60, node_1_is_slow)
         world.train(60)
-    assert kinds(world.actions).count("TurnRanks") <= 2 * 3600 / 300 + 1
+    assert kinds(world.actions).count("RestartAtStep") <= 2 * 3600 / 300 + 1
 
 
 def test_only_told() -> None:
@@ -141,7 +141,7 @@ def test_a_spare_takes_the_place_of_a_slow_node() -> None:
     world = World(spares=1, on_slow="swap")
     world.train(100)
     actions = world.train(60, node_1_is_slow)
-    assert kinds(actions) == ["ReportSlow", "TurnRanks", "Evict", "StartAttempt"]
+    assert kinds(actions) == ["ReportSlow", "RestartAtStep", "Evict", "StartAttempt"]
     evict, again = actions[2:]
     assert isinstance(evict, Evict) and evict.node == 1
     assert (
@@ -153,7 +153,7 @@ def test_a_spare_takes_the_place_of_a_slow_node() -> None:
 def test_without_a_spare_work_moves_instead() -> None:
     world = World(on_slow="swap")
     world.train(100)
-    assert kinds(world.train(60, node_1_is_slow)) == ["ReportSlow", "TurnRanks", "StartAttempt"]
+    assert kinds(world.train(60, node_1_is_slow)) == ["ReportSlow", "RestartAtStep", "StartAttempt"]
 
 
 def test_other_nodes_begin_with_equal_shares() -> None:
@@ -186,7 +186,7 @@ def test_ranks_that_do_not_end_by_themselves_are_killed_and_nobody_is_blamed() -
     world.train(100)
     world.exit_all = lambda cause, code: None  # type: ignore[method-assign]
     actions = world.train(44, node_1_is_slow)
-    assert kinds(actions)[:3] == ["ReportSlow", "TurnRanks", "StopRanks"] and isinstance(
+    assert kinds(actions)[:3] == ["ReportSlow", "RestartAtStep", "StopRanks"] and isinstance(
         actions[2], StopRanks
     )
     World.exit_all(world, "killed", -9)
@@ -220,7 +220,7 @@ def test_a_fault_meanwhile_is_a_fault() -> None:
     world.exit_all = lambda cause, code: None  # type: ignore[method-assign]
     world.train(15, node_1_is_slow)
     killed = RankExited(2, world.state.epoch, 2, -9, "killed", 5, "", "a.log")
-    assert kinds(world.decider.hear(killed, world.now)) == ["Blame", "StopRanks"]
+    assert kinds(world.decider.hear(killed, world.now)) == ["ReportFault", "StopRanks"]
     World.exit_all(world, "turned", 75)
     assert isinstance(world.actions[-1], StartAttempt) and not world.state.turning
 

@@ -17,15 +17,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, NodeLeft, StopAsked
-from myriad.supervise.observations import RankExited, RankSeen
+from myriad.supervise.observations import RankExited, RankStatus
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.policy_actions import (
     EndRun,
     Evict,
     PolicyAction,
+    RestartAtStep,
     StartAttempt,
     StopRanks,
-    TurnRanks,
 )
 from myriad.supervise.policy.run_state import RunPlan, RunState
 
@@ -136,7 +136,7 @@ class Cluster(RuleBasedStateMachine):
             assert self.faults or self.hung or self.stop_asked, f"nothing was wrong with them: {action}"
             for number in self.nodes:
                 self.send(number, ("end", action.epoch, ()))
-        elif isinstance(action, TurnRanks):
+        elif isinstance(action, RestartAtStep):
             for number in self.nodes:
                 self.send(number, ("turn", action.epoch, ()))
         elif isinstance(action, Evict):
@@ -329,13 +329,13 @@ class Cluster(RuleBasedStateMachine):
             for rank in node.ranks.values():
                 rank.step, rank.since = rank.step + 1, self.now
 
-    def seen(self, number: int, rank: Rank) -> RankSeen:
+    def seen(self, number: int, rank: Rank) -> RankStatus:
         phase = "step" if rank.step >= 0 else "loading"
         entered, left = (3, 3) if rank.hangs else (4, 3)
         idle = self.now - rank.since
         step_seconds = 1.0 if rank.step > 0 else 0.0
         letter = "T" if rank.stopped else "S"
-        return RankSeen(number, 9, letter, phase, "reduce", rank.step, entered, left, idle, step_seconds)
+        return RankStatus(number, 9, letter, phase, "reduce", rank.step, entered, left, idle, step_seconds)
 
     # What can happen, after a while
 

@@ -10,7 +10,7 @@ from myriad.launchers.supervised_run import replica_groups
 from myriad.supervise.messages import Beat
 from myriad.supervise.observations import Digest, RankExited
 from myriad.supervise.policy.numeric_faults import ReplicaDifference, ReplicaDigests
-from myriad.supervise.policy.policy_actions import Blame, EndRun, Evict, StartAttempt
+from myriad.supervise.policy.policy_actions import EndRun, Evict, ReportFault, StartAttempt
 
 FOUR = ((0, 1, 2, 3),)
 
@@ -18,7 +18,7 @@ FOUR = ((0, 1, 2, 3),)
 def told(replicas: ReplicaDigests, step: int, values: dict[int, int]) -> ReplicaDifference | None:
     for rank, value in values.items():
         replicas.saw(rank, [Digest(step, value)])
-    return replicas.look()
+    return replicas.find_difference()
 
 
 def test_the_one_that_differs_from_the_majority_is_named() -> None:
@@ -44,7 +44,7 @@ def test_digests_of_different_steps_are_never_compared() -> None:
     replicas = ReplicaDigests(FOUR)
     for rank in range(4):
         replicas.saw(rank, [Digest(10 * (rank + 1), rank)])
-    assert replicas.look() is None and replicas.agreed == -1
+    assert replicas.find_difference() is None and replicas.agreed == -1
 
 
 def test_a_late_digest_completes_its_step() -> None:
@@ -61,14 +61,14 @@ def test_the_earliest_difference_is_told_and_nothing_after_it_counts_as_agreed()
     for step, odd in ((10, 1), (20, 5), (30, 1)):
         for rank in range(4):
             replicas.saw(rank, [Digest(step, odd if rank == 3 else 1)])
-    assert replicas.look() == ReplicaDifference(20, (3,), (0, 1, 2)) and replicas.agreed == 10
+    assert replicas.find_difference() == ReplicaDifference(20, (3,), (0, 1, 2)) and replicas.agreed == 10
 
 
 def test_steps_that_never_become_complete_are_forgotten() -> None:
     replicas = ReplicaDigests(FOUR)
     for step in range(10_000):
         replicas.saw(0, [Digest(step, 1)])
-        replicas.look()
+        replicas.find_difference()
     assert len(replicas._values) <= 65
 
 
@@ -79,7 +79,7 @@ def test_healthy_ranks_in_any_order_and_with_any_gaps_are_never_told_to_differ(
     replicas = ReplicaDigests(((0, 1), (2, 3)))
     for rank, step in beats:
         replicas.saw(rank, [Digest(step, 100 * (rank // 2) + step)])
-        assert replicas.look() is None
+        assert replicas.find_difference() is None
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_the_attempt_ends_and_the_next_goes_on_from_what_all_agreed_on() -> None
     world = World(replicas=FOUR)
     assert beat(world, 10, same()) == []
     blame, _ = beat(world, 20, same() | {2: 9})
-    assert isinstance(blame, Blame) and (blame.cause, blame.rank, blame.step) == ("corruption", 2, 20)
+    assert isinstance(blame, ReportFault) and (blame.cause, blame.rank, blame.step) == ("corruption", 2, 20)
     assert blame.evidence == {"suspects": (2,), "others": (0, 1, 3), "agreed_step": 10}
     (started,) = world.all_exit(step=23)
     assert isinstance(started, StartAttempt) and started.newest_step == 10

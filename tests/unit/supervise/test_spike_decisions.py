@@ -3,7 +3,7 @@
 from test_decisions import World
 
 from myriad.supervise.exit_causes import cause_of, spike_text
-from myriad.supervise.policy.policy_actions import Blame, EndRun, Evict, PolicyAction, StartAttempt
+from myriad.supervise.policy.policy_actions import EndRun, Evict, PolicyAction, ReportFault, StartAttempt
 
 SAID = (
     "myriad: error: step {step}: a spike, twice: gradient norm 100, the median of 128 steps is 1, the limit 2"
@@ -35,7 +35,7 @@ def test_the_run_goes_on_from_100_steps_before_and_skips_what_led_to_it() -> Non
     actions = spike(world, 500)
     start = started(actions)
     assert start.newest_step == 399 and start.skipped_steps == tuple(range(400, 601))
-    (blame,) = (one for one in actions if isinstance(one, Blame))
+    (blame,) = (one for one in actions if isinstance(one, ReportFault))
     assert (blame.cause, blame.rank, blame.node, blame.step) == ("spike", -1, -1, 500)
     assert start.placement == before and not any(isinstance(one, Evict) for one in actions)
 

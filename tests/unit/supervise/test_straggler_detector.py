@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from myriad.supervise.observations import RankSeen
+from myriad.supervise.observations import RankStatus
 from myriad.supervise.policy.slow_ranks import StragglerDetector, StragglerFinding
 from myriad.supervise.policy.step_work import StepWork
 
@@ -22,7 +22,7 @@ STAGE_SECONDS = (0.010, 0.017)
 Factor = Callable[[int, int], float]
 
 
-class Watched:
+class WatchedRun:
     """An attempt's beats: one a second."""
 
     def __init__(
@@ -44,10 +44,10 @@ class Watched:
                 return found
         return None
 
-    def row(self, rank: int, step: int, factor: float) -> RankSeen:
+    def row(self, rank: int, step: int, factor: float) -> RankStatus:
         replica, stage = self.work.place(rank, self.world)
         busy = STAGE_SECONDS[stage] * self.work.shares[replica] * factor if step else 0.0
-        return RankSeen(rank, 9, "S", "step", "forward", step, 1, 1, 0.0, self.step_seconds, busy)
+        return RankStatus(rank, 9, "S", "step", "forward", step, 1, 1, 0.0, self.step_seconds, busy)
 
 
 def slow(ranks: Sequence[int], times: float, since: int = 0, until: int = 10**9) -> Factor:
@@ -57,7 +57,7 @@ def slow(ranks: Sequence[int], times: float, since: int = 0, until: int = 10**9)
 @pytest.mark.parametrize("step_seconds", [0.05, 0.5, 2.0, 6.0])
 @pytest.mark.parametrize("times", [1.31, 1.5, 4.0])
 def test_a_slow_rank_is_named_within_ten_steps_or_a_minute(step_seconds: float, times: float) -> None:
-    watched = Watched(step_seconds=step_seconds)
+    watched = WatchedRun(step_seconds=step_seconds)
     assert watched.watch(200) is None
     began = watched.now
     found = watched.watch(300, slow([4], times, since=int(began / step_seconds)))
@@ -67,7 +67,7 @@ def test_a_slow_rank_is_named_within_ten_steps_or_a_minute(step_seconds: float, 
 
 
 def test_steps_of_half_a_minute_need_no_ten_of_them() -> None:
-    watched = Watched(step_seconds=30.0)
+    watched = WatchedRun(step_seconds=30.0)
     watched.watch(900)
     began = watched.now
     assert watched.watch(900, slow([4], 1.5, since=int(began / 30) + 1)) is not None
@@ -75,7 +75,7 @@ def test_steps_of_half_a_minute_need_no_ten_of_them() -> None:
 
 
 def test_a_slow_node_is_named_as_a_whole() -> None:
-    found = Watched().watch(60, slow([2, 3], 1.6))
+    found = WatchedRun().watch(60, slow([2, 3], 1.6))
     assert found is not None and (found.culprit, found.ranks, found.node) == ("node", (2, 3), 1)
 
 
@@ -83,17 +83,17 @@ def test_a_node_that_holds_half_of_a_stage_is_found_by_the_other_half() -> None:
     """Two replicas of one stage, four ranks to a matrix: those of the same node are as slow as each other."""
     work = replace(WORK, dp=2, pp=1, ranks_per_node=4, shares=(4, 4))
     nodes = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
-    found = Watched(work, nodes).watch(60, slow([4, 5, 6, 7], 1.4))
+    found = WatchedRun(work, nodes).watch(60, slow([4, 5, 6, 7], 1.4))
     assert found is not None and (found.culprit, found.node) == ("node", 1)
 
 
 def test_a_stage_with_more_to_do_is_nobodys_fault() -> None:
     """Stage 1 has the head, and takes 1.7 times as long from the beginning."""
-    assert Watched().watch(600) is None
+    assert WatchedRun().watch(600) is None
 
 
 def test_a_stage_that_becomes_slow_is_the_works_fault() -> None:
-    watched = Watched()
+    watched = WatchedRun()
     watched.watch(60)
     found = watched.watch(60, slow([1, 3, 5, 7], 1.5))
     assert found is not None and (found.culprit, found.ranks, found.node) == ("stage", (1, 3, 5, 7), -1)
@@ -103,38 +103,38 @@ def test_a_stage_on_a_node_of_its_own_is_compared_with_itself() -> None:
     """One replica of two stages: tensor-parallel ranks of a stage are on one node, and slow together."""
     work = replace(WORK, dp=1, pp=2, ranks_per_node=2, shares=(4,))
     nodes = {0: (0, 1), 1: (2, 3)}
-    watched = Watched(work, nodes)
+    watched = WatchedRun(work, nodes)
     assert watched.watch(60) is None
     found = watched.watch(60, slow([2, 3], 1.5))
     assert found is not None and (found.culprit, found.ranks, found.alone) == ("node", (2, 3), True)
-    all_longer = Watched(work, nodes)
+    all_longer = WatchedRun(work, nodes)
     all_longer.watch(60)
     found = all_longer.watch(60, slow([0, 1, 2, 3], 1.5))
     assert found is not None and found.culprit == "stage", "all have more to do"
 
 
 def test_a_replica_with_more_micro_batches_is_not_slow_for_that() -> None:
-    assert Watched(replace(WORK, shares=(6, 2, 4, 4))).watch(600) is None
+    assert WatchedRun(replace(WORK, shares=(6, 2, 4, 4))).watch(600) is None
 
 
 def test_a_step_that_is_slow_for_its_data_is_nobodys_fault() -> None:
-    watched = Watched(step_seconds=1.0)
+    watched = WatchedRun(step_seconds=1.0)
     assert watched.watch(600, lambda rank, step: 9.0 if rank == step % 8 and step % 7 == 0 else 1.0) is None
 
 
 def test_pauses_of_one_rank_are_not_slowness() -> None:
     """Collections, other programs: a quarter of one rank's steps takes ten times as long."""
-    watched = Watched(step_seconds=1.0)
+    watched = WatchedRun(step_seconds=1.0)
     assert watched.watch(3600, lambda rank, step: 10.0 if rank == 3 and step % 4 == 0 else 1.0) is None
 
 
 def test_the_first_steps_of_an_attempt_are_not_looked_at() -> None:
-    watched = Watched(step_seconds=3.0)
+    watched = WatchedRun(step_seconds=3.0)
     assert watched.watch(300, slow([5], 50.0, until=3)) is None
 
 
 def test_ranks_that_do_not_know_how_long_they_compute_are_not_compared() -> None:
-    watched = Watched()
+    watched = WatchedRun()
     assert not watched.stragglers.saw([watched.row(rank, 0, 1.0) for rank in range(8)], 1.0)
 
 
@@ -143,7 +143,7 @@ def test_with_an_order_of_nodes_ranks_are_where_the_grid_has_them() -> None:
     work = replace(WORK, dp=2, pp=1, node_order=(1, 0), shares=(6, 3))
     nodes = {0: (0, 1), 1: (2, 3)}
     assert [work.place(rank, 4) for rank in range(4)] == [(1, 0), (1, 0), (0, 0), (0, 0)]
-    assert Watched(work, nodes).watch(300) is None
+    assert WatchedRun(work, nodes).watch(300) is None
 
 
 @pytest.mark.slow
@@ -163,13 +163,13 @@ def test_hours_of_ordinary_noise_raise_no_alarm(seed: int, layout: tuple[int, in
         times = max(0.5, draw.gauss(1.0, 0.08)) * (1.08 if rank == 0 else 1.0)
         return times * (draw.uniform(1, 10) if draw.random() < 0.02 else 1.0)
 
-    assert Watched(work, nodes).watch(3600, noise) is None
+    assert WatchedRun(work, nodes).watch(3600, noise) is None
 
 
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 7))
 def test_noise_does_not_hide_a_slow_rank_or_blame_another(seed: int, rank: int) -> None:
     draw = random.Random(seed)
-    watched = Watched()
+    watched = WatchedRun()
     found = watched.watch(120, lambda r, step: draw.gauss(1.0, 0.05) * (1.5 if r == rank else 1.0))
     assert found is not None and found.ranks == (rank,)

@@ -5,15 +5,15 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.supervise.observations import CommSeen, RankSeen
+from myriad.supervise.observations import CommStatus, RankStatus
 from myriad.supervise.policy.step_work import StepWork
 from myriad.supervise.policy.suspects import find_suspects
 from myriad.telemetry.progress.operation_counters import COUNTERS
 
 
-def row(rank: int, step: int, entered: int, left: int, state: str = "S") -> RankSeen:
+def row(rank: int, step: int, entered: int, left: int, state: str = "S") -> RankStatus:
     activity = "reduce" if entered > left else "backward"
-    return RankSeen(rank, 1, state, "step", activity, step, entered, left, 20.0, 1.0)
+    return RankStatus(rank, 1, state, "step", activity, step, entered, left, 20.0, 1.0)
 
 
 @given(st.integers(2, 64), st.integers(0, 10**6), st.data())
@@ -59,14 +59,14 @@ SEATS = {rank: WORK.seat(rank, 4) for rank in range(4)}
 
 def counted(
     rank: int, counters: dict[str, int], *waits: str, activity: str = "", on_device: bool = True
-) -> RankSeen:
+) -> RankStatus:
     """A rank with operations begun, in the newest of ``waits``; with none it is outside."""
     numbers = tuple(counters.get(name, 0) for name in COUNTERS)
     mask = sum(1 << COUNTERS.index(name) for name in waits)
     entered = sum(count for name, count in counters.items() if "sent" not in name)
-    comm = CommSeen(numbers, mask, on_device)
+    comm = CommStatus(numbers, mask, on_device)
     left = entered - bool(waits)
-    return RankSeen(rank, 1, "S", "step", activity or "wait", 5, entered, left, 20.0, 1.0, comm=comm)
+    return RankStatus(rank, 1, "S", "step", activity or "wait", 5, entered, left, 20.0, 1.0, comm=comm)
 
 
 DOWN, UP = "gradient down received", "activation up received"

@@ -20,7 +20,7 @@ from myriad.supervise.background import AsyncWriter
 from myriad.supervise.driver.request_handler import TraceRequests, why_not
 from myriad.supervise.driver_requests import request_trace
 from myriad.supervise.messages import Trace, TraceAnswer, TraceAsked, Traced
-from myriad.supervise.observations import RankSeen
+from myriad.supervise.observations import RankStatus
 from myriad.supervise.policy.run_state import RunState
 from myriad.telemetry.progress.progress_page import ProgressPage
 from myriad.telemetry.traces.trace_request import TraceAnswerWord, TraceWord
@@ -99,7 +99,7 @@ class Crew:
     def living(self) -> list[int]:
         return list(self._living)
 
-    def look(self) -> tuple[()]:
+    def poll(self) -> tuple[()]:
         return ()
 
     def ask_trace(self, ranks: set[int], word: int) -> None:
@@ -164,18 +164,18 @@ def test_ranks_of_an_attempt_that_is_over_are_not_looked_for(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def stopped() -> Iterator[RankSeen]:
+def stopped() -> Iterator[RankStatus]:
     process = subprocess.Popen(["sleep", "60"])
     os.kill(process.pid, signal.SIGSTOP)
     while "\nState:\tT" not in Path(f"/proc/{process.pid}/status").read_text():
         time.sleep(0.01)
-    yield RankSeen(4, process.pid, "T", "step", "reduce", 12, 7, 6, 3.25, 0.5)
+    yield RankStatus(4, process.pid, "T", "step", "reduce", 12, 7, 6, 3.25, 0.5)
     process.kill()
     process.wait()
 
 
 def test_a_stopped_process_that_nobody_can_read_says_what_is_known(
-    stopped: RankSeen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stopped: RankStatus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_traces.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(rank_traces.shutil, "which", lambda name: None)

@@ -16,7 +16,7 @@ from test_decisions import World, seen
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
 from myriad.supervise.agent.link_monitor import sum_up
 from myriad.supervise.messages import Beat
-from myriad.supervise.observations import LinkTraffic, RankSeen
+from myriad.supervise.observations import LinkTraffic, RankStatus
 from myriad.supervise.policy.policy_actions import Notice, PolicyAction
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.traffic_alarms import TrafficAlarms
@@ -43,7 +43,7 @@ class Wires(World):
         for _ in range(seconds):
             self.now += 1.0
             for node, traffic in self.traffic.items():
-                ranks: tuple[RankSeen, ...] = (seen(node, **self.ranks_as.get(node, {})),)
+                ranks: tuple[RankStatus, ...] = (seen(node, **self.ranks_as.get(node, {})),)
                 self.hear(Beat(node, self.epoch, 7, ranks, traffic=(traffic,)))
             for node in set(self.decider.nodes) - set(self.traffic):
                 self.hear(Beat(node, 0, 7, ()))
@@ -204,9 +204,9 @@ def test_a_link_that_stays_bad_for_half_a_minute_makes_its_node_give_way() -> No
     world = Wires(spares=1)
     world.carry(2, sent_rate=10 * MB, step_seconds=1.1)
     world.go_on(20)
-    assert not [one for one in world.actions if type(one).__name__ == "TurnRanks"]
+    assert not [one for one in world.actions if type(one).__name__ == "RestartAtStep"]
     world.go_on(20)
-    (turned,) = [one for one in world.actions if type(one).__name__ == "TurnRanks"]
+    (turned,) = [one for one in world.actions if type(one).__name__ == "RestartAtStep"]
     assert turned.node == 2
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from myriad.supervise.driver.launcher_watch import LauncherWatch, unread_bytes
-from myriad.system.processes import StopTimer, WatchClock, process_run_ns, process_state
+from myriad.supervise.driver.launcher_monitor import LauncherMonitor, unread_bytes
+from myriad.system.processes import PausableClock, StopTimer, process_run_ns, process_state
 
 SECONDS = 60.0
 
@@ -41,15 +41,15 @@ def run_a_little(process: "subprocess.Popen[bytes]") -> None:
 
 def test_a_process_that_runs_between_two_looks_is_not_stopped(process: "subprocess.Popen[bytes]") -> None:
     timer = StopTimer()
-    assert timer.look(process.pid, 0.0) is None
+    assert timer.poll(process.pid, 0.0) is None
     for now in range(1, 10):
         stop(process) if now == 1 else run_a_little(process)
-        assert timer.look(process.pid, float(now)) == 0.0
-    assert timer.look(process.pid, 12.0) == 3.0, "it has not run since"
+        assert timer.poll(process.pid, float(now)) == 0.0
+    assert timer.poll(process.pid, 12.0) == 3.0, "it has not run since"
     process.send_signal(signal.SIGCONT)
     while process_state(process.pid) == "T":
         time.sleep(0.001)
-    assert timer.look(process.pid, 13.0) is None
+    assert timer.poll(process.pid, 13.0) is None
 
 
 def test_another_process_with_the_same_state_is_measured_anew(process: "subprocess.Popen[bytes]") -> None:
@@ -57,24 +57,24 @@ def test_another_process_with_the_same_state_is_measured_anew(process: "subproce
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         stop(process)
         stop(other)
-        assert timer.look(process.pid, 0.0) == 0.0
-        assert timer.look(other.pid, 5.0) == 0.0
+        assert timer.poll(process.pid, 0.0) == 0.0
+        assert timer.poll(other.pid, 5.0) == 0.0
         other.kill()
 
 
 def test_a_pause_of_the_watcher_counts_for_one_look() -> None:
     times = iter([0.0, 0.5, 1.0, 601.0, 601.5])
-    clock = WatchClock(2.0, lambda: next(times))
-    assert [clock.look() for _ in range(4)] == [0.5, 1.0, 3.0, 3.5]
+    clock = PausableClock(2.0, lambda: next(times))
+    assert [clock.read() for _ in range(4)] == [0.5, 1.0, 3.0, 3.5]
 
 
 def test_a_launcher_that_reads_nothing_is_reported_once_and_so_is_its_return() -> None:
     reading, writing = os.pipe()
     clock = iter(float(second) for second in range(100))
-    watch = LauncherWatch(os.getpid(), writing, clock=lambda: next(clock))
+    watch = LauncherMonitor(os.getpid(), writing, clock=lambda: next(clock))
     said = []
     for second in range(20):
-        said.append(watch.look())
+        said.append(watch.poll())
         os.write(writing, b"{}\n")
         if not 5 <= second < 15:
             os.read(reading, 1000)

@@ -35,9 +35,9 @@ def send_over_loopback(count: int) -> None:
 
 def test_what_goes_over_a_link_is_counted() -> None:
     counters = Counters(["lo", "lo", "no such link"])
-    before = counters.look()
+    before = counters.sample()
     send_over_loopback(4 * MB)
-    after = counters.look()
+    after = counters.sample()
     counters.close()
     (at,) = [LINK_FIELDS.index("sent_bytes")]
     assert after.links["lo"][at] - before.links["lo"][at] >= 4 * MB and list(after.links) == ["lo"]
@@ -80,7 +80,7 @@ def test_ports_of_rdma_are_read_where_there_are_any(tmp_path: Path) -> None:
         (port / name).parent.mkdir(parents=True, exist_ok=True)
         (port / name).write_text(text)
     counters = Counters([], sys=tmp_path)
-    found = dict(zip(RDMA_FIELDS, counters.look().rdma["mlx5_0:1"], strict=True))
+    found = dict(zip(RDMA_FIELDS, counters.sample().rdma["mlx5_0:1"], strict=True))
     assert found == {
         "received_bytes": 400,
         "sent_bytes": 100,
@@ -90,7 +90,7 @@ def test_ports_of_rdma_are_read_where_there_are_any(tmp_path: Path) -> None:
     }
     assert counters.speeds() == {"mlx5_0:1": 50e9}
     (port / "counters/port_xmit_data").write_text("50\n")
-    assert counters.look().rdma["mlx5_0:1"][1] == 200
+    assert counters.sample().rdma["mlx5_0:1"][1] == 200
     counters.close()
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.supervise.observations import RankSeen
+from myriad.supervise.observations import RankStatus
 from myriad.supervise.policy.slow_ranks import StragglerDetector
 from myriad.supervise.policy.step_work import StepWork
 from myriad.telemetry.progress.device_clock import DeviceClock
@@ -132,7 +132,7 @@ def test_a_gpu_that_computes_slowly_is_found_by_its_own_seconds() -> None:
             row.step_done(recorder.take_busy())
         looks = [page.read(rank) for rank in range(3)]
         seen = [
-            RankSeen(rank, 1, "S", "step", "", step, 1, 1, 0.0, 1.0, look.busy_ns / 1e9)
+            RankStatus(rank, 1, "S", "step", "", step, 1, 1, 0.0, 1.0, look.busy_ns / 1e9)
             for rank, look in enumerate(looks)
         ]
         stragglers.saw(seen, float(step))
@@ -193,7 +193,7 @@ def test_a_row_shows_where_the_device_is_while_the_host_waits_for_it() -> None:
     device.passed = 8  # the first is the clock's own; "load" and a forward with two operations inside
     step_of(recorder, 2, 4)
     asked = device.asked["query"]
-    progress = DeviceProgress(clock, row, lambda: entered.append(1), look_seconds=0.01)
+    progress = DeviceProgress(clock, row, lambda: entered.append(1), poll_seconds=0.01)
     with recorder.span("all_reduce", recorded=False):
         host = page.read(0)
         assert (host.on_device, host.activity, host.waits) == (False, "all_reduce", 1)
@@ -223,7 +223,7 @@ def test_of_a_host_that_stalls_its_own_activity_is_shown() -> None:
     device = Device()
     page, row, recorder = page_of(device)
     assert recorder.device is not None
-    progress = DeviceProgress(recorder.device, row, lambda: None, look_seconds=0.01)
+    progress = DeviceProgress(recorder.device, row, lambda: None, poll_seconds=0.01)
     step_of(recorder, 2, 0)
     row.enter("load", None, time.monotonic_ns())
     eventually(lambda: page.read(0).on_device)
@@ -238,7 +238,7 @@ def test_a_host_that_moves_is_not_looked_at() -> None:
     device = Device()
     _, row, recorder = page_of(device)
     assert recorder.device is not None
-    progress = DeviceProgress(recorder.device, row, lambda: None, look_seconds=0.02)
+    progress = DeviceProgress(recorder.device, row, lambda: None, poll_seconds=0.02)
     asked = device.asked["query"]
     until = time.monotonic() + 0.5
     while time.monotonic() < until:
@@ -257,7 +257,7 @@ def test_a_device_that_fails_ends_the_looks_and_not_the_rank(caplog: pytest.LogC
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     assert recorder.device is not None
-    progress = DeviceProgress(recorder.device, row, fail, look_seconds=0.01)
+    progress = DeviceProgress(recorder.device, row, fail, poll_seconds=0.01)
     eventually(lambda: "illegal memory access" in caplog.text)
     progress.close()
     assert not page.read(0).on_device and page.read(0).entered == 1

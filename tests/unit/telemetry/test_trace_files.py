@@ -56,7 +56,7 @@ def test_spans_are_put_before_the_operators_with_times_that_count_from_the_same_
         with recorder.span("forward", 1, number % 4):
             pass
         if number % 100 == 99:
-            lane.look()
+            lane.collect()
     before = time.time_ns()
     assert pack_profile(tmp_path / "trace.json", tmp_path / "whole.json.gz", more=lane.events)
     events = json.loads(gzip.decompress((tmp_path / "whole.json.gz").read_bytes()))["traceEvents"]

@@ -18,10 +18,10 @@ from myriad.optim.precision import resolve_precision
 from myriad.parallel import engine
 from myriad.parallel.runtime import Batch
 from myriad.train.device_setup import (
+    choose_kernels,
     describe_precision,
     fix_order,
     keep_memory_whole,
-    settle_kernels,
     within_budget,
 )
 from myriad.train.fit import fit
@@ -31,21 +31,21 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 def test_float8_on_a_cpu_is_emulated_and_says_so() -> None:
     job = load_job("tiny", ["train.precision=float8-blocks"])
-    (line,) = settle_kernels(job, CPU, torch.bfloat16)
+    (line,) = choose_kernels(job, CPU, torch.bfloat16)
     assert "float8-blocks is emulated" in line and "\n" not in line
     assert describe_precision(job, torch.bfloat16) == "float8-blocks in bfloat16"
 
 
 def test_cuda_graphs_on_a_cpu_fall_back_with_a_line() -> None:
-    (line,) = settle_kernels(load_job("tiny", ["train.cuda_graphs=true"]), CPU, torch.bfloat16)
+    (line,) = choose_kernels(load_job("tiny", ["train.cuda_graphs=true"]), CPU, torch.bfloat16)
     assert line == "no CUDA graphs here: operators are started one by one"
 
 
 def test_deterministic_training_refuses_kernels_that_add_by_atomics_on_a_gpu() -> None:
     keys = ["train.deterministic=true", "train.kernels=plain"]
     with pytest.raises(BadInputError, match=r"train\.deterministic = True: needs train\.kernels = auto"):
-        settle_kernels(load_job("tiny", keys), CUDA, torch.bfloat16)
-    assert settle_kernels(load_job("tiny", keys), CPU, torch.float32) == []
+        choose_kernels(load_job("tiny", keys), CUDA, torch.bfloat16)
+    assert choose_kernels(load_job("tiny", keys), CPU, torch.float32) == []
 
 
 def test_deterministic_training_takes_pytorch_s_fixed_order_on_gpus_alone() -> None:
@@ -65,9 +65,9 @@ def test_deterministic_training_takes_pytorch_s_fixed_order_on_gpus_alone() -> N
 
 def test_blocks_of_float8_have_no_product_but_tritons(monkeypatch) -> None:
     monkeypatch.setattr("myriad.train.device_setup.has_triton", lambda: False)
-    lines = settle_kernels(load_job("tiny", ["train.precision=float8-blocks"]), CUDA, torch.bfloat16)
+    lines = choose_kernels(load_job("tiny", ["train.precision=float8-blocks"]), CUDA, torch.bfloat16)
     assert any("float8-blocks is emulated" in line for line in lines)
-    lines = settle_kernels(load_job("tiny", ["train.precision=float8"]), CUDA, torch.bfloat16)
+    lines = choose_kernels(load_job("tiny", ["train.precision=float8"]), CUDA, torch.bfloat16)
     assert not any("emulated" in line for line in lines)
 
 
@@ -91,10 +91,10 @@ def test_a_window_that_tritons_kernels_do_not_take_falls_back_with_a_line(monkey
     monkeypatch.setattr(attention_choice, "has_triton", lambda: True)
     monkeypatch.setattr("myriad.kernels.choice.has_triton", lambda: True)
     changes = ["model.window=16", "model.hidden=96", "model.heads=4"]  # heads of 24
-    lines = settle_kernels(load_job("tiny", changes), CUDA, torch.bfloat16)
+    lines = choose_kernels(load_job("tiny", changes), CUDA, torch.bfloat16)
     assert len(lines) == 1 and "no head size 24" in lines[0]
     with pytest.raises(BadInputError, match="no head size 24"):
-        settle_kernels(load_job("tiny", [*changes, "train.kernels=triton"]), CUDA, torch.bfloat16)
+        choose_kernels(load_job("tiny", [*changes, "train.kernels=triton"]), CUDA, torch.bfloat16)
 
 
 def losses(monkeypatch: pytest.MonkeyPatch, precision: str) -> tuple[list[float], list[str]]:

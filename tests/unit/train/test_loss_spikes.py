@@ -10,7 +10,7 @@ import pytest
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import load_job
 from myriad.parallel.optimizer_step import StepResult
-from myriad.train.loss_spikes import Spikes, SpikeWatch
+from myriad.train.loss_spikes import SpikeDetector, SpikePolicy
 
 
 def healthy(steps: int, seed: int = 1) -> list[tuple[float, float]]:
@@ -27,32 +27,32 @@ def healthy(steps: int, seed: int = 1) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_step_of_a_healthy_run_is_a_spike_from_the_first_on(seed: int) -> None:
-    spikes, found = Spikes(), []
+    spikes, found = SpikeDetector(), []
     for step in healthy(4000, seed):
-        found.append(spikes.look(*step))
-        spikes.keep(*step)
+        found.append(spikes.find(*step))
+        spikes.add(*step)
     assert not any(found)
 
 
 def test_a_warm_up_in_which_the_norm_rises_is_none() -> None:
-    spikes = Spikes()
+    spikes = SpikeDetector()
     for step in range(500):
         seen = 8.0 - step / 100, 0.3 + step / 100
-        assert spikes.look(*seen) is None
-        spikes.keep(*seen)
+        assert spikes.find(*seen) is None
+        spikes.add(*seen)
 
 
 def test_a_norm_or_a_loss_far_above_those_before_is_one_whatever_came_before_it() -> None:
-    spikes = Spikes()
-    assert spikes.look(9.0, 1000.0) is None, "nothing is known yet"
+    spikes = SpikeDetector()
+    assert spikes.find(9.0, 1000.0) is None, "nothing is known yet"
     for step in healthy(300):
-        spikes.keep(*step)
+        spikes.add(*step)
     for _ in range(40):  # as many as would hide the next ones from a mean
-        spikes.keep(3.0, 1000.0)
-    said = spikes.look(3.0, 50.0)
+        spikes.add(3.0, 1000.0)
+    said = spikes.find(3.0, 50.0)
     assert said is not None and said.startswith("gradient norm 50, the median of 128 steps is 0.5")
-    assert (spikes.look(4.5, 0.5) or "").startswith("loss 4.5")
-    assert spikes.look(3.1, 0.7) is None
+    assert (spikes.find(4.5, 0.5) or "").startswith("loss 4.5")
+    assert spikes.find(3.1, 0.7) is None
 
 
 class Ranks:
@@ -62,7 +62,7 @@ class Ranks:
         job = load_job("tiny")
         how = job.resilience.model_copy(update={"on_spike": policy})
         self.events: list[dict[str, Any]] = []
-        self.watch = SpikeWatch(job.model_copy(update={"resilience": how}), self._tell)
+        self.watch = SpikePolicy(job.model_copy(update={"resilience": how}), self._tell)
         self.moved: list[int] = []
         self.step, self.times = 0, 0
 

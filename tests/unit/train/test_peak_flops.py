@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from myriad.train import peak_flops
-from myriad.train.peak_flops import PeakTries
+from myriad.train.peak_flops import PeakFlopsTracker
 
 _CPU, _FLOAT32 = torch.device("cpu"), torch.float32
 
@@ -23,16 +23,18 @@ def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_a_start_on_a_busy_machine_is_put_right_by_later_tries_and_stays_so(rates: list[float]) -> None:
     rates += [5.5e9, 4e9, 60e9]
-    tries = PeakTries(_CPU, _FLOAT32)
+    tries = PeakFlopsTracker(_CPU, _FLOAT32)
     assert tries.peak.flops_per_second == 5.5e9
     assert [tries.after_step(step, 1e9) for step in (1, 2, 3, 4, 5)] == [False, False, False, False, True]
     assert tries.peak.flops_per_second == 60e9
-    assert PeakTries(_CPU, _FLOAT32).peak == tries.peak, "the next run begins with it, and measures nothing"
+    assert PeakFlopsTracker(_CPU, _FLOAT32).peak == tries.peak, (
+        "the next run begins with it, and measures nothing"
+    )
 
 
 def test_a_step_above_the_peak_raises_it_and_is_named_as_its_source(rates: list[float]) -> None:
     rates += [5e9]
-    tries = PeakTries(_CPU, _FLOAT32)
+    tries = PeakFlopsTracker(_CPU, _FLOAT32)
     assert tries.after_step(1, 7e9) and not tries.after_step(3, 6e9)
     assert tries.peak.flops_per_second == 7e9
     assert tries.peak.source.startswith("measured float32 training step, 20")
@@ -40,7 +42,11 @@ def test_a_step_above_the_peak_raises_it_and_is_named_as_its_source(rates: list[
 
 def test_others_ranks_and_types_have_a_peak_of_their_own(rates: list[float]) -> None:
     rates += [5e9, 3e9, 2e9]
-    found = [PeakTries(_CPU, _FLOAT32), PeakTries(_CPU, _FLOAT32, 4), PeakTries(_CPU, torch.bfloat16)]
+    found = [
+        PeakFlopsTracker(_CPU, _FLOAT32),
+        PeakFlopsTracker(_CPU, _FLOAT32, 4),
+        PeakFlopsTracker(_CPU, torch.bfloat16),
+    ]
     assert [one.peak.flops_per_second for one in found] == [5e9, 3e9, 2e9]
 
 
@@ -49,8 +55,8 @@ def test_a_damaged_or_foreign_file_is_replaced(text: str, rates: list[float], tm
     rates += [5e9]
     (tmp_path / "myriad").mkdir()
     (tmp_path / "myriad" / "peak.json").write_text(text)
-    assert PeakTries(_CPU, _FLOAT32).peak.flops_per_second == 5e9
-    assert PeakTries(_CPU, _FLOAT32).peak.flops_per_second == 5e9
+    assert PeakFlopsTracker(_CPU, _FLOAT32).peak.flops_per_second == 5e9
+    assert PeakFlopsTracker(_CPU, _FLOAT32).peak.flops_per_second == 5e9
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from myriad.checkpoint.checkpoint_world import CheckpointWorld
 from myriad.checkpoint.format.checkpoint_manifest import hash_of
 from myriad.checkpoint.format.dcp_archive import dtype_name
 from myriad.checkpoint.load.read_plan import (
-    InFile,
-    InMemory,
+    FileLocation,
     LoadPart,
+    MemoryLocation,
     NeededShards,
     ReadBlock,
     ShardLocation,
@@ -219,18 +219,20 @@ class _LoadPass:
     def _bytes_of(self, block: ReadBlock, into: memoryview | None) -> tuple[list[memoryview], list[str]]:
         """Return the bytes and hash of each part, read from its location. Raises ``OSError``."""
         first = block.locations[0]
-        if isinstance(first, InMemory):
+        if isinstance(first, MemoryLocation):
             assert self._candidate.opened is not None, "a location in memory has a snapshot server"
             opened = self._candidate.opened(first.attempt, first.rank, first.copied)
             found = [
-                opened.data(location.number) for location in block.locations if isinstance(location, InMemory)
+                opened.data(location.number)
+                for location in block.locations
+                if isinstance(location, MemoryLocation)
             ]
             if into is None:
                 return found, [hash_of(data) for data in found]
             return [into], [_copy(found[0], into)]
         durable = self._candidate.durable
         assert durable is not None, "a location in a file has a durable checkpoint"
-        starts = [location.start for location in block.locations if isinstance(location, InFile)]
+        starts = [location.start for location in block.locations if isinstance(location, FileLocation)]
         sizes = [self._candidate.parts[number].num_bytes for number in block.numbers]
         content = memoryview(bytearray(starts[-1] + sizes[-1] - first.start)) if into is None else into
         read = partial(durable.storage.read_into, durable.at(first.file), first.start, content)
@@ -248,7 +250,7 @@ class _LoadPass:
         return found, [hash_of(data) for data in found]
 
     def _name_of(self, location: ShardLocation) -> str:
-        if isinstance(location, InMemory):
+        if isinstance(location, MemoryLocation):
             return f"memory of node {location.node}, rank {location.rank}"
         assert self._candidate.durable is not None
         return f"{self._candidate.durable.name}/{location.file}"

@@ -21,9 +21,9 @@ from myriad.checkpoint.format.checkpoint_manifest import CheckpointManifest
 from myriad.checkpoint.format.stored_shard import Shape, StoredShard
 
 __all__ = [
-    "InFile",
-    "InMemory",
+    "FileLocation",
     "LoadPart",
+    "MemoryLocation",
     "NeededShards",
     "ReadBlock",
     "ShardLocation",
@@ -37,7 +37,7 @@ BLOCK_BYTES, _LARGE_BYTES = 2**25, 2**20
 """Largest size of a block, and the size from which a shard is a block of its own."""
 
 
-class InMemory(NamedTuple):
+class MemoryLocation(NamedTuple):
     """Location in a snapshot of a node's snapshot server."""
 
     node: int
@@ -48,14 +48,14 @@ class InMemory(NamedTuple):
     """Index of the shard among the rank's stored shards."""
 
 
-class InFile(NamedTuple):
+class FileLocation(NamedTuple):
     """Location in a file of the durable checkpoint."""
 
     file: str
     start: int
 
 
-ShardLocation = InMemory | InFile
+ShardLocation = MemoryLocation | FileLocation
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def shards_in_manifest(manifest: CheckpointManifest) -> list[LoadPart]:
             chunk.shape,
             chunk.bytes,
             chunk.xxh3_128,
-            (InFile(file, chunk.data_start),),
+            (FileLocation(file, chunk.data_start),),
         )
         for file, chunk in manifest.chunks()
     ]
@@ -116,7 +116,7 @@ def shards_in_snapshot(
             shard.shape,
             shard.num_bytes,
             known,
-            (InMemory(node, attempt, rank, copied, index),),
+            (MemoryLocation(node, attempt, rank, copied, index),),
         )
         for index, (shard, known) in enumerate(zip(stored_shards, hashes, strict=True))
     ]
@@ -236,7 +236,7 @@ def _is_near(
 ) -> bool:
     """Whether all ranks that need a part are on one node, which has the part in memory or local files."""
     nodes = [node for node, ranks in enumerate(ranks_of_node) if set(ranks) & set(receivers)]
-    if isinstance(location, InMemory):
+    if isinstance(location, MemoryLocation):
         return nodes == [location.node]
     return near_files and len(nodes) == 1
 
@@ -248,7 +248,7 @@ def _reader(
     busy: Sequence[int],
 ) -> int:
     allowed: Sequence[int] = receivers
-    if isinstance(location, InMemory):
+    if isinstance(location, MemoryLocation):
         here = ranks_of_node[location.node]
         allowed = [rank for rank in receivers if rank in here] or here
     return min(allowed, key=lambda rank: busy[rank])
@@ -269,6 +269,6 @@ def _continues(
     if sum(parts[known].num_bytes for known in block.numbers) + parts[number].num_bytes > BLOCK_BYTES:
         return False
     last = block.locations[-1]
-    if isinstance(location, InFile):
-        return isinstance(last, InFile) and location.file == last.file
-    return isinstance(last, InMemory) and location[:4] == last[:4]
+    if isinstance(location, FileLocation):
+        return isinstance(last, FileLocation) and location.file == last.file
+    return isinstance(last, MemoryLocation) and location[:4] == last[:4]

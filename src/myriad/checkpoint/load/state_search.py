@@ -17,8 +17,8 @@ from myriad.checkpoint.checkpoint_world import CheckpointWorld
 from myriad.checkpoint.format.checkpoint_manifest import MANIFEST, CheckpointManifest
 from myriad.checkpoint.load.collective_load import LoadCandidate, LoadResult, load_candidate
 from myriad.checkpoint.load.read_plan import (
-    InMemory,
     LoadPart,
+    MemoryLocation,
     ShardLocation,
     shards_in_manifest,
     shards_in_snapshot,
@@ -162,7 +162,7 @@ def _load(
     result = load_candidate(candidate, wanted, world)
     found.problems += result.problems
     if result.good:
-        in_memory = any(isinstance(part.locations[0], InMemory) for part in candidate.parts)
+        in_memory = any(isinstance(part.locations[0], MemoryLocation) for part in candidate.parts)
         found.step, found.source = candidate.step, "memory" if in_memory else "storage"
     return result
 
@@ -269,7 +269,7 @@ class _StepSources:
 
 def _attempt_of(part: LoadPart) -> int | None:
     location = part.locations[0]
-    return location.attempt if isinstance(location, InMemory) else None
+    return location.attempt if isinstance(location, MemoryLocation) else None
 
 
 def _one_of_each(parts: Sequence[LoadPart]) -> list[LoadPart]:
@@ -294,4 +294,4 @@ def _with_memory(parts: Sequence[LoadPart], in_memory: Sequence[LoadPart]) -> li
 
 
 def _is_copy(location: ShardLocation) -> bool:
-    return isinstance(location, InMemory) and location.copied
+    return isinstance(location, MemoryLocation) and location.copied

@@ -9,6 +9,6 @@ snapshot_server            state and operations of the server
   checkpoint_writer        stores a step as a durable checkpoint
   peer_servers             requests to the servers of other nodes
 snapshot_server_process    the sockets and the lifetime of the server
-server_start, server_watch    start a server; detect one that is stopped or hung
+server_start, server_monitor    start a server; detect one that is stopped or hung
 wire                       the message protocol
 """

@@ -13,18 +13,18 @@ from typing import Any
 from myriad.checkpoint.format.stored_shard import StoredShard, decode_shards, encode_shards
 from myriad.checkpoint.snapshots.checkpoint_writer import StoreOutcome
 from myriad.checkpoint.snapshots.rank_entry import OpenedSnapshot
+from myriad.checkpoint.snapshots.server_monitor import (
+    ServerKilledError,
+    ServerProcess,
+    StallDetector,
+    await_answer,
+)
 from myriad.checkpoint.snapshots.server_start import (
     StartedServer,
     StartServer,
     server_name,
     server_names,
     start_snapshot_server,
-)
-from myriad.checkpoint.snapshots.server_watch import (
-    ServerKilledError,
-    ServerProcess,
-    StallDetector,
-    await_answer,
 )
 from myriad.checkpoint.snapshots.snapshot_memory import SnapshotMemory
 from myriad.checkpoint.snapshots.wire import Closed, ForeignServerError, Message, Wire, connect_to_own

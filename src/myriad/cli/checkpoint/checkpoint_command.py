@@ -13,7 +13,7 @@ from myriad.cli.checkpoint import convert_command
 from myriad.cli.json_output import print_json
 from myriad.cli.progress_bar import bytes_bar
 from myriad.cli.run_argument import CHECKPOINTS, existing_run
-from myriad.system.spin_watch import spinning_watched
+from myriad.system.spin_control import spinning_controlled
 from myriad.units import format_bytes
 
 __all__ = ["register"]
@@ -117,7 +117,7 @@ def _diff(first: _One, second: _One, json: _Json = False) -> None:
     from myriad.checkpoint.checkpoint_files import compare_checkpoints
 
     where = [path.where for path in paths]
-    with spinning_watched():
+    with spinning_controlled():
         found = list(compare_checkpoints(*where))
     if json:
         print_json({"paths": where, "differences": [asdict(one) for one in found]})

@@ -14,7 +14,7 @@ from myriad.cli.json_output import print_json
 from myriad.cli.progress_bar import bytes_bar
 from myriad.cli.run_argument import CHECKPOINTS
 from myriad.errors import BadInputError
-from myriad.system.spin_watch import spinning_watched
+from myriad.system.spin_control import spinning_controlled
 
 __all__ = ["register"]
 
@@ -54,7 +54,7 @@ def _export(
     A model with another architecture is refused; nothing is written then."""
     from myriad.train.checkpoint_tools.hugging_face_convert import export_hugging_face
 
-    with spinning_watched():
+    with spinning_controlled():
         done = export_hugging_face(path, out, dtype.value)
     if json:
         print_json(done)
@@ -90,7 +90,7 @@ def _import(
     """
     from myriad.train.checkpoint_tools.foreign_import import import_foreign, is_foreign
 
-    with spinning_watched():
+    with spinning_controlled():
         if is_foreign(folder):
             done = import_foreign(folder, run, config=config, weights_only=weights_only)
         else:
@@ -148,7 +148,7 @@ def _reshard(
     for override in overrides:
         if not override.startswith("layout."):
             raise BadInputError(override.partition("=")[0], override.partition("=")[2], "only layout.* keys")
-    with bytes_bar() as show, spinning_watched():
+    with bytes_bar() as show, spinning_controlled():
         done = reshard_checkpoint(path, out, overrides, partial(show, "cutting"))
     if json:
         print_json(done)

@@ -13,7 +13,7 @@ from myriad.cli.progress_bar import share_bar
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
-    from myriad.network.ecmp_remedies import EcmpRow, FabricQuestion, SwitchQuestion
+    from myriad.network.ecmp_remedies import EcmpRow, FabricStudy, SwitchStudy
     from myriad.planner import Cluster
 
 __all__ = ["ecmp", "register"]
@@ -99,8 +99,8 @@ def _refuse(given: Mapping[str, object], why: str) -> None:
             raise BadInputError(option, value, why)
 
 
-def _switch(flows: int | None, uplinks: int | None, split: int | None, pairs: int) -> "SwitchQuestion":
-    from myriad.network.ecmp_remedies import SwitchQuestion
+def _switch(flows: int | None, uplinks: int | None, split: int | None, pairs: int) -> "SwitchStudy":
+    from myriad.network.ecmp_remedies import SwitchStudy
 
     flows, uplinks, split = (
         32 if flows is None else flows,
@@ -111,7 +111,7 @@ def _switch(flows: int | None, uplinks: int | None, split: int | None, pairs: in
     for option, value in given.items():
         if value < 1:
             raise BadInputError(option, value, "at least 1")
-    return SwitchQuestion(num_flows=flows, num_uplinks=uplinks, split=split, queue_pairs=pairs)
+    return SwitchStudy(num_flows=flows, num_uplinks=uplinks, split=split, queue_pairs=pairs)
 
 
 def _cluster(name: str, gpus: int | None, changes: Sequence[str]) -> "Cluster":
@@ -128,15 +128,15 @@ def _fabric(
     queue_pairs: int,
     draws: int | None,
     seed: int,
-) -> "FabricQuestion":
-    from myriad.network.ecmp_remedies import FabricQuestion
+) -> "FabricStudy":
+    from myriad.network.ecmp_remedies import FabricStudy
     from myriad.planner import builder_of, shape_of
 
     if ring_nodes is not None and not 2 <= ring_nodes <= cluster.nodes:
         raise BadInputError("--ring-nodes", ring_nodes, f"2 to {cluster.nodes}, the nodes of {cluster.name}")
     if draws is not None and not 1 <= draws <= _MOST_DRAWS:
         raise BadInputError("--draws", draws, f"1 to {_MOST_DRAWS:,}")
-    return FabricQuestion(
+    return FabricStudy(
         build=builder_of(cluster),
         shape=shape_of(cluster),
         placement=placement or "packed",
@@ -147,7 +147,7 @@ def _fabric(
     )
 
 
-def _show_switch(question: "SwitchQuestion", out: Path | None, as_json: bool) -> None:
+def _show_switch(question: "SwitchStudy", out: Path | None, as_json: bool) -> None:
     from myriad.network.ecmp_remedies import curves, switch_rows
 
     rows = switch_rows(question)
@@ -161,7 +161,7 @@ def _show_switch(question: "SwitchQuestion", out: Path | None, as_json: bool) ->
     _print_rows({"question": asdict(question)}, title, rows, as_json)
 
 
-def _show_fabric(cluster: "Cluster", question: "FabricQuestion", out: Path | None, as_json: bool) -> None:
+def _show_fabric(cluster: "Cluster", question: "FabricStudy", out: Path | None, as_json: bool) -> None:
     from myriad.network.ecmp_remedies import fabric_rows
 
     with share_bar("drawing hashes") as show:

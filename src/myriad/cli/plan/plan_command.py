@@ -19,7 +19,7 @@ from myriad.errors import BadInputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from myriad.forecasts.plan_request import PlanQuestion
+    from myriad.forecasts.plan_request import PlanProblem
 
 __all__ = ["plan", "register"]
 
@@ -105,7 +105,7 @@ def plan(
     """
     from rich.console import Console
 
-    from myriad.forecasts.plan_request import PlanQuestion, PlanRequest
+    from myriad.forecasts.plan_request import PlanProblem, PlanRequest
 
     console = None if as_json else Console()
     _check_files(out, picture)
@@ -129,7 +129,7 @@ def plan(
     if days is not None or request.is_range:
         of_one = {"--out": out, "--picture": picture, "--straggler": straggler, "--fabric": fabric}
         _check_many(days, of_one)
-    question = PlanQuestion.of(request, _cluster_file(request.cluster, measure=measure))
+    question = PlanProblem.of(request, _cluster_file(request.cluster, measure=measure))
     with _without_garbage_collection(), _name_default_cluster(context, cluster):
         if days is not None:
             answer = _fewest(question, days, console)
@@ -216,7 +216,7 @@ def _measure_alone(
 
 
 def _best(
-    question: "PlanQuestion",
+    question: "PlanProblem",
     objective: Literal["time", "cost", "memory"],
     top: int,
     files: tuple[Path | None, Path | None],
@@ -243,7 +243,7 @@ def _best(
     return found.as_json()
 
 
-def _curve(question: "PlanQuestion", objective: str, console: "Console | None") -> dict[str, Any]:
+def _curve(question: "PlanProblem", objective: str, console: "Console | None") -> dict[str, Any]:
     """Plan on each number of accelerators of a range; print."""
     from myriad.cli.plan.plan_tables import show_curve
     from myriad.forecasts.plan_curve import plan_curve
@@ -257,7 +257,7 @@ def _curve(question: "PlanQuestion", objective: str, console: "Console | None") 
     return curve.as_json()
 
 
-def _fewest(question: "PlanQuestion", days: float, console: "Console | None") -> dict[str, Any]:
+def _fewest(question: "PlanProblem", days: float, console: "Console | None") -> dict[str, Any]:
     """Find the fewest accelerators that finish within ``days``; print."""
     from myriad.cli.plan.plan_tables import show_ranking
     from myriad.forecasts.plan_curve import fewest_for_days

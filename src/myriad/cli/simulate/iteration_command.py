@@ -40,7 +40,7 @@ class IterationOptions:
 def simulate_iteration(options: IterationOptions) -> None:
     """Predict an iteration, write the files, print the figures. Raises `BadInputError`."""
     from myriad.cli.measured_cluster import cluster_path
-    from myriad.forecasts.iteration_forecast import IterationQuestion, check_jitter, check_world, fabric_line
+    from myriad.forecasts.iteration_forecast import IterationRequest, check_jitter, check_world, fabric_line
     from myriad.job import load_job
     from myriad.recipes.cluster import load_cluster
 
@@ -50,7 +50,7 @@ def simulate_iteration(options: IterationOptions) -> None:
     check_world(job, cluster)
     if options.spans is not None:
         _check_folder(options.spans)
-    question = IterationQuestion(
+    question = IterationRequest(
         job, cluster, options.full, options.stragglers, options.jitter, options.seed, options.network
     )
     with count_bar("simulating an iteration") as show:

@@ -139,12 +139,12 @@ def simulate(
     of_one |= {"flap": flap, "congested": congested, "timers": timers, "fabric": fabric}
     of_weeks = {"mix": mix, "spares": spares, "runs": runs, "sensitivity": sensitivity}
     if weeks is not None:
-        from myriad.cli.simulate.weeks_command import WantedWeeks, simulate_weeks
+        from myriad.cli.simulate.weeks_command import WeeksRequest, simulate_weeks
 
         _refuse(of_one | {"program": program}, "--weeks is about many iterations")
         if cluster is None:
             raise BadInputError("--cluster", None, "--weeks needs a cluster: a file, or a recipe's name")
-        wanted = WantedWeeks(weeks, job, overrides, cluster, seed, sensitivity, out, as_json)
+        wanted = WeeksRequest(weeks, job, overrides, cluster, seed, sensitivity, out, as_json)
         simulate_weeks(wanted.with_given(mix, spares, runs))
         return
     _refuse(of_weeks, "needs --weeks N")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from myriad.planner import Cluster
 from myriad.units import format_number
 
-__all__ = ["WantedWeeks", "simulate_weeks"]
+__all__ = ["WeeksRequest", "simulate_weeks"]
 
 _MOST_WEEKS, _MOST_RUNS, _MOST_SPARES = 52.0, 1000, 100_000
 _MOST_FAULTS = 50_000
@@ -24,7 +24,7 @@ _MOST_FAULTS = 50_000
 
 
 @dataclass(frozen=True)
-class WantedWeeks:
+class WeeksRequest:
     """The options of ``myriad simulate --weeks``."""
 
     weeks: float
@@ -39,7 +39,7 @@ class WantedWeeks:
     spares: int = 16
     runs: int = 20
 
-    def with_given(self, mix: str | None, spares: int | None, runs: int | None) -> "WantedWeeks":
+    def with_given(self, mix: str | None, spares: int | None, runs: int | None) -> "WeeksRequest":
         """Return the options with the given values in place of defaults."""
         return replace(
             self,
@@ -49,7 +49,7 @@ class WantedWeeks:
         )
 
 
-def simulate_weeks(wanted: WantedWeeks) -> None:
+def simulate_weeks(wanted: WeeksRequest) -> None:
     """Simulate the weeks, write the chart, print the tables. Raises `BadInputError`."""
     from myriad.forecasts.fleet.fleet_study import compare, num_policies, sensitivity, sensitivity_changes
 
@@ -78,7 +78,7 @@ def simulate_weeks(wanted: WantedWeeks) -> None:
         _print(headline, wanted, setting, outcomes, effects)
 
 
-def _setting(wanted: WantedWeeks) -> "tuple[Cluster, StudySetting]":
+def _setting(wanted: WeeksRequest) -> "tuple[Cluster, StudySetting]":
     from myriad.cli.measured_cluster import cluster_path
     from myriad.forecasts.fleet.fault_mix import DAY, load_mix
     from myriad.forecasts.fleet.fleet_study import StudySetting
@@ -112,7 +112,7 @@ def _setting(wanted: WantedWeeks) -> "tuple[Cluster, StudySetting]":
     return cluster, StudySetting(mix, world, seconds, wanted.spares, times, seeds, patience=patience)
 
 
-def _headline(wanted: WantedWeeks, cluster: "Cluster", setting: "StudySetting") -> str:
+def _headline(wanted: WeeksRequest, cluster: "Cluster", setting: "StudySetting") -> str:
     runs = f"{wanted.runs} run{'s' if wanted.runs > 1 else ''}"
     where = f"{setting.accelerators:,} accelerators of {cluster.name} and {wanted.spares} spare nodes"
     weeks = f"{wanted.weeks:g} week{'s' * (wanted.weeks != 1)}"
@@ -121,7 +121,7 @@ def _headline(wanted: WantedWeeks, cluster: "Cluster", setting: "StudySetting") 
 
 def _print(
     headline: str,
-    wanted: WantedWeeks,
+    wanted: WeeksRequest,
     setting: "StudySetting",
     outcomes: "Sequence[PolicyOutcome]",
     effects: "Sequence[SensitivityEffect]",
@@ -198,7 +198,7 @@ def _effect_rows(base: float, effects: "Sequence[SensitivityEffect]") -> list[li
 
 
 def _as_json(
-    wanted: WantedWeeks,
+    wanted: WeeksRequest,
     setting: "StudySetting",
     outcomes: "Sequence[PolicyOutcome]",
     effects: "Sequence[SensitivityEffect]",

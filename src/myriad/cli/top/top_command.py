@@ -12,9 +12,9 @@ from myriad.errors import BadInputError
 from myriad.units import parse_ranges
 
 if TYPE_CHECKING:
-    from myriad.dashboard.run_view import Look, RunWatch
+    from myriad.dashboard.run_view import RunReader, RunView
 
-__all__ = ["look_as_json", "ranks_asked", "register"]
+__all__ = ["register", "requested_ranks", "view_as_json"]
 
 _LEAST_SECONDS, _MOST_SECONDS = 0.2, 3600
 _MOST_STEPS = 1000
@@ -52,7 +52,7 @@ def _top(
 
     Exit code: 0 done, 2 bad input.
     """
-    from myriad.dashboard.run_view import RunWatch
+    from myriad.dashboard.run_view import RunReader
     from myriad.run import Run
 
     if not _LEAST_SECONDS <= every <= _MOST_SECONDS:
@@ -65,25 +65,25 @@ def _top(
 
         show_nodes(folder, once=once, every=every, as_json=as_json)
         return
-    watch = RunWatch(folder, steps)
-    look = watch.look()
-    ranks = ranks_asked(without, look)
+    reader = RunReader(folder, steps)
+    view = reader.read()
+    ranks = requested_ranks(without, view)
     if as_json:
-        typer.echo(json.dumps(look_as_json(look, ranks)))
+        typer.echo(json.dumps(view_as_json(view, ranks)))
     else:
-        _show(watch, look, ranks, once=once, every=every)
+        _show(reader, view, ranks, once=once, every=every)
 
 
-def ranks_asked(text: str | None, look: "Look") -> list[int]:
+def requested_ranks(text: str | None, view: "RunView") -> list[int]:
     """Return the ranks of ``--without``. Raises `BadInputError`."""
-    world = look.job.layout.world
+    world = view.job.layout.world
     try:
         return [] if text is None else sorted(set(chain(*parse_ranges(text, world))))
     except ValueError:
         raise BadInputError("--without", text, f"ranks from 0 to {world - 1}, like 3 or 0-7,12") from None
 
 
-def _show(watch: "RunWatch", look: "Look", ranks: list[int], *, once: bool, every: float) -> None:
+def _show(reader: "RunReader", view: "RunView", ranks: list[int], *, once: bool, every: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -91,40 +91,40 @@ def _show(watch: "RunWatch", look: "Look", ranks: list[int], *, once: bool, ever
 
     console = Console(highlight=False)
     if once or not console.is_terminal:
-        console.print(frame(look, ranks, console.width))
+        console.print(frame(view, ranks, console.width))
         return
-    with Live(frame(look, ranks, console.width), console=console, screen=True, auto_refresh=False) as live:
+    with Live(frame(view, ranks, console.width), console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(every)
-                live.update(frame(watch.look(), ranks, console.width), refresh=True)
+                live.update(frame(reader.read(), ranks, console.width), refresh=True)
         except KeyboardInterrupt:
             return
 
 
-def look_as_json(look: "Look", ranks: list[int]) -> dict[str, Any]:
+def view_as_json(view: "RunView", ranks: list[int]) -> dict[str, Any]:
     """Return plain values for ``--json``."""
-    found, losses = look.findings, look.findings.losses
-    path, stuck, answer = found.path, found.standstill, found.without(ranks) if ranks else None
+    found, losses = view.findings, view.findings.losses
+    path, stuck, answer = found.path, found.hang, found.without(ranks) if ranks else None
     return {
-        "run": str(look.run.path),
-        "state": look.state,
-        "sentence": look.sentence,
-        "step": look.step,
-        "steps": look.job.train.steps,
-        "world": look.job.layout.world,
-        "loss": look.loss,
-        "step_seconds": look.step_seconds or None,
-        "tokens_per_second": look.tokens_per_second,
-        "mfu": look.mfu,
-        "peak_flops": look.peak_flops,
-        "peak_source": look.peaks.source or None,
+        "run": str(view.run.path),
+        "state": view.state,
+        "sentence": view.sentence,
+        "step": view.step,
+        "steps": view.job.train.steps,
+        "world": view.job.layout.world,
+        "loss": view.loss,
+        "step_seconds": view.step_seconds or None,
+        "tokens_per_second": view.tokens_per_second,
+        "mfu": view.mfu,
+        "peak_flops": view.peak_flops,
+        "peak_source": view.peaks.source or None,
         "spans": {
-            "attempt": look.spans.attempt,
+            "attempt": view.spans.attempt,
             "steps": [int(step) for step in found.whole_steps],
-            "dropped": look.spans.num_dropped,
-            "unreadable_files": look.spans.num_unreadable,
-            "clock_error_seconds": look.spans.clock_error_seconds,
+            "dropped": view.spans.num_dropped,
+            "unreadable_files": view.spans.num_unreadable,
+            "clock_error_seconds": view.spans.clock_error_seconds,
         },
         "losses": None
         if losses is None
@@ -145,13 +145,17 @@ def look_as_json(look: "Look", ranks: list[int]) -> dict[str, Any]:
             "by_rank": dict(path.by_rank()),
         },
         "waiting": None
-        if stuck is None or look.state != "hangs"
-        else {"silent": list(stuck.silent), "waited_for_by": dict(stuck.blamed), "sentence": stuck.sentence},
+        if stuck is None or view.state != "hangs"
+        else {
+            "silent": list(stuck.silent),
+            "waited_for_by": dict(stuck.waited_for_by),
+            "sentence": stuck.sentence,
+        },
         "without": None
         if answer is None
         else vars(answer) | {"without_seconds": answer.without_seconds, "sentence": answer.sentence},
-        "gpus": {str(node): vars(one) for node, one in look.gpus.items()},
-        "steps_without_line": look.steps.without_line,
-        "wrong_lines": look.num_wrong_lines,
-        "events": list(look.events[-20:]),
+        "gpus": {str(node): vars(one) for node, one in view.gpus.items()},
+        "steps_without_line": view.steps.without_line,
+        "wrong_lines": view.num_wrong_lines,
+        "events": list(view.events[-20:]),
     }

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from myriad.dashboard.insight.findings import SpanAnalysis
     from myriad.dashboard.insight.losses import Losses
     from myriad.dashboard.insight.straggler_report import Straggler
-    from myriad.dashboard.run_view import Look
+    from myriad.dashboard.run_view import RunView
     from myriad.system.jsonl import Record
 
 __all__ = ["frame"]
@@ -28,15 +28,15 @@ _WIDEST_BAR = 100
 _STATE_STYLE = {"hangs": "bold red", "stopped": "bold yellow"}
 
 
-def frame(look: "Look", ranks: Sequence[int], width: int) -> RenderableType:
+def frame(view: "RunView", ranks: Sequence[int], width: int) -> RenderableType:
     """Return a frame. ``ranks``: those of ``--without``."""
     parts: list[RenderableType] = [
-        Text(f"{look.run.path.resolve().name}: {look.sentence}", style=_STATE_STYLE.get(look.state, "bold")),
-        Text(" · ".join(_figures(look)), style="dim"),
+        Text(f"{view.run.path.resolve().name}: {view.sentence}", style=_STATE_STYLE.get(view.state, "bold")),
+        Text(" · ".join(_figures(view)), style="dim"),
     ]
-    if devices := gpu_sentence(look.gpus):
+    if devices := gpu_sentence(view.gpus):
         parts.append(Text(devices, style="dim"))
-    found = look.findings
+    found = view.findings
     if found.losses is None:
         parts += [Text(), Text("no spans yet: RUN/spans has no whole file of them", style="dim")]
     else:
@@ -46,24 +46,24 @@ def frame(look: "Look", ranks: Sequence[int], width: int) -> RenderableType:
     if ranks:
         answer = found.without(ranks)
         parts.append(Text("no step's spans fit its program" if answer is None else answer.sentence))
-    if look.state == "hangs":
+    if view.state == "hangs":
         parts += [Text(), *_waiting(found)]
-    parts += [Text(), *_events(look.events), Text(_span_coverage(look), style="dim")]
+    parts += [Text(), *_events(view.events), Text(_span_coverage(view), style="dim")]
     return Group(*parts)
 
 
-def _figures(look: "Look") -> Iterator[str]:
-    if look.loss is not None:
-        yield f"loss {look.loss:.4f}"
-    if look.metrics and (scale := loss_scale_text(look.metrics[-1], look.num_overflows)):
+def _figures(view: "RunView") -> Iterator[str]:
+    if view.loss is not None:
+        yield f"loss {view.loss:.4f}"
+    if view.metrics and (scale := loss_scale_text(view.metrics[-1], view.num_overflows)):
         yield scale
-    if (speed := look.tokens_per_second) is not None:
+    if (speed := view.tokens_per_second) is not None:
         yield f"{format_count(speed)} tokens/s"
-    if (mfu := look.mfu) is not None:
-        peak = f" of {format_number(look.peak_flops / 1e12, 4)} TFLOP/s" if look.peak_flops else ""
-        source = f" ({look.peaks.source})" if look.peaks.source else ""
+    if (mfu := view.mfu) is not None:
+        peak = f" of {format_number(view.peak_flops / 1e12, 4)} TFLOP/s" if view.peak_flops else ""
+        source = f" ({view.peaks.source})" if view.peaks.source else ""
         yield f"MFU {mfu:.1%}{peak}{source}"
-    layout = look.job.layout
+    layout = view.job.layout
     axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("dp", "pp", "tp"))
     yield f"{layout.world} rank{'' if layout.world == 1 else 's'}: {axes}"
 
@@ -140,7 +140,7 @@ def _path(found: "SpanAnalysis") -> Iterator[RenderableType]:
 
 
 def _waiting(found: "SpanAnalysis") -> Iterator[RenderableType]:
-    stuck = found.standstill
+    stuck = found.hang
     if stuck is None:
         yield Text("no wait analysis: the spans do not match the program", style="dim")
         return
@@ -148,7 +148,7 @@ def _waiting(found: "SpanAnalysis") -> Iterator[RenderableType]:
         action = stuck.action(rank)
         where = f"rank {rank} on node {found.ranks.node[rank]}"
         doing = "between two steps" if action is None else f"in {action}"
-        yield Text(f"silent: {where}, {doing}; {stuck.blamed[rank]} wait for it", style="red")
+        yield Text(f"silent: {where}, {doing}; {stuck.waited_for_by[rank]} wait for it", style="red")
 
 
 def _events(events: "Sequence[Record]") -> Iterator[RenderableType]:
@@ -167,8 +167,8 @@ def _clock(at: object) -> str:
         return "-"
 
 
-def _span_coverage(look: "Look") -> str:
-    spans, steps = look.spans, look.findings.whole_steps
+def _span_coverage(view: "RunView") -> str:
+    spans, steps = view.spans, view.findings.whole_steps
     covered = f"spans of attempt {spans.attempt}, no whole step yet"
     if len(steps):
         covered = f"spans of attempt {spans.attempt}, steps {steps[0]} to {steps[-1]}"
@@ -179,8 +179,8 @@ def _span_coverage(look: "Look") -> str:
         parts.append(f"{spans.num_unreadable} files cannot be read")
     if not len(spans.records):
         parts = []
-    if missing := missing_lines_text(look.steps.without_line):
+    if missing := missing_lines_text(view.steps.without_line):
         parts.append(missing)
-    if look.num_wrong_lines:
-        parts.append(f"{look.num_wrong_lines} lines of metrics.jsonl and events.jsonl are wrong")
+    if view.num_wrong_lines:
+        parts.append(f"{view.num_wrong_lines} lines of metrics.jsonl and events.jsonl are wrong")
     return " · ".join(parts)

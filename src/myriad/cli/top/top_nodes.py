@@ -31,23 +31,23 @@ def show_nodes(run: "Run", *, once: bool, every: float, as_json: bool) -> None:
 
     counters = NodeCounters(run.counters_path)
 
-    def look() -> list[dict[str, Any]]:
+    def rows() -> list[dict[str, Any]]:
         health = health_of(run.read_events())
         return node_rows(read_facts(run.nodes_path), counters.newest(), health, time.time())
 
     if as_json:
         kept = [dict(one) for one in evidence_rows(run.counters_path / "around")]
-        typer.echo(json.dumps({"run": str(run.path), "nodes": look(), "evidence": kept}))
+        typer.echo(json.dumps({"run": str(run.path), "nodes": rows(), "evidence": kept}))
         return
     console = Console(highlight=False)
     if once or not console.is_terminal:
-        console.print(_frame(look()))
+        console.print(_frame(rows()))
         return
-    with Live(_frame(look()), console=console, screen=True, auto_refresh=False) as live:
+    with Live(_frame(rows()), console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(every)
-                live.update(_frame(look()), refresh=True)
+                live.update(_frame(rows()), refresh=True)
         except KeyboardInterrupt:
             return
 

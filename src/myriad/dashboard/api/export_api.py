@@ -22,10 +22,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from myriad.dashboard.api.query_parameters import QuestionError
+from myriad.dashboard.api.query_parameters import QueryParameterError
 from myriad.dashboard.prometheus import CONTENT_TYPE, RunMetrics
 from myriad.dashboard.tile import to_json
-from myriad.dashboard.watched_run import Watched
+from myriad.dashboard.watched_run import WatchedRun
 from myriad.errors import MyriadError
 from myriad.telemetry.traces.trace_request import MOST_SECONDS, What
 
@@ -36,7 +36,7 @@ Ask = Callable[[Sequence[int], float, What], Mapping[str, Any]]
 and raises `MyriadError`."""
 
 
-def more_routes(watched: Watched, ask: Ask | None) -> list[Route]:
+def more_routes(watched: WatchedRun, ask: Ask | None) -> list[Route]:
     """Return the routes. ``ask`` requests a trace from the run; ``None`` if this server cannot reach the
     run."""
     return [
@@ -47,7 +47,7 @@ def more_routes(watched: Watched, ask: Ask | None) -> list[Route]:
     ]
 
 
-def _metrics(watched: Watched) -> Callable[[Request], Response]:
+def _metrics(watched: WatchedRun) -> Callable[[Request], Response]:
     """Return the endpoint of Prometheus. It is synchronous, so the server runs it in a thread. Requests run
     one at a time, because each reads the new lines."""
     metrics = RunMetrics(watched.files.run, lambda: watched.account, NodePhases(watched))
@@ -100,27 +100,27 @@ def trace_file(folder: Path) -> Callable[[Request], Response]:
 async def _asked(request: Request) -> tuple[list[int], float, What]:
     length = request.headers.get("content-length", "")
     if not (length.isdecimal() and len(length) < 8 and int(length) <= _MOST_BYTES):
-        raise QuestionError("content-length", length, f"at most {_MOST_BYTES}")
+        raise QueryParameterError("content-length", length, f"at most {_MOST_BYTES}")
     try:
         found = json.loads(await request.body())
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise QuestionError("body", "", "a JSON object with ranks, seconds and what")
+        raise QueryParameterError("body", "", "a JSON object with ranks, seconds and what")
     return _ranks(found.get("ranks")), _seconds(found.get("seconds")), _what(found.get("what", "profile"))
 
 
 def _ranks(given: Any) -> list[int]:
     if not isinstance(given, list) or not 0 < len(given) <= _MOST_RANKS:
-        raise QuestionError("ranks", str(given), f"a list of 1 to {_MOST_RANKS} numbers")
+        raise QueryParameterError("ranks", str(given), f"a list of 1 to {_MOST_RANKS} numbers")
     if not all(type(one) is int and 0 <= one < _MOST_RANK for one in given):
-        raise QuestionError("ranks", str(given), "numbers of ranks")
+        raise QueryParameterError("ranks", str(given), "numbers of ranks")
     return given
 
 
 def _seconds(given: Any) -> float:
     if type(given) not in (int, float) or not 0 < given <= MOST_SECONDS:
-        raise QuestionError("seconds", str(given), f"above 0, at most {MOST_SECONDS:g}")
+        raise QueryParameterError("seconds", str(given), f"above 0, at most {MOST_SECONDS:g}")
     return float(given)
 
 
@@ -129,7 +129,7 @@ def _what(given: Any) -> What:
         if given == what:
             chosen: What = what
             return chosen
-    raise QuestionError("what", str(given), f"one of {', '.join(get_args(What))}")
+    raise QueryParameterError("what", str(given), f"one of {', '.join(get_args(What))}")
 
 
 def _json_response(found: dict[str, Any], status: int) -> Response:
@@ -142,7 +142,7 @@ _STEPS, _MOST_PHASES = 10, 16
 class NodePhases:
     """Phase times of one run by node."""
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: WatchedRun) -> None:
         self._watched = watched
 
     def num_dropped(self) -> int:

@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from myriad.units import parse_ranges
 
-__all__ = ["QuestionError", "as_int", "as_range", "as_ranks", "as_seconds"]
+__all__ = ["QueryParameterError", "as_int", "as_range", "as_ranks", "as_seconds"]
 
 
-class QuestionError(ValueError):
+class QueryParameterError(ValueError):
     """Raised for an invalid parameter; the text has its key, its value and what is allowed."""
 
     def __init__(self, key: str, value: str, allowed: str) -> None:
@@ -27,7 +27,7 @@ def as_int(query: Mapping[str, str], key: str, default: int, least: int, most: i
     if not (
         text.lstrip("-").isdecimal() and text.isascii() and len(text) < 12 and least <= int(text) <= most
     ):
-        raise QuestionError(key, text, f"a whole number from {least} to {most}")
+        raise QueryParameterError(key, text, f"a whole number from {least} to {most}")
     return int(text)
 
 
@@ -40,7 +40,7 @@ def as_seconds(query: Mapping[str, str], key: str) -> float | None:
     except ValueError:
         value = float("nan")
     if not abs(value) < 1e10:
-        raise QuestionError(key, text, "seconds")
+        raise QueryParameterError(key, text, "seconds")
     return value
 
 
@@ -52,8 +52,8 @@ def as_range(query: Mapping[str, str], key: str) -> tuple[int, int] | None:
     ends = {"first": first, "last": last or first}
     try:
         found = as_int(ends, "first", 0, 0, 2**31 - 1), as_int(ends, "last", 0, 0, 2**31 - 1)
-    except QuestionError:
-        raise QuestionError(key, text, "a number, or two with - between them") from None
+    except QueryParameterError:
+        raise QueryParameterError(key, text, "a number, or two with - between them") from None
     return found
 
 
@@ -66,5 +66,5 @@ def as_ranks(query: Mapping[str, str], key: str, world: int) -> npt.NDArray[Any]
         for part in parse_ranges(text, world):
             wanted[part.start : part.stop] = True
     except ValueError:
-        raise QuestionError(key, text, f"ranks from 0 to {world - 1}, such as 0-63,70") from None
+        raise QueryParameterError(key, text, f"ranks from 0 to {world - 1}, such as 0-63,70") from None
     return np.flatnonzero(wanted)

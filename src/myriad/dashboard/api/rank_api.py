@@ -8,8 +8,8 @@ import numpy as np
 
 from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.api.query_parameters import as_int
-from myriad.dashboard.insight.standstill import Standstill
-from myriad.dashboard.watched_run import Watched
+from myriad.dashboard.insight.hang_analysis import HangAnalysis
+from myriad.dashboard.watched_run import WatchedRun
 from myriad.units import format_ranks
 
 __all__ = ["rank", "silent", "silent_rank_sentence"]
@@ -17,10 +17,10 @@ __all__ = ["rank", "silent", "silent_rank_sentence"]
 _MOST_SILENT = 200
 
 
-def rank(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
+def rank(watched: WatchedRun, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
     """Return a rank and its groups. The ranks it waits for are known only while the run hangs."""
     number = as_int(query, "rank", 0, 0, watched.store.world - 1)
-    ranks, still = watched.ranks, analyst.standstill()
+    ranks, still = watched.ranks, analyst.hang()
     return {
         "rank": number,
         "coordinates": ranks.coordinates(number),
@@ -33,16 +33,16 @@ def rank(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[s
     }
 
 
-def silent(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
+def silent(watched: WatchedRun, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the ranks that wait for no other rank while others wait for them, most waited for first."""
-    still = analyst.standstill()
+    still = analyst.hang()
     if still is None:
         return {"sentence": "", "silent": []}
     rows = [
         {
             "rank": number,
             "node": int(watched.ranks.node[number]),
-            "waited_for_by": still.blamed[number],
+            "waited_for_by": still.waited_for_by[number],
             "is_in": _is_in(still, number),
             "last_entered": _last_entered(watched, number),
         }
@@ -51,7 +51,7 @@ def silent(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict
     return {"sentence": silent_rank_sentence(watched, still), "silent": rows}
 
 
-def silent_rank_sentence(watched: Watched, still: Standstill) -> str:
+def silent_rank_sentence(watched: WatchedRun, still: HangAnalysis) -> str:
     """Describe the rank that most ranks wait for."""
     if not (numbers := _furthest_behind(watched, still)):
         return still.sentence
@@ -59,10 +59,10 @@ def silent_rank_sentence(watched: Watched, still: Standstill) -> str:
     doing = "between two steps" if action is None else f"in {str(action.kind).replace('_', ' ')}"
     also = f" (and for {format_ranks(numbers[1:])})" if len(numbers) > 1 else ""
     where = f"rank {first} on node {watched.ranks.node[first]}, {doing} of step {still.steps[first]}{also}"
-    return f"{still.blamed[first]} ranks wait for {where}"
+    return f"{still.waited_for_by[first]} ranks wait for {where}"
 
 
-def _furthest_behind(watched: Watched, still: Standstill) -> list[int]:
+def _furthest_behind(watched: WatchedRun, still: HangAnalysis) -> list[int]:
     """Return, of silent tensor-parallel peers, those that have done least: the others wait inside a compute
     action."""
     done = still.steps * (int(still.done.max()) + 1) + still.done
@@ -71,14 +71,14 @@ def _furthest_behind(watched: Watched, still: Standstill) -> list[int]:
     return [number for number in still.silent if done[number] == least[number]]
 
 
-def _is_in(still: Standstill | None, number: int) -> str | None:
+def _is_in(still: HangAnalysis | None, number: int) -> str | None:
     """Return the unfinished action of a rank, by its program; ``None`` unless the run hangs."""
     if still is None:
         return None
     return "between two steps" if (action := still.action(number)) is None else str(action).replace("_", " ")
 
 
-def _last_entered(watched: Watched, number: int) -> dict[str, Any] | None:
+def _last_entered(watched: WatchedRun, number: int) -> dict[str, Any] | None:
     """Return the newest span of a rank; ``None`` if it has none."""
     store = watched.store
     name = int(store.last_name[number])

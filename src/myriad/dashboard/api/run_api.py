@@ -12,7 +12,7 @@ from myriad.dashboard.insight.losses import Losses
 from myriad.dashboard.node_table import evidence_rows, health_of, node_rows
 from myriad.dashboard.run_files import number
 from myriad.dashboard.run_status import state_sentence
-from myriad.dashboard.watched_run import Watched
+from myriad.dashboard.watched_run import WatchedRun
 from myriad.run.event_text import event_text
 from myriad.system.jsonl import Record
 from myriad.units import format_seconds
@@ -28,7 +28,7 @@ _DECISIONS = (
 )
 
 
-def run(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
+def run(watched: WatchedRun, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
     """Return what the run is: name, state, layout, phases and counts."""
     files, store, ranks = watched.files, watched.store, watched.ranks
     steps = store.steps()
@@ -55,7 +55,7 @@ def run(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[st
     }
 
 
-def dropped(watched: Watched) -> dict[str, int]:
+def dropped(watched: WatchedRun) -> dict[str, int]:
     """Return the number of spans and files that are not shown, by reason."""
     counts = watched.store.counts
     return {
@@ -72,18 +72,18 @@ def dropped(watched: Watched) -> dict[str, int]:
     }
 
 
-def sentence(watched: Watched, analyst: Analyst) -> str:
+def sentence(watched: WatchedRun, analyst: Analyst) -> str:
     """Return the state of the run in a sentence, with the first problem."""
     step, planned = watched.steps_done, watched.files.job.train.steps
     state = state_sentence(watched.state, step, planned, watched.step_seconds, watched.quiet_seconds)
-    if (still := analyst.standstill()) is not None:
+    if (still := analyst.hang()) is not None:
         parts = [state, silent_rank_sentence(watched, still)]
     else:
         parts = [state, *(one.sentence for one in analyst.suspects[:1])]
     return "; ".join([*parts, *_doubts(watched)])
 
 
-def _doubts(watched: Watched) -> list[str]:
+def _doubts(watched: WatchedRun) -> list[str]:
     """Return why the shown data may be stale, and which state may be lost."""
     files, found = watched.files, []
     if files.is_gone:
@@ -97,7 +97,7 @@ def _doubts(watched: Watched) -> list[str]:
     return found
 
 
-def overview(watched: Watched, query: Mapping[str, str]) -> dict[str, Any]:
+def overview(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the curves, the account of time and the newest events."""
     points = as_int(query, "points", 2000, 2, 20_000)
     account, events = watched.account, watched.files.events
@@ -129,7 +129,7 @@ def _whole(value: Any) -> int | None:
     return int(found) if found is not None and 0 <= found < _MOST_NUMBER else None
 
 
-def faults(watched: Watched, query: Mapping[str, str]) -> dict[str, Any]:
+def faults(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the nodes, the decisions about them, and the checkpoints."""
     events = enumerate(watched.files.events)
     decided = [(place, event) for place, event in events if event.get("event") in _DECISIONS]
@@ -152,17 +152,17 @@ def _decision(event: Record, place: int) -> dict[str, Any]:
     return _event(event, place) | {key: event.get(key) for key in ("cause", "verdict", "rule", "evidence")}
 
 
-def _nodes(watched: Watched, decided: list[Record]) -> list[dict[str, Any]]:
+def _nodes(watched: WatchedRun, decided: list[Record]) -> list[dict[str, Any]]:
     """Return a row for each node. Its heartbeat is the end of the newest span of its ranks, or the newest
     line of link counters, which the node agent writes each second whatever the ranks do."""
     ranks, ends = watched.ranks, watched.store.last_end_ns
-    looks, now, health = watched.node_looks(), time.time(), health_of(decided)
+    samples, now, health = watched.node_samples(), time.time(), health_of(decided)
     facts = watched.node_facts()
-    known = {row["node"]: row for row in node_rows(facts, looks, health, now)}
+    known = {row["node"]: row for row in node_rows(facts, samples, health, now)}
     nodes = []
     for node in range(-(-ranks.world // ranks.node_size)):
         members = ranks.ranks_of_node(node)
-        heard = [int(ends[members].max()) * 1e-9, looks[node].time if node in looks else -1.0]
+        heard = [int(ends[members].max()) * 1e-9, samples[node].time if node in samples else -1.0]
         ago = None if max(heard) < 0 else max(0.0, now - max(heard))
         span = [int(members[0]), int(members[-1])]
         nodes.append(
@@ -180,7 +180,7 @@ def _nodes(watched: Watched, decided: list[Record]) -> list[dict[str, Any]]:
 _MOST_STEP = 2**31 - 1
 
 
-def waterfall(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
+def waterfall(watched: WatchedRun, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the time losses from the peak down to the MFU, measured over the newest steps and predicted."""
     found, plan = analyst.losses(None, None), watched.plan
     return {
@@ -189,7 +189,7 @@ def waterfall(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> d
     }
 
 
-def shares(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
+def shares(watched: WatchedRun, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the time losses over selected steps, as shares of the step time."""
     last = as_int(query, "last", -1, 0, _MOST_STEP)
     first = as_int(query, "first", -1, 0, _MOST_STEP)

@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.dashboard.analyst import Analyst
-from myriad.dashboard.api.query_parameters import QuestionError, as_int, as_range, as_ranks, as_seconds
+from myriad.dashboard.api.query_parameters import QueryParameterError, as_int, as_range, as_ranks, as_seconds
 from myriad.dashboard.insight.predicted_step import Plan
 from myriad.dashboard.store.heat_map import Heat
 from myriad.dashboard.store.step_block import Columns
 from myriad.dashboard.store.timeline_spans import Lane, TimeWindow, choose_lanes, spans_in, window_of_steps
 from myriad.dashboard.tile import pack_tile
-from myriad.dashboard.watched_run import Watched
+from myriad.dashboard.watched_run import WatchedRun
 from myriad.telemetry.span_io.span_records import class_of
 
 __all__ = ["heat", "steps", "timeline", "worst"]
@@ -34,21 +34,21 @@ _ARROW_COLUMNS = (
 )
 
 
-def heat(watched: Watched, query: Mapping[str, str]) -> bytes:
+def heat(watched: WatchedRun, query: Mapping[str, str]) -> bytes:
     """Return the seconds of a phase on all ranks, over some steps."""
     phase, found = _heat(watched, query)
     arrays = {"seconds": found.seconds, "z": found.z}
     return pack_tile(arrays, phase=phase, first=found.first, last=found.last, missing=found.missing)
 
 
-def steps(watched: Watched, query: Mapping[str, str]) -> bytes:
+def steps(watched: WatchedRun, query: Mapping[str, str]) -> bytes:
     """Return, for each step, the distance of the worst rank from its peers."""
     phase = _phase(watched, query)
     found = watched.heat.by_step(phase)
     return pack_tile({"step": found.step, "worst_z": found.worst_z, "median": found.median}, phase=phase)
 
 
-def worst(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> list[dict[str, Any]]:
+def worst(watched: WatchedRun, analyst: Analyst, query: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the ranks that are slowest among their peers, the worst first."""
     phase, found = _heat(watched, query)
     limit = as_int(query, "limit", 50, 1, 1000)
@@ -63,7 +63,7 @@ def _said(said: Mapping[int, str], number: int) -> dict[str, str]:
     return {"sentence": said[number]} if number in said else {}
 
 
-def _row(watched: Watched, phase: str, found: Heat, number: int) -> dict[str, Any]:
+def _row(watched: WatchedRun, phase: str, found: Heat, number: int) -> dict[str, Any]:
     seconds, peers = float(found.seconds[number]), float(found.peers_seconds[number])
     node = int(watched.ranks.node[number])
     slower = f"{seconds / peers - 1:+.1%} against its peers" if peers > 0 else "its peers take no time"
@@ -78,26 +78,26 @@ def _row(watched: Watched, phase: str, found: Heat, number: int) -> dict[str, An
     }
 
 
-def _phase(watched: Watched, query: Mapping[str, str]) -> str:
+def _phase(watched: WatchedRun, query: Mapping[str, str]) -> str:
     phases = watched.store.names.phases_in_order()
     phase = query.get("phase") or next((name for name in ("forward", *phases) if name in phases), "")
     if phases and phase not in phases:
-        raise QuestionError("phase", phase, f"one of {', '.join(phases)}")
+        raise QueryParameterError("phase", phase, f"one of {', '.join(phases)}")
     return phase
 
 
-def _heat(watched: Watched, query: Mapping[str, str]) -> tuple[str, Heat]:
+def _heat(watched: WatchedRun, query: Mapping[str, str]) -> tuple[str, Heat]:
     last = as_int(query, "last", -1, 0, _MOST_STEP)
     if last < 0:
         last = watched.last_step or 0
     first = as_int(query, "first", last, 0, _MOST_STEP)
     if first > last:
-        raise QuestionError("first", str(first), f"at most last, which is {last}")
+        raise QueryParameterError("first", str(first), f"at most last, which is {last}")
     phase = _phase(watched, query)
     return phase, watched.heat.heat(phase, first, last)
 
 
-def timeline(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> bytes:
+def timeline(watched: WatchedRun, analyst: Analyst, query: Mapping[str, str]) -> bytes:
     """Return the spans of a window. ``arrows_to_come``: the arrows of some steps are not computed yet."""
     store = watched.store
     ranks = as_ranks(query, "ranks", store.world)
@@ -131,7 +131,7 @@ def timeline(watched: Watched, analyst: Analyst, query: Mapping[str, str]) -> by
 
 
 def _arrows(
-    watched: Watched, analyst: Analyst, window: TimeWindow, ranks: npt.NDArray[Any]
+    watched: WatchedRun, analyst: Analyst, window: TimeWindow, ranks: npt.NDArray[Any]
 ) -> tuple[dict[str, npt.NDArray[Any]], bool]:
     """Return the arrows between shown ranks, and whether they are complete."""
     inside = (
@@ -150,7 +150,7 @@ def _arrows(
     return {key: whole[key].astype(kind) for key, kind in _ARROW_COLUMNS}, are_all
 
 
-def _window(watched: Watched, query: Mapping[str, str]) -> TimeWindow:
+def _window(watched: WatchedRun, query: Mapping[str, str]) -> TimeWindow:
     """Return the window of ``steps``, or of ``start`` and ``end`` in seconds since the first span. The
     default is the newest step."""
     store = watched.store
@@ -158,15 +158,15 @@ def _window(watched: Watched, query: Mapping[str, str]) -> TimeWindow:
     first_ns = store.first_ns or 0
     if start is not None and end is not None:
         if end <= start:
-            raise QuestionError("end", str(end), "later than start")
+            raise QueryParameterError("end", str(end), "later than start")
         return TimeWindow(first_ns + int(start * 1e9), first_ns + int(end * 1e9))
     first, last = chosen or (watched.last_step or 0,) * 2
     if last - first >= _MOST_STEPS_OF_TIMELINE or last < first:
-        raise QuestionError("steps", f"{first}-{last}", f"from 1 to {_MOST_STEPS_OF_TIMELINE} steps")
+        raise QueryParameterError("steps", f"{first}-{last}", f"from 1 to {_MOST_STEPS_OF_TIMELINE} steps")
     return window_of_steps(store, first, last) or TimeWindow(first_ns, first_ns + 10**9)
 
 
-def _badness(watched: Watched, window: TimeWindow) -> npt.NDArray[Any]:
+def _badness(watched: WatchedRun, window: TimeWindow) -> npt.NDArray[Any]:
     """Return each rank's distance from its peers in phases of compute, over the steps of a window."""
     store, worst_of = watched.store, np.full(watched.store.world, np.nan, np.float32)
     inside = watched.steps_in(window.start_ns, window.stop_ns)
@@ -183,7 +183,7 @@ _MOST_LANES, _MOST_STEPS = 64, 4
 
 
 def with_predicted(
-    watched: Watched, plan: Plan, spans: Columns, lanes: list[Lane], window: TimeWindow
+    watched: WatchedRun, plan: Plan, spans: Columns, lanes: list[Lane], window: TimeWindow
 ) -> tuple[Columns, list[str], list[dict[str, Any]]]:
     """Return spans, names and lanes with the predicted ones after the measured ones. Each predicted step
     begins where the measured one began. With many lanes or steps, nothing is added."""

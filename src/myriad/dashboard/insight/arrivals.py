@@ -23,7 +23,7 @@ __all__ = [
     "NOT_BEFORE_NS",
     "SEND",
     "Arrows",
-    "HeldUp",
+    "BubbleShares",
     "WaitArrivals",
     "arrows",
     "held_up",
@@ -62,7 +62,7 @@ class Arrows:
 
 
 @dataclass(frozen=True)
-class HeldUp:
+class BubbleShares:
     """Seconds of each rank in a step in which it waited for a rank that had not arrived, by the class of the
     span."""
 
@@ -72,10 +72,10 @@ class HeldUp:
     """Waits for a rank that does the same work."""
 
 
-def held_up(step: StepSpans) -> HeldUp:
+def held_up(step: StepSpans) -> BubbleShares:
     """Return the waits of all matched ranks."""
     start, end, owner = step.spans.start, step.spans.end, step.spans.records["rank"]
-    found = HeldUp({}, {})
+    found = BubbleShares({}, {})
     for wait in waits_of(step):
         seconds = (
             np.clip(start[wait.posts] - start[wait.spans], 0, end[wait.spans] - start[wait.spans]) * 1e-9

@@ -13,12 +13,12 @@ import numpy as np
 
 from myriad.dashboard.insight.critical_path import CriticalPath, critical_path
 from myriad.dashboard.insight.drift import Drift, drift, launches
+from myriad.dashboard.insight.hang_analysis import HangAnalysis, analyze_hang
 from myriad.dashboard.insight.losses import Losses, losses
 from myriad.dashboard.insight.needs import ProgramNeeds
 from myriad.dashboard.insight.nesting import Nested, nested
 from myriad.dashboard.insight.phase_table import PhaseTable, table_of
 from myriad.dashboard.insight.rank_arrays import Array, Ranks
-from myriad.dashboard.insight.standstill import Standstill, standstill
 from myriad.dashboard.insight.step_spans import StepSpans, programs_seen
 from myriad.dashboard.insight.straggler_report import Straggler, stragglers, suspects
 from myriad.dashboard.insight.what_if import WhatIf, what_if
@@ -187,7 +187,7 @@ class SpanAnalysis:
         return what_if(self.step(self.path_step), ranks, self.steady.usual_step_seconds)
 
     @cached_property
-    def standstill(self) -> Standstill | None:
+    def hang(self) -> HangAnalysis | None:
         """Which rank waits for which, if nothing has happened since the newest span."""
         if not self.programs or len(self.table.steps) == 0:
             return None
@@ -197,7 +197,7 @@ class SpanAnalysis:
         for step in np.unique(newest[newest >= 0]):
             here = newest == step
             done[here] = self.step(int(step)).num_done[here]
-        return standstill(self.ranks, self.programs, newest, done)
+        return analyze_hang(self.ranks, self.programs, newest, done)
 
 
 _MOST_ARROWS = 100_000

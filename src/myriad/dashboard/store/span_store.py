@@ -8,8 +8,8 @@ newer attempt repeats a step, its spans replace those of the older attempt. A st
 when ranks move in the grid, older spans are left out and a new store starts.
 
 Each span counts once, though it may arrive twice: in a file of the run's folder, and posted by its node. For
-each rank, `Once` knows the time ranges of posted spans and of spans from files; what arrives the other way
-within such a range is a duplicate. Files may arrive in any order.
+each rank, `SpanDeduplicator` knows the time ranges of posted spans and of spans from files; what arrives the
+other way within such a range is a duplicate. Files may arrive in any order.
 
 `OwnSeconds` computes the duration of a span without its child spans. A wait is recorded when it ends, before
 the span around it, and a batch may end between the two. So spans that may belong to a later parent are kept
@@ -107,7 +107,7 @@ class _Times:
         np.maximum.at(self._last, ranks, ends)
 
 
-class Once:
+class SpanDeduplicator:
     """Finds duplicates among the spans of all ranks."""
 
     def __init__(self, world: int) -> None:
@@ -179,7 +179,7 @@ class SpanStore:
         """End of each rank's newest span, whose name and step are in the next two arrays."""
         self.last_name, self.last_step_of = np.full(world, -1, np.int16), np.full(world, -1, np.int32)
         self._blocks: dict[int, StepBlock] = {}
-        self._own, self._lock, self._once = OwnSeconds(world), threading.Lock(), Once(world)
+        self._own, self._lock, self._once = OwnSeconds(world), threading.Lock(), SpanDeduplicator(world)
         self._oldest_spans, self._oldest_sums = -(2**62), -(2**62)
         self._span_bytes = self._sum_bytes = 0
 

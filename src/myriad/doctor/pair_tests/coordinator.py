@@ -156,7 +156,7 @@ class Coordinator:
 
     async def _conclude(self, outcome: PairTestOutcome) -> Findings:
         """Examine the suspects, run the collective rounds, and collect the findings."""
-        looks = {
+        pair_rates = {
             culprit.nodes: await self._examine_suspect(culprit, outcome)
             for culprit in outcome.culprits[:_MOST_LOOKS]
         }
@@ -166,7 +166,7 @@ class Coordinator:
         complaints = {
             names[node]: hello.complaints for node, hello in sorted(self._hellos.items()) if hello.complaints
         }
-        return Findings.of(outcome, names, complaints, missing, looks, groups, skipped)
+        return Findings.of(outcome, names, complaints, missing, pair_rates, groups, skipped)
 
     async def _send_quietly(self, line: _NodeConnection, message: Message) -> None:
         with suppress(OSError, TimeoutError):

@@ -58,17 +58,17 @@ class PairRates:
     lost_ratio: float = 0.0
 
 
-def classify_fault(look: PairRates, expected: float) -> How:
+def classify_fault(rates: PairRates, expected: float) -> How:
     """Return the fault; empty if both directions are normal. ``expected``: bytes per second of a good pair,
     in each direction at the same time."""
-    if look.lost_ratio >= _LOSSY_RATIO:
+    if rates.lost_ratio >= _LOSSY_RATIO:
         return "lossy"
-    if not (look.out or look.back or look.both):
+    if not (rates.out or rates.back or rates.both):
         return "silent"
     least = SLOW_RATIO * expected
-    slow_out, slow_back = look.out < least, look.back < least
+    slow_out, slow_back = rates.out < least, rates.back < least
     if not (slow_out or slow_back):
-        return "half-duplex" if look.both < least else ""
+        return "half-duplex" if rates.both < least else ""
     if slow_out != slow_back:
         return "slow out" if slow_out else "slow in"
     return "slow"
@@ -224,25 +224,25 @@ class Findings(Config):
         names: Sequence[str],
         complaints: Mapping[str, Sequence[str]],
         missing: Sequence[str],
-        looks: Mapping[tuple[int, ...], PairRates],
+        pair_rates: Mapping[tuple[int, ...], PairRates],
         groups: Sequence[GroupResult],
         skipped: Sequence[str],
     ) -> "Findings":
         """Return the findings with names of nodes, bounded to the size of a message."""
         culprits = []
         for culprit in outcome.culprits[:_MAX_REPORTED]:
-            look = looks.get(culprit.nodes, PairRates())
-            how = classify_fault(look, outcome.expected) if culprit.nodes in looks else ""
+            rates = pair_rates.get(culprit.nodes, PairRates())
+            how = classify_fault(rates, outcome.expected) if culprit.nodes in pair_rates else ""
             culprits.append(
                 NamedSuspect(
                     kind=culprit.kind,
                     nodes=tuple(names[node] for node in culprit.nodes[:_MAX_REPORTED]),
-                    bytes_per_second=look.both or culprit.bytes_per_second,
+                    bytes_per_second=rates.both or culprit.bytes_per_second,
                     tests=culprit.tests,
                     how=how,
-                    out_per_second=look.out,
-                    back_per_second=look.back,
-                    lost_ratio=look.lost_ratio,
+                    out_per_second=rates.out,
+                    back_per_second=rates.back,
+                    lost_ratio=rates.lost_ratio,
                 )
             )
         worst = sorted(groups, key=lambda group: not group.trouble)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from myriad.forecasts.fleet.policy_times import PolicyTimes
-from myriad.supervise.observations import Digest, RankSeen
+from myriad.supervise.observations import Digest, RankStatus
 from myriad.supervise.policy.rebalance import step_seconds
 from myriad.supervise.policy.step_work import StepWork
 
@@ -99,15 +99,15 @@ def training_row(
     idle_seconds: float,
     busy_seconds: float = 0.0,
     digests: tuple[Digest, ...] = (),
-) -> RankSeen:
+) -> RankStatus:
     """Return the row of a training rank. ``step_seconds`` is 0 in an attempt's first step; ``idle_seconds``
     counts since a node was lost, if one was."""
     busy = busy_seconds if step_seconds else 0.0
     counts = (step, _ENTERED, _ENTERED - 1)
-    return RankSeen(rank, 1, "S", "step", "reduce", *counts, idle_seconds, step_seconds, busy, digests)
+    return RankStatus(rank, 1, "S", "step", "reduce", *counts, idle_seconds, step_seconds, busy, digests)
 
 
-def starting_row(rank: int, idle_seconds: float) -> RankSeen:
+def starting_row(rank: int, idle_seconds: float) -> RankStatus:
     """Return the row of a starting rank, idle since the attempt began: the worst case, since a rank writes
     nothing before it is up."""
     return _row(rank, "starting", -1, idle_seconds=idle_seconds)
@@ -115,7 +115,7 @@ def starting_row(rank: int, idle_seconds: float) -> RankSeen:
 
 def hung_row(
     rank: int, step: int, phase: str, step_seconds: float, idle_seconds: float, named: bool
-) -> RankSeen:
+) -> RankStatus:
     """Return the row of a hung rank. ``named``: the rank has not entered the collective in which the others
     wait."""
     entered = _ENTERED - named
@@ -123,6 +123,6 @@ def hung_row(
     return replace(row, entered=entered)
 
 
-def _row(rank: int, phase: str, step: int, *, idle_seconds: float, step_seconds: float = 0.0) -> RankSeen:
+def _row(rank: int, phase: str, step: int, *, idle_seconds: float, step_seconds: float = 0.0) -> RankStatus:
     left = _ENTERED - 1
-    return RankSeen(rank, 1, "S", phase, "reduce", step, _ENTERED, left, idle_seconds, step_seconds)
+    return RankStatus(rank, 1, "S", phase, "reduce", step, _ENTERED, left, idle_seconds, step_seconds)

@@ -2,7 +2,7 @@
 
     faults ──► VirtualCluster ──NodeJoined, Beat, RankExited, StopAsked──► Decider (the real one)
                     ▲  └──► RunProgress: training done, and the ledger       │
-                    └──────StartAttempt, TurnRanks, StopRanks, Evict, EndRun─┘
+                    └──────StartAttempt, RestartAtStep, StopRanks, Evict, EndRun─┘
 
 The decisions are the run's own code with its own deadlines. Their actions take the seconds of `PolicyTimes`.
 To simulate weeks in a moment:
@@ -32,15 +32,15 @@ from myriad.forecasts.fleet.simulated_progress import RunProgress
 from myriad.supervise.accounting.ledger import Kind as Doing
 from myriad.supervise.accounting.ledger import Ledger
 from myriad.supervise.messages import Beat, NodeJoined, StopAsked
-from myriad.supervise.observations import Cause, RankExited, RankSeen
+from myriad.supervise.observations import Cause, RankExited, RankStatus
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.policy_actions import (
     EndRun,
     Evict,
     PolicyAction,
+    RestartAtStep,
     StartAttempt,
     StopRanks,
-    TurnRanks,
 )
 from myriad.supervise.policy.run_state import RunPlan
 from myriad.telemetry.progress.progress_page import TURNED_CODE
@@ -139,7 +139,7 @@ class VirtualCluster:
         joined = NodeJoined(node, 0, f"node-{node}", 1, 1, 1, (), (), False)
         self._act(self._decider.hear(joined, self._now))
 
-    def _row(self, node: int) -> RankSeen:
+    def _row(self, node: int) -> RankStatus:
         """Return the progress row of a node's rank."""
         rank, step, hang = self._placement[node], self._work.step, self._hang
         training = self._is_up
@@ -193,7 +193,7 @@ class VirtualCluster:
                 self._do("restarting" if self._work.doing != "planned" else "planned")
                 self._hang = None
                 self._clock.after(self._times.end_seconds, partial(self._end_ranks, action.epoch, -9))
-            elif isinstance(action, TurnRanks):
+            elif isinstance(action, RestartAtStep):
                 self._clock.after(self._work.until_step_end(), partial(self._turn, action.epoch))
             elif isinstance(action, Evict):
                 self._repair(action.node)

@@ -36,7 +36,7 @@ from myriad.supervise.driver_address import check_listen
 __all__ = ["KubernetesLauncher"]
 
 _LOG = logging.getLogger(__name__)
-_LOOK_SECONDS = 10.0
+_POLL_SECONDS = 10.0
 _GRACE_SECONDS = 5
 _CORDONED_BY = "myriad/cordoned-by"
 
@@ -76,9 +76,9 @@ class KubernetesLauncher:
     def _work(self) -> None:
         while True:
             try:
-                node = self._given_up.get(timeout=_LOOK_SECONDS)
+                node = self._given_up.get(timeout=_POLL_SECONDS)
             except Empty:
-                self._guarded(self._look)
+                self._guarded(self._poll)
                 continue
             if node is None:
                 return
@@ -90,7 +90,7 @@ class KubernetesLauncher:
         except (ApiError, KeyError, TypeError, ValueError) as error:
             _LOG.warning("Kubernetes: %s", error)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Read how often each node's container was restarted."""
         for node, pod in self._pods().items():
             self._restarts[node] = _num_restarts(pod)

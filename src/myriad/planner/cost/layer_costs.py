@@ -408,10 +408,10 @@ def embedding_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
     moved = tokens * model.hidden * context.value_bytes
     group = tensor_group(context.cluster, context.tp)
     comm = all_gather_seconds(group, moved)
-    look = stream_seconds(context.accelerator, 4 * moved / context.tp + 2 * moved, 3)
+    lookup = stream_seconds(context.accelerator, 4 * moved / context.tp + 2 * moved, 3)
     back = stream_seconds(context.accelerator, 4 * moved / context.tp + tokens * model.hidden * 8, 3)
     return LayerTimes(
-        TimeBreakdown(memory=look, tensor=comm),
+        TimeBreakdown(memory=lookup, tensor=comm),
         TimeBreakdown(tensor=comm),
         TimeBreakdown(memory=back),
         TimeBreakdown(),

@@ -54,7 +54,7 @@ from myriad.program.actions import (
 from myriad.program.build import build_program, count_chunks
 from myriad.program.in_flight import next_is_backward
 from myriad.program.partition import cut_ranges
-from myriad.program.static_places import Places, assign_places
+from myriad.program.static_buffers import BufferAssignment, assign_buffers
 from myriad.program.warm_up import warm_up_actions
 
 __all__ = ["count_communicators", "memory_of_ranks", "memory_of_repeating_ranks"]
@@ -155,7 +155,7 @@ class _HeldBytes:
     """The bytes that a rank holds at one time, by purpose."""
 
     values: _ByteSum[int] = field(default_factory=_ByteSum)
-    sums: _ByteSum[int] = field(default_factory=_ByteSum)
+    grad_buffers: _ByteSum[int] = field(default_factory=_ByteSum)
     rooms: deque[float] = field(default_factory=deque)
     kept: _ByteSum[tuple[int, int]] = field(default_factory=_ByteSum)
     head_bytes: _ByteSum[tuple[int, int]] = field(default_factory=_ByteSum)
@@ -217,7 +217,7 @@ class _MemoryWalk:
     def _held_now(self) -> tuple[float, ...]:
         """Return the held bytes by purpose; those kept until the iteration's end come first."""
         now = self.now
-        piles = (now.values, now.sums, now.kept, now.head_bytes, now.products, now.arriving)
+        piles = (now.values, now.grad_buffers, now.kept, now.head_bytes, now.products, now.arriving)
         return now.leaving.total, *(pile.total for pile in piles), sum(now.rooms)
 
     def _peak_of(self, start: int, stop: int) -> PeakMemory:
@@ -250,28 +250,28 @@ class _MemoryWalk:
         for key, elements in self.chunks.items():
             if self._zero < 3:
                 self.now.values.put(key, elements * self.workload.value_bytes)
-            if self._zero < 2 and not self._frees_sums:
-                self.now.sums.put(key, 4 * elements)
+            if self._zero < 2 and not self._frees_grad_buffers:
+                self.now.grad_buffers.put(key, 4 * elements)
 
     def _begin_places(self) -> None:
         """With captured stages, reserve the fixed buffers for values and gradients that are otherwise
         temporary."""
         chunks_of = {stage: self._chunks_of(stage) for stage in self.stages}
         runs = [self.actions, warm_up_actions(self.program, self.rank)]
-        places = assign_places(runs, chunks_of, self._zero)
-        for place, elements in Places.largest(places.values, self.chunks).items():
+        places = assign_buffers(runs, chunks_of, self._zero)
+        for place, elements in BufferAssignment.largest(places.values, self.chunks).items():
             self.now.values.put(place, elements * self.workload.value_bytes)
-        for place, elements in Places.largest(places.sums, self.chunks).items():
-            self.now.sums.put(place, 4 * elements)
+        for place, elements in BufferAssignment.largest(places.grad_buffers, self.chunks).items():
+            self.now.grad_buffers.put(place, 4 * elements)
 
     @cached_property
     def _comes_and_goes(self) -> tuple[bool, bool]:
         """Whether a chunk's values, and its gradient buffer, are temporary."""
         apart = self.captured is None
-        return apart and self._zero == 3, apart and (self._zero >= 2 or self._frees_sums)
+        return apart and self._zero == 3, apart and (self._zero >= 2 or self._frees_grad_buffers)
 
     @cached_property
-    def _frees_sums(self) -> bool:
+    def _frees_grad_buffers(self) -> bool:
         """Whether `myriad.parallel.chunk` frees gradient buffers at the update."""
         return self._zero < 2 and self.workload.overlap.updates_early and self.workload.num_micro_batches == 1
 
@@ -307,7 +307,7 @@ class _MemoryWalk:
         now = self.now
         coming = now.kept.total + now.products.total + now.head_bytes.total + passing + self._buffers()
         coming += self.captured or 0.0
-        return now.values.total + now.sums.total + coming + self._margin(coming)
+        return now.values.total + now.grad_buffers.total + coming + self._margin(coming)
 
     def _memory(self, passing: float, head_bytes: float) -> PeakMemory:
         now, part = self.now, self._elements
@@ -316,7 +316,7 @@ class _MemoryWalk:
         logits, buffers = now.head_bytes.total + head_bytes, self._buffers()
         return PeakMemory(
             weights=now.values.total + master,
-            gradients=now.sums.total + (4 * part if self._zero >= 2 else 0.0),
+            gradients=now.grad_buffers.total + (4 * part if self._zero >= 2 else 0.0),
             optimizer=8 * part,
             activations=activations,
             logits=logits,
@@ -331,14 +331,14 @@ class _MemoryWalk:
 
     def _before(self, index: int, action: Action) -> None:
         now, stage, does = self.now, action.stage, SEMANTICS[action.kind]
-        values, sums = self._comes_and_goes
+        values, grad_buffers = self._comes_and_goes
         if values and Resource.PARAMETERS in does.allocates:
             for key in self._chunks_of(stage):
                 self.users[key].add(stage)
                 now.values.put(key, self.chunks[key] * self.workload.value_bytes)
-        if sums and Resource.GRADIENTS in does.allocates:
+        if grad_buffers and Resource.GRADIENTS in does.allocates:
             for key in self._chunks_of(stage):
-                now.sums.put(key, 4 * self.chunks[key])
+                now.grad_buffers.put(key, 4 * self.chunks[key])
         if does.starts is Collective.REDUCE and self.workload.layout.dp > 1:
             keys = [stage, _TIED] if index == self.last_reduce else [stage]
             now.rooms.append(sum(self.model.room(self.chunks[key]) for key in keys))
@@ -355,7 +355,7 @@ class _MemoryWalk:
             self._release(action.stage)
         elif does.ends is Collective.REDUCE:
             self._reduced(action.stage)
-        elif does.updates and self._frees_sums:
+        elif does.updates and self._frees_grad_buffers:
             self._updated(action.stage)
         elif does.posts and does.waits:
             for transfer in action.transfers:
@@ -372,11 +372,11 @@ class _MemoryWalk:
         if self.now.rooms:
             self.now.rooms.popleft()
         if self._comes_and_goes[1] and self._zero >= 2:
-            self.now.sums.drop(stage)
+            self.now.grad_buffers.drop(stage)
 
     def _updated(self, stage: int) -> None:
         for key in self._chunks_of(stage) if stage in self.tied_stages[:1] else [stage]:
-            self.now.sums.drop(key)
+            self.now.grad_buffers.drop(key)
 
     def _after_compute(self, action: Action, does: Semantics) -> None:
         now, micro_batch, where = self.now, action.micro_batch, (action.stage, action.micro_batch)

@@ -81,11 +81,11 @@ def text(
 
     ``upright``: written from bottom to top; ``halo``: with an outline that keeps it readable on lines."""
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size:g}"'
-    look = f'{_class(ink)} fill="{ink}"'
-    look += f' font-weight="{weight}"' if weight != 400 else ""
-    look += f' transform="rotate(-90 {x:g} {y:g})"' if upright else ""
-    look += f' stroke="{PAPER}" stroke-width="4" paint-order="stroke"' if halo else ""
-    return f"<text {place}{look}>{escape(words)}</text>"
+    style = f'{_class(ink)} fill="{ink}"'
+    style += f' font-weight="{weight}"' if weight != 400 else ""
+    style += f' transform="rotate(-90 {x:g} {y:g})"' if upright else ""
+    style += f' stroke="{PAPER}" stroke-width="4" paint-order="stroke"' if halo else ""
+    return f"<text {place}{style}>{escape(words)}</text>"
 
 
 def box(
@@ -101,10 +101,10 @@ def dot(
     x: float, y: float, radius: float, colour: str, hint: str = "", *, ring: str = "", opacity: float = 1
 ) -> str:
     """Return a filled circle; ``ring``: the colour of its outline."""
-    look = f'fill="{colour}"'
-    look += f' stroke="{ring}" stroke-width="2"' if ring else ""
-    look += f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
-    return _with_hint(f'circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" {look}', hint)
+    style = f'fill="{colour}"'
+    style += f' stroke="{ring}" stroke-width="2"' if ring else ""
+    style += f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
+    return _with_hint(f'circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" {style}', hint)
 
 
 def polyline(

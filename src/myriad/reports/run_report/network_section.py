@@ -139,13 +139,13 @@ class _RunOnFabric:
 
     def conflicts(self) -> Iterator[str]:
         """Return the section on hash conflicts of the job's heaviest traffic (`myriad network ecmp`)."""
-        from myriad.network.ecmp_remedies import FabricQuestion, advice, fabric_rows
+        from myriad.network.ecmp_remedies import FabricStudy, advice, fabric_rows
         from myriad.planner.fabric.busiest_axis import AS_IT_IS
         from myriad.planner.fabric.cluster_fabric import builder_of, shape_of
         from myriad.reports.charts.ecmp_chart import draw_bars
 
         of = (builder_of(self.cluster), shape_of(self.cluster), AS_IT_IS)
-        asked, *others = fabric_rows(FabricQuestion(*of, draws=_DRAWS, place_flows=self.heaviest.flows_at))
+        asked, *others = fabric_rows(FabricStudy(*of, draws=_DRAWS, place_flows=self.heaviest.flows_at))
         rows = [replace(asked, name=AS_IT_IS), *others]
         count = len(self.heaviest.flows_at(self.routes, AS_IT_IS, 0))
         text = f"{count:,} flows of {self.heaviest.words}, all in flight at the same time. {advice(rows)}"

@@ -10,7 +10,7 @@ from myriad.reports.run_report.run_summary import Summary, summarize
 from myriad.run import Run
 from myriad.run.run_lines import EventLines, StepLines, missing_lines_text
 from myriad.supervise.accounting.accounting import account_of
-from myriad.supervise.accounting.ledger import KINDS, Account, Attempt, FaultSeen, Kind, in_order
+from myriad.supervise.accounting.ledger import KINDS, Account, Attempt, FaultRecord, Kind, in_order
 from myriad.supervise.driver.journal import count_missing
 from myriad.system.jsonl import JsonlTail, Record, late_events
 
@@ -150,12 +150,12 @@ def at_clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _in_words(fault: FaultSeen) -> str:
+def _in_words(fault: FaultRecord) -> str:
     """Return a fault's problem without the path of the log."""
     return fault.problem.partition("\n")[0].partition(" (log:")[0]
 
 
-def fault_cells(faults: Sequence[FaultSeen]) -> list[list[str]]:
+def fault_cells(faults: Sequence[FaultRecord]) -> list[list[str]]:
     """Return a row for each fault under `FAULT_HEADINGS`."""
     return [
         [
@@ -171,7 +171,7 @@ def fault_cells(faults: Sequence[FaultSeen]) -> list[list[str]]:
     ]
 
 
-def _culprit(fault: FaultSeen) -> str:
+def _culprit(fault: FaultRecord) -> str:
     if fault.rank is not None:
         return f"rank {fault.rank}"
     return "-" if fault.node is None else f"node {fault.node}"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from myriad.dashboard.insight.critical_path import CriticalPath
     from myriad.dashboard.insight.findings import SpanAnalysis
     from myriad.dashboard.insight.losses import Losses
-    from myriad.dashboard.run_view import Look
+    from myriad.dashboard.run_view import RunView
 
 __all__ = ["span_parts"]
 
@@ -31,35 +31,37 @@ _INHERIT = "currentColor"
 _SLOWER, _QUICKER, _ALIKE, _UNKNOWN = (196, 78, 12), (33, 102, 172), (232, 236, 240), (255, 255, 255, 0)
 
 
-def span_parts(look: "Look", predicted: "Losses | None" = None, without: Sequence[int] = ()) -> Iterator[str]:
+def span_parts(
+    view: "RunView", predicted: "Losses | None" = None, without: Sequence[int] = ()
+) -> Iterator[str]:
     """Yield the section. ``without``: ranks to leave out in a comparison; empty: the slowest."""
-    found = look.findings
+    found = view.findings
     losses = found.losses
     if losses is None:
-        yield from _no_spans(look)
+        yield from _no_spans(view)
         return
     steps = found.whole_steps
     yield "<h2>Where a step's time goes</h2>"
-    yield f'<p class="dim">{escape(_of_what(look, losses, len(steps)))}</p>'
+    yield f'<p class="dim">{escape(_of_what(view, losses, len(steps)))}</p>'
     yield f'<div class="card scroll">{_waterfall(losses, predicted)}{_loss_table(losses, predicted)}</div>'
     if found.path is not None:
         yield from _path(found, found.path)
-    yield from _ranks(look, without)
+    yield from _ranks(view, without)
 
 
-def _no_spans(look: "Look") -> Iterator[str]:
-    if look.spans.num_unreadable:
+def _no_spans(view: "RunView") -> Iterator[str]:
+    if view.spans.num_unreadable:
         yield "<h2>Where a step's time goes</h2>"
-        yield f'<p class="dim">{look.spans.num_unreadable} files of spans cannot be read</p>'
+        yield f'<p class="dim">{view.spans.num_unreadable} files of spans cannot be read</p>'
 
 
-def _of_what(look: "Look", losses: "Losses", count: int) -> str:
-    steps, spans = look.findings.whole_steps, look.spans
+def _of_what(view: "RunView", losses: "Losses", count: int) -> str:
+    steps, spans = view.findings.whole_steps, view.spans
     text = f"mean of all ranks and of steps {steps[0]} to {steps[-1]}" if count > 1 else f"step {steps[0]}"
     text += f", {format_number(losses.step_seconds, 4)} s each"
-    if look.peak_flops:
-        text += f"; peak {format_number(look.peak_flops / 1e12, 4)} TFLOP/s of all ranks"
-        text += f" ({look.peaks.source})" if look.peaks.source else ""
+    if view.peak_flops:
+        text += f"; peak {format_number(view.peak_flops / 1e12, 4)} TFLOP/s of all ranks"
+        text += f" ({view.peaks.source})" if view.peaks.source else ""
     if spans.num_dropped:
         text += f"; {spans.num_dropped:,} spans were dropped"
     if not losses.split:
@@ -157,8 +159,8 @@ def _path(found: "SpanAnalysis", path: "CriticalPath") -> Iterator[str]:
     yield "</div>"
 
 
-def _ranks(look: "Look", without: Sequence[int]) -> Iterator[str]:
-    found = look.findings
+def _ranks(view: "RunView", without: Sequence[int]) -> Iterator[str]:
+    found = view.findings
     yield "<h2>Ranks</h2>"
     slow = found.stragglers[:_MOST_SLOW]
     sentences = [one.sentence for one in slow] or ["no rank is slower than its peers"]
@@ -166,8 +168,8 @@ def _ranks(look: "Look", without: Sequence[int]) -> Iterator[str]:
     asked = without or (slow[0].ranks if slow else ())
     if asked and (answer := found.without(asked)) is not None:
         sentences.append(answer.sentence)
-    stuck = found.standstill
-    if look.state == "hangs" and stuck is not None:
+    stuck = found.hang
+    if view.state == "hangs" and stuck is not None:
         sentences.insert(0, stuck.sentence)
     yield "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
     yield from _heat(found)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 
-from myriad.supervise.accounting.ledger import Account, Attempt, FaultSeen, Kind, Moment
+from myriad.supervise.accounting.ledger import Account, Attempt, FaultRecord, Kind, Moment
 
 __all__ = ["account_of"]
 
@@ -68,7 +68,7 @@ class _Reader:
         self._done: list[_Done] = []
         self._saving, self._validating, self._checking, self._diagnosed = 0.0, 0.0, 0.0, -1.0
         self._launching = self._watched = self._evicted = self._announced = False
-        self._open: list[FaultSeen] = []
+        self._open: list[FaultRecord] = []
         """Faults from which the run has not recovered yet."""
         self._spares, self._spares_since = 0, 0.0
         self._handlers: dict[str, Callable[[float, Moment], None]] = {
@@ -245,7 +245,7 @@ class _Reader:
 
     def _fault(self, at: float, moment: Moment) -> None:
         fields = moment.fields
-        fault = FaultSeen(
+        fault = FaultRecord(
             told=moment.time, problem=str(fields.get("problem", "")), cause=str(fields.get("cause", ""))
         )
         for name in ("rank", "node", "step"):
@@ -254,7 +254,7 @@ class _Reader:
         if fault.cause:
             self._stopped(at, moment, fault)
 
-    def _stopped(self, at: float, moment: Moment, fault: FaultSeen) -> None:
+    def _stopped(self, at: float, moment: Moment, fault: FaultRecord) -> None:
         """Record that all ranks have ended because of a fault."""
         evidence = moment.fields.get("evidence")
         details = Moment(moment.time, "evidence", evidence if isinstance(evidence, dict) else {})

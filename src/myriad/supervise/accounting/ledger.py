@@ -26,7 +26,17 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, Literal, get_args
 
-__all__ = ["KINDS", "Account", "Attempt", "FaultSeen", "Kind", "Ledger", "Moment", "Stretch", "in_order"]
+__all__ = [
+    "KINDS",
+    "Account",
+    "Attempt",
+    "FaultRecord",
+    "Kind",
+    "Ledger",
+    "LedgerPeriod",
+    "Moment",
+    "in_order",
+]
 
 Line = Mapping[str, Any]
 
@@ -116,7 +126,7 @@ _CLOSE = 1e-6
 
 
 @dataclass(frozen=True)
-class Stretch:
+class LedgerPeriod:
     """An interval of one attempt, and the classes of its time."""
 
     attempt: int
@@ -137,7 +147,7 @@ class Ledger:
     def __init__(self, began: float = 0.0) -> None:
         self.began = self.now = began
         self.attempt = 0
-        self.stretches: list[Stretch] = []
+        self.stretches: list[LedgerPeriod] = []
         self.spare_node_seconds = 0.0
 
     def until(self, now: float, what: Kind | Mapping[Kind, float], *, spares: int = 0) -> None:
@@ -153,9 +163,9 @@ class Ledger:
                 self.now,
                 shares,
             ):
-                self.stretches[-1] = Stretch(last.attempt, last.start, now, shares)
+                self.stretches[-1] = LedgerPeriod(last.attempt, last.start, now, shares)
             else:
-                self.stretches.append(Stretch(self.attempt, self.now, now, shares))
+                self.stretches.append(LedgerPeriod(self.attempt, self.now, now, shares))
             self.spare_node_seconds += spares * (now - self.now)
         self.now = now
 
@@ -209,7 +219,7 @@ def _lost(shares: Mapping[Kind, float]) -> Mapping[Kind, float]:
 
 
 @dataclass(kw_only=True)
-class FaultSeen:
+class FaultRecord:
     """A fault that the run reported, and its outcome. Times are in seconds since 1970."""
 
     told: float
@@ -258,7 +268,7 @@ class Account:
 
     began: float
     ledger: Ledger = field(default_factory=Ledger)
-    faults: list[FaultSeen] = field(default_factory=list)
+    faults: list[FaultRecord] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     steps: int = 0
     """Number of steps that are done and not lost."""

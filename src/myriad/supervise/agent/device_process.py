@@ -1,7 +1,7 @@
 """``python -m myriad.supervise.agent.device_process NODE AGENT_PID SECONDS``: queries a node's devices.
 
 It is a separate process, because a hung device driver blocks its caller in a state in which no signal ends
-it. Each look is a line of JSON on the output, {"news": [], "warnings": [], "devices": []}: what is new
+it. Each poll writes a line of JSON on the output, {"news": [], "warnings": [], "devices": []}: what is new
 (mostly nothing) and the measurements of each device. A missing line is a sign, too.
 
 `DeviceChanges` finds what is new. A device is known by its place on the bus: a lost one is missing from the
@@ -18,7 +18,7 @@ list, or at its end. Faults from before the watch are left to the doctor; a miss
     retirement pending             a memory page or row is replaced at the next reset
     memory wears out               pages retired or rows remapped have become more (once each time)
 
-A sign begins when two looks in a row (ten seconds) show it, and ends after six without it: a device at its
+A sign begins when two polls in a row (ten seconds) show it, and ends after six without it: a device at its
 limit is one warning. A software power cap is not a sign: a device under full load is often at its power
 limit.
 """
@@ -77,7 +77,7 @@ class GpuWarnings:
         self._devices: dict[str, _Device] = {}
 
     def saw(self, states: Sequence[DeviceState]) -> list[DeviceWarning]:
-        """Return what has begun or ended since the last look."""
+        """Return what has begun or ended since the last poll."""
         found: list[DeviceWarning] = []
         for state in states:
             if state.vitals is not None and not state.lost:
@@ -176,7 +176,7 @@ def _reasons(vitals: DeviceVitals) -> str:
 
 _UNKNOWN = Xid("unknown", "look it up in NVIDIA's Xid catalog")
 _FAILURES = 3
-"""Number of successive looks at which the device driver did not answer until that is reported."""
+"""Number of successive polls at which the device driver did not answer until that is reported."""
 
 
 @dataclass(frozen=True)
@@ -249,13 +249,13 @@ def main(arguments: list[str]) -> int:
     die_with_parent(parent)
     provider, news, warnings = provider_of(node), DeviceChanges(), GpuWarnings()
     while provider is not None:
-        line = json.dumps(_look(provider, news, warnings)) + "\n"
+        line = json.dumps(_poll(provider, news, warnings)) + "\n"
         os.write(1, line.encode())
         time.sleep(seconds)
     return 0
 
 
-def _look(provider: DeviceProvider, news: DeviceChanges, warnings: GpuWarnings) -> dict[str, Any]:
+def _poll(provider: DeviceProvider, news: DeviceChanges, warnings: GpuWarnings) -> dict[str, Any]:
     try:
         states = provider.states()
     except (OSError, subprocess.SubprocessError) as error:

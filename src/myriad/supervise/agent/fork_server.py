@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from myriad.run import Run
 from myriad.system.child_process import die_with_parent
-from myriad.system.processes import WatchClock, log_stream, open_log, process_cpu_ticks
+from myriad.system.processes import PausableClock, log_stream, open_log, process_cpu_ticks
 
 __all__ = ["DUMP_SIGNAL", "ForkServer", "main"]
 
@@ -168,8 +168,8 @@ if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 
 
-_LONGEST_LOOK_SECONDS = 2.0
-"""If two looks are further apart, this process itself was held up."""
+_LONGEST_POLL_SECONDS = 2.0
+"""If two polls are further apart, this process itself was held up."""
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Keeps libraries from starting threads on import: a process with threads cannot be forked safely."""
 
@@ -201,7 +201,7 @@ class ForkServer:
             )
         theirs.close()
         self.channel.setblocking(False)
-        self._clock, self._is_asked = WatchClock(_LONGEST_LOOK_SECONDS), False
+        self._clock, self._is_asked = PausableClock(_LONGEST_POLL_SECONDS), False
         self._has_answered, self._idle_since, self._ticks = False, 0.0, -1
 
     def fork(self, rank: int, environment: dict[str, str], log: Path) -> None:
@@ -215,7 +215,7 @@ class ForkServer:
     def ping(self) -> float | None:
         """Ping the server; call this method each second. Return the seconds for which it has neither answered
         nor used processor time. Return ``None`` while it still imports, which takes an unknown time."""
-        now, ticks = self._clock.look(), process_cpu_ticks(self.pid)
+        now, ticks = self._clock.read(), process_cpu_ticks(self.pid)
         if ticks != self._ticks or not self._is_asked:
             self._ticks, self._idle_since = ticks, now
         if not self._is_asked:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from myriad.doctor.hardware import find_nics
 from myriad.run import Run
 from myriad.supervise.background import AsyncWriter
-from myriad.supervise.observations import LinkSeen, LinkTraffic
+from myriad.supervise.observations import LinkStatus, LinkTraffic
 from myriad.telemetry.links.ethtool import link_bytes_per_second, pause_columns, statistic_names
 from myriad.telemetry.links.link_evidence import samples_of, write_evidence
 from myriad.telemetry.links.link_ring import LinkRing, Rows
@@ -82,7 +82,7 @@ class LinkMonitor:
         """Ring that the sampler fills; ``None``: no link is watched."""
         return self._ring
 
-    def look(self, links: Sequence[LinkSeen], num_rows: int) -> tuple[LinkTraffic, ...]:
+    def poll(self, links: Sequence[LinkStatus], num_rows: int) -> tuple[LinkTraffic, ...]:
         """Sum up the links' traffic; call this method each second. ``links``: links that ranks use.
         ``num_rows``: number of local ranks."""
         names = tuple(link.name for link in links)[:_MOST_LINKS]
@@ -160,7 +160,7 @@ class LinkMonitor:
 
     # Anomalies
 
-    def _see_flaps(self, links: Sequence[LinkSeen]) -> None:
+    def _see_flaps(self, links: Sequence[LinkStatus]) -> None:
         for link in links:
             if link.downs > self._downs.setdefault(link.name, link.downs):
                 self.keep("link flap")
@@ -292,12 +292,12 @@ class CounterLog:
         self._file = CounterFile(run.counters_path / f"node-{node}.jsonl", self._counters.speeds())
         self._due, self._waiting = 0.0, list[CounterSample]()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take a sample if it is due; call this method more often than each second."""
         if (now := time.monotonic()) < self._due:
             return
         self._due = now + _EVERY_SECONDS - 0.1  # the caller may be slightly early
-        self._waiting.append(self._counters.look())
+        self._waiting.append(self._counters.sample())
         if len(self._waiting) >= _LINES_AT_ONCE:
             self._disk_writer.enter("", partial(self._file.append, tuple(self._waiting)))
             self._waiting.clear()

@@ -16,13 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from myriad.doctor.hardware import SYS, read_number, read_text
-from myriad.supervise.observations import LinkSeen
+from myriad.supervise.observations import LinkStatus
 from myriad.telemetry.links.netlink import Kernel, LinkCounters
 
-__all__ = ["LinkWatch", "chosen_interfaces", "rdma_ports"]
+__all__ = ["LinkStateReader", "chosen_interfaces", "rdma_ports"]
 
 
-class LinkWatch:
+class LinkStateReader:
     """Watches the links of one node."""
 
     def __init__(self, interface: Callable[[], str | None], *, rdma: bool, sys: Path = SYS) -> None:
@@ -30,7 +30,7 @@ class LinkWatch:
         self._interface, self._rdma, self._sys = interface, rdma, sys
         self._were_up: set[str] = set()
 
-    def look(self) -> tuple[LinkSeen, ...]:
+    def poll(self) -> tuple[LinkStatus, ...]:
         """Return all links that have been up."""
         names = chosen_interfaces(os.environ, [name for _, name in socket.if_nameindex()])
         if (own := self._interface()) is not None:
@@ -51,7 +51,7 @@ def chosen_interfaces(environment: Mapping[str, str], there: Iterable[str]) -> s
     return {name for name in there if name in gloo | exact or name.startswith(begins)}
 
 
-def _ask(names: Sequence[str]) -> Iterator[LinkSeen]:
+def _ask(names: Sequence[str]) -> Iterator[LinkStatus]:
     if not names:
         return
     with suppress(OSError):
@@ -62,11 +62,11 @@ def _ask(names: Sequence[str]) -> Iterator[LinkSeen]:
             kernel.close()
 
 
-def _seen(link: LinkCounters) -> LinkSeen:
-    return LinkSeen(link.name, link.up, link.downs, link.errors)
+def _seen(link: LinkCounters) -> LinkStatus:
+    return LinkStatus(link.name, link.up, link.downs, link.errors)
 
 
-def rdma_ports(environment: Mapping[str, str], sys: Path = SYS) -> list[LinkSeen]:
+def rdma_ports(environment: Mapping[str, str], sys: Path = SYS) -> list[LinkStatus]:
     """Return the InfiniBand and RoCE ports that NCCL_IB_HCA and NCCL_IB_DISABLE let NCCL use."""
     if environment.get("NCCL_IB_DISABLE", "0") not in ("", "0"):
         return []
@@ -84,11 +84,11 @@ def _is_chosen(port: Path, chosen: str) -> bool:
     return listed != chosen.startswith("^")
 
 
-def _rdma_port(path: Path) -> LinkSeen:
+def _rdma_port(path: Path) -> LinkStatus:
     def number(name: str) -> int:
         return int(read_number(path / "counters" / name) or 0)
 
-    return LinkSeen(
+    return LinkStatus(
         name=f"{path.parts[-3]}:{path.name}",
         up=(read_text(path / "state") or "").startswith("4"),  # "4: ACTIVE"
         downs=number("link_downed"),

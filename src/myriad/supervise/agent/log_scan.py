@@ -28,7 +28,7 @@ from typing import Any
 from myriad.alerts.log_patterns import MOST_LINE_BYTES, LogPatterns, Match, normalised
 from myriad.system.child_process import die_with_parent
 
-__all__ = ["KERNEL", "Found", "LogScanner", "main"]
+__all__ = ["KERNEL", "LogMatch", "LogScanner", "main"]
 
 KERNEL = -1
 """Rank number that stands for the kernel's log."""
@@ -43,7 +43,7 @@ _PID = re.compile(rb"\bpid='?(\d+)|Killed process (\d+)")
 
 
 @dataclass
-class Found:
+class LogMatch:
     """A message that was found, and how often it occurred."""
 
     what: str
@@ -122,7 +122,7 @@ class _Tail:
         return self._whole_lines(data)
 
     def _wait(self) -> bytes:
-        """Keep an unfinished line; it is searched if nothing more is written until the next look."""
+        """Keep an unfinished line; it is searched if nothing more is written until the next poll."""
         self._idle = bool(self._rest)
         return b""
 
@@ -187,13 +187,13 @@ class LogScanner:
     def __init__(self, patterns: LogPatterns, kernel: Path | None = None) -> None:
         self._patterns, self._tails = patterns, list[_Tail]()
         self._kernel = None if kernel is None else _KernelLog(kernel)
-        self._known: OrderedDict[tuple[str, str], Found] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], LogMatch] = OrderedDict()
         self._new_at: list[float] = []
         self._first, self._epoch = 0, 0
 
     def watch(
         self, files: Sequence[tuple[int, Path]], now: float, *, from_end: bool = False, epoch: int = 0
-    ) -> list[Found]:
+    ) -> list[LogMatch]:
         """Watch the files of a new attempt from now on. Return what is left to report of the last one."""
         found = [*self.poll(now), *self.poll(now), *self._repeats(now, all_now=True)]
         for tail in self._tails:
@@ -203,13 +203,13 @@ class LogScanner:
         self._epoch = epoch
         return found
 
-    def poll(self, now: float) -> list[Found]:
+    def poll(self, now: float) -> list[LogMatch]:
         """Return new messages, and counts that are due. The search takes about `_CPU_SECONDS` at most."""
         sources: list[_Tail | _KernelLog] = [] if self._kernel is None else [self._kernel]
         turn = self._first % max(1, len(self._tails))
         sources += [*self._tails[turn:], *self._tails[:turn]]
         self._first += 1
-        began, found = time.thread_time(), list[Found]()
+        began, found = time.thread_time(), list[LogMatch]()
         for source in sources:
             for chunk in source.chunks():
                 found += self._scan(chunk, source.rank, now)
@@ -224,20 +224,20 @@ class LogScanner:
         self._patterns.disabled.clear()
         return [*found, *self._repeats(now)]
 
-    def _scan(self, chunk: bytes, rank: int, now: float) -> Iterator[Found]:
+    def _scan(self, chunk: bytes, rank: int, now: float) -> Iterator[LogMatch]:
         for match in self._patterns.matches(chunk):
             yield from self._take(
                 match.what, _text(match), rank, now, _pid(match.line) if rank == KERNEL else 0
             )
 
-    def _skipped(self, now: float) -> Iterator[Found]:
+    def _skipped(self, now: float) -> Iterator[LogMatch]:
         for tail in self._tails:
             skipped, tail.num_skipped = tail.num_skipped, 0
             if skipped:
                 text = f"the log grows too fast: {skipped} bytes of it were not searched for errors"
                 yield from self._take("flood", text, tail.rank, now)
 
-    def _take(self, what: str, text: str, rank: int, now: float, pid: int = 0) -> Iterator[Found]:
+    def _take(self, what: str, text: str, rank: int, now: float, pid: int = 0) -> Iterator[LogMatch]:
         """Count a message; yield it if it is new."""
         key = what, normalised(text)[:200]
         known = self._known.get(key)
@@ -254,13 +254,13 @@ class LogScanner:
                 return
         self._new_at.append(now)
         due = now + _REPORT_AFTER_SECONDS[0]
-        one = Found(what, text, rank, ranks=[rank], pid=pid, epoch=self._epoch, reported_count=1, due=due)
+        one = LogMatch(what, text, rank, ranks=[rank], pid=pid, epoch=self._epoch, reported_count=1, due=due)
         self._known[key] = one
         if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
         yield one
 
-    def _repeats(self, now: float, *, all_now: bool = False) -> list[Found]:
+    def _repeats(self, now: float, *, all_now: bool = False) -> list[LogMatch]:
         """Return the repeated messages whose count is due."""
         due = [
             one
@@ -307,7 +307,7 @@ def _obey(scanner: LogScanner, order: dict[str, Any], kernel: Path) -> LogScanne
     return scanner
 
 
-def _report(found: Sequence[Found]) -> None:
+def _report(found: Sequence[LogMatch]) -> None:
     if found:
         data = b"".join(json.dumps(one.as_json()).encode() + b"\n" for one in found)
         while data:

@@ -20,17 +20,17 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from myriad.checkpoint.snapshots.server_monitor import SnapshotServerMonitor
 from myriad.checkpoint.snapshots.server_start import node_server_name
-from myriad.checkpoint.snapshots.server_watch import ServerWatch
 from myriad.comm.free_port import free_port
 from myriad.doctor.devices import has_driver
 from myriad.run import Run
-from myriad.supervise.agent.device_watch import DeviceWatch
+from myriad.supervise.agent.device_monitor import DeviceMonitor
 from myriad.supervise.agent.examination import Examination
 from myriad.supervise.agent.fork_server import DUMP_SIGNAL, ForkServer
 from myriad.supervise.agent.link_monitor import CounterLog, LinkMonitor
-from myriad.supervise.agent.link_state import LinkWatch
-from myriad.supervise.agent.log_watch import LogWatch
+from myriad.supervise.agent.link_state import LinkStateReader
+from myriad.supervise.agent.log_monitor import LogMonitor
 from myriad.supervise.agent.node_facts import node_facts
 from myriad.supervise.agent.rank_processes import NodeSpans, RankProcesses
 from myriad.supervise.agent.rank_traces import TraceRunner
@@ -63,11 +63,11 @@ from myriad.supervise.messages import (
 from myriad.supervise.observations import (
     Cause,
     Examined,
-    LinkSeen,
+    LinkStatus,
     LinkTraffic,
     NodeFacts,
     RankExited,
-    RankSeen,
+    RankStatus,
 )
 from myriad.system.machine import machine_name, memory_bytes, num_cores
 from myriad.telemetry.progress.progress_page import ProgressPage
@@ -76,7 +76,7 @@ from myriad.telemetry.span_io.span_ring import SpanRings
 __all__ = ["run_agent"]
 
 _LOG = logging.getLogger(__name__)
-_LOOK_SECONDS, _FACTS_SECONDS = 1.0, 60.0
+_POLL_SECONDS, _FACTS_SECONDS = 1.0, 60.0
 _NO_ANOMALY: tuple[Cause, ...] = ("done", "turned", "interrupted", "peer")
 """Causes of a rank's exit after which the link counters are not kept."""
 _ALONE_SECONDS = 10.0
@@ -140,9 +140,9 @@ class NodeAgent:
         """Facts that were last sent to this driver."""
         self._reach, self._lonely_seconds = DriverConnection(run.path), lonely_seconds
         self._examination = Examination(node, run.path)
-        self._links = LinkWatch(lambda: self._reach.interface, rdma=has_driver())
-        self._devices = DeviceWatch(node, run=run)
-        self._logs = LogWatch(run, node, rank_processes.step_of, rank_processes.rank_of)
+        self._links = LinkStateReader(lambda: self._reach.interface, rdma=has_driver())
+        self._devices = DeviceMonitor(node, run=run)
+        self._logs = LogMonitor(run, node, rank_processes.step_of, rank_processes.rank_of)
         self._traces, self._counters = TraceRunner(run, node, rank_processes, monitor), CounterLog(run, node)
         self._link: AuthenticatedLink | None = None
         self.problem: str | None = None
@@ -160,7 +160,7 @@ class NodeAgent:
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._over.set)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a launcher has blocked it until now
-        works = (self._stay_linked, self._look, self._hear_ranks, self._compare_clocks)
+        works = (self._stay_linked, self._poll, self._hear_ranks, self._compare_clocks)
         tasks = [
             asyncio.create_task(work())
             for work in (*works, self._send_facts, self._devices.watch, self._logs.watch)
@@ -204,23 +204,23 @@ class NodeAgent:
                 elif self._stop_asked:
                     self.rank_processes.send_signal((event,), signal.SIGINT)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         """Report the progress page and the states of ranks, links and devices each second. Events that cannot
         wait that long (a rank's exit) are reported separately."""
         while True:
-            seen, links = self.rank_processes.look(), self._links.look()
+            seen, links = self.rank_processes.poll(), self._links.poll()
             devices = self._devices.found + self.rank_processes.failed_checks()
             port, known = free_port(self._reach.host), self._news(seen)
-            traffic = self._look_at_traffic(links, len(seen))
+            traffic = self._measure_traffic(links, len(seen))
             self._send(
                 Beat(self._node, self.rank_processes.epoch, port, known, links, devices, time.time(), traffic)
             )
-            self._counters.look()
-            await asyncio.sleep(_LOOK_SECONDS)
+            self._counters.poll()
+            await asyncio.sleep(_POLL_SECONDS)
 
-    def _look_at_traffic(self, links: Sequence[LinkSeen], num_ranks: int) -> tuple[LinkTraffic, ...]:
+    def _measure_traffic(self, links: Sequence[LinkStatus], num_ranks: int) -> tuple[LinkTraffic, ...]:
         try:
-            return self.monitor.look(links, num_ranks)
+            return self.monitor.poll(links, num_ranks)
         # for example, there is no memory for a ring: ranks continue without it
         except (OSError, ValueError) as error:
             _LOG.warning("the traffic of links is not known: %s", error)
@@ -228,7 +228,7 @@ class NodeAgent:
 
     # The driver
 
-    def _news(self, seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
+    def _news(self, seen: Sequence[RankStatus]) -> tuple[RankStatus, ...]:
         """Return the rows without digests that were already sent to this driver."""
         if self._link is None:
             return tuple(seen)
@@ -255,7 +255,7 @@ class NodeAgent:
                 if facts is not None and facts != self._facts and link is self._link:
                     self._facts = facts
                     link.send(facts)
-            await asyncio.sleep(_FACTS_SECONDS if self._facts is not None else _LOOK_SECONDS)
+            await asyncio.sleep(_FACTS_SECONDS if self._facts is not None else _POLL_SECONDS)
 
     async def _compare_clocks(self) -> None:
         """Compare clocks with the driver at intervals."""
@@ -384,9 +384,9 @@ class NodeAgent:
 
 async def watch_snapshot_server(run: Run, node: int) -> None:
     """Watch the node's snapshot server and report a fault, until cancelled."""
-    watch, disk_writer = ServerWatch(node_server_name(run.path)), AsyncWriter()
+    watch, disk_writer = SnapshotServerMonitor(node_server_name(run.path)), AsyncWriter()
     while True:
-        if (found := watch.look()) is not None:
+        if (found := watch.poll()) is not None:
             _LOG.warning("%s", found.problem)
             disk_writer.enter_event(run, "fault", node=node, problem=found.problem)
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS)

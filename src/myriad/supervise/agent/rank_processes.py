@@ -24,10 +24,10 @@ from myriad.supervise.background import AsyncWriter
 from myriad.supervise.driver_address import interface_of
 from myriad.supervise.exit_causes import cause_of, count_memory_kills, error_excerpt
 from myriad.supervise.messages import Start
-from myriad.supervise.observations import CommSeen, DeviceTrouble, Digest, RankExited, RankSeen
-from myriad.system.processes import StopTimer, WatchClock, process_state
+from myriad.supervise.observations import CommStatus, DeviceTrouble, Digest, RankExited, RankStatus
+from myriad.system.processes import PausableClock, StopTimer, process_state
 from myriad.telemetry.config import TelemetryConfig
-from myriad.telemetry.progress.progress_page import PROGRESS, ProgressPage, Seen
+from myriad.telemetry.progress.progress_page import PROGRESS, ProgressPage, RowStatus
 from myriad.telemetry.shipping.clock_offset import ClockOffset
 from myriad.telemetry.shipping.shipper import Shipper, open_outlets
 from myriad.telemetry.span_io.span_ring import SPANS, SpanRings
@@ -94,11 +94,11 @@ class NodeSpans:
         )
 
 
-_STOPPED_SECONDS, _HUNG_SECONDS, _LONGEST_LOOK_SECONDS = 1.5, 5.0, 2.0
+_STOPPED_SECONDS, _HUNG_SECONDS, _LONGEST_POLL_SECONDS = 1.5, 5.0, 2.0
 _MOVING_NS = 400_000_000
 """A rank whose row changed within this time is running; the kernel is not asked for its state."""
 _OWN_CHECKS = ("product", "memory", "copy")
-"""The checks of `GAP_CHECKS` that a rank computes alone."""
+"""The checks of `TRAINING_CHECKS` that a rank computes alone."""
 _ERROR_CHARACTERS = 4096
 """Most characters of a rank's error that are reported, from its end, because messages have a size limit."""
 
@@ -132,11 +132,11 @@ class RankProcesses:
         self._ranks: dict[int, _Rank] = {}
         self._waiting: Start | None = None
         self._clock, self._warm_stopped, self._disk_writer = (
-            WatchClock(_LONGEST_LOOK_SECONDS),
+            PausableClock(_LONGEST_POLL_SECONDS),
             StopTimer(),
             AsyncWriter(),
         )
-        self._looked_at_ns = time.monotonic_ns()
+        self._polled_at_ns = time.monotonic_ns()
         self._memory_kills = count_memory_kills()
         self.epoch = 0
         """Number of the newest attempt; 0: no ranks were started yet."""
@@ -278,18 +278,18 @@ class RankProcesses:
         if self._waiting is not None and not self._ranks:
             self.start(self._waiting)
 
-    def look(self) -> tuple[RankSeen, ...]:
+    def poll(self) -> tuple[RankStatus, ...]:
         """Return what each running rank is doing."""
-        now, seconds = time.monotonic_ns(), self._clock.look()
-        held_up = max(0, now - self._looked_at_ns - int(1e9 * _LONGEST_LOOK_SECONDS))
-        self._looked_at_ns = now
-        self._look_at_warm(seconds)
-        return tuple(self._look_at(rank, now, held_up, seconds) for rank in self._ranks.values())
+        now, seconds = time.monotonic_ns(), self._clock.read()
+        held_up = max(0, now - self._polled_at_ns - int(1e9 * _LONGEST_POLL_SECONDS))
+        self._polled_at_ns = now
+        self._check_warm(seconds)
+        return tuple(self._observe(rank, now, held_up, seconds) for rank in self._ranks.values())
 
-    def _look_at_warm(self, seconds: float) -> None:
+    def _check_warm(self, seconds: float) -> None:
         """Kill a fork server that is stopped or hung, with its ranks: it neither forks ranks nor reports
         their exits."""
-        stopped = self._warm_stopped.look(self._warm.pid, seconds)
+        stopped = self._warm_stopped.poll(self._warm.pid, seconds)
         if stopped is not None and stopped > _STOPPED_SECONDS:
             self._kill_warm("was stopped (SIGSTOP)")
         elif (hung := self._warm.ping()) is not None and hung > _HUNG_SECONDS:
@@ -303,14 +303,14 @@ class RankProcesses:
         self._disk_writer.enter_event(self._run, "fault", node=self._node, problem=problem)
         self._warm.kill()
 
-    def _look_at(self, rank: _Rank, now: int, held_up: int, seconds: float) -> RankSeen:
+    def _observe(self, rank: _Rank, now: int, held_up: int, seconds: float) -> RankStatus:
         """``held_up``: nanoseconds in which this process did not run (stopped, or paused with others). They
         are not idle time: the rank may not have run either."""
         seen: Any = self._page.read(rank.row)
         if held_up:
             rank.began_ns = min(now, max(seen.changed_ns, rank.began_ns) + held_up)
         idle = max(0, now - max(seen.changed_ns, rank.began_ns))
-        return RankSeen(
+        return RankStatus(
             rank=rank.number,
             pid=rank.pid,
             state="R" if idle < _MOVING_NS else self._state_of(rank, seconds),
@@ -323,7 +323,7 @@ class RankProcesses:
             step_seconds=seen.step_ns / 1e9,
             busy_seconds=seen.busy_ns / 1e9,
             digests=_digests(seen),
-            comm=None if idle < _MOVING_NS else CommSeen(seen.counters, seen.waits, seen.on_device),
+            comm=None if idle < _MOVING_NS else CommStatus(seen.counters, seen.waits, seen.on_device),
         )
 
     def failed_checks(self) -> tuple[DeviceTrouble, ...]:
@@ -334,7 +334,7 @@ class RankProcesses:
     def _state_of(self, rank: _Rank, seconds: float) -> str:
         """Return the kernel's letter for the state of a rank. A rank that has run since it was seen stopped
         counts as slow, not as stopped."""
-        stopped, was_stopped = rank.stopped.look(rank.pid, seconds), rank.was_stopped
+        stopped, was_stopped = rank.stopped.poll(rank.pid, seconds), rank.was_stopped
         rank.was_stopped = stopped is not None
         if stopped is None:
             return process_state(rank.pid)
@@ -355,7 +355,7 @@ class RankProcesses:
         self._spans.close()
 
 
-def troubles_of(rows: Mapping[int, Seen], epoch: int) -> tuple[DeviceTrouble, ...]:
+def troubles_of(rows: Mapping[int, RowStatus], epoch: int) -> tuple[DeviceTrouble, ...]:
     """Return failed checks as device troubles. ``rows``: rows by rank. Wrong bits of a check that a rank
     computes alone are its node's fault; a wrong collective may be the fault of any of its ranks."""
     found = []
@@ -367,5 +367,5 @@ def troubles_of(rows: Mapping[int, Seen], epoch: int) -> tuple[DeviceTrouble, ..
     return tuple(found)
 
 
-def _digests(seen: Seen) -> tuple[Digest, ...]:
+def _digests(seen: RowStatus) -> tuple[Digest, ...]:
     return tuple(Digest(*one) for one in seen.digests)

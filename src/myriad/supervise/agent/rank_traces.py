@@ -29,7 +29,7 @@ from myriad.supervise.agent.link_monitor import LinkMonitor, watch_often
 from myriad.supervise.agent.rank_processes import RankProcesses
 from myriad.supervise.background import run_in_thread
 from myriad.supervise.messages import Trace, Traced
-from myriad.supervise.observations import RankSeen
+from myriad.supervise.observations import RankStatus
 from myriad.system.processes import process_state
 from myriad.telemetry.traces.trace_files import trace_path, write_bounded
 from myriad.telemetry.traces.trace_request import TraceAnswerWord, TraceWord
@@ -125,7 +125,7 @@ class TraceRunner:
 
     def _most_seconds(self, seconds: float) -> float:
         """Return the time limit; ranks begin and end a trace at a step boundary."""
-        step = max((one.step_seconds for one in self._rank_processes.look()), default=0.0)
+        step = max((one.step_seconds for one in self._rank_processes.poll()), default=0.0)
         return seconds + _MOST_STEPS * step + _GRACE_SECONDS
 
     def _newest(self, rank: int, step: int, what: str) -> str:
@@ -150,7 +150,7 @@ class TraceRunner:
     # Stacks
 
     async def _stacks(self, ranks: Sequence[int]) -> Found:
-        seen = {one.rank: one for one in self._rank_processes.look() if one.rank in ranks}
+        seen = {one.rank: one for one in self._rank_processes.poll() if one.rank in ranks}
         logs = {rank: self._run.log_path(rank, self._rank_processes.epoch) for rank in seen}
         sizes = await run_in_thread(lambda: {rank: _size(path) for rank, path in logs.items()})
         self._rank_processes.send_signal(
@@ -164,7 +164,7 @@ class TraceRunner:
             problems += [problem] if problem else []
         return files, [], problems
 
-    async def _stack(self, one: RankSeen, log: Path, log_bytes: int) -> tuple[str, str]:
+    async def _stack(self, one: RankStatus, log: Path, log_bytes: int) -> tuple[str, str]:
         def write() -> tuple[str, bool]:
             text, has_stacks = read_stacks(one, log, log_bytes)
             path = trace_path(self._run.traces_path, one.rank, max(0, one.step), "stacks")
@@ -212,14 +212,14 @@ def _size(path: Path) -> int:
         return 0
 
 
-_LOG_SECONDS, _LOOK_SECONDS, _SPY_SECONDS = 1.5, 0.02, 10.0
+_LOG_SECONDS, _POLL_SECONDS, _SPY_SECONDS = 1.5, 0.02, 10.0
 _BEGINS = (b"Thread 0x", b"Current thread 0x")
 _MOST_LOG_BYTES = 2**20
 _CANNOT = "TtDZ"
 """States of processes that cannot handle a signal now."""
 
 
-def read_stacks(seen: RankSeen, log: Path, log_bytes: int) -> tuple[str, bool]:
+def read_stacks(seen: RankStatus, log: Path, log_bytes: int) -> tuple[str, bool]:
     """Return the text, and whether it contains Python stacks. ``log_bytes``: size of the log before the
     signal."""
     state = process_state(seen.pid)
@@ -236,7 +236,7 @@ def read_stacks(seen: RankSeen, log: Path, log_bytes: int) -> tuple[str, bool]:
     return "\n".join(parts), bool(dumped)
 
 
-def _head(seen: RankSeen, state: str) -> str:
+def _head(seen: RankStatus, state: str) -> str:
     doing = f"step {seen.step}, {seen.phase}" + (f", {seen.activity}" if seen.activity else "")
     comm = f"{seen.entered} communications entered, {seen.left} left"
     where = ", by its GPU" if seen.comm is not None and seen.comm.on_device else ""
@@ -250,7 +250,7 @@ def _dumped(log: Path, log_bytes: int) -> str:
     """Return the output of the fault handler; it is complete when it no longer grows."""
     deadline, found = time.monotonic() + _LOG_SECONDS, b""
     while time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
         before, found = found, new_stacks(log, log_bytes)
         if found and found == before:
             break

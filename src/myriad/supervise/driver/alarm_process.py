@@ -102,7 +102,7 @@ class AlarmDelivery:
         it."""
         self._run.append_event("alert", sink=place, problem=problem and f"alarms to {place}: {problem}")
 
-    def look(self, *, all_now: bool = False) -> None:
+    def poll(self, *, all_now: bool = False) -> None:
         """Read new events, and queue the messages that are due."""
         now = time.time()
         before = self._tail.offset
@@ -139,7 +139,7 @@ class AlarmDelivery:
             _LOG.warning("what was sent is not stored: %s", error.strerror)
 
     def pause(self) -> None:
-        """Wait until the next look is due, or until a message was sent."""
+        """Wait until the next poll is due, or until a message was sent."""
         self._changed.wait(_POLL_SECONDS)
 
     def say_unsupervised(self) -> None:
@@ -158,7 +158,7 @@ class AlarmDelivery:
 
     def close(self, seconds: float) -> int:
         """Send the pending messages; return how many were not sent."""
-        self.look(all_now=True)
+        self.poll(all_now=True)
         deadline = time.monotonic() + seconds
         left = sum(outbox.close(deadline) for outbox in self._outboxes)
         self._store()
@@ -237,7 +237,7 @@ def main(arguments: list[str]) -> int:
         return 0
     delivery = AlarmDelivery(run, alerts, senders_of(alerts), since)
     while not said.ended.is_set():
-        delivery.look()
+        delivery.poll()
         delivery.pause()
     if not said.is_over:
         delivery.stop()

@@ -26,7 +26,7 @@ class AlarmProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._start_at, self._is_stopping = 0.0, False
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Start the process if it does not run. Call this method each second."""
         if self._process is not None and self._process.poll() is None:
             return

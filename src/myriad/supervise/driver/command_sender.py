@@ -14,17 +14,17 @@ from myriad.supervise.authenticated_link import AuthenticatedLink
 from myriad.supervise.messages import Agreed, Dump, End, ExamineNode, KeepCounters, Leave, Order, Start, Turn
 from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.policy_actions import (
-    Blame,
     DumpStacks,
     EndRun,
     Evict,
     Examine,
     Notice,
     PolicyAction,
+    ReportFault,
     ReportSlow,
+    RestartAtStep,
     StartAttempt,
     StopRanks,
-    TurnRanks,
 )
 from myriad.supervise.policy.run_state import RunPlan
 
@@ -68,7 +68,7 @@ class CommandSender:
             self._dump(action)
         elif isinstance(action, StopRanks):
             self.send_all(End(action.epoch))
-        elif isinstance(action, TurnRanks):
+        elif isinstance(action, RestartAtStep):
             self.send_all(Turn(action.epoch))
         elif isinstance(action, Examine):
             if action.node in self._links:
@@ -118,7 +118,7 @@ class CommandSender:
         if isinstance(action, DumpStacks):
             meant = [node for node, ranks in placement.items() if set(ranks) & set(action.ranks)]
             why = "hang"
-        elif isinstance(action, Blame):
+        elif isinstance(action, ReportFault):
             meant, why = [action.node], f"{action.cause} fault"
         elif isinstance(action, ReportSlow):
             meant, why = [action.node], "slow rank"

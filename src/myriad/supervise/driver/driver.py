@@ -35,7 +35,7 @@ from myriad.supervise.driver.alarms import AlarmProcess
 from myriad.supervise.driver.command_sender import CommandSender, SendToLauncher, send_to_launcher
 from myriad.supervise.driver.event_log import EventLog
 from myriad.supervise.driver.journal import Journal
-from myriad.supervise.driver.launcher_watch import LauncherWatch
+from myriad.supervise.driver.launcher_monitor import LauncherMonitor
 from myriad.supervise.driver.leadership import Leadership, SoleLeadership
 from myriad.supervise.driver.node_inventory import NodeInventory
 from myriad.supervise.driver.request_handler import RequestHandler, TraceRequests
@@ -101,7 +101,7 @@ class Driver:
         self._secret = run_secret(run.path / "secret")
         self._send_to_launcher = to_launcher
         self._links: dict[int, AuthenticatedLink] = {}
-        self._launcher = LauncherWatch()
+        self._launcher = LauncherMonitor()
         self._pending, self._refused_at = PendingConnections(), -_REFUSAL_SECONDS
         self._members, self._clocks = NodeNumbers(), ClockCheck()
         self._inventory = NodeInventory(run.nodes_path)
@@ -141,12 +141,12 @@ class Driver:
                 self._commands.send_agreed()
                 if time.monotonic() >= alive_at:
                     alive_at = time.monotonic() + _ALIVE_SECONDS
-                    self._event_log.of_launcher(self._launcher.look())  # before more is written to the pipe
+                    self._event_log.of_launcher(self._launcher.poll())  # before more is written to the pipe
                     self._send_to_launcher({})
                     self._report_spares()
                     self._act(self._inventory.take())
                     if self._alarms is not None:
-                        self._alarms.look()
+                        self._alarms.poll()
                     if self._journal.num_waiting or self._run.num_waiting:
                         self._disk_writer.enter("", self._write_late)
                 await self._rest()

@@ -11,7 +11,6 @@ from myriad.supervise.driver.admission import AdmissionCheck
 from myriad.supervise.observations import Examined
 from myriad.supervise.policy.fitness import examination_report
 from myriad.supervise.policy.policy_actions import (
-    Blame,
     Diagnose,
     DumpStacks,
     EndRun,
@@ -19,20 +18,21 @@ from myriad.supervise.policy.policy_actions import (
     Notice,
     PolicyAction,
     ReportExamination,
+    ReportFault,
     ReportSlow,
+    RestartAtStep,
     StartAttempt,
-    TurnRanks,
 )
 
 __all__ = ["EventLog"]
 
 _EVENTS: dict[type[PolicyAction], tuple[str, tuple[str, ...]]] = {
-    Blame: ("fault", ("cause", "rank", "node", "step", "problem")),
+    ReportFault: ("fault", ("cause", "rank", "node", "step", "problem")),
     Diagnose: ("diagnosis", ("verdict", "cause", "step", "rank", "node")),
     ReportSlow: ("diagnosis", ("culprit", "ranks", "node", "step", "problem")),
     ReportExamination: ("diagnosis", ("verdict", "node", "problem")),
     Notice: ("health", ("what", "level", "node", "rank", "problem")),
-    TurnRanks: ("move", ("layout", "node")),
+    RestartAtStep: ("move", ("layout", "node")),
     DumpStacks: ("diagnosis", ("ranks",)),
     Evict: ("eviction", ("node", "accused", "machine")),
 }

@@ -36,7 +36,7 @@ from myriad.run import Run
 from myriad.supervise.background import AsyncWriter
 from myriad.supervise.driver.journal import Journal, NewestEntries
 from myriad.supervise.driver.leadership import boot_seconds
-from myriad.supervise.driver.redis_lease import LeaseAnswer, LeaseLostError, RedisLease, StoreAwayError
+from myriad.supervise.driver.redis_lease import LeaseAnswer, LeaseLostError, RedisLease, StoreUnavailableError
 from myriad.supervise.messages import STOP_ASKED
 from myriad.supervise.policy.run_state import RunPlan, RunState
 
@@ -75,7 +75,7 @@ class LeasedLeadership:
 
     def replay(self) -> tuple[RunPlan, RunState | None]:
         """Return the newest plan and state of the file and of Redis, either of which may lack entries. Raises
-        `StoreAwayError` and ``ValueError``."""
+        `StoreUnavailableError` and ``ValueError``."""
         stored = self._lease.read()
         newest = self._journal.newest(stored)
         self._plan, self._newest = newest.plan, newest.state
@@ -146,7 +146,7 @@ class LeasedLeadership:
         """Return the answer; ``None`` if Redis is away."""
         try:
             answer = ask()
-        except StoreAwayError as error:
+        except StoreUnavailableError as error:
             if not self._is_away:
                 self._report(f"{self._lease} is away, and training goes on: {error}")
                 _LOG.warning("%s is away, and training goes on: %s", self._lease, error)
@@ -228,7 +228,7 @@ class StandbyDriver:
         asked_at = boot_seconds()
         try:
             taken = self._ask(asked_at)
-        except StoreAwayError as error:
+        except StoreUnavailableError as error:
             self._forgotten_since = None
             self._say(f"{self._lease} is away: {error}")
             return None
@@ -256,7 +256,7 @@ class StandbyDriver:
     def _promises(self) -> str:
         try:
             return self._lease.promises()
-        except StoreAwayError:
+        except StoreUnavailableError:
             return "which is away again"
 
     def _say(self, text: str) -> None:

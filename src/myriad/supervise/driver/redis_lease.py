@@ -33,7 +33,7 @@ __all__ = [
     "LeaseAnswer",
     "LeaseLostError",
     "RedisLease",
-    "StoreAwayError",
+    "StoreUnavailableError",
     "check_server",
     "lease_seconds",
     "new_owner",
@@ -98,7 +98,7 @@ return redis.call('DEL', KEYS[1])
 """
 
 
-class StoreAwayError(Exception):
+class StoreUnavailableError(Exception):
     """The server does not answer, or refuses a command."""
 
 
@@ -143,7 +143,7 @@ def _client(address: RedisAddress) -> Any:  # redis-py's type hints do not allow
 
 
 def check_server(address: RedisAddress) -> None:
-    """Check that the server answers. Raises `StoreAwayError`."""
+    """Check that the server answers. Raises `StoreUnavailableError`."""
     with _answered():
         _client(address).ping()
 
@@ -179,7 +179,7 @@ class RedisLease:
     def take(self, least_term: int = 1, *, by_force: bool = False) -> LeaseAnswer:
         """Take the lease if it is free and may be taken; otherwise register this owner as standby.
         ``by_force``: take it on request of a person, even if no other owner was allowed to follow the last
-        one. Raises `StoreAwayError`."""
+        one. Raises `StoreUnavailableError`."""
         how = "force" if by_force else "stand by"
         answer = self._run("take", self.owner, self._milliseconds, least_term, how, _KEEP_SECONDS)
         if answer[0]:
@@ -188,7 +188,8 @@ class RedisLease:
 
     def renew(self, *, knows: bool) -> tuple[bool, bool]:
         """Renew the lease. ``knows``: this driver was notified of a standby. Return whether there is a
-        standby, and whether the server had lost all data. Raises `LeaseLostError`, `StoreAwayError`."""
+        standby, and whether the server had lost all data. Raises `LeaseLostError`,
+        `StoreUnavailableError`."""
         self._asked += 1  # a delayed request must not undo a later one
         arguments = (self.term, self.owner, self._milliseconds, int(knows), _KEEP_SECONDS, self._asked)
         held, *more = self._run("renew", *arguments)
@@ -198,31 +199,33 @@ class RedisLease:
 
     def append(self, record: dict[str, Any], plan: dict[str, Any] | None = None) -> bool:
         """Append a journal entry. ``plan``: the plan to which a decision belongs, in case the server has lost
-        it; both are written, or neither. Return false if the lease does not hold. Raises `StoreAwayError`."""
+        it; both are written, or neither. Return false if the lease does not hold. Raises
+        `StoreUnavailableError`."""
         kind = "plan" if "plan" in record else "decision"
         limits = _KEEP_SECONDS, _MOST_ENTRIES
         before = "" if plan is None else json.dumps(plan)
         return bool(self._run("append", self._mine, json.dumps(record), kind, *limits, before))
 
     def release(self) -> None:
-        """Release the lease, so that a standby need not wait. Raises `StoreAwayError`."""
+        """Release the lease, so that a standby need not wait. Raises `StoreUnavailableError`."""
         self._run("release", self._mine)
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the stored plan and decisions, oldest first. Raises `StoreAwayError`."""
+        """Return the stored plan and decisions, oldest first. Raises `StoreUnavailableError`."""
         with _answered():
             plan = self._client.get(self.keys["plan"])
             entries = self._client.lrange(self.keys["entries"], 0, -1)
             return [json.loads(line) for line in ([plan] if plan else []) + list(entries)]
 
-    def look(self) -> tuple[str, bool]:
-        """Return the owner (empty: no owner) and whether another may follow it. Raises `StoreAwayError`."""
+    def inspect(self) -> tuple[str, bool]:
+        """Return the owner (empty: no owner) and whether another may follow it. Raises
+        `StoreUnavailableError`."""
         with _answered():
             held = self._client.get(self.keys["lease"]) or ""
             return held.partition(" ")[2], self._client.hget(self.keys["term"], "watched") == "1"
 
     def promises(self) -> str:
-        """Describe how durable the server's writes are. Raises `StoreAwayError`."""
+        """Describe how durable the server's writes are. Raises `StoreUnavailableError`."""
         with _answered():
             try:
                 settings = self._client.config_get("append*")
@@ -239,8 +242,8 @@ class RedisLease:
 
 @contextmanager
 def _answered() -> Iterator[None]:
-    """Convert any error of the server or the connection to `StoreAwayError`."""
+    """Convert any error of the server or the connection to `StoreUnavailableError`."""
     try:
         yield
     except (redis.RedisError, OSError) as error:
-        raise StoreAwayError(str(error)) from None
+        raise StoreUnavailableError(str(error)) from None

@@ -13,7 +13,7 @@ each is for one attempt, and the second time has no effect. The same code runs u
 The modules of this folder and their parts:
 
     membership, node_selection    which nodes are connected; which may have ranks, and which ones
-    hang_watch, attempts          whether ranks make progress; what an exit means and what follows it
+    hang_detector, attempts          whether ranks make progress; what an exit means and what follows it
     step_restarts, drain          when another attempt would be better; nodes that leave without a fault
     slow_ranks, rebalance         stragglers, and moving work away from them
     health, traffic_alarms        links and devices of the nodes
@@ -40,7 +40,7 @@ from myriad.supervise.policy.attempts import (
 )
 from myriad.supervise.policy.drain import NodeDrain
 from myriad.supervise.policy.fitness import Fitness
-from myriad.supervise.policy.hang_watch import HangWatch, StuckAttempt
+from myriad.supervise.policy.hang_detector import HangDetector, StuckAttempt
 from myriad.supervise.policy.health import AttemptFault, Health
 from myriad.supervise.policy.incidents import Incident
 from myriad.supervise.policy.membership import Membership
@@ -76,7 +76,7 @@ class Decider:
         )
         self._numbers = NumericFaults(plan, self.state)
         self._membership = Membership(plan.patience, now)
-        self._watch = HangWatch(plan, self.state, self._membership)
+        self._watch = HangDetector(plan, self.state, self._membership)
         self._fitness = Fitness(plan)
         self._traffic = TrafficAlarms(plan, self.state)
         self._health = Health(plan.patience, self.state, self._traffic)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout, equal_shares
 from myriad.errors import BadInputError
-from myriad.supervise.observations import RankSeen
+from myriad.supervise.observations import RankStatus
 from myriad.supervise.policy.step_work import shares_are_fixed
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Regrowth:
         self._enough_at: float | None = None
         self._start_seconds: float | None = None
 
-    def saw(self, seen: Sequence[RankSeen], now: float, before: int, after: int) -> bool:
+    def saw(self, seen: Sequence[RankStatus], now: float, before: int, after: int) -> bool:
         """Return whether to restart with more replicas. ``seen``: rows of all ranks while they train.
         ``before``, ``after``: number of replicas now and with the connected nodes."""
         if not seen or not all(one.step_seconds > 0 for one in seen):
@@ -147,7 +147,7 @@ class Regrowth:
         self._grow_at = now + _BETWEEN_SECONDS * self._patience
         return True
 
-    def _pays(self, seen: Sequence[RankSeen], before: int, after: int) -> bool:
+    def _pays(self, seen: Sequence[RankStatus], before: int, after: int) -> bool:
         """Return whether the rest of the run gets shorter by more than a restart takes."""
         assert self._start_seconds is not None, "ranks train"
         left = self._fewer.steps - min(one.step for one in seen)

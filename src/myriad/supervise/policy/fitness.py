@@ -23,7 +23,7 @@ from myriad.supervise.policy.run_state import RunPlan
 __all__ = ["Fitness"]
 
 _AGAIN_SECONDS: Mapping[str, float] = {"unfit": 600.0, "fit": 21_600.0, "unknown": 21_600.0}
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _UNFIT_SECONDS = 20.0
 """How long to wait for more nodes if enough are connected and some of them are unfit."""
 _SUSPECT = ("hang", "device", "node", CORRUPTION)
@@ -95,7 +95,7 @@ class Fitness:
         """Request due examinations. ``at_work``: nodes with ranks. ``training``: these ranks train."""
         if self._plan.doctor == "off" or now < self._look_at:
             return
-        self._look_at = now + _LOOK_SECONDS
+        self._look_at = now + _POLL_SECONDS
         for node in nodes:
             patient = self._patients[node]
             if first and self._plan.doctor == "start" and patient.asked_at is None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from myriad.supervise.messages import Beat, NodeJoined
-from myriad.supervise.observations import DeviceTrouble, LinkSeen
+from myriad.supervise.observations import DeviceTrouble, LinkStatus
 from myriad.supervise.policy.incidents import Incident
 from myriad.supervise.policy.policy_actions import Notice
 from myriad.supervise.policy.run_state import RunState
@@ -50,7 +50,7 @@ class AttemptFault(NamedTuple):
 
 @dataclass
 class _Link:
-    seen: LinkSeen
+    seen: LinkStatus
     errors_since: float
     errors: int
     down_since: float | None = None
@@ -105,7 +105,7 @@ class Health:
 
     # Links
 
-    def _link(self, beat: Beat, node: _Node, seen: LinkSeen, now: float) -> Iterator[Notice]:
+    def _link(self, beat: Beat, node: _Node, seen: LinkStatus, now: float) -> Iterator[Notice]:
         link = node.links.get(seen.name)
         if link is None or seen.downs < link.seen.downs:  # the interface was created again
             link = node.links[seen.name] = _Link(seen, now, seen.errors)

@@ -4,7 +4,7 @@ import signal
 from dataclasses import dataclass
 
 from myriad.supervise.observations import RankExited
-from myriad.supervise.policy.policy_actions import Blame
+from myriad.supervise.policy.policy_actions import ReportFault
 
 __all__ = [
     "CORRUPTION",
@@ -56,9 +56,9 @@ class Incident:
             return f"{self.cause} at step {self.step}: {self.last_line}"
         return f"{self.cause} of rank {self.rank} on node {self.node}"
 
-    def blame(self, **evidence: object) -> Blame:
+    def blame(self, **evidence: object) -> ReportFault:
         """Build the report of this fault to the user."""
-        return Blame(
+        return ReportFault(
             rule=self.rule,
             evidence=dict(evidence),
             cause=self.cause,

@@ -35,7 +35,7 @@ __all__ = [
 Direction = Literal["sent", "received"]
 DIRECTIONS: tuple[Direction, ...] = ("sent", "received")
 KNOWN, REMEMBERED = 5, 30
-"""Number of looks after which a link's own rate is known, and number of rates that are kept."""
+"""Number of polls after which a link's own rate is known, and number of rates that are kept."""
 SLOW, AS_BEFORE, FURTHEST = 0.5, 0.7, 0.6
 """Shares of a rate: slow below the first, as before from the second on; further than others below the
 third."""
@@ -68,7 +68,7 @@ class DirectionRates:
     fell_at: float = math.inf
     """Time since which it has carried less than half of its own rate."""
     low: int = 0
-    """Number of successive looks at which it was slow."""
+    """Number of successive polls at which it was slow."""
     falls: deque[float] = field(default_factory=lambda: deque(maxlen=SWINGS))
 
     def carried(self, num_bytes: int) -> None:

@@ -20,7 +20,7 @@ up."""
 _LEAST_SILENCE_SECONDS = 2.5
 _ABSENT_SECONDS = 10.0
 """Seconds until a new driver gives up a node that it knows only from the journal."""
-_LOOK_SECONDS = 1.25
+_POLL_SECONDS = 1.25
 """A driver that is not held up checks the time more often than this."""
 
 
@@ -37,7 +37,7 @@ class Membership:
     def __init__(self, patience: float, now: float) -> None:
         self._patience = patience
         self._nodes: dict[int, _Node] = {}
-        self._absent_since = self._looked_at = now
+        self._absent_since = self._polled_at = now
 
     def __contains__(self, number: object) -> bool:
         """Return whether a node has joined and is not given up; its connection may be lost."""
@@ -106,7 +106,7 @@ class Membership:
 
     def is_calm(self, now: float) -> bool:
         """Return whether all nodes are connected and no node is close to being given up."""
-        limit = self._limit(_SILENT_SECONDS) - _LOOK_SECONDS
+        limit = self._limit(_SILENT_SECONDS) - _POLL_SECONDS
         return all(node.left_at is None and now - node.heard_at < limit for node in self._nodes.values())
 
     def expect(self, now: float) -> None:
@@ -121,7 +121,7 @@ class Membership:
     def forgive(self, now: float) -> None:
         """Extend all deadlines by the time that this driver itself was held up. Call this method
         regularly."""
-        held_up, self._looked_at = now - self._looked_at - _LOOK_SECONDS, now
+        held_up, self._polled_at = now - self._polled_at - _POLL_SECONDS, now
         if held_up <= 0:
             return
         self._absent_since += held_up

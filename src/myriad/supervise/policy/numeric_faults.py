@@ -46,7 +46,7 @@ class NumericFaults:
     def compare(self) -> tuple[Incident, dict[str, object]] | None:
         """Return an incident and its evidence if replicas differ. Then no state newer than the last step on
         which all agreed is trusted. Without such a step there is no limit, because any state may be wrong."""
-        state, found = self._state, self._replicas.look()
+        state, found = self._state, self._replicas.find_difference()
         state.agreed_step = max(state.agreed_step, self._replicas.agreed)
         if found is None:
             return None
@@ -119,7 +119,7 @@ class NumericFaults:
             reason = f"{incident.text}; {tried.tried}: it is {whose}"
             yield EndRun(rule="it comes again", outcome="failed", reason=reason)
 
-    # Spikes
+    # SpikeDetector
 
     def go_back_before(self, step: int) -> None:
         """Restart some steps before a spike of the loss or the gradient norm that came twice, and skip the
@@ -168,7 +168,7 @@ class ReplicaDigests:
         self._world = {rank for group in groups for rank in group}
         self._values: dict[int, dict[int, int]] = defaultdict(dict)
         self._has_news = False
-        """Whether a group became complete since the last look. With 12,288 ranks, comparing at every
+        """Whether a group became complete since the last poll. With 12,288 ranks, comparing at every
         heartbeat would be too slow."""
         self._missing: dict[tuple[int, int], int] = {}
         """Number of ranks, by step and group, that have not reported a digest yet."""
@@ -193,7 +193,7 @@ class ReplicaDigests:
         self._missing[step, group] = left
         self._has_news |= left == 0
 
-    def look(self) -> ReplicaDifference | None:
+    def find_difference(self) -> ReplicaDifference | None:
         """Compare the complete groups, the earliest step first."""
         if not self._has_news:
             return None

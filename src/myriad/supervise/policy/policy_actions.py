@@ -13,7 +13,6 @@ from myriad.supervise.policy.step_work import LayerMove
 __all__ = [
     "BY_A_PERSON",
     "RULES_OF_LEAVING",
-    "Blame",
     "Diagnose",
     "DumpStacks",
     "EndRun",
@@ -24,10 +23,11 @@ __all__ = [
     "Outcome",
     "PolicyAction",
     "ReportExamination",
+    "ReportFault",
     "ReportSlow",
+    "RestartAtStep",
     "StartAttempt",
     "StopRanks",
-    "TurnRanks",
     "evidence_of",
 ]
 
@@ -59,7 +59,7 @@ class PolicyAction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blame(PolicyAction):
+class ReportFault(PolicyAction):
     """Report a fault and its likely cause."""
 
     cause: str
@@ -124,7 +124,7 @@ class Notice(PolicyAction):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnRanks(PolicyAction):
+class RestartAtStep(PolicyAction):
     """End an attempt after the step in progress. No step is lost, and the next attempt differs."""
 
     epoch: int

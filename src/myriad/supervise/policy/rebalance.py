@@ -30,8 +30,8 @@ from statistics import median
 from typing import Literal
 
 from myriad.comm.attempt_layout import AttemptLayout
-from myriad.supervise.observations import RankSeen
-from myriad.supervise.policy.policy_actions import RULES_OF_LEAVING, ReportSlow, TurnRanks
+from myriad.supervise.observations import RankStatus
+from myriad.supervise.policy.policy_actions import RULES_OF_LEAVING, ReportSlow, RestartAtStep
 from myriad.supervise.policy.slow_ranks import StragglerDetector, StragglerFinding
 from myriad.supervise.policy.step_work import (
     LayerMove,
@@ -173,7 +173,7 @@ def _distance(found: Sequence[float], said: Sequence[float]) -> float:
 _LEAST_GAIN_RATIO, _LEAST_GAIN_BACK_RATIO = 0.1, 0.03
 """Least gain as a share of a step time; the second value holds for going back to the job's layout."""
 _BETWEEN_SECONDS = 300.0
-_LOOK_SECONDS = 5.0
+_POLL_SECONDS = 5.0
 """Seconds between two searches for better cuts: with many layers and stages a search takes a tenth of a
 second."""
 _LEAST_START_SECONDS, _PAYS_TIMES = 3.0, 2.0
@@ -245,8 +245,8 @@ class Rebalancer:
         self._shifting = None
 
     def saw(
-        self, seen: Sequence[RankSeen], now: float, epoch: int, *, spares: bool
-    ) -> Iterator[ReportSlow | TurnRanks]:
+        self, seen: Sequence[RankStatus], now: float, epoch: int, *, spares: bool
+    ) -> Iterator[ReportSlow | RestartAtStep]:
         """Record a row of every rank while they train. ``spares``: whether spares are connected."""
         stragglers = self._stragglers
         if stragglers is None:
@@ -292,12 +292,12 @@ class Rebalancer:
         epoch: int,
         *,
         spares: bool,
-    ) -> Iterator[TurnRanks]:
+    ) -> Iterator[RestartAtStep]:
         blamed = finding is not None and finding.culprit != "stage"
         if finding is not None and blamed and self._work.on_slow == "swap" and spares:
             self._move_at = now + _BETWEEN_SECONDS * self._patience
             rule = RULES_OF_LEAVING["slow"]
-            yield TurnRanks(rule=rule, evidence=_evidence(finding), epoch=epoch, node=finding.node)
+            yield RestartAtStep(rule=rule, evidence=_evidence(finding), epoch=epoch, node=finding.node)
             return
         turn = self._other_shares(stragglers, blamed=blamed)
         turn = turn or self._other_layers(finding, stragglers, now)
@@ -305,7 +305,7 @@ class Rebalancer:
             self._move_at = now + _BETWEEN_SECONDS * self._patience
             yield replace(turn, epoch=epoch)
 
-    def _other_shares(self, stragglers: StragglerDetector, *, blamed: bool) -> TurnRanks | None:
+    def _other_shares(self, stragglers: StragglerDetector, *, blamed: bool) -> RestartAtStep | None:
         """Return a restart that moves micro-batches between replicas, if it pays."""
         if not blamed and self._shares == self._work.shares:
             return None
@@ -322,11 +322,11 @@ class Rebalancer:
         rule = "work moves away from slow ranks" if blamed else "ranks are as fast as others again"
         layout = replace(self._layout, shares=shares)
         moved = None if self._shifting is None else self._shifting.moved
-        return TurnRanks(rule=rule, evidence=evidence, epoch=0, layout=layout, moved=moved)
+        return RestartAtStep(rule=rule, evidence=evidence, epoch=0, layout=layout, moved=moved)
 
     def _other_layers(
         self, finding: StragglerFinding | None, stragglers: StragglerDetector, now: float
-    ) -> TurnRanks | None:
+    ) -> RestartAtStep | None:
         """Return a restart that moves layers between stages, if it pays: where moving micro-batches cannot
         help, or to undo an earlier move."""
         shifting = self._shifting
@@ -334,7 +334,7 @@ class Rebalancer:
         alone = finding is not None and blamed and (finding.alone or self._work.dp == 1)
         if shifting is None or not (alone or shifting.has_moved) or now < self._look_at:
             return None
-        self._look_at = now + _LOOK_SECONDS
+        self._look_at = now + _POLL_SECONDS
         better = shifting.better(stragglers, max(self._shares))
         if better is None:
             return None
@@ -345,7 +345,9 @@ class Rebalancer:
         rule = "layers move away from slow ranks" if blamed else "ranks are as fast as before again"
         layout = replace(self._layout, partition=shifting.partition(better.cuts))
         moved = None if layout.partition is None else better.moved
-        return TurnRanks(rule=rule, evidence=_layers_evidence(better), epoch=0, layout=layout, moved=moved)
+        return RestartAtStep(
+            rule=rule, evidence=_layers_evidence(better), epoch=0, layout=layout, moved=moved
+        )
 
     def _pays(
         self, old: float, new: float, stragglers: StragglerDetector, least: float = _LEAST_GAIN_RATIO

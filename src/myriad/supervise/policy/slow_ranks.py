@@ -1,6 +1,6 @@
 """Straggler detection in the driver, from the seconds that each rank itself computed in a step. Pure.
 
-Ranks report the seconds of a step in which they computed (`RankSeen.busy_seconds`). Divided by the rank's
+Ranks report the seconds of a step in which they computed (`RankStatus.busy_seconds`). Divided by the rank's
 micro-batches, they are compared by `myriad.telemetry.stragglers`, which the dashboard uses too.
 
 A rank is slow if the median of its ratios over ten steps is at least 1.3 and nearly all are at least 1.2. So
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
-from myriad.supervise.observations import RankSeen
+from myriad.supervise.observations import RankStatus
 from myriad.supervise.policy.step_work import StepWork
 from myriad.units import format_ranks
 
@@ -114,7 +114,7 @@ class StragglerDetector:
         self._groups: PeerGroups | None = None
         self._compared: Comparison | None = None
 
-    def saw(self, seen: Sequence[RankSeen], now: float) -> bool:
+    def saw(self, seen: Sequence[RankStatus], now: float) -> bool:
         """Record a row of every rank of the attempt; return whether it has a new step."""
         step = min((one.step for one in seen), default=-1)
         known = all(one.busy_seconds > 0 and one.rank in self._node_of for one in seen)
@@ -212,5 +212,5 @@ class StragglerDetector:
         return [found[replica] for replica in sorted(found)]
 
 
-def _rank(seen: RankSeen) -> int:
+def _rank(seen: RankStatus) -> int:
     return seen.rank

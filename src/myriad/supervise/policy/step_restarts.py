@@ -11,10 +11,15 @@ killed.
 from collections.abc import Iterator
 
 from myriad.supervise.policy.elastic import MORE, Regrowth
-from myriad.supervise.policy.hang_watch import HangWatch
+from myriad.supervise.policy.hang_detector import HangDetector
 from myriad.supervise.policy.health import Health
 from myriad.supervise.policy.node_selection import NodeSelection
-from myriad.supervise.policy.policy_actions import RULES_OF_LEAVING, EvictionCause, PolicyAction, TurnRanks
+from myriad.supervise.policy.policy_actions import (
+    RULES_OF_LEAVING,
+    EvictionCause,
+    PolicyAction,
+    RestartAtStep,
+)
 from myriad.supervise.policy.rebalance import Rebalancer
 from myriad.supervise.policy.run_state import RunPlan, RunState
 
@@ -34,7 +39,7 @@ class StepRestarts:
         plan: RunPlan,
         state: RunState,
         selection: NodeSelection,
-        watch: HangWatch,
+        watch: HangDetector,
         health: Health,
         now: float,
     ) -> None:
@@ -78,12 +83,12 @@ class StepRestarts:
 
     def leave(
         self, node: int, rule: str, now: float, leaving_as: EvictionCause, **evidence: object
-    ) -> TurnRanks:
+    ) -> RestartAtStep:
         """Replace a node by a spare after the step in progress. ``leaving_as``: why the node leaves."""
-        turn = TurnRanks(rule=rule, evidence=dict(evidence), epoch=self._state.epoch, node=node)
+        turn = RestartAtStep(rule=rule, evidence=dict(evidence), epoch=self._state.epoch, node=node)
         return self._turn(turn, now, leaving_as)
 
-    def _replaced(self, now: float) -> list[TurnRanks]:
+    def _replaced(self, now: float) -> list[RestartAtStep]:
         """Replace a node that may fail soon, before it fails."""
         failing = ((node, self._health.unsound(node)) for node in self._state.placement)
         node, why = next((one for one in failing if one[1] is not None), (-1, None))
@@ -91,7 +96,7 @@ class StepRestarts:
             return []
         return [self.leave(node, RULES_OF_LEAVING[why], now, why)]
 
-    def _grown(self, now: float) -> list[TurnRanks]:
+    def _grown(self, now: float) -> list[RestartAtStep]:
         """Restart with more replicas if nodes for them are connected."""
         state, fewer, growth = self._state, self._plan.fewer, self._growth
         if fewer is None or growth is None or state.layout.dp is None:
@@ -101,7 +106,7 @@ class StepRestarts:
         if not growth.saw(self._watch.few(), now, before, after):
             return []
         evidence = {"replicas": [before, after]}
-        return [self._turn(TurnRanks(rule=MORE, evidence=evidence, epoch=state.epoch, layout=found), now)]
+        return [self._turn(RestartAtStep(rule=MORE, evidence=evidence, epoch=state.epoch, layout=found), now)]
 
     def _balanced(self, now: float) -> Iterator[PolicyAction]:
         """Compare ranks; restart after the step in progress if another division of work pays."""
@@ -109,9 +114,9 @@ class StepRestarts:
             return
         seen, epoch = self._watch.all(), self._state.epoch
         for action in self._balance.saw(seen, now, epoch, spares=self._selection.has_spare):
-            yield self._turn(action, now, "slow") if isinstance(action, TurnRanks) else action
+            yield self._turn(action, now, "slow") if isinstance(action, RestartAtStep) else action
 
-    def _turn(self, action: TurnRanks, now: float, leaving_as: EvictionCause = "") -> TurnRanks:
+    def _turn(self, action: RestartAtStep, now: float, leaving_as: EvictionCause = "") -> RestartAtStep:
         state = self._state
         steps = _TURN_STEPS * max([one.step_seconds for one in self._watch.few()], default=0.0)
         self._late_at = now + self._plan.patience * (_TURN_SECONDS + steps)

@@ -23,7 +23,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Literal
 
-from myriad.supervise.observations import RankSeen
+from myriad.supervise.observations import RankStatus
 from myriad.telemetry.progress.operation_counters import COLLECTIVES, COUNTERS
 
 __all__ = ["Seat", "Suspects", "find_suspects"]
@@ -57,7 +57,7 @@ class _End:
     number: int = 0
 
 
-def find_suspects(seen: Sequence[RankSeen], seats: Mapping[int, Seat] | None = None) -> Suspects:
+def find_suspects(seen: Sequence[RankStatus], seats: Mapping[int, Seat] | None = None) -> Suspects:
     """Return the suspect ranks of a hang. These are stopped ranks, if there are any. Else it is the rank
     outside communication for which most ranks inside wait. Else they are the ranks of the operation for which
     most ranks wait; their link is then as suspect as they are."""
@@ -85,11 +85,11 @@ def find_suspects(seen: Sequence[RankSeen], seats: Mapping[int, Seat] | None = N
     return Suspects(end.ranks, waits.words(end), end.kind == "circle")
 
 
-def _position(one: RankSeen) -> tuple[int, int]:
+def _position(one: RankStatus) -> tuple[int, int]:
     return one.step, one.entered
 
 
-def _place(one: RankSeen) -> str:
+def _place(one: RankStatus) -> str:
     where = "its GPU is " if one.comm is not None and one.comm.on_device else ""
     return f'{where}in "{one.activity or one.phase}" of step {one.step}'
 
@@ -97,14 +97,14 @@ def _place(one: RankSeen) -> str:
 class _Waits:
     """The waits-for graph of all ranks."""
 
-    def __init__(self, seen: Sequence[RankSeen], seats: Mapping[int, Seat]) -> None:
+    def __init__(self, seen: Sequence[RankStatus], seats: Mapping[int, Seat]) -> None:
         self._rows = {one.rank: one for one in seen}
         self._is_known = all(one.comm is not None and one.rank in seats for one in seen)
         self._seats = seats
         self._ranks = {seat: rank for rank, seat in seats.items()}
         self._length = 1 + max((stage for _, stage, _ in seats.values()), default=0)
-        self._groups: dict[tuple[int, tuple[int, ...]], list[RankSeen]] = {}
-        self._behind: dict[tuple[int, tuple[int, ...]], RankSeen] = {}
+        self._groups: dict[tuple[int, tuple[int, ...]], list[RankStatus]] = {}
+        self._behind: dict[tuple[int, tuple[int, ...]], RankStatus] = {}
         """Rank of each group that has begun the fewest operations."""
         for one in seen:
             for counter in range(len(COLLECTIVES)):
@@ -129,7 +129,7 @@ class _Waits:
             return True
         return self._seats[rank][1] in (0, self._length - 1)
 
-    def are_alike(self, one: RankSeen, other: RankSeen) -> bool:
+    def are_alike(self, one: RankStatus, other: RankStatus) -> bool:
         """Return whether the rows of two ranks outside communication show no difference. One tensor-parallel
         peer may wait for another inside a captured graph or a fused operator, which counts nothing."""
         if not self._is_known or one.comm is None or other.comm is None:
@@ -138,20 +138,20 @@ class _Waits:
         same_group = self._group(one.rank, tensor) == self._group(other.rank, tensor)
         return same_group and (one.activity, one.comm) == (other.activity, other.comm)
 
-    def _order(self, counter: int, one: RankSeen) -> tuple[int, int, int]:
+    def _order(self, counter: int, one: RankStatus) -> tuple[int, int, int]:
         return 0 if self._is_known else one.step, self._count(one, counter), one.rank
 
-    def _count(self, one: RankSeen, counter: int) -> int:
+    def _count(self, one: RankStatus, counter: int) -> int:
         return one.comm.counters[counter] if self._is_known and one.comm is not None else one.entered
 
-    def _counters(self, one: RankSeen) -> Iterator[int]:
+    def _counters(self, one: RankStatus) -> Iterator[int]:
         """Yield the counters of the operations that a rank waits for."""
         if not self._is_known or one.comm is None:
             yield 0
             return
         yield from (counter for counter in range(len(COUNTERS)) if one.comm.waits >> counter & 1)
 
-    def _peer(self, rank: int, counter: int) -> tuple[RankSeen | None, int]:
+    def _peer(self, rank: int, counter: int) -> tuple[RankStatus | None, int]:
         """Return the rank at the other end of a message, and its counter there."""
         sent, received = _SEVERAL
         sends, up = counter < received, COUNTERS[counter].split()[1] == "up"
@@ -160,16 +160,16 @@ class _Waits:
         peer = self._rows.get(self._ranks.get((replica, stage, tensor), -1))
         return peer, counter + (received - sent) * (1 if sends else -1)
 
-    def _awaited(self, one: RankSeen, counter: int) -> RankSeen | None:
+    def _awaited(self, one: RankStatus, counter: int) -> RankStatus | None:
         """Return the rank that has not begun the operation; ``None``: all ranks have begun it."""
         if counter < _SEVERAL[0]:
-            other: RankSeen | None = self._behind[counter, self._group(one.rank, counter)]
+            other: RankStatus | None = self._behind[counter, self._group(one.rank, counter)]
             its = counter
         else:
             other, its = self._peer(one.rank, counter)
         return other if other is not None and self._count(other, its) < self._count(one, counter) else None
 
-    def end_of(self, one: RankSeen) -> _End:
+    def end_of(self, one: RankStatus) -> _End:
         """Follow the chain of waiting ranks to its end."""
         way: list[int] = []
         while one.rank not in self._ends:
@@ -193,7 +193,7 @@ class _Waits:
         self._ends.update(dict.fromkeys(way, end))
         return end
 
-    def _operation(self, one: RankSeen) -> _End:
+    def _operation(self, one: RankStatus) -> _End:
         """Return the end of a chain whose operation all ranks have begun."""
         counter = next(self._counters(one), None)
         if counter is None:

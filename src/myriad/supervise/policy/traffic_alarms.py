@@ -1,7 +1,7 @@
 """Alarms about abnormal traffic of links, from the sums that nodes report each second (`LinkTraffic`). Pure.
 
-    slow      at two looks, the rate of a direction is below half of its own earlier rate, and its peers'
-              are not; one look is enough if a link sends at below a quarter
+    slow      at two polls, the rate of a direction is below half of its own earlier rate, and its peers'
+              are not; one poll is enough if a link sends at below a quarter
     swings    it falls and recovers three times in a minute
     stopped   nothing moves for a second (at least a step's time), all ranks wait in communication, and the
               step has not carried the bytes that the program sends in it
@@ -24,7 +24,7 @@ from typing import Literal
 
 from myriad.comm.attempt_layout import AS_THE_JOB
 from myriad.supervise.messages import Beat
-from myriad.supervise.observations import LinkTraffic, RankSeen
+from myriad.supervise.observations import LinkTraffic, RankStatus
 from myriad.supervise.policy.link_rates import (
     AS_BEFORE,
     DIRECTIONS,
@@ -73,7 +73,7 @@ class _Alarm:
     """Node of the alarm; -1 if there is no single one."""
     problem: str
     good: int = 0
-    """Number of successive looks without a problem."""
+    """Number of successive polls without a problem."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class TrafficAlarms:
         self._plan, self._state, self._epoch = plan, state, -1
         self._links: dict[tuple[int, str], _Link] = {}
         self._of_node: dict[int, list[_Link]] = {}
-        self._ranks: dict[int, tuple[RankSeen, ...]] = {}
+        self._ranks: dict[int, tuple[RankStatus, ...]] = {}
         self._fresh: set[int] = set()
         self._alarmed: set[int] = set()
         """Nodes with any alarm in this attempt: hardly any of 1,536."""
@@ -307,7 +307,7 @@ class TrafficAlarms:
                     link.alarms[kind].good = 0
 
     def _stopped(
-        self, links: Mapping[tuple[int, str], _Link], ranks: Iterable[RankSeen], now: float
+        self, links: Mapping[tuple[int, str], _Link], ranks: Iterable[RankStatus], now: float
     ) -> Iterator[Notice]:
         if any(one.entered <= one.left or one.state in "TtZ" for one in ranks):
             return  # some rank computes, or was stopped: the others may wait for it

@@ -255,7 +255,7 @@ def _tcp_sent_again(handle, column, buffer):  # type: ignore[no-untyped-def] # n
 
 
 @_jit
-def _look_at_ranks(page, row):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+def _sample_ranks(page, row):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
     """The lowest step under way, and whether all ranks train."""
     step, num_ranks, num_training = -1, 0, 0
     for rank in range(page.size // _PAGE_WORDS):
@@ -269,7 +269,7 @@ def _look_at_ranks(page, row):  # type: ignore[no-untyped-def] # noqa: ANN001, A
 
 
 @_jit
-def _look_at_links(row, netlink, questions, files, buffer):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+def _sample_links(row, netlink, questions, files, buffer):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
     words, first = buffer.view(np.int64), _SKIP_BYTES // 8
     for link in range(questions.shape[0]):
         at = _NUM_FIRST + link * _NUM_FIELDS
@@ -287,7 +287,7 @@ def _look_at_links(row, netlink, questions, files, buffer):  # type: ignore[no-u
 
 
 @_jit
-def _look_rarely(row, rare_files, rare, ethtool, control, buffer):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+def _sample_rare_files(row, rare_files, rare, ethtool, control, buffer):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
     """Read the expensive counters. ``rare`` holds the last value of each file in ``rare_files``."""
     requests, statistics, pauses, asked = ethtool
     for link in range(rare_files.shape[0]):
@@ -327,10 +327,10 @@ def _run(ring, page, handles, numbers, kinds, ethtool):  # type: ignore[no-untyp
     before = due
     while count != most:
         row[0] = _clock(_MONOTONIC, words)
-        _look_at_ranks(page, row)
-        _look_at_links(row, netlink, questions, files, buffer)
+        _sample_ranks(page, row)
+        _sample_links(row, netlink, questions, files, buffer)
         if count % _RARELY == 0:
-            _look_rarely(row, rare_files, rare, ethtool, control, buffer)
+            _sample_rare_files(row, rare_files, rare, ethtool, control, buffer)
             if snmp >= 0 and column >= 0:
                 row[3] = _tcp_sent_again(snmp, column, buffer)
         first = HEADER_BYTES // 8 + count % capacity * columns

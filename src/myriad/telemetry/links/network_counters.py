@@ -91,7 +91,7 @@ class Counters:
         found = {name: link_bytes_per_second(name) for name in self._names} | self._rates
         return {name: speed for name, speed in found.items() if speed > 0}
 
-    def look(self) -> CounterSample:
+    def sample(self) -> CounterSample:
         """Read all counters now."""
         at = time.time()
         try:
@@ -99,9 +99,9 @@ class Counters:
         except OSError:
             links = []
         rdma = {name: tuple(map(_sum, columns)) for name, columns in self._ports.items()}
-        return CounterSample(at, {link.name: _numbers(link) for link in links}, self._look_at_tcp(), rdma)
+        return CounterSample(at, {link.name: _numbers(link) for link in links}, self._sample_tcp(), rdma)
 
-    def _look_at_tcp(self) -> tuple[int, ...]:
+    def _sample_tcp(self) -> tuple[int, ...]:
         snmp, netstat = (_table(kept.read()) for kept in self._tcp)
         if "RetransSegs" not in snmp:
             return ()
@@ -200,11 +200,11 @@ class CounterFile:
 def sample_often(counters: Counters, seconds: float, every_seconds: float = 0.01) -> list[CounterSample]:
     """Sample for ``seconds`` at a fixed interval. Samples that are overdue are skipped."""
     began = time.monotonic()
-    samples, due = [counters.look()], began
+    samples, due = [counters.sample()], began
     while due - began < seconds:
         due = max(due + every_seconds, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
-        samples.append(counters.look())
+        samples.append(counters.sample())
     return samples
 
 

@@ -16,7 +16,7 @@ from myriad.telemetry.progress.progress_page import ProgressRow
 __all__ = ["DeviceProgress"]
 
 _LOG = logging.getLogger(__name__)
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 
 
 class DeviceProgress:
@@ -27,10 +27,10 @@ class DeviceProgress:
         clock: DeviceClock,
         row: ProgressRow,
         enter: Callable[[], None],
-        look_seconds: float = _LOOK_SECONDS,
+        poll_seconds: float = _POLL_SECONDS,
     ) -> None:
         """Start the thread. It calls ``enter`` first, which selects the device for the thread."""
-        self._clock, self._row, self._enter, self._look_seconds = clock, row, enter, look_seconds
+        self._clock, self._row, self._enter, self._poll_seconds = clock, row, enter, poll_seconds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="device progress", daemon=True)
         self._thread.start()
@@ -40,7 +40,7 @@ class DeviceProgress:
             self._enter()
             seen = self._row.changed_ns
             last: tuple[object, ...] = ()
-            while not self._over.wait(self._look_seconds):
+            while not self._over.wait(self._poll_seconds):
                 if (now := self._row.changed_ns) != seen:
                     seen, last = now, ()
                 elif (position := self._clock.position()) is not None:

@@ -13,7 +13,7 @@ decide from a single read.
           128 .. 256: the newest eight digests of the state that replicas share, each with its step
 
           256    264     272
-          failed rounds  cost     checks in gaps: a bit for each of `GAP_CHECKS`, number, nanoseconds
+          failed rounds  cost     checks in gaps: a bit for each of `TRAINING_CHECKS`, number, nanoseconds
 
           320 .. 416   416 counters     waits      communication, as
           `myriad.telemetry.progress.operation_counters` numbers it; the wait bits
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     from myriad.telemetry.progress.device_clock import DevicePosition
 
 __all__ = [
-    "GAP_CHECKS",
     "IN_MEMORY_ONLY",
     "PROGRESS",
+    "TRAINING_CHECKS",
     "TURNED_CODE",
     "ProgressPage",
     "ProgressRow",
-    "Seen",
+    "RowStatus",
     "own_row",
 ]
 
@@ -75,8 +75,8 @@ _DEVICE_ACTIVITY = slice(552, 552 + _NAME_BYTES)
 _NUM = len(COUNTERS)
 _ROW = struct.Struct(f"8q16s16s2q16x16q3q40x{_NUM + 1}q{_NUM + 4}q16s8x")
 assert _ROW.size == ROW_BYTES and _NUM == _WAITS - _COUNTERS
-GAP_CHECKS = ("product", "memory", "copy", "all-reduce", "all-to-all")
-"""Checks that run during training (`myriad.train.gap_checks`), in the order of their bits on a row."""
+TRAINING_CHECKS = ("product", "memory", "copy", "all-reduce", "all-to-all")
+"""Checks that run during training (`myriad.train.training_checks`), in the order of their bits on a row."""
 _ONE = struct.Struct("q")
 TURNED_CODE = 75
 """Exit code of a rank that ended for a step-boundary restart (sysexits.h: EX_TEMPFAIL, retry later)."""
@@ -85,7 +85,7 @@ IN_MEMORY_ONLY = "the last checkpoint is in memory only"
 
 
 @dataclass(frozen=True)
-class Seen:
+class RowStatus:
     """The content of a row at one read."""
 
     pid: int
@@ -103,7 +103,7 @@ class Seen:
     digests: tuple[tuple[int, int], ...] = ()
     """Pairs of (steps done, digest of the state that replicas share), ascending."""
     failed_checks: tuple[str, ...] = ()
-    """Names from `GAP_CHECKS` of the checks that failed in this attempt."""
+    """Names from `TRAINING_CHECKS` of the checks that failed in this attempt."""
     counters: tuple[int, ...] = ()
     """Number of operations begun in this attempt, in the order of `COUNTERS`."""
     waits: int = 0
@@ -183,7 +183,7 @@ class ProgressRow:
         self._num_digests += 1
 
     def checked(self, failed: int, rounds: int, cost_ns: int) -> None:
-        """Write the results of the checks in gaps in this attempt; ``failed`` has a bit per `GAP_CHECKS`
+        """Write the results of the checks in gaps in this attempt; ``failed`` has a bit per `TRAINING_CHECKS`
         entry."""
         self._words[_CHECKS + 1], self._words[_CHECKS + 2] = rounds, cost_ns
         self._words[_CHECKS] = failed
@@ -256,7 +256,7 @@ class ProgressPage:
         """The value of `PROGRESS` for the process that writes a row."""
         return f"{self.descriptor}:{row}"
 
-    def read(self, row: int) -> Seen:
+    def read(self, row: int) -> RowStatus:
         """Return the current content of a row."""
         values, again = (_ROW.unpack_from(self._memory, row * ROW_BYTES) for _ in range(2))
         pid, epoch, step, entered, left, changed, took, _, activity, phase, _, busy = values[:12]
@@ -268,8 +268,8 @@ class ProgressPage:
             counters = tuple(counted)
         waits = waits if entered > left else 0
         names, digests = (_text(activity), _text(phase)), _digests(values[12:28], again[12:28])
-        failed = tuple(name for bit, name in enumerate(GAP_CHECKS) if values[28] >> bit & 1)
-        return Seen(
+        failed = tuple(name for bit, name in enumerate(TRAINING_CHECKS) if values[28] >> bit & 1)
+        return RowStatus(
             pid,
             epoch,
             step,
@@ -314,8 +314,8 @@ class ProgressPage:
 def _digests(words: Sequence[int], again: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Return the digests that are equal in two reads. A digest that is being written could pair a step with
     another step's value, and a healthy rank would become suspect."""
-    looks = (zip(each[::2], each[1::2], strict=True) for each in (words, again))
-    same = (one for one, other in zip(*looks, strict=True) if one == other)
+    reads = (zip(each[::2], each[1::2], strict=True) for each in (words, again))
+    same = (one for one, other in zip(*reads, strict=True) if one == other)
     return tuple(sorted((step - 1, value) for step, value in same if step))
 
 

@@ -185,7 +185,7 @@ class FileWriter:
         """Write all batches or, if one fails, none. Raises ``OSError``."""
         from myriad.telemetry.span_io.span_files import write_span_file
 
-        sizes = self._look()
+        sizes = self._poll()
         by_attempt: defaultdict[int, list[SpanBatch]] = defaultdict(list)
         for batch in batches:
             by_attempt[batch.attempt].append(batch)
@@ -203,7 +203,7 @@ class FileWriter:
         sizes.update({path: path.stat().st_size for path in written})
         self._remove_oldest(sizes)
 
-    def _look(self) -> dict[Path, int]:
+    def _poll(self) -> dict[Path, int]:
         """Return this writer's files and their sizes. The first call continues the numbers of an earlier
         process and deletes its incomplete files."""
         if self._sizes is None:

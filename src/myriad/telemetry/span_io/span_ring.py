@@ -157,8 +157,8 @@ def _drain(ring: memoryview, capacity: int, read: int) -> tuple[Drained, int]:
 def _epoch_ns() -> int:
     """Return the epoch time of the monotonic clock's 0. Use the fastest of several readings: a thread
     preempted between the two clocks would shift all spans of a drain."""
-    looks = [(time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(5)]
-    before, now, after = min(looks, key=lambda look: look[2] - look[0])
+    readings = [(time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(5)]
+    before, now, after = min(readings, key=lambda readings: readings[2] - readings[0])
     return now - (before + after) // 2
 
 

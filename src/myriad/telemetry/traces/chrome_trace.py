@@ -109,13 +109,13 @@ _LANE_FIELDS = ("step", "stage", "micro_batch", "chunk")
 
 
 class SpanLane:
-    """Collects the spans that end after its creation. Call `look` before the ring wraps."""
+    """Collects the spans that end after its creation. Call `collect` before the ring wraps."""
 
     def __init__(self, ring: SpanRing) -> None:
         self._ring, self._read = ring, ring.num_written
         self._parts: list[Drained] = []
 
-    def look(self) -> None:
+    def collect(self) -> None:
         """Read the new spans from the ring."""
         drained, self._read = self._ring.since(self._read)
         self._parts.append(drained)

@@ -38,7 +38,7 @@ from myriad.program.config import OverlapConfig, TensorKind
 from myriad.telemetry.spans import Recorder
 from myriad.train.autotune.measurement_files import keep_measured, read_measured
 
-__all__ = ["Where", "measure_kinds", "settle_tensor"]
+__all__ = ["TuningContext", "choose_tp_overlap", "measure_kinds"]
 
 _LOG = logging.getLogger(__name__)
 _ROUNDS, _MOST_BLOCKS = 3, 2
@@ -51,7 +51,7 @@ Kind = TensorKind | None
 
 
 @dataclass(frozen=True)
-class Where:
+class TuningContext:
     """The ranks of a run, with their device, number type and kernels."""
 
     job: Job
@@ -61,7 +61,7 @@ class Where:
     kernels: Kernels
 
 
-def settle_tensor(where: Where, kept: Path | None, report: Callable[..., None]) -> OverlapConfig:
+def choose_tp_overlap(where: TuningContext, kept: Path | None, report: Callable[..., None]) -> OverlapConfig:
     """Return ``job.overlap`` with the kind chosen.
 
     Measurements are stored in ``kept`` and passed to ``report`` as an event. Raises `BadInputError` on every
@@ -95,7 +95,7 @@ def settle_tensor(where: Where, kept: Path | None, report: Callable[..., None]) 
     return overlap.model_copy(update={"tensor": chosen})
 
 
-def _shape(where: Where, kinds: Sequence[Kind]) -> dict[str, Any]:
+def _shape(where: TuningContext, kinds: Sequence[Kind]) -> dict[str, Any]:
     """Return the conditions for which a choice holds."""
     job = where.job
     return {
@@ -115,7 +115,7 @@ def _quickest(seconds: dict[Kind, float]) -> Kind:
     return best if seconds[best] < _WORTH_IT * seconds["turns"] else "turns"
 
 
-def measure_kinds(where: Where, kinds: Sequence[Kind]) -> dict[Kind, float]:
+def measure_kinds(where: TuningContext, kinds: Sequence[Kind]) -> dict[Kind, float]:
     """Return the seconds of a few blocks of one micro-batch, forward and backward, with each kind.
 
     A value is the median over iterations of the slowest rank's time. It is infinite if any rank's GPU refuses
@@ -157,7 +157,7 @@ def _clocked(iterate: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _build(where: Where, boundary: GroupBoundary, like: Sequence[nn.Module]) -> list[nn.Module]:
+def _build(where: TuningContext, boundary: GroupBoundary, like: Sequence[nn.Module]) -> list[nn.Module]:
     """Build a few of the job's blocks, with gradient sinks as in training; reuse the memory of ``like``."""
     job, device = where.job, where.device
     count = min(_MOST_BLOCKS, job.model.layers)
@@ -177,7 +177,9 @@ def _build(where: Where, boundary: GroupBoundary, like: Sequence[nn.Module]) -> 
     return blocks
 
 
-def _iteration(where: Where, blocks: Sequence[nn.Module], boundary: GroupBoundary) -> Callable[[], None]:
+def _iteration(
+    where: TuningContext, blocks: Sequence[nn.Module], boundary: GroupBoundary
+) -> Callable[[], None]:
     """Return a function that runs the forward and backward of one micro-batch."""
     model, layout, device, dtype = where.job.model, where.job.layout, where.device, where.dtype
     shape = (layout.micro_batch, model.sequence // layout.tp, model.hidden)
@@ -201,7 +203,7 @@ def _named(seconds: dict[Kind, float]) -> dict[str, float]:
 
 
 def _are_choices(value: Any) -> bool:
-    """Return whether the value is a list of choices that `settle_tensor` stored."""
+    """Return whether the value is a list of choices that `choose_tp_overlap` stored."""
     return isinstance(value, list) and all(
         isinstance(one, dict)
         and isinstance(one.get("where"), dict)

@@ -28,7 +28,7 @@ from myriad.model.definition import Context
 from myriad.model.gpt import GPT
 from myriad.planner.rehearsal.machine_fit import AttentionTiming, LayerTiming, MatmulTiming, PrecisionTimings
 
-__all__ = ["Pace", "stack_of_blocks", "sweep_bytes_per_second", "time_type"]
+__all__ = ["PacedTimer", "stack_of_blocks", "sweep_bytes_per_second", "time_type"]
 
 _ROWS = (64, 256, 1024)
 _MATRICES = ((64, 64), (128, 256), (256, 256), (768, 256), (256, 1024), (1024, 1024))
@@ -65,7 +65,7 @@ def _model(hidden: int, sequence: int) -> ModelConfig:
     return ModelConfig(layers=1, hidden=hidden, heads=max(1, hidden // _HEAD_WIDTH), sequence=sequence)
 
 
-class Pace:
+class PacedTimer:
     """The speed of this core: seconds of one reference block, forward and backward, measured repeatedly."""
 
     def __init__(self) -> None:
@@ -127,14 +127,14 @@ def _mean(function: Callable[[], object], least_seconds: float = 0.5) -> float:
     return (time.thread_time() - start) / calls
 
 
-def sweep_bytes_per_second(together: Group | None, pace: Pace) -> float:
+def sweep_bytes_per_second(together: Group | None, pace: PacedTimer) -> float:
     """Return the bytes per second of reading and writing memory that no cache holds."""
     a, b = torch.ones(_SWEEP_ELEMENTS), torch.ones(_SWEEP_ELEMENTS)
     dist.barrier(together)
     return 3 * 4 * _SWEEP_ELEMENTS / pace.usual(lambda: torch.add(a, b, out=a), 2e-2)
 
 
-def time_type(dtype: torch.dtype, together: Group | None, pace: Pace) -> PrecisionTimings:
+def time_type(dtype: torch.dtype, together: Group | None, pace: PacedTimer) -> PrecisionTimings:
     """Time products, attention, layers and heads in one number type."""
     value_bytes = torch.empty(0, dtype=dtype).element_size()
     products = list(_products(dtype, together, pace))
@@ -153,7 +153,7 @@ def time_type(dtype: torch.dtype, together: Group | None, pace: Pace) -> Precisi
     )
 
 
-def _products(dtype: torch.dtype, together: Group | None, pace: Pace) -> Iterator[MatmulTiming]:
+def _products(dtype: torch.dtype, together: Group | None, pace: PacedTimer) -> Iterator[MatmulTiming]:
     """Time the forward and both backward products, as `myriad.kernels.linear` computes them."""
     for n, k in _MATRICES:
         for m in _ROWS:
@@ -170,7 +170,7 @@ def _products(dtype: torch.dtype, together: Group | None, pace: Pace) -> Iterato
 
 
 def _attention(
-    dtype: torch.dtype, hidden: int, sequence: int, micro_batch: int, together: Group | None, pace: Pace
+    dtype: torch.dtype, hidden: int, sequence: int, micro_batch: int, together: Group | None, pace: PacedTimer
 ) -> AttentionTiming:
     heads = Heads(hidden // _HEAD_WIDTH, hidden // _HEAD_WIDTH, _HEAD_WIDTH)
     fused = torch.randn(micro_batch, sequence, 3 * hidden).to(dtype).requires_grad_()
@@ -189,7 +189,7 @@ def _layer(
     sequence: int,
     micro_batch: int,
     together: Group | None,
-    pace: Pace,
+    pace: PacedTimer,
 ) -> LayerTiming:
     """Time one block among others, so that its weights are in no cache when it begins. Its gradients go to
     sinks, as in the runtime."""
@@ -227,7 +227,7 @@ def _head(
     micro_batch: int,
     vocabulary: int,
     together: Group | None,
-    pace: Pace,
+    pace: PacedTimer,
 ) -> LayerTiming:
     model = _model(hidden, sequence).model_copy(update={"vocabulary": vocabulary})
     definition = GPT(model, seed=1)

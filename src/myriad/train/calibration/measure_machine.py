@@ -43,7 +43,7 @@ from myriad.planner.rehearsal.machine_fit import (
 )
 from myriad.system.machine import memory_bytes, num_cores, processor_name
 from myriad.train.calibration.cluster_file import CLUSTER_NAME, find_cluster_file, write_cluster
-from myriad.train.calibration.compute_timings import Pace, sweep_bytes_per_second, time_type
+from myriad.train.calibration.compute_timings import PacedTimer, sweep_bytes_per_second, time_type
 from myriad.train.calibration.core_sharing import turns_ratio
 from myriad.train.calibration.link_timings import LinkTimes, time_links
 from myriad.train.calibration.tp_timings import time_tensors
@@ -233,7 +233,7 @@ def _measure_rank(world: int, report: ReportProgress) -> _Answer:
     tensors = time_tensors(pair)
     report("memory", 0.3)
     dist.barrier(together)
-    pace = Pace()
+    pace = PacedTimer()
     sweep = sweep_bytes_per_second(together, pace)
     report("products, attention and layers in float32", 0.35)
     float32 = time_type(torch.float32, together, pace)

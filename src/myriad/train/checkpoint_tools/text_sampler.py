@@ -13,23 +13,23 @@ from myriad.errors import BadInputError, RunFailedError
 from myriad.model.generate import generate
 from myriad.model.gpt import GPT, build_full
 from myriad.run import Run
-from myriad.system.spin_watch import watch_spinning
+from myriad.system.spin_control import control_spinning
 from myriad.train.checkpoint_tools.locate_checkpoint import Location, locate, newest_whole
 from myriad.train.checkpoint_tools.named_weights import job_of
 from myriad.train.inputs import tokenizer_of
 
-__all__ = ["TextSampler", "continue_text", "open_run", "open_sampler", "settle_threads"]
+__all__ = ["TextSampler", "continue_text", "open_run", "open_sampler", "set_thread_count"]
 
 _ONE_THREAD_PARAMETERS = 100_000_000
 """Largest number of parameters for one thread: up to this size, synchronizing threads takes longer than
 computing a token."""
 
 
-def settle_threads(parameters: int) -> None:
+def set_thread_count(parameters: int) -> None:
     """Choose the number of threads for generation; a user's OMP_NUM_THREADS stays."""
     if parameters <= _ONE_THREAD_PARAMETERS and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    watch_spinning(torch.get_num_threads())
+    control_spinning(torch.get_num_threads())
 
 
 class TextSampler:
@@ -81,7 +81,7 @@ def open_sampler(name: str, *, own_process: bool = False) -> TextSampler:
     if job is None:
         raise BadInputError("run", name, "must hold a job.toml, which says what the model is")
     if own_process:
-        settle_threads(job.model.num_parameters())
+        set_thread_count(job.model.num_parameters())
     layers = build_full(job.model, job.train.seed)
     tied = GPT(job.model, job.train.seed).tied
     names = ["embedding", *(f"blocks.{i}" for i in range(job.model.layers)), "head"]

@@ -1,6 +1,6 @@
 """What active checks in gaps of the program cost a run, and that they change nothing.
 
-    python benchmarks/supervise/gap_checks.py [--steps 400] [--layout layout.pp]
+    python benchmarks/supervise/training_checks.py [--steps 400] [--layout layout.pp]
 
 Trains the embedded job on two ranks, validating every 10 steps, without checks and with them
 (``resilience.check_hours``), and prints the share of the time that checks took, by their own clock and by

@@ -27,7 +27,7 @@ from myriad.program.actions import (
     kinds_where,
 )
 
-__all__ = ["TIED", "Places", "assign_places", "tied_reduction"]
+__all__ = ["TIED", "BufferAssignment", "assign_buffers", "tied_reduction"]
 
 TIED = -1
 """Key of the chunk that the first and the last stage share. The key of every other chunk is its stage's
@@ -37,13 +37,13 @@ _ENDS_REDUCE = kinds_where(lambda does: does.ends is Collective.REDUCE)
 
 
 @dataclass(frozen=True)
-class Places:
+class BufferAssignment:
     """The place number of each chunk whose memory is allocated and freed."""
 
     values: Mapping[int, int]
-    """Places of the parameters; empty: they stay whole (ZeRO 0 to 2)."""
-    sums: Mapping[int, int]
-    """Places of the gradient buffers; empty: they stay whole (ZeRO 0 and 1)."""
+    """BufferAssignment of the parameters; empty: they stay whole (ZeRO 0 to 2)."""
+    grad_buffers: Mapping[int, int]
+    """BufferAssignment of the gradient buffers; empty: they stay whole (ZeRO 0 and 1)."""
 
     @staticmethod
     def largest(places: Mapping[int, int], sizes: Mapping[int, float]) -> dict[int, float]:
@@ -65,16 +65,18 @@ def tied_reduction(actions: Sequence[Action], tied_stages: Collection[int]) -> t
     return last(_STARTS_REDUCE), last(_ENDS_REDUCE)
 
 
-def assign_places(
+def assign_buffers(
     runs: Sequence[Sequence[Action]], chunks_of: Mapping[int, Sequence[int]], zero: int
-) -> Places:
+) -> BufferAssignment:
     """Assign places for one rank. ``runs``: its action lists in training, in validation and in any other run.
     ``chunks_of``: the chunk keys of each of its stages."""
-    values, sums = _Held(), _Held()
+    values, grad_buffers = _Held(), _Held()
     tied_stages = [stage for stage, keys in chunks_of.items() if TIED in keys]
     for actions in chain.from_iterable(product(runs, runs)):
-        _walk(actions, chunks_of, tied_reduction(actions, tied_stages), values, sums)
-    return Places(values.colours() if zero == 3 else {}, sums.colours() if zero >= 2 else {})
+        _walk(actions, chunks_of, tied_reduction(actions, tied_stages), values, grad_buffers)
+    return BufferAssignment(
+        values.colours() if zero == 3 else {}, grad_buffers.colours() if zero >= 2 else {}
+    )
 
 
 @dataclass
@@ -110,7 +112,7 @@ def _walk(
     chunks_of: Mapping[int, Sequence[int]],
     tied: tuple[int, int],
     values: _Held,
-    sums: _Held,
+    grad_buffers: _Held,
 ) -> None:
     for index, action in enumerate(actions):
         keys = chunks_of.get(action.stage, ())
@@ -119,13 +121,13 @@ def _walk(
             values.take(key, action.stage)
         for key in keys if Resource.PARAMETERS in does.frees else ():
             values.leave(key, action.stage)
-        for key in _sums_taken(action, keys, index == tied[0]):
-            sums.take(key, 0)
-        for key in _sums_left(action, keys, index == tied[1]):
-            sums.leave(key, 0)
+        for key in _grad_buffers_taken(action, keys, index == tied[0]):
+            grad_buffers.take(key, 0)
+        for key in _grad_buffers_freed(action, keys, index == tied[1]):
+            grad_buffers.leave(key, 0)
 
 
-def _sums_taken(action: Action, keys: Sequence[int], tied_starts: bool) -> Iterator[int]:
+def _grad_buffers_taken(action: Action, keys: Sequence[int], tied_starts: bool) -> Iterator[int]:
     if action.kind in ADDS_TO_GRADIENTS:
         yield from keys
     elif action.kind in _STARTS_REDUCE:
@@ -134,7 +136,7 @@ def _sums_taken(action: Action, keys: Sequence[int], tied_starts: bool) -> Itera
         yield TIED
 
 
-def _sums_left(action: Action, keys: Sequence[int], tied_ends: bool) -> Iterator[int]:
+def _grad_buffers_freed(action: Action, keys: Sequence[int], tied_ends: bool) -> Iterator[int]:
     if Resource.GRADIENTS in SEMANTICS[action.kind].frees:
         yield from (key for key in keys if key != TIED)
     if tied_ends:

@@ -11,7 +11,7 @@ from myriad.comm.layout import Layout
 from myriad.program.actions import Action, Kind
 from myriad.program.build import build_program
 from myriad.program.config import OverlapConfig
-from myriad.program.static_places import TIED, Places, assign_places
+from myriad.program.static_buffers import TIED, BufferAssignment, assign_buffers
 from myriad.program.warm_up import warm_up_actions
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2), ("zero-bubble-v", 2))
@@ -50,17 +50,19 @@ def test_no_two_chunks_are_whole_at_the_same_place(
         chunks_of = {stage: [stage, TIED] if stage in ends else [stage] for stage in stages}
         runs = [one.ranks[rank] for one in programs]
         runs += [warm_up_actions(one, rank) for one in programs]
-        places = assign_places(runs, chunks_of, zero)
+        places = assign_buffers(runs, chunks_of, zero)
         for run in (runs[0], runs[1], runs[2], runs[0], runs[0], runs[3], runs[1]):
             assert_apart(run, chunks_of, places, zero)
         assert len(set(places.values.values())) <= len(stages) + tied
         # A plan counts the places of training alone.
-        trained = assign_places([runs[0], runs[2]], chunks_of, zero)
-        for some, all_runs in ((trained.values, places.values), (trained.sums, places.sums)):
+        trained = assign_buffers([runs[0], runs[2]], chunks_of, zero)
+        for some, all_runs in ((trained.values, places.values), (trained.grad_buffers, places.grad_buffers)):
             assert len(set(some.values())) == len(set(all_runs.values()))
 
 
-def assert_apart(run: Sequence[Action], chunks_of: dict[int, list[int]], places: Places, zero: int) -> None:
+def assert_apart(
+    run: Sequence[Action], chunks_of: dict[int, list[int]], places: BufferAssignment, zero: int
+) -> None:
     """By the gathers and releases of parameters alone, in words of their own."""
     whole: dict[int, set[int]] = {}
     for action in run:
@@ -73,18 +75,18 @@ def assert_apart(run: Sequence[Action], chunks_of: dict[int, list[int]], places:
         assert len(set(now)) == len(now)
 
 
-def test_sums_that_follow_each_other_share_a_place_and_parameters_that_are_whole_together_do_not() -> None:
+def test_only_chunks_with_disjoint_lifetimes_share_a_buffer() -> None:
     layout = Layout(dp=2, zero=3, reduce="each")
     program = build_program(layout, OverlapConfig(), 2, tied=False, training=True, num_chunks=8)
     chunks_of = {stage: [stage] for stage in range(8)}
-    places = assign_places([program.ranks[0]], chunks_of, 3)
-    assert len(set(places.sums.values())) == 2
+    places = assign_buffers([program.ranks[0]], chunks_of, 3)
+    assert len(set(places.grad_buffers.values())) == 2
     assert len(set(places.values.values())) == 8
 
 
 @pytest.mark.parametrize(("zero", "values", "sums"), [(1, False, False), (2, False, True), (3, True, True)])
-def test_what_stays_whole_has_no_place(zero: int, values: bool, sums: bool) -> None:
+def test_memory_that_is_never_freed_has_no_slot(zero: int, values: bool, sums: bool) -> None:
     program = build_program(Layout(dp=2, zero=zero), OverlapConfig(), 2, tied=False, training=True)
-    places = assign_places([program.ranks[0]], {0: [0]}, zero)
-    assert (bool(places.values), bool(places.sums)) == (values, sums)
-    assert Places.largest(places.sums, {0: 5.0}) == ({0: 5.0} if sums else {})
+    places = assign_buffers([program.ranks[0]], {0: [0]}, zero)
+    assert (bool(places.values), bool(places.grad_buffers)) == (values, sums)
+    assert BufferAssignment.largest(places.grad_buffers, {0: 5.0}) == ({0: 5.0} if sums else {})

@@ -13,8 +13,8 @@ no baseline is needed, and one wrong bit shows. The checks read and write nothin
 tensors, no random numbers), so losses stay the same bits. No check runs in the first steps of an attempt,
 after the last step, or when ranks are to end, so no recovery waits for a check.
 
-A failed check is shown on the rank's row of the progress page (`GAP_CHECKS`). The node agent reports it like
-any other device fault; a rank that computes wrong bits is a reason to replace its node with a spare.
+A failed check is shown on the rank's row of the progress page (`TRAINING_CHECKS`). The node agent reports it
+like any other device fault; a rank that computes wrong bits is a reason to replace its node with a spare.
 
 **The bound.** The limit is `RATIO` of the time since the attempt's first step. A check begins only if the sum
 of two costs is below it. One is the cost of all checks of this attempt, waits for other ranks included. The
@@ -32,10 +32,10 @@ import torch.distributed as dist
 from myriad.comm.collectives import all_reduce, start_all_to_all
 from myriad.comm.groups import Group, Groups
 from myriad.job import Job
-from myriad.telemetry.progress.progress_page import GAP_CHECKS, ProgressRow
+from myriad.telemetry.progress.progress_page import TRAINING_CHECKS, ProgressRow
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["RATIO", "GapChecks"]
+__all__ = ["RATIO", "TrainingChecks"]
 
 RATIO = 1e-3
 """Largest share of the training time for checks."""
@@ -56,7 +56,7 @@ _BUBBLE_RATIO = 0.5
 _Check = Callable[[], bool]
 
 
-class GapChecks:
+class TrainingChecks:
     """The active checks of one rank."""
 
     def __init__(
@@ -169,7 +169,7 @@ class GapChecks:
         return time.perf_counter() - began
 
     def _show(self) -> None:
-        failed = sum(1 << GAP_CHECKS.index(name) for name in self._failed)
+        failed = sum(1 << TRAINING_CHECKS.index(name) for name in self._failed)
         self._row.checked(failed, self._turn, int(1e9 * self._spent))
 
     # Bubbles

@@ -2,7 +2,7 @@
 
     each second   state in /proc ── T for 1.5 s ──► SIGCONT: its snapshots are intact   "continued"
                                     and again   ──► SIGKILL                             "killed"
-                  (a server that has run since the last look is slow, not stopped)
+                  (a server that has run since the last poll is slow, not stopped)
                   ping ── no answer for 5 s, in which it used no processor time         "killed"
                        ── no answer for 60 s, whatever it does                          "killed"
 
@@ -20,13 +20,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from myriad.checkpoint.snapshots.wire import Closed, Wire
-from myriad.system.processes import StopTimer, WatchClock, process_cpu_ticks
+from myriad.system.processes import PausableClock, StopTimer, process_cpu_ticks
 
 __all__ = [
     "ServerEvent",
     "ServerKilledError",
     "ServerProcess",
-    "ServerWatch",
+    "SnapshotServerMonitor",
     "StallDetector",
     "await_answer",
 ]
@@ -34,7 +34,7 @@ __all__ = [
 _STOPPED_SECONDS, _REQUEST_STOPPED_SECONDS = 1.5, 3.5
 _IDLE_SECONDS, _BUSY_SECONDS = 5.0, 60.0
 _READ_SECONDS, _SLICE_SECONDS = 1.0, 0.5
-_LONGEST_LOOK_SECONDS = 2.0
+_LONGEST_POLL_SECONDS = 2.0
 """A check that runs later than this was itself delayed, so its measurements are not used."""
 
 
@@ -54,7 +54,7 @@ class ServerProcess:
 
     def seconds_stopped(self, now: float) -> float | None:
         """Return for how long it has been stopped by SIGSTOP or SIGTSTP; ``None``: it is not stopped."""
-        return self._stopped.look(self.pid, now) if self._descriptor is not None else None
+        return self._stopped.poll(self.pid, now) if self._descriptor is not None else None
 
     @property
     def cpu_ticks(self) -> int:
@@ -109,7 +109,7 @@ class StallDetector:
         self.process, self._timeout_scale = process, timeout_scale
         self._was_continued = False
 
-    def look(
+    def poll(
         self, now: float, asked_at: float | None, seconds: float, stopped_seconds: float
     ) -> ServerEvent | None:
         """Continue or kill a server that is stopped, or kill one that has not answered.
@@ -134,23 +134,23 @@ class StallDetector:
         return ServerEvent(self.process.pid, f"was stopped (SIGSTOP) for {stopped:.1f} s", killed=False)
 
 
-class ServerWatch:
+class SnapshotServerMonitor:
     """Watches the snapshot server of a name, whichever process has it. Each socket call takes 1 s at most."""
 
     def __init__(self, name: str, timeout_scale: float = 1.0) -> None:
         self._name, self._timeout_scale = name, timeout_scale
-        self._clock = WatchClock(_LONGEST_LOOK_SECONDS)
+        self._clock = PausableClock(_LONGEST_POLL_SECONDS)
         self._wire: Wire | None = None
         self._asked_at: float | None = None
         self._ticks, self._idle_since = -1, 0.0
 
-    def look(self) -> ServerEvent | None:
+    def poll(self) -> ServerEvent | None:
         """Check the server and return the problem found, if any. Call it once a second."""
-        now = self._clock.look()
+        now = self._clock.read()
         try:
             if self._wire is None and not self._connect():
                 return None
-            return self._look(now)
+            return self._poll(now)
         except OSError:  # the server has ended; a rank that needs one starts another
             self.close()
             return None
@@ -168,7 +168,7 @@ class ServerWatch:
         self._asked_at = None
         return True
 
-    def _look(self, now: float) -> ServerEvent | None:
+    def _poll(self, now: float) -> ServerEvent | None:
         assert self._wire is not None
         if self._asked_at is not None and self._wire.has_arrived(0.0):
             self._wire.set_timeout(_READ_SECONDS)
@@ -182,7 +182,7 @@ class ServerWatch:
             self._wire.send({"op": "ping"})
             self._asked_at = now
         is_idle = now - self._idle_since >= _IDLE_SECONDS * self._timeout_scale
-        found = self._stalled.look(
+        found = self._stalled.poll(
             now, self._asked_at, _IDLE_SECONDS if is_idle else _BUSY_SECONDS, _STOPPED_SECONDS
         )
         if found is not None and not found.killed:
@@ -192,7 +192,7 @@ class ServerWatch:
         return found
 
     def close(self) -> None:
-        """Close the connection; the next `look` opens another."""
+        """Close the connection; the next `poll` opens another."""
         if self._wire is not None:
             self._wire.close()
             self._stalled.process.close()
@@ -203,9 +203,9 @@ def await_answer(wire: Wire, stalled: StallDetector, seconds: float) -> ServerEv
     """Wait until an answer begins to arrive; return the problem found meanwhile, if any.
 
     Raises `ServerKilledError` if the server was stopped again or did not answer within ``seconds``."""
-    clock, wrong = WatchClock(_LONGEST_LOOK_SECONDS), None
+    clock, wrong = PausableClock(_LONGEST_POLL_SECONDS), None
     while not wire.has_arrived(_SLICE_SECONDS):
-        found = stalled.look(clock.look(), 0.0, seconds, _REQUEST_STOPPED_SECONDS)
+        found = stalled.poll(clock.read(), 0.0, seconds, _REQUEST_STOPPED_SECONDS)
         if found is not None and found.killed:
             raise ServerKilledError(found)
         wrong = found or wrong

@@ -1,7 +1,7 @@
 """The node agent's end of the process that searches the logs of its ranks: starts it, sends it the files, and
 writes its findings as events.
 
-    log_scan ──{"what": "NCCL", "rank": 3, "text": ..., "count": 1}──► LogWatch ──► RUN/events.jsonl
+    log_scan ──{"what": "NCCL", "rank": 3, "text": ..., "count": 1}──► LogMonitor ──► RUN/events.jsonl
                  with the step that the rank is in, by its row of the progress page
 
 The process is started with the first ranks, and again a minute after it ended. Another
@@ -25,7 +25,7 @@ from myriad.run import Run
 from myriad.supervise.agent.log_scan import KERNEL
 from myriad.supervise.background import AsyncWriter
 
-__all__ = ["LogWatch"]
+__all__ = ["LogMonitor"]
 
 _LOG = logging.getLogger(__name__)
 _AGAIN_SECONDS = 60.0
@@ -34,7 +34,7 @@ _MOST_RANKS = 16
 StepOf = Callable[[int], int]
 
 
-class LogWatch:
+class LogMonitor:
     """Searches the logs of one node's ranks."""
 
     def __init__(

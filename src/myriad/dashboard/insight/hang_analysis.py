@@ -21,13 +21,13 @@ from myriad.dashboard.insight.rank_arrays import Array, Ranks
 from myriad.program.actions import Action
 from myriad.units import format_ranks
 
-__all__ = ["Standstill", "standstill"]
+__all__ = ["HangAnalysis", "analyze_hang"]
 
 _MOST_NAMED = 64
 
 
 @dataclass(frozen=True)
-class Standstill:
+class HangAnalysis:
     """The progress of all ranks at one time."""
 
     ranks: Ranks
@@ -94,7 +94,7 @@ class Standstill:
         return {rank: found[0] for rank in range(self.ranks.world) if (found := self.waits_for(rank))}
 
     @cached_property
-    def blamed(self) -> Mapping[int, int]:
+    def waited_for_by(self) -> Mapping[int, int]:
         """Ranks at the ends of chains of waiting, with the number of ranks that wait for each, largest
         first."""
         counts: Counter[int] = Counter()
@@ -109,7 +109,7 @@ class Standstill:
     @cached_property
     def silent(self) -> tuple[int, ...]:
         """Ranks that do not wait while others wait for them, most waited for first."""
-        return tuple(rank for rank in self.blamed if rank not in self._first_missing)
+        return tuple(rank for rank in self.waited_for_by if rank not in self._first_missing)
 
     @property
     def sentence(self) -> str:
@@ -122,9 +122,9 @@ class Standstill:
         where = f"rank {first} on node {self.ranks.node[first]}, {doing} of step {int(self.steps[first])}"
         others = self.silent[1:]
         also = f" (and for {format_ranks(others)})" if others else ""
-        return f"{self.blamed[first]} ranks wait for {where}{also}"
+        return f"{self.waited_for_by[first]} ranks wait for {where}{also}"
 
 
-def standstill(ranks: Ranks, programs: Sequence[ProgramNeeds], steps: Array, done: Array) -> Standstill:
-    """Return the standstill for each rank's newest step and the number of its finished actions."""
-    return Standstill(ranks, tuple(programs), np.asarray(steps), np.asarray(done))
+def analyze_hang(ranks: Ranks, programs: Sequence[ProgramNeeds], steps: Array, done: Array) -> HangAnalysis:
+    """Find what each rank waits for, from its newest step and its number of finished actions."""
+    return HangAnalysis(ranks, tuple(programs), np.asarray(steps), np.asarray(done))

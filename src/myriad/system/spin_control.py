@@ -25,19 +25,19 @@ from collections.abc import Iterator
 
 from myriad.system.machine import num_cores
 
-__all__ = ["SpinWatch", "spinning_watched", "watch_spinning"]
+__all__ = ["SpinControl", "control_spinning", "spinning_controlled"]
 
 _OWN_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _CROWDED_RATIO, _FREE_RATIO = 0.2, 0.1
 """Thresholds of time waited for a core over wall time: 0.04 on idle cores, 0.5 beside a busy loop."""
-_FREE_LOOKS = 5
-"""Number of looks below the threshold before threads may spin again."""
+_FREE_CHECKS = 5
+"""Number of polls below the threshold before threads may spin again."""
 _MOST_IDLE_THREADS = 64
 """Limit of idle threads: a process that needs more has a small share of a large machine."""
 
 
-class SpinWatch:
+class SpinControl:
     """Turns spinning off and on in this process. A thread checks ten times a second."""
 
     def __init__(self, library: ctypes.CDLL, num_idle_threads: int) -> None:
@@ -45,7 +45,7 @@ class SpinWatch:
         self._library, self._num_idle = library, num_idle_threads
         self._over = threading.Event()
         self._holding: threading.Event | None = None
-        self._free_looks = 0
+        self._free_checks = 0
         self._thread = threading.Thread(target=self._watch, name="spin-watch", daemon=True)
         self._thread.start()
 
@@ -61,7 +61,7 @@ class SpinWatch:
 
     def _watch(self) -> None:
         now, waited = time.monotonic(), _seconds_without_core()
-        while not self._over.wait(_LOOK_SECONDS):
+        while not self._over.wait(_POLL_SECONDS):
             before, waited_before = now, waited
             now, waited = time.monotonic(), _seconds_without_core()
             self.decide((waited - waited_before) / (now - before))
@@ -69,11 +69,11 @@ class SpinWatch:
 
     def decide(self, waited_ratio: float) -> None:
         """Make threads sleep or spin. ``waited_ratio``: time waited for a core, over the last wall time."""
-        self._free_looks = self._free_looks + 1 if waited_ratio < _FREE_RATIO else 0
+        self._free_checks = self._free_checks + 1 if waited_ratio < _FREE_RATIO else 0
         if waited_ratio > _CROWDED_RATIO and self._holding is None:
             self._holding = threading.Event()
             threading.Thread(target=self._hold, args=(self._holding,), name="idle-team", daemon=True).start()
-        elif self._free_looks >= _FREE_LOOKS:
+        elif self._free_checks >= _FREE_CHECKS:
             self._spin()
 
     def _spin(self) -> None:
@@ -88,7 +88,7 @@ class SpinWatch:
         released.wait()
 
 
-def watch_spinning(threads: int) -> SpinWatch | None:
+def control_spinning(threads: int) -> SpinControl | None:
     """Watch a process that computes with ``threads`` OpenMP threads. PyTorch must be imported already.
 
     Return ``None`` if there is nothing to watch: one thread, another OpenMP library, or the user's own
@@ -98,15 +98,15 @@ def watch_spinning(threads: int) -> SpinWatch | None:
     if threads < 2 or is_set or not 1 <= idle <= _MOST_IDLE_THREADS:
         return None
     library = _loaded_libgomp()
-    return None if library is None else SpinWatch(library, idle)
+    return None if library is None else SpinControl(library, idle)
 
 
 @contextlib.contextmanager
-def spinning_watched() -> Iterator[None]:
+def spinning_controlled() -> Iterator[None]:
     """Watch this process inside the block, with PyTorch's number of threads."""
     import torch
 
-    watch = watch_spinning(torch.get_num_threads())
+    watch = control_spinning(torch.get_num_threads())
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """Watches whether the ranks of an attempt make progress: finds stopped ranks and hangs. Pure.
 
-    heartbeats ──► rows of all ranks ──► a rank in state T at two looks      StuckAttempt, "stopped"
+    heartbeats ──► rows of all ranks ──► a rank in state T at two polls      StuckAttempt, "stopped"
                                      ──► no row moves within its deadline    DumpStacks, then StuckAttempt
 
 `Deadlines` learns from the run how long a rank may make no progress, for each phase of a rank's life:
@@ -13,8 +13,8 @@
 For steps it learns how long they take; an attempt's first step counts only until there are others. For each
 other phase it learns the longest time without progress.
 
-`RankObservations` keeps the rows so that a look at all of them is cheap. A deadline needs the least idle
-time, the slowest step and the phases. A few rows of each node give the same as all, and a look ten times a
+`RankObservations` keeps the rows so that checking all of them is cheap. A deadline needs the least idle
+time, the slowest step and the phases. A few rows of each node give the same as all, and a check ten times a
 second does not read 12,288 rows:
 
     heartbeat of a node (8 ranks) ──► kept; of them, the rows that can matter for a deadline, 2 or 3 a
@@ -28,7 +28,7 @@ from functools import partial
 from statistics import median
 
 from myriad.supervise.messages import Beat
-from myriad.supervise.observations import RankSeen
+from myriad.supervise.observations import RankStatus
 from myriad.supervise.policy.incidents import Incident
 from myriad.supervise.policy.membership import Membership
 from myriad.supervise.policy.policy_actions import DumpStacks
@@ -36,7 +36,7 @@ from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.suspects import Seat, find_suspects
 from myriad.units import format_ranks
 
-__all__ = ["HangWatch", "StuckAttempt"]
+__all__ = ["HangDetector", "StuckAttempt"]
 
 _STOPPED_SECONDS = 1.25
 _CALM_SECONDS = 2.0
@@ -52,7 +52,7 @@ class StuckAttempt:
     evidence: dict[str, object]
 
 
-class HangWatch:
+class HangDetector:
     """Watches the ranks of a run; `begin` resets it for each attempt."""
 
     def __init__(self, plan: RunPlan, state: RunState, membership: Membership) -> None:
@@ -86,11 +86,11 @@ class HangWatch:
         """Forget a node that is gone, or is back and has sent no rows yet."""
         self._sightings.drop(node)
 
-    def all(self) -> list[RankSeen]:
+    def all(self) -> list[RankStatus]:
         """Return the rows of all living ranks; no rows if a node has not sent all of its own."""
         return self._sightings.all(self._state.placement, self._state.exits)
 
-    def few(self) -> list[RankSeen]:
+    def few(self) -> list[RankStatus]:
         """Return rows that represent all living ranks; no rows if a node has not sent all of its own.
         Deadlines learn from them here, not at each heartbeat: 1,536 nodes send 1,536 in a second."""
         few = self._sightings.few(self._state.placement, self._state.exits)
@@ -115,13 +115,13 @@ class HangWatch:
         few = self.few()
         return self._hung(few, now) if few else None
 
-    def _stopped(self, one: RankSeen, now: float) -> StuckAttempt:
+    def _stopped(self, one: RankStatus, now: float) -> StuckAttempt:
         text = f"rank {one.rank} was stopped (SIGSTOP), pid {one.pid}"
         incident = self._incident("a rank was stopped", "stopped", one, text)
         idle = one.idle_seconds + self._membership.since_heard(incident.node, now)
         return StuckAttempt(incident, {"idle_seconds": idle})
 
-    def _hung(self, few: Sequence[RankSeen], now: float) -> StuckAttempt | DumpStacks | None:
+    def _hung(self, few: Sequence[RankStatus], now: float) -> StuckAttempt | DumpStacks | None:
         """Dump the stacks first; end the attempt a moment later if nothing has moved by then."""
         idle, phase = min(one.idle_seconds for one in few), self._deadlines.phase_of(few)
         limit = self._deadlines.limit(phase)
@@ -144,7 +144,7 @@ class HangWatch:
             incident = replace(incident, node=-1)
         return StuckAttempt(incident, evidence)
 
-    def _seats(self, seen: Sequence[RankSeen]) -> Mapping[int, Seat]:
+    def _seats(self, seen: Sequence[RankStatus]) -> Mapping[int, Seat]:
         """Return the grid positions of ranks in this attempt; empty if the layout is unknown."""
         layout = self._state.layout
         if self._plan.work is None:
@@ -152,7 +152,7 @@ class HangWatch:
         work, world = self._plan.work.in_attempt(layout), self._plan.world_of(layout)
         return {one.rank: work.seat(one.rank, world) for one in seen}
 
-    def _incident(self, rule: str, cause: str, one: RankSeen, text: str) -> Incident:
+    def _incident(self, rule: str, cause: str, one: RankStatus, text: str) -> Incident:
         node = self._state.node_of(one.rank)
         return Incident(rule, cause, one.rank, node, one.step, text, text, self._state.stop_asked)
 
@@ -179,7 +179,7 @@ class Deadlines:
         self._longest = 0.0
         """Longest time in this phase without progress."""
 
-    def saw(self, seen: Sequence[RankSeen]) -> None:
+    def saw(self, seen: Sequence[RankStatus]) -> None:
         """Record a row of every rank of an attempt."""
         idle, phase = min(one.idle_seconds for one in seen), self.phase_of(seen)
         if phase != self._phase:
@@ -212,7 +212,7 @@ class Deadlines:
         return self._patience * max(allowed, least, 5 * median(samples), 2 * p99)
 
     @staticmethod
-    def phase_of(seen: Sequence[RankSeen]) -> str:
+    def phase_of(seen: Sequence[RankStatus]) -> str:
         """Return the phase of the attempt: the slowest among its ranks, because a rank that saves or starts
         may hold up the others."""
         phases = {_phase_of(one) for one in seen}
@@ -222,7 +222,7 @@ class Deadlines:
 _SLOWEST_FIRST = ("starting", "loading", "saving", "ending", "tracing", "validating", "first step", "step")
 
 
-def _phase_of(one: RankSeen) -> str:
+def _phase_of(one: RankStatus) -> str:
     return "first step" if one.phase == "step" and not one.step_seconds else one.phase or "starting"
 
 
@@ -233,14 +233,14 @@ class RankObservations:
     """The newest rows of an attempt's ranks."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, dict[int, RankSeen]] = {}
-        self._few: dict[int, Sequence[RankSeen]] = {}
+        self._ranks: dict[int, dict[int, RankStatus]] = {}
+        self._few: dict[int, Sequence[RankStatus]] = {}
         """Rows of the nodes that have sent all their ranks; computed on demand."""
-        self._all_few: list[RankSeen] | None = None
+        self._all_few: list[RankStatus] | None = None
         self.has_news = False
         """Whether rows arrived since this was last set to False."""
 
-    def heard(self, node: int, ranks: Sequence[RankSeen]) -> None:
+    def heard(self, node: int, ranks: Sequence[RankStatus]) -> None:
         """Record the rows of all ranks of a node."""
         self._ranks[node] = {one.rank: one for one in ranks}
         self.has_news |= bool(ranks)
@@ -259,14 +259,14 @@ class RankObservations:
         self._few.pop(node, None)
         self._all_few = None
 
-    def few(self, placement: _Placement, ended: Container[int]) -> list[RankSeen]:
+    def few(self, placement: _Placement, ended: Container[int]) -> list[RankStatus]:
         """Return rows that represent all living ranks; no rows if a node has not sent all of its own."""
         if self._all_few is None:
             self._all_few = self._gather(placement, ended)
         return self._all_few
 
-    def _gather(self, placement: _Placement, ended: Container[int]) -> list[RankSeen]:
-        found: list[RankSeen] = []
+    def _gather(self, placement: _Placement, ended: Container[int]) -> list[RankStatus]:
+        found: list[RankStatus] = []
         for node, ranks in placement.items():
             rows = self._few.get(node)
             if rows is None:
@@ -277,9 +277,9 @@ class RankObservations:
             found += rows
         return found
 
-    def all(self, placement: _Placement, ended: Container[int]) -> list[RankSeen]:
+    def all(self, placement: _Placement, ended: Container[int]) -> list[RankStatus]:
         """Return the rows of all living ranks; no rows if a node has not sent all of its own."""
-        found: list[RankSeen] = []
+        found: list[RankStatus] = []
         for node, ranks in placement.items():
             living = self._living(node, ranks, ended)
             if living is None:
@@ -287,14 +287,16 @@ class RankObservations:
             found += living
         return found
 
-    def _living(self, node: int, ranks: tuple[int, ...], ended: Container[int]) -> Sequence[RankSeen] | None:
+    def _living(
+        self, node: int, ranks: tuple[int, ...], ended: Container[int]
+    ) -> Sequence[RankStatus] | None:
         """Return the rows of a node's living ranks; ``None``: some are missing."""
         rows = self._ranks.get(node, {})
         living = [rows.get(rank) for rank in ranks if rank not in ended]
         return None if None in living else [one for one in living if one is not None]
 
 
-def _few_of(rows: Sequence[RankSeen]) -> Sequence[RankSeen]:
+def _few_of(rows: Sequence[RankStatus]) -> Sequence[RankStatus]:
     """Select the rows that can matter for a deadline, in their order."""
     if len(rows) <= 1:
         return rows

@@ -14,7 +14,7 @@ from myriad.parallel.engine import check_on_device
 from myriad.program.config import OverlapConfig
 from myriad.program.device_needs import DeviceJob
 from myriad.train import device_setup
-from myriad.train.device_setup import Place, find_place, pick_device, prepare_cuda
+from myriad.train.device_setup import RankEnvironment, pick_device, prepare_cuda, read_rank_environment
 
 NAMES = (
     "RANK",
@@ -43,12 +43,12 @@ def setenv(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
 
 
 def test_started_by_nobody_it_is_a_world_of_one() -> None:
-    assert find_place(1) == Place(rank=0, world=1, local_rank=0, local_world=1)
+    assert read_rank_environment(1) == RankEnvironment(rank=0, world=1, local_rank=0, local_world=1)
 
 
 def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     setenv(monkeypatch, RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4)
-    assert find_place(8) == Place(rank=5, world=8, local_rank=1, local_world=4)
+    assert read_rank_environment(8) == RankEnvironment(rank=5, world=8, local_rank=1, local_world=4)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_slurm_first_node_is_where_they_meet(nodes: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setenv(monkeypatch, SLURM_PROCID=0, SLURM_NTASKS=2, SLURM_JOB_NODELIST=nodes, SLURM_JOB_ID=4711)
-    find_place(2)
+    read_rank_environment(2)
     assert os.environ["MASTER_ADDR"] == host
     assert 20000 <= int(os.environ["MASTER_PORT"]) < 40000
 
@@ -77,7 +77,7 @@ def test_slurm_node_knows_how_many_ranks_it_has(
     """The node's ranks share one data loader, and the cores."""
     setenv(monkeypatch, SLURM_PROCID=7, SLURM_NTASKS=8, SLURM_LOCALID=0, SLURM_NODEID=node)
     setenv(monkeypatch, SLURM_STEP_TASKS_PER_NODE=tasks)
-    assert find_place(8) == Place(rank=7, world=8, local_rank=0, local_world=expected)
+    assert read_rank_environment(8) == RankEnvironment(rank=7, world=8, local_rank=0, local_world=expected)
 
 
 def test_slurm_does_not_overrule_a_launcher_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_slurm_does_not_overrule_a_launcher_of_our_own(monkeypatch: pytest.Monke
     setenv(
         monkeypatch, SLURM_PROCID=0, SLURM_NTASKS=1, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2
     )
-    assert find_place(2).rank == 1
+    assert read_rank_environment(2).rank == 1
 
 
 @pytest.mark.parametrize("started", [None, 3])
@@ -97,7 +97,7 @@ def test_a_world_of_another_size_is_refused_in_one_line(
     with pytest.raises(
         BadInputError, match=rf"^WORLD_SIZE = {started or 1}: the layout needs 4 ranks"
     ) as caught:
-        find_place(4)
+        read_rank_environment(4)
     assert "\n" not in str(caught.value)
 
 
@@ -105,7 +105,7 @@ def test_threads_are_the_key_else_the_environment_else_a_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = torch.get_num_threads()
-    place, found = Place(0, 2, 0, 2), []
+    place, found = RankEnvironment(0, 2, 0, 2), []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6))
     try:
         pick_device("cpu", 0, place)
@@ -138,7 +138,9 @@ def test_ranks_that_would_share_a_gpu_compute_on_the_cpu_and_say_so_once(
 ) -> None:
     """NCCL would refuse the second rank of a GPU: `myriad train two --layout.pp 2` on a machine with one."""
     with_gpus(monkeypatch, gpus)
-    devices = {pick_device("auto", 1, Place(rank, ranks, rank, ranks)).type for rank in range(ranks)}
+    devices = {
+        pick_device("auto", 1, RankEnvironment(rank, ranks, rank, ranks)).type for rank in range(ranks)
+    }
     assert devices == {"cpu"}
     assert caplog.messages == [f"on the CPU: {ranks} ranks on this machine, and GPUs for {gpus} of them"]
 
@@ -151,7 +153,7 @@ def test_gpus_that_are_asked_for_or_that_other_nodes_may_have_are_not_given_up_s
     with pytest.raises(
         BadInputError, match=rf"train\.device = '{kind}': cpu: 2 ranks .* GPUs for 1 of"
     ) as caught:
-        pick_device(kind, 1, Place(1, world, 1, 2))
+        pick_device(kind, 1, RankEnvironment(1, world, 1, 2))
     assert "\n" not in str(caught.value)
 
 
@@ -159,13 +161,13 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_its_launcher_sh
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_gpus(monkeypatch, 8)
-    assert pick_device("auto", 1, Place(11, 16, 3, 8)) == torch.device("cuda", 3)
+    assert pick_device("auto", 1, RankEnvironment(11, 16, 3, 8)) == torch.device("cuda", 3)
     with_gpus(monkeypatch, 1)
     setenv(monkeypatch, CUDA_VISIBLE_DEVICES=3)
-    assert pick_device("auto", 1, Place(11, 16, 3, 8)) == torch.device("cuda", 0)
+    assert pick_device("auto", 1, RankEnvironment(11, 16, 3, 8)) == torch.device("cuda", 0)
     setenv(monkeypatch, MYRIAD_EPOCH=1)
     with pytest.raises(BadInputError, match="GPUs for 1 of them"):
-        pick_device("auto", 1, Place(11, 16, 3, 8))
+        pick_device("auto", 1, RankEnvironment(11, 16, 3, 8))
 
 
 def test_parts_of_a_product_are_added_in_float32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +175,7 @@ def test_parts_of_a_product_are_added_in_float32_on_a_gpu(monkeypatch: pytest.Mo
     with_gpus(monkeypatch, 1)
     products = torch.backends.cuda.matmul
     products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = True
-    pick_device("auto", 1, Place(0, 1, 0, 1))
+    pick_device("auto", 1, RankEnvironment(0, 1, 0, 1))
     assert not products.allow_bf16_reduced_precision_reduction
     assert not products.allow_fp16_reduced_precision_reduction
 
@@ -186,7 +188,7 @@ def test_a_rank_stays_on_the_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
     with_gpus(monkeypatch, 2)
     for rank in range(2):
-        pick_device("cuda", 1, Place(rank, 2, rank, 2))
+        pick_device("cuda", 1, RankEnvironment(rank, 2, rank, 2))
     assert bound == [(4, 5)]
 
 
@@ -194,10 +196,10 @@ def test_nodes_that_are_one_machine_share_its_gpus(monkeypatch: pytest.MonkeyPat
     """`--resilience.nodes 2` on one machine: each node counts its ranks from 0."""
     with_gpus(monkeypatch, 4)
     setenv(monkeypatch, MYRIAD_MACHINE="", MYRIAD_EPOCH=1, RANK=3)
-    assert pick_device("auto", 1, Place(3, 4, 1, 2)) == torch.device("cuda", 3)
+    assert pick_device("auto", 1, RankEnvironment(3, 4, 1, 2)) == torch.device("cuda", 3)
     with_gpus(monkeypatch, 1)
     setenv(monkeypatch, MYRIAD_MACHINE="", MYRIAD_EPOCH=1, RANK=1)
-    assert pick_device("auto", 1, Place(1, 2, 0, 1)).type == "cpu"
+    assert pick_device("auto", 1, RankEnvironment(1, 2, 0, 1)).type == "cpu"
 
 
 def test_processes_that_tests_start_see_no_gpu() -> None:
@@ -208,7 +210,7 @@ def test_processes_that_tests_start_see_no_gpu() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
 def test_cuda_where_there_is_none_is_refused() -> None:
     with pytest.raises(BadInputError, match=r"train\.device = 'cuda': no CUDA device here"):
-        pick_device("cuda", 0, Place(0, 1, 0, 1))
+        pick_device("cuda", 0, RankEnvironment(0, 1, 0, 1))
 
 
 def test_pipeline_ranks_set_what_cuda_reads_at_its_start_unless_the_user_did(

@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from myriad.system.spin_watch import SpinWatch, watch_spinning
+from myriad.system.spin_control import SpinControl, control_spinning
 
 _COMPUTE = """
 import os, sys, torch
 torch.set_num_threads(2)
 torch.rand(512, 512) @ torch.rand(512, 512)
-from myriad.system.spin_watch import watch_spinning
-import myriad.system.spin_watch
-myriad.system.spin_watch._LOOK_SECONDS = 60.0  # this test decides
+from myriad.system.spin_control import control_spinning
+import myriad.system.spin_control
+myriad.system.spin_control._POLL_SECONDS = 60.0  # this test decides
 def threads():
     return len(os.listdir("/proc/self/task"))
 def settles(count):
@@ -23,7 +23,7 @@ def settles(count):
         if threads() == count:
             return True
         time.sleep(0.02)
-before, watch = threads(), watch_spinning(2)
+before, watch = threads(), control_spinning(2)
 assert watch is not None
 watch.decide(0.01)
 assert not watch.sleeps
@@ -49,16 +49,16 @@ def test_an_idle_team_holds_back_spinning_and_goes_when_cores_are_free() -> None
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
 def test_a_users_own_setting_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
-    assert watch_spinning(2) is None
+    assert control_spinning(2) is None
 
 
 def test_one_thread_meets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watch_spinning(1) is None
+    assert control_spinning(1) is None
 
 
 def test_a_short_wait_for_a_core_changes_nothing() -> None:
-    watch = SpinWatch.__new__(SpinWatch)
-    watch._holding, watch._free_looks = None, 0
+    watch = SpinControl.__new__(SpinControl)
+    watch._holding, watch._free_checks = None, 0
     for ratio in (0.04, 0.15, 0.19):
         watch.decide(ratio)
     assert not watch.sleeps

@@ -1,6 +1,6 @@
 """The node agent's end of the process that queries the node's devices (`device_process`).
 
-device_process ──a line each 5 s──► DeviceWatch ──► heartbeats; warnings: events
+device_process ──a line each 5 s──► DeviceMonitor ──► heartbeats; warnings: events
                                                 ──► RUN/counters/gpus-N.jsonl, each 15 s
      no line for 30 s: reported as a trouble, too; the process is killed, and another starts a
      minute later
@@ -28,10 +28,10 @@ from myriad.supervise.message_codec import read
 from myriad.supervise.observations import DeviceTrouble
 from myriad.system.jsonl import append_line
 
-__all__ = ["DeviceWatch"]
+__all__ = ["DeviceMonitor"]
 
 _LOG = logging.getLogger(__name__)
-LOOK_SECONDS = 5.0
+POLL_SECONDS = 5.0
 _SILENT_SECONDS, _AGAIN_SECONDS = 30.0, 60.0
 _MOST_KEPT = 64
 """Most troubles that are kept, so that a device which reports endlessly does not fill a heartbeat."""
@@ -41,7 +41,7 @@ _MOST_FILE_BYTES = 8 * 2**20
 """Size of gpus-N.jsonl: most of a day of eight devices. One older file of this size is kept."""
 
 
-class DeviceWatch:
+class DeviceMonitor:
     """Watches the devices of one node."""
 
     def __init__(
@@ -86,7 +86,7 @@ class DeviceWatch:
             "myriad.supervise.agent.device_process",
             str(self._node),
             str(os.getpid()),
-            str(LOOK_SECONDS),
+            str(POLL_SECONDS),
         ]
         asked = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
@@ -96,12 +96,12 @@ class DeviceWatch:
         pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), asked.stdout)
         try:
             while line := await asyncio.wait_for(lines.readline(), self._silent_seconds):
-                look = json.loads(line)
-                for one in read(list[DeviceChange], look["news"]):
+                sample = json.loads(line)
+                for one in read(list[DeviceChange], sample["news"]):
                     self._add(one)
-                for warned in read(list[DeviceWarning], look["warnings"]):
+                for warned in read(list[DeviceWarning], sample["warnings"]):
                     self._warn(warned)
-                self._write(look["devices"])
+                self._write(sample["devices"])
             self._add(DeviceChange(-1, "unknown", "the process that asks for the devices has ended"))
         except TimeoutError:
             problem = f"the devices' driver has not answered for {self._silent_seconds:g} s"

@@ -13,7 +13,7 @@ from myriad.job import load_job
 from myriad.supervise.agent.rank_processes import troubles_of
 from myriad.telemetry.progress.progress_page import ProgressPage, ProgressRow
 from myriad.telemetry.spans import Recorder
-from myriad.train.gap_checks import RATIO, GapChecks
+from myriad.train.training_checks import RATIO, TrainingChecks
 
 
 @pytest.fixture
@@ -24,11 +24,11 @@ def groups(monkeypatch) -> Groups:
     return open_world(Layout(), torch.device("cpu"))
 
 
-def checks_of(groups: Groups, row: ProgressRow, *overrides: str) -> tuple[GapChecks, list[dict]]:
+def checks_of(groups: Groups, row: ProgressRow, *overrides: str) -> tuple[TrainingChecks, list[dict]]:
     events: list[dict] = []
     job = load_job("tiny", ["train.steps=100000", *overrides])
     device = torch.device("cpu")
-    checks = GapChecks(job, groups, device, row, Recorder(), lambda name, **how: events.append(how))
+    checks = TrainingChecks(job, groups, device, row, Recorder(), lambda name, **how: events.append(how))
     return checks, events
 
 

@@ -16,17 +16,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from myriad.system.processes import StopTimer, WatchClock
+from myriad.system.processes import PausableClock, StopTimer
 
-__all__ = ["LauncherWatch", "unread_bytes"]
+__all__ = ["LauncherMonitor", "unread_bytes"]
 
 _STOPPED_SECONDS, _HUNG_SECONDS = 2.5, 5.0
-_LONGEST_LOOK_SECONDS = 2.0
+_LONGEST_POLL_SECONDS = 2.0
 _GOES_ON = "goes on"
 _LEFT_ALONE = "training goes on, but a driver or node agent that dies is not replaced"
 
 
-class LauncherWatch:
+class LauncherMonitor:
     """Watches the process that has started this driver."""
 
     def __init__(
@@ -39,17 +39,17 @@ class LauncherWatch:
         self._output, self._stopped, self._clock = (
             output,
             StopTimer(),
-            WatchClock(_LONGEST_LOOK_SECONDS, clock),
+            PausableClock(_LONGEST_POLL_SECONDS, clock),
         )
         self._unread, self._unread_since = 0, 0.0
         self._is_wrong = False
 
-    def look(self) -> str | None:
+    def poll(self) -> str | None:
         """Return the problem of the launcher when it changes. Call this method each second."""
         if self._pid is None:
             return None
-        now = self._clock.look()
-        stopped = self._stopped.look(self._pid, now)
+        now = self._clock.read()
+        stopped = self._stopped.poll(self._pid, now)
         unread = unread_bytes(self._output)
         if unread < self._unread or not unread:  # the launcher has read something
             self._unread_since = now
