@@ -21,6 +21,7 @@ from myriad import __version__
 from myriad.checkpoint.checkpoint_world import CheckpointWorld
 from myriad.checkpoint.format.checkpoint_manifest import CheckpointManifest, StoredFile
 from myriad.checkpoint.format.dcp_archive import dtype_name, make_stored_shards
+from myriad.checkpoint.format.dcp_metadata import METADATA, make_metadata
 from myriad.checkpoint.format.stored_shard import PROGRESS, StoredShard, files_of_rank
 from myriad.checkpoint.format.trainer_state import progress_shard
 from myriad.checkpoint.load.collective_load import LoadCandidate, load_candidate
@@ -131,11 +132,6 @@ def _commit(
     progress: Mapping[str, Any],
     layout: Mapping[str, Any],
 ) -> None:
-    from myriad.checkpoint.format.dcp_metadata import (  # slow import, not needed to read
-        METADATA,
-        make_metadata,
-    )
-
     files = {name: record for own in records for name, record in own.items()}
     metadata = make_metadata(shards_of_rank)
     files[METADATA] = put_and_check(checkpoint.storage, checkpoint.at(METADATA), metadata)

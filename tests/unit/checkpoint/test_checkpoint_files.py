@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import pickle
 import re
 import socket
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +25,7 @@ from myriad.checkpoint.format.checkpoint_manifest import (
     record_plain_file,
     record_shards,
 )
+from myriad.checkpoint.format.dcp_metadata import make_metadata
 from myriad.checkpoint.format.stored_shard import (
     FILE_BYTES,
     StoredShard,
@@ -248,3 +251,39 @@ def test_messages_bring_bytes_and_descriptors_and_a_closed_line_is_told():
         for _ in range(2):
             other.send({})
     other.close()
+
+
+def test_the_metadata_are_what_the_classes_of_torch_give():
+    """The file is made without them. What a release of torch adds to them shows here."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    def shard(name: str, full: tuple[int, ...], dtype: str, row: int, shape: tuple[int, ...]) -> StoredShard:
+        offsets = (row, 0)[: len(full)]
+        return StoredShard(name, full, dtype, offsets, shape, 8, 0, b"h" * 3, b"t" * 2)
+
+    own = [shard("w\nc", (4, 2), "bfloat16", 0, (2, 2)), shard("b", (), "float32", 0, ())]
+    found = pickle.loads(make_metadata([own, [shard("w\nc", (4, 2), "bfloat16", 2, (2, 2))]]))
+    sizes = [torch.Size(one) for one in ((4, 2), (2, 2), (0, 0), (2, 0), ())]
+    full, half, first, second, scalar = sizes
+    chunks = [ChunkStorageMetadata(first, half), ChunkStorageMetadata(second, half)]
+    tensors = {
+        "w\nc": TensorStorageMetadata(TensorProperties(torch.bfloat16), full, chunks),
+        "b": TensorStorageMetadata(
+            TensorProperties(torch.float32), scalar, [ChunkStorageMetadata(scalar, scalar)]
+        ),
+    }
+    places = {
+        MetadataIndex("w\nc", first, 0): _StorageInfo("__0_0.distcp", 0, 13),
+        MetadataIndex("b", scalar, 0): _StorageInfo("__0_0.distcp", 13, 13),
+        MetadataIndex("w\nc", second, 1): _StorageInfo("__1_0.distcp", 0, 13),
+    }
+    expected = Metadata(tensors, storage_data=places)
+    assert found == expected
+    assert [index.index for index in found.storage_data] == [0, 0, 1]
