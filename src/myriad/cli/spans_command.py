@@ -3,9 +3,11 @@
 import csv as csv_format
 import json as json_format
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +16,7 @@ import typer
 
 from myriad.cli.run_argument import existing_run
 from myriad.errors import BadInputError
-from myriad.units import parse_ranges
+from myriad.units import parse_bytes, parse_ranges
 
 if TYPE_CHECKING:
     from myriad.telemetry.span_io.span_query import Answer, SpanQueries
@@ -63,10 +65,21 @@ def _spans(
     perfetto: _Perfetto = None,
     steps: _Steps = None,
     ranks: _Ranks = None,
+    timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.001, max=1e6, help="Seconds that a query may take."),
+    ] = 300.0,
+    memory: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Memory that a query and its answer may take."),
+    ] = "4 GiB",
     csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values with a header.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Query the spans of a run with SQL, or export them as a trace."""
+    """Query the spans of a run with SQL, or export them as a trace.
+
+    A query that exceeds --timeout or --memory ends with a line that names the limit, and exit code 2.
+    """
     if csv and json:
         raise BadInputError("--csv", "--json", "one of them")
     path = existing_run(run)
@@ -84,26 +97,54 @@ def _spans(
         allowed = "goes with --chrome or --perfetto; use WHERE in a QUERY"
         raise BadInputError("--steps" if steps else "--ranks", steps or ranks, allowed)
     else:
-        _answer(path, _BY_PHASE if query is None else query, "csv" if csv else "json" if json else "table")
+        form = "csv" if csv else "json" if json else "table"
+        _answer(path, _BY_PHASE if query is None else query, form, timeout, _memory_bytes(memory))
 
 
-def _answer(path: Path, query: str, form: str) -> None:
+def _memory_bytes(text: str) -> int:
+    try:
+        size = parse_bytes(text)
+    except ValueError:
+        size = 0
+    if not 2**26 <= size < 2**50:
+        raise BadInputError("--memory", text, 'a size of at least "64 MiB"')
+    return size
+
+
+def _answer(path: Path, query: str, form: str, seconds: float, memory_bytes: int) -> None:
     from myriad.run import Run
-    from myriad.telemetry.span_io.span_query import open_queries
+    from myriad.telemetry.span_io.span_query import QueryLimits, limited_memory, open_queries
 
     run = Run(path)
-    with open_queries(run.spans_path, metrics=run.read_metrics(), events=run.read_events()) as queries:
+    limits = QueryLimits(seconds, memory_bytes, _end_process)
+    with open_queries(
+        run.spans_path, limits, metrics=run.read_metrics(), events=run.read_events()
+    ) as queries:
         _warn_left_out(queries)
-        answer = queries.ask(query)
-        if form == "csv":
-            writer = csv_format.writer(sys.stdout, lineterminator="\n")
-            writer.writerow(answer.columns)
-            writer.writerows(answer.rows)
-        elif form == "json":
-            rows = [[_plain(value) for value in row] for row in answer.rows]
-            typer.echo(json_format.dumps({"run": str(path), "columns": answer.columns, "rows": rows}))
-        else:
-            _show(answer)
+        try:
+            with limited_memory(memory_bytes):
+                _print(path, queries.ask(query), form)
+        except MemoryError as error:  # rows as text; a query's own are a `BadInputError`
+            raise queries.limit_error(error) or error from None
+
+
+def _print(path: Path, answer: "Answer", form: str) -> None:
+    if form == "csv":
+        writer = csv_format.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(answer.columns)
+        writer.writerows(answer.rows)
+    elif form == "json":
+        rows = [[_plain(value) for value in row] for row in answer.rows]
+        typer.echo(json_format.dumps({"run": str(path), "columns": answer.columns, "rows": rows}))
+    else:
+        _show(answer)
+
+
+def _end_process(error: BadInputError) -> None:
+    """End at once: the query is inside a function that looks at no clock and no signal."""
+    with suppress(OSError):
+        os.write(2, f"myriad: error: {error}\n".encode(errors="replace"))
+    os._exit(error.exit_code)
 
 
 def _warn_left_out(queries: "SpanQueries") -> None:

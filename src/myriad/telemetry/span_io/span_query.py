@@ -8,10 +8,17 @@
 
 A query can access these tables and no other file, network or setting: DuckDB's external access is disabled
 before the query runs.
+
+A query has a limit of time, which counts while DuckDB works, not while a reader takes the rows, and one of
+memory. DuckDB counts only part of its memory, so `limited_memory` bounds that of the process, too. Some
+functions of one row look at no clock: the caller can end the process then, from a thread of its own.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,14 +29,17 @@ from myriad.errors import BadInputError, RunFailedError
 from myriad.telemetry.span_io.span_batch import BatchError
 from myriad.telemetry.span_io.span_files import FileFacts, read_facts, span_files, span_schema
 from myriad.telemetry.span_io.span_records import PHASES
+from myriad.units import format_bytes
 
 if TYPE_CHECKING:
     import duckdb
     import pyarrow as arrow
 
-__all__ = ["Answer", "SpanQueries", "need_packages", "open_queries"]
+__all__ = ["Answer", "QueryLimits", "SpanQueries", "limited_memory", "need_packages", "open_queries"]
 
-_AT_ONCE = 10_000
+_AT_ONCE = 2048
+"""Rows of one of DuckDB's vectors."""
+_GIVE_UP_SECONDS = 5.0
 _SHUT = (
     "SET autoinstall_known_extensions = false",
     "SET autoload_known_extensions = false",
@@ -59,25 +69,114 @@ class Answer:
     """Rows, fetched on demand. Iteration raises `RunFailedError` if a file cannot be read."""
 
 
+@dataclass(frozen=True)
+class QueryLimits:
+    """Limits of one query."""
+
+    seconds: float = 300.0
+    memory_bytes: int = 4 * 2**30
+    give_up: Callable[[BadInputError], object] | None = None
+    """Called in another thread if the query does not end although it is over the limit of time."""
+
+
+@contextmanager
+def limited_memory(num_bytes: int) -> Iterator[None]:
+    """Limit what this process allocates in the block, beyond what it has: an allocation then fails. Raises
+    `MemoryError` or DuckDB's error. Where the system has a lower limit, that one stays."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = _data_bytes() + num_bytes
+    if any(each != resource.RLIM_INFINITY and each <= limit for each in (soft, hard)):
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _data_bytes() -> int:
+    """Return the bytes of this process that the limit counts."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmData"))
+
+
+class _Stopwatch:
+    """Interrupts a connection that works for longer than the limit, all calls together."""
+
+    def __init__(
+        self, connection: "duckdb.DuckDBPyConnection", seconds: float, give_up: Callable[[], object]
+    ) -> None:
+        self._connection, self._left, self._give_up = connection, seconds, give_up
+        self._changed, self._closed = threading.Condition(), False
+        self._until: float | None = None
+        self.is_over = False
+        self._thread = threading.Thread(target=self._run, name="myriad-query-limit", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time of the block."""
+        began = time.monotonic()
+        with self._changed:
+            self._until = began + self._left
+            self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._until = None
+                self._left -= time.monotonic() - began
+
+    def _run(self) -> None:
+        with self._changed:
+            while not self._closed:
+                until, now = self._until, time.monotonic()
+                if until is None or now < until:
+                    self._changed.wait(None if until is None else until - now)
+                    continue
+                self.is_over = True
+                self._connection.interrupt()  # again and again: a call that begins forgets it
+                if now > until + _GIVE_UP_SECONDS:
+                    self._give_up()
+                self._changed.wait(0.2)
+
+
 class SpanQueries:
     """Queries over one run, as it was when they were opened."""
 
-    def __init__(self, connection: "duckdb.DuckDBPyConnection", left_out: Mapping[Path, str]) -> None:
-        self._connection = connection
+    def __init__(
+        self,
+        connection: "duckdb.DuckDBPyConnection",
+        left_out: Mapping[Path, str],
+        limits: QueryLimits,
+    ) -> None:
+        self._connection, self._limits, self._query = connection, limits, ""
+        self._stopwatch = _Stopwatch(connection, limits.seconds, self._give_up)
         self.left_out = left_out
         """Files that are not valid span files, each with the reason."""
 
     def ask(self, query: str) -> Answer:
-        """Run a query. Raises `BadInputError` if it is not a valid query of these tables."""
+        """Run a query. Raises `BadInputError` if it is not a valid query of these tables, or exceeds a limit
+        here or while its rows are fetched."""
         import duckdb
 
+        self._query = query
         try:
-            statements = self._connection.extract_statements(query)
-            if len(statements) != 1:
-                raise BadInputError("QUERY", _short(query), f"{len(statements)} statements: must be one")
-            self._connection.execute(statements[0])
-        except duckdb.Error as error:
-            raise BadInputError("QUERY", _short(query), _words(error)) from None
+            with self._stopwatch.running():
+                statements = self._connection.extract_statements(query)
+                if len(statements) != 1:
+                    raise BadInputError("QUERY", _short(query), f"{len(statements)} statements: must be one")
+                self._connection.execute(statements[0])
+        except (duckdb.Error, MemoryError) as error:
+            raise self.limit_error(error) or BadInputError("QUERY", _short(query), _words(error)) from None
         columns = tuple(str(one[0]) for one in self._connection.description or ())
         return Answer(columns, self._fetch(query))
 
@@ -85,18 +184,50 @@ class SpanQueries:
         import duckdb
 
         try:
-            while rows := self._connection.fetchmany(_AT_ONCE):
+            while rows := self._fetch_some():
                 yield from rows
         except duckdb.ProgrammingError as error:  # an unsupported result type, e.g. a time with a zone
             raise BadInputError("QUERY", _short(query), _words(error)) from None
-        except (duckdb.Error, OSError) as error:
-            raise RunFailedError(f"the files cannot be read to their end: {_words(error)}") from None
+        except (duckdb.Error, OSError, MemoryError) as error:
+            failed = RunFailedError(f"the files cannot be read to their end: {_words(error)}")
+            raise self.limit_error(error) or failed from None
+
+    def _fetch_some(self) -> list[Any]:
+        with self._stopwatch.running():
+            return self._connection.fetchmany(_AT_ONCE)
+
+    def close(self) -> None:
+        """End the thread that watches the limit of time."""
+        self._stopwatch.close()
+
+    def limit_error(self, error: BaseException) -> BadInputError | None:
+        """Return the error for the limit that a query has exceeded."""
+        import duckdb
+
+        if self._stopwatch.is_over:
+            return self._too_slow()
+        if isinstance(error, duckdb.OutOfMemoryException | MemoryError):
+            size = format_bytes(self._limits.memory_bytes)
+            allowed = f"needs more than --memory = {size}: select fewer rows or columns, or raise it"
+            return BadInputError("QUERY", _short(self._query), allowed)
+        return None
+
+    def _too_slow(self) -> BadInputError:
+        allowed = f"takes longer than --timeout = {self._limits.seconds:g} s: select fewer rows, or raise it"
+        return BadInputError("QUERY", _short(self._query), allowed)
+
+    def _give_up(self) -> None:
+        if self._limits.give_up is not None:
+            self._limits.give_up(self._too_slow())
 
 
 @contextmanager
-def open_queries(folder: Path, **lines: Sequence[Mapping[str, Any]]) -> Iterator[SpanQueries]:
+def open_queries(
+    folder: Path, limits: QueryLimits | None = None, **lines: Sequence[Mapping[str, Any]]
+) -> Iterator[SpanQueries]:
     """Open queries over the span files in ``folder`` and over ``lines`` of metrics and events. Raises
     `BadInputError` if DuckDB is not installed."""
+    limits = limits or QueryLimits()
     need_packages("duckdb", "pyarrow")
     import duckdb
     import pyarrow.dataset as datasets
@@ -113,9 +244,13 @@ def open_queries(folder: Path, **lines: Sequence[Mapping[str, Any]]) -> Iterator
         for name, table in tables.items():
             connection.register(f"stored_{name}", table)
             connection.execute(f"CREATE VIEW {name} AS SELECT * FROM stored_{name}")
-        for statement in _SHUT:
+        for statement in (f"SET memory_limit = '{limits.memory_bytes}B'", *_SHUT):
             connection.execute(statement)
-        yield SpanQueries(connection, left_out)
+        queries = SpanQueries(connection, left_out, limits)
+        try:
+            yield queries
+        finally:
+            queries.close()
 
 
 def need_packages(*names: str) -> None:

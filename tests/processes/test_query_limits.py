@@ -1,0 +1,112 @@
+"""If these fail, one query over a run's spans takes the machine's memory, or its cores for ever."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from myriad.job import load_job
+from myriad.run import Run
+from myriad.telemetry.span_io.span_query import QueryLimits, limited_memory, open_queries
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("runs") / "one")
+    run.create_or_resume(load_job("tiny"))
+    for step in range(1, 1001):
+        run.append_metrics({"step": step, "loss": 1.0 / step})
+    return run
+
+
+def command(run: Run, *words: str) -> list[str]:
+    return [sys.executable, "-m", "myriad.cli.main", "spans", str(run.path), *words]
+
+
+def refused(run: Run, *words: str) -> str:
+    """The one line of a query that exceeds a limit."""
+    ended = subprocess.run(command(run, *words), capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    return ended.stderr
+
+
+FOREVER = "SELECT count(*) FROM range(1000000000) a, range(1000000000) b"
+WITHOUT_END = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT count(*) FROM t"
+ONE_LONG_CALL = "SELECT levenshtein(repeat('ab', 300000), repeat('ba', 300000))"
+
+
+@pytest.mark.parametrize("query", [FOREVER, WITHOUT_END, ONE_LONG_CALL])
+def test_a_query_that_would_run_for_ever_ends_at_its_limit_of_time(run: Run, query: str) -> None:
+    began = time.monotonic()
+    line = refused(run, query, "--timeout", "1")
+    assert "takes longer than --timeout = 1 s" in line
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT list(range) FROM range(1000000000)",
+        "SELECT a.range, b.range FROM range(100000) a, range(100000) b ORDER BY ALL",
+        "SELECT repeat('x', 1000000) FROM range(100000)",
+        "SELECT range(100000000) FROM range(10)",
+        "SELECT string_agg(repeat('x', 1000)) FROM range(100000000)",
+    ],
+)
+def test_a_query_that_would_take_all_memory_ends_at_its_limit_of_memory(run: Run, query: str) -> None:
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    assert "needs more than --memory = 256" in refused(run, query, "--memory", "256 MiB", "--timeout", "60")
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(peak, 2**20), "1 GiB, in KiB"
+
+
+def test_rows_that_are_collected_count_and_rows_that_stream_do_not(run: Run) -> None:
+    many = "SELECT range FROM range(30000000)"
+    assert "--memory" in refused(run, many, "--memory", "256 MiB", "--json")
+    with subprocess.Popen(
+        command(run, "SELECT range FROM range(1000000)", "--csv", "--memory", "256 MiB", "--timeout", "20"),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as streaming:
+        assert streaming.stdout is not None
+        assert sum(1 for _ in streaming.stdout) == 1_000_001
+    assert streaming.returncode == 0
+
+
+def test_the_defaults_are_no_obstacle(run: Run) -> None:
+    found = subprocess.run(
+        command(run, "SELECT count(*), max(step) FROM metrics", "--json"), capture_output=True, timeout=120
+    )
+    assert json.loads(found.stdout)["rows"] == [[1000, 1000]]
+
+
+def test_a_reader_that_takes_its_time_does_not_use_up_the_querys(run: Run) -> None:
+    with open_queries(run.spans_path, QueryLimits(seconds=2.0), metrics=run.read_metrics()) as queries:
+        rows = iter(queries.ask("SELECT range FROM range(10000)").rows)
+        next(rows)
+        time.sleep(2.5)
+        assert sum(1 for _ in rows) == 9999
+
+
+def test_the_limit_of_memory_ends_with_its_block() -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with limited_memory(2**26):
+        with pytest.raises(MemoryError):
+            bytearray(2**28)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert len(bytearray(2**28)) == 2**28
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_query(run: Run, tmp_path: Path, number: int) -> None:
+    with (tmp_path / "errors").open("w") as errors:
+        process = subprocess.Popen(command(run, FOREVER), stderr=errors)
+    time.sleep(3.0)
+    assert process.poll() is None
+    process.send_signal(number)
+    process.wait(15)
+    assert process.returncode != 0
