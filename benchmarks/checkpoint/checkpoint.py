@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return chosen
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -143,7 +143,7 @@ class Bench:
 
     def _row(self, place: tuple[str, str, int], storage: Storage, contender: str, alone: float) -> Row:
         name, sharing, world = place
-        _say(f"{name}, {sharing}, {world} ranks: {contender}")
+        _log(f"{name}, {sharing}, {world} ranks: {contender}")
         make, plan = self.contenders[contender], self._plan(sharing)
         root = f"{storage.root}/{list(CONTENDERS).index(contender)}"
         try:
@@ -151,7 +151,7 @@ class Bench:
             row = row_of(place, contender, contender == OURS, trained, alone)
             loaded = self._run(storage, world, partial(load, make, plan, trained[0].last_step), root)
         except CrewError as error:
-            _say(str(error))
+            _log(str(error))
             return Row(*place, contender, contender == OURS, failed=_reason(error))
         finally:
             self._run(storage, 1, lambda place: remove(place.root), root)
@@ -168,11 +168,11 @@ class Bench:
         rows = []
         self._megabytes = self._chosen.megabytes
         for contender, make in self.contenders.items():
-            _say(f"full disk: {contender}")
+            _log(f"full disk: {contender}")
             try:
                 rows.append(self._full(contender, make))
             except CrewError as error:
-                _say(str(error))
+                _log(str(error))
                 rows.append(Full(contender, f"failed: {_reason(error)}"))
         return rows
 
@@ -200,7 +200,7 @@ class Bench:
         """Myriad's rank, killed again and again."""
         figures = []
         for number in range(self._chosen.restarts):
-            _say(f"restart {number + 1}")
+            _log(f"restart {number + 1}")
             with disk(self._chosen.folder) as storage:
                 place = Place(0, 1, storage.root, self._memory)
                 figures.append(restart_seconds(Myriad, self._chosen.megabytes, place))

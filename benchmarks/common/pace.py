@@ -14,7 +14,7 @@ import torch
 
 from myriad.kernels.host_memory import keep_freed_memory
 from myriad.planner.cluster_config import Cluster
-from myriad.train.calibration.compute_timings import Pace as CorePace
+from myriad.train.calibration.compute_timings import PacedTimer as CorePace
 
 __all__ = ["Pace", "core_speeds"]
 

@@ -65,7 +65,7 @@ def compare_few(count: int) -> None:
         up = float(draw.choice([0.0, 25e9, 12.5e9, 5e9]))
         fabric = PlacementCost(cluster_of(nodes, rates, int(draw.integers(1, 5)), up), traffic, {})
         orders = np.array([try_every_order(fabric), search_orders(fabric), np.arange(nodes)])
-        best, own, given = fabric.judge(orders).seconds
+        best, own, given = fabric.score(orders).seconds
         found.append(own / best - 1)
         plain.append(given / best - 1)
     same = np.mean(np.array(found) < 1e-9)

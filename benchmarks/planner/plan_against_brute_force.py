@@ -7,7 +7,8 @@ All layouts of one small GPT on so many ranks, each a process in a host of its o
 in dp, tp and pp, ZeRO 0 to 3, every micro-batch, one and two pieces of the model for each pipeline rank,
 plain and zero-bubble schedules, overlaps on. The planner sees the measured machine and the rate of the
 links. Then every layout trains, in turns; the ``--closer`` best of them and the chosen one are visited again,
-so that the best of many is not the luckiest. Aim: the chosen one takes at most 5 % longer than the best.
+so that the best of many is not the luckiest. Target: the chosen one takes at most 5 % longer than
+the best.
 """
 
 import argparse

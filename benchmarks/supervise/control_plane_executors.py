@@ -71,11 +71,11 @@ class Executor:
             link.send(joined)
             self.link = link
             while True:
-                self._obey(await link.receive(ORDERS))
+                self._execute(await link.receive(ORDERS))
         finally:
             link.close()
 
-    def _obey(self, order: Order) -> None:
+    def _execute(self, order: Order) -> None:
         if self.is_silent:
             return
         if isinstance(order, Start):

@@ -52,7 +52,7 @@ DRAWS = 4_000
 """Resamples of the bootstrap that gives the confidence interval."""
 
 
-def seconds_alone() -> float:
+def seconds_disconnected() -> float:
     """Return the seconds of an empty span whose object is looked up once, as in the runtime."""
     recorder = Recorder(row=ProgressRow.unseen())
     recorder.step(1)
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str]) -> None:
     options, rest = parser.parse_known_args(arguments)
     given = zip(rest[::2], rest[1::2], strict=True)
     job = load_job(options.job, [f"{key.removeprefix('--')}={value}" for key, value in given])
-    alone = seconds_alone()
+    alone = seconds_disconnected()
     rings = SpanRings(job.layout.world)
     context = multiprocessing.get_context("fork")
     ready, ended, told = context.Event(), context.Event(), context.Queue()

@@ -3,7 +3,7 @@
     python benchmarks/training/kept_memory.py [--rounds 5] [--steps 8]
 
 The GPT of the rehearsals on two ranks (`rehearsal_cases.py`, "dp2 off"), each way by ranks of its own, in
-turns; with the seconds of one product of matrices in the same ranks (`Pace`).
+turns; with the seconds of one product of matrices in the same ranks (`PacedTimer`).
 """
 
 import argparse
@@ -19,7 +19,7 @@ from digests import make_engine, seconds_of
 from myriad.comm.groups import close_world
 from myriad.job import Job
 from myriad.kernels.host_memory import keep_freed_memory
-from myriad.train.calibration.compute_timings import Pace
+from myriad.train.calibration.compute_timings import PacedTimer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "planner"))
 
@@ -39,7 +39,7 @@ def measure(job: Job, steps: int, keeps: bool) -> tuple[float, float]:
     else:
         engine_module.keep_freed_memory = lambda: False
     engine, batch = make_engine(job, _CPU)
-    product = Pace().nominal_seconds
+    product = PacedTimer().nominal_seconds
     targets = job.train.global_batch * job.model.sequence
     taken = [seconds_of(lambda: engine.train_step(lambda: batch, 1e-4, targets), _CPU) for _ in range(steps)]
     engine.close()

@@ -150,7 +150,7 @@ def test_a_private_file_leads_a_browser_in_and_the_address_keeps_no_token(
         page.wait_for_url(f"{slow.address}/**", timeout=60_000)
         page.get_by_role("navigation").get_by_role("link", name="Heat map").click(timeout=60_000)
         assert slow.token not in page.evaluate("() => location.href + document.cookie + document.referrer")
-        page.go_back()
+        page.roll_back()
         assert slow.token not in page.url
     with browser.new_context() as context:
         page = context.new_page()

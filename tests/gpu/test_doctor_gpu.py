@@ -8,13 +8,13 @@ from myriad.doctor.devices import SmiProvider, check_devices
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from myriad.doctor.diagnosis import judge
+from myriad.doctor.diagnosis import evaluate
 from myriad.doctor.probes.gpu_probe import check_gpus
 from myriad.doctor.probes.rank_probe import train_bits
 
 
 def test_a_healthy_gpu_is_healthy_and_gives_the_same_bits_twice():
-    items = [judge(reading, {}) for reading in check_gpus()]
+    items = [evaluate(reading, {}) for reading in check_gpus()]
     assert items and [item for item in items if item.verdict != "ok"] == []
     assert train_bits(torch.device("cuda", 0)) == train_bits(torch.device("cuda", 0))
 

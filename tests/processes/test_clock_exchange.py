@@ -85,7 +85,7 @@ async def execute(folder: Path) -> tuple[int, float] | None:
         clocks = ClockComparison(0, shifted, boot="another machine")
         for _ in range(8):
             link.send(clocks.ask())
-            clocks.hear(await link.receive((ClockTold,)))
+            clocks.receive(await link.receive((ClockTold,)))
         link.close()
     return clocks.offset.at(shifted())
 

@@ -203,7 +203,7 @@ def settle(kept: Any) -> tuple[list[Any], list[Any]]:
     """One rank's side: what ``auto`` chooses, and chooses when a choice is kept; and its events."""
     job = load_job("tiny", [*KEYS, "overlap.tensor=auto"])
     groups, events = open_world(job.layout, CPU), []
-    where = settling.Where(job, groups, CPU, torch.float32, "auto")
+    where = settling.TuningContext(job, groups, CPU, torch.float32, "auto")
 
     def report(event: str, **fields: Any) -> None:
         events.append({"event": event, **fields})
@@ -269,7 +269,7 @@ def measure_refused() -> tuple[dict[str | None, float], int]:
     """One rank's side: rank 1's device refuses the operators of slices, once all have come through them."""
     job = load_job("tiny", KEYS)
     groups, runs = open_world(job.layout, CPU), []
-    original, where = settling._clocked, settling.Where(job, groups, CPU, torch.float32, "auto")
+    original, where = settling._clocked, settling.TuningContext(job, groups, CPU, torch.float32, "auto")
 
     def clocked(iterate: Callable[[], None], device: torch.device) -> float:
         runs.append(seconds := original(iterate, device))
@@ -293,7 +293,7 @@ def refuse(tensor: str) -> str:
     """One rank's side of a run on GPUs that do not reach each other's memory: what slices are answered."""
     job = load_job("tiny", [*KEYS, f"overlap.tensor={tensor}"])
     groups, events = open_world(job.layout, CPU), []
-    where = settling.Where(job, groups, torch.device("cuda", 0), torch.float32, "auto")
+    where = settling.TuningContext(job, groups, torch.device("cuda", 0), torch.float32, "auto")
     only_first = "GPU 0 has no access to the memory of GPU 1" if groups.grid.rank == 0 else ""
     settling.lacks_symmetric_memory = lambda *_: only_first  # type: ignore[assignment]
     settling.measure_kinds = lambda where, kinds: dict.fromkeys(kinds, 1.0)  # type: ignore[assignment]

@@ -42,7 +42,7 @@ def driver_finding(
             RankStatus(rank, 9, "S", "step", "forward", step, 1, 1, 0.0, 0.1, busy)
             for rank, busy in enumerate(row)
         ]
-        detector.saw(seen, float(step))
+        detector.observe(seen, float(step))
     return detector.found()
 
 

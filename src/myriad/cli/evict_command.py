@@ -57,7 +57,7 @@ def evict(
     """
     if show or pardon is not None:
         _refuse_both(run, show=show, pardon=pardon)
-        answer = _list() if show else _pardon(str(pardon))
+        answer = _list() if show else _clear_record(str(pardon))
     elif run is None or node is None:
         raise BadInputError(
             "NODE" if run else "RUN", "", "is missing: RUN and NODE, or --list, or --pardon HOST"
@@ -97,7 +97,7 @@ def _list() -> dict[str, Any]:
     return {"machines": machines, "told": "\n".join(lines) or "No machine is suspected of faults."}
 
 
-def _pardon(name: str) -> dict[str, Any]:
+def _clear_record(name: str) -> dict[str, Any]:
     from myriad.supervise.driver.admission import clear, offenders_path
     from myriad.supervise.driver_requests import person
 

@@ -18,8 +18,8 @@ from myriad.run.run_lines import StepLines
 from myriad.units import format_duration
 
 if TYPE_CHECKING:
-    from myriad.faults.fault_aims import Aim
     from myriad.faults.fault_grades import Report
+    from myriad.faults.recovery_targets import RecoveryTarget
     from myriad.faults.scenario import FaultScenario
     from myriad.run import Run
 
@@ -251,13 +251,13 @@ def _list(as_json: _Json = False) -> None:
         root = "; needs root" if kind.needs_root else ""
         typer.echo(f"{name}: {kind.what}\n  how: {kind.how}{root}")
         for where, aim in kind.aims.items():
-            typer.echo(f"  {where}: {_aim_in_words(aim)}")
+            typer.echo(f"  {where}: {_describe_target(aim)}")
     typer.echo("\nready scenarios: myriad faults run NAME")
     for scenario, about in ready.items():
         typer.echo(f"  {scenario:{max(map(len, ready))}}  {about}")
 
 
-def _aim_in_words(aim: "Aim") -> str:
+def _describe_target(aim: "RecoveryTarget") -> str:
     steps = f", or {aim.median_steps:g} median steps if longer" if aim.median_steps else ""
     if aim.seen == "nothing":
         return aim.also

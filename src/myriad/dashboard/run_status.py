@@ -85,11 +85,11 @@ def is_at_work(run: Run, *, sends: bool = False) -> bool:
     """
     if run.is_locked:
         return True
-    writes = executors_write(run.counters_path)
+    writes = agents_report(run.counters_path)
     return sends if writes is None else writes
 
 
-def executors_write(folder: Path) -> bool | None:
+def agents_report(folder: Path) -> bool | None:
     """Return whether node agents write their files; ``None`` if there are no files."""
     ages, names = list[float](), list[str]()
     with suppress(OSError):

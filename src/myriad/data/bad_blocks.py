@@ -72,7 +72,7 @@ class BlockGuard:
         if self._bad and (block := BadBlock(file, offset)) in self._bad:
             raise BadBlockError(block, f"{BAD_DATA}{file}, byte {offset}", is_replaced=True)
 
-    def condemn(self, file: str, offset: int, size: int) -> BadBlockError:
+    def reject(self, file: str, offset: int, size: int) -> BadBlockError:
         """Record a bad block, and return the error to raise."""
         block = BadBlock(file, offset)
         found = f"{file}: the {size} bytes from byte {offset} on are not those that were written"
@@ -84,11 +84,11 @@ class BlockGuard:
             {"file": file, "offset": offset, "bytes": size, "action": action, "problem": found, **at},
         )
         if not skips:
-            return BadBlockError(block, f"{BAD_DATA}{found}; {self._cure()}", is_replaced=False)
+            return BadBlockError(block, f"{BAD_DATA}{found}; {self._repair_advice()}", is_replaced=False)
         self._bad.add(block)
         return BadBlockError(block, f"{BAD_DATA}{found}; {NEXT_ATTEMPT_SKIPS}", is_replaced=self._decides)
 
-    def _cure(self) -> str:
+    def _repair_advice(self) -> str:
         if self._policy == "skip":
             return f"data.max_bad_blocks = {self._most} are skipped already; restore the file"
         return "restore the file, or give --data.on-bad-block skip"

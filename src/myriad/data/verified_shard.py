@@ -247,7 +247,7 @@ class HashedShard:
             num_wrong, problem = num_wrong + 1, "was read with other bytes than were written"
             if num_wrong == _TRIES:
                 self._check_size(start)
-                raise self._guard.condemn(self._file.name, start, size)
+                raise self._guard.reject(self._file.name, start, size)
 
     def _check_size(self, start: int) -> None:
         """Raise `RunFailedError` if the file was truncated or replaced, which is not a fault of single

@@ -1,7 +1,7 @@
 """Readings, items and verdicts: how a measured value becomes a verdict.
 
-A probe returns a `Reading`: a value, and a problem if one is known without a comparison. `judge` compares it
-with the cluster's baseline, or without one with an absolute floor that healthy hardware of the last ten
+A probe returns a `Reading`: a value, and a problem if one is known without a comparison. `evaluate` compares
+it with the cluster's baseline, or without one with an absolute floor that healthy hardware of the last ten
 years exceeds easily, and returns the `Item` that a person reads:
 
     rate    value / expected >= 0.8 ok     >= 0.5 slow     else bad
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["BAD_RATIO", "SLOW_RATIO", "Diagnosis", "Expected", "Item", "Reading", "Verdict", "judge"]
+__all__ = ["BAD_RATIO", "SLOW_RATIO", "Diagnosis", "Expected", "Item", "Reading", "Verdict", "evaluate"]
 
 Verdict = Literal["ok", "slow", "bad", "skipped"]
 Expected = Mapping[str, Mapping[str, float | str]]
@@ -101,7 +101,7 @@ class Diagnosis:
         }
 
 
-def judge(reading: Reading, expected: Expected) -> Item:
+def evaluate(reading: Reading, expected: Expected) -> Item:
     """Return the verdict of a reading; see the head of the module."""
     known = expected.get(reading.hardware, {}).get(reading.measure or reading.name)
     value = reading.value

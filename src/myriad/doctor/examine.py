@@ -21,7 +21,7 @@ from pathlib import Path
 
 from myriad.doctor.baseline import default_path, read_baseline
 from myriad.doctor.devices import DeviceProvider, check_devices, has_driver
-from myriad.doctor.diagnosis import Diagnosis, Expected, Reading, judge
+from myriad.doctor.diagnosis import Diagnosis, Expected, Reading, evaluate
 from myriad.doctor.hardware import find_nics
 from myriad.doctor.probes.host_probe import check_clock, check_limits, check_versions, read_clocks
 from myriad.doctor.probes.network_probe import check_link
@@ -41,7 +41,7 @@ def examine(folder: Path, expected: Expected, *, short: bool) -> Diagnosis:
         return diagnose(folder, expected)
     start = time.perf_counter()
     readings = list(_readings(folder))
-    return Diagnosis([judge(one, expected) for one in readings], readings, time.perf_counter() - start)
+    return Diagnosis([evaluate(one, expected) for one in readings], readings, time.perf_counter() - start)
 
 
 def _readings(folder: Path) -> Iterator[Reading]:
@@ -110,7 +110,7 @@ def diagnose(
         else:
             readings += _probe(name, folder, expected)
     readings += check_clock(clocks, read_clocks())
-    items = [judge(reading, expected) for reading in readings]
+    items = [evaluate(reading, expected) for reading in readings]
     return Diagnosis(items, readings, time.perf_counter() - start)
 
 
@@ -123,7 +123,7 @@ def _probe(name: str, folder: Path, expected: Expected) -> list[Reading]:
 
 
 def _is_low(reading: Reading, expected: Expected) -> bool:
-    verdict = judge(reading, expected).verdict
+    verdict = evaluate(reading, expected).verdict
     return verdict in ("slow", "bad") and isinstance(reading.value, float) and not reading.problem
 
 

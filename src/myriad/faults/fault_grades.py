@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from myriad.faults.fault_aims import Aim
-from myriad.faults.fault_kinds import aim_of
+from myriad.faults.fault_kinds import recovery_target
+from myriad.faults.recovery_targets import RecoveryTarget
 from myriad.faults.scenario import Fault
 from myriad.faults.simulated_devices import DEVICE_FAULTS
 
@@ -49,7 +49,7 @@ class Grade:
     fault: str
     """Description of the fault."""
     aim_seconds: float
-    """Aim for the time to detection."""
+    """Target for the time to detection."""
     detected_seconds: float | None = None
     """Time to detection; ``None``: it was not detected."""
     told: str = ""
@@ -104,7 +104,7 @@ def grade_run(scenario: str, faults: Sequence[Fault], evidence: Evidence) -> Rep
     """Grade a run against the aims of its faults."""
     grader = _Grader(faults, evidence)
     grades = grader.grades()
-    stops = any(aim_of(fault.kind, fault.where).stops for fault in faults)
+    stops = any(recovery_target(fault.kind, fault.where).stops for fault in faults)
     evicted = grader.evicted_healthy()
     missed = []
     if stops == (evidence.outcome == "finished"):
@@ -202,7 +202,7 @@ class _Grader:
         for number, fault in enumerate(self._faults):
             grade = found.setdefault(number, _never(fault))
             grade.belongs = number > 0 and self._belongs(fault, self._faults[number - 1])
-            grade.names = grade.caused and aim_of(fault.kind, fault.where).seen == "driver"
+            grade.names = grade.caused and recovery_target(fault.kind, fault.where).seen == "driver"
         return [found[number] for number in range(len(self._faults))]
 
     def _belongs(self, fault: Fault, before: Fault) -> bool:
@@ -210,7 +210,7 @@ class _Grader:
 
     def _grade(self, number: int, line: Line) -> Grade:
         fault = self._faults[number]
-        aim = aim_of(fault.kind, fault.where)
+        aim = recovery_target(fault.kind, fault.where)
         own = {name: getattr(fault, name) for name in _OWN_AIMS if getattr(fault, name) is not None}
         aim = replace(aim, **own)
         grade = Grade(fault=_in_words(fault, line["step"]), aim_seconds=self._limit(aim))
@@ -234,7 +234,7 @@ class _Grader:
             grade.missed.append(f"found after {grade.steps_wrong} steps, not {every}")
         return _judged(grade, aim)
 
-    def _limit(self, aim: Aim) -> float:
+    def _limit(self, aim: RecoveryTarget) -> float:
         """Return the time limit for detection: replicas are compared every so many steps, and reported once
         a second."""
         if aim.verified:
@@ -259,7 +259,7 @@ class _Grader:
         found: dict[float, int] = {}
         for line in self._caused:
             fault, at = self._faults[line["number"]], line["time"]
-            if aim_of(fault.kind, fault.where).seen not in ("driver", "load"):
+            if recovery_target(fault.kind, fault.where).seen not in ("driver", "load"):
                 continue
             under_way = [index for index, one in enumerate(self._incidents) if one.ended >= at]
             own = [
@@ -275,7 +275,7 @@ class _Grader:
 
     def _is_culprit(self, incident: _Incident, line: Line) -> bool:
         fault = self._faults[line["number"]]
-        aim = aim_of(fault.kind, fault.where)
+        aim = recovery_target(fault.kind, fault.where)
         seen = incident.fault
         suspects = seen.get("evidence", {}).get("suspects", ())  # both replicas, if only two exist and differ
         same = fault.rank is None or seen.get("rank") == fault.rank or fault.rank in suspects
@@ -315,7 +315,7 @@ class _Grader:
             suspect = "node" if fault.where == "node" else "rank"
             grade.culprit_right = first.get(suspect) == getattr(fault, suspect)
         again = next((one["time"] for one in later if one["event"] == "restart"), None)
-        if aim_of(fault.kind, fault.where).gives_way:
+        if recovery_target(fault.kind, fault.where).gives_way:
             started = (
                 one["time"] for one in later if one["event"] == "start" and one["time"] >= (again or 0.0)
             )
@@ -328,7 +328,7 @@ class _Grader:
     def _grade_fencing(self, grade: Grade, number: int, line: Line) -> None:
         """Grade the other effects on the node: its replacement, and the end of its ranks if it is cut off."""
         fault = self._faults[number]
-        aim = aim_of(fault.kind, fault.where)
+        aim = recovery_target(fault.kind, fault.where)
         left = [one for one in self._evidence.events if one["event"] == "eviction"]
         mine = [one for one in left if fault.node is None or one["node"] == fault.node]
         if aim.gives_way and not any(one["time"] >= line["time"] for one in mine):
@@ -351,7 +351,7 @@ class _Grader:
     def _grade_nothing(self, grade: Grade, line: Line) -> None:
         """Grade a fault that must cause no report, unless other faults were caused, too."""
         grade.steps_lost = 0
-        if any(aim_of(fault.kind, fault.where).seen != "nothing" for fault in self._faults):
+        if any(recovery_target(fault.kind, fault.where).seen != "nothing" for fault in self._faults):
             return
         wrong = ("fault", "restart", "eviction", "takeover")
         for event in self._evidence.events:
@@ -360,9 +360,9 @@ class _Grader:
 
     def _restarts(self) -> bool:
         """Return whether a fault of the scenario must restart all ranks."""
-        return any(aim_of(fault.kind, fault.where).restarts for fault in self._faults)
+        return any(recovery_target(fault.kind, fault.where).restarts for fault in self._faults)
 
-    def _grade_storage(self, grade: Grade, aim: Aim, line: Line) -> None:
+    def _grade_storage(self, grade: Grade, aim: RecoveryTarget, line: Line) -> None:
         """Grade a report of the process that stores or loads. A damaged checkpoint is loaded after a rank was
         killed to force that."""
         reports = [
@@ -421,7 +421,7 @@ def _never(fault: Fault) -> Grade:
     if fault.after_seconds is not None:
         when = f"{fault.after_seconds:.1f} s after the one before"
     target = f"rank {fault.rank}" if fault.rank is not None else fault.where
-    aim = aim_of(fault.kind, fault.where)
+    aim = recovery_target(fault.kind, fault.where)
     return Grade(
         fault=f"{fault.kind} {target} at {when}",
         aim_seconds=aim.detected_seconds,
@@ -430,7 +430,7 @@ def _never(fault: Fault) -> Grade:
     )
 
 
-def _judged(grade: Grade, aim: Aim) -> Grade:
+def _judged(grade: Grade, aim: RecoveryTarget) -> Grade:
     missed = grade.missed
     if aim.seen == "nothing":
         return grade

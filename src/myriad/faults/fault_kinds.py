@@ -8,10 +8,10 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 
-from myriad.faults.fault_aims import Aim, FaultKind, KindName, Target
+from myriad.faults.recovery_targets import FaultKind, KindName, RecoveryTarget, Target
 from myriad.program.actions import Kind as ActionKind
 
-__all__ = ["KINDS", "MOMENTS", "PHASES", "SIGNALS", "aim_of"]
+__all__ = ["KINDS", "MOMENTS", "PHASES", "SIGNALS", "recovery_target"]
 
 SIGNALS: Mapping[KindName, signal.Signals] = {
     "kill": signal.SIGKILL,
@@ -25,43 +25,43 @@ MOMENTS = (*PHASES, *map(str, ActionKind))
 """Phases of a rank and parts of a step, by their names on the progress page."""
 
 
-_CRASH = Aim(causes=("killed", "crash"), detected_seconds=0.25, trains_seconds=1.0, steps_lost=1)
-_DRIVER = Aim(
+_CRASH = RecoveryTarget(causes=("killed", "crash"), detected_seconds=0.25, trains_seconds=1.0, steps_lost=1)
+_DRIVER = RecoveryTarget(
     seen="successor",
     detected_seconds=5.0,
     steps_lost=0,
     restarts=False,
     also="another takes over from its journal; no rank notices",
 )
-_LOADER = Aim(
+_LOADER = RecoveryTarget(
     seen="successor",
     detected_seconds=10.0,
     steps_lost=0,
     restarts=False,
     also="only the loader starts again",
 )
-_STANDBY = Aim(
+_STANDBY = RecoveryTarget(
     seen="successor",
     detected_seconds=8.0,
     steps_lost=0,
     restarts=False,
     also="its launcher starts another; no rank notices",
 )
-_REDIS = Aim(
+_REDIS = RecoveryTarget(
     seen="health",
     detected_seconds=8.0,
     steps_lost=0,
     restarts=False,
     also="reported; training goes on from what the driver's machine has",
 )
-_NOTHING = Aim(
+_NOTHING = RecoveryTarget(
     seen="nothing",
     detected_seconds=0.0,
     steps_lost=0,
     restarts=False,
     also="training goes on; nothing is restarted or reported as a fault",
 )
-_FORK_SERVER = Aim(
+_FORK_SERVER = RecoveryTarget(
     causes=("killed",),
     detected_seconds=0.25,
     steps_lost=1,
@@ -74,15 +74,15 @@ _KINDS: dict[KindName, FaultKind] = {
         {
             "rank": _CRASH,
             "driver": _DRIVER,
-            "executor": Aim(causes=("node",), detected_seconds=3.5, steps_lost=1),
-            "node": Aim(
+            "executor": RecoveryTarget(causes=("node",), detected_seconds=3.5, steps_lost=1),
+            "node": RecoveryTarget(
                 causes=("node",),
                 detected_seconds=3.5,
                 also="executor, ranks and the memory of snapshots: goes on from the newest that is stored",
             ),
             "fork-server": _FORK_SERVER,
             "loader": _LOADER,
-            "keeper": Aim(
+            "keeper": RecoveryTarget(
                 seen="successor",
                 detected_seconds=10.0,
                 steps_lost=0,
@@ -100,12 +100,14 @@ _KINDS: dict[KindName, FaultKind] = {
         "a process lives and does nothing more",
         "SIGSTOP",
         {
-            "rank": Aim(causes=("stopped",), detected_seconds=3.0, trains_seconds=1.0, steps_lost=1),
-            "executor": Aim(causes=("node",), detected_seconds=3.5, steps_lost=1),
+            "rank": RecoveryTarget(
+                causes=("stopped",), detected_seconds=3.0, trains_seconds=1.0, steps_lost=1
+            ),
+            "executor": RecoveryTarget(causes=("node",), detected_seconds=3.5, steps_lost=1),
             "fork-server": replace(_FORK_SERVER, detected_seconds=5.0),
             "loader": _LOADER,
             "driver": _DRIVER,
-            "keeper": Aim(
+            "keeper": RecoveryTarget(
                 seen="storage",
                 detected_seconds=5.0,
                 steps_lost=0,
@@ -121,15 +123,15 @@ _KINDS: dict[KindName, FaultKind] = {
         "a process hangs: it is alive, and none of its threads runs",
         "all its threads are held by ptrace",
         {
-            "rank": Aim(causes=("hang",), detected_seconds=15.0, median_steps=5.0, steps_lost=1),
-            "executor": Aim(causes=("node",), detected_seconds=5.0, steps_lost=1),
+            "rank": RecoveryTarget(causes=("hang",), detected_seconds=15.0, median_steps=5.0, steps_lost=1),
+            "executor": RecoveryTarget(causes=("node",), detected_seconds=5.0, steps_lost=1),
             "fork-server": replace(_FORK_SERVER, detected_seconds=8.0),
             "loader": _LOADER,
             "driver": _DRIVER,
             "standby": _STANDBY,
             "redis": _REDIS,
             "watch": _NOTHING,
-            "keeper": Aim(
+            "keeper": RecoveryTarget(
                 seen="storage",
                 detected_seconds=8.0,
                 steps_lost=0,
@@ -152,7 +154,7 @@ _KINDS: dict[KindName, FaultKind] = {
         "an error of the user's program, the same at the same step in every attempt",
         "the rank raises RuntimeError",
         {
-            "rank": Aim(
+            "rank": RecoveryTarget(
                 causes=("user",),
                 detected_seconds=0.25,
                 stops=True,
@@ -165,7 +167,7 @@ _KINDS: dict[KindName, FaultKind] = {
         "a rank goes on living and never enters what the others wait in",
         "the rank sleeps for ever",
         {
-            "rank": Aim(
+            "rank": RecoveryTarget(
                 causes=("hang",),
                 detected_seconds=15.0,
                 median_steps=5.0,
@@ -180,7 +182,7 @@ _KINDS: dict[KindName, FaultKind] = {
         "a rank computes several times as long as it should, and goes on doing so",
         "the rank sleeps after each forward and backward, in proportion to the time that it took",
         {
-            "rank": Aim(
+            "rank": RecoveryTarget(
                 seen="diagnosis",
                 detected_seconds=60.0,
                 median_steps=10.0,
@@ -194,7 +196,11 @@ _KINDS: dict[KindName, FaultKind] = {
     "host-memory": FaultKind(
         "a rank takes all memory that the node has, and the kernel kills it",
         "a memory control group for the run; the rank fills what is free in it",
-        {"rank": Aim(causes=("host memory",), detected_seconds=0.25, trains_seconds=1.0, steps_lost=1)},
+        {
+            "rank": RecoveryTarget(
+                causes=("host memory",), detected_seconds=0.25, trains_seconds=1.0, steps_lost=1
+            )
+        },
         inside=True,
         needs_root=True,
     ),
@@ -202,7 +208,7 @@ _KINDS: dict[KindName, FaultKind] = {
         "the disk of the checkpoints is full for a while",
         "a tmpfs as the folder of checkpoints, filled to its last byte, and freed",
         {
-            "storage": Aim(
+            "storage": RecoveryTarget(
                 seen="storage",
                 detected_seconds=10.0,
                 steps_lost=0,
@@ -217,12 +223,12 @@ _KINDS: dict[KindName, FaultKind] = {
         "a byte of a tensor file is changed, then SIGKILL of the keeper and a rank; or a byte of each block "
         "of the tokens of a copy of the corpus, so that whatever is read next is wrong",
         {
-            "checkpoint": Aim(
+            "checkpoint": RecoveryTarget(
                 seen="load",
                 detected_seconds=10.0,
                 also="found at load and set aside; goes on from the verified step before",
             ),
-            "corpus": Aim(
+            "corpus": RecoveryTarget(
                 causes=("data",),
                 detected_seconds=5.0,
                 stops=True,
@@ -234,7 +240,7 @@ _KINDS: dict[KindName, FaultKind] = {
         "a bit of a parameter flips in one rank's memory, and nothing fails",
         "the rank flips the highest bit of a parameter's fraction",
         {
-            "rank": Aim(
+            "rank": RecoveryTarget(
                 causes=("corruption",),
                 detected_seconds=1.5,
                 verified=True,
@@ -248,7 +254,7 @@ _KINDS: dict[KindName, FaultKind] = {
         "a gradient of one rank is not a number, once",
         "the rank writes NaN into the gradients that it is about to send",
         {
-            "rank": Aim(
+            "rank": RecoveryTarget(
                 causes=("nan",),
                 detected_seconds=0.25,
                 trains_seconds=1.0,
@@ -262,7 +268,7 @@ _KINDS: dict[KindName, FaultKind] = {
         "a gradient of one rank is not a number, at the same batch in every attempt",
         "the rank writes NaN into the gradients that it is about to send",
         {
-            "rank": Aim(
+            "rank": RecoveryTarget(
                 causes=("nan",),
                 detected_seconds=0.25,
                 stops=True,
@@ -275,7 +281,7 @@ _KINDS: dict[KindName, FaultKind] = {
         "gradients of one rank are a thousand times too large, once",
         "the rank scales those that it is about to send",
         {
-            "rank": Aim(
+            "rank": RecoveryTarget(
                 seen="ranks",
                 detected_seconds=0.25,
                 median_steps=1.0,
@@ -290,7 +296,7 @@ _KINDS: dict[KindName, FaultKind] = {
         "a node's link under ranks goes down and stays so; the driver is reached by another",
         "`ip link set down` of the switch's port into which the node's eth1 goes",
         {
-            "node": Aim(
+            "node": RecoveryTarget(
                 causes=("link",),
                 detected_seconds=2.0,
                 gives_way=True,
@@ -304,7 +310,7 @@ _KINDS: dict[KindName, FaultKind] = {
         "a node's link under ranks is down for a moment",
         "the same, and up again after lasts_seconds",
         {
-            "node": Aim(
+            "node": RecoveryTarget(
                 seen="health",
                 detected_seconds=2.0,
                 steps_lost=0,
@@ -319,7 +325,7 @@ _KINDS: dict[KindName, FaultKind] = {
         "a node's link under ranks goes down three times in five minutes",
         "the same three times, up for as long as it was down in between",
         {
-            "node": Aim(
+            "node": RecoveryTarget(
                 seen="health",
                 detected_seconds=2.0,
                 gives_way=True,
@@ -333,7 +339,7 @@ _KINDS: dict[KindName, FaultKind] = {
         "a node is cut off from the driver and from all others",
         "all its ports of the switches are taken down",
         {
-            "node": Aim(
+            "node": RecoveryTarget(
                 causes=("node",),
                 detected_seconds=3.5,
                 gives_way=True,
@@ -347,18 +353,18 @@ _KINDS: dict[KindName, FaultKind] = {
     "device-fault": FaultKind(
         "a rank's device reports an error of its memory that cannot be corrected",
         "Xid 95 in what a stand-in for the devices' driver says (MYRIAD_DEVICES)",
-        {"rank": Aim(causes=("device",), detected_seconds=10.0, steps_lost=1)},
+        {"rank": RecoveryTarget(causes=("device",), detected_seconds=10.0, steps_lost=1)},
     ),
     "device-lost": FaultKind(
         "a rank's device is gone",
         "the same stand-in says so",
-        {"rank": Aim(causes=("device",), detected_seconds=10.0, gives_way=True)},
+        {"rank": RecoveryTarget(causes=("device",), detected_seconds=10.0, gives_way=True)},
     ),
     "device-complaint": FaultKind(
         "a rank's device reports what the program did",
         "Xid 31, by the same stand-in",
         {
-            "rank": Aim(
+            "rank": RecoveryTarget(
                 seen="health",
                 detected_seconds=10.0,
                 steps_lost=0,
@@ -371,6 +377,6 @@ _KINDS: dict[KindName, FaultKind] = {
 KINDS: Mapping[KindName, FaultKind] = _KINDS
 
 
-def aim_of(kind: KindName, where: Target) -> Aim:
+def recovery_target(kind: KindName, where: Target) -> RecoveryTarget:
     """Return the aim of a checked fault."""
     return KINDS[kind].aims[where]

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from myriad.faults.fault_kinds import KINDS, SIGNALS, aim_of
+from myriad.faults.fault_kinds import KINDS, SIGNALS, recovery_target
 from myriad.faults.namespaces import Namespaces
 from myriad.faults.rank_faults import CAUSED, MemoryLimit
 from myriad.faults.run_processes import RunProcesses, is_alive
@@ -193,7 +193,7 @@ class Injector(threading.Thread):
             self._later.append(
                 (time.monotonic() + fault.lasts_seconds, partial(self._restore_redis, pids[0] or 0))
             )
-        if aim_of(fault.kind, fault.where).seen == "successor":
+        if recovery_target(fault.kind, fault.where).seen == "successor":
             self._gaps.append(_Gap(number, fault, pids[-1] or 0))
         return True
 

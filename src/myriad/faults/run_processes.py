@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from myriad.checkpoint.snapshots.server_start import server_name
-from myriad.faults.fault_aims import Target
+from myriad.faults.recovery_targets import Target
 from myriad.faults.services import REDIS_SERVER
 from myriad.run import Run
 from myriad.system.processes import process_state

@@ -35,8 +35,8 @@ from pydantic import Field, ValidationError
 
 from myriad.config import Config
 from myriad.errors import BadInputError
-from myriad.faults.fault_aims import KindName, Target
 from myriad.faults.fault_kinds import KINDS, MOMENTS, PHASES, SIGNALS
+from myriad.faults.recovery_targets import KindName, Target
 from myriad.faults.services import missing_for_redis
 from myriad.job import Job, load_job
 from myriad.recipes import read_recipe
@@ -72,12 +72,12 @@ class Fault(Config):
     """Seconds for which the disk is full, the link down each time, Redis away, a process slow, or the run
     paused."""
     detected_seconds: float | None = Field(None, gt=0)
-    """Aim: seconds to detection. Default: as its kind says. This and the next two are for a fault that meets
-    another one, which has to be found first or has used what recovery needs."""
+    """Target: seconds to detection. Default: as its kind says. This and the next two are for a fault
+    that meets another one, which has to be found first or has used what recovery needs."""
     trains_seconds: float | None = Field(None, gt=0)
-    """Aim: seconds from detection until all ranks train again. Default: as its kind says."""
+    """Target: seconds from detection until all ranks train again. Default: as its kind says."""
     steps_lost: int | None = Field(None, ge=0)
-    """Aim: the most steps that are recomputed. Default: as its kind says."""
+    """Target: the most steps that are recomputed. Default: as its kind says."""
     factor: float = Field(2.0, gt=1)
     """Factor on the compute time of a slow rank."""
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from myriad.faults.fault_aims import KindName
+from myriad.faults.recovery_targets import KindName
 from myriad.system.whole_file import write_whole
 
 __all__ = ["DEVICE_FAULTS", "SimulatedDevices"]

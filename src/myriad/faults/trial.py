@@ -30,7 +30,7 @@ from pathlib import Path
 from myriad.doctor.devices import DEVICES
 from myriad.errors import BadInputError, RunFailedError
 from myriad.faults.fault_grades import OVERDUE, Evidence, Report, grade_end, grade_run
-from myriad.faults.fault_kinds import aim_of
+from myriad.faults.fault_kinds import recovery_target
 from myriad.faults.injector import Injector, plan_rank_faults
 from myriad.faults.namespaces import Namespaces, why_unavailable
 from myriad.faults.rank_faults import ARMED, CAUSED
@@ -95,7 +95,9 @@ def try_scenario(
         follow("run with faults", run, job.train.steps)
         outcome = _run_with_faults(run, job, faults, group, hosts, limit, services, companions)
         left = _left_over(RunProcesses(run, num_nodes)) if scenario.only_end else []
-        exact = all(aim_of(fault.kind, fault.where).same_bits for fault in faults) and not _shrank(run)
+        exact = all(recovery_target(fault.kind, fault.where).same_bits for fault in faults) and not _shrank(
+            run
+        )
         compare = _are_equal if exact else _are_near
         equal = compare(run, undisturbed, job.train.steps) if outcome == "finished" else None
     caused = JsonlTail(run.path / "faults" / CAUSED).poll()

@@ -88,8 +88,10 @@ class IterationRequest:
         def disturbed(costs: "Costs") -> float:
             return run(costs, network=events).seconds
 
-        judge = disturbed if slower or self.jitter or events else SimulationCache().without_snapshots
-        on_fabric = FabricForecaster(self.cluster, judge, first_seed=self.seed)
+        iteration_seconds = (
+            disturbed if slower or self.jitter or events else SimulationCache().without_snapshots
+        )
+        on_fabric = FabricForecaster(self.cluster, iteration_seconds, first_seed=self.seed)
         tenant = on_fabric.job(costs_of(self.job, self.cluster))
         return on_fabric.outlook(tenant, nodes_of(self.job, self.cluster), progress=progress)
 

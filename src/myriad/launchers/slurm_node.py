@@ -15,14 +15,14 @@ from myriad.supervise.driver_address import DriverLostError
 
 __all__ = ["main"]
 
-_WAIT_SECONDS, _LONELY_SECONDS = 300.0, 30.0
+_WAIT_SECONDS, _UNATTENDED_SECONDS = 300.0, 30.0
 
 
 def main(arguments: list[str]) -> int:
     """Join the run until it is over; return the exit code."""
     run = Run(arguments[0])
     try:
-        join(run, int(arguments[1]), wait_seconds=_WAIT_SECONDS, lonely_seconds=_LONELY_SECONDS)
+        join(run, int(arguments[1]), wait_seconds=_WAIT_SECONDS, unattended_seconds=_UNATTENDED_SECONDS)
     except DriverLostError as error:
         _requeue(run, str(error))
         return error.exit_code

@@ -88,17 +88,17 @@ class RankMapping:
 
 
 def inter_node_flows(
-    exchange: RankTransfers, seats: RankMapping, *, queue_pairs: int = 1, start_seconds: float = 0.0
+    exchange: RankTransfers, mapping: RankMapping, *, queue_pairs: int = 1, start_seconds: float = 0.0
 ) -> tuple[Flows, _Ints]:
     """Return the flows of the transfers that leave a node, and the transfer that each flow belongs to. The
     source port of a queue pair is a hash of its ranks: the same input gives the same result."""
-    leaves = np.flatnonzero(seats.node_of(exchange.source) != seats.node_of(exchange.target))
+    leaves = np.flatnonzero(mapping.node_of(exchange.source) != mapping.node_of(exchange.target))
     source, target = exchange.source[leaves], exchange.target[leaves]
     drawn = (source.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ target.astype(np.uint64)
     drawn = (drawn ^ (drawn >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     flows = Flows(
-        source=seats.port_of(source),
-        target=seats.port_of(target),
+        source=mapping.port_of(source),
+        target=mapping.port_of(target),
         num_bytes=exchange.num_bytes[leaves],
         start_seconds=np.full(len(leaves), start_seconds),
         entropy=(_FIRST_PORT + (drawn >> np.uint64(50))).astype(np.uint16),

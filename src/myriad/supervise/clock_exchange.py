@@ -42,7 +42,7 @@ class ClockComparison:
         self._asked += 1
         return ClockAsked(self._node, self._now_ns())
 
-    def hear(self, answer: ClockTold) -> None:
+    def receive(self, answer: ClockTold) -> None:
         """Record the driver's answer."""
         compared = compare(answer.asked_ns, answer.heard_ns, answer.told_ns, self._now_ns())
         self.offset.add(compared)

@@ -234,9 +234,9 @@ class DriverConnection:
 
     def pause_seconds(self) -> float:
         """Return the pause before the next search for a driver."""
-        return min(_MOST_PAUSE_SECONDS, max(_LEAST_PAUSE_SECONDS, self.seconds_alone() * _PAUSE_RATIO))
+        return min(_MOST_PAUSE_SECONDS, max(_LEAST_PAUSE_SECONDS, self.seconds_disconnected() * _PAUSE_RATIO))
 
-    def seconds_alone(self) -> float:
+    def seconds_disconnected(self) -> float:
         """Return the seconds since the last connection to a driver."""
         return time.monotonic() - self._linked_at
 

@@ -31,7 +31,7 @@ class SaveClock:
         self._config, self._decides = config, decides
         self.save_due = False
         self.memory_due = False
-        self.turn_due = False
+        self.restart_due = False
         """Whether all ranks end after this step to restart at the step boundary; the run does not end."""
         self.check_due = False
         """Whether checks follow the step of the last received signal."""
@@ -54,12 +54,12 @@ class SaveClock:
         due = _SAVE * save + _MEMORY * memory + _TURN * turn + _CHECK * check
         return float(stop + due + _AGREED * (agreed_step + 1))
 
-    def hear(self, signal: float) -> bool:
+    def receive(self, signal: float) -> bool:
         """Record the sum of all ranks' signals, and return whether a rank asks for a stop."""
         total = int(signal)
         self.save_due |= bool(total & _SAVE)
         self.memory_due |= bool(total & _MEMORY)
-        self.turn_due |= bool(total & _TURN)
+        self.restart_due |= bool(total & _TURN)
         self.check_due = bool(total & _CHECK)
         self.agreed_step = max(self.agreed_step, total // _AGREED - 1)
         return total % _SAVE > 0

@@ -250,7 +250,7 @@ class Trainer:
         elif result.skipped:
             why = "no finite numbers, or a spike" if self.step in self._skipped_steps else "a spike"
             self._event("skip", step=self.step, problem=f"the batch gives {why}: nothing moved")
-        asked = self.clock.hear(result.signal)
+        asked = self.clock.receive(result.signal)
         self.session.trust(self.clock.agreed_step)
         seconds = time.perf_counter() - started
         self._measure_peak(seconds)
@@ -302,7 +302,7 @@ class Trainer:
         self.verifier.take(self.step)
 
     def _signal(self) -> float:
-        turn = self.is_first and self.progress.turns
+        turn = self.is_first and self.progress.restart_requested
         ends = self.stop.asked or turn
         check = (
             self.is_first and not ends and self.checks.is_due(self._under_way, save_due=self.clock.save_comes)
@@ -318,7 +318,7 @@ class Trainer:
     @property
     def _turns(self) -> bool:
         """Whether all ranks end after this step, so that the next attempt resumes from their memory."""
-        return self.clock.turn_due and self._agrees and self.step < self.job.train.steps
+        return self.clock.restart_due and self._agrees and self.step < self.job.train.steps
 
     def _load(self) -> Batch:
         job, grid = self.job, self.groups.grid

@@ -21,7 +21,7 @@ def groups_of() -> AlarmGroups:
     return AlarmGroups("run-7", group_seconds=10.0, repeat_seconds=300.0)
 
 
-def hear(groups: AlarmGroups, now: float, **event: Any) -> None:
+def add_event(groups: AlarmGroups, now: float, **event: Any) -> None:
     event = {"time": now, **event}
     for alarm in alarm_of(event, event_text(event)):
         groups.add(alarm, now)
@@ -65,14 +65,14 @@ def test_a_job_sets_levels_of_its_own() -> None:
 
 def test_a_fault_is_one_message_with_what_the_run_did_and_its_end() -> None:
     groups = groups_of()
-    hear(groups, 100.0, **FAULT)
-    hear(groups, 101.0, event="diagnosis", verdict="blamed", rank=3)
-    hear(groups, 102.0, event="restart", epoch=2)
+    add_event(groups, 100.0, **FAULT)
+    add_event(groups, 101.0, event="diagnosis", verdict="blamed", rank=3)
+    add_event(groups, 102.0, event="restart", epoch=2)
     assert groups.due(105.0) == []
     (message,) = groups.due(110.0)
     assert (message.kind, message.level, message.count) == ("alarm", "warning", 3)
     assert message.title == "fault: rank 3 was killed (SIGKILL) (step 40) (and 2 more events of fault)"
-    hear(groups, 120.0, event="start", world=8, device="cpu")
+    add_event(groups, 120.0, event="start", world=8, device="cpu")
     assert groups.due(121.0) == []
     over, begun = groups.due(131.0)
     assert (over.kind, over.level) == ("resolved", "warning") and over.lines[-1].startswith(
@@ -84,8 +84,8 @@ def test_a_fault_is_one_message_with_what_the_run_did_and_its_end() -> None:
 
 def test_what_ends_before_its_message_is_due_is_one_message() -> None:
     groups = groups_of()
-    hear(groups, 100.0, **DOWN)
-    hear(groups, 102.0, **UP)
+    add_event(groups, 100.0, **DOWN)
+    add_event(groups, 102.0, **UP)
     assert groups.due(105.0) == []
     (message,) = groups.due(112.5)
     assert message.kind == "alarm" and message.lines[-1].startswith("ended after 2 s")
@@ -95,7 +95,7 @@ def test_what_ends_before_its_message_is_due_is_one_message() -> None:
 def test_a_link_that_flaps_is_a_few_messages() -> None:
     groups, messages = groups_of(), list[Message]()
     for second in range(600):
-        hear(groups, 100.0 + second, **(UP if second % 2 else DOWN))
+        add_event(groups, 100.0 + second, **(UP if second % 2 else DOWN))
         messages += groups.due(100.0 + second)
     messages += groups.due(1000.0)
     assert [one.kind for one in messages] == ["alarm", "update", "resolved"]
@@ -105,7 +105,9 @@ def test_a_link_that_flaps_is_a_few_messages() -> None:
 def test_ten_thousand_ranks_with_one_error_are_one_message() -> None:
     groups = groups_of()
     for rank in range(10_000):
-        hear(groups, 100.0, event="log_match", what="NCCL", rank=rank, problem=f"NCCL WARN timeout {rank}")
+        add_event(
+            groups, 100.0, event="log_match", what="NCCL", rank=rank, problem=f"NCCL WARN timeout {rank}"
+        )
     (message,) = groups.due(110.0)
     assert message.count == 10_000 and len(message.lines) == 1 and "(10000 times)" in message.lines[0]
 
@@ -113,22 +115,22 @@ def test_ten_thousand_ranks_with_one_error_are_one_message() -> None:
 def test_two_links_are_over_when_both_are() -> None:
     groups = groups_of()
     other = {"node": 4, "problem": "link eth0 of node 4 is down"}
-    hear(groups, 100.0, **DOWN)
-    hear(groups, 100.0, **{**DOWN, **other})
+    add_event(groups, 100.0, **DOWN)
+    add_event(groups, 100.0, **{**DOWN, **other})
     assert len(groups.due(110.0)) == 1
-    hear(groups, 120.0, **UP)
+    add_event(groups, 120.0, **UP)
     assert groups.due(200.0) == []
-    hear(groups, 210.0, **{**UP, "node": 4})
+    add_event(groups, 210.0, **{**UP, "node": 4})
     assert [one.kind for one in groups.due(220.0)] == ["resolved"]
 
 
 def test_a_higher_level_is_told_without_waiting_for_the_next_update() -> None:
     groups = groups_of()
-    hear(groups, 100.0, event="retry", problem="no room")
+    add_event(groups, 100.0, event="retry", problem="no room")
     assert [one.level for one in groups.due(110.0)] == ["warning"]
-    hear(groups, 120.0, event="held", problem="no room")
+    add_event(groups, 120.0, event="held", problem="no room")
     assert [(one.kind, one.level) for one in groups.due(130.0)] == [("update", "critical")]
-    hear(groups, 140.0, event="checkpoint", step=9, seconds=1.0)
+    add_event(groups, 140.0, event="checkpoint", step=9, seconds=1.0)
     assert [(one.kind, one.level) for one in groups.due(150.0) if one.cause == "checkpoint storage"] == [
         ("resolved", "critical")
     ]
@@ -137,17 +139,17 @@ def test_a_higher_level_is_told_without_waiting_for_the_next_update() -> None:
 def test_an_event_of_a_later_version_begins_and_ends_by_its_own_fields() -> None:
     groups = groups_of()
     traffic = {"event": "traffic", "what": "stalled", "node": 2, "place": "mlx5_0", "level": "warning"}
-    hear(groups, 100.0, **traffic, over=False, problem="mlx5_0 of node 2 sends nothing")
+    add_event(groups, 100.0, **traffic, over=False, problem="mlx5_0 of node 2 sends nothing")
     assert [one.cause for one in groups.due(110.0)] == ["traffic/stalled"]
-    hear(groups, 120.0, **traffic, over=True, problem="mlx5_0 of node 2 sends again")
+    add_event(groups, 120.0, **traffic, over=True, problem="mlx5_0 of node 2 sends again")
     assert [one.kind for one in groups.due(130.0)] == ["resolved"]
 
 
 def test_the_end_of_a_run_ends_what_is_open_and_waits_for_nothing() -> None:
     groups = groups_of()
-    hear(groups, 100.0, **DOWN)
+    add_event(groups, 100.0, **DOWN)
     groups.due(110.0)
-    hear(groups, 111.0, event="finish")
+    add_event(groups, 111.0, event="finish")
     assert [one.kind for one in groups.due(111.0, all_now=True)] == ["resolved", "alarm"]
 
 
@@ -180,7 +182,7 @@ def test_messages_are_bounded_matched_and_the_same_after_a_restart(
         for number, (event, pause) in enumerate(steps):
             now += pause
             messages += [(now, one) for one in groups.due(now)]
-            hear(groups, now, **event)
+            add_event(groups, now, **event)
             if stops and number == restart_at:
                 stored = json.dumps(groups.as_json())
                 groups = groups_of()

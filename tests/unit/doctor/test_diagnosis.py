@@ -5,7 +5,7 @@ import pytest
 
 from myriad.doctor import examine
 from myriad.doctor.baseline import merge, read_baseline, summarize, write_baseline
-from myriad.doctor.diagnosis import Diagnosis, Reading, judge
+from myriad.doctor.diagnosis import Diagnosis, Reading, evaluate
 from myriad.errors import BadInputError
 
 BASELINE = {"cpu": {"bandwidth": 100.0, "bits": "abc", "version of torch": "2.13"}}
@@ -20,7 +20,7 @@ def rate(value: float, **more) -> Reading:
     [(120.0, "ok"), (80.0, "ok"), (79.0, "slow"), (50.0, "slow"), (49.0, "bad"), (0.0, "bad")],
 )
 def test_a_rate_is_held_against_the_baseline(value, verdict):
-    item = judge(rate(value), BASELINE)
+    item = evaluate(rate(value), BASELINE)
     assert (item.verdict, item.expected) == (verdict, 100.0)
 
 
@@ -40,32 +40,32 @@ def test_a_low_rate_is_measured_again_and_wrong_bits_are_not(tmp_path, monkeypat
 
 @pytest.mark.parametrize(("value", "verdict"), [(11.0, "ok"), (9.0, "slow"), (4.0, "bad")])
 def test_without_a_baseline_a_floor_counts_and_the_words_say_so(value, verdict):
-    item = judge(rate(value, remedy="look at it"), {})
+    item = evaluate(rate(value, remedy="look at it"), {})
     assert item.verdict == verdict and "its floor" in item.words
     assert ("look at it" in item.words) == (verdict != "ok")
 
 
 def test_other_hardware_does_not_count():
-    assert judge(rate(30.0), {"another cpu": {"bandwidth": 100.0}}).verdict == "ok"
+    assert evaluate(rate(30.0), {"another cpu": {"bandwidth": 100.0}}).verdict == "ok"
 
 
 def test_other_bits_or_versions_are_bad_and_told_beside_the_right_ones():
     reading = Reading(name="mini-model", measure="bits", value="abd", hardware="cpu", remedy="run it again")
-    item = judge(reading, BASELINE)
+    item = evaluate(reading, BASELINE)
     assert item.verdict == "bad" and item.expected == "abc"
     assert item.words == "the baseline has abc; run it again"
-    assert judge(reading, {}).verdict == "ok"
+    assert evaluate(reading, {}).verdict == "ok"
 
 
 def test_a_problem_is_bad_whatever_the_value_and_a_skip_says_why():
-    assert judge(rate(1e9, problem="arrived different"), BASELINE).words == "arrived different"
-    assert judge(Reading(name="GPU", skipped="none here"), BASELINE).verdict == "skipped"
+    assert evaluate(rate(1e9, problem="arrived different"), BASELINE).words == "arrived different"
+    assert evaluate(Reading(name="GPU", skipped="none here"), BASELINE).verdict == "skipped"
 
 
 def test_what_is_advisory_makes_no_node_unfit():
-    clock = judge(Reading(name="clock", problem="not synchronized", advisory=True), {})
+    clock = evaluate(Reading(name="clock", problem="not synchronized", advisory=True), {})
     assert clock.verdict == "bad" and Diagnosis([clock]).healthy
-    found = Diagnosis([clock, judge(rate(60.0), BASELINE)])
+    found = Diagnosis([clock, evaluate(rate(60.0), BASELINE)])
     assert not found.healthy and found.words == "do not use this node: bandwidth (slow)"
 
 

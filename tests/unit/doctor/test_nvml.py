@@ -216,7 +216,7 @@ def node(**changes: Any) -> list[DeviceState]:
 
 
 def looks(warnings: GpuWarnings, count: int, **changes: Any) -> list[DeviceWarning]:
-    return [one for _ in range(count) for one in warnings.saw(node(**changes))]
+    return [one for _ in range(count) for one in warnings.observe(node(**changes))]
 
 
 @pytest.mark.parametrize(

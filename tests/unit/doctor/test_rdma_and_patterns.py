@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from myriad.doctor.diagnosis import Reading, judge
-from myriad.doctor.pair_tests.pair_findings import Findings, PairRates, classify_fault, judge_groups
+from myriad.doctor.diagnosis import Reading, evaluate
+from myriad.doctor.pair_tests.pair_findings import Findings, PairRates, classify_fault, evaluate_groups
 from myriad.doctor.pair_tests.pair_rounds import PairTestOutcome, Suspect
 from myriad.doctor.probes.collective_patterns import PatternRates, combine_rates, diagnose_patterns
 from myriad.doctor.probes.collective_probe import CollectiveRank, environment_of
@@ -122,14 +122,14 @@ def test_each_port_is_tested_to_memory_gpu_and_the_next_port(tmp_path, monkeypat
     monkeypatch.setenv("PATH", str(tmp_path))
     readings = {one.name: one for one in check_rdma(tmp_path, num_gpus=1)}
     rate = readings["mlx5_0 port 1 to memory node 0"]
-    assert rate.value == pytest.approx(98.02e9 / 8) and judge(rate, {}).verdict == "ok"
-    assert judge(rate, {rate.hardware: {rate.name: 200e9 / 8}}).verdict == "bad"
+    assert rate.value == pytest.approx(98.02e9 / 8) and evaluate(rate, {}).verdict == "ok"
+    assert evaluate(rate, {rate.hardware: {rate.name: 200e9 / 8}}).verdict == "bad"
     assert readings["mlx5_1 port 1 to mlx5_0 port 1"].value == rate.value
     assert readings["mlx5_0 port 1 latency"].value == pytest.approx(1e-6)
     assert "assumed unused" in readings["mlx5_2 port 1 state"].skipped
     gpu = readings["mlx5_0 port 1 from GPU 0"]
-    assert "load nvidia-peermem" in gpu.skipped and judge(gpu, {}).verdict == "skipped"
-    assert judge(gpu, {gpu.hardware: {gpu.name: 9e9}}).verdict == "bad", "it worked on the healthy node"
+    assert "load nvidia-peermem" in gpu.skipped and evaluate(gpu, {}).verdict == "skipped"
+    assert evaluate(gpu, {gpu.hardware: {gpu.name: 9e9}}).verdict == "bad", "it worked on the healthy node"
 
 
 def test_what_cannot_be_tested_is_said_with_its_reason(tmp_path, monkeypatch):
@@ -151,7 +151,7 @@ def test_half_of_the_rate_into_a_gpu_is_slow(tmp_path):
     """perftest #241: 200 Gb/s, 23,000 MB/s to memory, 11,000 MB/s to a GPU behind another processor."""
     memory = Reading(name="m", value=23_000 * 2**20, floor=0.8 * 25e9, unit="bytes/s")
     gpu = Reading(name="g", value=11_000 * 2**20, floor=0.5 * 25e9, unit="bytes/s")
-    assert [judge(one, {}).verdict for one in (memory, gpu)] == ["ok", "slow"]
+    assert [evaluate(one, {}).verdict for one in (memory, gpu)] == ["ok", "slow"]
 
 
 # Patterns
@@ -187,7 +187,7 @@ def test_each_trouble_is_told_from_the_others():
 def test_a_group_is_judged_by_its_peers_and_a_failed_one_is_said():
     good, slow = PatternRates(9e9, 9e9), PatternRates(4e9, 4e9)
     groups = [NAMES, ["n5", "n6"], ["n7", "n8"]]
-    found = judge_groups("one switch", "mlx5_1:1", "nccl", groups, [good, slow, "n8: no answer"])
+    found = evaluate_groups("one switch", "mlx5_1:1", "nccl", groups, [good, slow, "n8: no answer"])
     assert [one.trouble for one in found] == ["", "both", "failed"]
     findings = Findings.of(PairTestOutcome([], 9e9, 2, 4), NAMES, {}, [], {}, found, ["NCCL: no GPU on n9"])
     assert not findings.healthy and findings.skipped == ("NCCL: no GPU on n9",)

@@ -23,8 +23,8 @@ def run(*faults: DrawnFault, seconds: float = DAY, spares: int = 2, nodes: int =
     return cluster.run(seconds)
 
 
-def fault(at: float = AT, place: float = 0.3, luck: float = 0.9, **kind: object) -> DrawnFault:
-    return DrawnFault(at, "it", FaultKindShare(weight=1, **kind), place, luck)
+def fault(at: float = AT, place: float = 0.3, draw: float = 0.9, **kind: object) -> DrawnFault:
+    return DrawnFault(at, "it", FaultKindShare(weight=1, **kind), place, draw)
 
 
 def cost(*faults: DrawnFault, **how: float) -> dict[str, float]:
@@ -65,7 +65,7 @@ def test_a_broken_device_is_swapped_once_and_fails_no_more():
 
 
 def test_a_node_that_hangs_again_is_found_although_another_was_named_first():
-    ledger = run(fault(shows="hang", stays=True, luck=0.0))
+    ledger = run(fault(shows="hang", stays=True, draw=0.0))
     assert ledger.attempt == 3 and ledger.seconds()["detecting"] > 300
 
 

@@ -142,7 +142,7 @@ def test_many_orders_at_once_cost_what_each_does_when_counted(case: Case, draw: 
     order = list(range(traffic.num_slots))
     draw.shuffle(order)
     both = np.array([order, order[::-1]])
-    found = PlacementCost(cluster, traffic, slower).judge(both).seconds
+    found = PlacementCost(cluster, traffic, slower).score(both).seconds
     assert found == pytest.approx([_counted(case, order), _counted(case, order[::-1])])
 
 
@@ -167,7 +167,7 @@ def test_of_few_nodes_no_other_order_is_better_and_the_search_comes_close(case: 
     """What is used with more nodes is put to the same cases."""
     cluster, traffic, slower = case
     fabric = PlacementCost(cluster, traffic, slower)
-    best, found = fabric.judge(np.array([try_every_order(fabric), search_orders(fabric)])).seconds
+    best, found = fabric.score(np.array([try_every_order(fabric), search_orders(fabric)])).seconds
     assert place_nodes(cluster, traffic, slower).seconds <= best * (1 + 1e-9)
     assert found <= best * 1.1
 

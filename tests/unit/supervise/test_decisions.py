@@ -40,8 +40,8 @@ class World:
         for node in range(nodes + spares):
             self.join(node)
 
-    def hear(self, observation: object) -> list[PolicyAction]:
-        return self._did(self.decider.hear(observation, self.now))
+    def handle(self, observation: object) -> list[PolicyAction]:
+        return self._did(self.decider.handle(observation, self.now))
 
     def wait(
         self, seconds: float, seen: Callable[[int, float], Iterable[RankStatus]] | None = None
@@ -55,7 +55,7 @@ class World:
             if seen is not None and self.now % 1 == 0:
                 for node in list(self.decider.nodes):
                     ranks = tuple(seen(node, self.now - began))
-                    self.hear(Beat(node, self.epoch, 7, ranks))
+                    self.handle(Beat(node, self.epoch, 7, ranks))
             if self.now >= look_at:
                 self._did(self.decider.due(self.now))
                 look_at = self.now + (1.0 if self.decider.is_calm(self.now) else 0.25)
@@ -70,13 +70,13 @@ class World:
         return self.decider.state.epoch
 
     def join(self, node: int, running: Iterable[int] = (), epoch: int = 0) -> list[PolicyAction]:
-        return self.hear(NodeJoined(node, epoch, "here", 7, 2, 10**9, tuple(running), (), False))
+        return self.handle(NodeJoined(node, epoch, "here", 7, 2, 10**9, tuple(running), (), False))
 
     def exit(
         self, rank: int, code: int = -9, cause: str = "killed", step: int = 3, error: str = ""
     ) -> list[PolicyAction]:
         node = next(n for n, ranks in self.decider.state.placement.items() if rank in ranks)
-        return self.hear(RankExited(node, self.epoch, rank, code, cause, step, error, "a.log"))
+        return self.handle(RankExited(node, self.epoch, rank, code, cause, step, error, "a.log"))
 
     def all_exit(self, **how: object) -> list[PolicyAction]:
         """Those that have not."""
@@ -126,8 +126,8 @@ def test_what_is_told_of_an_earlier_attempt_changes_nothing() -> None:
     world = World()
     world.exit(2)
     world.all_exit()
-    assert world.hear(RankExited(0, 5, 0, -9, "killed", 3, "", "a.log")) == []
-    world.hear(Beat(0, 5, 7, tuple(seen(rank, state="T") for rank in range(4))))
+    assert world.handle(RankExited(0, 5, 0, -9, "killed", 3, "", "a.log")) == []
+    world.handle(Beat(0, 5, 7, tuple(seen(rank, state="T") for rank in range(4))))
     assert world.wait(3, lambda node, _: ()) == []
 
 
@@ -193,7 +193,7 @@ def test_all_ranks_done_is_a_finished_run_and_after_ctrl_c_an_interrupted_one() 
     (end,) = world.all_exit(code=0, cause="done")
     assert isinstance(end, EndRun) and end.outcome == "finished"
     world = World()
-    world.hear(StopAsked(0))
+    world.handle(StopAsked(0))
     (end,) = world.all_exit(code=0, cause="done")
     assert isinstance(end, EndRun) and end.outcome == "interrupted"
 
@@ -201,7 +201,7 @@ def test_all_ranks_done_is_a_finished_run_and_after_ctrl_c_an_interrupted_one() 
 def test_ctrl_c_during_a_recovery_begins_no_attempt() -> None:
     world = World()
     world.exit(2)
-    world.hear(StopAsked(0))
+    world.handle(StopAsked(0))
     (end,) = world.all_exit()
     assert isinstance(end, EndRun) and end.outcome == "interrupted"
 
@@ -209,7 +209,7 @@ def test_ctrl_c_during_a_recovery_begins_no_attempt() -> None:
 def test_a_rank_that_ctrl_c_ends_while_it_starts_takes_the_others_with_it() -> None:
     """They would wait for it for as long as a save may take."""
     world = World()
-    world.hear(StopAsked(0))
+    world.handle(StopAsked(0))
     assert kinds(world.exit(1, -2, "interrupted")) == ["StopRanks"]
     actions = [action for rank in (0, 2, 3) for action in world.exit(rank, -9, "killed")]
     assert kinds(actions) == ["EndRun"] and actions[0].outcome == "interrupted"
@@ -217,7 +217,7 @@ def test_a_rank_that_ctrl_c_ends_while_it_starts_takes_the_others_with_it() -> N
 
 def test_a_save_that_fails_after_ctrl_c_is_told() -> None:
     world = World()
-    world.hear(StopAsked(0))
+    world.handle(StopAsked(0))
     world.exit(0, 1, "user", error="the last checkpoint is in memory only")
     (end,) = world.all_exit()
     assert isinstance(end, EndRun) and end.outcome == "failed" and "in memory only" in end.reason
@@ -343,7 +343,7 @@ def test_patience_scales_the_deadline(patience: float, limit: float) -> None:
 def test_a_silent_node_is_evicted_and_a_spare_takes_its_ranks() -> None:
     world = World(nodes=2, spares=1)
     world.wait(10, lambda node, _: world.ranks(node))
-    world.hear(NodeLeft(1))
+    world.handle(NodeLeft(1))
     actions = world.wait(4, lambda node, _: world.ranks(node))
     assert kinds(actions) == ["Evict", "ReportFault", "StopRanks"] and actions[0].node == 1
     world.exit(0)
@@ -354,7 +354,7 @@ def test_a_silent_node_is_evicted_and_a_spare_takes_its_ranks() -> None:
 def test_a_spare_takes_the_place_of_the_first_node_and_no_other_rank_moves() -> None:
     """Those of node 1 find their snapshots where they are."""
     world = World(nodes=2, spares=1)
-    world.hear(NodeLeft(0))
+    world.handle(NodeLeft(0))
     world.wait(4, lambda node, _: world.ranks(node))
     world.exit(2)
     (again,) = world.exit(3)
@@ -386,7 +386,7 @@ def test_peers_of_a_lost_node_are_not_blamed_for_missing_it() -> None:
     """Their connections to its ranks end seconds before it is given up."""
     world = World(nodes=2, spares=1)
     world.wait(5, lambda node, _: world.ranks(node))
-    world.hear(NodeLeft(0))
+    world.handle(NodeLeft(0))
     world.exit(2, 1, "peer")
     blame = next(one for one in world.wait(4, lambda n, _: world.ranks(n)) if isinstance(one, ReportFault))
     assert (blame.cause, blame.node) == ("node", 0)
@@ -394,7 +394,7 @@ def test_peers_of_a_lost_node_are_not_blamed_for_missing_it() -> None:
 
 def test_without_a_spare_the_run_waits_for_the_node() -> None:
     world = World(nodes=2)
-    world.hear(NodeLeft(1))
+    world.handle(NodeLeft(1))
     world.wait(4, lambda node, _: world.ranks(node))
     world.exit(0)
     assert world.exit(1) == []
@@ -442,14 +442,14 @@ def test_nodes_that_never_come_end_the_run() -> None:
 
 def test_an_executor_that_comes_back_empty_has_lost_its_ranks() -> None:
     world = World()
-    world.hear(NodeLeft(0))
+    world.handle(NodeLeft(0))
     actions = world.join(0)
     assert kinds(actions) == ["ReportFault", "StopRanks", "StartAttempt"] and actions[0].cause == "node"
 
 
 def test_an_executor_that_comes_back_with_its_ranks_goes_on() -> None:
     world = World()
-    world.hear(NodeLeft(0))
+    world.handle(NodeLeft(0))
     world.now += 1
     assert world.join(0, running=range(4), epoch=5) == []
     assert world.wait(5, lambda node, _: world.ranks(node)) == []
@@ -464,7 +464,7 @@ def test_ranks_that_will_not_die_are_killed_again() -> None:
 def test_ranks_that_a_node_does_not_have_cannot_end_on_it() -> None:
     world = World(nodes=2)
     for node, rank in ((0, 2), (1, 1), (0, WORLD), (0, -1), (7, 0)):
-        assert world.hear(RankExited(node, 5, rank, 0, "done", 3, "", "a.log")) == []
+        assert world.handle(RankExited(node, 5, rank, 0, "done", 3, "", "a.log")) == []
     assert world.decider.state.exits == {}
 
 
@@ -498,7 +498,7 @@ def test_a_new_driver_that_finds_all_ranks_done_ends_the_run() -> None:
     world = World()
     world.decider = Decider(world.plan, 0.0, world.decider.state)
     exits = tuple(RankExited(0, 5, rank, 0, "done", 9, "", "a.log") for rank in range(4))
-    (end,) = world.hear(NodeJoined(0, 5, "here", 7, 2, 10**9, (), exits, False))
+    (end,) = world.handle(NodeJoined(0, 5, "here", 7, 2, 10**9, (), exits, False))
     assert isinstance(end, EndRun) and end.outcome == "finished"
 
 
@@ -516,7 +516,7 @@ def rejoin(
         RankExited(node, epoch, int(name[1:]), code, "killed" if code else "done", 3, "", "a.log")
         for name, code in codes.items()
     )
-    return world.hear(NodeJoined(node, epoch, "here", 7, 2, 10**9, tuple(running), exits, False))
+    return world.handle(NodeJoined(node, epoch, "here", 7, 2, 10**9, tuple(running), exits, False))
 
 
 def with_new_driver(world: World, state: RunState) -> World:
@@ -529,7 +529,7 @@ def test_a_node_that_was_lost_with_its_driver_is_blamed_and_not_who_missed_it() 
     with_new_driver(world, read(RunState, plain(world.decider.state)))
     world.join(2)
     missed = tuple(RankExited(1, 5, rank, 1, "peer", 3, "a peer is gone", "a.log") for rank in (2, 3))
-    assert world.hear(NodeJoined(1, 5, "here", 7, 2, 10**9, (), missed, False)) == []
+    assert world.handle(NodeJoined(1, 5, "here", 7, 2, 10**9, (), missed, False)) == []
     evict, blame, stop, again = world.wait(11, lambda node, _: world.ranks(node))
     assert isinstance(evict, Evict) and isinstance(blame, ReportFault) and isinstance(stop, StopRanks)
     assert (evict.node, blame.cause, blame.node) == (0, "node", 0)
@@ -606,16 +606,16 @@ def test_whatever_happens_there_is_one_attempt_at_a_time_and_one_end(
     for name, a, b in what:
         if name == "exit":
             cause, code = (("done", 0), ("killed", -9), ("user", 1), ("peer", 1))[b % 4]
-            world.hear(RankExited(a // 2, world.epoch - (b == 9), a, code, cause, b, "x", "a.log"))
+            world.handle(RankExited(a // 2, world.epoch - (b == 9), a, code, cause, b, "x", "a.log"))
         elif name == "beat":
             ranks = world.ranks(a, step=b, idle_seconds=5.0 * b, state="T" if b == 7 else "S")
-            world.hear(Beat(a, world.epoch, 7, tuple(ranks)))
+            world.handle(Beat(a, world.epoch, 7, tuple(ranks)))
         elif name == "join":
             world.join(a)
         elif name == "left":
-            world.hear(NodeLeft(a))
+            world.handle(NodeLeft(a))
         elif name == "stop" and b == 0:
-            world.hear(StopAsked(a))
+            world.handle(StopAsked(a))
         else:
             world.wait(b)
     epochs = [action.epoch for action in world.actions if isinstance(action, StartAttempt)]

@@ -30,8 +30,8 @@ def two(**second: object) -> list[DeviceState]:
 
 def news_after(*later: list[DeviceState], first: list[DeviceState] | None = None) -> list[DeviceChange]:
     news = DeviceChanges()
-    news.saw(two() if first is None else first)
-    return [one for states in later for one in news.saw(states)]
+    news.observe(two() if first is None else first)
+    return [one for states in later for one in news.observe(states)]
 
 
 def test_what_was_there_before_is_no_news() -> None:
@@ -83,12 +83,12 @@ def test_a_log_is_read_on_from_where_it_was(tmp_path: Path) -> None:
     program.chmod(0o755)
     log.write_text("NVRM: Xid (PCI:0000:3b:00): 31, pid=7\n")
     provider, news = SmiProvider(str(program), log), DeviceChanges()
-    assert news.saw(provider.states()) == []
+    assert news.observe(provider.states()) == []
     with log.open("a") as file:
         file.write("usb 1-1: new device\nNVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n")
-    (one,) = news.saw(provider.states())
+    (one,) = news.observe(provider.states())
     assert one.words == "Xid 79: the device has fallen off the bus"
-    assert news.saw(provider.states()) == []
+    assert news.observe(provider.states()) == []
 
 
 def watched(watch: DeviceMonitor, until: int) -> None:

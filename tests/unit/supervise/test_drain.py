@@ -25,7 +25,7 @@ def turned(world: World) -> list:
 def test_a_node_with_ranks_gives_way_to_a_spare_after_the_step() -> None:
     world = World(nodes=2, spares=1)
     assert world.decider.why_not_evict(asked(1)) == ""
-    (turn,) = world.hear(asked(1))
+    (turn,) = world.handle(asked(1))
     assert isinstance(turn, RestartAtStep) and (turn.node, turn.rule) == (1, "asked for by a person")
     evicted, started = turned(world)
     assert isinstance(evicted, Evict) and evicted.node == 1
@@ -36,15 +36,15 @@ def test_a_node_with_ranks_gives_way_to_a_spare_after_the_step() -> None:
 
 def test_a_spare_leaves_and_no_rank_notices() -> None:
     world = World(nodes=2, spares=1)
-    assert kinds(world.hear(asked(2))) == ["Evict"]
+    assert kinds(world.handle(asked(2))) == ["Evict"]
     assert sorted(world.decider.nodes) == [0, 1] and world.decider.state.phase == "running"
 
 
 def test_without_a_spare_nothing_is_done_unless_it_is_meant() -> None:
     world = World(nodes=2)
     assert "--anyway" in world.decider.why_not_evict(asked(1))
-    assert world.hear(asked(1)) == []
-    assert kinds(world.hear(asked(1, anyway=True))) == ["RestartAtStep"]
+    assert world.handle(asked(1)) == []
+    assert kinds(world.handle(asked(1, anyway=True))) == ["RestartAtStep"]
     assert kinds(turned(world)) == ["Evict"]
     assert world.wait(20, lambda node, waited: ()) == [] and world.decider.state.phase == "gathering"
     (started,) = world.join(7)
@@ -53,7 +53,7 @@ def test_without_a_spare_nothing_is_done_unless_it_is_meant() -> None:
 
 def test_a_fault_before_the_step_is_done_changes_nothing_of_it() -> None:
     world = World(nodes=2, spares=1)
-    world.hear(asked(0))
+    world.handle(asked(0))
     world.exit(3)
     assert kinds(world.all_exit()) == ["Evict", "StartAttempt"]
     assert list(world.decider.state.placement) == [2, 1]
@@ -61,7 +61,7 @@ def test_a_fault_before_the_step_is_done_changes_nothing_of_it() -> None:
 
 def test_a_run_that_finishes_first_is_finished() -> None:
     world = World(nodes=2, spares=1)
-    world.hear(asked(0))
+    world.handle(asked(0))
     (ended,) = world.all_exit(code=0, cause="done")
     assert ended.outcome == "finished"
     assert world.decider.why_not_evict(asked(0)) == "the run is over"
@@ -75,7 +75,7 @@ def test_an_unknown_node_is_told_which_there_are() -> None:
 
 def test_one_leaves_at_a_time() -> None:
     world = World(nodes=2, spares=2)
-    world.hear(asked(0))
+    world.handle(asked(0))
     assert "node 0 is about to leave" in world.decider.why_not_evict(asked(1))
 
 

@@ -126,7 +126,7 @@ def test_the_driver_tells_its_clock_and_decides_nothing_by_who_asks(tmp_path: Pa
             executor.link.send(clocks.ask())
             told = await executor.order(ClockTold)
             assert before <= told.asked_ns <= told.heard_ns <= told.told_ns <= time.time_ns()
-            clocks.hear(told)
+            clocks.receive(told)
             assert clocks.offset.at(time.time_ns()) == (0, 0.0), "it is this machine"
 
     asyncio.run(drive())

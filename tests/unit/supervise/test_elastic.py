@@ -56,13 +56,13 @@ class World:
     def join(self, node: int, layout: AttemptLayout = AS_THE_JOB, epoch: int = 0, *running: int) -> None:
         self.nodes.add(node)
         joined = NodeJoined(node, epoch, "here", 7, 2, 10**9, running, (), False, layout=layout)
-        self._did(self.decider.hear(joined, self.now))
+        self._did(self.decider.handle(joined, self.now))
 
     def lose(self, *nodes: int) -> None:
         """The connections are gone, and nothing more is heard; what others then do takes a second."""
         for node in nodes:
             self.nodes.discard(node)
-            self._did(self.decider.hear(NodeLeft(node), self.now))
+            self._did(self.decider.handle(NodeLeft(node), self.now))
         self.pass_time(4)
         self.exit_all("killed", -9)
 
@@ -75,7 +75,7 @@ class World:
                 ranks = self.state.placement.get(node, ()) if self.state.phase == "running" else ()
                 living = (rank for rank in ranks if rank not in self.state.exits)
                 rows = tuple(self.row(node, rank) for rank in living)
-                self._did(self.decider.hear(Beat(node, self.state.epoch, 7, rows), self.now))
+                self._did(self.decider.handle(Beat(node, self.state.epoch, 7, rows), self.now))
             self._did(self.decider.due(self.now))
             if obey and self.state.turning and self.state.phase == "running":
                 self.exit_all("turned", 75)
@@ -89,7 +89,7 @@ class World:
     def exit(self, node: int, cause: str, code: int, error: str = "") -> None:
         for rank in self.state.placement[node]:
             ended = RankExited(node, self.state.epoch, rank, code, cause, self.step, error, "a.log")  # type: ignore[arg-type]
-            self._did(self.decider.hear(ended, self.now))
+            self._did(self.decider.handle(ended, self.now))
 
     def exit_all(self, cause: str, code: int) -> None:
         epoch = self.state.epoch
@@ -166,8 +166,8 @@ def test_without_the_key_nodes_are_waited_for() -> None:
 
 def test_a_run_does_not_begin_with_fewer() -> None:
     decider = Decider(RunPlan(3, 3, first_epoch=1, dp=3, fewer=FEWER), 0.0)
-    assert decider.hear(NodeJoined(0, 0, "here", 7, 2, 1, (), (), False), 0.0) == []
-    assert decider.hear(NodeJoined(1, 0, "here", 7, 2, 1, (), (), False), 0.0) == [] == decider.due(100.0)
+    assert decider.handle(NodeJoined(0, 0, "here", 7, 2, 1, (), (), False), 0.0) == []
+    assert decider.handle(NodeJoined(1, 0, "here", 7, 2, 1, (), (), False), 0.0) == [] == decider.due(100.0)
 
 
 def test_when_the_node_is_back_ranks_end_a_step_and_all_take_their_old_places(smaller: World) -> None:
@@ -191,7 +191,7 @@ def test_a_node_that_comes_and_goes_ends_nobody(smaller: World) -> None:
     for _ in range(5):
         smaller.join(1)
         assert smaller.pass_time(2) == []
-        smaller.decider.hear(NodeLeft(1), smaller.now)
+        smaller.decider.handle(NodeLeft(1), smaller.now)
         smaller.nodes.discard(1)
         assert kinds(smaller.pass_time(6)) == ["Evict"]
 
@@ -257,7 +257,7 @@ def test_a_smaller_attempt_that_is_done_is_done(smaller: World) -> None:
 
 
 def test_a_person_stops_it(smaller: World) -> None:
-    smaller.decider.hear(StopAsked(0), smaller.now)
+    smaller.decider.handle(StopAsked(0), smaller.now)
     smaller.join(1)
     assert smaller.pass_time(20) == []
     smaller.exit_all("interrupted", 0)
@@ -268,7 +268,7 @@ def test_a_person_stops_it_while_a_node_is_waited_for() -> None:
     world = World()
     world.pass_time(10)
     world.lose(1)
-    (end,) = world.decider.hear(StopAsked(0), world.now)
+    (end,) = world.decider.handle(StopAsked(0), world.now)
     assert isinstance(end, EndRun) and end.outcome == "interrupted"
 
 
@@ -321,7 +321,7 @@ def test_a_node_that_is_lost_while_ranks_turn_for_it_is_not_needed(smaller: Worl
     smaller.join(1)
     smaller.pass_time(6, obey=False)
     smaller.nodes.discard(1)
-    smaller.decider.hear(NodeLeft(1), smaller.now)
+    smaller.decider.handle(NodeLeft(1), smaller.now)
     smaller.exit_all("turned", 75)
     assert smaller.started.epoch == 3 and smaller.started.layout == TWO
 
@@ -346,7 +346,7 @@ def test_the_smaller_attempts_replicas_are_compared(smaller: World) -> None:
     actions: list[PolicyAction] = []
     for rank, node in enumerate((0, 2)):
         row = replace(smaller.row(node, rank), digests=(Digest(10, rank),))
-        actions += smaller.decider.hear(Beat(node, 2, 7, (row,)), smaller.now)
+        actions += smaller.decider.handle(Beat(node, 2, 7, (row,)), smaller.now)
     assert kinds(actions) == ["ReportFault", "StopRanks"]
     assert isinstance(actions[0], ReportFault) and actions[0].evidence["suspects"] == (0, 1)
 

@@ -24,7 +24,7 @@ from myriad.supervise.policy.policy_actions import (
 
 def join(world: World, node: int, machine: str = "", by: str = "") -> list:
     by = by or f"rack{node}:1"
-    return world.hear(NodeJoined(node, 0, "here", 7, 2, 10**9, (), (), False, by, machine))
+    return world.handle(NodeJoined(node, 0, "here", 7, 2, 10**9, (), (), False, by, machine))
 
 
 def nodes(count: int, *, needed: int = 2, doctor: str = "spares", machines: bool = True) -> World:
@@ -36,7 +36,7 @@ def nodes(count: int, *, needed: int = 2, doctor: str = "spares", machines: bool
 
 def train(world: World) -> None:
     for node, ranks in world.decider.state.placement.items():
-        world.hear(Beat(node, world.epoch, 7, tuple(seen(rank) for rank in ranks)))
+        world.handle(Beat(node, world.epoch, 7, tuple(seen(rank) for rank in ranks)))
 
 
 def ranks_of(world: World) -> Callable[[int, float], list[RankStatus]]:
@@ -52,7 +52,7 @@ def asked(world: World) -> list[tuple[int, str]]:
 
 def says(world: World, node: int, verdict: str = "unfit") -> list:
     bad = ("memory patterns: 3 words came back different",) if verdict == "unfit" else ()
-    return world.hear(Examined(node, f"rack{node}", "full", verdict, "in short", bad, 4.0))
+    return world.handle(Examined(node, f"rack{node}", "full", verdict, "in short", bad, 4.0))
 
 
 def test_a_spare_is_seen_once_ranks_train_and_not_while_they_start() -> None:

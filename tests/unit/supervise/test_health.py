@@ -29,7 +29,7 @@ class Links(World):
     def beat(self, node: int) -> list[PolicyAction]:
         link = self.links.setdefault(node, LinkStatus("eth1", True, 1, 0))
         ranks = tuple(seen(rank, step=int(self.now)) for rank in self.decider.state.placement.get(node, ()))
-        return self.hear(Beat(node, self.epoch, 7, ranks, (link,), self.devices.get(node, ()), self.now))
+        return self.handle(Beat(node, self.epoch, 7, ranks, (link,), self.devices.get(node, ()), self.now))
 
     def tell(self, seconds: float) -> list[PolicyAction]:
         began, done = self.now, len(self.actions)
@@ -228,12 +228,12 @@ def test_a_fault_that_is_told_when_its_rank_has_ended_is_the_nodes_all_the_same(
 
 def test_a_clock_that_is_wrong_is_told_once_and_a_slow_network_is_no_wrong_clock() -> None:
     clocks = ClockCheck()
-    late = [clocks.heard(0, 100.0 + beat, 100.0 + beat + (3.0 if beat % 3 else 0.1)) for beat in range(60)]
+    late = [clocks.observe(0, 100.0 + beat, 100.0 + beat + (3.0 if beat % 3 else 0.1)) for beat in range(60)]
     assert late == [None] * 60
-    told = [clocks.heard(1, 105.0 + beat, 100.0 + beat + 0.1) for beat in range(60)]
+    told = [clocks.observe(1, 105.0 + beat, 100.0 + beat + 0.1) for beat in range(60)]
     (notice,) = [one for one in told if one is not None]
     assert notice.problem == "the clock of node 1 is 4.9 s ahead of the driver's"
-    behind = [clocks.heard(2, 98.0 + beat, 100.0 + beat) for beat in range(60)]
+    behind = [clocks.observe(2, 98.0 + beat, 100.0 + beat) for beat in range(60)]
     assert [one.problem for one in behind if one] == ["the clock of node 2 is 2.0 s behind the driver's"]
 
 

@@ -64,7 +64,7 @@ class Line:
     def join(self, node: int, running: Sequence[int] = (), epoch: int = 0) -> None:
         layout = self.state.layout
         joined = NodeJoined(node, epoch, "here", 7, 2, 10**9, tuple(running), (), False, layout=layout)
-        self.did(self.decider.hear(joined, self.now))
+        self.did(self.decider.handle(joined, self.now))
 
     def train(self, seconds: float) -> list[PolicyAction]:
         done, end = len(self.actions), self.now + seconds
@@ -72,7 +72,7 @@ class Line:
             self.now, self.step = self.now + 1.0, self.step + 1
             for node in list(self.decider.nodes):
                 rows = tuple(self.row(rank, node) for rank in self.state.placement.get(node, ()))
-                self.did(self.decider.hear(Beat(node, self.state.epoch, 7, rows), self.now))
+                self.did(self.decider.handle(Beat(node, self.state.epoch, 7, rows), self.now))
             for action in self.did(self.decider.due(self.now)):
                 if isinstance(action, RestartAtStep):
                     self.exit_all("turned", 75)
@@ -88,7 +88,7 @@ class Line:
         for node, ranks in list(self.state.placement.items()):
             for rank in ranks:
                 ended = RankExited(node, self.state.epoch, rank, code, cause, self.step, "", "a.log")
-                self.did(self.decider.hear(ended, self.now))
+                self.did(self.decider.handle(ended, self.now))
 
     def did(self, actions: list[PolicyAction]) -> list[PolicyAction]:
         self.actions += actions
@@ -220,7 +220,7 @@ def test_a_fault_does_not_make_a_slow_node_look_as_it_always_was() -> None:
     line.train(100)
     line.slow = {1: 1.25}
     line.train(60)
-    line.did(line.decider.hear(RankExited(0, 1, 0, -9, "killed", line.step, "", "a.log"), line.now))
+    line.did(line.decider.handle(RankExited(0, 1, 0, -9, "killed", line.step, "", "a.log"), line.now))
     line.exit_all("killed", -9)
     assert line.state.epoch == 2
     line.slow = {1: 1.6}
@@ -248,7 +248,7 @@ def test_other_nodes_begin_as_the_job_says() -> None:
     line.train(100)
     line.slow = {1: 1.6}
     line.train(60)
-    line.did(line.decider.hear(RankExited(1, 2, 1, 1, "device", 5, "", "a.log"), line.now))
+    line.did(line.decider.handle(RankExited(1, 2, 1, 1, "device", 5, "", "a.log"), line.now))
     line.exit_all("killed", -9)
     assert 1 not in line.state.placement and line.state.layout == AttemptLayout()
     assert line.state.moved is None
@@ -261,7 +261,7 @@ def test_layers_go_back_for_good_where_memory_did_not_last() -> None:
     line.slow = {1: 1.6}
     line.train(60)
     assert line.state.layout.partition is not None
-    line.did(line.decider.hear(RankExited(0, 2, 0, 1, "device memory", 9, "", "a.log"), line.now))
+    line.did(line.decider.handle(RankExited(0, 2, 0, 1, "device memory", 9, "", "a.log"), line.now))
     line.exit_all("killed", -9)
     assert line.state.epoch == 3 and line.state.layout.partition is None
     assert "RestartAtStep" not in kinds(line.train(3600))

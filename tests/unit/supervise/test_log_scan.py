@@ -11,7 +11,7 @@ from myriad.alerts.log_patterns import LogPatterns
 from myriad.run import Run
 from myriad.supervise.agent import log_scan
 from myriad.supervise.agent.log_monitor import LogMonitor
-from myriad.supervise.agent.log_scan import KERNEL, Found, LogScanner
+from myriad.supervise.agent.log_scan import KERNEL, LogMatch, LogScanner
 from myriad.supervise.background import AsyncWriter
 
 ERROR = "RuntimeError: CUDA error: an illegal memory access was encountered"
@@ -35,7 +35,7 @@ def add(path: Path, text: str) -> None:
         file.write(text)
 
 
-def texts(found: list[Found]) -> list[tuple[int, str]]:
+def texts(found: list[LogMatch]) -> list[tuple[int, str]]:
     return [(one.rank, one.text) for one in found]
 
 
@@ -113,7 +113,7 @@ def test_a_flood_is_bounded_and_its_newest_part_is_read(log: Path) -> None:
     scanner = scanner_of(log)
     line = "NCCL WARN retry {:09d}, timed out, aborting the communicator of this rank\n"
     add(log, "".join(line.format(at) for at in range(400_000)) + ERROR + "\n")
-    found, began, longest = list[Found](), time.thread_time(), 0.0
+    found, began, longest = list[LogMatch](), time.thread_time(), 0.0
     for at in range(400):
         before = time.thread_time()
         found += scanner.poll(1.0 + at / 4)

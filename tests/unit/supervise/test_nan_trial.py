@@ -30,7 +30,7 @@ def not_finite(world: World, rank: int, step: int = 8) -> list[PolicyAction]:
 def goes_on(world: World, step: int = 9) -> list[PolicyAction]:
     found = []
     for node in list(world.decider.state.placement):
-        found += world.hear(Beat(node, world.epoch, 7, tuple(world.ranks(node, step=step))))
+        found += world.handle(Beat(node, world.epoch, 7, tuple(world.ranks(node, step=step))))
     return found
 
 

@@ -38,7 +38,7 @@ FACTS = NodeFacts(
 def test_hardware_that_changes_behind_a_host_is_reported_with_what_was_and_what_is(tmp_path: Path) -> None:
     """Also by the next driver, from the file."""
     book = NodeInventory(tmp_path)
-    assert book.heard(FACTS) is None
+    assert book.record(FACTS) is None
     book.write(FACTS)
     changed = replace(
         FACTS,
@@ -47,21 +47,21 @@ def test_hardware_that_changes_behind_a_host_is_reported_with_what_was_and_what_
         versions={"kernel": "5.15.0", "nvidia": "560.1"},
     )
     for known in (book, NodeInventory(tmp_path)):
-        notice = known.heard(changed)
+        notice = known.record(changed)
         assert notice is not None and (notice.what, notice.node, notice.level) == ("hardware", 3, "warning")
         assert (
             "GPU 0000:01:00.0: NVIDIA H100 80GB HBM3 165231 -> NVIDIA H100 80GB HBM3 99999" in notice.problem
         )
         assert "firmware of NIC mlx5_0: 28.39.1002 -> 28.40.1000" in notice.problem
         assert "version of nvidia: 550.54.15 -> 560.1" in notice.problem
-    assert book.heard(changed) is None
-    assert book.heard(replace(changed, address="10.0.0.18", pod="job-7-abcde")) is None, "reached elsewhere"
-    lost = book.heard(replace(changed, gpus=GPUS[:1]))
+    assert book.record(changed) is None
+    assert book.record(replace(changed, address="10.0.0.18", pod="job-7-abcde")) is None, "reached elsewhere"
+    lost = book.record(replace(changed, gpus=GPUS[:1]))
     assert lost is not None and "165231" not in lost.problem and "99999 -> none" in lost.problem
-    other = book.heard(replace(FACTS, host="gpu-18", gpus=()))
+    other = book.record(replace(FACTS, host="gpu-18", gpus=()))
     assert other is not None and other.level == "info" and other.problem.endswith("gpu-17 -> gpu-18")
     (tmp_path / "node-3.json").write_text("{" * 9999)
-    assert NodeInventory(tmp_path).heard(FACTS) is None, "a damaged file is as none"
+    assert NodeInventory(tmp_path).record(FACTS) is None, "a damaged file is as none"
 
 
 def test_what_comes_and_goes_in_a_machine_is_no_change_of_hardware(tmp_path: Path) -> None:
@@ -76,13 +76,13 @@ def test_what_comes_and_goes_in_a_machine_is_no_change_of_hardware(tmp_path: Pat
     )
     facts = replace(FACTS, nics=(*nics, NicFacts("docker0", "02:42:ac:11:00:02", "bridge", "", 0)))
     book = NodeInventory(tmp_path)
-    assert book.heard(facts) is None
+    assert book.record(facts) is None
     virtual = (NicFacts("br-1a2b", "8e:11:22:33:44:55", "bridge", "", 0), NicFacts("tun0", "", "tun", "", 0))
     after_boot = (*nics[:-1], replace(nics[-1], address=ib.replace("80:00:02:08", "80:00:02:09")))
     without_nvml = tuple(replace(one, serial=f"GPU-{one.serial}") for one in GPUS)
-    assert book.heard(replace(facts, nics=(*after_boot, *virtual))) is None
-    assert book.heard(replace(facts, gpus=without_nvml)) is None and book.heard(facts) is None
-    lost = book.heard(replace(facts, nics=facts.nics[:1], gpus=GPUS[:1]))
+    assert book.record(replace(facts, nics=(*after_boot, *virtual))) is None
+    assert book.record(replace(facts, gpus=without_nvml)) is None and book.record(facts) is None
+    lost = book.record(replace(facts, nics=facts.nics[:1], gpus=GPUS[:1]))
     assert lost is not None and "NIC eth0: b8:ce:f6:12:34:56 -> none" in lost.problem
     assert "NVIDIA H100 80GB HBM3 165231 -> none" in lost.problem
 

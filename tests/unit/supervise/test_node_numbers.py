@@ -32,7 +32,7 @@ def test_two_of_one_machine_are_two_nodes() -> None:
 def test_nobody_is_a_node_that_another_one_is() -> None:
     members = NodeNumbers()
     members.joined(joined(0, "a:10"), 0.0)
-    members.heard(0, 10.0)
+    members.record_beat(0, 10.0)
     assert members.other_than(joined(0, "b:3"), 11.0) == "a:10"
     assert members.other_than(joined(0, "a:10"), 11.0) is None, "its own connection was cut"
     assert members.other_than(joined(1, "b:3"), 11.0) is None

@@ -34,14 +34,14 @@ def test_the_few_rows_come_to_what_all_come_to(beats: list[list[RankStatus]], en
     sightings, by_few, by_all = RankObservations(), Deadlines(1.0, 60.0), Deadlines(1.0, 60.0)
     for rows in beats:
         for node, ranks in PLACEMENT.items():
-            sightings.heard(node, [renumbered(rows[rank], rank) for rank in ranks])
+            sightings.observe(node, [renumbered(rows[rank], rank) for rank in ranks])
         few, every = sightings.few(PLACEMENT, ended), sightings.all(PLACEMENT, ended)
         assert [one.rank for one in every] == [rank for rank in range(12) if rank not in ended]
         if not every:
             assert not few
             continue
-        by_few.saw(few)
-        by_all.saw(every)
+        by_few.observe(few)
+        by_all.observe(every)
         assert min(one.idle_seconds for one in few) == min(one.idle_seconds for one in every)
         phase = Deadlines.phase_of(every)
         assert Deadlines.phase_of(few) == phase and by_few.limit(phase) == by_all.limit(phase)
@@ -52,9 +52,9 @@ def test_nothing_is_seen_until_each_node_has_told_of_all_its_ranks_that_live() -
     sightings = RankObservations()
     for node, ranks in PLACEMENT.items():
         assert sightings.few(PLACEMENT, ()) == []
-        sightings.heard(node, [renumbered(rank_seen, rank) for rank in ranks])
+        sightings.observe(node, [renumbered(rank_seen, rank) for rank in ranks])
     assert len(sightings.all(PLACEMENT, ())) == 12 and sightings.few(PLACEMENT, ())
-    sightings.heard(1, [renumbered(rank_seen, rank) for rank in (4, 5, 6)])
+    sightings.observe(1, [renumbered(rank_seen, rank) for rank in (4, 5, 6)])
     assert sightings.few(PLACEMENT, ()) == [] == sightings.all(PLACEMENT, ())
     sightings.changed(1)  # rank 7 has ended, which is why it is not told of
     assert len(sightings.all(PLACEMENT, (7,))) == 11 and sightings.few(PLACEMENT, (7,))

@@ -62,7 +62,7 @@ class World:
         layout: AttemptLayout = AttemptLayout(),
     ) -> None:
         joined = NodeJoined(node, epoch, "here", 7, 2, 10**9, tuple(running), (), False, layout=layout)
-        self._did(self.decider.hear(joined, self.now))
+        self._did(self.decider.handle(joined, self.now))
 
     def train(self, seconds: float, factor: Factor = equally_fast) -> list[PolicyAction]:
         """``factor(node)``: of its compute. Ranks end when they are asked to."""
@@ -72,7 +72,7 @@ class World:
             for node in list(self.decider.nodes):
                 ranks = self.state.placement.get(node, ())
                 rows = tuple(self.row(rank, factor(node)) for rank in ranks)
-                self._did(self.decider.hear(Beat(node, self.state.epoch, 7, rows), self.now))
+                self._did(self.decider.handle(Beat(node, self.state.epoch, 7, rows), self.now))
             for action in self._did(self.decider.due(self.now)):
                 if isinstance(action, RestartAtStep):
                     self.exit_all("turned", 75)
@@ -82,7 +82,7 @@ class World:
         for node, ranks in list(self.state.placement.items()):
             for rank in ranks:
                 ended = RankExited(node, self.state.epoch, rank, code, cause, self.step, "", "a.log")
-                self._did(self.decider.hear(ended, self.now))
+                self._did(self.decider.handle(ended, self.now))
 
     def row(self, rank: int, factor: float) -> RankStatus:
         shares = self.state.layout.shares or self.work.shares
@@ -161,7 +161,7 @@ def test_other_nodes_begin_with_equal_shares() -> None:
     world.train(100)
     world.train(60, node_1_is_slow)
     assert world.state.layout.shares != ()
-    world.decider.hear(RankExited(1, world.state.epoch, 1, 1, "device", 5, "", "a.log"), world.now)
+    world.decider.handle(RankExited(1, world.state.epoch, 1, 1, "device", 5, "", "a.log"), world.now)
     world.exit_all("killed", -9)
     assert 1 not in world.state.placement and world.state.layout.shares == ()
 
@@ -209,7 +209,7 @@ def test_a_stop_that_is_asked_for_meanwhile_stops() -> None:
     world.train(100)
     world.exit_all = lambda cause, code: None  # type: ignore[method-assign]
     world.train(15, node_1_is_slow)
-    world.decider.hear(StopAsked(0), world.now)
+    world.decider.handle(StopAsked(0), world.now)
     World.exit_all(world, "turned", 75)
     assert world.state.outcome == "interrupted"
 
@@ -220,7 +220,7 @@ def test_a_fault_meanwhile_is_a_fault() -> None:
     world.exit_all = lambda cause, code: None  # type: ignore[method-assign]
     world.train(15, node_1_is_slow)
     killed = RankExited(2, world.state.epoch, 2, -9, "killed", 5, "", "a.log")
-    assert kinds(world.decider.hear(killed, world.now)) == ["ReportFault", "StopRanks"]
+    assert kinds(world.decider.handle(killed, world.now)) == ["ReportFault", "StopRanks"]
     World.exit_all(world, "turned", 75)
     assert isinstance(world.actions[-1], StartAttempt) and not world.state.turning
 

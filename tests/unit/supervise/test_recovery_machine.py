@@ -110,8 +110,8 @@ class Cluster(RuleBasedStateMachine):
 
     # The driver
 
-    def hear(self, observation: Any) -> None:
-        self.act(self.decider.hear(observation, self.now))
+    def handle(self, observation: Any) -> None:
+        self.act(self.decider.handle(observation, self.now))
 
     def act(self, actions: list[PolicyAction]) -> None:
         """Journal, then act; the driver may die before either, and the next one reads the journal."""
@@ -205,7 +205,7 @@ class Cluster(RuleBasedStateMachine):
     def leave(self, number: int) -> None:
         """Its connection is lost; a driver that is held up hears of it when it goes on."""
         if self.now >= self.held_until:
-            self.hear(NodeLeft(number))
+            self.handle(NodeLeft(number))
         else:
             self.nodes[number].sent.insert(0, (self.now, NodeLeft(number)))
 
@@ -312,7 +312,7 @@ class Cluster(RuleBasedStateMachine):
         while node.sent and node.sent[0][0] <= self.now and self.nodes[node.number] is node:
             told = node.sent.pop(0)[1]
             node.linked |= isinstance(told, NodeJoined)
-            self.hear(told)
+            self.handle(told)
 
     def train(self, node: Node) -> None:
         """A step a second, where all ranks of the attempt are at work."""
@@ -443,7 +443,7 @@ class Cluster(RuleBasedStateMachine):
             self.stop_asked = True
             for node in self.nodes.values():
                 node.stop_asked = True
-            self.hear(StopAsked(-1))
+            self.handle(StopAsked(-1))
 
     @invariant()
     def the_journal_can_be_read(self) -> None:

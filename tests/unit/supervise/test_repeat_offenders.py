@@ -79,8 +79,8 @@ def joined(node: int, machine: str, by: str) -> NodeJoined:
 def test_an_evicted_machine_is_remembered_and_left_out_of_the_run() -> None:
     world = World(nodes=2, spares=-2)
     for node in range(3):
-        world.hear(joined(node, f"rack{node}", f"rack{node}:{node}"))
-    world.hear(EvictionAsked(1, "ann@desk", "", False))
+        world.handle(joined(node, f"rack{node}", f"rack{node}:{node}"))
+    world.handle(EvictionAsked(1, "ann@desk", "", False))
     (evicted, _) = world.all_exit(code=3, cause="turned")
     assert isinstance(evicted, Evict) and (evicted.machine, evicted.accused) == ("rack1", "person")
     assert "asked for by a person" in world.decider.why_left_out(joined(1, "rack1", "rack1:99"))
@@ -92,8 +92,8 @@ def test_a_machine_with_several_nodes_is_not_accused_for_one_of_them() -> None:
     for machine in ("", "rack0"):
         world = World(nodes=2, spares=-2)
         for node in range(3):
-            world.hear(joined(node, machine, f"rack0:{node}"))
-        world.hear(EvictionAsked(1, "ann@desk", "", False))
+            world.handle(joined(node, machine, f"rack0:{node}"))
+        world.handle(EvictionAsked(1, "ann@desk", "", False))
         (evicted, _) = world.all_exit(code=3, cause="turned")
         assert isinstance(evicted, Evict) and evicted.machine == ""
         assert world.decider.why_left_out(joined(1, machine, "rack0:1"))
@@ -102,7 +102,7 @@ def test_a_machine_with_several_nodes_is_not_accused_for_one_of_them() -> None:
 
 def test_a_node_that_was_only_lost_may_come_back() -> None:
     world = World(nodes=1, spares=-1)
-    world.hear(joined(0, "rack0", "rack0:1"))
+    world.handle(joined(0, "rack0", "rack0:1"))
     world.wait(5)
     assert any(isinstance(action, Evict) for action in world.actions)
     assert world.decider.state.left_out == {}

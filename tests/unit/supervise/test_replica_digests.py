@@ -17,7 +17,7 @@ FOUR = ((0, 1, 2, 3),)
 
 def told(replicas: ReplicaDigests, step: int, values: dict[int, int]) -> ReplicaDifference | None:
     for rank, value in values.items():
-        replicas.saw(rank, [Digest(step, value)])
+        replicas.observe(rank, [Digest(step, value)])
     return replicas.find_difference()
 
 
@@ -43,7 +43,7 @@ def test_two_against_two_are_four_suspects() -> None:
 def test_digests_of_different_steps_are_never_compared() -> None:
     replicas = ReplicaDigests(FOUR)
     for rank in range(4):
-        replicas.saw(rank, [Digest(10 * (rank + 1), rank)])
+        replicas.observe(rank, [Digest(10 * (rank + 1), rank)])
     assert replicas.find_difference() is None and replicas.agreed == -1
 
 
@@ -60,14 +60,14 @@ def test_the_earliest_difference_is_told_and_nothing_after_it_counts_as_agreed()
     replicas = ReplicaDigests(FOUR)
     for step, odd in ((10, 1), (20, 5), (30, 1)):
         for rank in range(4):
-            replicas.saw(rank, [Digest(step, odd if rank == 3 else 1)])
+            replicas.observe(rank, [Digest(step, odd if rank == 3 else 1)])
     assert replicas.find_difference() == ReplicaDifference(20, (3,), (0, 1, 2)) and replicas.agreed == 10
 
 
 def test_steps_that_never_become_complete_are_forgotten() -> None:
     replicas = ReplicaDigests(FOUR)
     for step in range(10_000):
-        replicas.saw(0, [Digest(step, 1)])
+        replicas.observe(0, [Digest(step, 1)])
         replicas.find_difference()
     assert len(replicas._values) <= 65
 
@@ -78,7 +78,7 @@ def test_healthy_ranks_in_any_order_and_with_any_gaps_are_never_told_to_differ(
 ) -> None:
     replicas = ReplicaDigests(((0, 1), (2, 3)))
     for rank, step in beats:
-        replicas.saw(rank, [Digest(step, 100 * (rank // 2) + step)])
+        replicas.observe(rank, [Digest(step, 100 * (rank // 2) + step)])
         assert replicas.find_difference() is None
 
 
@@ -108,7 +108,7 @@ def beat(world: World, step: int, values: dict[int, int], at: int | None = None)
         ranks = tuple(
             seen(rank, step=at or step + 1, digests=(Digest(step, values[rank]),)) for rank in placed
         )
-        actions += world.hear(Beat(node, world.epoch, 7, ranks))
+        actions += world.handle(Beat(node, world.epoch, 7, ranks))
     return actions
 
 
@@ -133,7 +133,7 @@ def test_the_limit_stays_until_ranks_train_again_and_no_longer() -> None:
     world.all_exit(step=23)
     (started,) = [one for one in world.all_exit(step=-1) if isinstance(one, StartAttempt)]
     assert started.newest_step == 10, "the last attempt ended before anything was loaded"
-    world.hear(Beat(0, world.epoch, 7, tuple(seen(rank, step=11) for rank in range(4))))
+    world.handle(Beat(0, world.epoch, 7, tuple(seen(rank, step=11) for rank in range(4))))
     (started,) = [one for one in world.all_exit(step=12) if isinstance(one, StartAttempt)]
     assert started.newest_step is None
 
@@ -157,7 +157,7 @@ def test_digests_of_another_attempt_count_for_nothing() -> None:
     beat(world, 10, same())
     world.exit(0)
     world.all_exit()
-    world.hear(Beat(0, 5, 7, tuple(seen(rank, digests=(Digest(10, rank),)) for rank in range(4))))
+    world.handle(Beat(0, 5, 7, tuple(seen(rank, digests=(Digest(10, rank),)) for rank in range(4))))
     assert beat(world, 10, same(3)) == [], "an attempt is compared with itself alone"
 
 
@@ -166,7 +166,7 @@ def test_what_ranks_had_not_told_when_they_ended_well_is_compared_before_the_run
     beat(world, 10, same())
     for rank in range(4):
         digest = (Digest(20, 9 if rank == 1 else 1),)
-        world.hear(RankExited(0, world.epoch, rank, 0, "done", 20, "", "a.log", digest))
+        world.handle(RankExited(0, world.epoch, rank, 0, "done", 20, "", "a.log", digest))
     blame, started = world.actions[-2:]
     assert (blame.cause, blame.rank) == ("corruption", 1)
     assert isinstance(started, StartAttempt) and started.newest_step == 10

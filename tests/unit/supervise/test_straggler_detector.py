@@ -40,7 +40,7 @@ class WatchedRun:
             self.now += 1.0
             step = int(self.now / self.step_seconds)
             rows = [self.row(rank, step, factor(rank, step)) for rank in range(self.world)]
-            if self.stragglers.saw(rows, self.now) and (found := self.stragglers.found()):
+            if self.stragglers.observe(rows, self.now) and (found := self.stragglers.found()):
                 return found
         return None
 
@@ -135,7 +135,7 @@ def test_the_first_steps_of_an_attempt_are_not_looked_at() -> None:
 
 def test_ranks_that_do_not_know_how_long_they_compute_are_not_compared() -> None:
     watched = WatchedRun()
-    assert not watched.stragglers.saw([watched.row(rank, 0, 1.0) for rank in range(8)], 1.0)
+    assert not watched.stragglers.observe([watched.row(rank, 0, 1.0) for rank in range(8)], 1.0)
 
 
 def test_with_an_order_of_nodes_ranks_are_where_the_grid_has_them() -> None:

@@ -75,8 +75,8 @@ def test_each_node_is_asked_for_its_own_and_a_lost_one_is_not_waited_for(tmp_pat
         answer = asyncio.create_task(traces.ask(asked(1, 2, 3, 4), state()))
         await asyncio.sleep(0)
         number = links[0].orders[0].number
-        traces.heard(Traced(0, number + 1, ("wrong",), (), ()))
-        traces.heard(Traced(0, number, ("traces/a",), ("fast",), ()))
+        traces.receive(Traced(0, number + 1, ("wrong",), (), ()))
+        traces.receive(Traced(0, number, ("traces/a",), ("fast",), ()))
         traces.left(1)
         return await asyncio.wait_for(answer, 5)
 

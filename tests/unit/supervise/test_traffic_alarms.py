@@ -44,9 +44,9 @@ class Wires(World):
             self.now += 1.0
             for node, traffic in self.traffic.items():
                 ranks: tuple[RankStatus, ...] = (seen(node, **self.ranks_as.get(node, {})),)
-                self.hear(Beat(node, self.epoch, 7, ranks, traffic=(traffic,)))
+                self.handle(Beat(node, self.epoch, 7, ranks, traffic=(traffic,)))
             for node in set(self.decider.nodes) - set(self.traffic):
-                self.hear(Beat(node, 0, 7, ()))
+                self.handle(Beat(node, 0, 7, ()))
             self._did(self.decider.due(self.now))
         return [one for one in self.actions[done:] if isinstance(one, Notice)]
 
@@ -314,7 +314,7 @@ def test_judging_the_links_of_many_nodes_costs_in_proportion_to_their_number() -
                 before = sys.gettrace()
                 sys.settrace(count if second == 7 and node == nodes - 1 else before)
                 try:
-                    assert list(traffic.heard(beat, 1.0 + second)) == []
+                    assert list(traffic.observe(beat, 1.0 + second)) == []
                 finally:
                     sys.settrace(before)
         return steps

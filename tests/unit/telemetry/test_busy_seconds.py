@@ -51,7 +51,7 @@ def test_a_page_tells_how_long_a_rank_computed_and_asks_it_to_end() -> None:
         row.step(1)
         row.step_done(0.25)
     assert page.read(1).busy_ns == 250_000_000 and not rows[1].turns
-    page.turn(1)
+    page.request_restart(1)
     assert [row.turns for row in rows] == [False, True]
     rows[1].step(2)
     assert rows[1].turns and page.read(1).busy_ns == 250_000_000

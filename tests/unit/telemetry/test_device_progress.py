@@ -135,7 +135,7 @@ def test_a_gpu_that_computes_slowly_is_found_by_its_own_seconds() -> None:
             RankStatus(rank, 1, "S", "step", "", step, 1, 1, 0.0, 1.0, look.busy_ns / 1e9)
             for rank, look in enumerate(looks)
         ]
-        stragglers.saw(seen, float(step))
+        stragglers.observe(seen, float(step))
     found = stragglers.found()
     assert found is not None and found.ranks == (1,) and found.ratio == pytest.approx(1.6)
 

@@ -26,7 +26,7 @@ def test_all_ranks_hear_what_the_first_ones_clock_says(at):
 
     def step(*stops: bool) -> list[tuple[bool, bool, bool]]:
         total = sum(clock.signal(stop) for clock, stop in zip(clocks, stops, strict=True))
-        asked = [clock.hear(total) for clock in clocks]
+        asked = [clock.receive(total) for clock in clocks]
         return [(a, c.save_due, c.memory_due) for a, c in zip(asked, clocks, strict=True)]
 
     assert step(False, False, False) == [(False, False, True)] * 3
@@ -45,9 +45,9 @@ def test_all_ranks_hear_what_the_first_ones_clock_says(at):
 def test_without_minutes_only_steps_count_and_without_seconds_every_step_is_kept(at):
     clock = SaveClock(CheckpointConfig(memory_seconds=0), decides=True)
     at(1e9)
-    assert not clock.hear(clock.signal(False)) and clock.memory_due and not clock.save_due
+    assert not clock.receive(clock.signal(False)) and clock.memory_due and not clock.save_due
     clock.taken(SnapshotPurpose())
-    clock.hear(clock.signal(False))
+    clock.receive(clock.signal(False))
     assert clock.memory_due
 
 
@@ -56,7 +56,7 @@ def test_what_replicas_agreed_on_reaches_all_ranks_with_the_sum_and_stays() -> N
     assert all(clock.agreed_step == -1 for clock in clocks)
     for told, known in ((-1, -1), (0, 0), (2**28, 2**28), (-1, 2**28)):
         total = sum(clock.signal(rank == 2, told if rank == 0 else -1) for rank, clock in enumerate(clocks))
-        assert [clock.hear(total) for clock in clocks] == [True] * 3, "somebody asks to stop"
+        assert [clock.receive(total) for clock in clocks] == [True] * 3, "somebody asks to stop"
         assert all(clock.agreed_step == known for clock in clocks)
 
 
@@ -64,5 +64,5 @@ def test_the_end_of_an_attempt_reaches_all_ranks_beside_everything_else() -> Non
     clocks = [SaveClock(CheckpointConfig(), decides=rank == 0) for rank in range(3)]
     for turn in (False, True):
         total = sum(clock.signal(rank == 1, 2**28, turn=turn) for rank, clock in enumerate(clocks))
-        assert [clock.hear(total) for clock in clocks] == [True] * 3
-        assert all((clock.turn_due, clock.agreed_step) == (turn, 2**28) for clock in clocks)
+        assert [clock.receive(total) for clock in clocks] == [True] * 3
+        assert all((clock.restart_due, clock.agreed_step) == (turn, 2**28) for clock in clocks)

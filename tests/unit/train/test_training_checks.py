@@ -34,13 +34,13 @@ def checks_of(groups: Groups, row: ProgressRow, *overrides: str) -> tuple[Traini
 
 @pytest.mark.parametrize("seed", range(3))
 def test_checks_take_a_thousandth_of_the_time_whatever_they_cost(groups, monkeypatch, seed):
-    now, luck = [1000.0], random.Random(seed)
+    now, random_generator = [1000.0], random.Random(seed)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     checks, events = checks_of(groups, ProgressRow.unseen(), "train.validate_every=10", "checkpoint.every=7")
 
     def slow() -> bool:
-        now[0] += luck.choice([0.002, 0.005, 0.05])
+        now[0] += random_generator.choice([0.002, 0.005, 0.05])
         return True
 
     checks._checks = dict.fromkeys(checks._checks, slow)

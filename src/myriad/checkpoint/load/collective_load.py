@@ -106,7 +106,7 @@ def load_candidate(
         blocks, lost = plan_blocks(candidate.parts, wanted, world.ranks_of_node, excluded, near_files=near)
         if lost:
             return result
-        bad = _LoadPass(candidate, shards, needs, world).go(blocks)
+        bad = _LoadPass(candidate, shards, needs, world).run(blocks)
         found = world.gather(bad, list[BadPart])
         if not any(found):
             result.good = True
@@ -146,7 +146,7 @@ class _LoadPass:
         self._candidate, self._rectangles, self._needs, self._world = candidate, shards, needs, world
         self._bad: list[BadPart] = []
 
-    def go(self, blocks: Sequence[ReadBlock]) -> list[BadPart]:
+    def run(self, blocks: Sequence[ReadBlock]) -> list[BadPart]:
         """Read, send, receive and fill. Return the bad parts among those that this rank read."""
         rank = self._world.rank
         mine = [block for block in blocks if rank in block.ranks]

@@ -48,7 +48,7 @@ class _ServerSockets:
         self.server = SnapshotServer()
         self._lock = threading.Lock()
         self._ranks, self._grace_seconds = 0, _ALONE_SECONDS
-        self._said_bye = self._joined = self._flushed = self._is_ending = False
+        self._has_left = self._joined = self._flushed = self._is_ending = False
         self._last_change = time.monotonic()
         self._left = threading.Event()
         """Set when a rank disconnects; `stay` clears it."""
@@ -109,7 +109,7 @@ class _ServerSockets:
                 entry = self._answer_rank(wire, message, payload, entry)
                 message, payload, _ = wire.receive()
             with self._lock:
-                self._said_bye |= entry is not None and self.server.is_present(entry)
+                self._has_left |= entry is not None and self.server.is_present(entry)
             wire.send({})
         finally:
             if entry is not None:
@@ -143,7 +143,7 @@ class _ServerSockets:
                 wire.send({"problem": str(error)})
                 return None
             with self._lock:
-                self._joined, self._said_bye, self._flushed = True, False, False
+                self._joined, self._has_left, self._flushed = True, False, False
             server.held_step = None
             wire.send({"num_bytes": entry.memory.num_bytes}, descriptors=[entry.descriptor])
         elif op == "configure":
@@ -201,7 +201,7 @@ class _ServerSockets:
 
     def _end_when_alone(self) -> None:
         with self._lock:
-            self._said_bye |= not self.server.has_ranks
+            self._has_left |= not self.server.has_ranks
 
     def _open(self, wire: Wire, message: Message) -> None:
         entry = self.server.find(message["attempt"], message["rank"], message["step"], message["copied"])
@@ -292,7 +292,7 @@ class _ServerSockets:
     def _is_over(self) -> bool:
         with self._lock:
             away = 0.0 if self._ranks else time.monotonic() - self._last_change
-            said_bye = self._said_bye
+            said_bye = self._has_left
         if not away or not self.server.is_idle:
             return False
         if said_bye:

@@ -318,7 +318,7 @@ def _report(
     again = f"{_program()} train {path}{' --oversubscribe' if oversubscribe else ''}"
     if not finished:
         if summary.held is not None:
-            _tell_held(console, summary.held, path, again)
+            _report_held(console, summary.held, path, again)
             return False
         console.print(_stopped(run, summary, again), markup=False, highlight=False, soft_wrap=True)
         return False
@@ -329,7 +329,7 @@ def _report(
     return True
 
 
-def _tell_held(console: "Console", held: dict[str, Any], path: str, again: str) -> None:
+def _report_held(console: "Console", held: dict[str, Any], path: str, again: str) -> None:
     """Print where the unstored state is, and the commands that store, resume or discard it."""
     servers = ", ".join(
         f"process {one.get('pid')} on {one.get('host')} (node {one.get('node')})"

@@ -41,7 +41,7 @@ class NameTable:
         """Return the phase of each of these names."""
         return self._phase_of_name[name_ids]
 
-    def see(self, phase_ids: npt.NDArray[Any]) -> None:
+    def add(self, phase_ids: npt.NDArray[Any]) -> None:
         """Record that spans of these phases exist."""
         self._seen.update(phase_ids.tolist())
 

@@ -286,7 +286,7 @@ class SpanStore:
         shape, size = (num_phases, width), num_phases * width
         totals, counts = np.bincount(cells, own, size), np.bincount(cells, minlength=size)
         block.add_seconds(first, totals.reshape(shape), counts.reshape(shape))
-        self.names.see(np.unique(np.flatnonzero(counts) // width))
+        self.names.add(np.unique(np.flatnonzero(counts) // width))
         ends = spans["start_ns"] + (spans["duration"] * 1e9).astype(np.int64)
         block.add_ends(spans["rank"], spans["start_ns"], ends)
         has_room = step >= self._oldest_spans

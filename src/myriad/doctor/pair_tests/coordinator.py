@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from myriad.doctor.pair_tests.pair_findings import Findings, GroupResult, PairRates, judge_groups
+from myriad.doctor.pair_tests.pair_findings import Findings, GroupResult, PairRates, evaluate_groups
 from myriad.doctor.pair_tests.pair_hosts import PairHost
 from myriad.doctor.pair_tests.pair_rounds import Pair, PairRounds, PairTestOutcome, Suspect, better
 from myriad.doctor.pair_tests.sealed_messages import (
@@ -266,7 +266,7 @@ class Coordinator:
             for rail in rails:
                 chosen = [group for group in groups if len(group) > 1]
                 rates = await asyncio.gather(*(self._collect(group, rail, backend) for group in chosen))
-                found += judge_groups(kind, rail, backend, [[names[n] for n in g] for g in chosen], rates)
+                found += evaluate_groups(kind, rail, backend, [[names[n] for n in g] for g in chosen], rates)
         return found, skipped
 
     def _backend(self, nodes: Sequence[int]) -> tuple[str, Sequence[str], list[str]]:

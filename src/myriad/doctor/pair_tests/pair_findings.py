@@ -26,7 +26,7 @@ __all__ = [
     "NamedSuspect",
     "PairRates",
     "classify_fault",
-    "judge_groups",
+    "evaluate_groups",
     "read_findings",
 ]
 
@@ -97,7 +97,7 @@ class GroupResult(Config):
         return f"{self.kind} ({few}{rail}, {self.backend})"
 
 
-def judge_groups(
+def evaluate_groups(
     kind: str, rail: str, backend: str, groups: Sequence[Sequence[str]], rates: Sequence[PatternRates | str]
 ) -> list[GroupResult]:
     """Judge all groups of a round: each against the best of the others, and its two patterns against each

@@ -172,7 +172,7 @@ class _Participant:
         """Take part in a collective test, in a process of its own; the answer has ``failed`` if it fails."""
         try:
             rail, rails, gpus = str(message["rail"]), _rails(), max(1, count_gpus())
-            seat = CollectiveRank(
+            spec = CollectiveRank(
                 rank=int(message["rank"]),
                 world=int(message["world"]),
                 host=self._nodes[int(message["first"]) % len(self._nodes)].host,
@@ -183,7 +183,7 @@ class _Participant:
                 gpu=rails.index(rail) * gpus // len(rails) if rail in rails else 0,
                 seconds=min(float(message["seconds"]), _MOST_SECONDS),
             )
-            return wait_for_rank(start_rank(seat), 20 * seat.seconds)
+            return wait_for_rank(start_rank(spec), 20 * spec.seconds)
         except (RunFailedError, OSError, KeyError, TypeError, ValueError, OverflowError) as error:
             return {"failed": str(error)[:300]}
 

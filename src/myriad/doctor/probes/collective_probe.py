@@ -74,32 +74,32 @@ class CollectiveRank:
     """Time for each pattern."""
 
 
-def environment_of(seat: CollectiveRank) -> dict[str, str]:
+def environment_of(spec: CollectiveRank) -> dict[str, str]:
     """Return the variables that bind a rank's traffic to its rail."""
-    if seat.backend == "gloo":
-        name = seat.rail or seat.interface
+    if spec.backend == "gloo":
+        name = spec.rail or spec.interface
         return {"GLOO_SOCKET_IFNAME": name} if name else {}
-    found = {"NCCL_SOCKET_IFNAME": f"={seat.interface}"} if seat.interface else {}
-    if ":" in seat.rail:
-        return found | {"NCCL_IB_HCA": f"={seat.rail}"}
-    if seat.rail:
-        return {"NCCL_SOCKET_IFNAME": f"={seat.rail}", "NCCL_IB_DISABLE": "1"}
+    found = {"NCCL_SOCKET_IFNAME": f"={spec.interface}"} if spec.interface else {}
+    if ":" in spec.rail:
+        return found | {"NCCL_IB_HCA": f"={spec.rail}"}
+    if spec.rail:
+        return {"NCCL_SOCKET_IFNAME": f"={spec.rail}", "NCCL_IB_DISABLE": "1"}
     return found
 
 
-def start_rank(seat: CollectiveRank) -> "subprocess.Popen[bytes]":
+def start_rank(spec: CollectiveRank) -> "subprocess.Popen[bytes]":
     """Start the process of a rank; `wait_for_rank` returns its result."""
     process = subprocess.Popen(
         [sys.executable, "-m", "myriad.doctor.probes.collective_probe", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment_of(seat)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment_of(spec)},
         start_new_session=True,
     )
     assert process.stdin is not None
     with suppress(OSError):
-        process.stdin.write(json.dumps(asdict(seat)).encode())
+        process.stdin.write(json.dumps(asdict(spec)).encode())
         process.stdin.close()
     process.stdin = None
     return process
@@ -133,15 +133,15 @@ def check_gpus_together() -> Iterator[Reading]:
         yield Reading(name=name, skipped="fewer than two GPUs" if count < 2 else "torch without NCCL")
         return
     hardware, port = f"gpu {torch.cuda.get_device_name(0)} x {count}", free_port("127.0.0.1")
-    seats = [
+    specs = [
         CollectiveRank(
             rank=gpu, world=count, host="127.0.0.1", port=port, backend="nccl", gpu=gpu, interface="lo"
         )
         for gpu in range(count)
     ]
-    processes = [start_rank(seat) for seat in seats]
+    processes = [start_rank(spec) for spec in specs]
     try:
-        answers = {rank: wait_for_rank(one, 20 * seats[0].seconds) for rank, one in enumerate(processes)}
+        answers = {rank: wait_for_rank(one, 20 * specs[0].seconds) for rank, one in enumerate(processes)}
     except RunFailedError as error:
         yield Reading(name=name, problem=f"NCCL among {count} GPUs failed: {error}")
         return
@@ -299,23 +299,23 @@ class _Clock:
         return max(1, num_bytes // 4 // world) * world
 
 
-def _run_rank(seat: CollectiveRank) -> dict[str, Any]:
+def _run_rank(spec: CollectiveRank) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    device = torch.device("cuda", seat.gpu) if seat.backend == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", spec.gpu) if spec.backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        seat.backend,
-        init_method=f"tcp://{seat.host}:{seat.port}",
-        rank=seat.rank,
-        world_size=seat.world,
+        spec.backend,
+        init_method=f"tcp://{spec.host}:{spec.port}",
+        rank=spec.rank,
+        world_size=spec.world,
         timeout=timedelta(seconds=_START_SECONDS),
     )
     try:
-        return measure_patterns(device, seat.seconds)
+        return measure_patterns(device, spec.seconds)
     finally:
         dist.destroy_process_group()
 

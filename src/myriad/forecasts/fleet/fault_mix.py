@@ -59,7 +59,7 @@ class DrawnFault:
     kind: FaultKindShare
     place: float
     """Position of the node among all, 0 to 1."""
-    luck: float
+    draw: float
     """Random number of the fault, 0 to 1."""
 
 

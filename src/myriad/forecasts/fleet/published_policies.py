@@ -55,7 +55,7 @@ def published_ledger(
         saved = inf if event.fault.kind.shows == "planned" else progress.done
         good = min(saved, inf if event.good_until is None else event.good_until)
         if good < inf:
-            progress.go_back(floor(good / policy.saved_every_seconds + _SOME) * policy.saved_every_seconds)
+            progress.roll_back(floor(good / policy.saved_every_seconds + _SOME) * policy.saved_every_seconds)
     _spend(progress, "training", seconds - progress.ledger.now, seconds, spares)
     return progress.ledger
 
@@ -70,7 +70,7 @@ def _unseen(event: _Event, policy: PublishedTimes, times: PolicyTimes, progress:
     good_until = inf if fault.kind.shows == "slow" else progress.done
     if fault.kind.shows == "slow":
         progress.slower_ratio = times.slower_ratio
-    found = fault.luck < policy.found_ratio
+    found = fault.draw < policy.found_ratio
     seconds = policy.seen_seconds["hang"] if found else times.unseen_seconds
     if fault.kind.shows == "slow" and not found:
         seconds += times.person_seconds  # who is slow can be found out while the run goes on
@@ -78,15 +78,15 @@ def _unseen(event: _Event, policy: PublishedTimes, times: PolicyTimes, progress:
 
 
 def _phases(event: _Event, policy: PublishedTimes, times: PolicyTimes) -> Iterator[tuple[Doing, float]]:
-    shows, luck = event.fault.kind.shows, event.fault.luck
+    shows, draw = event.fault.kind.shows, event.fault.draw
     if shows == "planned":
         yield "planned", times.save_seconds + policy.restart_seconds
         return
     if shows in _SILENT:
-        alone = luck < policy.found_ratio
+        alone = draw < policy.found_ratio
     else:
         yield "detecting", policy.seen_seconds[shows]  # type: ignore[index]
-        alone = luck < policy.alone_ratio
+        alone = draw < policy.alone_ratio
     if alone or shows != "slow":
         yield "diagnosing", policy.diagnosing_seconds
     if not alone and shows != "slow":

@@ -61,7 +61,7 @@ class RunProgress:
         """Return the progress at the newest durable checkpoint, given the progress now."""
         return floor(done / self._times.durable_seconds + _SOME) * self._times.durable_seconds
 
-    def go_back(self, done: float) -> None:
+    def roll_back(self, done: float) -> None:
         """Roll back to an earlier progress; the rest is lost."""
         if done < self.done:
             self.ledger.lose(self.done - done)

@@ -129,15 +129,15 @@ class VirtualCluster:
 
     # What the driver hears
 
-    def _hear_exit(self, node: int, code: int, cause: Cause, error: str) -> None:
+    def _on_rank_exit(self, node: int, code: int, cause: Cause, error: str) -> None:
         if node in self._alive and node not in self._silent and node in self._placement:
             rank, step = self._placement[node], self._work.step if self._is_up else -1
             ended = RankExited(node, self._epoch, rank, code, cause, step, error, "")
-            self._act(self._decider.hear(ended, self._now))
+            self._act(self._decider.handle(ended, self._now))
 
     def _join(self, node: int) -> None:
         joined = NodeJoined(node, 0, f"node-{node}", 1, 1, 1, (), (), False)
-        self._act(self._decider.hear(joined, self._now))
+        self._act(self._decider.handle(joined, self._now))
 
     def _row(self, node: int) -> RankStatus:
         """Return the progress row of a node's rank."""
@@ -159,7 +159,7 @@ class VirtualCluster:
         self._pass()
         for node in sorted(self._alive - set(self._silent)):
             ranks = (self._row(node),) if node in self._placement else ()
-            self._act(self._decider.hear(Beat(node, self._epoch, 1, ranks), self._now))
+            self._act(self._decider.handle(Beat(node, self._epoch, 1, ranks), self._now))
         self._act(self._decider.due(self._now))
 
     def _look(self) -> None:
@@ -206,10 +206,10 @@ class VirtualCluster:
         times, work = self._times, self._work
         if action.newest_step is not None:
             trusted = action.newest_step * times.step_seconds
-            work.go_back(work.durable(trusted) if replaced else trusted)  # copies on other nodes are newer
+            work.roll_back(work.durable(trusted) if replaced else trusted)  # copies on other nodes are newer
         elif not self._cold and not self._parted:
             every, trained = times.copies_every if replaced else times.memory_every, self._is_up
-            work.go_back(work.in_memory(every, trained=trained))
+            work.roll_back(work.in_memory(every, trained=trained))
         self._parted = False
         self._symptoms.heal()  # all replicas load the same: what differed is in all of them now, or in none
         self._symptoms.begin(work.step, action.layout.shares)
@@ -261,12 +261,12 @@ class VirtualCluster:
             self._do("restarting")
             self._parted = True
             for node in list(self._placement):
-                self._hear_exit(node, TURNED_CODE, "turned", "")
+                self._on_rank_exit(node, TURNED_CODE, "turned", "")
 
     def _end_ranks(self, epoch: int, code: int) -> None:
         for node in list(self._placement):
             if epoch == self._epoch == self._decider.state.epoch:
-                self._hear_exit(node, code, "killed" if code else "done", "")
+                self._on_rank_exit(node, code, "killed" if code else "done", "")
         if self._decider.state.phase == "gathering":
             self._do("waiting")
             self._look_again(_GATHER_SECONDS * self._patience)
@@ -300,7 +300,7 @@ class VirtualCluster:
         if then is not None:
             then()
         elif self._work.doing == "waiting":
-            self._work.go_back(self._work.durable(self._work.done))
+            self._work.roll_back(self._work.durable(self._work.done))
             self._wanted = True
         else:
             self._do("person")
@@ -310,7 +310,7 @@ class VirtualCluster:
         """A person has removed what is broken and starts the run again."""
         for node in {*self._silent, *(set(self._broken) & set(self._placement))}:
             self._repair(node)
-        self._work.go_back(self._work.durable(min(most_done, self._work.done)))
+        self._work.roll_back(self._work.durable(min(most_done, self._work.done)))
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -340,7 +340,7 @@ class VirtualCluster:
             return
         self._do(doing)
         self._after_end = partial(self._clock.after, pause, then)
-        self._act(self._decider.hear(StopAsked(next(iter(self._placement))), self._now))
+        self._act(self._decider.handle(StopAsked(next(iter(self._placement))), self._now))
         self._clock.after(self._times.save_seconds, partial(self._end_ranks, self._epoch, 0))
 
     # Faults
@@ -360,12 +360,12 @@ class VirtualCluster:
             self._broken[node] = kind
         if kind.shows in ("exit", "hang", "silent", "nan"):
             self._nan_step = self._work.step if kind.shows == "nan" else self._nan_step
-            wrong = fault.luck < self._times.culprit_wrong_ratio
+            wrong = fault.draw < self._times.culprit_wrong_ratio
             self._fail(node, kind, neighbour if wrong else node)
         elif kind.shows == "planned":
             self._stop("planned", 0.0, self._begin_run)
         else:
-            self._go_on_with(node, kind, fault.luck)
+            self._continue_with(node, kind, fault.draw)
 
     def _fail(self, node: int, kind: FaultKindShare, named: int) -> None:
         """A fault stops all ranks."""
@@ -390,9 +390,9 @@ class VirtualCluster:
             step, rank = self._work.step, self._placement[node]
             is_nan = cause == "nan"
             error = f"step {step}: loss is nan; first bad tensor is the loss, on rank {rank}"
-            self._hear_exit(node, code, cause, error if is_nan else cause)
+            self._on_rank_exit(node, code, cause, error if is_nan else cause)
 
-    def _go_on_with(self, node: int, kind: FaultKindShare, luck: float) -> None:
+    def _continue_with(self, node: int, kind: FaultKindShare, draw: float) -> None:
         """A silent fault: training continues. The decisions detect it by what ranks report, if that is
         possible; else a person notices it much later and stops the run."""
         times, good_until, seconds = self._times, inf, self._times.unseen_seconds
@@ -403,7 +403,7 @@ class VirtualCluster:
             self._slow_until = self._now + _COMPARED_SECONDS
             self._look_again(_BEAT_SECONDS)
             seconds += times.person_seconds  # who is slow can be found out while the run goes on
-        elif self._symptoms.replicas and luck < times.corrupt_shown_ratio:
+        elif self._symptoms.replicas and draw < times.corrupt_shown_ratio:
             self._shown.add(node)
             self._symptoms.differ(node, self._work.step)
             self._look_again(_BEAT_SECONDS)

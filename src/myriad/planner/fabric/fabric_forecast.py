@@ -58,10 +58,12 @@ class FabricDistribution:
 class FabricForecaster:
     """Forecasts on a cluster's fabric for several layouts."""
 
-    def __init__(self, cluster: Cluster, judge: Callable[[Costs], float], *, first_seed: int = 0) -> None:
-        """Prepare forecasts. ``judge``: simulates costs and returns seconds. Raises `BadInputError` where
-        there is no fabric."""
-        self.routes, self.judge = Routes(fabric_of(cluster)), judge
+    def __init__(
+        self, cluster: Cluster, iteration_seconds: Callable[[Costs], float], *, first_seed: int = 0
+    ) -> None:
+        """Prepare forecasts. ``iteration_seconds``: simulates costs and returns seconds. Raises
+        `BadInputError` where there is no fabric."""
+        self.routes, self.iteration_seconds = Routes(fabric_of(cluster)), iteration_seconds
         self.seeds = range(first_seed, first_seed + _SEEDS)
         self._known: RoutingCache = {}
 
@@ -83,7 +85,7 @@ class FabricForecaster:
         exposure = JobExposure(self.routes, [job], known=self._known)
         seconds, rings = [], []
         for number, draw in enumerate(exposure.draws(self.seeds), 1):
-            seconds += exposure.simulated(self.judge, draw)
+            seconds += exposure.simulated(self.iteration_seconds, draw)
             rings.append(1 / draw.slowdowns[0].slowest_ring)
             if progress:
                 progress(number, len(self.seeds))
@@ -93,7 +95,9 @@ class FabricForecaster:
         """Return the best node order found, by the mean seconds of an iteration, or the nodes in the order of
         their numbers where none is better. ``slower``: factor on the compute of single nodes."""
         nodes = list(range(num_slots(job.costs)))
-        order = optimised_order(job, nodes, self.routes, self.judge, slower=slower, known=self._known)
+        order = optimised_order(
+            job, nodes, self.routes, self.iteration_seconds, slower=slower, known=self._known
+        )
         plain = float(self.outlook(job).seconds.mean())
         seconds = plain if order == nodes else float(self.outlook(job, order).seconds.mean())
         return PlacementResult(tuple(order if seconds < plain else nodes), min(seconds, plain), plain)

@@ -67,7 +67,7 @@ def optimised_order(
     job: FabricJob,
     nodes: Sequence[int],
     routes: Routes,
-    judge: Callable[[Costs], float],
+    iteration_seconds: Callable[[Costs], float],
     *,
     queue_pairs: int = 1,
     routing: Routing = "ecmp",
@@ -85,7 +85,7 @@ def optimised_order(
     def seconds(order: _Ints) -> float:
         own_tenant = [job.at(rank_mapping(costs, routes, order))]
         moved = JobExposure(routes, own_tenant, queue_pairs=queue_pairs, routing=routing, known=known)
-        return float(np.mean(moved.seconds(judge, range(_SEEDS))))
+        return float(np.mean(moved.seconds(iteration_seconds, range(_SEEDS))))
 
     tried = [own, *_blocks(costs, own, routes)]
     best_placement = place_nodes(cluster, traffic_of(costs), slower, list(nodes))
@@ -159,7 +159,7 @@ class JobsOnFabric:
         self,
         jobs: Sequence[Costs],
         routes: Routes,
-        judge: Callable[[Costs], float],
+        iteration_seconds: Callable[[Costs], float],
         *,
         nodes: Sequence[Sequence[int]] | None = None,
         queue_pairs: int = 1,
@@ -167,7 +167,7 @@ class JobsOnFabric:
     ) -> None:
         """Prepare the jobs. ``nodes``: the nodes of each job; off: any. Raises `BadInputError` where there
         are too few nodes."""
-        self.routes, self.judge, self.nodes = routes, judge, nodes
+        self.routes, self.iteration_seconds, self.nodes = routes, iteration_seconds, nodes
         self.queue_pairs, self.routing = queue_pairs, routing
         self.sizes = [num_slots(costs) for costs in jobs]
         if sum(self.sizes) > routes.fabric.num_nodes:
@@ -206,7 +206,12 @@ class JobsOnFabric:
         given = self.nodes if self.nodes is not None else pack_jobs(self.sizes, near.set_of, near.pod_of)
         orders = (
             optimised_order(
-                job, own, self.routes, self.judge, queue_pairs=self.queue_pairs, routing=self.routing
+                job,
+                own,
+                self.routes,
+                self.iteration_seconds,
+                queue_pairs=self.queue_pairs,
+                routing=self.routing,
             )
             for job, own in zip(self.jobs, given, strict=True)
         )
@@ -220,7 +225,7 @@ class JobsOnFabric:
         for number, nodes in enumerate(arrangement.draws):
             exposure = self._exposure(nodes)
             for draw in exposure.draws(seeds[number * share : (number + 1) * share]):
-                rows.append(exposure.simulated(self.judge, draw))
+                rows.append(exposure.simulated(self.iteration_seconds, draw))
                 rings.append([1 / one.slowest_ring for one in draw.slowdowns])
                 shared.append(shared_ratio(self.routes.fabric, draw.paths["dp"], self.queue_pairs))
         moved = self._exposure(arrangement.nodes).jobs

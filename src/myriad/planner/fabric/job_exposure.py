@@ -307,15 +307,15 @@ class JobExposure:
         """Return one draw for each seed, or a single one where the routing is deterministic."""
         return map(self.draw, seeds if self.is_drawn else seeds[:1])
 
-    def seconds(self, judge: Callable[[Costs], float], seeds: Sequence[int]) -> Numbers:
-        """Return the seconds of an iteration, ``[seed, job]``. ``judge``: simulates costs and returns
-        seconds."""
-        return np.array([self.simulated(judge, draw) for draw in self.draws(seeds)])
+    def seconds(self, iteration_seconds: Callable[[Costs], float], seeds: Sequence[int]) -> Numbers:
+        """Return the seconds of an iteration, ``[seed, job]``. ``iteration_seconds``: simulates costs and
+        returns seconds."""
+        return np.array([self.simulated(iteration_seconds, draw) for draw in self.draws(seeds)])
 
-    def simulated(self, judge: Callable[[Costs], float], draw: HashDraw) -> list[float]:
+    def simulated(self, iteration_seconds: Callable[[Costs], float], draw: HashDraw) -> list[float]:
         """Return the seconds of an iteration of each job under one draw."""
         pairs = zip(self.jobs, draw.slowdowns, strict=True)
-        return [judge(fabric_costs(job, slowdown)) for job, slowdown in pairs]
+        return [iteration_seconds(fabric_costs(job, slowdown)) for job, slowdown in pairs]
 
 
 def fabric_costs(job: FabricJob, slowdown: TransferSlowdown) -> FabricCosts:

@@ -182,7 +182,7 @@ class PlacementCost:
         _, kinds = np.unique(np.stack([self.inverse, self.slower, switch]), axis=1, return_inverse=True)
         return np.asarray(kinds, dtype=np.intp).reshape(-1)
 
-    def judge(self, orders: Orders) -> OrderScores:
+    def score(self, orders: Orders) -> OrderScores:
         """Return the scores of orders; ``orders[k, slot]`` is the node in a slot."""
         step = max(1, _AT_ONCE // self.traffic.num_slots)
         found = [self._judge(orders[first : first + step]) for first in range(0, len(orders), step)]

@@ -74,7 +74,7 @@ def placed_seconds(
 ) -> float:
     """Return the seconds of an iteration that depend on the node order. ``slower``: factor on the compute of
     single nodes."""
-    return float(PlacementCost(cluster, traffic, slower or {}).judge(np.array([order])).seconds[0])
+    return float(PlacementCost(cluster, traffic, slower or {}).score(np.array([order])).seconds[0])
 
 
 def place_nodes(
@@ -88,11 +88,11 @@ def place_nodes(
     fabric = PlacementCost(cluster, traffic, slower or {}, nodes)
     count = traffic.num_slots
     plain = np.arange(count)
-    least = first = float(fabric.judge(plain[None]).seconds[0])
+    least = first = float(fabric.score(plain[None]).seconds[0])
     best = plain
     if count == len(fabric.slower) and fabric.kinds.max() > 0:
         order = try_every_order(fabric) if count <= _EVERY_ORDER else search_orders(fabric)
-        seconds = float(fabric.judge(order[None]).seconds[0])
+        seconds = float(fabric.score(order[None]).seconds[0])
         if seconds < least * _CLEARLY:
             best, least = order, seconds
     return PlacementResult(tuple(map(int, best)), least, first)
@@ -101,19 +101,19 @@ def place_nodes(
 def try_every_order(fabric: PlacementCost) -> Orders:
     """Return the best of all orders."""
     orders = np.array(list(permutations(range(fabric.traffic.num_slots))))
-    result: Orders = orders[np.argmin(fabric.judge(orders).seconds)]
+    result: Orders = orders[np.argmin(fabric.score(orders).seconds)]
     return result
 
 
 def search_orders(fabric: PlacementCost) -> Orders:
     """Return the best order that starts, exchanges and restarts find."""
     starts = np.array(list(block_orders(fabric)))
-    slopes = fabric.judge(starts).slope
+    slopes = fabric.score(starts).slope
     search = _Search(fabric)
     ends = [search.improved(order, _FIRST_ROUNDS) for order in starts[np.argsort(slopes)[:_STARTS]]]
-    last = search.improved(ends[int(np.argmin(fabric.judge(np.array(ends)).slope))], _ROUNDS)
+    last = search.improved(ends[int(np.argmin(fabric.score(np.array(ends)).slope))], _ROUNDS)
     found = np.array([*ends, last])
-    best: Orders = found[np.argmin(fabric.judge(found).seconds)]
+    best: Orders = found[np.argmin(fabric.score(found).seconds)]
     return search.restarted(best) if search.tries_all else best
 
 
@@ -170,7 +170,7 @@ class _Search:
 
     def improved(self, order: Orders, rounds: int) -> Orders:
         """Exchange nodes until no exchange that is tried improves the order."""
-        slope, failures = float(self.fabric.judge(order[None]).slope[0]), 0
+        slope, failures = float(self.fabric.score(order[None]).slope[0]), 0
         for _ in range(rounds):
             tried, slopes = self._round(order, slope)
             if len(slopes) and slopes.min() < slope * _CLEARLY:
@@ -183,13 +183,13 @@ class _Search:
 
     def restarted(self, order: Orders) -> Orders:
         """Return the best order that restarts near ``order`` find, or ``order`` itself."""
-        least = float(self.fabric.judge(order[None]).seconds[0])
+        least = float(self.fabric.score(order[None]).seconds[0])
         for _ in range(_RESTARTS):
             changed = order.copy()
             for i, j in self.draw.integers(0, len(order), (_RANDOM_EXCHANGES, 2)):
                 changed[[i, j]] = changed[[j, i]]
             changed = self.improved(changed, _FIRST_ROUNDS)
-            seconds = float(self.fabric.judge(changed[None]).seconds[0])
+            seconds = float(self.fabric.score(changed[None]).seconds[0])
             if seconds < least * _CLEARLY:
                 order, least = changed, seconds
             if self.left < 0:
@@ -207,7 +207,7 @@ class _Search:
 
     def _slopes(self, orders: Orders) -> Numbers:
         self.left -= orders.size
-        return self.fabric.judge(orders).slope if len(orders) else np.empty(0)
+        return self.fabric.score(orders).slope if len(orders) else np.empty(0)
 
     def _pairs(self, order: Orders) -> Orders:
         """Return pairs of slots whose nodes differ."""

@@ -74,7 +74,7 @@ class _CoreShare:
 
     compute_speed: float
     """Speed of each rank that computes."""
-    trip_speed: float
+    transfer_speed: float
 
 
 class _SharingRun(CostModelRun):
@@ -94,7 +94,7 @@ class _SharingRun(CostModelRun):
         tensor = tensor_group(costs.cluster, float(tp))
         self.tensor_busy_ratio = min(1.0, float(tensor.busy_ratio))
         self.jobs: dict[int, _RunningAction] = {}
-        self.trips: list[_InFlightTransfer] = []
+        self.transfers: list[_InFlightTransfer] = []
         """Transfers in flight."""
         self.streams: defaultdict[Hashable, deque[_InFlightTransfer]] = defaultdict(deque)
         """Queue of transfers of each stream; the first one is in flight."""
@@ -117,9 +117,9 @@ class _SharingRun(CostModelRun):
         """Advance to the next event and return its time."""
         cores = self._cores()
         computing = {lane: self._compute_speed(lane, cores) for lane in self.jobs}
-        travelling = {trip: self._trip_speed(trip, cores) for trip in self.trips}
+        travelling = {transfer: self._transfer_speed(transfer, cores) for transfer in self.transfers}
         computed = {lane: now + job.left / computing[lane] for lane, job in self.jobs.items()}
-        arrived = {trip: now + trip.left / travelling[trip] for trip in self.trips}
+        arrived = {transfer: now + transfer.left / travelling[transfer] for transfer in self.transfers}
         ends = [*computed.values(), *arrived.values(), *(event[0] for event in self.events[:1])]
         assert ends, "the checker proved that no rank waits forever"
         time = max(now, min(ends))
@@ -127,10 +127,10 @@ class _SharingRun(CostModelRun):
             self.jobs[lane].left = (end - time) * computing[lane]
             if end <= time:
                 self._computed(lane, self.jobs.pop(lane), time)
-        for trip, end in arrived.items():
-            trip.left = (end - time) * travelling[trip]
+        for transfer, end in arrived.items():
+            transfer.left = (end - time) * travelling[transfer]
             if end <= time:
-                self._arrived(trip, time)
+                self._arrived(transfer, time)
         while self.events and self.events[0][0] <= time:
             lane = heapq.heappop(self.events)[1]
             self.asleep.discard(lane)
@@ -145,26 +145,26 @@ class _SharingRun(CostModelRun):
         num_ranks: Counter[int] = Counter()
         for lane in self.jobs:
             num_ranks.update(self.ranks_on[lane])
-        num_trips: Counter[int] = Counter()
+        num_transfers: Counter[int] = Counter()
         needed: defaultdict[int, float] = defaultdict(float)
         missed: defaultdict[int, float] = defaultdict(float)
-        for trip in self.trips:
-            for lane in trip.lanes:
+        for transfer in self.transfers:
+            for lane in transfer.lanes:
                 for core, count in self.ranks_on[lane].items():
-                    num_trips[core] += count
-                    needed[core] += count * min(1.0, trip.busy_ratio)
-                    missed[core] += count * trip.busy_ratio
+                    num_transfers[core] += count
+                    needed[core] += count * min(1.0, transfer.busy_ratio)
+                    missed[core] += count * transfer.busy_ratio
         return {
-            core: _share(num_ranks[core], num_trips[core], needed[core], missed[core])
-            for core in num_ranks.keys() | num_trips.keys()
+            core: _share(num_ranks[core], num_transfers[core], needed[core], missed[core])
+            for core in num_ranks.keys() | num_transfers.keys()
         }
 
     def _compute_speed(self, lane: int, cores: Mapping[int, _CoreShare]) -> float:
         """Return the compute speed of the slowest of the lane's ranks."""
         return min(self.core_speeds[core] * cores[core].compute_speed for core in self.ranks_on[lane])
 
-    def _trip_speed(self, trip: _InFlightTransfer, cores: Mapping[int, _CoreShare]) -> float:
-        return min(cores[core].trip_speed for lane in trip.lanes for core in self.ranks_on[lane])
+    def _transfer_speed(self, transfer: _InFlightTransfer, cores: Mapping[int, _CoreShare]) -> float:
+        return min(cores[core].transfer_speed for lane in transfer.lanes for core in self.ranks_on[lane])
 
     def _computed(self, lane: int, job: _RunningAction, now: float) -> None:
         self._finish(lane, job.action, job.begin, now + job.idle)
@@ -224,34 +224,34 @@ class _SharingRun(CostModelRun):
 
         self._set_off(_InFlightTransfer(way, seconds, float(self.costs.pipeline.busy_ratio), [way], land))
 
-    def _set_off(self, trip: _InFlightTransfer) -> None:
+    def _set_off(self, transfer: _InFlightTransfer) -> None:
         """Start a transfer, or queue it behind the earlier transfers of its streams."""
-        for stream in trip.streams:
-            self.streams[stream].append(trip)
-        self._begin_if_first(trip)
+        for stream in transfer.streams:
+            self.streams[stream].append(transfer)
+        self._begin_if_first(transfer)
 
-    def _begin_if_first(self, trip: _InFlightTransfer) -> None:
-        if all(self.streams[stream][0] is trip for stream in trip.streams):
-            self.trips.append(trip)
+    def _begin_if_first(self, transfer: _InFlightTransfer) -> None:
+        if all(self.streams[stream][0] is transfer for stream in transfer.streams):
+            self.transfers.append(transfer)
 
-    def _arrived(self, trip: _InFlightTransfer, now: float) -> None:
-        self.trips.remove(trip)
+    def _arrived(self, transfer: _InFlightTransfer, now: float) -> None:
+        self.transfers.remove(transfer)
         followers = []
-        for stream in trip.streams:
+        for stream in transfer.streams:
             self.streams[stream].popleft()
             followers += list(self.streams[stream])[:1]
         for follower in dict.fromkeys(followers):
             self._begin_if_first(follower)
-        trip.land(now)
+        transfer.land(now)
 
 
-def _share(num_ranks: int, num_trips: int, needed: float, missed: float) -> _CoreShare:
+def _share(num_ranks: int, num_transfers: int, needed: float, missed: float) -> _CoreShare:
     """Return the split of a core between ``num_ranks`` computing ranks and transfers that need ``needed`` of
     its time. Transfers get at most their fair share. Compute loses ``missed / needed`` times that share,
     because transfers also use the caches."""
     if needed == 0:
         return _CoreShare(1 / max(1, num_ranks), 1.0)
-    fair = num_trips / (num_trips + num_ranks)
+    fair = num_transfers / (num_transfers + num_ranks)
     taken = min(needed, fair)
     left = max(_LEAST_SPEED, 1 - taken * missed / needed)
     return _CoreShare(left / max(1, num_ranks), min(1.0, taken / needed))

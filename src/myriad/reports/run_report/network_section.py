@@ -74,7 +74,7 @@ class _RunOnFabric:
         return costs_of(self.job, self.cluster)
 
     @cached_property
-    def judge(self) -> "Callable[[Costs], float]":
+    def iteration_seconds(self) -> "Callable[[Costs], float]":
         """Function that simulates costs and returns the seconds of an iteration."""
         from myriad.planner import SimulationCache
 
@@ -83,7 +83,7 @@ class _RunOnFabric:
     @cached_property
     def plain_seconds(self) -> float:
         """Seconds of an iteration without switches."""
-        return self.judge(self.costs)
+        return self.iteration_seconds(self.costs)
 
     @cached_property
     def routes(self) -> "Routes":
@@ -99,7 +99,7 @@ class _RunOnFabric:
 
         order = nodes_of(self.job, self.cluster)
         given = None if order is None else [order]
-        return JobsOnFabric([self.costs], self.routes, self.judge, nodes=given)
+        return JobsOnFabric([self.costs], self.routes, self.iteration_seconds, nodes=given)
 
     @cached_property
     def arrangement(self) -> "JobArrangement":
@@ -111,8 +111,8 @@ class _RunOnFabric:
         from myriad.planner.fabric.busiest_axis import BusiestAxis
         from myriad.planner.fabric.fabric_placement import rank_mapping
 
-        seats = rank_mapping(self.costs, self.routes, self.arrangement.nodes[0])
-        return BusiestAxis(self.on_fabric.jobs[0].at(seats))
+        mapping = rank_mapping(self.costs, self.routes, self.arrangement.nodes[0])
+        return BusiestAxis(self.on_fabric.jobs[0].at(mapping))
 
     @cached_property
     def habits(self) -> "FlapScenario":

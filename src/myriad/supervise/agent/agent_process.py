@@ -23,7 +23,7 @@ _MOST_RANKS = 512
 
 
 def run_node(
-    path: Path, node: int, threads: int, command: Sequence[str] = (), lonely_seconds: float | None = None
+    path: Path, node: int, threads: int, command: Sequence[str] = (), unattended_seconds: float | None = None
 ) -> str | None:
     """Run the node agent until the driver reports that the run is over. Return the problem, or ``None``."""
     page, rings = ProgressPage(_MOST_RANKS), SpanRings(_MOST_RANKS)
@@ -37,7 +37,7 @@ def run_node(
         start_snapshot_server(node_server_name(path), Run(path).logs_path / f"keeper-{node}.log")
     from myriad.supervise.agent.node_agent import run_agent
 
-    return run_agent(Run(path), node, page, rings, warm, start_warm, lonely_seconds=lonely_seconds)
+    return run_agent(Run(path), node, page, rings, warm, start_warm, unattended_seconds=unattended_seconds)
 
 
 def main(arguments: list[str]) -> int:

@@ -76,7 +76,7 @@ class GpuWarnings:
     def __init__(self) -> None:
         self._devices: dict[str, _Device] = {}
 
-    def saw(self, states: Sequence[DeviceState]) -> list[DeviceWarning]:
+    def observe(self, states: Sequence[DeviceState]) -> list[DeviceWarning]:
         """Return what has begun or ended since the last poll."""
         found: list[DeviceWarning] = []
         for state in states:
@@ -205,7 +205,7 @@ class DeviceChanges:
         words = f"the devices' driver cannot be asked: {problem}"
         return [DeviceChange(-1, "unknown", words)] if self._failures == _FAILURES else []
 
-    def saw(self, states: Sequence[DeviceState]) -> list[DeviceChange]:
+    def observe(self, states: Sequence[DeviceState]) -> list[DeviceChange]:
         """Return what has changed since the last states."""
         if self._known and not any(not state.lost for state in states) and not any(s.lost for s in states):
             return self.failed("it names no device any more")
@@ -261,8 +261,8 @@ def _poll(provider: DeviceProvider, news: DeviceChanges, warnings: GpuWarnings) 
     except (OSError, subprocess.SubprocessError) as error:
         return {"news": [asdict(one) for one in news.failed(str(error))], "warnings": [], "devices": []}
     return {
-        "news": [asdict(one) for one in news.saw(states)],
-        "warnings": [asdict(one) for one in warnings.saw(states)],
+        "news": [asdict(one) for one in news.observe(states)],
+        "warnings": [asdict(one) for one in warnings.observe(states)],
         "devices": [
             {"device": state.index, "name": state.name, **state.vitals.model_dump(exclude_none=True)}
             for state in states

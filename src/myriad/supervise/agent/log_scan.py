@@ -294,11 +294,11 @@ def main(arguments: list[str]) -> int:
                 return 0
             *lines, text = (text + data).split(b"\n")
             for line in lines:
-                scanner = _obey(scanner, json.loads(line), kernel)
+                scanner = _read_commands(scanner, json.loads(line), kernel)
         _report(scanner.poll(time.monotonic()))
 
 
-def _obey(scanner: LogScanner, order: dict[str, Any], kernel: Path) -> LogScanner:
+def _read_commands(scanner: LogScanner, order: dict[str, Any], kernel: Path) -> LogScanner:
     if "patterns" in order:
         return LogScanner(LogPatterns(order["patterns"], order["ignore"]), kernel)
     files = [(int(rank), Path(path)) for rank, path in order["files"]]

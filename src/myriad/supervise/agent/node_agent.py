@@ -91,11 +91,11 @@ def run_agent(
     warm: ForkServer,
     start_warm: Callable[[], ForkServer],
     *,
-    lonely_seconds: float | None = None,
+    unattended_seconds: float | None = None,
 ) -> str | None:
     """Run the agent until the driver reports that the run is over, or until SIGTERM. Return the problem, or
-    ``None``. ``lonely_seconds``: how long an agent without ranks waits for a driver before `DriverLostError`
-    is raised. ``None``: without limit, because its launcher ends it."""
+    ``None``. ``unattended_seconds``: how long an agent without ranks waits for a driver before
+    `DriverLostError` is raised. ``None``: without limit, because its launcher ends it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     clocks = ClockComparison(node)
     spans = NodeSpans(run, node, rings, clocks.offset)
@@ -105,14 +105,14 @@ def run_agent(
         RankProcesses(run, node, page, spans, warm, start_warm),
         clocks,
         LinkMonitor(run, node, page),
-        lonely_seconds,
+        unattended_seconds,
     )
     try:
         asyncio.run(executor.live())
     finally:
         executor.rank_processes.close()
         executor.monitor.close()
-    if executor.lonely:
+    if executor.is_unattended:
         raise DriverLostError(executor.problem)
     return executor.problem
 
@@ -127,7 +127,7 @@ class NodeAgent:
         rank_processes: RankProcesses,
         clocks: ClockComparison,
         monitor: LinkMonitor,
-        lonely_seconds: float | None,
+        unattended_seconds: float | None,
     ) -> None:
         self._run, self._node, self.rank_processes, self._clocks, self.monitor = (
             run,
@@ -138,7 +138,7 @@ class NodeAgent:
         )
         self._facts: NodeFacts | None = None
         """Facts that were last sent to this driver."""
-        self._reach, self._lonely_seconds = DriverConnection(run.path), lonely_seconds
+        self._reach, self._unattended_seconds = DriverConnection(run.path), unattended_seconds
         self._examination = Examination(node, run.path)
         self._links = LinkStateReader(lambda: self._reach.interface, rdma=has_driver())
         self._devices = DeviceMonitor(node, run=run)
@@ -146,7 +146,7 @@ class NodeAgent:
         self._traces, self._counters = TraceRunner(run, node, rank_processes, monitor), CounterLog(run, node)
         self._link: AuthenticatedLink | None = None
         self.problem: str | None = None
-        self.lonely = False
+        self.is_unattended = False
         self._stop_asked = STOP_ASKED in os.environ
         self._over = asyncio.Event()
         self._disk_writer, self._reported_alone = AsyncWriter(), False
@@ -160,7 +160,7 @@ class NodeAgent:
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._over.set)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a launcher has blocked it until now
-        works = (self._stay_linked, self._poll, self._hear_ranks, self._compare_clocks)
+        works = (self._stay_linked, self._poll, self._receive_from_ranks, self._compare_clocks)
         tasks = [
             asyncio.create_task(work())
             for work in (*works, self._send_facts, self._devices.watch, self._logs.watch)
@@ -192,7 +192,7 @@ class NodeAgent:
 
     # Ranks
 
-    async def _hear_ranks(self) -> None:
+    async def _receive_from_ranks(self) -> None:
         """Forward events of the fork server as they arrive."""
         while True:
             await self.rank_processes.wait_for_message()
@@ -275,7 +275,7 @@ class NodeAgent:
             except (OSError, ValueError, KeyError) as error:
                 self._reach.failed(error)
             self._link = None
-            self._be_alone()
+            self._check_unattended()
             await asyncio.sleep(self._reach.pause_seconds())
 
     async def _linked(self) -> None:
@@ -292,7 +292,7 @@ class NodeAgent:
                 order = await link.receive(ORDERS)
                 if isinstance(order, NodeRefused):
                     break
-                self._obey(order)
+                self._execute(order)
         await self._leave(order)
 
     async def _leave(self, refused: NodeRefused) -> None:
@@ -306,25 +306,25 @@ class NodeAgent:
                     link.send(examined)
         self._end(refused.why + found)
 
-    def _be_alone(self) -> None:
+    def _check_unattended(self) -> None:
         if self._reach.is_cut_off() and self.rank_processes.living():
             _LOG.warning("the driver's machine does not answer: it has given this node up; the ranks end")
             self.rank_processes.signal_all(signal.SIGKILL)
         if (
             not self._reported_alone
             and 0 in self.rank_processes.living()
-            and self._reach.seconds_alone() > _ALONE_SECONDS
+            and self._reach.seconds_disconnected() > _ALONE_SECONDS
         ):
             self._reported_alone = True
             text = f"no driver can be reached for {_ALONE_SECONDS:g} s"
             self._report_driver(f"{text}: ranks go on, but no fault is repaired until there is one")
-        patience = self._lonely_seconds
+        patience = self._unattended_seconds
         if (
             patience is not None
-            and self._reach.seconds_alone() > patience
+            and self._reach.seconds_disconnected() > patience
             and not self.rank_processes.living()
         ):
-            self.lonely = True
+            self.is_unattended = True
             self._end(f"no driver of the run was found for {patience:g} s")
 
     def _report_driver(self, problem: str) -> None:
@@ -348,7 +348,7 @@ class NodeAgent:
             layout=rank_processes.layout,
         )
 
-    def _obey(self, order: Order) -> None:
+    def _execute(self, order: Order) -> None:
         if isinstance(order, Leave):
             self._end()
         elif isinstance(order, NodeTaken):
@@ -363,7 +363,7 @@ class NodeAgent:
                 self._logs.begin(order.epoch, order.ranks)
             self.rank_processes.start(order)
         elif isinstance(order, ClockTold):
-            self._clocks.hear(order)
+            self._clocks.receive(order)
         elif isinstance(order, ExamineNode):
             self._examination.begin(order.how, self._send)
         elif isinstance(order, Trace):
@@ -375,7 +375,7 @@ class NodeAgent:
         elif isinstance(order, End):
             self.rank_processes.signal_all(signal.SIGKILL)
         elif isinstance(order, Turn):
-            self.rank_processes.turn()
+            self.rank_processes.request_restart()
         elif isinstance(order, Dump):
             self.rank_processes.send_signal(order.ranks, DUMP_SIGNAL)
         elif isinstance(order, Agreed):

@@ -24,7 +24,7 @@ from myriad.system.machine import machine_name, num_cores
 __all__ = ["join"]
 
 _RETRY_SECONDS = 0.2
-_LONELY_SECONDS = 300.0
+_UNATTENDED_SECONDS = 300.0
 """How long a node without ranks waits for another driver."""
 
 
@@ -33,21 +33,21 @@ def join(
     node: int | None = None,
     *,
     wait_seconds: float = 60.0,
-    lonely_seconds: float = _LONELY_SECONDS,
+    unattended_seconds: float = _UNATTENDED_SECONDS,
     report: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Run a node agent on this machine until the run is over. Return the node number that this machine had.
     ``node``: ``None`` lets the driver choose. ``report`` receives progress messages.
 
-    Raises `BadInputError` if there is nothing to join, `DriverLostError` after ``lonely_seconds`` without a
-    driver, and `RunFailedError`."""
+    Raises `BadInputError` if there is nothing to join, `DriverLostError` after ``unattended_seconds``
+    without a driver, and `RunFailedError`."""
     job = run.job()
     report(f"looking for the driver of {run.path}, for {wait_seconds:g} s at most")
     number = asyncio.run(_find(run, node, wait_seconds))
     role = "" if number < job.resilience.nodes else ", a spare"
     report(f"node {number} of {run.path}{role}; what its ranks print goes to {run.logs_path}")
     os.environ[NODE] = str(number)
-    problem = run_node(run.path, number, _threads(job), lonely_seconds=lonely_seconds)
+    problem = run_node(run.path, number, _threads(job), unattended_seconds=unattended_seconds)
     if problem is not None:
         raise RunFailedError(problem)
     report(f"{run.path} is over, or goes on without this machine")

@@ -195,10 +195,10 @@ class RankProcesses:
         """Send a signal to these ranks and the processes that they have started."""
         self._warm.signal([rank for rank in ranks if rank in self._ranks], number)
 
-    def turn(self) -> None:
+    def request_restart(self) -> None:
         """Have all ranks end after the step in progress, so that another attempt can start."""
         for rank in self._ranks.values():
-            self._page.turn(rank.row)
+            self._page.request_restart(rank.row)
 
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to all ranks and the processes that they have started."""

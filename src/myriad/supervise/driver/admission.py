@@ -43,7 +43,7 @@ class AdmissionCheck:
         self._run, self._disk_writer, self._replace = run, disk_writer, replace
         self._offence_writer = AsyncWriter()
         """A separate writer, because this file may be on another disk that must not delay the journal."""
-        self._lemons, self._read_at = RepeatOffenders(), -_FRESH_SECONDS
+        self._offenders, self._read_at = RepeatOffenders(), -_FRESH_SECONDS
         self._reader: threading.Thread | None = None
         self._refused: set[str] = set()
 
@@ -52,7 +52,7 @@ class AdmissionCheck:
         if not machine:
             return ""
         await self._freshen()
-        found = self._lemons.quarantine(machine, time.time())
+        found = self._offenders.quarantine(machine, time.time())
         if found is None:
             return ""
         why = found.words(time.strftime("%Y-%m-%d %H:%M", time.localtime(found.until)))
@@ -71,8 +71,8 @@ class AdmissionCheck:
         at, run = time.time(), self._run.path.name
         found = OffenceRecord(at, evict.machine, evict.accused, _reason(evict), run, evict.node)
         self._offence_writer.enter("what is remembered of a machine", partial(append_offence, found))
-        self._lemons.add(found)
-        if (quarantine := self._lemons.quarantine(evict.machine, at)) is not None:
+        self._offenders.add(found)
+        if (quarantine := self._offenders.quarantine(evict.machine, at)) is not None:
             fields = {"machine": evict.machine, "node": evict.node, "until": quarantine.until}
             self._disk_writer.enter_event(self._run, "quarantine", **fields, problem=quarantine.reason)
 
@@ -88,7 +88,7 @@ class AdmissionCheck:
 
     def _read(self) -> None:
         try:
-            self._lemons = read_offenders()
+            self._offenders = read_offenders()
         except OSError as error:
             _LOG.warning("machines in quarantine are not known: %s", error)
         self._read_at = time.monotonic()
@@ -153,7 +153,7 @@ class NodeNumbers:
         self._host_of[joined.node] = joined.by.rpartition(":")[0]
         self._given_at.pop(joined.node, None)
 
-    def heard(self, node: int, now: float) -> None:
+    def record_beat(self, node: int, now: float) -> None:
         """Record the time of a heartbeat."""
         if node in self._members:
             self._members[node].heard_at = now

@@ -142,7 +142,7 @@ class AlarmDelivery:
         """Wait until the next poll is due, or until a message was sent."""
         self._changed.wait(_POLL_SECONDS)
 
-    def say_unsupervised(self) -> None:
+    def report_unsupervised(self) -> None:
         """Send the alarm that no driver or launcher supervises the run."""
         text = "launcher and driver have ended without a word, and no other driver has come"
         self._run.append_event(
@@ -247,7 +247,7 @@ def main(arguments: list[str]) -> int:
             return 0
         delivery = AlarmDelivery(run, alerts, senders_of(alerts), since)
         if not said.is_stopping:
-            delivery.say_unsupervised()
+            delivery.report_unsupervised()
     if left := delivery.close(_END_SECONDS):
         _LOG.warning("%d messages were not sent", left)
     return 0

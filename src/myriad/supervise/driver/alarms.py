@@ -46,14 +46,14 @@ class AlarmProcess:
         except OSError as error:
             _LOG.warning("alarms are not sent: %s", error)
         if self._is_stopping:
-            self._say(b"stopping\n")
+            self._report(b"stopping\n")
 
     def stopping(self) -> None:
         """Announce a requested stop, so that the end of driver and launcher raises no alarm."""
         self._is_stopping = True
-        self._say(b"stopping\n")
+        self._report(b"stopping\n")
 
-    def _say(self, word: bytes) -> None:
+    def _report(self, word: bytes) -> None:
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError, ValueError):
                 self._process.stdin.write(word)
@@ -61,7 +61,7 @@ class AlarmProcess:
 
     def finish(self) -> None:
         """Announce the end of the run. The process sends the remaining messages by itself."""
-        self._say(b"over\n")
+        self._report(b"over\n")
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()

@@ -126,7 +126,7 @@ class Driver:
         address_file = AddressFile(self._run.path, address)
         if self.leadership.term:
             address_file.repeat(self.leadership.holds, self.leadership.lose)
-        self._hear_of_stop()
+        self._receive_stop_request()
         async with server:
             if self._decider.state.phase == "over":  # the end was decided, but perhaps not sent
                 state = self._decider.state
@@ -150,7 +150,7 @@ class Driver:
                     if self._journal.num_waiting or self._run.num_waiting:
                         self._disk_writer.enter("", self._write_late)
                 await self._rest()
-            await self._let_leave()
+            await self._release_node()
         self._disk_writer.enter("", self._write_late)
         self._inventory.wait_written()
         if self._alarms is not None and not self.is_lost:
@@ -204,7 +204,7 @@ class Driver:
         if state.phase == "running":
             self._event_log.of_spares(len(self._decider.nodes.keys() - state.placement.keys()))
 
-    def _hear_of_stop(self) -> None:
+    def _receive_stop_request(self) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._ask_to_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it until now
         if STOP_ASKED in os.environ:
@@ -216,7 +216,7 @@ class Driver:
         self._commands.send_all(Stop())
         self._hear(StopAsked(-1))
 
-    async def _let_leave(self) -> None:
+    async def _release_node(self) -> None:
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._links and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
@@ -240,7 +240,7 @@ class Driver:
                 link.send(refused)
                 return
             node = joined.node
-            self._let_in(joined, link)
+            self._admit(joined, link)
             while True:
                 heard: Observed | ClockAsked | Traced = await link.receive((*OBSERVED, ClockAsked))
                 if isinstance(heard, ClockAsked):
@@ -249,10 +249,10 @@ class Driver:
                 if heard.node != node:
                     raise Refused(f"node {node} speaks for node {heard.node}")
                 if isinstance(heard, Traced):
-                    self._traces.heard(heard)
+                    self._traces.receive(heard)
                 else:
                     self._hear(heard)
-                self._members.heard(node, time.monotonic())
+                self._members.record_beat(node, time.monotonic())
         except Refused as error:
             if node is not None:
                 _LOG.warning("node %d: its connection is closed: %s", node, error)
@@ -276,7 +276,7 @@ class Driver:
             self._hear(asked)
         return answer
 
-    def _let_in(self, joined: NodeJoined, link: AuthenticatedLink) -> None:
+    def _admit(self, joined: NodeJoined, link: AuthenticatedLink) -> None:
         if joined.node in self._links:
             self._links[joined.node].close()
         self._links[joined.node] = link
@@ -287,13 +287,13 @@ class Driver:
 
     def _hear(self, observation: Observation) -> None:
         if isinstance(observation, Beat):
-            wrong = self._clocks.heard(observation.node, observation.clock_seconds, time.time())
+            wrong = self._clocks.observe(observation.node, observation.clock_seconds, time.time())
             self._act([wrong] if wrong is not None else [])
         elif isinstance(observation, NodeFacts):
             self._inventory.enter(observation)
         else:
             self._soon()
-        self._act(self._decider.hear(observation, time.monotonic()))
+        self._act(self._decider.handle(observation, time.monotonic()))
 
     def _act(self, actions: Sequence[PolicyAction]) -> None:
         if self.is_lost:
@@ -326,7 +326,7 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", handlers=handlers)
     _raise_file_limit()
     try:
-        leadership = None if given.journal == "file" else _wait_for_tenure(run, given)
+        leadership = None if given.journal == "file" else _wait_for_leadership(run, given)
         if given.journal == "file" or leadership is not None:
             alarms = AlarmProcess(run) if given.alarms else None
             _drive(Driver(run, disk_writer, leadership, given.listen, alarms=alarms))
@@ -354,7 +354,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _wait_for_tenure(run: Run, given: argparse.Namespace) -> Leadership | None:
+def _wait_for_leadership(run: Run, given: argparse.Namespace) -> Leadership | None:
     """Wait for the lease; ``None``: the wait was stopped."""
     from myriad.supervise.driver.redis_leadership import StandbyDriver
 

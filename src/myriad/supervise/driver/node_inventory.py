@@ -74,7 +74,7 @@ class NodeInventory:
 
     def _enter_one(self, facts: NodeFacts) -> None:
         before = self._before(facts.node)
-        notice = self.heard(facts)
+        notice = self.record(facts)
         if notice is not None:
             with self._lock:
                 self._notices.append(notice)
@@ -90,7 +90,7 @@ class NodeInventory:
     def _before(self, node: int) -> NodeFacts | None:
         return self._known.get(node) or _read(self._path(node))
 
-    def heard(self, facts: NodeFacts) -> Notice | None:
+    def record(self, facts: NodeFacts) -> Notice | None:
         """Compare facts with the known ones; return the change, or ``None``. `write` stores the facts."""
         before = self._before(facts.node)
         self._known[facts.node] = facts

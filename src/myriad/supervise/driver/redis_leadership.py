@@ -230,11 +230,11 @@ class StandbyDriver:
             taken = self._ask(asked_at)
         except StoreUnavailableError as error:
             self._forgotten_since = None
-            self._say(f"{self._lease} is away: {error}")
+            self._report(f"{self._lease} is away: {error}")
             return None
         if not taken.term:
             whose = f"{taken.owner} drives" if taken.owner else "no driver leads, and none may follow it"
-            self._say(f"{whose}; standing by")
+            self._report(f"{whose}; standing by")
             return None
         if taken.owner != self._lease.owner:
             self._report_takeover(taken)
@@ -259,7 +259,7 @@ class StandbyDriver:
         except StoreUnavailableError:
             return "which is away again"
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if text != self._said:
             self._said = text
             _LOG.info("%s", text)

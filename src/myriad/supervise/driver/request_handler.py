@@ -93,7 +93,7 @@ class TraceRequests:
         lost = [node for node, own in places.items() if own and (node not in there or node in one.waiting)]
         return self._answer_of(asked, ranks, one.heard, lost)
 
-    def heard(self, traced: Traced) -> None:
+    def receive(self, traced: Traced) -> None:
         """Record the answer of an agent."""
         one = self._asked.get(traced.number)
         if one is not None and traced.node in one.waiting:

@@ -192,7 +192,7 @@ class AttemptOutcome:
         self._plan, self._state, self._numbers = plan, state, numbers
         self._selection, self._membership = selection, membership
 
-    def judge(self) -> Iterator[PolicyAction]:
+    def evaluate(self) -> Iterator[PolicyAction]:
         """Decide what follows. Call it when all ranks have ended."""
         yield from self._compare_last()
         state = self._state
@@ -210,11 +210,11 @@ class AttemptOutcome:
             yield self.end_run(rule, "failed", incident.text)
         elif incident.cause == NOT_FINITE:
             state.phase = "gathering"
-            yield from self.carry_out(self._numbers.judge(incident, len(self._membership.there)))
+            yield from self.carry_out(self._numbers.evaluate(incident, len(self._membership.there)))
         else:
             state.phase = "gathering"
             if incident.cause == SPIKE:
-                self._numbers.go_back_before(incident.step)
+                self._numbers.roll_back_before(incident.step)
             if incident.cause in MEMORY_FULL and state.layout.partition is not None:
                 state.layout, state.next_layout = replace(state.layout, partition=None), None
                 state.layers_stay = True

@@ -1,6 +1,6 @@
 """Decides what to do about each observation of a run. Pure: no files, sockets, clock or threads.
 
-    actions = decider.hear(observation, now)        something was observed
+    actions = decider.handle(observation, now)        something was observed
     actions = decider.due(now)                      time has passed
 
     gathering ──all nodes connected──► running ──fault──► ending ──all ranks ended──► gathering, or over
@@ -81,9 +81,9 @@ class Decider:
         self._traffic = TrafficAlarms(plan, self.state)
         self._health = Health(plan.patience, self.state, self._traffic)
         self._selection = NodeSelection(plan, self.state, self._membership, self._fitness, self._health)
-        self._aftermath = AttemptOutcome(plan, self.state, self._numbers, self._selection, self._membership)
+        self._outcome = AttemptOutcome(plan, self.state, self._numbers, self._selection, self._membership)
         self._step_restarts = StepRestarts(plan, self.state, self._selection, self._watch, self._health, now)
-        self._departures = NodeDrain(
+        self._node_drain = NodeDrain(
             self.state, self._membership, self._fitness, self._selection, self._step_restarts
         )
         self._trains = False
@@ -125,7 +125,7 @@ class Decider:
         """Nodes that are connected and may have ranks."""
         return self._selection.usable
 
-    def hear(self, observation: Observation, now: float) -> list[PolicyAction]:
+    def handle(self, observation: Observation, now: float) -> list[PolicyAction]:
         """Return the actions that follow from an observation at time ``now`` of the driver's clock."""
         if self.state.phase == "over":
             return []
@@ -140,9 +140,9 @@ class Decider:
         if isinstance(observation, RankExited):
             return [*self._rank_exited(observation, now), *self._go_on(now)]
         if isinstance(observation, EvictionAsked):
-            return [*self._departures.asked(observation, now), *self._go_on(now)]
+            return [*self._node_drain.asked(observation, now), *self._go_on(now)]
         if isinstance(observation, Examined):
-            return [*self._departures.examined(observation, now), *self._go_on(now)]
+            return [*self._node_drain.examined(observation, now), *self._go_on(now)]
         if isinstance(observation, NodeFacts):
             return []
         return self._beat(observation, now)
@@ -179,17 +179,17 @@ class Decider:
         self._step_restarts.stand_still()
 
     def _beat(self, beat: Beat, now: float) -> list[PolicyAction]:
-        if not self._membership.heard(beat, now):
+        if not self._membership.record_beat(beat, now):
             return []
-        passed = list(self._tended(self._health.heard(beat, now), now))
+        passed = list(self._tended(self._health.observe(beat, now), now))
         if beat.epoch != self.state.epoch:
             return passed
-        self._watch.heard(beat, now)
-        passed += self._traffic.heard(beat, now)
+        self._watch.observe(beat, now)
+        passed += self._traffic.observe(beat, now)
         if self.state.phase == "running":
             passed += self._went_on(max([one.step for one in beat.ranks], default=-1))
         for one in beat.ranks:
-            self._numbers.saw(one.rank, one.digests)
+            self._numbers.observe(one.rank, one.digests)
         return [*passed, *self._compare_replicas(now)]
 
     def _went_on(self, step: int) -> Iterator[PolicyAction]:
@@ -198,7 +198,7 @@ class Decider:
         if step >= 0:
             self._trains = True
             self.state.best_step, self.state.newest_step = max(self.state.best_step, step), None
-        yield from self._aftermath.carry_out(self._numbers.passed(step))
+        yield from self._outcome.carry_out(self._numbers.passed(step))
 
     def _compare_replicas(self, now: float) -> Iterator[PolicyAction]:
         if self.state.phase == "running" and (found := self._numbers.compare()) is not None:
@@ -213,7 +213,7 @@ class Decider:
             return
         state.exits[ended.rank] = ended.code
         self._watch.changed(ended.node)
-        self._numbers.saw(ended.rank, ended.digests)
+        self._numbers.observe(ended.rank, ended.digests)
         if state.phase == "running":
             yield from self._went_on(ended.step)
         if is_as_asked(ended, state):
@@ -259,7 +259,7 @@ class Decider:
         phase = self.state.phase
         if phase == "over":
             return []
-        self._membership.forgive(now)
+        self._membership.extend_deadlines(now)
         actions = [*self._silent_nodes(now), *self._absent_nodes(now), *self._examine(now)]
         actions += [*self._tended(self._health.due(now), now), *self._traffic.due(now)]
         if phase == "running" and self.state.phase == "running":
@@ -271,7 +271,7 @@ class Decider:
             useless = map(self._health.why_useless, sorted(self.nodes))
             reason = f"{self._plan.nodes} nodes are needed, and only {self.usable} came"
             reason += "".join(f"; {why}" for why in useless if why is not None)
-            actions.append(self._aftermath.end_run("nodes did not come", "failed", reason))
+            actions.append(self._outcome.end_run("nodes did not come", "failed", reason))
         return [*actions, *self._go_on(now)]
 
     def _end_again(self, now: float) -> Iterator[PolicyAction]:
@@ -291,7 +291,7 @@ class Decider:
 
     def why_not_evict(self, asked: EvictionAsked) -> str:
         """Return why an eviction cannot be done; empty if it can."""
-        return self._departures.why_not(asked)
+        return self._node_drain.why_not(asked)
 
     def _examine(self, now: float) -> Iterator[PolicyAction]:
         """Request examinations, and end a run that could only start on unfit nodes."""
@@ -300,7 +300,7 @@ class Decider:
         at_work = () if first else state.placement
         yield from self._fitness.due(self.nodes, at_work, now, first=first, training=training)
         if first and state.phase == "gathering" and (why := self._fitness.why_no_start(self.nodes, now)):
-            yield self._aftermath.end_run("nodes are unfit", "failed", why)
+            yield self._outcome.end_run("nodes are unfit", "failed", why)
 
     def _silent_nodes(self, now: float) -> Iterator[PolicyAction]:
         for number, silent in self._membership.silent(now):
@@ -363,12 +363,12 @@ class Decider:
         if state.phase == "running" and all_gone and state.incident is not None:
             yield from self._end_attempt(state.incident, now)
         if state.phase in ("running", "ending") and all_gone:
-            yield from self._aftermath.judge()
+            yield from self._outcome.evaluate()
             self._since = now
         if state.phase != "gathering":
             return
         if state.stop_asked:
-            yield self._aftermath.end_run("a stop was asked for", "interrupted", "")
+            yield self._outcome.end_run("a stop was asked for", "interrupted", "")
             return
         layout = self._selection.fitting(now - self._since)
         if layout is None:

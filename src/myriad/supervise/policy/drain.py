@@ -57,7 +57,7 @@ class NodeDrain:
         """Handle a verdict of the doctor."""
         state, node = self._state, examined.node
         has_ranks = state.phase in ("running", "ending") and node in state.placement
-        yield from self._fitness.heard(examined, now, at_work=has_ranks)
+        yield from self._fitness.record(examined, now, at_work=has_ranks)
         may_turn = state.phase == "running" and not state.turning and not state.stop_asked
         if has_ranks and may_turn and self._fitness.is_unfit(node) and self._selection.has_spare:
             yield self._step_restarts.leave(node, RULES_OF_LEAVING["doctor"], now, "doctor")

@@ -130,7 +130,7 @@ class Regrowth:
         self._enough_at: float | None = None
         self._start_seconds: float | None = None
 
-    def saw(self, seen: Sequence[RankStatus], now: float, before: int, after: int) -> bool:
+    def observe(self, seen: Sequence[RankStatus], now: float, before: int, after: int) -> bool:
         """Return whether to restart with more replicas. ``seen``: rows of all ranks while they train.
         ``before``, ``after``: number of replicas now and with the connected nodes."""
         if not seen or not all(one.step_seconds > 0 for one in seen):

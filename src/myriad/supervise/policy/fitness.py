@@ -117,7 +117,7 @@ class Fitness:
         self._patients[node].asked_at = now
         return Examine(rule=rule, node=node, how=how)
 
-    def heard(self, examined: Examined, now: float, *, at_work: bool) -> Iterator[ReportExamination]:
+    def record(self, examined: Examined, now: float, *, at_work: bool) -> Iterator[ReportExamination]:
         """Record an examination. Healthy spares produce no event."""
         patient = self._patients.get(examined.node)
         if patient is None:

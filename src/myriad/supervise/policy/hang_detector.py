@@ -65,13 +65,13 @@ class HangDetector:
         """Begin an attempt: keep only how long phases took in earlier ones."""
         if other_replicas:
             self._deadlines.forget_steps()
-        self._sightings = RankObservations()
+        self._observations = RankObservations()
         self._stopped_since: dict[int, float] = {}
         self._dumped_at: float | None = None
 
-    def heard(self, beat: Beat, now: float) -> None:
+    def observe(self, beat: Beat, now: float) -> None:
         """Record the heartbeat of a node with ranks of this attempt."""
-        self._sightings.heard(beat.node, beat.ranks)
+        self._observations.observe(beat.node, beat.ranks)
         for one in beat.ranks:
             if one.state == "T":
                 self._stopped_since.setdefault(one.rank, now)
@@ -80,23 +80,23 @@ class HangDetector:
 
     def changed(self, node: int) -> None:
         """Record that a rank of the node has ended."""
-        self._sightings.changed(node)
+        self._observations.changed(node)
 
     def drop(self, node: int) -> None:
         """Forget a node that is gone, or is back and has sent no rows yet."""
-        self._sightings.drop(node)
+        self._observations.drop(node)
 
     def all(self) -> list[RankStatus]:
         """Return the rows of all living ranks; no rows if a node has not sent all of its own."""
-        return self._sightings.all(self._state.placement, self._state.exits)
+        return self._observations.all(self._state.placement, self._state.exits)
 
     def few(self) -> list[RankStatus]:
         """Return rows that represent all living ranks; no rows if a node has not sent all of its own.
         Deadlines learn from them here, not at each heartbeat: 1,536 nodes send 1,536 in a second."""
-        few = self._sightings.few(self._state.placement, self._state.exits)
-        if few and self._sightings.has_news:
-            self._sightings.has_news = False
-            self._deadlines.saw(few)
+        few = self._observations.few(self._state.placement, self._state.exits)
+        if few and self._observations.has_news:
+            self._observations.has_news = False
+            self._deadlines.observe(few)
         return few
 
     @property
@@ -179,7 +179,7 @@ class Deadlines:
         self._longest = 0.0
         """Longest time in this phase without progress."""
 
-    def saw(self, seen: Sequence[RankStatus]) -> None:
+    def observe(self, seen: Sequence[RankStatus]) -> None:
         """Record a row of every rank of an attempt."""
         idle, phase = min(one.idle_seconds for one in seen), self.phase_of(seen)
         if phase != self._phase:
@@ -240,7 +240,7 @@ class RankObservations:
         self.has_news = False
         """Whether rows arrived since this was last set to False."""
 
-    def heard(self, node: int, ranks: Sequence[RankStatus]) -> None:
+    def observe(self, node: int, ranks: Sequence[RankStatus]) -> None:
         """Record the rows of all ranks of a node."""
         self._ranks[node] = {one.rank: one for one in ranks}
         self.has_news |= bool(ranks)

@@ -87,7 +87,7 @@ class Health:
         elif known.by != joined.by:
             self._nodes[joined.node] = _Node(joined.by, links=known.links)
 
-    def heard(self, beat: Beat, now: float) -> Iterator[Notice | AttemptFault]:
+    def observe(self, beat: Beat, now: float) -> Iterator[Notice | AttemptFault]:
         """Compare a heartbeat with the last one; most heartbeats report no change."""
         self._now = now
         node = self._nodes.get(beat.node)
@@ -245,7 +245,7 @@ class ClockCheck:
         self._seen: dict[int, deque[float]] = {}
         self._reported: set[int] = set()
 
-    def heard(self, node: int, sent: float, now: float) -> Notice | None:
+    def observe(self, node: int, sent: float, now: float) -> Notice | None:
         """Compare ``sent``, by the node's clock (0: not reported), with ``now``, by the driver's clock."""
         if not sent or node in self._reported:
             return None

@@ -76,7 +76,7 @@ class DirectionRates:
         self.num_bytes.append(num_bytes)
         self.usual_bytes = float(median(self.num_bytes))
 
-    def see(self, rate: float, now: float) -> float | None:
+    def add(self, rate: float, now: float) -> float | None:
         """Record the current rate; return it as a share of the direction's own rate, if that is known."""
         own = self.rate
         if not own or rate >= AS_BEFORE * own:

@@ -74,7 +74,7 @@ class Membership:
         """Remove a node that was given up."""
         self._nodes.pop(number, None)
 
-    def heard(self, beat: Beat, now: float) -> bool:
+    def record_beat(self, beat: Beat, now: float) -> bool:
         """Record a heartbeat; return whether the node is a member."""
         node = self._nodes.get(beat.node)
         if node is None:
@@ -118,7 +118,7 @@ class Membership:
         absent = now - self._absent_since
         return absent if absent >= self._limit(_ABSENT_SECONDS) else None
 
-    def forgive(self, now: float) -> None:
+    def extend_deadlines(self, now: float) -> None:
         """Extend all deadlines by the time that this driver itself was held up. Call this method
         regularly."""
         held_up, self._polled_at = now - self._polled_at - _POLL_SECONDS, now

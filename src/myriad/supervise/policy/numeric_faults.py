@@ -39,9 +39,9 @@ class NumericFaults:
 
     # Replicas that differ
 
-    def saw(self, rank: int, digests: Iterable[Digest]) -> None:
+    def observe(self, rank: int, digests: Iterable[Digest]) -> None:
         """Take the digests that a rank of this attempt reported."""
-        self._replicas.saw(rank, digests)
+        self._replicas.observe(rank, digests)
 
     def compare(self) -> tuple[Incident, dict[str, object]] | None:
         """Return an incident and its evidence if replicas differ. Then no state newer than the last step on
@@ -93,7 +93,7 @@ class NumericFaults:
         self._state.trial = replace(trial, how="moved")
         return moved(trial, kept, others)
 
-    def judge(self, incident: Incident, num_nodes: int) -> Iterator[PolicyAction]:
+    def evaluate(self, incident: Incident, num_nodes: int) -> Iterator[PolicyAction]:
         """Decide what follows a non-finite number after all ranks ended: `EndRun` is among the actions, or
         all ranks restart. ``num_nodes``: number of connected nodes, including spares."""
         state = self._state
@@ -121,7 +121,7 @@ class NumericFaults:
 
     # SpikeDetector
 
-    def go_back_before(self, step: int) -> None:
+    def roll_back_before(self, step: int) -> None:
         """Restart some steps before a spike of the loss or the gradient norm that came twice, and skip the
         batches that led to it. If there is no state that old, training restarts from the beginning."""
         before, after = self._plan.spike_steps
@@ -176,7 +176,7 @@ class ReplicaDigests:
         self.agreed = -1
         """Newest step after which all ranks reported equal digests."""
 
-    def saw(self, rank: int, digests: Iterable[Digest]) -> None:
+    def observe(self, rank: int, digests: Iterable[Digest]) -> None:
         """Take the digests that a rank reported."""
         if rank in self._world:
             for one in digests:

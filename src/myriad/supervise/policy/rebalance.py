@@ -95,7 +95,7 @@ class LayerRebalancer:
         """Return cuts in the form of `AttemptLayout.partition`; ``None`` for the job's own cuts."""
         return None if cuts == self._pipeline.cuts else f"manual:{','.join(map(str, cuts))}"
 
-    def judge(self, stragglers: StragglerDetector) -> Verdict | None:
+    def evaluate(self, stragglers: StragglerDetector) -> Verdict | None:
         """Return once what a move has shown, as soon as there are enough steps. From then on ranks are
         compared with the time that they would take if they were not slow."""
         moved = self.moved
@@ -244,7 +244,7 @@ class Rebalancer:
         """Move no layers any more."""
         self._shifting = None
 
-    def saw(
+    def observe(
         self, seen: Sequence[RankStatus], now: float, epoch: int, *, spares: bool
     ) -> Iterator[ReportSlow | RestartAtStep]:
         """Record a row of every rank while they train. ``spares``: whether spares are connected."""
@@ -253,9 +253,9 @@ class Rebalancer:
             return
         if self._start_seconds is None and all(one.step_seconds > 0 for one in seen):
             self._start_seconds = max(_LEAST_START_SECONDS, now - self._began)
-        if not stragglers.saw(seen, now) or not stragglers.is_sure:
+        if not stragglers.observe(seen, now) or not stragglers.is_sure:
             return
-        if self._shifting is not None and self._shifting.judge(stragglers) == "layers":
+        if self._shifting is not None and self._shifting.evaluate(stragglers) == "layers":
             yield _report_layers(self._shifting, stragglers)
         finding = stragglers.found()
         yield from self._report(finding, stragglers)

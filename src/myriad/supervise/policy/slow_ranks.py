@@ -114,7 +114,7 @@ class StragglerDetector:
         self._groups: PeerGroups | None = None
         self._compared: Comparison | None = None
 
-    def saw(self, seen: Sequence[RankStatus], now: float) -> bool:
+    def observe(self, seen: Sequence[RankStatus], now: float) -> bool:
         """Record a row of every rank of the attempt; return whether it has a new step."""
         step = min((one.step for one in seen), default=-1)
         known = all(one.busy_seconds > 0 and one.rank in self._node_of for one in seen)

@@ -103,7 +103,7 @@ class StepRestarts:
             return []
         found = fewer.largest(len(self._selection.usable), state.too_few) or state.layout
         before, after = state.layout.dp, fewer.replicas(found)
-        if not growth.saw(self._watch.few(), now, before, after):
+        if not growth.observe(self._watch.few(), now, before, after):
             return []
         evidence = {"replicas": [before, after]}
         return [self._turn(RestartAtStep(rule=MORE, evidence=evidence, epoch=state.epoch, layout=found), now)]
@@ -113,7 +113,7 @@ class StepRestarts:
         if self._balance is None:
             return
         seen, epoch = self._watch.all(), self._state.epoch
-        for action in self._balance.saw(seen, now, epoch, spares=self._selection.has_spare):
+        for action in self._balance.observe(seen, now, epoch, spares=self._selection.has_spare):
             yield self._turn(action, now, "slow") if isinstance(action, RestartAtStep) else action
 
     def _turn(self, action: RestartAtStep, now: float, leaving_as: EvictionCause = "") -> RestartAtStep:

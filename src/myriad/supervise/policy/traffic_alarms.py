@@ -105,7 +105,7 @@ class TrafficAlarms:
         """Nodes with any alarm in this attempt: hardly any of 1,536."""
         self._judged_at = 0.0
 
-    def heard(self, beat: Beat, now: float) -> Iterator[Notice]:
+    def observe(self, beat: Beat, now: float) -> Iterator[Notice]:
         """Record a heartbeat; judge once every node has sent one."""
         if beat.epoch != self._state.epoch or not beat.traffic or beat.node not in self._state.placement:
             return
@@ -167,7 +167,7 @@ class TrafficAlarms:
         for (node, name), link in links.items():
             for direction in DIRECTIONS:
                 if rate := self._rate(node, link, direction):
-                    ratio = link.sides[direction].see(rate, now)
+                    ratio = link.sides[direction].add(rate, now)
                     ratios.update({} if ratio is None else {LinkDirection(node, name, direction): ratio})
         peers = LinkPeers(
             {key: (ratio, links[key[:2]].sides[key.direction]) for key, ratio in ratios.items()}

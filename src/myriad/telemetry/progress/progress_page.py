@@ -154,7 +154,7 @@ class ProgressRow:
         self.phase("step")
 
     @property
-    def turns(self) -> bool:
+    def restart_requested(self) -> bool:
         """Whether the node agent asks the rank to end for a step-boundary restart."""
         return self._words[_TURN] != 0
 
@@ -290,7 +290,7 @@ class ProgressPage:
         """Write the last step after which replicas are known to hold equal state."""
         self._write(row, _AGREED, step + 1)
 
-    def turn(self, row: int) -> None:
+    def request_restart(self, row: int) -> None:
         """Ask a rank to end after its current step."""
         self._write(row, _TURN, 1)
 

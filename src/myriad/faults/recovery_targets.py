@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Aim", "FaultKind", "KindName", "ObservedBy", "Target"]
+__all__ = ["FaultKind", "KindName", "ObservedBy", "RecoveryTarget", "Target"]
 
 KindName = Literal[
     "kill",
@@ -56,7 +56,7 @@ ObservedBy = Literal["driver", "successor", "storage", "load", "diagnosis", "ran
 
 
 @dataclass(frozen=True, kw_only=True)
-class Aim:
+class RecoveryTarget:
     """The aim of a fault: how a run must react to it."""
 
     seen: ObservedBy = "driver"
@@ -102,8 +102,8 @@ class FaultKind:
 
     what: str
     how: str
-    aims: Mapping[Target, Aim]
-    """Aim for each allowed target."""
+    aims: Mapping[Target, RecoveryTarget]
+    """What recovery must achieve for each allowed victim."""
     inside: bool = False
     """Whether the rank causes the fault itself, armed at its start. Otherwise it comes from outside."""
     needs_root: bool = False
