@@ -17,6 +17,7 @@ from pathlib import Path
 
 FLOORS = (
     ("errors units config system",),
+    ("wire",),
     ("kernels", "program", "network", "telemetry", "alerts"),
     ("model", "optim", "data", "comm"),
     ("parallel", "planner", "checkpoint"),
@@ -33,8 +34,8 @@ FLOORS = (
 """Lowest first; a string is a room: a folder, a file, or a few that belong together."""
 
 TORCH_FREE = (
-    "errors units config system program network planner job recipes run alerts dashboard forecasts reports "
-    "cli"
+    "errors units config system wire program network planner job recipes run alerts dashboard forecasts "
+    "reports cli"
 )
 
 APART = {"train": ("doctor", "supervise", "launchers")}

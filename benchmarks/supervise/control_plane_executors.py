@@ -11,16 +11,16 @@ import asyncio
 import heapq
 import json
 import os
-import struct
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 
 from myriad.run import Run
-from myriad.supervise.authenticated_link import VERSION, AuthenticatedLink, Refused, frame, run_secret
-from myriad.supervise.message_codec import decode, encode
+from myriad.supervise.authenticated_link import AuthenticatedLink, read_message, write_message
 from myriad.supervise.messages import ORDERS, Beat, Dump, End, Leave, NodeJoined, Order, Start
 from myriad.supervise.observations import Cause, RankExited
+from myriad.wire.framing import Refused
+from myriad.wire.run_secret import run_secret
 
 RETRY_SECONDS = 0.1
 TICK_SECONDS = 0.005
@@ -59,10 +59,9 @@ class Executor:
 
     async def _linked(self) -> None:
         address = json.loads((self.crowd.run.path / "driver.json").read_text())
-        reader, self._writer = await asyncio.open_connection(address["host"], address["port"])
-        link = AuthenticatedLink(reader, self._writer)
+        link = AuthenticatedLink(*await asyncio.open_connection(address["host"], address["port"]))
         try:
-            await link.prove(self.crowd.secret, "executor", "driver")
+            await link.connect(self.crowd.secret)
             self.crowd.note_join()
             running = tuple(rank for rank in self.ranks if rank not in {one.rank for one in self.exits})
             joined = NodeJoined(
@@ -100,11 +99,11 @@ class Executor:
                     self.link.send(ended)
 
     def beat(self, now: float) -> None:
-        if self.link is None or self.is_silent or self._writer.is_closing():
+        if self.link is None or self.is_silent or self.link.is_closing():
             return
         gone = {one.rank for one in self.exits}
         text = self.crowd.beat_text(self.node, self.epoch, [r for r in self.ranks if r not in gone], now)
-        self._writer.write(struct.pack("!2sHI", b"MY", VERSION, len(text)) + text)
+        self.link.channel.send(text)
 
 
 class Crowd:
@@ -151,7 +150,7 @@ class Crowd:
             await asyncio.sleep(TICK_SECONDS)
 
     def beat_text(self, node: int, epoch: int, ranks: list[int], now: float) -> bytes:
-        """As `frame(encode(Beat(...)))` writes it, only quicker: see `check_texts`."""
+        """As `write_message(Beat(...))` writes it, only quicker: see `check_texts`."""
         since = now if self._hung is None else self._hung[1]
         step = int((since - self._began) / self.step_seconds)
         idle = 0.05 + now - since
@@ -166,7 +165,7 @@ class Crowd:
         """What is written quicker is what an executor would send."""
         now = time.monotonic()
         text = self.beat_text(7, 3, [56, 57], now)
-        assert text == frame(encode(decode(json.loads(text), (Beat,))))[8:]
+        assert text == write_message(read_message(text, (Beat,)))
 
     # What befalls them
 

@@ -60,7 +60,7 @@ async def drive(folder: Path) -> None:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = AuthenticatedLink(reader, writer)
-        await link.prove(SECRET, "driver", "executor")
+        await link.accept(SECRET)
         try:
             while True:
                 link.send(answer_clock(await link.receive((ClockAsked,)), time.time_ns()))
@@ -81,7 +81,7 @@ async def execute(folder: Path) -> tuple[int, float] | None:
         link = AuthenticatedLink(
             *await asyncio.open_connection("127.0.0.1", int((folder / "port").read_text()))
         )
-        await link.prove(SECRET, "executor", "driver")
+        await link.connect(SECRET)
         clocks = ClockComparison(0, shifted, boot="another machine")
         for _ in range(8):
             link.send(clocks.ask())

@@ -23,11 +23,11 @@ from myriad.dashboard.server import listen_at, make_server
 from myriad.dashboard.tile import unpack_tile
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.supervise.authenticated_link import run_secret
 from myriad.telemetry.shipping.outlets import Collector
 from myriad.telemetry.shipping.page_token import sender_tokens, span_token
 from myriad.telemetry.span_io.span_batch import MAX_BATCH_BYTES, Origin, SpanBatch, encode
 from myriad.telemetry.span_io.span_files import write_span_file
+from myriad.wire.run_secret import run_secret
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,12 @@ from pathlib import Path
 from mounted import disk_that_hangs
 from own_loop import in_a_thread
 
-from myriad.supervise.authenticated_link import AuthenticatedLink, run_secret
+from myriad.supervise.authenticated_link import AuthenticatedLink
 from myriad.supervise.driver.journal import Journal
 from myriad.supervise.messages import ORDERS, Beat, End, KeepCounters, NodeJoined, Start
 from myriad.supervise.observations import RankExited
 from myriad.supervise.policy.run_state import RunPlan
+from myriad.wire.run_secret import run_secret
 
 SECONDS = 60.0
 
@@ -25,7 +26,7 @@ SECONDS = 60.0
 async def _repair_twice(address: tuple[str, int], secret: bytes, freeze: Callable[[], None]) -> None:
     """As an executor of one rank, which dies again and again; a node that is silent would be evicted."""
     link = AuthenticatedLink(*await asyncio.open_connection(*address))
-    await link.prove(secret, "executor", "driver")
+    await link.connect(secret)
     link.send(NodeJoined(0, 0, "127.0.0.1", 1, 1, 1, (), (), False))
     for epoch in (1, 2, 3):
         while not isinstance(order := await link.receive(ORDERS), Start):

@@ -18,8 +18,8 @@ from myriad.launchers.standby import check_standby
 from myriad.run import Run
 from myriad.supervise.driver.journal import Journal
 from myriad.supervise.driver.leadership import boot_seconds
-from myriad.supervise.message_codec import plain
 from myriad.supervise.policy.run_state import RunPlan, RunState
+from myriad.wire.message_codec import plain
 
 redis_lease = pytest.importorskip("myriad.supervise.driver.redis_lease", reason="needs the package redis")
 

@@ -37,18 +37,18 @@ def test_this_library_keeps_its_order() -> None:
     [
         (
             {"model/gpt.py": "import math\nfrom myriad.parallel import runtime\n", "parallel/runtime.py": ""},
-            "gpt.py:2: model (floor 2) imports parallel (floor 3)",
+            "gpt.py:2: model (floor 3) imports parallel (floor 4)",
         ),
         (
             {
                 "checkpoint/load/collective_load.py": "def f():\n    import myriad.parallel.chunk\n",
                 "parallel/chunk.py": "",
             },
-            "load.py:2: checkpoint (floor 3) imports parallel (floor 3)",
+            "load.py:2: checkpoint (floor 4) imports parallel (floor 4)",
         ),
         (
             {"train/trainer.py": "from myriad.supervise import messages\n", "supervise/messages.py": ""},
-            "trainer.py:1: train (floor 9) imports supervise (floor 7)",
+            "trainer.py:1: train (floor 10) imports supervise (floor 8)",
         ),
         (
             {"cli/plan.py": "from myriad.planner.cost import layers\n", "planner/cost/layers.py": ""},

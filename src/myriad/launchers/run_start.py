@@ -14,10 +14,10 @@ from myriad.comm.redis_address import RedisAddress, redis_address
 from myriad.errors import BadInputError
 from myriad.job import ResilienceConfig
 from myriad.run import Run
-from myriad.supervise.authenticated_link import secret_place
 from myriad.supervise.driver.journal import Journal
 from myriad.supervise.policy.run_state import RunPlan
 from myriad.system.jsonl import Record
+from myriad.wire.run_secret import secret_place
 
 if TYPE_CHECKING:
     from myriad.supervise.driver.redis_lease import RedisLease

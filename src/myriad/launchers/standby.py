@@ -21,9 +21,9 @@ from myriad.launchers.metric_loggers import Loggers
 from myriad.launchers.run_start import alarm_options, answered, driver_options, open_lease
 from myriad.launchers.supervised_run import supervise
 from myriad.run import Run
-from myriad.supervise.authenticated_link import secret_place
 from myriad.supervise.driver_address import check_listen
 from myriad.telemetry.config import check_loggers
+from myriad.wire.run_secret import secret_place
 
 __all__ = ["check_standby", "stand_by"]
 

@@ -27,13 +27,13 @@ from myriad.launchers.metric_loggers import logged
 from myriad.launchers.run_start import alarm_options, begin_journal
 from myriad.launchers.supervised_process import SupervisedProcess, of_module
 from myriad.run import Run
-from myriad.supervise.authenticated_link import run_secret
 from myriad.supervise.driver.journal import Journal
 from myriad.supervise.driver_address import check_listen
 from myriad.supervise.messages import STOP_ASKED
 from myriad.supervise.policy.elastic import ElasticLayouts
 from myriad.supervise.policy.run_state import RunPlan
 from myriad.supervise.policy.step_work import StepWork
+from myriad.wire.run_secret import run_secret
 
 if TYPE_CHECKING:
     from myriad.job import Job

@@ -35,8 +35,9 @@ from typing import Any
 
 from myriad.doctor.hardware import find_nics
 from myriad.errors import BadInputError, RunFailedError
-from myriad.supervise.authenticated_link import AuthenticatedLink, run_secret
+from myriad.supervise.authenticated_link import AuthenticatedLink
 from myriad.system.whole_file import read_json, write_whole
+from myriad.wire.run_secret import run_secret
 
 __all__ = [
     "AddressFile",
@@ -194,7 +195,7 @@ class DriverConnection:
             patience_ms = int((silent - _BEAT_SECONDS) * 1000)
             connection = writer.get_extra_info("socket")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
-            await link.prove(run_secret(self._run / "secret"), "executor", "driver")
+            await link.connect(run_secret(self._run / "secret"))
             self.host, self._silent_seconds = writer.get_extra_info("sockname")[0], silent
             self.interface = interface_of(self.host)
             self._alone_seconds = float(address.get("alone_seconds", silent))

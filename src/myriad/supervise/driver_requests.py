@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 from myriad.errors import BadInputError, RunFailedError
 from myriad.run import Run
-from myriad.supervise.authenticated_link import Refused, secret_place
 from myriad.supervise.driver_address import DriverConnection, read_address
 from myriad.supervise.messages import EvictionAnswer, EvictionAsked, TraceAnswer, TraceAsked, exceeded_limit
 from myriad.telemetry.traces.trace_request import What
+from myriad.wire.framing import Refused
+from myriad.wire.run_secret import secret_place
 
 __all__ = ["ask_driver", "evict", "person", "request_trace", "tracer"]
 

@@ -5,7 +5,7 @@ import pytest
 from myriad.comm.attempt_layout import AttemptLayout, equal_shares
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.supervise.message_codec import plain, read
+from myriad.wire.message_codec import plain, read
 
 FEWER = AttemptLayout(dp=2, shares=(4, 3))
 KEYS = ["layout.dp=3", "layout.shares=[3, 2, 2]", "train.global_batch=7", "layout.pp=2"]

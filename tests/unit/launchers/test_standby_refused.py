@@ -12,7 +12,7 @@ from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.launchers.run_start import check_journal
 from myriad.run import Run
-from myriad.supervise.authenticated_link import run_secret
+from myriad.wire.run_secret import run_secret
 
 NOBODY = "redis://127.0.0.1:1/0"
 """At that port nothing listens."""

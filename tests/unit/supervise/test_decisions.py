@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from myriad.errors import BAD_DATA, NEXT_ATTEMPT_SKIPS
-from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, NodeLeft, StopAsked
 from myriad.supervise.observations import CommStatus, RankExited, RankStatus
 from myriad.supervise.policy.decisions import Decider
@@ -25,6 +24,7 @@ from myriad.supervise.policy.policy_actions import (
 )
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.step_work import StepWork
+from myriad.wire.message_codec import plain, read
 
 WORLD = 4
 

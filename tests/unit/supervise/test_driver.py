@@ -2,6 +2,7 @@
 away. The driver is the real one, in this process; executors are connections without ranks."""
 
 import asyncio
+import json
 import os
 import threading
 import time
@@ -16,21 +17,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import myriad.supervise.authenticated_link as wire_module
 import myriad.supervise.driver.driver as driver_module
+import myriad.wire.stream_channel as wire_module
 from myriad.run import Run
-from myriad.supervise.authenticated_link import MAX_BYTES, VERSION, AuthenticatedLink, frame, run_secret
+from myriad.supervise.authenticated_link import MAX_BYTES, AuthenticatedLink, write_message
 from myriad.supervise.background import AsyncWriter
 from myriad.supervise.clock_exchange import ClockComparison
 from myriad.supervise.driver.driver import Driver
 from myriad.supervise.driver.journal import Journal
 from myriad.supervise.driver.leadership import SoleLeadership
 from myriad.supervise.driver_address import read_address
-from myriad.supervise.message_codec import encode
 from myriad.supervise.messages import ORDERS, Beat, ClockTold, End, NodeJoined, Start, StopAsked
 from myriad.supervise.observations import DeviceTrouble, LinkStatus, RankExited, RankStatus
 from myriad.supervise.policy.run_state import RunPlan
-from myriad.system.pending_connections import PendingConnections
+from myriad.wire.frame_codes import MESSAGE_CODE_BYTES
+from myriad.wire.framing import FrameKind, pack_header
+from myriad.wire.message_codec import encode
+from myriad.wire.pending_connections import PendingConnections
+from myriad.wire.run_secret import run_secret
 
 SECONDS = 60.0
 """Of patience with this machine; nothing here takes one."""
@@ -45,7 +49,7 @@ class Executor:
     async def connect(self, address: tuple[str, int]) -> "Executor":
         self.reader, self.writer = await asyncio.open_connection(*address)
         self.link = AuthenticatedLink(self.reader, self.writer)
-        await self.link.prove(run_secret(self.run.path / "secret"), "executor", "driver")
+        await self.link.connect(run_secret(self.run.path / "secret"))
         return self
 
     def join(self, epoch: int = 0, running: tuple[int, ...] = ()) -> None:
@@ -182,7 +186,7 @@ def test_a_connection_that_proves_nothing_ends_by_itself(
 
     async def drive() -> None:
         async with driving(tmp_path, nodes=1) as (_, address):
-            for torn in (b"", b"MY\0\1\0\0\1\0{"):
+            for torn in (b"", pack_header(FrameKind.ANSWER, 64) + b"{"):
                 reader, writer = await asyncio.open_connection(*address)
                 writer.write(torn)
                 with suppress(ConnectionError):
@@ -226,22 +230,24 @@ def twisted(draw: st.DrawFn) -> bytes:
     if record.get("ranks") and draw(st.booleans()):
         within = record["ranks"][0]
     within[draw(st.sampled_from(sorted(within)))] = draw(JSON)
-    return frame(record)
+    return json.dumps(record).encode()
 
 
-NOISE = st.one_of(
+TEXTS = twisted() | st.sampled_from(VALID).map(write_message) | st.binary(max_size=300)
+"""Of messages, from a node that has the secret."""
+RAW = st.one_of(
     st.binary(max_size=300),
-    twisted(),
-    st.sampled_from(VALID).map(lambda message: frame(encode(message))),
-    st.binary(max_size=20).map(lambda rest: b"MY\0" + bytes([VERSION + 1]) + b"\0\0\0\2{}" + rest),
-    st.just(b"MY\0" + bytes([VERSION]) + (MAX_BYTES + 1).to_bytes(4, "big") + b" " * 1000),
+    TEXTS.map(lambda text: pack_header(FrameKind.MESSAGE, len(text)) + text),
+    TEXTS.map(lambda text: pack_header(FrameKind.MESSAGE, len(text)) + text + bytes(MESSAGE_CODE_BYTES)),
+    st.sampled_from(FrameKind).map(lambda kind: pack_header(kind, MAX_BYTES + 1) + b" " * 1000),
 )
+"""From a host on the way."""
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.booleans(), st.lists(NOISE, min_size=1, max_size=6))
+@given(st.booleans(), st.lists(TEXTS, max_size=4), st.lists(RAW, max_size=4))
 def test_whatever_one_connection_sends_the_driver_serves_the_others(
-    knows_the_secret: bool, noise: list[bytes]
+    knows_the_secret: bool, texts: list[bytes], raw: list[bytes]
 ) -> None:
     async def drive(folder: Path) -> None:
         async with driving(folder, nodes=1) as (run, address):
@@ -252,10 +258,12 @@ def test_whatever_one_connection_sends_the_driver_serves_the_others(
             if knows_the_secret:
                 await bad.connect(address)
                 bad.join()
+                for text in texts:
+                    bad.link.channel.send(text)
             else:
                 bad.reader, bad.writer = await asyncio.open_connection(*address)
             with suppress(OSError):
-                for piece in noise:
+                for piece in raw:
                     bad.writer.write(piece)
                     await bad.writer.drain()
                 bad.writer.write_eof()

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from myriad.supervise import driver_address as herald_module
-from myriad.supervise.authenticated_link import AuthenticatedLink, run_secret
+from myriad.supervise.authenticated_link import AuthenticatedLink
 from myriad.supervise.driver_address import AddressFile, DriverConnection, read_address
 from myriad.system.whole_file import write_whole
+from myriad.wire.run_secret import run_secret
 
 SECONDS = 60.0
 """Of patience with this machine."""
@@ -42,7 +43,7 @@ class Place:
         self.address: dict[str, object] = {"host": host, "port": port, "silent_seconds": 3}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await AuthenticatedLink(reader, writer).prove(run_secret(self.run / "secret"), "driver", "executor")
+        await AuthenticatedLink(reader, writer).accept(run_secret(self.run / "secret"))
 
     def tell(self, **told: float) -> None:
         write_whole(self.run / "driver.json", json.dumps({**self.address, **told}))

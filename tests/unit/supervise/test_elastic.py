@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout, equal_shares
 from myriad.job import load_job
-from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, NodeLeft, StopAsked
 from myriad.supervise.observations import Digest, RankExited, RankStatus
 from myriad.supervise.policy.decisions import Decider
@@ -25,6 +24,7 @@ from myriad.supervise.policy.policy_actions import (
 )
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.step_work import StepWork
+from myriad.wire.message_codec import plain, read
 
 FEWER = ElasticLayouts(
     dp=3, num_micro_batches=8, replica_ranks=1, node_ranks=1, allowed=(1, 2), wait_seconds=30.0, steps=10**6

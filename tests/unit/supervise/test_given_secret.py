@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from myriad.errors import BadInputError
-from myriad.supervise.authenticated_link import SECRET_FILE, run_secret
+from myriad.wire.run_secret import SECRET_FILE, run_secret
 
 
 def test_a_secret_that_was_given_is_used_and_none_is_made(

@@ -15,7 +15,6 @@ from myriad.comm.attempt_layout import AttemptLayout
 from myriad.job import load_job
 from myriad.model.gpt import GPT
 from myriad.program.schedules import stage_owners
-from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined
 from myriad.supervise.observations import RankExited, RankStatus
 from myriad.supervise.policy.decisions import Decider
@@ -23,6 +22,7 @@ from myriad.supervise.policy.policy_actions import PolicyAction, ReportSlow, Res
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.step_work import Pipeline, StepWork, best_cuts, layer_seconds, pipeline_seconds
 from myriad.train.engine_setup import stage_layers
+from myriad.wire.message_codec import plain, read
 
 NODES = 4
 TRUE = [0.004, *([0.010] * 16), 0.025]

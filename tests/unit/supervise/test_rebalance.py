@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.job import load_job
-from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, StopAsked
 from myriad.supervise.observations import RankExited, RankStatus
 from myriad.supervise.policy.decisions import Decider
@@ -26,6 +25,7 @@ from myriad.supervise.policy.policy_actions import (
 from myriad.supervise.policy.rebalance import best_shares, step_seconds
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.supervise.policy.step_work import StepWork
+from myriad.wire.message_codec import plain, read
 
 WORK = StepWork(
     dp=4, pp=1, ranks_per_node=1, node_order=(), shares=(8,) * 4, most_share=16, steps=10**6, on_slow="move"

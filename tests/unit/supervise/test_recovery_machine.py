@@ -15,7 +15,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from myriad.supervise.message_codec import plain, read
 from myriad.supervise.messages import Beat, NodeJoined, NodeLeft, StopAsked
 from myriad.supervise.observations import RankExited, RankStatus
 from myriad.supervise.policy.decisions import Decider
@@ -28,6 +27,7 @@ from myriad.supervise.policy.policy_actions import (
     StopRanks,
 )
 from myriad.supervise.policy.run_state import RunPlan, RunState
+from myriad.wire.message_codec import plain, read
 
 WORLD, NODES, SPARES, RESTARTS = 4, 2, 1, 3
 TICK_SECONDS, RECONNECT_SECONDS, REPLACE_SECONDS, PEER_SECONDS = 0.25, 0.25, 2.0, 0.5

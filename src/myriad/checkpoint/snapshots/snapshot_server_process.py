@@ -24,7 +24,7 @@ from myriad.checkpoint.snapshots.rank_entry import RankEntry
 from myriad.checkpoint.snapshots.snapshot_server import RANKS_CONNECTED, SnapshotServer
 from myriad.checkpoint.snapshots.wire import Message, Wire, user_of
 from myriad.checkpoint.storage.folder_owner import acquire_folder
-from myriad.system.pending_connections import AUTHENTICATION_SECONDS, PendingConnections
+from myriad.wire.pending_connections import AUTHENTICATION_SECONDS, PendingConnections
 
 __all__ = ["ServerThread", "main"]
 

@@ -33,7 +33,7 @@ from myriad.doctor.pair_tests.sealed_messages import (
 )
 from myriad.doctor.probes.collective_patterns import PatternRates, combine_rates
 from myriad.errors import BadInputError
-from myriad.system.pending_connections import PendingConnections
+from myriad.wire.pending_connections import PendingConnections
 
 __all__ = ["Coordinator", "PairTestOptions"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from myriad.job import Job
 from myriad.launchers.kubernetes.cluster_settings import PodSettings, Toleration, quantity
-from myriad.supervise.authenticated_link import SECRET_FILE
 from myriad.system.machine import MACHINE
+from myriad.wire.run_secret import SECRET_FILE
 
 __all__ = [
     "INDEX_LABEL",

@@ -24,9 +24,9 @@ from myriad.doctor.devices import DEVICES, provider_of
 from myriad.run import Run
 from myriad.supervise.agent.device_process import DeviceChange, DeviceWarning
 from myriad.supervise.background import AsyncWriter
-from myriad.supervise.message_codec import read
 from myriad.supervise.observations import DeviceTrouble
 from myriad.system.jsonl import append_line
+from myriad.wire.message_codec import read
 
 __all__ = ["DeviceMonitor"]
 

@@ -16,10 +16,11 @@ from myriad.errors import BadInputError, RunFailedError
 from myriad.job import Job
 from myriad.run import Run
 from myriad.supervise.agent.agent_process import run_node
-from myriad.supervise.authenticated_link import Refused, secret_place
 from myriad.supervise.driver_address import DriverConnection
 from myriad.supervise.messages import NodeNumber, NodeRefused, NodeWanted
 from myriad.system.machine import machine_name, num_cores
+from myriad.wire.framing import Refused
+from myriad.wire.run_secret import secret_place
 
 __all__ = ["join"]
 

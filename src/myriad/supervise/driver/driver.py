@@ -27,7 +27,7 @@ from contextlib import suppress
 from functools import partial
 
 from myriad.run import Run
-from myriad.supervise.authenticated_link import AuthenticatedLink, Refused, run_secret
+from myriad.supervise.authenticated_link import AuthenticatedLink
 from myriad.supervise.background import AsyncLogHandler, AsyncWriter
 from myriad.supervise.clock_exchange import answer_clock
 from myriad.supervise.driver.admission import AdmissionCheck, NodeNumbers
@@ -62,7 +62,9 @@ from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.health import ClockCheck
 from myriad.supervise.policy.policy_actions import EndRun, PolicyAction
 from myriad.system.child_process import die_with_parent
-from myriad.system.pending_connections import AUTHENTICATION_SECONDS, PendingConnections
+from myriad.wire.framing import Refused
+from myriad.wire.pending_connections import AUTHENTICATION_SECONDS, PendingConnections
+from myriad.wire.run_secret import run_secret
 
 __all__ = ["Driver", "main"]
 
@@ -226,7 +228,7 @@ class Driver:
         link, node = AuthenticatedLink(reader, writer), None
         self._pending.admit(link, writer.get_extra_info("peername", ("",))[0], link.abort)
         try:
-            await link.prove(self._secret, "driver", "executor")
+            await link.accept(self._secret)
             self._pending.leave(link)
             async with asyncio.timeout(AUTHENTICATION_SECONDS):
                 joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked, TraceAsked, Examined))

@@ -21,10 +21,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from myriad.supervise.message_codec import encode, plain, read
 from myriad.supervise.policy.policy_actions import PolicyAction
 from myriad.supervise.policy.run_state import RunPlan, RunState
 from myriad.system.jsonl import JsonlTail, LineFile, Record, append_line
+from myriad.wire.message_codec import encode, plain, read
 
 __all__ = ["Journal", "Leftovers", "NewestEntries", "count_missing"]
 

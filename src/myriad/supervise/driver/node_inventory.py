@@ -18,10 +18,10 @@ from pathlib import Path
 
 from myriad.supervise.agent.node_facts import changes_of
 from myriad.supervise.background import AsyncWriter
-from myriad.supervise.message_codec import plain, read
 from myriad.supervise.observations import NodeFacts
 from myriad.supervise.policy.policy_actions import Notice
 from myriad.system.whole_file import write_whole
+from myriad.wire.message_codec import plain, read
 
 __all__ = ["NodeInventory", "read_nodes"]
 

@@ -27,7 +27,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from myriad.comm.redis_address import RedisAddress
-from myriad.supervise.authenticated_link import run_secret
+from myriad.wire.run_secret import run_secret
 
 __all__ = [
     "LeaseAnswer",

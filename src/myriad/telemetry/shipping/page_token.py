@@ -16,8 +16,8 @@ import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from myriad.system.secret_place import secret_place
 from myriad.system.whole_file import write_whole
+from myriad.wire.run_secret import secret_place
 
 __all__ = [
     "LOOPBACK",
