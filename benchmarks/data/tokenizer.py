@@ -14,7 +14,7 @@ import random
 import re
 import time
 
-from myriad.data.embedded import embedded_documents
+from myriad.data.corpus_cache import embedded_documents
 from myriad.data.tokenizer import Tokenizer
 
 

@@ -13,8 +13,8 @@ import pytest
 from myriad.comm.redis_address import redis_address
 from myriad.errors import BadInputError
 from myriad.job import load_job
+from myriad.launchers.external_nodes import check_standby
 from myriad.launchers.run_start import begin_journal, check_journal
-from myriad.launchers.standby import check_standby
 from myriad.run import Run
 from myriad.supervise.driver.journal import Journal
 from myriad.supervise.driver.leadership import boot_seconds

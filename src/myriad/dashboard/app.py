@@ -1,4 +1,4 @@
-"""The web application of the dashboard: routes, the page's files and the event stream.
+"""The dashboard's web application: routes, the page's files, the event stream, and the reader of the run.
 
 The page's thirty files are read and compressed once, at the start: serving them from memory is cheaper than
 opening them, and no requested name reaches the file system. Server-sent events notify pages of changes; the
@@ -8,10 +8,15 @@ pages then request the data:
     data: {"last_step":117,"events":4,"metrics":117}
 
 A page that reads slowly misses intermediate changes, but never the last one: the server queues nothing.
+
+A separate thread (`Follower`) reads the run's folder as it grows, so that a hung disk blocks no request. At
+the start it reads the newest span files first, and then older ones until memory is full.
 """
 
 import asyncio
 import gzip
+import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -29,12 +34,13 @@ from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.api import rank_api, run_api, span_api
 from myriad.dashboard.api.query_parameters import QueryParameterError
 from myriad.dashboard.collector import SpanCollector
-from myriad.dashboard.follower import Follower
 from myriad.dashboard.request_guard import SPANS_PATH, Access, Guard
 from myriad.dashboard.tile import to_json
 from myriad.dashboard.watched_run import WatchedRun
+from myriad.telemetry.span_io.span_batch import BatchError
+from myriad.telemetry.span_io.span_files import read_span_file
 
-__all__ = ["build_app"]
+__all__ = ["Follower", "build_app"]
 
 _Answer = Callable[[WatchedRun, Analyst, Mapping[str, str]], Any]
 _ANSWERS: dict[str, _Answer] = {
@@ -183,3 +189,77 @@ class Stream:
             "events": len(files.events),
             "metrics": len(files.metrics),
         }
+
+
+_LOG = logging.getLogger(__name__)
+_EVERY_SECONDS, _REST_TIMES = 1.0, 4.0
+_MOST_FILE_BYTES = 2**30
+
+
+class Follower:
+    """Follows the files of one run."""
+
+    def __init__(self, watched: WatchedRun) -> None:
+        self._watched = watched
+        self._seen: dict[Path, tuple[int, int]] = {}
+        self._looked = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="follower", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Call it once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, after the file that it is reading."""
+        self._stop.set()
+        self._thread.join(5.0)
+
+    def poll(self) -> None:
+        """Read new data once."""
+        files, began = self._watched.files, time.monotonic()
+        with self._watched.reading():
+            files.poll()
+        if self._watched.follow_layout():
+            self._seen.clear()
+            self._looked = False
+        store = self._watched.store
+        store.limit_step = files.job.train.steps
+        left_out = 0
+        for path, state in files.span_paths():
+            if self._stop.is_set():
+                return
+            if self._seen.get(path) == state:
+                continue
+            if not self._looked and store.counts.dropped_steps:
+                left_out += 1  # memory is full of newer ones
+            else:
+                self._read(path, state[1])
+            self._seen[path] = state
+        self._looked = True
+        if left_out:
+            store.counts.add_problem(f"{left_out} older files of spans are not read: --memory is full")
+        self._watched.looked(began)
+
+    def _read(self, path: Path, size: int) -> None:
+        store = self._watched.store
+        try:
+            if size > _MOST_FILE_BYTES:
+                raise BatchError(f"{size} bytes: at most {_MOST_FILE_BYTES}")
+            store.add(read_span_file(path))
+        except FileNotFoundError:
+            return
+        except (BatchError, OSError) as error:
+            store.counts.refused_files += 1
+            store.counts.add_problem(f"{path.name}: {error}")
+
+    def _work(self) -> None:
+        rest = 0.0
+        while not self._stop.wait(rest):
+            began = time.monotonic()
+            try:
+                self.poll()
+            except Exception as error:  # whatever a folder holds: the next poll may find it well
+                _LOG.warning("the run's folder cannot be read: %s", error)
+                self._watched.store.counts.add_problem(f"the run's folder: {error}")
+            rest = max(_EVERY_SECONDS, _REST_TIMES * (time.monotonic() - began))

@@ -7,10 +7,21 @@
     step.end()              count the step
 
 With early updates, a stage is updated as soon as its gradients are complete, so UPDATE comes before CLIP.
+
+If the norm or the loss is non-finite, the first non-finite value of the iteration is searched, in sums that
+were taken before ranks combined their gradients:
+
+    parameter                       on any rank: everything computed from it is non-finite too
+    output, loss of a micro-batch   of the earliest stage: later stages only pass it on
+    gradient, before it is reduced  of the latest stage: backward runs downwards; reduction spreads it
+    gradient, reduced               the sum itself overflowed
+
+A sum of finite terms is finite unless it exceeds the range of float32. The sums are read only when a value is
+non-finite, so such an overflow alone never fails a step.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,17 +31,30 @@ from myriad.comm.groups import Groups
 from myriad.comm.typed_collectives import gather_values
 from myriad.errors import RunFailedError
 from myriad.kernels.config import Kernels
-from myriad.optim.clip import clip_scale, squared_norms
+from myriad.optim.clip import clip_scale, non_finite_rows, squared_norms
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.loss_scale import LossScaler
 from myriad.optim.optimizer import build_optimizer
-from myriad.parallel.chunk import Chunk
+from myriad.parallel.chunk import Chunk, Entry
 from myriad.parallel.model_state import ModelState
-from myriad.parallel.non_finite import Finding, Outputs, first_finding
 from myriad.parallel.rank_model import RankModel
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["OptimizerStep", "StepResult", "loss_weight", "sum_over_world"]
+
+_Outputs = Mapping[tuple[int, int], torch.Tensor]
+"""(stage, micro-batch) to the sum of its forward's output."""
+_Entries = Sequence[tuple[Chunk, Entry]]
+
+
+@dataclass(frozen=True, order=True)
+class _Finding:
+    """The first non-finite value that a rank found among its own tensors."""
+
+    order: tuple[int, int, int]
+    """Sort key: the finding with the smallest order among all ranks occurred first."""
+    name: str
+
 
 Refuses = Callable[[float, float], bool]
 """A function of loss and gradient norm, equal on all ranks, that returns whether to skip the update."""
@@ -74,7 +98,7 @@ class OptimizerStep:
         state: ModelState,
         groups: Groups,
         config: OptimizerConfig,
-        outputs: Outputs,
+        outputs: _Outputs,
         *,
         updates_early: bool,
         trains_alone: bool,
@@ -233,10 +257,10 @@ class OptimizerStep:
         """Raise `RunFailedError` with the rank that produced the first non-finite value, and the name of its
         tensor."""
         layout = self._groups.grid.layout
-        found = first_finding(
+        found = _first_finding(
             self._model, self._state.entries, self._outputs, self.squares, layout.num_stages - 1
         )
-        everyone = gather_values(found, Finding | None, self._groups.world)
+        everyone = gather_values(found, _Finding | None, self._groups.world)
         firsts = [(one.order, rank, one.name) for rank, one in enumerate(everyone) if one is not None]
         _, rank, name = min(firsts, default=((), 0, "loss"))
         step = self._now.number
@@ -264,3 +288,42 @@ def loss_weight(groups: Groups) -> float:
     """Return the weight of this rank's loss in the global sum: one of the tensor-parallel ranks, which all
     have the same loss, counts it."""
     return 1.0 if groups.grid.index("tp") == 0 else 0.0
+
+
+def _first_finding(
+    model: RankModel, entries: _Entries, outputs: _Outputs, squares: torch.Tensor, last_stage: int
+) -> _Finding | None:
+    """Return this rank's first non-finite tensor. ``squares``: squared norms of the reduced gradients, one
+    row for each of ``entries``."""
+    return (
+        _bad_parameter(entries) or _bad_output(outputs, last_stage) or _bad_gradient(model, entries, squares)
+    )
+
+
+def _bad_parameter(entries: _Entries) -> _Finding | None:
+    for row, (chunk, entry) in enumerate(entries):
+        a, b = chunk.spans[row - chunk.first_row]
+        part = chunk.master[max(a - chunk.start, 0) : max(b - chunk.start, 0)]
+        if not bool(torch.isfinite(part).all()):
+            return _Finding((0, 0, 0), f"parameter {entry.name}")
+    return None
+
+
+def _bad_output(outputs: _Outputs, last_stage: int) -> _Finding | None:
+    bad = [key for key, total in outputs.items() if not bool(torch.isfinite(total))]
+    if not bad:
+        return None
+    stage, micro_batch = min(bad)
+    of = f"micro-batch {micro_batch}"
+    return _Finding((1, stage, micro_batch), f"loss of {of}" if stage == last_stage else f"output of {of}")
+
+
+def _bad_gradient(model: RankModel, entries: _Entries, squares: torch.Tensor) -> _Finding | None:
+    own = [chunk for chunk in model.chunks if chunk.was_non_finite]
+    rows = [entries[row] for row in non_finite_rows(squares)]
+    if not own and not rows:
+        return None
+    chunks = own or [chunk for chunk, _ in rows]
+    names = [entry.name for chunk, entry in rows if chunk in chunks] + [chunks[0].entries[0].name]
+    stage = max(stage for stage, held in model.stages.items() if any(one in chunks for one in held.chunks))
+    return _Finding((2 if own else 3, -stage, 0), f"gradient of {names[0]}")

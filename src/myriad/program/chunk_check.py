@@ -2,7 +2,7 @@
 
 Sharded parameters are gathered before their use and released after it. Gradients are reduced when they are
 complete. The norm is known before a gradient updates anything, and each stage is updated once.
-`myriad.program.rank_check` walks the rank's list and calls this module.
+`myriad.program.checker` walks the rank's list and calls this module.
 """
 
 from collections.abc import Callable, Sequence

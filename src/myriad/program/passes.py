@@ -8,12 +8,18 @@
                                     B s1 START_REDUCE s1 B s0 START_REDUCE s0 AWAIT_REDUCE s1 s0 STEP
     optimizer                                           ... CLIP UPDATE s0 START s0 UPDATE s1 START s1
 
+    one stage   GATHER s0       F s0 m0                  B s0 m0                          REDUCE s0
+    two chunks  GATHER s0 s1    F s0 m0   F s1 m0        B s1 m0   REDUCE s1   B s0 m0    REDUCE s0
+
 - `decouple` is MegaScale's pipeline overlap (arXiv 2402.15627, section 3.2): a rank sends an output without
   waiting. A receive is posted some compute actions before its use, so that the transfer overlaps with them.
 - `overlap_data` is its data overlap: gathers start at the beginning of the iteration, while the batch is
   loaded, in the order in which compute needs them; reductions overlap with the backwards that follow.
 - `overlap_optimizer`: a stage's new parameters are gathered while the next stage is updated. The next
   iteration's first forward waits for its own parameters only (BytePS removes the same barrier).
+- `cut_stages` cuts each stage into chunks, so that data-parallel communication can overlap with compute. Each
+  chunk is a stage of the new program. The chunks of a stage are consecutive on the same rank, and nothing is
+  sent between them. (MegaScale has one chunk per virtual stage; here the number is free.)
 """
 
 from collections import defaultdict
@@ -23,6 +29,7 @@ from dataclasses import replace
 from myriad.program.actions import (
     ADDS_TO_GRADIENTS,
     COMPUTE,
+    MAKES_WEIGHT_GRADIENT,
     SEMANTICS,
     Action,
     Kind,
@@ -31,10 +38,9 @@ from myriad.program.actions import (
     Program,
 )
 from myriad.program.config import OverlapConfig
-from myriad.program.cut import cut_stages
 from myriad.program.timeline import needed_transfer
 
-__all__ = ["apply_passes", "decouple", "overlap_data", "overlap_optimizer", "split_at_computes"]
+__all__ = ["apply_passes", "cut_stages", "decouple", "overlap_data", "overlap_optimizer", "split_at_computes"]
 
 _GATHER_AHEAD = 2
 """Compute actions between issuing a gather and using it, with ZeRO 3. At most two chunks are whole at a
@@ -244,3 +250,55 @@ def _rewritten(
     yield from (a for a in gap if a.kind not in _MOVED)
     yield from (Action(Kind.WAIT, transfers=(t,)) for t in waits)
     yield from (a for a in gap if a.kind in COMPUTE)
+
+
+def cut_stages(program: Program, num_chunks: int) -> Program:
+    """Replace stage s by stages ``s x num_chunks`` to ``(s + 1) x num_chunks - 1`` of the same rank."""
+    if num_chunks == 1:
+        return program
+    ranks = (tuple(_cut_rank(program, actions, num_chunks)) for actions in program.ranks)
+    owners = (rank for rank in program.stage_rank for _ in range(num_chunks))
+    return replace(program, stage_rank=tuple(owners), ranks=tuple(ranks))
+
+
+def _cut_rank(program: Program, actions: Sequence[Action], num_chunks: int) -> Iterator[Action]:
+    reduced = _reduced(actions)
+    ends = {0: 0, program.num_stages - 1: num_chunks - 1} if program.syncs_tied else {}
+    for index, action in enumerate(actions):
+        chunks = range(action.stage * num_chunks, (action.stage + 1) * num_chunks)
+        tied = chunks[ends[action.stage]] if action.stage in ends else None
+        if action.kind in COMPUTE:
+            for chunk in chunks if action.kind is Kind.FORWARD else reversed(chunks):
+                yield Action(action.kind, chunk, action.micro_batch)
+                if index in reduced and chunk != tied:
+                    yield Action(Kind.REDUCE, chunk)
+        elif action.kind is Kind.REDUCE:
+            if tied is not None and index in reduced.values():
+                yield Action(Kind.REDUCE, tied)
+        elif action.kind is Kind.SYNC_TIED:
+            assert tied is not None
+            yield Action(Kind.SYNC_TIED, tied)
+        elif action.stage >= 0:
+            yield from (Action(action.kind, chunk, action.micro_batch) for chunk in chunks)
+        else:
+            yield Action(action.kind, transfers=tuple(_cut_transfer(t, num_chunks) for t in action.transfers))
+
+
+def _reduced(actions: Sequence[Action]) -> dict[int, int]:
+    """Map each compute action whose gradients are reduced before its stage's next backward to the index of
+    that REDUCE."""
+    latest: dict[int, int] = {}
+    found = {}
+    for index, action in enumerate(actions):
+        if action.kind in MAKES_WEIGHT_GRADIENT:
+            latest[action.stage] = index
+        elif action.kind is Kind.REDUCE:
+            found[latest[action.stage]] = index
+    return found
+
+
+def _cut_transfer(transfer: PipelineTransfer, num_chunks: int) -> PipelineTransfer:
+    """Renumber a transfer: an activation is sent by a stage's last chunk, a gradient by its first."""
+    offset = num_chunks - 1 if transfer.payload is Payload.ACTIVATION else 0
+    stage = transfer.stage * num_chunks + offset
+    return PipelineTransfer(transfer.payload, stage, transfer.micro_batch, transfer.peer, transfer.sends)

@@ -10,7 +10,7 @@ ASK = """
 import sys
 from pathlib import Path
 from myriad.data import corpus_cache as cache
-from myriad.data.embedded import Document
+from myriad.data.corpus_cache import Document
 cache.embedded_documents = lambda: [Document(f"d{n}", f"text number {n} " * 400) for n in range(300)]
 print(cache.prepare_embedded(Path(sys.argv[1]), 300, lambda stage: print(stage)))
 """

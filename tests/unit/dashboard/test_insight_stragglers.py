@@ -5,7 +5,7 @@ import pytest
 from simulated_run import simulated_run
 
 from myriad.comm.layout import Layout
-from myriad.dashboard.insight.drift import drift, launches
+from myriad.dashboard.insight.findings import drift, launches
 from myriad.dashboard.insight.nesting import nested
 from myriad.dashboard.insight.phase_table import PhaseTable, phase_table
 from myriad.dashboard.insight.rank_arrays import Ranks

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from myriad.dashboard.analyst import Analyst
-from myriad.dashboard.follower import Follower
+from myriad.dashboard.app import Follower
 from myriad.dashboard.run_files import RunFiles
 from myriad.dashboard.run_view import RunReader, attempt_of
 from myriad.dashboard.store.span_store import SpanStore

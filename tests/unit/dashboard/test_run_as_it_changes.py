@@ -10,7 +10,7 @@ import pytest
 
 from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.api.run_api import sentence
-from myriad.dashboard.follower import Follower
+from myriad.dashboard.app import Follower
 from myriad.dashboard.run_files import Curves, RunFiles
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.watched_run import Freshness, WatchedRun

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from myriad.data import corpus_cache
-from myriad.data.corpus_cache import prepare_embedded
-from myriad.data.corpus_manifest import read_manifest
-from myriad.data.embedded import (
+from myriad.data.corpus_cache import (
     VALIDATION_SHARE,
     Document,
     embedded_documents,
     embedded_key,
+    prepare_embedded,
     split_documents,
 )
+from myriad.data.corpus_manifest import read_manifest
 from myriad.errors import BadInputError
 
 

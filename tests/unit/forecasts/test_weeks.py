@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from myriad.errors import BadInputError
 from myriad.forecasts.fleet.fault_mix import DAY, DrawnFault, FaultKindShare, draw_faults, load_mix
-from myriad.forecasts.fleet.fleet_study import StudySetting, compare, sensitivity_changes
+from myriad.forecasts.fleet.fleet_study import StudySetting, compare, published_ledger, sensitivity_changes
 from myriad.forecasts.fleet.policy_times import PolicyTimes, load_published, load_times
-from myriad.forecasts.fleet.published_policies import published_ledger
 from myriad.forecasts.fleet.virtual_cluster import VirtualCluster
 from myriad.recipes import recipe_names
 from myriad.supervise.accounting.ledger import Ledger

@@ -13,8 +13,7 @@ import pytest
 
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.launchers.kubernetes.api_server import Api
-from myriad.launchers.kubernetes.kubernetes_launcher import KubernetesLauncher
+from myriad.launchers.kubernetes.kubernetes_launcher import Api, KubernetesLauncher
 from myriad.launchers.launcher import check_engine
 from myriad.run import Run
 

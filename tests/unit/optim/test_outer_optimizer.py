@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myriad.optim.outer_optimizer import OuterNesterov
 from myriad.optim.region import Region
+from myriad.parallel.diloco import OuterNesterov
 
 SIZES = (5, 1, 0, 64)
 

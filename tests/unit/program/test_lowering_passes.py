@@ -10,9 +10,8 @@ from program_shapes import lowered
 
 from myriad.program.actions import COMPUTE, Kind, Program
 from myriad.program.config import OverlapConfig
-from myriad.program.cut import cut_stages
 from myriad.program.lower import lower
-from myriad.program.passes import apply_passes, decouple
+from myriad.program.passes import apply_passes, cut_stages, decouple
 from myriad.program.schedules import schedule
 from myriad.program.timeline import timeline, unit_costs
 

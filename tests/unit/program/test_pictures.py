@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from program_shapes import computes, lowered
 
 from myriad.cli.main import main
+from myriad.cli.simulate.program_view import draw_svg, text_rows
 from myriad.program.actions import COMPUTE
 from myriad.program.checker import check
 from myriad.program.schedules import schedule
-from myriad.program.text import text_rows
 from myriad.program.timeline import timeline
-from myriad.reports.charts.program_chart import draw_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

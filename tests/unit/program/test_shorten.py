@@ -9,10 +9,9 @@ from program_shapes import lowered
 
 from myriad.comm.layout import Layout
 from myriad.program.actions import COMPUTE, Kind, Program
-from myriad.program.build import build_program
+from myriad.program.build import DATA_PARALLEL, build_program, shorten
 from myriad.program.checker import check
 from myriad.program.config import OverlapConfig
-from myriad.program.shorten import DATA_PARALLEL, shorten
 
 
 def meetings(program: Program) -> list[list[tuple[str, int]]]:

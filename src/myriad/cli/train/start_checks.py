@@ -13,8 +13,8 @@ from myriad.checkpoint.storage.folder_owner import check_owner
 from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.job.job_changes import JobChange
+from myriad.launchers.external_nodes import check_standby
 from myriad.launchers.slurm import in_allocation
-from myriad.launchers.standby import check_standby
 from myriad.recipes import recipe_names
 from myriad.run import Run
 

@@ -182,7 +182,7 @@ def _end(run: "Run", ended: str, console: "Console | None", oversubscribe: bool)
 
 def _stand_by(run: "Run", job: "Job", console: "Console | None") -> str:
     from myriad.cli.train.train_screen import open_screen
-    from myriad.launchers.standby import stand_by
+    from myriad.launchers.external_nodes import stand_by
 
     if console:
         text = f"standby for {run.path}: takes over if its driver is lost; Ctrl-C ends the standby"

@@ -1,10 +1,21 @@
 """Combine all analyses of a run's newest spans in one value, for the terminal, the report and the page.
 
-`arrows_of` returns the arrows of an exported window: from a send to the receive that it ended, and from the
-last arriver of a collective to the others.
+`arrows_of` returns the arrows of an exported window: from a send to the receive that it ended, and from
+the last arriver of a collective to the others.
+
+Drift: ranks that reach a step's first collective a little later with each step.
+
+    lag[step, rank]    start of the rank's first gradient reduction less the median of its peers'
+    slope              median of the slopes between step i and step i + n / 2 (a robust line, after Theil and
+                       Sen): one pause, however long, does not move it. Of each half of the steps; the
+                       smaller one counts, and none where they differ in sign: a rank that became slow once
+                       does not drift
+
+MegaScale (section 6.3) lost MFU slowly over weeks this way: pauses at different moments on different
+ranks.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,7 +23,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from myriad.dashboard.insight.critical_path import CriticalPath, critical_path
-from myriad.dashboard.insight.drift import Drift, drift, launches
 from myriad.dashboard.insight.hang_analysis import HangAnalysis, analyze_hang
 from myriad.dashboard.insight.losses import Losses, losses
 from myriad.dashboard.insight.needs import ProgramNeeds
@@ -26,12 +36,13 @@ from myriad.errors import MyriadError
 from myriad.run import Run
 from myriad.telemetry.span_io.span_records import Records
 from myriad.telemetry.span_io.span_window import Arrow, Window
+from myriad.telemetry.stragglers import median_known
+from myriad.units import format_number
 
 if TYPE_CHECKING:
     from myriad.job import Job
-    from myriad.telemetry.span_io.span_records import Records
 
-__all__ = ["SpanAnalysis", "arrows_of", "ranks_of"]
+__all__ = ["SpanAnalysis", "arrows_of", "drift", "launches", "ranks_of"]
 
 _LOOKED_AT = 3
 """Number of steps whose waits are divided by the missing rank."""
@@ -45,6 +56,31 @@ def ranks_of(job: "Job") -> Ranks:
     layout, nodes = job.layout, job.resilience.nodes
     size = layout.world // nodes if nodes > 1 else job.comm.node_size
     return Ranks(layout, size or layout.world, job.comm.node_order or ())
+
+
+@dataclass(frozen=True)
+class _Drift:
+    """Drift of launch times over some steps."""
+
+    slope: Array
+    """Seconds per step, by rank; NaN if unknown."""
+    lag: Array
+    """Seconds behind the median of its peers, median of steps."""
+
+    def worst(self, least: float = 1e-6) -> list[int]:
+        """Ranks that come later by at least ``least`` seconds a step and by four spreads more than others,
+        the worst first."""
+        known = np.flatnonzero(~np.isnan(self.slope))
+        if len(known) == 0:
+            return []
+        spread = 1.4826 * float(np.median(np.abs(self.slope[known] - np.median(self.slope[known]))))
+        late = known[self.slope[known] > max(least, 4 * spread)]
+        return [int(rank) for rank in late[np.argsort(-self.slope[late])][:_MOST_WORST]]
+
+    def sentence(self, rank: int) -> str:
+        """Describe the drift of a rank."""
+        each = self.slope[rank] * 1e3
+        return f"rank {rank} comes {format_number(each)} ms later to its first reduction with each step"
 
 
 @dataclass(frozen=True)
@@ -148,7 +184,7 @@ class SpanAnalysis:
         return suspects(self.stragglers)
 
     @cached_property
-    def drift(self) -> Drift:
+    def drift(self) -> _Drift:
         """Drift of launch times over the whole steps."""
         steps, first = launches(self._spans, self.names, self.ranks.world)
         keep = np.isin(steps, self.whole_steps)
@@ -206,8 +242,6 @@ _MOST_ARROWS = 100_000
 def arrows_of(run: Run, window: Window) -> list[Arrow]:
     """Return the messages of the newest attempt in the window; none if its ranks did not run the job's
     program."""
-    import numpy as np
-
     from myriad.dashboard.insight.arrivals import arrows
 
     attempt = max(one.attempt for one in window.ranks)
@@ -220,3 +254,51 @@ def arrows_of(run: Run, window: Window) -> list[Arrow]:
         if len(found) >= _MOST_ARROWS:
             break
     return found
+
+
+_LAUNCHES = ("reduce", "start_reduce", "clip", "step")
+_FEWEST_STEPS = 8
+_MOST_WORST = 50
+
+
+def launches(spans: Nested, names: Sequence[str], world: int) -> tuple[Array, Array]:
+    """Return the steps, and the seconds at which each rank began its first reduction, ``[step, rank]``; NaN
+    if it has none."""
+    for wanted in (_LAUNCHES[:2], _LAUNCHES[2:]):
+        codes = [code for code, name in enumerate(names) if name in wanted]
+        found = np.flatnonzero(np.isin(spans.records["name"], codes))
+        if len(found):
+            break
+    steps = np.unique(spans.records["step"][found])
+    first = np.full((len(steps), world), np.nan)
+    if len(found):
+        row = np.searchsorted(steps, spans.records["step"][found])
+        at = row * world + spans.records["rank"][found]
+        # In order of time: written backwards, the first of each step stays.
+        origin = int(spans.start[found].min())
+        first.ravel()[at[::-1]] = (spans.start[found[::-1]] - origin) * 1e-9
+    return steps, first
+
+
+def drift(steps: Array, first: Array, ranks: Ranks) -> _Drift:
+    """Return the drift of launch times from `launches`."""
+    lag = first.copy()
+    for place in range(ranks.layout.pp):
+        members = np.flatnonzero(ranks.pipeline == place)
+        own = lag[:, members]
+        own -= median_known(own, axis=1)[:, None] if own.size else 0.0
+        lag[:, members] = own
+    slope = np.full(ranks.world, np.nan)
+    if len(steps) >= _FEWEST_STEPS:
+        half = len(steps) // 2
+        early, late = _slope(steps[:half], lag[:half]), _slope(steps[half:], lag[half:])
+        smaller = np.where(np.abs(early) < np.abs(late), early, late)
+        slope = np.where(early * late > 0, smaller, 0.0 * smaller)
+    usual = median_known(lag, axis=0) if len(steps) else np.full(ranks.world, np.nan)
+    return _Drift(slope, usual)
+
+
+def _slope(steps: Array, lag: Array) -> Array:
+    half = len(steps) // 2
+    between = (steps[half:] - steps[: len(steps) - half])[:, None]
+    return median_known((lag[half:] - lag[: len(steps) - half]) / between, axis=0)

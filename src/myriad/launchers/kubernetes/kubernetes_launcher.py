@@ -11,15 +11,20 @@ machines as it has spares, and at least one may be: if the network fails, the ma
 thread does all of this, so the launcher does not wait for it; failures are logged.
 """
 
+import json
 import logging
 import os
+import ssl
 import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from myriad.errors import BadInputError
 from myriad.job import Job
-from myriad.launchers.kubernetes.api_server import Api, ApiError, in_cluster
 from myriad.launchers.kubernetes.pods import (
     INDEX_LABEL,
     NAMESPACE,
@@ -33,12 +38,61 @@ from myriad.launchers.supervised_run import supervise_run
 from myriad.run import Run
 from myriad.supervise.driver_address import check_listen
 
-__all__ = ["KubernetesLauncher"]
+__all__ = ["Api", "KubernetesLauncher"]
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 10.0
 _GRACE_SECONDS = 5
 _CORDONED_BY = "myriad/cordoned-by"
+
+
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+class Api:
+    """Client of one API server, for use in one thread."""
+
+    def __init__(self, url: str, account: Path = _ACCOUNT) -> None:
+        """``account``: the folder with ``token`` and ``ca.crt``."""
+        self._url, self._account = url, account
+
+    def get(self, path: str, **query: str) -> dict[str, Any]:
+        """Return an object, or a list of objects. Raises `_ApiError`."""
+        return self._ask("GET", f"{path}?{urllib.parse.urlencode(query)}" if query else path)
+
+    def patch(self, path: str, change: dict[str, Any]) -> None:
+        """Merge ``change`` into an object. Raises `_ApiError`."""
+        self._ask("PATCH", path, change, _MERGE)
+
+    def delete(self, path: str, grace_seconds: int) -> None:
+        """Request the deletion of an object. Raises `_ApiError`."""
+        self._ask("DELETE", path, {"gracePeriodSeconds": grace_seconds})
+
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, kind: str = "application/json"
+    ) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            headers = {"Authorization": f"Bearer {self._token()}", "Content-Type": kind}
+            request = urllib.request.Request(self._url + path, data, headers, method=method)
+            with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS, context=self._context()) as answer:
+                found = json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise _ApiError(f"{method} {path}: {error.code} {error.reason}") from None
+        except (OSError, ValueError) as error:
+            raise _ApiError(f"{method} {path}: {error}") from None
+        if not isinstance(found, dict):
+            raise _ApiError(f"{method} {path}: no object")
+        return found
+
+    def _token(self) -> str:
+        """Read the token each time, because it is renewed every hour."""
+        return (self._account / "token").read_text().strip()
+
+    def _context(self) -> ssl.SSLContext | None:
+        if not self._url.startswith("https:"):
+            return None
+        return ssl.create_default_context(cafile=str(self._account / "ca.crt"))
 
 
 class KubernetesLauncher:
@@ -87,7 +141,7 @@ class KubernetesLauncher:
     def _guarded(self, what: Any, *arguments: int) -> None:
         try:
             what(*arguments)
-        except (ApiError, KeyError, TypeError, ValueError) as error:
+        except (_ApiError, KeyError, TypeError, ValueError) as error:
             _LOG.warning("Kubernetes: %s", error)
 
     def _poll(self) -> None:
@@ -134,7 +188,7 @@ class KubernetesLauncher:
             if not _is_ready(self._api.get(path)):
                 return False
             self._api.patch(path, {"metadata": {"annotations": by}, "spec": {"unschedulable": True}})
-        except ApiError as error:  # the run may lack the permission: the pod can be replaced all the same
+        except _ApiError as error:  # the run may lack the permission: the pod can be replaced all the same
             _LOG.warning("%s stays in service: %s", machine, error)
             return False
         self._most_cordons -= 1
@@ -157,7 +211,7 @@ _GATHER_SECONDS = 3600.0
 
 def check_kubernetes(job: Job, *, oversubscribe: bool = False) -> None:
     """Refuse to start outside the driver's pod. Raises `BadInputError`."""
-    if in_cluster() is None or RUN_NAME not in os.environ or NAMESPACE not in os.environ:
+    if _in_cluster() is None or RUN_NAME not in os.environ or NAMESPACE not in os.environ:
         allowed = "only in the driver's pod; `myriad manifests JOB --image IMAGE` writes what to apply"
         raise BadInputError("resilience.engine", "kubernetes", allowed)
     check_listen(job.resilience.listen)
@@ -165,8 +219,24 @@ def check_kubernetes(job: Job, *, oversubscribe: bool = False) -> None:
 
 def run_kubernetes(run: Run, world: int, *, threads: int = 0, observer: Observer | None = None) -> Outcome:
     """Train ``world`` ranks in pods that join. Raises `RunFailedError`."""
-    api = in_cluster()
+    api = _in_cluster()
     assert api is not None, "it was checked"
     spares = run.job().resilience.spares
     engine = KubernetesLauncher(run, api, os.environ[NAMESPACE], os.environ[RUN_NAME], spares)
     return supervise_run(run, world, engine, observer, gather_seconds=_GATHER_SECONDS)
+
+
+_ANSWER_SECONDS = 10.0
+_MERGE = "application/merge-patch+json"
+
+
+class _ApiError(Exception):
+    """A request failed, or the API server refused it."""
+
+
+def _in_cluster() -> Api | None:
+    """Return the client for the cluster of this pod; ``None`` outside a cluster."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        return None
+    return Api(f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}")

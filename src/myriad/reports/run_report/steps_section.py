@@ -1,13 +1,16 @@
 """The report's section on the newest steps' spans: the seconds of a step by cause, and the slow ranks, as
 self-contained HTML."""
 
+import struct
+import zlib
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from myriad.reports.charts.png_data import data_uri
 from myriad.reports.charts.step_loss_colours import COLOURS, MEANING, USEFUL
 from myriad.reports.charts.svg import box, text
 from myriad.reports.run_report.report_page import html_table
@@ -191,7 +194,7 @@ def _heat(found: "SpanAnalysis") -> Iterator[str]:
         caption = (
             f"{phase}: {format_number(float(np.median(known)) * 1e3)} ms a step" if len(known) else phase
         )
-        uri = data_uri(_pixels(scores.z, width))
+        uri = _data_uri(_pixels(scores.z, width))
         style = "width:100%;image-rendering:pixelated;border-radius:4px"
         image = f'<img alt="{escape(phase)} by rank" style="{style}" src="{uri}">'
         yield f'<div class="card"><p>{escape(caption)}</p>{image}</div>'
@@ -225,3 +228,18 @@ def _pixels(z: Any, width: int) -> Any:
     pixels[:, :3], pixels[:, 3] = mixed, 255
     pixels[np.isnan(padded)] = _UNKNOWN
     return pixels.reshape(height, width, 4)
+
+
+def _data_uri(pixels: npt.NDArray[Any]) -> str:
+    """Encode ``[row, column, red green blue alpha]`` of uint8 as a PNG."""
+    height, width = pixels.shape[:2]
+    rows = np.zeros((height, 1 + 4 * width), dtype=np.uint8)  # Each row starts with a filter byte of 0.
+    rows[:, 1:] = pixels.reshape(height, 4 * width)
+    header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 6)), (b"IEND", b""))
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*chunk) for chunk in chunks)
+    return "data:image/png;base64," + b64encode(data).decode()
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
