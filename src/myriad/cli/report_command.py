@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,7 +81,8 @@ def _report(
     path = facts.run.report_path if out is None else out
     message = f"report: {path}"
     try:
-        write_whole(path, page(facts, [*span_parts(view, predicted, ranks), network]))
+        with folder.shared_as_folder() if out is None else nullcontext():
+            write_whole(path, page(facts, [*span_parts(view, predicted, ranks), network]))
     except OSError as error:
         if out is not None:
             raise BadInputError("--out", str(out), f"cannot be written: {error.strerror}") from None

@@ -78,7 +78,7 @@ def _watch(
         typer.Option(
             metavar="TEXT",
             envvar="MYRIAD_COLLECTOR_CA",
-            help="With --remote: file of certificates to accept, or sha256:FINGERPRINT of the page's.",
+            help="File of certificates that --remote accepts, or sha256:FINGERPRINT of the page's.",
         ),
     ] = None,
     collect: Annotated[

@@ -43,6 +43,11 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "what is kept and reported, and how faults are handled",
     ),
     ResumeRule(
+        ("run.mode",),
+        True,
+        "who may read the run's folder, the files that exist included",
+    ),
+    ResumeRule(
         ("train.steps",),
         True,
         "the run is longer or shorter; the learning-rate schedule ends at the new last step",

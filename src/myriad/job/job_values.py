@@ -4,9 +4,9 @@
 room's ``config.py``; the others are declared here.
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from myriad.alerts.config import AlertsConfig
 from myriad.checkpoint.config import CheckpointConfig
@@ -29,6 +29,7 @@ __all__ = [
     "SPIKE_STEPS_BEFORE",
     "JobValues",
     "ResilienceConfig",
+    "RunConfig",
     "TrainConfig",
     "device_job_of",
     "work_of",
@@ -142,6 +143,26 @@ class ResilienceConfig(Config):
     start: also every node before the ranks start, which takes seconds. off: none."""
 
 
+def _four_digits(value: object) -> object:
+    """Accept 750 for "0750": an option without quotes is read as a number."""
+    return (
+        f"{value:04d}"
+        if type(value) is int
+        else f"0{value}"
+        if str(value) in ("700", "750", "755")
+        else value
+    )
+
+
+class RunConfig(Config):
+    """The run's folder."""
+
+    mode: Annotated[Literal["0700", "0750", "0755"], BeforeValidator(_four_digits)] = "0700"
+    """Who may read the run's folder and what the run writes: weights, logs, traces. 0700: only the user who
+    starts it. 0750: the folder's group, too. 0755: all users of the machines. The run's secret stays private.
+    Changing it when a run is resumed changes its existing files."""
+
+
 class JobValues(Config):
     """Every value that a run depends on."""
 
@@ -169,6 +190,8 @@ class JobValues(Config):
     """What starts the nodes, and how faults are handled."""
     alerts: AlertsConfig = AlertsConfig()
     """Which events and log lines raise an alarm, and where alarms are sent."""
+    run: RunConfig = RunConfig()
+    """The run's folder."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """Spans and metrics: what ranks record, and where it goes."""
 

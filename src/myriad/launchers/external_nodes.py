@@ -56,7 +56,7 @@ def stand_by(run: Run, job: Job, observer: Observer | None = None) -> Outcome | 
     options = [*driver_options(open_lease(run.path, how), how), "--listen", how.listen]
     options += alarm_options(job.alerts)
     name = f"driver-{socket.gethostname()}"
-    with Loggers(run, job.telemetry.loggers) as loggers:
+    with run.shared_as_folder(), Loggers(run, job.telemetry.loggers) as loggers:
         return supervise(
             run, _ExternalNodes(), how.timeout_scale, options, observer, name, on_drive=loggers.begin
         )

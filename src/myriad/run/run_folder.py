@@ -15,6 +15,10 @@
               lock                held (flock) by the launcher while ranks run
 
 `run_lines` defines the meaning of the lines.
+
+The folder's mode is the job key run.mode. Every process of a run begins with `Run.share_as_folder`, so that
+what it writes can be read by those who may read the folder, whatever the umask of its user is. Files that are
+made for their owner alone (the secret, the state of alerts) stay so.
 """
 
 import contextlib
@@ -26,6 +30,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -49,8 +54,12 @@ _LOG = logging.getLogger(__name__)
 
 _HEADER = "# Every key of this run, as `myriad train` resolved it.\n"
 """First line of a job.toml that is complete only with every section."""
-_LATER_SECTIONS = ("alerts",)
+_LATER_SECTIONS = ("alerts", "run")
 """Sections that an older job.toml lacks. None is the last one, so a truncated file always lacks another."""
+
+
+_PRIVATE = ("secret", "alerts", "id")
+"""Files and folders that no mode of the run opens to others."""
 
 
 class Run:
@@ -70,6 +79,7 @@ class Run:
         self.plot_path = self.path / "loss.svg"
         self.report_path = self.path / "report.html"
         self._lock_path = self.path / "lock"
+        self._holds_lock = False
         self._metrics = LineFile(self.metrics_path, partial(self._report_lines, "metrics.jsonl"))
         self._events = LineFile(
             self.events_path, partial(self._report_lines, "events.jsonl"), marks_late=True
@@ -154,6 +164,12 @@ class Run:
         text = _HEADER + dump_toml(job.model_copy(update={"checkpoint": kept}))
         with _refuse_unwritable(self.path):
             self._make_folder()
+            has_new_mode = any(change.key == "run.mode" for change in changes)
+            if has_new_mode or (not resumed and job.run.mode != "0700"):
+                self._open_to(int(job.run.mode, 8))
+                if self._holds_lock:  # `lock` has followed the former mode
+                    self.share_as_folder()
+        with _refuse_unwritable(self.path), self.shared_as_folder():
             for folder in (self.logs_path, self.checkpoints_path):
                 folder.mkdir(parents=True, exist_ok=True)
             remove_drafts(self.path)
@@ -168,6 +184,37 @@ class Run:
         """Make the run's folder, which holds weights, logs and stack traces, for its user alone. An existing
         folder keeps its mode."""
         self.path.mkdir(0o700, parents=True, exist_ok=True)
+
+    def _open_to(self, mode: int) -> None:
+        """Give the folder and what is in it a mode, except for private files; a file has the mode without
+        execution. Files of other users keep theirs."""
+        self.path.chmod(_kept_bits(self.path) | mode)
+        for folder, names, files in os.walk(self.path):
+            names[:] = [name for name in names if name not in _PRIVATE]
+            for name in (*names, *(name for name in files if name not in _PRIVATE)):
+                path = Path(folder) / name
+                with contextlib.suppress(OSError):
+                    is_folder = name in names
+                    if not path.is_symlink():
+                        path.chmod(_kept_bits(path) | mode if is_folder else mode & 0o666)
+
+    def share_as_folder(self) -> int:
+        """Let those who may read the run's folder read the files that this process makes from now on, and
+        nobody else. Return the former umask."""
+        try:
+            mode = stat.S_IMODE(self.path.stat().st_mode)
+        except OSError:
+            mode = 0o700
+        return os.umask(0o777 & ~(0o700 | mode))
+
+    @contextlib.contextmanager
+    def shared_as_folder(self) -> Iterator[None]:
+        """Do `share_as_folder` for a block."""
+        before = self.share_as_folder()
+        try:
+            yield
+        finally:
+            os.umask(before)
 
     def past(self) -> "RunHistory":
         """Return the history of earlier attempts, as the files record it."""
@@ -195,7 +242,8 @@ class Run:
         Raises `BadInputError` if another process has the lock."""
         with _refuse_unwritable(self.path):
             self._make_folder()
-            handle = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+            with self.shared_as_folder():
+                handle = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -204,9 +252,11 @@ class Run:
                 "run", str(self.path), "is being trained by another process; stop it or choose another --run"
             ) from None
         try:
-            with contextlib.closing(_path_lock(self.path)):
+            with contextlib.closing(_path_lock(self.path)), self.shared_as_folder():
+                self._holds_lock = True
                 yield
         finally:
+            self._holds_lock = False
             os.close(handle)
 
     @property
@@ -275,6 +325,11 @@ class Run:
     def log_path(self, rank: int, attempt: int) -> Path:
         """Return the path of one rank's output in one attempt."""
         return self.logs_path / f"rank-{rank}-attempt-{attempt}.log"
+
+
+def _kept_bits(folder: Path) -> int:
+    """Return the folder's bit that gives new files its group, which a mode of three digits would clear."""
+    return folder.stat().st_mode & stat.S_ISGID
 
 
 def nearest_run(name: str) -> str:

@@ -29,6 +29,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("usage: python -m myriad.train.worker RUN\n")
         return 2
     run = Run(arguments[0])
+    run.share_as_folder()
     try:
         trainer = Trainer(run)
         trainer.train()

@@ -235,3 +235,17 @@ def test_a_follower_sees_each_line_once_and_only_when_it_is_complete(run):
         file.write('"finish"}\n')
     assert [event["event"] for event in tail.poll()] == ["finish"]
     assert tail.poll() == []
+
+
+@pytest.mark.parametrize("value", ["0777", "0770", "770", "rwx", "", "0640", "488"])
+def test_a_mode_that_others_could_write_or_nobody_could_use_is_refused(value):
+    with pytest.raises(BadInputError, match=r"run\.mode.*0700.*0750.*0755") as refused:
+        load_job("tiny", [f"run.mode={value}"])
+    assert "\n" not in str(refused.value)
+
+
+def test_an_older_run_without_the_section_of_its_folder_is_read(run):
+    run.create_or_resume(load_job("tiny"))
+    sections = run.job_path.read_text().split("\n[")
+    run.job_path.write_text("\n[".join(one for one in sections if not one.startswith("run]")))
+    assert "[run]" not in run.job_path.read_text() and run.job() == load_job("tiny")

@@ -143,7 +143,8 @@ def train(
         with folder.lock():
             folder.create_or_resume(resolved)
             folder.allow_restart(allowed=resolved.checkpoint.restart_from_scratch)
-        _queue(folder, resolved, submit, console)
+        with folder.shared_as_folder():
+            _queue(folder, resolved, submit, console)
         return
     with folder.lock():
         step = folder.last_step()
@@ -301,9 +302,10 @@ def _report(
     from myriad.reports.run_report.run_summary import finished_unwritten, lost_lines_warning, summarize
 
     # A full disk has no room for the picture; the trained state is stored.
-    with contextlib.suppress(OSError):
-        save_plot(run)
-    save_report(run)
+    with run.shared_as_folder():
+        with contextlib.suppress(OSError):
+            save_plot(run)
+        save_report(run)
     summary = summarize(run)
     if ended == "finished":
         summary = finished_unwritten(run, summary)

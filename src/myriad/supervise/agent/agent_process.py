@@ -26,6 +26,7 @@ def run_node(
     path: Path, node: int, threads: int, command: Sequence[str] = (), unattended_seconds: float | None = None
 ) -> str | None:
     """Run the node agent until the driver reports that the run is over. Return the problem, or ``None``."""
+    Run(path).share_as_folder()
     page, rings = ProgressPage(_MOST_RANKS), SpanRings(_MOST_RANKS)
     log = Run(path).logs_path / f"executor-{node}.log"
 

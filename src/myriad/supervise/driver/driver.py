@@ -324,6 +324,7 @@ def main(arguments: list[str]) -> int:
         die_with_parent(int(engine))
     given = _parser().parse_args(arguments)
     disk_writer, run = AsyncWriter(), Run(given.run)
+    run.share_as_folder()
     handlers = [AsyncLogHandler(disk_writer)]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", handlers=handlers)
     _raise_file_limit()

@@ -93,6 +93,7 @@ def import_foreign(
     samples = 0 if weights_only else state.samples
     with staged_folder(out) as partial:
         run = Run(partial)
+        partial.chmod(0o700)
         run.create_or_resume(job)
         data = {"samples": samples, "tokens": samples * job.model.sequence}
         progress = {"step": step, "optimizer_steps": done, "data": data}

@@ -87,6 +87,7 @@ def import_hugging_face(folder: Path, out: Path) -> dict[str, Any]:
     other_end = _check_tokenizer(folder, weights.model.vocabulary) if has_tokenizer else None
     with staged_folder(out) as partial:
         run = Run(partial)
+        partial.chmod(0o700)
         run.create_or_resume(job)
         if has_tokenizer:
             shutil.copyfile(folder / TOKENIZER_FILE, partial / TOKENIZER_FILE)
