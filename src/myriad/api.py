@@ -60,7 +60,9 @@ def _resolve(
 ) -> tuple[Job, Run]:
     if isinstance(job, Job) and overrides:
         raise BadInputError(
-            "overrides", list(overrides), "none with a typed job; use load_job(NAME, overrides)"
+            "overrides",
+            list(overrides),
+            "not allowed with a typed job; pass them to load_job(NAME, overrides)",
         )
     if isinstance(job, Run) and run is not None:
         raise BadInputError("run", str(run), f"not together with the run {job.path}")

@@ -30,7 +30,7 @@ class MyriadError(Exception):
 
 
 class BadInputError(MyriadError):
-    """A value the user gave cannot be used: says the key, the value and what is allowed."""
+    """A value from the user that cannot be used: the key, the value, and what is allowed."""
 
     exit_code = 2
 
@@ -40,7 +40,7 @@ class BadInputError(MyriadError):
         self.key, self.value, self.allowed = key, value, allowed
 
     def __reduce__(self) -> tuple[type["BadInputError"], tuple[str, object, str]]:
-        """Survives the way from one process to another."""
+        """Make the error picklable, so that it can be sent between processes."""
         return type(self), (self.key, self.value, self.allowed)
 
 

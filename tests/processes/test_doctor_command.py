@@ -55,7 +55,7 @@ def test_a_node_that_differs_from_the_baseline_is_unfit_and_told_why(tmp_path):
     ("arguments", "says"),
     [
         (["--baseline", "/nowhere/baseline.json"], "--baseline = '/nowhere/baseline.json': cannot be read"),
-        (["--folder", sys.executable], "a folder, or one that a run may make"),
+        (["--folder", sys.executable], "must be a folder, or a path where one can be created"),
         (["--wait", "nan"], "--wait = nan: 0 to 86,400 seconds"),
         (["--node", "a"], "--node = 'a': only with --cluster"),
         (["--cluster", "127.0.0.1"], "2 to 16384 hosts"),
@@ -89,7 +89,7 @@ def test_hosts_are_read_with_commas_or_from_a_file_and_this_one_is_found(tmp_pat
     )
     assert find_self(nodes) == 1 and find_self(nodes, "203.0.113.1:77") == 0
     for two in ("127.0.0.1,127.0.0.1:2", "203.0.113.1,203.0.113.2"):
-        with pytest.raises(BadInputError, match="say which with --node"):
+        with pytest.raises(BadInputError, match="select one with --node"):
             find_self(read_nodes(two))
     (tmp_path / "secret").write_text("short\n")
     with pytest.raises(BadInputError, match="16 characters"):

@@ -475,7 +475,7 @@ def test_a_run_elsewhere_is_shown_by_its_address_and_token(tmp_path: Path) -> No
         assert old.returncode == 0 and old.stderr.startswith("--token is deprecated")
         hidden = os.environ | {"MYRIAD_COLLECTOR_TOKEN": token}
         assert subprocess.run(command, env=hidden, capture_output=True, timeout=60).returncode == 0
-    assert "is no `myriad watch`" in refused("--remote", url)
+    assert "is not a `myriad watch` server" in refused("--remote", url)
 
 
 def test_what_was_predicted_lies_under_what_is_measured(tmp_path: Path) -> None:

@@ -233,9 +233,9 @@ class _Mail:
                     server.login(self._user, self._password)
                 server.send_message(self._text(message))
         except smtplib.SMTPResponseException as error:  # its text may repeat what was sent
-            raise OSError(f"the mail server answers with {error.smtp_code}") from None
+            raise OSError(f"the mail server replied with code {error.smtp_code}") from None
         except smtplib.SMTPRecipientsRefused:
-            raise OSError("the mail server takes no mail for the addresses in alerts.mail.to") from None
+            raise OSError("the mail server rejects the addresses in alerts.mail.to") from None
         except (smtplib.SMTPException, ssl.SSLError) as error:
             reason = (
                 "its certificate is not trusted" if isinstance(error, ssl.SSLError) else type(error).__name__

@@ -49,7 +49,7 @@ def reshard(
     with _alone(target):
         try:
             if MANIFEST in target.storage.names(target.name):
-                raise BadInputError("OUT", target.where, "must be new: a checkpoint of this step is there")
+                raise BadInputError("OUT", target.where, "must not exist: it has a checkpoint of this step")
             token = _begin(target)
         except OSError as error:
             raise BadInputError("OUT", target.where, f"cannot be written: {error}") from None
@@ -65,7 +65,7 @@ def reshard(
                     target.storage.remove(target.name)
             if isinstance(error, OSError):
                 raise RunFailedError(
-                    f"{target.where}: not written, and nothing is left of it: {error}"
+                    f"{target.where}: not written; partial files were removed: {error}"
                 ) from None
             raise
     return manifest
@@ -105,7 +105,7 @@ def _is_ours(target: Checkpoint, token: bytes) -> bool:
 
 def _check_ours(target: Checkpoint, token: bytes) -> None:
     if not _is_ours(target, token):
-        raise RunFailedError(f"{target.where}: another process has begun to write it; this one ends")
+        raise RunFailedError(f"{target.where}: another process is writing it")
 
 
 def _write(

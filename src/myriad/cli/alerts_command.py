@@ -63,7 +63,9 @@ def _test(
         raise BadInputError("alerts", job, allowed)
     chosen = [one for one in senders if to in (None, one.name)]
     if not chosen:
-        raise BadInputError("--to", to, f"a place of this job: {', '.join(one.name for one in senders)}")
+        raise BadInputError(
+            "--to", to, f"one of this job's destinations: {', '.join(one.name for one in senders)}"
+        )
     problems = {one.name: _send(one, name, alerts) for one in chosen}
     _print_problems(problems, as_json)
     if failed := [place for place, problem in problems.items() if problem]:

@@ -143,7 +143,7 @@ def doctor(
     from myriad.doctor.baseline import default_path, read_baseline
 
     if folder.exists() and not folder.is_dir():
-        raise BadInputError("--folder", str(folder), "a folder, or one that a run may make")
+        raise BadInputError("--folder", str(folder), "must be a folder, or a path where one can be created")
     path = baseline or default_path()
     others = _others(cluster, node, secret_file, links, wait, no_collectives, per_switch, rails)
     if save_baseline:
@@ -208,7 +208,11 @@ def _others(
         raise BadInputError("--per-switch", per_switch, "2 to 64 nodes")
     names = tuple(name.strip() for name in (rails or "").split(",") if name.strip())
     if any(re.fullmatch(r"[\w.-]{1,64}(:\d{1,3})?", name, re.ASCII) is None for name in names):
-        raise BadInputError("--rails", str(rails), "RDMA ports (mlx5_0:1) or interfaces (eth0), with commas")
+        raise BadInputError(
+            "--rails",
+            str(rails),
+            "must be a comma-separated list of RDMA ports (mlx5_0:1) or interfaces (eth0)",
+        )
     if cluster is None:
         for key, given in (
             ("--node", node),

@@ -96,7 +96,7 @@ def _run(
     if bool(names) + all_ + drawn != 1:
         raise BadInputError("SCENARIO", " ".join(names), "at least one, or --all, or --random and --doubles")
     if markdown is not None and not markdown.parent.is_dir():
-        raise BadInputError("--markdown", str(markdown), "a file in a folder that is there")
+        raise BadInputError("--markdown", str(markdown), "must be a file in an existing folder")
     if drawn:
         from myriad.faults.scenario import random_scenarios
 

@@ -18,7 +18,7 @@ def check_output(option: str, path: Path) -> None:
     if not path.parent.is_dir():
         raise BadInputError(option, str(path), f"there is no folder {path.parent}")
     if path.exists() and not path.is_file():
-        raise BadInputError(option, str(path), "a regular file or a new one: this is neither")
+        raise BadInputError(option, str(path), "must be a regular file, or not exist")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise BadInputError(option, str(path), f"the folder {path.parent} cannot be written to")
 

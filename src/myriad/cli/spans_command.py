@@ -90,11 +90,11 @@ def _spans(
             raise BadInputError(
                 key,
                 str(out),
-                "alone, with --steps and --ranks; without QUERY, and only one of --chrome and --perfetto",
+                "only with --steps and --ranks: not with QUERY, nor with both --chrome and --perfetto",
             )
         _export(path, out, _read_steps(steps), _read_ranks(ranks), is_chrome=chrome is not None, json=json)
     elif steps is not None or ranks is not None:
-        allowed = "goes with --chrome or --perfetto; use WHERE in a QUERY"
+        allowed = "only with --chrome or --perfetto; in a QUERY, use WHERE"
         raise BadInputError("--steps" if steps else "--ranks", steps or ranks, allowed)
     else:
         form = "csv" if csv else "json" if json else "table"

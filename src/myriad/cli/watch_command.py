@@ -204,7 +204,7 @@ def _show_remote(
 
     url = url.rstrip("/")
     if run is not None:
-        raise BadInputError("run", run, "none with --remote: it is the other server's")
+        raise BadInputError("run", run, "not allowed with --remote: the remote server shows its own run")
     if not is_address(url):
         raise BadInputError("--remote", url, "http://HOST:PORT or https://HOST:PORT")
     from myriad.cli.watch_access import remote_entry_page
@@ -243,13 +243,13 @@ def _asked_run(url: str, token: str | None, trust: str | None) -> dict[str, Any]
         raise BadInputError("--remote", url, f"{why}: --tls-ca, or {CERTIFICATES}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         hint = "" if url.startswith("https:") else "; one with TLS is named https://"
-        raise BadInputError("--remote", url, f"is no `myriad watch` ({error}){hint}") from None
+        raise BadInputError("--remote", url, f"is not a `myriad watch` server ({error}){hint}") from None
     if answer.status == 401:
-        raise BadInputError("--remote", url, f"wants its token: --token-file, or {TOKEN}")
+        raise BadInputError("--remote", url, f"requires a token: --token-file, or {TOKEN}")
     if answer.status != 200:
-        raise BadInputError("--remote", url, f"answers {answer.status}")
+        raise BadInputError("--remote", url, f"answered with HTTP status {answer.status}")
     if not isinstance(told, dict) or "sentence" not in told:
-        raise BadInputError("--remote", url, "is no `myriad watch`")
+        raise BadInputError("--remote", url, "is not a `myriad watch` server")
     return told
 
 
@@ -287,7 +287,7 @@ def _check_collect(folder: Path | None, run: Path) -> None:
     if folder is None:
         return
     if folder.resolve().is_relative_to(run.resolve()):
-        raise BadInputError("--collect", str(folder), "a folder outside of the run's")
+        raise BadInputError("--collect", str(folder), "must be outside the run folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -33,7 +33,7 @@ def check_node_order(order: Sequence[int] | None, world: int) -> None:
     if len(set(order)) < count:
         twice = next(node for place, node in enumerate(order) if node in order[:place])
         missing = min(set(range(count)).difference(order))
-        allowed = f"each of the {count} nodes once: {twice} is there twice, {missing} is not"
+        allowed = f"each of the {count} nodes once: {twice} is listed twice, {missing} is missing"
         raise BadInputError("comm.node_order", f"... {twice} ...", allowed)
 
 

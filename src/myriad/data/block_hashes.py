@@ -80,7 +80,7 @@ class BlockHashes:
         if len(raw) < _HEADER.size + _OWN_BYTES or not raw.startswith(_MAGIC):
             raise ValueError("is not a file of block hashes")
         if xxhash.xxh3_128_digest(raw[:-_OWN_BYTES]) != raw[-_OWN_BYTES:]:
-            raise ValueError("has other bytes than were written")
+            raise ValueError("is corrupt: its bytes differ from those written")
         _, block_bytes, token_type, size = _HEADER.unpack_from(raw)
         hashes = np.frombuffer(raw[_HEADER.size : -_OWN_BYTES], "<u8")
         is_known = _SMALLEST_BLOCK <= block_bytes <= _LARGEST_BLOCK and block_bytes % 8 == 0
@@ -136,7 +136,7 @@ def _write_blocks(prefix: Path, expected: FileRecord | None = None) -> FileRecor
     hashes, whole = hash_blocks(path, IndexedShard(prefix).token_type)
     found = FileRecord(size_bytes=hashes.size_bytes, xxh3_128=whole)
     if expected is not None and found != expected:
-        allowed = f"{path.name} has other bytes than were written; restore it before its hashes are recorded"
+        allowed = f"{path.name} is corrupt: its bytes differ from those written; restore it first"
         raise BadInputError("shard", str(prefix), allowed)
     hashes.write(prefix.with_name(prefix.name + BLOCKS_SUFFIX))
     return found

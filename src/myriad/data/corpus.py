@@ -337,7 +337,7 @@ def _read_blocks(path: Path, record: FileRecord | None) -> BlockHashes:
     try:
         raw = path.read_bytes()
         if record is not None and xxhash.xxh3_128_hexdigest(raw) != record.xxh3_128:
-            raise ValueError("has other bytes than were written")
+            raise ValueError("is corrupt: its bytes differ from those written")
         return BlockHashes.parse(raw)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

@@ -120,7 +120,9 @@ def parse_manifest(raw: bytes, corpus: str) -> Manifest:
         reason = str(error).splitlines()[0]
         raise BadInputError("corpus", corpus, f"{MANIFEST_FILE} is corrupt: {reason}") from None
     if _canonical(content) != raw:
-        raise BadInputError("corpus", corpus, f"{MANIFEST_FILE} is corrupt: its bytes are not those written")
+        raise BadInputError(
+            "corpus", corpus, f"{MANIFEST_FILE} is corrupt: its bytes differ from those written"
+        )
     for name in (*manifest.files, *(shard.name for shard in manifest.shards)):
         if "/" in name or "\\" in name or name in ("", ".", ".."):
             raise BadInputError("corpus", corpus, f"{MANIFEST_FILE} names {name!r}, no file of its folder")

@@ -96,7 +96,11 @@ def _check_file(path: Path, record: FileRecord) -> str | None:
         return f"cannot be read: {error.strerror}"
     if found.size_bytes != record.size_bytes:
         return f"has {found.size_bytes} bytes instead of {record.size_bytes}"
-    return None if found == record else f"has other bytes than were written{_first_bad_block(path)}"
+    return (
+        None
+        if found == record
+        else f"is corrupt: its bytes differ from those written{_first_bad_block(path)}"
+    )
 
 
 def _first_bad_block(path: Path) -> str:

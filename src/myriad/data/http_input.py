@@ -63,7 +63,7 @@ async def _range(fs: Any, url: str, start: int, stop: int) -> bytes:
         async for part in answer.content.iter_chunked(_BLOCK_BYTES):
             found += part
             if len(found) > stop - start or (start > 0 and answer.status != HTTPStatus.PARTIAL_CONTENT):
-                raise ValueError("its server sends whole files, not ranges of bytes")
+                raise ValueError("its server does not support range requests")
         return bytes(found)
 
 
@@ -83,7 +83,7 @@ class HttpInput(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END and self._size is None:
-            raise OSError("its server does not say how long it is")
+            raise OSError("its server does not report the size")
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size or 0}[whence]
         if base + offset != self._position:
             self._position = base + offset
@@ -149,7 +149,7 @@ def tried_http(url: str, do: Any, clear: Any = lambda: None) -> Any:
             if number == TRIES or not _may_pass(cause):
                 raise OSError(reason) from error
         time.sleep(number * _PAUSE_SECONDS)
-    raise AssertionError("the last try raises")
+    raise AssertionError("unreachable: the last attempt raises")
 
 
 def _may_pass(error: BaseException) -> bool:

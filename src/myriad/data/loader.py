@@ -228,7 +228,7 @@ class LoaderClient:
             raise RunFailedError(f"data loader: {error}")
         if self._process is None:
             if not self._ring.owner_is_alive():
-                raise RunFailedError("data loader: the rank that owns it is gone")
+                raise RunFailedError("data loader: the rank that owns it has exited")
             return
         self._ring.remove_name_when_attached()
         if self._process.wake():
@@ -348,7 +348,7 @@ def _attach(name: str) -> Ring:
     while (ring := Ring.attach(name)) is None:
         if time.monotonic() > deadline:
             raise RunFailedError(
-                f"data loader: the node's first rank made none within {_ATTACH_SECONDS:.0f} s"
+                f"data loader: the node's first rank did not start it within {_ATTACH_SECONDS:.0f} s"
             )
         time.sleep(0.01)
     return ring

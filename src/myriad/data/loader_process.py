@@ -101,7 +101,7 @@ def _fill_ring(ring: Ring, spec: LoaderSpec, wait: Callable[[float], bool]) -> i
         guard = _guard(spec)
         corpora = open_corpora(spec.data, spec.sequence, spec.split, cache, guard)
         if corpora.num_samples == 0:
-            raise BadInputError("data", spec.split, "no held-out text as long as one sample")
+            raise BadInputError("data", spec.split, "the held-out text is shorter than one sample")
         if spec.content not in (None, corpora.content):
             allowed = f"the corpus that this run began to read: {CHANGED_WHILE_READ}"
             raise BadInputError("data", ", ".join(one.name for one in corpora.corpora), allowed)

@@ -97,7 +97,7 @@ def prepare(
         return manifest
     pieces = cut_pieces(sources, options.key, min(_PIECE_BYTES, options.shard_bytes))
     if not any(piece.size_bytes for piece in pieces):
-        raise BadInputError("INPUT", ", ".join(inputs), "files with text in them: there is none")
+        raise BadInputError("INPUT", ", ".join(inputs), "none of these files contains text")
     with _writable(output), _work_folder(output, identity) as work:
         held_out = _held_out(pieces, options, progress)
         tokenizer = _tokenizer(work, pieces, options, held_out, progress)
@@ -176,7 +176,9 @@ def _writable(output: Path) -> Iterator[None]:
         if error.errno in _NO_PLACE:
             allowed = f"cannot be written: {error.strerror}"
             raise BadInputError("--output", str(output), allowed) from None
-        raise RunFailedError(f"{output}: {error.strerror or error}; the same command continues") from None
+        raise RunFailedError(
+            f"{output}: {error.strerror or error}; run the same command again to continue"
+        ) from None
 
 
 @contextmanager
@@ -216,7 +218,7 @@ def _check_text(inputs: Sequence[str], results: Sequence[PieceResult], work: Pat
     if not any(result.text_bytes[split] for result in results for split in SPLITS):
         shutil.rmtree(work)
         raise BadInputError(
-            "INPUT", ", ".join(inputs), f"files with text in them: there is none ({_skipped(results)})"
+            "INPUT", ", ".join(inputs), f"none of these files contains text ({_skipped(results)})"
         )
 
 

@@ -90,7 +90,7 @@ class RemoteFolder:
                 if number == _TRIES:
                     raise OSError(_one_line(error)) from error
             time.sleep(number * _PAUSE_SECONDS)
-        raise AssertionError("the last try raises")
+        raise AssertionError("unreachable: the last attempt raises")
 
     def size(self, name: str) -> int:
         """Return the bytes of a file. Raises ``OSError``."""
@@ -135,7 +135,7 @@ class RemoteFolder:
                 with suppress(OSError):  # a full disk: the file is fetched again next time
                     write_whole(path, content)
                 return content
-        raise ValueError("has other bytes than were written")
+        raise ValueError("is corrupt: its bytes differ from those written")
 
 
 def open_shards(
@@ -206,7 +206,7 @@ def open_prefix(
         num_bytes = _indexed_bytes(folder, f"{name}.idx", header.sequences, header.dtype.itemsize)
         size = folder.size(f"{name}.bin")
         if size != num_bytes:
-            raise ValueError(f"{name}.bin has {size} bytes where its index asks for {num_bytes}")
+            raise ValueError(f"{name}.bin has {size} bytes, and its index requires {num_bytes}")
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -251,7 +251,7 @@ class _RemoteTokens:
     def read(self, start: int, size: int, *, again: bool) -> bytes:
         content = self._folder.read(self._file, start, start + size)
         if len(content) > size:
-            raise OSError("its server sends whole files, not ranges of bytes")
+            raise OSError("its server does not support range requests")
         return content
 
     def size(self) -> int:
@@ -278,7 +278,7 @@ class _PlainShard:
         out[:] = np.frombuffer(content, self._dtype)
 
     def document(self, index: int) -> NDArray[np.generic]:
-        raise IndexError(f"{self.name} shows no documents")
+        raise IndexError(f"{self.name} has no document boundaries")
 
     def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Do nothing: without hashes no copy is kept."""

@@ -96,7 +96,7 @@ def _in_processes(work: PieceWork, pieces: Sequence[Piece], workers: int) -> Ite
         yield from _outcomes(pool, pieces, workers * _AHEAD)
     except BrokenProcessPool:
         raise RunFailedError(
-            "a worker was killed (out of memory?); the same command goes on from here"
+            "a worker was killed (out of memory?); run the same command again to continue"
         ) from None
     finally:
         stop.set()

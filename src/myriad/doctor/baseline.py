@@ -77,7 +77,9 @@ def summarize(rounds: Sequence[Sequence[Reading]]) -> Expected:
 def _typical(name: str, values: Sequence[float | str]) -> float | str:
     texts = {value for value in values if isinstance(value, str)}
     if len(texts) > 1:
-        raise BadInputError(name, sorted(texts)[0], "a baseline needs a node that gives the same every time")
+        raise BadInputError(
+            name, sorted(texts)[0], "results differ between repetitions; a baseline needs a stable node"
+        )
     return texts.pop() if texts else statistics.median(float(value) for value in values)
 
 

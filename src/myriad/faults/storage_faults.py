@@ -125,7 +125,7 @@ def _own_group() -> Path:
                 return group
             if not controllers and (group / "memory.max").exists():
                 return group
-    raise FileNotFoundError("no control group of memory")
+    raise FileNotFoundError("no memory cgroup")
 
 
 def _enter(group: Path) -> None:

@@ -66,7 +66,9 @@ def problem_of(job: Job, cluster: Cluster) -> LayoutProblem:
         if _allows(job, shard) and zero in (None, shard[0]) and reduce in (None, shard[1])
     )
     if not shards:
-        raise BadInputError("layout.zero", zero, "not with what comm and layout.reduce ask for")
+        raise BadInputError(
+            "layout.zero", zero, "not possible with this layout.reduce and these keys of comm"
+        )
     recomputes = given.recomputes if again is None else (again,)
     return replace(given, shards=shards, recomputes=recomputes, fixed=fixed)
 

@@ -112,7 +112,7 @@ class SupervisedProcess:
             return
         self._deaths = self._deaths + 1 if self._dead_since - self._started < _SOON_SECONDS else 1
         if self._deaths > _MOST_DEATHS and not for_ever:
-            raise RunFailedError(f"the {self._name} does not stay alive (log: {self._log})")
+            raise RunFailedError(f"the {self._name} exits repeatedly (log: {self._log})")
         _LOG.info("the %s has ended with %s; starting another", self._name, self._process.returncode)
         self._again()
 

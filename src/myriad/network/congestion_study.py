@@ -294,5 +294,5 @@ def _losses(own: CongestionRow, parent: CongestionRow) -> list[str]:
     for name, value in _GOOD_IF_LESS.items():
         mine, other = value(own), value(parent)
         if mine is not None and other is not None and mine > other * (1 + TOLERANCE) + 1e-9:
-            out.append(f"{name} {mine / other - 1:+.0%} to {parent.control}" if other else name)
+            out.append(f"{name} {mine / other - 1:+.0%} vs {parent.control}" if other else name)
     return out

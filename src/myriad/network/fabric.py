@@ -83,7 +83,9 @@ class Fabric:
         if len(alone):
             node, rail = divmod(int(alone[0]), self.ports_per_node)
             raise BadInputError(
-                "fabric", self.name, f"connected: no way from node 0 to port {rail} of node {node}"
+                "fabric",
+                self.name,
+                f"must be connected: there is no path from node 0 to port {rail} of node {node}",
             )
         return self
 

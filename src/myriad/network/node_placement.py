@@ -131,8 +131,8 @@ def tier_bytes(fabric: Fabric, flows: Flows, paths: Paths) -> Numbers:
 
 
 def shared_ratio(fabric: Fabric, paths: Paths, queue_pairs: int = 1) -> float:
-    """Return the share of flows on an overloaded link between switches, of those that go above a first-tier
-    switch. The demand of a flow is its port's full rate, divided among its queue pairs."""
+    """Return the share of flows that cross an overloaded link between switches, among all flows that leave
+    their first-tier switch. Each flow demands its port's full rate, divided among its queue pairs."""
     links = (fabric.tier[fabric.source] > 0) & (fabric.tier[fabric.target] > 0)
     if not len(paths.link):
         return 0.0

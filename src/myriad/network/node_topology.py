@@ -84,7 +84,7 @@ class NodeTopology(Config):
         if (here.nvlink or here.switched) and here.nvlink_bytes_per_second is None:
             raise BadInputError("inside.nvlink_bytes_per_second", None, "required: the rate of a link")
         if here.nvlink and here.switched:
-            raise BadInputError("inside.switched", True, "false with pairs in inside.nvlink, or no pairs")
+            raise BadInputError("inside.switched", True, "must be false if inside.nvlink lists pairs")
 
     def pair_bytes_per_second(self, a: int, b: int, accelerators: int) -> float:
         """Return the rate between two accelerators while no others communicate, by the path between them."""

@@ -80,7 +80,9 @@ class LossScaler:
         scale, steps, skips = (state.get(key) for key in ("scale", "finite_steps", "skips_at_minimum"))
         valid = isinstance(scale, float) and 0 < scale <= LARGEST_LOSS_SCALE and math.frexp(scale)[0] == 0.5
         if not (valid and isinstance(steps, int) and isinstance(skips, int) and min(steps, skips) >= 0):
-            raise BadInputError("loss_scale in the checkpoint", dict(state), "what a run in float16 stores")
+            raise BadInputError(
+                "loss_scale in the checkpoint", dict(state), "must be the state that a float16 run stores"
+            )
         self.scale = max(float(state["scale"]), self._config.minimum)
         self.finite_steps, self.skips_at_minimum = steps, skips
 

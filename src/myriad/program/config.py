@@ -32,8 +32,8 @@ class OverlapConfig(Config):
     """Compute actions of a rank between posting a receive and using it. More hides slower links and holds
     more activations."""
     data: bool = True
-    """Gather parameters and reduce gradients chunk by chunk during the computation. off: wait for each
-    where it is needed."""
+    """Gather parameters and reduce gradients chunk by chunk during the computation. off: communicate
+    where the result is used, without overlap."""
     chunks: int | None = Field(None, ge=1)
     """Chunks per stage for data-parallel communication; off: one per layer, at most 8."""
     message_bytes: Size = 4 * 2**20

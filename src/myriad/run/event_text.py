@@ -238,7 +238,7 @@ def _takeover(event: Record) -> str:
 
 
 def _taken_over(event: Record) -> str:
-    whose = f"{event.get('url')} was of the run {event.get('run')}, which is not seen from here"
+    whose = f"{event.get('url')} was of the run {event.get('run')}, which cannot be found from here"
     return f"{whose}; this run stores there from now on"
 
 

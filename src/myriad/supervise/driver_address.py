@@ -185,7 +185,7 @@ class DriverConnection:
         address = read_address(self._run)
         self._note_beat(address.get("term"), address.get("beat"))
         if 0 < address.get("term", 0) < self._term:
-            raise TimeoutError("a driver that has lost its lease; nothing is known of the other yet")
+            raise TimeoutError("the driver has lost its lease, and its successor is not known yet")
         async with asyncio.timeout(_CONNECT_SECONDS):
             reader, writer = await asyncio.open_connection(address["host"], address["port"])
         link = AuthenticatedLink(reader, writer)
@@ -282,7 +282,9 @@ def check_listen(listen: str) -> None:
     if found.is_unspecified:
         raise BadInputError(_KEY, listen, f"{_ALLOWED}: nodes must know one to connect to")
     if found.is_loopback and host not in (str(found), "localhost"):
-        raise BadInputError(_KEY, listen, f"means {found} here, which no other machine reaches: an address")
+        raise BadInputError(
+            _KEY, listen, f"means {found} here, which other machines cannot reach; give an address"
+        )
     _bind(listen, family, address)
 
 

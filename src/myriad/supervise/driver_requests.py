@@ -69,7 +69,9 @@ def _check(run: Run) -> None:
             "RUN", str(run.path), "is not running: it has no driver; `myriad train` starts it"
         )
     if not os.access(secret, os.R_OK):
-        raise BadInputError("RUN", str(run.path), f"{secret} cannot be read: ask as the user who trains it")
+        raise BadInputError(
+            "RUN", str(run.path), f"{secret} cannot be read: run this command as the user who trains it"
+        )
 
 
 def _not_there(run: Run, error: Exception) -> BadInputError | RunFailedError:

@@ -26,7 +26,7 @@ _NOT_FINITE = re.compile(
     r"step (\d+): loss is .*; first bad tensor is the (.*), on rank (\d+)$", re.MULTILINE
 )
 """Last line of every rank when `myriad.parallel.optimizer_step` finds a non-finite number."""
-_SPIKE = re.compile(r"step \d+: (a spike, twice: .*)$", re.MULTILINE)
+_SPIKE = re.compile(r"step \d+: (the spike recurred when the step was recomputed: .*)$", re.MULTILINE)
 """Last line of every rank when `myriad.train.loss_spikes` goes back before a spike."""
 _NO_STATE = re.compile(rf"^{NO_STATE}", re.MULTILINE)
 """Last line of every rank when the run has trained, but no state of it can be loaded."""
@@ -129,7 +129,7 @@ _SECONDARY = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|error)|DistNetworkError"
     r"|DistStoreError|recvValue failed|failed to recv|timed out|communicator was aborted"
     r"|collective operation timeout|before timing out|remote process exited|ncclRemoteError"
-    r"|peer may have (died|closed)|the rank that owns it is gone|the node's first rank made none",
+    r"|peer may have (died|closed)|the rank that owns it has exited|the node's first rank did not start it",
     re.IGNORECASE,
 )
 _ERROR_LINE = "myriad: error: "

@@ -104,7 +104,7 @@ class HdfsByHttp(WebHDFS):
             self._bases, self.url = bases, f"{bases[0]}{_PREFIX}"
             if number >= len(self._bases):
                 time.sleep(_PAUSE_SECONDS)
-        raise AssertionError("the last try raises")
+        raise AssertionError("unreachable: the last attempt raises")
 
     def _ask(self, method: str, url: str, **keys: Any) -> Any:
         """Send one request with time limits. Raises ``OSError`` for an answer with an error status."""
@@ -176,7 +176,7 @@ class HdfsByHttp(WebHDFS):
                 if number == _TRIES or isinstance(error, FileNotFoundError | PermissionError):
                     raise
             time.sleep(_PAUSE_SECONDS)
-        raise AssertionError("the last try raises")
+        raise AssertionError("unreachable: the last attempt raises")
 
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **keys: Any) -> Any:
         kind = _Upload if "w" in mode or "a" in mode else _Download
@@ -222,7 +222,9 @@ def _addresses(scheme: str, host: str, port: int | None) -> list[str]:
     if scheme == "hdfs" and given:
         found = [one.strip().rstrip("/") for one in given.split(",") if one.strip()]
         if not all(one.startswith(("http://", "https://")) for one in found):
-            raise ValueError(f"MYRIAD_WEBHDFS = {given!r}: http://HOST:PORT of WebHDFS, several with commas")
+            raise ValueError(
+                f"MYRIAD_WEBHDFS = {given!r}: http://HOST:PORT of WebHDFS; comma-separated if several"
+            )
         return found
     if not host:
         raise ValueError(f"{scheme}:// needs a host: {scheme}://NAMENODE/PATH, or MYRIAD_WEBHDFS for hdfs://")

@@ -222,7 +222,9 @@ def choose_kernels(job: Job, device: torch.device, dtype: torch.dtype) -> list[s
     asked, kind, name, model = job.train.kernels, device.type, _name(dtype), job.model
     on_gpu, fixed = kind == "cuda", job.train.deterministic
     if on_gpu and fixed and asked == "plain":
-        raise BadInputError("train.deterministic", True, "needs train.kernels = auto: plain adds by atomics")
+        raise BadInputError(
+            "train.deterministic", True, "needs train.kernels = auto: the plain kernels add with atomics"
+        )
     shape = AttentionShape(
         kind,
         name,

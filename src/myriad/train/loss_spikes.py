@@ -97,7 +97,7 @@ class SpikePolicy:
         if not again.skipped:
             self._spikes.add(again.loss, again.grad_norm)
         elif self._policy == "rollback":
-            raise RunFailedError(f"step {step}: a spike, twice: {problem}")
+            raise RunFailedError(f"step {step}: the spike recurred when the step was recomputed: {problem}")
         return again
 
     def _report(self, step: int, problem: str, first: StepResult, again: StepResult) -> None:

@@ -171,7 +171,7 @@ class Tracer:
         step = self._step
         try:
             if (dump := flight_recorder()) is None:
-                raise RuntimeError("this version of torch has no flight recorder that can be asked")
+                raise RuntimeError("this version of torch has no flight recorder with a Python interface")
             found = dump()
             if not json.loads(found).get("entries"):
                 raise RuntimeError("the flight recorder is empty, or off (TORCH_FR_BUFFER_SIZE)")

@@ -228,7 +228,7 @@ def test_when_the_owner_dies_the_loader_ends_and_the_others_are_told(
     started[0].kill()
     started[0].wait(30)
     wait_until_gone(pid)
-    with pytest.raises(RunFailedError, match="rank that owns it is gone"):
+    with pytest.raises(RunFailedError, match="rank that owns it has exited"):
         client.get(10)
 
 

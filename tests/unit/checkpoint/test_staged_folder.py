@@ -78,7 +78,7 @@ def test_without_locks_the_first_to_finish_has_the_folder(
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RunFailedError, match="not written, and nothing is left of it: No space") as caught:
+    with pytest.raises(RunFailedError, match="not written; partial files were removed: No space") as caught:
         with staged_folder(tmp_path / "out") as work:
             (work / "half").write_text("half")
             raise FULL
@@ -133,7 +133,7 @@ def test_a_full_disk_or_a_kill_leaves_nothing_that_stops_the_next_reshard(
 
         put = LocalStorage.put
         patch.setattr(LocalStorage, "put", full)
-        with pytest.raises(RunFailedError, match=r"nothing is left of it.*No space left"):
+        with pytest.raises(RunFailedError, match=r"partial files were removed.*No space left"):
             cut(source, out)
     assert os.listdir(out) == []
     (out / "step-7").mkdir()
@@ -154,6 +154,6 @@ def test_where_no_lock_reaches_the_later_reshard_wins_and_the_earlier_ends(
             begun.append(True)
             cut(source, tmp_path / "out")
 
-    with pytest.raises(RunFailedError, match="another process has begun to write it"):
+    with pytest.raises(RunFailedError, match="another process is writing it"):
         cut(source, tmp_path / "out", other_begins)
     assert verify(CheckpointFolder(tmp_path / "out").at_step(7)) == []

@@ -130,11 +130,11 @@ def test_labels_and_switches_are_printed(cluster: Path, capsys: pytest.CaptureFi
     ("more", "said"),
     [
         (("--nodes", "0-3", "--nodes", "4-7"), "one for each of the 1 jobs"),
-        (("--nodes", "0-3,3"), "each node once"),
+        (("--nodes", "0-3,3"), "each node may be listed once"),
         (("--nodes", "6-9"), "nodes from 0 to 7"),
         (("--nodes", "0-1"), "4: 8 ranks, 2 to a node"),
         (("--layout.dp", "8"), "at most the 16 accelerators"),
-        (("--to", "x"), "goes with --export"),
+        (("--to", "x"), "only with --export"),
         (("--out", "x.gif"), ".svg"),
         (("--names", "/nowhere/names"), "cannot be read"),
         (("--cluster", "one-node-8xh100"), "more than one node"),

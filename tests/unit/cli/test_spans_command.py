@@ -142,7 +142,7 @@ def test_a_query_reads_this_run_and_nothing_else(
         (["--chrome", "a.txt"], "must end in .json"),
         (["--chrome", "a.json", "--perfetto", "a.pftrace"], "only one of"),
         (["--perfetto", "a.json"], "must end in .pftrace"),
-        (["--steps", "1-2"], "goes with --chrome"),
+        (["--steps", "1-2"], "only with --chrome"),
         (["--chrome", "a.json", "--steps", "5-2"], "A-B"),
         (["--chrome", "a.json", "--ranks", "x"], "ranges"),
         (["--chrome", "a.json", "--ranks", "0-9999999"], "--ranks"),

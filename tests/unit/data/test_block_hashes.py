@@ -213,7 +213,9 @@ def test_damaged_or_foreign_hashes_are_named(prefix: Path, tmp_path: Path) -> No
         opened(tmp_path / "longer")
     corpus = make_corpus(tmp_path)
     (corpus / "train-00000.blocks").write_bytes(raw)
-    with pytest.raises(RunFailedError, match=r"train-00000\.blocks: has other bytes than were written"):
+    with pytest.raises(
+        RunFailedError, match=r"train-00000\.blocks: is corrupt: its bytes differ from those written"
+    ):
         batches(open_corpora(DataConfig(corpus=str(corpus)), 16), rows=2)
 
 
@@ -231,7 +233,9 @@ def test_a_corpus_without_hashes_is_read_as_it_is_until_they_are_added(tmp_path:
     )
     drop_blocks(corpus)
     flip(corpus / "train-00000.bin", 100)
-    with pytest.raises(BadInputError, match=r"train-00000\.bin has other bytes than were written"):
+    with pytest.raises(
+        BadInputError, match=r"train-00000\.bin is corrupt: its bytes differ from those written"
+    ):
         add_block_hashes(corpus)
     assert open_corpora(DataConfig(corpus=str(corpus)), 16).unchecked
 

@@ -236,7 +236,9 @@ def test_a_full_disk_is_reported_and_the_same_command_continues(
     whole = content(make_corpus(tmp_path, "whole", count=200))
     with monkeypatch.context() as full:
         full.setattr(module, "_write_shard", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-        with pytest.raises(RunFailedError, match="out: No space left; the same command continues"):
+        with pytest.raises(
+            RunFailedError, match="out: No space left; run the same command again to continue"
+        ):
             prepare([str(tmp_path / "whole-text")], tmp_path / "out", options())
     prepare([str(tmp_path / "whole-text")], tmp_path / "out", options())
     assert content(tmp_path / "out") == whole

@@ -91,7 +91,7 @@ def test_the_hybrid_s_losses_are_told_by_scenario_and_parent() -> None:
         replace(ROW, control="dcqcn", pause_seconds=2.0),
         replace(ROW, control="hybrid", seconds=1.1, slowdown_p99=3.03, pause_seconds=1.0),
     ]
-    assert worse_than_parents(rows) == {"incast": ["time +10% to swift", "pauses", "time +10% to dcqcn"]}
+    assert worse_than_parents(rows) == {"incast": ["time +10% vs swift", "pauses", "time +10% vs dcqcn"]}
 
 
 def test_only_the_paper_s_rules_have_a_resting_queue() -> None:

@@ -128,7 +128,7 @@ def test_a_switch_above_others_is_a_tier_above_them() -> None:
         ({"kind": "graph", "cables": [Cable(ends=("0-9", "leaf"))]}, "nodes 0 to 3"),
         ({"kind": "graph", "cables": [Cable(ends=("0.7", "leaf"))]}, "ports 0 to 1"),
         ({"kind": "graph", "cables": [Cable(ends=("0", "1"))]}, "a switch at one end"),
-        ({"kind": "graph", "cables": [Cable(ends=("0-2", "leaf"))]}, "no way from node 0"),
+        ({"kind": "graph", "cables": [Cable(ends=("0-2", "leaf"))]}, "there is no path from node 0"),
         (
             {"kind": "graph", "cables": [Cable(ends=("0-2", "a")), Cable(ends=("3", "b"))]},
             "no way from node 0 to port 0 of node 3",

@@ -86,7 +86,7 @@ def test_a_plan_names_the_order_of_accelerators_and_their_islands(
         ("inside.pcie=[[0,4],[1,5],[2,6],[3,7]]", "inside.pcie.*one processor"),
         ("inside.nvlink=[[0,9,1]]", "inside.nvlink.*accelerators 0 to 7"),
         ("inside.nvlink=[[0,1,1],[1,0,2]]", "inside.nvlink.*each pair at most once"),
-        ("inside.switched=true", "inside.switched.*no pairs"),
+        ("inside.switched=true", "inside.switched.*must be false if"),
         ("inside.preset='dgx-9'", "inside.preset"),
         ("inside.nvlinks=3", "unknown key; did you mean inside.nvlink"),
     ],

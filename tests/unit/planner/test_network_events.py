@@ -129,7 +129,7 @@ def test_a_congested_uplink_lengthens_gathers_and_sums() -> None:
         (["node=8:1s@0s"], [], "nodes 0-7"),
         (["node=1:1s"], [], "like node=17:2s@1.5s"),
         (["node=1:0s@1s"], [], "above 0 s"),
-        (["node=1:100s@1s"], [], "the job ends of it"),
+        (["node=1:100s@1s"], [], "the job would fail"),
         ([], ["node=1:0"], "above 0, at most 1"),
         ([], ["node=1:1.5"], "above 0, at most 1"),
         ([], ["switch=4:0.5"], "under 0-3"),

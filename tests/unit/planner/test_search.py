@@ -227,7 +227,7 @@ def test_only_a_layout_that_was_given_restricts_a_plan(
         (["layout.dp=2", "layout.tp=2", "layout.pp=2"], "must be the 32 accelerators: plan on --gpus 8"),
         (["layout.pp=83"], "at most 82"),
         (["layout.dp=2", "layout.shares=[3, 1]"], "`myriad simulate` takes it"),
-        (["layout.zero=3", "comm.sync_every=2"], "not with what comm"),
+        (["layout.zero=3", "comm.sync_every=2"], "not possible with this layout.reduce"),
         (["resilience.nodes=5"], "must divide the 32 accelerators"),
         (["layout.schedule=1f1b", "layout.virtual_stages=2"], "only 1 with schedule 1f1b"),
     ],

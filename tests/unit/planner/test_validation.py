@@ -175,7 +175,7 @@ _HEADER = "system,gpus,batch_sequences,iteration_seconds"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a,b\n1,2\n", "columns of one of these are needed"),
+        ("a,b\n1,2\n", "must have the columns of one of these tables"),
         (
             _HEADER + "\nMegaScale,many,768,17.1\n",
             "line 2, column 'gpus' = 'many': a number above 0",

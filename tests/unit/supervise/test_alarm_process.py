@@ -126,11 +126,11 @@ def test_a_place_that_fails_is_reported_to_the_others_and_not_to_itself(
     run: Run, places: tuple[Place, Place]
 ) -> None:
     webhook, mail = places
-    mail.problem = OSError("the mail server answers with 535")
+    mail.problem = OSError("the mail server replied with code 535")
     delivery = delivery_of(run, *places)
     fault(run, 3)
     until(delivery, lambda: len(webhook.sent) == 2)
-    assert webhook.sent[1].title == "alert: alarms to mail: the mail server answers with 535"
+    assert webhook.sent[1].title == "alert: alarms to mail: the mail server replied with code 535"
     (event,) = [one for one in run.read_events() if one["event"] == "alert"]
     assert event["sink"] == "mail"
     mail.problem = None

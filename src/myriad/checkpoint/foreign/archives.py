@@ -82,7 +82,9 @@ def _check_zip(path: Path, key: str) -> None:
         raise BadInputError(key, str(path), f"not a file of torch.save since torch 1.6 ({error})") from None
     for member in members:
         if member.compress_type != zipfile.ZIP_STORED:
-            raise BadInputError(key, str(path), f"{member.filename} is packed; torch.save stores members")
+            raise BadInputError(
+                key, str(path), f"{member.filename} is compressed; torch.save stores members uncompressed"
+            )
         if member.filename.endswith(".pkl") and member.file_size > _PICKLE_BYTES:
             raise BadInputError(key, str(path), f"its pickle has more than {_PICKLE_BYTES >> 20} MiB")
 
@@ -146,7 +148,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing", "pathlib")
         ):
             return type("Opaque", (Opaque,), {})
-        raise pickle.UnpicklingError(f"holds {module}.{name}, which no .metadata needs"[:200])
+        raise pickle.UnpicklingError(f"holds {module}.{name}, which a .metadata file never needs"[:200])
 
 
 class DcpFolder:

@@ -56,7 +56,7 @@ def _folder_of(path: Path) -> Path:
     if Path(tag).name != tag or tag in ("", ".", ".."):
         raise BadInputError(KEY, str(path / name), f"must name a folder beside it, names {tag[:100]!r}")
     if not _has_files(path / tag):
-        raise BadInputError(KEY, str(path / tag), f"holds no checkpoint of DeepSpeed, and {name} names it")
+        raise BadInputError(KEY, str(path / tag), f"has no DeepSpeed checkpoint, although {name} names it")
     return path / tag
 
 

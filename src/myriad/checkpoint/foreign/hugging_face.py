@@ -69,7 +69,7 @@ class HuggingFaceWeights:
         self._places = _find_tensors(path)
         found = {name: shape for name, (_, _, shape) in self._places.items()}
         if problem := next(missing_or_other(mappings, found), None):
-            raise BadInputError("weights", str(path), f"not those of its config.json: {problem}")
+            raise BadInputError("weights", str(path), f"does not match its config.json: {problem}")
         self._refuse_others(mappings)
         self.shapes: Shapes = {mapping.name: mapping.shape for mapping in mappings}
 

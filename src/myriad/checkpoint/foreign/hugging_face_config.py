@@ -57,7 +57,7 @@ _READ = {
 
 def _need(condition: bool, key: str, value: object, allowed: str) -> None:
     if not condition:
-        raise BadInputError(key, value, f"{allowed}: Hugging Face has no such model")
+        raise BadInputError(key, value, f"{allowed}: Hugging Face has no model class for it")
 
 
 def kind_of(model: ModelConfig) -> Kind:

@@ -48,7 +48,7 @@ def _folder_of(path: Path) -> Path:
         raise BadInputError(KEY, str(path / _TRACKER), "must contain an iteration number or the word release")
     folder = path / (text if text == "release" else f"iter_{int(text):07d}")
     if not folder.is_dir():
-        raise BadInputError(KEY, str(folder), f"is not there, and {_TRACKER} names it")
+        raise BadInputError(KEY, str(folder), f"does not exist, although {_TRACKER} names it")
     return folder
 
 
@@ -167,7 +167,7 @@ class _Distributed:
             known = "missing"
         if known != "torch_dist":
             raise BadInputError(
-                KEY, str(path), f"sharded_backend is {str(known)[:50]!r}: torch_dist alone is read"
+                KEY, str(path), f"sharded_backend is {str(known)[:50]!r}: only torch_dist can be read"
             )
 
     def _refuse_buckets(self) -> None:

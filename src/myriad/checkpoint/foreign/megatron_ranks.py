@@ -146,7 +146,7 @@ class MegatronRanks:
 
         A tied output projection of the last stage is no duplicate: it has a name of its own."""
         if one.name in merged:
-            raise BadInputError(KEY, str(self._where), f"{one.name} is there twice")
+            raise BadInputError(KEY, str(self._where), f"{one.name} occurs twice")
         merged[one.name] = one
 
     def _moments(

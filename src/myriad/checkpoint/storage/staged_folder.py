@@ -113,7 +113,7 @@ def _refuse_taken(out: Path) -> None:
 def _not_written(out: Path, error: OSError) -> MyriadError:
     if error.errno in _TAKEN:
         return BadInputError(_KEY, str(out), "must be new or an empty folder: another process has filled it")
-    return RunFailedError(f"{out}: not written, and nothing is left of it: {error.strerror or error}")
+    return RunFailedError(f"{out}: not written; partial files were removed: {error.strerror or error}")
 
 
 def _sync(folder: Path) -> None:

@@ -91,7 +91,7 @@ def place(
     if out is not None:
         check_picture("--out", out)
     if to is not None and export is None:
-        raise BadInputError("--to", str(to), "goes with --export")
+        raise BadInputError("--to", str(to), "only with --export")
     if to is not None:
         check_output("--to", to)
     found_cluster, loaded = _read(cluster, what_if or (), jobs, OverrideCommand.of(context))
@@ -151,7 +151,7 @@ def _given(nodes: Sequence[str] | None, num_jobs: int, num_nodes: int) -> list[l
             raise BadInputError("--nodes", text, allowed) from None
         twice = len(set(own)) < len(own) or bool(taken & set(own))
         if twice:
-            raise BadInputError("--nodes", text, "each node once, of one job")
+            raise BadInputError("--nodes", text, "each node may be listed once, for one job")
         taken |= set(own)
         found.append(own)
     return found
@@ -185,7 +185,7 @@ def _exported(export: Export, placed: "ComparedPlacements", use: int, names: Seq
         jobs = dict(zip(placed.titles, nodes, strict=True))
         return yaml.safe_dump_all(placement.node_labels(near, names, jobs), sort_keys=False)
     if len(nodes) > 1:
-        raise BadInputError("--export", export, "of one job: each is started with a file of its own")
+        raise BadInputError("--export", export, "only with one JOB: each job needs its own file")
     per_node = placed.costs[0].cluster.accelerators_per_node
     return placement.host_file(nodes[0], placed.jobs[0].layout.world, per_node, names)
 

@@ -93,7 +93,7 @@ def _draw(out: Path, cluster: "Cluster", habits: "FlapScenario", lines: "Sequenc
     found = tuning_evidence(cluster, habits, lines)
     if found is None:
         raise BadInputError(
-            "--out", str(out), "of a cluster with RDMA: sockets have neither of what is drawn"
+            "--out", str(out), "only for a cluster with RDMA: with sockets there is nothing to draw"
         )
     write_picture("--out", out, draw(cluster.name, found))
 

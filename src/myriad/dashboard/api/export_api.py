@@ -114,7 +114,7 @@ def _ranks(given: Any) -> list[int]:
     if not isinstance(given, list) or not 0 < len(given) <= _MOST_RANKS:
         raise QueryParameterError("ranks", str(given), f"a list of 1 to {_MOST_RANKS} numbers")
     if not all(type(one) is int and 0 <= one < _MOST_RANK for one in given):
-        raise QueryParameterError("ranks", str(given), "numbers of ranks")
+        raise QueryParameterError("ranks", str(given), "must be rank numbers")
     return given
 
 

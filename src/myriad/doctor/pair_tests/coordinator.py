@@ -133,7 +133,9 @@ class Coordinator:
         try:
             return await asyncio.start_server(self._on_connect, first.host, first.port, limit=2**17)
         except OSError as error:
-            raise BadInputError("--cluster", str(first), f"cannot be listened on: {error.strerror}") from None
+            raise BadInputError(
+                "--cluster", str(first), f"cannot be used to listen: {error.strerror}"
+            ) from None
 
     async def run(self, server: asyncio.Server) -> Findings:
         """Run the test and return its findings, which all nodes receive."""

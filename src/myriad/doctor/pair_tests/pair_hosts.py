@@ -46,7 +46,9 @@ def read_nodes(text: str) -> list[PairHost]:
             text = ",".join(line.partition("#")[0] for line in path.read_text().splitlines())
     nodes = [_read_node(part.strip()) for part in text.split(",") if part.strip()]
     if not 2 <= len(nodes) <= _MOST_NODES:
-        raise BadInputError("--cluster", text, f"2 to {_MOST_NODES} hosts, with commas, or a file of them")
+        raise BadInputError(
+            "--cluster", text, f"2 to {_MOST_NODES} comma-separated hosts, or a file with one per line"
+        )
     if len(set(nodes)) < len(nodes):
         raise BadInputError("--cluster", text, "each host once")
     return nodes
@@ -70,7 +72,7 @@ def find_self(nodes: Sequence[PairHost], named: str | None = None) -> int:
     mine = [index for index, node in enumerate(nodes) if _is_here(node.host)]
     if len(mine) != 1:
         why = "none of them is this node" if not mine else "several of them are this node"
-        raise BadInputError("--cluster", ",".join(map(str, nodes[:8])), f"{why}: say which with --node")
+        raise BadInputError("--cluster", ",".join(map(str, nodes[:8])), f"{why}: select one with --node")
     return mine[0]
 
 
@@ -79,7 +81,7 @@ def check_listening(node: PairHost) -> None:
     try:
         socket.create_server((node.host, node.port)).close()
     except OSError as error:
-        raise BadInputError("--cluster", str(node), f"cannot be listened on: {error.strerror}") from None
+        raise BadInputError("--cluster", str(node), f"cannot be used to listen: {error.strerror}") from None
 
 
 def _is_here(host: str) -> bool:

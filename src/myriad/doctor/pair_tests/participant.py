@@ -254,7 +254,7 @@ def _interface(host: str) -> str:
 
 def _check_proof(found: bytes, right: bytes) -> None:
     if not hmac.compare_digest(found, right):
-        raise UnauthenticatedError("a peer that does not know the secret")
+        raise UnauthenticatedError("the peer did not prove that it has the secret")
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:

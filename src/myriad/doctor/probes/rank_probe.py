@@ -143,7 +143,7 @@ def _collect(pipes: Mapping[int, int], cores: list[int]) -> list[Answer]:
     answers = {rank: json.loads(texts[reader] or b'{"failed": ""}') for reader, rank in pipes.items()}
     if failed := {rank: answer["failed"] for rank, answer in answers.items() if "failed" in answer}:
         first = min(failed, key=lambda rank: (failed[rank] != "", rank))  # others fail because one has died
-        raise RunFailedError(f"the rank on core {cores[first]} failed: {failed[first] or 'it died'}")
+        raise RunFailedError(f"the rank on core {cores[first]} failed: {failed[first] or 'it exited'}")
     return [answers[rank] for rank in range(len(cores))]
 
 

@@ -88,7 +88,7 @@ def _check_name(option: str, name: str, longest: int) -> None:
 
 def _check_key(option: str, key: str) -> None:
     if not _KEY.fullmatch(key):
-        raise BadInputError(option, key, "a name as Kubernetes has them: pool, example.com/pool")
+        raise BadInputError(option, key, "a valid Kubernetes name, such as pool, example.com/pool")
 
 
 def parse_pairs(option: str, texts: Iterable[str]) -> dict[str, str]:
@@ -98,7 +98,7 @@ def parse_pairs(option: str, texts: Iterable[str]) -> dict[str, str]:
         key, equals, value = text.partition("=")
         if not equals or not _KEY.fullmatch(key) or not _VALUE.fullmatch(value):
             raise BadInputError(
-                option, text, "NAME=VALUE, both as Kubernetes has them: example.com/pool=train"
+                option, text, "NAME=VALUE, both valid in Kubernetes, such as example.com/pool=train"
             )
         pairs[key] = value
     return pairs

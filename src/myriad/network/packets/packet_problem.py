@@ -203,7 +203,9 @@ class PacketNeeds:
         """Check the need against a limit. Raises `BadInputError`."""
         if self.num_bytes > max_bytes:
             need, may = self.num_bytes / 1e9, max_bytes / 1e9
-            raise BadInputError("flows", num_flows, f"fewer: these need {need:.3g} GB, {may:.3g} may be used")
+            raise BadInputError(
+                "flows", num_flows, f"too many: they need {need:.3g} GB, and the limit is {may:.3g} GB"
+            )
 
 
 def estimate_needs(problem: PacketProblem) -> PacketNeeds:

@@ -182,7 +182,7 @@ class NetworkEvents:
         if lost > _CERTAIN:
             longest = self.timers.longer[1] * float(self.timers.resends[-1])
             raise BadInputError(
-                "--flap", text, f"at most {format_number(longest)} s with these --timers: the job ends of it"
+                "--flap", text, f"at most {format_number(longest)} s with these --timers: the job would fail"
             )
         return found
 
@@ -205,7 +205,7 @@ class NetworkEvents:
 
     def _node(self, key: str, text: str, number: int) -> int:
         if len(self.order) < 2:
-            raise BadInputError(key, text, "a job on several nodes: this one is on one, and uses no network")
+            raise BadInputError(key, text, "needs a job on several nodes; this job uses no network")
         if number not in self.order:
             allowed = (
                 f"one of nodes {format_ranges(self.order)}: the job's {self.layout.world} ranks are there"

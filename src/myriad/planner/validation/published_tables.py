@@ -59,12 +59,12 @@ def read_table(name_or_path: str, clusters: Clusters) -> PublishedTable:
     kind = _kind_of(frozenset(columns))
     twice = sorted(column for column, count in Counter(columns).items() if count > 1)
     if kind is not None and twice:
-        raise BadInputError("TABLE", name_or_path, f"each column once: {', '.join(twice)} is there twice")
+        raise BadInputError("TABLE", name_or_path, f"each column once: {', '.join(twice)} occurs twice")
     if kind is None and any(len(columns) == 1 and mark in columns[0] for mark in ";\t"):
-        raise BadInputError("TABLE", name_or_path, "columns that commas separate: not ; nor tabs")
+        raise BadInputError("TABLE", name_or_path, "must be separated by commas, not by ; or tabs")
     if kind is None:
         allowed = "; ".join(f"{known.title}: {', '.join(sorted(known.columns))}" for known in TABLE_KINDS)
-        raise BadInputError("TABLE", name_or_path, f"columns of one of these are needed: {allowed}")
+        raise BadInputError("TABLE", name_or_path, f"must have the columns of one of these tables: {allowed}")
     rows: list[PublishedRow] = []
     for place, values in _lines(name_or_path, text):
         rows += _rows_of(kind, TableCells(place, values), clusters)

@@ -81,7 +81,7 @@ class Facts:
         return "running" if self.account.running else self.summary.state
 
     def shares(self) -> list[tuple[Kind, float, float]]:
-        """Return class, seconds and share of the wall time of each class with any time."""
+        """Return (class of time, seconds, share of the wall time) for each class that occurred."""
         wall, found = self.account.ledger.wall_seconds or 1.0, self.account.ledger.seconds()
         return [(kind, found[kind], found[kind] / wall) for kind in KINDS if found[kind] > 0]
 

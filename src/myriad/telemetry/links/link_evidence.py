@@ -108,7 +108,7 @@ def read_evidence(path: Path) -> tuple[dict[str, Any], Rows]:
         except zlib.error as error:
             raise ValueError(f"{path} is not of gzip: {error}") from None
     if unpacked.unconsumed_tail or not unpacked.eof:
-        raise ValueError(f"{path} is cut, or larger than {_MOST_READ_BYTES} bytes")
+        raise ValueError(f"{path} is truncated, or larger than {_MOST_READ_BYTES} bytes")
     lines = data.decode().splitlines()
     try:
         head, rows = json.loads(lines[0]), [json.loads(line) for line in lines[1:]]

@@ -82,7 +82,7 @@ def _companions(shape: tuple[int, int, int], number: int) -> Iterator[Sequence[i
             started.append(_start_companion(shape))
         for process in started:
             if not os.WIFSTOPPED(os.waitpid(process, os.WUNTRACED)[1]):
-                raise RunFailedError("a process ended that was to compute on the same core")
+                raise RunFailedError("a benchmark process exited early")
         yield started
     finally:
         for process in started:

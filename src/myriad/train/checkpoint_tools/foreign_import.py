@@ -62,9 +62,7 @@ def _in_form(folder: Path) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise BadInputError(
-            KEY, str(folder), f"its content has not the form that is read ({reason})"
-        ) from None
+        raise BadInputError(KEY, str(folder), f"its content has an unsupported form ({reason})") from None
 
 
 def import_foreign(

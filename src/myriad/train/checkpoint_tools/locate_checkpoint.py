@@ -96,7 +96,7 @@ def newest_whole(found: Location, *, every_byte: bool) -> Checkpoint:
                 break
         else:
             break
-    raise BadInputError(found.key, checkpoints[0].where, f"no whole checkpoint ({problems[0]})")
+    raise BadInputError(found.key, checkpoints[0].where, f"no complete checkpoint ({problems[0]})")
 
 
 def _find(name: str, key: str) -> Location | None:

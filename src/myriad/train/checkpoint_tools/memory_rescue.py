@@ -44,7 +44,7 @@ def save_from_memory(path: Path, to: str | None) -> dict[str, Any]:
                     release_ownership(folder)
             raise
         if problems := verify(folder.at_step(saved["step"])):
-            raise RunFailedError(f"stored, and not the same when read from here: {problems[0]}")
+            raise RunFailedError(f"stored, but reading it back gives other bytes: {problems[0]}")
         _release(path)
     return {**saved, "url": folder.storage.url}
 

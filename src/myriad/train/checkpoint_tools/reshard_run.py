@@ -71,7 +71,11 @@ def cuts_of_ranks(job: Job, tensors: Sequence[str]) -> list[list[Cut]]:
             "comm.sync_every", job.comm.sync_every, "must be 1: replicas have states of their own"
         )
     if job.layout.partition == "profile":
-        raise BadInputError("layout.partition", "profile", "needs a measurement; any other")
+        raise BadInputError(
+            "layout.partition",
+            "profile",
+            "not possible offline, as it needs a measurement; choose another value",
+        )
     layout, definition = job.layout, GPT(job.model, job.train.seed)
     costs = parameters_per_layer(definition) if layout.partition == "parameters" else None
     layers = partition_layers(layout.partition, layout.num_stages, definition.kinds, costs)

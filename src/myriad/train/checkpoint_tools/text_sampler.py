@@ -79,7 +79,7 @@ def open_sampler(name: str, *, own_process: bool = False) -> TextSampler:
     checkpoint, values = _load_newest(found)
     job = job_of(checkpoint, found.run)
     if job is None:
-        raise BadInputError("run", name, "must hold a job.toml, which says what the model is")
+        raise BadInputError("run", name, "must hold a job.toml, which describes the model")
     if own_process:
         set_thread_count(job.model.num_parameters())
     layers = build_full(job.model, job.train.seed)
