@@ -14,10 +14,10 @@ from watched_server import Watching, make_run, spans_of
 
 from myriad.cli.watch_tls import page_tls
 from myriad.errors import BadInputError
-from myriad.supervise.authenticated_link import run_secret
 from myriad.telemetry.shipping.outlets import Collector
 from myriad.telemetry.shipping.page_token import sender_tokens, span_token
 from myriad.telemetry.shipping.page_trust import CERTIFICATES
+from myriad.wire.run_secret import run_secret
 
 ALL = ("--host", "0.0.0.0")
 

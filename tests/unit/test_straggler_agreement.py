@@ -12,8 +12,8 @@ from myriad.dashboard.insight.phase_table import PhaseTable
 from myriad.dashboard.insight.rank_arrays import Ranks
 from myriad.dashboard.insight.straggler_report import Straggler, page_threshold, stragglers
 from myriad.supervise.observations import RankStatus
-from myriad.supervise.policy.slow_ranks import StragglerDetector, StragglerFinding, driver_threshold
 from myriad.supervise.policy.step_work import StepWork
+from myriad.supervise.policy.straggler_detector import StragglerDetector, StragglerFinding, driver_threshold
 
 Times = npt.NDArray[np.float64]
 """Seconds in which a rank computed, ``[step, rank]``."""

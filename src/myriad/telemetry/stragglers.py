@@ -1,6 +1,6 @@
 """Straggler detection: which ranks, nodes or stages take longer than others that do the same work. Pure.
 
-The driver (`myriad.supervise.policy.slow_ranks`) and the dashboard
+The driver (`myriad.supervise.policy.straggler_detector`) and the dashboard
 (`myriad.dashboard.insight.straggler_report`) both call `Comparison.stragglers`, each with a
 `StragglerThreshold` of its own. On the same times and the same threshold they name the same ranks.
 

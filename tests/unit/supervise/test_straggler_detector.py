@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from myriad.supervise.observations import RankStatus
-from myriad.supervise.policy.slow_ranks import StragglerDetector, StragglerFinding
 from myriad.supervise.policy.step_work import StepWork
+from myriad.supervise.policy.straggler_detector import StragglerDetector, StragglerFinding
 
 WORK = StepWork(
     dp=4, pp=2, ranks_per_node=2, node_order=(), shares=(4,) * 4, most_share=8, steps=10**6, on_slow="move"

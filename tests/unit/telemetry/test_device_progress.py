@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from myriad.supervise.observations import RankStatus
-from myriad.supervise.policy.slow_ranks import StragglerDetector
 from myriad.supervise.policy.step_work import StepWork
+from myriad.supervise.policy.straggler_detector import StragglerDetector
 from myriad.telemetry.progress.device_clock import DeviceClock
 from myriad.telemetry.progress.device_progress import DeviceProgress
 from myriad.telemetry.progress.operation_counters import COUNTERS, messages

@@ -13,11 +13,11 @@ each is for one attempt, and the second time has no effect. The same code runs u
 The modules of this folder and their parts:
 
     membership, node_selection    which nodes are connected; which may have ranks, and which ones
-    hang_detector, attempts          whether ranks make progress; what an exit means and what follows it
+    hang_detector, attempts       whether ranks make progress; what an exit means and what follows it
     step_restarts, drain          when another attempt would be better; nodes that leave without a fault
-    slow_ranks, rebalance         stragglers, and moving work away from them
+    straggler_detector, rebalance slow ranks; moving work away from them
     health, traffic_alarms        links and devices of the nodes
-    numeric_faults, nan_trial     wrong numbers
+    numeric_faults, nan_trial     wrong or non-finite values
 """
 
 from collections.abc import Iterable, Iterator

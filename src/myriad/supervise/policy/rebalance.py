@@ -32,7 +32,6 @@ from typing import Literal
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.supervise.observations import RankStatus
 from myriad.supervise.policy.policy_actions import RULES_OF_LEAVING, ReportSlow, RestartAtStep
-from myriad.supervise.policy.slow_ranks import StragglerDetector, StragglerFinding
 from myriad.supervise.policy.step_work import (
     LayerMove,
     Pipeline,
@@ -41,6 +40,7 @@ from myriad.supervise.policy.step_work import (
     layer_seconds,
     pipeline_seconds,
 )
+from myriad.supervise.policy.straggler_detector import StragglerDetector, StragglerFinding
 from myriad.units import format_ranks
 
 __all__ = ["Rebalancer", "best_shares", "step_seconds"]
