@@ -40,7 +40,7 @@ class PageTls:
     """The certificate and key of a page."""
 
     certificate: Path
-    """File in PEM."""
+    """Certificate file, with its chain, in PEM format."""
     key: Path
     """File in PEM, the same or another one."""
     fingerprint: str

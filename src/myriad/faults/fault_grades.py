@@ -235,8 +235,8 @@ class _Grader:
         return _judged(grade, aim)
 
     def _limit(self, aim: RecoveryTarget) -> float:
-        """Return the time limit for detection: replicas are compared every so many steps, and reported once
-        a second."""
+        """Return the time limit for detection in seconds. It includes the steps between two comparisons of
+        replicas, where detection needs one."""
         if aim.verified:
             return aim.detected_seconds + self._evidence.verify_every * self._median
         return max(aim.detected_seconds, aim.median_steps * self._median)

@@ -47,7 +47,7 @@ class Tally:
 
     @property
     def incidents(self) -> int:
-        """Number of incidents."""
+        """Number of incidents, single and double faults together."""
         return self.singles + self.doubles
 
     @property

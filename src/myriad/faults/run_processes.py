@@ -35,7 +35,7 @@ class RunProcesses:
     """Finds the processes of a run; it searches again at each call, because processes come and go."""
 
     def __init__(self, run: Run, num_nodes: int = 1) -> None:
-        """``num_nodes`` includes spares."""
+        """``num_nodes``: number of nodes of the run, spares included."""
         self._run, self._num_nodes = run, num_nodes
         self._pages: dict[int, ProgressPage] = {}
         """Progress pages by node agent."""

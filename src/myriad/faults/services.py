@@ -74,7 +74,7 @@ class Services:
         self._myriad(["watch", str(run), "--port", "0", "--no-open"], "watch.log")
 
     def end(self) -> None:
-        """End all services."""
+        """End the processes of all services and wait for them."""
         for one in self._started:
             one.kill()
             one.wait()

@@ -107,7 +107,7 @@ class IterationRequest:
 
 @dataclass(frozen=True)
 class IterationForecast:
-    """The predicted iteration."""
+    """A predicted iteration: its summary, and the times of each rank."""
 
     job: "Job"
     cluster: "Cluster"

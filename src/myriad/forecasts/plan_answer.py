@@ -104,7 +104,7 @@ class ExplainedPlan:
 
     @property
     def best(self) -> SimulatedPlan:
-        """The best plan."""
+        """The plan with the shortest predicted iteration."""
         return self.answer.plans[0]
 
     @property

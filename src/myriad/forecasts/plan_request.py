@@ -80,7 +80,7 @@ class PlanProblem:
     sizes: tuple[int, ...]
     """Numbers of accelerators: one, or both ends of a range."""
     slower: dict[int, float]
-    """Slowdown by node."""
+    """Factor on the compute time of each slow node, by its number."""
 
     @classmethod
     def of(cls, request: PlanRequest, cluster_file: str) -> "PlanProblem":

@@ -99,7 +99,7 @@ class LocalLauncher:
         self._given_up_seconds = _GIVEN_UP_SECONDS * max(1.0, patience) if spares else 0.0
 
     def start(self) -> None:
-        """Start all nodes."""
+        """Start the node agents of all nodes on this machine."""
         for executor in self._executors:
             executor.start()
 

@@ -80,7 +80,7 @@ def _end(run: Run, name: str, process: "subprocess.Popen[bytes] | None", deadlin
             process.kill()
             process.wait()
     if missed := _count_lines(run.metrics_path, read_forwarded(run.path, name).metrics):
-        problem = f"{name} has not taken the last {missed} lines (log: {run.logs_path}/logger-{name}.log)"
+        problem = f"{name} did not receive the last {missed} lines (log: {run.logs_path}/logger-{name}.log)"
         run.append_event("logger", logger=name, missed=missed, problem=problem)
 
 

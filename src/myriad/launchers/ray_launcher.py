@@ -113,7 +113,7 @@ class RayReservations:
             self._ray.util.remove_placement_group(bundle.group)
 
     def close(self) -> None:
-        """Release all reservations."""
+        """Release the placement groups of all nodes."""
         for group in self._groups:
             self._ray.util.remove_placement_group(group)
         self._groups = []

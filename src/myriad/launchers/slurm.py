@@ -140,7 +140,7 @@ class SlurmLauncher:
         return [*watched, *srun, sys.executable, "-m", executor, str(self._run.path.resolve()), str(node)]
 
     def start(self) -> None:
-        """Start all nodes."""
+        """Start a node agent on each node of the allocation with srun."""
         for step in self._steps.values():
             step.start()
 

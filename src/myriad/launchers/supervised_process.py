@@ -52,7 +52,7 @@ class SupervisedProcess:
         """Additions to the environment of processes that are started from now on."""
 
     def start(self) -> None:
-        """Start the process."""
+        """Start the process, with its output in the log."""
         self._started = time.monotonic()
         self._dead_since = None
         with open(open_log(self._log), "ab") as log, _blocked_interrupts():

@@ -72,7 +72,7 @@ class Dcqcn:
     hyper_bytes_per_second: float
     """R_HAI: the same when both counters are past F (with ``timer_only``: when the timer is past F + 1)."""
     min_bytes_per_second: float
-    """Lowest rate."""
+    """Lowest rate of a flow, in bytes per second."""
     clamp_target: bool
     """Whether each cut sets the target to the rate before the cut; else only the first cut after an increase
     does."""
@@ -167,7 +167,7 @@ class Swift:
     min_packets: float
     """Smallest window. Below 1, the sender sends one packet each (round-trip time / window)."""
     max_packets: float
-    """Largest window."""
+    """Largest congestion window, in packets."""
 
     @classmethod
     def published(cls) -> Self:

@@ -108,7 +108,7 @@ def pieces(num_vertices: int, source: Ordinals, target: Ordinals) -> npt.NDArray
 
 @dataclass(frozen=True, eq=False)
 class Flows:
-    """Messages between ports."""
+    """Messages between ports of the fabric; each array has one entry per message."""
 
     source: Ordinals
     """(F) Port that sends."""

@@ -140,7 +140,7 @@ class ClosSizes:
 
     @property
     def per_plane(self) -> int:
-        """Number of switches."""
+        """Number of switches in one plane of the fabric."""
         return self.num_first + self.pods * self.aggregations + self.aggregations * self.cores
 
 

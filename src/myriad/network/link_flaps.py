@@ -65,9 +65,9 @@ class Timers:
     """Retransmission timers of a queue pair."""
 
     timeout: int
-    """NCCL_IB_TIMEOUT."""
+    """Value of NCCL_IB_TIMEOUT: a timeout is 4.096 us x 2^value."""
     retries: int = MAX_RETRIES
-    """NCCL_IB_RETRY_CNT."""
+    """Value of NCCL_IB_RETRY_CNT: number of retries before the connection fails."""
     adaptive: bool = False
     first_seconds: float = ADAPTIVE_FIRST_SECONDS
     """Nominal first interval of adaptive retransmission."""
@@ -76,7 +76,7 @@ class Timers:
 
     @property
     def interval_seconds(self) -> float:
-        """T, nominal."""
+        """Nominal seconds until the first retransmission: 4.096 us x 2^timeout."""
         return _TICK_SECONDS * float(2**self.timeout)
 
     @property

@@ -73,7 +73,7 @@ class TopologyDomains:
 
     @property
     def num_pods(self) -> int:
-        """Number of pods."""
+        """Number of pods of the fabric; 1 without pods."""
         return int(self.pod_of.max()) + 1
 
 

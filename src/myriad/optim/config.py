@@ -45,7 +45,7 @@ class OptimizerConfig(Config):
     name: Literal["adamw", "lamb"] = "adamw"
     """adamw (Loshchilov & Hutter 2019) or lamb (You et al. 2019)."""
     learning_rate: float = Field(1e-3, gt=0)
-    """Peak learning rate."""
+    """Learning rate after the warm-up, before the decay."""
     final_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
     """Final learning rate as a fraction of the peak."""
     decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"

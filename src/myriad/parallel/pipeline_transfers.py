@@ -41,7 +41,7 @@ class TransferTables:
     inbox: dict[_Key, torch.Tensor] = field(default_factory=dict)
     """Activations and gradients that arrived, or that a neighbouring stage on this rank computed."""
     posted: dict[_Key, PendingTransfer] = field(default_factory=dict)
-    """Receives in flight."""
+    """Receives that were posted and not waited for, by stage and micro-batch."""
     sent: dict[_Key, PendingTransfer] = field(default_factory=dict)
     """Sends whose completion no later message has proved yet."""
 

@@ -149,7 +149,7 @@ class Links(Config):
     node: Link
     """Link between accelerators of one node."""
     network: Link | None = None
-    """Link between nodes."""
+    """Network between nodes; required with more than one node."""
     tensor: Link | None = None
     """Link for tensor-parallel gathers and scatters inside a node, including the copies before and after
     them, where that was measured; off: as node."""
@@ -181,7 +181,7 @@ class Cluster(Config):
     name: str
     """Name of the cluster's file."""
     nodes: int = Field(ge=1)
-    """Number of nodes."""
+    """Number of nodes of the cluster."""
     accelerators_per_node: int = Field(ge=1)
     """Number of accelerators in each node."""
     nics_per_node: int | None = Field(None, ge=1)
@@ -227,7 +227,7 @@ class Cluster(Config):
 
     @property
     def world(self) -> int:
-        """Number of accelerators."""
+        """Number of accelerators of all nodes."""
         return self.nodes * self.accelerators_per_node
 
     def check(self) -> "Cluster":

@@ -77,7 +77,7 @@ class Workload:
     comm: CommConfig = field(default_factory=CommConfig)
     """Settings of the data-parallel collectives."""
     snapshots: SnapshotSchedule = field(default_factory=SnapshotSchedule)
-    """Schedule of snapshots."""
+    """How often snapshots are taken, copied and stored."""
     optimizer: Literal["adamw", "lamb"] = "adamw"
     value_bytes: int = 2
     """Bytes of one element of the compute type; 2: bfloat16 or float16."""

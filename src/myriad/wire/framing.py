@@ -42,7 +42,7 @@ class FrameKind(IntEnum):
     ANSWER = 2
     """The connector's nonce and its proof."""
     PROOF = 3
-    """The listener's proof."""
+    """Kind of the frame in which the listener proves that it has the secret."""
     MESSAGE = 4
     """A message without a payload."""
     MESSAGE_WITH_PAYLOAD = 5

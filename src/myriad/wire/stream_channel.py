@@ -42,7 +42,7 @@ class FrameReader:
         """Checks the code of each frame; ``None``: frames have none yet."""
 
     def add(self, data: bytes) -> None:
-        """Append received bytes."""
+        """Append bytes received from the socket; a frame may arrive in parts."""
         self._buffer += data
 
     def next_body(self, kind: FrameKind, most_bytes: int) -> bytes | None:

@@ -34,7 +34,7 @@ NOT_BEFORE_NS = 1_000_000
 """A post that begins so much later than the end of a wait is not its cause: the clocks of nodes agree better,
 and a gather of parameters that are already complete does nothing."""
 SEND, LAST_ARRIVER = 0, 1
-"""Kinds of arrows."""
+"""Kinds of arrows: a message between stages, and the last rank to reach a collective."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class WaitArrivals:
     name: str
     spans: Array
     posts: Array
-    """Indices of spans."""
+    """(W) For each wait, the index of the span that ended it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Arrows:
     from_ns: Array
     to_ns: Array
     kind: Array
-    """`SEND` or `LAST_ARRIVER`."""
+    """(A) `SEND` or `LAST_ARRIVER` of each arrow."""
 
 
 @dataclass(frozen=True)

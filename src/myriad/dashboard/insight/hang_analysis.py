@@ -33,7 +33,7 @@ class HangAnalysis:
     ranks: Ranks
     programs: tuple[ProgramNeeds, ...]
     steps: Array
-    """Each rank's step."""
+    """(ranks) Newest step that each rank began."""
     done: Array
     """Number of actions of the step that each rank has finished."""
 

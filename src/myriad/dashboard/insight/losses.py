@@ -64,7 +64,7 @@ class Losses:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization."""
+        """Model FLOPs utilization (MFU), a ratio from 0 to 1."""
         return None if self.ideal_seconds is None else self.ideal_seconds / self.step_seconds
 
     @property

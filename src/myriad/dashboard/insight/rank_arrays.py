@@ -32,7 +32,7 @@ class Ranks:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the layout."""
         return self.layout.world
 
     @cached_property
@@ -56,7 +56,7 @@ class Ranks:
 
     @cached_property
     def node(self) -> Array:
-        """Each rank's node."""
+        """(ranks) Number of the node on which each rank runs."""
         place = np.arange(self.world) // max(1, self.node_size)
         return np.asarray(self.node_order)[place] if self.node_order else place
 

@@ -97,7 +97,7 @@ class PolicyOutcome:
 
     @property
     def spare_node_seconds(self) -> float:
-        """Average over runs."""
+        """Node-seconds in which spares idle, averaged over the simulated runs."""
         return fmean(ledger.spare_node_seconds for ledger in self.ledgers)
 
 

@@ -57,7 +57,7 @@ class Symptoms:
         self._differs_from.clear()
 
     def drop(self, node: int) -> None:
-        """It is repaired."""
+        """Forget a node that was replaced or repaired."""
         self._differs_from.pop(node, None)
         self.slow.discard(node)
 

@@ -43,7 +43,7 @@ class RunProgress:
 
     @property
     def step(self) -> int:
-        """The current step."""
+        """Number of the step that is being computed."""
         return floor(self.done / self._times.step_seconds + _SOME)
 
     def until_step_end(self) -> float:

@@ -65,7 +65,7 @@ class _Hang:
 
 
 class VirtualCluster:
-    """One simulated run."""
+    """Simulates one run: nodes, faults and the real recovery policy, under a virtual clock."""
 
     def __init__(
         self,
@@ -429,7 +429,7 @@ class Clock:
         self._order = count()
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
-        """Schedule an action."""
+        """Call ``what`` when the virtual clock has advanced by ``seconds``."""
         heapq.heappush(self._due, (self.now + seconds, next(self._order), what))
 
     def run(self, until: float) -> None:

@@ -94,7 +94,7 @@ class JobSetSpec(TypedDict):
 
 @with_config(_EXACT)
 class JobSet(TypedDict):
-    """A JobSet object."""
+    """A Kubernetes JobSet: the driver's job and the job of the nodes."""
 
     apiVersion: Literal["jobset.x-k8s.io/v1alpha2"]
     kind: Literal["JobSet"]

@@ -62,7 +62,7 @@ class FluidResult:
     """(F) When the last byte arrived; NaN if it did not within the horizon."""
     arrived_bytes: Numbers
     seconds: float
-    """Simulated time."""
+    """Simulated time in seconds, at most the horizon."""
     queue_bytes: Numbers
     """The deepest queue of a switch, one sample for each step."""
     pause_seconds: Numbers

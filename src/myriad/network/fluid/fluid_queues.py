@@ -105,7 +105,7 @@ class Senders(NamedTuple):
 
     rate: Any
     window: Any
-    """Bytes."""
+    """(F) Congestion window of each flow, in bytes."""
     reference: Any
     """Target rate (DCQCN), reference window (HPCC), window before the last cut (hybrid)."""
     estimate: Any

@@ -62,7 +62,7 @@ class PacketSamples:
 
     seconds: Numbers
     queue_bytes: Numbers
-    """(S, chosen links)"""
+    """(samples, chosen links) Bytes queued at each link."""
     arrived_bytes: Numbers
     """(S, chosen flows) Payload."""
     bytes_per_second: Numbers
@@ -82,7 +82,7 @@ class PacketResult:
     num_sent: _Ints
     """(F) Packets sent, resends included."""
     num_resent: _Ints
-    """(F) Resent packets."""
+    """(F) Number of packets that each flow retransmitted."""
     num_arrived: _Ints
     """(F) Different packets that arrived and were kept."""
     num_discarded: _Ints
@@ -95,7 +95,7 @@ class PacketResult:
     queue_p99_bytes: Numbers
     """(L) With the same precision."""
     queue_max_bytes: _Ints
-    """(L) Exact."""
+    """(L) Largest number of bytes queued at each link; exact, unlike the quantiles."""
     pause_seconds: Numbers
     """(L) Time that the sender of the link was paused."""
     num_marks: _Ints

@@ -301,7 +301,7 @@ class PacketState(NamedTuple):
     clock: Records
     """(1) Values that exist once."""
     knobs: Records
-    """(1) Constants."""
+    """(1) Parameters of the controls and of the transport, which do not change."""
     heap: Records
     """Pending events: time << slot_bits | slot; see `packet_links`."""
     links: Records
@@ -367,7 +367,7 @@ class Arena(NamedTuple):
     """Telemetry entries of a packet; 0: none."""
     num_bins: int
     num_grains: int
-    """Length of `bins`."""
+    """Length of the array `bins`, over all links."""
     grain_bits: int
 
 

@@ -199,9 +199,9 @@ class _MemoryWalk:
         return self._peak_of(0, len(self.actions))
 
     def peak_repeating(self, steady: SteadyState) -> PeakMemory | None:
-        """Return the peak with the steady part repeated; ``None`` where the held bytes do not repeat with it.
-        Only the bytes kept until the iteration's end may grow from one repetition to the next. Then the peak
-        is before the second repetition, or in the last one or later."""
+        """Return the peak of a program whose steady part is repeated until it has all micro-batches. ``None``
+        if the held bytes differ after a repetition. Only bytes kept until the iteration's end may grow; then
+        the peak is before the second repetition, or in the last one or later."""
         self._begin()
         second = steady.start + steady.length
         before, held = self._peak_of(0, second), self._held_now()

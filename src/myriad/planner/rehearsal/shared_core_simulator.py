@@ -95,7 +95,7 @@ class _SharingRun(CostModelRun):
         self.tensor_busy_ratio = min(1.0, float(tensor.busy_ratio))
         self.jobs: dict[int, _RunningAction] = {}
         self.transfers: list[_InFlightTransfer] = []
-        """Transfers in flight."""
+        """Transfers that have begun and not arrived."""
         self.streams: defaultdict[Hashable, deque[_InFlightTransfer]] = defaultdict(deque)
         """Queue of transfers of each stream; the first one is in flight."""
         self.events: list[tuple[float, int]] = []

@@ -78,17 +78,17 @@ class ErrorScore:
 
     @property
     def mean(self) -> float:
-        """Mean absolute error."""
+        """Mean absolute relative error over the rows, as a ratio."""
         return float(np.mean(np.abs(self.errors)))
 
     @property
     def worst(self) -> float:
-        """Largest absolute error."""
+        """Largest absolute relative error of a row, as a ratio."""
         return float(np.max(np.abs(self.errors)))
 
     @property
     def bias(self) -> float:
-        """Mean signed error."""
+        """Mean signed relative error: positive if predictions are too slow."""
         return float(np.mean(self.errors))
 
     @property

@@ -361,7 +361,7 @@ class _Reader:
 
     @property
     def _last_step(self) -> int:
-        """Newest finished step."""
+        """Number of the newest finished step; 0 if there is none."""
         return next((one.step for one in reversed(self._done) if one.whole), 0)
 
     def _drop_unfinished(self) -> None:

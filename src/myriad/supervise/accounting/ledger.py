@@ -46,7 +46,7 @@ class Moment:
     """An entry of the run's files, at a time."""
 
     time: float
-    """Seconds since 1970."""
+    """When it happened, in seconds since 1970."""
     what: str
     """Name of an event; "launch", "attempt" and "end" of the journal; "step" of the metrics."""
     fields: Line

@@ -125,7 +125,7 @@ class Regrowth:
         self.begin(now)
 
     def begin(self, now: float) -> None:
-        """Begin an attempt."""
+        """Start measuring at the beginning of an attempt."""
         self._began = now
         self._enough_at: float | None = None
         self._start_seconds: float | None = None

@@ -181,7 +181,7 @@ class Evict(PolicyAction):
 
 @dataclass(frozen=True, kw_only=True)
 class EndRun(PolicyAction):
-    """End the run."""
+    """End the run with an outcome and its reason."""
 
     outcome: Outcome
     reason: str

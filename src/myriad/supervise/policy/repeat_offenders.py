@@ -54,7 +54,7 @@ class OffenceRecord:
     """A record that a node was evicted as the cause of a fault."""
 
     time: float
-    """Seconds since 1970."""
+    """When the fault was recorded, in seconds since 1970."""
     machine: str
     kind: str
     reason: str

@@ -53,7 +53,7 @@ class Kernel:
                 yield link
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the netlink socket."""
         self._socket.close()
 
 

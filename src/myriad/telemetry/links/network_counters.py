@@ -130,7 +130,7 @@ class _Kept:
             return b""
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the counter file of the kernel."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

@@ -51,6 +51,6 @@ class DeviceProgress:
             _LOG.warning("what the device does is not known any more: %s", error)
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop following the device and join the thread."""
         self._over.set()
         self._thread.join()

@@ -115,7 +115,7 @@ class _Stopwatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread that interrupts queries over their time limit, and join it."""
         with self._changed:
             self._closed = True
             self._changed.notify()
