@@ -55,7 +55,6 @@ from myriad.checkpoint.snapshots.server_start import StartServer, node_server_na
 from myriad.checkpoint.snapshots.snapshot_client import SnapshotClient
 from myriad.checkpoint.snapshots.snapshot_memory import SnapshotMemory
 from myriad.checkpoint.snapshots.snapshot_taker import SnapshotPurpose, SnapshotTaker
-from myriad.checkpoint.snapshots.wire import Closed
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.checkpoint.storage.folder_owner import AcquiredFolder
 from myriad.comm.grid import RankGrid
@@ -63,6 +62,7 @@ from myriad.comm.layout import AXES
 from myriad.errors import BadInputError
 from myriad.model.tensor_shard import TensorShard
 from myriad.system.jsonl import LineFile
+from myriad.wire.socket_channel import Closed
 
 __all__ = ["CheckpointSession", "LoadedState", "SessionSettings"]
 
@@ -225,8 +225,9 @@ class CheckpointSession:
         except Closed:  # the server ended since this rank connected to it; the state is loaded already
             self._client.reconnect()
             memory = self._join()
-        ports = world.gather(self._client.port() if several and self._first else 0, int)
         addresses = rank_addresses(world) if several else [""] * len(shards_of_rank)
+        listens = several and self._first
+        ports = world.gather(self._client.port(addresses[world.rank]) if listens else 0, int)
         token = world.from_first(new_token(), str)
         if self._first:
             firsts = [ranks[0] for ranks in world.ranks_of_node]
@@ -254,7 +255,7 @@ class CheckpointSession:
             message, files = self._configuration
             node = self._world.node
             if several := len(self._world.ranks_of_node) > 1:
-                message["nodes"][node][1] = self._client.port(message["nodes"][node][1])
+                message["nodes"][node][1] = self._client.port(*message["nodes"][node])
             self._client.configure(message | {"moved": several}, files)
             why = self._client.why_killed or "died"
             problem = (

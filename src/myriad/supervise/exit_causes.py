@@ -31,7 +31,8 @@ _SPIKE = re.compile(r"step \d+: (the spike recurred when the step was recomputed
 _NO_STATE = re.compile(rf"^{NO_STATE}", re.MULTILINE)
 """Last line of every rank when the run has trained, but no state of it can be loaded."""
 _SERVER_LOST = re.compile(
-    r"^myriad\.checkpoint\.snapshots\.(wire\.Closed|server_monitor\.ServerKilledError)\b", re.MULTILINE
+    r"^myriad\.(wire\.socket_channel\.Closed|checkpoint\.snapshots\.server_monitor\.ServerKilledError)\b",
+    re.MULTILINE,
 )
 """Errors of a rank that lost its snapshot server during a request."""
 _BAD_INPUT = 2

@@ -34,11 +34,11 @@ from myriad.checkpoint.format.stored_shard import (
     files_of_rank,
     snapshot_bytes,
 )
-from myriad.checkpoint.snapshots.wire import Closed, Wire
 from myriad.checkpoint.storage.direct_io import aligned_memory
 from myriad.checkpoint.storage.storage_backends import LocalStorage, open_storage
 from myriad.checkpoint.storage.verified_files import check_file, write_pieces
 from myriad.errors import BadInputError
+from myriad.wire.socket_channel import Closed, SocketChannel
 
 SIZES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2_000_000), st.integers(0, 40)), max_size=6)
 
@@ -235,7 +235,7 @@ def test_a_scheme_that_nobody_knows_is_refused_in_one_line(url):
 
 
 def test_messages_bring_bytes_and_descriptors_and_a_closed_line_is_told():
-    one, other = (Wire(end) for end in socket.socketpair())
+    one, other = (SocketChannel(end) for end in socket.socketpair())
     reading, writing = os.pipe()
     one.send({"op": "x"}, b"payload", [writing])
     message, payload, (descriptor,) = other.receive()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from myriad.checkpoint.snapshots.server_socket import ForeignServerError
 from myriad.checkpoint.snapshots.server_start import node_server_name, server_name
 from myriad.checkpoint.snapshots.snapshot_client import SnapshotClient, ask_server
-from myriad.checkpoint.snapshots.wire import ForeignServerError
 
 NOBODY = 65534
 

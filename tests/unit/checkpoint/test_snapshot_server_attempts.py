@@ -13,9 +13,10 @@ from myriad.checkpoint.checkpoint_files import constant_manifest
 from myriad.checkpoint.format.dcp_archive import make_stored_shards
 from myriad.checkpoint.format.stored_shard import encode_shards, snapshot_bytes
 from myriad.checkpoint.format.trainer_state import progress_shard, write_progress
+from myriad.checkpoint.snapshots.peer_servers import PROTOCOL
 from myriad.checkpoint.snapshots.snapshot_server import SnapshotServer
-from myriad.checkpoint.snapshots.wire import Wire
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
+from myriad.wire.socket_channel import SocketChannel
 
 PIECES = make_stored_shards([progress_shard()])
 SIZE = snapshot_bytes(PIECES)
@@ -167,8 +168,8 @@ def test_a_snapshot_server_that_takes_anothers_place_is_told_what_was_over_befor
         node_server.attempt(1).move(1, *server.getsockname())
         server.settimeout(60)
         with server.accept()[0] as connection:
-            wire = Wire(connection)
-            assert wire.receive()[0]["op"] == "keeper"
+            wire = SocketChannel(connection)
+            wire.accept(PROTOCOL, [b""])
             assert wire.receive()[0] == {"op": "release", "attempt": 1, "step": 7}
 
 
@@ -179,11 +180,11 @@ def test_a_step_that_a_rank_of_another_node_had_no_memory_for_is_no_fault_until_
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer(connection):
-            wire = Wire(connection)
+            wire = SocketChannel(connection)
             with suppress(OSError):
+                wire.accept(PROTOCOL, [b""])
                 while message := wire.receive()[0]:
-                    if message["op"] != "keeper":
-                        wire.send({"has": False} if message["op"] == "copy" else {})
+                    wire.send({"has": False} if message["op"] == "copy" else {})
 
         def accept():
             with suppress(OSError):

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from myriad.checkpoint.snapshots.snapshot_client import SnapshotClient, ask_serv
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder, verify
 from myriad.errors import RunFailedError
 from myriad.model.tensor_shard import TensorShard
+from myriad.wire.framing import FrameKind, pack_header
 
 RANKS, SIZE, SLOTS, EVERY = 2, 64, 4, 3
 HOME, OTHER = "flaky://run", "flaky://elsewhere"
@@ -427,12 +427,21 @@ class Machine:
             wire.sendall(content)
 
     @rule(
-        header=st.sampled_from([(2**32 - 1, 0), (2, 2**63), (2, 2**40), (4, 0)]),
+        frame=st.sampled_from(
+            [
+                pack_header(FrameKind.MESSAGE, 2**32 - 1),
+                pack_header(FrameKind.MESSAGE, 4),
+                pack_header(FrameKind.MESSAGE_WITH_PAYLOAD, 4),
+                pack_header(FrameKind.MESSAGE_WITH_PAYLOAD, 10) + (2**63).to_bytes(8, "big"),
+                pack_header(FrameKind.MESSAGE_WITH_PAYLOAD, 10) + (2**40).to_bytes(8, "big"),
+                pack_header(FrameKind.PAYLOAD, 2),
+            ]
+        ),
         text=st.sampled_from([b"[]", b"nul", b"null", b"{}", b"12", b"\xff\xfe"]),
     )
-    def headers_that_lie(self, header: tuple[int, int], text: bytes) -> None:
+    def headers_that_lie(self, frame: bytes, text: bytes) -> None:
         with self._raw() as wire:
-            wire.sendall(struct.pack("<IQ", *header) + text)
+            wire.sendall(frame + text)
 
     @rule(
         op=st.sampled_from(
@@ -447,7 +456,7 @@ class Machine:
     def messages_with_wrong_fields(self, op: str, fields: dict[str, Any]) -> None:
         text = json.dumps({"op": op, **fields}).encode()
         with self._raw() as wire:
-            wire.sendall(struct.pack("<IQ", len(text), 0) + text)
+            wire.sendall(pack_header(FrameKind.MESSAGE, len(text)) + text)
             with suppress(OSError):
                 wire.recv(1)
 

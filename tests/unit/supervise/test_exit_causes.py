@@ -25,7 +25,7 @@ from myriad.supervise.exit_causes import cause_of, count_memory_kills, error_exc
         (1, "Traceback\nValueError: the moon is full", False, "user"),
         (1, "Traceback\nRuntimeError: [gloo] Connection closed by peer [127.0.0.1]:123", False, "peer"),
         (1, "data loader: the rank that owns it has exited", False, "peer"),
-        (1, "Traceback\nmyriad.checkpoint.snapshots.wire.Closed: the other end is gone", False, "killed"),
+        (1, "Traceback\nmyriad.wire.socket_channel.Closed: the other end is gone", False, "killed"),
         (1, "Traceback\ntorch.OutOfMemoryError: CUDA out of memory.", False, "device memory"),
         (1, "Traceback\nRuntimeError: CUDA error: uncorrectable ECC error encountered", False, "device"),
         (1, "Traceback\nOSError: [Errno 28] No space left on device: 'x'", False, "disk"),

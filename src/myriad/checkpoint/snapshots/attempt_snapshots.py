@@ -25,8 +25,8 @@ from myriad.checkpoint.snapshots.checkpoint_writer import (
 )
 from myriad.checkpoint.snapshots.peer_servers import PeerServers
 from myriad.checkpoint.snapshots.rank_entry import RankEntry
-from myriad.checkpoint.snapshots.wire import Message
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
+from myriad.wire.socket_channel import Message
 
 __all__ = ["AttemptSnapshots"]
 

@@ -19,13 +19,15 @@ from typing import Any
 
 from myriad.checkpoint.format.stored_shard import encode_shards, snapshot_bytes
 from myriad.checkpoint.snapshots.rank_entry import RankEntry
-from myriad.checkpoint.snapshots.wire import Closed, Message, Wire
 from myriad.checkpoint.storage.direct_io import Buffer
+from myriad.wire.socket_channel import Closed, Message, SocketChannel
 
-__all__ = ["PeerServers", "choose_node", "new_token"]
+__all__ = ["PROTOCOL", "PeerServers", "choose_node", "new_token"]
 
+PROTOCOL = "snapshots"
 _ANSWER_SECONDS = 600.0
-_CONNECT_SECONDS = 10.0
+_CONNECT_SECONDS, _PROVE_SECONDS = 10.0, 60.0
+"""Time to connect, and then to authenticate: a server may be stopped until its node agent continues it."""
 _REPLACED_SECONDS, _RETRY_SECONDS = 10.0, 0.1
 """How long a node may be without a snapshot server during a replacement, and the interval of retries."""
 
@@ -52,7 +54,8 @@ class PeerServers:
     def __init__(
         self, nodes: Sequence[Sequence[Any]], node: int, token: str, target_of: Mapping[int, int]
     ) -> None:
-        """``nodes``: host and port of each server. ``target_of``: node that stores the copy of each rank."""
+        """``nodes``: host and port of each server. ``token``: secret of the attempt. ``target_of``: node that
+        stores the copy of each rank."""
         self._addresses: list[Address] = [(host, port) for host, port in nodes]
         self._node, self._token, self._target_of = node, token, dict(target_of)
         self._peer_connections = {
@@ -97,9 +100,9 @@ class PeerServers:
                     raise
                 time.sleep(_RETRY_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.wire, peer.address = Wire(connection), address
+        peer.wire, peer.address = SocketChannel(connection), address
         peer.wire.set_timeout(_ANSWER_SECONDS)
-        peer.wire.send({"op": "keeper", "token": self._token})
+        peer.wire.connect(PROTOCOL, self._token.encode(), _PROVE_SECONDS)
 
     def move(self, node: int, address: Address) -> None:
         """Set the address of a new server that replaced the one of ``node``. It has no copies yet."""
@@ -138,7 +141,7 @@ class _PeerConnection:
     """A connection for one kind of request, so that short requests do not wait behind data and stores."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    wire: Wire | None = None
+    wire: SocketChannel | None = None
     address: Address | None = None
 
     def close(self) -> None:

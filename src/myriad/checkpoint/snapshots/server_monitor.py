@@ -19,8 +19,8 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 
-from myriad.checkpoint.snapshots.wire import Closed, Wire
 from myriad.system.processes import PausableClock, StopTimer, process_cpu_ticks
+from myriad.wire.socket_channel import Closed, SocketChannel
 
 __all__ = [
     "ServerEvent",
@@ -140,7 +140,7 @@ class SnapshotServerMonitor:
     def __init__(self, name: str, timeout_scale: float = 1.0) -> None:
         self._name, self._timeout_scale = name, timeout_scale
         self._clock = PausableClock(_LONGEST_POLL_SECONDS)
-        self._wire: Wire | None = None
+        self._wire: SocketChannel | None = None
         self._asked_at: float | None = None
         self._ticks, self._idle_since = -1, 0.0
 
@@ -163,7 +163,7 @@ class SnapshotServerMonitor:
         except OSError:
             connection.close()
             return False
-        self._wire = Wire(connection)
+        self._wire = SocketChannel(connection)
         self._stalled = StallDetector(ServerProcess(connection), self._timeout_scale)
         self._asked_at = None
         return True
@@ -199,7 +199,7 @@ class SnapshotServerMonitor:
             self._wire = None
 
 
-def await_answer(wire: Wire, stalled: StallDetector, seconds: float) -> ServerEvent | None:
+def await_answer(wire: SocketChannel, stalled: StallDetector, seconds: float) -> ServerEvent | None:
     """Wait until an answer begins to arrive; return the problem found meanwhile, if any.
 
     Raises `ServerKilledError` if the server was stopped again or did not answer within ``seconds``."""

@@ -19,6 +19,7 @@ from myriad.checkpoint.snapshots.server_monitor import (
     StallDetector,
     await_answer,
 )
+from myriad.checkpoint.snapshots.server_socket import ForeignServerError, connect_to_own
 from myriad.checkpoint.snapshots.server_start import (
     StartedServer,
     StartServer,
@@ -27,9 +28,9 @@ from myriad.checkpoint.snapshots.server_start import (
     start_snapshot_server,
 )
 from myriad.checkpoint.snapshots.snapshot_memory import SnapshotMemory
-from myriad.checkpoint.snapshots.wire import Closed, ForeignServerError, Message, Wire, connect_to_own
 from myriad.checkpoint.storage.folder_owner import AcquiredFolder
 from myriad.errors import RunFailedError
+from myriad.wire.socket_channel import Closed, Message, SocketChannel
 
 __all__ = ["SnapshotClient", "ask_server", "held_steps", "list_in_memory", "server_name"]
 
@@ -44,7 +45,7 @@ itself may take is added."""
 class _Connection:
     """A connection to a server that has answered once, and a handle of the server's process."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: SocketChannel) -> None:
         self.wire = wire
         self.process = ServerProcess(wire.process_socket())
         self.stalled = StallDetector(self.process)
@@ -73,7 +74,7 @@ class SnapshotClient:
         self._connection = self._connect() or self._await(name, starts, log)
 
     @property
-    def _wire(self) -> Wire:
+    def _wire(self) -> SocketChannel:
         return self._connection.wire
 
     def reconnect(self) -> None:
@@ -95,7 +96,7 @@ class SnapshotClient:
         found: _Connection | None = None
         try:
             connect_to_own(connection, self._name)
-            found = _Connection(Wire(connection))
+            found = _Connection(SocketChannel(connection))
             self._request(found, {"op": "hello"}, b"", _ANSWER_SECONDS)
         except ForeignServerError:
             connection.close()
@@ -184,9 +185,10 @@ class SnapshotClient:
         sizes = [[name, len(content)] for name, content in files.items()]
         self._ask({"op": "configure", "files": sizes, **message}, b"".join(files.values()))
 
-    def port(self, wanted: int = 0) -> int:
-        """Return the port for other nodes' servers; ``wanted`` is the port to use if it is free."""
-        return int(self._ask({"op": "port", "wanted": wanted})[0]["port"])
+    def port(self, host: str, wanted: int = 0) -> int:
+        """Return the port for other nodes' servers, on this node's address ``host``; ``wanted`` is the port
+        to use if it is free."""
+        return int(self._ask({"op": "port", "host": host, "wanted": wanted})[0]["port"])
 
     def report_complete(self, slot: int, step: int, *, durable: bool, copies: bool) -> None:
         """Report a complete snapshot, without waiting for an answer."""
@@ -300,10 +302,10 @@ def _snapshots_of(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def _connect(name: str) -> Wire | None:
+def _connect(name: str) -> SocketChannel | None:
     """Connect to a server that answers within `_LIST_SECONDS`; ``None``: there is none. Kills no server."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    wire = Wire(connection)
+    wire = SocketChannel(connection)
     try:
         wire.set_timeout(_LIST_SECONDS)
         connect_to_own(connection, name)

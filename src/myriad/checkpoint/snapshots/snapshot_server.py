@@ -22,8 +22,8 @@ from myriad.checkpoint.snapshots.attempt_snapshots import AttemptSnapshots
 from myriad.checkpoint.snapshots.checkpoint_writer import SavedStep
 from myriad.checkpoint.snapshots.rank_entry import Hasher, RankEntry
 from myriad.checkpoint.snapshots.snapshot_memory import SnapshotMemory
-from myriad.checkpoint.snapshots.wire import Message
 from myriad.system.jsonl import LineFile
+from myriad.wire.socket_channel import Message
 
 __all__ = ["RANKS_CONNECTED", "SnapshotServer"]
 

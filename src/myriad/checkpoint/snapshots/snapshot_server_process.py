@@ -3,11 +3,11 @@
     python -m myriad.checkpoint.snapshots.snapshot_server_process NAME
 
 abstract unix socket NAME    ranks of this node, of the same user
-TCP, any port                snapshot servers of other nodes, authenticated by the attempt's token
+TCP, any port                snapshot servers of other nodes: on the address that this node's ranks use; both
+                             ends prove the attempt's token, and each frame has a code (`myriad.wire`)
 """
 
 import errno
-import hmac
 import os
 import socket
 import sys
@@ -20,11 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from myriad.checkpoint.snapshots.peer_servers import PROTOCOL
 from myriad.checkpoint.snapshots.rank_entry import RankEntry
+from myriad.checkpoint.snapshots.server_socket import user_of
 from myriad.checkpoint.snapshots.snapshot_server import RANKS_CONNECTED, SnapshotServer
-from myriad.checkpoint.snapshots.wire import Message, Wire, user_of
 from myriad.checkpoint.storage.folder_owner import acquire_folder
-from myriad.wire.pending_connections import AUTHENTICATION_SECONDS, PendingConnections
+from myriad.wire.pending_connections import PendingConnections
+from myriad.wire.socket_channel import Message, SocketChannel
 
 __all__ = ["ServerThread", "main"]
 
@@ -60,7 +62,7 @@ class _ServerSockets:
         self._unix.listen(512)
         threading.Thread(target=self._accept, args=(self._unix, self._serve_rank), daemon=True).start()
 
-    def _accept(self, listener: socket.socket, serve: Callable[[Wire], None]) -> None:
+    def _accept(self, listener: socket.socket, serve: Callable[[SocketChannel], None]) -> None:
         while True:
             try:
                 connection, peer = listener.accept()
@@ -72,12 +74,12 @@ class _ServerSockets:
             if listener.family == socket.AF_UNIX and user_of(connection) != os.getuid():
                 connection.close()
                 continue
+            channel = SocketChannel(connection)
             if listener.family != socket.AF_UNIX:
-                shut = partial(connection.shutdown, socket.SHUT_RDWR)
-                self._pending.admit(connection, peer[0], shut)
-            threading.Thread(target=self._guarded, args=(serve, Wire(connection)), daemon=True).start()
+                self._pending.admit(channel, peer[0], partial(connection.shutdown, socket.SHUT_RDWR))
+            threading.Thread(target=self._guarded, args=(serve, channel), daemon=True).start()
 
-    def _guarded(self, serve: Callable[[Wire], None], wire: Wire) -> None:
+    def _guarded(self, serve: Callable[[SocketChannel], None], wire: SocketChannel) -> None:
         """Serve one connection; an invalid message ends only this connection."""
         try:
             with suppress(OSError):
@@ -94,7 +96,7 @@ class _ServerSockets:
 
     # Requests of ranks
 
-    def _serve_rank(self, wire: Wire) -> None:
+    def _serve_rank(self, wire: SocketChannel) -> None:
         message, payload, _ = wire.receive()
         if message["op"] == "ping":
             return self._answer_pings(wire)
@@ -120,14 +122,14 @@ class _ServerSockets:
                 self._last_change = time.monotonic()
                 self._left.set()
 
-    def _answer_pings(self, wire: Wire) -> None:
+    def _answer_pings(self, wire: SocketChannel) -> None:
         """Answer liveness checks of a node agent. It is not a rank, so it does not keep the server alive."""
         while True:
             wire.send({})
             wire.receive()
 
     def _answer_rank(
-        self, wire: Wire, message: Message, payload: memoryview, entry: RankEntry | None
+        self, wire: SocketChannel, message: Message, payload: memoryview, entry: RankEntry | None
     ) -> RankEntry | None:
         server, op = self.server, message["op"]
         if op == "whole":
@@ -154,7 +156,7 @@ class _ServerSockets:
         elif op == "hello":
             wire.send({})
         elif op == "port":
-            wire.send({"port": self._port(message["wanted"])})
+            wire.send({"port": self._port(message["host"], message["wanted"])})
         elif op == "claim":
             asked = message["url"], message["attempts_before"], message["seconds"], message.get("run")
             acquired = acquire_folder(*asked)
@@ -183,7 +185,7 @@ class _ServerSockets:
             wire.send({"outcome": None if outcome is None else asdict(outcome)})
         return entry
 
-    def _save(self, wire: Wire, url: str) -> None:
+    def _save(self, wire: SocketChannel, url: str) -> None:
         try:
             saved = self.server.save(url)
         except Exception as error:  # storage back ends may raise anything
@@ -203,7 +205,7 @@ class _ServerSockets:
         with self._lock:
             self._has_left |= not self.server.has_ranks
 
-    def _open(self, wire: Wire, message: Message) -> None:
+    def _open(self, wire: SocketChannel, message: Message) -> None:
         entry = self.server.find(message["attempt"], message["rank"], message["step"], message["copied"])
         opened = None if entry is None else entry.opened(message["step"])
         if entry is None or opened is None:
@@ -213,31 +215,30 @@ class _ServerSockets:
 
     # Requests of other snapshot servers
 
-    def _port(self, wanted: int) -> int:
+    def _port(self, host: str, wanted: int) -> int:
         """Return the TCP port, and listen on it first if needed.
 
-        ``wanted``: the port of the server before this one, which other nodes still use; 0: none. If several
-        servers are replaced at the same time, none can report a new port to the others."""
+        ``host``: this node's address, as other nodes reach it. ``wanted``: the port of the server before this
+        one, which other nodes still use; 0: none. If several servers are replaced at the same time, none can
+        report a new port to the others."""
         with self._lock:
+            if self._tcp is not None and self._tcp.getsockname()[0] != host:  # the node has a new address
+                self._tcp.shutdown(socket.SHUT_RDWR)  # ends its thread
+                self._tcp.close()
+                self._tcp = None
             if self._tcp is None:
-                self._tcp = _listen(wanted)
+                self._tcp = _listen(host, wanted)
                 arguments = (self._tcp, self._serve_peer)
                 threading.Thread(target=self._accept, args=arguments, daemon=True).start()
         port: int = self._tcp.getsockname()[1]
         return port
 
-    def _serve_peer(self, wire: Wire) -> None:
-        """Serve another node's snapshot server, once it has sent the attempt's token in time."""
-        connection = wire.process_socket()
+    def _serve_peer(self, wire: SocketChannel) -> None:
+        """Serve another node's snapshot server, once it has proved an attempt's token in time."""
         try:
-            message = wire.receive_unauthenticated(AUTHENTICATION_SECONDS)
-            given = str(message.get("token", "")).encode(errors="replace")
-            if message.get("op") != "keeper" or not any(
-                hmac.compare_digest(given, token.encode()) for token in list(self._tokens)
-            ):
-                return
+            wire.accept(PROTOCOL, [token.encode() for token in list(self._tokens)])
         finally:
-            self._pending.leave(connection)
+            self._pending.leave(wire)
         while True:
             message, payload, _ = wire.receive()
             try:
@@ -307,11 +308,11 @@ class _ServerSockets:
             return not self._ranks and time.monotonic() - self._last_change > self.server.linger_seconds
 
 
-def _listen(wanted: int) -> socket.socket:
+def _listen(host: str, wanted: int) -> socket.socket:
     try:
-        return socket.create_server(("", wanted))
+        return socket.create_server((host, wanted))
     except OSError:  # another process has taken the port
-        return socket.create_server(("", 0))
+        return socket.create_server((host, 0))
 
 
 class ServerThread:

@@ -24,9 +24,9 @@ import torch
 from myriad.checkpoint.format.stored_shard import StoredShard
 from myriad.checkpoint.snapshots.snapshot_client import SnapshotClient
 from myriad.checkpoint.snapshots.snapshot_memory import SnapshotMemory
-from myriad.checkpoint.snapshots.wire import Closed
 from myriad.errors import RunFailedError
 from myriad.model.tensor_shard import TensorShard
+from myriad.wire.socket_channel import Closed
 
 __all__ = ["SnapshotPurpose", "SnapshotTaker"]
 
