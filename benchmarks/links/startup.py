@@ -6,8 +6,8 @@
     and `init_process_group` with `init_device_mesh`, in turn, medians of three. "store only" is what any
     start has: reach the store, write one key, read one.
 (b) Simulated: connections that send exactly what a start sends (8-way tensor, 8-way pipeline, the rest data
-    parallelism), against torch's TCPStore with libuv and without, and Redis, all on this machine; and what
-    the full mesh of torch's gloo asks of the same store.
+    parallelism), against Myriad's store, torch's TCPStore with libuv and without, and Redis, all on this
+    machine; and what the full mesh of torch's gloo asks of Myriad's and torch's.
 
 The growth exponent is the slope of log time over log ranks: 1 is linear. Redis is left out where there is no
 redis-server. See `startup_ranks` for why loopback addresses are given names.
@@ -25,7 +25,7 @@ from typing import Any
 
 import startup_clients
 import startup_ranks
-from startup_wire import Redis, TcpStore, Wire
+from startup_wire import OwnStore, Redis, TcpStore, Wire
 
 REAL = (8, 16, 32, 64, 128)
 SIMULATED = (256, 1024, 2048, 4096, 12288)
@@ -96,13 +96,16 @@ def store_alone(*, quick: bool) -> list[dict[str, Any]]:
         print(f"no more than {most} connections here (open files, ports): larger sizes are left out")
     print("\nsimulated ranks: seconds from the start of all to the end of the last; messages, replies of one")
     print(f"{'ranks':>7} {'store':24}{'seconds':>10}{'messages':>12}{'replies':>14}")
-    rows = simulated(TcpStore(libuv=True), "myriad", sizes)
+    rows = simulated(OwnStore(), "myriad", sizes)
+    rows += simulated(TcpStore(libuv=True), "myriad", sizes)
     rows += simulated(TcpStore(libuv=False), "myriad", WITHOUT_LIBUV[: 2 if quick else None])
     if shutil.which("redis-server"):
         rows += simulated(Redis(), "myriad", sizes)
     else:
         print("Redis is left out: no redis-server here")
-    return rows + simulated(TcpStore(libuv=True), "mesh", MESH[: 2 if quick else None])
+    for wire in (OwnStore(), TcpStore(libuv=True)):
+        rows += simulated(wire, "mesh", MESH[: 2 if quick else None])
+    return rows
 
 
 def main() -> None:

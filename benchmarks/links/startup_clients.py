@@ -3,7 +3,7 @@
 For each of its world, dp, pp and tp group (`myriad.comm.gloo_setup`) a rank writes its own address and reads
 its partners' in one request; a test holds this against real ranks. Two processes hold all connections and
 send a rank's next message when its last was answered, so ranks wait for each other as real ones do.
-Connections are opened at most `_OPENING` at a time in each process: a server's queue of new connections is
+At most `_OPENING` connections of each process have had no answer yet: a server's queue of new connections is
 4,096 long on most machines, and what does not fit comes again a second later.
 
 ``mesh`` ranks do instead what torch's gloo does for a full mesh: three round trips for each other rank.
@@ -23,7 +23,10 @@ from typing import Any
 from myriad.comm.gloo_setup import MESH_RANKS, partners
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import Layout
-from startup_wire import ADDRESS_BYTES, Step, Wire
+from myriad.comm.store_frames import MOST_BYTES, PROTOCOL, FrameBuffer, seal
+from myriad.wire.framing import FrameKind, pack_header
+from myriad.wire.handshake import NONCE_BYTES, PROOF_BYTES, ConnectorHandshake, SessionCodes
+from startup_wire import ADDRESS_BYTES, OwnStore, Step, Wire
 
 _OPENING = 1000
 _PROCESSES = 2
@@ -62,6 +65,7 @@ class Client:
     def __init__(self, wire: Wire, steps: Iterator[Step]) -> None:
         self.wire, self.steps, self.data = wire, steps, b""
         self.messages = self.replies = 0
+        self.is_opening = True
         self.step = Step(b"")
         self.socket = socket.socket()
         self.socket.setblocking(False)
@@ -130,15 +134,51 @@ class Client:
         return False
 
 
+class OwnClient(Client):
+    """A rank that proves the secret of Myriad's store, and adds a code to each message."""
+
+    def __init__(self, wire: Wire, steps: Iterator[Step]) -> None:
+        super().__init__(wire, steps)
+        self.frames, self.codes = FrameBuffer(), None
+        self.handshake = ConnectorHandshake(PROTOCOL, OwnStore.secret)
+
+    def send(self, message: bytes) -> None:
+        """Nothing is sent before the challenge has come."""
+        if message:
+            super().send(seal(self.codes.sent, message))
+
+    def _frame(self, kind: FrameKind, most_bytes: int, codes: SessionCodes | None = None) -> bytes:
+        self.frames.add(self.data)
+        self.data = b""
+        body = self.frames.next((kind,), most_bytes, None if codes is None else codes.received)
+        if body is None:
+            raise _Short
+        return body
+
+    def _challenge(self) -> bool:
+        answer = self.handshake.answer(self._frame(FrameKind.CHALLENGE, NONCE_BYTES))
+        super().send(pack_header(FrameKind.ANSWER, len(answer)) + answer)
+        self.step = Step(b"", "proof", 1)
+        return False
+
+    def _proof(self) -> bool:
+        self.codes = self.handshake.finish(self._frame(FrameKind.PROOF, PROOF_BYTES))
+        return True
+
+    def _reply(self) -> bool:
+        self._frame(FrameKind.MESSAGE, MOST_BYTES, self.codes)
+        return True
+
+
 def run_clients(wire: Wire, port: int, scripts: list[Iterator[Step]]) -> tuple[int, int]:
     """All clients of one process to their end; messages and round trips."""
     waiting, clients = list(reversed(scripts)), []
-    opening = left = 0
-    left = len(scripts)
+    opening, left = 0, len(scripts)
+    kind = OwnClient if isinstance(wire, OwnStore) else Client
     with selectors.DefaultSelector() as events:
         while left:
             while waiting and opening < _OPENING:
-                client = Client(wire, waiting.pop())
+                client = kind(wire, waiting.pop())
                 clients.append(client)
                 code = client.socket.connect_ex(("127.0.0.1", port))
                 assert code in (0, errno.EINPROGRESS), os.strerror(code)
@@ -147,10 +187,12 @@ def run_clients(wire: Wire, port: int, scripts: list[Iterator[Step]]) -> tuple[i
             for key, mask in events.select():
                 client = key.data
                 if mask & selectors.EVENT_WRITE:
-                    opening -= 1
                     events.modify(client.socket, selectors.EVENT_READ, client)
                 elif not client.receive():
                     continue
+                else:
+                    opening -= client.is_opening
+                    client.is_opening = False
                 if not client.go_on():
                     events.unregister(client.socket)
                     left -= 1

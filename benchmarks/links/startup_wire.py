@@ -1,6 +1,7 @@
-"""The messages of a rank that starts, as bytes: to torch's TCPStore and to Redis, and the servers themselves.
+"""The messages of a rank that starts, to Myriad's store, torch's TCPStore and Redis; and these servers.
 
-What they are was read off the wire (TCPStoreBackend.hpp names them) and from `myriad.comm.redis_store`.
+What they are is in `myriad.comm.attempt_store` and `myriad.comm.redis_store`; torch's were read off the wire
+(TCPStoreBackend.hpp names them).
 """
 
 import os
@@ -13,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch.distributed as dist
+
+from myriad.comm.store_frames import StoreOp, pack
+from myriad.comm.store_server import StoreServer
 
 ADDRESS_BYTES = 152 + len(socket.gethostname())
 """What gloo writes for one rank of a group: host name and socket address, and 8 bytes for each member when it
@@ -46,6 +50,39 @@ class Wire(Protocol):
 
 def _text(value: bytes) -> bytes:
     return struct.pack("<Q", len(value)) + value
+
+
+class OwnStore:
+    """What `myriad.comm.attempt_store` sends. The client adds a code to each message."""
+
+    name, secret = "Myriad", b"the secret of a benchmark of the store"
+
+    def serve(self, ready: Any, stop: Any) -> None:
+        """Runs the server until told to stop."""
+        server = StoreServer(socket.create_server(("127.0.0.1", 0), backlog=4096), self.secret)
+        ready.send(server.address[1])
+        stop.wait()
+        os._exit(0)
+
+    def hello(self, rank: int) -> list[Step]:
+        """Answer the challenge; be counted."""
+        return [Step(b"", "challenge", 1), Step(pack(StoreOp.JOIN, [b"%d" % rank]), "reply", 1)]
+
+    def exchange(self, group: str, index: int, members: Sequence[int], size: int) -> list[Step]:
+        """SET; then GET."""
+        keys = [f"/{group}/{member}".encode() for member in members]
+        own = pack(StoreOp.SET, [f"/{group}/{index}".encode(), b"a" * size])
+        return [Step(own, "reply", 1), Step(pack(StoreOp.GET, keys), "reply", 1)]
+
+    def mesh(self, group: str, index: int, size: int) -> Iterator[Step]:
+        """SET; then for each member WAIT twice, and GET."""
+        yield Step(
+            pack(StoreOp.SET, [f"/{group}/{index}".encode(), b"a" * (ADDRESS_BYTES + 8 * size)]), "reply", 1
+        )
+        for member in range(size):
+            key = [f"/{group}/{member}".encode()]
+            for op in (StoreOp.WAIT, StoreOp.WAIT, StoreOp.GET):
+                yield Step(pack(op, key), "reply", 1)
 
 
 class TcpStore:

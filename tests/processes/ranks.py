@@ -16,14 +16,15 @@ import torch._dynamo
 
 from myriad.comm.free_port import free_port
 from myriad.comm.groups import local_rank
+from myriad.comm.store_secret import new_store_secret
 
 
 def enter(
-    function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple, results: Any
+    function: Callable[..., Any], rank: int, environment: dict[str, str], arguments: tuple, results: Any
 ) -> None:
     """A process becomes a rank. The objects that it inherits are none of the garbage collector's work."""
     gc.freeze()
-    os.environ |= {**local_rank(rank, world, port), "OMP_NUM_THREADS": "1"}
+    os.environ |= {**environment, "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     try:
         results.put((rank, function(*arguments), None))
@@ -31,15 +32,20 @@ def enter(
         results.put((rank, None, traceback.format_exc()))
 
 
+def environments(world: int) -> list[dict[str, str]]:
+    """The environment of each rank of a world, whose store has a port and a secret of its own."""
+    port, secret = free_port(), new_store_secret()
+    return [local_rank(rank, world, port, secret) for rank in range(world)]
+
+
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 270) -> list[Any]:
     """What ``function(*arguments)`` gives on each of ``world`` ranks. A failing rank's traceback becomes the
     error."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    port = free_port()
     processes = [
-        context.Process(target=enter, args=(function, rank, world, port, arguments, results), daemon=True)
-        for rank in range(world)
+        context.Process(target=enter, args=(function, rank, environment, arguments, results), daemon=True)
+        for rank, environment in enumerate(environments(world))
     ]
     for process in processes:
         process.start()

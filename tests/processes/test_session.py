@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import enter, free_port, run_ranks
+from ranks import enter, environments, run_ranks
 
 from myriad.checkpoint.checkpoint_files import load_model
 from myriad.checkpoint.config import CheckpointConfig
@@ -109,10 +109,10 @@ def vanish(path: Path, world: int, last: int) -> None:
 
 def lost_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> None:
     """Ranks that all end by SIGKILL."""
-    context, port = multiprocessing.get_context("fork"), free_port()
+    context = multiprocessing.get_context("fork")
     processes = [
-        context.Process(target=enter, args=(function, rank, world, port, arguments, context.SimpleQueue()))
-        for rank in range(world)
+        context.Process(target=enter, args=(function, rank, each, arguments, context.SimpleQueue()))
+        for rank, each in enumerate(environments(world))
     ]
     for process in processes:
         process.start()

@@ -124,6 +124,12 @@ def test_simulated_ranks_speak_the_language_of_the_store(libuv, way, monkeypatch
     assert found["replies_per_rank"] == (2 + 2 * 3 if way == "myriad" else 2 + 3 * 64)
 
 
+@pytest.mark.parametrize("way", ["myriad", "mesh"])
+def test_simulated_ranks_speak_the_language_of_the_own_store(way):
+    found = startup_clients.measure(startup_wire.OwnStore(), 64, way)
+    assert found["replies_per_rank"] == (2 + 2 * 3 if way == "myriad" else 3 + 3 * 64)
+
+
 def all_pairs_in_a_large_group() -> bool:
     groups_module.MESH_RANKS = gloo_setup.MESH_RANKS = 3
     groups = open_world(Layout(pp=8), CPU)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ranks import enter, free_port, run_ranks
+from ranks import enter, environments, run_ranks
 
 from myriad.checkpoint.snapshots.snapshot_client import list_in_memory, server_name
 from myriad.job import load_job
@@ -63,9 +63,11 @@ def train(run: Run, acts: Acts | None = None) -> list[int]:
 def lose_ranks(run: Run, acts: Acts) -> None:
     """The same for ranks that end without an answer; returns when all of them are gone."""
     context = multiprocessing.get_context("fork")
-    world, port, results = run.job().layout.world, free_port(), context.SimpleQueue()
-    arguments = (world, port, (run, acts), results)
-    processes = [context.Process(target=enter, args=(_train, rank, *arguments)) for rank in range(world)]
+    results = context.SimpleQueue()
+    processes = [
+        context.Process(target=enter, args=(_train, rank, environment, (run, acts), results))
+        for rank, environment in enumerate(environments(run.job().layout.world))
+    ]
     for process in processes:
         process.start()
     for process in processes:

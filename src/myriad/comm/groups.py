@@ -35,6 +35,7 @@ from myriad.comm.grid import RankGrid
 from myriad.comm.layout import Layout
 from myriad.comm.node_order import grid_rank
 from myriad.comm.rendezvous_store import open_store
+from myriad.comm.store_secret import STORE_SECRET
 
 __all__ = ["Groups", "close_world", "local_rank", "open_world"]
 
@@ -47,10 +48,11 @@ _SPLIT_AXES = ("dp", "tp")
 rank."""
 
 
-def local_rank(rank: int, world: int, port: int) -> dict[str, str]:
+def local_rank(rank: int, world: int, port: int, secret: str = "") -> dict[str, str]:
     """Return the environment of a rank of a world on this machine alone, in which rank 0 serves the store
-    at ``port``."""
+    at ``port``. ``secret``: `new_store_secret`; by default the ranks use this user's."""
     return {
+        STORE_SECRET: secret,
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(rank),

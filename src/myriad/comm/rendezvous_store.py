@@ -1,72 +1,141 @@
-"""The rendezvous store of one attempt: served by rank 0 (torch's TCPStore) or by a Redis server.
+"""The rendezvous store of one attempt: served by rank 0 or by a Redis server.
 
-A rank waits for rank 0's port with frequent, cheap connection attempts. torch's own client, refused once,
-sleeps for up to a second, and resolves names each time.
-
-torch's server listens on every address of the machine, and asks nobody for proof. Here it listens only on the
+torch's TCPStore listens on every address of the machine, and asks nobody for proof: who connects can put his
+own address in the place of a rank's. Rank 0 therefore serves a store of its own (`myriad.comm.store_server`),
+whose clients prove that they have the attempt's secret (`myriad.comm.store_secret`). It listens only on the
 address that the ranks use: on one machine that is the loopback.
 """
 
 import errno
 import os
-import random
 import socket
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from ipaddress import ip_address
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from myriad.comm.attempt_store import AttemptStore
 from myriad.comm.config import CommConfig
 from myriad.comm.redis_address import check_store, redis_address
+from myriad.comm.store_secret import STORE_SECRET, store_secret
+from myriad.comm.store_server import StoreServer
 from myriad.errors import BadInputError, RunFailedError
+from myriad.wire.run_secret import SECRET_FILE
 
-__all__ = ["attempt_name", "open_store"]
+__all__ = ["attempt_name", "open_at", "open_store"]
 
 _BACKLOG = 2048
 """Connections that may wait; torch's own value."""
+_MOST_NAMED = 8
 _TORCHRUN_SERVES = "TORCHELASTIC_USE_AGENT_STORE"
 """Variable with which torchrun says that its agent serves the store."""
+_PORT_KEY = "myriad/port of rank 0's store"
 
 
 def open_store(comm: CommConfig, rank: int, world: int) -> Store:
-    """Connect this rank to the store that ``comm.store`` names. Raises `RunFailedError`."""
+    """Connect this rank to the store that ``comm.store`` names. Raises `RunFailedError`, `BadInputError`."""
     check_store(comm)
     address, timeout = redis_address(comm.store), timedelta(seconds=comm.timeout_seconds)
     if address is None:
-        return _open_tcp(rank, world, timeout)
+        return _open_own(rank, world, timeout)
     from myriad.comm.redis_store import RedisStore
 
     return RedisStore(address, attempt_name(os.environ, comm.store), timeout)
 
 
-def _open_tcp(rank: int, world: int, timeout: timedelta) -> Store:
+def _open_own(rank: int, world: int, timeout: timedelta) -> Store:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not (host and port.isdigit()):
+        raise RunFailedError(
+            f"rank {rank}: MASTER_ADDR = {host!r}, MASTER_PORT = {port!r}: a host and a port"
+        )
+    if os.environ.get(_TORCHRUN_SERVES) == str(True):
+        return _open_beside_torchrun(rank, world, timeout)
+    is_one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", str(world))) == world
+    return open_at(host, int(port), rank, world, timeout, store_secret(), is_one_machine=is_one_machine)
+
+
+def open_at(
+    host: str,
+    port: int,
+    rank: int,
+    world: int,
+    timeout: timedelta,
+    secret: bytes,
+    *,
+    is_one_machine: bool = False,
+    publish: Callable[[int], None] = lambda port: None,
+) -> AttemptStore:
+    """Connect to the store that rank 0 serves at an address; rank 0 serves it, and waits for all ranks.
+
+    ``is_one_machine``: no rank is on another machine. ``publish``: rank 0 calls it with the port on which it
+    listens. Raises `RunFailedError`."""
     served = f"the store of rank 0 at {host}:{port}"
-    if rank > 0 and port.isdigit():
-        _await_port(host, int(port), timeout.total_seconds(), f"rank {rank} waited for {served}")
+    if rank > 0:
+        return AttemptStore((host, port), secret, rank, timeout)
     try:
-        if rank == 0 and port.isdigit() and os.environ.get(_TORCHRUN_SERVES) != str(True):
-            store: Store = _serve(host, int(port), world, timeout)
-        else:
-            store = next(rendezvous("env://", rank, world, timeout=timeout))[0]
+        listener = _listen(host, port, is_one_machine)
+    except OSError as error:
+        raise RunFailedError(f"rank {rank}: {served}: {error.strerror or error}") from None
+    server = StoreServer(listener, secret)
+    publish(server.address[1])
+    store = AttemptStore(_reachable(server.address, host), secret, rank, timeout, server)
+    if missing := server.wait_for_ranks(world, timeout.total_seconds()):
+        store.close()
+        more = ", ..." if len(missing) > _MOST_NAMED else ""
+        named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:_MOST_NAMED]))}{more}"
+        seconds = timeout.total_seconds()
+        raise RunFailedError(f"rank 0: {served}: timed out after {seconds:g} s: {named} did not connect")
+    return store
+
+
+def _reachable(address: tuple[str, int], host: str) -> tuple[str, int]:
+    """Return an address at which this process reaches its own server."""
+    if not ip_address(address[0]).is_unspecified:
+        return address
+    return ("::1" if ":" in address[0] else "127.0.0.1"), address[1]
+
+
+def _open_beside_torchrun(rank: int, world: int, timeout: timedelta) -> Store:
+    """Return torchrun's own store, which asks nobody for proof, or the store that rank 0 serves.
+
+    Rank 0 serves one if the ranks have a secret: on one machine always, on several if one was given. Its port
+    is written into torchrun's store. Who changes that cannot take rank 0's place without the secret."""
+    agent = _torchrun_store(rank, world, timeout)
+    is_one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world
+    if not (is_one_machine or SECRET_FILE in os.environ or STORE_SECRET in os.environ):
+        return agent
+    host, secret = os.environ["MASTER_ADDR"], store_secret()
+    if rank > 0:
+        port = agent.get(_PORT_KEY).decode()
+        if not port.isdigit():
+            raise RunFailedError(f"rank {rank}: torchrun's store has {port!r} as the port of rank 0's")
+        return open_at(host, int(port), rank, world, timeout, secret)
+    return open_at(
+        host,
+        0,
+        rank,
+        world,
+        timeout,
+        secret,
+        is_one_machine=is_one_machine,
+        publish=lambda port: agent.set(_PORT_KEY, str(port)),
+    )
+
+
+def _torchrun_store(rank: int, world: int, timeout: timedelta) -> Store:
+    served = f"torchrun's store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        store: Store = next(rendezvous("env://", rank, world, timeout=timeout))[0]
     except OSError as error:
         raise RunFailedError(f"rank {rank}: {served}: {error.strerror or error}") from None
     except (dist.DistError, RuntimeError) as error:
         raise RunFailedError(f"rank {rank}: {served}: {_first_line(error)}") from None
     store.set_timeout(timeout)
     return store
-
-
-def _serve(host: str, port: int, world: int, timeout: timedelta) -> TCPStore:
-    """Serve the store in this process. Raises `OSError` if the address cannot be listened on."""
-    listener = _listen(host, port, int(os.environ.get("LOCAL_WORLD_SIZE", str(world))) == world)
-    address, port = listener.getsockname()[0], listener.getsockname()[1]
-    name = host if ip_address(address).is_unspecified else address
-    return TCPStore(name, port, world, True, timeout, master_listen_fd=listener.detach())
 
 
 def _listen(host: str, port: int, is_one_machine: bool) -> socket.socket:
@@ -82,19 +151,6 @@ def _listen(host: str, port: int, is_one_machine: bool) -> socket.socket:
                 raise
     every = "::" if family == socket.AF_INET6 else ""
     return socket.create_server((every, port), family=family, backlog=_BACKLOG)
-
-
-def _await_port(host: str, port: int, timeout_seconds: float, waited: str) -> None:
-    deadline, delay = time.monotonic() + timeout_seconds, 0.005
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=max(1.0, timeout_seconds)).close()
-            return
-        except OSError as error:
-            if time.monotonic() + delay > deadline:
-                raise RunFailedError(f"{waited} for {timeout_seconds:g} s: {error}") from None
-        time.sleep(delay * (0.5 + random.random()))
-        delay = min(1.5 * delay, 0.5)
 
 
 def _first_line(error: Exception) -> str:

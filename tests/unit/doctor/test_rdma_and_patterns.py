@@ -215,7 +215,9 @@ def test_answers_of_ranks_are_the_slowest_and_nonsense_is_refused():
     ],
 )
 def test_a_rail_binds_the_traffic_of_its_run(backend, rail, expected):
-    seat = CollectiveRank(rank=0, world=2, host="h", port=1, backend=backend, rail=rail, interface="eth0")
+    seat = CollectiveRank(
+        rank=0, world=2, host="h", port=1, secret="s", backend=backend, rail=rail, interface="eth0"
+    )
     assert environment_of(seat) == expected
 
 

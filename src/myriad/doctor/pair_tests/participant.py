@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from myriad.comm.free_port import free_port
+from myriad.comm.store_secret import attempt_secret
 from myriad.doctor.hardware import find_nics
 from myriad.doctor.pair_tests.coordinator import Coordinator, PairTestOptions
 from myriad.doctor.pair_tests.pair_findings import Findings, read_findings
@@ -177,6 +178,7 @@ class _Participant:
                 world=int(message["world"]),
                 host=self._nodes[int(message["first"]) % len(self._nodes)].host,
                 port=int(message["port"]),
+                secret=attempt_secret(self._secret, f"doctor {message['port']}"),
                 backend="nccl" if message["backend"] == "nccl" else "gloo",
                 rail=rail,
                 interface=_interface(self._nodes[self._index].host),

@@ -25,6 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from myriad.comm.free_port import free_port
+from myriad.comm.store_secret import new_store_secret
 from myriad.doctor.diagnosis import Reading
 from myriad.doctor.probes.collective_patterns import PatternRates, combine_rates, diagnose_patterns
 from myriad.errors import RunFailedError
@@ -64,6 +65,8 @@ class CollectiveRank:
     host: str
     port: int
     """Port of the rendezvous on ``host``."""
+    secret: str
+    """What the ranks prove to each other there. It reaches the process on its standard input."""
     backend: Literal["nccl", "gloo"]
     rail: str = ""
     """RDMA port ("mlx5_0:1") or interface ("eth0"); empty: the backend chooses."""
@@ -133,9 +136,17 @@ def check_gpus_together() -> Iterator[Reading]:
         yield Reading(name=name, skipped="fewer than two GPUs" if count < 2 else "torch without NCCL")
         return
     hardware, port = f"gpu {torch.cuda.get_device_name(0)} x {count}", free_port("127.0.0.1")
+    secret = new_store_secret()
     specs = [
         CollectiveRank(
-            rank=gpu, world=count, host="127.0.0.1", port=port, backend="nccl", gpu=gpu, interface="lo"
+            rank=gpu,
+            world=count,
+            host="127.0.0.1",
+            port=port,
+            secret=secret,
+            backend="nccl",
+            gpu=gpu,
+            interface="lo",
         )
         for gpu in range(count)
     ]
@@ -303,17 +314,15 @@ def _run_rank(spec: CollectiveRank) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from myriad.comm.rendezvous_store import open_at
+
     torch.set_num_threads(1)
     device = torch.device("cuda", spec.gpu) if spec.backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        spec.backend,
-        init_method=f"tcp://{spec.host}:{spec.port}",
-        rank=spec.rank,
-        world_size=spec.world,
-        timeout=timedelta(seconds=_START_SECONDS),
-    )
+    timeout = timedelta(seconds=_START_SECONDS)
+    store = open_at(spec.host, spec.port, spec.rank, spec.world, timeout, spec.secret.encode())
+    dist.init_process_group(spec.backend, store=store, rank=spec.rank, world_size=spec.world, timeout=timeout)
     try:
         return measure_patterns(device, spec.seconds)
     finally:

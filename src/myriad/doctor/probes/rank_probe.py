@@ -26,6 +26,7 @@ from myriad.comm.collectives import start_all_to_all
 from myriad.comm.free_port import free_port
 from myriad.comm.groups import close_world, local_rank, open_world
 from myriad.comm.layout import Layout
+from myriad.comm.store_secret import new_store_secret
 from myriad.doctor.diagnosis import Reading
 from myriad.doctor.hardware import cpu_key
 from myriad.errors import RunFailedError
@@ -108,12 +109,12 @@ def _bits(cores: list[int], answers: list[Answer]) -> Reading:
 def _ask(cores: list[int]) -> list[Answer]:
     """Run one forked process on each core. Raises `RunFailedError` that names the first without an answer."""
     torch.set_num_threads(1)
-    port, pipes, pids = free_port(), {}, []
+    port, secret, pipes, pids = free_port(), new_store_secret(), {}, []
     for rank, core in enumerate(cores):
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _be_rank(rank, core, len(cores), port, writer)
+            _be_rank(core, local_rank(rank, len(cores), port, secret), writer)
         os.close(writer)
         pipes[reader] = rank
         pids.append(pid)
@@ -147,12 +148,12 @@ def _collect(pipes: Mapping[int, int], cores: list[int]) -> list[Answer]:
     return [answers[rank] for rank in range(len(cores))]
 
 
-def _be_rank(rank: int, core: int, world: int, port: int, writer: int) -> None:
+def _be_rank(core: int, environment: Mapping[str, str], writer: int) -> None:
     """Run one rank in a forked process; never returns."""
     try:
         os.sched_setaffinity(0, {core})
-        os.environ |= local_rank(rank, world, port)
-        answer = _measure(world)
+        os.environ |= environment
+        answer = _measure(int(environment["WORLD_SIZE"]))
     except BaseException:
         answer = {"failed": traceback.format_exc(limit=-1).strip().splitlines()[-1]}
     os.write(writer, json.dumps(answer).encode())

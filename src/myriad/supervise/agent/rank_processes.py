@@ -14,10 +14,12 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from myriad.comm.attempt_layout import AS_THE_JOB, ATTEMPT_LAYOUT, AttemptLayout
+from myriad.comm.store_secret import STORE_SECRET, attempt_secret
 from myriad.run import Run
 from myriad.supervise.agent.fork_server import ForkServer
 from myriad.supervise.background import AsyncWriter
@@ -31,6 +33,7 @@ from myriad.telemetry.progress.progress_page import PROGRESS, ProgressPage, RowS
 from myriad.telemetry.shipping.clock_offset import ClockOffset
 from myriad.telemetry.shipping.shipper import Shipper, open_outlets
 from myriad.telemetry.span_io.span_ring import SPANS, SpanRings
+from myriad.wire.run_secret import run_secret
 
 __all__ = ["NodeSpans", "RankProcesses", "troubles_of"]
 
@@ -147,6 +150,11 @@ class RankProcesses:
         self.exits: dict[int, RankExited] = {}
         """Exits of that attempt, by rank."""
 
+    @cached_property
+    def _secret(self) -> bytes:
+        """The run's secret, read once: a restart must not wait for a disk."""
+        return run_secret(self._run.path / "secret")
+
     def living(self) -> list[int]:
         """Return the ranks that run, in ascending order."""
         return sorted(self._ranks)
@@ -180,6 +188,7 @@ class RankProcesses:
             "MYRIAD_EPOCH": order.epoch,
             "MYRIAD_ATTEMPT_ID": f"{self._run.path.name}.{order.epoch}.{order.port}",
             "PYTHONFAULTHANDLER": 1,
+            STORE_SECRET: attempt_secret(self._secret, f"{order.epoch}.{order.port}"),
             PROGRESS: self._page.address(row),
             SPANS: self._spans.address(row),
             "MYRIAD_SKIP_STEPS": " ".join(map(str, order.skipped_steps)),

@@ -12,10 +12,10 @@ import hashlib
 import hmac
 import os
 import socket
-import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from myriad.system.state_folder import make_private, state_folder
 from myriad.system.whole_file import write_whole
 from myriad.wire.run_secret import secret_place
 
@@ -26,7 +26,6 @@ __all__ = [
     "keep_private",
     "sender_tokens",
     "span_token",
-    "state_folder",
     "token_file",
     "token_here",
 ]
@@ -40,16 +39,6 @@ _LABEL = b"myriad watch: spans of this run"
 _MOST_TOKEN_BYTES = 4096
 
 
-def state_folder() -> Path:
-    """Return the folder of the user's tokens and certificates: ``$XDG_STATE_HOME/myriad``, by default in
-    ~/.local/state. Raises ``OSError`` if the user has no home folder."""
-    try:
-        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    except RuntimeError as error:
-        raise OSError(str(error)) from None
-    return state / "myriad"
-
-
 def token_file(port: int) -> Path:
     """Return the file with the token of the page on a port of this machine. Raises ``OSError`` if the user
     has no home folder."""
@@ -59,10 +48,7 @@ def token_file(port: int) -> Path:
 def keep_private(path: Path, text: str) -> None:
     """Write a file that only its owner can read. Raises ``OSError``, also if another user can write into its
     folder."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = path.parent.stat()
-    if folder.st_uid != os.geteuid() or folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"{path.parent}: another user can write into this folder")
+    make_private(path.parent)
     write_whole(path, text, mode=0o600)
 
 

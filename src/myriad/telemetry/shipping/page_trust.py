@@ -19,7 +19,8 @@ import ssl
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from myriad.telemetry.shipping.page_token import LOOPBACK, state_folder
+from myriad.system.state_folder import state_folder
+from myriad.telemetry.shipping.page_token import LOOPBACK
 
 __all__ = ["CERTIFICATES", "connect_page", "fingerprint_of", "is_trust", "page_certificate"]
 

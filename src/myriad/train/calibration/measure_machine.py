@@ -15,7 +15,7 @@ import queue
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from myriad.comm.free_port import free_port
 from myriad.comm.groups import close_world, local_rank, open_world
 from myriad.comm.layout import Layout
+from myriad.comm.store_secret import new_store_secret
 from myriad.errors import RunFailedError
 from myriad.kernels.host_memory import keep_freed_memory
 from myriad.planner import Cluster
@@ -162,9 +163,11 @@ def _ask_processes(world: int, report: ReportProgress) -> list[_Answer]:
     """Start new processes, as a rank is started, and return what each one measured."""
     context = multiprocessing.get_context("spawn")
     messages: Any = context.Queue()
-    port = free_port()
+    port, secret = free_port(), new_store_secret()
     processes = [
-        context.Process(target=_be_rank, args=(rank, world, port, messages), daemon=True)
+        context.Process(
+            target=_be_rank, args=(rank, local_rank(rank, world, port, secret), messages), daemon=True
+        )
         for rank in range(world)
     ]
     for process in processes:
@@ -198,14 +201,14 @@ def _collect(processes: Sequence[SpawnProcess], messages: Any, report: ReportPro
     return [found[rank] for rank in range(len(processes))]
 
 
-def _be_rank(rank: int, world: int, port: int, messages: Any) -> None:
-    os.environ |= {**local_rank(rank, world, port), "OMP_NUM_THREADS": "1"}
+def _be_rank(rank: int, environment: Mapping[str, str], messages: Any) -> None:
+    os.environ |= {**environment, "OMP_NUM_THREADS": "1"}
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     keep_freed_memory()
     try:
-        answer = _measure_rank(world, _ProgressSender(rank, messages))
+        answer = _measure_rank(int(environment["WORLD_SIZE"]), _ProgressSender(rank, messages))
         messages.put((rank, "done", answer))
     except BaseException:
         messages.put((rank, "failed", traceback.format_exc(limit=-1).strip()))
