@@ -117,7 +117,7 @@ def test_a_hang_names_the_silent_rank_in_front(hung: Watch, tab: Tab) -> None:
     assert re.search(r"Is in\s+(await |wait|exchange|reduce|gather|clip)", page.locator("dl").inner_text())
 
 
-def test_page_says_that_the_server_is_gone_and_comes_back_with_it(tmp_path: Path, tab: Tab) -> None:
+def test_page_shows_a_lost_server_and_recovers_with_it(tmp_path: Path, tab: Tab) -> None:
     watch = Watch(slow_run(tmp_path / "again", ranks=64, steps=3)).start()
     metrics = watch.run.metrics_path
     line = json.loads(metrics.read_text().splitlines()[-1])
@@ -227,7 +227,7 @@ def test_worst_lane_stands_for_its_group_when_lanes_outnumber_pixels(slow: Watch
     pytest.fail("the slow host is hidden behind faster ranks")
 
 
-def test_run_that_has_told_nothing_yet_says_so_in_every_view(tmp_path: Path, tab: Tab) -> None:
+def test_every_view_shows_that_a_run_has_no_data_yet(tmp_path: Path, tab: Tab) -> None:
     watch = Watch(make_run(tmp_path / "new", 64)).start()
     try:
         page = tab(watch, "heat")
@@ -242,7 +242,7 @@ def test_run_that_has_told_nothing_yet_says_so_in_every_view(tmp_path: Path, tab
         watch.stop()
 
 
-def test_plan_stands_beside_what_was_measured(slow: Watch, tab: Tab) -> None:
+def test_plan_is_shown_beside_what_was_measured(slow: Watch, tab: Tab) -> None:
     page = tab(slow, "overview")
     page.locator(".waterfall th", has_text="Predicted").wait_for()
     assert re.search(r"MFU\s+[\d.]+ %\s+[\d.]+ %", page.locator(".waterfall .total").inner_text())

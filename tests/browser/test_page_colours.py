@@ -93,7 +93,7 @@ def test_no_two_kinds_of_time_look_alike_to_colour_blind_eyes(palettes: dict[str
     assert closest(losses | {"MFU": step_loss_colours.USEFUL}) == []
 
 
-def test_a_heat_map_tells_slow_from_fast_and_more_from_less_to_all_eyes(palettes: dict[str, Any]) -> None:
+def test_heat_map_colours_are_distinguishable_with_colour_blindness(palettes: dict[str, Any]) -> None:
     for name, (*ramp, unknown) in palettes["ramps"].items():
         for eyes in EYES:
             assert min(seen_apart(one, unknown, eyes) for one in ramp) > 15, (

@@ -80,7 +80,7 @@ def test_the_same_run_twice_gives_the_same_bits() -> None:
     assert losses("cuda", torch.float32) == losses("cuda", torch.float32)
 
 
-def test_spans_tell_what_the_device_took_and_not_how_long_it_took_to_ask() -> None:
+def test_spans_have_the_devices_time_and_not_the_time_to_query_it() -> None:
     recorder = Recorder(device=cuda_clock())
     square = torch.randn(8192, 8192, device="cuda")
     torch.cuda.synchronize()

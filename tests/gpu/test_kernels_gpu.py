@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "width"), [(300, 1000), (1, 8192), (4097, 64)])
-def test_kernels_give_what_the_formulas_say(dtype: torch.dtype, rows: int, width: int) -> None:
+def test_kernels_give_what_the_formulas_predict(dtype: torch.dtype, rows: int, width: int) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     found = disagreements(dtype, torch.device("cuda", 0), rows, width)
     assert all(share <= LIMITS[dtype] for share in found.values()), found

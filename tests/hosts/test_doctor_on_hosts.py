@@ -57,7 +57,7 @@ def slow_between(made: Hosts, a: int, b: int) -> None:
         subprocess.run([*tc, *words], check=True, capture_output=True)
 
 
-def test_the_slow_the_lost_and_the_badly_connected_are_told_apart(hosts):
+def test_the_slow_the_lost_and_the_badly_connected_are_distinguished(hosts):
     made = hosts(SIZE, rate=GOOD)
     healthy = findings(made)
     assert [found and named(found) for found in healthy] == [[]] * SIZE
@@ -103,7 +103,7 @@ print([reading.problem for reading in check_disk(Path("{folder}")) if reading.na
 @pytest.mark.parametrize(
     ("options", "says"), [("size=1m", "the disk is full"), ("ro", "the disk can only be read")]
 )
-def test_a_disk_that_cannot_be_written_is_told_with_its_reason(tmp_path, options, says):
+def test_a_disk_that_cannot_be_written_is_reported_with_its_reason(tmp_path, options, says):
     script = f"mount -t tmpfs -o {options} tmpfs {tmp_path} && exec '{sys.executable}' -c '{{}}'"
     code = WRITE.replace("{folder}", str(tmp_path)).replace('"', '\\"')
     words = ["unshare", "--mount", "sh", "-c", script.replace("'{}'", f'"{code}"')]

@@ -109,7 +109,7 @@ def try_to_connect(seconds: float) -> str:
     return "connected" if eventually(is_connected, seconds) else "no way"
 
 
-def test_a_link_can_be_cut_and_mended(hosts):
+def test_a_link_can_be_cut_and_restored(hosts):
     made = hosts(2)
     made.set_link(1, up=False)
     assert made.run_ranks(try_to_connect, 1.0) == ["nobody came", "no way"]

@@ -25,7 +25,7 @@ def ports_by_path(hosts, wanted: dict[int, int]) -> dict[int, int]:
     return found
 
 
-def test_hashed_flows_are_as_unequal_as_the_flow_level_says(hosts):
+def test_hashed_flows_are_as_unequal_as_the_flow_model_predicts(hosts):
     made = hosts(2)
     lay_paths(made, len(WANTED), "20mbit")
     paths = ports_by_path(made, WANTED)

@@ -133,7 +133,7 @@ def test_a_host_that_is_cut_off_gives_way_to_a_spare_and_can_do_nothing_any_more
     assert_same_bits(run, undisturbed)
 
 
-def test_a_host_whose_cable_was_out_for_a_moment_goes_on_as_if_nothing_had_been(
+def test_a_host_whose_cable_was_out_for_a_moment_continues_as_if_nothing_had_happened(
     hosts: Callable[..., Hosts], tmp_path: Path, corpus: Path, undisturbed: Run
 ) -> None:
     made, run = hosts(3), make_run(tmp_path / "run", corpus, *JOINED)

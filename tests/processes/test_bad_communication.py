@@ -42,7 +42,7 @@ def run_python(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[st
         ("--comm.sync_every 4 --layout.zero 1", "comm.sync_every = 4: needs layout.zero = 0"),
     ],
 )
-def test_the_command_line_tells_it_in_one_line_and_leaves_no_trace(
+def test_the_command_line_reports_it_in_one_line_and_leaves_no_trace(
     tmp_path: Path, keys: str, told: str
 ) -> None:
     arguments = keys.replace("1 MiB", "1MiB").split()
@@ -60,7 +60,7 @@ def test_a_resumed_run_keeps_its_files_when_its_communication_is_made_impossible
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_ranks_that_another_launcher_starts_tell_it_too(tmp_path: Path) -> None:
+def test_ranks_that_another_launcher_starts_report_it_too(tmp_path: Path) -> None:
     """A job file that somebody edited by hand reaches the ranks unchecked."""
     run = Run(tmp_path / "run")
     run.create_or_resume(load_job("tiny"))

@@ -251,7 +251,7 @@ def diverged() -> str:
     return "nothing"
 
 
-def test_numbers_that_are_not_finite_are_told_by_the_step_and_not_taken_for_a_bad_capture() -> None:
+def test_numbers_that_are_not_finite_are_reported_by_the_step_and_not_taken_for_a_bad_capture() -> None:
     (said,) = run_ranks(1, diverged)
     assert said.startswith("step 1: loss is nan")
 

@@ -77,7 +77,7 @@ def name_of(value: object) -> str:
 
 
 @pytest.mark.parametrize(("model", "before", "after"), MOVES, ids=name_of)
-def test_a_run_moves_to_another_layout_and_goes_on_as_if_nothing_had_happened(
+def test_a_run_moves_to_another_layout_and_continues_as_if_nothing_had_happened(
     model: dict[str, Any], before: dict[str, Any], after: dict[str, Any], tmp_path: Path
 ) -> None:
     optimizer = {"name": "lamb"} if model is SWIGLU else {}
@@ -102,7 +102,7 @@ def test_a_run_moves_to_another_layout_and_goes_on_as_if_nothing_had_happened(
     ],
     ids=name_of,
 )
-def test_a_run_that_was_stopped_and_goes_on_has_the_bits_of_one_that_was_not(
+def test_a_run_that_was_stopped_and_continues_has_the_bits_of_one_that_was_not(
     model: dict[str, Any], layout: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     case = Case(layout, model, {"name": "lamb"} if model is SWIGLU else {}, 20, 8, dtype)
@@ -283,7 +283,7 @@ def test_the_manifest_can_be_read_by_eye(folder: CheckpointFolder) -> None:
     assert {name: record["bytes"] for name, record in manifest["files"].items()} == files
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_in_one_line(folder: CheckpointFolder) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_reported_in_one_line(folder: CheckpointFolder) -> None:
     """A full disk is told with its reason, and the older checkpoints stay."""
     make_stored_shards(parts((200, 200)))  # needs files of its own, once
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -53,7 +53,7 @@ def damage(run: Run, step: int) -> None:
     path.write_bytes(content)
 
 
-def test_the_list_says_step_time_and_size_and_reads_every_byte_when_asked(run, command):
+def test_the_list_states_step_time_and_size_and_reads_every_byte_when_asked(run, command):
     damage(run, 20)
     rows = json.loads(command("list", run.path, "--json").stdout)["checkpoints"]
     assert [(row["step"], row["state"]) for row in rows] == [
@@ -82,7 +82,7 @@ def test_the_page_shows_what_is_there_and_what_is_not_whole(run):
     assert page.newest() == rows, "a folder is not looked at for every question"
 
 
-def test_of_checkpoints_that_are_elsewhere_the_page_shows_what_the_run_told(tmp_path):
+def test_for_remote_checkpoints_the_page_shows_the_runs_events(tmp_path):
     run = Run(tmp_path / "run")
     run.create_or_resume(load_job("tiny", ["checkpoint.url=s3://bucket/run"]))
     run.append_event("checkpoint", step=10, path="step-10", seconds=0.1, bytes=77)
@@ -116,7 +116,7 @@ def test_a_half_copied_checkpoint_is_not_whole(run, command, tmp_path):
     assert found.exit_code == 1 and found.stdout.count(": missing") == 2
 
 
-def test_diff_says_which_tensors_differ_and_by_how_much(run, command):
+def test_diff_states_which_tensors_differ_and_by_how_much(run, command):
     step = run.checkpoints_path / "step-20"
     assert command("diff", step, step).stdout.endswith("equal bits\n")
     changed = torch.full((4, 3), 20.0)

@@ -10,7 +10,7 @@ from checkpoint_faults import PLAIN, all_damage, failures
 from fault_kills import KILLS, kill_often
 
 
-def test_killed_at_random_instants_a_run_goes_on_from_what_was_promised(tmp_path: Path) -> None:
+def test_a_run_killed_at_random_instants_resumes_from_the_newest_durable_step(tmp_path: Path) -> None:
     outcomes, midst = kill_often(2 * len(KILLS), 4, tmp_path)
     assert failures(outcomes) == []
     assert [one.tried for one in outcomes.values()] == [2] * len(KILLS)

@@ -37,7 +37,7 @@ def offset_of_a_rank(shares_machine: bool) -> tuple[int, float]:
     return known
 
 
-def test_ranks_without_an_executor_find_how_far_their_clocks_are_from_the_first_ranks() -> None:
+def test_ranks_without_a_node_agent_find_how_far_their_clocks_are_from_the_first_ranks() -> None:
     first, second, third = run_ranks(3, offset_of_a_rank, False)
     assert first == (0, 0.0)
     for offset_ns, error_seconds in (second, third):
@@ -90,7 +90,7 @@ async def execute(folder: Path) -> tuple[int, float] | None:
     return clocks.offset.at(shifted())
 
 
-def test_an_executor_finds_how_far_its_clock_is_from_the_drivers(tmp_path: Path) -> None:
+def test_a_node_agent_finds_how_far_its_clock_is_from_the_drivers(tmp_path: Path) -> None:
     _, known = run_ranks(2, run_end, str(tmp_path))
     assert known is not None
     offset_ns, error_seconds = known

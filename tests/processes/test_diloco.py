@@ -81,7 +81,7 @@ def train_and_save(asked: Case, folder: Path, first: int, last: int) -> None:
     close_world()
 
 
-def test_a_run_that_stopped_where_replicas_agreed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_that_stopped_where_replicas_agreed_continues_with_the_same_bits(tmp_path: Path) -> None:
     asked = case(outer_learning_rate=0.7, outer_momentum=0.9)
     run_ranks(2, train_and_save, asked, tmp_path / "a", 0, asked.steps)
     run_ranks(2, train_and_save, asked, tmp_path / "b", 0, EVERY)

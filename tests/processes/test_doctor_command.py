@@ -30,7 +30,7 @@ def doctor(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[
     )
 
 
-def test_a_node_that_differs_from_the_baseline_is_unfit_and_told_why(tmp_path):
+def test_a_node_that_differs_from_the_baseline_is_unfit_with_the_reason(tmp_path):
     baseline = tmp_path / "baseline.json"
     known = {"version of torch": "0.1", "memory bandwidth, memory node 0": 1e3}
     baseline.write_text(json.dumps({"format": 1, "hardware": {cpu_key(): known}}))
@@ -110,7 +110,7 @@ def strangers() -> list[bytes]:
     return [b"GET / HTTP/1.1\r\n\r\n" * 3, struct.pack("<4sH16s", b"MYRD", 9, b""), endless, forged, b""]
 
 
-def test_strangers_and_other_secrets_are_sent_away_and_the_test_goes_on():
+def test_strangers_and_other_secrets_are_sent_away_and_the_test_continues():
     nodes = [PairHost("127.0.0.1", free_port()), PairHost("127.0.0.1", free_port())]
     found = {}
 
@@ -134,7 +134,7 @@ def test_strangers_and_other_secrets_are_sent_away_and_the_test_goes_on():
     assert found[0].complaints == {str(nodes[1]): ("disk sync",)} and found[0].expected > 0
 
 
-def test_a_node_that_is_named_hears_the_outcome_after_collectives_that_hang_on_every_rail() -> None:
+def test_a_node_that_is_named_receives_the_outcome_after_collectives_that_hang_on_every_rail() -> None:
     """It has no part in the rounds: groups under a switch and across, on each of eight rails."""
     assert 2 * 8 * (coordinator._COLLECT_SECONDS + coordinator._ANSWER_SECONDS) < _SILENCE_SECONDS
     assert _KEEP_ALIVE[socket.TCP_KEEPIDLE] < 300, "a first node that died is noticed long before"

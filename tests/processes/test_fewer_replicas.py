@@ -120,7 +120,7 @@ def events(run: Run, *names: str) -> list[dict]:
     return [event for event in run.read_events() if event["event"] in names]
 
 
-def test_a_run_goes_on_with_two_of_three_replicas_and_then_with_three_again(
+def test_a_run_continues_with_two_of_three_replicas_and_then_with_three_again(
     run: Run, nodes: Nodes, tmp_path: Path
 ) -> None:
     for node in range(3):

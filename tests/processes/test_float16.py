@@ -218,7 +218,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
     return made
 
 
-def test_a_resumed_run_goes_on_with_the_scale_and_its_counter_in_other_layouts_too(
+def test_a_resumed_run_continues_with_the_scale_and_its_counter_in_other_layouts_too(
     tmp_path: Path, run: Run
 ) -> None:
     skipped = [step for step, overflow in enumerate(of_steps(run, "overflow"), 1) if overflow]

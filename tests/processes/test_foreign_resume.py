@@ -14,7 +14,7 @@ from myriad.run import Run
 from myriad.train import worker
 
 
-def test_an_imported_run_goes_on_with_the_next_step_in_another_layout(
+def test_an_imported_run_continues_with_the_next_step_in_another_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_threads_that_read_sockets_interrupt_nobody_and_all_others_are_as_they_were():
+def test_threads_that_read_sockets_interrupt_no_other_and_all_others_are_as_they_were():
     nice = os.nice(0)
     for rank in run_ranks(2, policies):
         loops = rank.pop("gloo_tcp_loop")

@@ -298,7 +298,7 @@ def command(*arguments: object) -> Result:
 
 
 @pytest.mark.parametrize("whole_run", [True, False], ids=["run", "checkpoint"])
-def test_a_run_leaves_with_its_tokenizer_and_comes_back_to_say_the_same(
+def test_a_run_is_exported_with_its_tokenizer_and_generates_the_same_text_after_import(
     whole_run: bool, tmp_path: Path, corpus: Path
 ) -> None:
     run = make_run(tmp_path / "run", corpus, **LLAMA)
@@ -402,7 +402,7 @@ def test_a_damaged_checkpoint_does_not_leave(tmp_path: Path, corpus: Path) -> No
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_run_whose_corpus_is_gone_leaves_without_a_tokenizer_and_says_so(
+def test_a_run_whose_corpus_is_missing_is_exported_without_tokenizer_and_reports_it(
     tmp_path: Path, corpus: Path
 ) -> None:
     run = make_run(tmp_path / "run", corpus, **LLAMA)

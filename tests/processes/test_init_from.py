@@ -160,7 +160,7 @@ def test_an_imported_run_can_itself_be_trained(
     assert CheckpointFolder(run.checkpoints_path).steps() == [0, 2]
 
 
-def test_a_run_that_goes_on_needs_the_weights_no_more(start: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_need_the_initial_weights(start: Callable[..., Run], tmp_path: Path) -> None:
     source = exported(random_weights(**(LLAMA | {"vocabulary": 320})), tmp_path / "hf")
     run = start("run", LLAMA, f"train.init_from={source}")
     first = train(run)
@@ -174,7 +174,7 @@ def test_a_run_that_goes_on_needs_the_weights_no_more(start: Callable[..., Run],
         run.check(load_job(str(run.job_path), ["train.init_from=elsewhere"]))
 
 
-def test_other_training_of_the_same_shapes_is_told(start: Callable[..., Run], tmp_path: Path) -> None:
+def test_other_training_of_the_same_shapes_is_reported(start: Callable[..., Run], tmp_path: Path) -> None:
     """A longer rotary base or a shorter window may be meant; nobody should find out by the loss."""
     source = exported(random_weights(**(LLAMA | {"vocabulary": 320})), tmp_path / "hf")
     run = start("run", LLAMA | {"rotary_base": 1e6}, f"train.init_from={source}")
@@ -183,7 +183,7 @@ def test_other_training_of_the_same_shapes_is_told(start: Callable[..., Run], tm
     assert told["differs"] == {"model.rotary_base": [5e5, 1e6]}
 
 
-def test_another_tokenizer_than_that_of_the_weights_is_told(
+def test_another_tokenizer_than_that_of_the_weights_is_reported(
     start: Callable[..., Run], corpus: Path, tmp_path: Path
 ) -> None:
     """Its tokens are other words: nothing else would say so."""

@@ -73,7 +73,7 @@ def steps_done(folder: Path) -> int:
     return len(Run(folder / "run").read_metrics())
 
 
-def test_ctrl_c_twice_ends_with_130_and_names_the_step_that_the_next_start_goes_on_from(
+def test_ctrl_c_twice_ends_with_130_and_names_the_step_that_the_next_start_continues_from(
     tmp_path: Path,
 ) -> None:
     command = Command(tmp_path, *_TINY, "--train.steps", "4000", "--checkpoint.every", "20")

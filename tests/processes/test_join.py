@@ -66,7 +66,7 @@ def test_there_is_nothing_to_join_without_a_run_or_a_driver(myriad: Myriad, tmp_
     assert not (run.path / "secret").exists(), "who joins makes no secret"
 
 
-def test_a_secret_that_cannot_be_read_is_told_at_once(myriad: Myriad, tmp_path: Path) -> None:
+def test_a_secret_that_cannot_be_read_is_reported_at_once(myriad: Myriad, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run.path / "secret").mkdir()  # root may read any file
     code, error = myriad("join", run.path)

@@ -37,12 +37,12 @@ def test_what_was_measured_once_is_not_measured_again(kept):
     assert run_ranks(4, settle, FOUR, kept) == [other] * 4
 
 
-def test_other_places_are_measured_anew_and_the_first_are_remembered(kept):
+def test_rates_are_measured_again_in_another_placement_and_kept_for_each(kept):
     assert run_ranks(4, settle, [*FOUR, *FAST_NODES], kept) == ["node"] * 4
     assert run_ranks(2, settle, ["layout.dp=2"], kept) == ["flat"] * 2
     assert [choice["hierarchy"] for choice in json.loads(kept.read_text())] == ["node", "flat"]
 
 
-def test_what_the_job_says_is_not_kept(kept):
+def test_rates_given_in_the_job_are_not_stored(kept):
     assert run_ranks(4, settle, [*FOUR, "comm.hierarchy=node"], kept) == ["node"] * 4
     assert not kept.exists()

@@ -101,7 +101,7 @@ def test_a_dying_rank_is_named_with_its_traceback_and_the_others_are_gone(tmp_pa
     assert_none_left(run)
 
 
-def test_the_rank_that_erred_is_blamed_not_the_one_that_lost_its_connection_first(tmp_path):
+def test_the_rank_that_erred_is_named_not_the_one_that_lost_its_connection_first(tmp_path):
     run = make_run(tmp_path)
     body = """
         everyone()
@@ -113,7 +113,7 @@ def test_the_rank_that_erred_is_blamed_not_the_one_that_lost_its_connection_firs
         run_local(run, 3, command=worker(tmp_path, body))
 
 
-def test_a_told_error_of_a_rank_stays_one_line(tmp_path):
+def test_an_expected_error_of_a_rank_stays_one_line(tmp_path):
     run = make_run(tmp_path)
     body = "print('myriad: error: loss = nan: step 3, first in layers.0.norm', file=sys.stderr); sys.exit(1)"
     with pytest.raises(
@@ -122,7 +122,7 @@ def test_a_told_error_of_a_rank_stays_one_line(tmp_path):
         run_local(run, 1, command=worker(tmp_path, body))
 
 
-def test_a_killed_rank_is_said_to_be_killed(tmp_path):
+def test_a_killed_rank_is_reported_as_killed(tmp_path):
     run = make_run(tmp_path)
     body = "everyone()\nif rank == 0: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
     with pytest.raises(RunFailedError, match="rank 0 was killed by SIGKILL"):
@@ -220,7 +220,7 @@ if os.environ["MYRIAD_EPOCH"] == "1":
 """
 
 
-def test_a_rank_that_hangs_is_named_and_the_run_goes_on(tmp_path):
+def test_a_rank_that_hangs_is_named_and_the_run_continues(tmp_path):
     run = make_run(tmp_path, restarts=3, patience=0.1)
     assert run_local(run, 3, command=worker(tmp_path, _HANGS)) == "finished"
     diagnosis, fault, restart = run.read_events()
@@ -280,7 +280,7 @@ def myriad(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
 
 
-def test_a_run_trains_goes_on_in_another_layout_and_speaks(tmp_path):
+def test_a_run_trains_resumes_in_another_layout_and_generates_text(tmp_path):
     keys = ["--train.threads", "1", "--oversubscribe", "--json", "--optimizer.decay", "constant"]
     first = myriad(tmp_path, "train", "tiny", "--train.steps", "6", *keys)
     assert first.returncode == 0, first.stderr
@@ -294,7 +294,7 @@ def test_a_run_trains_goes_on_in_another_layout_and_speaks(tmp_path):
     assert spoken.stdout.startswith("import ") and len(spoken.stdout) > len("import \n")
 
 
-def test_a_lossy_run_says_so(tmp_path):
+def test_a_lossy_run_reports_it(tmp_path):
     keys = ["--train.steps", "4", "--train.threads", "1", "--oversubscribe", "--layout.dp", "2"]
     exact = myriad(tmp_path, "train", "tiny", "--run", "exact", *keys, "--json")
     assert exact.returncode == 0, exact.stderr

@@ -46,7 +46,7 @@ def hold(pid: int) -> "subprocess.Popen[bytes]":
 
 
 @pytest.mark.parametrize("how", ["stopped", "hung"])
-def test_ranks_are_repaired_without_the_launcher_and_the_run_ends_when_it_goes_on(
+def test_ranks_are_repaired_without_the_launcher_and_the_run_ends_when_it_continues(
     tmp_path: Path, how: str
 ) -> None:
     run, launcher = launch(tmp_path)
@@ -57,7 +57,7 @@ def test_ranks_are_repaired_without_the_launcher_and_the_run_ends_when_it_goes_o
             launcher.kill()
 
 
-def test_a_run_without_a_driver_says_so(tmp_path: Path) -> None:
+def test_a_run_without_a_driver_reports_it(tmp_path: Path) -> None:
     """The launcher is stopped, so none takes the place of the driver that dies."""
     run, launcher = launch(tmp_path)
     with launcher:

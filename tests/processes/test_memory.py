@@ -30,7 +30,7 @@ SMALL = {"layers": 4, "hidden": 32, "vocabulary": 90, "bias": True, "norm": "lay
 @pytest.mark.parametrize(
     ("dp", "dtype", "tied"), [(3, torch.float32, True), (2, torch.bfloat16, False)], ids=str
 )
-def test_a_rank_holds_to_the_byte_what_the_formula_says(dp: int, dtype: torch.dtype, tied: bool) -> None:
+def test_a_rank_holds_to_the_byte_what_the_formula_predicts(dp: int, dtype: torch.dtype, tied: bool) -> None:
     layouts = [
         Layout(dp=dp, zero=zero, reduce=reduce, virtual_stages=3) for zero, reduce in BENCHMARK.SETTINGS
     ]

@@ -157,7 +157,7 @@ def test_a_node_that_a_person_wants_to_leave_gives_way_after_its_step(
     assert_same_run(run, undisturbed)
 
 
-def test_a_spare_that_the_doctor_finds_unfit_takes_nobodys_place(
+def test_a_spare_that_the_doctor_finds_unfit_gets_no_ranks(
     tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of another version than the cluster's nodes: it is told, and the lost node itself begins again. Steps

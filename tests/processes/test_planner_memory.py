@@ -38,7 +38,7 @@ CASES: list[tuple[dict[str, Any], str, int, int]] = [
 
 
 @pytest.mark.parametrize(("layout", "model", "micro_batches", "value_bytes"), CASES, ids=str)
-def test_a_rank_needs_what_the_planner_says(
+def test_a_rank_needs_what_the_planner_predicts(
     layout: dict[str, Any], model: str, micro_batches: int, value_bytes: int
 ) -> None:
     case = BENCHMARK.Case(layout, model, micro_batches, value_bytes)

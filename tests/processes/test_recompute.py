@@ -175,7 +175,7 @@ def kept_after_forwards(case: Case) -> int:
 
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [("gpipe", 2), ("1f1b", 1)])
-def test_a_rank_keeps_what_the_formula_says(schedule: str, in_flight: int) -> None:
+def test_a_rank_keeps_what_the_formula_predicts(schedule: str, in_flight: int) -> None:
     keys: dict[str, Any] = {"hidden": 128, "sequence": 64, "layers": 6}
     model = ModelConfig(**(TINY | keys))
     kinds = ("embedding", *["block"] * 6, "head")
@@ -227,7 +227,7 @@ def measured_and_formula(tp: int) -> list[tuple[str, float, float]]:
     return found
 
 
-def test_layers_of_tensor_parallel_ranks_keep_to_the_byte_what_the_formula_says() -> None:
+def test_layers_of_tensor_parallel_ranks_keep_to_the_byte_what_the_formula_predicts() -> None:
     for rank in run_ranks(2, measured_and_formula, 2):
         for name, kept, expected in rank:
             assert kept == expected, name

@@ -103,7 +103,7 @@ def test_a_last_checkpoint_that_found_a_full_disk_is_stored_when_there_is_room(
     assert not [fault for fault in events(run, "fault") if "cause" in fault], "no rank was restarted for it"
 
 
-def test_training_does_not_notice_that_its_driver_dies_and_survives_its_executor(
+def test_training_continues_without_its_driver_and_recovers_from_a_lost_node_agent(
     tmp_path: Path, corpus: Path, undisturbed: Run
 ) -> None:
     run = make_run(tmp_path / "run", corpus, *FOUR)

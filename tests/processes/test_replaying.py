@@ -28,7 +28,7 @@ def test_a_replay_reads_what_is_there_now_and_computes_nothing_in_python() -> No
     assert made[0].tolist() == [10.0] * 3 and len(runs) == 1
 
 
-def test_memory_that_moved_since_the_capture_is_said() -> None:
+def test_memory_that_moved_since_the_capture_is_reported() -> None:
     x = torch.ones(3)
     start = Replaying().capture(lambda: x.mul_(2), 0)
     x.untyped_storage().resize_(0)
@@ -42,7 +42,7 @@ def test_memory_that_moved_since_the_capture_is_said() -> None:
         start()
 
 
-def test_memory_that_was_freed_since_the_capture_is_said() -> None:
+def test_memory_that_was_freed_since_the_capture_is_reported() -> None:
     x, constants = torch.ones(3), [torch.ones(3)]
     start = Replaying().capture(lambda: x.add_(constants[0]), 0)
     start()

@@ -47,7 +47,7 @@ def digests(case: Case) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.layout}-{case.dtype}-{case.comm}")
-def test_replicas_tell_the_same_after_every_step(case: Case) -> None:
+def test_replicas_report_the_same_after_every_step(case: Case) -> None:
     layout = Layout(**case.layout)
     told: list[Any] = run_ranks(layout.world, digests, case)
     for group in RankGrid(layout, 0).rows("dp"):

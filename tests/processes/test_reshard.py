@@ -66,7 +66,7 @@ def test_a_checkpoint_cut_for_another_layout_is_the_same_to_the_bit(layout, run,
     assert folder.at_step(4).manifest().layout["dp"] == layout["dp"]
 
 
-def test_a_run_goes_on_from_what_was_cut_for_it(run, tmp_path):
+def test_a_run_continues_from_what_was_cut_for_it(run, tmp_path):
     command("reshard", run.path, tmp_path / "out", "--layout.tp", "1", "--layout.pp", "2")
     other = Run(tmp_path / "other")
     keys = [f"data.corpus={run.job().data.corpus}", *SMALL, "layout.pp=2"]
@@ -89,7 +89,7 @@ def test_what_is_there_already_is_not_written_over(run, tmp_path):
     assert not (tmp_path / "more").exists()
 
 
-def test_damage_in_the_source_is_told_and_nothing_counts(run: Run, tmp_path: Path):
+def test_damage_in_the_source_is_reported_and_nothing_counts(run: Run, tmp_path: Path):
     copy = tmp_path / "copy" / "step-4"
     shutil.copytree(CheckpointFolder(run.checkpoints_path).of_step(4), copy)
     path = copy / "__1_0.distcp"

@@ -285,7 +285,7 @@ def test_ranks_that_were_thought_dead_commit_no_more(tmp_path: Path) -> None:
     assert events(tmp_path, "superseded")
 
 
-def test_storage_that_fails_stops_nobody_and_is_an_alarm_after_a_while(tmp_path: Path) -> None:
+def test_storage_that_fails_stops_no_rank_and_is_an_alarm_after_a_while(tmp_path: Path) -> None:
     def go() -> int:
         run = Run(tmp_path, 1, every=1, alarm_after=2)
         run.resume()
@@ -366,7 +366,7 @@ def hangs_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hangs"
 
 
-def test_a_step_for_which_slow_storage_left_no_memory_is_told(tmp_path: Path, hangs_while: Path) -> None:
+def test_a_step_for_which_slow_storage_left_no_memory_is_reported(tmp_path: Path, hangs_while: Path) -> None:
     def go() -> None:
         run = Run(tmp_path, 1, every=1, keep=10, memory_every=0)
         run.resume()
@@ -386,7 +386,7 @@ def test_a_step_for_which_slow_storage_left_no_memory_is_told(tmp_path: Path, ha
     assert (4, "checkpoint not taken: earlier ones are still being stored") in told
 
 
-def test_slow_storage_stores_the_newest_it_can_and_says_what_it_left_out(
+def test_slow_storage_stores_the_newest_it_can_and_states_what_it_left_out(
     tmp_path: Path, hangs_while: Path
 ) -> None:
     """Training never waits for it: of steps that come while one is being stored, the newest is next."""

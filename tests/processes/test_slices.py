@@ -247,7 +247,7 @@ def test_gpus_that_cannot_are_named_in_one_line(
     ("visible", "says"),
     [(1, "each rank sees 1 of the GPUs of a node's 2 ranks"), (2, "no symmetric memory: busy")],
 )
-def test_a_rank_asks_for_what_it_can_see_before_others_wait_for_it(
+def test_a_rank_requests_what_it_can_see_before_others_wait_for_it(
     visible: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a GPU of its own for each rank all are number 0; a driver that gives no memory says so in time."""

@@ -54,7 +54,7 @@ def kill_snapshot_server(life: Life, node: int) -> None:
 
 
 @pytest.mark.parametrize("deaths", [{8: 0}, {LAST: 0}, {4: 0, 11: 0, LAST - 1: 0}], ids=str)
-def test_training_goes_on_with_a_new_snapshot_server_and_stores_its_last_step(
+def test_training_continues_with_a_new_snapshot_server_and_stores_its_last_step(
     deaths: dict, tmp_path: Path
 ) -> None:
     assert run_ranks(2, train_on, tmp_path, False, deaths) == [None, None]

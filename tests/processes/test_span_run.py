@@ -41,7 +41,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     yield run
 
 
-def test_every_file_of_a_killed_run_is_whole_and_says_who_did_what(killed: Run) -> None:
+def test_every_file_of_a_killed_run_is_whole_and_states_who_did_what(killed: Run) -> None:
     batches = [read_span_file(path) for path in span_files(killed.spans_path)]
     assert {batch.attempt for batch in batches} == {1, 2}
     names = {batch.names[index] for batch in batches for index in set(batch.records["name"])}

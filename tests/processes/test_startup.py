@@ -201,7 +201,7 @@ def meets_nobody() -> str:
     return str(error.value)
 
 
-def test_a_store_that_nobody_serves_is_named_with_its_port():
+def test_a_store_that_no_process_serves_is_named_with_its_port():
     [message] = run_ranks(1, meets_nobody, timeout=60)
     assert message.startswith("rank 1 waited for the store of rank 0 at 127.0.0.1:") and "\n" not in message
 

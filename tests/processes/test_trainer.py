@@ -118,7 +118,7 @@ def interrupted(run: Run, at_step: int) -> int:
     return worker.main([str(run.path)])
 
 
-def test_a_run_stopped_by_a_signal_to_one_rank_saves_and_goes_on_to_the_same_bits(
+def test_a_run_stopped_by_a_signal_to_one_rank_saves_and_continues_to_the_same_bits(
     start: Callable[..., Run],
 ) -> None:
     keys = ["layout.pp=2", "layout.micro_batch=4", "model.dropout=0.1", "train.steps=40"]
@@ -132,7 +132,7 @@ def test_a_run_stopped_by_a_signal_to_one_rank_saves_and_goes_on_to_the_same_bit
     assert_same_run(run, undisturbed)
 
 
-def test_a_run_goes_on_in_another_layout(start: Callable[..., Run]) -> None:
+def test_a_run_continues_in_another_layout(start: Callable[..., Run]) -> None:
     keys = ["train.steps=20", "checkpoint.every=10"]
     run, undisturbed = start("moved", *keys), start("undisturbed", *keys)
     assert run_ranks(1, interrupted, run, 10) == [0]
@@ -143,7 +143,7 @@ def test_a_run_goes_on_in_another_layout(start: Callable[..., Run]) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_attempts_go_on_with_other_shares_and_fewer_replicas(
+def test_attempts_continue_with_other_shares_and_fewer_replicas(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is in the data does not depend on who worked on what: nothing is skipped or seen twice."""
@@ -162,7 +162,7 @@ def test_attempts_go_on_with_other_shares_and_fewer_replicas(
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_said(start: Callable[..., Run]) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_reported(start: Callable[..., Run]) -> None:
     run = start("run", "train.steps=20", "checkpoint.every=5")
     assert train(run) == [0]
     expected = final_tensors(run)
@@ -274,7 +274,7 @@ def test_ranks_of_another_launcher_refuse_the_tokens_of_another_tokenizer(
     assert run.last_step() == 4
 
 
-def test_the_worker_says_how_it_is_called(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_worker_prints_its_usage(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert worker.main([]) == 2 and "usage" in capfd.readouterr().err
     assert worker.main([str(tmp_path)]) == 2
     assert "no run here" in capfd.readouterr().err

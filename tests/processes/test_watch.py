@@ -67,7 +67,9 @@ def test_spans_that_are_sent_are_seen_and_the_slow_rank_is_first(watching: Watch
     assert watching.ask("rank/5")["groups"] == {"tp": [4, 5], "pp": [5, 7], "dp": [1, 5]}
 
 
-def test_a_batch_that_comes_twice_counts_once_and_what_was_lost_meanwhile_is_told(watching: Watching) -> None:
+def test_a_batch_that_comes_twice_counts_once_and_what_was_lost_meanwhile_is_reported(
+    watching: Watching,
+) -> None:
     """Its sender did not hear that it was taken, and sent it again."""
 
     def sent(number: int, step: int, num_dropped: int = 0, part: int = 0) -> None:
@@ -122,7 +124,7 @@ def wrong(**fields: int) -> bytes:
         wrong(duration_ns=-1),
     ],
 )
-def test_a_wrong_batch_is_refused_with_one_line_counted_and_told(watching: Watching, body: bytes) -> None:
+def test_a_wrong_batch_is_refused_with_one_line_counted_and_reported(watching: Watching, body: bytes) -> None:
     before = watching.ask("run")["dropped"]
     answer = watching.send(body)
     assert answer.status_code == 400 and answer.text.count("\n") == 1
@@ -164,7 +166,7 @@ def test_a_flood_is_refused_counted_and_over_when_it_is_over(watching: Watching)
     wait_until(lambda: watching.send(spans_of(1)).status_code != 429)
 
 
-def test_a_half_written_file_is_told_and_read_when_it_is_whole(watching: Watching, run: Run) -> None:
+def test_a_half_written_file_is_reported_and_read_when_it_is_whole(watching: Watching, run: Run) -> None:
     folder = run.path / "spans"
     folder.mkdir(exist_ok=True)
     whole = folder / "attempt-1-node-1-0.parquet"
@@ -284,7 +286,7 @@ def test_the_server_writes_nothing_into_the_run(tmp_path: Path) -> None:
     assert state() == before
 
 
-def test_a_run_that_begins_anew_with_more_ranks_is_followed_by_page_and_collector(tmp_path: Path) -> None:
+def test_a_run_that_starts_again_with_more_ranks_is_followed_by_page_and_collector(tmp_path: Path) -> None:
     """Its spans may come before the server has read that it has begun: none of them is refused."""
     run = make_run(tmp_path / "run")
     with Watching(run) as watching:
@@ -312,7 +314,7 @@ def hear(client: httpx.Client, count: int, heard: list[dict[str, int]]) -> list[
     return heard
 
 
-def test_a_page_hears_of_changes_also_after_the_server_began_anew(tmp_path: Path) -> None:
+def test_a_page_gets_changes_also_after_the_server_restarted(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run.path / "spans").mkdir()
     write_span_file(run.path / "spans" / "attempt-1-node-0-0.parquet", spans_of(3))
@@ -432,7 +434,7 @@ def test_a_client_that_takes_nothing_is_cut_off_and_others_are_not() -> None:
     assert not thread.is_alive()
 
 
-def test_what_cannot_be_watched_is_told_in_one_line(run: Run, tmp_path: Path) -> None:
+def test_what_cannot_be_watched_is_reported_in_one_line(run: Run, tmp_path: Path) -> None:
     assert "must be a run folder" in refused(str(tmp_path / "nothing"))
     assert "run = '../../etc'" in refused("../../etc")
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -124,7 +124,7 @@ def test_no_attack_on_an_authenticated_connection_reaches_the_driver(
     assert "has not sent so" in (run.path / "log").read_text()
 
 
-def test_strangers_are_refused_and_the_run_goes_on(driver: tuple[Run, subprocess.Popen[bytes]]) -> None:
+def test_strangers_are_refused_and_the_run_continues(driver: tuple[Run, subprocess.Popen[bytes]]) -> None:
     run, process = driver
 
     async def answer_to(data: bytes) -> bytes:

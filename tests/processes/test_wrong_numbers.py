@@ -71,7 +71,7 @@ def test_a_bit_that_flips_in_the_last_step_is_found_when_all_ranks_are_gone(
     assert_same_run(run, undisturbed)
 
 
-def test_a_gradient_that_is_not_a_number_once_costs_a_replay_and_is_told_as_transient(
+def test_a_gradient_that_is_not_a_number_once_costs_a_replay_and_is_reported_as_transient(
     tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run", corpus, *THREE)
@@ -97,7 +97,7 @@ def test_a_batch_that_is_never_a_number_stops_the_run_with_the_reason_and_the_ra
     assert run.read_metrics()[-1]["step"] == 11, "nothing moved by numbers that are none"
 
 
-def test_such_a_batch_is_skipped_where_the_job_says_so_in_later_attempts_and_starts_too(
+def test_a_bad_batch_is_skipped_if_the_job_allows_it_in_later_attempts_and_starts_too(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run", corpus, *THREE, "resilience.on_nan=skip")

@@ -44,7 +44,7 @@ def storage(hdfs: "HdfsServer", request: pytest.FixtureRequest) -> Storage:
     return open_storage(f"hdfs://cluster/{request.node.name}")
 
 
-def test_a_run_goes_on_from_hdfs_to_the_bits_that_it_had(tmp_path: Path, corpus: Path, hdfs: "HdfsServer"):
+def test_a_run_continues_from_hdfs_to_the_bits_that_it_had(tmp_path: Path, corpus: Path, hdfs: "HdfsServer"):
     """Its corpus lies there too. The last checkpoint is damaged there: it is set aside, by a rename."""
     hdfs.upload(corpus, "/corpus")
     keys = ["data.corpus=hdfs://cluster/corpus", f"data.cache={tmp_path / 'cache'}", "train.steps=6",

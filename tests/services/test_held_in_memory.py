@@ -49,7 +49,7 @@ def myriad(*arguments: object) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_a_run_that_ends_on_a_full_disk_is_saved_elsewhere_and_goes_on_to_the_same_bits(
+def test_a_run_that_ends_on_a_full_disk_is_saved_elsewhere_and_continues_to_the_same_bits(
     tmp_path: Path, corpus: Path, small: SmallDisk
 ) -> None:
     """Two nodes, each with a snapshot server of its own."""

@@ -50,7 +50,7 @@ def _wait_until_written(journal: Journal, epoch: int) -> None:
         time.sleep(0.02)
 
 
-def test_a_driver_whose_disk_hangs_sees_faults_and_repairs_them(tmp_path: Path) -> None:
+def test_a_driver_whose_disk_hangs_detects_faults_and_repairs_them(tmp_path: Path) -> None:
     with disk_that_hangs(tmp_path) as disk:
         journal = Journal(disk.path / "journal.jsonl")
         journal.begin(RunPlan(1, 1, first_epoch=1))

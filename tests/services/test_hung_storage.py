@@ -63,7 +63,7 @@ def go_on_to(run: Run, steps: int) -> None:
     run.create_or_resume(load_job(str(run.job_path), [f"train.steps={steps}"]))
 
 
-def test_training_goes_on_while_storage_hangs_and_saves_when_it_answers(start, disk):
+def test_training_continues_while_storage_hangs_and_saves_when_it_answers(start, disk):
     run = start("run", *EVERY_5, "train.steps=50", f"checkpoint.url={disk.path}/kept")
 
     def hang() -> None:
@@ -84,7 +84,7 @@ def test_training_goes_on_while_storage_hangs_and_saves_when_it_answers(start, d
     assert CheckpointFolder(run.checkpoints()).newest() == (50, [])
 
 
-def test_a_run_that_ends_while_storage_hangs_says_so_and_can_go_on_from_memory(start, disk, capfd):
+def test_a_run_that_ends_while_storage_hangs_reports_it_and_can_continue_from_memory(start, disk, capfd):
     keys = [*EVERY_5, "train.steps=20"]
     run, undisturbed = start("run", *keys, f"checkpoint.url={disk.path}/kept"), start("undisturbed", *keys)
     run.create_or_resume(load_job(str(run.job_path), ["checkpoint.timeout_seconds=1"]))
@@ -137,7 +137,7 @@ def test_a_rank_lost_while_storage_hangs_costs_no_step(start, disk):
     assert_same_run(run, undisturbed)
 
 
-def test_a_start_on_a_storage_that_hangs_says_so_and_leaves_nothing_in_the_way(start, disk, capfd):
+def test_a_start_on_a_storage_that_hangs_reports_it_and_leaves_nothing_in_the_way(start, disk, capfd):
     run = start("run", *EVERY_5, "train.steps=10", f"checkpoint.url={disk.path}/kept")
     disk.freeze()
     with impatient():
@@ -211,7 +211,7 @@ def test_a_checkpoint_that_did_not_fit_takes_no_room_from_others(start, small):
     assert folder.newest() == (25, [])
 
 
-def test_a_run_whose_own_folder_is_full_goes_on(start, small, corpus):
+def test_a_run_whose_own_folder_is_full_continues(start, small, corpus):
     """Lines that cannot be written are lost; steps are not."""
     run = make_run(small.path / "run", corpus, *EVERY_5, "train.steps=30")
     try:

@@ -61,7 +61,7 @@ def test_runs_of_one_name_do_not_meet(server, tmp_path) -> None:
         assert lease_of(server, tmp_path / folder / "run", folder).take(by_force=True).term == 1
 
 
-def test_a_lease_is_not_to_be_had_before_its_driver_knows_that_somebody_stands_by(server, tmp_path) -> None:
+def test_a_lease_cannot_be_taken_before_its_driver_was_notified_of_the_standby(server, tmp_path) -> None:
     """Else it would act on without Redis, as nobody else could."""
     a, b = lease_of(server, tmp_path, "a", 0.2), lease_of(server, tmp_path, "b", 0.2)
     a.take(by_force=True)
@@ -78,7 +78,7 @@ def test_a_lease_is_not_to_be_had_before_its_driver_knows_that_somebody_stands_b
     assert b.take(by_force=True).term == 3, "its own it has at any time"
 
 
-def test_a_driver_that_redis_has_forgotten_tells_it_again_and_a_late_question_changes_nothing(
+def test_a_driver_renews_a_lease_that_redis_has_lost_and_a_late_request_changes_nothing(
     server, tmp_path
 ) -> None:
     a = lease_of(server, tmp_path, "a")
@@ -152,7 +152,7 @@ def entry(leadership, epoch: int) -> dict[str, object]:
     return leadership.mark(Journal.entry((), RunState("running", epoch)))
 
 
-def test_redis_that_is_away_holds_up_nothing_and_hears_of_all_when_it_is_back(server, leased) -> None:
+def test_unreachable_redis_delays_nothing_and_gets_all_entries_when_it_is_back(server, leased) -> None:
     """Without a disk of its own: it has forgotten everything."""
     leased.replay()
     wait_until(lambda: not leased._deadline.is_watched)
@@ -198,7 +198,9 @@ def test_a_watched_driver_that_cannot_reach_redis_acts_no_more(server, leased, t
     assert not leased.allows(entry(leased, 2))
 
 
-def test_a_driver_that_slept_through_its_lease_is_told_at_its_next_decision(server, leased, tmp_path) -> None:
+def test_a_driver_that_was_paused_beyond_its_lease_notices_at_its_next_decision(
+    server, leased, tmp_path
+) -> None:
     """Its own clock stood still: nothing of it is done, as nothing of it is written."""
     other = lease_of(server, tmp_path, "b")
     with leased._renewing:
@@ -240,7 +242,7 @@ def interrupts():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def test_whoever_stands_by_drives_when_redis_has_forgotten_the_run_and_nobody_tells_it(
+def test_a_standby_drives_when_redis_has_forgotten_the_run_and_it_is_not_notified(
     server, tmp_path, interrupts
 ) -> None:
     """It has no disk, and was started again; the driver had ended, as it could not know that it was alone."""

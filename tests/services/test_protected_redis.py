@@ -93,7 +93,7 @@ def test_a_wrong_password_ends_the_start_at_once_and_is_not_repeated(
         lease.check_server(protected)
 
 
-def test_a_server_whose_certificate_nobody_signed_gets_no_password(
+def test_a_server_whose_certificate_is_unsigned_gets_no_password(
     protected: RedisAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MYRIAD_REDIS_CA")

@@ -232,7 +232,7 @@ def test_a_machine_that_ray_believes_to_be_well_is_left_and_nothing_stays_behind
     assert [executor_of(run, node) for node in range(3)] == [None] * 3
 
 
-def test_the_command_is_killed_and_goes_on_and_says_nothing_but_its_answer(
+def test_a_killed_command_resumes_and_prints_only_its_answer(
     tmp_path: Path, corpus: Path, undisturbed: Run, machines: Machines
 ) -> None:
     """Ray ends its tasks; the second time a machine dies, too."""
@@ -273,7 +273,7 @@ def test_a_driver_that_others_cannot_reach_is_refused(
         check_engine(tiny_on_ray())
 
 
-def test_without_ray_or_without_a_cluster_one_line_says_so(
+def test_without_ray_or_without_a_cluster_one_line_reports_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Before anything is started."""

@@ -54,7 +54,7 @@ def test_all_that_torch_asks_of_a_store_is_there(store):
     asked.barrier("met", 1, timedelta(seconds=1))
 
 
-def test_whoever_waits_goes_on_when_the_value_comes(store):
+def test_a_waiting_client_continues_when_the_value_arrives(store):
     found: list[list[bytes]] = []
     waiting = threading.Thread(target=lambda: found.append(store.multi_get(["a", "b", "c"])))
     store.set("b", "2")
@@ -67,7 +67,7 @@ def test_whoever_waits_goes_on_when_the_value_comes(store):
     assert found == [[b"1", b"2", b"3"]]
 
 
-def test_waiting_in_vain_says_for_what(store):
+def test_a_timeout_names_the_keys_that_were_missing(store):
     store.set_timeout(timedelta(seconds=0.1))
     for wait in (lambda: store.get("x"), lambda: store.wait(["x", "y"], timedelta(seconds=0.1))):
         with pytest.raises(dist.DistStoreError, match=r"timed out after waiting 0\.1 s for x"):
@@ -160,12 +160,12 @@ def test_ranks_that_start_again_wait_for_a_server_that_is_being_restarted(
         store.result(60).set("key", "value")
 
 
-def test_a_server_that_takes_no_more_clients_says_so(server):
+def test_a_server_that_takes_no_more_clients_reports_it(server):
     server.client.config_set("maxclients", 1)
     assert "max number of clients reached" in error_of(lambda: [open_store(server.url) for _ in range(3)])
 
 
-def test_a_server_out_of_memory_says_so(server, store):
+def test_a_server_out_of_memory_reports_it(server, store):
     server.client.config_set("maxmemory", 1)
     assert "maxmemory" in error_of(lambda: store.set("key", "x"))
 

@@ -74,7 +74,7 @@ def flip(s3: Any, bucket: str, key: str, at: float = 0.5) -> None:
     s3.put_object(Bucket=bucket, Key=key, Body=bytes(content))
 
 
-def test_a_run_that_lost_its_machine_goes_on_from_s3_to_the_bits_of_an_undisturbed_one(start, bucket):
+def test_a_run_that_lost_its_machine_continues_from_s3_to_the_bits_of_an_undisturbed_one(start, bucket):
     keys = [*TWO_REPLICAS, "layout.zero=3", "train.steps=20", "checkpoint.every=5", "overlap.checkpoint=off"]
     run, undisturbed = start("lost", *keys, f"checkpoint.url=s3://{bucket}/run"), start("whole", *keys)
     lose_ranks(run, {12: partial(kill_run, run)})
@@ -219,7 +219,7 @@ def _assert_read_once(spans: list[tuple[int, int]], record: Any) -> None:
             assert any(low <= start and end <= high for low, high in spans), chunk
 
 
-def test_training_goes_on_while_the_server_is_away_and_saves_when_it_is_back(start, bucket, object_store):
+def test_training_continues_while_the_server_is_away_and_saves_when_it_is_back(start, bucket, object_store):
     run = start("run", "train.steps=30", "checkpoint.every=5", f"checkpoint.url=s3://{bucket}/run")
 
     def away() -> None:

@@ -138,7 +138,7 @@ def test_a_lost_node_is_drained_and_a_spare_of_the_allocation_takes_its_place(
     assert_same_run(run, undisturbed)
 
 
-def test_without_a_spare_the_job_queues_again_and_goes_on_elsewhere(
+def test_without_a_spare_the_job_queues_again_and_continues_elsewhere(
     cluster: Callable[[int], SlurmCluster], tmp_path: Path, corpus: Path, undisturbed: Run
 ) -> None:
     made, run = cluster(3), make_run(tmp_path / "run", corpus, "checkpoint.every=20")

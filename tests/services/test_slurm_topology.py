@@ -58,7 +58,7 @@ def test_slurm_knows_the_switches_and_puts_jobs_under_few(cluster: SlurmCluster)
     assert len(leaves) == 2 and len(set(leaves)) == 1
 
 
-def test_ranks_land_where_the_host_file_says(
+def test_ranks_start_on_the_nodes_of_the_host_file(
     cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, hosts = [f"n{number}" for number in range(NODES)], tmp_path / "hosts"

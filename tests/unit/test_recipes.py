@@ -50,7 +50,7 @@ def test_the_window_of_megascale_saves_what_its_mfu_implies() -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names("clusters"))
-def test_every_cluster_says_what_a_planner_needs(name: str) -> None:
+def test_every_cluster_states_what_a_planner_needs(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.name == name
     assert cluster.accelerator.memory_bytes > 2**30

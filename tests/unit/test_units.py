@@ -26,7 +26,7 @@ from myriad.units import (
         (9600, 9600),
     ],
 )
-def test_bits_and_bytes_are_told_apart(text, bits_per_second):
+def test_bits_and_bytes_are_distinguished(text, bits_per_second):
     assert parse_rate(text) == bits_per_second
 
 
@@ -57,7 +57,7 @@ def test_ranges_of_ranks_are_read_and_none_fills_memory() -> None:
         (range(0, 12288, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 6136 more"),
     ],
 )
-def test_ranks_are_told_in_few_words(ranks, told):
+def test_ranks_are_reported_in_few_words(ranks, told):
     assert format_ranks(ranks) == told
 
 

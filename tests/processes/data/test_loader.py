@@ -77,7 +77,7 @@ def test_any_step_in_any_order_is_the_batch_of_that_step(spec: LoaderSpec) -> No
     assert not is_running(pid)
 
 
-def test_a_run_whose_batch_has_changed_goes_on_with_the_sample_that_follows(spec: LoaderSpec) -> None:
+def test_a_run_whose_batch_has_changed_continues_with_the_sample_that_follows(spec: LoaderSpec) -> None:
     """Step 1 was reached with batches of 5: nothing that was prepared before it was known may be used."""
     with LoaderClient(spec, first_step=None) as client:
         client.begin(1, DataPosition.resumed(BATCH, step=1, samples=5))
@@ -215,7 +215,7 @@ def test_all_ranks_of_a_node_read_the_same_bytes_while_the_loader_is_killed(
             assert process.returncode == 0
 
 
-def test_when_the_owner_dies_the_loader_ends_and_the_others_are_told(
+def test_when_the_owner_dies_the_loader_ends_and_the_others_are_notified(
     spec: LoaderSpec, started: list[subprocess.Popen[str]]
 ) -> None:
     started.append(start_rank(spec, 0, 2, "stop"))

@@ -96,7 +96,7 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path, source: Path) -> 
     assert content(folders[0]) == content(folders[1])
 
 
-def test_a_bad_record_in_a_worker_is_told_as_it_is(tmp_path: Path, source: Path) -> None:
+def test_an_error_in_a_worker_process_is_reported_unchanged(tmp_path: Path, source: Path) -> None:
     broken = tmp_path / "b.jsonl"
     broken.write_text(source.read_text() * 2 + "broken\n")
     with pytest.raises(

@@ -124,7 +124,7 @@ def test_two_links_are_over_when_both_are() -> None:
     assert [one.kind for one in groups.due(220.0)] == ["resolved"]
 
 
-def test_a_higher_level_is_told_without_waiting_for_the_next_update() -> None:
+def test_a_higher_level_is_reported_without_waiting_for_the_next_update() -> None:
     groups = groups_of()
     add_event(groups, 100.0, event="retry", problem="no room")
     assert [one.level for one in groups.due(110.0)] == ["warning"]

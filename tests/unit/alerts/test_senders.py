@@ -167,7 +167,7 @@ def test_answers_that_are_no_success_are_errors_without_secrets(
     assert SECRET not in str(caught.value) and "127.0.0.1" not in str(caught.value)
 
 
-def test_a_place_that_fails_is_tried_again_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_fails_is_tried_again_and_reports_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     server, reports = HookServer(), list[tuple[str, str]]()
     server.answers = [(500, "", {}), (429, "", {"Retry-After": "0"}), (503, "", {}), (200, "ok", {})]
     with server.serving() as url:

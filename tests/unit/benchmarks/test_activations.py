@@ -31,7 +31,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("keys", SHAPES, ids=str)
-def test_every_layer_keeps_to_the_byte_what_the_formula_says(keys: dict[str, Any]) -> None:
+def test_every_layer_keeps_to_the_byte_what_the_formula_predicts(keys: dict[str, Any]) -> None:
     model = ModelConfig(**(SMALL | keys))
     for index in range(4):
         for dtype in DTYPES:

@@ -111,7 +111,7 @@ def test_tables_show_failures_unequal_bits_and_the_best_peer():
     assert "| disk | sharded | 2 | 2 : 500 | 2,000 : 2,500 | 500 : 500 | 250 |" in show_summary(rows())
 
 
-def test_the_full_disk_tells_what_training_saw():
+def test_the_full_disk_benchmark_reports_the_stall_of_training():
     table = show_full([Full("DCP save", "save raised A | B", 1, "durable")], "A small disk")
     assert "| DCP save | save raised A / B | 1 | durable |" in table
 

@@ -33,7 +33,7 @@ def rank(offset_seconds: float, collecting_seconds: float) -> Found:
     return found
 
 
-def test_a_row_says_how_far_apart_ranks_launch_and_how_long_they_collect() -> None:
+def test_a_row_has_the_spread_of_launches_and_the_time_in_garbage_collection() -> None:
     row = summarise(Setting("x", 100, 0), [rank(0.0, 0.2), rank(0.003, 0.6)])
     assert row.steps == 400
     np.testing.assert_allclose([row.p50_ms, row.p99_ms, row.max_ms, row.mean_ms], 10, rtol=1e-4)

@@ -50,7 +50,7 @@ def test_every_training_has_a_figure_and_a_prediction(monkeypatch, capsys) -> No
     assert "float8" in rows[0] and "Llama" in rows[1]
 
 
-def test_the_planner_tells_without_a_gpu_and_float8_pays_in_large_layers(monkeypatch, capsys) -> None:
+def test_the_planner_predicts_without_a_gpu_that_float8_pays_in_large_layers(monkeypatch, capsys) -> None:
     run(monkeypatch, "--predict", "h100-sxm-80gb")
     rows = {row[:46].strip(): row.split() for row in capsys.readouterr().out.splitlines() if "%" in row}
     assert len(rows) == len(gpu_training.CASES)
@@ -74,7 +74,7 @@ def test_a_window_counts_its_own_pairs_and_full_attention_both_ways() -> None:
     assert one.mfu(windowed, 1e12, attended=True) == pytest.approx(one.mfu(windowed, 1e12, attended=False))
 
 
-def test_without_a_gpu_it_says_what_to_do(monkeypatch) -> None:
+def test_without_a_gpu_it_prints_what_to_do(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="--device cpu --small"):
         run(monkeypatch)

@@ -203,7 +203,7 @@ def test_a_manifest_of_a_stranger_describes_a_checkpoint_or_is_refused(place, va
     assert "\n" not in str(refused.value)
 
 
-def test_a_format_of_a_newer_program_is_said_to_be_one(monkeypatch):
+def test_a_format_of_a_newer_program_is_reported_as_such(monkeypatch):
     import myriad.checkpoint.format.checkpoint_manifest as module
 
     monkeypatch.setattr(module, "VERSION", 3)
@@ -228,13 +228,13 @@ def test_a_replaced_file_is_the_old_or_the_new_one(tmp_path: Path):
 
 
 @pytest.mark.parametrize("url", ["nosuch://bucket/x", "s4://x"])
-def test_a_scheme_that_nobody_knows_is_refused_in_one_line(url):
+def test_a_scheme_that_is_unknown_is_refused_in_one_line(url):
     with pytest.raises(BadInputError, match=r"checkpoint\.url = '.*': cannot be opened") as caught:
         open_storage(url)
     assert "\n" not in str(caught.value)
 
 
-def test_messages_bring_bytes_and_descriptors_and_a_closed_line_is_told():
+def test_messages_bring_bytes_and_descriptors_and_a_closed_line_is_reported():
     one, other = (SocketChannel(end) for end in socket.socketpair())
     reading, writing = os.pipe()
     one.send({"op": "x"}, b"payload", [writing])

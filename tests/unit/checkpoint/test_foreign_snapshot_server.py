@@ -52,7 +52,7 @@ def another_user_listens(name: str) -> Iterator[int]:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
-def test_ranks_neither_send_to_nor_hear_a_server_of_another_user(tmp_path: Path) -> None:
+def test_ranks_neither_send_to_nor_receive_from_a_server_of_another_user(tmp_path: Path) -> None:
     name = server_name(tmp_path)
     with another_user_listens(name) as received:
         with pytest.raises(ForeignServerError, match=f"user {NOBODY} of this machine listens") as refused:

@@ -118,7 +118,7 @@ def test_an_index_without_a_map_is_refused(sharded: Path, places: Any) -> None:
     assert "must have a weight_map" in refusal(sharded)
 
 
-def test_files_that_do_not_hold_what_the_index_says_are_refused(sharded: Path) -> None:
+def test_files_that_contradict_their_index_are_refused(sharded: Path) -> None:
     places = places_of(sharded)
     write_index(sharded, places | {"model.norm.weight": ONE})
     assert f"model.norm.weight should be in {ONE}, is in {TWO}" in refusal(sharded)

@@ -192,7 +192,7 @@ def test_a_difference_that_is_no_number_is_strict_json(call: Callable[..., Any],
     assert code == 1 and found == {"model.w": (None, None), "model.kind": ("bfloat16 and float32", 0.0)}
 
 
-def test_what_an_import_says_to_type_can_be_pasted(
+def test_the_command_that_an_import_prints_can_be_pasted(
     call: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("export", NAME, "out")[0] == 0

@@ -38,7 +38,7 @@ def train(*arguments: object) -> str:
     return str(done.exception)
 
 
-def test_a_start_that_would_go_on_from_an_older_step_says_what_to_type(run: Run, tmp_path: Path) -> None:
+def test_a_start_that_would_continue_from_an_older_step_prints_what_to_type(run: Run, tmp_path: Path) -> None:
     told = train(run.path)
     assert f"step 20 of {run.path} is in {tmp_path / 'else where'}, and the newest here is step 10" in told
     assert f"--checkpoint.url '{tmp_path / 'else where'}'`; or from step 10: --checkpoint.url off" in told
@@ -55,7 +55,7 @@ def test_a_step_that_is_not_there_any_more_holds_nothing_up(run: Run, tmp_path: 
     assert "data.corpus" in train(run.path)
 
 
-def test_a_start_that_went_on_from_an_earlier_step_has_given_up_the_later_ones() -> None:
+def test_a_start_that_continued_from_an_earlier_step_has_given_up_the_later_ones() -> None:
     events = [
         {"event": "checkpoint", "step": 10},
         {"event": "checkpoint", "step": 20, "url": "b"},

@@ -55,7 +55,7 @@ def test_attempts_that_die_before_their_first_snapshot_lose_nothing():
     assert known(node_server) == [(5, 9), (5, 10)], "the past goes once the present has two"
 
 
-def test_snapshots_newer_than_the_one_a_run_went_on_from_never_come_back():
+def test_snapshots_newer_than_the_one_a_run_continued_from_never_come_back():
     node_server = SnapshotServer()
     zombie = join(node_server, 1)
     take(node_server, zombie, 7, 8, 9)
@@ -155,7 +155,7 @@ def test_a_dead_attempt_stores_nothing_once_another_has_taken_the_run_over(tmp_p
     assert "attempt 2 of the run has taken over" in told["problem"]
 
 
-def test_a_snapshot_server_that_takes_anothers_place_is_told_what_was_over_before_it_was_known(tmp_path):
+def test_a_new_snapshot_server_learns_which_attempts_were_over(tmp_path):
     """Its ranks hold what nobody will ask for; without memory they would never come to the last step."""
     node_server = SnapshotServer()
     entry = join(node_server, 1)

@@ -251,7 +251,7 @@ def test_a_run_that_has_nothing_to_lose_or_is_allowed_to_begins_at_step_1(case: 
         ),
     ],
 )
-def test_a_run_that_has_trained_says_what_there_is_and_what_to_type(
+def test_a_run_that_has_trained_prints_what_exists_and_what_to_type(
     past: RunHistory, found: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(NoStateError) as caught:

@@ -22,7 +22,7 @@ def _told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
     return found
 
 
-def test_one_switch_is_32_flows_on_32_uplinks_if_nothing_is_said(
+def test_one_switch_defaults_to_32_flows_on_32_uplinks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "ecmp.svg"
@@ -34,7 +34,7 @@ def test_one_switch_is_32_flows_on_32_uplinks_if_nothing_is_said(
     assert len(root.findall("{*}polyline")) == 4 and "32 flows: 0.30" in picture.read_text()
 
 
-def test_a_table_says_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ecmp_table_lists_the_remedies(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run() == 0
     shown = capsys.readouterr().out
     assert "32 flows on 32 uplinks" in shown and "What helps, most first: adaptive routing" in shown

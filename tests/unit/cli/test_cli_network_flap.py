@@ -33,7 +33,7 @@ def test_what_is_recommended_loses_least_of_all_that_is_shown(capsys):
     assert all(line["reason"] for line in found["set"])
 
 
-def test_nics_that_cannot_resend_adaptively_are_not_told_to(capsys):
+def test_nics_that_cannot_resend_adaptively_get_no_such_advice(capsys):
     found = answered(capsys, "--no-adaptive")
     assert not any(one["adaptive"] for one in found["timers"])
     assert not any("mlxreg" in line["setting"] for line in found["set"])

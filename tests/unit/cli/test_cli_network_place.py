@@ -149,7 +149,9 @@ def test_bad_input_is_one_line(
     assert said in told and told.count("\n") == 1
 
 
-def test_an_iteration_is_told_as_a_distribution(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_iteration_is_forecast_as_a_distribution(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["simulate", *JOB, "--cluster", str(cluster), "--fabric", "--json"])
     assert not ended.value.code
@@ -161,7 +163,9 @@ def test_an_iteration_is_told_as_a_distribution(cluster: Path, capsys: pytest.Ca
     assert ended.value.code == 2
 
 
-def test_a_plan_says_what_switches_make_of_it(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_includes_the_effect_of_the_switches(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = ("--what-if", "accelerator.memory_bytes=4GiB")
     with pytest.raises(SystemExit) as ended:
         main(["plan", *JOB, "--cluster", str(cluster), "--fabric", *small, "--json"])

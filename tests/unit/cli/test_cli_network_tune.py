@@ -19,7 +19,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(ended.value.code or 0), out.out, out.err
 
 
-def test_a_shell_reads_what_json_says(capsys):
+def test_the_shell_output_sets_the_same_variables_as_the_json(capsys):
     wanted = json.loads(run(capsys, *CLUSTER, "--export", "json")[1])
     assert wanted["NCCL_CROSS_NIC"] == "0"
     assert wanted["NCCL_SOCKET_IFNAME"] == "=bond0"

@@ -92,7 +92,7 @@ def test_a_log_gets_lines_while_nothing_ends(run, monkeypatch):
     assert lines == [*starts, "waiting for step 2 to end, 6 s"]
 
 
-def test_spans_that_are_lost_are_told_while_the_run_goes_on(run):
+def test_spans_that_are_lost_are_reported_while_the_run_continues(run):
     console = Console(file=io.StringIO(), width=120)
     screen = open_screen(console, run, 3)
     full = {"place": "files", "problem": "No space left on device"}

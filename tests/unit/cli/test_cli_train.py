@@ -113,7 +113,7 @@ def test_a_place_without_the_checkpoints_of_the_run_is_refused(myriad, monkeypat
     assert Run("runs/tiny").job_path.read_bytes() == before
 
 
-def test_ctrl_c_saves_says_how_to_go_on_and_that_works(myriad, monkeypatch):
+def test_ctrl_c_saves_and_prints_a_command_that_resumes(myriad, monkeypatch):
     monkeypatch.setenv("FAKE_STOP_STEP", "7")
     code, out, _ = myriad("train", "tiny", "--train.seed", "3")
     assert code == 130
@@ -125,7 +125,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_that_works(myriad, monkeypatch):
     assert Run("runs/tiny").job().train.seed == 3
 
 
-def test_a_run_goes_on_by_its_name_and_what_may_be_typed_next_can_be(myriad, monkeypatch):
+def test_a_run_continues_by_its_name_and_what_may_be_typed_next_can_be(myriad, monkeypatch):
     assert myriad("train", "tiny", "--run", "runs/my run")[0] == 0
     code, out, _ = myriad("train", "my run", "--train.steps", "25")
     assert code == 0 and "resuming from step 20" in out
@@ -208,14 +208,14 @@ def corpus_file(path: Path, vocabulary: int) -> None:
 @pytest.mark.parametrize(
     ("corpus", "told"), [("nowhere", "no such corpus"), ("empty", "empty"), ("empty/none", "no such corpus")]
 )
-def test_a_missing_or_empty_corpus_is_told_before_anything_starts(myriad, corpus, told):
+def test_a_missing_or_empty_corpus_is_reported_before_anything_starts(myriad, corpus, told):
     Path("empty").mkdir()
     code, _, err = myriad("train", "tiny", "--data.corpus", corpus)
     assert code == 2 and corpus in err and err.count("\n") == 1
     assert not Path("runs").exists()
 
 
-def test_a_run_keeps_its_tokenizer_and_does_not_go_on_with_another(myriad):
+def test_a_run_keeps_its_tokenizer_and_does_not_continue_with_another(myriad):
     corpus_file(Path("corpus"), 300)
     keys = ["--data.corpus", "corpus/text", "--run", "one"]
     assert myriad("train", "tiny", *keys)[0] == 0

@@ -51,7 +51,7 @@ def test_commands_that_the_pages_name_are_targets_of_make():
     assert "make test" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_decisions_are_listed_with_area_and_status_and_each_says_when_to_look_again():
+def test_decisions_are_listed_with_area_and_status_and_each_has_revisit_when():
     folder = ROOT / "docs" / "decisions"
     found, incomplete = {}, []
     for page in sorted(folder.glob("*.md")):

@@ -65,7 +65,7 @@ def test_a_scenario_that_breaks_is_a_row_and_the_others_are_tried(
     assert told.splitlines()[-1].startswith(last)
 
 
-def test_ctrl_c_ends_them_all_and_tells_what_was_tried(
+def test_ctrl_c_ends_them_all_and_reports_what_was_tried(
     scenarios: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tried = trial.try_scenario
@@ -103,7 +103,7 @@ def test_a_run_that_a_person_ends_is_not_graded(
         trial.try_scenario("one", load_scenario(str(tmp_path / "one.toml")), tmp_path, print)
 
 
-def test_progress_says_which_run_is_under_way_and_how_long_it_takes(
+def test_progress_states_which_run_is_under_way_and_how_long_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """slow-rank trains for minutes: without its steps on the screen it looks as if it hung."""
@@ -133,5 +133,5 @@ def test_programs_get_the_same_as_json(scenarios: list[str], capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("arguments", [[], ["--all", "--random", "3"], ["kill-rank", "--doubles", "1"]])
-def test_one_way_to_say_what_is_to_be_broken(arguments: list[str]) -> None:
+def test_scenarios_all_and_random_exclude_each_other(arguments: list[str]) -> None:
     assert run(*arguments) == 2

@@ -42,7 +42,7 @@ def test_as_json_it_has_everything(capsys):
         assert rank["fits_probability"] == pytest.approx(1.0)
 
 
-def test_waiting_for_slow_storage_is_told(capsys, tmp_path):
+def test_waiting_for_slow_storage_is_reported(capsys, tmp_path):
     cluster = tmp_path / "slow.toml"
     ready = resources.files("myriad.recipes") / "clusters" / "laptop.toml"
     cluster.write_text(
@@ -127,7 +127,7 @@ def network(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return int(ended.value.code or 0), out.out, out.err
 
 
-def test_a_flap_in_an_iteration_says_what_it_costs(capsys, tmp_path):
+def test_a_flap_in_an_iteration_states_what_it_costs(capsys, tmp_path):
     asked = ("--flap", "node=1:3s@5s", "--timers", "18x7", "--spans", str(tmp_path / "run"), "--json")
     code, out, err = network(capsys, *asked)
     assert code == 0, err
@@ -148,7 +148,7 @@ def test_timers_without_a_flap_and_a_flap_without_a_cluster_are_refused(capsys):
     assert ended.value.code == 2
 
 
-def test_a_picture_is_what_its_name_says(capsys, tmp_path):
+def test_a_picture_is_what_its_name_states(capsys, tmp_path):
     pytest.importorskip("resvg_py")
     out = tmp_path / "x.png"
     shown(capsys, "--cluster", "laptop", "--out", str(out))

@@ -96,7 +96,7 @@ def test_of_layouts_that_share_the_work_alike_a_few_are_ranked(capsys: pytest.Ca
     assert len(grids) > 3 and max(grids.count(grid) for grid in grids) <= 3
 
 
-def test_a_layout_for_another_number_of_accelerators_says_so(
+def test_a_layout_for_another_number_of_accelerators_reports_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = tmp_path / "job.toml"
@@ -107,7 +107,9 @@ def test_a_layout_for_another_number_of_accelerators_says_so(
     assert written.endswith(", on 2") and not any(row.endswith(", on 4") for row in rows)
 
 
-def test_who_names_no_cluster_is_told_which_one_nothing_fits_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_names_the_default_cluster_on_which_nothing_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert _plan("gpt-13b") == 2
     assert "--cluster was not given, and is laptop" in capsys.readouterr().err
 

@@ -91,7 +91,7 @@ def test_spans_have_phases_and_classes_and_join_with_metrics(
     assert sorted(rows(capsys, run, files)) == [[0, 48, 1, 0.0], [1, 48, 1, 0.001]]
 
 
-def test_without_a_query_time_by_phase_is_shown_and_the_half_file_told(
+def test_without_a_query_time_by_phase_is_shown_and_the_half_file_reported(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = ask(capsys, run.path)
@@ -171,7 +171,7 @@ def test_a_folder_without_spans_has_none(tmp_path: Path, capsys: pytest.CaptureF
     assert rows(capsys, run, "SELECT time, event FROM events UNION ALL SELECT step, '' FROM metrics") == []
 
 
-def test_without_duckdb_it_says_what_to_install(
+def test_without_duckdb_the_error_names_the_package_to_install(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
@@ -274,7 +274,7 @@ def fields(data: bytes) -> Iterator[tuple[int, Any]]:
             at += length
 
 
-def test_perfettos_trace_says_the_same_and_each_track_nests(
+def test_perfettos_trace_has_the_same_spans_and_each_track_nests(
     run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "t.pftrace.gz"

@@ -19,7 +19,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return out.out if ended.value.code == 0 else f"{ended.value.code} {out.err}"
 
 
-def test_the_tables_say_what_each_policy_reaches(capsys):
+def test_the_tables_show_the_ettr_of_each_policy(capsys):
     lines = shown(capsys, "--weeks", "0.5", *CLUSTER, "--runs", "2").splitlines()
     assert "0.5 weeks on 12,288 accelerators" in lines[0] and "5.8 faults a day, 2 runs" in lines[0]
     assert any(line.startswith("Myriad, corruption shows") for line in lines)
@@ -40,13 +40,13 @@ def test_as_json_and_as_picture(capsys, tmp_path):
     assert "MegaScale-like" in text and "restart seconds" in text
 
 
-def test_a_job_says_how_long_a_step_takes(capsys):
+def test_a_job_sets_the_step_time_of_the_simulation(capsys):
     job = ("tiny", "--layout.dp", "2", "--weeks", "0.05", "--cluster", "laptop", "--runs", "1", "--json")
     found = json.loads(shown(capsys, *job))
     assert found["accelerators"] == 2 and found["times"]["step_seconds"] < 6
 
 
-def test_a_job_says_what_is_kept_and_compared(capsys):
+def test_a_job_sets_what_is_stored_and_compared(capsys):
     how = ("--weeks", "0.05", "--cluster", "laptop", "--runs", "1", "--json", "--layout.dp", "2")
     kept = ("--checkpoint.copies_every", "3", "--checkpoint.minutes", "5", "--checkpoint.every", "0")
     times = json.loads(shown(capsys, "tiny", *how, *kept, "--resilience.verify_every", "4"))["times"]

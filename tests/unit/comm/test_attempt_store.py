@@ -67,7 +67,7 @@ def test_a_rank_waits_for_what_is_written_later(server: StoreServer) -> None:
         both.result(20)
 
 
-def test_a_wait_ends_and_the_store_goes_on(server: StoreServer) -> None:
+def test_a_wait_ends_and_the_store_continues(server: StoreServer) -> None:
     store = rank(server)
     with pytest.raises(dist.DistStoreError, match=r"timed out after waiting 0.05 s for a, b"):
         store.wait(["a", "b"], timedelta(seconds=0.05))

@@ -9,16 +9,14 @@ from myriad.comm import free_port as ports
 from myriad.comm.free_port import free_port
 
 
-def test_a_port_is_none_that_the_kernel_gives_to_whoever_asks_for_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_free_port_is_outside_the_ephemeral_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = tmp_path / "range"
     given.write_text("20003\t60999\n")
     monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", given)
     assert {free_port() for _ in range(30)} <= {20_000, 20_001, 20_002}
 
 
-def test_a_port_that_somebody_listens_on_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_someone_listens_on_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     first = free_port()
     with socket.create_server(("127.0.0.1", first)):
         monkeypatch.setattr(ports, "_FIRST", first)
@@ -27,7 +25,7 @@ def test_a_port_that_somebody_listens_on_is_passed_over(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("given", ["1024 65535", "", None])
-def test_where_the_kernel_gives_all_or_says_nothing_it_gives_this_one(
+def test_the_memory_nodes_default_to_one_with_all_cores(
     given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", tmp_path / "range")

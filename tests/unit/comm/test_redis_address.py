@@ -16,7 +16,7 @@ HOSTS = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
 
 
 @given(HOSTS, st.integers(0, 65535), st.integers(0, 99))
-def test_a_redis_url_says_host_port_and_database(host, port, database):
+def test_a_redis_url_has_host_port_and_database(host, port, database):
     if port:
         assert redis_address(f"redis://{host}:{port}/{database}") == RedisAddress(host, port, database)
         assert redis_address(f"redis://{host}:{port}") == RedisAddress(host, port, 0)
@@ -72,7 +72,7 @@ def test_no_text_at_all_breaks_the_check(store):
         assert "\n" not in str(error)
 
 
-def test_without_the_package_it_says_how_to_get_it(monkeypatch):
+def test_without_the_package_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadInputError, match=r"pip install 'myriad-train\[redis\]'"):
         check_store(CommConfig(store="redis://host:6379"))

@@ -102,7 +102,7 @@ def test_spans_that_seem_to_overlap_by_a_clock_s_grain_count_once() -> None:
     assert abs(table.idle_seconds[0, 0]) < 1e-12
 
 
-def test_a_rank_that_told_nothing_is_unknown_and_not_quick() -> None:
+def test_a_rank_that_reported_nothing_is_unknown_and_not_quick() -> None:
     records, names = records_of((1, 0, "forward", 0.0, 1.0), (3, 2, "forward", 5.0, 1.0))
     table = phase_table(records, names, 3)
     assert list(table.steps) == [1, 3]

@@ -97,7 +97,7 @@ def test_healing_the_slow_ranks_gives_the_healthy_step(layout: Layout) -> None:
     assert answer.sentence.startswith("without rank")
 
 
-def test_a_pipeline_s_bubble_is_told_from_its_messages() -> None:
+def test_a_pipeline_s_bubble_is_reported_from_its_messages() -> None:
     """1F1B of m micro-batches on p equal ranks idles (p - 1) / (m + p - 1)."""
     found = predicted_losses(costs_of(Layout(pp=2, tp=2), 8))
     assert found.split
@@ -187,7 +187,7 @@ def test_spans_of_another_job_are_given_up_at_once(field: str, value: int) -> No
         programs_seen(records, run.names, layout, run.costs.workload.overlap, (4, 4), tied=False)
 
 
-def test_a_standstill_is_blamed_on_the_rank_that_waits_for_nobody() -> None:
+def test_a_hang_names_the_rank_that_waits_for_no_other() -> None:
     """Rank 5 dies in its second forward: everybody else goes on until it needs something of it."""
     run = simulated_run(Layout(dp=3, pp=2))
     step = run.step(1)

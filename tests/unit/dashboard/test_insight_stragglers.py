@@ -34,12 +34,12 @@ def test_a_planted_slow_rank_is_found_with_its_stage_phase_and_step(pipeline_pla
     assert told.endswith("since step 17")
 
 
-def test_nobody_is_blamed_in_a_healthy_run() -> None:
+def test_no_node_is_named_in_a_healthy_run() -> None:
     run = simulated_run(Layout(dp=8, pp=4), steps=20, jitter=0.02)
     assert stragglers(table_of(run), run.ranks) == []
 
 
-def test_a_slow_node_is_told_as_a_node() -> None:
+def test_a_slow_node_is_reported_as_a_node() -> None:
     slow = {(replica, place): 1.2 for replica in (2, 3) for place in (0, 1)}
     run = simulated_run(Layout(dp=8, pp=2), steps=12, slower=slow, jitter=0.01)
     found = suspects(stragglers(table_of(run), run.ranks))
@@ -62,12 +62,12 @@ def test_a_replica_with_more_micro_batches_is_not_slow() -> None:
     assert np.allclose(alike.z, 0.0)
 
 
-def test_a_stage_with_one_rank_is_compared_with_nobody() -> None:
+def test_a_stage_with_one_rank_has_no_peers() -> None:
     scores = compare(np.array([[1.0, 9.0]]), Ranks(Layout(pp=2), 1).peers)
     assert np.isnan(scores.z).all()
 
 
-def test_a_change_is_dated_and_noise_is_none() -> None:
+def test_a_change_is_dated_and_noise_is_not() -> None:
     noise = np.random.default_rng(1).normal(1.0, 0.01, 200)
     assert changed_at(noise, least=0.03) is None
     assert changed_at(np.where(np.arange(200) >= 120, noise + 0.1, noise), least=0.03) == 120

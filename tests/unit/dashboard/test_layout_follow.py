@@ -55,7 +55,7 @@ def shown(page: WatchedRun) -> tuple[int, list[int], dict[str, int]]:
     return page.store.world, page.store.steps(), {axis: size for axis, size in axes.items() if size > 1}
 
 
-def test_a_run_that_goes_on_in_another_layout_is_shown_in_that_one(tmp_path: Path) -> None:
+def test_a_run_that_continues_in_another_layout_is_shown_in_that_one(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     begin(run, 0, "layout.dp=4")
     write_spans(run, 5, 4, attempt=1, step=1)
@@ -128,7 +128,7 @@ def test_a_page_that_is_opened_later_leaves_out_what_ranks_of_another_layout_did
         ([{"event": "restart", "dp": "three"}], 4),
     ],
 )
-def test_what_a_person_starts_anew_has_the_layout_of_the_job(
+def test_a_run_that_an_operator_restarts_has_the_layout_of_the_job(
     events: list[dict[str, object]], dp: int
 ) -> None:
     job = load_job("tiny", ["layout.dp=4", "train.global_batch=48"])

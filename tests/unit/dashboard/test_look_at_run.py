@@ -41,7 +41,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_top_says_who_is_slow_and_where_a_step_s_time_goes(folder: Path, capsys) -> None:
+def test_top_shows_slow_ranks_and_where_a_step_s_time_is_spent(folder: Path, capsys) -> None:
     found = told(capsys, "top", folder, "--without", "22")
     assert found["state"] == "stopped" and found["step"] == 24
     assert re.search(
@@ -165,7 +165,7 @@ def test_the_report_opens_offline_and_escapes_what_a_job_called_its_spans(tmp_pa
     assert "plan" in page and "data:image/png;base64," in page
 
 
-def test_the_report_tells_the_slow_rank_in_words(folder: Path, capsys) -> None:
+def test_the_report_describes_the_slow_rank(folder: Path, capsys) -> None:
     found = told(capsys, "report", folder)
     assert found["slow"][0]["sentence"] in (folder / "report.html").read_text()
     assert found["steps"] == 24

@@ -48,7 +48,7 @@ def watched(tmp_path: Path) -> WatchedRun:
     return WatchedRun(files, store, lambda: {"effective_ratio": 0.5, "classes": {"training": 1.0}})
 
 
-def test_prometheus_is_told_of_nodes_at_the_page(watched: WatchedRun) -> None:
+def test_prometheus_gets_nodes_from_the_page(watched: WatchedRun) -> None:
     answer = client_of(watched).get("/metrics")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=")
     found = {
@@ -63,7 +63,7 @@ def test_prometheus_is_told_of_nodes_at_the_page(watched: WatchedRun) -> None:
     assert found["myriad_node_phase_highest_seconds", "1"] == pytest.approx(0.3)
 
 
-def test_the_page_asks_for_a_trace(watched: WatchedRun) -> None:
+def test_the_page_can_start_a_trace(watched: WatchedRun) -> None:
     asked: list[Any] = []
 
     def trace(ranks: Sequence[int], seconds: float, what: str) -> dict[str, Any]:
@@ -112,7 +112,9 @@ def test_a_wrong_question_reaches_no_run(watched: WatchedRun, body: bytes) -> No
     assert answer.status_code == 400 and len(answer.json()["error"]) < 300
 
 
-def test_a_node_whose_ranks_say_nothing_is_heard_of_while_its_executor_lives(watched: WatchedRun) -> None:
+def test_a_node_counts_as_alive_while_its_agent_sends_heartbeats_though_its_ranks_are_silent(
+    watched: WatchedRun,
+) -> None:
     """In a hang no rank tells anything, and no node is lost by that."""
     folder = watched.files.run.counters_path
     folder.mkdir()
@@ -139,6 +141,6 @@ def test_a_trace_can_be_taken_along_and_nothing_else_can(watched: WatchedRun) ->
         assert client.get(f"/api/traces/{name}").status_code == 404
 
 
-def test_a_server_without_the_run_says_so(watched: WatchedRun) -> None:
+def test_a_server_without_the_run_reports_it(watched: WatchedRun) -> None:
     answer = client_of(watched).post("/api/trace", json={"ranks": [1], "seconds": 5})
     assert answer.status_code == 409

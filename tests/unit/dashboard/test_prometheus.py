@@ -96,7 +96,7 @@ def account() -> dict[str, object]:
     return {"effective_ratio": 0.75, "classes": {"training": 75.0, "restarting": 25.0}}
 
 
-def test_what_a_run_did_is_told(run: Run) -> None:
+def test_a_report_covers_the_whole_run(run: Run) -> None:
     found = series(RunMetrics(run, account, ManySpans(2)).text())
     expected = {
         "myriad_ranks": 16.0,
@@ -139,7 +139,7 @@ def test_float16_has_its_loss_scale_and_a_count_of_overflows(run: Run) -> None:
     assert (found["myriad_loss_scale", ()], found["myriad_overflows_total", ()]) == (8192, 1)
 
 
-def test_each_look_tells_what_has_come_since(run: Run) -> None:
+def test_each_poll_returns_what_arrived_since_the_last(run: Run) -> None:
     metrics = RunMetrics(run)
     assert series(metrics.text())["myriad_steps_total", ()] == 4
     step(run, 4, loss=None)
@@ -187,7 +187,7 @@ def test_there_are_series_for_nodes_and_never_for_ranks(run: Run) -> None:
     }
 
 
-def test_a_run_of_which_nothing_is_known_yet_is_told(tmp_path: Path) -> None:
+def test_a_run_without_lines_yet_is_described_as_such(tmp_path: Path) -> None:
     found = series(RunMetrics(Run(tmp_path)).text())
     assert found["myriad_steps_total", ()] == 0 and math.isnan(found["myriad_ranks", ()])
 

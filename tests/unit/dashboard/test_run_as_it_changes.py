@@ -136,7 +136,7 @@ def test_a_run_that_is_removed_and_trained_again_is_another_run(tmp_path: Path) 
     assert watched.state == "training"
 
 
-def test_a_copy_that_is_written_anew_is_the_same_run(tmp_path: Path) -> None:
+def test_a_copy_that_is_written_again_is_the_same_run(tmp_path: Path) -> None:
     """As rsync does with a run of another machine; also one that was cut short meanwhile."""
     run = new_run(tmp_path / "run", loss=2.0)
     watched, follower = watched_run(run)
@@ -151,7 +151,7 @@ def test_a_copy_that_is_written_anew_is_the_same_run(tmp_path: Path) -> None:
         assert [event["event"] for event in watched.files.events] == ["start", "finish"][: text.count("\n")]
 
 
-def test_a_disk_that_hangs_is_news_and_one_that_is_read_is_none(tmp_path: Path, clock: list[float]) -> None:
+def test_a_disk_that_hangs_is_news_and_one_that_is_read_is_not(tmp_path: Path, clock: list[float]) -> None:
     watched, follower = watched_run(new_run(tmp_path / "run", loss=2.0))
     follower.poll()
     clock[0], seen = 60.0, watched.changes

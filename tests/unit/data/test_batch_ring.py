@@ -116,7 +116,7 @@ def test_what_a_killed_owner_left_is_not_attached_to_and_is_cleared_by_the_next(
     assert not left[0].exists()
 
 
-def test_a_small_shared_memory_falls_back_to_a_file_and_a_full_disk_is_told(
+def test_a_small_shared_memory_falls_back_to_a_file_and_a_full_disk_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_folders", lambda: [tmp_path / "none", tmp_path])

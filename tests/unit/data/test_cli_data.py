@@ -80,7 +80,7 @@ def test_damage_is_exit_code_1_with_the_shard(tmp_path: Path) -> None:
     assert json.loads(run("verify", str(corpus), "--json")[1])["problems"][0]["file"] == "train-00000.bin"
 
 
-def test_bad_input_is_an_error_for_main_to_tell(tmp_path: Path) -> None:
+def test_bad_input_raises_an_error_that_main_prints(tmp_path: Path) -> None:
     for arguments in (("--shard-size", "many"), ("--validation", "2")):
         with pytest.raises(BadInputError):
             prepare(tmp_path, *arguments)

@@ -136,7 +136,7 @@ def refused(match: str, sequence: int = SEQUENCE, **config: object) -> None:
         open_corpora(DataConfig(**config), sequence)
 
 
-def test_bad_corpora_are_refused_in_one_line_that_says_which(corpus: Path, tmp_path: Path) -> None:
+def test_bad_corpora_are_refused_in_one_line_that_names_them(corpus: Path, tmp_path: Path) -> None:
     refused("no such corpus", corpus=str(tmp_path / "nothing"))
     (tmp_path / "empty").mkdir()
     refused("no manifest.json", corpus=str(tmp_path / "empty"))

@@ -154,7 +154,7 @@ def test_a_folder_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
     assert content(tmp_path) == {"a.txt": b"text", "home/letter.txt": b"dear"}
 
 
-def test_an_unfinished_corpus_goes_on_with_what_is_finished(
+def test_an_unfinished_corpus_continues_with_what_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PIECE_BYTES", 2048)

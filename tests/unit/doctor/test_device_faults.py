@@ -44,7 +44,7 @@ def test_what_the_device_does_is_hardware_also_beside_a_users_fault(number):
     assert judge_problem(DeviceState(index=0, xids=(number,))) != ""
 
 
-def test_a_number_that_no_table_has_blames_nobody():
+def test_an_unknown_xid_names_no_cause():
     assert 7777 not in XIDS
     assert diagnose_device(DeviceState(index=0, xids=(7777,))).blame == "unknown"
     assert judge_problem(DeviceState(index=0, xids=(7777,))) == ""
@@ -92,7 +92,7 @@ def test_nvidia_smi_is_asked_for_both(tmp_path):
     assert state == DeviceState(index=0, name="NVIDIA H200", bus="0000:18:00", remap_failed=True, xids=(94,))
 
 
-def test_a_provider_that_cannot_be_asked_is_told(tmp_path):
+def test_a_provider_that_cannot_be_asked_is_reported(tmp_path):
     (reading,) = check_devices(SmiProvider(str(tmp_path / "no-such-program"), tmp_path / "log"))
     assert "cannot be asked" in reading.problem
     assert check_devices(None)[0].skipped

@@ -39,7 +39,7 @@ def test_a_low_rate_is_measured_again_and_wrong_bits_are_not(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(("value", "verdict"), [(11.0, "ok"), (9.0, "slow"), (4.0, "bad")])
-def test_without_a_baseline_a_floor_counts_and_the_words_say_so(value, verdict):
+def test_without_a_baseline_the_absolute_floor_counts_and_the_text_names_it(value, verdict):
     item = evaluate(rate(value, remedy="look at it"), {})
     assert item.verdict == verdict and "its floor" in item.words
     assert ("look at it" in item.words) == (verdict != "ok")
@@ -49,7 +49,7 @@ def test_other_hardware_does_not_count():
     assert evaluate(rate(30.0), {"another cpu": {"bandwidth": 100.0}}).verdict == "ok"
 
 
-def test_other_bits_or_versions_are_bad_and_told_beside_the_right_ones():
+def test_other_bits_or_versions_are_bad_and_reported_beside_the_right_ones():
     reading = Reading(name="mini-model", measure="bits", value="abd", hardware="cpu", remedy="run it again")
     item = evaluate(reading, BASELINE)
     assert item.verdict == "bad" and item.expected == "abc"
@@ -57,7 +57,7 @@ def test_other_bits_or_versions_are_bad_and_told_beside_the_right_ones():
     assert evaluate(reading, {}).verdict == "ok"
 
 
-def test_a_problem_is_bad_whatever_the_value_and_a_skip_says_why():
+def test_a_problem_is_bad_whatever_the_value_and_a_skip_gives_the_reason():
     assert evaluate(rate(1e9, problem="arrived different"), BASELINE).words == "arrived different"
     assert evaluate(Reading(name="GPU", skipped="none here"), BASELINE).verdict == "skipped"
 

@@ -47,7 +47,7 @@ def vitals_of(values: dict[str, str], remapped: str = REMAPPED) -> DeviceVitals:
     return state.vitals
 
 
-def test_what_nvidia_smi_says_of_an_h100_is_read() -> None:
+def test_the_output_of_nvidia_smi_for_an_h100_is_parsed() -> None:
     idle, load = vitals_of(IDLE), vitals_of(LOAD)
     assert (idle.temperature_celsius, idle.power_watts, idle.sm_clock_mhz) == (41.0, 69.85, 345.0)
     assert (load.power_limit_watts, load.max_sm_clock_mhz, load.memory_celsius) == (700.0, 1980.0, 54.0)
@@ -57,7 +57,7 @@ def test_what_nvidia_smi_says_of_an_h100_is_read() -> None:
     assert (load.retired, load.retirement_pending, load.memory_used_bytes) == (0, False, 19818 * 2**20)
 
 
-def test_what_a_driver_does_not_say_is_unknown() -> None:
+def test_what_a_device_driver_does_not_report_is_unknown() -> None:
     blank = dict.fromkeys(IDLE, NA) | {"pci.bus_id": IDLE["pci.bus_id"], "power.draw": DEPRECATED}
     vitals = vitals_of(blank, "")
     assert vitals == DeviceVitals() and not vitals.is_busy
@@ -160,14 +160,14 @@ class FakeNvml:
         return ask
 
 
-def test_nvml_says_what_nvidia_smi_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_and_nvidia_smi_give_the_same_states(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNvml()
     (state,) = NvmlProvider(fake, lambda: {"0000:09:00": [31]}).states()
     assert (state.name, state.bus, state.xids) == ("NVIDIA H100 80GB HBM3", "0000:09:00", (31,))
     assert state.vitals == vitals_of(LOAD).model_copy(update={"slowdown_celsius": 89})
 
 
-def test_nvml_without_some_functions_still_says_the_rest() -> None:
+def test_nvml_without_some_functions_gives_the_rest() -> None:
     fake = FakeNvml()
     fake.unsupported = {"nvmlDeviceGetRemappedRows", "nvmlDeviceGetCurrentClocksEventReasons"}
     fake.unsupported |= {"nvmlDeviceGetFieldValues", "nvmlDeviceGetTotalEccErrors"}
@@ -252,7 +252,7 @@ def test_a_sign_of_trouble_begins_once_and_ends(changes: dict[str, Any], kind: s
     assert (ended.kind, ended.over) == (kind, True)
 
 
-def test_a_look_that_shows_it_once_is_none() -> None:
+def test_a_sign_seen_in_one_poll_is_not_reported() -> None:
     warnings = GpuWarnings()
     for _ in range(5):
         assert looks(warnings, 1, throttle=throttle_names(0x40)) == looks(warnings, 1) == []
@@ -275,7 +275,7 @@ def test_full_power_idleness_and_silence_are_no_trouble(changes: dict[str, Any])
     assert looks(GpuWarnings(), 10, **changes) == []
 
 
-def test_memory_that_wears_out_is_told_each_time() -> None:
+def test_memory_that_wears_out_is_reported_each_time() -> None:
     warnings = GpuWarnings()
     assert looks(warnings, 3, retired=2) == []
     (first,) = looks(warnings, 3, retired=3)

@@ -70,7 +70,7 @@ def test_one_bad_link_is_named_when_all_are_tested(data, size, ratio, random, la
 
 @given(sizes, noises, st.integers(-1, 200), st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_nobody_is_named_where_nobody_is_bad(size, random, late, links):
+def test_no_node_is_named_where_all_are_healthy(size, random, late, links):
     assert (
         named(
             find_suspects(size, cluster(lambda _: False, within_10_percent(random), late=late), links=links)
@@ -96,7 +96,7 @@ def test_a_healthy_cluster_is_done_after_one_round():
 
 @given(st.data(), st.integers(6, 65), noises)
 @settings(max_examples=100, deadline=None)
-def test_tests_that_are_slow_by_chance_every_now_and_then_blame_nobody_else(data, size, random):
+def test_randomly_slow_tests_name_no_healthy_node(data, size, random):
     """One in eight: other work on the nodes."""
     bad = data.draw(st.integers(0, size - 1))
 
@@ -131,7 +131,7 @@ def test_of_two_nodes_the_pair_is_named_and_of_three_the_node_or_the_link():
     assert outcome(1, lambda _: True) == []
 
 
-def test_when_all_are_below_the_baseline_no_node_is_blamed():
+def test_when_all_are_below_the_baseline_no_node_is_named_as_the_cause():
     outcome = find_suspects(8, cluster(lambda _: True), expected=GOOD)
     assert [kind for kind, _ in named(outcome)] == ["all"]
     assert outcome.rounds == 3

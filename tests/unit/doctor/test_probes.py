@@ -82,7 +82,7 @@ def test_errors_count_when_they_grow_or_are_many(tmp_path):
         ("4:memory:/a/b\n0::/\n", "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
     ],
 )
-def test_a_cgroup_that_is_nearly_full_is_told_also_when_it_is_the_parent(tmp_path, cgroup, base, names):
+def test_a_cgroup_that_is_nearly_full_is_reported_also_when_it_is_the_parent(tmp_path, cgroup, base, names):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(cgroup)
     for folder, values in (("a/b", (2**40, 2**20)), ("a", (2**30, 2**30 - 2**20))):
@@ -94,7 +94,7 @@ def test_a_cgroup_that_is_nearly_full_is_told_also_when_it_is_the_parent(tmp_pat
     assert "no shared memory" in found["shared memory"].problem
 
 
-def test_a_clock_that_is_set_is_told_and_counts_for_nothing():
+def test_a_clock_that_is_set_during_the_probe_is_reported_and_its_rate_is_ignored():
     now = read_clocks()
     later = ClockTimes(now.realtime + 63.0, now.monotonic + 3.0, now.raw + 3.0)
     readings = list(check_clock(now, later))
@@ -116,7 +116,7 @@ def test_bytes_that_arrive_different_are_counted():
         assert receive(here, 0.2).wrong_bytes == 5000
 
 
-def test_a_peer_that_says_nothing_gives_no_rate_and_is_not_waited_for():
+def test_a_silent_peer_gives_no_rate_and_is_not_waited_for():
     here, there = socket.socketpair()
     with here, there:
         start = time.monotonic()
@@ -128,14 +128,14 @@ def test_a_peer_that_says_nothing_gives_no_rate_and_is_not_waited_for():
         send_for(here, 0.1)
 
 
-def test_a_probe_that_hangs_is_told_and_leaves_nothing_running(tmp_path):
+def test_a_probe_that_hangs_is_reported_and_leaves_nothing_running(tmp_path):
     (reading,) = run_probe("ranks", tmp_path, seconds=0.05)
     assert "no answer in 0.05 s" in reading.problem
     shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert str(tmp_path) not in shown
 
 
-def test_a_probe_that_dies_is_told(tmp_path, monkeypatch):
+def test_a_probe_that_dies_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONHOME", str(tmp_path / "nowhere"))
     (reading,) = run_probe("memory", tmp_path)
     assert "died with exit code" in reading.problem

@@ -132,7 +132,7 @@ def test_each_port_is_tested_to_memory_gpu_and_the_next_port(tmp_path, monkeypat
     assert evaluate(gpu, {gpu.hardware: {gpu.name: 9e9}}).verdict == "bad", "it worked on the healthy node"
 
 
-def test_what_cannot_be_tested_is_said_with_its_reason(tmp_path, monkeypatch):
+def test_what_cannot_be_tested_is_reported_with_its_reason(tmp_path, monkeypatch):
     assert [one.skipped for one in check_rdma(tmp_path)] == [
         "no RDMA device (/sys/class/infiniband is empty)"
     ]
@@ -169,7 +169,7 @@ def test_published_runs_get_the_verdict_of_their_pattern():
     assert verdict.kind == "all-to-all" and "flows that run at the same time" in verdict.words
 
 
-def test_each_trouble_is_told_from_the_others():
+def test_each_kind_of_link_fault_is_distinguished():
     assert diagnose_patterns(PatternRates(9e9, 9e9, pairs({})), NAMES).kind == ""
     kernel = diagnose_patterns(PatternRates(2e9, 9e9, pairs({})), NAMES)
     assert kernel.kind == "all-reduce" and "NCCL_PROTO=Simple" in kernel.words and not kernel.ranks
@@ -184,7 +184,7 @@ def test_each_trouble_is_told_from_the_others():
     assert wrong.kind == "wrong" and "wrong bits" in wrong.words
 
 
-def test_a_group_is_judged_by_its_peers_and_a_failed_one_is_said():
+def test_a_group_is_analysed_by_its_peers_and_a_failed_one_is_reported():
     good, slow = PatternRates(9e9, 9e9), PatternRates(4e9, 4e9)
     groups = [NAMES, ["n5", "n6"], ["n7", "n8"]]
     found = evaluate_groups("one switch", "mlx5_1:1", "nccl", groups, [good, slow, "n8: no answer"])
@@ -233,7 +233,7 @@ def test_a_rail_binds_the_traffic_of_its_run(backend, rail, expected):
         (PairRates(10, 10, 10, 0.001), ""),
     ],
 )
-def test_a_closer_look_says_what_is_wrong(look, how):
+def test_a_second_measurement_classifies_the_fault(look, how):
     assert classify_fault(look, 10.0) == how
     outcome = PairTestOutcome([Suspect("node", (2,), 5.0, 3)], 10.0, 3, 5)
     (named,) = Findings.of(outcome, NAMES, {}, [], {(2,): look}, [], []).culprits

@@ -106,7 +106,7 @@ def test_memory_is_pinned_in_pieces_that_no_copy_crosses(
     assert not cudart.pinned and not made.forgotten
 
 
-def test_a_machine_that_does_not_pin_it_all_copies_in_the_thread_and_says_so(
+def test_a_machine_that_cannot_pin_all_memory_copies_in_the_thread_and_reports_it(
     memory: SnapshotMemory, made: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -49,7 +49,7 @@ def test_a_fault_that_is_found_named_and_repaired_meets_its_aims() -> None:
         ([told(), *again(step=16)], "3 steps lost"),
     ],
 )
-def test_an_aim_that_is_missed_is_said(events: list[dict[str, Any]], missed: str) -> None:
+def test_an_aim_that_is_missed_is_reported(events: list[dict[str, Any]], missed: str) -> None:
     report = graded(KILL, lines=[caused()], events=events)
     assert not report.met
     assert report.grades[0].missed[0].startswith(missed)
@@ -85,7 +85,7 @@ def test_two_faults_at_once_are_one_incident_and_a_third_later_is_its_own() -> N
     assert [grade.told for grade in report.grades] == ["rank 1", "rank 1", "rank 0"]
 
 
-def test_a_fault_during_the_recovery_of_another_is_told_by_itself() -> None:
+def test_a_fault_during_the_recovery_of_another_is_reported_by_itself() -> None:
     other = Fault(kind="kill", where="rank", rank=0, step=20, during="loading")
     events = [told(), again()[0], told(rank=0, at=100.42), *again(101.0)]
     report = graded(KILL, other, lines=[caused(0), caused(1, 100.4)], events=events)
@@ -143,7 +143,7 @@ def test_a_process_that_is_replaced_without_a_word_to_the_driver() -> None:
     assert not graded(fault, lines=[caused()], events=[]).met
 
 
-def test_a_save_that_failed_and_a_damaged_piece_are_told_by_storage() -> None:
+def test_a_save_that_failed_and_a_damaged_piece_are_reported_by_storage() -> None:
     full = Fault(kind="disk-full", where="storage", step=20)
     failed = {"event": "fault", "time": 100.4, "step": 20, "problem": "checkpoint not stored: no space"}
     assert graded(full, lines=[caused()], events=[failed]).met
@@ -206,7 +206,7 @@ EVICTED = {"event": "eviction", "time": 103.6, "node": 1}
         ([heard(), *again()], ["all began anew"]),
     ],
 )
-def test_a_flap_is_to_be_told_and_nothing_else(events: list[dict[str, Any]], missed: list[str]) -> None:
+def test_a_flap_is_to_be_reported_and_nothing_else(events: list[dict[str, Any]], missed: list[str]) -> None:
     assert graded(FLAP, lines=[caused()], events=events).grades[0].missed == missed
 
 
@@ -219,7 +219,7 @@ def test_a_node_whose_link_flaps_is_to_give_way_and_all_to_train_again() -> None
     assert kept.grades[0].missed == ["the node did not give way", "did not train again"]
 
 
-def test_a_link_that_stays_down_is_found_when_it_is_told_and_its_node_is_to_give_way() -> None:
+def test_a_link_that_stays_down_is_found_when_it_is_reported_and_its_node_is_to_give_way() -> None:
     events = [heard(), lost("link", 103.3), EVICTED, *again(104.6)]
     report = graded(DOWN, lines=[caused()], events=events)
     assert report.met and report.grades[0].detected_seconds == pytest.approx(0.3)

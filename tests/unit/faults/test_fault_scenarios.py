@@ -23,7 +23,7 @@ def written(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", recipe_names("faults"))
-def test_every_ready_scenario_can_be_caused_and_says_what_it_is(name: str) -> None:
+def test_every_built_in_scenario_can_be_caused_and_has_a_description(name: str) -> None:
     scenario = load_scenario(name)
     assert scenario.about
     assert planned_faults(scenario, scenario.resolved_job())
@@ -89,7 +89,7 @@ def test_what_cannot_be_caused_is_refused_in_one_line(written, text: str, told: 
     assert str(refused.value).startswith(told) and "\n" not in str(refused.value)
 
 
-def test_a_wrong_name_is_told_with_the_right_ones() -> None:
+def test_a_wrong_name_is_reported_with_the_right_ones() -> None:
     with pytest.raises(BadInputError, match="did you mean kill-rank"):
         load_scenario("kill-ranks")
 
@@ -120,7 +120,7 @@ def test_a_soak_hits_each_process_that_it_names_with_what_can_be_done_to_it() ->
     assert all((fault.rank is not None) == (fault.where == "rank") for fault in drawn)
 
 
-def test_a_flip_that_nobody_could_see_is_refused(tmp_path: Path) -> None:
+def test_a_bit_flip_that_could_not_be_detected_is_refused(tmp_path: Path) -> None:
     flip = '\n[[faults]]\nkind = "flip"\nrank = 0\n'
     two = '"layout.dp=2", '
     for keys in (f'{two} "layout.zero=1"', '"layout.tp=2"', f'{two} "resilience.verify_every=0"'):

@@ -122,7 +122,7 @@ def test_a_node_a_little_slow_costs_its_share_until_a_person_has_found_it():
     assert found["diagnosing"] == pytest.approx(TIMES.save_seconds)
 
 
-def test_a_node_slow_enough_to_be_told_gives_way_to_a_spare_and_no_step_is_lost():
+def test_a_node_slow_enough_to_be_reported_gives_way_to_a_spare_and_no_step_is_lost():
     found = cost(fault(shows="slow", stays=True), slower_ratio=0.5)
     assert found["slow"] < 150 * 0.5 / 1.5 and found["lost"] == 0.0
     assert found["restarting"] == pytest.approx(TIMES.restart_seconds, abs=1.0)
@@ -156,7 +156,7 @@ many_faults = st.lists(
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(many_faults, st.integers(0, 3), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.1, 0.5]))
-def test_whatever_comes_every_second_is_accounted_for_and_training_goes_on(faults, spares, shown, slower):
+def test_whatever_comes_every_second_is_accounted_for_and_training_continues(faults, spares, shown, slower):
     told = {"corrupt_shown_ratio": shown, "slower_ratio": slower}
     how = {"spares": spares, "repair_seconds": 20_000.0, **told}
     ledger = run(*sorted(faults, key=lambda one: one.at), seconds=6 * DAY, **how)

@@ -67,7 +67,7 @@ def test_what_is_off_stays_off_when_saved(tmp_path: Path) -> None:
     assert 'clip_norm = "off"' in path.read_text()
 
 
-def test_every_key_says_what_it_is() -> None:
+def test_every_key_has_help() -> None:
     for key, field in [*job_keys(), *job_keys(CorpusShare, "data.mixture.")]:
         assert field.description, f"{key} has no help"
         if type(None) in get_args(field.annotation):
@@ -264,7 +264,7 @@ def test_a_folder_is_not_a_job(tmp_path: Path) -> None:
         load_job(f"{tmp_path}/")
 
 
-def test_an_unknown_name_says_what_there_is() -> None:
+def test_the_error_for_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(BadInputError, match=r"did you mean tiny\? a .toml file or one of .*tiny"):
         load_job("tinny")
 

@@ -72,7 +72,7 @@ def test_every_error_that_a_file_can_cause_has_words_of_ours(config: Any) -> Non
         ("optimiser.lr=1", "optimiser.lr = 1: unknown key; did you mean optimizer.learning_rate?"),
     ],
 )
-def test_a_refused_value_says_what_it_must_be(override: str, told: str) -> None:
+def test_the_error_for_a_refused_value_names_what_is_allowed(override: str, told: str) -> None:
     with pytest.raises(BadInputError) as caught:
         load_job("tiny", [override])
     assert told in str(caught.value)

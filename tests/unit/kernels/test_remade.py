@@ -59,7 +59,7 @@ def test_a_product_left_for_later_has_what_was_made_again():
     torch.testing.assert_close(sink.total, torch.ones(6, 3).t() @ x.detach().sin())
 
 
-def test_a_weight_that_is_frozen_asks_for_nothing():
+def test_a_frozen_weight_needs_no_gradient_communication():
     x, down = weights((6, 4), (3, 4))
 
     def refuse(_):

@@ -75,7 +75,7 @@ def store(cache: SharedCache) -> None:
     cache.put_group("kernel.json", {"kernel.json": cache.put("{}", "kernel.json")})
 
 
-def test_a_compiler_that_is_killed_holds_up_nobody(folder: Path) -> None:
+def test_a_compiler_that_is_killed_delays_no_rank(folder: Path) -> None:
     holder = Holder()
     holder.kill()
     start = time.monotonic()
@@ -113,7 +113,7 @@ def test_other_entries_and_complete_ones_are_not_waited_for(folder: Path) -> Non
         holder.kill()
 
 
-def test_a_compilation_that_fails_lets_the_others_go_on(folder: Path) -> None:
+def test_a_compilation_that_fails_lets_the_others_continue(folder: Path) -> None:
     cache = SharedCache("entry")
     assert cache.get_group("kernel.json") is None
     del cache

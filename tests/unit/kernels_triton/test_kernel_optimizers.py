@@ -60,7 +60,7 @@ def test_lamb_moves_a_zero_parameter_and_leaves_one_without_gradient() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["plain", "triton"])
-def test_nothing_moves_where_the_device_says_so(kernels: Kernels) -> None:
+def test_nothing_is_updated_where_the_device_found_a_non_finite_value(kernels: Kernels) -> None:
     """Updates inside the backward begin before anybody knows whether the gradients are numbers."""
 
     def states(stays: torch.Tensor | None) -> list[torch.Tensor]:

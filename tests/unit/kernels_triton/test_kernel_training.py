@@ -91,7 +91,7 @@ def test_insisting_where_it_cannot_be_is_refused_before_anything_starts(monkeypa
         train("llama", "adamw", "triton", "float32")
 
 
-def test_a_gpu_without_triton_goes_on_and_says_so(monkeypatch) -> None:
+def test_a_gpu_without_triton_continues_and_reports_it(monkeypatch) -> None:
     monkeypatch.setattr("myriad.kernels.choice.has_triton", lambda: False)
     line = fallback("auto", "cuda", "bfloat16", {})
     assert "norm" in line and "triton is not installed" in line and "\n" not in line

@@ -112,9 +112,7 @@ def deleted(server: Server) -> list[str]:
     return [path.rpartition("/")[2] for method, path, _ in server.changes if method == "DELETE"]
 
 
-def test_a_machine_that_seems_well_is_taken_out_of_service_and_its_pod_made_anew(
-    server: Server, account: Path
-) -> None:
+def test_a_suspect_machine_is_cordoned_and_its_pod_recreated(server: Server, account: Path) -> None:
     run = give_up(server.url, account, 1)
     assert cordoned(server) == ["/api/v1/nodes/machine-1"]
     assert deleted(server) == ["big-node-0-1-abcde"]

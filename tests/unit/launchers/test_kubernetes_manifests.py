@@ -179,7 +179,7 @@ def test_a_claim_is_made_only_when_asked_for(tmp_path):
         (["--out", "/nowhere/run.yaml"], "--out = '/nowhere/run.yaml'"),
     ],
 )
-def test_bad_input_is_told_in_one_line_and_nothing_is_written(arguments, told, capsys):
+def test_bad_input_is_reported_in_one_line_and_nothing_is_written(arguments, told, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["manifests", "tiny", *_LAYOUT, *_PLAIN, *arguments])
     captured = capsys.readouterr()

@@ -44,7 +44,9 @@ def refusal(path: Path, keys: list[str], *overrides: str) -> BadInputError:
         ([*JOINED, "resilience.listen=192.0.2.1"], "resilience.listen", "no address of this machine"),
     ],
 )
-def test_who_cannot_stand_by_is_told_why(tmp_path: Path, keys: list[str], key: str, allowed: str) -> None:
+def test_a_standby_that_cannot_start_gets_the_reason(
+    tmp_path: Path, keys: list[str], key: str, allowed: str
+) -> None:
     told = refusal(tmp_path / "run", keys)
     assert told.key == key and allowed in told.allowed and "\n" not in str(told)
 

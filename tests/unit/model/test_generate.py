@@ -47,7 +47,7 @@ def test_text_may_be_longer_than_the_sequence(position):
     assert all(0 <= token < 50 for token in tokens)
 
 
-def test_learned_positions_start_anew_from_the_second_half():
+def test_learned_positions_start_again_from_the_second_half():
     config = TINY.model_copy(update={"position": "learned"})
     layers = build_full(config, 1)
     session = Session(layers, 24)

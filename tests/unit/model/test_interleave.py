@@ -166,7 +166,7 @@ def test_a_model_in_parts_gives_the_loss_and_gradients_of_one_in_one_piece(block
         torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-4)
 
 
-def test_ordinary_layers_between_ones_that_say_where_they_wait_run_whole():
+def test_layers_without_wait_points_run_whole_between_layers_with_them():
     seen = []
 
     class Plain(torch.nn.Module):

@@ -19,7 +19,7 @@ def test_paths_lead_from_source_to_target(name: str) -> None:
         assert np.array_equal(case.fabric.target[links[:-1]], case.fabric.source[links[1:]])
 
 
-def test_in_a_ring_nobody_shares_a_link_and_its_time_is_that_of_an_all_reduce() -> None:
+def test_in_a_ring_no_flows_share_a_link_and_it_takes_as_long_as_an_all_reduce() -> None:
     case = scenario("ring", HOSTS)
     assert len(np.unique(case.paths.link)) == len(case.paths.link)
     closed = 2 * (HOSTS - 1) / HOSTS * 16e6 / 25e9

@@ -75,7 +75,7 @@ ROW = CongestionRow(
 )  # fmt: skip
 
 
-def test_a_claim_that_rows_contradict_is_said_to_fail() -> None:
+def test_a_claim_that_rows_contradict_is_reported_to_fail() -> None:
     other = replace(ROW, control="dcqcn", queue_median_bytes=5e3, pause_seconds=1.0)
     holds = {verdict.claim.measure: verdict.holds for verdict in check_claims([ROW, other])}
     assert holds == {"median queue, bytes": False, "pauses, s": True}
@@ -85,7 +85,7 @@ def test_a_claim_without_its_rows_is_not_made() -> None:
     assert check_claims([ROW]) == []
 
 
-def test_the_hybrid_s_losses_are_told_by_scenario_and_parent() -> None:
+def test_where_the_hybrid_is_worse_is_listed_by_scenario_and_parent() -> None:
     rows = [
         replace(ROW, control="swift"),
         replace(ROW, control="dcqcn", pause_seconds=2.0),

@@ -61,7 +61,7 @@ def test_megascale_has_uplinks_of_twice_a_nics_rate() -> None:
     st.sampled_from([8, 16, 32]),
     st.sampled_from([1.0, 2.0]),
 )
-def test_switches_have_no_more_ports_than_they_have_and_carry_what_the_ratio_says(
+def test_switches_use_at_most_their_ports_and_have_the_oversubscription_ratio(
     kind: str, nodes: int, ports: int, split: int, switch_ports: int, ratio: float
 ) -> None:
     shape = {"kind": kind, "split": split, "ports_per_switch": switch_ports, "oversubscription": ratio}
@@ -103,7 +103,7 @@ def test_planes_share_no_switch() -> None:
     assert not set(fabric.target[inside]) & set(fabric.target[outside])
 
 
-def test_a_graph_is_what_its_cables_say() -> None:
+def test_a_graph_fabric_has_the_links_of_its_cables() -> None:
     cables = [
         Cable(ends=("0-1", "left")),
         Cable(ends=("2.0", "right")),
@@ -139,7 +139,7 @@ def test_a_switch_above_others_is_a_tier_above_them() -> None:
         ({"ports_per_switch": 2, "nodes_per_switch": 1, "rails": True}, "8 first-tier switches"),
     ],
 )
-def test_what_cannot_be_built_is_said_in_one_line(shape: dict[str, object], told: str) -> None:
+def test_what_cannot_be_built_is_reported_in_one_line(shape: dict[str, object], told: str) -> None:
     with pytest.raises(BadInputError, match=told) as refused:
         make(4, 2, **shape)
     assert "\n" not in str(refused.value)
@@ -164,7 +164,7 @@ def test_more_than_there_is_memory_for_is_refused_before_it_is_built(monkeypatch
         make(100_000)
 
 
-def test_a_cluster_without_a_fabric_has_the_one_its_links_say() -> None:
+def test_a_cluster_without_a_fabric_gets_one_from_its_links() -> None:
     cluster = load_cluster("vtrain-512xa100", ["nodes_per_switch=16", "links.spine={bytes_per_second=6.25e9, "
                            "latency_seconds=1e-5}"])  # fmt: skip
     fabric = fabric_of(cluster)

@@ -96,7 +96,7 @@ def test_a_pause_holds_what_is_behind_it_and_goes_nowhere_near() -> None:
     assert slowdown[inf] < 1.6 and slowdown[1e5] > 1.5 * slowdown[inf]
 
 
-def test_dcqcn_comes_to_rest_where_its_analysis_says() -> None:
+def test_dcqcn_settles_at_the_queue_of_its_published_analysis() -> None:
     """CoNEXT 2016: the machine's mean queue, which swings, is near the queue of the mean."""
     rate, count = 5e9, 4
     settings = replace(SwitchSettings.paper(), ecn_max_ratio=0.1, pfc_xoff_bytes=inf)

@@ -57,7 +57,7 @@ def test_odds_are_those_of_all_ways_to_throw(balls: int, bins: int, split: int) 
     assert told.flow_probability == pytest.approx(np.mean(crowded), abs=1e-9)
 
 
-def test_queue_pairs_are_told_as_they_fall() -> None:
+def test_queue_pairs_are_hashed_independently() -> None:
     draw = np.random.default_rng(0)
     slowest, mean = [], []
     for _ in range(3000):

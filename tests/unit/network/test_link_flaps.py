@@ -30,7 +30,7 @@ down_times = st.lists(st.floats(0.01, 100), min_size=1, max_size=5).map(np.array
 
 
 @pytest.mark.parametrize(("timeout", "seconds"), [(14, 0.47), (18, 7.5), (20, 30.0)])
-def test_what_a_queue_pair_survives_is_what_the_papers_say(timeout, seconds):
+def test_the_outage_that_a_queue_pair_survives_matches_the_papers(timeout, seconds):
     assert Timers(timeout).patience_seconds == pytest.approx(seconds, rel=0.01)
 
 
@@ -90,7 +90,7 @@ def test_longer_flaps_and_more_queue_pairs_never_end_a_job_less_often(found, dow
 
 @settings(max_examples=60, deadline=None)
 @given(timers, down_times, st.integers(1, 64))
-def test_nobody_is_heard_before_the_link_is_up_and_all_who_survive_are_heard_at_last(found, down, pairs):
+def test_packets_are_lost_while_the_link_is_down_and_surviving_queue_pairs_resume(found, down, pairs):
     before, late = down[:, None] * 0.999, np.full((len(down), 1), found.resends[-1] * found.longer[1] * 1.001)
     assert delivered_probability(found, down, before, pairs).max() == 0
     survives = 1 - lost_probability(found, down, pairs)

@@ -156,7 +156,7 @@ def test_a_host_file_has_a_line_for_each_rank_in_their_order() -> None:
     assert text.split() == ["c", "c", "c", "a", "a", "a"]
 
 
-def test_labels_say_which_switches_and_which_place_in_a_job() -> None:
+def test_labels_name_the_switches_and_the_position_in_a_job() -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
     near, names = TopologyDomains(FABRICS[2]), [f"gpu{n}" for n in range(8)]
     found = list(node_labels(near, names, {"my job/1": [5, 4]}))

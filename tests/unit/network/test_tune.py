@@ -62,7 +62,7 @@ def test_every_line_has_a_documented_name_and_a_reason_and_a_value_only_where_it
         assert re.fullmatch(r"[\w=,.-]*", line.value)
 
 
-def test_what_the_file_knows_is_set_and_what_it_does_not_is_said():
+def test_known_settings_of_the_file_are_set_and_unknown_ones_are_reported():
     bare = lines_of(ROCE)
     assert (
         bare["NCCL_IB_HCA"].what == bare["NCCL_IB_TC"].what == bare["GLOO_SOCKET_IFNAME"].what == "not known"

@@ -55,7 +55,7 @@ def test_a_non_finite_gradient_names_its_parameter_only(bad: float, position: in
     assert non_finite_rows(squared_norms([region_of(gradients, pieces)], 5)) == [expected]
 
 
-def test_all_finite_names_nobody() -> None:
+def test_finite_values_name_no_rank() -> None:
     assert non_finite_rows(torch.ones(3)) == []
 
 

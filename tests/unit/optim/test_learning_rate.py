@@ -56,6 +56,6 @@ def test_rises_to_the_peak_then_never_rises(
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "wsd"])
-def test_stays_at_the_end_when_a_run_goes_on_past_it(decay: str) -> None:
+def test_stays_at_the_end_when_a_run_continues_past_it(decay: str) -> None:
     config = OptimizerConfig(learning_rate=1.0, final_learning_rate_ratio=0.1, decay=decay)
     assert learning_rate(config, 500, 100) == pytest.approx(0.1)

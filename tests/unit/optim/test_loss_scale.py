@@ -13,7 +13,7 @@ from myriad.optim.loss_scale import LossScaler
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.integers(0, 60))
-def test_the_scale_is_that_of_pytorch_s_grad_scaler_and_goes_on_from_a_checkpoint(
+def test_the_scale_is_that_of_pytorch_s_grad_scaler_and_continues_from_a_checkpoint(
     overflows: list[bool], interval: int, stored_after: int
 ) -> None:
     config = LossScaleConfig(initial=2.0**20, growth_interval=interval, minimum=2.0**-100)

@@ -114,7 +114,7 @@ def copy_state(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -
         b.copy_(a)
 
 
-def test_loaded_state_goes_on_with_the_same_bits() -> None:
+def test_loaded_state_continues_with_the_same_bits() -> None:
     """A run killed between two synchronisations must agree on what the undisturbed one agrees on."""
     undisturbed = Replicas(2, learning_rate=0.7, momentum=0.9)
     for seed in range(3):

@@ -91,7 +91,7 @@ def test_kinds_are_given_or_class_names() -> None:
         ((SharesInside,), {}, "layers.extra0", "tied"),
     ],
 )
-def test_what_cannot_be_done_is_told_in_one_line(
+def test_what_cannot_be_done_is_reported_in_one_line(
     extra: tuple[Any, ...], keys: dict[str, Any], key: str, says: str
 ) -> None:
     with pytest.raises(BadInputError) as caught:

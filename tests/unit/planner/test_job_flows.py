@@ -57,7 +57,9 @@ cases = given(st.integers(0, len(LAYOUTS) - 1), st.booleans(), st.sampled_from([
 
 @cases
 @settings(max_examples=20, deadline=None)
-def test_each_axis_carries_what_its_closed_form_says(number: int, overlapped: bool, recompute: str) -> None:
+def test_each_axis_carries_the_bytes_of_its_closed_form(
+    number: int, overlapped: bool, recompute: str
+) -> None:
     costs, phases = _phases(number, overlapped, recompute)
     workload, layout = costs.workload, costs.workload.layout
     whole = float(

@@ -48,7 +48,7 @@ def plain_seconds() -> float:
     return run(None).seconds
 
 
-def test_what_is_under_way_when_the_link_goes_down_goes_on_when_it_is_heard() -> None:
+def test_a_transfer_in_flight_when_the_link_goes_down_resumes_after_a_retransmission() -> None:
     found = events("node=2:2s@10s")
     ring, wait = [(0, 0), (1, 0), (-1, 0)], found.wait_seconds(2)
     assert found.travel(9, 3, ring) == pytest.approx(3 + wait)

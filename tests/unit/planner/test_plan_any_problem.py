@@ -219,7 +219,7 @@ def test_a_file_may_have_a_byte_order_mark_and_rates_with_units(tmp_path: Path) 
 
 @settings(ANY, max_examples=25)
 @given(st.dictionaries(NUMBERS, st.sampled_from([1.0, 1e-6, 7.3, 1e3, 1e9, 1e12, 1e18]), max_size=4))
-def test_whatever_a_cluster_says_is_planned_in_finite_figures(changes: dict[str, float]) -> None:
+def test_any_valid_cluster_gives_finite_plans(changes: dict[str, float]) -> None:
     """Warnings of numpy are errors here, so that no figure comes from an overflow."""
     few = ["nodes=2", "accelerators_per_node=2", *(f"{key}={value!r}" for key, value in changes.items())]
     try:

@@ -30,7 +30,7 @@ ONE = {
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
-def test_a_plain_block_keeps_what_the_paper_says(tp: int) -> None:
+def test_a_plain_block_keeps_the_bytes_of_the_papers_formula(tp: int) -> None:
     s, b, h, a = GPT.sequence, 3, GPT.hidden, GPT.heads
     sequence_parallel = FrameworkProfile(attention="plain", fused=False)
     part = MicroBatchShard(tp, b, 2)
@@ -95,7 +95,9 @@ def test_a_fit_is_a_probability() -> None:
     ],
     ids=str,
 )
-def test_arrays_say_nearly_what_the_program_says(keys: dict[str, Any], recompute: Recompute) -> None:
+def test_the_closed_form_agrees_with_the_simulated_program(
+    keys: dict[str, Any], recompute: Recompute
+) -> None:
     layout = Layout(micro_batch=2, **keys)
     layout = layout.model_copy(update={"recompute": recompute})
     workload = Workload(GPT, layout, 2 * layout.dp * 16)

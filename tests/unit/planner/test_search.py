@@ -103,7 +103,7 @@ def test_the_closed_form_is_mostly_much_nearer() -> None:
 @pytest.mark.slow
 @given(candidates())
 @SLOW
-def test_a_few_micro_batches_tell_of_many(candidate: LayoutCandidate) -> None:
+def test_a_short_simulation_predicts_many_micro_batches(candidate: LayoutCandidate) -> None:
     problem = problem_of()
     costs = Costs(candidate.workload(problem), problem.cluster)
     assume(costs.workload.num_micro_batches > 4)
@@ -139,7 +139,7 @@ def test_more_memory_is_never_worse() -> None:
     assert [found.num_fitting for found in sizes] == sorted(found.num_fitting for found in sizes)
 
 
-def test_the_objective_memory_asks_for_the_leanest() -> None:
+def test_the_objective_memory_chooses_the_smallest_layout() -> None:
     lean = search_layouts(problem_of(), objective="memory").best[0]
     assert lean.memory_bytes == pytest.approx(search_layouts(problem_of()).front[0].memory_bytes)
 

@@ -99,7 +99,7 @@ def test_closed_form_simulator_and_waterfall_agree(layout: Layout) -> None:
     assert sum(parts.values()) == pytest.approx(seconds)
 
 
-def test_training_waits_for_the_storage_only_where_it_is_told_to() -> None:
+def test_training_waits_for_storage_only_if_configured() -> None:
     cluster = cluster_of("storage_bytes_per_second=1e9")
     goes_on, waits = (
         Costs(

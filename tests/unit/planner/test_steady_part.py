@@ -81,7 +81,7 @@ def test_a_straight_line_is_right_whatever_things_cost(workload: Workload, seed:
 @pytest.mark.slow
 @given(deep_works())
 @SOME
-def test_the_steady_part_tells_the_memory_of_the_whole_program(workload: Workload) -> None:
+def test_the_memory_of_the_whole_program_follows_from_the_steady_part(workload: Workload) -> None:
     costs = Costs(workload, load_cluster("megascale-256xa100"))
     whole = memory_of_ranks(workload, iteration_program(costs, workload.num_micro_batches))
     assert SimulationCache().memory(costs) == whole

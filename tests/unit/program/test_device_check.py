@@ -116,7 +116,7 @@ def test_without_the_overlap_of_pipelines_neither_kernels_nor_queues_matter(job:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zero-bubble-v"])
-def test_a_program_that_repeats_is_judged_as_a_shorter_one(
+def test_a_program_that_repeats_is_evaluated_as_a_shorter_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hundreds of micro-batches are not walked through at each start; rounds that are not alike are."""
@@ -158,7 +158,7 @@ def test_what_runs_in_one_queue_runs_in_every_assignment(job: DeviceJob, queues:
 
 @settings(max_examples=20)
 @given(jobs(most_ranks=4), st.sampled_from([LAZY, LATE, SHARED]))
-def test_a_deadlock_is_told_as_a_cycle(job: DeviceJob, device: Device) -> None:
+def test_a_deadlock_is_reported_as_a_cycle(job: DeviceJob, device: Device) -> None:
     for run in job.runs():
         found = find_deadlock(run, device)
         if found is None:
@@ -190,7 +190,7 @@ def test_one_queue_less_than_streams_is_not_enough(name: str) -> None:
     assert find_deadlock(run, Device(queues=own_queue)) is None
 
 
-def test_what_a_program_needs_is_told_in_two_lines() -> None:
+def test_what_a_program_needs_is_reported_in_two_lines() -> None:
     found = find_needs(job_of(layout_of("1f1b", 4), 8))
     assert (found.communicators_at_start, found.kernels_at_start) == (True, True)
     assert (found.queues, found.streams) == (7, 7)

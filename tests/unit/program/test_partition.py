@@ -108,7 +108,7 @@ def test_uniform_shares_of_blocks_differ_by_at_most_one(
         ("parametres", 2, "layout.partition", "uniform, parameters, profile, type:REGEX or manual:"),
     ],
 )
-def test_what_cannot_be_cut_is_told_in_one_line(rule: str, num_stages: int, key: str, says: str) -> None:
+def test_what_cannot_be_cut_is_reported_in_one_line(rule: str, num_stages: int, key: str, says: str) -> None:
     with pytest.raises(BadInputError) as caught:
         partition_layers(rule, num_stages, KINDS, [1.0] * len(KINDS))
     assert caught.value.key == key and says in caught.value.allowed

@@ -31,7 +31,7 @@ def test_the_svg_is_xml_and_shows_every_compute_once(program):
     assert len(shown) == len(set(shown)) == sum(action.kind in COMPUTE for _, action in program)
 
 
-def test_the_svg_loads_nothing_and_says_the_bubble():
+def test_the_svg_loads_nothing_and_shows_the_bubble():
     program = schedule("1f1b", 4, 1, 8)
     svg = draw_svg(program, timeline(program), check(program))
     assert "1f1b, 4 ranks, 8 micro-batches: bubble 27.3%" in svg
@@ -46,7 +46,7 @@ def test_text_fits_and_all_rows_are_as_long(program, columns):
     assert len(rows[0]) <= columns
 
 
-def test_text_says_kind_and_micro_batch_where_there_is_room():
+def test_text_shows_kind_and_micro_batch_where_there_is_room():
     program = schedule("1f1b", 2, 1, 2)
     rows = ["".join(cell.text for cell in row) for row in text_rows(program, timeline(program), 80)]
     assert rows == ["F0 F1       B0       B1    ", "   F0 B0    F1 B1          "]
@@ -86,7 +86,7 @@ def test_simulate_refuses_what_it_cannot_do_in_one_line(capsys, tmp_path):
     assert bad.startswith("2 myriad: error: layout.virtual_stages")
 
 
-def test_simulate_says_what_the_program_needs_on_gpus(capsys):
+def test_simulate_prints_what_the_program_needs_on_gpus(capsys):
     *_, needs, seen_to = shown(capsys, "--program").splitlines()
     assert needs.endswith("a hardware queue for each of 6 streams")
     assert seen_to == "ranks see to that, unless CUDA_DEVICE_MAX_CONNECTIONS is set to less than 6"

@@ -67,7 +67,7 @@ def test_eager_1f1b_hides_transfers_that_1f1b_waits_for_and_holds_more():
     assert check(eager).peak_in_flight == (7, 5, 3, 1)
 
 
-def test_interleaving_holds_what_megatron_says():
+def test_interleaving_keeps_the_activations_of_megatrons_formula():
     # (p - 1) / v rounds more than 1F1B on the first rank: p (1 + (p - 1) / (p v))
     assert check(schedule("interleaved", 4, 2, 16)).peak_in_flight[0] == pytest.approx(4 + 3 / 2)
 

@@ -75,7 +75,7 @@ def test_what_a_resume_cannot_change_is_refused_with_both_values_and_nothing_is_
     assert files(run.path) == before
 
 
-def test_every_key_has_one_rule_and_the_page_says_the_same():
+def test_every_key_has_one_rule_which_the_docs_page_repeats():
     keys = [key for key, _ in job_keys()]
     matches = {key: [rule for rule in RESUME_RULES if is_of(rule, key)] for key in keys}
     assert [key for key, rules in matches.items() if len(rules) != 1] == []
@@ -157,7 +157,7 @@ def test_a_folder_with_other_files_is_not_taken_for_a_run(run):
     assert [path.name for path in run.path.iterdir()] == ["thesis.txt"]
 
 
-def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path):
+def test_a_folder_that_cannot_be_made_is_reported_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInputError, match=r"must be a writable folder \(Not a directory\)$"):
         Run(tmp_path / "file" / "run").create_or_resume(load_job("tiny"))
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path):
         Run(tmp_path / "file").create_or_resume(load_job("tiny"))
 
 
-def test_looking_at_a_run_that_is_not_there_is_told(run):
+def test_looking_at_a_run_that_is_not_there_is_reported(run):
     with pytest.raises(BadInputError, match="no run here"):
         run.job()
     assert run.read_metrics() == [] and run.read_events() == []
@@ -238,7 +238,7 @@ def test_a_follower_sees_each_line_once_and_only_when_it_is_complete(run):
 
 
 @pytest.mark.parametrize("value", ["0777", "0770", "770", "rwx", "", "0640", "488"])
-def test_a_mode_that_others_could_write_or_nobody_could_use_is_refused(value):
+def test_a_mode_that_others_can_write_or_that_is_unusable_is_refused(value):
     with pytest.raises(BadInputError, match=r"run\.mode.*0700.*0750.*0755") as refused:
         load_job("tiny", [f"run.mode={value}"])
     assert "\n" not in str(refused.value)

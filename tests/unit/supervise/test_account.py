@@ -40,7 +40,7 @@ moments = st.lists(st.tuples(st.sampled_from(NAMES), st.floats(0, 40), fields), 
 @pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(moments, st.one_of(st.none(), st.floats(0, 100)))
-def test_whatever_the_files_say_the_classes_sum_to_the_wall_time(drawn: Any, later: float | None) -> None:
+def test_for_any_files_the_classes_sum_to_the_wall_time(drawn: Any, later: float | None) -> None:
     at, found = 1.8e9, []
     for name, seconds, told in drawn:
         at += seconds
@@ -188,7 +188,7 @@ def test_a_node_that_is_missing_is_waited_for() -> None:
     assert story.account().faults[0].ending_seconds == pytest.approx(50.5)
 
 
-def test_evaluation_and_saves_are_told_apart_from_training() -> None:
+def test_evaluation_and_saves_are_distinguished_from_training() -> None:
     story = Story()
     story.launch(0.0, 1)
     story.event(2.0, "start")

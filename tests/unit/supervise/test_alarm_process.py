@@ -140,7 +140,7 @@ def test_a_place_that_fails_is_reported_to_the_others_and_not_to_itself(
 
 
 @pytest.mark.parametrize("state", ["{", "[]", '{"groups": 3}', '{"offset": -1, "groups": {}, "places": []}'])
-def test_a_damaged_state_begins_anew(run: Run, places: tuple[Place, Place], state: str) -> None:
+def test_a_damaged_state_starts_again(run: Run, places: tuple[Place, Place], state: str) -> None:
     (run.path / "alerts").mkdir()
     (run.path / "alerts" / "state.json").write_text(state)
     delivery = delivery_of(run, *places, since=time.time() - 1)
@@ -168,7 +168,9 @@ def process_of(run: Run, *options: str) -> "subprocess.Popen[bytes]":
         return subprocess.Popen([*words, "0", *options], stdin=subprocess.PIPE, stdout=log, stderr=log)
 
 
-def test_one_process_at_a_time_sends_and_the_last_says_that_nothing_watches(run: Run, tmp_path: Path) -> None:
+def test_one_process_at_a_time_sends_alarms_and_the_last_reports_that_the_run_is_unsupervised(
+    run: Run, tmp_path: Path
+) -> None:
     """Two drivers are killed, and then no other comes."""
     out, script = tmp_path / "out", tmp_path / "page.py"
     script.write_text(f"import sys; open({str(out)!r}, 'a').write(sys.stdin.read())")
@@ -209,7 +211,7 @@ def test_one_process_at_a_time_sends_and_the_last_says_that_nothing_watches(run:
     assert len(told()) == 3, "a person has stopped the run"
 
 
-def test_a_run_of_before_there_were_alarms_goes_on_and_a_cut_job_file_does_not(run: Run) -> None:
+def test_a_run_of_before_there_were_alarms_continues_and_a_cut_job_file_does_not(run: Run) -> None:
     text = _HEADER + dump_toml(load_job("tiny"))
     sections = text.split("\n[")
     run.job_path.write_text("\n[".join(one for one in sections if not one.startswith("alerts")))

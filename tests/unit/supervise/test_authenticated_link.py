@@ -150,7 +150,7 @@ def test_a_time_that_is_no_number_is_refused(value: Any) -> None:
         read_message(json.dumps(record).encode(), OBSERVED)
 
 
-def test_a_secret_that_a_full_disk_cut_short_is_made_anew(tmp_path: Path) -> None:
+def test_a_secret_that_a_full_disk_cut_short_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"")
     secret = run_secret(path)

@@ -12,7 +12,7 @@ def observe(deadlines: Deadlines, **changes: object) -> None:
     deadlines.observe([dataclasses.replace(ROW, **changes)])  # type: ignore[arg-type]
 
 
-def test_a_quick_start_says_nothing_of_a_slow_one() -> None:
+def test_a_quick_start_does_not_bound_a_slow_one() -> None:
     deadlines = Deadlines(1.0, 60.0)
     for idle in (0.1, 0.5, 0.0):
         observe(deadlines, phase="loading", idle_seconds=idle)
@@ -40,7 +40,7 @@ def test_the_longest_silence_of_a_phase_is_learned_when_it_ends() -> None:
     assert deadlines.limit("validating") == 200.0
 
 
-def test_steps_of_other_replicas_are_learned_anew() -> None:
+def test_steps_of_other_replicas_are_learned_again() -> None:
     """A tenth of them takes ten times as long, and nothing hangs."""
     deadlines = Deadlines(1.0, 60.0)
     for step in range(10):

@@ -113,7 +113,7 @@ def test_an_attempt_begins_when_all_nodes_are_there() -> None:
     assert started.placement == {0: (0, 1), 1: (2, 3)}
 
 
-def test_a_killed_rank_is_blamed_and_all_begin_anew_when_the_last_is_gone() -> None:
+def test_a_killed_rank_is_named_as_the_cause_and_all_restart_when_the_last_is_gone() -> None:
     world = World()
     blame, stop = world.exit(2)
     assert isinstance(blame, ReportFault) and (blame.rank, blame.cause, blame.step) == (2, "killed", 3)
@@ -122,7 +122,7 @@ def test_a_killed_rank_is_blamed_and_all_begin_anew_when_the_last_is_gone() -> N
     assert isinstance(again, StartAttempt) and (again.epoch, again.again) == (6, True)
 
 
-def test_what_is_told_of_an_earlier_attempt_changes_nothing() -> None:
+def test_reports_about_an_earlier_attempt_change_nothing() -> None:
     world = World()
     world.exit(2)
     world.all_exit()
@@ -131,7 +131,7 @@ def test_what_is_told_of_an_earlier_attempt_changes_nothing() -> None:
     assert world.wait(3, lambda node, _: ()) == []
 
 
-def test_a_rank_that_only_lost_its_peer_is_not_blamed_if_the_peers_death_is_told_soon() -> None:
+def test_a_rank_that_only_lost_its_peer_is_no_suspect_if_the_peers_death_is_reported_soon() -> None:
     world = World()
     assert world.exit(0, 1, "peer", error="connection closed") == []
     world.now += 1.0
@@ -139,7 +139,7 @@ def test_a_rank_that_only_lost_its_peer_is_not_blamed_if_the_peers_death_is_told
     assert isinstance(blame, ReportFault) and blame.rank == 3
 
 
-def test_ranks_that_only_lost_each_other_begin_anew() -> None:
+def test_ranks_that_only_lost_each_other_restart() -> None:
     world = World()
     world.exit(0, 1, "peer", error="timed out")
     assert kinds(world.wait(3)) == ["ReportFault", "StopRanks"]
@@ -215,7 +215,7 @@ def test_a_rank_that_ctrl_c_ends_while_it_starts_takes_the_others_with_it() -> N
     assert kinds(actions) == ["EndRun"] and actions[0].outcome == "interrupted"
 
 
-def test_a_save_that_fails_after_ctrl_c_is_told() -> None:
+def test_a_save_that_fails_after_ctrl_c_is_reported() -> None:
     world = World()
     world.handle(StopAsked(0))
     world.exit(0, 1, "user", error="the last checkpoint is in memory only")
@@ -280,7 +280,9 @@ def test_a_hang_is_found_and_the_rank_that_did_not_enter_is_named() -> None:
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_a_hang_is_judged_by_groups_of_the_layout_and_evicts_no_node_for_the_program(in_order: bool) -> None:
+def test_a_hang_is_analysed_by_groups_of_the_layout_and_evicts_no_node_for_the_program(
+    in_order: bool,
+) -> None:
     """Two stages of two tensor-parallel ranks, a spare at hand. Where rank 0 waits for rank 1's tensor
     collective and rank 1 for rank 0 elsewhere, no node is at fault."""
     work = StepWork(1, 2, 2, (), (4,), 4, 100, "report")
@@ -303,7 +305,7 @@ def test_a_hang_is_judged_by_groups_of_the_layout_and_evicts_no_node_for_the_pro
     assert after == (["Evict", "StartAttempt"] if in_order else ["StartAttempt"])
 
 
-def test_one_rank_that_goes_on_is_no_hang() -> None:
+def test_one_rank_that_continues_is_no_hang() -> None:
     world = World()
     world.wait(30, lambda node, _: world.ranks(node))
     assert world.wait(200, lambda node, t: [*world.ranks(node, idle_seconds=t)[:3], seen(3)]) == []
@@ -372,7 +374,7 @@ def test_a_spare_that_is_there_first_waits_for_those_that_were_meant_to_begin() 
     assert isinstance(started, StartAttempt) and started.placement == {0: (0, 1), 1: (2, 3)}
 
 
-def test_a_node_that_was_meant_to_begin_and_does_not_come_holds_nobody_up() -> None:
+def test_a_node_that_was_meant_to_begin_and_does_not_come_delays_no_rank() -> None:
     world = World.__new__(World)
     plan = RunPlan(4, 2, 1, late_seconds=3.0)
     world.now, world.actions, world.decider = 0.0, [], Decider(plan, 0.0)
@@ -382,7 +384,7 @@ def test_a_node_that_was_meant_to_begin_and_does_not_come_holds_nobody_up() -> N
     assert isinstance(started, StartAttempt) and started.placement == {0: (0, 1), 2: (2, 3)}
 
 
-def test_peers_of_a_lost_node_are_not_blamed_for_missing_it() -> None:
+def test_peers_of_a_lost_node_are_no_suspects_for_missing_it() -> None:
     """Their connections to its ranks end seconds before it is given up."""
     world = World(nodes=2, spares=1)
     world.wait(5, lambda node, _: world.ranks(node))
@@ -420,13 +422,13 @@ def test_a_killed_rank_is_tried_again_where_it_was_and_then_on_a_spare() -> None
 
 
 @pytest.mark.parametrize("cause", ["user", "device memory", "disk"])
-def test_nobody_is_evicted_for_an_error_of_the_program(cause: str) -> None:
+def test_no_node_is_evicted_for_an_error_of_the_program(cause: str) -> None:
     world = World(nodes=2, spares=1)
     world.exit(2, 1, cause, error="ValueError: moon")
     assert kinds(world.all_exit()) == ["StartAttempt"]
 
 
-def test_without_a_spare_nobody_is_evicted() -> None:
+def test_without_a_spare_no_node_is_evicted() -> None:
     world = World(nodes=2)
     world.exit(2, 1, "device")
     assert kinds(world.all_exit()) == ["StartAttempt"]
@@ -440,14 +442,14 @@ def test_nodes_that_never_come_end_the_run() -> None:
     assert end.outcome == "failed" and "only [0] came" in end.reason
 
 
-def test_an_executor_that_comes_back_empty_has_lost_its_ranks() -> None:
+def test_a_node_agent_that_comes_back_empty_has_lost_its_ranks() -> None:
     world = World()
     world.handle(NodeLeft(0))
     actions = world.join(0)
     assert kinds(actions) == ["ReportFault", "StopRanks", "StartAttempt"] and actions[0].cause == "node"
 
 
-def test_an_executor_that_comes_back_with_its_ranks_goes_on() -> None:
+def test_a_node_agent_that_comes_back_with_its_ranks_continues() -> None:
     world = World()
     world.handle(NodeLeft(0))
     world.now += 1
@@ -481,7 +483,7 @@ def test_a_driver_that_was_held_up_takes_no_node_for_silent() -> None:
 # Drivers
 
 
-def test_a_new_driver_goes_on_where_the_last_one_was_at_any_instant() -> None:
+def test_a_new_driver_continues_where_the_last_one_was_at_any_instant() -> None:
     """Whatever has been decided is written; the ranks live on meanwhile."""
     world = World()
     for exits, running in (((), range(4)), ((2,), (0, 1, 3))):
@@ -524,7 +526,7 @@ def with_new_driver(world: World, state: RunState) -> World:
     return world
 
 
-def test_a_node_that_was_lost_with_its_driver_is_blamed_and_not_who_missed_it() -> None:
+def test_a_node_that_was_lost_with_its_driver_is_named_and_not_who_missed_it() -> None:
     world = World(nodes=2, spares=1)
     with_new_driver(world, read(RunState, plain(world.decider.state)))
     world.join(2)
@@ -542,7 +544,7 @@ def forgotten() -> World:
     return with_new_driver(world, read(RunState, plain(world.decider.state)))
 
 
-def test_an_attempt_that_is_not_in_the_journal_goes_on_under_a_new_driver() -> None:
+def test_an_attempt_that_is_not_in_the_journal_continues_under_a_new_driver() -> None:
     world = forgotten()
     assert rejoin(world, 1, 6, running=(2, 3)) == [] and rejoin(world, 2, 6, running=(0, 1)) == []
     assert world.epoch == 6 and list(world.decider.state.placement.items()) == [(2, (0, 1)), (1, (2, 3))]
@@ -565,7 +567,7 @@ def test_an_attempt_that_is_not_in_the_journal_and_is_done_ends_the_run() -> Non
     assert isinstance(end, EndRun) and end.outcome == "finished"
 
 
-def test_ranks_that_no_node_tells_of_are_lost_and_all_begin_anew() -> None:
+def test_ranks_that_no_node_reports_are_lost_and_all_restart() -> None:
     world = forgotten()
     rejoin(world, 1, 6, running=(2, 3))
     world.join(0)

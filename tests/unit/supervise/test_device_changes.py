@@ -50,7 +50,7 @@ def test_what_was_there_before_is_no_news() -> None:
         ({"lost": True}, "hardware", "it no longer answers"),
     ],
 )
-def test_what_is_new_is_told_once(change: dict[str, object], blame: str, words: str) -> None:
+def test_a_new_device_fault_is_reported_once(change: dict[str, object], blame: str, words: str) -> None:
     (one,) = news_after(two(**change), two(**change))
     assert (one.device, one.blame) == (1, blame) and one.words.startswith(words)
 
@@ -72,7 +72,7 @@ def test_a_lost_device_is_known_by_its_place_and_the_silence_of_the_others_is_no
     assert [(one.device, one.lost) for one in found] == [(1, True)]
 
 
-def test_a_driver_that_names_nobody_has_lost_nobody() -> None:
+def test_a_driver_that_reports_no_device_has_lost_none() -> None:
     found = news_after([], [], [], [], [])
     assert [(one.device, one.blame) for one in found] == [(-1, "unknown")]
 
@@ -101,7 +101,9 @@ def watched(watch: DeviceMonitor, until: int) -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_an_executor_hears_of_the_device_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_agent_is_notified_of_the_device_of_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a process beside it, as with a real driver; devices as ranks see them."""
     states = [{"index": 0}, {"index": 1}, {"index": 2, "lost": True}]
     (tmp_path / "node-4.json").write_text(json.dumps(states))
@@ -116,7 +118,7 @@ def test_an_executor_hears_of_the_device_of_a_rank(tmp_path: Path, monkeypatch: 
     assert watch.found == (found,), "it is still lost"
 
 
-def test_a_driver_of_devices_that_hangs_holds_nobody_and_is_told(
+def test_a_device_driver_that_hangs_delays_no_rank_and_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkfifo(tmp_path / "devices")  # whoever opens it waits for ever
@@ -128,7 +130,7 @@ def test_a_driver_of_devices_that_hangs_holds_nobody_and_is_told(
     assert (found.device, found.blame) == (-1, "unknown") and "has not answered for 0.2 s" in found.words
 
 
-def test_without_devices_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_devices_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DEVICES, raising=False)
     monkeypatch.setattr(device_monitor, "provider_of", lambda node: None)
     monkeypatch.setattr(sys, "executable", "/no/such/program")

@@ -67,7 +67,7 @@ def test_a_run_that_finishes_first_is_finished() -> None:
     assert world.decider.why_not_evict(asked(0)) == "the run is over"
 
 
-def test_an_unknown_node_is_told_which_there_are() -> None:
+def test_an_unknown_node_is_refused_with_those_that_exist() -> None:
     world = World(nodes=2, spares=1)
     why = world.decider.why_not_evict(asked(9))
     assert why == "no node of this run, which has node 0, node 1; to spare: node 2"
@@ -79,7 +79,7 @@ def test_one_leaves_at_a_time() -> None:
     assert "node 0 is about to leave" in world.decider.why_not_evict(asked(1))
 
 
-def test_what_follows_is_told_before_it_does() -> None:
+def test_a_drain_answers_with_what_will_follow() -> None:
     world = World(nodes=2, spares=1)
     state, nodes = world.decider.state, world.decider.nodes
     assert "gives way to a spare when the step" in what_follows(asked(0), state, nodes, nodes, 2)
@@ -88,7 +88,7 @@ def test_what_follows_is_told_before_it_does() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_not_at_work_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_run_that_is_not_at_work_is_reported_in_a_line(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.create_or_resume(load_job("tiny", []))
     with pytest.raises(BadInputError, match="is not running"):

@@ -121,7 +121,7 @@ def test_a_disk_that_hangs_does_not_keep_the_driver_from_repairing(
     asyncio.run(drive())
 
 
-def test_the_driver_tells_its_clock_and_decides_nothing_by_who_asks(tmp_path: Path) -> None:
+def test_the_driver_answers_clock_requests_without_a_decision(tmp_path: Path) -> None:
     async def drive() -> None:
         async with driving(tmp_path, nodes=1) as (_, address):
             executor = await Executor(Run(tmp_path), 0).connect(address)
@@ -136,7 +136,7 @@ def test_the_driver_tells_its_clock_and_decides_nothing_by_who_asks(tmp_path: Pa
     asyncio.run(drive())
 
 
-def test_last_words_that_no_file_can_hold_as_they_are_are_told_all_the_same(tmp_path: Path) -> None:
+def test_an_error_text_that_is_not_valid_utf8_is_still_reported(tmp_path: Path) -> None:
     async def drive() -> None:
         async with driving(tmp_path, nodes=1) as (run, address):
             executor = await Executor(run, 0).connect(address)

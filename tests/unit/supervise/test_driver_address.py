@@ -49,7 +49,7 @@ class Place:
         write_whole(self.run / "driver.json", json.dumps({**self.address, **told}))
 
 
-def test_an_executor_leaves_a_driver_for_one_of_a_higher_term_and_never_goes_back(tmp_path: Path) -> None:
+def test_a_node_agent_leaves_a_driver_for_one_of_a_higher_term_and_never_goes_back(tmp_path: Path) -> None:
     """The first may be stopped, and its machine answer for it for ever."""
 
     async def follow() -> None:

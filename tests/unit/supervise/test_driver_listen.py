@@ -20,7 +20,7 @@ from myriad.supervise.driver_address import check_listen, split_listen
         ("[fd00::7]:7000", "fd00::7", 7000),
     ],
 )
-def test_hosts_and_ports_are_told_apart(listen: str, host: str, port: int) -> None:
+def test_hosts_and_ports_are_distinguished(listen: str, host: str, port: int) -> None:
     assert split_listen(listen) == (host, port)
 
 

@@ -125,7 +125,7 @@ def smaller() -> World:
     return world
 
 
-def test_a_lost_node_is_waited_for_and_then_the_others_go_on() -> None:
+def test_a_lost_node_is_waited_for_before_the_others_continue() -> None:
     world = World()
     world.pass_time(10)
     world.lose(1)
@@ -187,7 +187,7 @@ def test_any_node_will_do(smaller: World) -> None:
     assert smaller.started.placement == {0: (0,), 2: (1,), 7: (2,)}
 
 
-def test_a_node_that_comes_and_goes_ends_nobody(smaller: World) -> None:
+def test_a_node_that_comes_and_goes_ends_no_rank(smaller: World) -> None:
     for _ in range(5):
         smaller.join(1)
         assert smaller.pass_time(2) == []
@@ -207,7 +207,7 @@ def test_a_run_does_not_grow_again_and_again(smaller: World) -> None:
     assert kinds(smaller.pass_time(70)) == ["RestartAtStep", "StartAttempt"]
 
 
-def test_nobody_turns_for_the_last_steps() -> None:
+def test_no_rank_restarts_for_the_last_steps() -> None:
     world = World(replace(FEWER, steps=100))
     world.pass_time(10)
     world.lose(1)
@@ -245,7 +245,7 @@ def test_a_second_node_is_lost_and_then_the_last(smaller: World) -> None:
     assert smaller.started.layout == TWO and smaller.started.placement == {0: (0,), 2: (1,)}
 
 
-def test_when_nobody_is_left_the_run_ends_with_the_reason(smaller: World) -> None:
+def test_when_no_node_is_left_the_run_ends_with_the_reason(smaller: World) -> None:
     smaller.lose(0, 2)
     assert isinstance(smaller.pass_time(301)[-1], EndRun)
     assert smaller.state.outcome == "failed" and "only [] came" in smaller.state.reason
@@ -272,7 +272,7 @@ def test_a_person_stops_it_while_a_node_is_waited_for() -> None:
     assert isinstance(end, EndRun) and end.outcome == "interrupted"
 
 
-def test_the_next_driver_goes_on_with_what_the_last_had(smaller: World) -> None:
+def test_the_next_driver_continues_with_what_the_last_had(smaller: World) -> None:
     smaller.new_driver()
     for rank, node in enumerate((0, 2)):
         smaller.join(node, TWO, 2, rank)
@@ -453,7 +453,9 @@ def test_what_a_job_allows(keys: list[str], allowed: tuple[int, ...] | None) -> 
 
 @settings(deadline=None)
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(0, 20), st.data())
-def test_each_sequence_of_the_batch_is_somebodys(dp: int, micro: int, more: int, data: st.DataObject) -> None:
+def test_each_sequence_of_the_batch_belongs_to_a_rank(
+    dp: int, micro: int, more: int, data: st.DataObject
+) -> None:
     total = dp + more
     layout = f"layout.shares={list(equal_shares(total, dp))}"
     keys = [f"layout.dp={dp}", f"layout.micro_batch={micro}", f"train.global_batch={total * micro}", layout]

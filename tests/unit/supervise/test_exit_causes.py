@@ -58,7 +58,7 @@ def test_the_counter_is_found_in_either_version_of_control_groups(
     assert count_memory_kills(tmp_path) == count
 
 
-def test_what_nccl_s_watchdog_says_is_found_above_the_stack_that_it_prints(tmp_path: Path) -> None:
+def test_the_error_of_nccls_watchdog_is_found_above_its_stack(tmp_path: Path) -> None:
     said = (
         "[PG ID 0 Rank 1] Process group watchdog thread terminated with exception: [Rank 1] Watchdog caught "
     )

@@ -65,13 +65,13 @@ def test_a_spare_is_seen_once_ranks_train_and_not_while_they_start() -> None:
     assert asked(world) == []
 
 
-def test_where_machines_are_shared_only_what_disturbs_nobody_is_tested() -> None:
+def test_where_machines_are_shared_only_what_disturbs_no_job_is_tested() -> None:
     world = nodes(3, machines=False)
     train(world)
     assert asked(world) == [(2, "short")]
 
 
-def test_an_unfit_spare_takes_nobodys_place_and_is_seen_again_later() -> None:
+def test_an_unfit_spare_gets_no_ranks_and_is_seen_again_later() -> None:
     world = nodes(3)
     train(world)
     asked(world)
@@ -119,7 +119,7 @@ def test_a_suspect_that_is_unfit_gives_way_to_a_spare_that_comes() -> None:
     assert list(again.placement) == [0, 5]
 
 
-def test_a_suspect_that_is_fit_is_told_of_and_stays() -> None:
+def test_a_suspect_that_is_fit_is_reported_and_stays() -> None:
     world = nodes(2)
     world.exit(2, 1, "device", error="an error of the device")
     world.all_exit()
@@ -130,7 +130,7 @@ def test_a_suspect_that_is_fit_is_told_of_and_stays() -> None:
     assert world.decider.state.phase == "running"
 
 
-def test_on_one_node_nobody_is_suspected_and_nothing_is_slower() -> None:
+def test_on_one_node_no_node_is_suspected_and_nothing_is_slower() -> None:
     world = nodes(1, needed=1)
     world.exit(2, 1, "device", error="an error of the device")
     world.all_exit()
@@ -154,7 +154,7 @@ def test_before_a_start_all_are_seen_and_who_is_unfit_takes_no_part() -> None:
     assert isinstance(started, StartAttempt) and list(started.placement) == [1, 2]
 
 
-def test_a_doctor_that_fails_itself_keeps_nobody_out() -> None:
+def test_a_doctor_that_fails_itself_excludes_no_node() -> None:
     world = nodes(2, doctor="start")
     asked(world)
     says(world, 0, "fit")
@@ -172,7 +172,7 @@ def test_a_start_on_unfit_nodes_alone_ends_with_their_complaints() -> None:
     assert "node 1: memory patterns: 3 words" in ended.reason
 
 
-def test_another_machine_with_the_number_of_one_that_was_unfit_is_seen_anew() -> None:
+def test_another_machine_with_the_number_of_one_that_was_unfit_is_seen_again() -> None:
     world = nodes(3)
     train(world)
     asked(world)
@@ -181,7 +181,7 @@ def test_another_machine_with_the_number_of_one_that_was_unfit_is_seen_anew() ->
     assert asked(world) == [(2, "full")]
 
 
-def test_the_short_look_compares_with_the_baseline_and_a_doctor_that_fails_accuses_nobody(
+def test_the_short_examination_compares_with_the_baseline_and_a_failed_one_names_no_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real one, in its process."""

@@ -64,7 +64,7 @@ def problems(actions: list[PolicyAction]) -> list[str]:
     return [action.problem for action in actions if isinstance(action, Notice)]
 
 
-def test_a_link_that_was_down_for_two_seconds_is_told_and_nothing_else() -> None:
+def test_a_link_that_was_down_for_two_seconds_is_reported_and_nothing_else() -> None:
     world = Links()
     assert problems(world.flap(0, 2.0)) == [
         "link eth1 of node 0 is down",
@@ -117,14 +117,14 @@ def test_a_third_flap_in_five_minutes_has_the_node_give_way_after_a_step() -> No
     assert isinstance(started, StartAttempt) and set(started.placement) == {2, 1}
 
 
-def test_three_flaps_in_an_hour_are_told_and_nothing_else() -> None:
+def test_three_flaps_in_an_hour_are_reported_and_nothing_else() -> None:
     world = Links()
     for _ in range(3):
         world.flap(0, after=310.0)
     assert set(kinds(world.actions[1:])) == {"Notice"}
 
 
-def test_without_a_spare_a_flapping_node_goes_on_and_gives_way_when_one_comes() -> None:
+def test_without_a_spare_a_flapping_node_continues_and_gives_way_when_one_comes() -> None:
     world = Links(spares=0)
     for _ in range(4):
         assert set(kinds(world.flap(0))) == {"Notice"}
@@ -141,7 +141,7 @@ def test_a_spare_that_flaps_itself_is_none_for_others() -> None:
     assert set(kinds(world.actions[1:])) == {"Notice"}
 
 
-def test_the_only_link_of_a_node_is_told_when_it_is_up_again() -> None:
+def test_the_only_link_of_a_node_is_reported_when_it_is_up_again() -> None:
     """Nobody could be told meanwhile: the kernel has counted."""
     world = Links()
     was = world.links[1]
@@ -166,7 +166,7 @@ def test_a_link_that_flaps_without_end_does_not_fill_the_journal() -> None:
     assert len(problems(world.actions)) < 20
 
 
-def test_damaged_packets_are_told_once_a_minute() -> None:
+def test_damaged_packets_are_reported_once_a_minute() -> None:
     world = Links()
     for minute in range(3):
         world.links[0] = LinkStatus("eth1", True, 1, 1000 * minute)
@@ -198,7 +198,7 @@ def test_a_lost_device_is_of_no_use_to_later_attempts() -> None:
     assert isinstance(started, StartAttempt) and set(started.placement) == {2, 1}
 
 
-def test_what_a_program_did_to_its_device_evicts_nobody() -> None:
+def test_what_a_program_did_to_its_device_evicts_no_node() -> None:
     world = Links()
     (notice,) = world.trouble(0, 1, "user")
     assert isinstance(notice, Notice) and "the program's doing" in notice.problem
@@ -210,13 +210,13 @@ def test_what_a_program_did_to_its_device_evicts_nobody() -> None:
 
 
 @pytest.mark.parametrize("blame", ["user", "unknown"])
-def test_what_says_nothing_about_the_device_is_told_once(blame: str) -> None:
+def test_a_message_without_a_device_fault_is_reported_once(blame: str) -> None:
     world = Links()
     assert kinds(world.trouble(0, 1, blame)) == ["Notice"]
     assert kinds(world.tell(30.0)) == []
 
 
-def test_a_fault_that_is_told_when_its_rank_has_ended_is_the_nodes_all_the_same() -> None:
+def test_a_device_fault_reported_after_its_rank_has_ended_still_counts_for_the_node() -> None:
     """The driver of the devices is asked every few seconds; the rank's end is told at once."""
     world = Links()
     world.exit(1, -6, "crash")
@@ -226,7 +226,7 @@ def test_a_fault_that_is_told_when_its_rank_has_ended_is_the_nodes_all_the_same(
     assert kinds(world.tell(2.0)) == ["Notice", "RestartAtStep"]
 
 
-def test_a_clock_that_is_wrong_is_told_once_and_a_slow_network_is_no_wrong_clock() -> None:
+def test_a_clock_that_is_wrong_is_reported_once_and_a_slow_network_is_no_wrong_clock() -> None:
     clocks = ClockCheck()
     late = [clocks.observe(0, 100.0 + beat, 100.0 + beat + (3.0 if beat % 3 else 0.1)) for beat in range(60)]
     assert late == [None] * 60

@@ -59,7 +59,7 @@ def test_without_a_plan_there_is_nothing_to_drive(tmp_path: Path) -> None:
         Journal(tmp_path / "journal.jsonl").replay()
 
 
-def test_a_start_that_ended_before_ranks_went_back_tells_the_next_how_far_and_what_is_skipped(
+def test_a_start_that_ended_before_its_rollback_passes_the_target_and_the_skipped_steps_on(
     tmp_path: Path,
 ) -> None:
     journal = Journal(tmp_path / "journal.jsonl")

@@ -149,7 +149,7 @@ def test_another_node_that_becomes_slow_after_a_move_is_found() -> None:
 
 
 @pytest.mark.parametrize("node", [0, 3])
-def test_a_node_that_hardly_goes_on_keeps_the_layer_that_it_must_have(node: int) -> None:
+def test_a_node_that_hardly_continues_keeps_the_layer_that_it_must_have(node: int) -> None:
     line = Line()
     line.train(100)
     line.slow = {node: 40.0}
@@ -172,7 +172,7 @@ def test_layers_do_not_move_to_and_fro() -> None:
 
 
 @pytest.mark.slow
-def test_slowness_that_goes_along_with_the_layers_is_nobodys_fault() -> None:
+def test_slowness_that_goes_along_with_the_layers_is_no_fault_of_a_node() -> None:
     line = Line()
     line.train(100)
     line.longer = dict.fromkeys(range(5, 10), 1.8)
@@ -205,7 +205,7 @@ def test_all_stages_slower_is_the_works_doing() -> None:
 
 
 @pytest.mark.slow
-def test_who_was_held_up_at_first_makes_nobody_else_slow() -> None:
+def test_a_rank_that_was_slow_at_first_makes_no_other_rank_slow() -> None:
     line = Line()
     line.slow = {0: 2.0}
     line.train(60)
@@ -243,7 +243,7 @@ def test_a_new_driver_knows_what_was_moved_and_why() -> None:
     assert line.cuts == PIPELINE.cuts
 
 
-def test_other_nodes_begin_as_the_job_says() -> None:
+def test_other_nodes_begin_as_in_the_job() -> None:
     line = Line(spares=1)
     line.train(100)
     line.slow = {1: 1.6}
@@ -268,7 +268,7 @@ def test_layers_go_back_for_good_where_memory_did_not_last() -> None:
 
 
 @pytest.mark.slow
-def test_only_told() -> None:
+def test_with_report_stragglers_are_only_reported() -> None:
     line = Line(on_slow="report")
     line.train(100)
     line.slow = {1: 1.6}

@@ -18,7 +18,7 @@ def test_a_watched_driver_stops_before_its_lease_runs_out_counted_from_when_it_a
     assert hold.may_act(104.6)
 
 
-def test_while_nobody_stands_by_a_driver_may_act_without_redis_for_as_long_as_it_likes() -> None:
+def test_while_no_standby_waits_a_driver_may_act_without_redis_for_as_long_as_it_likes() -> None:
     hold = LeaseDeadline(SECONDS, asked_at=0.0)
     hold.renewed(0.6, is_watched=False)
     assert hold.may_act(1e6)
@@ -96,7 +96,7 @@ def test_what_a_driver_wrote_that_had_lost_its_lease_counts_for_nothing() -> Non
     assert NewestEntries.of(lines[:2]).mark == (2, 1)
 
 
-def test_a_start_without_a_lease_after_one_with_it_begins_anew() -> None:
+def test_a_start_without_a_lease_after_one_with_it_starts_again() -> None:
     lines = [{"term": 4, "plan": {"of": 4}}, line(4, 1, "a"), {"plan": {"of": 0}}]
     assert NewestEntries.of(lines).plan == {"plan": {"of": 0}} and NewestEntries.of(lines).state is None
     assert NewestEntries.of([*lines, {"state": {"phase": "b"}}]).state == {"state": {"phase": "b"}}

@@ -65,7 +65,9 @@ def test_the_kernel_answers_within_an_event_loop() -> None:
         ("", "ib,eth1", {"ib0", "eth1"}),
     ],
 )
-def test_interfaces_that_ranks_are_told_to_use_are_watched(gloo: str, nccl: str, found: set[str]) -> None:
+def test_interfaces_that_the_environment_selects_for_ranks_are_watched(
+    gloo: str, nccl: str, found: set[str]
+) -> None:
     told = {"GLOO_SOCKET_IFNAME": gloo, "NCCL_SOCKET_IFNAME": nccl}
     assert chosen_interfaces(told, ["lo", "eth0", "eth1", "ib0", "docker0"]) == found
 
@@ -99,7 +101,7 @@ def test_ports_of_rdma_are_those_that_nccl_uses(
     assert {LinkStatus("mlx5_0:1", True, 1, 3)} >= set(found[:1]) - {LinkStatus("mlx5_10:1", False, 0, 3)}
 
 
-def test_a_port_that_no_cable_was_ever_in_is_nobodys_loss(tmp_path: Path) -> None:
+def test_a_port_that_no_cable_was_ever_in_is_no_loss(tmp_path: Path) -> None:
     make_port(tmp_path, "mlx5_0", "4: ACTIVE\n", 0)
     make_port(tmp_path, "mlx5_1", "1: DOWN\n", 0)
     watch = LinkStateReader(lambda: "lo", rdma=True, sys=tmp_path)

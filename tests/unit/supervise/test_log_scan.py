@@ -127,7 +127,7 @@ def test_a_flood_is_bounded_and_its_newest_part_is_read(log: Path) -> None:
     assert len([one for one in found if one.reported_count == 1]) <= 3
 
 
-def test_many_different_messages_are_told_as_such(log: Path) -> None:
+def test_many_different_messages_are_reported_as_such(log: Path) -> None:
     scanner = scanner_of(log)
     names = [f"{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(500)]
     add(log, "".join(f"Xid trouble {name}\n" for name in names))
@@ -148,7 +148,7 @@ def test_another_attempt_has_logs_and_messages_of_its_own(log: Path) -> None:
     assert texts(scanner.poll(3.0)) == [(3, ERROR)]
 
 
-def test_a_search_that_begins_again_does_not_tell_old_lines(log: Path) -> None:
+def test_a_search_that_begins_again_does_not_report_old_lines(log: Path) -> None:
     add(log, ERROR + "\n")
     scanner = LogScanner(LogPatterns())
     scanner.watch([(3, log)], 0.0, from_end=True)

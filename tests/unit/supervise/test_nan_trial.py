@@ -44,7 +44,7 @@ def over(world: World) -> EndRun:
     return one
 
 
-def test_what_every_rank_says_names_the_one_that_made_it() -> None:
+def test_the_error_of_every_rank_names_the_rank_with_the_first_bad_tensor() -> None:
     error = SAID.format(step=3, rank=12)
     assert cause_of(1, error, memory_killed=False) == "nan" and first_not_finite(error)[0] == 12
     assert cause_of(1, "ValueError: loss is odd", memory_killed=False) == "user"
@@ -64,7 +64,7 @@ def test_gone_on_replay_in_place_it_was_chance() -> None:
     assert goes_on(world) == [] and world.decider.state.trial is None
 
 
-def test_gone_at_the_last_step_it_is_told_when_all_ranks_have_ended_well() -> None:
+def test_gone_at_the_last_step_it_is_reported_when_all_ranks_have_ended_well() -> None:
     world = World()
     not_finite(world, 3, step=20)
     for rank in range(4):
@@ -73,7 +73,7 @@ def test_gone_at_the_last_step_it_is_told_when_all_ranks_have_ended_well() -> No
     assert over(world).outcome == "finished"
 
 
-def test_on_one_node_a_second_time_is_the_end_and_the_reason_says_why_it_was_not_tried_elsewhere() -> None:
+def test_on_one_node_a_second_non_finite_step_ends_the_run_with_the_reason() -> None:
     world = World()
     not_finite(world, 3)
     actions = not_finite(world, 3)
@@ -143,7 +143,7 @@ def test_a_run_that_is_to_stop_at_once_does(plan: dict) -> None:
     assert over(world).outcome == "failed" and "on rank 3" in over(world).reason
 
 
-def test_chance_that_never_ends_at_one_step_does_not_go_on_for_ever() -> None:
+def test_transient_faults_that_recur_at_one_step_end_the_run() -> None:
     world = World(nodes=2, spares=1)
     for _ in range(40):
         if world.decider.state.phase == "over":

@@ -166,7 +166,7 @@ def test_top_shows_nodes_also_where_files_are_damaged(tmp_path: Path) -> None:
         (["layout.pp=2", "layout.dp=1"], 2, True),
     ],
 )
-def test_the_program_says_what_goes_over_the_edge_of_a_node(
+def test_expected_traffic_of_a_node_follows_from_the_program(
     layout: list[str], nodes: int, expected: bool
 ) -> None:
     """Among two replicas: each node receives what the other sends; a pipeline sends activations one way."""

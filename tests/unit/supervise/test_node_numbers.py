@@ -29,7 +29,7 @@ def test_two_of_one_machine_are_two_nodes() -> None:
     assert members.number_for("a", (), 200.0) == 2
 
 
-def test_nobody_is_a_node_that_another_one_is() -> None:
+def test_two_agents_never_get_the_same_node_number() -> None:
     members = NodeNumbers()
     members.joined(joined(0, "a:10"), 0.0)
     members.record_beat(0, 10.0)

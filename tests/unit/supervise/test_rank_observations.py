@@ -47,7 +47,7 @@ def test_the_few_rows_come_to_what_all_come_to(beats: list[list[RankStatus]], en
         assert Deadlines.phase_of(few) == phase and by_few.limit(phase) == by_all.limit(phase)
 
 
-def test_nothing_is_seen_until_each_node_has_told_of_all_its_ranks_that_live() -> None:
+def test_no_decision_before_each_node_has_reported_all_its_live_ranks() -> None:
     rank_seen = RankStatus(0, 9, "S", "step", "reduce", 3, 2, 1, 0.5, 0.5)
     sightings = RankObservations()
     for node, ranks in PLACEMENT.items():

@@ -131,7 +131,7 @@ def test_it_does_not_move_to_and_fro() -> None:
     assert kinds(world.actions).count("RestartAtStep") <= 2 * 3600 / 300 + 1
 
 
-def test_only_told() -> None:
+def test_with_report_stragglers_are_only_reported() -> None:
     world = World(on_slow="report")
     world.train(100)
     assert kinds(world.train(3600, node_1_is_slow)) == ["ReportSlow"]
@@ -181,7 +181,7 @@ def test_nothing_moves_where_that_does_not_pay(work: dict[str, object], why: str
     assert set(kinds(world.train(20, node_1_is_slow))) <= {"ReportSlow"}, why
 
 
-def test_ranks_that_do_not_end_by_themselves_are_killed_and_nobody_is_blamed() -> None:
+def test_ranks_that_do_not_end_by_themselves_are_killed_and_no_node_is_named() -> None:
     world = World()
     world.train(100)
     world.exit_all = lambda cause, code: None  # type: ignore[method-assign]
@@ -238,7 +238,7 @@ def test_a_new_driver_knows_the_shares() -> None:
     assert world.state.layout.shares == shares
 
 
-def test_nobody_is_compared_in_an_attempt_whose_shares_are_not_in_the_journal() -> None:
+def test_no_rank_is_compared_in_an_attempt_whose_shares_are_not_in_the_journal() -> None:
     world, other = World(), AttemptLayout(shares=(9, 5, 9, 9))
     world.train(20)
     world.decider = Decider(world.plan, world.now, read(RunState, plain(world.state)))

@@ -63,7 +63,7 @@ def test_the_doctor_frees_of_all_but_what_a_person_said_and_a_person_of_all() ->
     assert read_offenders().accused == {}
 
 
-def test_lines_that_are_none_accuse_nobody() -> None:
+def test_invalid_lines_of_the_record_name_no_machine() -> None:
     good = {"time": NOW, "machine": "a", "kind": "hang", "reason": "", "run": "", "node": 1}
     bad = [good | {"time": "x"}, good | {"kind": "ugly"}, good | {"machine": 7}, {}, {"cleared_by": "ann"}]
     assert (
@@ -87,7 +87,7 @@ def test_an_evicted_machine_is_remembered_and_left_out_of_the_run() -> None:
     assert world.decider.why_left_out(joined(5, "rack5", "rack5:1")) == ""
 
 
-def test_a_machine_with_several_nodes_is_not_accused_for_one_of_them() -> None:
+def test_a_machine_with_several_nodes_is_not_recorded_for_one_of_them() -> None:
     """Nobody can tell whether it is the machine; that executor alone stays out."""
     for machine in ("", "rack0"):
         world = World(nodes=2, spares=-2)
@@ -108,7 +108,7 @@ def test_a_node_that_was_only_lost_may_come_back() -> None:
     assert world.decider.state.left_out == {}
 
 
-def test_a_machine_in_quarantine_is_refused_by_the_driver_and_told_once(tmp_path: Path) -> None:
+def test_a_machine_in_quarantine_is_refused_by_the_driver_and_reported_once(tmp_path: Path) -> None:
     for _ in range(3):
         append_offence(OffenceRecord(time.time(), "rack1", "hang", "no rank goes on", "earlier", 3))
 
@@ -155,7 +155,7 @@ def test_the_doctor_frees_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _free() == machine_name() and _free() == ""
 
 
-def test_who_starts_nodes_may_say_that_they_are_no_machines(
+def test_a_launcher_can_declare_that_its_nodes_are_no_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "etc").mkdir()

@@ -56,7 +56,7 @@ def test_a_late_digest_completes_its_step() -> None:
     assert told(replicas, 30, {3: 9}) == ReplicaDifference(30, (3,), (0, 1, 2))
 
 
-def test_the_earliest_difference_is_told_and_nothing_after_it_counts_as_agreed() -> None:
+def test_the_earliest_difference_is_reported_and_nothing_after_it_counts_as_agreed() -> None:
     replicas = ReplicaDigests(FOUR)
     for step, odd in ((10, 1), (20, 5), (30, 1)):
         for rank in range(4):
@@ -73,7 +73,7 @@ def test_steps_that_never_become_complete_are_forgotten() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=300))
-def test_healthy_ranks_in_any_order_and_with_any_gaps_are_never_told_to_differ(
+def test_healthy_ranks_in_any_order_and_with_any_gaps_are_never_reported_to_differ(
     beats: list[tuple[int, int]],
 ) -> None:
     replicas = ReplicaDigests(((0, 1), (2, 3)))
@@ -116,7 +116,7 @@ def same(value: int = 1) -> dict[int, int]:
     return dict.fromkeys(range(4), value)
 
 
-def test_the_attempt_ends_and_the_next_goes_on_from_what_all_agreed_on() -> None:
+def test_the_attempt_ends_and_the_next_continues_from_what_all_agreed_on() -> None:
     world = World(replicas=FOUR)
     assert beat(world, 10, same()) == []
     blame, _ = beat(world, 20, same() | {2: 9})
@@ -146,7 +146,7 @@ def test_without_any_step_that_agreed_what_is_stored_is_as_good_as_anything() ->
     assert started.newest_step is None
 
 
-def test_two_suspects_on_one_node_are_told_and_nobody_is_named() -> None:
+def test_two_suspects_on_one_node_are_reported_and_no_node_is_named() -> None:
     world = World(replicas=((0, 1), (2, 3)))
     blame, _ = beat(world, 20, {0: 1, 1: 2, 2: 3, 3: 3})
     assert (blame.rank, blame.node, blame.evidence["suspects"]) == (-1, 0, (0, 1))
@@ -161,7 +161,7 @@ def test_digests_of_another_attempt_count_for_nothing() -> None:
     assert beat(world, 10, same(3)) == [], "an attempt is compared with itself alone"
 
 
-def test_what_ranks_had_not_told_when_they_ended_well_is_compared_before_the_run_is_over() -> None:
+def test_what_ranks_had_not_reported_when_they_ended_well_is_compared_before_the_run_is_over() -> None:
     world = World(replicas=FOUR)
     beat(world, 10, same())
     for rank in range(4):

@@ -24,13 +24,13 @@ def started(actions: list[PolicyAction]) -> StartAttempt:
     return one
 
 
-def test_what_every_rank_says_is_known_by_its_words() -> None:
+def test_the_error_of_every_rank_is_recognised_as_a_spike() -> None:
     error = ERROR.format(step=3)
     assert cause_of(1, error, memory_killed=False) == "spike"
     assert spike_text(error).startswith(f"{RECURRED}: gradient norm 100")
 
 
-def test_the_run_goes_on_from_100_steps_before_and_skips_what_led_to_it() -> None:
+def test_the_run_continues_from_100_steps_before_and_skips_what_led_to_it() -> None:
     world = World(nodes=2, spares=1, spike_steps=(100, 100))
     before = world.decider.state.placement
     actions = spike(world, 500)
@@ -48,7 +48,7 @@ def test_one_that_comes_later_adds_to_what_is_skipped() -> None:
     assert start.newest_step == 49 and start.skipped_steps == tuple(range(40, 66))
 
 
-def test_early_in_a_run_it_begins_anew() -> None:
+def test_early_in_a_run_it_starts_again() -> None:
     start = started(spike(World(spike_steps=(100, 100)), 40))
     assert start.newest_step == 0 and start.skipped_steps[0] == 1
 

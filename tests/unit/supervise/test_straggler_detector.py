@@ -87,7 +87,7 @@ def test_a_node_that_holds_half_of_a_stage_is_found_by_the_other_half() -> None:
     assert found is not None and (found.culprit, found.node) == ("node", 1)
 
 
-def test_a_stage_with_more_to_do_is_nobodys_fault() -> None:
+def test_a_stage_with_more_work_is_no_straggler() -> None:
     """Stage 1 has the head, and takes 1.7 times as long from the beginning."""
     assert WatchedRun().watch(600) is None
 
@@ -117,7 +117,7 @@ def test_a_replica_with_more_micro_batches_is_not_slow_for_that() -> None:
     assert WatchedRun(replace(WORK, shares=(6, 2, 4, 4))).watch(600) is None
 
 
-def test_a_step_that_is_slow_for_its_data_is_nobodys_fault() -> None:
+def test_a_step_that_is_slow_because_of_its_data_names_no_straggler() -> None:
     watched = WatchedRun(step_seconds=1.0)
     assert watched.watch(600, lambda rank, step: 9.0 if rank == step % 8 and step % 7 == 0 else 1.0) is None
 

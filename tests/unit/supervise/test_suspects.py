@@ -106,7 +106,7 @@ def test_a_gpu_that_hangs_is_named_wherever_its_peers_have_got_to(stuck: int, da
     assert found.ranks == (stuck,) and found.why.startswith('its GPU is in "forward"')
 
 
-def test_a_link_that_carries_nothing_is_told_by_the_ranks_at_its_ends() -> None:
+def test_a_link_that_carries_nothing_is_reported_by_the_ranks_at_its_ends() -> None:
     """Rank 0 has sent what rank 2 waits for; all others wait for one of the two."""
     rows = [
         counted(0, {"tp": 10, DOWN: 1, SENT_UP: 4}, DOWN),
@@ -131,7 +131,7 @@ def test_of_a_collective_that_all_have_entered_those_that_have_not_left_it_are_n
     assert find_suspects(rows, SEATS).ranks == (2, 3)
 
 
-def test_operations_in_different_orders_are_told_as_such_and_no_node_is_named() -> None:
+def test_operations_in_different_orders_are_reported_as_such_and_no_node_is_named() -> None:
     rows = [
         counted(0, {"tp": 7, "world": 2}, "tp", activity="tensor_comm"),
         counted(1, {"tp": 6, "world": 3}, "world", activity="all_reduce"),
@@ -175,7 +175,7 @@ def test_a_coupled_exchange_waits_for_both_its_ends() -> None:
     assert find_suspects(rows, SEATS).ranks == (2,)
 
 
-def test_peers_inside_a_captured_graph_cannot_be_told_apart() -> None:
+def test_peers_inside_a_captured_graph_cannot_be_distinguished() -> None:
     """Its tensor-parallel collectives count nothing: both may be where one waits for the other."""
     rows = [
         counted(0, {DOWN: 1, SENT_UP: 2}, DOWN),

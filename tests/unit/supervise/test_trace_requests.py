@@ -47,11 +47,13 @@ def asked(*ranks: int, what: str = "stacks", seconds: float = 1.0) -> TraceAsked
         (asked(1), (1,), state(), ""),
     ],
 )
-def test_what_cannot_be_is_told(one: TraceAsked, ranks: tuple[int, ...], of: RunState, why: str) -> None:
+def test_an_impossible_trace_request_is_refused_with_the_reason(
+    one: TraceAsked, ranks: tuple[int, ...], of: RunState, why: str
+) -> None:
     assert why_not(one, ranks, of) == why
 
 
-def test_a_rank_that_has_ended_is_told() -> None:
+def test_a_rank_that_has_ended_is_reported() -> None:
     ended = state()
     ended.exits[2] = 1
     assert why_not(asked(2), (2,), ended) == "rank 2 has ended"
@@ -123,7 +125,7 @@ def trace(run: Run, rank_processes: Crew, *orders: Trace) -> list[Traced]:
     return asyncio.run(work())
 
 
-def test_a_rank_that_does_not_end_its_step_is_told_and_not_asked_any_more(
+def test_a_rank_that_does_not_end_its_step_is_reported_and_not_asked_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_traces, "_GRACE_SECONDS", 0.1)
@@ -141,7 +143,7 @@ def test_a_rank_that_does_not_end_its_step_is_told_and_not_asked_any_more(
     assert row == bytes(8), "it begins no profile when it comes to life hours later"
 
 
-def test_a_rank_that_could_not_says_why(tmp_path: Path) -> None:
+def test_a_rank_that_could_not_trace_reports_the_reason(tmp_path: Path) -> None:
     class Failing(Crew):
         def ask_trace(self, ranks: set[int], word: int) -> None:
             if word:
@@ -174,7 +176,7 @@ def stopped() -> Iterator[RankStatus]:
     process.wait()
 
 
-def test_a_stopped_process_that_nobody_can_read_says_what_is_known(
+def test_a_stopped_process_that_cannot_be_read_states_what_is_known(
     stopped: RankStatus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_traces.sys, "executable", str(tmp_path / "python"))
@@ -185,7 +187,7 @@ def test_a_stopped_process_that_nobody_can_read_says_what_is_known(
     assert f"thread {stopped.pid} sleep: T" in text
 
 
-def test_what_a_rank_says_meanwhile_is_no_stack(tmp_path: Path) -> None:
+def test_output_of_a_rank_between_stacks_is_ignored(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("before\nwarning: slow disk\nThread 0x01 (most recent call first):\n  File a\n")
     assert rank_traces.new_stacks(log, 7) == b"Thread 0x01 (most recent call first):\n  File a\n"
@@ -199,7 +201,7 @@ def test_ranks_are_read_as_people_write_them() -> None:
             parse_ranks(text)
 
 
-def test_a_run_that_is_not_at_work_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_run_that_is_not_at_work_is_reported_in_a_line(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.create_or_resume(load_job("tiny", []))
     with pytest.raises(BadInputError, match="is not running"):

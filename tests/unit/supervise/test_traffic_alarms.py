@@ -223,7 +223,7 @@ def test_a_new_attempt_begins_without_alarms_and_has_rates_of_its_own() -> None:
     assert world.epoch > 5 and world.go_on(20) == [] and len(world.actions) == done
 
 
-def test_a_fault_says_which_alarm_was_active() -> None:
+def test_a_fault_states_which_alarm_was_active() -> None:
     world = Wires()
     world.carry(2, sent_rate=10 * MB)
     world.go_on(2)

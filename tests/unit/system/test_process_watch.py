@@ -52,7 +52,7 @@ def test_a_process_that_runs_between_two_looks_is_not_stopped(process: "subproce
     assert timer.poll(process.pid, 13.0) is None
 
 
-def test_another_process_with_the_same_state_is_measured_anew(process: "subprocess.Popen[bytes]") -> None:
+def test_another_process_with_the_same_state_is_measured_again(process: "subprocess.Popen[bytes]") -> None:
     timer = StopTimer()
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         stop(process)
@@ -85,6 +85,6 @@ def test_a_launcher_that_reads_nothing_is_reported_once_and_so_is_its_return() -
     os.close(writing)
 
 
-def test_output_that_is_no_pipe_says_nothing_of_the_launcher() -> None:
+def test_output_that_is_no_pipe_gives_no_sign_of_the_launcher() -> None:
     with open(os.devnull, "wb") as file:
         assert unread_bytes(file.fileno()) == 0

@@ -76,7 +76,7 @@ def test_a_span_that_cannot_be_is_refused(field: str, value: int, said: str) -> 
         {"node": 0, "attempt": 1, "names": ["x"] * 1025, "num_dropped": 0, "clock_error_seconds": 0},
     ],
 )
-def test_a_head_that_says_something_else_is_refused(head: object) -> None:
+def test_a_batch_whose_head_contradicts_its_content_is_refused(head: object) -> None:
     text = json.dumps(head).encode()
     with pytest.raises(BatchError):
         decode(struct.pack("<4sHHI", b"MYSP", 1, len(text), 0) + text)

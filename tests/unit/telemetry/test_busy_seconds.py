@@ -43,7 +43,7 @@ def test_an_evaluation_is_no_computing_of_a_step() -> None:
     assert names == [*inside, "evaluate", "forward"]
 
 
-def test_a_page_tells_how_long_a_rank_computed_and_asks_it_to_end() -> None:
+def test_a_progress_page_holds_a_ranks_busy_time_and_can_request_a_restart() -> None:
     page = ProgressPage(2)
     rows = [ProgressRow(memoryview(page._memory)[ROW_BYTES * n : ROW_BYTES * (n + 1)]) for n in range(2)]
     for row in rows:

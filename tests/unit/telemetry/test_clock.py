@@ -23,7 +23,7 @@ def test_the_true_offset_lies_within_the_error_however_uneven_the_ways_are(
     assert abs(known[0] - ahead) <= known[1] * SECOND + 1
 
 
-def test_the_quickest_round_trip_is_believed_until_it_is_old() -> None:
+def test_the_shortest_round_trip_is_used_until_it_is_old() -> None:
     offset = ClockOffset()
     offset.add(compare(0, 5_000, 5_000, 10_000))
     offset.add(compare(SECOND, SECOND + 10**6, SECOND + 10**6, SECOND + 2 * 10**6))
@@ -32,7 +32,7 @@ def test_the_quickest_round_trip_is_believed_until_it_is_old() -> None:
     assert later is not None and later[1] > 49, "an error bar that nobody renews grows"
 
 
-def test_a_clock_that_somebody_sets_is_followed() -> None:
+def test_a_clock_that_is_set_is_followed() -> None:
     offset = ClockOffset()
     offset.add(compare(0, 5_000, 5_000, 10_000))
     jump = 3 * SECOND
@@ -41,7 +41,7 @@ def test_a_clock_that_somebody_sets_is_followed() -> None:
     assert known is not None and abs(known[0] - jump) <= known[1] * SECOND
 
 
-def test_nobody_knows_before_somebody_has_compared_and_one_machine_has_one_clock() -> None:
+def test_an_offset_is_unknown_before_a_comparison_and_zero_on_one_machine() -> None:
     offset = ClockOffset()
     assert offset.at(0) is None
     offset.add(compare(0, 5_000, 5_000, 10_000))

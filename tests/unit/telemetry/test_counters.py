@@ -94,7 +94,7 @@ def test_ports_of_rdma_are_read_where_there_are_any(tmp_path: Path) -> None:
     counters.close()
 
 
-def test_a_file_says_what_its_numbers_are_and_stays_bounded(tmp_path: Path) -> None:
+def test_a_file_states_what_its_numbers_are_and_stays_bounded(tmp_path: Path) -> None:
     path = tmp_path / "counters" / "node-0.jsonl"
     file = CounterFile(path, {"eth0": 1.25e9}, most_bytes=2000)
     for second in range(100):

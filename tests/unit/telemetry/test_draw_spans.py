@@ -79,7 +79,7 @@ def test_waiting_inside_a_compute_is_drawn_over_it_and_not_counted_as_computing(
     assert fills.index(FORWARD) < fills.index(WAITING, fills.index(FORWARD))
 
 
-def test_what_is_posted_counts_until_somebody_waits_for_it():
+def test_what_is_posted_counts_until_a_rank_waits_for_it():
     spans = [
         span("start_gather", 0.0, 0.01, stage=1),
         span("start_gather", 0.1, 0.11, stage=1),

@@ -56,7 +56,7 @@ class Kept:
         self.closed = True
 
 
-def test_each_step_is_told_once_also_by_the_next_process(run: Run) -> None:
+def test_each_step_is_forwarded_once_also_by_the_next_process(run: Run) -> None:
     first, second = Kept(), Kept()
     step(run, 1)
     step(run, 2, None)
@@ -92,7 +92,9 @@ def test_lines_of_others_are_no_curve() -> None:
     assert scalars_of({"step": "one", "time": 2.0, "loss": 1.0}) == {}
 
 
-def test_a_package_that_is_missing_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_reported_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     job = load_job("tiny", ['telemetry.loggers=["wandb"]'])
     with pytest.raises(BadInputError, match=r"telemetry.loggers.*pip install 'myriad-train\[wandb\]'"):
@@ -101,7 +103,7 @@ def test_a_package_that_is_missing_is_told_before_anything_starts(monkeypatch: p
         load_job("tiny", ['telemetry.loggers=["excel"]'])
 
 
-def test_a_tool_that_hangs_ends_with_its_run_and_what_it_missed_is_told(
+def test_a_tool_that_hangs_ends_with_its_run_and_what_it_missed_is_reported(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real process, with a package that never comes back."""

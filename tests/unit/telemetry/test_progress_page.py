@@ -7,7 +7,7 @@ from myriad.telemetry.progress.progress_page import PROGRESS, ProgressPage, _dig
 from myriad.telemetry.spans import Recorder
 
 
-def test_a_reader_sees_what_a_rank_does(monkeypatch) -> None:
+def test_a_reader_gets_what_a_rank_does(monkeypatch) -> None:
     page = ProgressPage(4)
     monkeypatch.setenv(PROGRESS, page.address(2))
     monkeypatch.setenv("MYRIAD_EPOCH", "3")
@@ -29,7 +29,7 @@ def test_a_reader_sees_what_a_rank_does(monkeypatch) -> None:
     assert 0 <= time.monotonic_ns() - page.read(2).changed_ns < 10**9
 
 
-def test_a_new_process_begins_its_row_anew(monkeypatch) -> None:
+def test_a_new_process_begins_its_row_again(monkeypatch) -> None:
     page = ProgressPage(1)
     monkeypatch.setenv(PROGRESS, page.address(0))
     own_row().step(9)
@@ -43,7 +43,7 @@ def test_without_a_page_a_rank_does_the_same(monkeypatch) -> None:
         pass
 
 
-def test_the_longest_names_are_told_apart() -> None:
+def test_the_longest_names_are_distinguished() -> None:
     from myriad.program.actions import Kind
 
     assert max(len(kind) for kind in Kind) <= 16

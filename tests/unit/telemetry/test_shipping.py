@@ -88,7 +88,7 @@ def test_who_offers_does_not_wait_for_a_place_that_hangs_and_what_found_no_room_
     assert sum(batch.num_dropped for batch in came) == 500 - len(steps) == sum(lost for *_, lost in told)
 
 
-def test_what_fails_for_a_while_arrives_later_and_both_is_told_once(quick: None, told: Told) -> None:
+def test_what_fails_for_a_while_arrives_later_and_both_is_reported_once(quick: None, told: Told) -> None:
     came, fails = list[SpanBatch](), threading.Event()
     fails.set()
 
@@ -127,7 +127,7 @@ def test_what_is_refused_or_breaks_the_sender_is_counted_and_the_next_is_sent(
     assert told[0] == ("collector", "400: not this", 7)
 
 
-def test_the_end_waits_no_longer_than_it_is_told_to(told: Told) -> None:
+def test_the_end_waits_no_longer_than_allowed(told: Told) -> None:
     outlet = Outlet("spans", lambda batches: threading.Event().wait(SECONDS), teller(told))
     outlet.offer(numbered(0, 1))
     began = time.monotonic()
@@ -188,7 +188,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_is_tried_again(tmp_pat
     assert len(span_files(tmp_path / "spans")) == 1
 
 
-def test_an_executor_whose_disk_takes_no_spans_goes_on_and_the_run_says_how_many_are_lost(
+def test_a_node_agent_whose_disk_takes_no_spans_continues_and_the_run_states_how_many_are_lost(
     tmp_path: Path, quick: None
 ) -> None:
     run = Run(tmp_path / "run")
@@ -275,7 +275,7 @@ def test_a_collector_that_wants_another_token_gets_it_without_loss(collector: An
     assert sent == ["old", "wrong", "new", "new"]
 
 
-def test_many_spans_are_sent_in_parts_and_what_was_dropped_is_told_once(
+def test_many_spans_are_sent_in_parts_and_what_was_dropped_is_reported_once(
     collector: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("myriad.telemetry.shipping.outlets._MAX_POSTED", 100)
@@ -287,7 +287,9 @@ def test_many_spans_are_sent_in_parts_and_what_was_dropped_is_told_once(
     assert [part.num_dropped for part in parts] == [5] + [0] * (len(parts) - 1)
 
 
-def test_a_batch_that_is_sent_again_says_that_it_is_the_same(collector: Any, quick: None, told: Told) -> None:
+def test_a_batch_that_is_sent_again_states_that_it_is_the_same(
+    collector: Any, quick: None, told: Told
+) -> None:
     """Else a collector whose answer was lost shows its time twice."""
     rings = SpanRings(1)
     outlet = Outlet("collector", Collector(collector.address, "run").post, teller(told), at_once=1)

@@ -105,7 +105,7 @@ def _changed(path: Path, name: str, column: Any) -> None:
         ("name", lambda t: arrow.array(["x" * 65] * len(t)).dictionary_encode(), "names: must be at most"),
     ],
 )
-def test_a_file_of_other_things_is_refused_and_says_why(
+def test_a_file_that_holds_no_spans_is_refused_with_the_reason(
     tmp_path: Path, name: str, column: Any, why: str
 ) -> None:
     path = tmp_path / "a.parquet"
@@ -141,7 +141,7 @@ def test_a_prediction_has_the_same_columns_and_is_read_the_same_way(tmp_path: Pa
     assert schemas[0] == parquet.read_schema(tmp_path / "step-1.parquet").remove_metadata() == schemas[1]
 
 
-def test_ranks_that_number_their_names_differently_are_told_apart_by_name() -> None:
+def test_ranks_that_number_their_names_differently_are_distinguished_by_name() -> None:
     def of(names: tuple[str, ...], rank: int) -> SpanBatch:
         records = np.zeros(len(names) + 1, RECORD)
         records["name"], records["rank"] = [*range(len(names)), 99], rank

@@ -69,7 +69,7 @@ def test_every_span_is_read_once_or_counted_as_dropped(bursts: list[int]) -> Non
     assert len(read) + dropped == made
 
 
-def test_the_newest_are_kept_and_the_next_attempt_begins_anew(rings: SpanRings) -> None:
+def test_the_newest_are_kept_and_the_next_attempt_starts_again(rings: SpanRings) -> None:
     recorder = Recorder(ring=own_ring())
     for step in range(3 * CAPACITY):
         recorder.step(step)
@@ -111,7 +111,7 @@ def test_code_of_a_job_adds_spans_and_runs_without_a_rank_too(
     assert found.records["stage"].tolist() == [2]
 
 
-def test_names_without_a_place_are_told_as_other(rings: SpanRings) -> None:
+def test_names_beyond_the_table_are_recorded_as_other(rings: SpanRings) -> None:
     recorder = Recorder(ring=own_ring())
     for number in range(MAX_NAMES + 5):
         with recorder.span(f"part {number} " + "é" * 40):

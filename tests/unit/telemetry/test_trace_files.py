@@ -82,7 +82,7 @@ def test_what_was_traced_before_stays(tmp_path: Path) -> None:
     step=st.integers(0, 2**31 - 1),
     outcome=st.sampled_from(["begun", "done", "failed"]),
 )
-def test_a_rank_hears_what_was_asked_and_answers_it(number, what, tenths, step, outcome) -> None:
+def test_a_rank_receives_what_was_asked_and_answers_it(number, what, tenths, step, outcome) -> None:
     asked = TraceWord(number, what, tenths / 10)
     assert 0 < asked.pack() < 2**63 and TraceWord.unpack(asked.pack()) == asked
     answer = TraceAnswerWord(number, outcome, step)

@@ -29,7 +29,7 @@ from myriad.train.fit import fit
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_float8_on_a_cpu_is_emulated_and_says_so() -> None:
+def test_float8_on_a_cpu_is_emulated_and_reports_it() -> None:
     job = load_job("tiny", ["train.precision=float8-blocks"])
     (line,) = choose_kernels(job, CPU, torch.bfloat16)
     assert "float8-blocks is emulated" in line and "\n" not in line
@@ -145,7 +145,7 @@ def test_a_users_own_allocator_setting_stays(monkeypatch) -> None:
     assert os.environ.pop("PYTORCH_ALLOC_CONF") == "expandable_segments:True"
 
 
-def test_a_memory_budget_sets_what_is_computed_again_and_says_so() -> None:
+def test_a_memory_budget_sets_what_is_computed_again_and_reports_it() -> None:
     job = load_job("tiny", ["layout.micro_batch=8"])
     assert within_budget(job, on_cpu=True, value_bytes=4) == (job, "")
     tight = load_job("tiny", ["layout.micro_batch=8", "train.memory_budget=175 MiB"])

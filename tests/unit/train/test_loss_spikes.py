@@ -34,7 +34,7 @@ def test_no_step_of_a_healthy_run_is_a_spike_from_the_first_on(seed: int) -> Non
     assert not any(found)
 
 
-def test_a_warm_up_in_which_the_norm_rises_is_none() -> None:
+def test_a_warm_up_in_which_the_norm_rises_is_not_one() -> None:
     spikes = SpikeDetector()
     for step in range(500):
         seen = 8.0 - step / 100, 0.3 + step / 100
@@ -90,7 +90,7 @@ class Ranks:
         return self
 
 
-def test_told_a_spike_changes_nothing_and_one_that_lasts_is_told_once() -> None:
+def test_with_report_a_spike_changes_nothing_and_a_lasting_one_is_reported_once() -> None:
     ranks = Ranks("report").begin()
     assert [ranks.train(100.0).skipped for _ in range(5)] == [False] * 5
     assert ranks.times == 55 and ranks.moved == list(range(1, 56))
@@ -107,7 +107,7 @@ def test_gone_when_computed_again_it_was_chance_and_the_second_result_counts() -
     assert [one["verdict"] for one in ranks.events] == ["transient"]
 
 
-def test_again_nothing_moves_in_that_step_and_training_goes_on() -> None:
+def test_again_nothing_moves_in_that_step_and_training_continues() -> None:
     ranks = Ranks("skip").begin()
     assert ranks.train(100.0, 100.0).skipped
     ranks.train(1.0)

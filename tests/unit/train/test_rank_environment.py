@@ -42,7 +42,7 @@ def setenv(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-def test_started_by_nobody_it_is_a_world_of_one() -> None:
+def test_without_a_launcher_it_is_a_world_of_one() -> None:
     assert read_rank_environment(1) == RankEnvironment(rank=0, world=1, local_rank=0, local_world=1)
 
 
@@ -133,7 +133,7 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "gpus"), [(2, 1), (8, 3)])
-def test_ranks_that_would_share_a_gpu_compute_on_the_cpu_and_say_so_once(
+def test_ranks_that_would_share_a_gpu_compute_on_the_cpu_and_report_it_once(
     ranks: int, gpus: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """NCCL would refuse the second rank of a GPU: `myriad train two --layout.pp 2` on a machine with one."""

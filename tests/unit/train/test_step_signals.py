@@ -20,7 +20,7 @@ def at(monkeypatch):
     return go
 
 
-def test_all_ranks_hear_what_the_first_ones_clock_says(at):
+def test_all_ranks_receive_the_decisions_of_rank_0s_clock(at):
     config = CheckpointConfig(minutes=10, memory_seconds=2)
     clocks = [SaveClock(config, decides=rank == 0) for rank in range(3)]
 

@@ -59,7 +59,7 @@ def test_checks_take_a_thousandth_of_the_time_whatever_they_cost(groups, monkeyp
     assert {name for event in events for name in event["checks"]} == set(checks._checks)
 
 
-def test_hours_without_a_gap_and_off_are_what_they_say(groups, monkeypatch):
+def test_hours_without_a_gap_and_off_take_effect(groups, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     hourly, _ = checks_of(groups, ProgressRow.unseen(), "resilience.check_hours=1")

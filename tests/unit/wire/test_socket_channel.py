@@ -135,7 +135,7 @@ def test_no_attack_on_the_way_is_taken_for_what_was_sent(attack: str) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"MY\2", pack_header(FrameKind.ANSWER, 64) + bytes(63)])
-def test_a_peer_that_says_too_little_is_left_in_time(data: bytes) -> None:
+def test_a_peer_that_sends_too_little_is_disconnected_after_a_timeout(data: bytes) -> None:
     with connected() as (connector, listener):
         connector.sendall(data)
         began = time.monotonic()

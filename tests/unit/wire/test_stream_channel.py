@@ -95,7 +95,9 @@ def test_a_stranger_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"MY", pack_header(FrameKind.ANSWER, 64) + bytes(63)])
-def test_a_peer_that_says_too_little_is_left_in_time(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_sends_too_little_is_disconnected_after_a_timeout(
+    data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stream_channel, "AUTHENTICATION_SECONDS", 0.2)
 
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -106,7 +108,7 @@ def test_a_peer_that_says_too_little_is_left_in_time(data: bytes, monkeypatch: p
     assert isinstance(end, TimeoutError)
 
 
-def test_a_listener_that_says_nothing_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_listener_is_disconnected_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_channel, "AUTHENTICATION_SECONDS", 0.2)
 
     async def connect() -> None:
