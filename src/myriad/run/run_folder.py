@@ -23,13 +23,10 @@ made for their owner alone (the secret, the state of alerts) stay so.
 
 import contextlib
 import difflib
-import errno
 import fcntl
-import hashlib
 import logging
 import os
 import re
-import socket
 import stat
 import time
 import tomllib
@@ -41,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 from myriad.errors import BadInputError
 from myriad.run.run_lines import EventLines, StepLines
 from myriad.system.jsonl import LineFile, Record, late_events
+from myriad.system.path_lock import PathLock
 from myriad.system.whole_file import remove_drafts, write_whole
 
 if TYPE_CHECKING:
@@ -339,21 +337,15 @@ def nearest_run(name: str) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _path_lock(path: Path) -> socket.socket:
+def _path_lock(path: Path) -> PathLock:
     """Lock the path on this machine, because a lock file vanishes with its folder. Raises `BadInputError`."""
-    name = hashlib.blake2s(f"{path.resolve()}:{os.getuid()}".encode(), digest_size=12).hexdigest()
-    held = socket.socket(socket.AF_UNIX)
     try:
-        held.bind(f"\0myriad-run-{name}")
-    except OSError as error:
-        held.close()
-        if error.errno != errno.EADDRINUSE:
-            raise
+        return PathLock(path)
+    except BlockingIOError:
         allowed = (
             "is being trained by another process, whose folder was removed; stop it or choose another --run"
         )
         raise BadInputError("run", str(path), allowed) from None
-    return held
 
 
 @contextlib.contextmanager
