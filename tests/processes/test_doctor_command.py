@@ -4,11 +4,11 @@ what happens when strangers reach the port of a pairwise test."""
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 from ranks import free_port
@@ -16,9 +16,11 @@ from ranks import free_port
 from myriad.doctor.hardware import cpu_key
 from myriad.doctor.pair_tests import coordinator
 from myriad.doctor.pair_tests.pair_hosts import PairHost, find_self, read_nodes, read_secret
+from myriad.doctor.pair_tests.pair_protocol import PROTOCOL
 from myriad.doctor.pair_tests.participant import _KEEP_ALIVE, _SILENCE_SECONDS, pairwise
-from myriad.doctor.pair_tests.sealed_messages import hello
 from myriad.errors import BadInputError, RunFailedError
+from myriad.wire.framing import FrameKind, pack_header
+from myriad.wire.socket_channel import SocketChannel
 
 SECRET = b"a secret of many letters"
 
@@ -99,15 +101,25 @@ def test_hosts_are_read_with_commas_or_from_a_file_and_this_one_is_found(tmp_pat
 def test_an_address_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nodes = [PairHost("127.0.0.1", taken.getsockname()[1]), PairHost("127.0.0.1", free_port())]
-        with pytest.raises(BadInputError, match="cannot be listened on"):
+        with pytest.raises(BadInputError, match="cannot be used to listen"):
             pairwise(nodes, 0, SECRET)
 
 
 def strangers() -> list[bytes]:
-    """Garbage, another version, an endless message, and a hello that is followed by nothing true."""
-    endless = hello() + struct.pack("<I32s", 2**32 - 1, b"")
-    forged = hello() + struct.pack("<I32s", 2, b"\0" * 32) + b"{}"
-    return [b"GET / HTTP/1.1\r\n\r\n" * 3, struct.pack("<4sH16s", b"MYRD", 9, b""), endless, forged, b""]
+    """Garbage, another version, an endless answer, one that proves nothing, and nothing."""
+    endless = pack_header(FrameKind.ANSWER, 2**32 - 1) + bytes(100)
+    forged = pack_header(FrameKind.ANSWER, 64) + bytes(64) + pack_header(FrameKind.MESSAGE, 2) + b"{}"
+    return [b"GET / HTTP/1.1\r\n\r\n" * 3, b"MY\x09\x02" + bytes(68), endless, forged, b""]
+
+
+def inject(node: PairHost) -> None:
+    """Who is on the way of a node that has proved the secret adds a message of its own."""
+    with socket.create_connection((node.host, node.port), 10) as connection:
+        SocketChannel(connection).connect(PROTOCOL, SECRET)
+        text = b'{"op": "hello", "node": 1}'
+        connection.sendall(pack_header(FrameKind.MESSAGE, len(text)) + text + bytes(32))
+        with suppress(ConnectionError):
+            assert connection.recv(1) == b""
 
 
 def test_strangers_and_other_secrets_are_sent_away_and_the_test_continues():
@@ -126,6 +138,7 @@ def test_strangers_and_other_secrets_are_sent_away_and_the_test_continues():
     for data in strangers():
         with socket.create_connection((nodes[0].host, nodes[0].port), 10) as connection:
             connection.sendall(data)
+    inject(nodes[0])
     second = threading.Thread(target=run, args=(1,))
     second.start()
     for thread in (first, second):

@@ -14,6 +14,7 @@ collective rounds come last, without the named nodes: groups under one switch, t
 """
 
 import asyncio
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,24 +23,20 @@ from typing import Any
 
 from myriad.doctor.pair_tests.pair_findings import Findings, GroupResult, PairRates, evaluate_groups
 from myriad.doctor.pair_tests.pair_hosts import PairHost
+from myriad.doctor.pair_tests.pair_protocol import MOST_BYTES, PROTOCOL, Message
 from myriad.doctor.pair_tests.pair_rounds import Pair, PairRounds, PairTestOutcome, Suspect, better
-from myriad.doctor.pair_tests.sealed_messages import (
-    HEADER_BYTES,
-    HELLO_BYTES,
-    Message,
-    Seal,
-    UnauthenticatedError,
-    hello,
-)
 from myriad.doctor.probes.collective_patterns import PatternRates, combine_rates
 from myriad.errors import BadInputError
+from myriad.wire.framing import Refused
 from myriad.wire.pending_connections import PendingConnections
+from myriad.wire.stream_channel import StreamChannel
 
 __all__ = ["Coordinator", "PairTestOptions"]
 
 _ANSWER_SECONDS = 10.0
 """Time to answer beyond the duration of the test."""
 _HELLO_SECONDS = 5.0
+_MOST_UNREAD_BYTES = 2**20
 _MOST_STRANGERS = 256
 """Largest number of unauthenticated connections beyond the nodes'."""
 _COLLECT_SECONDS = 150.0
@@ -96,24 +93,26 @@ class _Hello:
 class _NodeConnection:
     """The connection to one node."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seal: Seal) -> None:
-        self._reader, self._writer, self._seal = reader, writer, seal
+    def __init__(self, channel: StreamChannel) -> None:
+        self._channel = channel
 
     async def send(self, message: Message) -> None:
-        self._writer.write(self._seal.close(message))
-        await self._writer.drain()
+        self._channel.send(json.dumps(message).encode())
+        await self._channel.drain()
 
     async def receive(self, kind: str) -> Message:
-        """Return the next message. Raises `OSError` if the node is gone, or the message is of another
-        kind."""
-        header = await self._reader.readexactly(HEADER_BYTES)
-        message = self._seal.open(header, await self._reader.readexactly(Seal.length(header)))
-        if message.get("op") != kind:
-            raise UnauthenticatedError(f"{message.get('op')!r} instead of {kind!r}")
+        """Return the next message. Raises `OSError` if the node is gone, `Refused` if the message is of
+        another kind."""
+        try:
+            message = json.loads(await self._channel.receive())
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"no message: {error}") from None
+        if not isinstance(message, dict) or message.get("op") != kind:
+            raise Refused(f"another message instead of {kind!r}")
         return message
 
     def close(self) -> None:
-        self._writer.close()
+        self._channel.close()
 
 
 class Coordinator:
@@ -181,20 +180,19 @@ class Coordinator:
         self._pending.admit(writer, writer.get_extra_info("peername", ("",))[0], writer.transport.abort)
         try:
             await asyncio.wait_for(self._handshake(reader, writer), _HELLO_SECONDS)
-        except (OSError, EOFError, TimeoutError):
+        except (OSError, Refused):
             writer.close()
         finally:
             self._pending.leave(writer)
 
     async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        mine = hello()
-        writer.write(mine)
-        seal = Seal(self._secret, mine, await reader.readexactly(HELLO_BYTES), connects=False)
-        line = _NodeConnection(reader, writer, seal)
+        channel = StreamChannel(reader, writer, most_bytes=MOST_BYTES, most_unread_bytes=_MOST_UNREAD_BYTES)
+        await channel.accept(PROTOCOL, [self._secret])
+        line = _NodeConnection(channel)
         message = await line.receive("hello")
         node = message.get("node")
         if not isinstance(node, int) or node not in range(len(self._nodes)) or node in self._lines:
-            raise UnauthenticatedError(f"node {node!r} is not expected")
+            raise Refused(f"node {node!r} is not expected")
         self._lines[node] = line
         gpus = message.get("gpus")
         count = gpus if isinstance(gpus, int) and 0 <= gpus <= 64 else 0
@@ -323,7 +321,7 @@ class Coordinator:
                 if message is not None:
                     await line.send(message | {"seconds": self._options.seconds})
                 return await line.receive(kind)
-        except (OSError, EOFError, TimeoutError):
+        except (OSError, Refused):
             line.close()
             del self._lines[node]
             return None

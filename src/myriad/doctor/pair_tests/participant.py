@@ -8,7 +8,6 @@ message names a node by its index there.
 """
 
 import asyncio
-import hmac
 import socket
 import threading
 import time
@@ -21,19 +20,12 @@ from myriad.doctor.hardware import find_nics
 from myriad.doctor.pair_tests.coordinator import Coordinator, PairTestOptions
 from myriad.doctor.pair_tests.pair_findings import Findings, read_findings
 from myriad.doctor.pair_tests.pair_hosts import PairHost
-from myriad.doctor.pair_tests.sealed_messages import (
-    HEADER_BYTES,
-    HELLO_BYTES,
-    Message,
-    Seal,
-    UnauthenticatedError,
-    hello,
-    proof,
-)
+from myriad.doctor.pair_tests.pair_protocol import MOST_BYTES, PROTOCOL, Message, pair_protocol
 from myriad.doctor.probes.collective_probe import CollectiveRank, start_rank, wait_for_rank
 from myriad.doctor.probes.rdma_probe import count_gpus, find_ports
 from myriad.doctor.probes.tcp_flow import Received, exchange, receive, send_for, trickle
 from myriad.errors import RunFailedError
+from myriad.wire.socket_channel import SocketChannel
 
 __all__ = ["pairwise"]
 
@@ -132,14 +124,13 @@ class _Participant:
     def __init__(
         self, nodes: Sequence[PairHost], index: int, secret: bytes, connection: socket.socket
     ) -> None:
-        self._nodes, self._index, self._secret, self._connection = nodes, index, secret, connection
+        self._nodes, self._index, self._secret = nodes, index, secret
         connection.settimeout(_SILENCE_SECONDS)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEP_ALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        mine = hello()
-        connection.sendall(mine)
-        self._seal = Seal(secret, mine, _receive_exactly(connection, HELLO_BYTES), connects=True)
+        self._channel = SocketChannel(connection, MOST_BYTES)
+        self._channel.connect(PROTOCOL, secret)
 
     def serve(self, complaints: Sequence[str]) -> Findings:
         """Serve requests and return the findings. Raises `OSError` if the coordinator is gone."""
@@ -199,8 +190,7 @@ class _Participant:
         with socket.create_connection(
             (peer.host, int(message["port"])), _CONNECT_SECONDS, source
         ) as connection:
-            connection.sendall(proof(self._secret, token, "connects"))
-            _check_proof(_receive_exactly(connection, 32), proof(self._secret, token, "listens"))
+            SocketChannel(connection).connect(pair_protocol(token), self._secret)
             return _run(connection, how, seconds)
 
     def _accept(self, token: str) -> socket.socket:
@@ -212,20 +202,19 @@ class _Participant:
                 server.settimeout(max(0.01, end - time.monotonic()))
                 connection, _ = server.accept()
                 try:
-                    connection.settimeout(max(0.01, end - time.monotonic()))
-                    _check_proof(_receive_exactly(connection, 32), proof(self._secret, token, "connects"))
-                    connection.sendall(proof(self._secret, token, "listens"))
+                    left_seconds = max(0.01, end - time.monotonic())
+                    connection.settimeout(left_seconds)
+                    SocketChannel(connection).accept(pair_protocol(token), [self._secret], left_seconds)
                 except OSError:
                     connection.close()
                     continue
                 return connection
 
     def _send(self, message: Message) -> None:
-        self._connection.sendall(self._seal.close(message))
+        self._channel.send(message)
 
     def _receive(self) -> Message:
-        header = _receive_exactly(self._connection, HEADER_BYTES)
-        return self._seal.open(header, _receive_exactly(self._connection, Seal.length(header)))
+        return self._channel.receive()[0]
 
 
 def _run(connection: socket.socket, how: object, seconds: float) -> Received:
@@ -252,17 +241,3 @@ def _interface(host: str) -> str:
     except OSError:
         return ""
     return next((nic.name for nic in find_nics() if nic.address == address), "")
-
-
-def _check_proof(found: bytes, right: bytes) -> None:
-    if not hmac.compare_digest(found, right):
-        raise UnauthenticatedError("the peer did not prove that it has the secret")
-
-
-def _receive_exactly(connection: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        if not (part := connection.recv(count - len(found))):
-            raise UnauthenticatedError("the other end has closed")
-        found += part
-    return found
