@@ -20,7 +20,7 @@ from myriad.kernels.config import Kernels
 from myriad.kernels.cross_entropy import linear_cross_entropy
 from myriad.kernels.float8 import multiplies_float8
 from myriad.kernels.norm import LayerNorm, RMSNorm
-from myriad.kernels.rotary import rotary_turns
+from myriad.kernels.rotary import Rotary, rotary_turns
 from myriad.model.boundary import Boundary
 
 __all__ = ["Ceilings", "ceilings", "print_ceilings", "print_kernels", "quickest_paths"]
@@ -165,7 +165,7 @@ def _streaming(device: torch.device, sizes: Sizes, compiles: bool) -> Iterator[C
     del inner
     heads = sizes.heads
     fused = _values(device, 1, tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.width)
-    turns = rotary_turns(10000.0, heads.width, tokens, device)
+    turns = rotary_turns(Rotary(10000.0, heads.width), tokens, device)
 
     def heads_of(x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         return torch.cat(split_heads(x, heads, turns, kernels), 2)

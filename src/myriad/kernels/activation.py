@@ -8,6 +8,7 @@ Legend: F width of the MLP.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from myriad.kernels.config import Kernels
 from myriad.kernels.memory_order import as_rows_lie
 from myriad.kernels.side_by_side import PartSlots
 
-__all__ = ["ACTIVATIONS", "activate", "gelu", "gelu_tanh", "relu2", "swiglu", "takes_bias"]
+__all__ = ["ACTIVATIONS", "activate", "geglu", "gelu", "gelu_tanh", "relu2", "swiglu", "takes_bias"]
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -55,6 +56,32 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+class _GeGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, approximate: str) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.approximate = approximate
+        gate, up = x.chunk(2, -1)
+        return F.gelu(gate, approximate=approximate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, -1)
+        torch.mul(grads[0], F.gelu(gate, approximate=ctx.approximate), out=grad_up)
+        grad_gate.copy_(torch.ops.aten.gelu_backward(grads[0] * up, gate, approximate=ctx.approximate))
+        return grad_x, None
+
+
+def geglu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """Compute ``gelu(gate) * up`` of ``[..., 2 F]``, with the gate in the first half. ``approximate``: "none"
+    or "tanh", as in `torch.nn.functional.gelu`."""
+    y: torch.Tensor = _GeGLU.apply(x, approximate)
+    return y
+
+
 class _ReLU2(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -76,8 +103,10 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
-    "swiglu": swiglu,
     "relu2": relu2,
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "geglu_tanh": partial(geglu, approximate="tanh"),
 }
 """Activation functions by their name in a model config."""
 

@@ -20,7 +20,7 @@ from myriad.kernels.cross_entropy import linear_cross_entropy
 from myriad.kernels.float8 import BOTH, Float8, Kind, Scaling, scaled_reference, seen_reference
 from myriad.kernels.gradient import GradientSink, PendingRows, accumulate_product, set_sink
 from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
-from myriad.kernels.rotary import rotary_reference, rotary_turns
+from myriad.kernels.rotary import Rotary, rotary_reference, rotary_turns
 
 __all__ = [
     "LIMITS",
@@ -106,7 +106,7 @@ def _cases(
             lambda x, bias, formula=formula: formula(x + bias),
         )
     heads = Heads(2, 1, 64)
-    turns = rotary_turns(1e4, 64, rows, device)
+    turns = rotary_turns(Rotary(1e4, 64), rows, device)
     yield (
         "rotary",
         [values(2, rows, 4 * 64, seed=6)],

@@ -22,6 +22,7 @@ from myriad.kernels.attention_choice import (
     AttentionPath,
     AttentionShape,
     FastestAttention,
+    Scores,
     choose_attention,
     read_times,
 )
@@ -62,7 +63,7 @@ def _band(queries: int, keys: int, window: int, blocks: int, device: torch.devic
     return bands
 
 
-def _in_windows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+def _in_windows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float) -> torch.Tensor:
     """Attend ``[B, N, S, D]`` with a window that divides S: each block of queries to its own and the previous
     block."""
     batch, _, sequence, _ = q.shape
@@ -75,7 +76,8 @@ def _in_windows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) 
 
     queries = q.unflatten(2, (blocks, window)).transpose(1, 2).flatten(0, 1)
     bands = _band(window, 2 * window, window, blocks, q.device).repeat(batch, 1, 1, 1)
-    out = F.scaled_dot_product_attention(queries, with_previous(k), with_previous(v), attn_mask=bands)
+    keys, values = with_previous(k), with_previous(v)
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bands, scale=scale)
     return out.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)
 
 
@@ -85,17 +87,20 @@ def attention(
     window: int | None = None,
     turns: torch.Tensor | None = None,
     kernels: Kernels = "auto",
+    how: Scores = Scores(),
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from queries, keys and values ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``. Each position attends
     to itself and the positions before it, at most the last ``window``. ``turns``: rotations (`rotary_turns`)
-    of queries and keys."""
-    path = path_of(fused, heads, window, kernels)
+    of queries and keys. ``sinks``: score of each head's attention sink, ``[N]``: it takes a share of the
+    softmax and has no value (GPT-OSS, arXiv 2508.10925)."""
+    path = path_of(fused, heads, window, kernels, capped=how.softcap is not None or sinks is not None)
     if path == "blocks":
-        return attention_in_blocks(fused, heads, window, turns)
+        return attention_in_blocks(fused, heads, window, turns, how, sinks)
     q, k, v = split_heads(fused, heads, turns, kernels)
     if turns is not None and heads.num_heads == heads.num_kv_heads:
         v = v.contiguous()  # saved for the backward: a view would also keep the unrotated queries and keys
-    return attention_by(path, q, k, v, window).flatten(2)
+    return attention_by(path, q, k, v, window, how, sinks).flatten(2)
 
 
 def split_heads(
@@ -116,8 +121,10 @@ def split_heads(
     return q, k, v
 
 
-def path_of(fused: torch.Tensor, heads: Heads, window: int | None, kernels: Kernels) -> AttentionPath:
-    """Return the implementation that these values use."""
+def path_of(
+    fused: torch.Tensor, heads: Heads, window: int | None, kernels: Kernels, *, capped: bool = False
+) -> AttentionPath:
+    """Return the implementation that these values use. ``capped``: scores have a bound or a sink."""
     on = fused.device
     shape = AttentionShape(
         on.type,
@@ -125,9 +132,10 @@ def path_of(fused: torch.Tensor, heads: Heads, window: int | None, kernels: Kern
         fused.shape[1],
         heads.width,
         window,
-        blocks=runs_in_blocks(fused, window),
+        blocks=runs_in_blocks(fused, window, capped=capped),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         interpreted=in_interpreter(),
+        capped=capped,
     )
     return _chosen(shape, kernels, on)
 
@@ -153,45 +161,66 @@ def times() -> tuple[FastestAttention, ...]:
 
 
 def attention_by(
-    path: AttentionPath, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
+    path: AttentionPath,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int | None,
+    how: Scores = Scores(),
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend by any implementation but `blocks`: ``[B, S, N, D]`` and ``[B, S, K, D]`` to
     ``[B, S, N, D]``."""
     from myriad.kernels import attention_library
 
     sequence = q.shape[1]
-    span = min(window or sequence, sequence)
+    span, scale = min(window or sequence, sequence), how.factor(q.shape[3])
     if path == "triton":
         from myriad.kernels.attention_flash import flash_attention
 
-        return flash_attention(q, k, v, span)
+        return flash_attention(q, k, v, span, scale)
     if path == "varlen":
-        return attention_library.varlen_attention(q, k, v, span)
+        return attention_library.varlen_attention(q, k, v, span, scale)
     if path == "flex":
-        return attention_library.flex_attention_in(q, k, v, span)
+        return attention_library.flex_attention_in(q, k, v, span, how, sinks)
     if path == "cudnn":
-        return attention_library.cudnn_attention(q, k, v)
+        return attention_library.cudnn_attention(q, k, v, scale)
+    if path == "scores":
+        return attention_reference(q, k, v, window, how, sinks)
     if path == "sdpa" and q.is_cuda:
-        return attention_library.sdpa_attention(q, k, v)
+        return attention_library.sdpa_attention(q, k, v, scale)
     q = q.transpose(1, 2)
     k, v = (_expand(x.transpose(1, 2), q.shape[1]) for x in (k, v))
     if path == "sdpa":
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     elif path == "windows":
-        out = _in_windows(q, k, v, span)
+        out = _in_windows(q, k, v, span, scale)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=_band(sequence, sequence, span, 1, q.device))
+        band = _band(sequence, sequence, span, 1, q.device)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, scale=scale)
     return out.transpose(1, 2)
 
 
 def attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int | None = None,
+    how: Scores = Scores(),
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend as `attention_by` does, with all scores in memory. If there are fewer queries than keys, they
     are the last positions."""
     queries, keys = q.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bqnd,bknd->bnqk", q, k) * q.shape[-1] ** -0.5
+    scores = torch.einsum("bqnd,bknd->bnqk", q, k) * how.factor(q.shape[-1])
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
     band = _band(queries, keys, window or keys, 1, q.device)
-    shares = scores.masked_fill(~band, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~band, -torch.inf)
+    if sinks is not None:
+        each = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        shares = torch.cat([scores, each], -1).softmax(-1)[..., :-1]
+    else:
+        shares = scores.softmax(-1)
     return torch.einsum("bnqk,bknd->bqnd", shares, v)

@@ -8,6 +8,7 @@
     triton      Myriad's kernels, whose loops end at the window                          (`attention_flash`)
     windows     the library, one block of queries at a time, if the window divides the sequence
     masked      the library with a mask: all pairs are computed, whatever the window
+    scores      all scores in memory, for caps and sinks where neither blocks nor flex can run
 
 These have not been timed on a GPU yet, so the rule below follows published numbers and the work that each
 does. cuDNN's is the fastest of the library's kernels on Hopper (PyTorch 2.5's release blog: up to 1.75 times
@@ -34,6 +35,7 @@ __all__ = [
     "AttentionPath",
     "AttentionShape",
     "FastestAttention",
+    "Scores",
     "check_attention",
     "choose_attention",
     "fallback_attention",
@@ -41,13 +43,27 @@ __all__ = [
     "read_times",
 ]
 
-AttentionPath = Literal["blocks", "sdpa", "cudnn", "varlen", "flex", "triton", "windows", "masked"]
+AttentionPath = Literal["blocks", "sdpa", "cudnn", "varlen", "flex", "triton", "windows", "masked", "scores"]
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 """Head sizes that Myriad's kernels support; 80 and 96 compute with 128 columns."""
 _HALVES = ("bfloat16", "float16")
 _MOST_WIDTH = 256
 """Largest head size in FlashAttention-2 and cuDNN; it must be a multiple of 8."""
+
+
+class Scores(NamedTuple):
+    """How scores are computed from queries and keys."""
+
+    scale: float | None = None
+    """Factor of the products of queries and keys; ``None``: 1 / sqrt(head size)."""
+    softcap: float | None = None
+    """Bound ``c`` of the scores, which become ``c tanh(score / c)`` (Gemma 2, arXiv 2408.00118); ``None``: no
+    bound."""
+
+    def factor(self, width: int) -> float:
+        """Return the factor for heads of this size."""
+        return width**-0.5 if self.scale is None else self.scale
 
 
 class AttentionShape(NamedTuple):
@@ -68,6 +84,8 @@ class AttentionShape(NamedTuple):
     """Whether torch.use_deterministic_algorithms is on, which excludes sums in no fixed order."""
     interpreted: bool = False
     """Whether Triton's kernels run in its interpreter, without a GPU."""
+    capped: bool = False
+    """Whether the scores have a bound, or heads have a sink."""
 
     @property
     def seen(self) -> int | None:
@@ -98,6 +116,10 @@ def hindrance(path: AttentionPath, shape: AttentionShape) -> str:
     """Return why an implementation cannot compute a shape; empty if it can."""
     if path == "blocks":
         return "" if shape.blocks else "is for a CPU in float32, and for few keys"
+    if path == "scores":
+        return ""
+    if shape.capped and path != "flex":
+        return "has no bound of scores and no sinks"
     if path == "windows":
         window = shape.seen
         fits = window is not None and shape.sequence % window == 0 and 2 * window < shape.sequence
@@ -156,6 +178,12 @@ _ORDER: dict[tuple[bool, bool], tuple[tuple[AttentionPath, str], ...]] = {
     ),
 }
 """Preferences by (on a GPU, with a window): the first implementation that can run is chosen."""
+_CAPPED_ORDER: tuple[tuple[AttentionPath, str], ...] = (
+    ("blocks", "adjusts the scores of a block at a time"),
+    ("flex", "compiled for the scores"),
+    ("scores", "nothing else takes these scores here"),
+)
+"""The same for bounded scores and sinks."""
 
 
 def choose_attention(
@@ -165,7 +193,7 @@ def choose_attention(
     (``name``)."""
     if kernels == "triton" and not hindrance("triton", shape):
         return AttentionChoice("triton", "asked for")
-    if kernels != "plain" and (known := _measured(shape, timed, name)) is not None:
+    if kernels != "plain" and not shape.capped and (known := _measured(shape, timed, name)) is not None:
         return AttentionChoice(known, f"the quickest measured on {name}")
     return _default(shape, kernels)
 
@@ -177,7 +205,7 @@ def _measured(shape: AttentionShape, timed: Sequence[FastestAttention], name: st
 
 
 def _default(shape: AttentionShape, kernels: Kernels) -> AttentionChoice:
-    order = _ORDER[shape.device == "cuda", shape.seen is not None]
+    order = _CAPPED_ORDER if shape.capped else _ORDER[shape.device == "cuda", shape.seen is not None]
     able = ((path, why) for path, why in order if not hindrance(path, shape))
     path, why = next((path, why) for path, why in able if kernels != "plain" or path != "triton")
     return AttentionChoice(path, why)

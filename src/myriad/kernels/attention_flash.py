@@ -62,11 +62,8 @@ class Sizes(NamedTuple):
     width: int
     window: int
     dtype: torch.dtype
-
-    @property
-    def scale(self) -> float:
-        """Factor of the scores."""
-        return self.width**-0.5
+    scale: float
+    """Factor of the scores."""
 
     def constants(self, kernel: str) -> dict[str, Any]:
         """Return the compile-time arguments and the launch parameters of a kernel."""
@@ -95,13 +92,15 @@ def _rows_together(x: torch.Tensor) -> torch.Tensor:
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float
+    ) -> torch.Tensor:
         from myriad.kernels.triton import attention_forward
         from myriad.kernels.triton.launch import launch
 
         q, k, v = (_rows_together(x) for x in (q, k, v))
         batch, num_rows, num_heads, width = q.shape
-        sizes = Sizes(batch, num_rows, num_heads, num_heads // k.shape[2], width, window, q.dtype)
+        sizes = Sizes(batch, num_rows, num_heads, num_heads // k.shape[2], width, window, q.dtype, scale)
         out = empty_in_order(q, *q.shape)
         logs = torch.empty(batch, num_heads, num_rows, dtype=torch.float32, device=q.device)
         constants = sizes.constants("forward")
@@ -122,7 +121,7 @@ class _FlashAttention(torch.autograd.Function):
         grad_q, grad_k, grad_v = (empty_in_order(order, *x.shape) for order, x in ((q, q), (k, k), (k, v)))
         if out.numel():
             _differentiate(ctx.sizes, (q, k, v, grad), out, logs, (grad_q, grad_k, grad_v))
-        return grad_q, grad_k, grad_v, None
+        return grad_q, grad_k, grad_v, None, None
 
 
 def _differentiate(
@@ -160,9 +159,15 @@ def _differentiate(
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Attend causally to at most the last ``window`` positions: ``[B, S, N, D]`` and twice ``[B, S, K, D]``
-    to ``[B, S, N, D]``. Any strides are allowed."""
-    out: torch.Tensor = _FlashAttention.apply(q, k, v, min(window or q.shape[1], max(1, q.shape[1])))
+    to ``[B, S, N, D]``. Any strides are allowed. ``scale``: factor of the scores, by default
+    1 / sqrt(D)."""
+    span = min(window or q.shape[1], max(1, q.shape[1]))
+    out: torch.Tensor = _FlashAttention.apply(q, k, v, span, scale or q.shape[3] ** -0.5)
     return out

@@ -80,19 +80,28 @@ class _Part(NamedTuple):
     first_row: int
     num_valid: int
     """Number of rows that are not padding."""
+    softcap: float | None
+    """Bound ``c`` of the logits, which become ``c tanh(logit / c)``; ``None``: no bound."""
 
-    def logits(self, x: torch.Tensor, out: torch.Tensor, *, masks: bool) -> torch.Tensor:
-        """Return float32 logits ``[C, V/tp]``, with -inf at padded rows if ``masks``. They are in ``out`` if
-        possible."""
+    def logits(
+        self, x: torch.Tensor, out: torch.Tensor, *, masks: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return float32 logits ``[C, V/tp]``, with -inf at padded rows if ``masks``, and the slopes of their
+        bound, if they have one. Logits are in ``out`` if possible."""
         if x.dtype == torch.float32:
             logits = torch.mm(x, self.weight.t(), out=out)
         elif x.is_cuda:
             logits = torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
         else:
             logits = out.copy_(x @ self.weight.t())
+        slopes = None
+        if self.softcap is not None:
+            shares = logits.div_(self.softcap).tanh_()
+            slopes = shares.square().neg_().add_(1)
+            logits = shares.mul_(self.softcap)
         if masks and self.num_valid < len(self.weight):
             logits[:, self.num_valid :].fill_(-torch.inf)
-        return logits
+        return logits, slopes
 
     def rows(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the row of each target ``[C, 1]``, and whether it is one of this rank's rows."""
@@ -133,6 +142,8 @@ class _Chunk:
     """``[C, V/tp]``: exponentials of the logits (with Triton the logits), later their gradient."""
     shared: Shared | None = None
     """``[tp, C, 3]``: maximum, sum, and logit of the target."""
+    slopes: torch.Tensor | None = None
+    """``[C, V/tp]``: slopes of the logits' bound."""
 
 
 class _Job:
@@ -147,7 +158,7 @@ class _Job:
         kernels: Kernels,
     ) -> None:
         self.x, self.targets, self.part, self.peers = x, targets, part, peers
-        self._in_triton = runs_triton("cross_entropy", x, kernels)
+        self._in_triton = part.softcap is None and runs_triton("cross_entropy", x, kernels)
         differentiable = torch.is_grad_enabled()
         needs_x, needs_weight = (differentiable and t.requires_grad for t in (x, part.weight))
         self.grad_x = torch.empty_like(x.detach()) if needs_x else None
@@ -160,7 +171,7 @@ class _Job:
     def begin(self, start: int, stop: int, buffer: torch.Tensor) -> _Chunk:
         targets = self.targets[start:stop]
         masks = not self._in_triton
-        logits = self.part.logits(self.x[start:stop], buffer[: stop - start], masks=masks)
+        logits, slopes = self.part.logits(self.x[start:stop], buffer[: stop - start], masks=masks)
         if self._in_triton:
             from myriad.kernels.triton.cross_entropy_kernels import row_facts
 
@@ -168,14 +179,14 @@ class _Job:
             return _Chunk(start, stop, logits, self.peers.start_stack(facts))
         if self.peers.size == 1:
             self.loss += _losses_alone(logits, targets, gradient=self._gradient)
-            return _Chunk(start, stop, logits)
+            return _Chunk(start, stop, logits, slopes=slopes)
         # a rank's part may be all padding
         top = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
         rows, mine = self.part.rows(targets)
         at_target = logits.gather(1, rows).masked_fill_(~mine, 0.0)
         values = logits.sub_(top).exp_()
         facts = torch.cat([top, values.sum(1, keepdim=True), at_target], 1)
-        return _Chunk(start, stop, values, self.peers.start_stack(facts))
+        return _Chunk(start, stop, values, self.peers.start_stack(facts), slopes)
 
     @torch.no_grad()
     def finish(self, chunk: _Chunk) -> None:
@@ -183,6 +194,8 @@ class _Job:
             self._join(chunk, chunk.shared)
         if not self._gradient:
             return
+        if chunk.slopes is not None:
+            chunk.values *= chunk.slopes
         x, grad_logits = self.x[chunk.start : chunk.stop], self._rounded(chunk.values)
         if self.grad_x is not None:
             torch.mm(grad_logits, self.part.weight, out=self.grad_x[chunk.start : chunk.stop])
@@ -266,10 +279,11 @@ def linear_cross_entropy_steps(
     vocabulary: int,
     chunk: int | None = None,
     kernels: Kernels = "auto",
+    softcap: float | None = None,
 ) -> Generator[None, None, torch.Tensor]:
     """Run `linear_cross_entropy` in steps; yield while a message between the ranks is in flight."""
     first_row = peers.rank * len(weight)
-    part = _Part(weight, first_row, min(max(vocabulary - first_row, 0), len(weight)))
+    part = _Part(weight, first_row, min(max(vocabulary - first_row, 0), len(weight)), softcap)
     job = _Job(x, targets, part, peers, kernels)
     chunk = min(chunk or chunk_tokens(len(weight), len(x), peers.size, on_gpu=weight.is_cuda), len(x))
     shape = (1 if peers.size == 1 else 2, chunk, len(weight))
@@ -298,14 +312,16 @@ def linear_cross_entropy(
     vocabulary: int,
     chunk: int | None = None,
     kernels: Kernels = "auto",
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Return the sum over tokens of ``-log softmax(x weight^T)[target]``, a float32 scalar.
 
+    With ``softcap`` ``c``, each logit is bounded to ``c tanh(logit / c)`` first (Gemma 2, arXiv 2408.00118).
     ``x``: ``[T, H]``, whole on every rank. ``weight``: this rank's rows ``[V/tp, H]``. ``targets``: ``[T]``,
     below ``vocabulary``. The gradient of ``x`` is this rank's part of the sum: the operator that gathered
     ``x`` sums the parts.
     """
-    steps = linear_cross_entropy_steps(x, weight, targets, peers, vocabulary, chunk, kernels)
+    steps = linear_cross_entropy_steps(x, weight, targets, peers, vocabulary, chunk, kernels, softcap)
     while True:
         try:
             next(steps)
@@ -315,7 +331,14 @@ def linear_cross_entropy(
 
 
 def linear_cross_entropy_reference(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocabulary: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocabulary: int,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Compute the loss on one device, with all logits in memory."""
-    return F.cross_entropy((x @ weight[:vocabulary].t()).float(), targets, reduction="sum")
+    logits = (x @ weight[:vocabulary].t()).float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits, targets, reduction="sum")

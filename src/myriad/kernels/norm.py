@@ -51,7 +51,8 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Return ``x / root(mean(x^2) + epsilon) * weight`` (Zhang & Sennrich 2019)."""
     if x.device.type != "cpu":
-        return F.rms_norm(x, weight.shape, weight, epsilon)
+        wide = x.to(weight.dtype)  # a zero-centered norm's factor is float32
+        return F.rms_norm(wide, weight.shape, weight, epsilon).to(x.dtype)
     y: torch.Tensor = _RMSNorm.apply(x, weight, epsilon)
     return y
 
@@ -61,6 +62,9 @@ class Norm(nn.Module):
 
     is_layer: bool
 
+    zero_centered: bool = False
+    """Whether the norm multiplies by 1 + weight."""
+
     def __init__(self, hidden: int, epsilon: float, *, bias: bool, kernels: Kernels) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden))
@@ -69,6 +73,12 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.add(x, None)[1]
+
+    @property
+    def factor(self) -> torch.Tensor:
+        """The factor of the normalized values, ``[H]``. That of a zero-centered norm is float32: 1 + weight
+        would lose most of the weight's bits in a shorter type."""
+        return self.weight.float() + 1 if self.zero_centered else self.weight
 
     def add(self, x: torch.Tensor, branch: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``x + branch`` and its norm, bitwise equal to the two operators one after the other.
@@ -84,7 +94,7 @@ class Norm(nn.Module):
         flip = x.ndim == 3 and is_sequence_first(x)
         if flip:
             x, branch = x.transpose(0, 1), None if branch is None else branch.transpose(0, 1)
-        stream, normed = add_norm(x, branch, self.weight, self.bias, self.epsilon, is_layer=self.is_layer)
+        stream, normed = add_norm(x, branch, self.factor, self.bias, self.epsilon, is_layer=self.is_layer)
         return (stream.transpose(0, 1), normed.transpose(0, 1)) if flip else (stream, normed)
 
     def _by_library(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,15 +102,18 @@ class Norm(nn.Module):
 
 
 class RMSNorm(Norm):
-    """RMSNorm with a weight, computed as by `rms_norm`."""
+    """RMSNorm with a weight, computed as by `rms_norm`. ``zero_centered``: the factor is 1 + weight."""
 
     is_layer = False
 
-    def __init__(self, hidden: int, epsilon: float, *, kernels: Kernels = "auto") -> None:
+    def __init__(
+        self, hidden: int, epsilon: float, *, zero_centered: bool = False, kernels: Kernels = "auto"
+    ) -> None:
         super().__init__(hidden, epsilon, bias=False, kernels=kernels)
+        self.zero_centered = zero_centered
 
     def _by_library(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.epsilon)
+        return rms_norm(x, self.factor, self.epsilon)
 
 
 class LayerNorm(Norm):

@@ -3,6 +3,8 @@ angle that grows with the position. The forward is one complex multiplication, t
 conjugate. On a GPU `myriad.kernels.triton.rotary_kernels` does the same in one pass, for any type, while it
 splits the heads.
 
+Pairs that are not rotated (`Rotary.rotated`) are multiplied by 1, which leaves their bits unchanged.
+
 Legend: B batch, S sequence, N heads, D head size.
 """
 
@@ -11,26 +13,39 @@ from typing import Any
 import torch
 
 from myriad.kernels.constant_tensors import constant_tensor
+from myriad.kernels.rotary_scaling import Rotary
 
-__all__ = ["rotary_reference", "rotary_turns", "turned"]
+__all__ = ["Rotary", "rotary_reference", "rotary_turns", "turned"]
+
+
+def _frequencies(rotary: Rotary, length: int) -> torch.Tensor:
+    """Return radians per position of each rotated pair, float64, for a sequence of ``length``."""
+    rotated = rotary.width if rotary.rotated is None else rotary.rotated
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated
+    frequencies = rotary.base**-exponents
+    if rotary.scaling.kind == "none":
+        return frequencies
+    scaled = rotary.scaling.scaled(frequencies.tolist(), rotary.base, length)
+    return torch.tensor(scaled, dtype=torch.float64, device="cpu")
 
 
 @constant_tensor
-def _table(length: int, width: int, base: float, device: torch.device) -> torch.Tensor:
-    """Return unit complex numbers ``[S, D/2]``."""
-    exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
-    angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * base**-exponents
-    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(device)
+def _table(rows: int, length: int, rotary: Rotary, device: torch.device) -> torch.Tensor:
+    """Return complex numbers ``[rows, D/2]`` for a sequence of ``length`` positions."""
+    angles = torch.arange(rows, dtype=torch.float64, device="cpu")[:, None] * _frequencies(rotary, length)
+    turns = torch.polar(torch.full_like(angles, rotary.scaling.magnitude), angles)
+    still = turns.new_ones(rows, rotary.width // 2 - turns.shape[1])
+    return torch.cat([turns, still], 1).to(torch.complex64).to(device)
 
 
 def rotary_turns(
-    base: float, width: int, sequence: int, device: torch.device, first_position: int = 0
+    rotary: Rotary, sequence: int, device: torch.device, first_position: int = 0
 ) -> torch.Tensor:
     """Return the rotations of the pairs at ``sequence`` positions from ``first_position`` on: complex
     ``[S, D/2]``."""
     end = first_position + sequence
-    length = sequence if first_position == 0 else 1 << (end - 1).bit_length()
-    return _table(length, width, base, device)[first_position:end]
+    rows = sequence if first_position == 0 else 1 << (end - 1).bit_length()
+    return _table(rows, rotary.scaling.decisive_length(end), rotary, device)[first_position:end]
 
 
 def as_pairs(x: torch.Tensor) -> torch.Tensor:

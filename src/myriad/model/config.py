@@ -1,4 +1,12 @@
-"""Description of a model: its dimensions, without torch.
+"""Description of a model: its dimensions and what each of its layers computes, without torch.
+
+A family of models is a choice of values, not code: `ModelConfig.layer_window` and `ModelConfig.layer_rotary`
+say how one block differs from the others. With LN a norm, a block is one of
+
+    norm_placement = before   x + A(LN(x))           then the same with the MLP     GPT-2, Llama, Qwen
+                     after    x + LN(A(x))                                          OLMo 2
+                     both     x + LN(A(LN(x)))                                      Gemma 2
+    block = parallel          x + A(LN(x)) + MLP(LN(x)), one norm or two            Falcon, GPT-NeoX
 
 Parameter and FLOP counts are defined here so that the planner, the progress line and the tests share one
 formula. Model FLOPs follow MegaScale (arXiv 2402.15627) and Megatron-LM (arXiv 2104.04473, section 3):
@@ -12,6 +20,8 @@ from pydantic import Field
 
 from myriad.config import Config
 from myriad.errors import BadInputError
+from myriad.kernels.config import GATED, Activation
+from myriad.kernels.rotary_scaling import Rotary, RotaryScaling
 
 __all__ = ["ModelConfig"]
 
@@ -40,27 +50,65 @@ class ModelConfig(Config):
     sequence: int = Field(256, ge=2, le=2**30)
     """Tokens per sequence."""
     block: Literal["serial", "parallel"] = "serial"
-    """serial: attention, then MLP; parallel: y = x + MLP(LN(x)) + Attention(LN(x)), one norm."""
+    """serial: attention, then MLP; parallel: y = x + MLP(LN(x)) + Attention(LN(x))."""
+    parallel_norms: Literal[1, 2] = 1
+    """Norms of a parallel block: one for both branches, or one each (GPT-NeoX)."""
     window: int | None = Field(None, ge=1, le=2**30)
     """Attention window: a token attends to itself and the window - 1 tokens before it. off: to all tokens
     before it."""
     window_pattern: tuple[bool, ...] = (True,)
     """Layers that use model.window, repeated over the layers: [true, false] means every other layer."""
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """RMSNorm of queries and of keys: head: over each head, with weights that all heads share (Qwen 3);
+    all: over all heads together (OLMo 2)."""
+    attention_scale: float | None = Field(None, gt=0, le=1e6)
+    """Factor of the products of queries and keys; off: 1 / sqrt(head size)."""
+    attention_softcap: float | None = Field(None, gt=0, le=1e6)
+    """Bound c of attention scores, which become c tanh(score / c) (Gemma 2); off: no bound."""
+    attention_sinks: bool = False
+    """Give each head a learned score that takes a share of the softmax and has no value (GPT-OSS)."""
     position: Literal["rotary", "learned", "none"] = "rotary"
     """Position encoding: rotary, learned embeddings, or none."""
     rotary_base: float = Field(10000.0, gt=1)
     """Base of the rotary frequencies."""
+    rotary_fraction: float = Field(1.0, gt=0, le=1)
+    """Fraction of each head's values that are rotated, the first ones."""
+    rotary_pattern: tuple[bool, ...] = (True,)
+    """Layers that use rotary positions, repeated over the layers; the others have none (SmolLM 3)."""
+    window_rotary_base: float | None = Field(None, gt=1)
+    """Base of the rotary frequencies, without scaling, in layers that use model.window (Gemma 3); off: as in
+    other layers."""
+    rotary_scaling: RotaryScaling = RotaryScaling()
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm or LayerNorm."""
     norm_epsilon: float = Field(1e-5, gt=0)
     """Added under the square root of each norm."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "relu2"] = "gelu"
-    """Activation function of the MLP (gelu_tanh: GPT-2's approximation; relu2: max(x, 0)^2)."""
+    norm_placement: Literal["before", "after", "both"] = "before"
+    """Norms of a serial block: of the input of attention and MLP, of their outputs (OLMo 2), or of both
+    (Gemma 2)."""
+    norm_zero_centered: bool = False
+    """Multiply by 1 + weight in each RMSNorm, with weights that start at 0 (Gemma)."""
+    norm_bias: bool = False
+    """Add biases to LayerNorms even if model.bias is off."""
+    activation: Activation = "gelu"
+    """Activation function of the MLP (gelu_tanh: GPT-2's approximation; relu2: max(x, 0)^2; swiglu, geglu:
+    with a gate)."""
     bias: bool = False
-    """Add biases to linear layers and LayerNorms. Key projections have none: softmax cancels it, so its
-    gradient would be rounding noise."""
+    """Add biases to linear layers and LayerNorms. Key projections have none: without rotary positions softmax
+    cancels it, so its gradient would be rounding noise."""
+    attention_bias: Literal["default", "qkv", "all"] = "default"
+    """Biases of attention: default: as model.bias; qkv: of queries, keys and values (Qwen 2); all: of the
+    output projection too."""
     tied: bool = True
     """Share the token embedding with the output projection."""
+    embedding_scale: float = Field(1.0, gt=0, le=1e6)
+    """Factor of the token embeddings (Gemma: sqrt(hidden))."""
+    residual_scale: float = Field(1.0, gt=0, le=1e6)
+    """Factor of what attention and MLP add to the residual stream (Granite, MiniCPM)."""
+    logit_scale: float = Field(1.0, gt=0, le=1e6)
+    """Factor of the logits (Granite, MiniCPM)."""
+    logit_softcap: float | None = Field(None, gt=0, le=1e6)
+    """Bound c of the logits, which become c tanh(logit / c) (Gemma 2); off: no bound."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Fraction of embedding and residual-branch outputs set to zero in training. Every layout drops the
     same values."""
@@ -112,29 +160,94 @@ class ModelConfig(Config):
         uses = self.window is not None and self.window_pattern[layer % len(self.window_pattern)]
         return self.window if uses else None
 
-    @property
-    def _qkv_width(self) -> int:
-        return (self.heads + 2 * self.num_kv_heads) * self.head_width
+    def layer_rotary(self, layer: int) -> Rotary | None:
+        """Return the rotary positions of block ``layer``; ``None`` if it has none."""
+        if self.position != "rotary" or not self.rotary_pattern[layer % len(self.rotary_pattern)]:
+            return None
+        rotated = self.rotary_width if self.rotary_fraction < 1 else None
+        if self.window_rotary_base is not None and self.layer_window(layer) is not None:
+            return Rotary(self.window_rotary_base, self.head_width, rotated)
+        return Rotary(self.rotary_base, self.head_width, rotated, self.rotary_scaling)
 
     @property
-    def _mlp_matrices(self) -> int:
-        return 3 if self.activation == "swiglu" else 2
+    def rotary_width(self) -> int:
+        """Number of values of each head that are rotated."""
+        return int(self.head_width * self.rotary_fraction)
+
+    @property
+    def up_matrices(self) -> int:
+        """Number of matrices that the MLP's first product consists of: 2 with a gate."""
+        return 2 if self.activation in GATED else 1
+
+    @property
+    def num_branch_norms(self) -> int:
+        """Norms of a block over the residual stream, before and after its branches."""
+        if self.block == "parallel":
+            return self.parallel_norms
+        return 4 if self.norm_placement == "both" else 2
+
+    @property
+    def has_norm_bias(self) -> bool:
+        """Whether norms have a bias."""
+        return self.norm == "layer" and (self.bias or self.norm_bias)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether queries and values have a bias."""
+        return self.bias or self.attention_bias != "default"
+
+    @property
+    def has_key_bias(self) -> bool:
+        """Whether keys have a bias too."""
+        return self.attention_bias != "default"
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.bias or self.attention_bias == "all"
+
+    @property
+    def qkv_width(self) -> int:
+        """Width of queries, keys and values together."""
+        return (self.heads + 2 * self.num_kv_heads) * self.head_width
 
     @property
     def _block_matrices(self) -> int:
         """Number of elements in one block's matrices."""
-        attention = self.hidden * (self._qkv_width + self.heads * self.head_width)
-        return attention + self._mlp_matrices * self.hidden * self.ffn_width
+        attention = self.hidden * (self.qkv_width + self.heads * self.head_width)
+        return attention + (self.up_matrices + 1) * self.hidden * self.ffn_width
+
+    @property
+    def norm_size(self) -> int:
+        """Parameters of one norm over the residual stream."""
+        return self.hidden * (2 if self.has_norm_bias else 1)
+
+    @property
+    def block_shared_parameters(self) -> int:
+        """Parameters of a block that every tensor-parallel rank has: norms, and biases of the products whose
+        results are summed over the ranks."""
+        shared = self.norm_size * self.num_branch_norms
+        shared += self.hidden * (self.has_output_bias + self.bias)
+        return shared + (2 * self.head_width if self.qk_norm == "head" else 0)
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of one block; all blocks have the same number."""
+        queries, keys = self.heads * self.head_width, self.num_kv_heads * self.head_width
+        cut = self._block_matrices
+        if self.has_qkv_bias:
+            cut += queries + keys * (2 if self.has_key_bias else 1)
+        if self.bias:
+            cut += self.ffn_width * self.up_matrices
+        if self.qk_norm == "all":
+            cut += queries + keys
+        return cut + self.block_shared_parameters + (self.heads if self.attention_sinks else 0)
 
     def num_parameters(self, *, embeddings: bool = True) -> int:
         """Return the number of parameters of the whole model, with the padded vocabulary. It equals that of
         the built model."""
-        h, norm_size = self.hidden, self.hidden * (2 if self.norm == "layer" and self.bias else 1)
-        block = self._block_matrices + norm_size * (1 if self.block == "parallel" else 2)
-        if self.bias:
-            block += (self.heads + self.num_kv_heads) * self.head_width + h
-            block += self.ffn_width * (self._mlp_matrices - 1) + h
-        total = self.layers * block + norm_size
+        h = self.hidden
+        total = self.layers * self.block_parameters + self.norm_size
         if embeddings:
             total += self.padded_vocabulary() * h * (1 if self.tied else 2)
             total += self.sequence * h if self.position == "learned" else 0

@@ -44,11 +44,13 @@ class GPT:
         whole."""
         config = self.config
         q, kv = config.heads * config.head_width, config.num_kv_heads * config.head_width
-        up = Shard(0, (config.ffn_width,) * 2) if config.activation == "swiglu" else Shard(0)
-        return {
+        up = Shard(0, (config.ffn_width,) * config.up_matrices)
+        over_all_heads = {"blocks.*.attention.[qk]_norm.weight": Shard(0)} if config.qk_norm == "all" else {}
+        return over_all_heads | {
             "embedding.tokens.weight": Shard(0),
             "blocks.*.attention.qkv.weight": Shard(0, (q, kv, kv)),
-            "blocks.*.attention.qkv.bias": Shard(0, (q, kv)),
+            "blocks.*.attention.qkv.bias": Shard(0, (q, kv, kv) if config.has_key_bias else (q, kv)),
+            "blocks.*.attention.sinks": Shard(0),
             "blocks.*.attention.output.weight": Shard(1),
             "blocks.*.mlp.up.*": up,
             "blocks.*.mlp.down.weight": Shard(1),
@@ -85,7 +87,7 @@ class GPT:
         }
 
     def _initial_values(self, name: str, shape: torch.Size) -> torch.Tensor:
-        if name.endswith(".bias"):
+        if name.endswith((".bias", ".sinks")) or (len(shape) == 1 and self.config.norm_zero_centered):
             return torch.zeros(shape, device="cpu")
         if len(shape) == 1:
             return torch.ones(shape, device="cpu")

@@ -6,6 +6,7 @@ Legend: B batch, S new positions, N query heads, K key/value heads, D head size.
 import torch
 
 from myriad.kernels.attention import attention_reference
+from myriad.kernels.attention_choice import Scores
 
 __all__ = ["KeyValueCache"]
 
@@ -19,7 +20,14 @@ class KeyValueCache:
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        how: Scores = Scores(),
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attend from new positions to all cached ones and themselves; add their keys and values to the
         cache."""
         keys = k if self._keys is None else torch.cat([self._keys, k], 1)
@@ -27,4 +35,4 @@ class KeyValueCache:
         self.next_position += q.shape[1]
         # Copies, because a view would keep the memory of all positions alive.
         self._keys, self._values = keys[:, -self.limit :].clone(), values[:, -self.limit :].clone()
-        return attention_reference(q, keys, values, self.limit)
+        return attention_reference(q, keys, values, self.limit, how, sinks)

@@ -8,39 +8,38 @@ computes in the precision of its parameters; norms, softmax and the loss use flo
 Legend: B batch, S sequence, H hidden, N query heads, K key/value heads (both of this rank), D head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
 
 from myriad.kernels.activation import activate, takes_bias
-from myriad.kernels.attention import attention, split_heads
-from myriad.kernels.attention_blocks import Heads, runs_in_blocks
 from myriad.kernels.cross_entropy import linear_cross_entropy_steps
 from myriad.kernels.embedding import embedding
-from myriad.kernels.gradient import DeferredProduct
 from myriad.kernels.linear import Linear, linear
 from myriad.kernels.linear_pair import linear_pair, linear_sum
 from myriad.kernels.memory_order import is_sequence_first
 from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
 from myriad.kernels.random import dropout, key_of
 from myriad.kernels.remade import Remade
-from myriad.kernels.rotary import rotary_turns
 from myriad.model.boundary import Arriving, Boundary, Factors
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
 from myriad.model.interleave import LayerSteps, SteppedLayer, Steps, Whole, finish
 from myriad.model.key_value_cache import KeyValueCache
 from myriad.model.residual import Residual
+from myriad.model.self_attention import Attention
 
 __all__ = ["Block", "Embedding", "Head"]
 
 
 def _norm(config: ModelConfig, boundary: Boundary) -> Norm:
+    epsilon, kernels = config.norm_epsilon, boundary.kernels
     if config.norm == "rms":
-        return RMSNorm(config.hidden, config.norm_epsilon, kernels=boundary.kernels)
-    return LayerNorm(config.hidden, config.norm_epsilon, bias=config.bias, kernels=boundary.kernels)
+        return RMSNorm(config.hidden, epsilon, zero_centered=config.norm_zero_centered, kernels=kernels)
+    return LayerNorm(config.hidden, epsilon, bias=config.has_norm_bias, kernels=kernels)
 
 
 class _Dropout:
@@ -82,6 +81,7 @@ class Embedding(SteppedLayer):
         self.vocabulary_size = rows * boundary.size
         self.tokens = _Table(rows, config.hidden)
         self.positions = _Table(config.sequence, config.hidden) if config.position == "learned" else None
+        self.scale = config.embedding_scale
         self.dropout = _Dropout(config, boundary, "embedding")
 
     def position_bytes(self, x: torch.Tensor) -> int:
@@ -102,68 +102,11 @@ class Embedding(SteppedLayer):
         return embedding(tokens, self.tokens.weight, self.first_row, self.vocabulary_size)
 
     def _placed(self, stream: torch.Tensor, first_position: int) -> torch.Tensor:
+        if self.scale != 1:
+            stream = stream * self.scale
         if self.positions is None:
             return stream
         return stream + self.positions.weight[first_position : first_position + stream.shape[1]]
-
-
-class Projection(nn.Module):
-    """Compute queries, keys and values by one matrix product. The optional bias has no part for the keys."""
-
-    def __init__(
-        self, config: ModelConfig, num_heads: int, num_kv_heads: int, later: list[DeferredProduct] | None
-    ) -> None:
-        super().__init__()
-        self.later = later
-        self.query_rows = num_heads * config.head_width
-        self.key_rows = num_kv_heads * config.head_width
-        self.weight = nn.Parameter(torch.empty(self.query_rows + 2 * self.key_rows, config.hidden))
-        self.bias = nn.Parameter(torch.empty(self.query_rows + self.key_rows)) if config.bias else None
-
-    def forward(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
-        return linear(x, self.weight, self.bias_of_all_rows(), self.later, remade)
-
-    def bias_of_all_rows(self) -> torch.Tensor | None:
-        """Return the bias of all rows, with zeros for the keys."""
-        if self.bias is None:
-            return None
-        queries, values = self.bias.split([self.query_rows, self.key_rows])
-        return torch.cat([queries, values.new_zeros(self.key_rows), values])
-
-
-class Attention(nn.Module):
-    """Attention branch: ``[B, S, H]`` to this rank's partial sum of the output projection, ``[B, S, H]``,
-    without its bias."""
-
-    def __init__(self, config: ModelConfig, layer: int, boundary: Boundary) -> None:
-        super().__init__()
-        num_heads, num_kv_heads = config.heads // boundary.size, config.num_kv_heads // boundary.size
-        self.shape = Heads(num_heads, num_kv_heads, config.head_width)
-        self.window, self.later = config.layer_window(layer), boundary.later
-        self.kernels = boundary.kernels
-        self.rotary_base = config.rotary_base if config.position == "rotary" else None
-        self.output = Linear(num_heads * config.head_width, config.hidden, bias=config.bias)
-        # last: adjacent to the MLP's first matrix
-        self.qkv = Projection(config, num_heads, num_kv_heads, boundary.later)
-
-    def mix(self, fused: torch.Tensor) -> torch.Tensor:
-        """Attend: queries, keys and values of all positions ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``."""
-        return attention(fused, self.shape, self.window, self._turns(fused, 0), self.kernels)
-
-    def out(self, mixed: torch.Tensor) -> torch.Tensor:
-        """Project ``[B, S, N D]`` to the partial sum."""
-        return linear(mixed, self.output.weight, later=self.later)
-
-    def mix_cached(self, fused: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
-        """Attend as `mix` does, for positions after those in the cache. The cache is extended."""
-        turns = self._turns(fused, cache.next_position)
-        q, k, v = split_heads(fused, self.shape, turns, self.kernels)
-        return cache.attend(q, k, v).flatten(2)
-
-    def _turns(self, x: torch.Tensor, first_position: int) -> torch.Tensor | None:
-        if self.rotary_base is None:
-            return None
-        return rotary_turns(self.rotary_base, self.shape.width, x.shape[1], x.device, first_position)
 
 
 class MLP(nn.Module):
@@ -172,7 +115,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, boundary: Boundary) -> None:
         super().__init__()
         width = config.ffn_width // boundary.size
-        up_rows = 2 * width if config.activation == "swiglu" else width
+        up_rows = config.up_matrices * width
         self.activation, self.kernels = config.activation, boundary.kernels
         self.later, self.remakes, self.boundary = boundary.later, boundary.remakes, boundary
         self.up = Linear(config.hidden, up_rows, bias=config.bias, later=boundary.later)
@@ -184,7 +127,11 @@ class MLP(nn.Module):
     def inner(self, x: torch.Tensor, remade: Remade | None = None) -> tuple[torch.Tensor, Remade | None]:
         """Map ``[B, S, H]`` to this rank's part of the inner width. The second result recomputes it in the
         backward."""
-        return self.activate(linear(x, self.up.weight, self.bias_of_product(x), self.later, remade))
+        return self.activate(self.first(x, remade))
+
+    def first(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
+        """Return the first product, the input of the activation."""
+        return linear(x, self.up.weight, self.bias_of_product(x), self.later, remade)
 
     def bias_of_product(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the bias that the first product adds; None if the activation adds it."""
@@ -207,16 +154,22 @@ _Mix = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Block(SteppedLayer):
-    """Attention and MLP, one after the other or in parallel on one norm (one enter and one leave for
-    both)."""
+    """Attention and MLP, one after the other or in parallel (one enter and one leave for both, if they share
+    a norm)."""
 
     def __init__(self, config: ModelConfig, layer: int, boundary: Boundary) -> None:
         super().__init__()
         self.boundary = boundary
-        self.norm1 = _norm(config, boundary)
+        self.in_parallel, self.scale = config.block == "parallel", config.residual_scale
+        before = self.in_parallel or config.norm_placement != "after"
+        after = not self.in_parallel and config.norm_placement != "before"
+        shares_norm = self.in_parallel and config.parallel_norms == 1
+        self.norm1 = _norm(config, boundary) if before else None
         self.attention = Attention(config, layer, boundary)
-        self.norm2 = None if config.block == "parallel" else _norm(config, boundary)
+        self.norm2 = _norm(config, boundary) if before and not shares_norm else None
         self.mlp = MLP(config, boundary)
+        self.post_norm1 = _norm(config, boundary) if after else None
+        self.post_norm2 = _norm(config, boundary) if after else None
         self.dropout1 = _Dropout(config, boundary, f"blocks.{layer}.attention")
         self.dropout2 = _Dropout(config, boundary, f"blocks.{layer}.mlp")
 
@@ -236,16 +189,15 @@ class Block(SteppedLayer):
         gather or a reduce-scatter of another part overlaps with it."""
         if self.boundary.in_slices:
             return self._in_slices(x, branch, context, mix)
-        x, arriving, remade = self._start_gather(self.norm1, x, branch, 1 if self.norm2 else 2)
+        if self.in_parallel:
+            x, out = yield from self._side_by_side(x, branch, mix)
+            return Residual(x, self._branch(out, 1, context, *self._biases))
+        attention_bias, mlp_bias = self._biases
+        x, arriving, remade = self._start_gather(self.norm1, x, branch)
         del branch
         yield None
-        if self.norm2 is None:
-            out = yield from self._side_by_side(arriving.wait(), remade, mix)
-            out = _add_biases(out, self.attention.output.bias, self.mlp.down.bias)
-            return Residual(x, self.dropout1(out, context, training=self.training))
         out = yield from self._attend(arriving.wait(), remade, mix)
-        out = _add_biases(out, self.attention.output.bias)
-        out = self.dropout1(out, context, training=self.training)
+        out = self._branch(out, 1, context, attention_bias)
         x, arriving, remade = self._start_gather(self.norm2, x, out)
         del out
         yield None
@@ -253,33 +205,48 @@ class Block(SteppedLayer):
         yield None
         arriving = self.boundary.start_reduce_scatter(self.mlp.out(*inner))
         yield None
-        out = _add_biases(arriving.wait(), self.mlp.down.bias)
-        return Residual(x, self.dropout2(out, context, training=self.training))
+        return Residual(x, self._branch(arriving.wait(), 2, context, mlp_bias))
 
     def _in_slices(
         self, x: torch.Tensor, branch: torch.Tensor | None, context: Context, mix: _Mix
     ) -> Residual:
         """Run the block without turns: each gather and scatter overlaps with the product that it belongs
         to."""
+        if self.in_parallel:
+            x, out = self._side_by_side_in_slices(x, branch, mix)
+            return Residual(x, self._branch(out, 1, context, *self._biases))
         boundary, attention, mlp = self.boundary, self.attention, self.mlp
-        x, normed, remade = self._normed(self.norm1, x, branch, 1 if self.norm2 else 2)
+        attention_bias, mlp_bias = self._biases
+        x, normed, remade = self._normed(self.norm1, x, branch)
         del branch
         qkv, qkv_bias = attention.qkv.weight, attention.qkv.bias_of_all_rows()
-        if self.norm2 is None:
-            biases = (qkv_bias, mlp.bias_of_product(normed))
-            fused, up = boundary.gather_products(normed, (qkv, mlp.up.weight), biases, remade)
-            out = boundary.scatter_products((Factors(mix(fused), attention.output.weight), self._down(up)))
-            out = _add_biases(out, attention.output.bias, mlp.down.bias)
-            return Residual(x, self.dropout1(out, context, training=self.training))
         (fused,) = boundary.gather_products(normed, (qkv,), (qkv_bias,), remade)
         out = boundary.scatter_products((Factors(mix(fused), attention.output.weight),))
-        out = self.dropout1(_add_biases(out, attention.output.bias), context, training=self.training)
+        out = self._branch(out, 1, context, attention_bias)
         x, normed, remade = self._normed(self.norm2, x, out)
         del out
-        mlp_bias = mlp.bias_of_product(normed)
-        (up,) = boundary.gather_products(normed, (mlp.up.weight,), (mlp_bias,), remade)
-        out = _add_biases(boundary.scatter_products((self._down(up),)), mlp.down.bias)
-        return Residual(x, self.dropout2(out, context, training=self.training))
+        up_bias = mlp.bias_of_product(normed)
+        (up,) = boundary.gather_products(normed, (mlp.up.weight,), (up_bias,), remade)
+        out = boundary.scatter_products((self._down(up),))
+        return Residual(x, self._branch(out, 2, context, mlp_bias))
+
+    @property
+    def _biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Biases of the two row-parallel products. They are added to the sum over ranks, so that each is
+        added once, not by every rank."""
+        return self.attention.output.bias, self.mlp.down.bias
+
+    def _branch(
+        self, out: torch.Tensor, number: Literal[1, 2], context: Context, *biases: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return what is added to the residual stream, given the sum over ranks of a branch's product."""
+        for bias in biases:
+            out = out if bias is None else out + bias
+        norm = self.post_norm1 if number == 1 else self.post_norm2
+        out = out if norm is None else norm(out)
+        dropout = self.dropout1 if number == 1 else self.dropout2
+        out = dropout(out, context, training=self.training)
+        return out if self.scale == 1 else out * self.scale
 
     def _down(self, up: torch.Tensor) -> Factors:
         """Return the factors of the MLP's second product, given the result of the first."""
@@ -287,23 +254,26 @@ class Block(SteppedLayer):
         return Factors(inner, self.mlp.down.weight, remade)
 
     def _normed(
-        self, norm: Norm, x: torch.Tensor, branch: torch.Tensor | None, num_takers: int = 1
+        self, norm: Norm | None, x: torch.Tensor, branch: torch.Tensor | None, num_takers: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor, Remade | None]:
         """Return the stream with its branch added, its norm, and how the backward recomputes the norm if it
-        is not kept."""
+        is not kept. Without a norm, it is the stream."""
+        if norm is None:
+            x = x if branch is None else x + branch
+            return x, x, None
         x, normed = norm.add(x, branch)
         return x, normed, Remade(norm, x, num_takers) if self.boundary.remakes else None
 
     def _start_gather(
-        self, norm: Norm, x: torch.Tensor, branch: torch.Tensor | None, num_takers: int = 1
+        self, norm: Norm | None, x: torch.Tensor, branch: torch.Tensor | None, num_takers: int = 1
     ) -> tuple[torch.Tensor, Arriving, Remade | None]:
         """Return the stream with its branch added, its norm in flight, and how the backward recomputes the
         norm if it is not kept. To recompute it, tensor-parallel ranks gather it once more."""
-        x, normed = norm.add(x, branch)
-        arriving = self.boundary.start_all_gather(normed)
-        if not self.boundary.remakes:
+        x, normed, remade = self._normed(norm, x, branch, num_takers)
+        arriving, boundary = self.boundary.start_all_gather(normed), self.boundary
+        if remade is None or norm is None:
             return x, arriving, None
-        remade = Remade(lambda source: self.boundary.start_all_gather(norm(source)).wait(), x, num_takers)
+        remade = Remade(lambda source: boundary.start_all_gather(norm(source)).wait(), x, num_takers)
         return x, arriving, remade
 
     def _attend(self, x: torch.Tensor, remade: Remade | None, mix: _Mix) -> Steps:
@@ -314,17 +284,45 @@ class Block(SteppedLayer):
         yield None
         return arriving.wait()
 
-    def _side_by_side(self, x: torch.Tensor, remade: Remade | None, mix: _Mix) -> Steps:
-        fused, up = self._both(x, remade)
+    def _side_by_side(
+        self, x: torch.Tensor, branch: torch.Tensor | None, mix: _Mix
+    ) -> Generator[Whole | None, None, tuple[torch.Tensor, torch.Tensor]]:
+        """Run both branches. Return the stream, and the sum of their products over the ranks."""
+        x, arriving, remade = self._start_gather(self.norm1, x, branch, 1 if self.norm2 else 2)
+        del branch
+        if self.norm2 is None:
+            yield None
+            fused, up = self._both(arriving.wait(), remade)
+        else:
+            _, own_arriving, own_remade = self._start_gather(self.norm2, x, None)
+            yield None
+            fused = self.attention.qkv(arriving.wait(), remade)
+            up = self.mlp.first(own_arriving.wait(), own_remade)
         whole = Whole(mix, fused)
         yield whole
         inner, inner_remade = self.mlp.activate(up)
         yield None
         weights = self.attention.output.weight, self.mlp.down.weight
         out = linear_sum(whole.result, inner, weights, self.boundary.later, inner_remade)
-        arriving = self.boundary.start_reduce_scatter(out)
+        leaving = self.boundary.start_reduce_scatter(out)
         yield None
-        return arriving.wait()
+        return x, leaving.wait()
+
+    def _side_by_side_in_slices(
+        self, x: torch.Tensor, branch: torch.Tensor | None, mix: _Mix
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run both branches as `_side_by_side` does, in slices."""
+        boundary, attention, mlp = self.boundary, self.attention, self.mlp
+        x, normed, remade = self._normed(self.norm1, x, branch, 1 if self.norm2 else 2)
+        qkv, qkv_bias = attention.qkv.weight, attention.qkv.bias_of_all_rows()
+        up_weight, up_bias = mlp.up.weight, mlp.bias_of_product(normed)
+        if self.norm2 is None:
+            fused, up = boundary.gather_products(normed, (qkv, up_weight), (qkv_bias, up_bias), remade)
+        else:
+            (fused,) = boundary.gather_products(normed, (qkv,), (qkv_bias,), remade)
+            _, own_normed, own_remade = self._normed(self.norm2, x, None)
+            (up,) = boundary.gather_products(own_normed, (up_weight,), (up_bias,), own_remade)
+        return x, boundary.scatter_products((Factors(mix(fused), attention.output.weight), self._down(up)))
 
     def _both(self, x: torch.Tensor, remade: Remade | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries, keys and values, and the input of the activation. Both share one piece of memory if
@@ -336,16 +334,8 @@ class Block(SteppedLayer):
             (attention.qkv.bias_of_all_rows(), mlp.bias_of_product(x)),
             self.boundary.later,
             remade,
-            as_one=attention.rotary_base is None and not runs_in_blocks(x, attention.window),
+            as_one=attention.keeps_fused and not attention.runs_in_blocks(x),
         )
-
-
-def _add_biases(x: torch.Tensor, *biases: torch.Tensor | None) -> torch.Tensor:
-    """Add the biases of a row-parallel product. They are added to the sum over ranks, so that each is added
-    once, not by every rank."""
-    for bias in biases:
-        x = x if bias is None else x + bias
-    return x
 
 
 class Head(SteppedLayer):
@@ -355,6 +345,7 @@ class Head(SteppedLayer):
         super().__init__()
         self.boundary, self.vocabulary = boundary, config.vocabulary
         self.norm = _norm(config, boundary)
+        self.scale, self.softcap = config.logit_scale, config.logit_softcap
         self.output = Linear(config.hidden, config.padded_vocabulary(boundary.size) // boundary.size)
 
     def steps(self, x: torch.Tensor, context: Context) -> Steps:
@@ -364,7 +355,7 @@ class Head(SteppedLayer):
         return self._steps(x.stream, x.branch, context)
 
     def _steps(self, x: torch.Tensor, branch: torch.Tensor | None, context: Context) -> Steps:
-        arriving = self.boundary.start_all_gather(self.norm.add(x, branch)[1])
+        arriving = self.boundary.start_all_gather(self._scaled(self.norm.add(x, branch)[1]))
         del x, branch
         yield None
         whole, targets = arriving.wait(), context.targets
@@ -377,9 +368,15 @@ class Head(SteppedLayer):
             self.boundary,
             self.vocabulary,
             kernels=self.boundary.kernels,
+            softcap=self.softcap,
         )
         return (yield from steps)
 
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input of the output projection times the logits' factor."""
+        return x if self.scale == 1 else x * self.scale
+
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return float32 scores of the vocabulary, on one device: ``[..., H]`` to ``[..., V]``."""
-        return linear(self.norm(x), self.output.weight)[..., : self.vocabulary].float()
+        logits = linear(self._scaled(self.norm(x)), self.output.weight)[..., : self.vocabulary].float()
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

@@ -16,6 +16,7 @@ from myriad.kernels.attention import attention_by, attention_reference
 from myriad.kernels.attention_choice import (
     AttentionShape,
     FastestAttention,
+    Scores,
     check_attention,
     choose_attention,
     fallback_attention,
@@ -99,6 +100,10 @@ def test_paths_of_a_cpu_agree_with_the_formula(window: int) -> None:
 def test_the_mask_given_to_flex_attention_is_the_window() -> None:
     q, k, v = torch.randn(1, 128, 2, 16), torch.randn(1, 128, 1, 16), torch.randn(1, 128, 1, 16)
     torch.testing.assert_close(flex_attention_in(q, k, v, 9), attention_reference(q, k, v, 9))
+    adjusted = (Scores(0.7, 1.5), torch.randn(2))
+    torch.testing.assert_close(
+        flex_attention_in(q, k, v, 9, *adjusted), attention_reference(q, k, v, 9, *adjusted)
+    )
 
 
 def test_the_order_of_the_library_s_kernels_is_set_once_for_all_layers(

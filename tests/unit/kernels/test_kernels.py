@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from myriad.kernels.activation import ACTIVATIONS
 from myriad.kernels.attention import attention, attention_reference
 from myriad.kernels.attention_blocks import Heads, runs_in_blocks
+from myriad.kernels.attention_choice import Scores
 from myriad.kernels.cross_entropy import chunk_tokens, linear_cross_entropy, linear_cross_entropy_reference
 from myriad.kernels.embedding import add_rows_sorted, embedding, embedding_reference
 from myriad.kernels.float8 import Float8
@@ -16,7 +17,7 @@ from myriad.kernels.gradient import GradientSink, accumulate_product, apply_defe
 from myriad.kernels.linear import linear
 from myriad.kernels.norm import LayerNorm, RMSNorm, rms_norm_reference
 from myriad.kernels.random import dropout, hashed_uniform, key_of, seeded_normal
-from myriad.kernels.rotary import rotary_reference, rotary_turns, turned
+from myriad.kernels.rotary import Rotary, rotary_reference, rotary_turns, turned
 from myriad.model.boundary import Arrived, Boundary
 
 
@@ -32,12 +33,12 @@ def assert_same(function, reference, *tensors, rtol=1e-4, atol=1e-5):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
-def reference(fused, heads, window, base):
+def reference(fused, heads, window, base, how=Scores(), sinks=None):
     parts = fused.unflatten(-1, (-1, heads.width)).split([heads[0], heads[1], heads[1]], 2)
     q, k, v = parts
     if base:
         q, k = rotary_reference(q, base), rotary_reference(k, base)
-    return attention_reference(q, k, v, window).flatten(2)
+    return attention_reference(q, k, v, window, how, sinks).flatten(2)
 
 
 @settings(max_examples=80, deadline=None)
@@ -49,19 +50,23 @@ def reference(fused, heads, window, base):
     st.sampled_from([None, 1, 2, 4, 5, 8, 12, 40, 64, 65, 100]),
     st.sampled_from([None, 100.0]),
     st.booleans(),
+    st.sampled_from([Scores(), Scores(scale=0.7), Scores(softcap=1.5)]),
+    st.booleans(),
 )
-def test_attention(batch, sequence, num_heads, width, window, base, in_blocks):
+def test_attention(batch, sequence, num_heads, width, window, base, in_blocks, how, has_sinks):
     torch.manual_seed(0)
     heads = Heads(*num_heads, width)
+    sinks = [torch.randn(heads.num_heads)] if has_sinks else []
     fused = torch.randn(batch, sequence, (heads[0] + 2 * heads[1]) * width)
-    turns = rotary_turns(base, width, sequence, fused.device) if base else None
+    turns = rotary_turns(Rotary(base, width), sequence, fused.device) if base else None
     with pytest.MonkeyPatch.context() as patch:
         if not in_blocks:
-            patch.setattr("myriad.kernels.attention.runs_in_blocks", lambda fused, window: False)
+            patch.setattr("myriad.kernels.attention.runs_in_blocks", lambda *_, **options: False)
         assert_same(
-            lambda fused: attention(fused, heads, window, turns),
-            lambda fused: reference(fused, heads, window, base),
+            lambda fused, *sinks: attention(fused, heads, window, turns, "auto", how, *sinks),
+            lambda fused, *sinks: reference(fused, heads, window, base, how, *sinks),
             fused,
+            *sinks,
         )
 
 
@@ -69,6 +74,7 @@ def test_blocks_are_for_short_spans_of_float32_on_cpu():
     assert runs_in_blocks(torch.empty(1, 256, 3), None)
     assert runs_in_blocks(torch.empty(1, 8192, 3), 256)
     assert not runs_in_blocks(torch.empty(1, 8192, 3), None)
+    assert runs_in_blocks(torch.empty(1, 8192, 3), None, capped=True)
     assert not runs_in_blocks(torch.empty(1, 200, 3), None)
     assert not runs_in_blocks(torch.empty(1, 256, 3, dtype=torch.bfloat16), None)
     assert not runs_in_blocks(torch.empty(1, 256, 3, device="meta"), None)
@@ -317,7 +323,7 @@ def test_rows_that_a_gpu_adds_sorted_are_those_that_a_cpu_adds(present):
 
 
 def rotated(x, base, first_position=0):
-    return turned(x, rotary_turns(base, x.shape[3], x.shape[1], x.device, first_position))
+    return turned(x, rotary_turns(Rotary(base, x.shape[3]), x.shape[1], x.device, first_position))
 
 
 def test_rotary():
@@ -360,6 +366,8 @@ def test_activations():
         "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5)),
         "gelu_tanh": lambda x: x * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
         "swiglu": lambda x: x[..., :5] * torch.sigmoid(x[..., :5]) * x[..., 5:],
+        "geglu": lambda x: F.gelu(x[..., :5]) * x[..., 5:],
+        "geglu_tanh": lambda x: F.gelu(x[..., :5], approximate="tanh") * x[..., 5:],
         "relu2": lambda x: x.clamp(min=0) ** 2,
     }
     assert references.keys() == ACTIVATIONS.keys()

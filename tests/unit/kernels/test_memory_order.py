@@ -23,7 +23,7 @@ from myriad.kernels.memory_order import (
 from myriad.kernels.norm import LayerNorm, RMSNorm
 from myriad.kernels.random import dropout
 from myriad.kernels.remade import Remade
-from myriad.kernels.rotary import rotary_turns
+from myriad.kernels.rotary import Rotary, rotary_turns
 
 B, S, H = 3, 128, 32
 HEADS = Heads(4, 2, 8)
@@ -58,7 +58,7 @@ def norm_of(kind: Any) -> Callable[[torch.Tensor], Tensors]:
 
 def attend(path_length: int, window: int | None, *, turned: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     weight = make(HEADS.width * (HEADS.num_heads + 2 * HEADS.num_kv_heads), H)
-    turns = rotary_turns(1e4, HEADS.width, path_length, torch.device("cpu"), 0) if turned else None
+    turns = rotary_turns(Rotary(1e4, HEADS.width), path_length, torch.device("cpu"), 0) if turned else None
     return lambda x: attention(linear(x[:, :path_length], weight), HEADS, window, turns)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from myriad.kernels.activation import ACTIVATIONS
+from myriad.kernels.config import GATED
 from myriad.kernels.gradient import GradientSink, apply_deferred, set_sink
 from myriad.kernels.linear import linear
 from myriad.kernels.remade import Remade
@@ -19,7 +20,7 @@ def weights(*shapes):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_gradients_have_the_same_bits(name):
     function = ACTIVATIONS[name]
-    x, down = weights((3, 5, 16), (4, 8 if name == "swiglu" else 16))
+    x, down = weights((3, 5, 16), (4, 8 if name in GATED else 16))
     found = []
     for remakes in (False, True):
         y = linear(function(x), down, remade=Remade(function, x) if remakes else None)

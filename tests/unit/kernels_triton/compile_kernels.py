@@ -4,12 +4,13 @@ python compile_kernels.py bf16
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from myriad.kernels.config import GATED, Activation
 from myriad.kernels.triton import activation_kernels as triton_activation
 from myriad.kernels.triton import cross_entropy_kernels as triton_cross_entropy
 from myriad.kernels.triton import norm_kernels
@@ -44,8 +45,8 @@ def cases() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield norm_kernels.backward_kernel, flags | {"HAS_STREAM": layer, "NUM_LEFT": 1 + layer}
         yield norm_kernels.wide_forward_kernel, flags | {"HAS_BRANCH": layer}
         yield norm_kernels.wide_backward_kernel, flags | {"HAS_STREAM": layer, "NUM_LEFT": 1 + layer}
-    for name in ("gelu", "gelu_tanh", "swiglu", "relu2"):
-        flags = {"NAME": name, "HAS_BIAS": name != "relu2", "BLOCK": 1024}
+    for name in get_args(Activation):
+        flags = {"NAME": name, "IS_GATED": name in GATED, "HAS_BIAS": name != "relu2", "BLOCK": 1024}
         yield triton_activation.forward_kernel, flags
         yield triton_activation.backward_kernel, flags
     for kernel in (triton_rotary.turn_kernel, triton_rotary.join_kernel):

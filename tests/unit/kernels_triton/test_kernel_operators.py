@@ -15,7 +15,7 @@ from myriad.kernels.attention_blocks import Heads
 from myriad.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from myriad.kernels.gradient import GradientSink, PendingRows, set_sink
 from myriad.kernels.norm import LayerNorm, RMSNorm
-from myriad.kernels.rotary import rotary_reference, rotary_turns
+from myriad.kernels.rotary import Rotary, rotary_reference, rotary_turns
 from myriad.kernels.triton import norm_kernels
 from myriad.model.boundary import Boundary
 
@@ -27,6 +27,8 @@ FORMULAS = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: x.clamp(min=0) ** 2,
     "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "geglu": lambda x: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "geglu_tanh": lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1],
 }
 
 
@@ -222,7 +224,7 @@ def test_rotary(batch: int, sequence: int, share: int, kv: int, width: int, dtyp
     """Queries and keys are turned, values are not; gradients come as attention gives them, heads first."""
     heads = Heads(share * kv, kv, width)
     fused = normal(batch, sequence, (share + 2) * kv * width, dtype=dtype)
-    turns = rotary_turns(100.0, width, sequence, fused.device)
+    turns = rotary_turns(Rotary(100.0, width), sequence, fused.device)
 
     def split(x: torch.Tensor) -> torch.Tensor:
         parts = split_heads(x, heads, turns, "triton")

@@ -12,7 +12,7 @@ from myriad.kernels.attention_blocks import Heads
 from myriad.kernels.attention_flash import flash_attention
 from myriad.kernels.memory_order import is_sequence_first, lay_sequence_first
 from myriad.kernels.norm import LayerNorm, RMSNorm
-from myriad.kernels.rotary import rotary_turns
+from myriad.kernels.rotary import Rotary, rotary_turns
 from myriad.kernels.side_by_side import places_of
 
 B, S, HEADS = 2, 5, Heads(4, 2, 16)
@@ -37,7 +37,7 @@ def norm_of(kind):
 
 
 def turned_heads(x):
-    turns = rotary_turns(1e4, HEADS.width, S, torch.device("cpu"), 0)
+    turns = rotary_turns(Rotary(1e4, HEADS.width), S, torch.device("cpu"), 0)
     return split_heads(x, HEADS, turns, "triton")
 
 

@@ -17,7 +17,7 @@ from myriad.model.gpt import GPT, build_full
 TINY = ModelConfig(layers=2, hidden=32, heads=4, vocabulary=100, vocabulary_multiple=8, sequence=32)
 
 configs = st.builds(
-    lambda **keys: TINY.model_copy(update=keys),
+    lambda **keys: TINY.model_copy(update=keys | ({"norm": "rms"} if keys["norm_zero_centered"] else {})),
     block=st.sampled_from(["serial", "parallel"]),
     window=st.sampled_from([None, 1, 5, 8, 16, 32]),
     window_pattern=st.sampled_from([(True,), (True, False)]),
@@ -26,10 +26,22 @@ configs = st.builds(
     ffn_hidden=st.sampled_from([None, 24]),
     position=st.sampled_from(["rotary", "learned", "none"]),
     norm=st.sampled_from(["rms", "layer"]),
-    activation=st.sampled_from(["gelu", "swiglu", "relu2"]),
+    activation=st.sampled_from(["gelu", "swiglu", "geglu", "relu2"]),
     bias=st.booleans(),
     tied=st.booleans(),
     dropout=st.sampled_from([0.0, 0.1]),
+    parallel_norms=st.sampled_from([1, 2]),
+    qk_norm=st.sampled_from(["none", "head", "all"]),
+    attention_softcap=st.sampled_from([None, 5.0]),
+    attention_sinks=st.booleans(),
+    attention_bias=st.sampled_from(["default", "qkv", "all"]),
+    rotary_fraction=st.sampled_from([1.0, 0.67]),
+    rotary_pattern=st.sampled_from([(True,), (True, False)]),
+    norm_placement=st.sampled_from(["before", "after", "both"]),
+    norm_zero_centered=st.booleans(),
+    norm_bias=st.booleans(),
+    residual_scale=st.sampled_from([1.0, 0.5]),
+    logit_softcap=st.sampled_from([None, 30.0]),
 )
 
 
@@ -56,7 +68,8 @@ def test_every_combination_trains_and_has_the_parameters_it_claims(config):
     assert abs(loss.item() - torch.log(torch.tensor(config.vocabulary)).item()) < 0.2
     loss.backward()
     unseen = [name for name, parameter in layers.named_parameters() if not parameter.grad.abs().sum() > 0]
-    assert all("qkv" in name or "norm1" in name for name in unseen if config.window == 1), unseen
+    reach_queries_alone = ("qkv", "norm1", "q_norm", "k_norm")
+    assert all(any(each in name for each in reach_queries_alone) for name in unseen if config.window == 1)
     assert config.window == 1 or not unseen
 
 

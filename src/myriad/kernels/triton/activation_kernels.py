@@ -4,8 +4,8 @@
     backward   grad = f'(x + bias) grad_y,  grad_bias = sum of grad over rows, in the same pass
 
 The functions are GELU by the error function or by tanh (Hendrycks & Gimpel, arXiv 1606.08415, section 2),
-SwiGLU (Shazeer, arXiv 2002.05202) of ``[..., 2 F]`` with the gate in the first half, ReLU^2 (So et al., arXiv
-2109.08668).
+ReLU^2 (So et al., arXiv 2109.08668), and the gated functions SwiGLU and GeGLU (Shazeer, arXiv 2002.05202) of
+``[..., 2 F]`` with the gate in the first half.
 
 A program processes a stripe of columns and every P-th row.
 
@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from myriad.kernels.config import GATED
 from myriad.kernels.side_by_side import Slot
 from myriad.kernels.triton.launch import block_of, launch, num_programs, rows_of
 
@@ -57,10 +58,15 @@ def _gelu_tanh(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _value_and_slope(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
-    if NAME == "gelu":
+    """Return the value and the slope of a function, or of the gate of a gated function."""
+    if NAME == "gelu" or NAME == "geglu":
         value, slope = _gelu(x)
-    elif NAME == "gelu_tanh":
+    elif NAME == "gelu_tanh" or NAME == "geglu_tanh":
         value, slope = _gelu_tanh(x)
+    elif NAME == "swiglu":
+        share = _sigmoid(x)
+        value = x * share
+        slope = share * (1.0 + x * (1.0 - share))
     else:
         value = tl.where(x <= 0.0, 0.0, x)  # not maximum, which would drop a NaN
         slope = 2.0 * value
@@ -92,6 +98,7 @@ def forward_kernel(
     rows: tl.tensor,
     width: tl.tensor,
     NAME: tl.constexpr,
+    IS_GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -100,11 +107,9 @@ def forward_kernel(
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
         start = tl.cast(index, tl.int64) * x_stride
         first = _with_bias(x, bias, start + column, column, inside, HAS_BIAS)
-        if NAME == "swiglu":
-            up = _with_bias(x, bias, start + width + column, width + column, inside, HAS_BIAS)
-            value = first * _sigmoid(first) * up
-        else:
-            value, _ = _value_and_slope(first, NAME)
+        value, _ = _value_and_slope(first, NAME)
+        if IS_GATED:
+            value *= _with_bias(x, bias, start + width + column, width + column, inside, HAS_BIAS)
         at = tl.cast(index, tl.int64) * width + column
         tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
 
@@ -121,14 +126,14 @@ def backward_kernel(
     rows: tl.tensor,
     width: tl.tensor,
     NAME: tl.constexpr,
+    IS_GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    is_pair: tl.constexpr = NAME == "swiglu"
-    full = width * (2 if is_pair else 1)
+    full = width * (2 if IS_GATED else 1)
     first_sum = tl.zeros([BLOCK], tl.float32)
     second_sum = tl.zeros([BLOCK], tl.float32)
     for index in range(program, rows, tl.num_programs(0)):
@@ -137,21 +142,18 @@ def backward_kernel(
         g = tl.load(grad_y + row * grad_y_stride + column, mask=inside, other=0.0).to(tl.float32)
         first = _with_bias(x, bias, start + column, column, inside, HAS_BIAS)
         out = grad + row * full + column
-        if is_pair:
-            up = _with_bias(x, bias, start + width + column, width + column, inside, HAS_BIAS)
-            share = _sigmoid(first)
-            second_grad = g * first * share
-            first_grad = g * up * share * (1.0 + first * (1.0 - share))
+        value, slope = _value_and_slope(first, NAME)
+        first_grad = g * slope
+        if IS_GATED:
+            first_grad *= _with_bias(x, bias, start + width + column, width + column, inside, HAS_BIAS)
+            second_grad = g * value
             tl.store(out + width, second_grad.to(grad.dtype.element_ty), mask=inside)
             second_sum += second_grad
-        else:
-            _, slope = _value_and_slope(first, NAME)
-            first_grad = g * slope
         tl.store(out, first_grad.to(grad.dtype.element_ty), mask=inside)
         first_sum += first_grad
     if HAS_BIAS:
         tl.store(bias_sums + program * full + column, first_sum, mask=inside)
-        if is_pair:
+        if IS_GATED:
             tl.store(bias_sums + program * full + width + column, second_sum, mask=inside)
 
 
@@ -169,7 +171,7 @@ class _Activation(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, name: str, slots: tuple[Slot, Slot] | None
     ) -> torch.Tensor:
         rows = rows_of(x)
-        width = rows.shape[1] // 2 if name == "swiglu" else rows.shape[1]
+        width = rows.shape[1] // 2 if name in GATED else rows.shape[1]
         y = rows.new_empty(len(rows), width) if slots is None else slots[0].take(rows, len(rows), width)
         grid, blocks = _grid(rows, width)
         launch(
@@ -182,6 +184,7 @@ class _Activation(torch.autograd.Function):
             len(rows),
             width,
             NAME=name,
+            IS_GATED=name in GATED,
             HAS_BIAS=bias is not None,
             **blocks,
         )
@@ -212,6 +215,7 @@ class _Activation(torch.autograd.Function):
             len(rows),
             grad_y.shape[1],
             NAME=ctx.name,
+            IS_GATED=ctx.name in GATED,
             HAS_BIAS=bias is not None,
             **blocks,
         )
@@ -224,7 +228,7 @@ def activate(
     bias: torch.Tensor | None = None,
     slots: tuple[Slot, Slot] | None = None,
 ) -> torch.Tensor:
-    """Apply ``f(x + bias)`` to ``[..., F]``, or to ``[..., 2 F]`` for swiglu. ``name`` is that of a model
-    config. ``slots``: memory for the result and for the gradient of ``x``."""
+    """Apply ``f(x + bias)`` to ``[..., F]``, or to ``[..., 2 F]`` for gated functions. ``name`` is that of a
+    model config. ``slots``: memory for the result and for the gradient of ``x``."""
     y: torch.Tensor = _Activation.apply(x, bias, name, slots)
     return y

@@ -1,0 +1,120 @@
+"""Self-attention with the shapes of one tensor-parallel rank: projection, norms of queries and keys, rotary
+positions, attention, output projection.
+
+Legend: B batch, S sequence, H hidden, N query heads, K key/value heads (both of this rank), D head size.
+"""
+
+import torch
+from torch import nn
+
+from myriad.kernels.attention import attention, split_heads
+from myriad.kernels.attention_blocks import Heads, runs_in_blocks
+from myriad.kernels.attention_choice import Scores
+from myriad.kernels.gradient import DeferredProduct
+from myriad.kernels.linear import Linear, linear
+from myriad.kernels.query_key_norm import HeadNorm, query_key_norm
+from myriad.kernels.remade import Remade
+from myriad.kernels.rotary import rotary_turns
+from myriad.model.boundary import Boundary
+from myriad.model.config import ModelConfig
+from myriad.model.key_value_cache import KeyValueCache
+
+__all__ = ["Attention"]
+
+
+class _HeadWeight(nn.Module):
+    """The weight of a norm of queries or keys."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+
+class Projection(nn.Module):
+    """Compute queries, keys and values by one matrix product. The bias is of all rows, or has no part for the
+    keys."""
+
+    def __init__(
+        self, config: ModelConfig, num_heads: int, num_kv_heads: int, later: list[DeferredProduct] | None
+    ) -> None:
+        super().__init__()
+        self.later = later
+        self.query_rows = num_heads * config.head_width
+        self.key_rows = num_kv_heads * config.head_width
+        self.weight = nn.Parameter(torch.empty(self.query_rows + 2 * self.key_rows, config.hidden))
+        rows = self.query_rows + self.key_rows * (2 if config.has_key_bias else 1)
+        self.bias = nn.Parameter(torch.empty(rows)) if config.has_qkv_bias else None
+
+    def forward(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
+        return linear(x, self.weight, self.bias_of_all_rows(), self.later, remade)
+
+    def bias_of_all_rows(self) -> torch.Tensor | None:
+        """Return the bias of all rows, with zeros for keys without a bias."""
+        if self.bias is None or len(self.bias) == len(self.weight):
+            return self.bias
+        queries, values = self.bias.split([self.query_rows, self.key_rows])
+        return torch.cat([queries, values.new_zeros(self.key_rows), values])
+
+
+class Attention(nn.Module):
+    """Attention branch: ``[B, S, H]`` to this rank's partial sum of the output projection, ``[B, S, H]``,
+    without its bias."""
+
+    def __init__(self, config: ModelConfig, layer: int, boundary: Boundary) -> None:
+        super().__init__()
+        num_heads, num_kv_heads = config.heads // boundary.size, config.num_kv_heads // boundary.size
+        self.shape = Heads(num_heads, num_kv_heads, config.head_width)
+        self.window, self.later = config.layer_window(layer), boundary.later
+        self.kernels = boundary.kernels
+        self.rotary = config.layer_rotary(layer)
+        self.scores = Scores(config.attention_scale, config.attention_softcap)
+        self.sinks = nn.Parameter(torch.empty(num_heads)) if config.attention_sinks else None
+        self.head_norm: HeadNorm | None = None
+        if config.qk_norm != "none":
+            self.head_norm = HeadNorm(config.qk_norm, config.norm_epsilon, boundary)
+            shared = config.qk_norm == "head"
+            self.q_norm = _HeadWeight(config.head_width * (1 if shared else num_heads))
+            self.k_norm = _HeadWeight(config.head_width * (1 if shared else num_kv_heads))
+            self.zero_centered = config.norm_zero_centered
+        self.output = Linear(num_heads * config.head_width, config.hidden, bias=config.has_output_bias)
+        # last: adjacent to the MLP's first matrix
+        self.qkv = Projection(config, num_heads, num_kv_heads, boundary.later)
+
+    def mix(self, fused: torch.Tensor) -> torch.Tensor:
+        """Attend: queries, keys and values of all positions ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``."""
+        fused, turns = self._normed(fused), self._turns(fused, 0)
+        return attention(fused, self.shape, self.window, turns, self.kernels, self.scores, self.sinks)
+
+    def out(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Project ``[B, S, N D]`` to the partial sum."""
+        return linear(mixed, self.output.weight, later=self.later)
+
+    def mix_cached(self, fused: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
+        """Attend as `mix` does, for positions after those in the cache. The cache is extended."""
+        turns = self._turns(fused, cache.next_position)
+        q, k, v = split_heads(self._normed(fused), self.shape, turns, self.kernels)
+        return cache.attend(q, k, v, self.scores, self.sinks).flatten(2)
+
+    def runs_in_blocks(self, x: torch.Tensor) -> bool:
+        """Whether attention over values like ``x`` reorders them in blocks."""
+        capped = self.scores.softcap is not None or self.sinks is not None
+        return runs_in_blocks(x, self.window, capped=capped)
+
+    @property
+    def keeps_fused(self) -> bool:
+        """Whether the backward keeps the projection's result itself, not a rotated or normalized copy."""
+        return self.rotary is None and self.head_norm is None
+
+    def _normed(self, fused: torch.Tensor) -> torch.Tensor:
+        """Return queries, keys and values with queries and keys normalized."""
+        if self.head_norm is None:
+            return fused
+        query, key = self.q_norm.weight, self.k_norm.weight
+        if self.zero_centered:
+            query, key = query.float() + 1, key.float() + 1
+        return query_key_norm(fused, query, key, self.shape, self.head_norm)
+
+    def _turns(self, x: torch.Tensor, first_position: int) -> torch.Tensor | None:
+        if self.rotary is None:
+            return None
+        return rotary_turns(self.rotary, x.shape[1], x.device, first_position)
