@@ -31,6 +31,47 @@ MODELS: dict[str, dict[str, Any]] = {
         "tied": False,
     },
     "gpt2": {"norm": "layer", "bias": True, "position": "learned", "dropout": 0.1, "layers": 5},
+    "qwen": {
+        "activation": "swiglu",
+        "kv_heads": 2,
+        "qk_norm": "head",
+        "attention_bias": "qkv",
+        "rotary_scaling": {"kind": "yarn", "factor": 4.0, "original_sequence": 8},
+    },
+    "gemma": {
+        "activation": "geglu_tanh",
+        "norm_placement": "both",
+        "norm_zero_centered": True,
+        "qk_norm": "head",
+        "window": 6,
+        "window_pattern": (True, False),
+        "window_rotary_base": 100.0,
+        "rotary_scaling": {"kind": "linear", "factor": 8.0},
+        "embedding_scale": 5.0,
+        "attention_scale": 0.4,
+        "attention_softcap": 2.0,
+        "logit_softcap": 4.0,
+    },
+    "olmo": {"norm_placement": "after", "qk_norm": "all", "kv_heads": 2, "activation": "swiglu"},
+    "neox": {
+        "block": "parallel",
+        "parallel_norms": 2,
+        "norm": "layer",
+        "bias": True,
+        "attention_bias": "all",
+        "rotary_fraction": 0.5,
+        "tied": False,
+    },
+    "granite-sinks": {
+        "activation": "swiglu",
+        "attention_sinks": True,
+        "attention_bias": "all",
+        "rotary_pattern": (True, False),
+        "residual_scale": 0.3,
+        "logit_scale": 0.25,
+        "norm_bias": True,
+        "norm": "layer",
+    },
 }
 
 
@@ -100,6 +141,14 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt2", "lamb", {"pp": 2, "dp": 2, "partition": "manual:5"}),
     ("gpt2", "adamw", {"tp": 2, "pp": 2, "virtual_stages": 2, "micro_batch": 2, "zero": 2, "reduce": "each"}),
     ("gpt2", "adamw", {"dp": 2, "pp": 2, "tp": 2, "zero": 1, "schedule": "gpipe", "micro_batch": 2}),
+    ("qwen", "adamw", {"tp": 2, "pp": 2, "schedule": "zero-bubble", "micro_batch": 2}),
+    ("gemma", "adamw", {"tp": 2, "dp": 2, "zero": 2, "micro_batch": 2}),
+    ("gemma", "adamw", {"pp": 2, "virtual_stages": 2, "micro_batch": 2, "recompute": "selective"}),
+    ("olmo", "adamw", {"tp": 2, "pp": 2, "micro_batch": 2, "recompute": "selective"}),
+    ("olmo", "lamb", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}),
+    ("neox", "adamw", {"tp": 4, "micro_batch": 4}),
+    ("neox", "adamw", {"pp": 2, "tp": 2, "schedule": "zero-bubble", "micro_batch": 2}),
+    ("granite-sinks", "adamw", {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "micro_batch": 2}),
 ]
 
 

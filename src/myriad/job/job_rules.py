@@ -14,6 +14,8 @@ from myriad.comm.redis_address import check_package, check_store
 from myriad.errors import BadInputError
 from myriad.job.job_values import SPIKE_STEPS_BEFORE, JobValues, work_of
 from myriad.kernels.choice import check_kernels
+from myriad.kernels.rotary_scaling import RotaryScaling
+from myriad.model.config import ModelConfig
 from myriad.optim.config import LossScaleConfig, check_loss_scale, float8_scaling
 from myriad.program.partition import partition_layers
 from myriad.telemetry.config import is_address
@@ -40,6 +42,54 @@ def _check_heads(job: JobValues) -> None:
     need(model.heads % kv_heads == 0, "model.heads", model.heads, allowed)
     allowed = "must be even with model.position = rotary (off: model.hidden / model.heads)"
     need(model.position != "rotary" or width % 2 == 0, "model.head_dim", width, allowed)
+
+
+def _check_norms(job: JobValues) -> None:
+    model = job.model
+    serial, placement = model.block == "serial", model.norm_placement
+    need(
+        serial or placement == "before",
+        "model.norm_placement",
+        placement,
+        "before with model.block = parallel",
+    )
+    need(not serial or model.parallel_norms == 1, "model.parallel_norms", 2, "1 with model.block = serial")
+    zero_centered = model.norm_zero_centered and model.norm != "rms"
+    need(not zero_centered, "model.norm_zero_centered", True, "needs model.norm = rms")
+    bias = model.norm_bias and model.norm != "layer"
+    need(not bias, "model.norm_bias", True, "needs model.norm = layer: RMSNorm has no bias")
+
+
+def _check_rotary(job: JobValues) -> None:
+    model, scaling = job.model, job.model.rotary_scaling
+    need(len(model.rotary_pattern) > 0, "model.rotary_pattern", [], "at least one of true, false")
+    if model.position != "rotary":
+        plain = ModelConfig.model_fields
+        for key in ("rotary_fraction", "rotary_pattern", "window_rotary_base", "rotary_scaling"):
+            value = getattr(model, key)
+            allowed = f"only with model.position = rotary, which is {model.position}"
+            need(value == plain[key].default, f"model.{key}", value, allowed)
+        return
+    width = model.rotary_width
+    allowed = f"a fraction of model.head_dim = {model.head_width} that is an even number of at least 2"
+    need(width >= 2 and width % 2 == 0, "model.rotary_fraction", model.rotary_fraction, allowed)
+    base = model.window_rotary_base
+    need(base is None or model.window is not None, "model.window_rotary_base", base, "needs model.window")
+    original, kind = scaling.original_sequence, scaling.kind
+    changed = scaling.model_fields_set - {"kind"} and scaling != RotaryScaling()
+    need(
+        kind != "none" or not changed, "model.rotary_scaling.kind", kind, "one of the kinds, with its values"
+    )
+    needs = kind in ("none", "linear") or original is not None
+    need(needs, "model.rotary_scaling.original_sequence", original, f"a length, for {kind}")
+    for name in ("short_factors", "long_factors"):
+        factors = getattr(scaling, name)
+        fits = len(factors) == (width // 2 if kind == "longrope" else 0) and min(factors, default=1.0) > 0
+        allowed = f"{width // 2} numbers above 0 with longrope, else none"
+        need(fits, f"model.rotary_scaling.{name}", list(factors), allowed)
+    ramp = scaling.high_frequency_factor > scaling.low_frequency_factor
+    key = "model.rotary_scaling.high_frequency_factor"
+    need(ramp, key, scaling.high_frequency_factor, "above low_frequency_factor")
 
 
 def _check_tensor_parallel(job: JobValues) -> None:
@@ -202,7 +252,7 @@ def _check_precision(job: JobValues) -> None:
     if float8_scaling(job.train.precision) is None:
         return
     model, tp = job.model, job.layout.tp
-    up = model.ffn_width * (2 if model.activation == "swiglu" else 1)
+    up = model.ffn_width * model.up_matrices
     lengths = {
         "model.hidden": model.hidden,
         "model.ffn_hidden / layout.tp": up // tp,
@@ -250,6 +300,8 @@ def _check_memory_budget(job: JobValues) -> None:
 
 
 def _check_kernels(job: JobValues) -> None:
+    bounded = job.model.logit_softcap is not None and job.train.kernels == "triton"
+    need(not bounded, "train.kernels", "triton", "auto or plain with model.logit_softcap: no kernel has it")
     if job.train.device == "cpu":  # the ranks check other devices
         check_kernels(job.train.kernels, "cpu", "float32", job.model.kernel_widths)
 
@@ -268,6 +320,8 @@ def _check_started_nodes(job: JobValues) -> None:
 RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_layout,
     _check_heads,
+    _check_norms,
+    _check_rotary,
     _check_tensor_parallel,
     _check_stages,
     _check_partition,

@@ -13,6 +13,7 @@ Legend: B batch, S sequence, N query heads, K key/value heads, D head size, W wi
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -81,6 +82,35 @@ def _in_windows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, 
     return out.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)
 
 
+class _InScores(torch.autograd.Function):
+    """`attention_reference`, which the backward computes again instead of keeping all scores."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: int | None,
+        how: Scores,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.window, ctx.how, ctx.sinks = window, how, sinks
+        return attention_reference(q, k, v, window, how, sinks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        sinks = None if ctx.sinks is None else ctx.sinks.detach().requires_grad_()
+        q, k, v = inputs
+        with torch.enable_grad():
+            out = attention_reference(q, k, v, ctx.window, ctx.how, sinks)
+        inputs += [] if sinks is None else [sinks]
+        found = torch.autograd.grad(out, inputs, grads[0])
+        return *found[:3], None, None, None if sinks is None else found[3]
+
+
 def attention(
     fused: torch.Tensor,
     heads: Heads,
@@ -98,7 +128,7 @@ def attention(
     if path == "blocks":
         return attention_in_blocks(fused, heads, window, turns, how, sinks)
     q, k, v = split_heads(fused, heads, turns, kernels)
-    if turns is not None and heads.num_heads == heads.num_kv_heads:
+    if turns is not None and (path == "scores" or heads.num_heads == heads.num_kv_heads):
         v = v.contiguous()  # saved for the backward: a view would also keep the unrotated queries and keys
     return attention_by(path, q, k, v, window, how, sinks).flatten(2)
 
@@ -186,7 +216,8 @@ def attention_by(
     if path == "cudnn":
         return attention_library.cudnn_attention(q, k, v, scale)
     if path == "scores":
-        return attention_reference(q, k, v, window, how, sinks)
+        mixed: torch.Tensor = _InScores.apply(q, k, v, window, how, sinks)
+        return mixed
     if path == "sdpa" and q.is_cuda:
         return attention_library.sdpa_attention(q, k, v, scale)
     q = q.transpose(1, 2)

@@ -221,7 +221,11 @@ def fallback_attention(kernels: Kernels, shape: AttentionShape) -> str:
     """Return a one-line notice for a GPU on which Myriad's kernels cannot compute the window under "auto";
     else empty."""
     found = hindrance("triton", shape)
-    if kernels != "auto" or shape.device != "cuda" or shape.seen is None or not found:
+    if kernels != "auto" or shape.device != "cuda" or not found:
+        return ""
+    if shape.capped:
+        return f"attention with bounded scores or sinks goes by {_default(shape, kernels).path}"
+    if shape.seen is None:
         return ""
     return f"attention with a window goes by {_default(shape, kernels).path}: Triton's {found}"
 

@@ -5,7 +5,7 @@ which is the next layer's input. The unit is bytes of one rank per token of a mi
 B sequences of S tokens, also if ranks share the sequence. Memory that does not grow with the tokens is
 counted separately (`kept_bytes_per_micro_batch`). The table is in values of the compute type, for a serial
 block with full attention and N heads of keys and values too; t tensor-parallel ranks, F the width of the MLP
-(with swiglu twice for "up"):
+(with a gate twice for "up"):
 
     input            H/t          of the first norm
     norm, gathered   H            not with selective; tensor parallelism does not divide it
@@ -58,14 +58,19 @@ def kept_bytes_per_token(
         # int64 row and bool for each token; without tp these belong to the batch
         rows = 8 + 1 if tp > 1 else 0
         return mask + rows
-    normed = stream + _norm_statistics(model, bytes_per_value) / tp
+    statistics = _norm_statistics(model, bytes_per_value) / tp
     if layer_kind == "head":
-        return normed + model.hidden * bytes_per_value  # plus the gradient of its gathered input
+        return stream + statistics + model.hidden * bytes_per_value  # plus the gradient of its gathered input
     gathered = 0 if recompute == "selective" else model.hidden * bytes_per_value
     mlp = _mlp_values(model, recompute) * bytes_per_value / tp
     attention = _attention_bytes(model, layer, tp, bytes_per_value, softmax_block)
-    num_branches = 1 if model.block == "parallel" else 2
-    return num_branches * (normed + gathered + mask) + attention + mlp
+    streams = 1 if model.block == "parallel" else model.num_branch_norms  # two norms share one input
+    norms = stream * streams + statistics * model.num_branch_norms
+    if (
+        model.norm_placement == "after" and model.block == "serial"
+    ):  # no norm of which the input is made again
+        gathered = model.hidden * bytes_per_value
+    return norms + gathered * model.num_gathers + mask * model.num_scatters + attention + mlp
 
 
 def kept_bytes_per_micro_batch(
@@ -98,7 +103,7 @@ def _norm_statistics(model: ModelConfig, bytes_per_value: int) -> int:
 
 def _mlp_values(model: ModelConfig, recompute: Recompute) -> int:
     """Return values per token, over all ranks: the input and the output of the activation function."""
-    up = (2 if model.activation == "swiglu" else 1) * model.ffn_width
+    up = model.up_matrices * model.ffn_width
     return up if recompute == "selective" else up + model.ffn_width
 
 
@@ -116,10 +121,16 @@ def _attention_bytes(
 ) -> float:
     """Return bytes per token: queries, keys, values, and the input of the output projection."""
     queries, keys = (heads * model.head_width for heads in (model.heads, model.num_kv_heads))
+    extra = 0.0
+    if model.qk_norm != "none":  # the input of the norm of queries and keys, and its roots
+        roots = model.heads + model.num_kv_heads if model.qk_norm == "head" else 2 * tp
+        extra = ((queries + 2 * keys) * bytes_per_value + roots * _FLOAT32) / tp
     if softmax_block is not None:
         softmax = model.heads * _mean_keys(model, layer, softmax_block)
-        return (2 * queries + 2 * keys + softmax) * bytes_per_value / tp
-    kind, turned = _attention_kind(model, layer), model.position == "rotary"
+        return (2 * queries + 2 * keys + softmax) * bytes_per_value / tp + extra
+    if model.has_capped_scores:  # the backward attends again; FlexAttention keeps a float32 a query
+        return (2 * queries + 2 * keys) * bytes_per_value / tp + extra
+    kind, turned = _attention_kind(model, layer), model.layer_rotary(layer) is not None
     values = 2 * queries + (keys if turned else 2 * keys)  # views keep the tensor that they were split from
     if kind == "windows":  # each block of queries copies two blocks of keys and values
         values += 2 * 2 * queries
@@ -128,7 +139,7 @@ def _attention_bytes(
     elif turned:
         values += keys
     mask = 2 * (model.layer_window(layer) or 0) if kind == "windows" else 0
-    return values * bytes_per_value / tp + _FLOAT32 * model.heads / tp + mask * bytes_per_value
+    return values * bytes_per_value / tp + _FLOAT32 * model.heads / tp + mask * bytes_per_value + extra
 
 
 def _mean_keys(model: ModelConfig, layer: int, block: int) -> float:

@@ -180,6 +180,21 @@ class ModelConfig(Config):
         return 2 if self.activation in GATED else 1
 
     @property
+    def has_capped_scores(self) -> bool:
+        """Whether attention scores have a bound or heads have sinks, which few kernels support."""
+        return self.attention_softcap is not None or self.attention_sinks
+
+    @property
+    def num_gathers(self) -> int:
+        """Times that tensor-parallel ranks gather the sequence in a block's forward."""
+        return self.parallel_norms if self.block == "parallel" else 2
+
+    @property
+    def num_scatters(self) -> int:
+        """Times that tensor-parallel ranks sum and scatter a product in a block's forward."""
+        return 1 if self.block == "parallel" else 2
+
+    @property
     def num_branch_norms(self) -> int:
         """Norms of a block over the residual stream, before and after its branches."""
         if self.block == "parallel":

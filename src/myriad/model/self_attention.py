@@ -109,9 +109,10 @@ class Attention(nn.Module):
         """Return queries, keys and values with queries and keys normalized."""
         if self.head_norm is None:
             return fused
-        query, key = self.q_norm.weight, self.k_norm.weight
-        if self.zero_centered:
-            query, key = query.float() + 1, key.float() + 1
+        query, key = (
+            norm.weight.float() + 1 if self.zero_centered else norm.weight
+            for norm in (self.q_norm, self.k_norm)
+        )
         return query_key_norm(fused, query, key, self.shape, self.head_norm)
 
     def _turns(self, x: torch.Tensor, first_position: int) -> torch.Tensor | None:

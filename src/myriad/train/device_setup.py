@@ -233,6 +233,7 @@ def choose_kernels(job: Job, device: torch.device, dtype: torch.dtype) -> list[s
         model.window,
         deterministic=on_gpu and fixed,
         interpreted=in_interpreter(),
+        capped=model.has_capped_scores,
     )
     check_kernels(asked, kind, name, model.kernel_widths)
     check_attention(asked, shape)

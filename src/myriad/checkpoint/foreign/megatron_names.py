@@ -96,7 +96,7 @@ def _mappings(model: ModelConfig, turned: int) -> Iterator[TensorMapping]:
         yield from _norm(model, f"{ours}.norm1", f"{theirs}.input_layernorm")
         yield from _attention(model, f"{ours}.attention", f"{theirs}.self_attention", turned)
         yield from _norm(model, f"{ours}.norm2", f"{theirs}.pre_mlp_layernorm")
-        inner = model.ffn_width * (2 if model.activation == "swiglu" else 1)
+        inner = model.ffn_width * model.up_matrices
         yield from _linear(model, f"{ours}.mlp.up", f"{theirs}.mlp.linear_fc1", inner, hidden)
         yield from _linear(model, f"{ours}.mlp.down", f"{theirs}.mlp.linear_fc2", hidden, model.ffn_width)
     yield from _norm(model, "head.norm", "decoder.final_layernorm")

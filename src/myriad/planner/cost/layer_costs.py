@@ -134,25 +134,27 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
     """Return the seconds of a block. ``pairs``: query-key pairs that each sequence computes in this block."""
     tokens = context.micro_batch * model.sequence
     share = tokens / context.tp if context.profile.sequence_parallel else tokens
-    entries = _entries(model)
     products = _products(model, context, tokens)
     passes = _UNFUSED if not context.profile.fused else 1.0
     value, inner = context.value_bytes, tokens * model.ffn_width / context.tp
-    ups = 2 if model.activation == "swiglu" else 1
-    qkv = tokens * (model.heads + 2 * model.num_kv_heads) * model.head_width / context.tp
-    turned = qkv * 2 * value if model.position == "rotary" else 0.0
-    norms = residuals = entries * share * model.hidden
+    ups = model.up_matrices
+    qkv = tokens * model.qkv_width / context.tp * value
+    turned = qkv * 2 if model.position == "rotary" else 0.0
+    normed = qkv * 2 if model.qk_norm != "none" else 0.0
+    norms, residuals = (share * model.hidden * each for each in (model.num_branch_norms, model.num_scatters))
     joined = context.profile.fused_add_norm and not context.cluster.on_cpu
     added, added_back = (2, 1) if joined else (3, 2)
-    streamed = passes * value * (2 * norms + (ups + 1) * inner) + added * value * residuals + turned
-    backwards = passes * value * (3 * norms + (2 * ups + 1) * inner) + added_back * value * residuals + turned
-    operators = (3 if joined else entries + 3) * (3 if not context.profile.fused else 1)
+    streamed = passes * value * (2 * norms + (ups + 1) * inner) + added * value * residuals + turned + normed
+    backwards = passes * value * (3 * norms + (2 * ups + 1) * inner) + added_back * value * residuals
+    backwards = backwards + turned + 2 * normed
+    operators = (3 if joined else model.num_branch_norms + 3) * (3 if not context.profile.fused else 1)
     stream, back = (stream_seconds(context.accelerator, x, operators) for x in (streamed, backwards))
     attend, attend_back = _attention(model, context, pairs)
-    comm, rest, gathers = _tensor(model, context, tokens, entries)
+    comm, rest, gathers = _tensor(model, context, tokens)
     again = attend  # Megatron-LM's selective recomputation repeats the scores.
     if context.profile.attention != "plain":  # Myriad's repeats norm and activation outputs.
-        remade = stream_seconds(context.accelerator, value * (2 * norms + (ups + 1) * inner), entries + 1)
+        again_bytes = value * (2 * norms + (ups + 1) * inner)
+        remade = stream_seconds(context.accelerator, again_bytes, model.num_branch_norms + 1)
         again = TimeBreakdown(memory=remade, tensor=gathers)
     in_turns = (
         _exposed(model, context, comm, products[0] + attend.attention),
@@ -168,11 +170,6 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
         TimeBreakdown(products[2]),
         again,
     )
-
-
-def _entries(model: ModelConfig) -> int:
-    """Return the number of entries into the part of a block that is sharded among tensor-parallel ranks."""
-    return 1 if model.block == "parallel" else 2
 
 
 def _products(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, Number]:
@@ -193,8 +190,8 @@ def _product_passes(
 def _shapes(model: ModelConfig, context: LayerContext) -> tuple[tuple[Number, Number], ...]:
     """Return the matrices ``[out, in]`` of a rank: queries, keys and values; attention's output; up; down."""
     tp, hidden, width = context.tp, model.hidden, model.heads * model.head_width
-    qkv = (model.heads + 2 * model.num_kv_heads) * model.head_width / tp
-    ups = 2 if model.activation == "swiglu" else 1
+    qkv = model.qkv_width / tp
+    ups = model.up_matrices
     return (
         (qkv, hidden),
         (hidden, width / tp),
@@ -205,9 +202,9 @@ def _shapes(model: ModelConfig, context: LayerContext) -> tuple[tuple[Number, Nu
 
 def block_shares(model: ModelConfig) -> dict[str, tuple[float, float]]:
     """Return the elements of each matrix of a block, and its share of the block's products."""
-    width, ups = model.heads * model.head_width, 2 if model.activation == "swiglu" else 1
+    width, ups = model.heads * model.head_width, model.up_matrices
     elements = {
-        "qkv": float((model.heads + 2 * model.num_kv_heads) * model.head_width * model.hidden),
+        "qkv": float(model.qkv_width * model.hidden),
         "output": float(width * model.hidden),
         "up": float(ups * model.ffn_width * model.hidden),
         "down": float(model.ffn_width * model.hidden),
@@ -281,18 +278,16 @@ def _attention(
     return TimeBreakdown(attention=forward), TimeBreakdown(attention=backward)
 
 
-def _tensor(
-    model: ModelConfig, context: LayerContext, tokens: Number, entries: int
-) -> tuple[Number, Number, Number]:
+def _tensor(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, Number]:
     """Return three values in seconds. First, the all-gathers and reduce-scatters of one direction. Second,
     the exposed part of the backward's all-gather of inputs for the weights' gradients, which always overlaps
     with a product. Third, that all-gather without overlap."""
     group = tensor_group(context.cluster, context.tp)
     num_bytes = tokens * model.hidden * context.value_bytes
     if not context.profile.sequence_parallel:
-        return entries * all_reduce_seconds(group, num_bytes), 0.0, 0.0
-    one = all_gather_seconds(group, num_bytes)
-    return 2 * entries * one, entries * one * group.busy_ratio, entries * one
+        return model.num_scatters * all_reduce_seconds(group, num_bytes), 0.0, 0.0
+    one, gathers = all_gather_seconds(group, num_bytes), model.num_gathers
+    return (gathers + model.num_scatters) * one, gathers * one * group.busy_ratio, gathers * one
 
 
 def _exposed(model: ModelConfig, context: LayerContext, comm: Number, behind: Number) -> Number:
@@ -302,7 +297,7 @@ def _exposed(model: ModelConfig, context: LayerContext, comm: Number, behind: Nu
     (`FrameworkProfile.tensor_parts`)."""
     group, parts, cut = tensor_group(context.cluster, context.tp), _parts(model, context), comm
     if context.profile.tensor_parts is None:
-        crossings = _entries(model) * (2 if context.profile.sequence_parallel else 1)
+        crossings = model.num_scatters + (model.num_gathers if context.profile.sequence_parallel else 0)
         again = np.where(np.asarray(context.tp) > 1, crossings * startup_seconds(group), 0.0)
         cut = comm + (parts - 1) * again
     hidden = np.minimum(cut * (1 - 1 / parts), behind)
@@ -395,8 +390,8 @@ def _behind_weights(model: ModelConfig, context: LayerContext, comm: Number, wei
     communication overlaps with the gradient of the same entry's weight. That is all communication without
     sequence parallelism, and the reduce-scatters with it."""
     sums = comm / 2 if context.profile.sequence_parallel else comm
-    ups = 2 if model.activation == "swiglu" else 1
-    entering = (model.heads + 2 * model.num_kv_heads) * model.head_width + ups * model.ffn_width
+    ups = model.up_matrices
+    entering = model.qkv_width + ups * model.ffn_width
     leaving = model.heads * model.head_width + model.ffn_width
     behind = np.minimum(sums, weights * entering / (entering + leaving))
     return comm - behind + tensor_group(context.cluster, context.tp).busy_ratio * behind

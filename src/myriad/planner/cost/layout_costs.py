@@ -53,11 +53,9 @@ __all__ = [
 def layer_parameters(model: ModelConfig) -> list[int]:
     """Return the number of parameters of the embedding, each block and the head; tied parameters count in
     both."""
-    one = model.model_copy(update={"layers": 1}).num_parameters(embeddings=False)
-    block = model.model_copy(update={"layers": 2}).num_parameters(embeddings=False) - one
     rows = model.padded_vocabulary() * model.hidden
     positions = model.sequence * model.hidden if model.position == "learned" else 0
-    return [rows + positions, *([block] * model.layers), rows + one - block]
+    return [rows + positions, *([model.block_parameters] * model.layers), rows + model.norm_size]
 
 
 def cut_layers(model: ModelConfig, partition: str, num_stages: int) -> list[range]:

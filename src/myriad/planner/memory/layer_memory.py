@@ -96,7 +96,8 @@ def softmax_block(model: ModelConfig, layer: int, part: MicroBatchShard) -> int 
     attention runs."""
     window = model.layer_window(layer) or model.sequence
     keys = min(model.sequence, window + 2 * _BLOCK)
-    fits = model.sequence % min(_BLOCK, model.sequence) == 0 and keys <= _MOST_KEYS
+    short = model.has_capped_scores or keys <= _MOST_KEYS
+    fits = model.sequence % min(_BLOCK, model.sequence) == 0 and short
     return _BLOCK if fits and part.on_cpu and part.value_bytes == 4 else None
 
 
@@ -128,7 +129,7 @@ def _again(
     kept = 0.0 if kind == "embedding" else message_bytes(model, profile, part)
     forward = none.forward
     if kind == "block":
-        ups = 2 if model.activation == "swiglu" else 1
+        ups = model.up_matrices
         whole = part.value_bytes * part.tokens(model)
         forward = whole * (2 * model.hidden + (ups + 1) * model.ffn_width / part.tp)
     return LayerBytes(kept, forward, none.kept - kept + none.backward)
@@ -180,10 +181,9 @@ def _published_kept(
     apart = tokens / (part.tp if profile.sequence_parallel else 1.0)
     if recompute == "full":
         return value * apart * hidden
-    entries = 1 if model.block == "parallel" else 2
     # Norm inputs, product inputs, and dropout masks of one byte.
-    stream = apart * hidden * (value * 2 * entries + entries)
-    ups = 2 if model.activation == "swiglu" else 1
+    stream = apart * hidden * (value * (model.num_branch_norms + model.num_gathers) + model.num_scatters)
+    ups = model.up_matrices
     queries, keys = model.heads * model.head_width, model.num_kv_heads * model.head_width
     inner = tokens / part.tp * value * (2 * queries + 2 * keys + (ups + 1) * model.ffn_width)
     if profile.attention != "plain" or recompute == "selective":
@@ -203,7 +203,7 @@ def _block_passing(
     stream = message_bytes(model, profile, part)
     whole = value * tokens * model.hidden
     inner = value * tokens * model.ffn_width / part.tp
-    ups = 2 if model.activation == "swiglu" else 1
+    ups = model.up_matrices
     gathered = np.where(np.asarray(part.tp) > 1, whole, 0.0)
     again = inner if recompute == "selective" else 0.0
     product = _product_bytes(model.hidden * model.ffn_width / part.tp, part)
@@ -260,11 +260,10 @@ def product_inputs(model: ModelConfig, part: MicroBatchShard) -> Number:
     """Return the bytes that the weight products of one block and micro-batch still need after the gradient of
     its input is computed: inputs and gradients of the outputs."""
     tokens = part.tokens(model) * part.value_bytes
-    entries = 1 if model.block == "parallel" else 2
-    ups = 2 if model.activation == "swiglu" else 1
+    ups = model.up_matrices
     width, keys = model.heads * model.head_width, model.num_kv_heads * model.head_width
     cut = 2 * width + 2 * keys + (ups + 1) * model.ffn_width
-    return tokens * (entries * 2 * model.hidden + cut / part.tp)
+    return tokens * ((model.num_gathers + model.num_scatters) * model.hidden + cut / part.tp)
 
 
 @dataclass(frozen=True)
@@ -292,16 +291,13 @@ class LayerMemory:
 def layer_elements(model: ModelConfig, kind: LayerKind, tp: Number) -> Number:
     """Return the number of parameters of one layer on one rank; a tied table counts in the embedding and in
     the head."""
-    one = model.model_copy(update={"layers": 1}).num_parameters(embeddings=False)
-    block = model.model_copy(update={"layers": 2}).num_parameters(embeddings=False) - one
-    norm = model.hidden * (2 if model.norm == "layer" and model.bias else 1)
     table = model.padded_vocabulary() * model.hidden / tp
     if kind == "embedding":
         return table + (model.sequence * model.hidden if model.position == "learned" else 0)
     if kind == "head":
-        return table + norm
-    whole = norm * (1 if model.block == "parallel" else 2) + (2 * model.hidden if model.bias else 0)
-    return (block - whole) / tp + whole
+        return table + model.norm_size
+    shared = model.block_shared_parameters
+    return (model.block_parameters - shared) / tp + shared
 
 
 def layer_memory(
