@@ -1,4 +1,7 @@
-"""``myriad plan``: the best layouts of a job on a cluster, the reasons, and possible improvements."""
+"""``myriad plan``: the best layouts of a job on a cluster, the reasons, and possible improvements.
+
+``--out FILE.toml`` writes the best plan as a job file. It overwrites only an older plan of the same job.
+"""
 
 import gc
 import json
@@ -12,14 +15,16 @@ import typer
 
 from myriad.cli.job_key_options import OverrideCommand
 from myriad.cli.json_output import print_json
-from myriad.cli.output_files import check_picture, write_picture
+from myriad.cli.output_files import check_output, check_picture, write_picture
 from myriad.cli.progress_bar import count_bar
 from myriad.errors import BadInputError
+from myriad.system.whole_file import read_regular, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from myriad.forecasts.plan_request import PlanProblem
+    from myriad.job import Job
 
 __all__ = ["plan", "register"]
 
@@ -123,9 +128,7 @@ def plan(
         return
     request = PlanRequest.read(job, OverrideCommand.of(context), cluster, gpus, what_if, straggler)
     if out is not None:
-        from myriad.cli.plan.plan_file import check_plan_file
-
-        check_plan_file(out, request.job)
+        _check_plan_file(out, request.job)
     if days is not None or request.is_range:
         of_one = {"--out": out, "--picture": picture, "--straggler": straggler, "--fabric": fabric}
         _check_many(days, of_one)
@@ -225,7 +228,6 @@ def _best(
     fabric: bool,
 ) -> dict[str, Any]:
     """Plan on one number of accelerators; write ``files`` (plan, picture); print."""
-    from myriad.cli.plan.plan_file import write_plan
     from myriad.cli.plan.plan_tables import show_plan
     from myriad.forecasts.plan_answer import plan_and_explain
     from myriad.forecasts.planned_job import plan_text
@@ -235,7 +237,7 @@ def _best(
         found = plan_and_explain(question, objective, top=top, on_switches=fabric, progress=progress)
     out, picture = files
     if out is not None:
-        write_plan(out, question.job, plan_text(question.job, found.best, found.problem, found.placement))
+        _write_plan(out, question.job, plan_text(question.job, found.best, found.problem, found.placement))
     if picture is not None:
         write_picture("--picture", picture, plan_picture(found))
     if console is not None:
@@ -271,3 +273,37 @@ def _fewest(question: "PlanProblem", days: float, console: "Console | None") -> 
         title = f"{world:,} accelerator{'s' * (world > 1)}: {steps:,} steps within {days:g} days"
         show_ranking(console, problem, [("1", found)], steps, title=title)
     return {"days": days, **plan_figures(problem, found, steps).as_json()}
+
+
+_MOST_BYTES = 2**20
+"""Largest size of a plan file; every written plan is smaller."""
+
+
+def _write_plan(path: Path, job: "Job", text: str) -> None:
+    """Write the text of a plan. Raises `BadInputError`."""
+    _check_plan_file(path, job)
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise BadInputError("--out", str(path), f"cannot be written: {error.strerror}") from None
+
+
+def _check_plan_file(path: Path, job: "Job") -> None:
+    """Raise `BadInputError` for a file that is not a plan, or is another job's plan."""
+    from myriad.forecasts.planned_job import PLAN_HEAD
+    from myriad.job import load_job
+
+    check_output("--out", path)
+    if not path.exists():
+        return
+    try:
+        text = read_regular(path, _MOST_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        text = ""
+    if not text.startswith(PLAN_HEAD):
+        allowed = "must be a new file, or a plan that `myriad plan` wrote: this file is neither"
+        raise BadInputError("--out", str(path), allowed)
+    other = load_job(str(path))
+    if (other.name, other.model) != (job.name, job.model):
+        allowed = f"it is the plan of another job ({other.name}, not {job.name}): give another name"
+        raise BadInputError("--out", str(path), allowed)

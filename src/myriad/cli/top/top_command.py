@@ -61,7 +61,7 @@ def _top(
         raise BadInputError("--steps", steps, f"1 to {_MOST_STEPS}")
     folder = Run(existing_run(run))
     if nodes:
-        from myriad.cli.top.top_nodes import show_nodes
+        from myriad.cli.top.top_frame import show_nodes
 
         show_nodes(folder, once=once, every=every, as_json=as_json)
         return
