@@ -25,10 +25,9 @@ from myriad.cli import (
     alerts_command,
     data_command,
     doctor_command,
-    evict_command,
     faults_command,
-    join_command,
     manifests_command,
+    node_commands,
     parity_command,
     report_command,
     sample_command,
@@ -50,8 +49,7 @@ __all__ = ["build_app", "run_command"]
 
 _VERBS = (
     train_command,
-    join_command,
-    evict_command,
+    node_commands,
     alerts_command,
     trace_command,
     sample_command,

@@ -17,7 +17,7 @@ result is the state with the largest total:
     a compute      temporary bytes of its layers
 
 Where stages are captured as CUDA graphs (`FrameworkProfile.cuda_graphs`), kept and temporary bytes of layers
-stay reserved (`myriad.planner.memory.capture_memory`).
+stay reserved (`captured_bytes`).
 
 Chunks are those of the program, with the layers that the runtime assigns to them; tied parameters are a chunk
 of their own. Totals are updated at each change, so the run time is linear in the number of actions.
@@ -34,9 +34,8 @@ from myriad.comm.config import CommConfig
 from myriad.comm.hierarchy import count_levels
 from myriad.comm.layout import Layout
 from myriad.planner.cost.layout_costs import stage_layers
-from myriad.planner.memory.capture_memory import captured_bytes
 from myriad.planner.memory.closed_form_memory import PeakMemory, count_groups, expected_margin
-from myriad.planner.memory.stage_memory import MicroBatchBytes, StageMemory
+from myriad.planner.memory.stage_memory import MicroBatchBytes, StageMemory, captured_bytes
 from myriad.planner.simulation.steady_state import SteadyState
 from myriad.planner.workload import Workload
 from myriad.program.actions import (

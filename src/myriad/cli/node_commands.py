@@ -1,7 +1,10 @@
-"""``myriad evict``: remove a node from a run, and list or clear machines in quarantine."""
+"""``myriad join`` and ``myriad evict``: add this machine to a run, remove a node, and list or clear machines
+in quarantine.
+"""
 
 import json as json_format
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +16,12 @@ from myriad.errors import BadInputError
 if TYPE_CHECKING:
     from myriad.supervise.policy.repeat_offenders import RepeatOffenders
 
-__all__ = ["evict", "register"]
+__all__ = ["evict", "join", "register"]
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
+    app.command("join")(join)
     app.command("evict")(evict)
 
 
@@ -127,3 +131,35 @@ def _read() -> "RepeatOffenders":
 
 def _at(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def join(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Run folder, shared by all nodes.", show_default=False),
+    ],
+    node: Annotated[
+        int | None,
+        typer.Option(metavar="K", min=0, help="Number of this node. Default: the driver assigns one."),
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Time to wait for the run's driver.")
+    ] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object, at the end.")] = False,
+) -> None:
+    """Run this machine as a node of a run until the run ends.
+
+    `myriad train JOB --resilience.engine join --resilience.nodes N --resilience.listen ADDRESS` waits for N
+    nodes. Further nodes are spares that replace lost ones.
+
+    Ctrl-C saves a checkpoint and stops the whole run; SIGTERM removes only this machine from it.
+
+    Exit code: 0 the run ended, 1 its driver was lost, 2 there is no run to join.
+    """
+    from myriad.run import Run
+    from myriad.supervise.agent.node_join import join as join_run
+
+    report: Callable[[str], None] = (lambda line: None) if as_json else typer.echo
+    was = join_run(Run(run), node, wait_seconds=wait, report=report)
+    if as_json:
+        typer.echo(json_format.dumps({"run": str(run), "node": was}))
