@@ -18,7 +18,7 @@ from myriad.optim.config import OptimizerConfig
 from myriad.parallel.custom import Layer, LayerList
 from myriad.parallel.runtime import Batch
 from myriad.train.fit import fit
-from myriad.train.rank_errors import one_line_errors
+from myriad.train.worker import one_line_errors
 
 ITEMS, WIDTH = 16, 64
 

@@ -41,7 +41,7 @@ from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
 from myriad.run import Run
 from myriad.telemetry.spans import Recorder
-from myriad.train.checkpoint_tools.foreign_import import foreign_state, import_foreign
+from myriad.train.checkpoint_tools.foreign_checkpoints import foreign_state, import_foreign
 from myriad.train.engine_setup import stage_layers
 
 VOCABULARY, SEQUENCE, BATCH, RATE = 96, 16, 4, 1e-3

@@ -30,7 +30,7 @@ from myriad.telemetry.span_io.span_ring import SpanRing
 from myriad.telemetry.spans import Recorder, Span
 from myriad.train.data_loader import rank_rows, to_batch
 from myriad.train.engine_setup import stage_layers
-from myriad.train.peak_flops import find_peak
+from myriad.train.metrics import find_peak
 
 __all__ = ["RankRun", "Setup", "make_job", "peak_flops", "train"]
 

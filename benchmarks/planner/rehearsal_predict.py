@@ -13,7 +13,7 @@ from myriad.job import Job, work_of
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.rehearsal.shared_core_simulator import predict_iteration
-from myriad.train.calibration.link_timings import LinkTimes, time_links
+from myriad.train.calibration.transfer_timings import LinkTimes, time_links
 from rehearsal_cases import LOOPBACK
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))

@@ -32,7 +32,7 @@ from myriad.optim.config import OptimizerConfig
 from myriad.optim.precision import resolve_precision
 from myriad.parallel.runtime import Batch
 from myriad.train.fit import fit
-from myriad.train.peak_flops import find_peak
+from myriad.train.metrics import find_peak
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))

@@ -28,7 +28,7 @@ from myriad.job import load_job
 from myriad.model.config import ModelConfig
 from myriad.model.tensor_shard import TensorShard
 from myriad.run import Run
-from myriad.train.checkpoint_tools.hugging_face_convert import import_hugging_face
+from myriad.train.checkpoint_tools.foreign_checkpoints import import_hugging_face
 from myriad.train.checkpoint_tools.text_sampler import open_run
 
 OURS = {

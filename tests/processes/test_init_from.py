@@ -24,7 +24,7 @@ from myriad.model.definition import Context
 from myriad.model.gpt import GPT, build_full
 from myriad.run import Run
 from myriad.train import worker
-from myriad.train.checkpoint_tools.hugging_face_convert import import_hugging_face
+from myriad.train.checkpoint_tools.foreign_checkpoints import import_hugging_face
 from myriad.train.checkpoint_tools.initial_weights import check_initial
 
 KEYS = ["train.steps=2", "optimizer.warmup_steps=0", "train.threads=1", "layout.micro_batch=2"]

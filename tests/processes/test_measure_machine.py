@@ -16,7 +16,7 @@ from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.rehearsal.shared_core_simulator import predict_iteration
 from myriad.planner.workload import Workload
 from myriad.recipes.cluster import load_cluster
-from myriad.train.calibration import compute_timings, core_sharing, measure_machine, tp_timings
+from myriad.train.calibration import compute_timings, measure_machine, transfer_timings
 
 
 def be_hasty_rank(*arguments: Any) -> None:
@@ -24,8 +24,8 @@ def be_hasty_rank(*arguments: Any) -> None:
     compute_timings._ENOUGH_SECONDS = 0.0
     compute_timings._PACE_SECONDS, compute_timings._PACE_SHORT_SECONDS = 0.1, 0.004
     compute_timings._STRIDES, compute_timings._STRIDE_SECONDS = 1, 0.0
-    core_sharing._ROUNDS, core_sharing._SECONDS = 1, 0.0
-    tp_timings._ROUNDS, tp_timings._CALLS = 3, 1
+    measure_machine._TURN_ROUNDS, measure_machine._TURN_SECONDS = 1, 0.0
+    transfer_timings._ROUNDS, transfer_timings._CALLS = 3, 1
     measure_machine._be_rank(*arguments)
 
 
@@ -48,7 +48,7 @@ def test_this_machine_is_measured_kept_and_planned_for(tmp_path, monkeypatch):
 
 
 def wait_with_companions(pipe) -> None:
-    with core_sharing._companions((64, 64, 1), 2) as companions:
+    with measure_machine._companions((64, 64, 1), 2) as companions:
         pipe.send(companions)
         time.sleep(60)
 

@@ -2,7 +2,6 @@
 
 session             the checkpoints of one rank of a training run: the face that the trainer uses
 checkpoint_files    write, read and compare one checkpoint without a snapshot server: the face that tools use
-offline_reshard     rewrite a checkpoint for another layout
 snapshots/          snapshots in memory: the snapshot server of a node, and its client in each rank
 format/             the records and files of a checkpoint
 storage/            folders of checkpoints, on a local disk or behind a URL

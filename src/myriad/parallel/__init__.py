@@ -1,2 +1,1 @@
-"""Execution of a program on real processes: tensor, pipeline and sharded data parallelism, and the
-runtime."""
+"""Execution of a program on real processes: the runtime, with tensor, pipeline and data parallelism."""

@@ -1,16 +1,31 @@
-"""The metrics of one step: a line of metrics.jsonl."""
+"""The metrics of one step: a line of metrics.jsonl; and the peak FLOP/s that MFU is measured against.
 
+Known accelerators have the peak of their data sheet (dense, no sparsity). On other devices the peak is the
+fastest matrix product ever measured there. Every rank multiplies at once, as in training, at the start and
+after a few early steps. A busy machine makes all of these slow. The best one is therefore stored for the
+user, by device, ranks, threads, type and version, and is never lowered. A step above the peak raises it,
+because no step can exceed the machine's real peak.
+"""
+
+import json
 import math
+import re
 import resource
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
 import torch
 
+from myriad.data.corpus_cache import cache_folder
 from myriad.parallel.optimizer_step import StepResult
+from myriad.system.machine import num_cores, processor_name
+from myriad.system.whole_file import write_whole
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["StepMeter"]
+__all__ = ["PeakFlopsTracker", "StepMeter", "find_peak"]
 
 
 @dataclass(frozen=True)
@@ -69,3 +84,151 @@ class StepMeter:
 def _finite(value: float) -> float | None:
     """Return a finite value, else ``None``, because JSON has no other numbers."""
     return value if math.isfinite(value) else None
+
+
+_DATA_SHEETS = {
+    "H100 PCIE": 756e12,
+    "H100 NVL": 835e12,
+    "H800 PCIE": 756e12,
+    "H200 NVL": 835e12,
+    "A30": 165e12,
+    "A40": 149.7e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "H20": 148e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "B200": 2250e12,
+}
+"""bfloat16 and float16 FLOP/s without sparsity, from NVIDIA's data sheets (SXM, unless a word says
+otherwise).
+
+Keys are words of the device's name; the first key whose words are all in the name counts.
+"""
+_FLOAT16_ONLY = {"V100 PCIE": 112e12, "V100": 125e12, "T4": 65e12}
+"""float16 FLOP/s from NVIDIA's data sheets (for the V100: SXM2)."""
+_START_SECONDS, _TRY_SECONDS = 0.4, 0.05
+_TRY_STEPS = (2, 5, 10, 20)
+"""Steps of a run after which the peak is measured again."""
+
+
+@dataclass(frozen=True)
+class _PeakFlops:
+    """FLOP/s of one rank, and the source of the number."""
+
+    flops_per_second: float
+    source: str
+
+
+class PeakFlopsTracker:
+    """The highest peak measured on this machine so far, updated during the run."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, ranks: int = 1, *, writes: bool = True
+    ) -> None:
+        """``ranks`` is their number on this node; ``writes`` says whether this rank stores the results."""
+        self._device, self._dtype, self._writes = device, dtype, writes
+        self._kept = cache_folder() / "peak.json"
+        self._name = str(dtype).removeprefix("torch.")
+        threads = torch.get_num_threads()
+        place = f"{_processor(device)}, {ranks} ranks, {threads} threads"
+        self._key = f"{place}, {self._name}, torch {torch.__version__}"
+        self._sheet = _data_sheet(device, dtype)
+        if self._sheet is None:
+            self._best = self._read()
+            if not self._best:
+                self._take(_measure(device, dtype, _START_SECONDS), "matrix product")
+
+    @property
+    def peak(self) -> _PeakFlops:
+        """The highest peak so far."""
+        if self._sheet is not None:
+            return self._sheet
+        when = datetime.fromtimestamp(self._best["time"])
+        source = f"measured {self._name} {self._best['by']}, {when:%Y-%m-%d %H:%M}"
+        return _PeakFlops(self._best["flops_per_second"], source)
+
+    def after_step(self, step: int, flops_per_second: float) -> bool:
+        """Measure again after early steps, compare with the rate of this step, and return whether the peak
+        rose."""
+        if self._sheet is not None:
+            return False
+        rose = self._take(flops_per_second, "training step")
+        if step in _TRY_STEPS:
+            rose |= self._take(_measure(self._device, self._dtype, _TRY_SECONDS), "matrix product")
+        return rose
+
+    def _take(self, flops_per_second: float, by: str) -> bool:
+        if self._best and flops_per_second <= self._best["flops_per_second"]:
+            return False
+        self._best = {"flops_per_second": flops_per_second, "by": by, "time": time.time()}
+        if not self._writes:
+            return True
+        with suppress(OSError):  # the home folder is not writable: the next run measures again
+            self._kept.parent.mkdir(parents=True, exist_ok=True)
+            if flops_per_second > self._read().get("flops_per_second", 0.0):
+                write_whole(self._kept, json.dumps(self._known() | {self._key: self._best}))
+        return True
+
+    def _read(self) -> dict[str, Any]:
+        found: Any = self._known().get(self._key)
+        numbers = [found.get("flops_per_second"), found.get("time")] if isinstance(found, dict) else [None]
+        is_right = all(isinstance(number, float) and number > 0 for number in numbers)
+        return dict(found) if is_right and isinstance(found.get("by"), str) else {}
+
+    def _known(self) -> dict[str, Any]:
+        with suppress(OSError, ValueError):
+            known = json.loads(self._kept.read_text())
+            return known if isinstance(known, dict) else {}
+        return {}
+
+
+def find_peak(
+    device: torch.device, dtype: torch.dtype, measure_seconds: float = _START_SECONDS
+) -> _PeakFlops:
+    """Return the data sheet's peak, or measure one rank's peak now; nothing is stored."""
+    name = str(dtype).removeprefix("torch.")
+    sheet = _data_sheet(device, dtype)
+    return sheet or _PeakFlops(_measure(device, dtype, measure_seconds), f"measured {name} matrix product")
+
+
+def _data_sheet(device: torch.device, dtype: torch.dtype) -> _PeakFlops | None:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name, sheets = torch.cuda.get_device_name(device), _DATA_SHEETS
+    if dtype == torch.float16:
+        sheets = _DATA_SHEETS | _FLOAT16_ONLY
+    words = set(re.split(r"[\s-]+", name.upper()))
+    whole = "MIG" not in words  # a MIG slice has only a part of its device's peak
+    known = next((one for one in sheets if whole and words.issuperset(one.split())), None)
+    short = "bf16" if dtype == torch.bfloat16 else "fp16"
+    return None if known is None else _PeakFlops(sheets[known], f"{known} data sheet, {short}")
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor_name()}, {num_cores()} cores"
+
+
+def _measure(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    size = 1024 if device.type == "cpu" else 8192
+    own = torch.Generator(device).manual_seed(1)  # a run's random numbers do not depend on the measurement
+    a, b = (torch.randn(size, size, device=device, generator=own).to(dtype) for _ in range(2))
+    best, end = 0.0, time.perf_counter() + seconds
+    while best == 0.0 or time.perf_counter() < end:
+        _synchronize(device)
+        start = time.perf_counter()
+        a @ b
+        _synchronize(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -42,8 +42,7 @@ from myriad.train.inputs import (
     bad_blocks_of,
 )
 from myriad.train.loss_spikes import SpikePolicy
-from myriad.train.metrics import StepMeter
-from myriad.train.peak_flops import PeakFlopsTracker
+from myriad.train.metrics import PeakFlopsTracker, StepMeter
 from myriad.train.rank_context import open_rank
 from myriad.train.rank_profiler import Tracer
 from myriad.train.replica_digests import DigestPublisher

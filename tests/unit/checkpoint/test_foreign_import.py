@@ -32,7 +32,7 @@ from myriad.model.definition import Context
 from myriad.model.gpt import GPT as Definition
 from myriad.model.gpt import build_full
 from myriad.run import Run
-from myriad.train.checkpoint_tools.foreign_import import foreign_state, import_foreign
+from myriad.train.checkpoint_tools.foreign_checkpoints import foreign_state, import_foreign
 
 LAYOUTS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "gpt": (GPT, {}),

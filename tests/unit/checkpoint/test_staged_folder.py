@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from myriad.checkpoint import offline_reshard as resharding
 from myriad.checkpoint.checkpoint_files import save
-from myriad.checkpoint.offline_reshard import reshard
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder, verify
 from myriad.checkpoint.storage.staged_folder import locked_folder, staged_folder
 from myriad.checkpoint.storage.storage_backends import LocalStorage
 from myriad.errors import BadInputError, RunFailedError
 from myriad.model.tensor_shard import TensorShard
+from myriad.train.checkpoint_tools import reshard_run as resharding
+from myriad.train.checkpoint_tools.reshard_run import reshard
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 HOLD = """

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from myriad.train import peak_flops
-from myriad.train.peak_flops import PeakFlopsTracker
+from myriad.train import metrics
+from myriad.train.metrics import PeakFlopsTracker
 
 _CPU, _FLOAT32 = torch.device("cpu"), torch.float32
 
@@ -17,7 +17,7 @@ def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the next measurements find."""
     found: list[float] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(peak_flops, "_measure", lambda device, dtype, seconds: found.pop(0))
+    monkeypatch.setattr(metrics, "_measure", lambda device, dtype, seconds: found.pop(0))
     return found
 
 
@@ -83,11 +83,11 @@ def test_mfu_is_of_the_peak_of_the_very_device(
 ) -> None:
     """A PCIe card has three quarters of the SXM module's: its MFU would be told a quarter too low."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    found = peak_flops._data_sheet(torch.device("cuda", 0), torch.bfloat16)
+    found = metrics._data_sheet(torch.device("cuda", 0), torch.bfloat16)
     assert (found and found.flops_per_second) == flops
 
 
 def test_measuring_draws_no_random_numbers_of_the_run() -> None:
     before = torch.get_rng_state()
-    peak_flops.find_peak(_CPU, _FLOAT32, 0.0)
+    metrics.find_peak(_CPU, _FLOAT32, 0.0)
     assert torch.equal(torch.get_rng_state(), before)

@@ -7,7 +7,7 @@ from torch.distributed import TCPStore
 
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError, RunFailedError
-from myriad.train.rank_errors import one_line_errors, report_error
+from myriad.train.worker import one_line_errors, report_error
 
 _REFUSED = BadInputError("layout.tp", 3, "must divide model.heads = 4")
 

@@ -236,7 +236,7 @@ def _export(
     """Write a checkpoint for other tools, as a Llama, Mistral, Arcee or GPT-2 model.
 
     A model with another architecture is refused; nothing is written then."""
-    from myriad.train.checkpoint_tools.hugging_face_convert import export_hugging_face
+    from myriad.train.checkpoint_tools.foreign_checkpoints import export_hugging_face
 
     with spinning_controlled():
         done = export_hugging_face(path, out, dtype.value)
@@ -272,13 +272,13 @@ def _import(
     Imports the optimizer state of Megatron-LM and DeepSpeed: training resumes at the next iteration. Code in
     the files is never run.
     """
-    from myriad.train.checkpoint_tools.foreign_import import import_foreign, is_foreign
+    from myriad.train.checkpoint_tools.foreign_checkpoints import import_foreign, is_foreign
 
     with spinning_controlled():
         if is_foreign(folder):
             done = import_foreign(folder, run, config=config, weights_only=weights_only)
         else:
-            from myriad.train.checkpoint_tools.hugging_face_convert import import_hugging_face
+            from myriad.train.checkpoint_tools.foreign_checkpoints import import_hugging_face
 
             done = import_hugging_face(folder, run)
     if json:

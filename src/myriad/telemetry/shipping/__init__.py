@@ -1,2 +1,1 @@
-"""Ship spans from the ranks' rings to files and to a collector, with times of the cluster's reference
-clock."""
+"""Ship spans from the ranks' rings to files and to a collector, in the reference clock's time."""

@@ -7,15 +7,24 @@ A rank is a core. Compute is timed by the processor time of its thread, so that 
 matters little. Transfers are timed by the clock. A value is the median of several timings, while all
 processes do the same. `myriad.planner.rehearsal.machine_fit` fits the constants. Ranks beyond the cores share
 them (`Cluster.shared_cores`), so the cluster has more accelerators than there are cores.
+
+How much longer blocks take on a shared core, besides the shared time, is measured with companions
+(`turns_ratio`): processes of the same kind that are kept stopped and wake in turns. None, one or three of
+them compute beside this process. Only this process's own processor time counts. Each has its own model, as
+ranks have. The slowdown comes from caches that hold another process's data at the start of a turn.
 """
 
+import ctypes
 import multiprocessing
 import os
 import queue
+import signal
 import statistics
+import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
@@ -24,11 +33,13 @@ import torch
 import torch.distributed as dist
 
 from myriad.comm.free_port import free_port
-from myriad.comm.groups import close_world, local_rank, open_world
+from myriad.comm.groups import Group, close_world, local_rank, open_world
 from myriad.comm.layout import Layout
 from myriad.comm.store_secret import new_store_secret
 from myriad.errors import RunFailedError
 from myriad.kernels.host_memory import keep_freed_memory
+from myriad.model.boundary import Boundary
+from myriad.model.config import ModelConfig
 from myriad.planner import Cluster
 from myriad.planner.cluster_config import Accelerator, Link, Links
 from myriad.planner.rehearsal.machine_fit import (
@@ -37,6 +48,7 @@ from myriad.planner.rehearsal.machine_fit import (
     MatmulTiming,
     PrecisionTimings,
     TensorParallelTiming,
+    doubling_ratio,
     fit_accelerator,
     fit_line,
     fit_precision,
@@ -44,10 +56,13 @@ from myriad.planner.rehearsal.machine_fit import (
 )
 from myriad.system.machine import memory_bytes, num_cores, processor_name
 from myriad.train.calibration.cluster_file import CLUSTER_NAME, find_cluster_file, write_cluster
-from myriad.train.calibration.compute_timings import PacedTimer, sweep_bytes_per_second, time_type
-from myriad.train.calibration.core_sharing import turns_ratio
-from myriad.train.calibration.link_timings import LinkTimes, time_links
-from myriad.train.calibration.tp_timings import time_tensors
+from myriad.train.calibration.compute_timings import (
+    PacedTimer,
+    stack_of_blocks,
+    sweep_bytes_per_second,
+    time_type,
+)
+from myriad.train.calibration.transfer_timings import LinkTimes, time_links, time_tensors
 
 __all__ = ["find_cluster_file", "measure_cluster", "write_cluster"]
 
@@ -246,3 +261,94 @@ def _measure_rank(world: int, report: ReportProgress) -> _Answer:
     turns = turns_ratio(together)
     close_world()
     return _Answer(float32, bfloat16, sweep, links, tensors, turns, pace.nominal_seconds)
+
+
+_SHAPES = ((256, 128, 1), (256, 256, 1))
+"""Hidden size, sequence length and micro-batch of each measured block."""
+_PR_SET_PDEATHSIG = 1
+_STACK = 3
+_BESIDE = (0, 1, 3)
+_TURN_ROUNDS, _TURN_SECONDS = 4, 0.08
+"""Rounds, and seconds of a round for each process that computes."""
+
+
+def turns_ratio(together: Group | None) -> float:
+    """Return the slowdown for each doubling of the ranks on a core."""
+    return statistics.mean(doubling_ratio(_times(shape, together)) for shape in _SHAPES)
+
+
+def _times(shape: tuple[int, int, int], together: Group | None) -> dict[int, float]:
+    """Return the seconds of blocks, by the number of processes that compute on the core."""
+    iterate = _blocks(shape)
+    found: dict[int, list[float]] = {number: [] for number in _BESIDE}
+    with _companions(shape, max(_BESIDE)) as companions:
+        for turn in range(_TURN_ROUNDS):
+            # forth and back: a core that slows down meanwhile affects all numbers alike
+            for number in _BESIDE if turn % 2 else reversed(_BESIDE):
+                dist.barrier(together)
+                with _awake(companions[:number]):
+                    found[number].append(_own_seconds(iterate, _TURN_SECONDS * (number + 1)))
+    return {number + 1: statistics.mean(seconds) for number, seconds in found.items()}
+
+
+def _own_seconds(iterate: Callable[[], None], least_seconds: float) -> float:
+    """Return the processor time of a call, over at least ``least_seconds`` of the clock."""
+    iterate()
+    start, until, calls = time.thread_time(), time.perf_counter() + least_seconds, 0
+    while calls == 0 or time.perf_counter() < until:
+        iterate()
+        calls += 1
+    return (time.thread_time() - start) / calls
+
+
+def _blocks(shape: tuple[int, int, int]) -> Callable[[], None]:
+    hidden, sequence, micro_batch = shape
+    model = ModelConfig(layers=_STACK, hidden=hidden, heads=hidden // 64, sequence=sequence)
+    x = torch.randn(micro_batch, sequence, hidden)
+    iterate = stack_of_blocks(model, torch.float32, Boundary(), x)
+    iterate()
+    return iterate
+
+
+@contextmanager
+def _companions(shape: tuple[int, int, int], number: int) -> Iterator[Sequence[int]]:
+    """Start stopped processes on this core that compute the same blocks when woken, and yield their ids."""
+    started: list[int] = []
+    try:
+        for _ in range(number):
+            started.append(_start_companion(shape))
+        for process in started:
+            if not os.WIFSTOPPED(os.waitpid(process, os.WUNTRACED)[1]):
+                raise RunFailedError("a benchmark process exited early")
+        yield started
+    finally:
+        for process in started:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+
+
+def _start_companion(shape: tuple[int, int, int]) -> int:
+    parent = os.getpid()
+    if process := os.fork():
+        return process
+    try:
+        if sys.platform == "linux":  # elsewhere the companion notices it when it is awake
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        iterate = _blocks(shape)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        while os.getppid() == parent:
+            iterate()
+    finally:
+        os._exit(0)
+
+
+@contextmanager
+def _awake(processes: Sequence[int]) -> Iterator[None]:
+    for process in processes:
+        os.kill(process, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
