@@ -95,7 +95,7 @@ def test_a_slow_a_lossy_and_a_half_duplex_link_are_each_named_as_what_they_are(h
 
 WRITE = """
 from pathlib import Path
-from myriad.doctor.probes.disk_probe import check_disk
+from myriad.doctor.probes.host_probe import check_disk
 print([reading.problem for reading in check_disk(Path("{folder}")) if reading.name == "disk write"])
 """
 

@@ -89,7 +89,7 @@ def _prepare(
 
 def _verify(folder: _Corpus, json: _Json = False) -> None:
     """Read every byte and list damaged files; exit code 1 if there are any."""
-    from myriad.data.corpus_verification import verify_corpus, verify_prefix
+    from myriad.data.block_hashes import verify_corpus, verify_prefix
 
     with bytes_bar() as show:
         if prefix := _prefix(folder):

@@ -34,7 +34,7 @@ from myriad.planner.cost.operator_costs import peak_flops
 from myriad.planner.fabric.fabric_forecast import FabricDistribution, FabricForecaster
 from myriad.planner.fabric.placement_cost import fills_nodes, traffic_of
 from myriad.planner.fabric.placement_search import PlacementResult, place_nodes
-from myriad.planner.search.layout_score import MIN_FIT_PROBABILITY, score_layout
+from myriad.planner.search.layout_search import MIN_FIT_PROBABILITY, score_layout
 from myriad.planner.search.plan_explanation import Improvement, improvements, neighbour_layouts, waterfall
 from myriad.planner.search.plan_ranking import simulate_candidates
 from myriad.recipes.cluster import scale_cluster

@@ -9,15 +9,16 @@ row has short edges, which are all taken in one call.
     pieces    aaaaaaaaabbcccccccccccccc        a: row 0, an edge    b: an edge    c: an edge, rows 3 and 4
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, Self
 
 import torch
 
-from myriad.optim.region import ParameterSlice
+from myriad.optim.region import ParameterSlice, Region
 
-__all__ = ["Runs", "add_runs", "sums_of_squares"]
+__all__ = ["Runs", "add_runs", "clip_scale", "non_finite_rows", "squared_norms", "sums_of_squares"]
 
 _ROW = 1024
 
@@ -108,3 +109,22 @@ def _cut(pieces: tuple[tuple[ParameterSlice, ...], ...], num_parameters: int, de
             owners_of_edges += [piece.parameter for start, stop in ends if start < stop]
         runs_of_flats.append(Runs.on(device, [run for run in runs if run[1]]))
     return _Cut(runs_of_flats, edges, torch.tensor(owners_of_edges, dtype=torch.int64, device=device))
+
+
+def squared_norms(regions: Sequence[Region], num_parameters: int) -> torch.Tensor:
+    """Return ``[num_parameters]`` float64: sums of squares of the gradients that this rank holds."""
+    gradients = [region.gradients for region in regions]
+    return sums_of_squares(gradients, [region.pieces for region in regions], num_parameters)
+
+
+def clip_scale(total_norm: float, limit: float | None) -> float:
+    """Return the factor that reduces gradients of this (finite) global norm to at most ``limit``; 1
+    without a limit."""
+    assert math.isfinite(total_norm), "stop before the step: see non_finite_rows"
+    return 1.0 if limit is None or total_norm <= limit else limit / total_norm
+
+
+def non_finite_rows(table: torch.Tensor) -> list[int]:
+    """Return the rows of the table of parameters with a NaN or an infinity, to name the parameter when a
+    run must stop."""
+    return (~torch.isfinite(table)).view(table.shape[0], -1).any(1).nonzero().flatten().tolist()

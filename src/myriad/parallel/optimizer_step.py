@@ -31,10 +31,10 @@ from myriad.comm.groups import Groups
 from myriad.comm.typed_collectives import gather_values
 from myriad.errors import RunFailedError
 from myriad.kernels.config import Kernels
-from myriad.optim.clip import clip_scale, non_finite_rows, squared_norms
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.loss_scale import LossScaler
 from myriad.optim.optimizer import build_optimizer
+from myriad.optim.parameter_norms import clip_scale, non_finite_rows, squared_norms
 from myriad.parallel.chunk import Chunk, Entry
 from myriad.parallel.model_state import ModelState
 from myriad.parallel.rank_model import RankModel

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from myriad.data.corpus_verification import verify_corpus
+from myriad.data.block_hashes import verify_corpus
 
 ASK = """
 import sys

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tiny_corpora import lines, options
 
+from myriad.data.block_hashes import verify_corpus
 from myriad.data.corpus import open_corpus
-from myriad.data.corpus_verification import verify_corpus
 from myriad.data.prepare import prepare
 from myriad.errors import BadInputError
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tiny_corpora import make_corpus
 
-from myriad.data import corpus_verification
-from myriad.data.corpus_verification import verify_corpus
+from myriad.data import block_hashes
+from myriad.data.block_hashes import verify_corpus
 from myriad.data.indexed import IndexedWriter, token_type
 from myriad.errors import BadInputError
 
@@ -73,8 +73,8 @@ def test_an_interrupt_does_not_wait_for_files_that_are_not_begun(
     def interrupt(*_: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(corpus_verification, "_check_file", check)
-    monkeypatch.setattr(corpus_verification.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(block_hashes, "_check_file", check)
+    monkeypatch.setattr(block_hashes.os, "cpu_count", lambda: 1)
     with pytest.raises(KeyboardInterrupt):
         verify_corpus(corpus, interrupt)
     assert len(begun) < 4 < len(list(corpus.glob("*"))), begun

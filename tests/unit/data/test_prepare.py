@@ -11,9 +11,9 @@ from tiny_corpora import lines, make_corpus, options
 
 from myriad.data import prepare as module
 from myriad.data import tokenize_pieces
+from myriad.data.block_hashes import verify_corpus
 from myriad.data.corpus import open_corpus
 from myriad.data.corpus_manifest import Split, read_manifest
-from myriad.data.corpus_verification import verify_corpus
 from myriad.data.prepare import prepare
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError, RunFailedError

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from myriad.doctor.hardware import Nic
-from myriad.doctor.probes.disk_probe import check_disk
-from myriad.doctor.probes.host_probe import ClockTimes, check_clock, check_limits, read_clocks
+from myriad.doctor.probes.host_probe import ClockTimes, check_clock, check_disk, check_limits, read_clocks
 from myriad.doctor.probes.memory_probe import PATTERNS, fill, wrong_words
 from myriad.doctor.probes.network_probe import check_counters, check_link, count_errors
 from myriad.doctor.probes.probe_process import run_probe

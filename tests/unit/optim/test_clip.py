@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myriad.optim.clip import clip_scale, non_finite_rows, squared_norms
-from myriad.optim.parameter_norms import sums_of_squares
+from myriad.optim.parameter_norms import clip_scale, non_finite_rows, squared_norms, sums_of_squares
 from myriad.optim.region import ParameterSlice, Region
 
 

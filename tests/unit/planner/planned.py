@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Cluster
-from myriad.planner.search.layout_score import score_layout
+from myriad.planner.search.layout_search import score_layout
 from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem, layout_grids
 from myriad.planner.search.stage_times import LayerTable
 from myriad.recipes.cluster import load_cluster

@@ -11,7 +11,7 @@ from planned import candidates, problem_of
 
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.layout_costs import Costs
-from myriad.planner.search.layout_score import layout_memory, score_layout
+from myriad.planner.search.layout_search import layout_memory, score_layout
 from myriad.planner.search.layout_space import LayoutCandidate
 from myriad.planner.search.plan_ranking import simulate_candidates
 from myriad.planner.search.planning import best_plan

@@ -19,7 +19,7 @@ from myriad.planner.cost.collective_costs import (
     group_along,
 )
 from myriad.planner.cost.layout_costs import Costs
-from myriad.planner.search.layout_score import score_layout
+from myriad.planner.search.layout_search import score_layout
 from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem, layout_grids
 from myriad.planner.simulation.simulator import simulate
 from myriad.program.config import OverlapConfig

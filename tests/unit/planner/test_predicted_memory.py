@@ -12,7 +12,7 @@ from myriad.model.config import ModelConfig
 from myriad.planner.memory.closed_form_memory import PeakMemory, fits_probability, worst_stage_memory
 from myriad.planner.memory.layer_memory import MicroBatchShard, layer_bytes, layer_elements
 from myriad.planner.memory.rank_memory import memory_of_ranks
-from myriad.planner.search.layout_score import layout_memory
+from myriad.planner.search.layout_search import layout_memory
 from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem
 from myriad.planner.workload import FrameworkProfile, Recompute, Workload
 from myriad.program.config import OverlapConfig

@@ -15,8 +15,7 @@ from myriad.errors import BadInputError
 from myriad.job import load_job_to_plan
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.memory.rank_memory import memory_of_ranks
-from myriad.planner.search.layout_score import MIN_FIT_PROBABILITY, score_layout
-from myriad.planner.search.layout_search import search_layouts
+from myriad.planner.search.layout_search import MIN_FIT_PROBABILITY, score_layout, search_layouts
 from myriad.planner.search.layout_space import LayoutCandidate, layout_grids
 from myriad.planner.search.planning import cluster_sizes, describe_layout, find_plans
 from myriad.planner.simulation.simulation_cache import SimulationCache

@@ -15,7 +15,7 @@ from myriad.model.overlap_parts import num_slices, part_sizes
 from myriad.parallel.sliced_products import rows_of_slices
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.layer_costs import OVERLAP_MODES, LayerContext, _behind_slices, block_times
-from myriad.planner.search.layout_score import score_layout
+from myriad.planner.search.layout_search import score_layout
 from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem, layout_grids
 from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig

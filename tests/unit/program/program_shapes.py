@@ -3,8 +3,8 @@
 from hypothesis import strategies as st
 
 from myriad.program.actions import Program
+from myriad.program.build import update_early
 from myriad.program.config import OverlapConfig
-from myriad.program.early_updates import update_early
 from myriad.program.lower import lower
 from myriad.program.passes import apply_passes
 from myriad.program.schedules import schedule

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from program_shapes import lowered
 
 from myriad.program.actions import COMPUTE, Action, Kind, PipelineTransfer, Program
+from myriad.program.build import update_early
 from myriad.program.checker import check
 from myriad.program.config import OverlapConfig
-from myriad.program.early_updates import update_early
 from myriad.program.lower import lower
 from myriad.program.passes import apply_passes, decouple
 from myriad.program.schedules import schedule

@@ -1,17 +1,23 @@
-"""Limits, versions and the clock of this host.
+"""Limits, versions and the clock of this host, and the disk under the folder of a run.
 
-No decision of Myriad uses another machine's clock. Clock checks are advisory: a clock that is off makes logs
-of several nodes hard to compare. The kernel steers ``CLOCK_MONOTONIC`` and ``CLOCK_REALTIME`` alike; if they
-diverge, the time was set. Nothing steers ``CLOCK_MONOTONIC_RAW``, so its difference to ``CLOCK_MONOTONIC``
-shows how hard the clock is steered.
+No decision of Myriad uses another machine's clock. Clock checks are advisory: a clock that is off makes
+logs of several nodes hard to compare. The kernel steers ``CLOCK_MONOTONIC`` and ``CLOCK_REALTIME`` alike;
+if they diverge, the time was set. Nothing steers ``CLOCK_MONOTONIC_RAW``, so its difference to
+``CLOCK_MONOTONIC`` shows how hard the clock is steered.
+
+The disk's check (free space, writing, syncing, whether data reads back unchanged) runs in a process of its
+own, which may hang in the kernel with the disk that it tests.
 """
 
 import ctypes
+import errno
 import importlib.metadata
 import os
 import platform
 import re
 import resource
+import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +28,7 @@ from myriad.doctor.diagnosis import Reading
 from myriad.doctor.hardware import cpu_key, read_number, read_text
 from myriad.units import format_bytes
 
-__all__ = ["check_clock", "check_limits", "check_versions", "read_clocks"]
+__all__ = ["check_clock", "check_disk", "check_limits", "check_versions", "read_clocks"]
 
 _LEAST_FILES, _LEAST_SHARED_BYTES = 1024, 2**26
 _ROOT = Path("/")
@@ -222,4 +228,93 @@ def _synchronized() -> Reading:
         else "",
         note=f"off by at most {timex.maxerror / 1e3:.0f} ms by the kernel's estimate",
         advisory=True,
+    )
+
+
+_WRITE_BYTES, _BLOCK_BYTES = 2**26, 2**22
+_SYNCS = 5
+_LEAST_FREE_BYTES, _LEAST_FREE_FILES = 2**30, 1000
+_LEAST_BYTES_PER_SECOND, _LEAST_SYNCS_PER_SECOND = 2e7, 2.0
+_MOST_SECONDS = 3.0
+
+
+def check_disk(folder: Path) -> Iterator[Reading]:
+    """Check the disk of ``folder``, to which the run writes, or of its nearest existing parent."""
+    place = folder.absolute()
+    while not place.is_dir():
+        place = place.parent
+    yield _free(place)
+    try:
+        with tempfile.TemporaryFile(dir=place, prefix=".myriad-doctor-") as file:
+            yield from _write(file.fileno(), place)
+    except OSError as error:
+        what = {errno.ENOSPC: "the disk is full", errno.EROFS: "the disk can only be read"}
+        problem = f"{place}: {what.get(error.errno or 0, error.strerror)}"
+        remedy = "free space there, or use another folder; if it became read-only, see the kernel's log"
+        yield Reading(name="disk write", problem=problem, remedy=remedy)
+
+
+def _free(place: Path) -> Reading:
+    found = os.statvfs(place)
+    free, files = found.f_bavail * found.f_frsize, found.f_favail
+    problem = ""
+    if free < _LEAST_FREE_BYTES:
+        problem = (
+            f"{format_bytes(free)} free in {place}: remove old runs or checkpoints (myriad checkpoint prune)"
+        )
+    elif found.f_files and files < _LEAST_FREE_FILES:
+        problem = f"room for {files} more files in {place}: remove files"
+    return Reading(
+        name="disk free space", value=float(free), unit="bytes", problem=problem, note=f"in {place}"
+    )
+
+
+def _write(handle: int, place: Path) -> Iterator[Reading]:
+    block = os.urandom(_BLOCK_BYTES)
+    start, written = time.perf_counter(), 0
+    while written < _WRITE_BYTES and time.perf_counter() - start < _MOST_SECONDS:
+        written += os.write(handle, block[written % _BLOCK_BYTES :])
+    os.fsync(handle)
+    yield Reading(
+        name="disk write",
+        value=written / (time.perf_counter() - start),
+        unit="bytes/s",
+        floor=_LEAST_BYTES_PER_SECOND,
+        hardware=cpu_key(),
+        note=f"{format_bytes(written)} in {place}, synced",
+        remedy="look for others writing there, a rebuilding array, a failing disk",
+    )
+    wrong = _read_back(handle, block, written)
+    bad = f"{wrong} blocks came back different in {place}: take the disk out of use"
+    yield Reading(
+        name="disk read back", value=float(wrong), unit="wrong blocks", problem=bad if wrong else ""
+    )
+    yield _sync(handle)
+
+
+def _read_back(handle: int, block: bytes, written: int) -> int:
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)  # from the disk, where the file system allows it
+    return sum(
+        os.pread(handle, min(_BLOCK_BYTES, written - start), start)
+        != block[: min(_BLOCK_BYTES, written - start)]
+        for start in range(0, written, _BLOCK_BYTES)
+    )
+
+
+def _sync(handle: int) -> Reading:
+    seconds = []
+    for number in range(_SYNCS):
+        start = time.perf_counter()
+        os.pwrite(handle, bytes([number]) * 4096, 0)
+        os.fsync(handle)
+        seconds.append(time.perf_counter() - start)
+        if sum(seconds) > _MOST_SECONDS:
+            break
+    return Reading(
+        name="disk sync",
+        value=1 / max(statistics.median(seconds), 1e-9),
+        unit="/s",
+        floor=_LEAST_SYNCS_PER_SECOND,
+        note="4 KiB written and synced",
+        remedy="a journal is synced before each decision: keep it on a quicker disk",
     )

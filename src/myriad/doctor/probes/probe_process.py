@@ -100,7 +100,7 @@ def _readings(name: str, folder: Path) -> Iterator[Reading]:
 
         return check_memory()
     if name == "disk":
-        from myriad.doctor.probes.disk_probe import check_disk
+        from myriad.doctor.probes.host_probe import check_disk
 
         return check_disk(folder)
     if name == "network":

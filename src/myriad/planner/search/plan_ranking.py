@@ -12,7 +12,7 @@ from myriad.errors import BadInputError
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.operator_costs import peak_flops
 from myriad.planner.memory.closed_form_memory import fits_probability
-from myriad.planner.search.layout_score import MIN_FIT_PROBABILITY
+from myriad.planner.search.layout_search import MIN_FIT_PROBABILITY
 from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem
 from myriad.planner.simulation.simulation_cache import SimulationCache
 
