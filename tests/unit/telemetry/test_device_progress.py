@@ -7,14 +7,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from myriad.supervise.policy.straggler_detector import StragglerDetector
 
 from myriad.supervise.observations import RankStatus
 from myriad.supervise.policy.step_work import StepWork
-<<<<<<< HEAD
 from myriad.supervise.policy.straggler_detector import StragglerDetector
-=======
->>>>>>> 8745291b (Fold seven more modules of the program, planner, data and doctor)
 from myriad.telemetry.progress.device_clock import DeviceClock
 from myriad.telemetry.progress.device_progress import DeviceProgress
 from myriad.telemetry.progress.operation_counters import COUNTERS, messages
