@@ -114,7 +114,7 @@ def test_a_hang_names_the_silent_rank_in_front(hung: Watch, tab: Tab) -> None:
     assert re.search(rf"{SILENT_RANK}\s+node 12\s.*\s{HANG_AT}\s", alarm.locator("tbody").inner_text())
     page.goto(f"{hung.address}/#/parallel?rank=106")
     page.locator("dd", has=page.locator(f"text='{SILENT_RANK}'")).wait_for()
-    assert re.search(r"Is in\s+(await |wait|exchange|reduce|gather|clip)", page.locator("dl").inner_text())
+    assert re.search(r"Action\s+(await |wait|exchange|reduce|gather|clip)", page.locator("dl").inner_text())
 
 
 def test_page_shows_a_lost_server_and_recovers_with_it(tmp_path: Path, tab: Tab) -> None:
@@ -125,11 +125,11 @@ def test_page_shows_a_lost_server_and_recovers_with_it(tmp_path: Path, tab: Tab)
         page = tab(watch, "overview", *GONE)
         page.get_by_text(f"step {line['step']} of").first.wait_for()
         watch.stop()
-        page.get_by_text("The server is gone since").wait_for()
+        page.get_by_text("The server has been unreachable since").wait_for()
         with metrics.open("a") as file:
             file.write(json.dumps(line | {"step": 4711}) + "\n")
         watch.start()
-        page.get_by_text("The server is gone since").wait_for(state="detached")
+        page.get_by_text("The server has been unreachable since").wait_for(state="detached")
         page.get_by_text("step 4711 of").first.wait_for()
         page.close()
     finally:
@@ -150,7 +150,7 @@ def test_a_private_file_leads_a_browser_in_and_the_address_keeps_no_token(
         page.wait_for_url(f"{slow.address}/**", timeout=60_000)
         page.get_by_role("navigation").get_by_role("link", name="Heat map").click(timeout=60_000)
         assert slow.token not in page.evaluate("() => location.href + document.cookie + document.referrer")
-        page.roll_back()
+        page.go_back()
         assert slow.token not in page.url
     with browser.new_context() as context:
         page = context.new_page()
@@ -233,7 +233,7 @@ def test_every_view_shows_that_a_run_has_no_data_yet(tmp_path: Path, tab: Tab) -
         page = tab(watch, "heat")
         for view in ("heat", "timeline"):
             page.goto(f"{watch.address}/#/{view}")
-            page.get_by_text("No span has come yet").wait_for()
+            page.get_by_text("No spans have arrived yet").wait_for()
         for view in ("overview", "parallel", "faults"):
             page.goto(f"{watch.address}/#/{view}")
             page.locator("main > section").wait_for()
@@ -359,7 +359,7 @@ def test_events_have_words_and_steps_and_what_is_no_number_is_no_line(tmp_path: 
     try:
         page = tab(watch, "overview", *GONE)
         figures = page.locator(".figures")
-        figures.get_by_text("not a number since step 3; 3.250 at step 2").wait_for()
+        figures.get_by_text("non-finite since step 3; 3.250 at step 2").wait_for()
         events = page.locator(".events")
         for words in (
             "optimizer.learning_rate was 0.0025, is 0.0005 step 3",

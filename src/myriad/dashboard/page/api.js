@@ -1,11 +1,11 @@
-/** The server's answers. Where it wants a token, the browser has it as a cookie since the page came. */
+/** Requests to the server. If it requires a token, the browser sends it as the cookie that the page set. */
 
 import { decodeTile } from "./tile.js";
 
-/** The server said no, and why. */
+/** The server refused a request; the message is its reason. */
 export class Refused extends Error {}
 
-/** No server answers. */
+/** The server is unreachable. */
 export class Gone extends Error {}
 
 /**
@@ -27,7 +27,7 @@ export async function ask(path, query = {}, options = {}) {
   return response;
 }
 
-/** One line of what a refusal says. @param {Response} response */
+/** Return the first line of an error response. @param {Response} response */
 async function reasonOf(response) {
   const text = (await response.text()).slice(0, 400);
   if (response.status === 401 || response.status === 403) return "the server wants its token: open the address that it printed";

@@ -1,6 +1,6 @@
 /**
- * The page: one sentence on the state of the run, and five views. What the server has counts up a version
- * whenever it says that something changed; views ask again then.
+ * The page: one sentence on the state of the run, and five views. A change notification from the server
+ * increments a version, and views then repeat their requests.
  */
 
 import { askJson } from "./api.js";
@@ -25,14 +25,14 @@ const VIEWS = {
 };
 const NEEDS_SPANS = new Set([HeatView, TimelineView]);
 const REFRESH_MS = 1000;
-/** A page that is hidden for so long stops to listen. */
+/** After this time, a hidden page closes its stream of notifications. */
 const HIDDEN_MS = 2000;
 const STATES = { training: "●", finished: "✓", hangs: "▲", failed: "▲", stopped: "■" };
 
 function App() {
   const route = useRoute();
   const [theme, changeTheme] = useTheme();
-  const { version, link } = useNews();
+  const { version, link } = useChanges();
   const run = useAnswer("run", () => askJson("/api/run"), version);
   const hangs = run.value?.state === "hangs";
   const silent = useAnswer(hangs ? "silent" : "", () => askJson("/api/silent"), version);
@@ -43,7 +43,7 @@ function App() {
   const waitsForSpans = NEEDS_SPANS.has(View) && run.value?.first_step === null;
   const silentRanks = (hangs && silent.value?.silent) || [];
   return html`
-    <a class="skip" href="#main" onClick=${skip}>To the view</a>
+    <a class="skip" href="#main" onClick=${skip}>Skip to the view</a>
     <header>
       <div class="head"><b class="brand">Myriad</b>${run.value && html`<${State} run=${run.value} silent=${silentRanks} />`}
         <button class="plain" onClick=${changeTheme} aria-label="Use ${theme === "dark" ? "light" : "dark"} colours">${theme === "dark" ? "☀" : "☾"}</button></div>
@@ -55,12 +55,12 @@ function App() {
       <h1 class="unseen">${run.value ? `${run.value.name}: ${title}` : title}</h1>
       ${run.error && !run.value && html`<p class="problem" role="alert">${run.error.message}</p>`}
       ${waitsForSpans && html`
-        <p class="dim">No span has come yet. Ranks record them from the first step on; they are here some seconds later.</p>`}
+        <p class="dim">No spans have arrived yet. Ranks record them from the first step on, and they appear here some seconds later.</p>`}
       ${run.value && !waitsForSpans && html`<${Guarded} key=${route.view} view=${View} run=${run.value} query=${route.query} version=${version} theme=${theme} silent=${silentRanks} />`}
     </main>`;
 }
 
-/** A view, or what is wrong with it: the rest of the page goes on. */
+/** A view, or its error message, so that an error does not break the rest of the page. */
 function Guarded({ view, ...props }) {
   const [error, again] = useErrorBoundary((problem) => console.error(problem));
   if (error) return html`<p class="problem" role="alert">This view cannot be shown: ${error.message}. <button class="link" onClick=${again}>Try again</button></p>`;
@@ -70,13 +70,13 @@ function Guarded({ view, ...props }) {
 /** A chosen rank stays chosen in other views. */
 const carried = ({ query }, view) => (query.rank !== undefined && ["heat", "parallel"].includes(view) ? { rank: query.rank } : {});
 
-/** Without the address's hash, which is the view's. */
+/** Move the focus without changing the address's hash, which selects the view. */
 function skip(event) {
   event.preventDefault();
   document.getElementById("main").focus();
 }
 
-/** Name, state and the sentence. */
+/** Name and state of the run, with a sentence that describes it. */
 function State({ run, silent }) {
   return html`
     <span class="name" title=${run.name}>${run.name}</span>
@@ -85,8 +85,8 @@ function State({ run, silent }) {
       ${silent.length > 0 && html` <a href=${hrefOf("parallel", { rank: silent[0].rank })}>Silent: rank ${silent.slice(0, 5).map((one) => one.rank).join(", ")}${silent.length > 5 ? ` and ${count(silent.length - 5)} more` : ""}</a>`}</p>`;
 }
 
-/** Counts what the server says, at most once a second. While the page is hidden it does not listen. */
-function useNews() {
+/** Count the server's change notifications, at most one a second; paused while the page is hidden. */
+function useChanges() {
   const [version, setVersion] = useState(0);
   const [link, setLink] = useState({ here: true, since: 0, retryAt: 0 });
   const state = useRef({ timer: 0, stale: false, wasGone: false });
@@ -120,7 +120,7 @@ function useNews() {
       }
     };
     document.addEventListener("visibilitychange", follow);
-    // One that comes back from the browser's memory listens no more.
+    // A page restored from the back/forward cache has lost its stream.
     const shown = ({ persisted }) => {
       if (!persisted) return;
       stop?.();
@@ -139,7 +139,7 @@ function useNews() {
   return { version, link };
 }
 
-/** Says when the server is gone, since when, and when the page tries again. */
+/** Shows since when the server is unreachable, and when the page retries. */
 function Link({ link }) {
   const [, tick] = useState(0);
   useEffect(() => {
@@ -149,8 +149,8 @@ function Link({ link }) {
   }, [link.here]);
   if (link.here) return html`<div role="status" class="link-state"></div>`;
   const again = Math.max(0, Math.ceil((link.retryAt - Date.now()) / 1000));
-  return html`<div role="status" class="link-state gone">The server is gone since ${new Date(link.since).toLocaleTimeString("en-GB")}: what you see is from then.
-    <span aria-hidden="true"> Trying again${again ? ` in ${again} s` : ""}.</span></div>`;
+  return html`<div role="status" class="link-state gone">The server has been unreachable since ${new Date(link.since).toLocaleTimeString("en-GB")}; the page shows the data from then.
+    <span aria-hidden="true"> Retrying${again ? ` in ${again} s` : ""}.</span></div>`;
 }
 
 render(html`<${App} />`, document.getElementById("app"));

@@ -13,7 +13,7 @@ const SLOW_AND_FAST = {
 /** In both themes the slowest end also differs from all others in lightness. */
 const CIVIDIS = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];
 
-/** Of who has no value: grey where others are blue or orange, off the way from blue to yellow else. */
+/** Colour of ranks without a value: grey beside blue and orange, and outside of the scale from blue to yellow. */
 const UNKNOWN = { z: { light: "#777777", dark: "#999999" }, ms: { light: "#ccddee", dark: "#332211" } };
 
 /** Waiting has the warm colours, pale because there is much of it: arrows and work stand out. */

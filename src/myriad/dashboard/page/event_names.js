@@ -1,4 +1,4 @@
-/** Events by the names that people read: a file's names are for programs. */
+/** Readable names of events; events.jsonl has names for programs. */
 
 const NAMES = {
   job_changed: "job changed",
@@ -13,7 +13,7 @@ const NAMES = {
   reread: "block read again",
 };
 
-/** Events that are faults, or that a person has to act on. */
+/** Events that are faults, or that need an operator. */
 const BAD = new Set(["fault", "eviction", "held", "start_over", "spike", "skip", "bad_block"]);
 
 /** @param {{event: string}} event */

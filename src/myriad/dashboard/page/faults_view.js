@@ -1,4 +1,4 @@
-/** Nodes and what happened to them: heartbeats, decisions with their evidence, evictions, checkpoints. */
+/** Nodes and faults: heartbeats, decisions with their evidence, evictions, checkpoints. */
 
 import { askJson } from "./api.js";
 import { bytes, count, plural, seconds } from "./format.js";
@@ -23,7 +23,7 @@ export function FaultsView({ run, version }) {
         <div class="card wide">
           <h2>Faults and decisions, newest first</h2>
           <${Events} events=${it?.decisions} run=${run} nothing="No faults." />
-          ${it?.num_decisions > it?.decisions.length && html`<p class="dim">${count(it.num_decisions - it.decisions.length)} older ones stand in events.jsonl.</p>`}
+          ${it?.num_decisions > it?.decisions.length && html`<p class="dim">${count(it.num_decisions - it.decisions.length)} older events are in events.jsonl.</p>`}
           <h2>Diagnoses</h2>
           <${Events} events=${it?.diagnoses} run=${run} nothing="No diagnoses." />
           <h2>Link counters around anomalies</h2>
@@ -38,13 +38,13 @@ export function FaultsView({ run, version }) {
 
 const WELL = new Set(["good", "ok", "healthy", "no complaint"]);
 
-/** Other nodes complained of it, or it is silent while others are not. @param {any[]} nodes */
+/** Return a predicate: a node is in trouble if its health is bad, or if it is silent while others are not. @param {any[]} nodes */
 function troubles(nodes) {
   const newest = Math.min(...nodes.map((one) => one.heartbeat_seconds_ago ?? Infinity));
   return (one) => (one.health && !WELL.has(one.health)) || one.heartbeat_seconds_ago > newest + LATE_SECONDS;
 }
 
-/** Those in trouble first. */
+/** Table of nodes, with nodes in trouble first. */
 function Nodes({ nodes }) {
   const [filter, setFilter] = useState("");
   const troubled = useMemo(() => troubles(nodes), [nodes]);
@@ -62,7 +62,7 @@ function Nodes({ nodes }) {
           <td class="n"><${Ranks} ranks=${one.ranks} /></td>
           <td class="text" title=${madeOf(one)}>${machineText(one)}</td>
           <td class="n">${rateText(one.sent_bytes_per_second)}</td><td class="n">${rateText(one.received_bytes_per_second)}</td></tr>`)}</tbody></table>
-    ${found.length > MOST_NODES && html`<p class="dim">${count(found.length - MOST_NODES)} more: find them by name.</p>`}`;
+    ${found.length > MOST_NODES && html`<p class="dim">${count(found.length - MOST_NODES)} more nodes: narrow the search to see them.</p>`}`;
 }
 
 /** @param {number | null} ago seconds */
@@ -73,13 +73,13 @@ const rateText = (rate) => (typeof rate === "number" ? `${bytes(rate)}/s` : "–
 /** Host, address, pod and GPUs, as far as the node has reported them. */
 const machineText = (one) => [one.host, one.address, one.pod !== one.host && one.pod, one.gpus].filter(Boolean).join(" · ") || "–";
 
-/** All that is known of its hardware, for the tooltip and the search. */
+/** Hardware and versions of a node, for the tooltip and the search. */
 const madeOf = (one) =>
   [one.cpu, ...(one.gpu_serials ?? []).filter(Boolean), ...(one.nics ?? []), ...Object.entries(one.versions ?? {}).map((pair) => pair.join(" "))].filter(Boolean).join("\n");
 
 /** Link counters each 10 ms around anomalies. @param {{files: any[]}} props */
 function Evidence({ files }) {
-  if (!files.length) return html`<p class="dim">No anomaly yet: nothing was kept.</p>`;
+  if (!files.length) return html`<p class="dim">No anomaly was detected, so no counters were stored.</p>`;
   return html`<ul class="dated">${files.map((one) => html`
     <li key=${one.name}>${nodeText(one.node)}, ${one.why}: <a href=${`/api/around/${one.name}`} download>${one.name}</a></li>`)}</ul>`;
 }
@@ -92,7 +92,7 @@ function Ranks({ ranks }) {
   return html`<a href=${hrefOf("parallel", { rank: ranks[0] })}>${text}</a>`;
 }
 
-/** Each with the rule that decided and what it saw. */
+/** Decisions, newest first, each with its rule and evidence. */
 function Events({ events = [], run, nothing }) {
   if (!events.length) return html`<p class="dim">${nothing}</p>`;
   return html`<ol class="dated">${[...events].reverse().map((event) => html`
@@ -105,7 +105,7 @@ const asText = (value) => (typeof value === "string" ? value : JSON.stringify(va
 
 const WHOLE = new Set(["complete", "verified"]);
 
-/** Read back and compared when they were written; all of a complete one is still there. */
+/** Table of checkpoints. A complete one has all its files; all were verified when they were written. */
 function Checkpoints({ checkpoints }) {
   if (!checkpoints.length) return html`<p class="dim">None yet.</p>`;
   return html`

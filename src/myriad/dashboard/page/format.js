@@ -1,8 +1,8 @@
-/** Numbers as people read them. SI units; an unknown number is a dash. */
+/** Format numbers with SI units; an unknown number is a dash. */
 
 const unknown = (value) => value === null || value === undefined || Number.isNaN(value);
 
-/** Above this `toFixed` writes an exponent of its own. */
+/** Above this, `toFixed` switches to exponent notation. */
 const LARGEST_WRITTEN = 1e15;
 
 /** @param {number} value such as 1.23 × 10³⁰ */
@@ -81,7 +81,7 @@ export function clock(epoch) {
   return today ? of_day : `${time.toLocaleDateString("en-GB", { day: "numeric", month: "short" })} ${of_day}`;
 }
 
-/** The same with its day, year and time zone: of another machine's log, or of another day. @param {number} epoch */
+/** Like `clock`, with day, year and time zone, to compare with logs of other machines. @param {number} epoch */
 export function wholeClock(epoch) {
   const time = new Date((epoch ?? NaN) * 1000);
   return unknown(time.getTime()) ? "" : time.toLocaleString("en-GB", { dateStyle: "long", timeStyle: "long" });

@@ -1,4 +1,4 @@
-/** Heat map of all ranks, the steps that it shows, and the ranks that are furthest off beside it. */
+/** Heat map of all ranks, with the selected steps and a table of the ranks that deviate most from their peers. */
 
 import { askJson, askTile } from "./api.js";
 import { byGrid, byNode } from "./arrange.js";
@@ -15,7 +15,7 @@ import { Choice, Problem } from "./widgets.js";
 
 const STEPS_SHOWN = 10;
 const GUTTER = 64;
-/** Below this a score says nothing. */
+/** Scores below this are usual and drawn dim. */
 const USUAL_SCORE = 3;
 
 /** @param {{run: any, query: Record<string, string>, version: number, theme: import("./colours.js").Theme}} props */
@@ -77,7 +77,7 @@ export function HeatView({ run, query, version, theme }) {
     </section>`;
 }
 
-/** What is shown: the newest steps unless a person chose others. */
+/** Steps and phase to show: the newest steps unless others were selected. */
 function windowOf(run, query) {
   const phase = run.phases.includes(query.phase) ? query.phase : run.phases.includes("forward") ? "forward" : run.phases[0];
   const following = query.last === undefined;
@@ -87,7 +87,7 @@ function windowOf(run, query) {
   return { phase, first, last, following };
 }
 
-/** The step of the window in which the worst rank was furthest off. */
+/** Return the step of the window in which the worst rank deviated most. */
 function worstStep(tile, first, last) {
   let [found, most] = [last, -Infinity];
   if (!tile) return found;
@@ -98,7 +98,7 @@ function worstStep(tile, first, last) {
   return found;
 }
 
-/** The rank's timeline with those who wait for it. */
+/** Address of the timeline of a rank and the ranks that wait for it. */
 const timelineQuery = (run, rank, step) => ({ rank, ranks: rangesText(withWaiters(run.layout, rank)), steps: `${step}` });
 
 /** @returns {string[]} */
@@ -117,7 +117,7 @@ function Legend({ scale, domain, theme, missing }) {
     <div class="legend" title=${scale === "z" ? "Robust score among ranks of the same stage: 0 is their median" : "Mean time of the phase in a step"}>
       <span>${show(domain[0])}${scale === "z" ? " faster" : ""}</span><i class="ramp" style=${gradient}></i>
       <span>${show(domain[1])}${scale === "z" ? " slower" : ""}</span>
-      ${missing > 0 && html`<span><i class="swatch" style=${{ background: unknownOf(scale, theme) }}></i>${plural(missing, "rank")} without</span>`}
+      ${missing > 0 && html`<span><i class="swatch" style=${{ background: unknownOf(scale, theme) }}></i>${plural(missing, "rank")} without spans</span>`}
     </div>`;
 }
 
@@ -136,13 +136,13 @@ function WorstTable({ rows, run, phase, selected, timelineOf }) {
     const compared = (a, b) => (typeof a === "string" || typeof b === "string" ? String(a).localeCompare(String(b), "en", { numeric: true }) : a - b);
     return [...(rows ?? [])].sort((a, b) => sign * compared(a[order.by], b[order.by]));
   }, [rows, order]);
-  const said = rows?.find((row) => row.rank === selected) ?? sorted[0];
+  const described = rows?.find((row) => row.rank === selected) ?? sorted[0];
   const sorting = (by) => setOrder({ by, down: order.by === by ? !order.down : by !== "rank" && by !== "node" });
   return html`
     <div class="beside">
-      <h2>Furthest off</h2>
-      <p class="said">${said?.sentence ?? (rows ? `No rank is off in ${phase}.` : "…")}</p>
-      <div class="scroll" tabindex="0" role="region" aria-label="Ranks that are furthest off">
+      <h2>Largest deviations</h2>
+      <p class="said">${described?.sentence ?? (rows ? `No rank deviates in ${phase}.` : "…")}</p>
+      <div class="scroll" tabindex="0" role="region" aria-label="Ranks with the largest deviations">
         <table>
           <thead><tr>${COLUMNS.map(([by, text]) => html`
             <th key=${by} class=${by === "node" ? "" : "n"} aria-sort=${order.by === by ? (order.down ? "descending" : "ascending") : "none"}>

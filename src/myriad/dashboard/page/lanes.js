@@ -133,7 +133,7 @@ export function spanAt(made, lane, time, slack = 0) {
 }
 
 /**
- * Who waits for a rank, most first: by the arrows that begin at it.
+ * Return the ranks that wait for a rank, most waits first, from the arrows that begin at it.
  * @param {Lanes} made @returns {{rank: number, times: number}[]}
  */
 export function waitersOf({ arrows }, rank) {

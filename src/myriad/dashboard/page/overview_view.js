@@ -1,4 +1,4 @@
-/** The run at a glance: how it goes, where its time went, what happened. */
+/** Overview of the run: key figures, curves, where its time was spent, and events. */
 
 import { askJson } from "./api.js";
 import { Chart } from "./chart.js";
@@ -15,7 +15,7 @@ const CURVES = [
   ["MFU", "mfu", percent],
   ["Step time", "step_seconds", seconds],
 ];
-/** Events that are marks on the curves: what a person asks about when a curve bends. */
+/** Events that are marked on the curves, because they often explain a change. */
 const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "skip", "bad_block", "health", "job_changed", "start_over", "held"]);
 const NEWEST_EVENTS = 200;
 /** Losses whose colours are those of a class of time. */
@@ -39,7 +39,7 @@ export function OverviewView({ run, version, theme }) {
         <${Figure} name="MFU" value=${percent(last("mfu"))} note=${run.peak_flops ? `of ${count(run.peak_flops)}FLOP/s, ${run.peak_source}` : run.peak_source} />
         <${Figure} name="ETTR" value=${percent(it?.ettr)} note="effective training time" />
         <${Figure} name="Goodput" value=${`${count(it?.goodput)} tokens/s`} note="since the start, all stops counted" />
-        <${Figure} name="Not shown" ...${notShown(run.dropped ?? {})} />
+        <${Figure} name="Lost data" ...${notShown(run.dropped ?? {})} />
       </div>
       ${run.problems?.length > 0 && html`<details class="doubts"><summary>${plural(run.problems.length, "file or batch", "files or batches")} could not be read</summary>
         <ul>${run.problems.toReversed().map((text, i) => html`<li key=${i}>${text}</li>`)}</ul></details>`}
@@ -56,25 +56,25 @@ export function OverviewView({ run, version, theme }) {
     </section>`;
 }
 
-/** The newest loss; where it is no number any more, since when. */
+/** The newest loss; if it is non-finite, the step since when. */
 function lossNow(it) {
   if (!it?.step.length) return { value: "–" };
   const i = it.loss.findLastIndex((value) => value !== null);
   if (i === it.loss.length - 1 || i < 0) return { value: plain(it.loss.at(-1)) };
-  return { value: "NaN", note: `not a number since step ${count(it.step[i + 1])}; ${plain(it.loss[i])} at step ${count(it.step[i])}` };
+  return { value: "NaN", note: `non-finite since step ${count(it.step[i + 1])}; ${plain(it.loss[i])} at step ${count(it.step[i])}` };
 }
 
-/** Counted beside what was lost, but not lost. */
+/** Counters that the server reports beside the losses, but that count no loss. */
 const SHOWN = ["spans_kept", "batches_sent_again"];
 
-/** What was lost on its way here, counted. @param {Record<string, number>} dropped */
+/** Return how many spans, batches and files were lost on the way to this page. @param {Record<string, number>} dropped */
 function notShown(dropped) {
   const kinds = Object.entries(dropped).filter(([name, number]) => number > 0 && !SHOWN.includes(name));
   const texts = kinds.map(([name, number]) => `${count(number)} ${name.replaceAll("_", " ")}`);
   return { value: kinds.length ? texts[0] : "nothing", note: texts.slice(1).join(", ") };
 }
 
-/** Cursor and stretch of all charts: all steps, unless a person chose some. @param {number} length */
+/** Cursor and range of steps that all charts share; all steps unless a range was selected. @param {number} length */
 function useShared(length) {
   const [cursor, onCursor] = useState(-1);
   const [chosen, onStretch] = useState(null);
@@ -104,7 +104,7 @@ function Ledger({ ledger }) {
       <span key=${name}><i class="swatch" style=${{ background: classColour(name, i) }}></i>${name} <b>${percent(spent / total)}</b> <span class="dim">${seconds(spent)}</span></span>`)}</p>`;
 }
 
-/** From the peak down to what was reached, each loss named; beside it what the plan said. */
+/** Waterfall from the peak to the measured MFU, with the predicted losses beside the measured ones. */
 function Waterfall({ answer }) {
   const lines = waterfallLines(answer.value);
   if (!lines.length) return null;
@@ -120,7 +120,7 @@ function Waterfall({ answer }) {
           ${predicted && html`<td class="n dim">${percent(line.predicted)}</td>`}
           <td class="fall"><i style=${{ marginLeft: share(Math.max(0, Math.min(...ends[i]))), width: share(Math.min(1, Math.abs(line.measured || 0))),
             background: line.total ? "var(--dim)" : classColour(LOSS_CLASSES[line.name] ?? line.name, i) }}></i></td></tr>`)}</tbody></table>
-    ${lines.some((line) => line.measured < -5e-4) && html`<p class="dim">Below zero: faster than the peak says, or spans that overlap. The peak may be set, or measured, too low.</p>`}`;
+    ${lines.some((line) => line.measured < -5e-4) && html`<p class="dim">A negative loss means that ranks ran faster than the peak allows, or that spans overlap. The peak may be set or measured too low.</p>`}`;
 }
 
 /** @returns {{name: string, measured: number, predicted?: number, from: number, total?: boolean}[]} */
@@ -140,6 +140,6 @@ export function Events({ events, total, world }) {
   return html`<ol class="events" tabindex="0" aria-label="Events, newest first">${newest.map((event) => html`
     <li key=${event.place} class=${isBad(event) ? "bad" : ""}><${Time} at=${event.time} /><b>${nameOf(event)}</b>
       <span>${event.text} <${Where} event=${event} world=${world} /></span></li>`)}
-    ${!events.length && html`<li class="dim">Nothing yet.</li>`}
-    ${total > newest.length && html`<li class="dim"><span></span><span></span><span>${count(total - newest.length)} older ones stand in events.jsonl.</span></li>`}</ol>`;
+    ${!events.length && html`<li class="dim">No events yet.</li>`}
+    ${total > newest.length && html`<li class="dim"><span></span><span></span><span>${count(total - newest.length)} older events are in events.jsonl.</span></li>`}</ol>`;
 }

@@ -1,4 +1,4 @@
-/** One rank among others: its place in the grid, its groups, who it waits for, and who is silent. */
+/** One rank: its position in the grid, its groups, the ranks that it waits for, and silent ranks. */
 
 import { askJson, post } from "./api.js";
 import { AXES, coordinatesOf, placeOf, rangesText, rankAt, sizeOf, withWaiters } from "./grid.js";
@@ -21,9 +21,9 @@ export function ParallelView({ run, query, version, silent }) {
     <section class="parallel scroll" tabindex="0" aria-label="Parallel view">
       <div class="bar">
         <${Field} label="Rank" value=${String(rank)} size=${7} hint="0 to ${run.world - 1}" onChange=${(value) => amend({ rank: value })} />
-        <button disabled=${rank === 0} onClick=${() => amend({ rank: rank - 1 })} aria-label="Rank before">‹</button>
+        <button disabled=${rank === 0} onClick=${() => amend({ rank: rank - 1 })} aria-label="Previous rank">‹</button>
         <button disabled=${rank === run.world - 1} onClick=${() => amend({ rank: rank + 1 })} aria-label="Next rank">›</button>
-        <a class="button" href=${hrefOf("timeline", { rank, ranks: rangesText(withWaiters(run.layout, rank)), steps: `${run.last_step}` })}>Timeline with those who wait</a>
+        <a class="button" href=${hrefOf("timeline", { rank, ranks: rangesText(withWaiters(run.layout, rank)), steps: `${run.last_step}` })}>Timeline with waiting ranks</a>
         <${Trace} rank=${rank} key=${rank} />
       </div>
       <${Problem} error=${answer.error} />
@@ -41,18 +41,18 @@ export function ParallelView({ run, query, version, silent }) {
       <div class="card">
         ${AXES.toReversed().filter((axis) => about?.groups?.[axis]?.length > 1).map((axis) => html`
           <${Group} key=${axis} name="${GROUP_NAMES[axis]}, ${axis}" ranks=${about.groups[axis]} rank=${rank} about=${about} silent=${silent} />`)}
-        ${run.world === 1 && html`<p class="dim">This run has one rank: no other to wait for.</p>`}
+        ${run.world === 1 && html`<p class="dim">This run has one rank, so no rank waits for another.</p>`}
       </div>
     </section>`;
 }
 
-/** On a hang they are the suspects: they do not even wait. */
+/** Silent ranks: in a hang they are the suspects, because they do not wait for others. */
 function Silent({ silent, run }) {
   if (!silent.length) return null;
   return html`
     <div class="card alarm" role="status">
       <h2>${silent.length === 1 ? `Rank ${silent[0].rank} is silent` : `${plural(silent.length, "rank")} are silent`} while others wait</h2>
-      <table><thead><tr><th class="n">Rank</th><th>Node</th><th>Place</th><th>Is in</th><th>Last finished</th><th class="n">Step</th><th class="n">Ago</th><th class="n">Waited for by</th></tr></thead>
+      <table><thead><tr><th class="n">Rank</th><th>Node</th><th>Position</th><th>Action</th><th>Last finished</th><th class="n">Step</th><th class="n">Ago</th><th class="n">Waited for by</th></tr></thead>
         <tbody>${silent.slice(0, 20).map((one) => html`
           <tr key=${one.rank}><td class="n"><a href=${hrefOf("parallel", { rank: one.rank })}>${one.rank}</a></td>
             <td>${run.nodes[Math.floor(one.rank / run.node_size)]}</td><td>${placeOf(run.layout, one.rank)}</td>
@@ -66,16 +66,16 @@ function Facts({ run, rank, about }) {
   const last = about?.last_entered;
   const rows = [
     ["Node", run.nodes[Math.floor(rank / run.node_size)]],
-    ["Place", placeOf(run.layout, rank)],
-    ["Is in", about?.is_in ?? (run.state === "hangs" ? "not known" : "known when the run hangs")],
+    ["Position", placeOf(run.layout, rank)],
+    ["Action", about?.is_in ?? (run.state === "hangs" ? "unknown" : "shown when the run hangs")],
     ["Last finished", last ? `${last.name}, step ${count(last.step)}, ${seconds(last.seconds_ago)} ago` : "nothing yet"],
     ["Waits for", about?.waits_for?.length ? html`<${Chips} ranks=${about.waits_for} rank=${rank} />` : "no rank"],
-    ["Silent", about?.silent ? "yes: others wait, and it entered nothing" : "no"],
+    ["Silent", about?.silent ? "yes: other ranks wait for it, and it has started no action" : "no"],
   ];
   return html`<dl>${rows.map(([name, value]) => html`<dt key=${name}>${name}</dt><dd>${value ?? "–"}</dd>`)}</dl>`;
 }
 
-/** The model's one copy that the rank belongs to. */
+/** Grid of the ranks of this rank's model replica. */
 function Replica({ run, rank, about, silent }) {
   const at = coordinatesOf(run.layout, rank);
   const [stages, tensor] = [sizeOf(run.layout, "pp"), sizeOf(run.layout, "tp")];
@@ -93,7 +93,7 @@ const kindOf = (each, rank, about, silent) =>
 const Chip = ({ rank, kind = "" }) => html`<a class="chip ${kind}" href=${hrefOf("parallel", { rank })}
   aria-label="rank ${rank}${kind === "silent" ? ", silent" : kind === "awaited" ? ", waited for" : ""}" aria-current=${kind === "me" ? "true" : undefined}>${rank}</a>`;
 
-/** A group's ranks; of a long one those around this rank. */
+/** Ranks of a group; of a large group those near this rank. */
 function Chips({ ranks, rank, about, silent = [] }) {
   const from = Math.max(0, Math.min(ranks.indexOf(rank) - MOST_CHIPS / 2, ranks.length - MOST_CHIPS));
   const shown = ranks.slice(from, from + MOST_CHIPS);

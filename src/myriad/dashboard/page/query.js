@@ -1,13 +1,13 @@
-/** A question to the server inside a view: asked again when its key changes or the run does. */
+/** A request of a view, repeated when its key or the run changes. */
 
 import { useEffect, useLayoutEffect, useRef, useState } from "./html.js";
 
 /**
- * One request at a time, then the newest that was wanted meanwhile: dragging through time asks as often as
+ * One request at a time, then the newest that became due meanwhile: dragging through time requests as often as
  * the server answers, and shows every answer. The value of before stays until the next is there.
  *
  * @template T
- * @param {string} key what is asked; "" asks nothing
+ * @param {string} key identifies the request; "" sends none
  * @param {() => Promise<T>} request
  * @param {any} version of what the server has
  * @returns {{value: T | undefined, key: string, error: Error | undefined, busy: boolean}}

@@ -1,5 +1,5 @@
 /**
- * Where the page is: `#/heat?phase=forward&by=node`. All that a person chose stands there, so that a link
+ * The address: `#/heat?phase=forward&by=node`. It holds every selection, so that a link
  * shows another person the same.
  */
 

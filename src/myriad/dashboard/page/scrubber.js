@@ -1,5 +1,5 @@
 /**
- * The run as a strip: how far its worst rank was off in each step, and the window of steps that is shown. The
+ * The run as a strip: the deviation of its worst rank in each step, and the window of steps that is shown. The
  * window is dragged, or moved by its two handles, which are sliders for the keyboard.
  */
 
@@ -76,7 +76,7 @@ export function Scrubber({ steps, from, to, first, last, onChange, theme }) {
   return html`
     <div class="scrubber" ref=${box} onPointerDown=${begin} onPointerMove=${follow}
       onPointerUp=${() => (drag.current = null)} onPointerCancel=${() => (drag.current = null)}
-      title="How far the worst rank was off, step by step. Drag the window; Shift and arrow keys move it.">
+      title="Deviation of the worst rank in each step. Drag the window, or move it with Shift and the arrow keys.">
       <canvas ref=${canvas}></canvas>
       <div class="window" style=${{ left: `${left}px`, width: `${right - left}px` }}></div>
       ${handle("first", first, left)}${handle("last", last, right)}

@@ -1,5 +1,5 @@
 /**
- * Places in ascending numbers, by halving.
+ * Binary search in ascending numbers.
  */
 
 /** Index of the last that is at most `value`; -1: none. @param {ArrayLike<number>} sorted @param {number} value */

@@ -1,5 +1,5 @@
 /**
- * "Something changed", from the server. Reads the stream by `fetch`, so that silence is noticed: an EventSource
+ * Change notifications from the server. Reads the stream by `fetch`, so that silence is noticed: an EventSource
  * hides keep-alive comments, and with them that a machine has vanished.
  */
 
@@ -31,7 +31,7 @@ export function listen(onChanged, onState) {
         onState({ here: true, since: 0, retryAt: 0 });
       });
     } catch {
-      // Refused, gone or cut: the same to who waits for news.
+      // Refused, ended or cut: the client retries in each case.
     }
     if (stopped) return;
     since ||= Date.now();

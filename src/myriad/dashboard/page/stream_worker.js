@@ -1,6 +1,6 @@
 /**
- * One stream of "something changed" for all pages of a browser. A browser has six connections to a server (HTTP/1.1):
- * with a stream for each, six pages would leave none for questions.
+ * One stream of change notifications for all pages of a browser. A browser has six connections to a server (HTTP/1.1):
+ * with a stream for each, six pages would leave none for requests.
  */
 
 import { listen } from "./stream.js";
@@ -36,7 +36,7 @@ function leave(port) {
 onconnect = ({ ports: [port] }) => {
   ports.add(port);
   port.onmessage = () => leave(port);
-  // A page that comes later has missed the newest change.
+  // A page that connects later has missed the newest change.
   port.postMessage({ changed: true, state });
   if (!stop) begin();
 };

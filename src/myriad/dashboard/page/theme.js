@@ -1,10 +1,10 @@
-/** Light or dark: as the system is, unless a person chose. */
+/** Light or dark theme: the system's, unless one was selected. */
 
 import { useEffect, useLayoutEffect, useState } from "./html.js";
 
 const system = matchMedia("(prefers-color-scheme: dark)");
 
-/** What a person chose. A browser that keeps nothing (blocked site data) has the choice for this visit only. */
+/** The selected theme. A browser without storage (blocked site data) has the choice for this visit only. */
 const choice = {
   now: /** @type {string | null} */ (null),
   get() {
@@ -19,7 +19,7 @@ const choice = {
     try {
       localStorage.setItem("theme", theme);
     } catch {
-      // As said above.
+      // Storage is blocked: see above.
     }
   },
 };

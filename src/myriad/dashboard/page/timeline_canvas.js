@@ -1,5 +1,5 @@
 /**
- * The timeline's canvas with what a person does on it. Dragging and zooming change only what is drawn from the
+ * The timeline's canvas and its mouse and keyboard handlers. Dragging and zooming change only what is drawn from the
  * spans that are here; the view asks for others when those do not suffice.
  */
 
@@ -14,35 +14,35 @@ const CLICK_PIXELS = 4;
 /**
  * @param {object} props
  * @param {import("./lanes.js").Lanes} props.data
- * @param {import("./timeline_paint.js").Look} props.look changed in place; a new one is shown as it is
- * @param {(look: import("./timeline_paint.js").Look) => void} props.onLook after it changed
+ * @param {import("./timeline_paint.js").Viewport} props.viewport changed in place; a new one is shown as it is
+ * @param {(viewport: import("./timeline_paint.js").Viewport) => void} props.onViewport after it changed
  * @param {number} props.selected rank @param {(rank: number) => void} props.onSelect @param {(rank: number) => void} props.onOpen
  * @param {{width: number, height: number}} props.size
  * @param {{theme: import("./colours.js").Theme, arrows: boolean, clockError: number}} props.options
  * @param {(lane: import("./lanes.js").Lane, span: number) => string[]} props.describe
  */
 export function TimelineCanvas(props) {
-  const { data, look, onLook, selected, onSelect, onOpen, size, options, describe } = props;
+  const { data, viewport, onViewport, selected, onSelect, onOpen, size, options, describe } = props;
   const box = useRef(null);
   const canvas = useRef(null);
   const [hover, setHover] = useState(null);
   const [spoken, setSpoken] = useState("");
-  const [zoom, setZoom] = useState(look.zoom);
+  const [zoom, setZoom] = useState(viewport.zoom);
   const room = size.height - AXIS;
   const predicted = data.lanes.length - data.laneOf.size;
   const geometry = useMemo(() => laneGeometry(data.lanes, room, zoom), [data, room, zoom]);
 
   // What handlers and frames read: always the newest.
   const now = useRef(null);
-  now.current = { ...now.current, data, look, geometry, selected, options, room, size };
+  now.current = { ...now.current, data, viewport, geometry, selected, options, room, size };
   const draw = () => {
     const it = now.current;
     if (it.pending) return;
     it.pending = requestAnimationFrame(() => {
       const at = now.current;
       at.pending = 0;
-      at.look.top = Math.max(0, Math.min(at.look.top, at.geometry.total - at.room));
-      at.paint.draw(at.data, at.geometry, at.look, { ...at.options, selected: at.selected });
+      at.viewport.top = Math.max(0, Math.min(at.viewport.top, at.geometry.total - at.room));
+      at.paint.draw(at.data, at.geometry, at.viewport, { ...at.options, selected: at.selected });
       performance.mark("myriad:timeline");
     });
   };
@@ -51,22 +51,22 @@ export function TimelineCanvas(props) {
     now.current.paint.resize(size.width, size.height, devicePixelRatio || 1);
     draw();
   }, [size.width, size.height]);
-  useLayoutEffect(draw, [data, look, geometry, selected, options.theme, options.arrows, options.clockError]);
+  useLayoutEffect(draw, [data, viewport, geometry, selected, options.theme, options.arrows, options.clockError]);
   useEffect(() => () => cancelAnimationFrame(now.current.pending), []);
 
   const changed = () => {
     draw();
-    onLook(now.current.look);
+    onViewport(now.current.viewport);
   };
   const pan = (pixels) => {
-    const { look: at, size: area } = now.current;
+    const { viewport: at, size: area } = now.current;
     const by = (pixels / (area.width - GUTTER)) * (at.end - at.start);
     at.start += by;
     at.end += by;
     changed();
   };
   const zoomTime = (factor, x) => {
-    const { look: at, size: area } = now.current;
+    const { viewport: at, size: area } = now.current;
     const share = Math.max(0, Math.min(1, (x - GUTTER) / (area.width - GUTTER)));
     const length = Math.max(SHORTEST_SECONDS, (at.end - at.start) * factor);
     const fixed = at.start + (at.end - at.start) * share;
@@ -75,7 +75,7 @@ export function TimelineCanvas(props) {
     changed();
   };
   const zoomLanes = (factor, y) => {
-    const { look: at } = now.current;
+    const { viewport: at } = now.current;
     const next = Math.max(1, Math.min(LONGEST_ZOOM, at.zoom * factor));
     at.top = (at.top + y) * (next / at.zoom) - y;
     at.zoom = next;
@@ -88,10 +88,10 @@ export function TimelineCanvas(props) {
   const under = (event) => {
     const { left, top } = canvas.current.getBoundingClientRect();
     const [x, y] = [event.clientX - left, event.clientY - top];
-    const lane = laneUnder(geometry, y - AXIS + look.top);
+    const lane = laneUnder(geometry, y - AXIS + viewport.top);
     if (lane < 0 || y < AXIS) return { lane: -1, span: -1, x, y };
-    const second = (look.end - look.start) / (size.width - GUTTER);
-    const span = x < GUTTER ? -1 : spanAt(data, data.lanes[lane], look.start + (x - GUTTER) * second, second);
+    const second = (viewport.end - viewport.start) / (size.width - GUTTER);
+    const span = x < GUTTER ? -1 : spanAt(data, data.lanes[lane], viewport.start + (x - GUTTER) * second, second);
     return { lane, span, x, y };
   };
   const follow = (event) => {
@@ -99,7 +99,7 @@ export function TimelineCanvas(props) {
     if (!held) return setHover(under(event));
     held.moved += Math.abs(event.clientX - held.x) + Math.abs(event.clientY - held.y);
     if (held.moved < CLICK_PIXELS) return;
-    look.top += held.y - event.clientY;
+    viewport.top += held.y - event.clientY;
     const by = held.x - event.clientX;
     [held.x, held.y] = [event.clientX, event.clientY];
     if (hover) setHover(null);
@@ -117,8 +117,8 @@ export function TimelineCanvas(props) {
     while (data.lanes[to]?.predicted) to += by;
     const lane = data.lanes[to];
     if (!lane) return;
-    if (geometry.tops[to] < look.top) look.top = geometry.tops[to];
-    if (geometry.tops[to] + geometry.heights[to] > look.top + room) look.top = geometry.tops[to] + geometry.heights[to] - room;
+    if (geometry.tops[to] < viewport.top) viewport.top = geometry.tops[to];
+    if (geometry.tops[to] + geometry.heights[to] > viewport.top + room) viewport.top = geometry.tops[to] + geometry.heights[to] - room;
     onSelect(lane.rank);
     setSpoken(describe(lane, -1).join(", "));
   };

@@ -3,7 +3,7 @@
  * lanes cost a few milliseconds also where no GPU helps; text and arrows, of which few are readable at a time, are
  * drawn over them.
  *
- * @typedef {{start: number, end: number, top: number, zoom: number}} Look  time window in seconds, scroll in pixels
+ * @typedef {{start: number, end: number, top: number, zoom: number}} Viewport  time window in seconds, scroll in pixels
  * @typedef {{tops: Float64Array, heights: Float64Array, total: number}} Geometry
  */
 
@@ -69,15 +69,15 @@ export class TimelinePaint {
   }
 
   /**
-   * @param {import("./lanes.js").Lanes} data @param {Geometry} geometry @param {Look} look
+   * @param {import("./lanes.js").Lanes} data @param {Geometry} geometry @param {Viewport} viewport
    * @param {{theme: import("./colours.js").Theme, selected: number, arrows: boolean, clockError: number}} options
    */
-  draw(data, geometry, look, options) {
+  draw(data, geometry, viewport, options) {
     const ink = INK[options.theme];
-    const first = Math.max(0, laneUnder(geometry, look.top));
-    const below = laneUnder(geometry, look.top + this.height - AXIS);
+    const first = Math.max(0, laneUnder(geometry, viewport.top));
+    const below = laneUnder(geometry, viewport.top + this.height - AXIS);
     const last = below < 0 ? data.lanes.length - 1 : below;
-    const frame = { data, geometry, look, ink, first, last, options, perSecond: (this.width - GUTTER) / (look.end - look.start) };
+    const frame = { data, geometry, viewport, ink, first, last, options, perSecond: (this.width - GUTTER) / (viewport.end - viewport.start) };
     this.writeSpans(frame);
     const { context } = this;
     context.setTransform(1, 0, 0, 1, 0, 0);
@@ -95,32 +95,32 @@ export class TimelinePaint {
     if (options.clockError > 0) this.drawClockError(frame);
   }
 
-  writeSpans({ data, geometry, look, ink, first, last, options, perSecond }) {
+  writeSpans({ data, geometry, viewport, ink, first, last, options, perSecond }) {
     const { pixels, line, wide, high, scale } = this;
     const colours = spanWords(data.names, options.theme, ink.idle);
     const perPixel = perSecond * scale;
     pixels.fill(word(ink.back));
     for (let at = first; at <= last; at++) {
       const lane = data.lanes[at];
-      const top = Math.round((geometry.tops[at] - look.top) * scale);
-      const bottom = Math.round((geometry.tops[at] + geometry.heights[at] - look.top) * scale);
+      const top = Math.round((geometry.tops[at] - viewport.top) * scale);
+      const bottom = Math.round((geometry.tops[at] + geometry.heights[at] - viewport.top) * scale);
       const gap = bottom - top >= 6 ? Math.round((bottom - top) * 0.14) : bottom - top >= 3 ? 1 : 0;
       const [from, to] = [Math.max(0, top), Math.min(high, bottom - gap)];
       if (from >= to) continue;
       line.fill(word(ink.idle));
-      this.writeLane(data, lane, look, perPixel, lane.predicted ? colours.pale : colours.full, wide);
+      this.writeLane(data, lane, viewport, perPixel, lane.predicted ? colours.pale : colours.full, wide);
       for (let y = from; y < to; y++) pixels.set(line, y * wide);
     }
   }
 
   /** One line of a lane; what is shorter than a pixel still gets one. */
-  writeLane(data, lane, look, perPixel, colours, wide) {
+  writeLane(data, lane, viewport, perPixel, colours, wide) {
     const { line } = this;
-    for (let i = firstVisible(data, lane, look.start); i < lane.to; i++) {
-      const begin = (data.start[i] - look.start) * perPixel;
+    for (let i = firstVisible(data, lane, viewport.start); i < lane.to; i++) {
+      const begin = (data.start[i] - viewport.start) * perPixel;
       if (begin >= wide) break;
       const left = begin < 0 ? 0 : begin | 0;
-      const end = (data.stop[i] - look.start) * perPixel;
+      const end = (data.stop[i] - viewport.start) * perPixel;
       let right = end > wide ? wide : end | 0;
       // A line between neighbours, where there is room.
       if (right - left > 5) right--;
@@ -130,16 +130,16 @@ export class TimelinePaint {
     }
   }
 
-  drawAxis({ look, ink, perSecond }) {
+  drawAxis({ viewport, ink, perSecond }) {
     const { context, width, height } = this;
-    const step = niceStep((look.end - look.start) / ((width - GUTTER) / 110));
+    const step = niceStep((viewport.end - viewport.start) / ((width - GUTTER) / 110));
     context.strokeStyle = ink.line;
     context.fillStyle = ink.dim;
     context.textAlign = "left";
     context.lineWidth = 1;
     context.beginPath();
-    for (let at = Math.ceil(look.start / step) * step; at < look.end; at += step) {
-      const x = Math.round(GUTTER + (at - look.start) * perSecond) + 0.5;
+    for (let at = Math.ceil(viewport.start / step) * step; at < viewport.end; at += step) {
+      const x = Math.round(GUTTER + (at - viewport.start) * perSecond) + 0.5;
       context.moveTo(x, AXIS - 6);
       context.lineTo(x, height);
       if (x < width - CLOCK_WIDTH) context.fillText(timeText(at, step), x + 3, AXIS / 2);
@@ -149,7 +149,7 @@ export class TimelinePaint {
     context.globalAlpha = 1;
   }
 
-  drawGutter({ data, geometry, look, ink, first, last, options }) {
+  drawGutter({ data, geometry, viewport, ink, first, last, options }) {
     const { context } = this;
     context.save();
     context.beginPath();
@@ -160,8 +160,8 @@ export class TimelinePaint {
     for (let at = first; at <= last; at++) {
       const lane = data.lanes[at];
       const chosen = lane.rank === options.selected && !lane.predicted;
-      const y = Math.max(AXIS + 6, AXIS + geometry.tops[at] - look.top + geometry.heights[at] * 0.45);
-      if (chosen) this.drawChosen(geometry, look, ink, at);
+      const y = Math.max(AXIS + 6, AXIS + geometry.tops[at] - viewport.top + geometry.heights[at] * 0.45);
+      if (chosen) this.drawChosen(geometry, viewport, ink, at);
       if (y < free && !chosen) continue;
       if (lane.predicted && geometry.heights[at] < 11) continue;
       context.fillStyle = chosen ? ink.chosen : lane.predicted ? ink.dim : ink.text;
@@ -172,29 +172,29 @@ export class TimelinePaint {
     context.restore();
   }
 
-  drawChosen(geometry, look, ink, at) {
+  drawChosen(geometry, viewport, ink, at) {
     const { context } = this;
     context.strokeStyle = ink.chosen;
     context.lineWidth = 2;
     const high = Math.max(4, geometry.heights[at]);
-    context.strokeRect(GUTTER - 3, AXIS + geometry.tops[at] - look.top - 1, this.width - GUTTER + 2, high);
+    context.strokeRect(GUTTER - 3, AXIS + geometry.tops[at] - viewport.top - 1, this.width - GUTTER + 2, high);
   }
 
   /** Names and micro-batches where they fit; each lane has its share of what a frame may cost. */
-  drawLabels({ data, geometry, look, first, last, perSecond }) {
+  drawLabels({ data, geometry, viewport, first, last, perSecond }) {
     const { context } = this;
     const share = Math.ceil(MOST_LABELS / (last - first + 1));
     context.textAlign = "left";
     for (let at = first; at <= last; at++) {
       const lane = data.lanes[at];
-      const y = AXIS + geometry.tops[at] - look.top + geometry.heights[at] * 0.45;
+      const y = AXIS + geometry.tops[at] - viewport.top + geometry.heights[at] * 0.45;
       if (geometry.heights[at] < 13 || lane.predicted || y < AXIS + 5) continue;
       let left = share;
-      for (let i = firstVisible(data, lane, look.start); i < lane.to && left > 0 && data.start[i] < look.end; i++) {
+      for (let i = firstVisible(data, lane, viewport.start); i < lane.to && left > 0 && data.start[i] < viewport.end; i++) {
         // As far as the span is seen: up to one that lies in it.
         const stop = i + 1 < lane.to ? Math.min(data.stop[i], data.start[i + 1]) : data.stop[i];
-        const begin = Math.max(GUTTER, GUTTER + (data.start[i] - look.start) * perSecond);
-        const room = Math.min(this.width, GUTTER + (stop - look.start) * perSecond) - begin - 4;
+        const begin = Math.max(GUTTER, GUTTER + (data.start[i] - viewport.start) * perSecond);
+        const room = Math.min(this.width, GUTTER + (stop - viewport.start) * perSecond) - begin - 4;
         if (room < 14) continue;
         const name = data.names[data.name[i]];
         const text = labelOf(name, data.microBatch[i], room);
@@ -206,8 +206,8 @@ export class TimelinePaint {
     }
   }
 
-  /** From who was waited for to who waited; those of the selected rank stand out. */
-  drawArrows({ data, geometry, look, ink, options, perSecond }) {
+  /** Draw arrows from the rank that was waited for to the rank that waited; those of the selected rank are highlighted. */
+  drawArrows({ data, geometry, viewport, ink, options, perSecond }) {
     const { context } = this;
     const { fromRank, toRank, fromAt, toAt, kind } = data.arrows;
     if (!fromRank) return;
@@ -217,18 +217,18 @@ export class TimelinePaint {
     context.clip();
     const middle = (rank) => {
       const lane = data.laneOf.get(rank);
-      return lane === undefined ? NaN : AXIS + geometry.tops[lane] + geometry.heights[lane] * 0.43 - look.top;
+      return lane === undefined ? NaN : AXIS + geometry.tops[lane] + geometry.heights[lane] * 0.43 - viewport.top;
     };
     const mine = [];
     const others = [];
     for (let i = 0; i < fromRank.length; i++) {
-      if (toAt[i] < look.start || fromAt[i] > look.end || fromRank[i] === toRank[i]) continue;
+      if (toAt[i] < viewport.start || fromAt[i] > viewport.end || fromRank[i] === toRank[i]) continue;
       const [y0, y1] = [middle(fromRank[i]), middle(toRank[i])];
       if (!(Math.max(y0, y1) > AXIS && Math.min(y0, y1) < this.height)) continue;
-      const [x0, x1] = [fromAt[i], toAt[i]].map((at) => GUTTER + (at - look.start) * perSecond);
+      const [x0, x1] = [fromAt[i], toAt[i]].map((at) => GUTTER + (at - viewport.start) * perSecond);
       (fromRank[i] === options.selected ? mine : others).push([x0, y0, x1, y1, kind[i]]);
     }
-    // Too many say nothing: then only those of the selected rank.
+    // Too many arrows are unreadable: then only those of the selected rank are drawn.
     context.globalAlpha = mine.length ? 0.28 : 0.5;
     if (others.length <= (mine.length ? MOST_ARROWS / 4 : MOST_ARROWS)) this.strokeArrows(others, ink.arrow, 1);
     context.globalAlpha = 1;

@@ -1,4 +1,4 @@
-/** Timeline of any ranks and steps: what each did, what was predicted, and which rank waited for which. */
+/** Timeline of selected ranks and steps: measured spans, predicted spans, and which rank waited for which. */
 
 import { askTile } from "./api.js";
 import { INSIDE_EVALUATION, SPAN_LEGEND, spanColour } from "./colours.js";
@@ -32,15 +32,15 @@ export function TimelineView({ run, query, version, theme }) {
   const lanes = Math.min(chosen, MOST_LANES, Math.floor(((size.height - AXIS) / LANE_PIXELS) * zoom));
   const window_ = steps ? { steps } : wider(query);
   const asked = { ranks, ...window_, lanes, width: size.width * (steps ? 1 : 2) };
-  // A run that goes on changes nothing in steps that are over: those are asked once.
+  // Finished steps no longer change, so they are requested once.
   const fixed = query.steps || query.start ? 0 : version;
   const [again, setAgain] = useState(0);
   const key = size.height && chosen ? JSON.stringify(asked) : "";
   const answer = useAnswer(key, () => askTile("/api/timeline", asked), `${fixed}.${again}`);
   useArrowsToCome(answer.value, setAgain);
   const data = useMemo(() => answer.value && arrangeLanes(answer.value), [answer.value]);
-  const look = useLook(query, steps, data, answer.key);
-  const onLook = useSettled((at) => amend({ start: text(at.start), end: text(at.end), steps: undefined, zoom: at.zoom > 1 ? at.zoom.toFixed(2) : undefined }));
+  const viewport = useViewport(query, steps, data, answer.key);
+  const onViewport = useSettled((at) => amend({ start: text(at.start), end: text(at.end), steps: undefined, zoom: at.zoom > 1 ? at.zoom.toFixed(2) : undefined }));
 
   return html`
     <section class="timeline" aria-label="Timeline">
@@ -54,7 +54,7 @@ export function TimelineView({ run, query, version, theme }) {
       </div>
       <${Problem} error=${Number.isNaN(chosen) ? new Error(`Ranks: numbers from 0 to ${run.world - 1} and ranges, as in 0-63,70`) : answer.error} />
       <div class="area" ref=${area}>
-        ${data && size.height > AXIS && html`<${TimelineCanvas} data=${data} look=${look} onLook=${onLook} size=${size} selected=${selected}
+        ${data && size.height > AXIS && html`<${TimelineCanvas} data=${data} viewport=${viewport} onViewport=${onViewport} size=${size} selected=${selected}
           onSelect=${(rank) => amend({ rank })} onOpen=${(rank) => go("parallel", { rank })}
           options=${{ theme, arrows: query.arrows !== "off", clockError: run.clock_error_seconds }}
           describe=${(lane, span) => describe(run, data, lane, span)} />`}
@@ -73,31 +73,31 @@ function useArrowsToCome(tile, setAgain) {
   }, [tile]);
 }
 
-/** Asked beyond both edges, so that a pan has something to show. */
+/** Request a window that is twice as wide, so that panning has spans to show. */
 function wider({ start, end }) {
   const [from, to] = [Number(start), Number(end)];
   const more = (to - from) / 2;
   return { start: text(from - more), end: text(to + more) };
 }
 
-/** Seconds as they stand in an address. @param {number} value */
+/** Format seconds for the address. @param {number} value */
 const text = (value) => value.toFixed(7).replace(/\.?0+$/, "");
 
-/** What is looked at: as the address says, or all that came. Panning changes it in place; only others make a new one. */
-function useLook(query, steps, data, answered) {
-  const kept = useRef({ look: { start: 0, end: 1, top: 0, zoom: 1 }, key: "", window: "" });
+/** The viewport: from the address, else all received spans. Panning changes it in place. */
+function useViewport(query, steps, data, answered) {
+  const kept = useRef({ viewport: { start: 0, end: 1, top: 0, zoom: 1 }, key: "", window: "" });
   const held = kept.current;
   const wanted = steps ? `${answered} ${data?.begin}` : `${query.start} ${query.end}`;
   if (wanted !== held.window) {
     held.window = wanted;
     const [start, end] = steps ? [data?.begin ?? 0, data?.end ?? 1] : [Number(query.start), Number(query.end)];
-    const same = text(start) === text(held.look.start) && text(end) === text(held.look.end);
-    if (!same) held.look = { start, end: Math.max(end, start + 1e-6), top: steps ? 0 : held.look.top, zoom: Math.max(1, Number(query.zoom) || 1) };
+    const same = text(start) === text(held.viewport.start) && text(end) === text(held.viewport.end);
+    if (!same) held.viewport = { start, end: Math.max(end, start + 1e-6), top: steps ? 0 : held.viewport.top, zoom: Math.max(1, Number(query.zoom) || 1) };
   }
-  return held.look;
+  return held.viewport;
 }
 
-/** Calls with the newest value, a little later and not more often. @template T @param {(value: T) => void} call @returns {(value: T) => void} */
+/** Debounce: call with the newest value after a short delay. @template T @param {(value: T) => void} call @returns {(value: T) => void} */
 function useSettled(call) {
   const state = useRef({ timer: 0, value: undefined, call });
   state.current.call = call;
@@ -114,7 +114,7 @@ function useSettled(call) {
 /** @returns {string[]} */
 function describe(run, data, lane, span) {
   const where = `rank ${lane.rank} · ${run.nodes?.[Math.floor(lane.rank / run.node_size)] ?? ""} · ${placeOf(run.layout, lane.rank)}`;
-  const group = lane.worstOf > 1 ? [`the worst of ${plural(lane.worstOf, "rank")} here`] : [];
+  const group = lane.worstOf > 1 ? [`the slowest of ${plural(lane.worstOf, "rank")} in this lane`] : [];
   if (span < 0) return [where, ...group];
   const part = [["micro-batch", data.microBatch], ["stage", data.stage], ["chunk", data.chunk]].filter(([, of]) => of[span] >= 0).map(([what, of]) => `${what} ${of[span]}`);
   const name = `${data.names[data.name[span]]}${lane.predicted ? ", predicted" : ""}: ${seconds(data.stop[span] - data.start[span])}`;
@@ -130,13 +130,13 @@ function Selected({ run, data, rank, chosen }) {
   const named = waiters.slice(0, WAITERS_NAMED);
   return html`
     <span><b>Rank ${rank}</b> on ${run.nodes?.[Math.floor(rank / run.node_size)]} · ${placeOf(run.layout, rank)} · <a href=${hrefOf("parallel", { rank })}>its groups</a>${" · "}
-      <a href=${hrefOf("timeline", { rank, ranks: rangesText(withWaiters(run.layout, rank)), steps: `${run.last_step}` })}>with those who wait</a></span>
+      <a href=${hrefOf("timeline", { rank, ranks: rangesText(withWaiters(run.layout, rank)), steps: `${run.last_step}` })}>with waiting ranks</a></span>
     <span class="waiters">${waiters.length ? html`Waiting for it: ${named.map(({ rank: other, times }) => html`
       <button class="link" key=${other} onClick=${() => amend({ rank: other })} title="${plural(times, "time")} in this window">${other}</button> `)}
-      ${waiters.length > named.length && `and ${count(waiters.length - named.length)} more`}` : data.arrowsToCome ? "The waits for it are being computed…" : "No rank waits for it in this window."}</span>`;
+      ${waiters.length > named.length && `and ${count(waiters.length - named.length)} more`}` : data.arrowsToCome ? "Computing the ranks that wait for it…" : "No rank waits for it in this window."}</span>`;
 }
 
-/** Only of what is there. @param {{names: string[]}} props */
+/** Legend of the spans in the window. @param {{names: string[]}} props */
 function Legend({ names }) {
   const known = new Set(SPAN_LEGEND.flatMap(([, of]) => of.split(" ")));
   const entries = SPAN_LEGEND.filter(([, of]) => of.split(" ").some((name) => names.includes(name)));

@@ -1,4 +1,4 @@
-/** Small things that several views have. */
+/** Widgets that several views share. */
 
 import { clock, count, wholeClock } from "./format.js";
 import { html } from "./html.js";
@@ -17,7 +17,7 @@ export function Choice({ label, value, options, onChange }) {
     </label>`;
 }
 
-/** A field whose value counts when it is left or Enter is pressed. @param {{label: string, value: string, size?: number, hint?: string, onChange: (value: string) => void}} props */
+/** An input field that takes effect on Enter or when it loses focus. @param {{label: string, value: string, size?: number, hint?: string, onChange: (value: string) => void}} props */
 export function Field({ label, value, size = 10, hint = "", onChange }) {
   const take = (event) => event.target.value !== value && onChange(event.target.value.trim());
   return html`
