@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 UNPICKLERS = {
-    "pickle": {"load", "loads", "Unpickler"},
+    "pickle": {"load", "loads", "Unpickler", "_Unpickler"},
     "marshal": {"load", "loads"},
     "shelve": {"open"},
     "dill": {"load", "loads"},
@@ -35,7 +35,7 @@ MODULES = ("multiprocessing", "concurrent.futures.process")
 """Modules whose pipes and queues unpickle."""
 
 ALLOWED = {
-    "checkpoint/foreign/archives.py": {"pickle.Unpickler"},  # a subclass that knows a list of classes
+    "checkpoint/foreign/archives.py": {"pickle._Unpickler"},  # a subclass that knows a list of classes
     "data/tokenize_pieces.py": {
         "multiprocessing",
         "concurrent.futures.process",

@@ -36,12 +36,31 @@ class BadInputError(MyriadError):
 
     def __init__(self, key: str, value: object, allowed: str) -> None:
         """``key`` as the user would type it (``layout.tp``), ``allowed`` as the end of "allowed: ..."."""
-        super().__init__(f"{key} = {value!r}: {allowed}")
+        super().__init__(_one_line(f"{key} = {_shown(value)}: {allowed}"))
         self.key, self.value, self.allowed = key, value, allowed
 
     def __reduce__(self) -> tuple[type["BadInputError"], tuple[str, object, str]]:
         """Make the error picklable, so that it can be sent between processes."""
         return type(self), (self.key, self.value, self.allowed)
+
+
+_MOST_SHOWN = 400
+
+
+def _shown(value: object) -> str:
+    """Return a value of any size, such as an untrusted file may hold, in a few hundred characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or nested too deep
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def _one_line(text: str) -> str:
+    """Escape line breaks and other control characters: names in a message may come from untrusted files."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 class RunFailedError(MyriadError):

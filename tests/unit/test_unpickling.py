@@ -20,6 +20,7 @@ def check(*arguments: str) -> tuple[int, str]:
         ("import pickle\n\npickle.loads(b'')\n", "a.py:3: pickle.loads can unpickle"),
         ("from pickle import load as read\nread(f)\n", "a.py:2: pickle.load can unpickle"),
         ("import pickle as p\nclass A(p.Unpickler): pass\n", "a.py:2: pickle.Unpickler can unpickle"),
+        ("import pickle as p\nclass A(p._Unpickler): pass\n", "a.py:2: pickle._Unpickler can unpickle"),
         ("import torch\ntorch.load(f)\n", "a.py:2: torch.load without weights_only=True can unpickle"),
         ("import torch\ntorch.load(f, weights_only=False)\n", "a.py:2: torch.load without weights_only=True"),
         (

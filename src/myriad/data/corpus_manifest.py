@@ -31,12 +31,14 @@ Split = Literal["train", "validation"]
 
 _SELF = "content_xxh3_128"
 _BLOCK_BYTES = 1 << 22
+_MOST = 2**62
+"""Largest size and number of tokens."""
 
 
 class FileRecord(Config):
     """Size and hash of a file as it was written."""
 
-    size_bytes: int
+    size_bytes: int = Field(ge=0, le=_MOST)
     """Size of the file."""
     xxh3_128: str
     """Hash of the file's bytes."""
@@ -49,9 +51,9 @@ class ShardRecord(Config):
     """Name of both files without their suffix."""
     split: Split
     """Split to which the shard belongs."""
-    tokens: int
+    tokens: int = Field(ge=0, le=_MOST)
     """Number of tokens, including one end of document for each document."""
-    documents: int
+    documents: int = Field(ge=0, le=_MOST)
     """Number of documents in the shard."""
 
 
@@ -116,8 +118,8 @@ def parse_manifest(raw: bytes, corpus: str) -> Manifest:
         content = json.loads(raw)
         content.pop(_SELF)
         manifest = Manifest.model_validate(content)
-    except (ValueError, KeyError, AttributeError, RecursionError, ValidationError) as error:
-        reason = str(error).splitlines()[0]
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, ValidationError) as error:
+        reason = " ".join(str(error).split()[:40])
         raise BadInputError("corpus", corpus, f"{MANIFEST_FILE} is corrupt: {reason}") from None
     if _canonical(content) != raw:
         raise BadInputError(

@@ -125,6 +125,8 @@ class IndexedShard:
     def document(self, index: int) -> NDArray[np.generic]:
         """Return the tokens of one document."""
         first, last = int(self.document_starts[index]), int(self.document_starts[index + 1])
+        if first == last:  # the last document may be empty, and has no pointer then
+            return self.tokens[:0]
         start = int(self.pointers[first]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[first:last].sum())]
 

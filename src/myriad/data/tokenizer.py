@@ -13,6 +13,7 @@ of ``tokenizer.json``: corpora and tokenizers made with another one keep theirs.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -109,10 +110,8 @@ class Tokenizer:
         file = path / TOKENIZER_FILE if path.is_dir() else path
         if not file.is_file():
             raise BadInputError("tokenizer", str(path), f"a {TOKENIZER_FILE} or a folder that holds one")
-        try:
+        with _refused(str(file), f"not a readable {TOKENIZER_FILE}"):
             backend = Backend.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception
-            raise BadInputError("tokenizer", str(file), f"not a readable {TOKENIZER_FILE}: {error}") from None
         if (
             largest := max(backend.get_vocab(with_added_tokens=True).values(), default=0)
         ) >= LARGEST_VOCABULARY:
@@ -145,12 +144,17 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode several texts on all cores."""
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        """Encode several texts on all cores. Raises `BadInputError` if the tokenizer lacks a needed token."""
+        with _refused(self.source, "cannot encode text"):
+            found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in found]
 
     def decode(self, tokens: Iterable[int], *, skip_special: bool = False) -> str:
         """Return the text; incomplete characters at the edges become U+FFFD."""
-        return self._backend.decode([int(token) for token in tokens], skip_special_tokens=skip_special)
+        numbers = [int(token) for token in tokens]
+        with _refused(self.source, "cannot decode tokens"):
+            text = self._backend.decode(numbers, skip_special_tokens=skip_special)
+        return text
 
     def token(self, identifier: int) -> str:
         """Return the tokenizer's text form of one token."""
@@ -203,6 +207,20 @@ class Tokenizer:
         raise BadInputError(
             "tokenizer", self.source, f"has no end-of-document token; one of {', '.join(_ENDS)}"
         )
+
+
+@contextmanager
+def _refused(source: str, problem: str) -> Iterator[None]:
+    """Raise `BadInputError` for what the library raises about a file.
+
+    It raises plain Exception, for example without its unknown token, and pyo3's PanicException, which is a
+    BaseException without a public class."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise BadInputError("tokenizer", source, f"{problem}: {str(error)[:300]}") from None
 
 
 def _reported(texts: Iterable[str], progress: Callable[[str, int], None]) -> Iterator[str]:

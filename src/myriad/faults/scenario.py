@@ -85,9 +85,9 @@ class Fault(Config):
 class Soak(Config):
     """Random faults, one after the other."""
 
-    minutes: float = Field(gt=0)
+    minutes: float = Field(gt=0, le=1440)
     """Duration from the first step; the job must last longer."""
-    faults_per_minute: float = Field(gt=0)
+    faults_per_minute: float = Field(gt=0, le=60)
     """Average rate of faults."""
     kinds: tuple[KindName, ...] = ("kill", "segv", "abort", "stop")
     """Kinds from which faults are drawn."""

@@ -17,6 +17,7 @@ from typing import Any
 
 __all__ = [
     "create_whole",
+    "is_own_file",
     "opened_to_read",
     "parse_json",
     "read_json",
@@ -119,6 +120,19 @@ def opened_to_read(path: Path) -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
+
+
+def is_own_file(folder: Path, name: object) -> bool:
+    """Whether a name that a file gives is that of a file in the folder itself, and of no other place."""
+    try:
+        return (
+            isinstance(name, str)
+            and name.isprintable()
+            and Path(name).name == name
+            and (folder / name).is_file()
+        )
+    except OSError:  # a name that is too long
+        return False
 
 
 def read_text(path: Path) -> str:

@@ -25,7 +25,7 @@ from myriad.checkpoint.storage.staged_folder import staged_folder
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
-from myriad.system.whole_file import parse_json
+from myriad.system.whole_file import is_own_file, parse_json
 
 __all__ = ["ExportType", "HuggingFaceWeights", "end_of_text", "is_hugging_face", "write_folder"]
 
@@ -149,8 +149,8 @@ def _weight_map(path: Path) -> dict[str, str]:
     if not isinstance(places, dict) or not places:
         raise BadInputError("weights", str(path / _INDEX), "must have a weight_map of tensors and files")
     for tensor, name in places.items():
-        if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
-            allowed = f"{tensor} must be in a file of this folder, is in {name!r}"
+        if not is_own_file(path, name):
+            allowed = f"{tensor[:200]} must be in a file of this folder, is in {name!r:.100}"
             raise BadInputError("weights", str(path / _INDEX), allowed)
     return places
 

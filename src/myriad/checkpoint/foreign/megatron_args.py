@@ -14,16 +14,16 @@ computes and has no counterpart is refused by name; `myriad.job.translation` lis
 | window_size (n, 0)                                | window n + 1                                      |
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import gcd
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 
-__all__ = ["MODEL_ARGUMENTS", "model_of_arguments"]
+__all__ = ["MODEL_ARGUMENTS", "check_numbers", "model_of_arguments"]
 
 _OFF: dict[str, str] = {
     "num_experts": "experts",
@@ -64,8 +64,22 @@ MODEL_ARGUMENTS = frozenset({
 """Arguments that this module reads."""
 
 
-def _refuse(key: str, name: str, value: object, allowed: str) -> None:
+_MOST = 2**62
+
+
+def _refuse(key: str, name: str, value: object, allowed: str) -> NoReturn:
     raise BadInputError(key, str(value)[:100], f"{name} must be {allowed}")
+
+
+def check_numbers(arguments: Mapping[str, Any], names: Collection[str], key: str) -> None:
+    """Raise `BadInputError` if one of these arguments holds a number that is not finite or beyond 2**62, so
+    that calculations with them cannot overflow."""
+    for name in names:
+        value = arguments.get(name)
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, int | float) and not abs(one) <= _MOST:
+                shown = f"a number of {one.bit_length()} bits" if isinstance(one, int) else one
+                _refuse(key, name, shown, "a finite number of at most 2**62")
 
 
 def model_of_arguments(arguments: Mapping[str, Any], key: str) -> tuple[ModelConfig, list[str]]:
@@ -73,6 +87,7 @@ def model_of_arguments(arguments: Mapping[str, Any], key: str) -> tuple[ModelCon
 
     ``key``: the user's input key, for messages. Raises `BadInputError` for an argument without a
     counterpart."""
+    check_numbers(arguments, MODEL_ARGUMENTS, key)
     for name, what in _OFF.items():
         if arguments.get(name) not in _OFF_VALUES:
             _refuse(key, name, arguments[name], f"off: Myriad has no counterpart for {what}")

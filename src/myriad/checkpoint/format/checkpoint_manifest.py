@@ -14,15 +14,20 @@ file is covered by a hash.
 
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from myriad.checkpoint.format.stored_shard import Shape, StoredShard, offsets_in_file
 from myriad.checkpoint.storage.direct_io import Buffer
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 __all__ = [
     "MANIFEST",
@@ -50,6 +55,12 @@ _BYTES_OF = {
     "bool": 1,
 }
 """Size of an element of each type that is stored."""
+_MOST = 2**62
+"""Largest step, size, offset and length of a dimension."""
+_MOST_SECONDS = 2**37
+"""Latest time of a commit, in seconds since the epoch: some four thousand years."""
+_FILE_NAME = re.compile(r"[^/\\\0]{1,128}")
+_HASH = re.compile("[0-9a-f]{32}")
 
 
 def hash_of(*parts: Buffer) -> str:
@@ -204,52 +215,109 @@ def parse_manifest(content: bytes) -> CheckpointManifest:
         raise ValueError("its bytes changed after it was written")
     version = value.pop("version", None)
     if version != VERSION:
-        raise ValueError(f"of version {version}; this program reads version {VERSION}")
+        raise ValueError(f"of version {version!r:.40}; this program reads version {VERSION}")
     manifest = _manifest_of(value)
+    _check_numbers(manifest)
+    sizes = {name: _tensor_bytes(name, tensor) for name, tensor in manifest.tensors.items()}
     for name, file in manifest.files.items():
         _check_file(name, file, manifest)
+    stored: Counter[str] = Counter()
+    for _, chunk in manifest.chunks():
+        stored[chunk.tensor] += chunk.bytes
+    for name, size in sizes.items():
+        if stored[name] != size:
+            raise _invalid(f"{name} is not whole: it has {_shown(size)} bytes, and its chunks {stored[name]}")
     return manifest
+
+
+def _invalid(problem: str) -> ValueError:
+    return ValueError(f"not a manifest: {problem}")
+
+
+@cache
+def _adapter() -> "TypeAdapter[CheckpointManifest]":
+    from pydantic import TypeAdapter  # slow import, not needed to write
+
+    return TypeAdapter(CheckpointManifest)
 
 
 def _manifest_of(value: Mapping[str, Any]) -> CheckpointManifest:
     """Check the types of all fields. Raises ``ValueError`` with the first that is wrong."""
-    from pydantic import TypeAdapter, ValidationError  # slow import, not needed to write
+    from pydantic import ValidationError
 
     try:
-        return TypeAdapter(CheckpointManifest).validate_json(json.dumps(value), strict=True)
+        return _adapter().validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"not a manifest: {where}: {first['msg']}") from None
+        raise _invalid(f"{where if where.isprintable() else repr(where)}: {first['msg']}") from None
+
+
+def _check_numbers(manifest: CheckpointManifest) -> None:
+    for key, most in (("step", _MOST), ("attempt", _MOST), ("time", _MOST_SECONDS)):
+        if not 0 <= getattr(manifest, key) <= most:  # false for NaN as well
+            raise _invalid(f"{key} is {_shown(getattr(manifest, key))}: must be 0 to {most}")
+
+
+def _shown(value: object) -> str:
+    """Return a value in a few characters, however large it is."""
+    if isinstance(value, int) and abs(value) > 2**80:
+        return f"a number of {value.bit_length()} bits"
+    return f"{value!r:.80}"
+
+
+def _tensor_bytes(name: str, tensor: Mapping[str, Any]) -> int:
+    """Return the size of a tensor. Raises ``ValueError`` for a wrong name, shape or type."""
+    if not name or not name.isprintable():
+        raise _invalid(f"{name!r:.80} is not a name of a tensor")
+    shape, dtype = tensor.get("shape"), tensor.get("dtype")
+    if not isinstance(shape, list) or not all(type(one) is int and 0 <= one <= _MOST for one in shape):
+        raise _invalid(
+            f"{name}: the tensor's shape is {shape!r:.80}, not a list of whole numbers of 0 or more"
+        )
+    if not isinstance(dtype, str) or dtype not in _BYTES_OF:
+        raise _invalid(f"{name}: the tensor's type is {dtype!r:.80}, not one of {', '.join(_BYTES_OF)}")
+    return math.prod(shape) * _BYTES_OF[dtype]
 
 
 def _check_file(name: str, file: StoredFile, manifest: CheckpointManifest) -> None:
-    """Check that a file is in the checkpoint's folder, and that its chunks are parts of known tensors."""
-    if not name or name in (".", "..") or any(one in name for one in "/\\\0"):
-        raise ValueError(f"not a manifest: {name!r} is not a file name")
-    if file.bytes < 0:
-        raise ValueError(f"not a manifest: {name} has {file.bytes} bytes")
+    """Check that a file is in the checkpoint's folder, that its chunks are parts of known tensors, and that a
+    hash covers each of its bytes."""
+    if not _FILE_NAME.fullmatch(name) or not name.isprintable() or name in (".", "..", MANIFEST):
+        raise _invalid(f"{name!r:.80} is not a file name")
+    if not 0 <= file.bytes <= _MOST:
+        raise _invalid(f"{name} has {_shown(file.bytes)} bytes")
+    if file.xxh3_128 is not None:
+        if file.chunks or not _HASH.fullmatch(file.xxh3_128):
+            raise _invalid(f"{name} needs one hash of 32 hexadecimal digits, or chunks")
+        return
+    stop = 0
     for chunk in file.chunks:
-        if problem := _problem_of(chunk, file, manifest.tensors.get(chunk.tensor)):
-            raise ValueError(f"not a manifest: {name}: {chunk}: {problem}")
+        problem = _problem_of(chunk, manifest.tensors.get(chunk.tensor))
+        if not problem and (chunk.start != stop or chunk.stop > file.bytes):
+            place = f"bytes {_shown(chunk.start)} to {_shown(chunk.stop)} of {file.bytes}"
+            problem = f"{place}; must begin at byte {stop}, where the chunk before it ends"
+        if problem:
+            raise _invalid(f"{name}: a chunk of {chunk.tensor!r:.80}: {problem}")
+        stop = chunk.stop
+    if stop != file.bytes:
+        raise _invalid(f"{name} has {file.bytes} bytes, and its chunks {_shown(stop)}")
 
 
-def _problem_of(chunk: StoredChunk, file: StoredFile, tensor: Mapping[str, Any] | None) -> str:
+def _problem_of(chunk: StoredChunk, tensor: Mapping[str, Any] | None) -> str:
     """Return what is wrong with a chunk; empty: nothing."""
     if tensor is None:
         return "not a tensor of the checkpoint"
-    full, dtype = tensor.get("shape"), tensor.get("dtype")
-    if not isinstance(full, list) or not all(isinstance(one, int) and one >= 0 for one in full):
-        return f"the tensor's shape is {full!r}"
-    if not isinstance(dtype, str) or dtype not in _BYTES_OF:
-        return f"the tensor's type is {dtype!r}, not one of {', '.join(_BYTES_OF)}"
+    full, dtype = tensor["shape"], tensor["dtype"]
     if not len(chunk.offsets) == len(chunk.shape) == len(full):
         return f"not a part of {full}"
     ends = zip(chunk.offsets, chunk.shape, full, strict=True)
     if any(first < 0 or count < 0 or first + count > size for first, count, size in ends):
         return f"not a part of {full}"
     if chunk.bytes != math.prod(chunk.shape) * _BYTES_OF[dtype]:
-        return f"{chunk.bytes} bytes of {dtype}"
-    if min(chunk.start, chunk.head, chunk.tail) < 0 or chunk.stop > file.bytes:
-        return f"bytes {chunk.start} to {chunk.stop} of {file.bytes}"
+        return f"{_shown(chunk.bytes)} bytes of {dtype} for {list(chunk.shape)}"
+    if not (0 <= chunk.head <= _MOST and 0 <= chunk.tail <= _MOST):
+        return f"head and tail have {_shown(chunk.head)} and {_shown(chunk.tail)} bytes"
+    if not (_HASH.fullmatch(chunk.xxh3_128) and _HASH.fullmatch(chunk.envelope)):
+        return "its hashes must have 32 hexadecimal digits"
     return ""

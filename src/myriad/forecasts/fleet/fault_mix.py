@@ -26,7 +26,7 @@ node is slow; a person requests a restart."""
 class FaultKindShare(Config):
     """One kind of fault."""
 
-    weight: float = Field(gt=0)
+    weight: float = Field(gt=0, le=1e12)
     """Number of faults of this kind, or their share, relative to the other kinds."""
     shows: Shows
     cause: Cause = "crash"
@@ -39,10 +39,10 @@ class Mix(Config):
     """Kinds of faults, and their rate."""
 
     source: str
-    faults: float = Field(ge=0)
+    faults: float = Field(ge=0, le=1e9)
     """Number of faults on ``accelerators`` in ``days``; 0: no faults."""
-    accelerators: float = Field(gt=0)
-    days: float = Field(gt=0)
+    accelerators: float = Field(ge=1, le=1e9)
+    days: float = Field(ge=1e-3, le=1e6)
     kinds: dict[str, FaultKindShare] = Field(min_length=1)
 
     def per_day(self, accelerators: int) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from myriad.errors import BadInputError
-from myriad.job.translation.outcome import Translation
+from myriad.job.translation.outcome import Translation, plain_text
 
 __all__ = ["translate_deepspeed"]
 
@@ -90,6 +90,7 @@ _INSTEAD: dict[str, str] = {
 }
 """Options without a job key, by dotted key or by section, with what Myriad does instead."""
 
+_MOST = 2**62
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "lamb": "lamb", "onebitadam": "adamw",
                "zerooneadam": "adamw", "onebitlamb": "lamb"}  # fmt: skip
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -101,6 +102,8 @@ def translate_deepspeed(config: Mapping[str, Any]) -> Translation:
     Raises `BadInputError`."""
     made = Translation("DeepSpeed")
     for option, value in _flatten(config):
+        if isinstance(value, int | float) and not abs(value) <= _MOST:
+            raise BadInputError(option, value, "must be a finite number of at most 2**62")
         if value == "auto":
             made.instead(option, "auto: filled in by another program; the job's default holds")
     _batch(made, config)
@@ -123,7 +126,7 @@ def translate_deepspeed(config: Mapping[str, Any]) -> Translation:
         if whole is not None:
             made.instead(option, _INSTEAD[whole])
         elif not option.endswith(".enabled") or value:
-            made.unknown[option] = str(value)
+            made.unknown[option] = plain_text(value)
         else:
             made.instead(option, "off there, and off here")
     return made

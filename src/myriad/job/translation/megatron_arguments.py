@@ -17,10 +17,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from myriad.checkpoint.foreign.megatron_args import MODEL_ARGUMENTS, model_of_arguments
+from myriad.checkpoint.foreign.megatron_args import MODEL_ARGUMENTS, check_numbers, model_of_arguments
 from myriad.errors import BadInputError
 from myriad.job.translation.megatron_table import ALIASES, HANDLED, INSTEAD, KEYS, NEGATIONS, STATE
-from myriad.job.translation.outcome import Translation
+from myriad.job.translation.outcome import Translation, plain_text
 
 __all__ = ["read_command_line", "translate_arguments"]
 
@@ -91,6 +91,9 @@ def translate_arguments(arguments: Mapping[str, Any], *, namespace: bool = False
     ``namespace``: the arguments are a saved namespace, which has every argument with its default. Arguments
     that are off and entries that are not settings are then left out of the lists."""
     arguments = {ALIASES.get(name, name): value for name, value in arguments.items()}
+    check_numbers(
+        arguments, [*KEYS, *HANDLED, "initial_loss_scale", "loss_scale_window", "min_loss_scale"], _KEY
+    )
     made = Translation("Megatron-LM")
     model, differences = model_of_arguments(arguments, _KEY)
     for name, value in model.model_dump(mode="json").items():
@@ -117,7 +120,7 @@ def translate_arguments(arguments: Mapping[str, Any], *, namespace: bool = False
         if option in INSTEAD:
             made.instead(option, INSTEAD[option])
         elif option not in HANDLED or value not in (None, False):
-            made.unknown[option] = str(value)
+            made.unknown[option] = plain_text(value)
     return made
 
 
@@ -156,7 +159,7 @@ def _schedule(made: Translation, arguments: Mapping[str, Any]) -> None:
     if isinstance(peak, int | float) and peak > 0 and isinstance(low, int | float):
         made.put("min_lr", "optimizer.final_learning_rate_ratio", low / peak)
     style = arguments.get("lr_decay_style", "linear")
-    if style in _DECAYS:
+    if isinstance(style, str) and style in _DECAYS:
         made.put("lr_decay_style", "optimizer.decay", _DECAYS[style])
     else:
         made.put("lr_decay_style", "optimizer.decay", "cosine")

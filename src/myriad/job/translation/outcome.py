@@ -13,7 +13,7 @@ from myriad.config import dump_toml
 from myriad.errors import BadInputError
 from myriad.job import Job
 
-__all__ = ["Translation"]
+__all__ = ["Translation", "plain_text"]
 
 
 @dataclass
@@ -92,7 +92,15 @@ def _line(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
+def plain_text(value: object) -> str:
+    """Return a value as text, also if it is too large or nested too deep to be written."""
+    try:
+        return str(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__}"
+
+
 def _plain(value: object) -> str:
     """Return a value as one printable line of about 100 characters at most."""
-    text = _line(str(value))
+    text = _line(plain_text(value))
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -114,8 +114,10 @@ def read_evidence(path: Path) -> tuple[dict[str, Any], Rows]:
         head, rows = json.loads(lines[0]), [json.loads(line) for line in lines[1:]]
         fields = list(map(str, head["fields"]))
         values = np.array([[row[0] * 1e9, *row[1:]] for row in rows], np.float64).reshape(-1, len(fields))
-    except (IndexError, KeyError, TypeError, RecursionError) as error:
+    except (IndexError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{path} is not of this format: {error}") from None
+    if not (np.abs(values) < 2**62).all():  # false for NaN as well
+        raise ValueError(f"{path} is not of this format: it has a value beyond 2**62")
     return head, Rows(tuple(_links(fields)), values.astype(np.int64))
 
 

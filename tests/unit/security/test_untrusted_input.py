@@ -1,0 +1,141 @@
+"""If these fail, a file or a message from someone else ends a command in a traceback, makes it hang, or
+takes memory for what a header claims. `benchmarks/security/fuzz.py` does the same with millions of inputs."""
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from decoders import (
+    TARGETS,
+    Target,
+    check,
+)
+from mutations import mutate
+from myriad.errors import BadInputError
+
+BY_NAME = {target.name: target for target in TARGETS}
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_examples_are_read(target: Target) -> None:
+    read = [check(target, example) for example in target.examples()]
+    assert all(read) == target.examples_are_read
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_changed_input_is_read_or_refused_in_one_line(target: Target) -> None:
+    examples = list(target.examples())
+
+    @settings(max_examples=60 if target.slow else 200, suppress_health_check=list(HealthCheck))
+    @given(st.integers(0, 2**32 - 1))
+    def decode(seed: int) -> None:
+        draw = Random(seed)
+        data = mutate(draw.choice(examples), target.codec, draw)
+        check(target, data if draw.random() < 0.7 else mutate(data, target.codec, draw))
+
+    decode()
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize(
+    "data", [b"", b"\0", b"[" * 20_000, b'{"a":' * 20_000, b"\xff\xfe", b"9" * 6000], ids=len
+)
+def test_input_of_another_kind_is_read_or_refused_in_one_line(target: Target, data: bytes) -> None:
+    check(target, data)
+
+
+def changed(name: str, path: tuple[Any, ...], value: Any) -> bytes:
+    """Return the first example of a target with another value at a path."""
+    codec = BY_NAME[name].codec
+    tree = json.loads(json.dumps(codec.load(BY_NAME[name].examples()[0])))
+    inner = tree
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return codec.dump(tree)
+
+
+MANIFEST, LOADED, DCP, INDEX = (
+    "checkpoint: manifest",
+    "checkpoint: verify, list, load",
+    "DCP: .metadata",
+    "corpus: index",
+)
+HF, MEGATRON, SPARE = "Hugging Face: index", "Megatron-LM: arguments", ("tensors", "spare")
+FOUND = [
+    (LOADED, SPARE, {"shape": [2**40], "dtype": "float32"}),  # allocated before it was known to be absent
+    (LOADED, SPARE, {"shape": [2**70], "dtype": "float32"}),
+    (LOADED, SPARE, {"shape": [0], "dtype": "load"}),  # an attribute of torch
+    (LOADED, SPARE, {}),
+    (LOADED, ("time",), float("nan")),  # the list shows it as a date
+    (LOADED, ("time",), 1e300),
+    (LOADED, ("files", "__0_0.distcp", "chunks", 1, "start"), 0),  # verified in order, loaded by offset
+    (DCP, ("tensors", "w", "size"), 7),
+    (DCP, ("tensors", "w", "size"), [2.5, 2]),
+    (DCP, ("tensors", "w", "size"), [2**40, 2**40]),
+    (DCP, ("tensors", "w", "chunks"), "x"),
+    (DCP, ("tensors", "w", "chunks", 0, "offsets"), ["0", 0]),
+    (DCP, ("tensors", "w", "chunks", 0, "sizes"), None),
+    (DCP, ("places", 0, "length"), float("nan")),
+    (DCP, ("places", 0, "at"), [0]),
+    (DCP, ("places", 0, "file"), "x" * 300),
+    (DCP, ("places", 0, "file"), "a\0b"),
+    (HF, ("weight_map", "lm_head.weight"), "x" * 300),
+    ("Hugging Face: config.json", ("\nrope",), 2),
+    (INDEX, ("documents",), [0, 2, 2]),  # an empty last document
+    ("corpus: manifest", ("shards", 0, "tokens"), -1),
+    ("tokenizer.json", ("model", "vocab"), {"A": 0}),  # the unknown token has no number
+    ("job file", ("a\nb",), 2),
+    ("cluster file", ("\u2028",), 2),
+    ("fault scenario", ("soak",), {"minutes": 1e300, "faults_per_minute": 1e300}),
+    ("fault mix", ("days",), 5e-324),
+    (MEGATRON, ("lr",), 10**400),
+    (MEGATRON, ("lr",), 5e-324),
+    (MEGATRON, ("lr_decay_style",), ["cosine"]),
+    (MEGATRON, ("data_path",), [10**400, "a", 1, "b"]),
+    ("DeepSpeed: JSON", ("fp16", "loss_scale_window"), 10**400),
+    ("DeepSpeed: JSON", ("fp16", "min_loss_scale"), float("nan")),
+    ("link counters", (1, 2), 10**400),
+    ("link counters", (1, 2), float("nan")),
+]
+
+
+@pytest.mark.parametrize(("name", "path", "value"), FOUND)
+def test_values_that_once_ended_in_a_traceback(name: str, path: tuple[Any, ...], value: Any) -> None:
+    check(BY_NAME[name], changed(name, path, value))
+
+
+def test_files_that_once_ended_in_a_traceback() -> None:
+    check(BY_NAME["corpus: manifest"], b'["text"]')
+    archive = bytearray(BY_NAME["torch.save archive"].examples()[0])
+    place = archive.index(b"PK\x01\x02")
+    archive[place + 6] = 127  # a version of zip to come
+    check(BY_NAME["torch.save archive"], bytes(archive))
+
+
+def test_metadata_takes_no_memory_or_time_beyond_its_size() -> None:
+    """A large number of an entry, a large size of a byte array, a key of exponential time, a class."""
+    metadata = BY_NAME[DCP].examples()[0]
+    twice = b"\x86".join([b")"] + [b"q\x00h\x00"] * 60) + b"\x86"
+    for pickled in (
+        b"\x80\x04N" + b"r\xff\xff\xff\x7f" + b".",
+        b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b".",
+        b"\x80\x04}" + twice + b"Ns.",
+        b"\x80\x04}(" + twice + b"Nu.",
+        b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n}X\x01\x00\x00\x00aNsb.",
+    ):
+        assert not check(BY_NAME[DCP], pickled)
+    assert check(BY_NAME[DCP], metadata)
+
+
+def test_an_error_is_one_short_line_whatever_it_names() -> None:
+    deep: Any = 1
+    for _ in range(100_000):
+        deep = [deep]
+    for value in ("x" * 10**6, 10**6000, deep, "a\nb\x1b"):
+        text = str(BadInputError("key\n\x1b[2J", value, "must be\nshort"))
+        assert text.isprintable() and len(text) < 600
