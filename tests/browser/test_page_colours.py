@@ -9,7 +9,7 @@ import pytest
 from played_runs import Watch
 from seen_colours import EYES, lightness, seen_apart
 
-from myriad.reports.charts import ledger_chart, step_loss_colours
+from myriad.reports.charts import colours, ledger_chart
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -67,7 +67,7 @@ def palettes(browser: Any, slow: Watch) -> dict[str, Any]:
         page = context.new_page()
         page.goto(f"{slow.address}/?token={slow.token}")
         page.wait_for_url(f"{slow.address}/")
-        names = [*LOSSES.values(), *step_loss_colours.COLOURS.keys() - LOSSES, *ledger_chart.COLOURS]
+        names = [*LOSSES.values(), *colours.COLOURS.keys() - LOSSES, *ledger_chart.COLOURS]
         found: dict[str, Any] = page.evaluate(PALETTES, [names, STEPS])
         return found
 
@@ -84,13 +84,13 @@ def closest(colours: dict[str, str], pairs: Iterable[tuple[str, str]] | None = N
 
 def test_no_two_kinds_of_time_look_alike_to_colour_blind_eyes(palettes: dict[str, Any]) -> None:
     classes = palettes["classes"]
-    losses = {name: classes[LOSSES.get(name, name)] for name in step_loss_colours.COLOURS}
-    assert losses == step_loss_colours.COLOURS, "the terminal, the report and the page have the same"
+    losses = {name: classes[LOSSES.get(name, name)] for name in colours.COLOURS}
+    assert losses == colours.COLOURS, "the terminal, the report and the page have the same"
     ledger = {name: classes[name] for name in ledger_chart.COLOURS}
     assert ledger == ledger_chart.COLOURS
     assert closest(palettes["spans"]) == []
     assert closest(ledger) == []
-    assert closest(losses | {"MFU": step_loss_colours.USEFUL}) == []
+    assert closest(losses | {"MFU": colours.USEFUL}) == []
 
 
 def test_heat_map_colours_are_distinguishable_with_colour_blindness(palettes: dict[str, Any]) -> None:

@@ -178,7 +178,7 @@ def _show_classes(facts: "Facts", console: "Console") -> None:
 
 def _show_steps(view: "RunView", console: "Console") -> None:
     """Print the losses of the newest steps and the slow ranks."""
-    from myriad.reports.charts.step_loss_colours import MEANING
+    from myriad.reports.charts.colours import MEANING
 
     found = view.findings
     losses = found.losses

@@ -1,15 +1,32 @@
-"""The interface between the runtime and the optimizers."""
+"""The interface between the runtime and the optimizers, and LAMB, the optimizer that needs norms of
+parameters.
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+LAMB (You et al. 2019, arXiv 1904.00962, algorithm 2), correct when parameters are sharded:
+
+    r = m^ / (sqrt(v^) + epsilon)        Adam's direction, both moments with bias correction
+    u = r + weight_decay x w
+    w = w - learning_rate x |w| / |u| x u      norms over the whole parameter; 1 where either is zero
+
+Norms and biases (regions without weight decay) use plain Adam, as in the reference implementations. The
+norms need every rank that holds a part: one call of ``reduce_table`` for all parameters, between two
+passes over the memory. ``u`` is stored in the gradients' memory, so nothing of the parameters' size is
+allocated. On a GPU the first pass is one kernel that also computes the norms, and the second takes its
+rates from the device: the host waits for neither.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from myriad.kernels.config import Kernels
 from myriad.optim.config import OptimizerConfig
-from myriad.optim.lamb import Lamb
-from myriad.optim.moments import AdamW
+from myriad.optim.moments import AdamW, Moments
+from myriad.optim.parameter_norms import Runs, add_runs, sums_of_squares
 from myriad.optim.region import Region
+
+if TYPE_CHECKING:
+    from myriad.kernels.triton.optimizer_kernels import Blocks
 
 __all__ = ["Optimizer", "build_optimizer"]
 
@@ -66,5 +83,111 @@ def build_optimizer(
     """
     assert regions, "a rank that holds nothing passes one empty region, which says on which device"
     if config.name == "lamb":
-        return Lamb(config, regions, num_parameters, reduce_table, kernels)
+        return _Lamb(config, regions, num_parameters, reduce_table, kernels)
     return AdamW(config, regions, kernels)
+
+
+_BLOCK = {"cpu": 2**18, "cuda": 2**24}
+"""Elements at a time: what fits in cache on a CPU, and what fully uses a GPU."""
+
+
+class _Lamb(Moments):
+    """Update regions with LAMB, which scales Adam's step by each parameter's trust ratio."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        regions: Sequence[Region],
+        num_parameters: int,
+        reduce_table: Callable[[torch.Tensor], torch.Tensor],
+        kernels: Kernels = "auto",
+    ) -> None:
+        super().__init__(config, regions, kernels)
+        self._num_parameters, self._reduce_table = num_parameters, reduce_table
+        self._ratios: torch.Tensor | list[float] = []
+        """Trust ratio of each parameter, in the current step."""
+        self._blocks: dict[int, tuple[Blocks, Runs]] = {}
+        """Blocks of each region with weight decay, for Triton's kernels."""
+
+    def begin(self, learning_rate: float, gradient_scale: float) -> None:
+        """Write ``u`` of every region with weight decay over its gradients, and reduce the norms."""
+        super().begin(learning_rate, gradient_scale)
+        decayed = [i for i, region in enumerate(self.regions) if region.decays and region.values.numel()]
+        if self.in_triton:
+            self._ratios = self._ratios_of(self._update_in_triton(decayed))
+            return
+        for index in decayed:
+            self._write_update(index)
+        self._ratios = self._ratios_of(self._squares(decayed)).tolist()
+
+    def update(self, indices: Sequence[int], stays: torch.Tensor | None = None) -> None:
+        """Update the values of these regions."""
+        assert stays is None, "`begin` has read all gradients: whoever calls knows that they are finite"
+        self.move_in_place(indices, decays=False)
+        if isinstance(self._ratios, torch.Tensor):
+            self._apply_in_triton(indices, self._ratios)
+            return
+        for region in (self.regions[index] for index in indices if self.regions[index].decays):
+            for piece in region.pieces:
+                part = slice(piece.start, piece.stop)
+                rate = -self.learning_rate * self._ratios[piece.parameter]
+                region.values[part].add_(region.gradients[part], alpha=rate)
+
+    def _write_update(self, index: int) -> None:
+        """Write ``u`` of one region over its gradients."""
+        region = self.regions[index]
+        for part in _blocks(region.values):
+            # from zero, with a rate of -1 and no decay, the kernel returns Adam's direction itself
+            direction = torch.zeros_like(region.values[part])
+            self.move([direction], [(index, part)], learning_rate=-1.0, weight_decay=0.0)
+            decay = self.config.weight_decay
+            torch.add(direction, region.values[part], alpha=decay, out=region.gradients[part])
+
+    def _squares(self, indices: Sequence[int]) -> torch.Tensor:
+        """Return ``[num_parameters, 2]`` float64: sums of squares of the values and of ``u`` that this
+        rank holds."""
+        regions = [self.regions[index] for index in indices] or [_empty_like(self.regions[0])]
+        pieces = [region.pieces for region in regions]
+        values = sums_of_squares([region.values for region in regions], pieces, self._num_parameters)
+        updates = sums_of_squares([region.gradients for region in regions], pieces, self._num_parameters)
+        return torch.stack((values, updates), 1)
+
+    def _ratios_of(self, squares: torch.Tensor) -> torch.Tensor:
+        """Return ``|w| / |u|`` of every parameter; 1 where either is zero."""
+        table = self._reduce_table(squares).sqrt()
+        return torch.where((table > 0).all(1), table[:, 0] / table[:, 1], 1.0)
+
+    def _update_in_triton(self, indices: Sequence[int]) -> torch.Tensor:
+        """Write ``u`` over the gradients of these regions, and return the squares."""
+        from myriad.kernels.triton.optimizer_kernels import cut_blocks, lamb_update
+
+        device = self.regions[0].values.device
+        table = torch.zeros(self._num_parameters, 2, dtype=torch.float64, device=device)
+        for index in indices:
+            region = self.regions[index]
+            if index not in self._blocks:
+                pieces = [(piece.parameter, piece.start, piece.stop) for piece in region.pieces]
+                cut = cut_blocks(pieces, device)
+                self._blocks[index] = cut, Runs.on(device, cut.runs)
+            (blocks, runs), moments = self._blocks[index], (self.exp_avg[index], self.exp_avg_sq[index])
+            coefficients = self.coefficients(decays=True)
+            squares = lamb_update(region.values, region.gradients, *moments, blocks, coefficients)
+            add_runs(table, runs, squares.double())
+        return table
+
+    def _apply_in_triton(self, indices: Sequence[int], ratios: torch.Tensor) -> None:
+        from myriad.kernels.triton.optimizer_kernels import lamb_move
+
+        rates = (ratios * self.learning_rate).float()
+        for index in indices:
+            if cut := self._blocks.get(index):
+                lamb_move(self.regions[index].values, self.regions[index].gradients, cut[0], rates)
+
+
+def _blocks(flat: torch.Tensor) -> Iterator[slice]:
+    size = _BLOCK[flat.device.type]
+    yield from (slice(start, start + size) for start in range(0, flat.numel(), size))
+
+
+def _empty_like(region: Region) -> Region:
+    return Region(region.values[:0], region.gradients[:0], True, ())

@@ -34,8 +34,8 @@ from torch.autograd import profiler as autograd_profiler
 
 from myriad.telemetry.progress.progress_page import PROGRESS, ProgressRow
 from myriad.telemetry.span_io.span_ring import SpanRing
-from myriad.telemetry.traces.chrome_trace import SpanLane
 from myriad.telemetry.traces.trace_files import pack_profile, trace_path, write_bounded
+from myriad.telemetry.traces.trace_formats import SpanLane
 from myriad.telemetry.traces.trace_request import Outcome, TraceAnswerWord, TraceWord
 
 __all__ = ["Tracer", "flight_recorder"]

@@ -66,7 +66,9 @@ def test_a_step_computes_on_the_gpu_alone(counted: dict[str, dict[str, Any]], na
 def test_the_host_waits_for_the_device_once_a_step(counted: dict[str, dict[str, Any]], name: str) -> None:
     at_clip = {"tolist in parallel/optimizer_step.py:sum_over_world": 1}
     if STEPS[name].kernels == "plain" and STEPS[name].optimizer.name == "lamb":
-        at_clip["tolist in optim/lamb.py:begin"] = 1  # its ratios, which Triton's kernel reads on the device
+        at_clip["tolist in optim/optimizer.py:begin"] = (
+            1  # its ratios, which Triton's kernel reads on the device
+        )
     assert counted[name].get("waits") == at_clip
     assert counted[name].get("validation_waits") == {"tolist in parallel/optimizer_step.py:sum_over_world": 1}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from myriad.supervise.agent.link_state import LinkStateReader, chosen_interfaces, rdma_ports
+from myriad.supervise.agent.node_facts import LinkStateReader, chosen_interfaces, rdma_ports
 from myriad.supervise.observations import LinkStatus
 from myriad.telemetry.links.netlink import Kernel, LinkCounters, parse_link
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from myriad.cli.trace_command import parse_ranks
+from myriad.cli.span_commands import parse_ranks
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.run import Run

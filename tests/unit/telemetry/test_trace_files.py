@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from myriad.telemetry.progress.progress_page import PROGRESS, ProgressPage, own_row
 from myriad.telemetry.span_io.span_ring import SpanRing
 from myriad.telemetry.spans import Recorder
-from myriad.telemetry.traces.chrome_trace import SpanLane
 from myriad.telemetry.traces.trace_files import pack_profile, trace_path, write_bounded
+from myriad.telemetry.traces.trace_formats import SpanLane
 from myriad.telemetry.traces.trace_request import TraceAnswerWord, TraceWord
 
 BASE_NS = 1_700_000_000 * 10**9

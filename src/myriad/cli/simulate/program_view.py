@@ -26,7 +26,7 @@ from myriad.cli.output_files import write_picture
 from myriad.program.actions import COMPUTE, Action, Kind, Program
 from myriad.program.checker import ProgramCost
 from myriad.program.timeline import ActionSpan, Timeline
-from myriad.reports.charts.action_colours import KIND_NAMES, box_colour, ink_colour
+from myriad.reports.charts.colours import KIND_NAMES, box_colour, ink_colour
 from myriad.reports.charts.svg import IDLE, INK, box, document, round_step, rule, text
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myriad.dashboard.node_measurements import gpu_sentence
-from myriad.reports.charts.step_loss_colours import COLOURS, USEFUL
+from myriad.reports.charts.colours import COLOURS, USEFUL
 from myriad.run.event_text import event_text
 from myriad.run.run_lines import loss_scale_text, missing_lines_text
 from myriad.units import format_bytes, format_count, format_number, format_ranks, format_seconds

@@ -26,8 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.dashboard.insight.nesting import Nested, nested
-from myriad.dashboard.store.name_table import NameTable
-from myriad.dashboard.store.step_block import COLUMNS, Columns, StepBlock
+from myriad.dashboard.store.step_block import COLUMNS, Columns, NameTable, StepBlock
 from myriad.telemetry.span_io.span_batch import BatchError, SpanBatch
 from myriad.telemetry.span_io.span_records import RECORD, Records
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from myriad.reports.charts.step_loss_colours import COLOURS, MEANING, USEFUL
+from myriad.reports.charts.colours import COLOURS, MEANING, USEFUL
 from myriad.reports.charts.svg import box, text
 from myriad.reports.run_report.report_page import html_table
 from myriad.units import format_number

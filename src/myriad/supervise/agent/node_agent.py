@@ -29,9 +29,8 @@ from myriad.supervise.agent.device_monitor import DeviceMonitor
 from myriad.supervise.agent.examination import Examination
 from myriad.supervise.agent.fork_server import DUMP_SIGNAL, ForkServer
 from myriad.supervise.agent.link_monitor import CounterLog, LinkMonitor
-from myriad.supervise.agent.link_state import LinkStateReader
 from myriad.supervise.agent.log_monitor import LogMonitor
-from myriad.supervise.agent.node_facts import node_facts
+from myriad.supervise.agent.node_facts import LinkStateReader, node_facts
 from myriad.supervise.agent.rank_processes import NodeSpans, RankProcesses
 from myriad.supervise.agent.rank_traces import TraceRunner
 from myriad.supervise.authenticated_link import AuthenticatedLink

@@ -1,4 +1,6 @@
-"""``myriad spans``: SQL over the spans of a run, and traces for other tools."""
+"""``myriad trace`` and ``myriad spans``: profile ranks of a running job, and query or export the spans of a
+run.
+"""
 
 import csv as csv_format
 import json as json_format
@@ -10,18 +12,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from myriad.cli.run_argument import existing_run
 from myriad.errors import BadInputError
+from myriad.telemetry.traces.trace_request import What
 from myriad.units import parse_bytes, parse_ranges
 
 if TYPE_CHECKING:
+    from myriad.run import Run
+    from myriad.supervise.messages import TraceAnswer
     from myriad.telemetry.span_io.span_query import Answer, SpanQueries
 
-__all__ = ["register"]
+__all__ = ["register", "trace"]
 
 _MAX_SHOWN = 1000
 _MAX_RANKS = 100_000
@@ -55,6 +60,7 @@ _Ranks = Annotated[str | None, typer.Option(metavar="LIST", help="Ranks to expor
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
+    app.command("trace")(trace)
     app.command("spans")(_spans)
 
 
@@ -210,8 +216,7 @@ def _export(
     from myriad.run import Run
     from myriad.telemetry.span_io.span_query import need_packages
     from myriad.telemetry.span_io.span_window import read_window
-    from myriad.telemetry.traces.chrome_trace import write_chrome_trace
-    from myriad.telemetry.traces.perfetto_trace import write_perfetto_trace
+    from myriad.telemetry.traces.trace_formats import write_chrome_trace, write_perfetto_trace
 
     key, ending = ("--chrome", "json") if is_chrome else ("--perfetto", "pftrace")
     if not re.search(rf"\.{ending}(\.gz)?$", out.name):
@@ -250,3 +255,104 @@ def _read_ranks(text: str | None) -> Sequence[int] | None:
     except ValueError:
         allowed = f"must be ranks and ranges of them, such as 0-7,12, below {_MAX_RANKS}"
         raise BadInputError("--ranks", text, allowed) from None
+
+
+_MOST_KEPT = 16
+_MOST_RANKS = 1_000_000
+"""Largest number of ranks in a list, for any run."""
+
+
+def trace(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.", show_default=False),
+    ],
+    ranks: Annotated[
+        str,
+        typer.Option(metavar="RANKS", help="Ranks to trace, such as 3,7 or 0-15, or all."),
+    ] = "0",
+    seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Duration, at most 60; a profile covers whole steps.")
+    ] = 5.0,
+    what: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="profile: operators; flight: collectives that the communication library remembers; stacks: "
+            "where each thread is, also of a rank that hangs or is stopped; network: the counters of the "
+            "links of these ranks' nodes, each 10 ms, and what was kept around anomalies, also of a run that "
+            "has ended.",
+        ),
+    ] = "profile",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Capture profiles, collectives, stacks or link counters of ranks while they train.
+
+    Files go to RUN/traces and RUN/counters. A profile slows its rank down and stops it briefly at the end;
+    the other ranks wait. Losses do not change.
+
+    Exit code: 0 done, 1 some traces are missing, 2 the run is not training, or bad input.
+    """
+    from myriad.run import Run
+    from myriad.supervise.driver_requests import request_trace
+    from myriad.supervise.messages import TraceAnswer
+
+    folder = Run(existing_run(run))
+    wanted, kept = _parse_ranks(ranks), _kept(folder) if what == "network" else []
+    try:
+        answer = request_trace(folder, wanted, seconds, _what(what))
+    except BadInputError as error:
+        if error.key != "RUN" or not kept:
+            raise
+        answer = TraceAnswer("", (), (), ())  # A run that has ended has only the counters that were kept.
+    if json:
+        answered = {"files": answer.files, "found": answer.found, "problems": answer.problems}
+        around = {"around": kept} if what == "network" else {}
+        typer.echo(json_format.dumps({"run": str(folder.path), "what": what, **answered, **around}))
+    else:
+        for one in kept:
+            typer.echo("\n  ".join(one["found"]))
+            typer.echo(f"  {one['file']}")
+        _show_answers(folder, answer)
+    if answer.problems:
+        raise typer.Exit(1)
+
+
+def _kept(run: "Run") -> list[dict[str, Any]]:
+    """Return the link counters that nodes kept around anomalies, newest last."""
+    from myriad.telemetry.links.link_evidence import describe_evidence, list_evidence
+
+    found = []
+    for one in list_evidence(run.counters_path / "around")[-_MOST_KEPT:]:
+        try:
+            words = describe_evidence(one.path)
+        except (OSError, ValueError) as error:
+            words = [str(error)]
+        found.append({"node": one.node, "why": one.why, "file": str(one.path), "found": words})
+    return found
+
+
+def _show_answers(run: "Run", answer: "TraceAnswer") -> None:
+    for line in answer.found:
+        typer.echo(line)
+    for name in answer.files:
+        typer.echo(run.path / name)
+    for line in answer.problems:
+        typer.echo(f"myriad: missing: {line}", err=True)
+
+
+def _what(given: str) -> What:
+    for what in get_args(What):
+        if given == what:
+            return what
+    raise BadInputError("--what", given, f"one of {', '.join(get_args(What))}")
+
+
+def _parse_ranks(text: str) -> list[int]:
+    """Parse ``3,7`` or ``0-15,20``; the result is empty for ``all``. Raises `BadInputError`."""
+    if text == "all":
+        return []
+    try:
+        return list(dict.fromkeys(chain(*parse_ranges(text, _MOST_RANKS))))
+    except ValueError:
+        raise BadInputError("--ranks", text, "numbers of ranks, as in 3,7 or 0-15; or all") from None
