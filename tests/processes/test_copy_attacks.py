@@ -32,7 +32,7 @@ def client(tmp_path: Path) -> Iterator[SnapshotClient]:
         {
             "events": str(tmp_path / "events.jsonl"), "linger_seconds": 0, "url": str(tmp_path / "there"),
             "keep": 2, "max_age_seconds": None, "alarm_after": 3, "node": 0, "token": TOKEN, "target_of": {},
-            "nodes": [["", 0]], "moved": False, "constant": constant_manifest([[]], {}),
+            "nodes": [["", 0]], "moved": False, "encrypt": False, "constant": constant_manifest([[]], {}),
         },
         {},
     )  # fmt: skip
@@ -89,6 +89,22 @@ def test_no_attack_on_an_authenticated_connection_is_answered(client: SnapshotCl
                 answers += 1
         assert answers == count, name
         channel.close()
+    client.check()
+
+
+def test_with_tls_none_but_a_peer_with_the_secret_is_answered(client: SnapshotClient) -> None:
+    plain = client.port(HOST)
+    port = client.port(HOST, encrypts=True)
+    assert port != plain
+    _, channel = connect(port)
+    channel.connect(PROTOCOL, TOKEN.encode(), encrypts=True)
+    channel.send(STEPS)
+    assert channel.receive()[0] == {"steps": []}
+    channel.close()
+    for secret, encrypts in ((TOKEN, False), (secrets.token_hex(16), True)):
+        _, channel = connect(port)
+        with pytest.raises(Closed):
+            channel.connect(PROTOCOL, secret.encode(), encrypts=encrypts)
     client.check()
 
 

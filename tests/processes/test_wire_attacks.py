@@ -64,10 +64,10 @@ ATTACKS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 }
 
 
-@pytest.fixture
-def driver(tmp_path: Path) -> Iterator[tuple[Run, subprocess.Popen[bytes]]]:
+@pytest.fixture(params=[(), ("--encrypt",)], ids=["plain", "TLS"])
+def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Run, subprocess.Popen[bytes]]]:
     Journal(tmp_path / "journal.jsonl").begin(RunPlan(1, 1, first_epoch=1))
-    command = [sys.executable, "-m", "myriad.supervise.driver.driver", str(tmp_path)]
+    command = [sys.executable, "-m", "myriad.supervise.driver.driver", str(tmp_path), *request.param]
     with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         deadline = time.monotonic() + SECONDS
         while not (tmp_path / "driver.json").exists():
@@ -80,7 +80,9 @@ def driver(tmp_path: Path) -> Iterator[tuple[Run, subprocess.Popen[bytes]]]:
 async def _connect(run: Run, secret: bytes | None = None) -> Captured:
     address = read_address(run.path)
     captured = Captured(*await asyncio.open_connection(address["host"], address["port"]))
-    await captured.link.connect(run_secret(run.path / "secret") if secret is None else secret)
+    secret = run_secret(run.path / "secret") if secret is None else secret
+    await captured.link.connect(secret, encrypts=address.get("encrypt") is True)
+    captured.put = captured.writer.write
     return captured
 
 

@@ -94,6 +94,8 @@ class SessionSettings:
     compares: bool = False
     """Whether replicas are compared. If so, the newest trusted snapshot is kept
     (`CheckpointSession.trust`)."""
+    encrypts: bool = False
+    """Whether copies of snapshots between nodes are encrypted."""
     start: StartServer = start_snapshot_server
     """Starts the snapshot server of the node."""
 
@@ -226,8 +228,9 @@ class CheckpointSession:
             self._client.reconnect()
             memory = self._join()
         addresses = rank_addresses(world) if several else [""] * len(shards_of_rank)
-        listens = several and self._first
-        ports = world.gather(self._client.port(addresses[world.rank]) if listens else 0, int)
+        listens, encrypts = several and self._first, self._settings.encrypts
+        port = self._client.port(addresses[world.rank], encrypts=encrypts) if listens else 0
+        ports = world.gather(port, int)
         token = world.from_first(new_token(), str)
         if self._first:
             firsts = [ranks[0] for ranks in world.ranks_of_node]
@@ -255,7 +258,9 @@ class CheckpointSession:
             message, files = self._configuration
             node = self._world.node
             if several := len(self._world.ranks_of_node) > 1:
-                message["nodes"][node][1] = self._client.port(*message["nodes"][node])
+                message["nodes"][node][1] = self._client.port(
+                    *message["nodes"][node], encrypts=self._settings.encrypts
+                )
             self._client.configure(message | {"moved": several}, files)
             why = self._client.why_killed or "died"
             problem = (
@@ -279,6 +284,7 @@ class CheckpointSession:
             "alarm_after": config.alarm_after,
             "node": world.node,
             "moved": False,
+            "encrypt": self._settings.encrypts,
             "target_of": targets if copies else {},
         }
 

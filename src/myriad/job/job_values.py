@@ -105,6 +105,10 @@ class ResilienceConfig(Config):
     listen: str = "127.0.0.1"
     """Address or HOST[:PORT] on which the driver listens. The default, loopback, accepts only this
     machine."""
+    encrypt: bool = False
+    """Encrypt the connections between the driver and the nodes, and copies of snapshots between nodes, with
+    TLS 1.3: for networks whose hosts may not read weights. Copies take more processor time. Connections are
+    authenticated either way; the store and the ranks' own connections are not encrypted."""
     journal: str = "file"
     """Where the driver records its decisions. file: RUN/journal.jsonl. redis[s]://[USER@]HOST:PORT[/DB]:
     there as well, with a lease that lets a standby driver take over (`myriad train RUN --standby`). The

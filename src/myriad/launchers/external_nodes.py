@@ -20,7 +20,7 @@ from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.launchers.launcher import Observer, Outcome
 from myriad.launchers.metric_loggers import Loggers
-from myriad.launchers.run_start import alarm_options, answered, driver_options, open_lease
+from myriad.launchers.run_start import alarm_options, answered, driver_options, link_options, open_lease
 from myriad.launchers.supervised_run import supervise, supervise_run
 from myriad.run import Run
 from myriad.supervise.driver_address import check_listen
@@ -54,7 +54,7 @@ def stand_by(run: Run, job: Job, observer: Observer | None = None) -> Outcome | 
     ``job`` has the address on which this machine listens. Raises `RunFailedError`."""
     how = job.resilience
     options = [*driver_options(open_lease(run.path, how), how), "--listen", how.listen]
-    options += alarm_options(job.alerts)
+    options += [*link_options(how), *alarm_options(job.alerts)]
     name = f"driver-{socket.gethostname()}"
     with run.shared_as_folder(), Loggers(run, job.telemetry.loggers) as loggers:
         return supervise(

@@ -22,7 +22,7 @@ from myriad.wire.run_secret import secret_place
 if TYPE_CHECKING:
     from myriad.supervise.driver.redis_lease import RedisLease
 
-__all__ = ["alarm_options", "begin_journal", "check_journal", "driver_options", "open_lease"]
+__all__ = ["alarm_options", "begin_journal", "check_journal", "driver_options", "link_options", "open_lease"]
 
 _KEY = "resilience.journal"
 _POLL_SECONDS = 0.2
@@ -105,6 +105,11 @@ def _begin(journal: Journal, plan: RunPlan, term: int = 0) -> Record:
 def driver_options(lease: "RedisLease", how: ResilienceConfig) -> list[str]:
     """Return the options with which the drivers of one launcher share its lease."""
     return ["--journal", how.journal, "--owner", lease.owner, "--lease-seconds", str(lease.seconds)]
+
+
+def link_options(how: ResilienceConfig) -> list[str]:
+    """Return the driver's options that encrypt its connections."""
+    return ["--encrypt"] if how.encrypt else []
 
 
 def alarm_options(alerts: AlertsConfig) -> list[str]:

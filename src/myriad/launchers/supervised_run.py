@@ -24,7 +24,7 @@ from myriad.errors import RunFailedError
 from myriad.job import SPIKE_STEPS_AFTER, SPIKE_STEPS_BEFORE, Job
 from myriad.launchers.launcher import Launcher, Observer, Outcome
 from myriad.launchers.metric_loggers import logged
-from myriad.launchers.run_start import alarm_options, begin_journal
+from myriad.launchers.run_start import alarm_options, begin_journal, link_options
 from myriad.launchers.supervised_process import SupervisedProcess, of_module
 from myriad.run import Run
 from myriad.supervise.driver.journal import Journal
@@ -95,7 +95,7 @@ def supervise_run(
         fewer=fewer,
     )
     run_secret(run.path / "secret")
-    options = [*begin_journal(run, how, plan), *alarm_options(job.alerts)]
+    options = [*begin_journal(run, how, plan), *link_options(how), *alarm_options(job.alerts)]
     (run.path / "driver.json").unlink(missing_ok=True)
     with logged(run, job.telemetry.loggers):
         ended = supervise(run, engine, how.timeout_scale, options, observer)

@@ -14,6 +14,7 @@ from typing import Any
 from myriad.wire.framing import Refused
 from myriad.wire.message_codec import decode, encode
 from myriad.wire.stream_channel import StreamChannel
+from myriad.wire.tls import tls_identity
 
 __all__ = ["MAX_BYTES", "MAX_UNREAD_BYTES", "AuthenticatedLink", "read_message", "write_message"]
 
@@ -29,13 +30,13 @@ class AuthenticatedLink:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.channel = StreamChannel(reader, writer, most_bytes=MAX_BYTES, most_unread_bytes=MAX_UNREAD_BYTES)
 
-    async def accept(self, secret: bytes) -> None:
+    async def accept(self, secret: bytes, *, encrypts: bool = False) -> None:
         """Authenticate as the driver. Raises `Refused`, ``OSError``."""
-        await self.channel.accept(_PROTOCOL, [secret])
+        await self.channel.accept(_PROTOCOL, [secret], tls_identity() if encrypts else None)
 
-    async def connect(self, secret: bytes) -> None:
+    async def connect(self, secret: bytes, *, encrypts: bool = False) -> None:
         """Authenticate as an agent, or as a person's command. Raises `Refused`, ``OSError``."""
-        await self.channel.connect(_PROTOCOL, secret)
+        await self.channel.connect(_PROTOCOL, secret, encrypts=encrypts)
 
     def send(self, message: Any) -> None:
         """Send a dataclass, without waiting."""

@@ -195,7 +195,7 @@ class DriverConnection:
             patience_ms = int((silent - _BEAT_SECONDS) * 1000)
             connection = writer.get_extra_info("socket")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
-            await link.connect(run_secret(self._run / "secret"))
+            await link.connect(run_secret(self._run / "secret"), encrypts=address.get("encrypt") is True)
             self.host, self._silent_seconds = writer.get_extra_info("sockname")[0], silent
             self.interface = interface_of(self.host)
             self._alone_seconds = float(address.get("alone_seconds", silent))

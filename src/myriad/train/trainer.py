@@ -125,6 +125,7 @@ class Trainer:
             log=run.logs_path / f"keeper-{self.place.rank}.log",
             job=dump_toml(job),
             compares=job.compares_replicas,
+            encrypts=job.resilience.encrypt,
             start=ServerThread if self._in_process else start_snapshot_server,
         )
         together = self.groups.on_host("checkpoints")

@@ -12,6 +12,7 @@ import array
 import json
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -30,6 +31,7 @@ from myriad.wire.handshake import (
     SessionCodes,
 )
 from myriad.wire.pending_connections import AUTHENTICATION_SECONDS
+from myriad.wire.tls import TlsIdentity, connector_context, peer_fingerprint
 
 __all__ = ["Closed", "Message", "SocketChannel"]
 
@@ -65,13 +67,19 @@ class SocketChannel:
     # Authentication
 
     def accept(
-        self, protocol: str, secrets: Iterable[bytes], seconds: float = AUTHENTICATION_SECONDS
+        self,
+        protocol: str,
+        secrets: Iterable[bytes],
+        seconds: float = AUTHENTICATION_SECONDS,
+        tls: TlsIdentity | None = None,
     ) -> None:
         """Authenticate as the end that listened; the peer must prove one of the secrets within ``seconds``.
-        Raises `Closed`, also for a peer without them."""
+        ``tls``: encrypt. Raises `Closed`, also for a peer without them."""
         with _Within(self, seconds):
-            handshake = ListenerHandshake(protocol, secrets)
+            handshake = ListenerHandshake(protocol, secrets, b"" if tls is None else tls.fingerprint)
             self._send_plain(FrameKind.CHALLENGE, handshake.challenge)
+            if tls is not None:
+                self._start_tls(tls.context, server_side=True)
             answer = self._receive_plain(FrameKind.ANSWER, ANSWER_BYTES)
             try:
                 proof, codes = handshake.accept(answer)
@@ -81,17 +89,33 @@ class SocketChannel:
             self._send_plain(FrameKind.PROOF, proof)
         self._codes = codes
 
-    def connect(self, protocol: str, secret: bytes, seconds: float = AUTHENTICATION_SECONDS) -> None:
-        """Authenticate as the end that connected, within ``seconds``. Raises `Closed`."""
+    def connect(
+        self, protocol: str, secret: bytes, seconds: float = AUTHENTICATION_SECONDS, *, encrypts: bool = False
+    ) -> None:
+        """Authenticate as the end that connected, within ``seconds``. ``encrypts``: whether the listener uses
+        TLS. Raises `Closed`."""
         with _Within(self, seconds):
-            handshake = ConnectorHandshake(protocol, secret)
-            answer = handshake.answer(self._receive_plain(FrameKind.CHALLENGE, NONCE_BYTES))
-            self._send_plain(FrameKind.ANSWER, answer)
+            challenge, certificate = self._receive_plain(FrameKind.CHALLENGE, NONCE_BYTES), b""
+            if encrypts:
+                certificate = peer_fingerprint(self._start_tls(connector_context(), server_side=False))
+            handshake = ConnectorHandshake(protocol, secret, certificate)
+            self._send_plain(FrameKind.ANSWER, handshake.answer(challenge))
             proof = self._receive_plain(FrameKind.PROOF, PROOF_BYTES)
             try:
                 self._codes = handshake.finish(proof)
             except Refused as error:
                 raise Closed(str(error)) from None
+
+    def _start_tls(self, context: ssl.SSLContext, *, server_side: bool) -> ssl.SSLSocket:
+        try:
+            wrapped = context.wrap_socket(
+                self._socket, server_side=server_side, do_handshake_on_connect=False
+            )
+            self._socket = wrapped  # so that `close` ends a handshake
+            wrapped.do_handshake()
+        except (OSError, ValueError) as error:  # ValueError: closed meanwhile
+            raise Closed(str(error)) from error
+        return wrapped
 
     def _send_plain(self, kind: FrameKind, body: bytes) -> None:
         try:
@@ -232,10 +256,14 @@ class SocketChannel:
         except (OSError, ValueError):  # closed at this end
             return False
 
-    def close(self) -> None:
-        """Close the connection. A thread blocked in `receive` returns with an error."""
+    def shut_down(self) -> None:
+        """End the connection. A thread blocked in `receive` returns with an error."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection. A thread blocked in `receive` returns with an error."""
+        self.shut_down()
         self._socket.close()
 
     def _first(self, count: int) -> tuple[bytes, list[int]]:

@@ -26,6 +26,7 @@ from myriad.wire.handshake import (
     SessionCodes,
 )
 from myriad.wire.pending_connections import AUTHENTICATION_SECONDS
+from myriad.wire.tls import TlsIdentity, connector_context, peer_fingerprint
 
 __all__ = ["FrameReader", "StreamChannel"]
 
@@ -81,12 +82,14 @@ class StreamChannel:
         self._frames = FrameReader()
         self._sent: DirectionCodes | None = None
 
-    async def accept(self, protocol: str, secrets: Iterable[bytes]) -> None:
-        """Authenticate as the end that listened; the peer must prove one of the secrets. Raises `Refused`,
-        ``OSError``, also for a peer that sends nothing."""
+    async def accept(self, protocol: str, secrets: Iterable[bytes], tls: TlsIdentity | None = None) -> None:
+        """Authenticate as the end that listened; the peer must prove one of the secrets. ``tls``: encrypt.
+        Raises `Refused`, ``OSError``, also for a peer that sends nothing."""
         async with asyncio.timeout(AUTHENTICATION_SECONDS):
-            handshake = ListenerHandshake(protocol, secrets)
+            handshake = ListenerHandshake(protocol, secrets, b"" if tls is None else tls.fingerprint)
             self._write(FrameKind.CHALLENGE, handshake.challenge)
+            if tls is not None:  # the peer waits for the challenge, so none of its bytes is read before
+                await self._writer.start_tls(tls.context)
             answer = await self._next(FrameKind.ANSWER, ANSWER_BYTES)
             try:
                 proof, codes = handshake.accept(answer)
@@ -96,13 +99,16 @@ class StreamChannel:
             self._write(FrameKind.PROOF, proof)
         self._use(codes)
 
-    async def connect(self, protocol: str, secret: bytes) -> None:
-        """Authenticate as the end that connected. Raises `Refused`, ``OSError``."""
+    async def connect(self, protocol: str, secret: bytes, *, encrypts: bool = False) -> None:
+        """Authenticate as the end that connected. ``encrypts``: whether the listener uses TLS. Raises
+        `Refused`, ``OSError``."""
         async with asyncio.timeout(AUTHENTICATION_SECONDS):
-            handshake = ConnectorHandshake(protocol, secret)
-            self._write(
-                FrameKind.ANSWER, handshake.answer(await self._next(FrameKind.CHALLENGE, NONCE_BYTES))
-            )
+            challenge, certificate = await self._next(FrameKind.CHALLENGE, NONCE_BYTES), b""
+            if encrypts:
+                await self._writer.start_tls(connector_context())
+                certificate = peer_fingerprint(self._writer.get_extra_info("ssl_object"))
+            handshake = ConnectorHandshake(protocol, secret, certificate)
+            self._write(FrameKind.ANSWER, handshake.answer(challenge))
             codes = handshake.finish(await self._next(FrameKind.PROOF, PROOF_BYTES))
         self._use(codes)
 

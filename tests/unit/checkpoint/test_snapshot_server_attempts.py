@@ -86,8 +86,8 @@ def configure(node_server, attempt, folder, *others):
     message = {
         "events": str(folder / "events.jsonl"), "linger_seconds": 0, "url": str(folder / "checkpoints"),
         "keep": 2, "max_age_seconds": None, "alarm_after": 3, "node": 0, "token": "", "target_of": {},
-        "nodes": [["", 0], *(["127.0.0.1", port] for port in others)], "moved": False, "files": [],
-        "constant": constant_manifest([PIECES], {}),
+        "nodes": [["", 0], *(["127.0.0.1", port] for port in others)], "moved": False,
+        "encrypt": False, "files": [], "constant": constant_manifest([PIECES], {}),
     }  # fmt: skip
     node_server.configure(attempt, message, memoryview(b""))
 

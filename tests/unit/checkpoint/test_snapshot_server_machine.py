@@ -274,7 +274,7 @@ class Machine:
         message = {
             "events": str(self.events), "linger_seconds": 60.0, "url": HOME, "keep": 2,
             "max_age_seconds": None, "alarm_after": 3, "node": 0, "token": "t", "target_of": {},
-            "nodes": [["", 0]], "moved": False,
+            "nodes": [["", 0]], "moved": False, "encrypt": False,
             "constant": constant_manifest(PIECES, {}),
         }  # fmt: skip
         if self.first is not None:

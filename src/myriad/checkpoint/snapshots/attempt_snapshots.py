@@ -75,7 +75,9 @@ class AttemptSnapshots:
         """Set how to store and copy. The first rank of the node sends this message."""
         folder = CheckpointFolder(message["url"])
         targets = {int(rank): node for rank, node in message["target_of"].items()}
-        copies = PeerServers(message["nodes"], message["node"], message["token"], targets)
+        copies = PeerServers(
+            message["nodes"], message["node"], message["token"], targets, encrypts=message["encrypt"]
+        )
         if message["moved"]:
             host, port = message["nodes"][message["node"]]
             copies.request_all(self._order("moved", node=message["node"], host=host, port=port))

@@ -52,12 +52,19 @@ class PeerServers:
     """Connections of this node's snapshot server to those of the other nodes."""
 
     def __init__(
-        self, nodes: Sequence[Sequence[Any]], node: int, token: str, target_of: Mapping[int, int]
+        self,
+        nodes: Sequence[Sequence[Any]],
+        node: int,
+        token: str,
+        target_of: Mapping[int, int],
+        *,
+        encrypts: bool = False,
     ) -> None:
         """``nodes``: host and port of each server. ``token``: secret of the attempt. ``target_of``: node that
-        stores the copy of each rank."""
+        stores the copy of each rank. ``encrypts``: with TLS."""
         self._addresses: list[Address] = [(host, port) for host, port in nodes]
         self._node, self._token, self._target_of = node, token, dict(target_of)
+        self._encrypts = encrypts
         self._peer_connections = {
             (other, kind): _PeerConnection() for other in range(len(nodes)) for kind in _KINDS
         }
@@ -102,7 +109,7 @@ class PeerServers:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.wire, peer.address = SocketChannel(connection), address
         peer.wire.set_timeout(_ANSWER_SECONDS)
-        peer.wire.connect(PROTOCOL, self._token.encode(), _PROVE_SECONDS)
+        peer.wire.connect(PROTOCOL, self._token.encode(), _PROVE_SECONDS, encrypts=self._encrypts)
 
     def move(self, node: int, address: Address) -> None:
         """Set the address of a new server that replaced the one of ``node``. It has no copies yet."""

@@ -185,10 +185,10 @@ class SnapshotClient:
         sizes = [[name, len(content)] for name, content in files.items()]
         self._ask({"op": "configure", "files": sizes, **message}, b"".join(files.values()))
 
-    def port(self, host: str, wanted: int = 0) -> int:
+    def port(self, host: str, wanted: int = 0, *, encrypts: bool = False) -> int:
         """Return the port for other nodes' servers, on this node's address ``host``; ``wanted`` is the port
-        to use if it is free."""
-        return int(self._ask({"op": "port", "host": host, "wanted": wanted})[0]["port"])
+        to use if it is free; ``encrypts``: with TLS."""
+        return int(self._ask({"op": "port", "host": host, "wanted": wanted, "encrypt": encrypts})[0]["port"])
 
     def report_complete(self, slot: int, step: int, *, durable: bool, copies: bool) -> None:
         """Report a complete snapshot, without waiting for an answer."""

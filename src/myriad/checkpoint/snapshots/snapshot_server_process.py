@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from myriad.checkpoint.snapshots.snapshot_server import RANKS_CONNECTED, Snapsho
 from myriad.checkpoint.storage.folder_owner import acquire_folder
 from myriad.wire.pending_connections import PendingConnections
 from myriad.wire.socket_channel import Message, SocketChannel
+from myriad.wire.tls import tls_identity
 
 __all__ = ["ServerThread", "main"]
 
@@ -57,6 +57,7 @@ class _ServerSockets:
         self._tokens: set[str] = set()
         self._pending = PendingConnections(_MAX_UNAUTHENTICATED, _MAX_UNAUTHENTICATED)
         self._tcp: socket.socket | None = None
+        self._encrypts = False
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._unix.bind(f"\0{name}")
         self._unix.listen(512)
@@ -76,7 +77,7 @@ class _ServerSockets:
                 continue
             channel = SocketChannel(connection)
             if listener.family != socket.AF_UNIX:
-                self._pending.admit(channel, peer[0], partial(connection.shutdown, socket.SHUT_RDWR))
+                self._pending.admit(channel, peer[0], channel.shut_down)
             threading.Thread(target=self._guarded, args=(serve, channel), daemon=True).start()
 
     def _guarded(self, serve: Callable[[SocketChannel], None], wire: SocketChannel) -> None:
@@ -156,7 +157,7 @@ class _ServerSockets:
         elif op == "hello":
             wire.send({})
         elif op == "port":
-            wire.send({"port": self._port(message["host"], message["wanted"])})
+            wire.send({"port": self._port(message["host"], message["wanted"], message["encrypt"])})
         elif op == "claim":
             asked = message["url"], message["attempts_before"], message["seconds"], message.get("run")
             acquired = acquire_folder(*asked)
@@ -215,19 +216,19 @@ class _ServerSockets:
 
     # Requests of other snapshot servers
 
-    def _port(self, host: str, wanted: int) -> int:
+    def _port(self, host: str, wanted: int, encrypts: bool) -> int:
         """Return the TCP port, and listen on it first if needed.
 
         ``host``: this node's address, as other nodes reach it. ``wanted``: the port of the server before this
         one, which other nodes still use; 0: none. If several servers are replaced at the same time, none can
-        report a new port to the others."""
+        report a new port to the others. ``encrypts``: whether peers connect with TLS."""
         with self._lock:
-            if self._tcp is not None and self._tcp.getsockname()[0] != host:  # the node has a new address
+            if self._tcp is not None and (host, encrypts) != (self._tcp.getsockname()[0], self._encrypts):
                 self._tcp.shutdown(socket.SHUT_RDWR)  # ends its thread
                 self._tcp.close()
                 self._tcp = None
             if self._tcp is None:
-                self._tcp = _listen(host, wanted)
+                self._tcp, self._encrypts = _listen(host, wanted), encrypts
                 arguments = (self._tcp, self._serve_peer)
                 threading.Thread(target=self._accept, args=arguments, daemon=True).start()
         port: int = self._tcp.getsockname()[1]
@@ -236,7 +237,8 @@ class _ServerSockets:
     def _serve_peer(self, wire: SocketChannel) -> None:
         """Serve another node's snapshot server, once it has proved an attempt's token in time."""
         try:
-            wire.accept(PROTOCOL, [token.encode() for token in list(self._tokens)])
+            tls = tls_identity() if self._encrypts else None
+            wire.accept(PROTOCOL, [token.encode() for token in list(self._tokens)], tls=tls)
         finally:
             self._pending.leave(wire)
         while True:

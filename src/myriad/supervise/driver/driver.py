@@ -91,9 +91,13 @@ class Driver:
         listen: str | None = None,
         to_launcher: SendToLauncher = send_to_launcher,
         alarms: AlarmProcess | None = None,
+        *,
+        encrypts: bool = False,
     ) -> None:
         """``listen``: address, if it differs from the plan's. ``to_launcher``: sends a message to the
-        launcher. ``alarms``: sends the run's alarms, if the job has destinations."""
+        launcher. ``alarms``: sends the run's alarms, if the job has destinations. ``encrypts``: with
+        TLS, which agents learn from driver.json."""
+        self._encrypts = encrypts
         self._run, self._disk_writer, self._alarms = run, disk_writer, alarms
         self._journal = Journal(run.path / "journal.jsonl", self._report_journal)
         self.leadership = leadership or SoleLeadership(self._journal)
@@ -124,7 +128,10 @@ class Driver:
         listen = split_listen(self._listen)
         server = await asyncio.start_server(self._serve, *listen, backlog=_MOST_WAITING)
         host, port = server.sockets[0].getsockname()[:2]
-        address = {"host": host, "port": port, "pid": os.getpid(), **self._how_long(), **self._term()}
+        address: dict[str, object] = {"host": host, "port": port, "pid": os.getpid()}
+        address |= {**self._how_long(), **self._term()}
+        if self._encrypts:
+            address["encrypt"] = True
         address_file = AddressFile(self._run.path, address)
         if self.leadership.term:
             address_file.repeat(self.leadership.holds, self.leadership.lose)
@@ -228,7 +235,7 @@ class Driver:
         link, node = AuthenticatedLink(reader, writer), None
         self._pending.admit(link, writer.get_extra_info("peername", ("",))[0], link.abort)
         try:
-            await link.accept(self._secret)
+            await link.accept(self._secret, encrypts=self._encrypts)
             self._pending.leave(link)
             async with asyncio.timeout(AUTHENTICATION_SECONDS):
                 joined = await link.receive((NodeJoined, NodeWanted, EvictionAsked, TraceAsked, Examined))
@@ -332,7 +339,7 @@ def main(arguments: list[str]) -> int:
         leadership = None if given.journal == "file" else _wait_for_leadership(run, given)
         if given.journal == "file" or leadership is not None:
             alarms = AlarmProcess(run) if given.alarms else None
-            _drive(Driver(run, disk_writer, leadership, given.listen, alarms=alarms))
+            _drive(Driver(run, disk_writer, leadership, given.listen, alarms=alarms, encrypts=given.encrypt))
     finally:
         disk_writer.wait_written()
     return 0
@@ -354,6 +361,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--owner", default="")
     parser.add_argument("--lease-seconds", type=float, default=0.0)
     parser.add_argument("--alarms", action="store_true")
+    parser.add_argument("--encrypt", action="store_true")
     return parser
 
 
