@@ -323,11 +323,13 @@ class _Trial:
             _await_gone([pid for _, pid in snapshot_servers if pid in victims])
 
     def _whole_at_survivor(self, snapshot_servers: list[tuple[int, int]], victims: list[int]) -> int:
-        """The newest step of which a snapshot server that stays has a snapshot or a copy of every rank."""
-        (survivor,) = [node for node, pid in snapshot_servers if pid not in victims] or [None]
-        if survivor is None or not self.life.two_nodes:
+        """The newest step of which a snapshot server that stays has a snapshot or a copy of every rank. On a
+        machine that is overloaded, a node may have a server that is about to end beside its new one."""
+        survivors = {node for node, pid in snapshot_servers if pid not in victims}
+        if not self.life.two_nodes:
             return -1
-        return max((step for step, _ in list_in_memory(self.life.path, survivor, ranks=2)), default=-1)
+        found = (list_in_memory(self.life.path, node, ranks=2) for node in sorted(survivors))
+        return max((step for steps in found for step, _ in steps), default=-1)
 
     def _victims(self, what: str, attempt: _Attempt, snapshot_servers: list[tuple[int, int]]) -> list[int]:
         server_pids = [pid for _, pid in snapshot_servers]

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from myriad.checkpoint.snapshots.snapshot_memory import SnapshotMemory
+from myriad.checkpoint.snapshots.snapshot_taker import SlotHolds, SnapshotPurpose
 
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(["take", "hold", "tear", "release"]), st.integers(0, 3)), max_size=40
@@ -85,3 +86,83 @@ def test_the_newest_snapshot_up_to_what_is_trusted_stays_until_there_is_a_newer_
         steps = [slot.step for slot in server.complete()]
         assert step in steps and (step < 11 or rank.trusted in steps or rank.trusted == step)
     assert server.trusted == 30 and 30 in steps
+
+
+class Server:
+    """Stores one step at a time, and copies one at a time; then comes the newest that waits for the same."""
+
+    def __init__(self, memory: SnapshotMemory) -> None:
+        self._memory = memory
+        self._in_progress = {"store": -1, "copy": -1}
+        self._waiting = {"store": -1, "copy": -1}
+
+    def put(self, what: str, step: int) -> None:
+        if self._in_progress[what] < 0:
+            self._in_progress[what] = step
+        else:
+            displaced, self._waiting[what] = self._waiting[what], step
+            self._release(displaced)
+
+    def finish(self, what: str) -> int:
+        """Returns the step that is stored or copied; -1: none."""
+        done, self._in_progress[what] = self._in_progress[what], self._waiting[what]
+        self._waiting[what] = -1
+        self._release(done)
+        return done
+
+    def used(self) -> set[int]:
+        return {*self._in_progress.values(), *self._waiting.values()} - {-1}
+
+    def _release(self, step: int) -> None:
+        for slot in self._memory.complete():
+            if slot.step == step and step not in self.used():
+                self._memory.release(slot.index)
+
+
+PURPOSES = {
+    "take": SnapshotPurpose(),
+    "store": SnapshotPurpose(durable=True),
+    "copy": SnapshotPurpose(copies=True),
+    "both": SnapshotPurpose(durable=True, copies=True),
+}
+EVENTS = st.lists(st.sampled_from([*PURPOSES, "stored", "copied", "trust"]), min_size=1, max_size=60)
+
+
+@given(st.integers(4, 7), EVENTS)
+def test_every_snapshot_finds_a_slot_however_slow_storage_is(num_slots, events):
+    """Ranks hold different steps. One that left out what others take would leave no step that all have."""
+    descriptor = SnapshotMemory.create(num_slots, 8)
+    rank, server = SnapshotMemory(descriptor), SnapshotMemory(descriptor)
+    os.close(descriptor)
+    holds, machine, step = SlotHolds(rank), Server(server), 0
+    if num_slots % 2:
+        rank.trust(0)  # replicas are compared
+    for event in events:
+        if event == "stored":
+            machine.finish("store")
+        elif event == "copied" and (copied := machine.finish("copy")) >= 0:
+            server.keep(copied)
+        elif event == "trust" and num_slots % 2:
+            rank.trust(step)
+        elif event in PURPOSES and not (num_slots < 6 and PURPOSES[event].copies):
+            step += 1
+            slot = rank.begin(step)
+            assert slot is not None, server.complete()
+            assert step == 1 or step - 1 in [one.step for one in server.complete()], "the newest stays"
+            holds_it = holds.may_hold(slot, PURPOSES[event])
+            rank.end(slot, hold=holds_it)
+            for what, asked in (("store", PURPOSES[event].durable), ("copy", PURPOSES[event].copies)):
+                if holds_it and asked:
+                    machine.put(what, step)
+        assert machine.used() <= {slot.step for slot in server.complete() if slot.held}
+
+
+def test_of_steps_that_come_while_one_is_stored_the_newest_is_held(make):
+    rank, server = make(4)
+    holds = SlotHolds(rank)
+    for step in range(1, 8):
+        slot = rank.begin(step)
+        assert slot is not None and holds.may_hold(slot, SnapshotPurpose(durable=True))
+        rank.end(slot, hold=True)
+        held = [one.step for one in server.complete() if one.held]
+        assert held == [1, step] if step > 1 else [1]

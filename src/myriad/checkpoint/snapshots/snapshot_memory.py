@@ -7,9 +7,13 @@
                             └───► HELD ─release─► COMPLETE  not before the server has stored or copied it
 
 Only the rank moves a slot to FILLING, COMPLETE and HELD. It also records the trusted step, the last one at
-which replicas were known to be equal. The newest snapshot up to the trusted step stays, for a rollback. Only
-the server moves HELD to COMPLETE. It also records the kept step: the newest one that other nodes have copies
-of, which are useless without this node's part.
+which replicas were known to be equal. The newest snapshot up to the trusted step stays, for a rollback. The
+server moves HELD to COMPLETE; so does the rank if a newer step supersedes one that waits to be stored. The
+server also records the kept step: the newest one that other nodes have copies of, which are useless without
+this node's part.
+
+Two slots rotate: a rank holds no snapshot that would leave it fewer (`can_hold`). Each rank decides alone; a
+rank without a free slot for a snapshot that the others take would leave no step that all ranks have.
 
 The memory is a memfd: it has no name, is not limited by the size of /dev/shm, and exists as long as a process
 has it open. A rank that dies while it fills a slot leaves the slot in FILLING and earlier snapshots intact.
@@ -19,6 +23,7 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +32,8 @@ __all__ = ["SnapshotMemory", "SnapshotSlot"]
 
 _MAGIC = 0x4D59524941440005
 EMPTY, FILLING, COMPLETE, HELD = range(4)
+_ROTATING = 2
+"""Slots in which snapshots that nothing holds follow each other: the newest one and the next."""
 _POPULATE_WRITE = 23
 """madvise: touch every page now (Linux 5.14)."""
 
@@ -102,15 +109,11 @@ class SnapshotMemory:
 
         The oldest free slot is taken. The newest complete snapshot, which all ranks may have, is never
         overwritten, nor are the kept and the trusted one."""
-        states = [(int(state), int(of)) for state, of in self._states]
+        states = self._known_states()
         complete = [of for state, of in states if state >= COMPLETE]
         trusted = [of for of in complete if of <= self.trusted]
-        stay = {max(complete, default=-1), int(self._words[3]), max(trusted, default=-1)}
-        free = [
-            slot
-            for slot, (state, of) in enumerate(states)
-            if state != HELD and (state != COMPLETE or of not in stay or self.num_slots == 1)
-        ]
+        stay = {max(complete, default=-1), self.kept, max(trusted, default=-1)}
+        free = _overwritable(states, stay if self.num_slots > 1 else set())
         if not free:
             return None
         slot = min(free, key=lambda slot: (states[slot][0] == COMPLETE, states[slot][1]))
@@ -119,6 +122,21 @@ class SnapshotMemory:
         self._states[slot, 1] = step
         self._fence()
         return slot
+
+    def can_hold(self, slot: int, released: int = -1) -> bool:
+        """Return whether snapshots can rotate in other slots while this one is held.
+
+        ``released``: a held slot that would be released first."""
+        states = self._known_states()
+        if released >= 0:
+            states[released] = COMPLETE, states[released][1]
+        others = set(_overwritable(states, {self.kept})) - {slot}
+        needed = _ROTATING + (self.trusted >= 0)  # the trusted snapshot may become another one
+        return len(others) >= min(needed, self.num_slots - _ROTATING)
+
+    def _known_states(self) -> list[tuple[int, int]]:
+        """Return the state and the step of each slot."""
+        return [(int(state), int(of)) for state, of in self._states]
 
     def trust(self, step: int) -> None:
         """Record that replicas were equal after this step."""
@@ -134,12 +152,12 @@ class SnapshotMemory:
         self._fence()
         self._states[slot, 0] = HELD if hold else COMPLETE
 
-    # Called by the snapshot server
-
     def release(self, slot: int) -> None:
-        """Allow a held slot to be overwritten."""
+        """Allow a held slot to be overwritten. The snapshot server calls it, too."""
         if int(self._states[slot, 0]) == HELD:
             self._states[slot, 0] = COMPLETE
+
+    # Called by the snapshot server
 
     def keep(self, step: int) -> None:
         """Set the kept step, which replaces the previous one."""
@@ -171,3 +189,12 @@ class SnapshotMemory:
             pass
         with self._fence_lock:
             pass
+
+
+def _overwritable(states: Sequence[tuple[int, int]], stay: set[int]) -> list[int]:
+    """Return the slots that are not held and have no complete snapshot of a step that stays."""
+    return [
+        slot
+        for slot, (state, of) in enumerate(states)
+        if state != HELD and (state != COMPLETE or of not in stay)
+    ]

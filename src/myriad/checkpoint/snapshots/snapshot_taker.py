@@ -15,9 +15,10 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -28,7 +29,7 @@ from myriad.errors import RunFailedError
 from myriad.model.tensor_shard import TensorShard
 from myriad.wire.socket_channel import Closed
 
-__all__ = ["SnapshotPurpose", "SnapshotTaker"]
+__all__ = ["SlotHolds", "SnapshotPurpose", "SnapshotTaker"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,6 +57,50 @@ class SnapshotPurpose:
     def hold(self) -> bool:
         """Whether the slot is held until the snapshot is stored or copied."""
         return self.durable or self.copies
+
+
+class SlotHolds:
+    """Decides which snapshots a rank holds for the server.
+
+    The server stores one step at a time and copies one at a time; of the steps that wait it takes the newest.
+    So of the holds for storing, and of those for copying, the oldest is in progress and the newest is next.
+    Any other is released if a newer snapshot needs a slot."""
+
+    def __init__(self, memory: SnapshotMemory) -> None:
+        self._memory = memory
+        self._purposes: dict[int, SnapshotPurpose] = {}
+
+    def may_hold(self, slot: int, purpose: SnapshotPurpose) -> bool:
+        """Return whether to hold the snapshot in ``slot``. May release an older one for it."""
+        if not purpose.hold:
+            return False
+        if not (purpose.last or self._memory.can_hold(slot)):
+            useful = [one for one in self._superseded(purpose) if self._memory.can_hold(slot, released=one)]
+            if not useful:
+                return False
+            self._memory.release(useful[-1])
+        self._purposes[slot] = purpose
+        return True
+
+    def _superseded(self, purpose: SnapshotPurpose) -> list[int]:
+        """Return the slots that wait for what a snapshot of this purpose waits for, oldest first."""
+        held = [one.index for one in self._memory.complete() if one.held and one.index in self._purposes]
+        stores = [slot for slot in held if self._purposes[slot].durable]
+        copies = [slot for slot in held if self._purposes[slot].copies]
+        started = {*_maybe_in_progress(stores, self._purposes), *_maybe_in_progress(copies, self._purposes)}
+        waiting = {slot: self._purposes[slot] for slot in held if slot not in started}
+        return [
+            slot
+            for slot, of in waiting.items()
+            if of.durable <= purpose.durable and of.copies <= purpose.copies
+        ]
+
+
+def _maybe_in_progress(held: Sequence[int], purposes: Mapping[int, SnapshotPurpose]) -> list[int]:
+    """Return the oldest of the slots that are held for storing, or for copying. One that is held for both may
+    be stored already and still be copied, so the slot after it may be in progress."""
+    num_both = sum(1 for _ in takewhile(lambda slot: purposes[slot].durable and purposes[slot].copies, held))
+    return list(held[: num_both + 1])
 
 
 @dataclass(frozen=True)
@@ -96,7 +141,7 @@ class SnapshotTaker:
         """``shards``: views of memory that stays in place. ``stored_shards``: `make_stored_shards` of them.
 
         ``rejoin`` returns memory of a new snapshot server after the old one has died."""
-        self._client, self._memory = client, memory
+        self._client, self._memory, self._holds = client, memory, SlotHolds(memory)
         self._copier = _CudaCopier(memory, device) if device.type == "cuda" else _HostCopier(memory)
         self._rejoin, self._rejoins = rejoin, 0
         self._copies = [part for one in _plan(shards, stored_shards) for part in _within_pins(one)]
@@ -177,6 +222,7 @@ class SnapshotTaker:
         except Closed:
             self.lost_step = step
             self._memory = self._rejoin_with_retries()
+            self._holds = SlotHolds(self._memory)
             self._copier.move(self._memory)
             if purpose.last:
                 self._take_with_rejoin(step, purpose, self._fresh_slot(step))
@@ -198,9 +244,13 @@ class SnapshotTaker:
                 self._client.report_skipped(step)
             return
         self._copier.finish(self._copies, slot)
-        self._memory.end(slot, hold=purpose.hold)
+        holds = self._holds.may_hold(slot, purpose)
+        self._memory.end(slot, hold=holds)
         self._copied.set()
-        if purpose.hold or time.monotonic() - self._reported_at > _REPORT_SECONDS:
+        if purpose.hold and not holds:  # the snapshot is in memory, and the server is not asked to store it
+            if purpose.durable:
+                self._client.report_skipped(step)
+        elif holds or time.monotonic() - self._reported_at > _REPORT_SECONDS:
             self._client.report_complete(slot, step, durable=purpose.durable, copies=purpose.copies)
             self._reported_at = time.monotonic()
 
