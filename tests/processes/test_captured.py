@@ -108,6 +108,7 @@ def test_collectives_of_tensor_parallel_ranks_are_captured(
 ) -> None:
     """Over a transport that has NCCL's order; each collective is waited for in its capture, and all ranks
     capture the same ones in the same order (`replaying`)."""
+    model = {"layers": 2} | model
     case = Case(layout=layout, model=model, overlap=overlap, dtype=dtype, steps=2, global_batch=4)
     counts = assert_replayed(case, like_nccl=True)
     assert all(collectives > 0 for *_, collectives in counts)
@@ -132,11 +133,13 @@ def test_pipelines_have_captures_for_each_micro_batch_in_flight(
     layout: dict[str, Any], model: dict[str, Any], overlap: dict[str, Any]
 ) -> None:
     """Over a transport whose messages leave later than they are sent."""
-    assert_replayed(Case(layout=layout, model=model, overlap=overlap, steps=2), like_nccl=True)
+    global_batch = max(4, layout.get("micro_batch", 1), sum(layout.get("shares", ())))
+    case = Case(layout=layout, model=model, overlap=overlap, steps=2, global_batch=global_batch)
+    assert_replayed(case, like_nccl=True)
 
 
 def test_pipelines_of_tensor_parallel_ranks_are_captured() -> None:
-    case = Case({"tp": 2, "pp": 2, "micro_batch": 2}, DROPOUT, steps=2)
+    case = Case({"tp": 2, "pp": 2, "micro_batch": 2}, DROPOUT | {"layers": 2}, steps=2)
     counts = assert_replayed(case, like_nccl=True)
     assert all(collectives > 0 for *_, collectives in counts)
 
@@ -158,7 +161,8 @@ def test_parameters_and_sums_that_come_and_go_are_always_at_the_same_address(
 
 
 def test_float8_with_tensor_parallelism_is_captured() -> None:
-    case = Case({"tp": 2, "micro_batch": 2}, dtype=torch.bfloat16, float8=True, steps=2, global_batch=4)
+    layout, model = {"tp": 2, "micro_batch": 2}, {"layers": 2}
+    case = Case(layout, model, dtype=torch.bfloat16, float8=True, steps=2, global_batch=4)
     assert_replayed(case, like_nccl=True)
 
 

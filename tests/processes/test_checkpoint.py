@@ -81,13 +81,13 @@ def test_a_run_moves_to_another_layout_and_continues_as_if_nothing_had_happened(
     model: dict[str, Any], before: dict[str, Any], after: dict[str, Any], tmp_path: Path
 ) -> None:
     optimizer = {"name": "lamb"} if model is SWIGLU else {}
-    first, second = (Case(layout, model, optimizer, 8, 12) for layout in (before, after))
-    stayed = run_ranks(first.world, go, first, None, tmp_path / "stayed", (4, 8))[0]
-    moved = run_ranks(second.world, go, second, tmp_path / "stayed", tmp_path / "moved", (4, 8))[0]
-    assert_same_bits(whole(tmp_path / "moved", 4), whole(tmp_path / "stayed", 4))
-    assert [loss for loss, _ in moved] == pytest.approx([loss for loss, _ in stayed[4:]], rel=1e-5)
-    end = whole(tmp_path / "moved", 8)
-    for name, values in whole(tmp_path / "stayed", 8).items():
+    first, second = (Case(layout, model, optimizer, 5, 12) for layout in (before, after))
+    stayed = run_ranks(first.world, go, first, None, tmp_path / "stayed", (3, 5))[0]
+    moved = run_ranks(second.world, go, second, tmp_path / "stayed", tmp_path / "moved", (3, 5))[0]
+    assert_same_bits(whole(tmp_path / "moved", 3), whole(tmp_path / "stayed", 3))
+    assert [loss for loss, _ in moved] == pytest.approx([loss for loss, _ in stayed[3:]], rel=1e-5)
+    end = whole(tmp_path / "moved", 5)
+    for name, values in whole(tmp_path / "stayed", 5).items():
         limit = 1e-5 if name.startswith("model.") else 1e-3
         assert np.linalg.norm(end[name] - values) <= limit * np.linalg.norm(values), name
 
@@ -105,12 +105,12 @@ def test_a_run_moves_to_another_layout_and_continues_as_if_nothing_had_happened(
 def test_a_run_that_was_stopped_and_continues_has_the_bits_of_one_that_was_not(
     model: dict[str, Any], layout: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    case = Case(layout, model, {"name": "lamb"} if model is SWIGLU else {}, 20, 8, dtype)
-    undisturbed = run_ranks(case.world, go, case, None, tmp_path / "undisturbed", (20,))
-    begun = run_ranks(case.world, go, case, None, tmp_path / "stopped", (10,))
-    resumed = run_ranks(case.world, go, case, tmp_path / "stopped", tmp_path / "stopped", (10, 20))
+    case = Case(layout, model, {"name": "lamb"} if model is SWIGLU else {}, 8, 8, dtype)
+    undisturbed = run_ranks(case.world, go, case, None, tmp_path / "undisturbed", (8,))
+    begun = run_ranks(case.world, go, case, None, tmp_path / "stopped", (4,))
+    resumed = run_ranks(case.world, go, case, tmp_path / "stopped", tmp_path / "stopped", (4, 8))
     assert begun[0] + resumed[0] == undisturbed[0], "losses and gradient norms"
-    assert_same_bits(whole(tmp_path / "stopped", 20), whole(tmp_path / "undisturbed", 20))
+    assert_same_bits(whole(tmp_path / "stopped", 8), whole(tmp_path / "undisturbed", 8))
 
 
 def test_torch_alone_opens_a_checkpoint(tmp_path: Path) -> None:

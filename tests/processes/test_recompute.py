@@ -87,7 +87,12 @@ def test_what_is_computed_again_has_the_same_bits(
     model: str, layout: dict[str, Any], overlap: dict[str, Any]
 ) -> None:
     def with_mode(mode: str) -> Bits:
-        return train(Case(layout=layout | {"recompute": mode}, model=MODELS[model], overlap=overlap, steps=2))
+        keys = {
+            "overlap": overlap,
+            "steps": 2,
+            "global_batch": 4 if "tp" in layout and layout["micro_batch"] < 4 else 8,
+        }
+        return train(Case(layout | {"recompute": mode}, MODELS[model], **keys))
 
     losses, parameters = with_mode("none")
     for mode in ("selective", "full"):
@@ -111,7 +116,7 @@ def test_a_share_of_the_layers_computed_again_has_the_same_bits(layout: dict[str
 def test_in_bfloat16_too() -> None:
     layout, model = {"tp": 2, "pp": 2, "micro_batch": 2}, MODELS["gpt2"]
     modes = [
-        train(Case(layout=layout | {"recompute": mode}, model=model, dtype=torch.bfloat16, steps=2))[0]
+        train(Case(layout | {"recompute": mode}, model, dtype=torch.bfloat16, steps=2, global_batch=4))[0]
         for mode in ("none", "selective", "full")
     ]
     assert modes[0] == modes[1] == modes[2]
