@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from myriad.supervise.messages import TraceAnswer
     from myriad.telemetry.span_io.span_query import Answer, SpanQueries
 
-__all__ = ["register", "trace"]
+__all__ = ["parse_ranks", "register", "trace"]
 
 _MAX_SHOWN = 1000
 _MAX_RANKS = 100_000
@@ -298,7 +298,7 @@ def trace(
     from myriad.supervise.messages import TraceAnswer
 
     folder = Run(existing_run(run))
-    wanted, kept = _parse_ranks(ranks), _kept(folder) if what == "network" else []
+    wanted, kept = parse_ranks(ranks), _kept(folder) if what == "network" else []
     try:
         answer = request_trace(folder, wanted, seconds, _what(what))
     except BadInputError as error:
@@ -348,7 +348,7 @@ def _what(given: str) -> What:
     raise BadInputError("--what", given, f"one of {', '.join(get_args(What))}")
 
 
-def _parse_ranks(text: str) -> list[int]:
+def parse_ranks(text: str) -> list[int]:
     """Parse ``3,7`` or ``0-15,20``; the result is empty for ``all``. Raises `BadInputError`."""
     if text == "all":
         return []
