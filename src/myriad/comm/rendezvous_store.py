@@ -143,7 +143,8 @@ def _listen(host: str, port: int, is_one_machine: bool) -> socket.socket:
     under that name: for a name of the loopback (Debian gives a host's own name 127.0.1.1), and for an address
     that this machine does not have."""
     family, *_, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    if is_one_machine or not ip_address(address).is_loopback:
+    is_address = address == host  # not a name: other machines could not reach a loopback address
+    if is_one_machine or is_address or not ip_address(address).is_loopback:
         try:
             return socket.create_server((address, port), family=family, backlog=_BACKLOG)
         except OSError as error:

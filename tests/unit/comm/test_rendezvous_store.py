@@ -55,14 +55,25 @@ def test_a_name_that_does_not_resolve_is_an_error_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("host", "is_one_machine"), [("127.0.1.1", False), ("192.0.2.1", False), ("192.0.2.1", True)]
+    ("host", "is_one_machine"), [("own-name", False), ("192.0.2.1", False), ("192.0.2.1", True)]
 )
 def test_what_other_machines_know_by_another_address_listens_everywhere(
-    host: str, is_one_machine: bool
+    host: str, is_one_machine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Debian's address of the own name, and one that a network translates."""
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda name, *rest, **how: look_up("127.0.1.1" if name == "own-name" else name, *rest, **how),
+    )
     with _listen(host, free_port(), is_one_machine) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
+
+
+def test_several_nodes_on_the_loopback_are_on_this_machine() -> None:
+    with _listen("127.0.0.1", free_port(), is_one_machine=False) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
 
 
 def test_with_several_machines_only_the_given_address_answers(

@@ -1,0 +1,175 @@
+"""docs/security.md says what listens where. Here commands run, and each socket of theirs is in the table.
+
+If these fail, a port is open of which the table says nothing: add a row with what a peer must prove, or close
+the port.
+"""
+
+import ast
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import free_port
+from seen_sockets import ROWS_OF, Listener, Watch, row_of, table_rows
+from tiny_corpora import make_corpus
+from watching import wait_until
+
+from myriad.job import load_job
+from myriad.run import Run
+
+SOURCE = Path(__file__).parents[2] / "src" / "myriad"
+SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=20"]
+TWO = ["layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "checkpoint.copies_every=5"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), count=300)
+
+
+def make_run(path: Path, corpus: Path, *overrides: str) -> Run:
+    run = Run(path)
+    run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *SMALL, *TWO, *overrides]))
+    return run
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "myriad.cli.main", *map(str, words)]
+
+
+def started_by(watch: Watch, *words: object, code: int = 0) -> str:
+    done = subprocess.run(command(*words), env=watch.environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+def assert_in_table(watch: Watch, node: str = "") -> set[str]:
+    """Each socket has a row; what the rows that were seen begin with."""
+    assert [each for each in watch.found if row_of(each, node) is None] == []
+    assert all(mode == 0o600 for mode in watch.shared_files.values()), watch.shared_files
+    return {row.started_by for each in watch.found if (row := row_of(each, node)) is not None}
+
+
+GLOO, STORE = "each rank: gloo", "rank 0: the rendezvous store of an attempt"
+DRIVER = "`myriad train`, `run`, launchers: the driver"
+LOCAL, COPIES = (
+    "each node: the snapshot server, for its ranks",
+    "each node of several: the snapshot server, for other nodes",
+)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_training(tmp_path: Path, corpus: Path, nodes: int) -> None:
+    run = make_run(tmp_path / "run", corpus, f"resilience.nodes={nodes}")
+    with Watch() as watch:
+        started_by(watch, "train", run.path, "--oversubscribe", "--json")
+    seen = assert_in_table(watch)
+    assert seen == {DRIVER, STORE, GLOO, LOCAL} | ({COPIES} if nodes == 2 else set())
+    assert {"launcher", "driver", "agent", "rank", "other rank", "snapshot server"} <= watch.roles
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+    assert {path.name for path in run.path.rglob("*") if path.stat().st_mode & 0o077} == set()
+
+
+def test_watching(tmp_path: Path, corpus: Path) -> None:
+    run = make_run(tmp_path / "run", corpus)
+    with Watch() as watch:
+        environment = watch.environment | {"XDG_STATE_HOME": str(tmp_path / "state")}
+        watching = subprocess.Popen(
+            command("watch", run.path, "--no-open", "--json", "--port", 0),
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert watching.stdout is not None
+            port = int(json.loads(watching.stdout.readline())["url"].rpartition(":")[2])
+            wait_until(lambda: any(each.port == port for each in watch.found))
+        finally:
+            watching.terminate()
+            watching.wait(60)
+            watching.stdout.close()
+    assert assert_in_table(watch) == {"`myriad watch`"}
+    for path in (tmp_path / "state").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+
+
+def test_examining_this_machine(tmp_path: Path) -> None:
+    with Watch() as watch:
+        subprocess.run(
+            command("doctor", "--json", "--folder", tmp_path), env=watch.environment, capture_output=True
+        )
+    assert watch.roles and assert_in_table(watch) <= {
+        "`myriad doctor`: loopback and links of this machine",
+        STORE,
+        GLOO,
+    }
+
+
+LISTENING_CALLS = {
+    "checkpoint/snapshots/snapshot_server_process.py": ROWS_OF["snapshot server"],
+    "comm/free_port.py": (),  # probes: bound, never listened on
+    "comm/rendezvous_store.py": (STORE,),
+    "dashboard/server.py": ("`myriad watch`",),
+    "doctor/pair_tests/coordinator.py": ("`myriad doctor --cluster`: first node",),
+    "doctor/pair_tests/pair_hosts.py": (),  # probes, closed at once
+    "doctor/pair_tests/participant.py": ("`myriad doctor --cluster`: each pair",),
+    "doctor/probes/network_probe.py": ("`myriad doctor`: loopback and links of this machine",),
+    "faults/services.py": ("`myriad faults` with Redis",),
+    "supervise/driver/driver.py": (DRIVER,),
+    "supervise/driver_address.py": (),  # probes, closed at once
+}
+"""Modules that call what binds or listens, and the rows of their sockets."""
+
+
+def test_what_could_listen_in_the_sources_is_in_the_table() -> None:
+    """Also what no test starts."""
+    names = {"bind", "create_server", "listen", "serve_forever", "start_server", "start_unix_server"}
+    found = set()
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            if node.func.attr in names and "coordinator" not in ast.unparse(node.func):
+                found.add(str(path.relative_to(SOURCE)))
+    assert found == set(LISTENING_CALLS)
+    starters = {row.started_by for row in table_rows()}
+    known = {row for rows in [*LISTENING_CALLS.values(), *ROWS_OF.values()] for row in rows}
+    assert known <= starters
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        Listener("agent", "tcp", "127.0.0.1", 40000),
+        Listener("driver", "tcp", "0.0.0.0", 40000),
+        Listener("driver", "udp", "127.0.0.1", 40000),
+        Listener("rank", "tcp", "0.0.0.0", 25000),
+        Listener("other rank", "tcp", "127.0.0.1", 25000),
+        Listener("watch", "tcp", "10.0.0.1", 8765),
+        Listener("launcher", "unix", "", 0, "@myriad-run-1234"),
+        Listener("snapshot server", "unix", "", 0, "/tmp/socket"),
+        Listener("what is new", "tcp", "127.0.0.1", 40000),
+    ],
+)
+def test_a_socket_without_a_row_is_found(found: Listener) -> None:
+    assert row_of(found) is None
+
+
+def test_the_watch_sees_a_new_socket(tmp_path: Path) -> None:
+    """As one that a change would open in a rank or a launcher."""
+    port = free_port()
+    script = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(60)"
+    with Watch() as watch:
+        process = subprocess.Popen([sys.executable, "-c", script], env=watch.environment)
+        try:
+            wait_until(lambda: watch.found)
+        finally:
+            process.kill()
+            process.wait()
+    [found] = watch.found
+    assert found.port == port and row_of(found) is None
+    with pytest.raises(AssertionError):
+        assert_in_table(watch)
