@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from myriad.cli.main import STOP_SECONDS
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.telemetry.span_io.span_query import QueryLimits, limited_memory, open_queries
@@ -110,3 +111,12 @@ def test_a_signal_ends_a_query(run: Run, tmp_path: Path, number: int) -> None:
     process.send_signal(number)
     process.wait(15)
     assert process.returncode != 0
+
+
+def test_sigterm_ends_a_query_inside_a_function_that_looks_at_no_signal(run: Run, tmp_path: Path) -> None:
+    with (tmp_path / "errors").open("w") as errors:
+        process = subprocess.Popen(command(run, ONE_LONG_CALL.replace("300000", "900000")), stderr=errors)
+    time.sleep(5.0)
+    process.terminate()
+    assert process.wait(STOP_SECONDS + 10) == 130
+    assert "interrupted" in (tmp_path / "errors").read_text()

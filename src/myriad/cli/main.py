@@ -1,16 +1,19 @@
 """``myriad``: prepare the process, run one command, and exit.
 
 This module imports no large module, so that a Ctrl-C during the other imports also ends with one line.
-SIGTERM acts like Ctrl-C: files and processes of a command are cleaned up, and the exit code is 130. A closed
-output (``| head``) ends a command without a traceback; characters that the output cannot encode are replaced.
+SIGTERM acts like Ctrl-C: files and processes of a command are cleaned up, and the exit code is 130; after
+`STOP_SECONDS` the process ends also if that hangs. A closed output (``| head``) ends a command without a
+traceback; characters that the output cannot encode are replaced.
 """
 
 import codecs
 import contextlib
 import os
 import signal
+import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["build_app", "main"]
 
+STOP_SECONDS = 20.0
+"""A command has ended this long after SIGTERM."""
 _PLAIN = {"·": "-", "━": "=", "─": "-", "–": "-", "—": "-", "…": "...", "×": "x", "→": "->", "►": ">"}
 """Replacements for characters that an output cannot encode; any other becomes a question mark."""
 
@@ -66,7 +71,11 @@ def _flushed(code: int) -> int:
 
 @contextlib.contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """Turn SIGTERM into `KeyboardInterrupt` in this process; forked processes end by the signal."""
+    """Turn SIGTERM into `KeyboardInterrupt` in this process; forked processes end by the signal.
+
+    The interrupt arrives when Python code runs again. A call that never returns (a library's, into a kernel
+    or a peer that hangs) would hold it off, and cleaning up can hang, too; so a thread ends the process after
+    `STOP_SECONDS`. A command that handles SIGTERM itself, as `train` does to save, has its own limit."""
     own = os.getpid()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -77,9 +86,58 @@ def _sigterm_interrupts() -> Iterator[None]:
 
     previous = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        with _ended_after_sigterm(lambda: signal.getsignal(signal.SIGTERM) is interrupt):
+            yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def _ended_after_sigterm(is_own: Callable[[], bool]) -> Iterator[None]:
+    """End this process `STOP_SECONDS` after a SIGTERM in the block, if ``is_own`` says that it is to end it.
+
+    Signals are read from the interpreter's wakeup descriptor: its C handler writes there at once, whatever
+    the main thread does."""
+    ends = socket.socketpair()
+    for each in ends:
+        each.setblocking(each is ends[0])
+    over = threading.Event()
+
+    def wait() -> None:
+        while data := ends[0].recv(64):
+            if signal.SIGTERM in data and is_own():
+                if not over.wait(STOP_SECONDS):
+                    _end_now()
+                return
+
+    former = signal.set_wakeup_fd(ends[1].fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=wait, name="myriad-sigterm", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if signal.set_wakeup_fd(-1) != ends[1].fileno():
+            former = -1  # an event loop has taken and reset it
+        signal.set_wakeup_fd(former)
+        ends[1].close()
+        thread.join()
+        ends[0].close()
+
+
+def _leave_wakeup_to_parent() -> None:
+    """In a forked process: its signals are not the parent's."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_leave_wakeup_to_parent)
+
+
+def _end_now() -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"myriad: error: interrupted; it did not end within {STOP_SECONDS:g} s\n".encode())
+    os._exit(130)
 
 
 def set_up_output() -> None:

@@ -94,7 +94,7 @@ def manifests(
 
     The pods need a secret, which no manifest contains. Create it once for a run:
 
-    kubectl create secret generic NAME --from-literal=secret=$(openssl rand -hex 32)
+    openssl rand -hex 32 | kubectl create secret generic NAME --from-file=secret=/dev/stdin
 
     Exit code: 0 done, 2 bad input.
     """

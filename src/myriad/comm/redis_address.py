@@ -14,13 +14,14 @@ MYRIAD_REDIS_CA         file with the certificates that sign the server's; defau
 import importlib.util
 import os
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from myriad.comm.config import CommConfig
 from myriad.errors import BadInputError
 
-__all__ = ["RedisAddress", "check_package", "check_store", "redis_address"]
+__all__ = ["RedisAddress", "check_package", "check_store", "exposure", "redis_address"]
 
 _PASSWORD, _CERTIFICATES = "MYRIAD_REDIS_PASSWORD", "MYRIAD_REDIS_CA"
 _FORM = "redis[s]://[USER@]HOST:PORT[/DB]"
@@ -92,6 +93,26 @@ def check_package(text: str, key: str = "comm.store", own: str = "tcp") -> None:
     path = os.environ.get(_CERTIFICATES)
     if address is not None and address.encrypts and path and not os.access(path, os.R_OK):
         raise BadInputError(_CERTIFICATES, path, "a readable file of certificates")
+
+
+def exposure(text: str, key: str = "comm.store", own: str = "tcp") -> str:
+    """Return in a line what others can do to a Redis server across a network; "" if it is protected, or on
+    this machine. Whoever can write to it can take the place of a driver or of a rank."""
+    address = redis_address(text, key, own)
+    if address is None or _is_loopback(address.host):
+        return ""
+    if not os.environ.get(_PASSWORD):
+        return f"{key} = {text}: Redis without a password ({_PASSWORD}): who reaches it can drive the run"
+    if not address.encrypts:
+        return f"{key} = {text}: the password of Redis crosses the network in clear: use rediss://"
+    return ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_store(comm: CommConfig) -> None:

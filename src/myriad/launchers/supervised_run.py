@@ -43,6 +43,8 @@ __all__ = ["supervise", "supervise_run"]
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.25
 _END_SECONDS = 5.0
+_STOP_SECONDS = 30.0
+"""How long a driver may take to report that the run was stopped, beyond the time for saving."""
 _LATE_SECONDS = 3.0
 _SILENT_SECONDS = 3.5
 """How long a driver may be silent."""
@@ -79,7 +81,7 @@ def supervise_run(
         first_epoch=run.next_attempt(),
         patience=how.timeout_scale,
         restarts=how.restarts,
-        saving_seconds=job.checkpoint.timeout_seconds + 60,
+        saving_seconds=saving_seconds(job),
         gather_seconds=gather_seconds + (0.0 if fewer is None else how.wait_seconds),
         late_seconds=_LATE_SECONDS,
         listen=listen,
@@ -119,8 +121,14 @@ def supervise(
         run, name, [*of_module("myriad.supervise.driver.driver", run.path), *driver_options]
     )
     silent = _SILENT_SECONDS * max(1.0, patience)
+    stop_seconds = saving_seconds(run.job()) + _STOP_SECONDS
     with _catch_signals() as caught, _Supervision(run, engine, driver, silent) as supervision:
-        return _watch(supervision, caught, _Guarded(observer), on_drive)
+        return _watch(supervision, caught, _Guarded(observer), on_drive, stop_seconds)
+
+
+def saving_seconds(job: Job) -> float:
+    """Return how long ranks that were asked to stop may take until their state is stored."""
+    return job.checkpoint.timeout_seconds + 60.0
 
 
 @dataclass
@@ -197,9 +205,13 @@ class _Supervision:
 
 
 def _watch(
-    supervision: _Supervision, caught: _Caught, observer: "_Guarded", on_drive: Callable[[], None]
+    supervision: _Supervision,
+    caught: _Caught,
+    observer: "_Guarded",
+    on_drive: Callable[[], None],
+    stop_seconds: float,
 ) -> Outcome | Literal["left"]:
-    asked = False
+    asked, end_at = False, float("inf")
     while True:
         for message in supervision.messages():
             if "drives" in message:
@@ -214,10 +226,11 @@ def _watch(
                 ended: Outcome | Literal["left"] = message["end"]
                 return ended
         if caught.count and not asked:
-            asked = True
+            asked, end_at = True, time.monotonic() + stop_seconds
             supervision.ask_to_stop()
             observer.stopping()
-        if caught.count > 1:  # the ranks are killed without a checkpoint
+        # The ranks are killed without a checkpoint; the driver has let them save for as long as they may.
+        if caught.count > 1 or time.monotonic() > end_at:
             return "interrupted"
         observer.tick()
 

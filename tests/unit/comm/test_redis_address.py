@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from myriad.comm.config import CommConfig
-from myriad.comm.redis_address import RedisAddress, check_store, redis_address
+from myriad.comm.redis_address import RedisAddress, check_store, exposure, redis_address
 from myriad.comm.rendezvous_store import attempt_name
 from myriad.errors import BadInputError
 from myriad.job import load_job
@@ -95,3 +95,26 @@ def test_whoever_starts_the_ranks_names_the_attempt(environment, name):
 def test_ranks_whose_attempt_has_no_name_do_not_meet_those_of_another():
     with pytest.raises(BadInputError, match="MYRIAD_ATTEMPT_ID"):
         attempt_name({"TORCHELASTIC_RUN_ID": "none"}, "redis://h:1")
+
+
+@pytest.mark.parametrize(
+    ("address", "password", "words"),
+    [
+        ("tcp", "", ""),
+        ("redis://127.0.0.1:6379", "", ""),
+        ("redis://localhost:6379", "", ""),
+        ("redis://[::1]:6379", "", ""),
+        ("redis://head:6379", "", "without a password (MYRIAD_REDIS_PASSWORD)"),
+        ("redis://10.0.0.7:6379/2", "", "without a password"),
+        ("rediss://head:6379", "", "without a password"),
+        ("redis://ann@head:6379", "word", "crosses the network in clear: use rediss://"),
+        ("rediss://ann@head:6379", "word", ""),
+    ],
+)
+def test_a_server_that_others_on_the_network_could_use_is_named_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, address: str, password: str, words: str
+) -> None:
+    monkeypatch.setenv("MYRIAD_REDIS_PASSWORD", password)
+    line = exposure(address)
+    assert (words in line) if words else line == ""
+    assert "\n" not in line

@@ -10,6 +10,7 @@ from pathlib import Path
 from myriad.checkpoint.snapshots.snapshot_client import list_in_memory
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.checkpoint.storage.folder_owner import check_owner
+from myriad.comm.redis_address import exposure
 from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.job.job_changes import JobChange
@@ -24,6 +25,7 @@ __all__ = [
     "check_storage",
     "find_run_folder",
     "is_queued",
+    "redis_exposures",
     "refuse_unused",
 ]
 
@@ -53,6 +55,12 @@ def is_queued(job: Job, submit: bool) -> bool:
     if submit and not starts_later:
         raise BadInputError("--submit", True, "only with the engine slurm, and outside a Slurm job")
     return starts_later
+
+
+def redis_exposures(job: Job) -> list[str]:
+    """Return a line for each Redis server of the job that others on the network could use."""
+    found = exposure(job.comm.store), exposure(job.resilience.journal, "resilience.journal", "file")
+    return [line for line in found if line]
 
 
 def check_storage(

@@ -123,6 +123,8 @@ def train(
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         _report(folder, console, oversubscribe)
         return
+    for warning in start_checks.redis_exposures(resolved):
+        sys.stderr.write(f"myriad: WARNING: {warning}\n")
     if not is_queued:
         check_journal(folder, resolved.resilience)
     overrides = OverrideCommand.of(context)

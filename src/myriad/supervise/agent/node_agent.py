@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -78,6 +79,8 @@ _LOG = logging.getLogger(__name__)
 _POLL_SECONDS, _FACTS_SECONDS = 1.0, 60.0
 _NO_ANOMALY: tuple[Cause, ...] = ("done", "turned", "interrupted", "peer")
 """Causes of a rank's exit after which the link counters are not kept."""
+_STOP_SECONDS = 15.0
+"""An agent has ended this long after SIGTERM; Slurm waits for 30 s before it sends SIGKILL."""
 _ALONE_SECONDS = 10.0
 """Seconds without a driver after which the agent that has rank 0 reports it."""
 
@@ -157,7 +160,7 @@ class NodeAgent:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._ask_to_stop)
         for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._over.set)
+            loop.add_signal_handler(number, self._end_soon)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a launcher has blocked it until now
         works = (self._stay_linked, self._poll, self._receive_from_ranks, self._compare_clocks)
         tasks = [
@@ -172,6 +175,13 @@ class NodeAgent:
         self._traces.cancel()
         for task in tasks:
             task.cancel()
+
+    def _end_soon(self) -> None:
+        """End, and with it the ranks. A thread ends the process if something hangs meanwhile."""
+        self._over.set()
+        timer = threading.Timer(_STOP_SECONDS, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
 
     def _end_with(self, task: "asyncio.Task[None]") -> None:
         """End the agent when one of its tasks fails; the launcher starts another agent."""

@@ -1,0 +1,215 @@
+"""If these fail, a process stays after SIGTERM because a peer never answers, and blocks a node or a pod."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from watching import descendants, is_alive, process_of, wait_until
+
+from myriad.cli.main import STOP_SECONDS
+from myriad.job import load_job
+from myriad.run import Run
+
+MYRIAD = (sys.executable, "-m", "myriad.cli.main")
+SLACK_SECONDS = 5.0
+TINY = ("tiny", "--train.threads", "1", "--train.steps", "100000", "--oversubscribe")
+SAVE = ("--checkpoint.timeout_seconds", "1")
+
+
+class SilentServer:
+    """Accepts connections, reads, and never says anything."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.asked = threading.Event()
+        self._held: list[socket.socket] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                link, _ = self._listener.accept()
+            except OSError:
+                return
+            self._held.append(link)
+            self.asked.set()
+
+    def close(self) -> None:
+        self._listener.close()
+        for link in self._held:
+            link.close()
+
+
+@pytest.fixture
+def server() -> Iterator[SilentServer]:
+    found = SilentServer()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, server: SilentServer) -> Run:
+    """A run whose driver is the silent server."""
+    run = Run(tmp_path / "run")
+    job = load_job("tiny", ["resilience.engine=join", "resilience.nodes=2", "layout.dp=2"])
+    run.create_or_resume(job)
+    (run.path / "secret").write_text("0" * 64)
+    address = {"host": "127.0.0.1", "port": server.port, "term": 1, "pid": os.getpid(), "beat": 0}
+    (run.path / "driver.json").write_text(json.dumps(address))
+    return run
+
+
+def start(folder: Path, *words: str, **environment: str) -> "subprocess.Popen[str]":
+    words = words if words[0].endswith("python") or words[0] == sys.executable else (*MYRIAD, *words)
+    return subprocess.Popen(
+        words,
+        cwd=folder,
+        env=os.environ | {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"} | environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended_after(process: "subprocess.Popen[str]", seconds: float) -> float:
+    """Send SIGTERM, and return after how many seconds the process has ended; at most ``seconds``."""
+    began, below = time.monotonic(), descendants(process.pid)
+    process.terminate()
+    try:
+        process.wait(seconds + SLACK_SECONDS)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    took = time.monotonic() - began
+    assert process.returncode != 0
+    left = [pid for pid in below if "snapshot_server" not in words_of(pid)]
+    wait_until(lambda: not any(is_alive(pid) for pid in left), 20.0)
+    return took
+
+
+def words_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+URL, REDIS = "http://127.0.0.1:{port}", "redis://127.0.0.1:{port}"
+ASK_A_PEER = {
+    "join": ("join", "{run}", "--wait", "600"),
+    "evict": ("evict", "{run}", "0"),
+    "trace": ("trace", "{run}"),
+    "watch --remote": ("watch", "--no-open", "--remote", URL),
+    "doctor --cluster": ("doctor", "--cluster", "127.0.0.1:{port},127.0.0.2", "--node", "127.0.0.2"),
+    "alerts test": ("alerts", "test", "tiny", "--alerts.webhook.url", URL),
+    "train: corpus": ("train", *TINY, "--run", "./new", "--data.corpus", URL),
+    "train: s3": ("train", *TINY, "--run", "./new", "--checkpoint.url", "s3://bucket/run"),
+    "train: store": ("train", *TINY, *SAVE, "--layout.dp", "2", "--run", "./new", "--comm.store", REDIS),
+    "train: journal": ("train", *TINY, "--run", "./new", "--resilience.journal", REDIS),
+    "checkpoint list": ("checkpoint", "list", "s3://bucket/run"),
+    "checkpoint verify": ("checkpoint", "verify", "s3://bucket/run"),
+    "train: initial weights": ("train", *TINY, "--run", "./new", "--train.init_from", URL),
+    "standby": ("train", "{run}", "--standby"),
+}
+
+
+@pytest.mark.parametrize("name", ASK_A_PEER)
+def test_a_command_whose_peer_never_answers_ends(
+    name: str, tmp_path: Path, run: Run, server: SilentServer
+) -> None:
+    if name == "standby":
+        text = run.job_path.read_text()
+        run.job_path.write_text(
+            text.replace('journal = "file"', f'journal = "redis://127.0.0.1:{server.port}"')
+        )
+    words = [word.format(port=server.port, run=run.path) for word in ASK_A_PEER[name]]
+    address = f"http://127.0.0.1:{server.port}"
+    process = start(
+        tmp_path,
+        *words,
+        AWS_ENDPOINT_URL=address,
+        MYRIAD_DOCTOR_SECRET="0" * 64,
+    )
+    for _ in range(600):
+        if server.asked.wait(0.1) or process.poll() is not None:
+            break
+    assert process.poll() is None, process.stderr.read() if process.stderr else ""
+    assert server.asked.is_set(), "the peer was not asked"
+    time.sleep(0.5)
+    took = ended_after(process, STOP_SECONDS)
+    assert process.stderr is not None
+    print(f"{name}: {took:.1f} s, {process.returncode}: {process.stderr.read()[-300:]!r}")
+
+
+def training(folder: Path, *options: str) -> "subprocess.Popen[str]":
+    """A run of two ranks that computes."""
+    words = ("train", *TINY, *SAVE, "--run", "./run", "--layout.dp", "2", "--checkpoint.memory_seconds", "1")
+    process = start(folder, *words, "--comm.timeout_seconds", "20", *options)
+    run = Run(folder / "run")
+    wait_until(lambda: process.poll() is not None or (run.exists and len(run.read_metrics()) > 5), 90.0)
+    assert process.poll() is None, process.stderr.read() if process.stderr else ""
+    return process
+
+
+def snapshot_server(launcher: int, folder: Path) -> int:
+    found = [
+        pid
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
+        if "snapshot_server" in words_of(pid)
+    ]
+    return next(pid for pid in found if str(os.readlink(f"/proc/{pid}/cwd")) == str(folder))
+
+
+PEERS = ("driver", "agent_process", "rank-1", "snapshot server")
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_run_ends_though_one_of_its_processes_is_stopped(peer: str, tmp_path: Path) -> None:
+    process = training(tmp_path)
+    pid = (
+        snapshot_server(process.pid, tmp_path) if peer == "snapshot server" else process_of(peer, process.pid)
+    )
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        took = ended_after(process, 1.0 + 60.0 + 30.0)
+    finally:
+        for each in (pid, *descendants(process.pid)):
+            if is_alive(each):
+                os.kill(each, signal.SIGKILL)
+    assert process.stderr is not None
+    print(f"{peer}: {took:.1f} s, {process.returncode}: {process.stderr.read()[-300:]!r}")
+
+
+MEMBERS = ("driver", "agent_process", "rank-0", "fork_server", "snapshot server")
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_each_process_of_a_run_ends_though_the_others_are_stopped(member: str, tmp_path: Path) -> None:
+    process = training(tmp_path)
+    others = [process.pid, *descendants(process.pid)]
+    server = snapshot_server(process.pid, tmp_path)
+    pid = server if member == "snapshot server" else process_of(member, process.pid)
+    others = [one for one in {*others, server} - {pid} if is_alive(one)]
+    for each in others:
+        os.kill(each, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not is_alive(pid), 45.0)
+        print(f"{member}: {time.monotonic() - began:.1f} s")
+    finally:
+        for each in (pid, *others):
+            if is_alive(each):
+                os.kill(each, signal.SIGKILL)
+        process.wait(60)
