@@ -8,7 +8,12 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 # Some containers set this, and each of hundreds of processes would compile all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-fast check docs gpu-check clean services
+# LOCKED=1: exactly the files that requirements/ names, by hash; PyTorch comes last, with whatever its build needs.
+LOCKED ?=
+install-locked = $(PIP) --no-deps --require-hashes -r requirements/$(1) && $(PIP) -r requirements/torch.txt && \
+	$(PIP) --no-deps --no-build-isolation -e . && $(BIN)/python -m pip check --disable-pip-version-check
+
+.PHONY: train test test-fast check docs gpu-check clean services lock sbom
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +23,8 @@ help:
 	@echo "make check   style, types and import order only"
 	@echo "make docs    the documentation as a site, into build/site"
 	@echo "make gpu-check   on a machine with GPUs: what runs on them, part by part, into gpu-check/ (20 minutes for one)"
+	@echo "make lock    renew requirements/lock*.txt; LOCKED=1 with any of these: install what they name, by hash"
+	@echo "make sbom    a list of all packages and scripts that it needs, with hashes (CycloneDX), into build/sbom.json"
 	@echo "make clean   remove .venv and caches; runs/ stays"
 
 train: $(VENV)/.installed
@@ -63,6 +70,15 @@ check: $(VENV)/.installed-dev
 	@$(BIN)/python scripts/check_imports.py
 	@$(BIN)/python scripts/check_unpickling.py
 
+sbom: $(VENV)/.installed
+	@$(BIN)/python scripts/sbom.py build/sbom.json
+
+# With uv, from the ranges in pyproject.toml, for Python 3.11 to 3.14 on every platform.
+lock:
+	@$(PYTHON) -m venv build/lock && build/lock/bin/python -m pip install -q 'uv>=0.9,<1' packaging
+	@build/lock/bin/python scripts/lock.py build/lock/bin/uv
+	@rm -r build/lock
+
 # PyTorch in .venv must be a build for CUDA.
 gpu-check: $(VENV)/.installed-dev
 	@$(BIN)/python scripts/gpu_check.py
@@ -80,10 +96,10 @@ $(VENV)/.created:
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/.created
 	@echo "installing myriad (PyTorch is the large part)"
-	@$(PIP) -e '.[watch,png]'
+	@$(if $(LOCKED),$(call install-locked,lock.txt),$(PIP) -e '.[watch,png]')
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created
 	@echo "installing myriad with what its tests need"
-	@$(PIP) -e '.[dev]'
+	@$(if $(LOCKED),$(call install-locked,lock-dev.txt),$(PIP) -e '.[dev]')
 	@touch $@ $(VENV)/.installed
