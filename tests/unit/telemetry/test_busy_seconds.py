@@ -50,10 +50,10 @@ def test_a_progress_page_holds_a_ranks_busy_time_and_can_request_a_restart() -> 
         row.begin(1)
         row.step(1)
         row.step_done(0.25)
-    assert page.read(1).busy_ns == 250_000_000 and not rows[1].turns
+    assert page.read(1).busy_ns == 250_000_000 and not rows[1].restart_requested
     page.request_restart(1)
-    assert [row.turns for row in rows] == [False, True]
+    assert [row.restart_requested for row in rows] == [False, True]
     rows[1].step(2)
-    assert rows[1].turns and page.read(1).busy_ns == 250_000_000
+    assert rows[1].restart_requested and page.read(1).busy_ns == 250_000_000
     page.clear(1)
-    assert not rows[1].turns
+    assert not rows[1].restart_requested

@@ -97,6 +97,6 @@ def test_a_word_goes_there_and_back_by_the_page(monkeypatch: pytest.MonkeyPatch)
     page.ask_trace(1, 77)
     row.answer_trace(88)
     assert (row.trace_word, page.trace_answer(1), page.trace_answer(0)) == (77, 88, 0)
-    assert not row.turns and page.read(1).busy_ns == 0, "its neighbours are not touched"
+    assert not row.restart_requested and page.read(1).busy_ns == 0, "its neighbours are not touched"
     page.clear(1)
     assert page.trace_answer(1) == 0
