@@ -3,9 +3,9 @@
     python benchmarks/training/drift.py [--steps 2000] [--every 100] [--json] [--quick]
 
 Two data-parallel ranks of one thread, each pinned to a core, train a tiny job for thousands of short steps
-with Python's own garbage collector and with Myriad's (`myriad.train.garbage`). A step's time runs from its
-start to the next one's, so pauses between steps count; the launch spread is how far apart the two ranks start
-the reduction of the same step (one machine, one clock).
+with Python's own garbage collector and with Myriad's (`myriad.train.step_signals`). A step's time runs from
+its start to the next one's, so pauses between steps count; the launch spread is how far apart the two ranks
+start the reduction of the same step (one machine, one clock).
 
 A job this small makes so few objects that Python hardly ever collects. What a rank of a long run holds is
 therefore put beside it, **synthetic**: an index that stays, and a shuffle buffer in which every step replaces

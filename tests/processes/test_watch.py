@@ -19,7 +19,7 @@ from ranks import free_port
 from watched_server import NAMES, WORLD, Watching, make_run, spans_of
 from watching import wait_until
 
-from myriad.dashboard.server import listen_at, make_server
+from myriad.dashboard.app import listen_at, make_server
 from myriad.dashboard.tile import unpack_tile
 from myriad.job import load_job
 from myriad.run import Run

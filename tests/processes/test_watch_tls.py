@@ -12,7 +12,7 @@ import httpx
 import pytest
 from watched_server import Watching, make_run, spans_of
 
-from myriad.cli.watch_tls import page_tls
+from myriad.cli.watch_access import page_tls
 from myriad.errors import BadInputError
 from myriad.telemetry.shipping.outlets import Collector
 from myriad.telemetry.shipping.page_token import sender_tokens, span_token
@@ -159,7 +159,7 @@ def test_a_certificate_is_made_again_if_it_is_old_readable_or_of_another_name(
     own.chmod(0o644)
     readable = made()
     assert readable != named and own.stat().st_mode & 0o777 == 0o600
-    monkeypatch.setattr("myriad.cli.watch_tls._RENEW_DAYS", 900)
+    monkeypatch.setattr("myriad.cli.watch_access._RENEW_DAYS", 900)
     assert made() != readable
     own.write_text("torn")
     assert made().startswith("sha256:")

@@ -126,8 +126,14 @@ def _watch(
 
     Exit code: 0 stopped, 2 bad input.
     """
-    from myriad.cli.watch_access import entry_page, forget_token, given_token, keep_token, shown_path
-    from myriad.cli.watch_tls import page_tls
+    from myriad.cli.watch_access import (
+        entry_page,
+        forget_token,
+        given_token,
+        keep_token,
+        page_tls,
+        shown_path,
+    )
 
     given = given_token(token, token_file)
     if remote is not None:
@@ -138,9 +144,8 @@ def _watch(
     import secrets
 
     from myriad.dashboard.api.export_api import more_routes
-    from myriad.dashboard.app import build_app
+    from myriad.dashboard.app import build_app, listen_at, serve
     from myriad.dashboard.request_guard import Access
-    from myriad.dashboard.server import listen_at, serve
     from myriad.supervise.driver_requests import tracer
     from myriad.telemetry.shipping.page_token import LOOPBACK, span_token
 

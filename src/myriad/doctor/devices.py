@@ -9,7 +9,7 @@ and say nothing about the device: evicting nodes for them would remove good node
 follows NVIDIA's Xid catalog (docs.nvidia.com/deploy/xid-errors, "Analyzing Xid Errors with the Xid Catalog")
 and its GPU debug guidelines; an Xid that the catalog does not list is reported with unknown cause.
 
-Devices are read by NVML where its Python package is installed (`nvml`), else by nvidia-smi.
+Devices are read by NVML where its Python package is installed (`device_state`), else by nvidia-smi.
 """
 
 import json
@@ -25,9 +25,15 @@ from typing import Literal, NamedTuple, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from myriad.doctor.device_state import DeviceState, DeviceVitals, bus_place, throttle_names
+from myriad.doctor.device_state import (
+    DeviceState,
+    DeviceVitals,
+    NvmlProvider,
+    bus_place,
+    load_nvml,
+    throttle_names,
+)
 from myriad.doctor.diagnosis import Reading
-from myriad.doctor.nvml import NvmlProvider, load_nvml
 
 __all__ = [
     "DEVICES",

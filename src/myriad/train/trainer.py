@@ -36,7 +36,6 @@ from myriad.train.checkpoint_tools.text_sampler import continue_text
 from myriad.train.data_loader import Validation, open_feed, rank_rows, to_batch, validation_guard
 from myriad.train.device_setup import describe_precision
 from myriad.train.engine_setup import build_engine
-from myriad.train.garbage import GarbageSchedule
 from myriad.train.inputs import (
     BadBlocks,
     bad_blocks_of,
@@ -47,7 +46,7 @@ from myriad.train.rank_context import open_rank
 from myriad.train.rank_profiler import Tracer
 from myriad.train.replica_digests import DigestPublisher
 from myriad.train.resume import resume
-from myriad.train.step_signals import SaveClock
+from myriad.train.step_signals import GarbageSchedule, SaveClock
 from myriad.train.training_checks import TrainingChecks
 
 __all__ = ["Trainer"]

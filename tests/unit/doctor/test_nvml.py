@@ -14,9 +14,15 @@ from typing import Any
 import pytest
 
 from myriad.doctor import devices
-from myriad.doctor.device_state import DeviceState, DeviceVitals, bus_place, throttle_names
+from myriad.doctor.device_state import (
+    DeviceState,
+    DeviceVitals,
+    NvmlProvider,
+    bus_place,
+    load_nvml,
+    throttle_names,
+)
 from myriad.doctor.devices import _VITALS, SmiProvider, find_provider, parse_states
-from myriad.doctor.nvml import NvmlProvider, load_nvml
 from myriad.supervise.agent.device_process import DeviceWarning, GpuWarnings
 
 NA, DEPRECATED = "[N/A]", "[Requested functionality has been deprecated]"

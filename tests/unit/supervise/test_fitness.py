@@ -9,7 +9,7 @@ from test_decisions import World, kinds, seen
 
 from myriad.doctor.baseline import write_baseline
 from myriad.doctor.hardware import cpu_key
-from myriad.supervise.agent.examination import Examination
+from myriad.supervise.agent.device_monitor import Examination
 from myriad.supervise.messages import Beat, EvictionAsked, NodeJoined
 from myriad.supervise.observations import Examined, RankStatus
 from myriad.supervise.policy.policy_actions import (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from myriad.telemetry.spans import Recorder
-from myriad.train.garbage import GarbageSchedule
+from myriad.train.step_signals import GarbageSchedule
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,7 @@ from myriad.checkpoint.snapshots.server_start import node_server_name
 from myriad.comm.free_port import free_port
 from myriad.doctor.devices import has_driver
 from myriad.run import Run
-from myriad.supervise.agent.device_monitor import DeviceMonitor
-from myriad.supervise.agent.examination import Examination
+from myriad.supervise.agent.device_monitor import DeviceMonitor, Examination
 from myriad.supervise.agent.fork_server import DUMP_SIGNAL, ForkServer
 from myriad.supervise.agent.link_monitor import CounterLog, LinkMonitor
 from myriad.supervise.agent.log_monitor import LogMonitor

@@ -31,9 +31,8 @@ from myriad.supervise.authenticated_link import AuthenticatedLink
 from myriad.supervise.background import AsyncLogHandler, AsyncWriter
 from myriad.supervise.clock_exchange import answer_clock
 from myriad.supervise.driver.admission import AdmissionCheck, NodeNumbers
-from myriad.supervise.driver.alarms import AlarmProcess
 from myriad.supervise.driver.command_sender import CommandSender, SendToLauncher, send_to_launcher
-from myriad.supervise.driver.event_log import EventLog
+from myriad.supervise.driver.event_log import AlarmProcess, EventLog
 from myriad.supervise.driver.journal import Journal
 from myriad.supervise.driver.launcher_monitor import LauncherMonitor
 from myriad.supervise.driver.leadership import Leadership, SoleLeadership

@@ -1,8 +1,15 @@
-"""Writes what a driver does into events.jsonl, for people. Disk faults are handled by `AsyncWriter`.
+"""What a driver writes for people: its events in events.jsonl, and the process that sends alarms about them.
 
-A machine that was evicted as the cause of a fault is also remembered by `AdmissionCheck`, for later runs.
+Disk faults are handled by `AsyncWriter`. A machine that was evicted as the cause of a fault is also
+remembered by `AdmissionCheck`, for later runs. `AlarmProcess` starts the process that sends alarms,
+restarts it when it ends, and notifies it of a requested stop and of the end of the run.
 """
 
+import logging
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from dataclasses import asdict
 
 from myriad.run import Run
@@ -24,7 +31,7 @@ from myriad.supervise.policy.policy_actions import (
     StartAttempt,
 )
 
-__all__ = ["EventLog"]
+__all__ = ["AlarmProcess", "EventLog"]
 
 _EVENTS: dict[type[PolicyAction], tuple[str, tuple[str, ...]]] = {
     ReportFault: ("fault", ("cause", "rank", "node", "step", "problem")),
@@ -82,3 +89,59 @@ class EventLog:
         fields = {name: values[name] for name in reported if values[name] not in (-1, "", {}, (), None)}
         fields |= {key: value for key, value in fields.pop("layout", {}).items() if value not in (None, ())}
         self._disk_writer.enter_event(self._run, event, **fields)
+
+
+_LOG = logging.getLogger(__name__)
+_AGAIN_SECONDS = 10.0
+_EARLIER_SECONDS = 10.0
+"""Seconds before the start of this driver from which events raise alarms: the launcher may have written
+some."""
+
+
+class AlarmProcess:
+    """Sends the alarms of one run. A failure of this process does not affect the run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._since = run, time.time() - _EARLIER_SECONDS
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start_at, self._is_stopping = 0.0, False
+
+    def poll(self) -> None:
+        """Start the process if it does not run. Call this method each second."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        if (now := time.monotonic()) < self._start_at:
+            return
+        self._start_at = now + _AGAIN_SECONDS
+        words = [sys.executable, "-m", "myriad.supervise.driver.alarm_process", str(self._run.path)]
+        try:
+            # The process shares the driver's log, because opening a file on a disk that hangs would block the
+            # driver.
+            self._process = subprocess.Popen(
+                [*words, str(self._since)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            _LOG.warning("alarms are not sent: %s", error)
+        if self._is_stopping:
+            self._report(b"stopping\n")
+
+    def stopping(self) -> None:
+        """Announce a requested stop, so that the end of driver and launcher raises no alarm."""
+        self._is_stopping = True
+        self._report(b"stopping\n")
+
+    def _report(self, word: bytes) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError, ValueError):
+                self._process.stdin.write(word)
+                self._process.stdin.flush()
+
+    def finish(self) -> None:
+        """Announce the end of the run. The process sends the remaining messages by itself."""
+        self._report(b"over\n")
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
