@@ -94,7 +94,7 @@ def summary(lines: Sequence[Line]) -> str:
 
 def _machine(path: Path | None) -> Cluster:
     if path is None:
-        return measure_to_file(quiet=not sys.stderr.isatty())[0]
+        return measure_to_file()[0]
     return Cluster.model_validate(read_recipe("clusters", str(path), "--cluster")).check()
 
 

@@ -218,13 +218,13 @@ def _show_remote(
     token = token or token_here(url)
     if token and url.startswith("http:") and urlsplit(url).hostname not in LOOPBACK:
         typer.echo(_IN_CLEAR, err=True)
-    told = _asked_run(url, token, trust)
+    answer = _query_run(url, token, trust)
     if not as_json:
-        typer.echo(f"{told.get('name')}: {told['sentence']}")
+        typer.echo(f"{answer.get('name')}: {answer['sentence']}")
     _announce(url, token, open_page, as_json, remote_entry_page())
 
 
-def _asked_run(url: str, token: str | None, trust: str | None) -> dict[str, Any]:
+def _query_run(url: str, token: str | None, trust: str | None) -> dict[str, Any]:
     """Return what a page answers about its run. Raises `BadInputError`."""
     import http.client
     import ssl
@@ -238,24 +238,24 @@ def _asked_run(url: str, token: str | None, trust: str | None) -> dict[str, Any]
         connection = connect_page(url, 10.0, trust)
         try:
             connection.request("GET", f"{urlsplit(url).path}/api/run", headers=headers)
-            answer = connection.getresponse()
-            text = answer.read()
+            response = connection.getresponse()
+            text = response.read()
         finally:
             connection.close()
-        told = json.loads(text) if answer.status == 200 else None
+        answer = json.loads(text) if response.status == 200 else None
     except ssl.SSLCertVerificationError as error:
         why = f"has a certificate that is not accepted ({getattr(error, 'verify_message', '') or error})"
         raise BadInputError("--remote", url, f"{why}: --tls-ca, or {CERTIFICATES}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         hint = "" if url.startswith("https:") else "; one with TLS is named https://"
         raise BadInputError("--remote", url, f"is not a `myriad watch` server ({error}){hint}") from None
-    if answer.status == 401:
+    if response.status == 401:
         raise BadInputError("--remote", url, f"requires a token: --token-file, or {TOKEN}")
-    if answer.status != 200:
-        raise BadInputError("--remote", url, f"answered with HTTP status {answer.status}")
-    if not isinstance(told, dict) or "sentence" not in told:
+    if response.status != 200:
+        raise BadInputError("--remote", url, f"answered with HTTP status {response.status}")
+    if not isinstance(answer, dict) or "sentence" not in answer:
         raise BadInputError("--remote", url, "is not a `myriad watch` server")
-    return told
+    return answer
 
 
 def _plan_maker(name: str) -> "MakePlan":
@@ -319,8 +319,8 @@ def _announce(
     """Print the address, and open it in the browser through ``entry``, which is written here."""
     page = f"{address}/?token={token}" if token else address
     if as_json:
-        told = {"url": address, "page": page, "spans": f"{address}/api/spans", "token": token}
-        typer.echo(json.dumps(told | ({"fingerprint": fingerprint} if fingerprint else {})))
+        answer = {"url": address, "page": page, "spans": f"{address}/api/spans", "token": token}
+        typer.echo(json.dumps(answer | ({"fingerprint": fingerprint} if fingerprint else {})))
     else:
         typer.echo(page)
         if tunnel := _tunnel(address):

@@ -1,8 +1,9 @@
 """The rendezvous store of one attempt: served by rank 0 or by a Redis server.
 
-torch's TCPStore listens on every address of the machine, and asks nobody for proof: who connects can put his
-own address in the place of a rank's. Rank 0 therefore serves a store of its own (`myriad.comm.store_server`),
-whose clients prove that they have the attempt's secret (`myriad.comm.store_secret`). It listens only on the
+torch's TCPStore listens on every address of the machine and accepts connections without proof, so that a
+stranger could replace a rank's address by its own. Rank 0 therefore serves a store of its own
+(`myriad.comm.store_server`), whose clients prove that they have the attempt's secret
+(`myriad.comm.store_secret`). It listens only on the
 address that the ranks use: on one machine that is the loopback.
 """
 
@@ -100,7 +101,7 @@ def _reachable(address: tuple[str, int], host: str) -> tuple[str, int]:
 
 
 def _open_beside_torchrun(rank: int, world: int, timeout: timedelta) -> Store:
-    """Return torchrun's own store, which asks nobody for proof, or the store that rank 0 serves.
+    """Return torchrun's own store, which accepts connections without proof, or the store that rank 0 serves.
 
     Rank 0 serves one if the ranks have a secret: on one machine always, on several if one was given. Its port
     is written into torchrun's store. Who changes that cannot take rank 0's place without the secret."""

@@ -176,16 +176,16 @@ class Stream:
         return StreamingResponse(self._events(), media_type="text/event-stream")
 
     async def _events(self) -> AsyncIterator[bytes]:
-        seen, told = None, time.monotonic()
+        seen, notified_at = None, time.monotonic()
         self._pages += 1
         try:
             yield b"retry: 1000\n\n"
             while not self._watched.ending:
                 if (now := self._watched.changes) != seen:
-                    seen, told = now, time.monotonic()
+                    seen, notified_at = now, time.monotonic()
                     yield b"event: changed\ndata: " + to_json(self._facts()) + b"\n\n"
-                elif time.monotonic() - told > _ALIVE_EVERY_SECONDS:
-                    told = time.monotonic()
+                elif time.monotonic() - notified_at > _ALIVE_EVERY_SECONDS:
+                    notified_at = time.monotonic()
                     yield b": alive\n\n"
                 await asyncio.sleep(_AT_MOST_EVERY_SECONDS)
         finally:

@@ -323,7 +323,7 @@ class _Grader:
             return
         grade.steps_lost = 0
         if again is not None and not self._restarts():
-            grade.missed.append("all began anew")
+            grade.missed.append("all ranks restarted")
 
     def _grade_fencing(self, grade: Grade, number: int, line: Line) -> None:
         """Grade the other effects on the node: its replacement, and the end of its ranks if it is cut off."""

@@ -197,8 +197,8 @@ class Run:
                         path.chmod(_kept_bits(path) | mode if is_folder else mode & 0o666)
 
     def share_as_folder(self) -> int:
-        """Let those who may read the run's folder read the files that this process makes from now on, and
-        nobody else. Return the former umask."""
+        """Make the files that this process creates from now on readable for the readers of the run's folder
+        only. Return the former umask."""
         try:
             mode = stat.S_IMODE(self.path.stat().st_mode)
         except OSError:

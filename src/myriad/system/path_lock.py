@@ -1,9 +1,9 @@
 """A lock of a path on this machine that outlives the folder at the path: a file of the user, locked by flock.
 
 The file is in the user's own folder, so no other user can take the lock. The kernel releases it when the
-process ends, also by SIGKILL; a file that is left behind then is locked by nobody, and the next owner removes
-it. Who waits on a file that its owner has removed would lock a file that nobody else finds: a lock therefore
-counts only if the name still leads to the locked file.
+process ends, also by SIGKILL. A file that is left behind is then unlocked, and the next owner removes it. A
+process that waited for a file which its owner removed holds a lock on a file without a name. So a lock counts
+only if the name still leads to the locked file.
 """
 
 import contextlib

@@ -23,12 +23,12 @@ _STAT_BYTES = 4096
 """More than the 52 fields of /proc/PID/stat need."""
 
 
-def open_log(path: Path, *, anew: bool = False) -> int:
+def open_log(path: Path, *, truncate: bool = False) -> int:
     """Open a log for appending, and return its descriptor.
 
     If the log cannot be opened (disk full, folder removed), return a descriptor of /dev/null, so that the
     process starts without a log."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if anew else 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if truncate else 0)
     try:
         if path.parent.parent.is_dir():  # do not create the folder of a run that was removed
             path.parent.mkdir(exist_ok=True)

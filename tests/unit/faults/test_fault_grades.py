@@ -203,7 +203,7 @@ EVICTED = {"event": "eviction", "time": 103.6, "node": 1}
         ([], ["not detected"]),
         ([heard(at=103.0)], ["detected after 3.00 s, not 2.00 s"]),
         ([heard(node=0)], ["wrong culprit: link of node 0"]),
-        ([heard(), *again()], ["all began anew"]),
+        ([heard(), *again()], ["all ranks restarted"]),
     ],
 )
 def test_a_flap_is_to_be_reported_and_nothing_else(events: list[dict[str, Any]], missed: list[str]) -> None:
@@ -264,7 +264,9 @@ def test_away_for_a_while_is_reported_and_a_rank_that_dies_meanwhile_may_restart
     stop = Fault(kind="stop", where="redis", step=20)
     away = {"event": "health", "time": 102.0, "what": "redis", "problem": "it is away"}
     assert graded(stop, lines=[caused()], events=[away]).met
-    assert graded(stop, lines=[caused()], events=[away, *again(103.0)]).grades[0].missed == ["all began anew"]
+    assert graded(stop, lines=[caused()], events=[away, *again(103.0)]).grades[0].missed == [
+        "all ranks restarted"
+    ]
     kill = Fault(kind="kill", where="rank", rank=1, after_seconds=1.0)
     events = [told(at=101.02), *again(101.6), away]
     assert graded(stop, kill, lines=[caused(), caused(1, 101.0)], events=events).met

@@ -1,6 +1,6 @@
 """What both ends of the pairwise test's connections agree on: names, sizes. See `myriad.wire`.
 
-node -> first node     PROTOCOL         each message has a code: rates, and who tests whom
+node -> first node     PROTOCOL         each message has a code: rates, and which nodes test each other
 node -> node           a protocol of its own for each test; after the handshake test data without codes
 """
 

@@ -116,7 +116,7 @@ def _become_rank(request: dict[str, Any]) -> None:
     """Give the forked process its own name, environment and log."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"myriad-rank-{request['fork']}".encode())
     os.environ |= request["environment"]
-    log = open_log(Path(request["log"]), anew=True)
+    log = open_log(Path(request["log"]), truncate=True)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
