@@ -58,6 +58,7 @@ ROWS_OF = {
     "agent": (),
     "rank": ("rank 0: the rendezvous store of an attempt", "each rank: gloo"),
     "other rank": ("each rank: gloo",),
+    "torchrun's rank": ("rank 0: the rendezvous store of an attempt", "each rank: gloo"),
     "loader": (),
     "snapshot server": (
         "each node: the snapshot server, for its ranks",
@@ -75,6 +76,7 @@ ROWS_OF = {
         "each rank: gloo",
     ),
     "doctor's rank": ("rank 0: the rendezvous store of an attempt", "each rank: gloo"),
+    "torchrun": ("torchrun's own store",),
     "redis": ("`myriad faults` with Redis",),
 }
 """The rows of the sockets that each process may have."""
@@ -86,16 +88,18 @@ def allows(row: Row, found: Listener, node: str) -> bool:
         return row.socket == "abstract unix socket" and found.name.startswith("@myriad-")
     if row.socket.partition(",")[0] not in ("TCP", "HTTP") or found.kind != "tcp":
         return False
-    words = row.address.partition(". Under torchrun")[0]
+    if "`MASTER_PORT`" in row.address:
+        return True
+    words, _, under_torchrun = row.address.partition(". Under torchrun")
     hosts = re.findall(r"`(\d+\.\d+\.\d+\.\d+)", words)
     if re.search(r"the node's address|address that|one of the machine's|resilience.listen", words) and node:
         hosts.append(node)
-    if ports := re.search(r"port in (\d+)-(\d+)", words):
+    if found.role == "torchrun's rank" and "any port" in under_torchrun:
+        right_port = True
+    elif ports := re.search(r"port in (\d+)-(\d+)", words):
         right_port = int(ports[1]) <= found.port <= int(ports[2])
-    elif given := re.search(r"port (\d+) or the one given", words):
-        right_port = found.port == int(given[1])
     else:
-        right_port = "any port" in words or "`--port`" in words or "for one test" in words
+        right_port = any(word in words for word in ("any port", "the one given", "`--port`", "for one test"))
         if row.started_by == "each rank: gloo":  # the kernel's choice; the store's ports lie below
             right_port &= found.port >= _first_ephemeral()
     return right_port and found.host in hosts
@@ -177,6 +181,11 @@ def _role(process: Path) -> str:
             return modules[word]
         if word.startswith("myriad.data"):
             return "loader"
+    if "torch.distributed.run" in words:
+        return "torchrun"
+    if "myriad.train.worker" in words:
+        ranks = [one for one in (process / "environ").read_bytes().split(b"\0") if one.startswith(b"RANK=")]
+        return "torchrun's rank" if ranks == [b"RANK=0"] else "other rank"
     if "myriad.cli.main" in words:
         command = words[words.index("myriad.cli.main") + 1]
         return {"watch": "watch", "doctor": "doctor"}.get(command, "launcher")

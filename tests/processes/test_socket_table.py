@@ -108,6 +108,40 @@ def test_examining_this_machine(tmp_path: Path) -> None:
     }
 
 
+def test_training_by_torchrun(tmp_path: Path, corpus: Path) -> None:
+    """Its own store listens on every address; rank 0's beside it does not."""
+    run = make_run(tmp_path / "run", corpus)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with Watch() as watch:
+        done = subprocess.run(
+            [*torchrun, "-m", "myriad.train.worker", str(run.path)],
+            env=watch.environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            capture_output=True,
+            timeout=200,
+        )
+    assert done.returncode == 0, done.stderr
+    seen = assert_in_table(watch)
+    assert {STORE, "torchrun's own store"} <= seen <= {STORE, GLOO, LOCAL, "torchrun's own store"}
+
+
+def test_examining_two_nodes(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of many letters")
+    nodes = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    words = ("doctor", "--json", "--cluster", ",".join(nodes), "--secret-file", secret, "--folder", tmp_path)
+    with Watch() as watch:
+        examined = [
+            subprocess.Popen(
+                command(*words, "--node", node), env=watch.environment, stdout=subprocess.DEVNULL
+            )
+            for node in nodes
+        ]
+        for each in examined:
+            each.wait(240)
+    seen = assert_in_table(watch, node="127.0.0.1")
+    assert {"`myriad doctor --cluster`: first node", STORE} <= seen  # a pair's socket is there for moments
+
+
 LISTENING_CALLS = {
     "checkpoint/snapshots/snapshot_server_process.py": ROWS_OF["snapshot server"],
     "comm/free_port.py": (),  # probes: bound, never listened on
