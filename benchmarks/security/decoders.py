@@ -469,6 +469,47 @@ def _stored_checkpoint(data: bytes) -> None:
         raise AssertionError("whole, and not loaded") from error
 
 
+def _signature(data: bytes) -> None:
+    from myriad.checkpoint.storage.signature import parse_signature
+
+    parse_signature(data, _signature_key())
+
+
+@cache
+def _signature_key() -> Any:
+    from myriad.checkpoint.storage.signature import load_key
+
+    return load_key(_write("signature-secret", b"s" * 40), "--key")
+
+
+def _signed(value: Any) -> bytes:
+    """Sign with the right key, as who has it."""
+    if not isinstance(value, dict):
+        return dump_json(value)
+    signed = {key: one for key, one in value.items() if key != "signature"}
+    text = json.dumps(signed, sort_keys=True, separators=(",", ":")).encode()
+    return dump_json(signed | {"signature": _signature_key().sign(text).hex()})
+
+
+def _signature_examples() -> list[bytes]:
+    key = _signature_key()
+    files = {"model.safetensors": {"bytes": 9, "sha256": "0" * 64}, "a/b": {"bytes": 0, "sha256": "1" * 64}}
+    signed = {"format": "myriad-signature-1", "algorithm": key.algorithm, "key": key.key_id}
+    return [_signed(signed | {"files": files})]
+
+
+def _key_file(data: bytes) -> None:
+    from myriad.checkpoint.storage.signature import load_key
+
+    _ = load_key(_write("key", data), "--key").key_id
+
+
+_PEM = b"""-----BEGIN PUBLIC KEY-----
+MCowBQYDK2VwAyEAGb9ECWmEzf6FQbrBZ9w7lshQhqowtrbLDFw4rXAxZuE=
+-----END PUBLIC KEY-----
+"""
+
+
 _METADATA: dict[str, Any] = {
     "tensors": {
         "w": {
@@ -1097,6 +1138,14 @@ TARGETS: tuple[Target, ...] = (
         Codec(json.loads, _seal_manifest, sealed=True),
         slow=True,
     ),
+    Target(
+        "signature",
+        _signature,
+        _signature_examples,
+        Codec(json.loads, _signed, sealed=True),
+        (ValueError,),
+    ),
+    Target("key file", _key_file, lambda: [_PEM, b"s" * 40]),
     Target(
         "DCP: .metadata",
         _dcp_folder,

@@ -1,4 +1,4 @@
-"""``myriad checkpoint``: list, verify, compare, remove, store and convert the checkpoints of a run."""
+"""``myriad checkpoint``: list, verify, sign, compare, remove, store and convert the checkpoints of a run."""
 
 import contextlib
 import shlex
@@ -30,12 +30,13 @@ _Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its nam
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
     text = (
-        "Manage checkpoints: list, verify, diff, prune, reshard, save; export to and import from other "
+        "Manage checkpoints: list, verify, sign, diff, prune, reshard, save; export to and import from other "
         "systems."
     )
     verb = typer.Typer(no_args_is_help=True, help=text)
     verb.command("list")(_list)
     verb.command("verify")(_verify)
+    verb.command("sign")(_sign)
     verb.command("diff")(_diff)
     verb.command("prune")(_prune)
     verb.command("save")(_save)
@@ -88,28 +89,77 @@ def _show_rows(run: str, rows: Sequence[dict[str, Any]]) -> None:
         typer.echo(problem)
 
 
-def _verify(path: _Path, json: _Json = False) -> None:
-    """Read every byte and list damaged chunks; exit code 1 if there are any."""
-    from myriad.checkpoint.storage.checkpoint_folder import is_removed, verify
+def _verify(
+    path: _Path,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEYFILE",
+            help="Also check each signature: an Ed25519 key in PEM (public is enough), or the secret it was "
+            "signed with. PATH may then be a signed folder of another format.",
+        ),
+    ] = None,
+    json: _Json = False,
+) -> None:
+    """Read every byte and list damaged chunks; exit code 1 if there are any.
+
+    The hashes of a checkpoint find damage. With --key, files that the owner of the key has not signed are
+    problems as well."""
+    from myriad.checkpoint.storage.checkpoint_folder import is_removed, open_checkpoint, verify
+    from myriad.checkpoint.storage.signature import check_signature, is_signed_export, load_key
     from myriad.train.checkpoint_tools.locate_checkpoint import locate
 
+    known = None if key is None else load_key(key, "--key")
     found: dict[str, list[str]] = {}
-    place = locate(path)
-    for checkpoint in place.checkpoints():
-        with bytes_bar() as show:
-            problems = verify(checkpoint, show=partial(show, checkpoint.name))
-        # A removed checkpoint was pruned in the meantime.
-        if not (problems and place.one is None and is_removed(checkpoint)):
-            found[checkpoint.where] = problems
+    if known is not None and is_signed_export(path):
+        export = open_checkpoint(path)
+        found[export.where] = check_signature(export, known)
+    else:
+        place = locate(path)
+        for checkpoint in place.checkpoints():
+            with bytes_bar() as show:
+                problems = verify(checkpoint, show=partial(show, checkpoint.name))
+            problems += [] if known is None else check_signature(checkpoint, known)
+            # A removed checkpoint was pruned in the meantime.
+            if not (problems and place.one is None and is_removed(checkpoint)):
+                found[checkpoint.where] = problems
     if json:
         print_json({"path": path, "whole": not any(found.values()), "problems": found})
     else:
+        whole = "whole" if known is None else f"whole, signed with the key {known.key_id}"
         for checkpoint_path, problems in found.items():
-            typer.echo("\n".join(problems) if problems else f"{checkpoint_path}: whole")
+            typer.echo("\n".join(problems) if problems else f"{checkpoint_path}: {whole}")
         if not found:
             typer.echo(f"{path}: no checkpoint yet")
     if any(found.values()):
         raise typer.Exit(1)
+
+
+def _sign(
+    path: _One,
+    key: Annotated[
+        Path,
+        typer.Option(
+            metavar="KEYFILE",
+            help="Private Ed25519 key in PEM (openssl genpkey -algorithm ed25519), or a secret of at least "
+            "32 bytes, such as RUN/secret.",
+        ),
+    ],
+    json: _Json = False,
+) -> None:
+    """Sign all files of a checkpoint, for `verify --key` and `import --key`.
+
+    The checkpoint is verified first. The signature is signature.json beside the manifest."""
+    from myriad.checkpoint.storage.signature import load_signing_key, sign
+    from myriad.train.checkpoint_tools.locate_checkpoint import locate, newest_whole
+
+    known = load_signing_key(key, "--key")
+    checkpoint = newest_whole(locate(path), every_byte=True)
+    files = sign(checkpoint, known)
+    if json:
+        print_json({"path": checkpoint.where, "key": known.key_id, "files": files})
+    else:
+        typer.echo(f"{checkpoint.where}: {files} files signed with the key {known.key_id}")
 
 
 def _diff(first: _One, second: _One, json: _Json = False) -> None:
@@ -231,19 +281,32 @@ def _export(
         _Format, typer.Option(help="hf: Hugging Face format, for transformers' from_pretrained.")
     ] = _Format.hf,
     dtype: Annotated[_Dtype, typer.Option(help="Data type of the written weights.")] = _Dtype.float32,
+    sign: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEYFILE",
+            help="Sign the written files: private Ed25519 key in PEM, or a secret of at least 32 bytes. "
+            "Default: no signature.",
+        ),
+    ] = None,
     json: _Json = False,
 ) -> None:
     """Write a checkpoint for other tools, as a Llama, Mistral, Arcee or GPT-2 model.
 
     A model with another architecture is refused; nothing is written then."""
+    from myriad.checkpoint.storage.signature import load_signing_key
+
+    key = None if sign is None else load_signing_key(sign, "--sign")
     from myriad.train.checkpoint_tools.foreign_checkpoints import export_hugging_face
 
     with spinning_controlled():
-        done = export_hugging_face(path, out, dtype.value)
+        done = export_hugging_face(path, out, dtype.value, key)
     if json:
         print_json(done)
         return
     typer.echo(f"{out}: {done['model_type']}, {done['parameters']:,} parameters in {done['dtype']}")
+    if key is not None:
+        typer.echo(f"signed with the key {key.key_id}")
     if done["why_no_tokenizer"]:
         typer.echo(f"no tokenizer: {done['why_no_tokenizer']}")
 
@@ -265,6 +328,14 @@ def _import(
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Skip the optimizer state; the run starts at step 1.")
     ] = False,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEYFILE",
+            help="Refuse files that are not signed with this key: Ed25519 in PEM (public is enough), or a "
+            "secret. Default: signatures are not read.",
+        ),
+    ] = None,
     json: _Json = False,
 ) -> None:
     """Make a run from another system's checkpoint, to sample from or to train further.
@@ -272,6 +343,10 @@ def _import(
     Imports the optimizer state of Megatron-LM and DeepSpeed: training resumes at the next iteration. Code in
     the files is never run.
     """
+    if key is not None:
+        from myriad.checkpoint.storage.signature import load_key, require_signature
+
+        require_signature(folder, load_key(key, "--key"), "CHECKPOINT")
     from myriad.train.checkpoint_tools.foreign_checkpoints import import_foreign, is_foreign
 
     with spinning_controlled():

@@ -33,6 +33,7 @@ from myriad.checkpoint.foreign.hugging_face_config import kind_of
 from myriad.checkpoint.foreign.megatron_checkpoint import is_megatron, open_megatron, optimizer_step
 from myriad.checkpoint.foreign.training_state import KEY, MOMENTS, ForeignState, Kind
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder, open_checkpoint
+from myriad.checkpoint.storage.signature import SignatureKey, sign
 from myriad.checkpoint.storage.staged_folder import staged_folder
 from myriad.data.config import DataConfig
 from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -168,9 +169,11 @@ def _job(state: ForeignState, translation: Translation, name: str, out: Path) ->
     return kept.job(name, {"model": state.model.model_dump(mode="json")})
 
 
-def export_hugging_face(path: str, out: Path, dtype: ExportType) -> dict[str, Any]:
-    """Write the weights of a run (its newest whole checkpoint) or of one checkpoint to ``out``, and return a
-    description.
+def export_hugging_face(
+    path: str, out: Path, dtype: ExportType, key: SignatureKey | None = None
+) -> dict[str, Any]:
+    """Write the weights of a run (its newest whole checkpoint) or of one checkpoint to ``out``, sign them if
+    there is a key, and return a description.
 
     Raises `BadInputError`, with nothing written, for a model that has no counterpart.
     """
@@ -186,6 +189,8 @@ def export_hugging_face(path: str, out: Path, dtype: ExportType) -> dict[str, An
     kind = kind_of(job.model)
     tokenizer, why_not = _tokenizer(weights.run, job)
     write_folder(weights, job.model, out, tokenizer, dtype)
+    if key is not None:
+        sign(open_checkpoint(out.absolute()), key)
     return {
         "checkpoint": weights.where,
         "out": str(out),
