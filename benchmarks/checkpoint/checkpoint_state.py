@@ -129,7 +129,8 @@ def digest(state: State) -> str:
 
 
 def balanced(sizes: Mapping[str, Sequence[int]], world: int) -> dict[str, int]:
-    """A rank for each name, so that all have about as many elements: the largest first, to whom has least."""
+    """A rank for each name, so that all have about as many elements: the largest first, to the rank that has
+    the fewest."""
     loads, owner = [0] * world, {}
     for name in sorted(sizes, key=lambda name: (-prod(sizes[name]), name)):
         owner[name] = loads.index(min(loads))

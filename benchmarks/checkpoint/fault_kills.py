@@ -162,7 +162,7 @@ def _steps(
         skipped = snapshots.skipped
         board.phase[rank] = _Phase.COMPUTING
         if group is not None:
-            dist.all_reduce(torch.zeros(1), group=group)  # the norm: nobody updates before all have settled
+            dist.all_reduce(torch.zeros(1), group=group)  # the norm: no rank updates before all have settled
         step += 1
         state.become(step)
         if purpose := session.purpose(step, is_last=False, due=False):
@@ -306,7 +306,7 @@ class _Trial:
         for pid in victims:
             _kill(pid)
         if what == "keeper":
-            time.sleep(self._draw.uniform(0, 1.0))  # training goes on with a new one
+            time.sleep(self._draw.uniform(0, 1.0))  # training continues with a new one
             self._promised = max(self._promised, self.life.durable())
         elif what not in ("all ranks", "power"):
             time.sleep(self._draw.uniform(0, 0.25))  # until the launcher notices

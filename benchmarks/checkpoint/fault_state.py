@@ -102,7 +102,7 @@ def open_session(
 
 
 def warm_up(scale: int = 1) -> None:
-    """Makes once what forked ranks would each make anew."""
+    """Create once what each forked rank would create again."""
     torch.set_num_threads(1)
     state = State(scale)
     for world in (1, 2):

@@ -103,7 +103,7 @@ class Hosts(Namespaces):
         super().close()
 
     def set_rate(self, rate: str | None, hosts: Sequence[int] | None = None) -> None:
-        """Shapes the links of ``hosts`` (off: all) anew, also while ranks run."""
+        """Shapes the links of ``hosts`` (off: all) again, also while ranks run."""
         for host in range(self.num_hosts) if hosts is None else hosts:
             _shape(self.namespace(host), "eth0", rate)
             _shape(self.switch, self.port(host), rate)

@@ -82,7 +82,7 @@ def _cross_entropy_steps(
     vocabulary: int,
     **_: Any,
 ) -> Generator[None, None, torch.Tensor]:
-    """In one step: nobody is waited for."""
+    """In one step, without waiting for another rank."""
     assert peers.rank == 0
     return linear_cross_entropy_reference(x, weight, targets, vocabulary)
     yield

@@ -105,7 +105,7 @@ def main() -> None:
             "gpu.py: no CUDA device here: --device cpu --small tests the harness, --predict tells"
         )
     device = torch.device(options.device)
-    if device.type == "cpu":  # threads that wait for each other take seconds where somebody else computes
+    if device.type == "cpu":  # threads that wait for each other take seconds where another process computes
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
     (choose if options.choose else measure)(device, options)

@@ -177,7 +177,7 @@ class Figures:
 
 
 def single_gpu(accelerator: Accelerator) -> Cluster:
-    """One of it, with nobody to talk to."""
+    """A single rank, without communication."""
     link = Link(bytes_per_second=450e9, latency_seconds=2e-6)
     return Cluster(
         name=accelerator.name,

@@ -39,7 +39,7 @@ class Wire(Protocol):
     name: str
 
     def serve(self, ready: Any, stop: Any) -> None:
-        """Runs the server, tells its port, ends when told to."""
+        """Run the server, print its port, and end on request."""
 
     def hello(self, rank: int) -> list[Step]:
         """What a client sends when it has connected."""
@@ -58,7 +58,7 @@ class OwnStore:
     name, secret = "Myriad", b"the secret of a benchmark of the store"
 
     def serve(self, ready: Any, stop: Any) -> None:
-        """Runs the server until told to stop."""
+        """Run the server until a stop is requested."""
         server = StoreServer(socket.create_server(("127.0.0.1", 0), backlog=4096), self.secret)
         ready.send(server.address[1])
         stop.wait()
@@ -92,7 +92,7 @@ class TcpStore:
         self.libuv, self.name = libuv, "TCPStore" if libuv else "TCPStore without libuv"
 
     def serve(self, ready: Any, stop: Any) -> None:
-        """Runs the server until told to stop."""
+        """Run the server until a stop is requested."""
         server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=self.libuv)
         ready.send(server.port)
         stop.wait()
@@ -126,7 +126,7 @@ class Redis:
     name = "Redis"
 
     def serve(self, ready: Any, stop: Any) -> None:
-        """Runs the server until told to stop."""
+        """Run the server until a stop is requested."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -151,7 +151,7 @@ class Bench:
         return [event for event in self.run.read_events() if event["event"] == "fault"]
 
     async def measure_new_driver(self) -> None:
-        """Until each executor has told it what it has."""
+        """Wait until each node agent has reported its ranks."""
         joins, began = self.crowd.num_joins, time.monotonic()
         self.driver.kill()
         await self.driver.wait()

@@ -176,7 +176,7 @@ class Crowd:
         self.executor_of(rank).end(-9, "killed", "", [rank])
 
     def lose_peers(self, rank: int) -> None:
-        """All others tell of it, each with a traceback; a moment later its own executor does."""
+        """All other ranks report it, each with a traceback; a moment later its own node agent does."""
         victim = self.executor_of(rank)
         for one in self.executors.values():
             one.end(1, "peer", TRACEBACK, [other for other in one.ranks if other != rank])

@@ -156,7 +156,7 @@ class WatchedRun(Trainer):
 
 
 def private_bytes() -> int:
-    """Memory of this process that is no file's and shared with nobody."""
+    """Private anonymous memory of this process, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 

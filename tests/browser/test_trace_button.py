@@ -1,4 +1,4 @@
-"""If this fails, somebody who wants to look into a rank presses the button, and nothing comes of it."""
+"""If this fails, the button that traces a rank in the page has no effect."""
 
 import gzip
 import json

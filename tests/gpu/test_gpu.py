@@ -97,7 +97,7 @@ def test_spans_have_the_devices_time_and_not_the_time_to_query_it() -> None:
 
 
 def test_a_row_shows_where_the_device_is_while_the_host_waits_for_it() -> None:
-    """A hang of this GPU is told from one of a peer by it."""
+    """It distinguishes a hang of this GPU from one of a peer."""
     page, device = ProgressPage(1), torch.device("cuda", 0)
     row = ProgressRow(memoryview(page._memory)[:ROW_BYTES])
     row.begin(1)

@@ -1,4 +1,4 @@
-"""If these fail, a run on several machines that loses one of them, or all its ranks, goes on from less than
+"""If these fail, a run on several machines that loses one of them, or all its ranks, resumes from less than
 it had, or to other numbers. Several nodes on one machine do not show it: there any address will do."""
 
 import os
@@ -109,7 +109,7 @@ def steps_done(run: Run) -> int:
 
 
 def resumed(run: Run) -> list[tuple[int, str]]:
-    """What each start of a run went on from, but those that began anew."""
+    """The step from which each start of a run resumed, without fresh starts."""
     return [(event["step"], event["source"]) for event in run.read_events() if event["event"] == "resume"]
 
 

@@ -25,7 +25,7 @@ def namespaces(pid: int) -> list[str]:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie that nobody has collected is not."""
+    """A zombie process is not alive."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

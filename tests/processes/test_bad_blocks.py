@@ -1,4 +1,4 @@
-"""If these fail, a run trains on tokens that nobody wrote, or one that skips them cannot be trained twice."""
+"""If these fail, a run trains on corrupt tokens, or one that skips them cannot be trained twice."""
 
 import os
 import subprocess

@@ -61,7 +61,7 @@ def test_a_resumed_run_keeps_its_files_when_its_communication_is_made_impossible
 
 
 def test_ranks_that_another_launcher_starts_report_it_too(tmp_path: Path) -> None:
-    """A job file that somebody edited by hand reaches the ranks unchecked."""
+    """A job file that was edited by hand reaches the ranks unchecked."""
     run = Run(tmp_path / "run")
     run.create_or_resume(load_job("tiny"))
     text = run.job_path.read_text()

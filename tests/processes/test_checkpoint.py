@@ -1,4 +1,4 @@
-"""If these break: a run that goes on is not the run that was stopped, in this layout or in another one, or a
+"""If these break: a resumed run differs from the run that was stopped, in this layout or in another one, or a
 damaged checkpoint is trained from."""
 
 import json
@@ -284,7 +284,7 @@ def test_the_manifest_can_be_read_by_eye(folder: CheckpointFolder) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_written_is_reported_in_one_line(folder: CheckpointFolder) -> None:
-    """A full disk is told with its reason, and the older checkpoints stay."""
+    """A full disk is reported with its reason, and the older checkpoints stay."""
     make_stored_shards(parts((200, 200)))  # needs files of its own, once
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))

@@ -1,4 +1,4 @@
-"""If these fail, somebody trusts a checkpoint that is damaged, or removes the one that was needed."""
+"""If these fail, a user relies on a damaged checkpoint, or removes the one that was needed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Replicas that train alone: what they agree on, and that a resumed run goes on alike."""
+"""Replicas that train alone: what they agree on, and that a resumed run continues identically."""
 
 from pathlib import Path
 

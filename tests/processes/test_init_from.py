@@ -175,7 +175,8 @@ def test_a_resumed_run_does_not_need_the_initial_weights(start: Callable[..., Ru
 
 
 def test_other_training_of_the_same_shapes_is_reported(start: Callable[..., Run], tmp_path: Path) -> None:
-    """A longer rotary base or a shorter window may be meant; nobody should find out by the loss."""
+    """A longer rotary base or a shorter window may be meant; the user should not have to find out by the
+    loss."""
     source = exported(random_weights(**(LLAMA | {"vocabulary": 320})), tmp_path / "hf")
     run = start("run", LLAMA | {"rotary_base": 1e6}, f"train.init_from={source}")
     train(run)

@@ -1,4 +1,4 @@
-"""If these fail, ranks draw initial values that nobody uses: a minute of each start for 8B parameters."""
+"""If these fail, ranks draw initial values that are never used: a minute of each start for 8B parameters."""
 
 from pathlib import Path
 from unittest import mock
@@ -54,7 +54,7 @@ def start(run: Run, steps: int) -> tuple[int, list[float]]:
 
 
 def test_a_start_from_a_checkpoint_draws_no_initial_values(tmp_path: Path) -> None:
-    """Nor does one from given weights; what was loaded is what training goes on with."""
+    """Nor does one from given weights; training continues with the loaded values."""
     corpus = make_corpus(tmp_path, count=300)
     whole, halves, given = (Run(tmp_path / name) for name in ("whole", "halves", "given"))
 

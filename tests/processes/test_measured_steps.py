@@ -74,7 +74,7 @@ def test_each_span_of_a_step_is_the_action_of_its_program(layout: list[str], tmp
 
 
 def check_chunks(records: Records, names: tuple[str, ...], job: Job) -> None:
-    """Gathers and reductions tell whose parameters they move, also of what two stages share."""
+    """Gathers and reductions name the chunk whose parameters they move, also of what two stages share."""
     stages = int(records["stage"].max()) + 1
     chunk_of = {name: set[tuple[int, int]]() for name in names}
     for name, stage, chunk in np.unique(records[["name", "stage", "chunk"]]).tolist():

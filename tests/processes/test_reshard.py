@@ -1,4 +1,4 @@
-"""If these fail, a checkpoint that was cut anew is not the one it was, or nobody can go on from it."""
+"""If these fail, a checkpoint that was cut anew is not the one it was, or no run can resume from it."""
 
 import json
 import shutil

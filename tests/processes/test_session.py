@@ -1,4 +1,4 @@
-"""If these fail, a run that lost ranks, a node or its storage goes on from less than it had, or not."""
+"""If these fail, a run that lost ranks, a node or its storage resumes from less than it had, or not."""
 
 import json
 import multiprocessing

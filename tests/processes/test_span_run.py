@@ -1,4 +1,4 @@
-"""If this fails, a run that was killed leaves spans that nobody can read, or none of what ranks did last."""
+"""If this fails, a run that was killed leaves spans that cannot be read, or none of what ranks did last."""
 
 import json
 import os

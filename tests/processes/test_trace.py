@@ -1,4 +1,4 @@
-"""A run that trains is looked into: files are there and can be read, and the run goes on as if nobody had."""
+"""A run that trains is looked into: files are there and can be read, and the run continues unaffected."""
 
 import gzip
 import json
@@ -143,7 +143,7 @@ def check_profiles(run: Run, answer: TraceAnswer, count: int) -> None:
 
 
 def check_spans_lie_over_their_operators(events: list[dict[str, Any]]) -> None:
-    """Else nobody can tell which forward a matrix product was for."""
+    """Otherwise a matrix product cannot be assigned to its forward."""
     (lane,) = {one["tid"] for one in events if (one.get("args") or {}).get("name") == "spans"}
     spans = [one for one in events if one["ph"] == "X" and one["tid"] == lane]
     times = {one["ts"] for one in spans if one["name"] == "forward" and one["args"]["micro_batch"] >= 0}

@@ -56,7 +56,7 @@ def test_a_run_continues_from_hdfs_to_the_bits_that_it_had(tmp_path: Path, corpu
     assert {user for *_, user in asked} == {"trainer"} and not list(run.checkpoints_path.iterdir())
     assert {op for node, _, op, *_ in asked if node == "data"} == {"OPEN", "CREATE"}
     hdfs.flip("/runs/first #1/step-6/__0_0.distcp", 1000)
-    wait_for_snapshot_server_to_end(run)  # or the run goes on from memory
+    wait_for_snapshot_server_to_end(run)  # or the run resumes from memory
     assert train(run) == [0]
     assert [event["step"] for event in events(run, "resume")] == [3]
     assert CheckpointFolder(run.checkpoints()).damaged() == [6]

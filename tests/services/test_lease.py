@@ -62,7 +62,7 @@ def test_runs_of_one_name_do_not_meet(server, tmp_path) -> None:
 
 
 def test_a_lease_cannot_be_taken_before_its_driver_was_notified_of_the_standby(server, tmp_path) -> None:
-    """Else it would act on without Redis, as nobody else could."""
+    """Otherwise it would continue to act without Redis, while another driver may act."""
     a, b = lease_of(server, tmp_path, "a", 0.2), lease_of(server, tmp_path, "b", 0.2)
     a.take(by_force=True)
     assert a.renew(knows=True) == (False, False), "nobody stands by, and it may know that"

@@ -1,5 +1,5 @@
-"""A Redis server with users and TLS: without the password nobody reads or drives a run, and no other server
-is taken for it."""
+"""A Redis server with users and TLS: without the password no client can read or drive a run, and no other
+server is taken for it."""
 
 import datetime
 import ipaddress

@@ -1,4 +1,4 @@
-"""Redis is lost while somebody stands by, and comes back without a memory. If this fails, two drivers act, or
+"""Redis is lost while a standby waits, and comes back without a memory. If this fails, two drivers act, or
 nobody ever drives again, or what happened to ranks meanwhile is forgotten."""
 
 import asyncio

@@ -70,7 +70,7 @@ def test_redis_that_dies_while_ranks_meet_ends_the_run_with_one_line(tmp_path, c
 
 
 def test_a_run_whose_ranks_have_met_does_not_need_redis_any_more(tmp_path, corpus, server):
-    """Nor does its driver, where nobody stands by."""
+    """Nor does its driver, if there is no standby."""
     more = ("--train.steps", "60", "--checkpoint.every", "20", "--resilience.journal", server.url)
     process = start_training(tmp_path / "run", corpus, server.url, *more)
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""A benchmark whose contenders do different work, or whose bound is wrong, tells the user a ratio that means
+"""A benchmark whose contenders do different work, or whose bound is wrong, gives the user a ratio that means
 nothing."""
 
 from itertools import combinations, pairwise

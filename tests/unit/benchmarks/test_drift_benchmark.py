@@ -1,4 +1,4 @@
-"""A benchmark that finds a drift where there is none, or misses one, or counts bytes that nobody sent, is
+"""A benchmark that finds a drift where there is none, or misses one, or counts bytes that were never sent, is
 worse than none."""
 
 import socket

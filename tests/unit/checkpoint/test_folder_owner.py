@@ -1,4 +1,4 @@
-"""If these fail, two runs store in one place, and each goes on from the other's state or removes it; or a run
+"""If these fail, two runs store in one place, and each resumes from the other's state or removes it; or a run
 whose machine was lost cannot go on from its bucket."""
 
 import shutil

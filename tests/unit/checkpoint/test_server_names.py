@@ -1,4 +1,4 @@
-"""If these fail, a run goes on from the memory of another one."""
+"""If these fail, a run resumes from the memory of another run."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,5 @@
-"""If these fail, a run that died twice loses what it had in memory, or goes on from a past it had left."""
+"""If these fail, a run that died twice loses what it had in memory, or resumes from a state that it had
+discarded."""
 
 import json
 import socket
@@ -156,7 +157,8 @@ def test_a_dead_attempt_stores_nothing_once_another_has_taken_the_run_over(tmp_p
 
 
 def test_a_new_snapshot_server_learns_which_attempts_were_over(tmp_path):
-    """Its ranks hold what nobody will ask for; without memory they would never come to the last step."""
+    """Its ranks hold snapshots that no rank will request; without memory they would never come to the last
+    step."""
     node_server = SnapshotServer()
     entry = join(node_server, 1)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as nobody:

@@ -15,7 +15,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def line_with(capsys: pytest.CaptureFixture[str], words: str) -> str:
-    """Wait for a line with these words, as somebody who reads a log would."""
+    """Wait for a line that contains these words."""
     seen = ""
     for _ in range(3000):
         captured = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""If these fail, ranks are told to meet at a port that another program has got meanwhile, or at none."""
+"""If these fail, ranks rendezvous at a port that another program has taken meanwhile, or at none."""
 
 import socket
 from pathlib import Path

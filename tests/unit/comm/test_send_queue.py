@@ -14,7 +14,7 @@ from myriad.comm.send_queue import PendingOp, SendQueue
 
 
 class Sent:
-    """A send that is under way until it is told to end."""
+    """A send that stays in flight until the test completes it."""
 
     def __init__(self, data: torch.Tensor, tag: int) -> None:
         self.data, self.tag, self.done = data, tag, threading.Event()

@@ -188,7 +188,7 @@ def test_spans_of_another_job_are_given_up_at_once(field: str, value: int) -> No
 
 
 def test_a_hang_names_the_rank_that_waits_for_no_other() -> None:
-    """Rank 5 dies in its second forward: everybody else goes on until it needs something of it."""
+    """Rank 5 dies in its second forward: every other rank continues until it waits for rank 5."""
     run = simulated_run(Layout(dp=3, pp=2))
     step = run.step(1)
     lists = [step.program_of(rank).program.ranks[int(run.ranks.pipeline[rank])] for rank in range(6)]

@@ -1,4 +1,5 @@
-"""If these break: a slow rank or node is not named, has the wrong phase or step, or a healthy one is told."""
+"""If these break: a slow rank or node is not named, has the wrong phase or step, or a healthy one is
+reported."""
 
 import numpy as np
 import pytest

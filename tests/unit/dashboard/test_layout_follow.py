@@ -1,5 +1,5 @@
-"""If these fail, a page that stays open while a run goes on in another layout shows ranks at places that they
-had before, or refuses what they tell."""
+"""If these fail, a page that stays open while a run continues in another layout shows ranks at places that
+they had before, or refuses what they tell."""
 
 from pathlib import Path
 

@@ -90,7 +90,8 @@ def test_in_a_hang_the_silent_rank_is_named(tmp_path: Path, capsys) -> None:
 
 
 def test_a_hang_is_seen_from_a_machine_that_has_not_launched_it(tmp_path: Path, capsys) -> None:
-    """Nobody here holds its lock: what its executors write each second tells a hang from an end."""
+    """No process on this machine holds its lock; what its node agents write each second distinguishes a hang
+    from an end."""
     run = slow_run(6)
     path = write_run(tmp_path / "elsewhere", run, ended_ago=60.0)
     assert told(capsys, "top", path)["state"] == "stopped"
@@ -203,7 +204,7 @@ def test_ten_thousand_faults_are_no_page_without_an_end(tmp_path: Path, capsys) 
 
 
 def test_a_loss_below_zero_stays_inside_the_report_s_chart() -> None:
-    """Ranks that compute faster than the peak that somebody set."""
+    """Ranks that compute faster than the configured peak."""
     losses = Losses(1.0, 0.8, 0.6, {"slower than peak": -0.2, "bubble": 0.3, "other": 0.1}, True)
     bars = [
         (float(x), float(width))

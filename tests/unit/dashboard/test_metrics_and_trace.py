@@ -115,7 +115,7 @@ def test_a_wrong_question_reaches_no_run(watched: WatchedRun, body: bytes) -> No
 def test_a_node_counts_as_alive_while_its_agent_sends_heartbeats_though_its_ranks_are_silent(
     watched: WatchedRun,
 ) -> None:
-    """In a hang no rank tells anything, and no node is lost by that."""
+    """In a hang no rank reports anything, and that does not make a node lost."""
     folder = watched.files.run.counters_path
     folder.mkdir()
     os.mkfifo(folder / "node-0.jsonl")

@@ -31,7 +31,7 @@ PHASES = (
 
 
 class ManySpans:
-    """As a store of 12,288 ranks on 1,536 nodes tells."""
+    """Like a store of 12,288 ranks on 1,536 nodes."""
 
     def __init__(self, nodes: int) -> None:
         self._nodes = nodes

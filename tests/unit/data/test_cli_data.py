@@ -1,4 +1,4 @@
-"""If these fail, `myriad data` tells programs or people something else than the library found."""
+"""If these fail, `myriad data` prints something else than the library found."""
 
 import json
 from pathlib import Path

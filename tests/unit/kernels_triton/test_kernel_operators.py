@@ -256,7 +256,7 @@ def test_cross_entropy(num_tokens: int, rows_and_vocabulary, chunk: int, dtype: 
 
 
 class _Told:
-    """What all ranks told, when each has been run once."""
+    """What all ranks contributed, after each has run once."""
 
     def __init__(self, told: list[torch.Tensor]) -> None:
         self.told = told

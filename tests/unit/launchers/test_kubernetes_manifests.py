@@ -115,7 +115,7 @@ def test_a_pod_for_each_node_and_spare_and_none_beside_another(tmp_path):
 
 
 def test_the_job_in_the_pod_is_the_job_that_was_given(tmp_path):
-    """And the driver's pod is told to read it where it is."""
+    """And the driver's pod mounts it at its path."""
     objects = written(tmp_path, *_PLAIN, "--train.steps", "77")
     (text,) = only(objects, "ConfigMap")["data"].values()
     expected = load_job(

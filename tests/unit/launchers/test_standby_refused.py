@@ -1,5 +1,5 @@
-"""What cannot stand by, or be written in Redis, is told in one line before anything starts. If these fail, a
-person believes in a second driver that there is not."""
+"""What cannot stand by, or be written in Redis, is reported in one line before anything starts. If these
+fail, a person believes in a second driver that there is not."""
 
 import importlib.util
 import socket

@@ -63,6 +63,7 @@ def test_a_prediction_follows_the_job_s_chunks_and_messages():
 
 
 def test_small_parts_cost_more_than_they_hide():
-    """Each begins anew: else a plan would cut what the runtime is quicker without."""
+    """Each part starts from its own costs; otherwise a plan would split where the runtime is faster
+    without."""
     small = exposed_seconds(1, 1024, tensor_message=2**16, tensor_chunks=8)
     assert small > exposed_seconds(1, 1024, tensor_message=2**30)

@@ -61,7 +61,7 @@ def test_bits_are_those_of_sums_made_where_a_block_ends(block: str, dropout: flo
 
 
 class Watching(SteppedLayer):
-    """Hands on a branch and watches whether somebody still has it."""
+    """Hands on a branch and checks whether it is still referenced."""
 
     boundary = Boundary()
 

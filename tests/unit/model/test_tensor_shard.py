@@ -1,5 +1,5 @@
-"""If these break: a checkpoint has holes, or a run that goes on in another layout gets other values than were
-saved."""
+"""If these break: a checkpoint has holes, or a run that continues in another layout gets other values than
+were saved."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""If these break: a control is simulated with numbers that nobody published, or that do not go together."""
+"""If these break: a control is simulated with unpublished parameters, or that do not go together."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""If these fail, `myriad network ecmp` tells wrong odds, or recommends what does not help."""
+"""If these fail, `myriad network ecmp` prints wrong probabilities, or recommends what does not help."""
 
 from itertools import pairwise, product
 

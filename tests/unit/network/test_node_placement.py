@@ -1,4 +1,4 @@
-"""If these fail, jobs are spread over more switches than they must be, or schedulers are told of switches
+"""If these fail, jobs are spread over more switches than they must be, or schedulers get switches
 that are not there."""
 
 import re

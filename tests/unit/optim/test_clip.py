@@ -23,7 +23,7 @@ def test_squared_norms_are_those_of_each_parameter(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 2))):
         sizes = data.draw(st.lists(st.integers(1, 4000), min_size=1, max_size=6))
         owners = data.draw(st.lists(st.integers(0, 4), min_size=len(sizes), max_size=len(sizes)))
-        gap = data.draw(st.integers(0, 1100))  # memory of nobody, for example padding
+        gap = data.draw(st.integers(0, 1100))  # memory without an owner, for example padding
         gradients = torch.randn(gap + sum(sizes))
         pieces, start = [], gap
         for owner, size in zip(owners, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""If these fail, `--fabric` tells of delays that no switch makes, or of none where flows share a cable."""
+"""If these fail, `--fabric` predicts delays that no switch causes, or of none where flows share a cable."""
 
 from functools import lru_cache
 

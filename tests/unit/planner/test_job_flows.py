@@ -1,4 +1,4 @@
-"""If these fail, the network is told of other traffic than the job's: ranks send what they never send, to
+"""If these fail, the network model gets other traffic than the job's: ranks send what they never send, to
 ranks that never get it."""
 
 from collections import Counter

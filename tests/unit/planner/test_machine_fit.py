@@ -187,7 +187,7 @@ NODE = Link(bytes_per_second=1e9, latency_seconds=5e-5, launch_seconds=0.0, skew
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(launch=st.floats(1e-5, 1e-3), rate=st.floats(2e8, 2e9), busy=st.floats(0.05, 1.5))
 def test_crossings_of_a_known_machine_are_found(launch, rate, busy):
-    """Plans with tensor parallelism would be judged by crossings that nobody sees."""
+    """Plans with tensor parallelism would be scored with communication that is hidden."""
     core = make_core(2e10, 10.0, 1e-5, 1e10, 0.5, 100.0, 2.0, 5e9)
     link = NODE.model_copy(update={"launch_seconds": launch, "bytes_per_second": rate, "busy_ratio": busy})
     shapes = ((128, 128, 2), (256, 256, 1), (256, 256, 4), (512, 256, 2))

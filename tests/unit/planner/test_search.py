@@ -40,7 +40,7 @@ def _counted_by_hand(world: int, batch: int) -> int:
             if (name, v) == ("interleaved", 1):
                 continue  # the same program as 1f1b
             if pp == 1 and (name, v) != ("1f1b", 1) and not (v > 1 and name in ("interleaved", "gpipe")):
-                continue  # nobody to wait for
+                continue  # no other rank to wait for
             for zero, reduce in itertools.product(range(4), ("last", "each")):
                 layout = Layout(
                     dp=dp,

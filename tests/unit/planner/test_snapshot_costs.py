@@ -1,4 +1,4 @@
-"""If these fail, `myriad plan` hides what checkpoints cost, or charges what nobody waits for."""
+"""If these fail, `myriad plan` hides what checkpoints cost, or charges time for which no rank waits."""
 
 from dataclasses import replace
 from math import lcm

@@ -40,7 +40,7 @@ def test_a_missing_action_is_found(program, data):
 
 
 def test_a_missing_norm_is_found_where_stages_are_updated_before_it():
-    """Nothing behind the norm tells of it there: it is the list's end."""
+    """No action after the norm shows it there: the list ends."""
     lowered = lower(schedule("1f1b", 2, 1, 2), zero=0, reduce="last", tied=False, training=True)
     program = update_early(apply_passes(lowered, OverlapConfig(optimizer=True), 1), travels=False)
     assert program.ranks[0][-1].kind is Kind.CLIP

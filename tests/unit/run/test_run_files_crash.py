@@ -93,7 +93,7 @@ class RunFolder(RuleBasedStateMachine):
         self._open()
 
     def _open(self) -> None:
-        """A process goes on with what is there."""
+        """A process continues with the files that exist."""
         self.run = Run(self.root / "run")
         self.journal = Journal(self.run.path / "journal.jsonl")
         self.writer = FileWriter(self.run.spans_path, "node-0", None)

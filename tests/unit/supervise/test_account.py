@@ -64,7 +64,7 @@ def test_lines_whose_times_are_torn_or_go_backward_are_in_order(lines: Any) -> N
 
 
 class Story:
-    """The lines of a run, told one after the other."""
+    """Pass the lines of a run one after the other."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []

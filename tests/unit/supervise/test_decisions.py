@@ -471,7 +471,7 @@ def test_ranks_that_a_node_does_not_have_cannot_end_on_it() -> None:
 
 
 def test_a_driver_that_was_held_up_takes_no_node_for_silent() -> None:
-    """What they told meanwhile is still in its sockets."""
+    """Their reports meanwhile are still in its sockets."""
     world = World(nodes=2)
     world.wait(5, lambda node, _: world.ranks(node))
     world.now += 30

@@ -1,4 +1,4 @@
-"""If these fail, a device that breaks is not told of, or one that broke last week is told of today."""
+"""If these fail, a device that breaks is not reported, or one that broke last week is reported today."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ def test_a_device_that_is_in_no_list_any_more_is_lost() -> None:
 
 
 def test_a_lost_device_is_known_by_its_place_and_the_silence_of_the_others_is_no_loss() -> None:
-    """nvidia-smi may then tell of nothing else."""
+    """nvidia-smi may then report nothing else."""
     rows = "0, H200, 00000000:18:00.0, 0\n1, H200, 00000000:3B:00.0, 0\n"
     lost = "Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost.  Reboot the system\n"
     found = news_after(parse_states(lost, "", ""), first=parse_states(rows, "", ""))

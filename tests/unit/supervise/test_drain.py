@@ -1,4 +1,4 @@
-"""If these fail, a person who wants a node to leave stops the run, or is told what is not so."""
+"""If these fail, an operator who drains a node stops the run, or gets a wrong answer."""
 
 from pathlib import Path
 

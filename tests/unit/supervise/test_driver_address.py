@@ -131,7 +131,7 @@ def test_what_an_older_driver_wrote_late_does_not_hide_the_newer_one(tmp_path: P
 
 
 def test_another_driver_has_come_before_it_has_imported_what_it_does_not_need() -> None:
-    """Nobody tells what happens to ranks until it is there, and pydantic takes as long as all the rest."""
+    """No process reports ranks until the agent has started, and pydantic takes as long as all the rest."""
     heavy = "{'pydantic', 'numpy', 'torch'}"
     code = f"import sys, myriad.supervise.driver.driver; print({heavy} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)

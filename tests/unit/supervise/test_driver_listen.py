@@ -1,4 +1,4 @@
-"""Where a driver may listen: what no other machine reaches, or this one cannot open, is told at once."""
+"""Where a driver may listen: what no other machine reaches, or this one cannot open, is reported at once."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""If these fail, the user is told a wrong reason, or a healthy node is blamed for a bug."""
+"""If these fail, the user gets a wrong reason, or a healthy node is evicted for a bug."""
 
 from pathlib import Path
 

@@ -142,7 +142,7 @@ def test_a_spare_that_flaps_itself_is_none_for_others() -> None:
 
 
 def test_the_only_link_of_a_node_is_reported_when_it_is_up_again() -> None:
-    """Nobody could be told meanwhile: the kernel has counted."""
+    """No report was possible meanwhile, but the kernel has counted."""
     world = Links()
     was = world.links[1]
     world.links[1] = LinkStatus("eth1", True, was.downs + 1, 0)
@@ -217,7 +217,7 @@ def test_a_message_without_a_device_fault_is_reported_once(blame: str) -> None:
 
 
 def test_a_device_fault_reported_after_its_rank_has_ended_still_counts_for_the_node() -> None:
-    """The driver of the devices is asked every few seconds; the rank's end is told at once."""
+    """The driver of the devices is asked every few seconds; the rank's end is reported at once."""
     world = Links()
     world.exit(1, -6, "crash")
     world.all_exit()

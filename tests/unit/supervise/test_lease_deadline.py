@@ -27,7 +27,7 @@ def test_while_no_standby_waits_a_driver_may_act_without_redis_for_as_long_as_it
 
 
 class Server:
-    """What the scripts in Redis do, on a clock of its own; nobody can reach it while it is away."""
+    """What the scripts in Redis do, on a clock of its own; it is unreachable while it is away."""
 
     def __init__(self) -> None:
         self.owner, self.until, self.watched, self.stands_until = "", 0.0, False, 0.0
@@ -41,7 +41,7 @@ class Server:
         return False
 
     def renew(self, owner: str, knows: bool, now: float) -> bool | None:
-        """Whether somebody stands by; ``None``: it is lost."""
+        """Whether there is a standby; ``None``: the lease is lost."""
         if self.owner != owner:
             return None
         self.until, stands = now + SECONDS, now < self.stands_until

@@ -1,4 +1,4 @@
-"""If these fail, a link that is down is not seen, or one that nobody uses has a node given up."""
+"""If these fail, a link that is down is not seen, or an unused one gets a node evicted."""
 
 import asyncio
 import struct
@@ -29,7 +29,7 @@ def message(flags: int, downs: int = 3, errors: tuple[int, int] = (4, 5), kind: 
 
 @pytest.mark.parametrize(("flags", "up"), [(UP | LOWER_UP, True), (UP, False), (0, False)])
 def test_what_the_kernel_answers_is_read(flags: int, up: bool) -> None:
-    """Without a carrier: the cable is out. Without either: somebody has taken it down."""
+    """Without a carrier: the cable is out. Without either: it was taken down."""
     assert parse_link(message(flags)) == LinkCounters("eth0", up, 3, 4, 1, 2, 9, 13, 0, 3)
 
 

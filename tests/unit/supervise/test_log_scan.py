@@ -1,5 +1,5 @@
-"""If these fail, an error in the log of a running rank is not seen, is told a thousand times, or a log that
-floods takes the node's processor and memory."""
+"""If these fail, an error in the log of a running rank is not found, is reported a thousand times, or a log
+that floods takes the node's processor and memory."""
 
 import os
 import time

@@ -56,7 +56,7 @@ def test_no_decision_before_each_node_has_reported_all_its_live_ranks() -> None:
     assert len(sightings.all(PLACEMENT, ())) == 12 and sightings.few(PLACEMENT, ())
     sightings.observe(1, [renumbered(rank_seen, rank) for rank in (4, 5, 6)])
     assert sightings.few(PLACEMENT, ()) == [] == sightings.all(PLACEMENT, ())
-    sightings.changed(1)  # rank 7 has ended, which is why it is not told of
+    sightings.changed(1)  # rank 7 has ended, so it is not reported
     assert len(sightings.all(PLACEMENT, (7,))) == 11 and sightings.few(PLACEMENT, (7,))
     sightings.drop(3)
     assert sightings.few(PLACEMENT, (7,)) == []

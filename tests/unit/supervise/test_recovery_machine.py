@@ -76,7 +76,7 @@ class Node:
     waiting: tuple[int, tuple[int, ...]] | None = None
     stop_asked: bool = False
     silent_until: float = 0.0
-    """It is stopped: its connection stands, and it neither tells nor obeys."""
+    """It is stopped: its connection stays open, and it neither reports nor executes commands."""
     troubled: bool = False
     """Something was wrong with it."""
 
@@ -203,7 +203,7 @@ class Cluster(RuleBasedStateMachine):
             node.orders.append((self.now + node.lag, order))
 
     def leave(self, number: int) -> None:
-        """Its connection is lost; a driver that is held up hears of it when it goes on."""
+        """Its connection is lost; a driver that is paused receives it when it continues."""
         if self.now >= self.held_until:
             self.handle(NodeLeft(number))
         else:

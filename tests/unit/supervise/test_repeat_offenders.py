@@ -88,7 +88,7 @@ def test_an_evicted_machine_is_remembered_and_left_out_of_the_run() -> None:
 
 
 def test_a_machine_with_several_nodes_is_not_recorded_for_one_of_them() -> None:
-    """Nobody can tell whether it is the machine; that executor alone stays out."""
+    """It is unknown whether the machine is at fault; only that node agent is excluded."""
     for machine in ("", "rack0"):
         world = World(nodes=2, spares=-2)
         for node in range(3):

@@ -101,7 +101,7 @@ def test_ranks_with_the_same_share_of_a_stage_are_compared(overrides: list[str],
 
 
 def beat(world: World, step: int, values: dict[int, int], at: int | None = None) -> list:
-    """Ranks tell digests of one step while they are in another."""
+    """Ranks report digests of one step while they are in another."""
     actions = []
     for node in list(world.decider.nodes):
         placed = world.decider.state.placement.get(node, ())

@@ -1,4 +1,4 @@
-"""If these fail, a person who looks into a run waits for ever, is told what is not so, or hurts it."""
+"""If these fail, a user who traces a run waits for ever, gets a wrong answer, or disturbs the run."""
 
 import asyncio
 import os

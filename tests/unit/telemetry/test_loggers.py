@@ -35,7 +35,7 @@ def step(run: Run, number: int, loss: float | None = 2.0) -> None:
 
 
 class Kept:
-    """A tool that remembers; it is away as often as it is told to."""
+    """A tool that remembers; it fails as often as the test requests."""
 
     def __init__(self, away: int = 0) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
@@ -127,7 +127,7 @@ def test_tensorboard_gets_the_curve(run: Run) -> None:
     with logged(run, ["tensorboard"]):
         for number in (1, 2):
             step(run, number, 3.0 - number)
-    with logged(run, ["tensorboard"]):  # the run goes on
+    with logged(run, ["tensorboard"]):  # the run continues
         step(run, 3, 0.5)
     read = EventAccumulator(str(run.path / "tensorboard"))
     read.Reload()
@@ -145,7 +145,7 @@ def test_mlflow_gets_the_curve_and_the_job(run: Run, monkeypatch: pytest.MonkeyP
     from mlflow.tracking import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    for number, loss in ((1, 2.0), (2, 1.0)):  # the run goes on
+    for number, loss in ((1, 2.0), (2, 1.0)):  # the run continues
         sink = open_sink("mlflow", run.path)
         sink.write(number, 1e9, {"loss": loss})
         sink.close()

@@ -1,4 +1,4 @@
-"""If these fail, what a rank did is lost, misplaced in time or told of another rank."""
+"""If these fail, what a rank did is lost, misplaced in time or attributed to another rank."""
 
 import os
 import time
@@ -126,7 +126,7 @@ def test_the_record_is_what_batches_hold() -> None:
 
 
 class _Event:
-    """A device's: passes when it is told to."""
+    """An event of a device; it completes when the test requests it."""
 
     now_ms, passed_ms = 0.0, 1e9
 

@@ -1,4 +1,4 @@
-"""If these fail, a healthy run is told to spike, or a step that ruins the weights is learned from."""
+"""If these fail, a healthy run is reported to spike, or a step that ruins the weights is learned from."""
 
 import math
 import random

@@ -81,7 +81,7 @@ def test_a_damaged_or_foreign_file_is_replaced(text: str, rates: list[float], tm
 def test_mfu_is_of_the_peak_of_the_very_device(
     name: str, flops: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A PCIe card has three quarters of the SXM module's: its MFU would be told a quarter too low."""
+    """A PCIe card has three quarters of the SXM module's: its MFU would be reported a quarter too low."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     found = metrics._data_sheet(torch.device("cuda", 0), torch.bfloat16)
     assert (found and found.flops_per_second) == flops
