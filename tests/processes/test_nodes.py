@@ -43,8 +43,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
+    """What all nodes of the machine have in memory is seen while it trains."""
     run = make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus)
-    assert run_local(run, 2) == "finished"
+    seen: list[tuple[int, list[int]]] = []
+
+    def count_servers() -> None:
+        seen.append((len(server_names(run.path)), [step for step, _ in list_in_memory(run.path, ranks=2)]))
+
+    assert run_local(run, 2, observer=Acts(run, (reached(run, 20), count_servers))) == "finished"
+    ((snapshot_servers, steps),) = seen
+    assert snapshot_servers == 2 and max(steps) >= 10, "copies are taken every 5 steps"
+    wait_until(lambda: server_names(run.path) == [])
+    assert list_in_memory(run.path) == []
     return run
 
 
@@ -136,11 +146,13 @@ def test_a_node_that_comes_back_is_a_spare_for_the_next_one_that_is_lost(
 def test_a_node_that_a_person_wants_to_leave_gives_way_after_its_step(
     tmp_path: Path, corpus: Path, undisturbed: Run
 ) -> None:
-    """A spare takes its place; no step is done twice, no bit is other."""
+    """A spare takes its place; no step is done twice, no bit is other, and no process is left behind."""
     run = make_run(tmp_path / "run", corpus, "resilience.spares=1")
     told: list[str] = []
+    left: list[int] = []
 
     def leave() -> None:
+        left.extend(descendants())
         with pytest.raises(BadInputError, match=r"node 0 \(.*to spare: node 2 \("):
             evict(run, 7)
         told.append(evict(run, 1, reason="a fan is loud"))
@@ -155,6 +167,9 @@ def test_a_node_that_a_person_wants_to_leave_gives_way_after_its_step(
     steps = [record["step"] for record in JsonlTail(run.metrics_path).poll()]
     assert steps == sorted(set(steps)), "none was done twice"
     assert_same_run(run, undisturbed)
+    assert len(left) > 8
+    # a server waits 30 s for its first rank, and a minute if no rank has ended its session
+    wait_until(lambda: not any(map(is_alive, left)), 120)
 
 
 def test_a_spare_that_the_doctor_finds_unfit_gets_no_ranks(
@@ -185,27 +200,3 @@ def test_without_a_spare_the_same_node_begins_again(tmp_path: Path, corpus: Path
     assert resume["source"] == "memory" and resume["step"] >= 10
     assert placements(run) == [[0, 1], [0, 1]] and events(run, "eviction") == []
     assert_same_run(run, undisturbed)
-
-
-def test_what_all_nodes_of_the_machine_have_in_memory_is_seen(tmp_path: Path, corpus: Path) -> None:
-    run = make_run(tmp_path / "run", corpus)
-    seen: list[tuple[int, list[int]]] = []
-
-    def count_servers() -> None:
-        seen.append((len(server_names(run.path)), [step for step, _ in list_in_memory(run.path, ranks=2)]))
-
-    assert run_local(run, 2, observer=Acts(run, (reached(run, 20), count_servers))) == "finished"
-    ((snapshot_servers, steps),) = seen
-    assert snapshot_servers == 2 and max(steps) >= 10, "copies are taken every 5 steps"
-    wait_until(lambda: server_names(run.path) == [])
-    assert list_in_memory(run.path) == []
-
-
-def test_nothing_of_a_run_with_several_nodes_is_left_behind(tmp_path: Path, corpus: Path) -> None:
-    run = make_run(tmp_path / "run", corpus, "resilience.spares=1")
-    left: list[int] = []
-    acts = Acts(run, (reached(run, 5), lambda: left.extend(descendants())))
-    assert run_local(run, 2, observer=acts) == "finished"
-    assert len(left) > 8
-    # a server waits 30 s for its first rank, and a minute if no rank has ended its session
-    wait_until(lambda: not any(map(is_alive, left)), 120)
