@@ -54,15 +54,21 @@ def tokens_of(model: ModelConfig) -> torch.Tensor:
 
 
 @torch.no_grad()
-def our_logits(weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
-    """``[B, S, V]``."""
+def loaded(weights: Weights) -> torch.nn.ModuleList:
+    """The layers with these weights."""
     assert weights.model is not None
     definition, layers = GPT(weights.model, 1), build_full(weights.model, 1).eval()
     for prefix, layer in zip(definition.names, layers, strict=True):
         for name, parameter in layer.named_parameters():
             if f"{prefix}.{name}" in weights.shapes:
                 parameter.copy_(weights.read(f"{prefix}.{name}"))
-    x = tokens
+    return layers
+
+
+@torch.no_grad()
+def our_logits(weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
+    """``[B, S, V]``."""
+    x, layers = tokens, loaded(weights)
     for layer in layers[:-1]:
         x = layer(x, Context())
     return layers[-1].logits(x)

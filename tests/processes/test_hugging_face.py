@@ -12,7 +12,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 import pytest
 import torch
 import transformers
-from hugging_face_case import GPT2, LLAMA, TINY, exported, our_logits, random_weights, tokens_of
+from hugging_face_case import GPT2, LLAMA, TINY, exported, loaded, our_logits, random_weights, tokens_of
 from safetensors.torch import load_file, save_file
 from tiny_corpora import make_corpus
 from typer.testing import CliRunner, Result
@@ -26,11 +26,22 @@ from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.model.config import ModelConfig
+from myriad.model.generate import generate
 from myriad.model.tensor_shard import TensorShard
 from myriad.run import Run
 from myriad.train.checkpoint_tools.foreign_checkpoints import import_hugging_face
 from myriad.train.checkpoint_tools.text_sampler import open_run
 
+LLAMA3_SCALING = {"kind": "llama3", "factor": 8.0, "original_sequence": 8}
+YARN = {"kind": "yarn", "factor": 4.0, "original_sequence": 6}
+LONGROPE = {
+    "kind": "longrope", "factor": 3.0, "original_sequence": 8,
+    "short_factors": (1.0, 1.1, 1.3), "long_factors": (1.0, 2.0, 3.0),
+}  # fmt: skip
+GEMMA = TINY | {
+    "activation": "geglu_tanh", "kv_heads": 2, "head_dim": 16, "norm_placement": "both",
+    "norm_zero_centered": True, "embedding_scale": 32**0.5, "attention_scale": 0.125, "ffn_hidden": 48,
+}  # fmt: skip
 OURS = {
     "llama, shared heads": LLAMA,
     "llama, untied": LLAMA | {"tied": False},
@@ -43,7 +54,37 @@ OURS = {
     "gpt2": GPT2,
     "gpt2, tanh": GPT2 | {"activation": "gelu_tanh", "ffn_hidden": 40},
     "gpt2, untied": GPT2 | {"tied": False, "norm_epsilon": 1e-3},
-}
+    "llama 3.1": LLAMA | {"rotary_scaling": LLAMA3_SCALING, "attention_bias": "all"},
+    "qwen 2": LLAMA | {"attention_bias": "qkv", "window": 5, "window_pattern": (False, True)},
+    "qwen 3": LLAMA | {"qk_norm": "head", "head_dim": 16, "rotary_scaling": YARN},
+    "gemma 2": GEMMA | {"attention_softcap": 5.0, "logit_softcap": 3.0, "window": 5},
+    "gemma 3": GEMMA | {
+        "qk_norm": "head", "window": 5, "window_pattern": (True, False), "window_rotary_base": 1e3,
+        "rotary_scaling": {"kind": "linear", "factor": 8.0},
+    },
+    "olmo 2": LLAMA | {"qk_norm": "all", "norm_placement": "after", "tied": False},
+    "olmo 3": LLAMA | {
+        "qk_norm": "all", "norm_placement": "after", "window": 5, "window_pattern": (True, False),
+        "window_rotary_base": 5e5, "rotary_scaling": YARN,
+    },
+    "phi 4": LLAMA | {"rotary_fraction": 0.75, "rotary_scaling": LONGROPE},
+    "granite": LLAMA | {
+        "embedding_scale": 12.0, "residual_scale": 0.22, "attention_scale": 0.05, "logit_scale": 0.8,
+    },
+    "smollm 3": LLAMA | {"rotary_pattern": (True, False)},
+    "stablelm": LLAMA | {
+        "norm": "layer", "norm_bias": True, "rotary_fraction": 0.25, "attention_bias": "qkv",
+    },
+    "stablelm, parallel": LLAMA | {"norm": "layer", "norm_bias": True, "block": "parallel"},
+    "pythia": TINY | {
+        "norm": "layer", "bias": True, "attention_bias": "all", "block": "parallel", "parallel_norms": 2,
+        "rotary_fraction": 0.25, "tied": False,
+    },
+    "falcon": TINY | {"norm": "layer", "norm_bias": True, "block": "parallel", "kv_heads": 1},
+    "falcon 2": TINY | {
+        "norm": "layer", "norm_bias": True, "block": "parallel", "kv_heads": 2, "parallel_norms": 2,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +131,20 @@ ROTARY = SMALL | {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 24, "head_dim": 8,
 }  # fmt: skip
+NEOX = SMALL | {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 24,
+}  # fmt: skip
+FALCON = SMALL | {
+    "hidden_size": 32, "ffn_hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 24,
+}  # fmt: skip
+
+
+def without_head_dim(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "head_dim"}
+
+
 SHORT = SMALL | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
 THEIRS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(
@@ -101,6 +156,70 @@ THEIRS: dict[str, Callable[[], Any]] = {
     "mistral": lambda: transformers.MistralConfig(**ROTARY, sliding_window=6),
     "mistral without a window": lambda: transformers.MistralConfig(**ROTARY, sliding_window=None),
     "arcee": lambda: transformers.ArceeConfig(**ROTARY),
+    "llama 3.1": lambda: transformers.LlamaConfig(
+        **ROTARY,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    ),
+    "llama, dynamic": lambda: transformers.LlamaConfig(
+        **ROTARY, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ),
+    "qwen 2.5": lambda: transformers.Qwen2Config(**without_head_dim(ROTARY), tie_word_embeddings=True),
+    "qwen 2, window": lambda: transformers.Qwen2Config(
+        **without_head_dim(ROTARY), use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
+    "qwen 3": lambda: transformers.Qwen3Config(**(ROTARY | {"head_dim": 12})),
+    "gemma 2": lambda: transformers.Gemma2Config(
+        **ROTARY, sliding_window=6, query_pre_attn_scalar=16, pad_token_id=None
+    ),
+    "gemma 3": lambda: transformers.Gemma3TextConfig(
+        **(ROTARY | {"num_hidden_layers": 7}), sliding_window=6, query_pre_attn_scalar=16, pad_token_id=None
+    ),
+    "olmo 2": lambda: transformers.Olmo2Config(**without_head_dim(ROTARY), pad_token_id=None),
+    "olmo 3": lambda: transformers.Olmo3Config(
+        **(without_head_dim(ROTARY) | {"num_hidden_layers": 4}), sliding_window=6, pad_token_id=None
+    ),
+    "phi 3": lambda: transformers.Phi3Config(
+        **without_head_dim(ROTARY), original_max_position_embeddings=24, sliding_window=6, pad_token_id=None
+    ),
+    "phi 4 mini": lambda: transformers.Phi3Config(
+        **without_head_dim(ROTARY) | {"max_position_embeddings": 48},
+        original_max_position_embeddings=12,
+        partial_rotary_factor=0.75,
+        pad_token_id=None,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.1, 1.3],
+            "long_factor": [1.0, 2.0, 3.0],
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 12,
+        },
+    ),
+    "granite 3": lambda: transformers.GraniteConfig(
+        **without_head_dim(ROTARY),
+        embedding_multiplier=12.0,
+        logits_scaling=4.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.05,
+    ),
+    "smollm 3": lambda: transformers.SmolLM3Config(
+        **(without_head_dim(ROTARY) | {"num_hidden_layers": 5}), pad_token_id=None
+    ),
+    "stablelm 2": lambda: transformers.StableLmConfig(**without_head_dim(ROTARY), use_qkv_bias=True),
+    "stablelm, parallel": lambda: transformers.StableLmConfig(
+        **without_head_dim(ROTARY), use_parallel_residual=True
+    ),
+    "pythia": lambda: transformers.GPTNeoXConfig(**NEOX),
+    "pythia, serial": lambda: transformers.GPTNeoXConfig(**NEOX, use_parallel_residual=False),
+    "falcon 7b": lambda: transformers.FalconConfig(**FALCON, multi_query=True),
+    "falcon 40b": lambda: transformers.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
     "gpt2": lambda: transformers.GPT2Config(**SHORT),
     "gpt2, exact gelu": lambda: transformers.GPT2Config(**SHORT, activation_function="gelu", n_inner=72),
 }
@@ -132,6 +251,21 @@ def test_a_model_that_comes_gives_the_logits_it_gave_there(config: Any, tmp_path
         with torch.no_grad():
             bias[:32] += 1
         assert not torch.allclose(their_logits(theirs, tokens), expected, atol=1e-2), "the queries' counts"
+
+
+@pytest.mark.parametrize("config", THEIRS.values(), ids=THEIRS.keys())
+def test_the_likeliest_tokens_are_generated_here_as_there(config: Any, tmp_path: Path) -> None:
+    """With caches of keys and values in both, past the window, where layers have one."""
+    theirs = random_theirs(config())
+    theirs.save_pretrained(tmp_path / "theirs")
+    weights = HuggingFaceWeights(tmp_path / "theirs")
+    assert weights.model is not None
+    layers = loaded(weights).eval()
+    prompt = [3, 1, 4, 1, 5, 9]
+    ours = [*generate(layers, prompt, sequence=weights.model.sequence, max_new_tokens=9, temperature=0)]
+    ids = torch.tensor([prompt])
+    there = theirs.generate(ids, attention_mask=ids * 0 + 1, max_new_tokens=9, do_sample=False)
+    assert ours == there[0, len(prompt) :].tolist()
 
 
 def test_files_as_people_have_them_are_read(tmp_path: Path) -> None:
@@ -188,15 +322,22 @@ def test_float16_is_written_and_refused_where_it_would_overflow(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"model_type": "qwen2"}, "model_type = 'qwen2': one of llama, mistral, arcee, gpt2"),
-        ({"attention_bias": True}, "attention_bias = True: None or False"),
+        ({"model_type": "mamba"}, "model_type = 'mamba': one of llama, mistral, qwen2, "),
+        ({"mlp_bias": True}, "mlp_bias = True: None or False"),
         ({"hidden_act": "relu"}, "hidden_act = 'relu': silu or swish"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type = 'llama3': default"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear': default"),
+        ({"rope_parameters": {"rope_type": "fourier", "factor": 8.0}}, "rope_type = 'fourier': one of def"),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, "factor = 'x'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "twist": 3}},
+            "twist = 3: a field that rope_type",
+        ),
         ({"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"rope_theta": 2e4}}, "one value"),
         (
-            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2}},
-            "rope_type = 'linear': default",
+            {
+                "rope_parameters": {"rope_type": "linear", "factor": 3},
+                "rope_scaling": {"type": "linear", "factor": 2},
+            },
+            "rope_scaling = .*: the values of rope_parameters",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: a field .* not understood"),
         ({"logit_scale": 0.1}, "logit_scale = 0.1: a field .* not understood"),
@@ -334,21 +475,17 @@ def test_a_run_is_exported_with_its_tokenizer_and_generates_the_same_text_after_
 
 
 NO_COUNTERPART = [
-    ({"block": "parallel"}, "model.block = 'parallel': serial"),
-    ({"position": "none"}, "model.position = 'none': rotary with norm = rms"),
-    ({"position": "learned"}, "model.position = 'learned': rotary with norm = rms"),
-    ({"bias": True}, "model.bias = True: false with norm = rms"),
-    (
-        {"window": 4, "window_pattern": [True, False]},
-        r"model.window_pattern = \[True, False\]: the same in every",
-    ),
-    ({"window": 4}, "model.activation = 'gelu': swiglu with a window"),
-    (GPT2 | {"bias": False}, "model.bias = False: .*true with layer"),
-    (GPT2 | {"position": "rotary"}, "model.position = 'rotary': learned with norm = layer"),
-    (GPT2 | {"activation": "relu2"}, "model.activation = 'relu2': gelu or gelu_tanh with norm = layer"),
-    (GPT2 | {"window": 4}, "model.window = 4: off with norm = layer"),
-    (GPT2 | {"kv_heads": 2}, "model.kv_heads = 2: 4, as heads"),
-    (GPT2 | {"head_dim": 16}, "model.head_dim = 16: 8, hidden / heads"),
+    ({"block": "parallel"}, "model.block = 'parallel': serial in "),
+    ({"position": "none"}, "model.position = 'none': rotary in"),
+    ({"position": "learned"}, "model.position = 'learned': rotary in"),
+    ({"bias": True}, "model.bias = True: False in"),
+    ({"window": 4}, "model.activation = 'gelu': swiglu in mistral"),
+    (GPT2 | {"bias": False}, "model.bias = False: True in gpt2"),
+    (GPT2 | {"activation": "relu2"}, "model.activation = 'relu2': "),
+    (GPT2 | {"window": 4}, "model.window = 4: .* in gpt2, the nearest model type"),
+    (GPT2 | {"kv_heads": 2}, "model.kv_heads = 2: 4 in gpt2"),
+    (GPT2 | {"head_dim": 16}, "model.head_dim = 16: 8 in gpt2"),
+    (LLAMA | {"attention_sinks": True}, "model.attention_sinks = True: False in llama"),
 ]
 
 

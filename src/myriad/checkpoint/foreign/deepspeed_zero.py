@@ -70,8 +70,9 @@ def open_deepspeed(path: Path, config: Path | None = None) -> ForeignState:
     if (size := states.get("mp_world_size", 1)) != 1:
         allowed = f"has {size} tensor-parallel ranks: of DeepSpeed, data-parallel checkpoints are read"
         raise BadInputError(KEY, str(folder), allowed)
-    model = model_of(_read_config(folder, path, config))
-    mappings = {mapping.name: mapping for mapping in tensor_mappings(model)}
+    described = _read_config(folder, path, config)
+    model = model_of(described)
+    mappings = {one.name: one for one in tensor_mappings(model, described["model_type"])}
     source = _Universal(folder, states) if (folder / "zero").is_dir() else _Partitions(folder, states)
     tied = {"lm_head.weight"} if model.tied else set()
     ends = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")

@@ -63,8 +63,9 @@ class HuggingFaceWeights:
         shape or dtype from ``config.json``, and if there are tensors that ``config.json`` does not imply."""
         self.path, self.where = path, str(path)
         self.run: Path | None = None
-        self.model: ModelConfig | None = model_of(_read_json(path / _CONFIG), vocabulary_multiple)
-        mappings = tensor_mappings(self.model)
+        config = _read_json(path / _CONFIG)
+        self.model: ModelConfig | None = model_of(config, vocabulary_multiple)
+        mappings = tensor_mappings(self.model, config["model_type"])
         self._mappings = {mapping.name: mapping for mapping in mappings}
         self._places = _find_tensors(path)
         found = {name: shape for name, (_, _, shape) in self._places.items()}
@@ -183,14 +184,16 @@ def write_folder(
     tokenizer: Tokenizer | None,
     dtype: ExportType = "float32",
     shard_bytes: int = _SHARD_BYTES,
+    model_type: str | None = None,
 ) -> None:
     """Write to ``out`` all that ``AutoModelForCausalLM`` and ``AutoTokenizer`` need for ``from_pretrained``.
 
-    One file's tensors are in memory at a time. Raises `BadInputError`, with nothing written, if the model has
-    no Hugging Face counterpart, if weights exceed float16's range and ``dtype`` is float16, or if ``out`` is
-    not empty."""
+    One file's tensors are in memory at a time. ``model_type``: by default the first that fits. Raises
+    `BadInputError`, with nothing written, if the model has no Hugging Face counterpart, if weights exceed
+    float16's range and ``dtype`` is float16, or if ``out`` is not empty."""
     end = None if tokenizer is None else tokenizer.end_of_document
-    config, mappings = config_of(model, dtype, end), tensor_mappings(model)
+    config = config_of(model, dtype, end, model_type)
+    mappings = tensor_mappings(model, config["model_type"])
     _refuse_other_weights(weights, mappings)
     with staged_folder(out) as partial:
         _write_json(partial / _CONFIG, config)

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from myriad.checkpoint.foreign.hugging_face_config import Kind, kind_of
+from myriad.checkpoint.foreign.hugging_face_config import kind_of
+from myriad.checkpoint.foreign.hugging_face_families import FAMILIES
+from myriad.checkpoint.foreign.hugging_face_family import TensorNames
 from myriad.model.config import ModelConfig
 
 __all__ = ["RowSlice", "TensorMapping", "missing_or_other", "tensor_mappings"]
@@ -33,6 +35,8 @@ class RowSlice:
     first_row: int = 0
     head_width: int = 0
     """Head size of rows that are rotary pairs, head by head; 0: the rows keep their order."""
+    rotary_width: int = 0
+    """Number of leading rows of each head that are rotary pairs; 0: all."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ class TensorMapping:
         ours, row = first.new_zeros(self.shape), 0
         for row_slice in self.row_slices:
             rows = tensors[row_slice.name][row_slice.first_row : row_slice.first_row + row_slice.num_rows]
-            ours[row : row + row_slice.num_rows] = _neighbours(rows, row_slice.head_width)
+            ours[row : row + row_slice.num_rows] = _neighbours(
+                rows, row_slice.head_width, row_slice.rotary_width
+            )
             row += row_slice.num_rows
         return ours
 
@@ -72,7 +78,7 @@ class TensorMapping:
             target = self._rows_first(theirs[row_slice.name])
             rows = ours[row : row + row_slice.num_rows]
             target[row_slice.first_row : row_slice.first_row + row_slice.num_rows] = _halves(
-                rows, row_slice.head_width
+                rows, row_slice.head_width, row_slice.rotary_width
             )
             row += row_slice.num_rows
         return theirs
@@ -81,50 +87,107 @@ class TensorMapping:
         return theirs.T if self.transposed else theirs
 
 
-def _halves(rows: torch.Tensor, head_width: int) -> torch.Tensor:
-    """Reorder rows ``[heads D, ...]``: the pairs of each head from adjacent to half a head apart."""
-    return rows.unflatten(0, (-1, head_width // 2, 2)).transpose(1, 2).flatten(0, 2) if head_width else rows
+def _halves(rows: torch.Tensor, head_width: int, rotary_width: int = 0) -> torch.Tensor:
+    """Reorder rows ``[heads D, ...]``: the pairs of a head from adjacent to half the rotary width apart."""
+    if not head_width:
+        return rows
+    heads = rows.unflatten(0, (-1, head_width))
+    width = rotary_width or head_width
+    turned = heads[:, :width].unflatten(1, (width // 2, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([turned, heads[:, width:]], 1).flatten(0, 1)
 
 
-def _neighbours(rows: torch.Tensor, head_width: int) -> torch.Tensor:
-    """Reorder rows ``[heads D, ...]``: the pairs of each head from half a head apart to adjacent."""
-    return rows.unflatten(0, (-1, 2, head_width // 2)).transpose(1, 2).flatten(0, 2) if head_width else rows
+def _neighbours(rows: torch.Tensor, head_width: int, rotary_width: int = 0) -> torch.Tensor:
+    """Reorder rows ``[heads D, ...]``: the pairs of a head from half the rotary width apart to adjacent."""
+    if not head_width:
+        return rows
+    heads = rows.unflatten(0, (-1, head_width))
+    width = rotary_width or head_width
+    turned = heads[:, :width].unflatten(1, (2, width // 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([turned, heads[:, width:]], 1).flatten(0, 1)
 
 
-def tensor_mappings(model: ModelConfig) -> Sequence[TensorMapping]:
-    """Return a mapping for every tensor of the model. Raises `BadInputError` if it has no counterpart."""
-    kind = kind_of(model)
-    return tuple(_gpt2(model) if kind == "gpt2" else _rotary(model, kind))
+def tensor_mappings(model: ModelConfig, kind: str | None = None) -> Sequence[TensorMapping]:
+    """Return a mapping for every tensor of the model. ``kind``: model type of the files, by default the first
+    that fits. Raises `BadInputError` if the model has no counterpart."""
+    kind = kind_of(model) if kind is None else kind
+    return tuple(_gpt2(model) if kind == "gpt2" else _decoder(model, FAMILIES[kind].names(model)))
 
 
-def _rotary(model: ModelConfig, kind: Kind) -> Iterator[TensorMapping]:
-    hidden = model.hidden
-    yield _table(model, "embedding.tokens.weight", "model.embed_tokens.weight")
+def _decoder(model: ModelConfig, names: TensorNames) -> Iterator[TensorMapping]:
+    yield _table(model, "embedding.tokens.weight", f"{names.base}.{names.tokens}.weight")
     for layer in range(model.layers):
-        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        yield _vector(f"{ours}.norm1.weight", f"{theirs}.input_layernorm.weight", hidden)
-        yield from _rotary_attention(model, f"{ours}.attention", f"{theirs}.self_attn")
-        yield _vector(f"{ours}.norm2.weight", f"{theirs}.post_attention_layernorm.weight", hidden)
-        names = ["up_proj"] if kind == "arcee" else ["gate_proj", "up_proj"]
-        parts = [(f"{theirs}.mlp.{name}.weight", model.ffn_width, 0) for name in names]
-        yield _rows(f"{ours}.mlp.up.weight", hidden, *parts)
-        yield _rows(f"{ours}.mlp.down.weight", model.ffn_width, (f"{theirs}.mlp.down_proj.weight", hidden, 0))
-    yield _vector("head.norm.weight", "model.norm.weight", hidden)
+        ours, theirs = f"blocks.{layer}", f"{names.base}.{names.layers}.{layer}"
+        for own, name in names.norms.items():
+            yield from _norm(model, f"{ours}.{own}", f"{theirs}.{name}")
+        rotated = 0 if model.layer_rotary(layer) is None else model.rotary_width
+        yield from _attention(model, names, f"{ours}.attention", f"{theirs}.{names.attention}", rotated)
+        yield from _mlp(model, names, f"{ours}.mlp", f"{theirs}.mlp")
+    yield from _norm(model, "head.norm", f"{names.base}.{names.final_norm}")
     if not model.tied:
-        yield _table(model, "head.output.weight", "lm_head.weight")
+        yield _table(model, "head.output.weight", f"{names.head}.weight")
 
 
-def _rotary_attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[TensorMapping]:
+def _norm(model: ModelConfig, ours: str, theirs: str) -> Iterator[TensorMapping]:
+    yield _vector(f"{ours}.weight", f"{theirs}.weight", model.hidden)
+    if model.has_norm_bias:
+        yield _vector(f"{ours}.bias", f"{theirs}.bias", model.hidden)
+
+
+def _attention(
+    model: ModelConfig, names: TensorNames, ours: str, theirs: str, rotated: int
+) -> Iterator[TensorMapping]:
+    """Yield the mappings of a block's attention. ``rotated``: values of each head that are rotated."""
     width = model.head_width
     q, kv = model.heads * width, model.num_kv_heads * width
-    yield _rows(
-        f"{ours}.qkv.weight",
-        model.hidden,
-        (f"{theirs}.q_proj.weight", q, width),
-        (f"{theirs}.k_proj.weight", kv, width),
-        (f"{theirs}.v_proj.weight", kv, 0),
-    )
-    yield _rows(f"{ours}.output.weight", q, (f"{theirs}.o_proj.weight", model.hidden, 0))
+    for kind, columns in (("weight", (model.hidden,)), ("bias", ())):
+        if kind == "weight" or model.has_qkv_bias:
+            slices = tuple(_qkv_slices(model, names, theirs, kind, rotated))
+            yield TensorMapping(f"{ours}.qkv.{kind}", (q + 2 * kv, *columns), slices)
+    yield _rows(f"{ours}.output.weight", q, (f"{theirs}.{names.output}.weight", model.hidden, 0))
+    if model.has_output_bias:
+        yield _vector(f"{ours}.output.bias", f"{theirs}.{names.output}.bias", model.hidden)
+    for letter, rows in (("q", q), ("k", kv)) if model.qk_norm != "none" else ():
+        rows = width if model.qk_norm == "head" else rows
+        row_slice = RowSlice(f"{theirs}.{letter}_norm.weight", rows, 0, width if rotated else 0, rotated)
+        yield TensorMapping(f"{ours}.{letter}_norm.weight", (rows,), (row_slice,))
+
+
+def _qkv_slices(
+    model: ModelConfig, names: TensorNames, theirs: str, kind: str, rotated: int
+) -> Iterator[RowSlice]:
+    """Yield the rows of all queries, all keys and all values, from three tensors or from one."""
+    width, shared = model.head_width, model.heads // model.num_kv_heads
+    counts = (model.heads, model.num_kv_heads, model.num_kv_heads)
+    rotary_widths = (width if rotated else 0, width if rotated else 0, 0)
+    if len(names.qkv) == 3:
+        for name, count, rotary_width in zip(names.qkv, counts, rotary_widths, strict=True):
+            yield RowSlice(f"{theirs}.{name}.{kind}", count * width, 0, rotary_width, rotated)
+        return
+    fused = f"{theirs}.{names.qkv[0]}.{kind}"
+    if names.qkv_order == "rows":
+        first = 0
+        for count, rotary_width in zip(counts, rotary_widths, strict=True):
+            yield RowSlice(fused, count * width, first, rotary_width, rotated)
+            first += count * width
+        return
+    group = (shared + 2) * width
+    for start, rows, rotary_width in zip(
+        (0, shared * width, (shared + 1) * width), (shared * width, width, width), rotary_widths, strict=True
+    ):
+        for number in range(model.num_kv_heads):
+            yield RowSlice(fused, rows, number * group + start, rotary_width, rotated)
+
+
+def _mlp(model: ModelConfig, names: TensorNames, ours: str, theirs: str) -> Iterator[TensorMapping]:
+    inner, hidden = model.ffn_width, model.hidden
+    each = inner * model.up_matrices // len(names.up)
+    yield _rows(f"{ours}.up.weight", hidden, *((f"{theirs}.{name}.weight", each, 0) for name in names.up))
+    yield _rows(f"{ours}.down.weight", inner, (f"{theirs}.{names.down}.weight", hidden, 0))
+    if model.bias:
+        slices = tuple(RowSlice(f"{theirs}.{name}.bias", each) for name in names.up)
+        yield TensorMapping(f"{ours}.up.bias", (inner * model.up_matrices,), slices)
+        yield _vector(f"{ours}.down.bias", f"{theirs}.{names.down}.bias", hidden)
 
 
 def _gpt2(model: ModelConfig) -> Iterator[TensorMapping]:

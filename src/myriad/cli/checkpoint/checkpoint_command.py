@@ -281,6 +281,12 @@ def _export(
         _Format, typer.Option(help="hf: Hugging Face format, for transformers' from_pretrained.")
     ] = _Format.hf,
     dtype: Annotated[_Dtype, typer.Option(help="Data type of the written weights.")] = _Dtype.float32,
+    model_type: Annotated[
+        str | None,
+        typer.Option(
+            help="Model type in config.json, such as qwen3. Default: the first that fits the model."
+        ),
+    ] = None,
     sign: Annotated[
         Path | None,
         typer.Option(
@@ -291,7 +297,7 @@ def _export(
     ] = None,
     json: _Json = False,
 ) -> None:
-    """Write a checkpoint for other tools, as a Llama, Mistral, Arcee or GPT-2 model.
+    """Write a checkpoint for other tools, as a model of a family that transformers has.
 
     A model with another architecture is refused; nothing is written then."""
     from myriad.checkpoint.storage.signature import load_signing_key
@@ -300,7 +306,7 @@ def _export(
     from myriad.train.checkpoint_tools.foreign_checkpoints import export_hugging_face
 
     with spinning_controlled():
-        done = export_hugging_face(path, out, dtype.value, key)
+        done = export_hugging_face(path, out, dtype.value, model_type, key)
     if json:
         print_json(done)
         return

@@ -170,12 +170,17 @@ def _job(state: ForeignState, translation: Translation, name: str, out: Path) ->
 
 
 def export_hugging_face(
-    path: str, out: Path, dtype: ExportType, key: SignatureKey | None = None
+    path: str,
+    out: Path,
+    dtype: ExportType,
+    model_type: str | None = None,
+    key: SignatureKey | None = None,
 ) -> dict[str, Any]:
     """Write the weights of a run (its newest whole checkpoint) or of one checkpoint to ``out``, sign them if
     there is a key, and return a description.
 
-    Raises `BadInputError`, with nothing written, for a model that has no counterpart.
+    ``model_type``: by default the first that fits the model. Raises `BadInputError`, with nothing written,
+    for a model that has no counterpart.
     """
     weights = open_weights(path, "PATH", every_byte=True)
     job = (
@@ -186,9 +191,9 @@ def export_hugging_face(
     if job is None:
         allowed = "must be a run, or a checkpoint in one: its job.toml says what the model is"
         raise BadInputError("PATH", path, allowed)
-    kind = kind_of(job.model)
+    kind = kind_of(job.model, model_type)
     tokenizer, why_not = _tokenizer(weights.run, job)
-    write_folder(weights, job.model, out, tokenizer, dtype)
+    write_folder(weights, job.model, out, tokenizer, dtype, model_type=kind)
     if key is not None:
         sign(open_checkpoint(out.absolute()), key)
     return {

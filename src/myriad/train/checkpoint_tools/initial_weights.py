@@ -43,9 +43,17 @@ _SAME = {
     "position": "position",
     "norm": "norm",
     "activation": "activation",
+    "parallel_norms": "parallel_norms",
+    "norm_placement": "norm_placement",
+    "norm_zero_centered": "norm_zero_centered",
+    "qk_norm": "qk_norm",
 }
 """Fields of a model, and their job keys. If one of these differs, equal shapes do not mean equal models."""
-_TOLD = ("vocabulary", "rotary_base", "norm_epsilon", "window", "window_pattern")
+_REPORTED = (
+    *("vocabulary", "norm_epsilon", "window", "window_pattern", "rotary_base", "rotary_fraction"),
+    *("rotary_pattern", "window_rotary_base", "rotary_scaling", "attention_scale", "attention_softcap"),
+    *("embedding_scale", "residual_scale", "logit_scale", "logit_softcap"),
+)
 """Fields whose differences are reported, not refused: the user may intend them."""
 
 
@@ -175,7 +183,8 @@ def _differences(there: ModelConfig | None, here: ModelConfig) -> dict[str, Any]
     """Return the model keys that differ and that equal shapes do not show, as (there, here)."""
     if there is None:
         return {}
-    pairs = {key: (getattr(there, key), getattr(here, key)) for key in _TOLD}
+    values = there.model_dump(), here.model_dump()
+    pairs = {key: (values[0][key], values[1][key]) for key in _REPORTED}
     return {f"model.{key}": pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 

@@ -1,0 +1,264 @@
+"""The model families that are exchanged with Hugging Face, as a table, without torch.
+
+To add one, add an entry to `FAMILIES`, and a reader and a writer of its own fields to
+`myriad.checkpoint.foreign.hugging_face_fields`. The tests compare its logits with those of transformers.
+"""
+
+from myriad.checkpoint.foreign.hugging_face_family import Family, TensorNames
+from myriad.checkpoint.foreign.hugging_face_fields import (
+    falcon_names,
+    read_decoder,
+    read_falcon,
+    read_gemma2,
+    read_gemma3,
+    read_granite,
+    read_mistral,
+    read_neox,
+    read_olmo3,
+    read_phi3,
+    read_qwen,
+    read_smollm3,
+    read_stablelm,
+    stablelm_names,
+    write_decoder,
+    write_falcon,
+    write_gemma,
+    write_gemma3,
+    write_granite,
+    write_mistral,
+    write_neox,
+    write_olmo3,
+    write_phi3,
+    write_qwen,
+    write_qwen2,
+    write_smollm3,
+    write_stablelm,
+)
+
+__all__ = ["FAMILIES"]
+
+_ROTARY = ("rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings")
+_ROTARY_MODEL = {"norm": "rms", "position": "rotary"}
+_LAYER_NORM_MODEL = {"norm": "layer", "position": "rotary"}
+_HEAD_DIM = {"head_dim": "head_dim"}
+_GELUS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_GEMMA_NORMS = {
+    "norm1": "input_layernorm",
+    "post_norm1": "post_attention_layernorm",
+    "norm2": "pre_feedforward_layernorm",
+    "post_norm2": "post_feedforward_layernorm",
+}
+_OLMO_NORMS = {"post_norm1": "post_attention_layernorm", "post_norm2": "post_feedforward_layernorm"}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
+_GEMMA = _ROTARY_MODEL | {"norm_placement": "both", "norm_zero_centered": True}
+_GEMMA_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_OLMO = _ROTARY_MODEL | {"norm_placement": "after", "qk_norm": "all"}
+_GEMMA_FIELDS = (
+    *(*_ROTARY, "attention_bias", "query_pre_attn_scalar", "attn_logit_softcapping"),
+    *("final_logit_softcapping", "sliding_window", "layer_types"),
+)
+_NO_BIAS = (None, False)
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        fixed=_ROTARY_MODEL,
+        sizes=_HEAD_DIM,
+        defaults=_DEFAULTS | {"max_position_embeddings": 2048},
+        must_be={"mlp_bias": _NO_BIAS},
+        read=read_decoder,
+        write=lambda model: write_decoder(model) | {"mlp_bias": False},
+        fields=(*_ROTARY, "attention_bias"),
+    ),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        fixed=_ROTARY_MODEL,
+        sizes=_HEAD_DIM,
+        defaults=_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window": 4096},
+        must_be={"attention_bias": _NO_BIAS, "mlp_bias": _NO_BIAS},
+        read=read_mistral,
+        write=write_mistral,
+        fields=(*_ROTARY, "sliding_window"),
+    ),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        fixed=_ROTARY_MODEL | {"attention_bias": "qkv"},
+        sizes=_HEAD_DIM,
+        defaults=_DEFAULTS
+        | {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
+        read=read_qwen,
+        write=write_qwen2,
+        fields=(*_ROTARY, "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        fixed=_ROTARY_MODEL | {"qk_norm": "head"},
+        sizes=_HEAD_DIM,
+        defaults=_DEFAULTS
+        | {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+        | {"head_dim": 128, "attention_bias": False},
+        read=read_qwen,
+        write=write_qwen,
+        fields=(
+            *(*_ROTARY, "attention_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
+            "layer_types",
+        ),
+    ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM",
+        fixed=_GEMMA,
+        sizes=_HEAD_DIM,
+        activations={"geglu_tanh": "gelu_pytorch_tanh"},
+        activation_field="hidden_activation",
+        defaults=_GEMMA_DEFAULTS
+        | {"max_position_embeddings": 8192, "num_key_value_heads": 4}
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        must_be={"use_bidirectional_attention": _NO_BIAS, "hidden_act": (None, "gelu_pytorch_tanh")},
+        read=read_gemma2,
+        write=write_gemma,
+        fields=_GEMMA_FIELDS,
+        names=lambda model: TensorNames(norms=_GEMMA_NORMS),
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        fixed=_GEMMA | {"qk_norm": "head"},
+        sizes=_HEAD_DIM,
+        activations={"geglu_tanh": "gelu_pytorch_tanh"},
+        activation_field="hidden_activation",
+        defaults=_GEMMA_DEFAULTS | {"max_position_embeddings": 131072, "num_key_value_heads": 4},
+        must_be={"use_bidirectional_attention": _NO_BIAS, "hidden_act": (None, "gelu_pytorch_tanh")},
+        read=read_gemma3,
+        write=write_gemma3,
+        fields=(*_GEMMA_FIELDS, "rope_local_base_freq", "sliding_window_pattern"),
+        names=lambda model: TensorNames(norms=_GEMMA_NORMS),
+    ),
+    "olmo2": Family(
+        architecture="Olmo2ForCausalLM",
+        fixed=_OLMO,
+        defaults=_DEFAULTS | {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        read=read_decoder,
+        write=write_decoder,
+        fields=(*_ROTARY, "attention_bias"),
+        names=lambda model: TensorNames(norms=_OLMO_NORMS),
+    ),
+    "olmo3": Family(
+        architecture="Olmo3ForCausalLM",
+        fixed=_OLMO,
+        defaults=_DEFAULTS | {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+        read=read_olmo3,
+        write=write_olmo3,
+        fields=(*_ROTARY, "attention_bias", "sliding_window", "layer_types"),
+        names=lambda model: TensorNames(norms=_OLMO_NORMS),
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        fixed=_ROTARY_MODEL,
+        defaults=_DEFAULTS | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        must_be={"attention_bias": _NO_BIAS},
+        read=read_phi3,
+        write=write_phi3,
+        fields=(*_ROTARY, "partial_rotary_factor", "sliding_window"),
+        names=lambda model: TensorNames(qkv=("qkv_proj",), up=("gate_up_proj",)),
+    ),
+    "granite": Family(
+        architecture="GraniteForCausalLM",
+        fixed=_ROTARY_MODEL,
+        defaults=_DEFAULTS
+        | {"max_position_embeddings": 2048, "embedding_multiplier": 1.0, "residual_multiplier": 1.0}
+        | {"attention_multiplier": 1.0, "logits_scaling": 1.0},
+        must_be={"mlp_bias": _NO_BIAS},
+        read=read_granite,
+        write=write_granite,
+        fields=(
+            *(*_ROTARY, "attention_bias", "embedding_multiplier", "residual_multiplier"),
+            *("attention_multiplier", "logits_scaling"),
+        ),
+    ),
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        fixed=_ROTARY_MODEL,
+        defaults=_DEFAULTS
+        | {"max_position_embeddings": 32768, "tie_word_embeddings": True, "num_key_value_heads": 4}
+        | {"no_rope_layer_interval": 4},
+        must_be={"mlp_bias": _NO_BIAS},
+        read=read_smollm3,
+        write=write_smollm3,
+        fields=(
+            *(*_ROTARY, "attention_bias", "use_sliding_window", "sliding_window", "layer_types"),
+            *("no_rope_layers", "no_rope_layer_interval", "max_window_layers"),
+        ),
+    ),
+    "stablelm": Family(
+        architecture="StableLmForCausalLM",
+        fixed=_LAYER_NORM_MODEL | {"norm_bias": True},
+        sizes={"norm_epsilon": "layer_norm_eps"},
+        defaults={"layer_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu"}
+        | {"max_position_embeddings": 4096},
+        must_be={"qk_layernorm": _NO_BIAS},
+        read=read_stablelm,
+        write=write_stablelm,
+        fields=(*_ROTARY, "partial_rotary_factor", "use_qkv_bias", "use_parallel_residual"),
+        names=stablelm_names,
+    ),
+    "gpt_neox": Family(
+        architecture="GPTNeoXForCausalLM",
+        fixed=_LAYER_NORM_MODEL | {"bias": True, "attention_bias": "all"},
+        sizes={"norm_epsilon": "layer_norm_eps"},
+        activations=_GELUS,
+        defaults={"layer_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "gelu"}
+        | {"max_position_embeddings": 2048, "use_parallel_residual": True, "attention_bias": True},
+        must_be={"attention_bias": (True,)},
+        read=read_neox,
+        write=write_neox,
+        fields=(*_ROTARY, "rotary_pct", "rotary_emb_base", "use_parallel_residual"),
+        names=lambda model: TensorNames(
+            base="gpt_neox",
+            tokens="embed_in",
+            final_norm="final_layer_norm",
+            head="embed_out",
+            attention="attention",
+            qkv=("query_key_value",),
+            qkv_order="groups",
+            output="dense",
+            up=("dense_h_to_4h",),
+            down="dense_4h_to_h",
+        ),
+    ),
+    "falcon": Family(
+        architecture="FalconForCausalLM",
+        fixed=_LAYER_NORM_MODEL | {"norm_bias": True, "block": "parallel"},
+        sizes={"norm_epsilon": "layer_norm_epsilon"},
+        activations={"gelu": "gelu"},
+        activation_field="activation",
+        defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "activation": "gelu"}
+        | {"max_position_embeddings": 2048, "parallel_attn": True, "multi_query": True},
+        must_be={"alibi": _NO_BIAS, "bias": _NO_BIAS},
+        read=read_falcon,
+        write=write_falcon,
+        fields=(
+            *(*_ROTARY, "new_decoder_architecture", "num_ln_in_parallel_attn", "multi_query"),
+            *("parallel_attn", "num_kv_heads", "ffn_hidden_size"),
+        ),
+        names=falcon_names,
+    ),
+    "arcee": Family(
+        architecture="ArceeForCausalLM",
+        fixed=_ROTARY_MODEL,
+        sizes=_HEAD_DIM,
+        activations=_GELUS | {"relu2": "relu2"},
+        defaults=_DEFAULTS | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+        must_be={"mlp_bias": _NO_BIAS},
+        read=read_decoder,
+        write=lambda model: write_decoder(model) | {"mlp_bias": False},
+        fields=(*_ROTARY, "attention_bias"),
+        names=lambda model: TensorNames(up=("up_proj",)),
+    ),
+}
+"""The families, by ``model_type``; GPT-2, whose matrices are transposed, is in `hugging_face_config`."""

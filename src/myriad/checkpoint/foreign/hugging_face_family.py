@@ -1,0 +1,83 @@
+"""How a model family is exchanged with Hugging Face: its configuration fields and its tensor names."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from myriad.checkpoint.foreign.hugging_face_values import ConfigValues
+from myriad.model.config import ModelConfig
+
+__all__ = ["COMMON", "Family", "TensorNames", "Values"]
+
+Values = dict[str, Any]
+"""Values of `ModelConfig`, or fields of a ``config.json``, by name."""
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names of a family's tensors, without the prefixes of model and layer."""
+
+    base: str = "model"
+    """Prefix of all names but the output projection's."""
+    tokens: str = "embed_tokens"
+    layers: str = "layers"
+    final_norm: str = "norm"
+    head: str = "lm_head"
+    norms: Mapping[str, str] = field(
+        default_factory=lambda: {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+    )
+    """Norms of a block: the names in Myriad and in the family."""
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Three tensors, or one that holds queries, keys and values as `qkv_order` says."""
+    qkv_order: Literal["rows", "groups"] = "rows"
+    """rows: all queries, all keys, all values. groups: for each key/value head its queries, key and value."""
+    output: str = "o_proj"
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    """The tensors of the MLP's first product; a single one with a gate holds the gate first."""
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One ``model_type``."""
+
+    architecture: str
+    """Class of the language model in transformers."""
+    fixed: Values = field(default_factory=dict)
+    """Values of `ModelConfig` that all models of the family have."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """Fields that are copied: their name by the name in `ModelConfig`, in addition to `COMMON`."""
+    activations: Mapping[str, str] = field(default_factory=lambda: {"swiglu": "silu"})
+    """Activation functions: their name by the name in `ModelConfig`."""
+    activation_field: str = "hidden_act"
+    defaults: Values = field(default_factory=dict)
+    """Values that transformers takes for missing fields."""
+    must_be: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Fields with only these values."""
+    read: Callable[[ConfigValues, Values], Values] = lambda theirs, values: {}
+    """Return further values of `ModelConfig`, given those of the fields that are copied."""
+    write: Callable[[ModelConfig], Values] = lambda model: {}
+    """Return further fields."""
+    fields: tuple[str, ...] = ()
+    """Fields that `read` reads."""
+    names: Callable[[ModelConfig], TensorNames] = lambda model: TensorNames()
+
+    def known_fields(self) -> set[str]:
+        """Return all fields that are read, or must have one value."""
+        copied = {**COMMON, **self.sizes}.values()
+        return {*copied, self.activation_field, *self.fields, *self.must_be}
+
+
+COMMON = {
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "ffn_hidden": "intermediate_size",
+    "vocabulary": "vocab_size",
+    "sequence": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}
+"""Fields of most families, by the name in `ModelConfig`."""

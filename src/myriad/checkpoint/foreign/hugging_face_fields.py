@@ -1,0 +1,380 @@
+"""What the families of Hugging Face say in fields of their own: readers and writers of ``config.json``.
+
+A reader gets the file and the values that are copied from it, and returns further values of `ModelConfig`. A
+writer returns further fields. A written file that is read back gives the same model.
+"""
+
+from collections.abc import Callable
+
+from myriad.checkpoint.foreign.hugging_face_family import TensorNames, Values
+from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, read_rotary, repeated, written_rotary
+from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
+
+__all__ = [
+    "falcon_names",
+    "read_decoder",
+    "read_falcon",
+    "read_gemma2",
+    "read_gemma3",
+    "read_granite",
+    "read_mistral",
+    "read_neox",
+    "read_olmo3",
+    "read_phi3",
+    "read_qwen",
+    "read_smollm3",
+    "read_stablelm",
+    "stablelm_names",
+    "write_decoder",
+    "write_falcon",
+    "write_gemma",
+    "write_gemma3",
+    "write_granite",
+    "write_mistral",
+    "write_neox",
+    "write_olmo3",
+    "write_phi3",
+    "write_qwen",
+    "write_qwen2",
+    "write_smollm3",
+    "write_stablelm",
+]
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _rotary(theirs: ConfigValues, default_base: float = 1e4) -> Values:
+    base, scaling, fraction = read_rotary(theirs, "rope_theta", default_base)
+    if fraction not in (None, 1.0):
+        raise BadInputError("partial_rotary_factor", fraction, "1 in config.json of this model type")
+    return {"rotary_base": base, "rotary_scaling": scaling}
+
+
+def _attention_bias(theirs: ConfigValues) -> Values:
+    return {"attention_bias": "all" if theirs.flag("attention_bias") else "default"}
+
+
+def read_decoder(theirs: ConfigValues, values: Values) -> Values:
+    """Read what Llama and its descendants have in common."""
+    return _rotary(theirs) | _attention_bias(theirs)
+
+
+def write_decoder(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: Llama and its descendants."""
+    return {
+        "rope_theta": model.rotary_base,
+        "rope_parameters": written_rotary(model.rotary_base, model.rotary_scaling),
+        "attention_bias": model.has_output_bias,
+        "attention_dropout": 0.0,
+    }
+
+
+def _windowed(window: int | None, values: Values, slides: tuple[bool, ...]) -> Values:
+    """Return the window of the layers that have one; a window of the whole sequence is none."""
+    if window is None or window > values["sequence"] or not any(slides):
+        return {}
+    return {"window": window, "window_pattern": repeated(slides)}
+
+
+def _layer_types(
+    theirs: ConfigValues, values: Values, slides: Callable[[int], bool], window: int | None
+) -> Values:
+    """Read which layers have a window: as ``layer_types`` says, or by the family's rule."""
+    named = theirs.names("layer_types", values["layers"], _SLIDING, _FULL)
+    found = [slides(layer) for layer in range(values["layers"])]
+    if named is not None:
+        found = [one == _SLIDING for one in named]
+    return _windowed(window, values, tuple(found))
+
+
+def _written_types(model: ModelConfig) -> list[str]:
+    return [_SLIDING if model.layer_window(layer) else _FULL for layer in range(model.layers)]
+
+
+def read_mistral(theirs: ConfigValues, values: Values) -> Values:
+    """Return what a ``config.json`` says beyond the copied fields: Mistral."""
+    window = _windowed(theirs.size_or_none("sliding_window"), values, (True,))
+    return _rotary(theirs) | window
+
+
+def _without_attention_bias(written: Values) -> Values:
+    return {key: value for key, value in written.items() if key != "attention_bias"}
+
+
+def write_mistral(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: Mistral."""
+    return _without_attention_bias(write_decoder(model)) | {"sliding_window": model.window}
+
+
+def read_qwen(theirs: ConfigValues, values: Values) -> Values:
+    """Return what a ``config.json`` says beyond the copied fields: Qwen 2 and 3."""
+    window = theirs.size_or_none("sliding_window") if theirs.flag("use_sliding_window") else None
+    first = theirs.get("max_window_layers")
+    first = first if isinstance(first, int) else values["layers"]
+    types = _layer_types(theirs, values, lambda layer: layer >= first, window)
+    bias = _attention_bias(theirs) if "attention_bias" in theirs.defaults else {}
+    return _rotary(theirs) | types | bias
+
+
+def write_qwen(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: Qwen 2 and 3."""
+    slides = any(model.layer_window(layer) for layer in range(model.layers))
+    return write_decoder(model) | {
+        "use_sliding_window": slides,
+        "sliding_window": model.window if slides else None,
+        "layer_types": _written_types(model),
+    }
+
+
+def write_qwen2(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: Qwen 2."""
+    return _without_attention_bias(write_qwen(model))
+
+
+def _read_gemma(theirs: ConfigValues, values: Values) -> Values:
+    """Read what Gemma 2 and 3 have in common."""
+    return {
+        "embedding_scale": values["hidden"] ** 0.5,
+        "attention_scale": theirs.size("query_pre_attn_scalar") ** -0.5,
+        "attention_softcap": theirs.number_or_none("attn_logit_softcapping"),
+        "logit_softcap": theirs.number_or_none("final_logit_softcapping"),
+    } | _attention_bias(theirs)
+
+
+def read_gemma2(theirs: ConfigValues, values: Values) -> Values:
+    """Return what a ``config.json`` says beyond the copied fields: Gemma 2."""
+    window = theirs.size_or_none("sliding_window")
+    types = _layer_types(theirs, values, lambda layer: layer % 2 == 0, window)
+    return _rotary(theirs) | _read_gemma(theirs, values) | types
+
+
+def read_gemma3(theirs: ConfigValues, values: Values) -> Values:
+    """Return what a ``config.json`` says beyond the copied fields: Gemma 3."""
+    every = theirs.size_or_none("sliding_window_pattern") or 6
+    window = theirs.size_or_none("sliding_window")
+    types = _layer_types(theirs, values, lambda layer: (layer + 1) % every != 0, window)
+    return (
+        _by_layer_type(theirs, types, 1e6, "rope_local_base_freq", 1e4) | _read_gemma(theirs, values) | types
+    )
+
+
+def _by_layer_type(
+    theirs: ConfigValues, types: Values, full_base: float, local_field: str, local_base: float
+) -> Values:
+    """Read rotary positions that differ between layers with and without a window."""
+    base, scaling, _ = read_rotary(theirs, "rope_theta", full_base, _FULL)
+    local, local_scaling, _ = read_rotary(theirs, local_field, local_base, _SLIDING)
+    if local_scaling.kind != "none":
+        raise BadInputError("rope_type", local_scaling.kind, f"default for {_SLIDING} in config.json")
+    found: Values = {"rotary_base": base, "rotary_scaling": scaling}
+    return found | ({"window_rotary_base": local} if types else {})
+
+
+def write_gemma(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: Gemma 2."""
+    scale = model.attention_scale or model.head_width**-0.5
+    return write_decoder(model) | {
+        "query_pre_attn_scalar": round(scale**-2),
+        "attn_logit_softcapping": model.attention_softcap,
+        "final_logit_softcapping": model.logit_softcap,
+        "sliding_window": model.window or model.sequence,
+        "layer_types": _written_types(model),
+    }
+
+
+def _write_by_layer_type(model: ModelConfig, written: Values) -> Values:
+    local = model.window_rotary_base or model.rotary_base
+    full = written_rotary(model.rotary_base, model.rotary_scaling)
+    return written | {
+        "rope_parameters": {_FULL: full, _SLIDING: {"rope_type": "default", "rope_theta": local}}
+    }
+
+
+def write_gemma3(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: Gemma 3."""
+    written = _write_by_layer_type(model, write_gemma(model))
+    return written | {"rope_local_base_freq": model.window_rotary_base or 1e4}
+
+
+def read_olmo3(theirs: ConfigValues, values: Values) -> Values:
+    """Return what a ``config.json`` says beyond the copied fields: OLMo 3."""
+    window = theirs.size_or_none("sliding_window")
+    types = _layer_types(theirs, values, lambda layer: (layer + 1) % 4 != 0, window)
+    base = theirs.number_or_none("rope_theta") or 5e5
+    return _by_layer_type(theirs, types, base, "rope_theta", base) | types | _attention_bias(theirs)
+
+
+def write_olmo3(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: OLMo 3."""
+    written = _write_by_layer_type(model, write_decoder(model))
+    bases = {model.rotary_base, model.window_rotary_base or model.rotary_base}
+    written = (
+        written if len(bases) == 1 else {key: one for key, one in written.items() if key != "rope_theta"}
+    )
+    return written | {"sliding_window": model.window or model.sequence, "layer_types": _written_types(model)}
+
+
+def read_phi3(theirs: ConfigValues, values: Values) -> Values:
+    """Return what a ``config.json`` says beyond the copied fields: Phi 3 and 4."""
+    base, scaling, fraction = read_rotary(theirs, "rope_theta", 1e4)
+    outer = theirs.number_or_none("partial_rotary_factor")
+    fraction = outer if fraction is None else fraction
+    window = _windowed(theirs.size_or_none("sliding_window"), values, (True,))
+    rotary = {"rotary_base": base, "rotary_scaling": scaling, "rotary_fraction": fraction or 1.0}
+    return rotary | window
+
+
+def write_phi3(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: Phi 3 and 4."""
+    scaling, fraction = model.rotary_scaling, model.rotary_fraction
+    return {
+        "rope_theta": model.rotary_base,
+        "rope_parameters": written_rotary(model.rotary_base, scaling, fraction),
+        "original_max_position_embeddings": scaling.original_sequence or model.sequence,
+        "partial_rotary_factor": fraction,
+        "sliding_window": model.window,
+        "attention_dropout": 0.0,
+    }
+
+
+def read_granite(theirs: ConfigValues, values: Values) -> Values:
+    """Return what a ``config.json`` says beyond the copied fields: Granite 3."""
+    return read_decoder(theirs, values) | {
+        "embedding_scale": theirs.number("embedding_multiplier"),
+        "residual_scale": theirs.number("residual_multiplier"),
+        "attention_scale": theirs.number("attention_multiplier"),
+        "logit_scale": 1 / theirs.number("logits_scaling"),
+    }
+
+
+def write_granite(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: Granite 3."""
+    return write_decoder(model) | {
+        "embedding_multiplier": model.embedding_scale,
+        "residual_multiplier": model.residual_scale,
+        "attention_multiplier": model.attention_scale or model.head_width**-0.5,
+        "logits_scaling": 1 / model.logit_scale,
+        "mlp_bias": False,
+    }
+
+
+def read_smollm3(theirs: ConfigValues, values: Values) -> Values:
+    """Return what a ``config.json`` says beyond the copied fields: SmolLM 3."""
+    layers = values["layers"]
+    every = theirs.size("no_rope_layer_interval")
+    listed = theirs.names("no_rope_layers", layers, 0, 1)
+    rotates = tuple(map(bool, listed or [(layer + 1) % every for layer in range(layers)]))
+    window = theirs.size_or_none("sliding_window") if theirs.flag("use_sliding_window") else None
+    types = _layer_types(theirs, values, lambda layer: not rotates[layer], window)
+    found = _rotary(theirs, 2e6) | _attention_bias(theirs) | types
+    return found | {"rotary_pattern": repeated(rotates)}
+
+
+def write_smollm3(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: SmolLM 3."""
+    rotates = [int(model.layer_rotary(layer) is not None) for layer in range(model.layers)]
+    return write_qwen(model) | {"no_rope_layers": rotates, "mlp_bias": False}
+
+
+def read_neox(theirs: ConfigValues, values: Values) -> Values:
+    """Return what a ``config.json`` says beyond the copied fields: GPT-NeoX and Pythia."""
+    base, scaling, fraction = read_rotary(theirs, "rotary_emb_base", 1e4)
+    outer = theirs.number_or_none("rotary_pct")
+    fraction = next((one for one in (fraction, outer) if one is not None), 0.25)
+    found: Values = {"rotary_base": base, "rotary_scaling": scaling, "rotary_fraction": fraction}
+    if theirs.flag("use_parallel_residual"):
+        found |= {"block": "parallel", "parallel_norms": 2}
+    return found
+
+
+def write_neox(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: GPT-NeoX and Pythia."""
+    rotary = written_rotary(model.rotary_base, model.rotary_scaling, model.rotary_fraction)
+    return {
+        "rope_parameters": rotary,
+        "rotary_emb_base": model.rotary_base,
+        "rotary_pct": model.rotary_fraction,
+        "use_parallel_residual": model.block == "parallel",
+        "attention_bias": True,
+        "hidden_dropout": model.dropout,
+        "attention_dropout": 0.0,
+    }
+
+
+def read_stablelm(theirs: ConfigValues, values: Values) -> Values:
+    """Return what a ``config.json`` says beyond the copied fields: StableLM."""
+    base, scaling, fraction = read_rotary(theirs, "rope_theta", 1e4)
+    outer = theirs.number_or_none("partial_rotary_factor")
+    fraction = next((one for one in (fraction, outer) if one is not None), 0.25)
+    found: Values = {"rotary_base": base, "rotary_scaling": scaling, "rotary_fraction": fraction}
+    found |= {"attention_bias": "qkv" if theirs.flag("use_qkv_bias") else "default"}
+    return found | ({"block": "parallel"} if theirs.flag("use_parallel_residual") else {})
+
+
+def write_stablelm(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: StableLM."""
+    return {
+        "rope_theta": model.rotary_base,
+        "rope_parameters": written_rotary(model.rotary_base, model.rotary_scaling, model.rotary_fraction),
+        "partial_rotary_factor": model.rotary_fraction,
+        "use_parallel_residual": model.block == "parallel",
+        "use_qkv_bias": model.attention_bias == "qkv",
+        "qk_layernorm": False,
+    }
+
+
+def stablelm_names(model: ModelConfig) -> TensorNames:
+    """Return the names of the tensors of StableLM."""
+    one_norm = {"norm1": "input_layernorm"}
+    return TensorNames(norms=one_norm) if model.block == "parallel" else TensorNames()
+
+
+def read_falcon(theirs: ConfigValues, values: Values) -> Values:
+    """Return what a ``config.json`` says beyond the copied fields: Falcon."""
+    new = theirs.flag("new_decoder_architecture")
+    theirs.must_be("parallel_attn", True)
+    norms = theirs.size_or_none("num_ln_in_parallel_attn") or 2
+    if not new:
+        theirs.must_be("multi_query", True)
+        norms = 1
+    heads = (theirs.size_or_none("num_kv_heads") or values["heads"]) if new else 1
+    inner = theirs.size_or_none("ffn_hidden_size") or 4 * values["hidden"]
+    return _rotary(theirs) | {"parallel_norms": norms, "kv_heads": heads, "ffn_hidden": inner}
+
+
+def write_falcon(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: Falcon."""
+    new = model.parallel_norms == 2 or model.num_kv_heads > 1
+    return {
+        "rope_theta": model.rotary_base,
+        "rope_parameters": written_rotary(model.rotary_base, model.rotary_scaling),
+        "new_decoder_architecture": new,
+        "num_ln_in_parallel_attn": model.parallel_norms if new else None,
+        "multi_query": True,
+        "parallel_attn": True,
+        "alibi": False,
+        "bias": False,
+        "num_kv_heads": model.num_kv_heads,
+        "ffn_hidden_size": model.ffn_width,
+        "hidden_dropout": model.dropout,
+        "attention_dropout": 0.0,
+    }
+
+
+def falcon_names(model: ModelConfig) -> TensorNames:
+    """Return the names of the tensors of Falcon."""
+    two = {"norm1": "ln_attn", "norm2": "ln_mlp"}
+    return TensorNames(
+        base="transformer",
+        tokens="word_embeddings",
+        layers="h",
+        final_norm="ln_f",
+        norms=two if model.parallel_norms == 2 else {"norm1": "input_layernorm"},
+        attention="self_attention",
+        qkv=("query_key_value",),
+        qkv_order="groups",
+        output="dense",
+        up=("dense_h_to_4h",),
+        down="dense_4h_to_h",
+    )

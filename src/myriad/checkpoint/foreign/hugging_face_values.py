@@ -1,0 +1,233 @@
+"""A ``config.json`` of Hugging Face as typed values, and the rotary positions that it describes."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from myriad.errors import BadInputError
+from myriad.kernels.rotary_scaling import RotaryScaling
+from myriad.model.config import ModelConfig
+
+__all__ = ["ConfigValues", "computed", "read_rotary", "repeated", "written_rotary"]
+
+
+@dataclass(frozen=True)
+class ConfigValues:
+    """A ``config.json``, with transformers' defaults for missing fields."""
+
+    values: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+
+    def get(self, key: str) -> Any:
+        """Return a value, or transformers' default, or ``None``."""
+        return self.values.get(key, self.defaults.get(key))
+
+    def size(self, key: str) -> int:
+        """Return a whole number of at least 1. Raises `BadInputError`."""
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise BadInputError(key, value, "a whole number of at least 1 in config.json")
+        return value
+
+    def size_or_none(self, key: str) -> int | None:
+        """Return a whole number of at least 1, or ``None`` if the field is missing or null."""
+        return None if self.get(key) is None else self.size(key)
+
+    def number(self, key: str) -> float:
+        """Return a number. Raises `BadInputError`."""
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise BadInputError(key, value, "a number in config.json")
+        return value
+
+    def number_or_none(self, key: str) -> float | None:
+        """Return a number, or ``None`` if the field is missing or null."""
+        return None if self.get(key) is None else self.number(key)
+
+    def flag(self, key: str) -> bool:
+        """Return true or false; a missing field is false. Raises `BadInputError`."""
+        value = self.get(key)
+        if value not in (None, True, False):
+            raise BadInputError(key, value, "true or false in config.json")
+        return bool(value)
+
+    def names(self, key: str, length: int, *allowed: object) -> list[Any] | None:
+        """Return a list of ``length`` of the allowed values; ``None`` if the field is missing or null."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length or any(one not in allowed for one in value):
+            choices = ", ".join(map(str, allowed))
+            raise BadInputError(key, value, f"a list of {length} of {choices} in config.json")
+        return value
+
+    def must_be(self, key: str, *allowed: object) -> None:
+        """Raise `BadInputError` unless the field has one of these values."""
+        value = self.get(key)
+        if value not in allowed:
+            choices = " or ".join(map(str, allowed))
+            raise BadInputError(key, value, f"{choices} in config.json; nothing else can be read")
+
+
+_SCALING_FIELDS = {
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_sequence",
+        "attention_factor": "attention_factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "truncate",
+    },
+    "longrope": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_sequence",
+        "attention_factor": "attention_factor",
+        "short_factor": "short_factors",
+        "long_factor": "long_factors",
+    },
+    "llama3": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_sequence",
+        "low_freq_factor": "low_frequency_factor",
+        "high_freq_factor": "high_frequency_factor",
+    },
+}
+"""Fields of the scaling of each kind, and the keys of `RotaryScaling`."""
+_OTHER_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim"}
+
+
+def _parts(theirs: ConfigValues, layer_type: str | None) -> list[Mapping[str, Any]]:
+    """Return the objects that describe the rotary positions of a type of layer, in versions 4 and 5."""
+    found: list[Mapping[str, Any]] = []
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = theirs.get(key) or {}
+        if not isinstance(rope, dict):
+            raise BadInputError(key, rope, "an object in config.json")
+        by_type = {name for name, value in rope.items() if isinstance(value, dict)}
+        if layer_type is not None and by_type:
+            rope = rope.get(layer_type) or {}
+        elif by_type or (layer_type == "sliding_attention"):
+            # one object belongs to the layers with full attention; several need a layer type
+            if by_type:
+                raise BadInputError(key, rope, "one object, not one for each type of layer, in config.json")
+            rope = {}
+        found.append(rope)
+    return found
+
+
+def read_rotary(
+    theirs: ConfigValues, base_key: str, default_base: float, layer_type: str | None = None
+) -> tuple[float, RotaryScaling, float | None]:
+    """Return the base, the scaling and the rotated fraction of each head (``None``: not given).
+
+    ``base_key``: field of the base outside of these objects. ``layer_type``: "full_attention" or
+    "sliding_attention" in models that have one description for each. Raises `BadInputError` for values that
+    cannot be read exactly."""
+    parts = _parts(theirs, layer_type)
+    bases = [
+        theirs.number_or_none(base_key),
+        *(ConfigValues(part, {}).number_or_none("rope_theta") for part in parts),
+    ]
+    given = [base for base in bases if base is not None]
+    if len(set(given)) > 1:
+        raise BadInputError("rope_theta", sorted(set(given)), "one value in config.json")
+    scalings = [scaling for part in parts if (scaling := _scaling(theirs, part)).kind != "none"]
+    if len(scalings) == 2 and scalings[0] != scalings[1]:
+        raise BadInputError("rope_scaling", dict(parts[1]), "the values of rope_parameters in config.json")
+    fractions = [ConfigValues(part, {}).number_or_none("partial_rotary_factor") for part in parts]
+    fraction = next((one for one in fractions if one is not None), None)
+    return given[0] if given else default_base, scalings[0] if scalings else RotaryScaling(), fraction
+
+
+def _scaling(theirs: ConfigValues, rope: Mapping[str, Any]) -> RotaryScaling:
+    """Return the scaling that one object describes."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind
+    if kind == "default":
+        return RotaryScaling()
+    if kind not in _SCALING_FIELDS:
+        choices = ", ".join(["default", *_SCALING_FIELDS])
+        raise BadInputError("rope_type", kind, f"one of {choices} in config.json")
+    fields, values = _SCALING_FIELDS[kind], ConfigValues(rope, {})
+    if unknown := next(
+        (key for key in rope if key not in fields | dict.fromkeys(_OTHER_FIELDS) and rope[key]), None
+    ):
+        raise BadInputError(
+            unknown, rope[unknown], f"a field that rope_type {kind} does not have, in config.json"
+        )
+    found: dict[str, Any] = {ours: rope[name] for name, ours in fields.items() if rope.get(name) is not None}
+    longest = theirs.size("max_position_embeddings")
+    if kind != "linear":
+        original = found.get("original_sequence") or theirs.size_or_none("original_max_position_embeddings")
+        found["original_sequence"] = original or longest
+    if kind in ("yarn", "longrope") and "factor" not in found and isinstance(found["original_sequence"], int):
+        found["factor"] = max(1.0, longest / max(1, found["original_sequence"]))
+    scales = [values.number_or_none(key) for key in ("mscale", "mscale_all_dim")]
+    if kind == "yarn" and "attention_factor" not in found and all(scales):
+        one, other = (0.1 * (scale or 0.0) * math.log(max(1.0, found["factor"])) + 1.0 for scale in scales)
+        found["attention_factor"] = one / other
+    return RotaryScaling(kind=kind, **found)
+
+
+def written_rotary(base: float, scaling: RotaryScaling, fraction: float | None = None) -> dict[str, Any]:
+    """Return the object that describes rotary positions in version 5 of transformers."""
+    kind = "default" if scaling.kind == "none" else scaling.kind
+    written: dict[str, Any] = {"rope_type": kind, "rope_theta": base}
+    for name, ours in _SCALING_FIELDS.get(kind, {}).items():
+        value = getattr(scaling, ours)
+        if value is not None:
+            written[name] = list(value) if isinstance(value, tuple) else value
+    return written if fraction is None else written | {"partial_rotary_factor": fraction}
+
+
+def repeated(pattern: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return the shortest pattern that gives this one when it is repeated."""
+    for period in range(1, len(pattern)):
+        if all(one == pattern[index % period] for index, one in enumerate(pattern)):
+            return pattern[:period]
+    return pattern
+
+
+def computed(model: ModelConfig) -> dict[str, Any]:
+    """Return everything that decides what a model computes, by job key; equal values mean equal models."""
+    layers = range(model.layers)
+    return {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.num_kv_heads,
+        "head_dim": model.head_width,
+        "ffn_hidden": model.ffn_width,
+        "vocabulary": model.vocabulary,
+        "sequence": model.sequence,
+        "block": model.block,
+        "parallel_norms": model.parallel_norms if model.block == "parallel" else 1,
+        "position": model.position,
+        "norm": model.norm,
+        "norm_epsilon": model.norm_epsilon,
+        "norm_placement": model.norm_placement,
+        "norm_zero_centered": model.norm_zero_centered,
+        "activation": model.activation,
+        "bias": model.bias,
+        "norm_bias": model.has_norm_bias,
+        "attention_bias": (model.has_qkv_bias, model.has_key_bias, model.has_output_bias),
+        "qk_norm": model.qk_norm,
+        "attention_sinks": model.attention_sinks,
+        "attention_scale": _rounded(model.attention_scale or model.head_width**-0.5),
+        "attention_softcap": model.attention_softcap,
+        "logit_softcap": model.logit_softcap,
+        "logit_scale": _rounded(model.logit_scale),
+        "embedding_scale": _rounded(model.embedding_scale),
+        "residual_scale": _rounded(model.residual_scale),
+        "tied": model.tied,
+        "window": [model.layer_window(layer) for layer in layers],
+        "rotary_base": [model.layer_rotary(layer) for layer in layers],
+    }
+
+
+def _rounded(value: float) -> float:
+    """Round to 12 digits: a scale is written as another value's inverse or root."""
+    return float(f"{value:.12g}")
