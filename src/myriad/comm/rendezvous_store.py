@@ -107,7 +107,7 @@ def _open_beside_torchrun(rank: int, world: int, timeout: timedelta) -> Store:
     is written into torchrun's store. Who changes that cannot take rank 0's place without the secret."""
     agent = _torchrun_store(rank, world, timeout)
     is_one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world
-    if not (is_one_machine or SECRET_FILE in os.environ or STORE_SECRET in os.environ):
+    if not (is_one_machine or os.environ.get(SECRET_FILE) or os.environ.get(STORE_SECRET)):
         return agent
     host, secret = os.environ["MASTER_ADDR"], store_secret()
     if rank > 0:
