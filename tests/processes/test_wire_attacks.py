@@ -66,7 +66,7 @@ ATTACKS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 
 @pytest.fixture(params=[(), ("--encrypt",)], ids=["plain", "TLS"])
 def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Run, subprocess.Popen[bytes]]]:
-    Journal(tmp_path / "journal.jsonl").begin(RunPlan(1, 1, first_epoch=1))
+    Journal(tmp_path / "journal.jsonl").begin(RunPlan(1, 1, first_epoch=1, restarts=1000))
     command = [sys.executable, "-m", "myriad.supervise.driver.driver", str(tmp_path), *request.param]
     with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         deadline = time.monotonic() + SECONDS
