@@ -123,10 +123,11 @@ def _frame_examples() -> list[bytes]:
 
 def _driver_messages(data: bytes) -> None:
     """Frames of a peer that has authenticated."""
-    from myriad.supervise.authenticated_link import MAX_BYTES, read_message
+    from myriad.supervise.authenticated_link import MAX_BYTES
     from myriad.supervise.messages import OBSERVED, ORDERS
     from myriad.wire.frame_codes import DirectionCodes
     from myriad.wire.framing import FrameKind
+    from myriad.wire.message_codec import read_message
     from myriad.wire.stream_channel import FrameReader
 
     frames = FrameReader()

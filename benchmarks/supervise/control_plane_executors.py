@@ -16,10 +16,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from myriad.run import Run
-from myriad.supervise.authenticated_link import AuthenticatedLink, read_message, write_message
+from myriad.supervise.authenticated_link import AuthenticatedLink
 from myriad.supervise.messages import ORDERS, Beat, Dump, End, Leave, NodeJoined, Order, Start
 from myriad.supervise.observations import Cause, RankExited
 from myriad.wire.framing import Refused
+from myriad.wire.message_codec import read_message, write_message
 from myriad.wire.run_secret import run_secret
 
 RETRY_SECONDS = 0.1
@@ -28,13 +29,13 @@ TRACEBACK = "Traceback (most recent call last):\n" + 20 * (
     '  File "/a/usual/place/of/a/package/module.py", line 1234, in function\n    call(what, ever)\n'
 )
 _ROW = (
-    '{"rank": %d, "pid": %d, "state": "S", "phase": "step", "activity": "reduce", "step": %d, '
-    '"entered": %d, "left": %d, "idle_seconds": %r, "step_seconds": %r, "busy_seconds": 0.0, "digests": [], '
-    '"comm": null}'
+    '{"rank":%d,"pid":%d,"state":"S","phase":"step","activity":"reduce","step":%d,'
+    '"entered":%d,"left":%d,"idle_seconds":%r,"step_seconds":%r,"busy_seconds":0.0,"digests":[],'
+    '"comm":null}'
 )
 _BEAT = (
-    '{"kind": "Beat", "node": %d, "epoch": %d, "port": 29500, "ranks": [%s], "links": '
-    '[{"name": "eth0", "up": true, "downs": 1, "errors": 0}], "devices": [], "clock_seconds": %r}'
+    '{"kind":"Beat","node":%d,"epoch":%d,"port":29500,"ranks":[%s],"links":'
+    '[{"name":"eth0","up":true,"downs":1,"errors":0}],"devices":[],"clock_seconds":%r}'
 )
 
 
@@ -159,7 +160,7 @@ class Crowd:
             inside = self._hung is None or rank != self._hung[0]
             pid = int(time.monotonic() * 1e6) if not rows else 4000 + rank
             rows.append(_ROW % (rank, pid, step, 9 * step + inside, 9 * step, idle, self.step_seconds))
-        return (_BEAT % (node, epoch, ", ".join(rows), time.time())).encode()
+        return (_BEAT % (node, epoch, ",".join(rows), time.time())).encode()
 
     def check_texts(self) -> None:
         """What is written quicker is what an executor would send."""

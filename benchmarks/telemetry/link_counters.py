@@ -24,7 +24,6 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from myriad.supervise.authenticated_link import write_message
 from myriad.supervise.messages import Beat
 from myriad.supervise.observations import GpuFacts, LinkStatus, LinkTraffic, NicFacts, NodeFacts, RankStatus
 from myriad.telemetry.links.link_ring import LinkRing
@@ -32,6 +31,7 @@ from myriad.telemetry.links.link_sampler import sample
 from myriad.telemetry.links.netlink import Kernel
 from myriad.wire.frame_codes import MESSAGE_CODE_BYTES
 from myriad.wire.framing import HEADER_BYTES
+from myriad.wire.message_codec import write_message
 
 EVERY = 0.01
 FIRST_ROWS = 200

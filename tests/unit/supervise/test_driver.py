@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import myriad.supervise.driver.driver as driver_module
 import myriad.wire.stream_channel as wire_module
 from myriad.run import Run
-from myriad.supervise.authenticated_link import MAX_BYTES, AuthenticatedLink, write_message
+from myriad.supervise.authenticated_link import MAX_BYTES, AuthenticatedLink
 from myriad.supervise.background import AsyncWriter
 from myriad.supervise.clock_exchange import ClockComparison
 from myriad.supervise.driver.driver import Driver
@@ -32,7 +32,7 @@ from myriad.supervise.observations import DeviceTrouble, LinkStatus, RankExited,
 from myriad.supervise.policy.run_state import RunPlan
 from myriad.wire.frame_codes import MESSAGE_CODE_BYTES
 from myriad.wire.framing import FrameKind, pack_header
-from myriad.wire.message_codec import encode
+from myriad.wire.message_codec import encode, write_message
 from myriad.wire.pending_connections import PendingConnections
 from myriad.wire.run_secret import run_secret
 
