@@ -82,20 +82,17 @@ def start(folder: Path, *words: str, **environment: str) -> "subprocess.Popen[st
     )
 
 
-def ended_after(process: "subprocess.Popen[str]", seconds: float) -> float:
-    """Send SIGTERM, and return after how many seconds the process has ended; at most ``seconds``."""
-    began, below = time.monotonic(), descendants(process.pid)
+def end(process: "subprocess.Popen[str]", seconds: float) -> None:
+    """Send SIGTERM. The process has to end within ``seconds``, and what it has started with it."""
+    below = [pid for pid in descendants(process.pid) if "snapshot_server" not in words_of(pid)]
     process.terminate()
     try:
         process.wait(seconds + SLACK_SECONDS)
     finally:
         if process.poll() is None:
             process.kill()
-    took = time.monotonic() - began
     assert process.returncode != 0
-    left = [pid for pid in below if "snapshot_server" not in words_of(pid)]
-    wait_until(lambda: not any(is_alive(pid) for pid in left), 20.0)
-    return took
+    wait_until(lambda: not any(is_alive(pid) for pid in below), 20.0)
 
 
 def words_of(pid: int) -> str:
@@ -141,15 +138,13 @@ def test_a_command_whose_peer_never_answers_ends(
         AWS_ENDPOINT_URL=address,
         MYRIAD_DOCTOR_SECRET="0" * 64,
     )
-    for _ in range(600):
+    for _ in range(2000):  # the doctor tests its own node first
         if server.asked.wait(0.1) or process.poll() is not None:
             break
     assert process.poll() is None, process.stderr.read() if process.stderr else ""
     assert server.asked.is_set(), "the peer was not asked"
     time.sleep(0.5)
-    took = ended_after(process, STOP_SECONDS)
-    assert process.stderr is not None
-    print(f"{name}: {took:.1f} s, {process.returncode}: {process.stderr.read()[-300:]!r}")
+    end(process, STOP_SECONDS)
 
 
 def training(folder: Path, *options: str) -> "subprocess.Popen[str]":
@@ -182,13 +177,11 @@ def test_a_run_ends_though_one_of_its_processes_is_stopped(peer: str, tmp_path: 
     )
     os.kill(pid, signal.SIGSTOP)
     try:
-        took = ended_after(process, 1.0 + 60.0 + 30.0)
+        end(process, 1.0 + 60.0 + 30.0)
     finally:
         for each in (pid, *descendants(process.pid)):
             if is_alive(each):
                 os.kill(each, signal.SIGKILL)
-    assert process.stderr is not None
-    print(f"{peer}: {took:.1f} s, {process.returncode}: {process.stderr.read()[-300:]!r}")
 
 
 MEMBERS = ("driver", "agent_process", "rank-0", "fork_server", "snapshot server")
@@ -204,10 +197,8 @@ def test_each_process_of_a_run_ends_though_the_others_are_stopped(member: str, t
     for each in others:
         os.kill(each, signal.SIGSTOP)
     try:
-        began = time.monotonic()
         os.kill(pid, signal.SIGTERM)
         wait_until(lambda: not is_alive(pid), 45.0)
-        print(f"{member}: {time.monotonic() - began:.1f} s")
     finally:
         for each in (pid, *others):
             if is_alive(each):
