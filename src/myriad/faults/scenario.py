@@ -87,7 +87,7 @@ class Soak(Config):
 
     minutes: float = Field(gt=0, le=1440)
     """Duration from the first step; the job must last longer."""
-    faults_per_minute: float = Field(gt=0, le=60)
+    faults_per_minute: float = Field(ge=1e-6, le=60)
     """Average rate of faults."""
     kinds: tuple[KindName, ...] = ("kill", "segv", "abort", "stop")
     """Kinds from which faults are drawn."""

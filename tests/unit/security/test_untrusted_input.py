@@ -92,6 +92,7 @@ FOUND = [
     ("job file", ("a\nb",), 2),
     ("cluster file", ("\u2028",), 2),
     ("fault scenario", ("soak",), {"minutes": 1e300, "faults_per_minute": 1e300}),
+    ("fault scenario", ("soak",), {"minutes": 0.5, "faults_per_minute": 5e-324}),
     ("fault mix", ("days",), 5e-324),
     (MEGATRON, ("lr",), 10**400),
     (MEGATRON, ("lr",), 5e-324),
