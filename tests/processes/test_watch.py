@@ -472,7 +472,7 @@ def test_a_run_elsewhere_is_shown_by_its_address_and_token(tmp_path: Path) -> No
             and f"{url}/?token={token}" in shown.stdout
             and "step 0 of 20" in shown.stdout
         )
-        assert "wants its token" in refused("--remote", url)
+        assert "requires a token" in refused("--remote", url)
         old = subprocess.run([*command, "--token", token], capture_output=True, text=True, timeout=60)
         assert old.returncode == 0 and old.stderr.startswith("--token is deprecated")
         hidden = os.environ | {"MYRIAD_COLLECTOR_TOKEN": token}

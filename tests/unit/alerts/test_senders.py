@@ -97,7 +97,7 @@ def test_mail_goes_by_starttls_after_a_login(tmp_path: Path, monkeypatch: pytest
         sender.send(ALARM)
         sender.send(OVER)
         monkeypatch.setenv("SMTP_PASSWORD", "another")
-        with pytest.raises(OSError, match="answers with 535") as caught:
+        with pytest.raises(OSError, match="replied with code 535") as caught:
             sender_of(mail={"server": address, **place}).send(ALARM)
     assert SECRET not in str(caught.value) and "another" not in str(caught.value)
     (receivers, text), (_, later) = server.mails
@@ -126,7 +126,7 @@ def test_mail_without_encryption_is_for_servers_that_need_no_login() -> None:
         sender = sender_of(mail={"server": address, "to": ["a@example.com"], "security": "none"})
         sender.send(ALARM)
         server.refuses = 451
-        with pytest.raises(OSError, match="answers with 451"):
+        with pytest.raises(OSError, match="replied with code 451"):
             sender.send(ALARM)
     assert len(server.mails) == 1
 

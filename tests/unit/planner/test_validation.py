@@ -280,7 +280,7 @@ def test_a_table_is_read_however_it_was_saved(tmp_path: Path, changed: str) -> N
     [
         (_TABLE.replace(",", ";"), "commas"),
         (_TABLE.replace(",", "\t"), "commas"),
-        (_TABLE.replace("mfu_percent", "gpus", 1), "gpus is there twice"),
+        (_TABLE.replace("mfu_percent", "gpus", 1), "gpus occurs twice"),
         (_TABLE + "\udcff", "not UTF-8"),
         (_TABLE + '"open', "not CSV"),
     ],
