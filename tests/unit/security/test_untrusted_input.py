@@ -2,6 +2,7 @@
 takes memory for what a header claims. `benchmarks/security/fuzz.py` does the same with millions of inputs."""
 
 import json
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,6 +16,7 @@ from decoders import (
     check,
 )
 from mutations import mutate
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.errors import BadInputError
 
 BY_NAME = {target.name: target for target in TARGETS}
@@ -140,3 +142,10 @@ def test_an_error_is_one_short_line_whatever_it_names() -> None:
     for value in ("x" * 10**6, 10**6000, deep, "a\nb\x1b"):
         text = str(BadInputError("key\n\x1b[2J", value, "must be\nshort"))
         assert text.isprintable() and len(text) < 600
+
+
+def test_a_folder_with_a_digit_that_is_no_number_is_no_checkpoint(tmp_path: Path) -> None:
+    for name in ("step-²", "step-3", "step-².damaged"):
+        (tmp_path / name).mkdir()
+    folder = CheckpointFolder(tmp_path)
+    assert (folder.steps(), folder.unfinished(), folder.damaged()) == ([], [3], [])

@@ -61,7 +61,7 @@ class Checkpoint:
         """Read the manifest. Raises ``OSError``, or ``ValueError`` if it is corrupt or of another step."""
         manifest = parse_manifest(self.storage.read(self.at(MANIFEST)))
         number = self.name.removeprefix("step-")
-        if number != self.name and number.isdigit() and int(number) != manifest.step:
+        if number != self.name and number.isdecimal() and int(number) != manifest.step:
             raise ValueError(f"of step {manifest.step}")
         return manifest
 
@@ -112,7 +112,7 @@ class CheckpointFolder:
         """Return the steps whose checkpoint was set aside, ascending."""
         names = (name for name in self.storage.names() if name.endswith(_ASIDE))
         found = (name.removeprefix("step-").removesuffix(_ASIDE) for name in names)
-        return sorted(int(name) for name in found if name.isdigit())
+        return sorted(int(name) for name in found if name.isdecimal())
 
     def remove_damaged(self) -> list[int]:
         """Delete the checkpoints that were set aside. Return their steps."""
@@ -123,7 +123,7 @@ class CheckpointFolder:
 
     def _begun(self) -> list[int]:
         found = (name.removeprefix("step-") for name in self.storage.names() if name.startswith("step-"))
-        return sorted(int(name) for name in found if name.isdigit())
+        return sorted(int(name) for name in found if name.isdecimal())
 
     def _committed(self, step: int) -> bool:
         return MANIFEST in self.storage.names(f"step-{step}")

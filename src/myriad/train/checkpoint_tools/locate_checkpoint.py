@@ -131,7 +131,7 @@ def _candidates(name: str) -> Sequence[str]:
 
 def _is_step(entry: str) -> bool:
     number = entry.removeprefix("step-")
-    return number != entry and number.isdigit()
+    return number != entry and number.isdecimal()
 
 
 def _run_above(step_folder: str) -> Path | None:
