@@ -17,8 +17,10 @@ import socket
 import struct
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from myriad.errors import RunFailedError
 from myriad.job import load_job
@@ -133,6 +135,29 @@ HEAD = """\
 |---|---|---|---|---|---|---|---|---|"""
 
 
+def compare(
+    settings: Sequence[Any],
+    train_one: Callable[[Any, Path], Any],
+    head: str,
+    line_of: Callable[[Any, Any], str],
+    title: str,
+    options: argparse.Namespace,
+) -> None:
+    """Train with each setting, the first one exact, and print the results as a table or as JSON."""
+    results: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for setting in settings:
+            results.append(train_one(setting, Path(folder)))
+            if not options.json:
+                first = len(results) == 1
+                print(head + "\n" if first else "", line_of(results[-1], results[0]), sep="", flush=True)
+    if options.svg:
+        curves = {f"{one.setting.name}: {one.losses[-1]:.3f}": one.curve for one in results}
+        options.svg.write_text(lines_svg(curves, title, "tokens"))
+    if options.json:
+        print(json.dumps([asdict(result) for result in results]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Losses of replicas that agree every H steps.")
     parser.add_argument("--tokens", type=int, default=524_288, help="of each training")
@@ -150,18 +175,15 @@ def main() -> None:
     tokens = options.tokens // 4 if options.quick else options.tokens
     outer = [tuple(map(float, text.split(","))) for text in options.outer]
     settings = [Setting(1, 1, 0), *(Setting(every, *own) for every in options.every for own in outer)]
-    results: list[Result] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for setting in settings:
-            results.append(train(setting, tokens, max(options.every), Path(folder)))
-            if not options.json:
-                first = setting is settings[0]
-                print(HEAD + "\n" if first else "", line(results[-1], results[0]), sep="", flush=True)
-    if options.svg:
-        curves = {f"{r.setting.name}: {r.losses[-1]:.3f}": r.curve for r in results}
-        options.svg.write_text(lines_svg(curves, "Replicas that agree every H steps, same tokens", "tokens"))
-    if options.json:
-        print(json.dumps([asdict(result) for result in results]))
+    title = "Replicas that agree every H steps, same tokens"
+    compare(
+        settings,
+        lambda one, folder: train(one, tokens, max(options.every), folder),
+        HEAD,
+        line,
+        title,
+        options,
+    )
 
 
 if __name__ == "__main__":

@@ -10,17 +10,15 @@ connections of rank 0 have sent (TCP_INFO), everything counted: start, losses an
 """
 
 import argparse
-import json
 import sys
-import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import diloco
 from myriad.job import load_job
 from myriad.launchers.local import run_local
-from myriad.reports.charts.loss_chart import Series, lines_svg
+from myriad.reports.charts.loss_chart import Series
 from myriad.run import Run
 
 SEQUENCE, BATCH, RANKS, QUARTERS = 128, 8, 2, 4
@@ -125,18 +123,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args()
     tokens = options.tokens // 8 if options.quick else options.tokens
-    results: list[Result] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for setting in SETTINGS:
-            results.append(train(setting, tokens, Path(folder)))
-            if not options.json:
-                first = setting is SETTINGS[0]
-                print(HEAD + "\n" if first else "", line(results[-1], results[0]), sep="", flush=True)
-    if options.svg:
-        curves = {f"{r.setting.name}: {r.losses[-1]:.3f}": r.curve for r in results}
-        options.svg.write_text(lines_svg(curves, "Compressed transfers, same tokens", "tokens"))
-    if options.json:
-        print(json.dumps([asdict(result) for result in results]))
+    title = "Compressed transfers, same tokens"
+    diloco.compare(SETTINGS, lambda one, folder: train(one, tokens, folder), HEAD, line, title, options)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from myriad.cli.job_key_options import OverrideCommand
-from myriad.cli.run_argument import existing_run
+from myriad.cli.run_argument import RunName, existing_run
 from myriad.errors import BadInputError, RunFailedError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _print_problems(problems: dict[str, str], as_json: bool) -> None:
 
 
 def _show(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.")],
+    run: RunName,
     as_json: Annotated[bool, _AS_JSON] = False,
 ) -> None:
     """Show the alarms of a run: which are open, and what each receiver got or still has to get.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from myriad.cli.run_argument import existing_run
+from myriad.cli.run_argument import RunName, WithoutRanks, existing_run
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.")],
+    run: RunName,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE.html", help="File for the page. Default: RUN/report.html."),
@@ -44,13 +44,7 @@ def _report(
             help="Add the predicted losses on this cluster, and the effects of its network.",
         ),
     ] = None,
-    without: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RANKS",
-            help="Estimate the step time if these ranks (3 or 0-7,12) were as fast as their peers.",
-        ),
-    ] = None,
+    without: WithoutRanks = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object on standard output.")
     ] = False,

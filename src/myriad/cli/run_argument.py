@@ -1,11 +1,23 @@
 """Arguments that name a run or a checkpoint."""
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from myriad.errors import BadInputError
 from myriad.run import nearest_run
 
-__all__ = ["CHECKPOINTS", "existing_run"]
+__all__ = ["CHECKPOINTS", "RunName", "WithoutRanks", "existing_run"]
+
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.")]
+WithoutRanks = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RANKS",
+        help="Estimate the step time if these ranks (3 or 0-7,12) were as fast as their peers.",
+    ),
+]
 
 CHECKPOINTS = (
     "Run (its folder, or its name under runs/), folder of checkpoints, one checkpoint (step-N), or a "

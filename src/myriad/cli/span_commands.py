@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from myriad.cli.run_argument import existing_run
+from myriad.cli.run_argument import RunName, existing_run
 from myriad.errors import BadInputError
 from myriad.telemetry.traces.trace_request import What
 from myriad.units import parse_bytes, parse_ranges
@@ -65,7 +65,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _spans(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.")],
+    run: RunName,
     query: _Query = None,
     chrome: _Chrome = None,
     perfetto: _Perfetto = None,

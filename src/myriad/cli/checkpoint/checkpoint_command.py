@@ -14,7 +14,7 @@ import typer
 from myriad.cli.job_key_options import OverrideCommand
 from myriad.cli.json_output import print_json
 from myriad.cli.progress_bar import bytes_bar
-from myriad.cli.run_argument import CHECKPOINTS, existing_run
+from myriad.cli.run_argument import CHECKPOINTS, RunName, existing_run
 from myriad.errors import BadInputError
 from myriad.system.spin_control import spinning_controlled
 from myriad.units import format_bytes
@@ -24,7 +24,6 @@ __all__ = ["register"]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 _Path = Annotated[str, typer.Argument(metavar="PATH", help=CHECKPOINTS)]
 _One = Annotated[str, typer.Argument(metavar="PATH", help=f"{CHECKPOINTS} Of several, the newest.")]
-_Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -217,7 +216,7 @@ def _prune(
 
 
 def _save(
-    run: _Run,
+    run: RunName,
     to: Annotated[
         str | None,
         typer.Option(metavar="PLACE", help="Folder or URL without checkpoints. Default: the run's own."),
@@ -242,7 +241,7 @@ def _save(
     typer.echo(f"resume with: myriad train {shlex.quote(run)}{url}")
 
 
-def _release(run: _Run, json: _Json = False) -> None:
+def _release(run: RunName, json: _Json = False) -> None:
     """Discard the unstored steps that an ended run holds in this machine's memory."""
     from myriad.train.checkpoint_tools.memory_rescue import release_memory
 

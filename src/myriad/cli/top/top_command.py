@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from myriad.cli.run_argument import existing_run
+from myriad.cli.run_argument import RunName, WithoutRanks, existing_run
 from myriad.errors import BadInputError
 from myriad.units import parse_ranges
 
@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _top(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.")],
+    run: RunName,
     nodes: Annotated[
         bool,
         typer.Option("--nodes", help="Show the nodes instead: host, hardware, link traffic, health."),
@@ -34,13 +34,7 @@ def _top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
     every: Annotated[float, typer.Option(help="Seconds between two frames.")] = 2.0,
     steps: Annotated[int, typer.Option(help="Number of newest steps to analyse.")] = 50,
-    without: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RANKS",
-            help="Estimate the step time if these ranks (3 or 0-7,12) were as fast as their peers.",
-        ),
-    ] = None,
+    without: WithoutRanks = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one frame as a JSON object on standard output.")
     ] = False,
