@@ -10,10 +10,12 @@ from myriad.config import parse_toml
 from myriad.errors import BadInputError
 from myriad.system.whole_file import read_regular
 
-__all__ = ["Kind", "read_recipe", "recipe_names"]
+__all__ = ["MODEL_JOB_TOKENS", "Kind", "read_recipe", "recipe_names"]
 
 _MOST_BYTES = 2**24
 """A larger TOML file is refused."""
+MODEL_JOB_TOKENS = 2**22
+"""Tokens of a step in the job that a model's name stands for."""
 Kind = Literal["accelerators", "clusters", "faults", "jobs", "mixes", "models"]
 
 
@@ -24,13 +26,29 @@ def recipe_names(kind: Kind) -> list[str]:
 
 
 def read_recipe(kind: Kind, name_or_path: str, key: str) -> dict[str, Any]:
-    """A TOML file by path, or a recipe by name, as a tree; ``key`` is what the user gave it as."""
+    """Return a TOML file by path, or a recipe by name, as a tree; ``key`` is what the user gave it as.
+
+    The name of a model is also that of a job, which trains it on ``corpora/text`` with `MODEL_JOB_TOKENS` a
+    step. Raises `BadInputError`."""
+    if kind == "jobs" and name_or_path in recipe_names("models") and name_or_path not in recipe_names("jobs"):
+        return _job_of_model(name_or_path)
     try:
         return parse_toml(_text(kind, name_or_path, key))
     except UnicodeDecodeError:
         raise BadInputError(key, name_or_path, "not valid TOML: not UTF-8") from None
     except ValueError as error:
         raise BadInputError(key, name_or_path, f"not valid TOML: {error}") from None
+
+
+def _job_of_model(name: str) -> dict[str, Any]:
+    sequence = int(read_recipe("models", name, "model")["sequence"])
+    return {
+        "name": name,
+        "model": name,
+        "data": {"corpus": "corpora/text"},
+        "train": {"global_batch": max(1, MODEL_JOB_TOKENS // sequence), "steps": 10_000},
+        "optimizer": {"learning_rate": 3e-4, "warmup_steps": 500},
+    }
 
 
 def _text(kind: Kind, name_or_path: str, key: str) -> str:
@@ -43,7 +61,9 @@ def _text(kind: Kind, name_or_path: str, key: str) -> str:
             raise BadInputError(key, name_or_path, f"cannot be read: {error.strerror}") from None
     names = recipe_names(kind)
     if name_or_path not in names:
-        near = difflib.get_close_matches(name_or_path, names, 1)
+        models = set(recipe_names("models")) - {*names} if kind == "jobs" else set()
+        near = difflib.get_close_matches(name_or_path, [*names, *models], 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise BadInputError(key, name_or_path, f"{hint}a .toml file or one of {', '.join(names)}")
+        others = f", or a model: {', '.join(sorted(models))}" if models else ""
+        raise BadInputError(key, name_or_path, f"{hint}a .toml file or one of {', '.join(names)}{others}")
     return (resources.files("myriad") / "recipes" / kind / f"{name_or_path}.toml").read_text(encoding="utf-8")

@@ -2,6 +2,8 @@
 
 import pytest
 
+from myriad.checkpoint.foreign.hugging_face_config import kind_of
+from myriad.errors import BadInputError
 from myriad.job import Job, load_job, recipe_names
 from myriad.model.config import ModelConfig
 
@@ -17,6 +19,46 @@ PUBLISHED = {
     "llama3-70b": 70.6e9,
     "llama3-405b": 405.9e9,
 }
+EXACT = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-1b": 999_885_952,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "phi3-mini": 3_821_079_552,
+    "phi4-14b": 14_659_507_200,
+    "smollm2-135m": 134_515_008,
+    "smollm2-1.7b": 1_711_376_384,
+    "smollm3-3b": 3_075_098_624,
+    "pythia-160m": 162_322_944,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-6.9b": 6_857_302_016,
+    "granite3-2b": 2_533_531_648,
+    "granite3-8b": 8_170_848_256,
+    "stablelm2-1.6b": 1_644_515_328,
+    "falcon-7b": 7_217_189_760,
+}
+"""Parameters of the published weights, a shared table counted once."""
 
 
 def model(name: str) -> ModelConfig:
@@ -24,7 +66,7 @@ def model(name: str) -> ModelConfig:
 
 
 def test_every_recipe_that_is_not_tiny_has_a_published_size():
-    assert {name for name in recipe_names("models") if not name.startswith("tiny")} == set(PUBLISHED)
+    assert {name for name in recipe_names("models") if not name.startswith("tiny")} == {*PUBLISHED, *EXACT}
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -32,10 +74,35 @@ def test_parameters_are_as_published(name):
     assert model(name).num_parameters() == pytest.approx(PUBLISHED[name], rel=0.01)
 
 
+@pytest.mark.parametrize("name", sorted(EXACT))
+def test_recipes_of_published_weights_have_their_number_of_parameters(name):
+    config = model(name)
+    padding = config.padded_vocabulary() - config.vocabulary
+    rows = padding * config.hidden * (1 if config.tied else 2)
+    assert config.num_parameters() - rows == EXACT[name]
+
+
+@pytest.mark.parametrize("name", sorted(EXACT))
+def test_every_published_model_has_a_hugging_face_family(name):
+    families = {"llama2": "llama", "llama3.1": "llama", "llama3.2": "llama", "mistral": "mistral"}
+    families |= {"qwen2.5": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
+    families |= {"olmo2": "olmo2", "phi3": "mistral", "phi4": "llama", "smollm2": "llama"}
+    families |= {"smollm3": "smollm3", "pythia": "gpt_neox", "granite3": "granite"}
+    families |= {"stablelm2": "stablelm", "falcon": "falcon"}
+    assert kind_of(model(name)) == families[name.rpartition("-")[0]]
+
+
+def test_a_model_s_name_is_a_job_that_trains_it():
+    job = load_job("qwen3-8b", ["layout.tp=8"])
+    assert job.model == model("qwen3-8b") and job.train.global_batch * job.model.sequence == 2**22
+    with pytest.raises(BadInputError, match="did you mean qwen3-32b"):
+        load_job("qwen3-32")
+
+
 @pytest.mark.parametrize("name", recipe_names("models"))
 def test_every_recipe_can_be_cut_in_two(name):
     config = model(name)
-    tp = 1 if config.heads % 2 else 2
+    tp = 1 if config.num_kv_heads % 2 else 2
     assert isinstance(load_job("tiny", [f"model={name}", f"layout.tp={tp}", "layout.pp=2"]), Job)
 
 
