@@ -6,6 +6,7 @@
 The pages are kept in the repository, where they can be read without building the site; a test runs the check.
 """
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ import typer
 from pydantic import BaseModel
 
 from myriad import api
+from myriad.checkpoint.foreign.hugging_face_config import MODEL_TYPES, family_of, kind_of
 from myriad.cli.main import build_app
-from myriad.job import RENAMED_KEYS, RENAMED_VALUES, Job, job_keys
+from myriad.errors import BadInputError
+from myriad.job import RENAMED_KEYS, RENAMED_VALUES, Job, job_keys, load_job, recipe_names
 from myriad.run import event_text, run_lines
 from myriad.run import run_folder as run_module
 
@@ -62,6 +65,7 @@ def pages() -> dict[str, str]:
         "metrics.md": _metrics,
         "run-folder.md": _run_folder,
         "python.md": _python,
+        "models.md": _models,
     }
     return {name: _NOTE + "\n".join(make()).rstrip() + "\n" for name, make in makers.items()}
 
@@ -102,6 +106,28 @@ def _job_keys() -> Iterator[str]:
     for key, values in RENAMED_VALUES.items():
         for old, new in values.items():
             yield f"| `{key} = {old}` | `{key} = {new}` |"
+
+
+def _models() -> Iterator[str]:
+    recipes: dict[str, list[str]] = {}
+    for name in recipe_names("models"):
+        with contextlib.suppress(BadInputError):
+            recipes.setdefault(kind_of(load_job("tiny", [f"model={name}"]).model), []).append(name)
+    yield "# Model families"
+    yield ""
+    yield "Families that are exchanged with Hugging Face, by the `model_type` of `config.json`. Tests with the"
+    yield "class of transformers show for each that logits equal its logits to 3e-5 in float32, also after an"
+    yield "export, that the likeliest tokens are generated here as there, and that weights come back with"
+    yield "equal bits. Every family trains in any layout; `layout.tp` divides the key/value heads."
+    yield ""
+    yield 'A recipe\'s name is a model (`model = "qwen3-8b"`) and a job (`myriad plan qwen3-8b`). A model is'
+    yield "exported as the first type in this table that computes the same; `--model-type` asks for another."
+    yield ""
+    yield "| `model_type` | class in transformers | recipes |"
+    yield "|---|---|---|"
+    for kind in MODEL_TYPES:
+        found = ", ".join(f"`{name}`" for name in recipes.get(kind, ()))
+        yield f"| `{kind}` | `{family_of(kind).architecture}` | {found} |"
 
 
 def _section_help(config: type[BaseModel], section: str) -> str:

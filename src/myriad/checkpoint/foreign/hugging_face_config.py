@@ -21,7 +21,7 @@ from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, computed
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 
-__all__ = ["MODEL_TYPES", "config_of", "kind_of", "model_of"]
+__all__ = ["MODEL_TYPES", "config_of", "family_of", "kind_of", "model_of"]
 
 MODEL_TYPES = (*FAMILIES, "gpt2")
 """Every ``model_type`` that is read and written."""
@@ -68,7 +68,8 @@ _GPT2 = Family(
 )
 
 
-def _family(kind: str) -> Family:
+def family_of(kind: str) -> Family:
+    """Return the family of a model type, which is one of `MODEL_TYPES`."""
     return _GPT2 if kind == "gpt2" else FAMILIES[kind]
 
 
@@ -108,7 +109,7 @@ def config_of(
     kind = kind_of(model, asked)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document) | {"pad_token_id": None}
     return (
-        {"architectures": [_family(kind).architecture]}
+        {"architectures": [family_of(kind).architecture]}
         | _written(model, kind)
         | ends
         | {
@@ -122,7 +123,7 @@ def config_of(
 
 def _written(model: ModelConfig, kind: str) -> dict[str, Any]:
     """Return the fields of a model type that describe the model, as far as it can."""
-    family = _family(kind)
+    family = family_of(kind)
     values = {
         "hidden": model.hidden,
         "layers": model.layers,
@@ -193,7 +194,7 @@ def model_of(config: Mapping[str, Any], vocabulary_multiple: int = 64) -> ModelC
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise BadInputError("model_type", kind, f"one of {', '.join(MODEL_TYPES)} in config.json")
-    family = _family(kind)
+    family = family_of(kind)
     _refuse_unknown(config, family)
     theirs = ConfigValues(config, family.defaults)
     for key, allowed in family.must_be.items():
