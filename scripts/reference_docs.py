@@ -115,10 +115,11 @@ def _models() -> Iterator[str]:
             recipes.setdefault(kind_of(load_job("tiny", [f"model={name}"]).model), []).append(name)
     yield "# Model families"
     yield ""
-    yield "Families that are exchanged with Hugging Face, by the `model_type` of `config.json`. Tests with the"
-    yield "class of transformers show for each that logits equal its logits to 3e-5 in float32, also after an"
-    yield "export, that the likeliest tokens are generated here as there, and that weights come back with"
-    yield "equal bits. Every family trains in any layout; `layout.tp` divides the key/value heads."
+    yield "Families that are exchanged with Hugging Face, by the `model_type` of `config.json`. Tests"
+    yield "with the class of transformers show for each that logits equal its logits to 3e-5 in"
+    yield "float32, also after an export, that the likeliest tokens are generated here as there, and"
+    yield "that weights come back with equal bits. Every family trains in any layout; `layout.tp`"
+    yield "divides the key/value heads."
     yield ""
     yield 'A recipe\'s name is a model (`model = "qwen3-8b"`) and a job (`myriad plan qwen3-8b`). A model is'
     yield "exported as the first type in this table that computes the same; `--model-type` asks for another."
