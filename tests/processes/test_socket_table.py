@@ -146,7 +146,7 @@ LISTENING_CALLS = {
     "checkpoint/snapshots/snapshot_server_process.py": ROWS_OF["snapshot server"],
     "comm/free_port.py": (),  # probes: bound, never listened on
     "comm/rendezvous_store.py": (STORE,),
-    "dashboard/server.py": ("`myriad watch`",),
+    "dashboard/app.py": ("`myriad watch`",),
     "doctor/pair_tests/coordinator.py": ("`myriad doctor --cluster`: first node",),
     "doctor/pair_tests/pair_hosts.py": (),  # probes, closed at once
     "doctor/pair_tests/participant.py": ("`myriad doctor --cluster`: each pair",),
