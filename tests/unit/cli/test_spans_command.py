@@ -140,7 +140,7 @@ def test_a_query_reads_this_run_and_nothing_else(
         (["--csv", "--json"], "--csv"),
         (["SELECT 1", "--chrome", "a.json"], "--chrome"),
         (["--chrome", "a.txt"], "must end in .json"),
-        (["--chrome", "a.json", "--perfetto", "a.pftrace"], "only one of"),
+        (["--chrome", "a.json", "--perfetto", "a.pftrace"], "nor with both --chrome and --perfetto"),
         (["--perfetto", "a.json"], "must end in .pftrace"),
         (["--steps", "1-2"], "only with --chrome"),
         (["--chrome", "a.json", "--steps", "5-2"], "A-B"),

@@ -94,7 +94,7 @@ def _verify(
         Path | None,
         typer.Option(
             metavar="KEYFILE",
-            help="Also check each signature: an Ed25519 key in PEM (public is enough), or the secret it was "
+            help="Check each signature, too: an Ed25519 key in PEM (public is enough), or the secret it was "
             "signed with. PATH may then be a signed folder of another format.",
         ),
     ] = None,
