@@ -14,14 +14,14 @@ no process group: a layer is built with a `Boundary`, which on one device does n
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from myriad.model.boundary import Boundary
 
-__all__ = ["Context", "Definition", "Shard", "shard_of"]
+__all__ = ["Context", "Definition", "Shard", "StatesShapes", "shard_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,17 @@ class Definition(Protocol):
     def initial(self, index: int, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """Return whole initial parameters of layer ``index`` by their name inside the layer. They are float32
         and equal on every rank. ``names``: return only these."""
+        ...
+
+
+@runtime_checkable
+class StatesShapes(Protocol):
+    """A model that states the shapes of its layers' outputs. Those of any other model are found by running
+    its layers on the meta device, which imports PyTorch's compiler: more than a second for each rank."""
+
+    def output_shape(self, index: int, inputs: torch.Size, boundary: Boundary) -> torch.Size:
+        """Return the shape of layer ``index``'s output on one rank. ``inputs``: shape of one micro-batch as
+        the first layer takes it."""
         ...
 
 

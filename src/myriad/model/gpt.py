@@ -75,6 +75,13 @@ class GPT:
             return Head(self.config, boundary)
         return Block(self.config, index - 1, boundary)
 
+    def output_shape(self, index: int, inputs: torch.Size, boundary: Boundary) -> torch.Size:
+        """Return the shape of an output: a rank's share of the residual stream, or the sum of losses."""
+        if index == self.config.layers + 1:
+            return torch.Size()
+        sequences, positions = inputs
+        return torch.Size((sequences, positions // boundary.size, self.config.hidden))
+
     def initial(self, index: int, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """Return whole initial parameters of layer ``index``, or those of ``names``."""
         with torch.device("meta"):

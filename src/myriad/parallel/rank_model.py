@@ -20,7 +20,7 @@ from myriad.comm.groups import Groups
 from myriad.kernels.float8 import MULTIPLE, Float8, KeptForms
 from myriad.kernels.gradient import sink_of
 from myriad.model.boundary import Boundary
-from myriad.model.definition import Context, Definition, shard_of
+from myriad.model.definition import Context, Definition, StatesShapes, shard_of
 from myriad.parallel.chunk import Chunk, ChunkMemory, Entry, Sharing
 from myriad.parallel.transient_buffer import FixedMemory
 from myriad.program.actions import Action
@@ -215,15 +215,18 @@ def shapes_between_stages(
     inputs: torch.Tensor,
     dtype: torch.dtype,
 ) -> list[tuple[torch.Size, torch.dtype]]:
-    """Return the shape and dtype of the output of each stage but the last. They are found on the meta device:
-    no layer runs.
+    """Return the shape and dtype of the output of each stage but the last, as the model states them, or found
+    on the meta device: no layer runs.
 
     ``inputs``: one micro-batch as the first layer takes it.
     """
+    ends = layers_of_stage[:-1]
+    if isinstance(definition, StatesShapes):
+        return [(definition.output_shape(own.stop - 1, inputs.shape, boundary), dtype) for own in ends]
     found = []
     with torch.device("meta"), torch.no_grad():
         x = torch.empty_like(inputs, device="meta")
-        for own in layers_of_stage[:-1]:
+        for own in ends:
             for index in own:
                 x = definition.build(index, boundary).to(dtype).eval()(x, Context())
             found.append((x.shape, x.dtype))

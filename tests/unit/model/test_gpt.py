@@ -110,6 +110,18 @@ def test_a_layer_runs_on_the_meta_device_forward_and_backward():
     assert all(p.grad is not None and p.grad.is_meta for layer in layers for p in layer.parameters())
 
 
+@settings(max_examples=10, deadline=None)
+@given(configs)
+def test_stated_shapes_are_those_of_the_layers(config):
+    definition = GPT(config, 1)
+    with torch.device("meta"):
+        layers = [definition.build(i, Boundary()) for i in range(len(definition.names))]
+    tokens = x = torch.empty(3, config.sequence, dtype=torch.int64, device="meta")
+    for index, layer in enumerate(layers):
+        x = layer.eval()(x, Context(targets=tokens))
+        assert definition.output_shape(index, tokens.shape, Boundary()) == x.shape
+
+
 class Peer(Boundary):
     """The shapes of one of several ranks, without a group."""
 
