@@ -119,9 +119,10 @@ def _move_by_parameter(self: Moments, indices: Sequence[int], *, decays: bool) -
 
 
 OPERATORS: dict[str, dict[str, Any]] = {
-    "attention in blocks": {"myriad.model.layers.attention": _attention},
+    "attention in blocks": {"myriad.model.self_attention.attention": _attention},
     "gradients added in place": {
         "myriad.model.layers.linear": _linear,
+        "myriad.model.self_attention.linear": _linear,
         "myriad.kernels.linear.linear": _linear,
         "myriad.model.layers.linear_pair": _linear_pair,
         "myriad.model.layers.linear_sum": _linear_sum,
