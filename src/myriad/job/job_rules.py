@@ -84,8 +84,8 @@ def _check_rotary(job: JobValues) -> None:
     need(needs, "model.rotary_scaling.original_sequence", original, f"a length, for {kind}")
     for name in ("short_factors", "long_factors"):
         factors = getattr(scaling, name)
-        fits = len(factors) == (width // 2 if kind == "longrope" else 0) and min(factors, default=1.0) > 0
-        allowed = f"{width // 2} numbers above 0 with longrope, else none"
+        fits = len(factors) == (width // 2 if kind == "longrope" else 0)
+        allowed = f"{width // 2} numbers with longrope, else none"
         need(fits, f"model.rotary_scaling.{name}", list(factors), allowed)
     ramp = scaling.high_frequency_factor > scaling.low_frequency_factor
     key = "model.rotary_scaling.high_frequency_factor"

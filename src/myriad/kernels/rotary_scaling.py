@@ -16,13 +16,16 @@ implementations, so that imported weights give their logits.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Gt, Le
 from pydantic import Field
 
 from myriad.config import Config
 
 __all__ = ["Rotary", "RotaryScaling"]
+
+_Divisor = Annotated[float, Gt(0), Le(1e6)]
 
 
 class RotaryScaling(Config):
@@ -33,7 +36,7 @@ class RotaryScaling(Config):
     factor: float = Field(1.0, ge=1, le=2**20)
     """Ratio of the new to the original length (all kinds)."""
     original_sequence: int | None = Field(None, ge=2, le=2**30)
-    """Sequence length before scaling (all kinds but linear)."""
+    """Sequence length before scaling; off: none, for linear only."""
     attention_factor: float | None = Field(None, gt=0, le=100)
     """Factor of rotated queries and of rotated keys (yarn, longrope). off: 0.1 ln(factor) + 1 for yarn,
     sqrt(1 + ln(factor) / ln(original_sequence)) for longrope."""
@@ -47,9 +50,9 @@ class RotaryScaling(Config):
     """llama3: frequencies with fewer rotations in the original sequence are divided by the factor."""
     high_frequency_factor: float = Field(4.0, gt=0, le=1e6)
     """llama3: frequencies with more rotations in the original sequence are kept."""
-    short_factors: tuple[float, ...] = ()
+    short_factors: tuple[_Divisor, ...] = ()
     """longrope: divisors of the frequencies, one for each pair of a head, up to original_sequence."""
-    long_factors: tuple[float, ...] = ()
+    long_factors: tuple[_Divisor, ...] = ()
     """longrope: divisors of the frequencies for longer sequences."""
 
     @property

@@ -16,9 +16,9 @@ def test_a_key_takes_its_value_after_a_space_or_an_equals_sign_and_a_switch_need
 
 
 def test_what_is_no_key_is_left_for_the_verb_wherever_it_stands():
-    overrides, rest = split_overrides(["--model.bias", "tiny", "--run", "x", "--layout.tp", "2", "--json"])
+    overrides, rest = split_overrides(["--model.bias", "tiny", "--port", "x", "--layout.tp", "2", "--json"])
     assert overrides == ["model.bias=true", "layout.tp=2"]
-    assert rest == ["tiny", "--run", "x", "--json"]
+    assert rest == ["tiny", "--port", "x", "--json"]
 
 
 def test_a_switch_can_be_turned_off_and_a_value_may_be_negative_or_hold_an_equals_sign():

@@ -315,7 +315,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_search(
     path = tmp_path / ("x.toml" if option == "--out" else "x.svg")
     path.mkdir()
     assert _plan("tiny", option, str(path)) == 2
-    assert f"{option} = '{path}': a regular file or a new one" in capsys.readouterr().err
+    assert f"{option} = '{path}': must be a regular file, or not exist" in capsys.readouterr().err
 
 
 def test_what_is_printed_has_no_exponents_and_fits_a_terminal(

@@ -73,9 +73,7 @@ def test_without_faults_only_starting_and_saving_cost_time(capsys, tmp_path):
         assert spent < 0.02 and policy["p5"] == policy["p95"]
 
 
-@pytest.mark.parametrize(
-    ("faults", "said"), [("1e12", "at most 50,000 in a run"), ("nan", "a finite number")]
-)
+@pytest.mark.parametrize(("faults", "said"), [("1e8", "at most 50,000 in a run"), ("nan", "a finite number")])
 def test_rates_that_cannot_be_simulated_are_refused(capsys, tmp_path, faults, said):
     told = shown(capsys, "--weeks", "1", *CLUSTER, "--mix", mix_of(tmp_path, faults))
     assert told.startswith("2 ") and said in told and told.count("\n") == 1

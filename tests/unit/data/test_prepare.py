@@ -202,7 +202,7 @@ def test_a_bad_record_stops_it_and_the_folder_is_no_corpus(tmp_path: Path) -> No
 
 def test_files_without_text_are_refused_and_nothing_is_made(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
-    with pytest.raises(BadInputError, match="there is none"):
+    with pytest.raises(BadInputError, match="none of these files contains text"):
         prepare([str(tmp_path / "a.txt")], tmp_path / "out", options())
     assert not (tmp_path / "out").exists()
 
@@ -224,7 +224,7 @@ def test_records_without_text_are_counted_the_same_in_every_kind_of_file(tmp_pat
 def test_records_without_any_text_are_refused_and_leave_no_work(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": null}\n{"text": ""}\n')
-    with pytest.raises(BadInputError, match=r"there is none .*null.*1.*empty.*1"):
+    with pytest.raises(BadInputError, match=r"none of these files contains text .*null.*1.*empty.*1"):
         prepare([str(path)], tmp_path / "out", options())
     path.write_text('{"text": "some"}\n')
     assert prepare([str(path)], tmp_path / "out", options()).text_bytes["train"]

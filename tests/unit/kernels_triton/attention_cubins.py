@@ -23,7 +23,7 @@ _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32
 
 def compiled(name: str, width: int, dtype: torch.dtype) -> dict[str, Any]:
     """One kernel, as it would be launched for rows of that head size and type."""
-    constants = Sizes(1, 2048, 16, 2, width, 512, dtype).constants(name)
+    constants = Sizes(1, 2048, 16, 2, width, 512, dtype, width**-0.5).constants(name)
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
     kernel = getattr(attention_forward if name == "forward" else attention_backward, name)
     signature, attributes = {}, {}

@@ -34,7 +34,7 @@ def test_links_are_found_by_where_they_begin() -> None:
 
 
 def test_a_port_without_a_way_to_the_others_is_named() -> None:
-    with pytest.raises(BadInputError, match="no way from node 0 to port 1 of node 0"):
+    with pytest.raises(BadInputError, match="no path from node 0 to port 1 of node 0"):
         make(RAILS).check()
 
 

@@ -131,7 +131,7 @@ def test_a_switch_above_others_is_a_tier_above_them() -> None:
         ({"kind": "graph", "cables": [Cable(ends=("0-2", "leaf"))]}, "there is no path from node 0"),
         (
             {"kind": "graph", "cables": [Cable(ends=("0-2", "a")), Cable(ends=("3", "b"))]},
-            "no way from node 0 to port 0 of node 3",
+            "no path from node 0 to port 0 of node 3",
         ),
         ({"ports_per_switch": 2, "nodes_per_switch": 2}, "4 NIC ports"),
         ({"kind": "clos3", "nodes_per_switch": 1}, "nodes_per_pod"),

@@ -221,7 +221,7 @@ def test_samples_stay_within_their_number() -> None:
 def test_what_cannot_be_simulated_is_refused_before_it_begins() -> None:
     fabric = star(3)
     flows, paths = send(fabric, [(1, 0), (2, 0)], 4e9)
-    with pytest.raises(BadInputError, match="flows = 2: fewer"):
+    with pytest.raises(BadInputError, match="flows = 2: too many"):
         simulate_packets(fabric, flows, paths, None, DEEP, max_bytes=1e6)
     with pytest.raises(BadInputError, match=r"transport\.backoff"):
         simulate_packets(fabric, flows, paths, None, DEEP, transport=Transport(backoff=0.5))

@@ -203,10 +203,21 @@ def model_of(config: Mapping[str, Any], vocabulary_multiple: int = 64) -> ModelC
         values = _copied(theirs, family)
         values |= family.read(theirs, values)
         model = ModelConfig(**family.fixed | values)
+        _check_heads(model)
     except ValidationError as error:
         first = error.errors()[0]
         raise BadInputError(str(first["loc"][0]), first["input"], f"{first['msg']} (config.json)") from None
     return model.model_copy(update={"vocabulary_multiple": vocabulary_multiple})
+
+
+def _check_heads(model: ModelConfig) -> None:
+    """Refuse heads that have no size, or do not share key/value heads evenly."""
+    if model.head_dim is None and model.hidden % model.heads:
+        raise BadInputError("heads", model.heads, f"a divisor of hidden = {model.hidden} in config.json")
+    if model.heads % model.num_kv_heads:
+        raise BadInputError(
+            "kv_heads", model.num_kv_heads, f"a divisor of {model.heads} heads in config.json"
+        )
 
 
 _READERS: dict[str, Callable[[ConfigValues, str], Any]] = {
