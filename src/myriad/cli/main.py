@@ -38,6 +38,7 @@ def build_app() -> "typer.Typer":
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit."""
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # no process of this command imports from its folder
     set_up_output()
     with _sigterm_interrupts():
         try:

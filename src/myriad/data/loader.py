@@ -261,7 +261,7 @@ class _LoaderProcess:
         self.begin_wait()
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "myriad.data.loader_process", str(self._descriptor)],
+            [sys.executable, "-Pm", "myriad.data.loader_process", str(self._descriptor)],
             stdin=subprocess.PIPE,
             bufsize=0,
             pass_fds=[self._descriptor],

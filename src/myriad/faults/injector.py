@@ -207,7 +207,7 @@ class Injector(threading.Thread):
         self._later.append((time.monotonic() + seconds, helper.terminate))
 
     def _start_helper(self, module: str, *arguments: object) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", f"myriad.faults.{module}", *map(str, arguments)]
+        command = [sys.executable, "-Pm", f"myriad.faults.{module}", *map(str, arguments)]
         self._helpers.append(subprocess.Popen(command))
         return self._helpers[-1]
 

@@ -207,7 +207,7 @@ class Namespaces:
 
     def entering(self, host: int) -> list[str]:
         """Return the words to put before a command that is to run in a host."""
-        return [sys.executable, "-m", __spec__.name, self.namespace(host), f"host{host}"]
+        return [sys.executable, "-Pm", __spec__.name, self.namespace(host), f"host{host}"]
 
     @contextmanager
     def network_of(self, host: int) -> Iterator[None]:

@@ -27,7 +27,7 @@ _WORDS: dict[Target, str] = {"watch": "watch", "redis": REDIS_SERVER}
 """Word in the command line of each service that a scenario starts."""
 _STALE_SECONDS = 0.1
 _NODE_WORD = 4
-"""Index of the node in a node agent's command: ``python -m MODULE RUN NODE ...``."""
+"""Index of the node in a node agent's command: ``python -Pm MODULE RUN NODE ...``."""
 _NO_RANK = RowStatus(0, 0, -1, 0, 0, 0, 0, 0, "", "")
 
 

@@ -80,7 +80,7 @@ class Services:
             one.wait()
 
     def _myriad(self, command: Sequence[str], log: str) -> None:
-        own = [str(os.getpid()), sys.executable, "-m", "myriad.cli.main"]
+        own = [str(os.getpid()), sys.executable, "-Pm", "myriad.cli.main"]
         self._start(["-S", child_process.__file__, *own, *command], log)
 
     def _start(self, command: Sequence[str], log: str) -> None:

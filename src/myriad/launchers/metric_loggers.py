@@ -61,7 +61,7 @@ def logged(run: Run, names: Sequence[LoggerName], end_seconds: float = _END_SECO
 
 
 def _start(run: Run, name: str) -> "subprocess.Popen[bytes] | None":
-    words = [sys.executable, "-m", "myriad.telemetry.loggers", name, str(run.path)]
+    words = [sys.executable, "-Pm", "myriad.telemetry.loggers", name, str(run.path)]
     try:
         with open(open_log(run.logs_path / f"logger-{name}.log"), "ab") as log:
             return subprocess.Popen(

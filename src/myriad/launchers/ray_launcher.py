@@ -276,7 +276,7 @@ def execute(run: str, node: int, folder: str, threads: int, command: Sequence[st
     log = Run(run).logs_path / f"executor-{node}.log"
     with open(open_log(log), "ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", *words],
+            [sys.executable, "-Pm", *words],
             env=os.environ | {"MYRIAD_ENGINE_PID": str(os.getpid()), NODE: str(node)},
             cwd=folder if Path(folder).is_dir() else None,
             stdin=subprocess.DEVNULL,

@@ -137,7 +137,7 @@ class SlurmLauncher:
         srun += ["--cpu-bind=none", "--input=none", "--export=ALL", f"--job-name=node-{node}"]
         executor = "myriad.launchers.slurm_node"
         watched = [sys.executable, "-S", child_process.__file__, str(os.getpid())]
-        return [*watched, *srun, sys.executable, "-m", executor, str(self._run.path.resolve()), str(node)]
+        return [*watched, *srun, sys.executable, "-Pm", executor, str(self._run.path.resolve()), str(node)]
 
     def start(self) -> None:
         """Start a node agent on each node of the allocation with srun."""
@@ -229,7 +229,7 @@ def write_script(run: Run, job: Job) -> Path:
         notice_seconds=_NOTICE_SECONDS,
         log=run.logs_path.resolve() / "slurm-%j.log",
         folder=shlex.quote(str(Path.cwd())),
-        program=f"{shlex.quote(sys.executable)} -m myriad.cli.main",
+        program=f"{shlex.quote(sys.executable)} -Pm myriad.cli.main",
         run=shlex.quote(str(path)),
     )
     write_whole(path / "slurm.sh", script)

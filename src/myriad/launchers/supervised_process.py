@@ -32,8 +32,9 @@ _STOPPED_SECONDS = 1.5
 
 
 def of_module(name: str, *arguments: object) -> list[str]:
-    """Return the command that runs a module, by its whole name, as a process."""
-    return [sys.executable, "-m", name, *map(str, arguments)]
+    """Return the command that runs a module, by its whole name, as a process. ``-P``: it imports nothing from
+    the folder in which it starts, which may hold the files of others."""
+    return [sys.executable, "-Pm", name, *map(str, arguments)]
 
 
 class SupervisedProcess:

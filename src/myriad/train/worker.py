@@ -64,7 +64,7 @@ def _shown(path: str) -> Iterator[None]:
         yield
         return
     ready, theirs = os.pipe()
-    command = [sys.executable, "-m", _FOLLOWER, str(run.path), str(theirs)]
+    command = [sys.executable, "-Pm", _FOLLOWER, str(run.path), str(theirs)]
     follower = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs])
     os.close(theirs)
     os.read(ready, 1)  # returns also if the follower fails, which closes the pipe

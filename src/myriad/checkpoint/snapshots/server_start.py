@@ -92,7 +92,7 @@ def start_snapshot_server(name: str, log: Path) -> SnapshotServerProcess:
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     with open(open_log(log), "ab") as stream:
         return SnapshotServerProcess(
-            [sys.executable, "-m", "myriad.checkpoint.snapshots.snapshot_server_process", name],
+            [sys.executable, "-Pm", "myriad.checkpoint.snapshots.snapshot_server_process", name],
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,

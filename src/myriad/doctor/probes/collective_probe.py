@@ -93,7 +93,7 @@ def environment_of(spec: CollectiveRank) -> dict[str, str]:
 def start_rank(spec: CollectiveRank) -> "subprocess.Popen[bytes]":
     """Start the process of a rank; `wait_for_rank` returns its result."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "myriad.doctor.probes.collective_probe", str(os.getpid())],
+        [sys.executable, "-Pm", "myriad.doctor.probes.collective_probe", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

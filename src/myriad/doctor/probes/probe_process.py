@@ -43,7 +43,7 @@ def run_probe(name: str, folder: Path, seconds: float | None = None) -> Iterator
     in `PROBES`."""
     what, most = PROBES[name]
     reader, writer = os.pipe()
-    words = [sys.executable, "-m", "myriad.doctor.probes.probe_process", name, str(writer), str(folder)]
+    words = [sys.executable, "-Pm", "myriad.doctor.probes.probe_process", name, str(writer), str(folder)]
     process = subprocess.Popen(
         words,
         pass_fds=[writer],

@@ -88,7 +88,7 @@ class DeviceMonitor:
         """Read the lines of one process until it ends or stays silent for too long."""
         words = [
             sys.executable,
-            "-m",
+            "-Pm",
             "myriad.supervise.agent.device_process",
             str(self._node),
             str(os.getpid()),
@@ -203,7 +203,7 @@ class Examination:
 
     async def made(self, how: How) -> Examined:
         """Run the doctor and return its verdict."""
-        words = ["-m", "myriad.doctor.examine", str(self._folder), how, str(os.getpid())]
+        words = ["-Pm", "myriad.doctor.examine", str(self._folder), how, str(os.getpid())]
         child = await asyncio.create_subprocess_exec(
             sys.executable,
             *words,

@@ -184,7 +184,7 @@ class ForkServer:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         module = [
             sys.executable,
-            "-m",
+            "-Pm",
             "myriad.supervise.agent.fork_server",
             str(os.getpid()),
             str(theirs.fileno()),

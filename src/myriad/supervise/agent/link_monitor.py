@@ -124,7 +124,7 @@ class LinkMonitor:
         if self._starts < _MOST_STARTS:
             self._starts += 1
             self._ring = LinkRing(names)
-            words = [sys.executable, "-m", "myriad.telemetry.links.link_sampler", str(self._ring.descriptor)]
+            words = [sys.executable, "-Pm", "myriad.telemetry.links.link_sampler", str(self._ring.descriptor)]
             words += [str(self._page.descriptor), str(num_rows), str(os.getpid()), *names]
             keep = (self._ring.descriptor, self._page.descriptor)
             with suppress(OSError):

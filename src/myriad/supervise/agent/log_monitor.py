@@ -72,7 +72,7 @@ class LogMonitor:
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _listen(self, *, from_end: bool) -> None:
-        words = [sys.executable, "-m", "myriad.supervise.agent.log_scan", str(os.getpid())]
+        words = [sys.executable, "-Pm", "myriad.supervise.agent.log_scan", str(os.getpid())]
         process = self._process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )

@@ -113,7 +113,7 @@ class AlarmProcess:
         if (now := time.monotonic()) < self._start_at:
             return
         self._start_at = now + _AGAIN_SECONDS
-        words = [sys.executable, "-m", "myriad.supervise.driver.alarm_process", str(self._run.path)]
+        words = [sys.executable, "-Pm", "myriad.supervise.driver.alarm_process", str(self._run.path)]
         try:
             # The process shares the driver's log, because opening a file on a disk that hangs would block the
             # driver.
