@@ -48,7 +48,7 @@ def test_a_group_reads_what_it_should_and_a_resume_changes_who(tmp_path: Path) -
         is_folder = (tmp_path / "run" / name).is_dir()
         return mode & 0o077 == (0o050 if is_folder else 0o040)
 
-    private = ("secret", "id")
+    private = ("secret", "id", "lock")
     train(tmp_path / "run", *JOB, "--run", str(tmp_path / "run"), "--run.mode", "0750", umask=0o077)
     found = modes(tmp_path / "run")
     assert {name for name, mode in found.items() if not group_may(name, mode)} == {*private}

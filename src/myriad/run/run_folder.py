@@ -56,8 +56,8 @@ _LATER_SECTIONS = ("alerts", "run")
 """Sections that an older job.toml lacks. None is the last one, so a truncated file always lacks another."""
 
 
-_PRIVATE = ("secret", "alerts", "id")
-"""Files and folders that no mode of the run opens to others."""
+_PRIVATE = ("secret", "alerts", "id", "lock")
+"""Files and folders that no mode of the run opens to others. Who can read a file can lock it."""
 
 
 class Run:
@@ -241,7 +241,9 @@ class Run:
         with _refuse_unwritable(self.path):
             self._make_folder()
             with self.shared_as_folder():
-                handle = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+                handle = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+                with contextlib.suppress(OSError):  # of another user, or of a file system without modes
+                    os.fchmod(handle, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

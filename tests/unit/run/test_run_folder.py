@@ -39,6 +39,15 @@ def test_weights_and_logs_of_a_new_run_can_be_read_by_its_user_alone(run):
     assert run.path.stat().st_mode & 0o777 == 0o750, "shared on purpose"
 
 
+def test_readers_of_a_run_cannot_take_its_lock(run):
+    run.path.mkdir(parents=True)
+    (run.path / "lock").touch(0o644)  # of an earlier version
+    with run.lock():
+        run.create_or_resume(load_job("tiny", ["run.mode=0755"]))
+    assert run.path.stat().st_mode & 0o777 == 0o755
+    assert (run.path / "lock").stat().st_mode & 0o777 == 0o600, "who can open a file can lock it"
+
+
 @pytest.mark.parametrize(
     "override",
     ["layout.dp=2", "layout.zero=1", "train.threads=1", "train.steps=40", "train.validate_every=5",
