@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from myriad.checkpoint.snapshots.server_start import leave_taken_names
 from myriad.comm.grid import RankGrid
 from myriad.doctor.devices import has_driver
 from myriad.errors import RunFailedError
@@ -97,6 +98,7 @@ def supervise_run(
         fewer=fewer,
     )
     run_secret(run.path / "secret")
+    leave_taken_names(run.path)
     options = [*begin_journal(run, how, plan), *link_options(how), *alarm_options(job.alerts)]
     (run.path / "driver.json").unlink(missing_ok=True)
     with logged(run, job.telemetry.loggers):

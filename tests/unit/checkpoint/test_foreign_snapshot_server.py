@@ -2,6 +2,7 @@
 and not hold up the run."""
 
 import os
+import signal
 import socket
 import stat
 from collections.abc import Iterator
@@ -11,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from myriad.checkpoint.snapshots.server_socket import ForeignServerError
-from myriad.checkpoint.snapshots.server_start import node_server_name, server_name
+from myriad.checkpoint.snapshots.server_start import leave_taken_names, node_server_name, server_name
 from myriad.checkpoint.snapshots.snapshot_client import SnapshotClient, ask_server
 
 NOBODY = 65534
 
 
 @contextmanager
-def another_user_listens(name: str) -> Iterator[int]:
+def another_user_listens(name: str, *, answers: bool = True) -> Iterator[int]:
     """Yields a pipe from which everything can be read that the other user's process receives."""
     received, gives = os.pipe()
     ready, tells = os.pipe()
@@ -28,8 +29,11 @@ def another_user_listens(name: str) -> Iterator[int]:
             os.setuid(NOBODY)
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(f"\0{name}")
-            listener.listen(8)
+            if answers:
+                listener.listen(8)
             os.write(tells, b"!")
+            while not answers:
+                signal.pause()
             while True:
                 connection, _ = listener.accept()
                 connection.settimeout(1)
@@ -62,6 +66,28 @@ def test_ranks_neither_send_to_nor_receive_from_a_server_of_another_user(tmp_pat
         os.set_blocking(received, False)
         with pytest.raises(BlockingIOError):
             os.read(received, 1)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_start_leaves_a_name_that_another_user_took_after_the_server_had_ended(
+    tmp_path: Path, answers: bool
+) -> None:
+    name = node_server_name(tmp_path, 0)
+    with another_user_listens(name, answers=answers):
+        leave_taken_names(tmp_path)
+        assert node_server_name(tmp_path, 0) != name
+    assert stat.S_IMODE((tmp_path / "id").stat().st_mode) == 0o600
+
+
+def test_a_start_keeps_the_name_of_its_own_server(tmp_path: Path) -> None:
+    name = node_server_name(tmp_path, 0)
+    leave_taken_names(tmp_path)
+    with socket.socket(socket.AF_UNIX) as own:
+        own.bind(f"\0{name}")
+        own.listen(8)
+        leave_taken_names(tmp_path)
+    assert node_server_name(tmp_path, 0) == name
 
 
 def test_the_name_of_a_server_rests_on_what_only_its_user_can_read(tmp_path: Path) -> None:

@@ -3,27 +3,33 @@
 The first rank of the node starts it. A launcher may start it earlier, while that rank still imports modules.
 A server's name is a hash of the run's path and of the random content of RUN/id. A run that is removed and
 trained again under the same path therefore does not resume from the snapshots of its predecessor, and other
-users of the machine, who cannot read that file, cannot take the name before the server does.
+users of the machine, who cannot read that file, cannot take the name before the server does. They can take it
+after the server has ended, as the kernel lists names in use for all users; a start then draws another one.
 """
 
 import hashlib
+import logging
 import os
 import secrets
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from myriad.checkpoint.snapshots.server_socket import ForeignServerError, connect_to_own
 from myriad.system.processes import open_log
-from myriad.system.whole_file import create_whole
+from myriad.system.whole_file import create_whole, write_whole
 
 __all__ = [
     "NODE",
     "SnapshotServerProcess",
     "StartServer",
     "StartedServer",
+    "leave_taken_names",
     "node_server_name",
     "server_name",
     "server_names",
@@ -33,7 +39,11 @@ __all__ = [
 NODE = "MYRIAD_NODE"
 """Environment variable with the rank's node id, which stays the same across attempts. If it is not set, the
 launcher's grouping of ranks defines the node."""
+_LOG = logging.getLogger(__name__)
 _SOCKETS, _MARK = Path("/proc/net/unix"), "id"
+_UNCONNECTED = "01"
+"""State of a socket that is bound to a name, listening or not."""
+_ANSWER_SECONDS, _END_SECONDS = 1.0, 0.5
 
 
 class StartedServer(Protocol):
@@ -74,10 +84,47 @@ def node_server_name(run: Path, node: int | None = None) -> str:
 
 def server_names(run: Path) -> list[str]:
     """Return the names of all snapshot servers of the run that listen on this machine."""
+    return _names_in_use(run, _sockets())
+
+
+def _names_in_use(run: Path, lines: list[str]) -> list[str]:
     name = server_name(run)
-    lines = _SOCKETS.read_text().splitlines() if _SOCKETS.exists() else []
     found = {line.rpartition(" ")[2].removeprefix("@") for line in lines if f"@{name}" in line}
     return sorted(one for one in found if one == name or one.startswith(f"{name}-"))
+
+
+def _sockets() -> list[str]:
+    return _SOCKETS.read_text().splitlines() if _SOCKETS.exists() else []
+
+
+def _bound_names(run: Path) -> list[str]:
+    """Return the run's names that no other process can bind; its server's connections have the name, too."""
+    return _names_in_use(run, [line for line in _sockets() if line.split()[5] == _UNCONNECTED])
+
+
+def leave_taken_names(run: Path) -> None:
+    """Draw new names for the run's servers if another user of this machine has taken one of them. Call it
+    before the run starts. Servers with the former names, on any node, are then not found."""
+    taken = [name for name in _bound_names(run) if not _is_own(name)]
+    if not taken:
+        return
+    time.sleep(_END_SECONDS)  # a server of this run that is just ending does not answer either
+    if not set(taken) & set(_bound_names(run)):
+        return
+    _LOG.warning("another user has taken the name of a snapshot server (%s): a new one is drawn", taken[0])
+    with suppress(OSError):  # the ranks report it
+        write_whole(run / _MARK, secrets.token_hex(8), mode=0o600)
+
+
+def _is_own(name: str) -> bool:
+    """Return whether a process of this user listens at this name."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_ANSWER_SECONDS)
+        try:
+            connect_to_own(probe, name)
+        except (OSError, ForeignServerError):
+            return False
+    return True
 
 
 class SnapshotServerProcess(subprocess.Popen[bytes]):
