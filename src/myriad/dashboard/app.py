@@ -336,7 +336,7 @@ def make_server(
         http=Impatient,
         ws="none",
         lifespan="on",
-        log_level="warning",
+        log_level="error",  # a warning is a line for each wrong request, also without the token
         access_log=False,
         server_header=False,
         proxy_headers=False,

@@ -81,7 +81,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _place(origin) != host:
             return PlainTextResponse("a page of another site may not ask\n", 403)
         if self._access.is_local and _host_name(host) not in LOOPBACK:
             return PlainTextResponse("this server is for its own machine: see --host\n", 403)
@@ -118,6 +118,14 @@ def cookie_name(host: str) -> str:
 def _same(given: str, token: str) -> bool:
     """Compare in constant time, so that the duration reveals nothing of the token."""
     return hmac.compare_digest(given.encode(errors="replace"), token.encode())
+
+
+def _place(origin: str) -> str | None:
+    """Return host and port of an Origin header; ``None`` if it is no address."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _host_name(host: str) -> str:
