@@ -40,6 +40,7 @@ from myriad.cli.checkpoint import checkpoint_command
 from myriad.cli.network import network_command
 from myriad.cli.plan import plan_command
 from myriad.cli.simulate import simulate_command
+from myriad.cli.terminal_text import terminal_text
 from myriad.cli.top import top_command
 from myriad.cli.train import train_command
 from myriad.errors import BadInputError, MyriadError
@@ -184,7 +185,7 @@ def _flow(command: object) -> None:
 
 def _fail(error: BaseException, message: str, code: int, *, as_json: bool) -> int:
     """Write the error as a line, and with ``--json`` also as one JSON object; return the exit code."""
-    sys.stderr.write(f"myriad: error: {message}\n")
+    sys.stderr.write(f"myriad: error: {terminal_text(message)}\n")
     if as_json:
         found: dict[str, object] = {"message": message, "exit_code": code}
         if isinstance(error, BadInputError):

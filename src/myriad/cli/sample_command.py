@@ -9,6 +9,7 @@ import typer
 
 from myriad.cli.progress_bar import count_bar
 from myriad.cli.run_argument import CHECKPOINTS
+from myriad.cli.terminal_text import terminal_text
 
 __all__ = ["register", "sample"]
 
@@ -68,8 +69,9 @@ def _write(run: str, prompt: str, settings: dict[str, Any], pieces: Iterator[str
     if as_json:
         typer.echo(json.dumps({"run": run, "prompt": prompt, "text": "".join(pieces), **settings}))
         return
-    sys.stdout.write(prompt)
+    shown = terminal_text if sys.stdout.isatty() else str
+    sys.stdout.write(shown(prompt))
     for piece in pieces:
-        sys.stdout.write(piece)
+        sys.stdout.write(shown(piece))
         sys.stdout.flush()
     sys.stdout.write("\n")

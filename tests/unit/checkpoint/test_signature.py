@@ -8,6 +8,7 @@ import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from foreign_case import deepspeed_state, write_deepspeed
 from safetensors.torch import save_file
 
 from myriad.checkpoint.checkpoint_files import save
@@ -190,3 +191,24 @@ def test_weights_go_through_a_signed_export(tmp_path: Path) -> None:
     assert run_command(["checkpoint", "verify", str(export), "--key", public]) == 0
     again = ["checkpoint", "import", str(export), str(tmp_path / "again"), "--key", public]
     assert run_command(again) == 0
+
+
+def test_no_file_beside_the_signed_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_of(CONFIG)
+    step = write_deepspeed(tmp_path, model, deepspeed_state(model)[1], stage=1) / "global_step6"
+    private, public = write_keys(tmp_path)
+    sign(open_checkpoint(step), load_key(private, "--sign"))
+    words = ["checkpoint", "import", str(step), str(tmp_path / "run")]
+    assert run_command([*words, "--key", str(public)]) == 2
+    assert "name it with --config" in capsys.readouterr().err
+    assert run_command(words) == 0, "without a key it may be beside"
+
+
+def test_a_name_in_a_folder_cannot_command_the_terminal(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private, public = map(str, write_keys(tmp_path))
+    assert run_command(["checkpoint", "sign", checkpoint.where, "--key", private]) == 0
+    (Path(checkpoint.where) / "\x1b]0;attacked\x07").touch()
+    assert run_command(["checkpoint", "verify", checkpoint.where, "--key", public]) == 1
+    assert "\\x1b]0;attacked\\x07: is not signed" in capsys.readouterr().out

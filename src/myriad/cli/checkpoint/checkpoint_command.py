@@ -15,6 +15,7 @@ from myriad.cli.job_key_options import OverrideCommand
 from myriad.cli.json_output import print_json
 from myriad.cli.progress_bar import bytes_bar
 from myriad.cli.run_argument import CHECKPOINTS, RunName, existing_run
+from myriad.cli.terminal_text import terminal_text
 from myriad.errors import BadInputError
 from myriad.system.spin_control import spinning_controlled
 from myriad.units import format_bytes
@@ -85,7 +86,7 @@ def _show_rows(run: str, rows: Sequence[dict[str, Any]]) -> None:
         table.add_row(str(row["step"]), saved, size, row["tier"], row["state"])
     Console().print(table)
     for problem in (problem for row in rows for problem in row["problems"]):
-        typer.echo(problem)
+        typer.echo(terminal_text(problem))
 
 
 def _verify(
@@ -127,7 +128,7 @@ def _verify(
     else:
         whole = "whole" if known is None else f"whole, signed with the key {known.key_id}"
         for checkpoint_path, problems in found.items():
-            typer.echo("\n".join(problems) if problems else f"{checkpoint_path}: {whole}")
+            typer.echo(terminal_text("\n".join(problems)) if problems else f"{checkpoint_path}: {whole}")
         if not found:
             typer.echo(f"{path}: no checkpoint yet")
     if any(found.values()):
@@ -352,6 +353,7 @@ def _import(
         from myriad.checkpoint.storage.signature import load_key, require_signature
 
         require_signature(folder, load_key(key, "--key"), "CHECKPOINT")
+        config = config or _signed_config(folder)
     from myriad.train.checkpoint_tools.foreign_checkpoints import import_foreign, is_foreign
 
     with spinning_controlled():
@@ -367,6 +369,12 @@ def _import(
         _show_foreign(run, done)
     else:
         _show_hugging_face(run, done)
+
+
+def _signed_config(folder: Path) -> Path:
+    """Return config.json in a signed folder, so that none beside the folder, which is not signed, is read."""
+    own = folder / "config.json"
+    return own if own.is_file() else next(folder.glob("*/config.json"), own)
 
 
 def _show_hugging_face(run: Path, done: Mapping[str, Any]) -> None:
