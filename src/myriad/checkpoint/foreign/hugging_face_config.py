@@ -157,15 +157,19 @@ _NOT_COMPUTED = {
     # names, versions, dtype of the file
     *("model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "tokenizer_class"),
     *("finetuning_task", "problem_type", "task_specific_params", "id2label", "label2id", "prefix"),
+    # notes of other programs; the code that auto_map names is transformers' class of this model_type
+    *("auto_map", "custom_pipelines", "transformers.js_config", "is_llama_config", "unsloth_fixed"),
+    "unsloth_version",
     # special tokens, and options of text generation
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
     *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "top_k"),
     *("top_p", "typical_p", "temperature", "diversity_penalty", "repetition_penalty", "length_penalty"),
-    *("classifier_dropout", "hidden_dropout", "pad_token_id", "cache_implementation", "n_embed"),
+    *("classifier_dropout", "hidden_dropout", "cache_implementation", "n_embed"),
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores"),
     *("return_dict_in_generate", "remove_invalid_values"),
     # training, memory, return values; pretraining_tp and reorder_and_upcast_attn change only rounding
     *("initializer_range", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "use_cache"),
+    *("attention_probs_dropout_prob", "hidden_dropout_prob"),
     *("gradient_checkpointing", "output_attentions", "output_hidden_states", "return_dict", "torchscript"),
     *("chunk_size_feed_forward", "pretraining_tp", "reorder_and_upcast_attn", "is_decoder", "n_ctx"),
     # heads that a language model lacks: their tensors would be refused

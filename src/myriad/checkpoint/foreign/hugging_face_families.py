@@ -72,7 +72,7 @@ FAMILIES: dict[str, Family] = {
         fixed=_ROTARY_MODEL,
         sizes=_HEAD_DIM,
         defaults=_DEFAULTS | {"max_position_embeddings": 2048},
-        must_be={"mlp_bias": _NO_BIAS},
+        must_be={"mlp_bias": _NO_BIAS, "activation": (None, "swiglu")},  # Falcon 3 has both names
         read=read_decoder,
         write=lambda model: write_decoder(model) | {"mlp_bias": False},
         fields=(*_ROTARY, "attention_bias"),
@@ -123,7 +123,7 @@ FAMILIES: dict[str, Family] = {
         must_be={"use_bidirectional_attention": _NO_BIAS, "hidden_act": (None, "gelu_pytorch_tanh")},
         read=read_gemma2,
         write=write_gemma,
-        fields=_GEMMA_FIELDS,
+        fields=(*_GEMMA_FIELDS, "sliding_window_size"),
         names=lambda model: TensorNames(norms=_GEMMA_NORMS),
     ),
     "gemma3_text": Family(
@@ -161,7 +161,7 @@ FAMILIES: dict[str, Family] = {
         architecture="Phi3ForCausalLM",
         fixed=_ROTARY_MODEL,
         defaults=_DEFAULTS | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-        must_be={"attention_bias": _NO_BIAS},
+        must_be={"attention_bias": _NO_BIAS, "full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
         read=read_phi3,
         write=write_phi3,
         fields=(*_ROTARY, "partial_rotary_factor", "sliding_window"),

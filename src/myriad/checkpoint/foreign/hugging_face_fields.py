@@ -145,6 +145,7 @@ def _read_gemma(theirs: ConfigValues, values: Values) -> Values:
 def read_gemma2(theirs: ConfigValues, values: Values) -> Values:
     """Return what a ``config.json`` says beyond the copied fields: Gemma 2."""
     window = theirs.size_or_none("sliding_window")
+    theirs.must_be("sliding_window_size", None, window)
     types = _layer_types(theirs, values, lambda layer: layer % 2 == 0, window)
     return _rotary(theirs) | _read_gemma(theirs, values) | types
 

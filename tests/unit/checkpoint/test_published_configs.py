@@ -1,0 +1,262 @@
+"""If these fail, a published model cannot be imported, or is imported as another model than it is.
+
+Each entry is the ``config.json`` of the model as published, with the number of its parameters. Fields that all
+files have and that nothing depends on are in `PLAIN`.
+"""
+
+from typing import Any
+
+import pytest
+
+from myriad.checkpoint.foreign.hugging_face_config import model_of
+from myriad.model.config import ModelConfig
+
+PLAIN: dict[str, Any] = {
+    "bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": 0, "attention_dropout": 0.1, "use_cache": True,
+    "initializer_range": 0.02, "torch_dtype": "bfloat16", "transformers_version": "4.45.0",
+    "_name_or_path": "/fsx/model", "architectures": ["ForCausalLM"],
+}  # fmt: skip
+RMS = PLAIN | {"hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+LLAMA3 = RMS | {
+    "model_type": "llama", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1,
+    "max_position_embeddings": 131072, "rope_theta": 500000.0, "vocab_size": 128256, "num_key_value_heads": 8,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+}  # fmt: skip
+SMOLLM2 = RMS | {
+    "model_type": "llama", "attention_bias": False, "is_llama_config": True, "mlp_bias": False,
+    "max_position_embeddings": 8192, "pretraining_tp": 1, "rope_interleaved": False, "rope_scaling": None,
+    "rope_theta": 100000, "tie_word_embeddings": True, "vocab_size": 49152,
+    "transformers.js_config": {"dtype": "q4", "kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+}  # fmt: skip
+MISTRAL = RMS | {
+    "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "sliding_window": 4096, "rope_theta": 10000.0, "vocab_size": 32000,
+}  # fmt: skip
+QWEN25 = RMS | {
+    "model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "use_mrope": False,
+    "use_sliding_window": False,
+}  # fmt: skip
+QWEN3 = RMS | {
+    "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "use_sliding_window": False, "vocab_size": 151936, "num_key_value_heads": 8,
+}  # fmt: skip
+GEMMA2 = PLAIN | {
+    "model_type": "gemma2", "attention_bias": False, "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid", "final_logit_softcapping": 30.0, "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000,
+}  # fmt: skip
+GEMMA3 = PLAIN | {
+    "model_type": "gemma3_text", "attention_bias": False, "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+    "vocab_size": 262144,
+}  # fmt: skip
+OLMO2 = RMS | {
+    "model_type": "olmo2", "attention_bias": False, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+    "rope_scaling": None, "rope_theta": 500000, "vocab_size": 100352,
+}  # fmt: skip
+PHI3 = RMS | {
+    "model_type": "phi3", "attention_bias": False, "embd_pdrop": 0.0, "resid_pdrop": 0.1,
+    "original_max_position_embeddings": 4096, "max_position_embeddings": 4096, "rope_scaling": None,
+    "rope_theta": 10000.0, "sliding_window": 2047, "vocab_size": 32064, "hidden_size": 3072,
+    "intermediate_size": 8192, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
+}  # fmt: skip
+LONG = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0 + pair for pair in range(48)]}
+GRANITE3 = RMS | {
+    "model_type": "granite", "attention_bias": False, "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0, "logits_scaling": 8.0, "mlp_bias": False, "residual_multiplier": 0.22,
+    "max_position_embeddings": 4096, "rope_scaling": None, "rope_theta": 10000, "tie_word_embeddings": True,
+    "vocab_size": 49155, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+NEOX = PLAIN | {
+    "model_type": "gpt_neox", "hidden_act": "gelu", "layer_norm_eps": 1e-5, "max_position_embeddings": 2048,
+    "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False, "use_parallel_residual": True,
+    "vocab_size": 50304,
+}  # fmt: skip
+FALCON = PLAIN | {
+    "model_type": "falcon", "alibi": False, "apply_residual_connection_post_layernorm": False, "bias": False,
+    "hidden_dropout": 0.0, "layer_norm_epsilon": 1e-5, "multi_query": True, "parallel_attn": True,
+    "vocab_size": 65024,
+    "auto_map": {
+        "AutoConfig": "configuration_falcon.FalconConfig",
+        "AutoModel": "modeling_falcon.FalconModel",
+    },
+}  # fmt: skip
+
+
+def sized(
+    config: dict[str, Any], hidden: int, inner: int | None, heads: int, layers: int, **more: Any
+) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": layers}
+    return config | sizes | ({} if inner is None else {"intermediate_size": inner}) | more
+
+
+def slides(layers: int, every: int) -> list[str]:
+    return [f"{'full' if layer % every == 0 else 'sliding'}_attention" for layer in range(1, layers + 1)]
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-3.1-8B": (sized(LLAMA3, 4096, 14336, 32, 32), 8_030_261_248),
+    "Llama-3.2-1B": (
+        sized(
+            LLAMA3, 2048, 8192, 32, 16, head_dim=64, tie_word_embeddings=True,
+            rope_scaling=LLAMA3["rope_scaling"] | {"factor": 32.0},
+        ),
+        1_235_814_400,
+    ),
+    "SmolLM2-135M": (sized(SMOLLM2, 576, 1536, 9, 30, num_key_value_heads=3), 134_515_008),
+    "SmolLM2-1.7B": (sized(SMOLLM2, 2048, 8192, 32, 24, num_key_value_heads=32), 1_711_376_384),
+    "Falcon3-7B-Base": (
+        sized(
+            RMS, 3072, 23040, 12, 28, model_type="llama", activation="swiglu", attention_bias=False,
+            head_dim=256, max_position_embeddings=32768, mlp_bias=False, num_key_value_heads=4,
+            pretraining_tp=1, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000042, vocab_size=131072,
+        ),
+        7_455_550_464,
+    ),
+    "Mistral-7B-v0.1": (MISTRAL, 7_241_732_096),
+    "Mistral-7B-v0.3": (
+        MISTRAL | {"sliding_window": None, "rope_theta": 1e6, "vocab_size": 32768},
+        7_248_023_552,
+    ),
+    "Qwen2.5-0.5B": (
+        sized(
+            QWEN25, 896, 4864, 14, 24, num_key_value_heads=2, max_position_embeddings=32768,
+            sliding_window=32768, max_window_layers=24, tie_word_embeddings=True, vocab_size=151936,
+        ),
+        494_032_768,
+    ),
+    "Qwen2.5-7B": (
+        sized(
+            QWEN25, 3584, 18944, 28, 28, num_key_value_heads=4, max_position_embeddings=131072,
+            sliding_window=131072, max_window_layers=28, vocab_size=152064,
+        ),
+        7_615_616_512,
+    ),
+    "Qwen3-0.6B": (
+        sized(QWEN3, 1024, 3072, 16, 28, max_window_layers=28, tie_word_embeddings=True),
+        596_049_920,
+    ),
+    "Qwen3-8B": (sized(QWEN3, 4096, 12288, 32, 36, max_window_layers=36), 8_190_735_360),
+    "gemma-2-2b": (sized(GEMMA2, 2304, 9216, 8, 26, num_key_value_heads=4), 2_614_341_888),
+    "gemma-2-9b": (
+        sized(GEMMA2, 3584, 14336, 16, 42, num_key_value_heads=8, sliding_window_size=4096),
+        9_241_705_984,
+    ),
+    "gemma-2-27b": (
+        sized(
+            GEMMA2, 4608, 36864, 32, 46, num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=144,
+            _attn_implementation="eager",
+        ),
+        27_227_128_320,
+    ),
+    "gemma-3-1b-pt": (sized(GEMMA3, 1152, 6912, 4, 26, sliding_window_pattern=6), 999_885_952),
+    "gemma-3-270m": (
+        sized(
+            GEMMA3, 640, 2048, 4, 18, layer_types=slides(18, 6), _sliding_window_pattern=6,
+            use_bidirectional_attention=False,
+        ),
+        268_098_176,
+    ),
+    "OLMo-2-1124-7B": (sized(OLMO2, 4096, 11008, 32, 32, num_key_value_heads=32), 7_298_617_344),
+    "OLMo-2-0325-32B": (sized(OLMO2, 5120, 27648, 40, 64, num_key_value_heads=8), 32_234_279_936),
+    "Olmo-3-1025-7B": (
+        sized(
+            OLMO2, 4096, 11008, 32, 32, model_type="olmo3", num_key_value_heads=32, sliding_window=4096,
+            layer_types=slides(32, 4), max_position_embeddings=65536, vocab_size=100278, use_cache=False,
+            rope_scaling={
+                "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+                "original_max_position_embeddings": 8192, "rope_type": "yarn",
+            },
+        ),
+        7_298_011_136,
+    ),
+    "Phi-3-mini-4k-instruct": (PHI3, 3_821_079_552),
+    "Phi-3.5-mini-instruct": (
+        PHI3 | {"max_position_embeddings": 131072, "sliding_window": 262144, "rope_scaling": LONG},
+        3_821_079_552,
+    ),
+    "phi-4": (
+        sized(
+            PHI3, 5120, 17920, 40, 40, num_key_value_heads=10, max_position_embeddings=16384,
+            original_max_position_embeddings=16384, rope_theta=250000, sliding_window=None, vocab_size=100352,
+        ),
+        14_659_507_200,
+    ),
+    "Phi-4-mini-instruct": (
+        sized(
+            PHI3, 3072, 8192, 24, 32, num_key_value_heads=8, full_attn_mod=1, interpolate_factor=1,
+            lm_head_bias=False, max_position_embeddings=131072, mlp_bias=False, partial_rotary_factor=0.75,
+            rope_scaling=LONG, sliding_window=262144, tie_word_embeddings=True, vocab_size=200064,
+        ),
+        3_836_021_760,
+    ),
+    "granite-3.0-2b-base": (sized(GRANITE3, 2048, 8192, 32, 40), 2_533_531_648),
+    "SmolLM3-3B-Base": (
+        sized(
+            {key: value for key, value in RMS.items() if key != "tie_word_embeddings"}, 2048, 11008, 16, 36,
+            model_type="smollm3", attention_bias=False, layer_types=["full_attention"] * 36,
+            max_position_embeddings=65536, max_window_layers=28, mlp_bias=False, no_rope_layer_interval=4,
+            no_rope_layers=[1, 1, 1, 0] * 9, num_key_value_heads=4, pretraining_tp=2, rms_norm_eps=1e-6,
+            rope_scaling=None, rope_theta=5000000.0, sliding_window=None, use_sliding_window=False,
+            vocab_size=128256,
+        ),
+        3_075_098_624,
+    ),
+    "stablelm-2-1_6b": (
+        sized(
+            PLAIN, 2048, 5632, 32, 24, model_type="stablelm", hidden_act="silu", hidden_dropout=0.0,
+            layer_norm_eps=1e-5, max_position_embeddings=4096, num_key_value_heads=32,
+            partial_rotary_factor=0.25, rope_theta=10000, tie_word_embeddings=False, use_qkv_bias=True,
+            qk_layernorm=False, use_parallel_residual=False, vocab_size=100352,
+        ),
+        1_644_515_328,
+    ),
+    "pythia-160m": (sized(NEOX, 768, 3072, 12, 12), 162_322_944),
+    "gpt-neox-20b": (
+        sized(
+            NEOX, 6144, 24576, 64, 44, hidden_act="gelu_fast", vocab_size=50432,
+            attention_probs_dropout_prob=0, hidden_dropout_prob=0,
+        ),
+        20_554_567_680,
+    ),
+    "falcon-7b": (sized(FALCON, 4544, None, 71, 32, new_decoder_architecture=False), 6_921_720_704),
+    "falcon-40b": (
+        sized(FALCON, 8192, None, 128, 60, new_decoder_architecture=True, num_kv_heads=8),
+        41_303_293_952,
+    ),
+    "AFM-4.5B-Base": (
+        sized(
+            RMS, 2560, 18432, 20, 36, model_type="arcee", attention_bias=False, head_dim=128,
+            hidden_act="relu2", max_position_embeddings=65536, mlp_bias=False, num_key_value_heads=4,
+            rope_theta=10000.0, vocab_size=128004,
+            rope_scaling={
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0, "rope_type": "yarn",
+                "original_max_position_embeddings": 4096, "type": "yarn",
+            },
+        ),
+        4_619_184_640,
+    ),
+}  # fmt: skip
+
+
+def published(name: str) -> ModelConfig:
+    return model_of(PUBLISHED[name][0], vocabulary_multiple=1)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_the_parameters_that_it_was_published_with(name: str) -> None:
+    assert published(name).num_parameters() == PUBLISHED[name][1]
