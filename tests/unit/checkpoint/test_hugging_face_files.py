@@ -29,6 +29,10 @@ GPT2 = {
     "model_type": "gpt2", "vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24,
     "n_inner": None, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
 }  # fmt: skip
+NEOX = {
+    "model_type": "gpt_neox", "vocab_size": 90, "hidden_size": 32, "intermediate_size": 40,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 24,
+}  # fmt: skip
 ONE, TWO, INDEX = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "weight_map"
 
 
@@ -110,6 +114,16 @@ def test_an_index_names_only_files_of_its_folder(sharded: Path, name: Any) -> No
     (sharded.parent / "x.safetensors").write_bytes((sharded / ONE).read_bytes())
     write_index(sharded, places_of(sharded) | {"model.norm.weight": name})
     assert "model.norm.weight must be in a file of this folder" in refusal(sharded)
+
+
+@pytest.mark.parametrize("prefix", ["gpt_neox.", ""], ids=["language model", "base model"])
+def test_masks_that_pythias_files_hold_are_not_taken_for_weights(tmp_path: Path, prefix: str) -> None:
+    tensors = {name.replace("gpt_neox.", prefix): values for name, values in theirs(NEOX).items()}
+    tensors[f"{prefix}layers.0.attention.bias"] = torch.ones(1, 1, 24, 24, dtype=torch.bool)
+    tensors[f"{prefix}layers.0.attention.masked_bias"] = torch.tensor(-1e9)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(NEOX))
+    assert HuggingFaceWeights(tmp_path).read("head.norm.weight").tolist() == [0.5] * 32
 
 
 @pytest.mark.parametrize("places", [None, [], {}, "x", 7, [["a", "b"]]], ids=repr)

@@ -1,7 +1,7 @@
 """If these fail, a published model cannot be imported, or is imported as another model than it is.
 
-Each entry is the ``config.json`` of the model as published, with the number of its parameters. Fields that all
-files have and that nothing depends on are in `PLAIN`.
+Each entry has the fields of the model's published ``config.json``, and the number of its parameters. Fields
+that all files have and that nothing depends on are in `PLAIN`. The factors of longrope are made up.
 """
 
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from myriad.checkpoint.foreign.hugging_face_config import model_of
+from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 
 PLAIN: dict[str, Any] = {
@@ -260,3 +261,69 @@ def published(name: str) -> ModelConfig:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_has_the_parameters_that_it_was_published_with(name: str) -> None:
     assert published(name).num_parameters() == PUBLISHED[name][1]
+
+
+def test_layers_of_a_published_model_have_its_windows_and_rotary_positions() -> None:
+    gemma3, olmo3, phi4 = published("gemma-3-1b-pt"), published("Olmo-3-1025-7B"), published("phi-4")
+    assert [gemma3.layer_window(layer) for layer in range(6)] == [512] * 5 + [None]
+    bases = [rotary.base for layer in range(6) if (rotary := gemma3.layer_rotary(layer))]
+    assert bases == [1e4] * 5 + [1e6]
+    kinds = [rotary.scaling.kind for layer in range(4) if (rotary := olmo3.layer_rotary(layer))]
+    assert kinds == ["none"] * 3 + ["yarn"], "only layers without a window are scaled"
+    assert phi4.window is None and published("Phi-3-mini-4k-instruct").window == 2047
+    assert published("Qwen2.5-7B").window is None, "use_sliding_window is false"
+    smollm3 = published("SmolLM3-3B-Base")
+    assert [smollm3.layer_rotary(layer) is None for layer in range(4)] == [False, False, False, True]
+    mini = published("Phi-4-mini-instruct")
+    assert (mini.rotary_width, mini.rotary_scaling.factor) == (96, 32.0)
+    assert published("stablelm-2-1_6b").attention_bias == "qkv"
+
+
+def test_window_beyond_the_sequence_keeps_its_layers_rotary_base() -> None:
+    config = PUBLISHED["gemma-3-1b-pt"][0]
+    for change in ({"max_position_embeddings": 256}, {"sliding_window": None}):
+        model = model_of(config | change)
+        rotary = [model.layer_rotary(layer) for layer in range(6)]
+        assert [one.base for one in rotary if one] == [1e4] * 5 + [1e6]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "quantized": ("Llama-3.1-8B", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    "block-sparse": ("Phi-4-mini-instruct", {"full_attn_mod": 2}, "full_attn_mod = 2: None or 1"),
+    "another gate": ("Falcon3-7B-Base", {"activation": "gelu"}, "activation = 'gelu'"),
+    "two windows": ("gemma-2-9b", {"sliding_window_size": 512}, "sliding_window_size = 512: None or 4096"),
+    "two bases": ("pythia-160m", {"rope_theta": 5e5}, "rope_theta = 500000.0: None or 10000"),
+    "ALiBi": ("falcon-7b", {"alibi": True}, "alibi = True"),
+    "wide heads": ("pythia-160m", {"head_dim": 128}, "head_dim = 128: None or 64"),
+    "few factors": ("Phi-4-mini-instruct", {"partial_rotary_factor": 0.5}, "short_factor = .*: 32 numbers"),
+    "half a pair": ("pythia-160m", {"rotary_pct": 0.02}, "1 values of it are rotated"),
+    "no logits": ("granite-3.0-2b-base", {"logits_scaling": 0}, "logits_scaling = 0: above 0"),
+    "no ramp": (
+        "Llama-3.1-8B",
+        {"rope_scaling": LLAMA3["rope_scaling"] | {"low_freq_factor": 4.0}},
+        "high_freq_factor = 4.0: above low_freq_factor = 4.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name, change, message", REFUSED.values(), ids=REFUSED.keys())
+def test_a_field_that_changes_the_model_is_refused(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        model_of(PUBLISHED[name][0] | change)
+
+
+ODD: list[Any] = [
+    None, {}, [[]], "8", 10**9, 10**400, {"rope_type": []}, {"rope_type": "longrope", "short_factor": [1.0]},
+    {"rope_type": "yarn", "factor": "8", "mscale": 1.0, "mscale_all_dim": 1.0},
+]  # fmt: skip
+FIRST = {config["model_type"]: config for config, _ in reversed(PUBLISHED.values())}
+
+
+@pytest.mark.parametrize("config", FIRST.values(), ids=FIRST.keys())
+def test_odd_values_of_a_familys_fields_are_read_or_refused_in_a_line(config: dict[str, Any]) -> None:
+    for key in {*config, "rope_scaling", "layer_types", "max_window_layers"} - PLAIN.keys():
+        for value in ODD:
+            try:
+                model_of(config | {key: value})
+            except BadInputError as error:
+                assert "\n" not in str(error) and len(str(error)) < 1000

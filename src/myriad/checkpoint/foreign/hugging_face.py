@@ -33,12 +33,17 @@ _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetenso
 ExportType = Literal["float32", "bfloat16", "float16"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHARD_BYTES = 5 * 10**9
-_OUTPUT = "lm_head.weight"
-_DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Suffixes of tensors that follow from config.json: rotary frequencies, GPT-2's causal mask."""
+_OUTPUTS = ("lm_head.weight", "embed_out.weight")
+"""Names of the output projection."""
+_DERIVED = (
+    *(".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"),
+    *(".attention.bias", ".attention.masked_bias"),
+)
+"""Suffixes of tensors that follow from config.json: rotary frequencies, causal masks of GPT-2 and of
+GPT-NeoX."""
 _READ_TYPES = ("F32", "F16", "BF16")
 """Dtypes whose values float32 represents exactly."""
-_BASES = ("model.", "transformer.")
+_BASES = ("model.", "transformer.", "gpt_neox.")
 """Prefixes of all names except the output projection. Files of a base model omit them."""
 
 
@@ -93,7 +98,7 @@ class HuggingFaceWeights:
     def _is_tied(self, name: str) -> bool:
         """Whether a tensor is an output projection that equals the embedding."""
         table = self._mappings["embedding.tokens.weight"].row_slices[0].name
-        return name == _OUTPUT and torch.equal(self._read_theirs(name), self._read_theirs(table))
+        return name in _OUTPUTS and torch.equal(self._read_theirs(name), self._read_theirs(table))
 
     def _read_theirs(self, name: str) -> torch.Tensor:
         file, own_name, _ = self._places[name]

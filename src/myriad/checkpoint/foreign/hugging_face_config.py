@@ -179,7 +179,7 @@ _NOT_COMPUTED = {
 
 
 def _refuse_unknown(config: Mapping[str, Any], family: Family) -> None:
-    known = family.known_fields() | _NOT_COMPUTED
+    known = family.known_fields() | _NOT_COMPUTED | {"head_dim"}
     for key, value in config.items():
         if key in known or key.startswith("_") or not value:
             continue
@@ -205,9 +205,13 @@ def model_of(config: Mapping[str, Any], vocabulary_multiple: int = 64) -> ModelC
         theirs.must_be(key, *allowed)
     try:
         values = _copied(theirs, family)
+        ModelConfig(**values)  # refuses sizes for which a reader would make too long lists
+        if "head_dim" not in values:
+            theirs.must_be("head_dim", None, values["hidden"] // values["heads"])
         values |= family.read(theirs, values)
         model = ModelConfig(**family.fixed | values)
         _check_heads(model)
+        _check_rotary(model)
     except ValidationError as error:
         first = error.errors()[0]
         raise BadInputError(str(first["loc"][0]), first["input"], f"{first['msg']} (config.json)") from None
@@ -222,6 +226,22 @@ def _check_heads(model: ModelConfig) -> None:
         raise BadInputError(
             "kv_heads", model.num_kv_heads, f"a divisor of {model.heads} heads in config.json"
         )
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    """Refuse rotary positions that no kernel can compute: an odd part of a head, or too few factors."""
+    if model.position != "rotary":
+        return
+    scaling, (pairs, odd) = model.rotary_scaling, divmod(model.rotary_width, 2)
+    if odd or not pairs:
+        allowed = f"{model.rotary_width} values of it are rotated: must be even, at least 2, in config.json"
+        raise BadInputError("head_dim", model.head_width, allowed)
+    for key, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
+        if scaling.kind == "longrope" and len(factors) != pairs:
+            raise BadInputError(key, list(factors), f"{pairs} numbers in config.json, one for each pair")
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    if high <= low:
+        raise BadInputError("high_freq_factor", high, f"above low_freq_factor = {low} in config.json")
 
 
 _READERS: dict[str, Callable[[ConfigValues, str], Any]] = {

@@ -77,6 +77,12 @@ def _windowed(window: int | None, values: Values, slides: tuple[bool, ...]) -> V
     return {"window": window, "window_pattern": repeated(slides)}
 
 
+def _window_in(theirs: ConfigValues, values: Values) -> int:
+    """Return the window, cut to the sequence: its layers have rotary positions of their own, even if they see
+    all tokens."""
+    return min(theirs.size_or_none("sliding_window") or values["sequence"], values["sequence"])
+
+
 def _layer_types(
     theirs: ConfigValues, values: Values, slides: Callable[[int], bool], window: int | None
 ) -> Values:
@@ -110,8 +116,8 @@ def write_mistral(model: ModelConfig) -> Values:
 def read_qwen(theirs: ConfigValues, values: Values) -> Values:
     """Return what a ``config.json`` says beyond the copied fields: Qwen 2 and 3."""
     window = theirs.size_or_none("sliding_window") if theirs.flag("use_sliding_window") else None
-    first = theirs.get("max_window_layers")
-    first = first if isinstance(first, int) else values["layers"]
+    no_full = theirs.get("max_window_layers") == 0
+    first = 0 if no_full else theirs.size_or_none("max_window_layers") or values["layers"]
     types = _layer_types(theirs, values, lambda layer: layer >= first, window)
     bias = _attention_bias(theirs) if "attention_bias" in theirs.defaults else {}
     return _rotary(theirs) | types | bias
@@ -153,7 +159,7 @@ def read_gemma2(theirs: ConfigValues, values: Values) -> Values:
 def read_gemma3(theirs: ConfigValues, values: Values) -> Values:
     """Return what a ``config.json`` says beyond the copied fields: Gemma 3."""
     every = theirs.size_or_none("sliding_window_pattern") or 6
-    window = theirs.size_or_none("sliding_window")
+    window = _window_in(theirs, values)
     types = _layer_types(theirs, values, lambda layer: (layer + 1) % every != 0, window)
     return (
         _by_layer_type(theirs, types, 1e6, "rope_local_base_freq", 1e4) | _read_gemma(theirs, values) | types
@@ -200,7 +206,7 @@ def write_gemma3(model: ModelConfig) -> Values:
 
 def read_olmo3(theirs: ConfigValues, values: Values) -> Values:
     """Return what a ``config.json`` says beyond the copied fields: OLMo 3."""
-    window = theirs.size_or_none("sliding_window")
+    window = _window_in(theirs, values)
     types = _layer_types(theirs, values, lambda layer: (layer + 1) % 4 != 0, window)
     base = theirs.number_or_none("rope_theta") or 5e5
     return _by_layer_type(theirs, types, base, "rope_theta", base) | types | _attention_bias(theirs)
@@ -222,8 +228,8 @@ def read_phi3(theirs: ConfigValues, values: Values) -> Values:
     outer = theirs.number_or_none("partial_rotary_factor")
     fraction = outer if fraction is None else fraction
     window = _windowed(theirs.size_or_none("sliding_window"), values, (True,))
-    rotary = {"rotary_base": base, "rotary_scaling": scaling, "rotary_fraction": fraction or 1.0}
-    return rotary | window
+    fraction = 1.0 if fraction is None else fraction
+    return {"rotary_base": base, "rotary_scaling": scaling, "rotary_fraction": fraction} | window
 
 
 def write_phi3(model: ModelConfig) -> Values:
@@ -241,6 +247,8 @@ def write_phi3(model: ModelConfig) -> Values:
 
 def read_granite(theirs: ConfigValues, values: Values) -> Values:
     """Return what a ``config.json`` says beyond the copied fields: Granite 3."""
+    if theirs.number("logits_scaling") <= 0:
+        raise BadInputError("logits_scaling", theirs.get("logits_scaling"), "above 0 in config.json")
     return read_decoder(theirs, values) | {
         "embedding_scale": theirs.number("embedding_multiplier"),
         "residual_scale": theirs.number("residual_multiplier"),
@@ -281,6 +289,7 @@ def write_smollm3(model: ModelConfig) -> Values:
 def read_neox(theirs: ConfigValues, values: Values) -> Values:
     """Return what a ``config.json`` says beyond the copied fields: GPT-NeoX and Pythia."""
     base, scaling, fraction = read_rotary(theirs, "rotary_emb_base", 1e4)
+    theirs.must_be("rope_theta", None, base)
     outer = theirs.number_or_none("rotary_pct")
     fraction = next((one for one in (fraction, outer) if one is not None), 0.25)
     found: Values = {"rotary_base": base, "rotary_scaling": scaling, "rotary_fraction": fraction}

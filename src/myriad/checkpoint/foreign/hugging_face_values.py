@@ -11,6 +11,9 @@ from myriad.model.config import ModelConfig
 
 __all__ = ["ConfigValues", "computed", "read_rotary", "repeated", "written_rotary"]
 
+_LARGEST = 1e300
+"""Largest number that is read: JSON has integers that no float can hold."""
+
 
 @dataclass(frozen=True)
 class ConfigValues:
@@ -24,10 +27,10 @@ class ConfigValues:
         return self.values.get(key, self.defaults.get(key))
 
     def size(self, key: str) -> int:
-        """Return a whole number of at least 1. Raises `BadInputError`."""
+        """Return a whole number from 1 to 2^62. Raises `BadInputError`."""
         value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadInputError(key, value, "a whole number of at least 1 in config.json")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**62:
+            raise BadInputError(key, value, "a whole number of at least 1, up to 2^62, in config.json")
         return value
 
     def size_or_none(self, key: str) -> int | None:
@@ -35,9 +38,9 @@ class ConfigValues:
         return None if self.get(key) is None else self.size(key)
 
     def number(self, key: str) -> float:
-        """Return a number. Raises `BadInputError`."""
+        """Return a finite number. Raises `BadInputError`."""
         value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
             raise BadInputError(key, value, "a number in config.json")
         return value
 
@@ -148,7 +151,7 @@ def _scaling(theirs: ConfigValues, rope: Mapping[str, Any]) -> RotaryScaling:
     kind = "longrope" if kind == "su" else kind
     if kind == "default":
         return RotaryScaling()
-    if kind not in _SCALING_FIELDS:
+    if not isinstance(kind, str) or kind not in _SCALING_FIELDS:
         choices = ", ".join(["default", *_SCALING_FIELDS])
         raise BadInputError("rope_type", kind, f"one of {choices} in config.json")
     fields, values = _SCALING_FIELDS[kind], ConfigValues(rope, {})
@@ -159,6 +162,7 @@ def _scaling(theirs: ConfigValues, rope: Mapping[str, Any]) -> RotaryScaling:
             unknown, rope[unknown], f"a field that rope_type {kind} does not have, in config.json"
         )
     found: dict[str, Any] = {ours: rope[name] for name, ours in fields.items() if rope.get(name) is not None}
+    values.number_or_none("factor")  # checked before it is used in computations
     longest = theirs.size("max_position_embeddings")
     if kind != "linear":
         original = found.get("original_sequence") or theirs.size_or_none("original_max_position_embeddings")
