@@ -2,7 +2,9 @@
 
 Each step computes one position. The model sees the last ``config.sequence`` tokens, or each layer's window of
 them. Rotary positions may grow without limit. Learned positions are limited to the trained number: when they
-run out, the second half of the text becomes the beginning and is recomputed.
+run out, the second half of the text becomes the beginning and is recomputed. With longrope, all rotary
+frequencies change once the text is longer than the original sequence: the text is then recomputed, because
+cached keys are rotated by the former frequencies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,6 +30,13 @@ class Session:
         self.sequence = sequence
         self.device = self.head.output.weight.device
         self.tokens: list[int] = []
+        length = _longrope_length(self.blocks)
+        self.last_position = length if length is not None and length >= sequence else None
+        """Number of positions after which the text begins again; ``None``: they may grow without limit."""
+        if self.embedding.positions is not None:
+            self.last_position = sequence
+        self.longrope_length = length if self.last_position is None else None
+        """Length of the text beyond which the rotary frequencies change; ``None``: they do not."""
         self._start()
 
     def _start(self) -> None:
@@ -39,9 +48,14 @@ class Session:
     def read(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return the scores ``[V]`` of the token after these tokens, which follow all tokens read before.
         Read at most ``sequence`` tokens at a time."""
-        if self.embedding.positions is not None and self.next_position + len(tokens) > self.sequence:
+        end = self.next_position + len(tokens)
+        if self.last_position is not None and end > self.last_position:
             kept = max(self.sequence // 2 - len(tokens), 0)
             tokens = [*self.tokens[len(self.tokens) - kept :], *tokens][-self.sequence :]
+            self._start()
+        elif self.longrope_length is not None and 0 < self.next_position <= self.longrope_length < end:
+            tokens = [*self.tokens, *tokens][-self.sequence :]
+            self.tokens = []
             self._start()
         self.tokens = [*self.tokens, *tokens][-self.sequence :]
         ids = torch.tensor([tokens], device=self.device)
@@ -50,6 +64,12 @@ class Session:
             x = block.step(x, cache)
         self.next_position += len(tokens)
         return self.head.logits(x[0, -1])
+
+
+def _longrope_length(blocks: Sequence[Block]) -> int | None:
+    """Return the length of a text beyond which the blocks use other rotary frequencies."""
+    scalings = [block.attention.rotary.scaling for block in blocks if block.attention.rotary is not None]
+    return next((one.original_sequence for one in scalings if one.kind == "longrope"), None)
 
 
 def sample(logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:

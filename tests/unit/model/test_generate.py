@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from myriad.errors import BadInputError
+from myriad.kernels.rotary_scaling import RotaryScaling
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
 from myriad.model.generate import Session, generate, sample
@@ -36,6 +37,28 @@ def test_with_and_without_cache_the_scores_are_the_same(position, keys):
     torch.testing.assert_close(session.read(TOKENS[7:10]), expected[9], rtol=1e-4, atol=1e-4)
     for place in range(10, 24):
         torch.testing.assert_close(session.read([TOKENS[place]]), expected[place], rtol=1e-4, atol=1e-4)
+
+
+def longrope(original):
+    divisors = {"short_factors": (1.0, 1.1, 1.2, 1.3), "long_factors": (1.0, 2.0, 4.0, 8.0)}
+    return RotaryScaling(kind="longrope", factor=2.0, original_sequence=original, **divisors)
+
+
+def test_keys_are_computed_again_where_longrope_changes_the_frequencies():
+    layers = build_full(TINY.model_copy(update={"rotary_scaling": longrope(12)}), 1)
+    session = Session(layers, 24)
+    session.read(TOKENS[:9])
+    for end in range(10, 25):
+        expected = uncached(layers, TOKENS[:end])[-1]
+        torch.testing.assert_close(session.read([TOKENS[end - 1]]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_text_begins_again_before_frequencies_that_the_model_has_not_seen():
+    layers = build_full(TINY.model_copy(update={"rotary_scaling": longrope(24)}), 1)
+    session = Session(layers, 24)
+    session.read(TOKENS)
+    expected = uncached(layers, [*TOKENS[-11:], 7])[-1]
+    torch.testing.assert_close(session.read([7]), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("position", ["rotary", "learned"])
