@@ -240,11 +240,12 @@ def attention_reference(
     how: Scores = Scores(),
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend as `attention_by` does, with all scores in memory. If there are fewer queries than keys, they
-    are the last positions."""
+    """Attend as `attention_by` does, with all scores in memory, in float32 or wider. If there are fewer
+    queries than keys, they are the last positions."""
     queries, keys = q.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bqnd,bknd->bnqk", q, k) * how.factor(q.shape[-1])
+    wide = torch.promote_types(q.dtype, torch.float32)  # a score of 50 in bfloat16 is off by up to 0.125
+    scores = torch.einsum("bqnd,bknd->bnqk", q.to(wide), k.to(wide)) * how.factor(q.shape[-1])
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
     band = _band(queries, keys, window or keys, 1, q.device)
@@ -254,4 +255,4 @@ def attention_reference(
         shares = torch.cat([scores, each], -1).softmax(-1)[..., :-1]
     else:
         shares = scores.softmax(-1)
-    return torch.einsum("bnqk,bknd->bqnd", shares, v)
+    return torch.einsum("bnqk,bknd->bqnd", shares.to(v.dtype), v)

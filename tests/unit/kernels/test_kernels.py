@@ -70,6 +70,16 @@ def test_attention(batch, sequence, num_heads, width, window, base, in_blocks, h
         )
 
 
+@pytest.mark.parametrize("how, has_sinks", [(Scores(softcap=50.0), False), (Scores(), True)])
+def test_scores_of_bfloat16_values_are_not_rounded_to_bfloat16(how, has_sinks):
+    torch.manual_seed(0)
+    heads, sinks = Heads(4, 2, 16), torch.zeros(4) if has_sinks else None
+    fused = torch.randn(2, 32, 8 * 16).mul(6).bfloat16()
+    found = attention(fused, heads, how=how, sinks=sinks).double()
+    expected = reference(fused.double(), heads, None, None, how, sinks)
+    assert (found - expected).norm() < 0.005 * expected.norm()
+
+
 def test_blocks_are_for_short_spans_of_float32_on_cpu():
     assert runs_in_blocks(torch.empty(1, 256, 3), None)
     assert runs_in_blocks(torch.empty(1, 8192, 3), 256)
