@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from myriad.comm.grid import RankGrid
+from myriad.comm.store_secret import STORE_SECRET
 from myriad.data.bad_blocks import BlockGuard
 from myriad.data.corpus import open_corpora, read_batch
 from myriad.data.loader import LoaderClient, LoaderSpec, StartLoader
@@ -172,6 +173,9 @@ def validation_guard(run: Run, job: Job, place: RankEnvironment, bad_blocks: Bad
 
 
 def _meeting_name(run: Run, first_rank: int) -> str:
-    """Return a name that is the same on every rank of the node and differs between runs and attempts."""
+    """Return a name that is the same on every rank of the node and differs between runs and attempts.
+
+    With the attempt's secret, another user cannot take it first: ports are listed for all users."""
     where = f"{run.path.resolve()}:{os.environ.get('MASTER_PORT', os.getpid())}:{first_rank}"
-    return hashlib.blake2s(where.encode(), digest_size=8).hexdigest()
+    secret = os.environ.get(STORE_SECRET, "").encode()
+    return hashlib.blake2s(where.encode(), digest_size=8, key=secret[:32]).hexdigest()
