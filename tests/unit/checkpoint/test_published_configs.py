@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from myriad.checkpoint.foreign.hugging_face_config import model_of
+from myriad.checkpoint.foreign.hugging_face_config import config_of, model_of
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 
@@ -297,6 +297,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "wide heads": ("pythia-160m", {"head_dim": 128}, "head_dim = 128: None or 64"),
     "few factors": ("Phi-4-mini-instruct", {"partial_rotary_factor": 0.5}, "short_factor = .*: 32 numbers"),
     "half a pair": ("pythia-160m", {"rotary_pct": 0.02}, "1 values of it are rotated"),
+    "two lengths": (
+        "Llama-3.1-8B",
+        {"original_max_position_embeddings": 4096},
+        r"original_max_position_embeddings = \[8192, 4096\]: one value",
+    ),
     "no logits": ("granite-3.0-2b-base", {"logits_scaling": 0}, "logits_scaling = 0: above 0"),
     "no ramp": (
         "Llama-3.1-8B",
@@ -310,6 +315,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_a_field_that_changes_the_model_is_refused(name: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInputError, match=message):
         model_of(PUBLISHED[name][0] | change)
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Olmo-3-1025-7B", "Phi-4-mini-instruct", "AFM-4.5B-Base"])
+def test_scaling_is_written_where_version_4_of_transformers_reads_it(name: str) -> None:
+    model, config = published(name), PUBLISHED[name][0]
+    written = config_of(model, "bfloat16", None, config["model_type"])
+    found = written["rope_scaling"]
+    if config["model_type"] == "phi3":
+        assert found == LONG, "its class refuses other fields"
+    else:
+        assert found["rope_type"] == config["rope_scaling"]["rope_type"]
+        assert found["factor"] == config["rope_scaling"]["factor"] and "rope_theta" not in found
+    assert written["rope_theta"] == config["rope_theta"]
+    assert model_of(written, vocabulary_multiple=1).rotary_scaling == model.rotary_scaling
 
 
 ODD: list[Any] = [

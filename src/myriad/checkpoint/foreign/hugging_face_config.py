@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from myriad.checkpoint.foreign.hugging_face_families import FAMILIES
 from myriad.checkpoint.foreign.hugging_face_family import COMMON, Family
-from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, computed
+from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, computed, written_rotary
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 
@@ -111,6 +111,7 @@ def config_of(
     return (
         {"architectures": [family_of(kind).architecture]}
         | _written(model, kind)
+        | _scaling_of_version4(model, kind)
         | ends
         | {
             "initializer_range": model.initial_deviation,
@@ -119,6 +120,21 @@ def config_of(
             "use_cache": True,
         }
     )
+
+
+def _scaling_of_version4(model: ModelConfig, kind: str) -> dict[str, Any]:
+    """Return the field in which version 4 reads the scaling of rotary positions: it ignores
+    ``rope_parameters``. Its class of Phi 3 takes three fields only, and derives the factor."""
+    scaling = model.rotary_scaling
+    if model.position != "rotary" or scaling.kind == "none":
+        return {}
+    written = written_rotary(model.rotary_base, scaling)
+    del written["rope_theta"]
+    derived = scaling.factor == model.sequence / (scaling.original_sequence or model.sequence)
+    if kind == "phi3" and derived and scaling.attention_factor is None:
+        lists = {key: value for key, value in written.items() if key in ("short_factor", "long_factor")}
+        written = {"type": scaling.kind} | lists
+    return {"rope_scaling": written}
 
 
 def _written(model: ModelConfig, kind: str) -> dict[str, Any]:

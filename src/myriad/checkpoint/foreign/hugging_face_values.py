@@ -164,9 +164,14 @@ def _scaling(theirs: ConfigValues, rope: Mapping[str, Any]) -> RotaryScaling:
     found: dict[str, Any] = {ours: rope[name] for name, ours in fields.items() if rope.get(name) is not None}
     values.number_or_none("factor")  # checked before it is used in computations
     longest = theirs.size("max_position_embeddings")
-    if kind != "linear":
-        original = found.get("original_sequence") or theirs.size_or_none("original_max_position_embeddings")
-        found["original_sequence"] = original or longest
+    if kind == "dynamic":  # starts at the longest sequence, whatever the original one was
+        found["original_sequence"] = longest
+    elif kind != "linear":
+        outer = theirs.size_or_none("original_max_position_embeddings")
+        original = found.setdefault("original_sequence", outer or longest)
+        if outer not in (None, original):
+            key = "original_max_position_embeddings"
+            raise BadInputError(key, [original, outer], "one value in config.json")
     if kind in ("yarn", "longrope") and "factor" not in found and isinstance(found["original_sequence"], int):
         found["factor"] = max(1.0, longest / max(1, found["original_sequence"]))
     scales = [values.number_or_none(key) for key in ("mscale", "mscale_all_dim")]
