@@ -66,9 +66,8 @@ def kept_bytes_per_token(
     attention = _attention_bytes(model, layer, tp, bytes_per_value, softmax_block)
     streams = 1 if model.block == "parallel" else model.num_branch_norms  # two norms share one input
     norms = stream * streams + statistics * model.num_branch_norms
-    if (
-        model.norm_placement == "after" and model.block == "serial"
-    ):  # no norm of which the input is made again
+    if model.norm_placement == "after" and model.block == "serial":
+        # The stream itself is gathered: there is no norm that the backward could recompute.
         gathered = model.hidden * bytes_per_value
     return norms + gathered * model.num_gathers + mask * model.num_scatters + attention + mlp
 
