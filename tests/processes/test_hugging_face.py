@@ -3,6 +3,7 @@ did."""
 
 import json
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from tiny_corpora import make_corpus
 from typer.testing import CliRunner, Result
 
-from myriad.checkpoint.checkpoint_files import save
-from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights
+from myriad.checkpoint.checkpoint_files import load_model, save
+from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights, write_folder
 from myriad.checkpoint.foreign.hugging_face_config import kind_of, model_of
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
@@ -29,7 +30,7 @@ from myriad.model.config import ModelConfig
 from myriad.model.generate import generate
 from myriad.model.tensor_shard import TensorShard
 from myriad.run import Run
-from myriad.train.checkpoint_tools.foreign_checkpoints import import_hugging_face
+from myriad.train.checkpoint_tools.foreign_checkpoints import export_hugging_face, import_hugging_face
 from myriad.train.checkpoint_tools.text_sampler import open_run
 
 LLAMA3_SCALING = {"kind": "llama3", "factor": 8.0, "original_sequence": 8}
@@ -409,6 +410,43 @@ def test_a_tokenizer_that_does_not_fit_its_model_is_named(tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
     done = import_hugging_face(large, tmp_path / "run")
     assert done["other_end"].startswith("documents end with token 0") and "[5, 7]" in done["other_end"]
+
+
+def test_an_import_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that prepares a large model has less memory than the model needs."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    read = HuggingFaceWeights.read
+
+    def counted(self: HuggingFaceWeights, name: str) -> torch.Tensor:
+        nonlocal most
+        values = read(self, name)
+        alive.append(weakref.ref(values))
+        most = max(most, sum(one() is not None for one in alive))
+        return values
+
+    weights = random_weights(**LLAMA)
+    folder = exported(weights, tmp_path / "theirs")
+    monkeypatch.setattr(HuggingFaceWeights, "read", counted)
+    import_hugging_face(folder, tmp_path / "run")
+    assert len(alive) == len(weights.shapes) and most <= 2
+    found = load_model(Run(tmp_path / "run").checkpoints_path / "step-0")
+    assert all(torch.equal(found[name], weights.read(name)) for name in weights.shapes)
+
+
+def test_the_chat_template_and_generation_config_travel_along(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.train(["one two three"], 400)
+    weights = random_weights(**LLAMA | {"vocabulary": tokenizer.vocabulary})
+    write_folder(weights, weights.model, tmp_path / "theirs", tokenizer)
+    (tmp_path / "theirs" / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    generation = json.dumps({"eos_token_id": [3, 5], "temperature": 0.6})
+    (tmp_path / "theirs" / "generation_config.json").write_text(generation)
+    import_hugging_face(tmp_path / "theirs", tmp_path / "run")
+    export_hugging_face(str(tmp_path / "run"), tmp_path / "again", "float32")
+    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    said = back.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+    assert said == "Hello!"
+    assert (tmp_path / "again" / "generation_config.json").read_text() == generation
 
 
 # From the command line

@@ -71,11 +71,14 @@ def save(
     progress: dict[str, Any],
     group: dist.ProcessGroup | None = None,
     layout: Mapping[str, Any] | None = None,
+    read: Callable[[TensorShard], torch.Tensor] = lambda shard: shard.values,
 ) -> Path:
-    """Write a checkpoint from live memory, and return its folder once it is committed. Collective.
+    """Write a checkpoint, and return its folder once it is committed. Collective.
 
-    ``group``: host process group of all ranks; default: the world, or this process alone. Raises
-    `RunFailedError` on every rank if the checkpoint cannot be written."""
+    ``group``: host process group of all ranks; default: the world, or this process alone. ``read``: values of
+    a shard, by default those in live memory; called when they are written, one shard at a time, so that the
+    shards may be on the meta device. Raises `RunFailedError` on every rank if the checkpoint cannot be
+    written."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = CheckpointWorld(rank, group=group or (dist.group.WORLD if dist.is_initialized() else None))
     own = [*shards, progress_shard(progress)] if rank == 0 else list(shards)
@@ -84,7 +87,7 @@ def save(
     world.barrier()  # a rank may still be reading the checkpoint that this one replaces
     _together(world, step, lambda: rank == 0 and bool(folder.begin(step)), bool | None)
     files = dict[str, StoredFile] | None
-    records = _together(world, step, lambda: write_rank(checkpoint, rank, own, stored_shards), files)
+    records = _together(world, step, lambda: write_rank(checkpoint, rank, own, stored_shards, read), files)
     shards_of_rank = world.gather(stored_shards, list[StoredShard])
     commit = partial(_commit, checkpoint, step, records, shards_of_rank, progress, layout or {})
     _together(world, step, commit if rank == 0 else lambda: None, None)
@@ -107,14 +110,21 @@ def _together(world: CheckpointWorld, step: int, do: Callable[[], T], kind: Any)
 
 
 def write_rank(
-    checkpoint: Checkpoint, rank: int, shards: Sequence[TensorShard], stored_shards: Sequence[StoredShard]
+    checkpoint: Checkpoint,
+    rank: int,
+    shards: Sequence[TensorShard],
+    stored_shards: Sequence[StoredShard],
+    read: Callable[[TensorShard], torch.Tensor] = lambda shard: shard.values,
 ) -> dict[str, StoredFile]:
-    """Write the files of one rank from live memory, and read each back. Raises ``OSError``."""
-    data = {id(shard): _bytes_of(part.values) for part, shard in zip(shards, stored_shards, strict=True)}
+    """Write the files of one rank, and read each back. ``read``: as for `save`. Raises ``OSError``."""
+    parts = {id(shard): part for part, shard in zip(shards, stored_shards, strict=True)}
     records = {}
+
+    def data(shard: StoredShard) -> memoryview:
+        return _bytes_of(read(parts[id(shard)]))
+
     for name, own in files_of_rank(rank, stored_shards):
-        path = checkpoint.at(name)
-        records[name] = write_and_check(checkpoint.storage, path, own, lambda shard: data[id(shard)])
+        records[name] = write_and_check(checkpoint.storage, checkpoint.at(name), own, data)
     return records
 
 

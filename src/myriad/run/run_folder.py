@@ -5,6 +5,7 @@
               events.jsonl        a line per event     } readable after a kill or on a full disk
               spans/              timed actions of ranks, in complete files: attempt-A-node-N-K.parquet
               tokenizer.json                of its corpus, so that the run can generate text anywhere
+              hugging_face/       files that came with imported weights, such as the template of a chat
               logs/               rank-R-attempt-A.log
               checkpoints/        step-N/
               profile.json, hierarchy.json, tensor_overlap.json

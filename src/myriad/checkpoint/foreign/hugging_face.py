@@ -3,7 +3,7 @@
     config.json               the model configuration               `hugging_face_config`
     model.safetensors         its tensors, or several such files     `hugging_face_names`
     model.safetensors.index.json       the file that holds each tensor
-    generation_config.json, tokenizer.json, tokenizer_config.json
+    generation_config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja
 
 A folder is written beside its final path and renamed, so a kill leaves no partial folder.
 """
@@ -25,11 +25,30 @@ from myriad.checkpoint.storage.staged_folder import staged_folder
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
-from myriad.system.whole_file import is_own_file, parse_json
+from myriad.system.whole_file import is_own_file, parse_json, read_regular
 
-__all__ = ["ExportType", "HuggingFaceWeights", "end_of_text", "is_hugging_face", "write_folder"]
+__all__ = [
+    "COMPANIONS_FOLDER",
+    "ExportType",
+    "HuggingFaceWeights",
+    "copy_companions",
+    "end_of_text",
+    "is_hugging_face",
+    "write_folder",
+]
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""Files that travel with a model: how text is generated, special tokens, and the template of a chat."""
+COMPANIONS_FOLDER = "hugging_face"
+"""Folder of a run that holds these files."""
+_MOST_COMPANION_BYTES = 2**24
 ExportType = Literal["float32", "bfloat16", "float16"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHARD_BYTES = 5 * 10**9
@@ -190,12 +209,14 @@ def write_folder(
     dtype: ExportType = "float32",
     shard_bytes: int = _SHARD_BYTES,
     model_type: str | None = None,
+    companions: Path | None = None,
 ) -> None:
     """Write to ``out`` all that ``AutoModelForCausalLM`` and ``AutoTokenizer`` need for ``from_pretrained``.
 
-    One file's tensors are in memory at a time. ``model_type``: by default the first that fits. Raises
-    `BadInputError`, with nothing written, if the model has no Hugging Face counterpart, if weights exceed
-    float16's range and ``dtype`` is float16, or if ``out`` is not empty."""
+    One file's tensors are in memory at a time. ``model_type``: by default the first that fits.
+    ``companions``: folder with files that replace those written with the tokenizer (`copy_companions`).
+    Raises `BadInputError`, with nothing written, if the model has no Hugging Face counterpart, if weights
+    exceed float16's range and ``dtype`` is float16, or if ``out`` is not empty."""
     end = None if tokenizer is None else tokenizer.end_of_document
     config = config_of(model, dtype, end, model_type)
     mappings = tensor_mappings(model, config["model_type"])
@@ -206,6 +227,8 @@ def write_folder(
         _write_json(partial / "generation_config.json", ends)
         if tokenizer is not None:
             _write_tokenizer(partial, tokenizer, model.sequence)
+            if companions is not None and companions.is_dir():
+                copy_companions(companions, partial)
         _write_weights(
             partial, weights, _in_shards(mappings, _DTYPES[dtype].itemsize, shard_bytes), _DTYPES[dtype]
         )
@@ -221,6 +244,21 @@ def _refuse_other_weights(weights: Weights, mappings: Sequence[TensorMapping]) -
             should = "not be there" if here is None else f"be {list(here)}"
             allowed = f"not the model of its job.toml: {name} is {is_there}, should {should}"
             raise BadInputError("PATH", weights.where, allowed)
+
+
+def copy_companions(source: Path, out: Path) -> None:
+    """Copy the files that travel with a model besides its weights and its tokenizer, those that there are,
+    and create ``out`` if there are any. Raises `BadInputError` for one that is no file of a few megabytes."""
+    for name in COMPANIONS:
+        path = source / name
+        if not path.exists():
+            continue
+        try:
+            content = read_regular(path, _MOST_COMPANION_BYTES)
+        except OSError as error:
+            raise BadInputError("path", str(path), f"cannot be read: {error.strerror or error}") from None
+        out.mkdir(exist_ok=True)
+        (out / name).write_bytes(content)
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence: int) -> None:

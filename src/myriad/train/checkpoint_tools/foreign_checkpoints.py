@@ -20,11 +20,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from myriad.checkpoint.checkpoint_files import CheckpointWeights, save
 from myriad.checkpoint.foreign.deepspeed_zero import is_deepspeed, open_deepspeed
 from myriad.checkpoint.foreign.hugging_face import (
+    COMPANIONS_FOLDER,
     ExportType,
     HuggingFaceWeights,
+    copy_companions,
     end_of_text,
     is_hugging_face,
     write_folder,
@@ -193,7 +197,8 @@ def export_hugging_face(
         raise BadInputError("PATH", path, allowed)
     kind = kind_of(job.model, model_type)
     tokenizer, why_not = _tokenizer(weights.run, job)
-    write_folder(weights, job.model, out, tokenizer, dtype, model_type=kind)
+    kept = None if weights.run is None else weights.run / COMPANIONS_FOLDER
+    write_folder(weights, job.model, out, tokenizer, dtype, model_type=kind, companions=kept)
     if key is not None:
         sign(open_checkpoint(out.absolute()), key)
     return {
@@ -220,9 +225,10 @@ def _tokenizer(run: Path | None, job: Job) -> tuple[Tokenizer | None, str | None
 def import_hugging_face(folder: Path, out: Path) -> dict[str, Any]:
     """Create the run folder ``out`` from a Hugging Face ``folder``, and return a description of it.
 
-    The run holds a job with the folder's model, a checkpoint of step 0 and the tokenizer. The job reads a
-    corpus in ``out/corpus``, which does not exist yet. The whole model is held in memory. Raises
-    `BadInputError`, with nothing written, for what cannot be read.
+    The run holds a job with the folder's model, a checkpoint of step 0, the tokenizer, and the files that
+    travel with a model (`copy_companions`). The job reads a corpus in ``out/corpus``, which does not exist
+    yet. One tensor is in memory at a time. Raises `BadInputError`, with nothing written, for what cannot be
+    read.
     """
     if not is_hugging_face(folder):
         raise BadInputError("HF_FOLDER", str(folder), "must be a folder with config.json and safetensors")
@@ -239,15 +245,29 @@ def import_hugging_face(folder: Path, out: Path) -> dict[str, Any]:
         run.create_or_resume(job)
         if has_tokenizer:
             shutil.copyfile(folder / TOKENIZER_FILE, partial / TOKENIZER_FILE)
-        values = {f"model.{name}": weights.read(name).float() for name in weights.shapes}
-        parts = [TensorShard(name, tuple(x.shape), (0,) * x.dim(), x) for name, x in values.items()]
-        save(CheckpointFolder(run.checkpoints_path), 0, parts, {"step": 0, "optimizer_steps": 0})
-        run.append_event("import", source=str(folder), tensors=len(parts))
+        copy_companions(folder, partial / COMPANIONS_FOLDER)
+        tensors = _save_model(weights, CheckpointFolder(run.checkpoints_path))
+        run.append_event("import", source=str(folder), tensors=tensors)
         if run.flush_lines():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     parameters = weights.model.num_parameters()
     made = {"source": str(folder), "run": str(out), "parameters": parameters, "tokenizer": has_tokenizer}
     return {**made, "other_end": other_end}
+
+
+def _save_model(weights: HuggingFaceWeights, folder: CheckpointFolder) -> int:
+    """Write the weights in float32 as the checkpoint of step 0, and return the number of tensors."""
+    parts = [
+        TensorShard(f"model.{name}", shape, (0,) * len(shape), torch.empty(shape, device="meta"))
+        for name, shape in weights.shapes.items()
+    ]
+
+    def values(part: TensorShard) -> torch.Tensor:
+        whole = part.values
+        return weights.read(part.name.removeprefix("model.")).float() if whole.is_meta else whole
+
+    save(folder, 0, parts, {"step": 0, "optimizer_steps": 0}, read=values)
+    return len(parts)
 
 
 def _check_tokenizer(folder: Path, vocabulary: int) -> str | None:

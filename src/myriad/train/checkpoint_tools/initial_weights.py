@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from myriad.checkpoint.checkpoint_files import Shapes, Weights
-from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights
+from myriad.checkpoint.foreign.hugging_face import COMPANIONS_FOLDER, HuggingFaceWeights, copy_companions
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.typed_collectives import broadcast_value
 from myriad.data.corpus import open_corpora
@@ -86,6 +86,8 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
     differs = _differences(weights.model, job.model)
     if engine.groups.grid.rank == 0:
         differs |= _other_tokenizer(weights, job)
+        if "tokenizer" not in differs:
+            _carry_companions(weights, run)
     return description | ({"differs": differs} if differs else {})
 
 
@@ -200,6 +202,17 @@ def _other_tokenizer(weights: Weights, job: Job) -> dict[str, Any]:
             with contextlib.suppress(BadInputError):  # no end-of-document token: not compared
                 there = Tokenizer.load(folder).fingerprint
     return {"tokenizer": (there, here)} if there and here and there != here else {}
+
+
+def _carry_companions(weights: Weights, run: Run) -> None:
+    """Keep the files that came with the weights, such as the template of a chat, for an export of this run. A
+    file that cannot be copied is left out."""
+    source = weights.path if isinstance(weights, HuggingFaceWeights) else None
+    if source is None and weights.run is not None:
+        source = weights.run / COMPANIONS_FOLDER
+    if source is not None and source.is_dir():
+        with contextlib.suppress(BadInputError, OSError):
+            copy_companions(source, run.path / COMPANIONS_FOLDER)
 
 
 def _by_name(shards: Iterator[TensorShard]) -> Mapping[str, list[TensorShard]]:
