@@ -51,6 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_scale": 0.4,
         "attention_softcap": 2.0,
         "logit_softcap": 4.0,
+        "z_loss": 0.01,
     },
     "olmo": {"norm_placement": "after", "qk_norm": "all", "kv_heads": 2, "activation": "swiglu"},
     "neox": {

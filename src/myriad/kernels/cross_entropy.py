@@ -16,6 +16,9 @@ relative to it, and the target's logit. Meanwhile the next chunk's logits are co
 steps may run other work. With Triton's kernels (`myriad.kernels.triton.cross_entropy_kernels`) a single rank
 uses the same code with nothing to wait for: the logits are read twice and nothing is written in between.
 
+With ``z_loss`` ``z``, each token adds ``z lse^2`` to the loss, where ``lse`` is the logarithm of the sum of
+its exponentials (PaLM, arXiv 2204.02311, section 5): ``p`` above becomes ``p (1 + 2 z lse)``.
+
 Legend: T tokens, C tokens of a chunk, H hidden, V vocabulary.
 """
 
@@ -110,26 +113,32 @@ class _Part(NamedTuple):
         return rows.clamp_(0, len(self.weight) - 1), mine
 
 
-def _losses_alone(logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool) -> torch.Tensor:
+def _losses_alone(
+    logits: torch.Tensor, targets: torch.Tensor, z_loss: float, *, gradient: bool
+) -> torch.Tensor:
     """Return the sum of the losses, if one rank has the whole vocabulary. ``logits`` are overwritten with
     their gradient, or without ``gradient`` with intermediate values. A CPU processes one tile at a time."""
     num_tokens = len(logits)
     if logits.device.type == "cpu":
         num_tokens = max(1, _TILE_BYTES // (4 * logits.shape[1]))
     tiles = zip(logits.split(num_tokens), targets.split(num_tokens), strict=True)
-    return torch.stack([_losses_of_tile(*tile, gradient=gradient) for tile in tiles]).sum()
+    return torch.stack([_losses_of_tile(*tile, z_loss, gradient=gradient) for tile in tiles]).sum()
 
 
-def _losses_of_tile(logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool) -> torch.Tensor:
+def _losses_of_tile(
+    logits: torch.Tensor, targets: torch.Tensor, z_loss: float, *, gradient: bool
+) -> torch.Tensor:
     top = logits.amax(1, keepdim=True)
     rows = targets[:, None]
     at_target = logits.gather(1, rows) - top
     exponentials = logits.sub_(top).exp_()
     total = exponentials.sum(1, keepdim=True)
+    sums = (total.log() + top) if z_loss else None
     if gradient:
-        exponentials.div_(total)
+        exponentials.div_(total if sums is None else total / (1 + 2 * z_loss * sums))
         exponentials.scatter_add_(1, rows, exponentials.new_full((1, 1), -1.0).expand_as(rows))
-    return (total.log() - at_target).sum()
+    losses = total.log() - at_target
+    return losses.sum() if sums is None else (losses + z_loss * sums.square()).sum()
 
 
 @dataclass
@@ -156,8 +165,9 @@ class _Job:
         part: _Part,
         peers: VocabularyPeers,
         kernels: Kernels,
+        z_loss: float,
     ) -> None:
-        self.x, self.targets, self.part, self.peers = x, targets, part, peers
+        self.x, self.targets, self.part, self.peers, self.z_loss = x, targets, part, peers, z_loss
         self._in_triton = part.softcap is None and runs_triton("cross_entropy", x, kernels)
         differentiable = torch.is_grad_enabled()
         needs_x, needs_weight = (differentiable and t.requires_grad for t in (x, part.weight))
@@ -178,7 +188,7 @@ class _Job:
             facts = row_facts(logits, targets, self.part.first_row, self.part.num_valid)
             return _Chunk(start, stop, logits, self.peers.start_stack(facts))
         if self.peers.size == 1:
-            self.loss += _losses_alone(logits, targets, gradient=self._gradient)
+            self.loss += _losses_alone(logits, targets, self.z_loss, gradient=self._gradient)
             return _Chunk(start, stop, logits, slopes=slopes)
         # a rank's part may be all padding
         top = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
@@ -215,6 +225,10 @@ class _Job:
         scales = (tops - top).exp_()
         total = (sums * scales).sum(0)
         self.loss += (total.log() + top - at_target.sum(0)).sum()
+        if self.z_loss:
+            sums = total.log() + top
+            self.loss += self.z_loss * sums.square().sum()
+            total = total / (1 + 2 * self.z_loss * sums)  # so that the gradient has the factor
         targets = self.targets[chunk.start : chunk.stop]
         if self._gradient and self._in_triton:
             from myriad.kernels.triton.cross_entropy_kernels import write_gradient
@@ -280,11 +294,12 @@ def linear_cross_entropy_steps(
     chunk: int | None = None,
     kernels: Kernels = "auto",
     softcap: float | None = None,
+    z_loss: float = 0.0,
 ) -> Generator[None, None, torch.Tensor]:
     """Run `linear_cross_entropy` in steps; yield while a message between the ranks is in flight."""
     first_row = peers.rank * len(weight)
     part = _Part(weight, first_row, min(max(vocabulary - first_row, 0), len(weight)), softcap)
-    job = _Job(x, targets, part, peers, kernels)
+    job = _Job(x, targets, part, peers, kernels, z_loss)
     chunk = min(chunk or chunk_tokens(len(weight), len(x), peers.size, on_gpu=weight.is_cuda), len(x))
     shape = (1 if peers.size == 1 else 2, chunk, len(weight))
     buffers = x.new_empty(shape, dtype=torch.float32).unbind()
@@ -313,6 +328,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     kernels: Kernels = "auto",
     softcap: float | None = None,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """Return the sum over tokens of ``-log softmax(x weight^T)[target]``, a float32 scalar.
 
@@ -321,7 +337,7 @@ def linear_cross_entropy(
     below ``vocabulary``. The gradient of ``x`` is this rank's part of the sum: the operator that gathered
     ``x`` sums the parts.
     """
-    steps = linear_cross_entropy_steps(x, weight, targets, peers, vocabulary, chunk, kernels, softcap)
+    steps = linear_cross_entropy_steps(x, weight, targets, peers, vocabulary, chunk, kernels, softcap, z_loss)
     while True:
         try:
             next(steps)
@@ -336,9 +352,11 @@ def linear_cross_entropy_reference(
     targets: torch.Tensor,
     vocabulary: int,
     softcap: float | None = None,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """Compute the loss on one device, with all logits in memory."""
     logits = (x @ weight[:vocabulary].t()).float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    return F.cross_entropy(logits, targets, reduction="sum")
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    return loss + z_loss * logits.logsumexp(-1).square().sum() if z_loss else loss

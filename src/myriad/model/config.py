@@ -109,6 +109,9 @@ class ModelConfig(Config):
     """Factor of the logits (Granite, MiniCPM)."""
     logit_softcap: float | None = Field(None, gt=0, le=1e6)
     """Bound c of the logits, which become c tanh(logit / c) (Gemma 2); off: no bound."""
+    z_loss: float = Field(0.0, ge=0, le=1)
+    """Weight of the square of each token's log-sum-exp of logits, which training adds to the loss (PaLM, OLMo
+    2: 1e-5 to 1e-4). Validation leaves it out."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Fraction of embedding and residual-branch outputs set to zero in training. Every layout drops the
     same values."""

@@ -204,15 +204,20 @@ def test_bfloat16_gradients_are_summed_in_float32():
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 20), st.sampled_from([(8, 8), (8, 5), (16, 9)]), st.sampled_from([1, 3, 7, 64]))
-def test_cross_entropy(num_tokens, rows_and_vocabulary, chunk):
+@given(
+    st.integers(1, 20),
+    st.sampled_from([(8, 8), (8, 5), (16, 9)]),
+    st.sampled_from([1, 3, 7, 64]),
+    st.sampled_from([{}, {"softcap": 1.5}, {"z_loss": 0.1}, {"softcap": 2.0, "z_loss": 0.3}]),
+)
+def test_cross_entropy(num_tokens, rows_and_vocabulary, chunk, options):
     rows, vocabulary = rows_and_vocabulary
     torch.manual_seed(0)
     x, weight = torch.randn(num_tokens, 6), torch.randn(rows, 6)
     targets = torch.randint(vocabulary, (num_tokens,))
     assert_same(
-        lambda x, weight: linear_cross_entropy(x, weight, targets, Boundary(), vocabulary, chunk),
-        lambda x, weight: linear_cross_entropy_reference(x, weight, targets, vocabulary),
+        lambda x, weight: linear_cross_entropy(x, weight, targets, Boundary(), vocabulary, chunk, **options),
+        lambda x, weight: linear_cross_entropy_reference(x, weight, targets, vocabulary, **options),
         x,
         weight,
     )
@@ -281,18 +286,19 @@ class Stacker(Boundary):
         return results
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5, "z_loss": 0.2}], ids=str)
 @pytest.mark.parametrize("vocabulary", [16, 11, 3])
-def test_cross_entropy_over_a_vocabulary_on_several_ranks(vocabulary):
+def test_cross_entropy_over_a_vocabulary_on_several_ranks(vocabulary, options):
     x, weight = torch.randn(10, 6), torch.randn(16, 6)
     targets = torch.randint(vocabulary, (10,))
     expected = gradients(
-        lambda x, weight: linear_cross_entropy_reference(x, weight, targets, vocabulary), x, weight
+        lambda x, weight: linear_cross_entropy_reference(x, weight, targets, vocabulary, **options), x, weight
     )
 
     def on_rank(peers):
         rows = weight.chunk(4)[peers.rank]
         return gradients(
-            lambda x, rows: linear_cross_entropy(x, rows, targets, peers, vocabulary, 4), x, rows
+            lambda x, rows: linear_cross_entropy(x, rows, targets, peers, vocabulary, 4, **options), x, rows
         )
 
     losses, grads_x, grads_rows = zip(*Stacker(4).run(on_rank), strict=True)
