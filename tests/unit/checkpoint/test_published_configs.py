@@ -331,6 +331,11 @@ def test_scaling_is_written_where_version_4_of_transformers_reads_it(name: str) 
     assert model_of(written, vocabulary_multiple=1).rotary_scaling == model.rotary_scaling
 
 
+def test_longropes_original_length_is_written_where_version_4_looks_for_it() -> None:
+    written = config_of(published("Phi-3.5-mini-instruct"), "bfloat16", None)
+    assert written["model_type"] == "llama" and written["original_max_position_embeddings"] == 4096
+
+
 ODD: list[Any] = [
     None, {}, [[]], "8", 10**9, 10**400, {"rope_type": []}, {"rope_type": "longrope", "short_factor": [1.0]},
     {"rope_type": "yarn", "factor": "8", "mscale": 1.0, "mscale_all_dim": 1.0},

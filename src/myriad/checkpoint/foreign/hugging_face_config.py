@@ -134,7 +134,11 @@ def _scaling_of_version4(model: ModelConfig, kind: str) -> dict[str, Any]:
     if kind == "phi3" and derived and scaling.attention_factor is None:
         lists = {key: value for key, value in written.items() if key in ("short_factor", "long_factor")}
         written = {"type": scaling.kind} | lists
-    return {"rope_scaling": written}
+    # beside it, as version 4 looks for longrope's only there
+    outer = (
+        {"original_max_position_embeddings": scaling.original_sequence} if scaling.kind == "longrope" else {}
+    )
+    return {"rope_scaling": written} | outer
 
 
 def _written(model: ModelConfig, kind: str) -> dict[str, Any]:
