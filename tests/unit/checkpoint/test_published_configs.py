@@ -119,7 +119,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         1_235_814_400,
     ),
     "SmolLM2-135M": (sized(SMOLLM2, 576, 1536, 9, 30, num_key_value_heads=3), 134_515_008),
-    "SmolLM2-1.7B": (sized(SMOLLM2, 2048, 8192, 32, 24, num_key_value_heads=32), 1_711_376_384),
+    "SmolLM2-1.7B": (
+        sized(SMOLLM2, 2048, 8192, 32, 24, num_key_value_heads=32, rope_theta=130000),
+        1_711_376_384,
+    ),
     "Falcon3-7B-Base": (
         sized(
             RMS, 3072, 23040, 12, 28, model_type="llama", activation="swiglu", attention_bias=False,
