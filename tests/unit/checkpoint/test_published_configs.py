@@ -300,6 +300,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "wide heads": ("pythia-160m", {"head_dim": 128}, "head_dim = 128: None or 64"),
     "few factors": ("Phi-4-mini-instruct", {"partial_rotary_factor": 0.5}, "short_factor = .*: 32 numbers"),
     "half a pair": ("pythia-160m", {"rotary_pct": 0.02}, "1 values of it are rotated"),
+    "many layers": (
+        "Qwen3-8B",
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers = 1000000000: Input .*10000",
+    ),
     "two lengths": (
         "Llama-3.1-8B",
         {"original_max_position_embeddings": 4096},

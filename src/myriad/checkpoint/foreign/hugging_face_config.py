@@ -234,7 +234,8 @@ def model_of(config: Mapping[str, Any], vocabulary_multiple: int = 64) -> ModelC
         _check_rotary(model)
     except ValidationError as error:
         first = error.errors()[0]
-        raise BadInputError(str(first["loc"][0]), first["input"], f"{first['msg']} (config.json)") from None
+        key = _fields(family).get(str(first["loc"][0]), str(first["loc"][0]))
+        raise BadInputError(key, first["input"], f"{first['msg']} (config.json)") from None
     return model.model_copy(update={"vocabulary_multiple": vocabulary_multiple})
 
 
