@@ -1,4 +1,4 @@
-"""What the families of Hugging Face say in fields of their own: readers and writers of ``config.json``.
+"""Fields of ``config.json`` that only some families of Hugging Face have: readers and writers.
 
 A reader gets the file and the values that are copied from it, and returns further values of `ModelConfig`. A
 writer returns further fields. A written file that is read back gives the same model.
@@ -86,7 +86,7 @@ def _window_in(theirs: ConfigValues, values: Values) -> int:
 def _layer_types(
     theirs: ConfigValues, values: Values, slides: Callable[[int], bool], window: int | None
 ) -> Values:
-    """Read which layers have a window: as ``layer_types`` says, or by the family's rule."""
+    """Read which layers have a window: those of ``layer_types``, or those by the family's rule."""
     named = theirs.names("layer_types", values["layers"], _SLIDING, _FULL)
     found = [slides(layer) for layer in range(values["layers"])]
     if named is not None:
@@ -99,7 +99,7 @@ def _written_types(model: ModelConfig) -> list[str]:
 
 
 def read_mistral(theirs: ConfigValues, values: Values) -> Values:
-    """Return what a ``config.json`` says beyond the copied fields: Mistral."""
+    """Return the values of a ``config.json`` beyond the copied fields: Mistral."""
     window = _windowed(theirs.size_or_none("sliding_window"), values, (True,))
     return _rotary(theirs) | window
 
@@ -114,7 +114,7 @@ def write_mistral(model: ModelConfig) -> Values:
 
 
 def read_qwen(theirs: ConfigValues, values: Values) -> Values:
-    """Return what a ``config.json`` says beyond the copied fields: Qwen 2 and 3."""
+    """Return the values of a ``config.json`` beyond the copied fields: Qwen 2 and 3."""
     window = theirs.size_or_none("sliding_window") if theirs.flag("use_sliding_window") else None
     no_full = theirs.get("max_window_layers") == 0
     first = 0 if no_full else theirs.size_or_none("max_window_layers") or values["layers"]
@@ -149,7 +149,7 @@ def _read_gemma(theirs: ConfigValues, values: Values) -> Values:
 
 
 def read_gemma2(theirs: ConfigValues, values: Values) -> Values:
-    """Return what a ``config.json`` says beyond the copied fields: Gemma 2."""
+    """Return the values of a ``config.json`` beyond the copied fields: Gemma 2."""
     window = theirs.size_or_none("sliding_window")
     theirs.must_be("sliding_window_size", None, window)
     types = _layer_types(theirs, values, lambda layer: layer % 2 == 0, window)
@@ -157,7 +157,7 @@ def read_gemma2(theirs: ConfigValues, values: Values) -> Values:
 
 
 def read_gemma3(theirs: ConfigValues, values: Values) -> Values:
-    """Return what a ``config.json`` says beyond the copied fields: Gemma 3."""
+    """Return the values of a ``config.json`` beyond the copied fields: Gemma 3."""
     every = theirs.size_or_none("sliding_window_pattern") or 6
     window = _window_in(theirs, values)
     types = _layer_types(theirs, values, lambda layer: (layer + 1) % every != 0, window)
@@ -205,7 +205,7 @@ def write_gemma3(model: ModelConfig) -> Values:
 
 
 def read_olmo3(theirs: ConfigValues, values: Values) -> Values:
-    """Return what a ``config.json`` says beyond the copied fields: OLMo 3."""
+    """Return the values of a ``config.json`` beyond the copied fields: OLMo 3."""
     window = _window_in(theirs, values)
     types = _layer_types(theirs, values, lambda layer: (layer + 1) % 4 != 0, window)
     base = theirs.number_or_none("rope_theta") or 5e5
@@ -223,7 +223,7 @@ def write_olmo3(model: ModelConfig) -> Values:
 
 
 def read_phi3(theirs: ConfigValues, values: Values) -> Values:
-    """Return what a ``config.json`` says beyond the copied fields: Phi 3 and 4."""
+    """Return the values of a ``config.json`` beyond the copied fields: Phi 3 and 4."""
     base, scaling, fraction = read_rotary(theirs, "rope_theta", 1e4)
     outer = theirs.number_or_none("partial_rotary_factor")
     fraction = outer if fraction is None else fraction
@@ -246,7 +246,7 @@ def write_phi3(model: ModelConfig) -> Values:
 
 
 def read_granite(theirs: ConfigValues, values: Values) -> Values:
-    """Return what a ``config.json`` says beyond the copied fields: Granite 3."""
+    """Return the values of a ``config.json`` beyond the copied fields: Granite 3."""
     if theirs.number("logits_scaling") <= 0:
         raise BadInputError("logits_scaling", theirs.get("logits_scaling"), "above 0 in config.json")
     return read_decoder(theirs, values) | {
@@ -269,7 +269,7 @@ def write_granite(model: ModelConfig) -> Values:
 
 
 def read_smollm3(theirs: ConfigValues, values: Values) -> Values:
-    """Return what a ``config.json`` says beyond the copied fields: SmolLM 3."""
+    """Return the values of a ``config.json`` beyond the copied fields: SmolLM 3."""
     layers = values["layers"]
     every = theirs.size("no_rope_layer_interval")
     listed = theirs.names("no_rope_layers", layers, 0, 1)
@@ -287,7 +287,7 @@ def write_smollm3(model: ModelConfig) -> Values:
 
 
 def read_neox(theirs: ConfigValues, values: Values) -> Values:
-    """Return what a ``config.json`` says beyond the copied fields: GPT-NeoX and Pythia."""
+    """Return the values of a ``config.json`` beyond the copied fields: GPT-NeoX and Pythia."""
     base, scaling, fraction = read_rotary(theirs, "rotary_emb_base", 1e4)
     theirs.must_be("rope_theta", None, base)
     outer = theirs.number_or_none("rotary_pct")
@@ -313,7 +313,7 @@ def write_neox(model: ModelConfig) -> Values:
 
 
 def read_stablelm(theirs: ConfigValues, values: Values) -> Values:
-    """Return what a ``config.json`` says beyond the copied fields: StableLM."""
+    """Return the values of a ``config.json`` beyond the copied fields: StableLM."""
     base, scaling, fraction = read_rotary(theirs, "rope_theta", 1e4)
     outer = theirs.number_or_none("partial_rotary_factor")
     fraction = next((one for one in (fraction, outer) if one is not None), 0.25)
@@ -341,7 +341,7 @@ def stablelm_names(model: ModelConfig) -> TensorNames:
 
 
 def read_falcon(theirs: ConfigValues, values: Values) -> Values:
-    """Return what a ``config.json`` says beyond the copied fields: Falcon."""
+    """Return the values of a ``config.json`` beyond the copied fields: Falcon."""
     new = theirs.flag("new_decoder_architecture")
     theirs.must_be("parallel_attn", True)
     norms = theirs.size_or_none("num_ln_in_parallel_attn") or 2

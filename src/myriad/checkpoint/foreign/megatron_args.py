@@ -48,7 +48,7 @@ _OFF: dict[str, str] = {
     "retro_add_retriever": "retrieval",
     "tokentype_size": "token types",
 }
-"""Arguments that must be off, because they change the model in ways that Myriad does not support."""
+"""Arguments that must be off, because they change the model in ways that this import does not read."""
 _OFF_VALUES = (None, False, 0, "", "vanilla", 0.0)
 
 MODEL_ARGUMENTS = frozenset({
