@@ -17,10 +17,8 @@ At the start it reads the newest span files first, and then older ones until mem
 """
 
 import asyncio
-import errno
 import gzip
 import logging
-import os
 import resource
 import socket
 import sys
@@ -51,6 +49,7 @@ from myriad.dashboard.watched_run import WatchedRun
 from myriad.errors import BadInputError
 from myriad.telemetry.span_io.span_batch import BatchError
 from myriad.telemetry.span_io.span_files import read_span_file
+from myriad.wire.listener import Listener
 
 __all__ = ["Follower", "build_app", "listen_at", "make_server", "serve"]
 
@@ -279,43 +278,8 @@ class Follower:
 
 _STALL_SECONDS = 10.0
 _MOST_CONNECTIONS = 4096
-_NO_FILE_SECONDS = 0.05
 _SWITCH_SECONDS = 5e-4
 """Thread switch interval: a tenth of Python's default, so that threads answer while another adds spans."""
-
-
-class _Listener(socket.socket):
-    """Closes a new connection for which no file can be opened, until others have ended. asyncio would try
-    again at once, with a traceback in the log for each try: gigabytes within minutes."""
-
-    _spare: int | None = None
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises ``BlockingIOError`` if there is none, or no file can be opened."""
-        try:
-            if self._spare is None:
-                self._spare = os.open(os.devnull, os.O_RDONLY)
-            return super().accept()
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-        if self._spare is None:
-            time.sleep(_NO_FILE_SECONDS)
-        else:
-            self._close_spare()
-            with suppress(OSError):
-                super().accept()[0].close()
-        raise BlockingIOError
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._close_spare()
-        super().close()
-
-    def _close_spare(self) -> None:
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
 
 
 def listen_at(host: str, port: int) -> socket.socket:
@@ -326,7 +290,7 @@ def listen_at(host: str, port: int) -> socket.socket:
         raise BadInputError("--host", host, "an address or a name of this machine") from None
     family, _, _, _, address = found[0]
     # Named, or asyncio does not see that it is TCP, leaves Nagle's algorithm on, and answers wait 40 ms.
-    listener = _Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)

@@ -6,5 +6,6 @@ frame_codes      the code of each frame                               no input o
 tls              TLS 1.3 that the handshake ties to the secret
 stream_channel   all of these on asyncio streams: the driver, the doctor's first node
 socket_channel   all of these on a blocking socket, with payloads and descriptors: snapshot servers
+listener         a listening socket that withstands floods
 message_codec    dataclasses to JSON and back
 """

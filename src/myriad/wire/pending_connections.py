@@ -8,6 +8,8 @@ A peer with the secret proves it within a round trip, so it is almost never the 
 A new connection is therefore never refused in favour of an old one: nodes can connect during a flood.
 """
 
+import resource
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -21,11 +23,25 @@ _MOST, _MOST_OF_AN_ADDRESS = 4096, 2048
 """With a new driver all nodes of a large run connect at once; in rehearsals, from one address."""
 
 
+_SHARE = 4
+"""Part of the files that this process can open which unauthenticated connections may take."""
+
+
+def _most_by_files() -> int:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if files == resource.RLIM_INFINITY else files // _SHARE
+
+
 class PendingConnections:
     """Unauthenticated connections of one listener. Thread-safe."""
 
-    def __init__(self, most: int = _MOST, most_of_an_address: int = _MOST_OF_AN_ADDRESS) -> None:
-        self._most, self._most_of_an_address = most, most_of_an_address
+    def __init__(self, most: int | None = None, most_of_an_address: int | None = None) -> None:
+        """``None``: as many as the files that this process can open allow."""
+        share = _most_by_files()
+        self._most = min(_MOST, share) if most is None else most
+        self._most_of_an_address = (
+            min(_MOST_OF_AN_ADDRESS, share // 2) if most_of_an_address is None else most_of_an_address
+        )
         self._lock = threading.Lock()
         self._pending: dict[Hashable, tuple[str, Callable[[], object]]] = {}
         """Address and close function of each pending connection, oldest first."""

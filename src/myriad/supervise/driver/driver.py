@@ -20,6 +20,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -62,6 +63,7 @@ from myriad.supervise.policy.health import ClockCheck
 from myriad.supervise.policy.policy_actions import EndRun, PolicyAction
 from myriad.system.child_process import die_with_parent
 from myriad.wire.framing import Refused
+from myriad.wire.listener import Listener
 from myriad.wire.pending_connections import AUTHENTICATION_SECONDS, PendingConnections
 from myriad.wire.run_secret import run_secret
 
@@ -124,8 +126,8 @@ class Driver:
 
     async def drive(self) -> None:
         """Drive until the run is over or the lease is lost."""
-        listen = split_listen(self._listen)
-        server = await asyncio.start_server(self._serve, *listen, backlog=_MOST_WAITING)
+        listener = await _bound(*split_listen(self._listen))
+        server = await asyncio.start_server(self._serve, sock=listener, backlog=_MOST_WAITING)
         host, port = server.sockets[0].getsockname()[:2]
         address: dict[str, object] = {"host": host, "port": port, "pid": os.getpid()}
         address |= {**self._how_long(), **self._term()}
@@ -373,6 +375,20 @@ def _wait_for_leadership(run: Run, given: argparse.Namespace) -> Leadership | No
     if (leadership := candidate.wait(send_to_launcher)) is not None:
         send_to_launcher({"drives": True})
     return leadership
+
+
+async def _bound(host: str, port: int) -> Listener:
+    """Return a socket that can listen at this address. Raises ``OSError``."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, place = found[0]
+    listener = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(place)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _raise_file_limit() -> None:

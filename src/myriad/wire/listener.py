@@ -1,0 +1,46 @@
+"""A listening socket for asyncio that withstands a flood of connections."""
+
+import errno
+import os
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["Listener"]
+
+_NO_FILE_SECONDS = 0.05
+
+
+class Listener(socket.socket):
+    """Closes a new connection for which no file can be opened, until others have ended. asyncio would try
+    again at once, with a traceback in the log for each try: gigabytes within minutes."""
+
+    _spare: int | None = None
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. Raises ``BlockingIOError`` if there is none, or no file can be opened."""
+        try:
+            if self._spare is None:
+                self._spare = os.open(os.devnull, os.O_RDONLY)
+            return super().accept()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+        if self._spare is None:
+            time.sleep(_NO_FILE_SECONDS)
+        else:
+            self._close_spare()
+            with suppress(OSError):
+                super().accept()[0].close()
+        raise BlockingIOError
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._close_spare()
+        super().close()
+
+    def _close_spare(self) -> None:
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
