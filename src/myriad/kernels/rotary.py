@@ -30,11 +30,12 @@ def _frequencies(rotary: Rotary, length: int) -> torch.Tensor:
 
 
 @constant_tensor
-def _table(rows: int, length: int, rotary: Rotary, device: torch.device) -> torch.Tensor:
-    """Return complex numbers ``[rows, D/2]`` for a sequence of ``length`` positions."""
-    angles = torch.arange(rows, dtype=torch.float64, device="cpu")[:, None] * _frequencies(rotary, length)
+def _table(start: int, stop: int, length: int, rotary: Rotary, device: torch.device) -> torch.Tensor:
+    """Return complex numbers ``[stop - start, D/2]`` of these positions in a sequence of ``length``."""
+    positions = torch.arange(start, stop, dtype=torch.float64, device="cpu")
+    angles = positions[:, None] * _frequencies(rotary, length)
     turns = torch.polar(torch.full_like(angles, rotary.scaling.magnitude), angles)
-    still = turns.new_ones(rows, rotary.width // 2 - turns.shape[1])
+    still = turns.new_ones(stop - start, rotary.width // 2 - turns.shape[1])
     return torch.cat([turns, still], 1).to(torch.complex64).to(device)
 
 
@@ -44,8 +45,11 @@ def rotary_turns(
     """Return the rotations of the pairs at ``sequence`` positions from ``first_position`` on: complex
     ``[S, D/2]``."""
     end = first_position + sequence
+    length = rotary.scaling.decisive_length(end)
+    if length == end:  # frequencies of this length alone: a table of all positions would serve only once
+        return _table(first_position, end, length, rotary, device)
     rows = sequence if first_position == 0 else 1 << (end - 1).bit_length()
-    return _table(rows, rotary.scaling.decisive_length(end), rotary, device)[first_position:end]
+    return _table(0, rows, length, rotary, device)[first_position:end]
 
 
 def as_pairs(x: torch.Tensor) -> torch.Tensor:
