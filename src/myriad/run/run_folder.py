@@ -199,12 +199,12 @@ class Run:
 
     def share_as_folder(self) -> int:
         """Make the files that this process creates from now on readable for the readers of the run's folder
-        only. Return the former umask."""
+        only, and never writable for all users. Return the former umask."""
         try:
             mode = stat.S_IMODE(self.path.stat().st_mode)
         except OSError:
             mode = 0o700
-        return os.umask(0o777 & ~(0o700 | mode))
+        return os.umask(0o777 & ~(0o700 | mode) | stat.S_IWOTH)
 
     @contextlib.contextmanager
     def shared_as_folder(self) -> Iterator[None]:
@@ -241,6 +241,9 @@ class Run:
         Raises `BadInputError` if another process has the lock."""
         with _refuse_unwritable(self.path):
             self._make_folder()
+            if (found := self.path.stat()).st_mode & stat.S_IWOTH or found.st_uid not in (os.geteuid(), 0):
+                who = "all users" if found.st_mode & stat.S_IWOTH else f"user {found.st_uid}"
+                _LOG.warning("%s: %s can replace what is in this folder, also its secret", self.path, who)
             with self.shared_as_folder():
                 handle = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
                 with contextlib.suppress(OSError):  # of another user, or of a file system without modes

@@ -39,6 +39,18 @@ def test_weights_and_logs_of_a_new_run_can_be_read_by_its_user_alone(run):
     assert run.path.stat().st_mode & 0o777 == 0o750, "shared on purpose"
 
 
+def test_a_folder_that_others_can_write_is_named_and_its_new_files_are_not_theirs(run, caplog):
+    run.path.mkdir(parents=True)
+    with run.lock():
+        pass
+    assert not caplog.messages
+    run.path.chmod(0o777)
+    with run.lock():
+        run.create_or_resume(load_job("tiny", []))
+    assert "all users can replace what is in this folder" in caplog.text
+    assert not [path for path in run.path.rglob("*") if path.stat().st_mode & 0o002]
+
+
 def test_readers_of_a_run_cannot_take_its_lock(run):
     run.path.mkdir(parents=True)
     (run.path / "lock").touch(0o644)  # of an earlier version
