@@ -38,7 +38,8 @@ def build_app() -> "typer.Typer":
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit."""
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # no process of this command imports from its folder
+    if arguments is None:  # this process is the command: no process of it imports from its folder
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
     set_up_output()
     with _sigterm_interrupts():
         try:

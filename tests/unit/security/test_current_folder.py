@@ -4,6 +4,7 @@ for the modules of ``python -m`` and ``python -c`` in the current folder first."
 import ast
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ def test_a_process_imports_nothing_that_others_have_put_into_the_current_folder(
 def test_a_command_hands_this_on_to_processes_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONSAFEPATH", "")
     monkeypatch.delenv("PYTHONSAFEPATH")
+    monkeypatch.setattr(sys, "argv", ["myriad", "--version"])
     with pytest.raises(SystemExit):
-        main(["--version"])
+        main()
     assert os.environ["PYTHONSAFEPATH"]
