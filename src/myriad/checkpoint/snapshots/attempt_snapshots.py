@@ -1,10 +1,9 @@
-"""Snapshots of one attempt on one node, and how the snapshot servers store and copy them. Without torch.
+"""Snapshots of one attempt, a start of the ranks, on one node, and how the snapshot servers store and copy
+them. Without torch.
 
 complete ──► all ranks of rank 0's node have the step ──► its server asks all servers: store, or copy
                                                           then: release the slots held for it
 all ranks exit ──► flush: store the newest step that all nodes have
-
-An attempt is one start of the ranks.
 """
 
 import threading

@@ -138,9 +138,8 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
     passes = _UNFUSED if not context.profile.fused else 1.0
     value, inner = context.value_bytes, tokens * model.ffn_width / context.tp
     ups = model.up_matrices
-    qkv = tokens * model.qkv_width / context.tp * value
-    turned = qkv * 2 if model.position == "rotary" else 0.0
-    normed = qkv * 2 if model.qk_norm != "none" else 0.0
+    qkv = 2 * tokens * model.qkv_width / context.tp * value
+    turned, normed = qkv * (model.position == "rotary"), qkv * (model.qk_norm != "none")
     norms, residuals = (share * model.hidden * each for each in (model.num_branch_norms, model.num_scatters))
     joined = context.profile.fused_add_norm and not context.cluster.on_cpu
     added, added_back = (2, 1) if joined else (3, 2)
@@ -164,12 +163,20 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
     if context.profile.hides_input_grad_comm:
         behind = _behind_weights(model, context, comm, products[2])
         exposed_back = np.where(context.overlap_mode, exposed_back, behind)
+    sums = _norm_sums(model, context, tokens)
     return LayerTimes(
-        TimeBreakdown(products[0], memory=stream, tensor=exposed) + attend,
-        TimeBreakdown(products[1], memory=back, tensor=exposed_back + rest) + attend_back,
+        TimeBreakdown(products[0], memory=stream, tensor=exposed + sums) + attend,
+        TimeBreakdown(products[1], memory=back, tensor=exposed_back + rest + sums) + attend_back,
         TimeBreakdown(products[2]),
         again,
     )
+
+
+def _norm_sums(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:
+    """Return the seconds for the sums of a norm over all heads: two float32 of each token and rank."""
+    if model.qk_norm != "all":
+        return 0.0
+    return all_gather_seconds(tensor_group(context.cluster, context.tp), 8.0 * tokens * context.tp)
 
 
 def _products(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, Number]:
