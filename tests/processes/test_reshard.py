@@ -79,7 +79,7 @@ def test_a_run_continues_from_what_was_cut_for_it(run, tmp_path):
 def test_what_is_there_already_is_not_written_over(run, tmp_path):
     command("reshard", run.path, tmp_path / "out")
     kept = (tmp_path / "out" / "step-4" / "manifest.json").read_bytes()
-    with pytest.raises(BadInputError, match=r"OUT = .*must be new"):
+    with pytest.raises(BadInputError, match=r"OUT = .*must not exist"):
         command("reshard", run.path, tmp_path / "out", "--layout.tp", "1")
     assert (tmp_path / "out" / "step-4" / "manifest.json").read_bytes() == kept
     with pytest.raises(BadInputError, match=r"train\.global_batch"):

@@ -101,7 +101,9 @@ def test_examining_this_machine(tmp_path: Path) -> None:
         subprocess.run(
             command("doctor", "--json", "--folder", tmp_path), env=watch.environment, capture_output=True
         )
-    assert watch.roles and assert_in_table(watch) <= {
+    own = sorted({each.host for each in watch.found if each.kind == "tcp"} - {"127.0.0.1"})
+    assert len(own) <= 1 and "0.0.0.0" not in own
+    assert watch.roles and assert_in_table(watch, *own) <= {
         "`myriad doctor`: loopback and links of this machine",
         STORE,
         GLOO,
