@@ -36,7 +36,7 @@ train: $(VENV)/.installed
 # that look at rates (of links, of this machine, and of ranks, whose pace shows which one is slow), at what is not reported of a
 # short outage, or at each snapshot of steps of 2 ms, have the machine for themselves. What drives a browser leaves its loop running: nothing else runs after it.
 # What fails ends it; `pytest` alone runs everything, one after another.
-ALONE := $(addprefix tests/processes/test_, checkpoint_proof.py measure_machine.py slow_rank.py) \
+ALONE := $(addprefix tests/processes/test_, checkpoint_proof.py measure_machine.py nodes.py slow_rank.py) \
 	$(addprefix tests/hosts/test_, contenders.py doctor_on_hosts.py hierarchy_on_hosts.py hosts.py link_alarms.py \
 	network_hosts.py node_order_on_hosts.py nodes_on_hosts.py timeline.py)
 test: check services

@@ -122,6 +122,7 @@ def test_a_certificate_of_the_users_own(tmp_path: Path, state: Path) -> None:
     begin = text.index("-----BEGIN CERT")
     cert.write_text(text[begin:])
     key.write_text(text[:begin])
+    key.chmod(0o644)  # whatever the umask of the process is
     run = make_run(tmp_path / "run")
     assert "--tls-key" in refused(str(run.path), "--tls-cert", str(cert), "--tls-key", str(key)), "0644"
     key.chmod(0o600)
