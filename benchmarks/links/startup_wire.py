@@ -69,7 +69,7 @@ class OwnStore:
         return [Step(b"", "challenge", 1), Step(pack(StoreOp.JOIN, [b"%d" % rank]), "reply", 1)]
 
     def exchange(self, group: str, index: int, members: Sequence[int], size: int) -> list[Step]:
-        """SET; then GET."""
+        """Write this rank's address, then read those of the members."""
         keys = [f"/{group}/{member}".encode() for member in members]
         own = pack(StoreOp.SET, [f"/{group}/{index}".encode(), b"a" * size])
         return [Step(own, "reply", 1), Step(pack(StoreOp.GET, keys), "reply", 1)]

@@ -32,12 +32,12 @@ _MOST_TEXT = 2**16
 
 @dataclass(frozen=True)
 class Target:
-    """One decoder."""
+    """A decoder, with valid inputs and the errors that it documents."""
 
     name: str
     decode: Callable[[bytes], object]
     examples: Callable[[], Sequence[bytes]]
-    """Returns valid inputs."""
+    """Function that returns valid inputs, which are then changed."""
     codec: Codec = BYTES
     errors: tuple[type[Exception], ...] = (MyriadError,)
     """What it may raise, each with a text of one line."""

@@ -70,7 +70,7 @@ class Recorder:
         return self.found.inputs >= self._most or time.monotonic() > self._until
 
     def take(self, data: bytes) -> None:
-        """Decode one input."""
+        """Decode an input, and record its outcome, time and memory."""
         found, begun = self.found, time.process_time()
         try:
             found.accepted += self._check(self._target, data)

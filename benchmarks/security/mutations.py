@@ -20,7 +20,7 @@ from typing import Any
 __all__ = ["BYTES", "JSON", "JSON_LINES", "TOML", "Codec", "dump_toml", "mutate"]
 
 MOST_BYTES = 2**15
-"""Longest mutated input."""
+"""Length at which a changed input is cut, in bytes."""
 _NUMBERS: tuple[Any, ...] = (
     *(0, 1, -1, 2, 7, 127, 128, 255, 256, 1000, 65535, 65536, 10**9),
     *(

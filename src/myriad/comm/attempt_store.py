@@ -173,7 +173,7 @@ class AttemptStore(Store):
         return self._ask(StoreOp.DELETE, [key.encode()], key) == [b"1"]
 
     def list_keys(self) -> list[str]:
-        """Return all keys."""
+        """Return the names of all keys that exist."""
         return [key.decode(errors="replace") for key in self._ask(StoreOp.LIST, [], "all keys")]
 
     def num_keys(self) -> int:
@@ -243,7 +243,7 @@ class _Connection:
         self._received.add(data)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the socket, which ends a request that another thread waits for."""
         self._socket.close()
 
 

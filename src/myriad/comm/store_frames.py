@@ -28,7 +28,7 @@ class StoreOp(IntEnum):
     JOIN = 1
     """[rank]: the rank has connected."""
     SET = 2
-    """[key, value, key, value, ...]"""
+    """[key, value, key, value, ...]: an empty reply, once all are written."""
     GET = 3
     """[key, ...]: the values, once all exist."""
     WAIT = 4
@@ -36,7 +36,7 @@ class StoreOp(IntEnum):
     ADD = 5
     """[key, number]: the sum."""
     APPEND = 6
-    """[key, bytes]"""
+    """[key, bytes]: an empty reply, once they are appended to the value."""
     COMPARE_SET = 7
     """[key, expected, desired]: the value afterwards."""
     CHECK = 8
@@ -44,7 +44,7 @@ class StoreOp(IntEnum):
     DELETE = 9
     """[key]: 1 if it existed, else 0."""
     LIST = 10
-    """[]: all keys."""
+    """[]: the names of all keys."""
     COUNT = 11
     """[]: the number of keys."""
 

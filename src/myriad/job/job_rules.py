@@ -76,10 +76,8 @@ def _check_rotary(job: JobValues) -> None:
     base = model.window_rotary_base
     need(base is None or model.window is not None, "model.window_rotary_base", base, "needs model.window")
     original, kind = scaling.original_sequence, scaling.kind
-    changed = scaling.model_fields_set - {"kind"} and scaling != RotaryScaling()
-    need(
-        kind != "none" or not changed, "model.rotary_scaling.kind", kind, "one of the kinds, with its values"
-    )
+    used = kind != "none" or scaling == RotaryScaling()
+    need(used, "model.rotary_scaling.kind", kind, "a kind, as other keys of rotary_scaling are set")
     needs = kind in ("none", "linear") or original is not None
     need(needs, "model.rotary_scaling.original_sequence", original, f"a length, for {kind}")
     for name in ("short_factors", "long_factors"):

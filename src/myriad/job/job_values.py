@@ -149,13 +149,7 @@ class ResilienceConfig(Config):
 
 def _four_digits(value: object) -> object:
     """Accept 750 for "0750": an option without quotes is read as a number."""
-    return (
-        f"{value:04d}"
-        if type(value) is int
-        else f"0{value}"
-        if str(value) in ("700", "750", "755")
-        else value
-    )
+    return f"0{value}" if str(value) in ("700", "750", "755") else value
 
 
 class RunConfig(Config):

@@ -1,4 +1,4 @@
-"""TLS 1.3 between processes of a run, without certificates that anybody keeps or signs.
+"""TLS 1.3 between processes of a run, with certificates that are made at start and never stored.
 
     listener     makes a key and a self-signed certificate when it starts, in memory only
     connector    takes any certificate, and puts the fingerprint of the one it saw into its proof
@@ -19,7 +19,7 @@ from functools import cache
 __all__ = ["TlsIdentity", "connector_context", "peer_fingerprint", "tls_identity"]
 
 _DAYS = 3650
-"""Nobody checks the dates; the key ends with the process."""
+"""Validity of a certificate in days. The connector does not check it; the key ends with the process."""
 
 
 @dataclass(frozen=True)

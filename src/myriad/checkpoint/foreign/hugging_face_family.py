@@ -40,7 +40,7 @@ class TensorNames:
 
 @dataclass(frozen=True)
 class Family:
-    """One ``model_type``."""
+    """How models of one ``model_type`` of Hugging Face are read and written."""
 
     architecture: str
     """Class of the language model in transformers."""
@@ -58,7 +58,7 @@ class Family:
     read: Callable[[ConfigValues, Values], Values] = lambda theirs, values: {}
     """Return further values of `ModelConfig`, given those of the fields that are copied."""
     write: Callable[[ModelConfig], Values] = lambda model: {}
-    """Return further fields."""
+    """Return the fields of ``config.json`` that are not copied."""
     fields: tuple[str, ...] = ()
     """Fields that `read` reads."""
     names: Callable[[ModelConfig], TensorNames] = lambda model: TensorNames()
