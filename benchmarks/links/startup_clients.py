@@ -23,9 +23,10 @@ from typing import Any
 from myriad.comm.gloo_setup import MESH_RANKS, partners
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import Layout
-from myriad.comm.store_frames import MOST_BYTES, PROTOCOL, FrameBuffer, seal
-from myriad.wire.framing import FrameKind, pack_header
-from myriad.wire.handshake import NONCE_BYTES, PROOF_BYTES, ConnectorHandshake, SessionCodes
+from myriad.comm.store_frames import MOST_BYTES, PROTOCOL
+from myriad.wire.frame_reader import FrameReader, packed_frame
+from myriad.wire.framing import FrameKind
+from myriad.wire.handshake import NONCE_BYTES, PROOF_BYTES, ConnectorHandshake
 from startup_wire import ADDRESS_BYTES, OwnStore, Step, Wire
 
 _OPENING = 1000
@@ -139,34 +140,35 @@ class OwnClient(Client):
 
     def __init__(self, wire: Wire, steps: Iterator[Step]) -> None:
         super().__init__(wire, steps)
-        self.frames, self.codes = FrameBuffer(), None
+        self.frames, self.sent = FrameReader(), None
         self.handshake = ConnectorHandshake(PROTOCOL, OwnStore.secret)
 
     def send(self, message: bytes) -> None:
         """Nothing is sent before the challenge has come."""
         if message:
-            super().send(seal(self.codes.sent, message))
+            super().send(packed_frame(FrameKind.MESSAGE, message, self.sent))
 
-    def _frame(self, kind: FrameKind, most_bytes: int, codes: SessionCodes | None = None) -> bytes:
+    def _frame(self, kind: FrameKind, most_bytes: int) -> bytes:
         self.frames.add(self.data)
         self.data = b""
-        body = self.frames.next((kind,), most_bytes, None if codes is None else codes.received)
+        body = self.frames.next_body(kind, most_bytes)
         if body is None:
             raise _Short
         return body
 
     def _challenge(self) -> bool:
         answer = self.handshake.answer(self._frame(FrameKind.CHALLENGE, NONCE_BYTES))
-        super().send(pack_header(FrameKind.ANSWER, len(answer)) + answer)
+        super().send(packed_frame(FrameKind.ANSWER, answer))
         self.step = Step(b"", "proof", 1)
         return False
 
     def _proof(self) -> bool:
-        self.codes = self.handshake.finish(self._frame(FrameKind.PROOF, PROOF_BYTES))
+        codes = self.handshake.finish(self._frame(FrameKind.PROOF, PROOF_BYTES))
+        self.sent, self.frames.codes = codes.sent, codes.received
         return True
 
     def _reply(self) -> bool:
-        self._frame(FrameKind.MESSAGE, MOST_BYTES, self.codes)
+        self._frame(FrameKind.MESSAGE, MOST_BYTES)
         return True
 
 

@@ -92,6 +92,7 @@ _KEY = bytes(range(64))
 
 def _frames(data: bytes) -> None:
     """Frames of a peer that has not authenticated, at both ends."""
+    from myriad.wire.frame_reader import FrameReader
     from myriad.wire.framing import FrameKind
     from myriad.wire.handshake import (
         ANSWER_BYTES,
@@ -100,7 +101,6 @@ def _frames(data: bytes) -> None:
         ConnectorHandshake,
         ListenerHandshake,
     )
-    from myriad.wire.stream_channel import FrameReader
 
     frames = FrameReader()
     frames.add(data)
@@ -126,9 +126,9 @@ def _driver_messages(data: bytes) -> None:
     from myriad.supervise.authenticated_link import MAX_BYTES
     from myriad.supervise.messages import OBSERVED, ORDERS
     from myriad.wire.frame_codes import DirectionCodes
+    from myriad.wire.frame_reader import FrameReader
     from myriad.wire.framing import FrameKind
     from myriad.wire.message_codec import read_message
-    from myriad.wire.stream_channel import FrameReader
 
     frames = FrameReader()
     frames.codes = DirectionCodes(_KEY)

@@ -23,9 +23,10 @@ from myriad.comm import attempt_store
 from myriad.comm.attempt_store import AttemptStore
 from myriad.comm.config import CommConfig
 from myriad.comm.rendezvous_store import open_store
-from myriad.comm.store_frames import MOST_BYTES, StoreOp, pack, seal
+from myriad.comm.store_frames import MOST_BYTES, StoreOp, pack
 from myriad.errors import RunFailedError
 from myriad.wire.frame_codes import MESSAGE_CODE_BYTES
+from myriad.wire.frame_reader import packed_frame
 from myriad.wire.framing import HEADER_BYTES, FrameKind, pack_header
 from myriad.wire.handshake import ANSWER_BYTES, NONCE_BYTES
 
@@ -267,7 +268,9 @@ def test_a_peer_that_reads_no_reply_does_not_delay_others(served: Served) -> Non
     deaf, store = served.rank(), served.rank(2)
     store.set("large", b"x" * 2**25)
     with deaf._connection() as connection:
-        connection._socket.sendall(seal(connection._codes.sent, pack(StoreOp.GET, [b"large"])))
+        connection._socket.sendall(
+            packed_frame(FrameKind.MESSAGE, pack(StoreOp.GET, [b"large"]), connection._sent)
+        )
         began = time.monotonic()
         for _ in range(20):
             assert store.add("sum", 1)

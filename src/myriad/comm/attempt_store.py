@@ -20,19 +20,11 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from myriad.comm.store_frames import (
-    MOST_BYTES,
-    PROTOCOL,
-    FrameBuffer,
-    StoreOp,
-    StoreStatus,
-    pack,
-    seal,
-    unpack,
-)
+from myriad.comm.store_frames import MOST_BYTES, PROTOCOL, StoreOp, StoreStatus, pack, unpack
 from myriad.comm.store_server import StoreServer
 from myriad.errors import RunFailedError
-from myriad.wire.framing import FrameKind, Refused, pack_header
+from myriad.wire.frame_reader import FrameReader, packed_frame
+from myriad.wire.framing import FrameKind, Refused
 from myriad.wire.handshake import NONCE_BYTES, PROOF_BYTES, ConnectorHandshake
 from myriad.wire.pending_connections import AUTHENTICATION_SECONDS
 
@@ -200,15 +192,16 @@ class _Connection:
 
     def __init__(self, address: Address, secret: bytes, seconds: float) -> None:
         """Connect and authenticate. Raises ``OSError``, and `Refused` if the server has another secret."""
-        self._received = FrameBuffer()
+        self._received = FrameReader()
         self._socket = socket.create_connection(address, seconds)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._deadline = time.monotonic() + min(seconds, AUTHENTICATION_SECONDS)
             handshake = ConnectorHandshake(PROTOCOL, secret)
             answer = handshake.answer(self._next(FrameKind.CHALLENGE, NONCE_BYTES))
-            self._socket.sendall(pack_header(FrameKind.ANSWER, len(answer)) + answer)
-            self._codes = handshake.finish(self._next(FrameKind.PROOF, PROOF_BYTES))
+            self._socket.sendall(packed_frame(FrameKind.ANSWER, answer))
+            codes = handshake.finish(self._next(FrameKind.PROOF, PROOF_BYTES))
+            self._sent, self._received.codes = codes.sent, codes.received
         except BaseException:
             self._socket.close()
             raise
@@ -220,15 +213,11 @@ class _Connection:
             raise Refused(f"a request of {len(body)} bytes; at most {MOST_BYTES}")
         self._deadline = time.monotonic() + seconds
         self._socket.settimeout(max(1.0, seconds))
-        self._socket.sendall(seal(self._codes.sent, body))
-        while True:
-            reply = self._received.next((FrameKind.MESSAGE,), MOST_BYTES, self._codes.received)
-            if reply is not None:
-                return unpack(reply)
-            self._receive()
+        self._socket.sendall(packed_frame(FrameKind.MESSAGE, body, self._sent))
+        return unpack(self._next(FrameKind.MESSAGE, MOST_BYTES))
 
-    def _next(self, kind: FrameKind, size: int) -> bytes:
-        while (body := self._received.next((kind,), size)) is None:
+    def _next(self, kind: FrameKind, most_bytes: int) -> bytes:
+        while (body := self._received.next_body(kind, most_bytes)) is None:
             self._receive()
         return body
 

@@ -4,17 +4,16 @@
             ──► request: an operation and byte strings     ◄── reply: a status and byte strings, one for each
 
 A request for keys that do not exist yet is answered when they do. A rank that no longer wants the answer
-closes its connection. Each frame has a code (`myriad.wire.frame_codes`).
+closes its connection. Each message is a frame with a code (`myriad.wire.frame_reader`).
 """
 
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 
-from myriad.wire.frame_codes import MESSAGE_CODE_BYTES, DirectionCodes
-from myriad.wire.framing import HEADER_BYTES, FrameKind, Refused, check_header, pack_header
+from myriad.wire.framing import Refused
 
-__all__ = ["MOST_BYTES", "PROTOCOL", "FrameBuffer", "StoreOp", "StoreStatus", "pack", "seal", "unpack"]
+__all__ = ["MOST_BYTES", "PROTOCOL", "StoreOp", "StoreStatus", "pack", "unpack"]
 
 PROTOCOL = "rendezvous store"
 MOST_BYTES = 2**26
@@ -80,39 +79,3 @@ def unpack(body: bytes) -> tuple[int, list[bytes]]:
     if at != len(body):
         raise Refused("a message with bytes that are missing or left over")
     return code, items
-
-
-def seal(codes: DirectionCodes, body: bytes) -> bytes:
-    """Return the frame of a request or a reply, with its code."""
-    header = pack_header(FrameKind.MESSAGE, len(body))
-    return header + body + codes.of_message(header, body)
-
-
-class FrameBuffer:
-    """Splits a byte stream into frames. Uses memory only for bytes that have arrived."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def add(self, data: bytes) -> None:
-        """Append received bytes."""
-        self._data += data
-
-    def next(
-        self, kinds: Collection[FrameKind], most_bytes: int, codes: DirectionCodes | None = None
-    ) -> bytes | None:
-        """Return the body of the next frame, ``None`` if it is not complete. Raises `Refused` if it is of
-        another kind, too long, or (with ``codes``) not what the other end sent in this place."""
-        data = self._data
-        if len(data) < HEADER_BYTES:
-            return None
-        header = bytes(data[:HEADER_BYTES])
-        end = HEADER_BYTES + check_header(header, kinds, most_bytes)[1]
-        code_end = end + (0 if codes is None else MESSAGE_CODE_BYTES)
-        if len(data) < code_end:
-            return None
-        body = bytes(data[HEADER_BYTES:end])
-        if codes is not None:
-            codes.check_message(header, body, bytes(data[end:code_end]))
-        del data[:code_end]
-        return body

@@ -10,7 +10,6 @@ lock; ranks use the store while groups are made, when rank 0 waits as well.
 
 import contextlib
 import itertools
-import resource
 import selectors
 import socket
 import threading
@@ -19,18 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from myriad.comm.store_frames import (
-    MOST_BYTES,
-    PROTOCOL,
-    FrameBuffer,
-    StoreOp,
-    StoreStatus,
-    pack,
-    seal,
-    unpack,
-)
-from myriad.wire.framing import FrameKind, Refused, pack_header
-from myriad.wire.handshake import ANSWER_BYTES, ListenerHandshake, SessionCodes
+from myriad.comm.store_frames import MOST_BYTES, PROTOCOL, StoreOp, StoreStatus, pack, unpack
+from myriad.wire.frame_codes import DirectionCodes
+from myriad.wire.frame_reader import FrameReader, packed_frame
+from myriad.wire.framing import FrameKind, Refused
+from myriad.wire.handshake import ANSWER_BYTES, ListenerHandshake
+from myriad.wire.listener import raise_file_limit
 from myriad.wire.pending_connections import AUTHENTICATION_SECONDS, PendingConnections
 
 __all__ = ["StoreServer"]
@@ -41,19 +34,6 @@ _READ_BYTES = 2**16
 _MOST_UNREAD_BYTES = 2**27
 """A peer that leaves more of its replies unread is disconnected."""
 _NO_DESCRIPTOR_SECONDS = 0.05
-_MOST_PENDING, _PENDING_SHARE = 4096, 4
-"""Most peers that have not proved the secret; at most this part of the files that the process can open."""
-
-
-def _pending_limits() -> tuple[int, int]:
-    """Return how many pending peers there may be, and how many of one address. The limit of open files is
-    raised first: each rank needs a connection, and the default is 1,024."""
-    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_PENDING if files == resource.RLIM_INFINITY else min(_MOST_PENDING, files // _PENDING_SHARE)
-    return most, most // 2
 
 
 @dataclass(eq=False)
@@ -64,10 +44,10 @@ class _Peer:
     handshake: ListenerHandshake
     deadline: float
     """Time by which it must have proved the secret."""
-    received: FrameBuffer = field(default_factory=FrameBuffer)
+    received: FrameReader = field(default_factory=FrameReader)
     unsent: bytearray = field(default_factory=bytearray)
-    codes: SessionCodes | None = None
-    """Codes of its frames; ``None``: it has not proved the secret yet."""
+    sent: DirectionCodes | None = None
+    """Codes of the frames to it; ``None``: it has not proved the secret yet."""
     waiting: "_Waiting | None" = None
     """Its request for keys that do not exist yet."""
 
@@ -93,7 +73,8 @@ class StoreServer:
         self._peers: set[_Peer] = set()
         self._unproved: dict[_Peer, None] = {}
         """Peers that have not proved the secret, oldest first."""
-        self._pending = PendingConnections(*_pending_limits())
+        raise_file_limit()
+        self._pending = PendingConnections()
         self._joined: set[bytes] = set()
         self._has_joined = threading.Condition()
         self._is_closed = False
@@ -162,9 +143,7 @@ class StoreServer:
             self._events.register(connection, selectors.EVENT_READ, peer)
             self._pending.admit(peer, address[0], partial(self._drop, peer))
             if peer in self._peers:
-                self._send(
-                    peer, pack_header(FrameKind.CHALLENGE, len(handshake.challenge)) + handshake.challenge
-                )
+                self._send(peer, packed_frame(FrameKind.CHALLENGE, handshake.challenge))
 
     def _drop(self, peer: _Peer) -> None:
         """Close a connection and forget it."""
@@ -200,20 +179,20 @@ class StoreServer:
 
     def _take_frames(self, peer: _Peer) -> None:
         while peer in self._peers:
-            if peer.codes is None:
-                answer = peer.received.next((FrameKind.ANSWER,), ANSWER_BYTES)
+            if peer.sent is None:
+                answer = peer.received.next_body(FrameKind.ANSWER, ANSWER_BYTES)
                 if answer is None:
                     return
                 try:
-                    proof, peer.codes = peer.handshake.accept(answer)
+                    proof, codes = peer.handshake.accept(answer)
                 except Refused:
-                    refusal = peer.handshake.refusal
-                    self._send(peer, pack_header(FrameKind.PROOF, len(refusal)) + refusal)
+                    self._send(peer, packed_frame(FrameKind.PROOF, peer.handshake.refusal))
                     raise
+                peer.sent, peer.received.codes = codes.sent, codes.received
                 self._has_proved(peer)
-                self._send(peer, pack_header(FrameKind.PROOF, len(proof)) + proof)
+                self._send(peer, packed_frame(FrameKind.PROOF, proof))
                 continue
-            body = peer.received.next((FrameKind.MESSAGE,), MOST_BYTES, peer.codes.received)
+            body = peer.received.next_body(FrameKind.MESSAGE, MOST_BYTES)
             if body is None:
                 return
             if peer.waiting is not None:
@@ -232,11 +211,11 @@ class StoreServer:
         self._reply(peer, reply)
 
     def _reply(self, peer: _Peer, items: Sequence[bytes], status: StoreStatus = StoreStatus.DONE) -> None:
-        assert peer.codes is not None, "it has proved the secret"
+        assert peer.sent is not None, "it has proved the secret"
         body = pack(status, items)
         if len(body) > MOST_BYTES:
             body = pack(StoreStatus.REFUSED, [b"the values are too large for one reply"])
-        self._send(peer, seal(peer.codes.sent, body))
+        self._send(peer, packed_frame(FrameKind.MESSAGE, body, peer.sent))
 
     def _send(self, peer: _Peer, data: bytes) -> None:
         """Send what the connection takes; the rest follows when it can be written. Never raises ``OSError``:

@@ -19,7 +19,6 @@ At the start it reads the newest span files first, and then older ones until mem
 import asyncio
 import gzip
 import logging
-import resource
 import socket
 import sys
 import threading
@@ -49,7 +48,7 @@ from myriad.dashboard.watched_run import WatchedRun
 from myriad.errors import BadInputError
 from myriad.telemetry.span_io.span_batch import BatchError
 from myriad.telemetry.span_io.span_files import read_span_file
-from myriad.wire.listener import Listener
+from myriad.wire.listener import Listener, raise_file_limit
 
 __all__ = ["Follower", "build_app", "listen_at", "make_server", "serve"]
 
@@ -289,14 +288,10 @@ def listen_at(host: str, port: int) -> socket.socket:
     except OSError:
         raise BadInputError("--host", host, "an address or a name of this machine") from None
     family, _, _, _, address = found[0]
-    # Named, or asyncio does not see that it is TCP, leaves Nagle's algorithm on, and answers wait 40 ms.
-    listener = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
+        listener = Listener.bound(family, address)
         listener.listen(1024)
     except OSError as error:
-        listener.close()
         key, value = ("--host", host) if error.errno == 99 else ("--port", str(port))
         allowed = f"cannot be used ({error.strerror}); another, or --port 0 for any that is free"
         raise BadInputError(key, value, allowed) from None
@@ -317,9 +312,7 @@ def serve(
     # warnings.catch_warnings is not thread-safe, so ignore warnings about missing data for the whole process.
     warnings.filterwarnings("ignore", "All-NaN slice|Mean of empty slice", RuntimeWarning)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # the default of 1,024 is less than the connections that there may be
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    raise_file_limit()
     with suppress(KeyboardInterrupt):  # raised again after the shutdown
         asyncio.run(make_server(app, ready, ending, certificate=certificate).serve(sockets=[listener]))
 

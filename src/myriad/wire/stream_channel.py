@@ -15,8 +15,9 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from myriad.wire.frame_codes import MESSAGE_CODE_BYTES, DirectionCodes
-from myriad.wire.framing import HEADER_BYTES, FrameKind, Refused, check_header, pack_header
+from myriad.wire.frame_codes import DirectionCodes
+from myriad.wire.frame_reader import FrameReader, packed_frame
+from myriad.wire.framing import FrameKind, Refused
 from myriad.wire.handshake import (
     ANSWER_BYTES,
     NONCE_BYTES,
@@ -28,40 +29,10 @@ from myriad.wire.handshake import (
 from myriad.wire.pending_connections import AUTHENTICATION_SECONDS
 from myriad.wire.tls import TlsIdentity, connector_context, peer_fingerprint
 
-__all__ = ["FrameReader", "StreamChannel"]
+__all__ = ["StreamChannel"]
 
 _LOG = logging.getLogger(__name__)
 _READ_BYTES = 2**16
-
-
-class FrameReader:
-    """Splits received bytes into frames."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self.codes: DirectionCodes | None = None
-        """Checks the code of each frame; ``None``: frames have none yet."""
-
-    def add(self, data: bytes) -> None:
-        """Append bytes received from the socket; a frame may arrive in parts."""
-        self._buffer += data
-
-    def next_body(self, kind: FrameKind, most_bytes: int) -> bytes | None:
-        """Return the body of the next frame; ``None``: it is not complete yet. Raises `Refused` if it is of
-        another kind, larger than ``most_bytes``, or its code is wrong."""
-        if len(self._buffer) < HEADER_BYTES:
-            return None
-        header = bytes(self._buffer[:HEADER_BYTES])
-        _, size = check_header(header, (kind,), most_bytes)
-        code_start = HEADER_BYTES + size
-        end = code_start + (0 if self.codes is None else MESSAGE_CODE_BYTES)
-        if len(self._buffer) < end:
-            return None
-        body, code = bytes(self._buffer[HEADER_BYTES:code_start]), bytes(self._buffer[code_start:end])
-        del self._buffer[:end]
-        if self.codes is not None:
-            self.codes.check_message(header, body, code)
-        return body
 
 
 class StreamChannel:
@@ -132,9 +103,7 @@ class StreamChannel:
     def _write(self, kind: FrameKind, body: bytes) -> None:
         if self._writer.is_closing():
             return
-        header = pack_header(kind, len(body))
-        code = b"" if self._sent is None else self._sent.of_message(header, body)
-        self._writer.write(header + body + code)
+        self._writer.write(packed_frame(kind, body, self._sent))
         if self._unread_bytes() > self._most_unread_bytes:
             _LOG.warning("%s reads nothing, and its connection is ended", self.peer_name)
             self._writer.transport.abort()

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from myriad.wire.frame_codes import MESSAGE_CODE_BYTES
+from myriad.wire.frame_reader import FrameReader
 from myriad.wire.framing import VERSION, FrameKind, Refused, check_header, pack_header
 from myriad.wire.handshake import ANSWER_BYTES, ConnectorHandshake, ListenerHandshake, SessionCodes
-from myriad.wire.stream_channel import FrameReader
 
 SECRET, OTHER = b"a secret of many letters", b"another secret, as long!"
 MOST = 2**12

@@ -18,13 +18,11 @@ import argparse
 import asyncio
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 from myriad.run import Run
@@ -63,7 +61,7 @@ from myriad.supervise.policy.health import ClockCheck
 from myriad.supervise.policy.policy_actions import EndRun, PolicyAction
 from myriad.system.child_process import die_with_parent
 from myriad.wire.framing import Refused
-from myriad.wire.listener import Listener
+from myriad.wire.listener import Listener, raise_file_limit
 from myriad.wire.pending_connections import AUTHENTICATION_SECONDS, PendingConnections
 from myriad.wire.run_secret import run_secret
 
@@ -335,7 +333,7 @@ def main(arguments: list[str]) -> int:
     run.share_as_folder()
     handlers = [AsyncLogHandler(disk_writer)]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", handlers=handlers)
-    _raise_file_limit()
+    raise_file_limit()
     try:
         leadership = None if given.journal == "file" else _wait_for_leadership(run, given)
         if given.journal == "file" or leadership is not None:
@@ -381,21 +379,7 @@ async def _bound(host: str, port: int) -> Listener:
     """Return a socket that can listen at this address. Raises ``OSError``."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, place = found[0]
-    listener = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(place)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _raise_file_limit() -> None:
-    """Raise the limit of open files: each agent needs a connection, and the default is 1,024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return Listener.bound(family, place)
 
 
 if __name__ == "__main__":
