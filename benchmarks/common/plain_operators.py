@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from myriad.kernels.attention import split_heads
 from myriad.kernels.attention_blocks import Heads
-from myriad.kernels.cross_entropy import VocabularyPeers, linear_cross_entropy_reference
+from myriad.kernels.cross_entropy import TensorPeers, linear_cross_entropy_reference
 from myriad.optim.moments import Moments
 
 __all__ = ["OPERATORS", "OPTIMIZER", "plain_operators"]
@@ -78,7 +78,7 @@ def _cross_entropy_steps(
     x: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    peers: VocabularyPeers,
+    peers: TensorPeers,
     vocabulary: int,
     **_: Any,
 ) -> Generator[None, None, torch.Tensor]:

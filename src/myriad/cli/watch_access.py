@@ -31,9 +31,11 @@ from myriad.errors import BadInputError
 from myriad.telemetry.shipping import page_token
 from myriad.telemetry.shipping.page_token import LOOPBACK, TOKEN, keep_private
 from myriad.telemetry.shipping.page_trust import fingerprint_of, page_certificate
+from myriad.wire.tls import new_certificate
 
 if TYPE_CHECKING:
     from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
 __all__ = [
     "entry_page",
@@ -241,32 +243,25 @@ def _is_valid(own: Path, host: str) -> bool:
 def _new(host: str) -> str:
     """Return a new key and its certificate, in PEM."""
     from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+    from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"myriad watch {socket.gethostname()}"[:64])])
     usage = dict.fromkeys(_USAGES, False) | {"digital_signature": True}
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(_now() - timedelta(days=1))  # clocks of other machines
-        .not_valid_after(_now() + timedelta(days=_DAYS))
-        .add_extension(x509.SubjectAlternativeName([_general_name(one) for one in _names(host)]), False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
-        .add_extension(x509.KeyUsage(**usage), True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), False)
-    )
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return (private + builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)).decode()
+
+    def extended(
+        builder: x509.CertificateBuilder, public: "EllipticCurvePublicKey"
+    ) -> x509.CertificateBuilder:
+        names = x509.SubjectAlternativeName([_general_name(one) for one in _names(host)])
+        return (
+            builder.add_extension(names, False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+            .add_extension(x509.KeyUsage(**usage), True)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), False)
+        )
+
+    certificate, key = new_certificate(f"myriad watch {socket.gethostname()}", _DAYS, extended)
+    return (key + certificate).decode()
 
 
 _USAGES = (

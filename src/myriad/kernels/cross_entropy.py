@@ -35,7 +35,7 @@ from myriad.kernels.gradient import accumulate_product, sink_of
 
 __all__ = [
     "Shared",
-    "VocabularyPeers",
+    "TensorPeers",
     "chunk_tokens",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
@@ -62,8 +62,9 @@ class Shared(Protocol):
     def wait(self) -> torch.Tensor: ...
 
 
-class VocabularyPeers(Protocol):
-    """The ranks that share the vocabulary; `myriad.model.boundary.Boundary` is one implementation."""
+class TensorPeers(Protocol):
+    """The tensor-parallel ranks, which share the vocabulary and the heads; a `myriad.model.boundary.Boundary`
+    is one implementation."""
 
     @property
     def rank(self) -> int: ...
@@ -163,7 +164,7 @@ class _Job:
         x: torch.Tensor,
         targets: torch.Tensor,
         part: _Part,
-        peers: VocabularyPeers,
+        peers: TensorPeers,
         kernels: Kernels,
         z_loss: float,
     ) -> None:
@@ -289,7 +290,7 @@ def linear_cross_entropy_steps(
     x: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    peers: VocabularyPeers,
+    peers: TensorPeers,
     vocabulary: int,
     chunk: int | None = None,
     kernels: Kernels = "auto",
@@ -323,7 +324,7 @@ def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    peers: VocabularyPeers,
+    peers: TensorPeers,
     vocabulary: int,
     chunk: int | None = None,
     kernels: Kernels = "auto",

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from myriad.kernels.attention_blocks import Heads
-from myriad.kernels.cross_entropy import VocabularyPeers
+from myriad.kernels.cross_entropy import TensorPeers
 
 __all__ = ["HeadNorm", "query_key_norm"]
 
@@ -22,7 +22,7 @@ class HeadNorm(NamedTuple):
 
     over: Literal["head", "all"]
     epsilon: float
-    peers: VocabularyPeers
+    peers: TensorPeers
     """The ranks that share the heads."""
 
     def width(self, part: torch.Tensor) -> int:

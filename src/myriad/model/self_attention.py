@@ -69,6 +69,7 @@ class Attention(nn.Module):
         self.rotary = config.layer_rotary(layer)
         self.scores = Scores(config.attention_scale, config.attention_softcap)
         self.sinks = nn.Parameter(torch.empty(num_heads)) if config.attention_sinks else None
+        self.capped = config.has_capped_scores
         self.head_norm: HeadNorm | None = None
         if config.qk_norm != "none":
             self.head_norm = HeadNorm(config.qk_norm, config.norm_epsilon, boundary)
@@ -97,8 +98,7 @@ class Attention(nn.Module):
 
     def runs_in_blocks(self, x: torch.Tensor) -> bool:
         """Whether attention over values like ``x`` reorders them in blocks."""
-        capped = self.scores.softcap is not None or self.sinks is not None
-        return runs_in_blocks(x, self.window, capped=capped)
+        return runs_in_blocks(x, self.window, capped=self.capped)
 
     @property
     def keeps_fused(self) -> bool:

@@ -12,11 +12,17 @@ different fingerprints, and both refuse.
 import hashlib
 import os
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
+from typing import TYPE_CHECKING
 
-__all__ = ["TlsIdentity", "connector_context", "peer_fingerprint", "tls_identity"]
+__all__ = ["TlsIdentity", "connector_context", "new_certificate", "peer_fingerprint", "tls_identity"]
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+    from cryptography.x509 import CertificateBuilder
 
 _DAYS = 3650
 """Validity of a certificate in days. The connector does not check it; the key ends with the process."""
@@ -34,7 +40,7 @@ class TlsIdentity:
 @cache
 def tls_identity() -> TlsIdentity:
     """Return the identity of this process, which is made at the first call."""
-    certificate, key = _new_certificate()
+    certificate, key = new_certificate("myriad", _DAYS)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # connections are not resumed
@@ -68,26 +74,31 @@ def _fingerprint(certificate: bytes) -> bytes:
     return hashlib.sha256(certificate).digest()
 
 
-def _new_certificate() -> tuple[bytes, bytes]:
-    """Return a self-signed certificate and its key, in PEM."""
+def new_certificate(
+    common_name: str,
+    days: int,
+    extended: Callable[["CertificateBuilder", "EllipticCurvePublicKey"], "CertificateBuilder"] | None = None,
+) -> tuple[bytes, bytes]:
+    """Return a new self-signed certificate and its key, in PEM. ``extended`` adds extensions."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import NameOID
 
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "myriad")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name[:64])])
     now = datetime.now(UTC)
-    certificate = (
+    builder = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=_DAYS))
-        .sign(key, hashes.SHA256())
+        .not_valid_before(now - timedelta(days=1))  # clocks of other machines
+        .not_valid_after(now + timedelta(days=days))
     )
+    builder = builder if extended is None else extended(builder, key.public_key())
+    certificate = builder.sign(key, hashes.SHA256())
     pem = serialization.Encoding.PEM
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     return certificate.public_bytes(pem), private

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from myriad.checkpoint.foreign.hugging_face_families import FAMILIES
 from myriad.checkpoint.foreign.hugging_face_family import COMMON, Family
-from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, computed, written_rotary
+from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, written_rotary
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 
@@ -79,11 +79,11 @@ def kind_of(model: ModelConfig, asked: str | None = None) -> str:
     Raises `BadInputError` if it cannot be written."""
     if asked is not None and asked not in MODEL_TYPES:
         raise BadInputError("--model-type", asked, f"one of {', '.join(MODEL_TYPES)}")
-    own = computed(model)
+    own = _computed(model)
     differences: dict[str, dict[str, Any]] = {}
     for kind in MODEL_TYPES if asked is None else (asked,):
         with contextlib.suppress(BadInputError):  # some value has no place in this family
-            other = computed(model_of(_written(model, kind)))
+            other = _computed(model_of(_written(model, kind)))
             differences[kind] = {key: other[key] for key, value in own.items() if other[key] != value}
     nearest = min(differences, key=lambda kind: _distance(differences[kind]), default="llama")
     if nearest in differences and not differences[nearest]:
@@ -92,6 +92,48 @@ def kind_of(model: ModelConfig, asked: str | None = None) -> str:
     given = getattr(model, key)
     allowed = f"{value} in {nearest}, the nearest model type: Hugging Face has no model class for it"
     raise BadInputError(f"model.{key}", list(given) if isinstance(given, tuple) else given, allowed)
+
+
+def _computed(model: ModelConfig) -> dict[str, Any]:
+    """Return everything that decides what a model computes, by job key; equal values mean equal models."""
+    layers = range(model.layers)
+    return {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.num_kv_heads,
+        "head_dim": model.head_width,
+        "ffn_hidden": model.ffn_width,
+        "vocabulary": model.vocabulary,
+        "sequence": model.sequence,
+        "block": model.block,
+        "parallel_norms": model.parallel_norms if model.block == "parallel" else 1,
+        "position": model.position,
+        "norm": model.norm,
+        "norm_epsilon": model.norm_epsilon,
+        "norm_placement": model.norm_placement,
+        "norm_zero_centered": model.norm_zero_centered,
+        "activation": model.activation,
+        "bias": model.bias,
+        "norm_bias": model.has_norm_bias,
+        "attention_bias": (model.has_qkv_bias, model.has_key_bias, model.has_output_bias),
+        "qk_norm": model.qk_norm,
+        "attention_sinks": model.attention_sinks,
+        "attention_scale": _rounded(model.attention_scale or model.head_width**-0.5),
+        "attention_softcap": model.attention_softcap,
+        "logit_softcap": model.logit_softcap,
+        "logit_scale": _rounded(model.logit_scale),
+        "embedding_scale": _rounded(model.embedding_scale),
+        "residual_scale": _rounded(model.residual_scale),
+        "tied": model.tied,
+        "window": [model.layer_window(layer) for layer in layers],
+        "rotary_base": [model.layer_rotary(layer) for layer in layers],
+    }
+
+
+def _rounded(value: float) -> float:
+    """Round to 12 digits: a scale is written as another value's inverse or root."""
+    return float(f"{value:.12g}")
 
 
 def _distance(differences: Mapping[str, Any]) -> int:
@@ -144,18 +186,7 @@ def _scaling_of_version4(model: ModelConfig, kind: str) -> dict[str, Any]:
 def _written(model: ModelConfig, kind: str) -> dict[str, Any]:
     """Return the fields of a model type that describe the model, as far as it can."""
     family = family_of(kind)
-    values = {
-        "hidden": model.hidden,
-        "layers": model.layers,
-        "heads": model.heads,
-        "kv_heads": model.num_kv_heads,
-        "head_dim": model.head_width,
-        "ffn_hidden": model.ffn_width,
-        "vocabulary": model.vocabulary,
-        "sequence": model.sequence,
-        "norm_epsilon": model.norm_epsilon,
-        "tied": model.tied,
-    }
+    values = _computed(model)
     fields, first = _fields(family), next(iter(family.activations.values()))
     return {
         "model_type": kind,

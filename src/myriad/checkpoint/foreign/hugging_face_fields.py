@@ -7,7 +7,7 @@ writer returns further fields. A written file that is read back gives the same m
 from collections.abc import Callable
 
 from myriad.checkpoint.foreign.hugging_face_family import TensorNames, Values
-from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, read_rotary, repeated, written_rotary
+from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, read_rotary, written_rotary
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 
@@ -70,11 +70,19 @@ def write_decoder(model: ModelConfig) -> Values:
     }
 
 
+def _repeated(pattern: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return the shortest pattern that gives this one when it is repeated."""
+    for period in range(1, len(pattern)):
+        if all(one == pattern[index % period] for index, one in enumerate(pattern)):
+            return pattern[:period]
+    return pattern
+
+
 def _windowed(window: int | None, values: Values, slides: tuple[bool, ...]) -> Values:
     """Return the window of the layers that have one; a window of the whole sequence is none."""
     if window is None or window > values["sequence"] or not any(slides):
         return {}
-    return {"window": window, "window_pattern": repeated(slides)}
+    return {"window": window, "window_pattern": _repeated(slides)}
 
 
 def _window_in(theirs: ConfigValues, values: Values) -> int:
@@ -277,7 +285,7 @@ def read_smollm3(theirs: ConfigValues, values: Values) -> Values:
     window = theirs.size_or_none("sliding_window") if theirs.flag("use_sliding_window") else None
     types = _layer_types(theirs, values, lambda layer: not rotates[layer], window)
     found = _rotary(theirs, 2e6) | _attention_bias(theirs) | types
-    return found | {"rotary_pattern": repeated(rotates)}
+    return found | {"rotary_pattern": _repeated(rotates)}
 
 
 def write_smollm3(model: ModelConfig) -> Values:

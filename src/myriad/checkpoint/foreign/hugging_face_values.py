@@ -7,9 +7,8 @@ from typing import Any
 
 from myriad.errors import BadInputError
 from myriad.kernels.rotary_scaling import RotaryScaling
-from myriad.model.config import ModelConfig
 
-__all__ = ["ConfigValues", "computed", "read_rotary", "repeated", "written_rotary"]
+__all__ = ["ConfigValues", "read_rotary", "written_rotary"]
 
 _LARGEST = 1e300
 """Largest number that is read: JSON has integers that no float can hold."""
@@ -109,13 +108,12 @@ def _parts(theirs: ConfigValues, layer_type: str | None) -> list[Mapping[str, An
         rope = theirs.get(key) or {}
         if not isinstance(rope, dict):
             raise BadInputError(key, rope, "an object in config.json")
-        by_type = {name for name, value in rope.items() if isinstance(value, dict)}
-        if layer_type is not None and by_type:
+        has_types = any(isinstance(value, dict) for value in rope.values())
+        if has_types and layer_type is None:
+            raise BadInputError(key, rope, "one object, not one for each type of layer, in config.json")
+        if has_types:
             rope = rope.get(layer_type) or {}
-        elif by_type or (layer_type == "sliding_attention"):
-            # one object belongs to the layers with full attention; several need a layer type
-            if by_type:
-                raise BadInputError(key, rope, "one object, not one for each type of layer, in config.json")
+        elif layer_type == "sliding_attention":  # one object belongs to the layers with full attention
             rope = {}
         found.append(rope)
     return found
@@ -190,53 +188,3 @@ def written_rotary(base: float, scaling: RotaryScaling, fraction: float | None =
         if value is not None:
             written[name] = list(value) if isinstance(value, tuple) else value
     return written if fraction is None else written | {"partial_rotary_factor": fraction}
-
-
-def repeated(pattern: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Return the shortest pattern that gives this one when it is repeated."""
-    for period in range(1, len(pattern)):
-        if all(one == pattern[index % period] for index, one in enumerate(pattern)):
-            return pattern[:period]
-    return pattern
-
-
-def computed(model: ModelConfig) -> dict[str, Any]:
-    """Return everything that decides what a model computes, by job key; equal values mean equal models."""
-    layers = range(model.layers)
-    return {
-        "layers": model.layers,
-        "hidden": model.hidden,
-        "heads": model.heads,
-        "kv_heads": model.num_kv_heads,
-        "head_dim": model.head_width,
-        "ffn_hidden": model.ffn_width,
-        "vocabulary": model.vocabulary,
-        "sequence": model.sequence,
-        "block": model.block,
-        "parallel_norms": model.parallel_norms if model.block == "parallel" else 1,
-        "position": model.position,
-        "norm": model.norm,
-        "norm_epsilon": model.norm_epsilon,
-        "norm_placement": model.norm_placement,
-        "norm_zero_centered": model.norm_zero_centered,
-        "activation": model.activation,
-        "bias": model.bias,
-        "norm_bias": model.has_norm_bias,
-        "attention_bias": (model.has_qkv_bias, model.has_key_bias, model.has_output_bias),
-        "qk_norm": model.qk_norm,
-        "attention_sinks": model.attention_sinks,
-        "attention_scale": _rounded(model.attention_scale or model.head_width**-0.5),
-        "attention_softcap": model.attention_softcap,
-        "logit_softcap": model.logit_softcap,
-        "logit_scale": _rounded(model.logit_scale),
-        "embedding_scale": _rounded(model.embedding_scale),
-        "residual_scale": _rounded(model.residual_scale),
-        "tied": model.tied,
-        "window": [model.layer_window(layer) for layer in layers],
-        "rotary_base": [model.layer_rotary(layer) for layer in layers],
-    }
-
-
-def _rounded(value: float) -> float:
-    """Round to 12 digits: a scale is written as another value's inverse or root."""
-    return float(f"{value:.12g}")

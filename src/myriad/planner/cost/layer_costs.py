@@ -134,7 +134,7 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
     """Return the seconds of a block. ``pairs``: query-key pairs that each sequence computes in this block."""
     tokens = context.micro_batch * model.sequence
     share = tokens / context.tp if context.profile.sequence_parallel else tokens
-    products = _products(model, context, tokens)
+    products = _product_passes(context, tokens, _shapes(model, context))
     passes = _UNFUSED if not context.profile.fused else 1.0
     value, inner = context.value_bytes, tokens * model.ffn_width / context.tp
     ups = model.up_matrices
@@ -177,12 +177,6 @@ def _norm_sums(model: ModelConfig, context: LayerContext, tokens: Number) -> Num
     if model.qk_norm != "all":
         return 0.0
     return all_gather_seconds(tensor_group(context.cluster, context.tp), 8.0 * tokens * context.tp)
-
-
-def _products(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, Number]:
-    """Return the seconds of a block's matrix products: forward, gradients of the inputs, gradients of the
-    weights."""
-    return _product_passes(context, tokens, _shapes(model, context))
 
 
 def _product_passes(
