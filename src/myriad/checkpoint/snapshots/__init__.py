@@ -10,5 +10,5 @@ snapshot_server            state and operations of the server
   peer_servers             requests to the servers of other nodes
 snapshot_server_process    the sockets and the lifetime of the server
 server_start, server_monitor    start a server; detect one that is stopped or hung
-wire                       the message protocol
+server_socket              the unix socket between them: both ends check the user of the other
 """

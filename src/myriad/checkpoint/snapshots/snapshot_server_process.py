@@ -295,10 +295,10 @@ class _ServerSockets:
     def _is_over(self) -> bool:
         with self._lock:
             away = 0.0 if self._ranks else time.monotonic() - self._last_change
-            said_bye = self._has_left
+            has_left = self._has_left
         if not away or not self.server.is_idle:
             return False
-        if said_bye:
+        if has_left:
             return True
         if self.server.held_step is not None:
             return False
