@@ -23,7 +23,7 @@ from typing import Any
 from myriad.comm.gloo_setup import MESH_RANKS, partners
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import Layout
-from myriad.comm.store_frames import MOST_BYTES, PROTOCOL
+from myriad.comm.rendezvous.store_frames import MOST_BYTES, PROTOCOL
 from myriad.wire.frame_reader import FrameReader, packed_frame
 from myriad.wire.framing import FrameKind
 from myriad.wire.handshake import NONCE_BYTES, PROOF_BYTES, ConnectorHandshake

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import open_world
 from myriad.comm.layout import Layout
-from myriad.comm.rendezvous_store import open_store
+from myriad.comm.rendezvous.rendezvous_store import open_store
 
 LAYOUTS = {8: (2, 2, 2), 16: (4, 2, 2), 32: (4, 4, 2), 64: (4, 4, 4), 128: (8, 4, 4)}
 """dp, pp, tp."""

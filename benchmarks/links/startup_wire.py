@@ -1,7 +1,7 @@
 """The messages of a rank that starts, to Myriad's store, torch's TCPStore and Redis; and these servers.
 
-What they are is in `myriad.comm.attempt_store` and `myriad.comm.redis_store`; torch's were read off the wire
-(TCPStoreBackend.hpp names them).
+Myriad's are in `myriad.comm.rendezvous.attempt_store`, those for Redis in `redis_store` beside it;
+torch's were read from its connections (TCPStoreBackend.hpp names them).
 """
 
 import os
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from myriad.comm.store_frames import StoreOp, pack
-from myriad.comm.store_server import StoreServer
+from myriad.comm.rendezvous.store_frames import StoreOp, pack
+from myriad.comm.rendezvous.store_server import StoreServer
 
 ADDRESS_BYTES = 152 + len(socket.gethostname())
 """What gloo writes for one rank of a group: host name and socket address, and 8 bytes for each member when it
@@ -53,7 +53,7 @@ def _text(value: bytes) -> bytes:
 
 
 class OwnStore:
-    """What `myriad.comm.attempt_store` sends. The client adds a code to each message."""
+    """What `myriad.comm.rendezvous.attempt_store` sends. The client adds a code to each message."""
 
     name, secret = "Myriad", b"the secret of a benchmark of the store"
 
@@ -121,7 +121,7 @@ class TcpStore:
 
 
 class Redis:
-    """What `myriad.comm.redis_store` sends."""
+    """What `myriad.comm.rendezvous.redis_store` sends."""
 
     name = "Redis"
 

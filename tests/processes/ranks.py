@@ -16,7 +16,7 @@ import torch._dynamo
 
 from myriad.comm.free_port import free_port
 from myriad.comm.groups import local_rank
-from myriad.comm.store_secret import new_store_secret
+from myriad.comm.rendezvous.store_secret import new_store_secret
 
 
 def enter(

@@ -147,7 +147,7 @@ def test_examining_two_nodes(tmp_path: Path) -> None:
 LISTENING_CALLS = {
     "checkpoint/snapshots/snapshot_server_process.py": ROWS_OF["snapshot server"],
     "comm/free_port.py": (),  # probes: bound, never listened on
-    "comm/rendezvous_store.py": (STORE,),
+    "comm/rendezvous/rendezvous_store.py": (STORE,),
     "dashboard/app.py": ("`myriad watch`",),
     "doctor/pair_tests/coordinator.py": ("`myriad doctor --cluster`: first node",),
     "doctor/pair_tests/pair_hosts.py": (),  # probes, closed at once

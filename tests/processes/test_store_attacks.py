@@ -19,11 +19,11 @@ import pytest
 import torch.distributed as dist
 from ranks import environments
 
-from myriad.comm import attempt_store
-from myriad.comm.attempt_store import AttemptStore
 from myriad.comm.config import CommConfig
-from myriad.comm.rendezvous_store import open_store
-from myriad.comm.store_frames import MOST_BYTES, StoreOp, pack
+from myriad.comm.rendezvous import attempt_store
+from myriad.comm.rendezvous.attempt_store import AttemptStore
+from myriad.comm.rendezvous.rendezvous_store import open_store
+from myriad.comm.rendezvous.store_frames import MOST_BYTES, StoreOp, pack
 from myriad.errors import RunFailedError
 from myriad.wire.frame_codes import MESSAGE_CODE_BYTES
 from myriad.wire.frame_reader import packed_frame

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ranks import free_port
 
-from myriad.comm.redis_address import redis_address
+from myriad.comm.rendezvous.redis_address import redis_address
 from myriad.system import child_process
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from myriad.comm.redis_address import redis_address
+from myriad.comm.rendezvous.redis_address import redis_address
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.launchers.external_nodes import check_standby

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from redis_server import Server
 
-from myriad.comm.redis_address import RedisAddress, redis_address
+from myriad.comm.rendezvous.redis_address import RedisAddress, redis_address
 from myriad.errors import RunFailedError
 
 lease = pytest.importorskip("myriad.supervise.driver.redis_lease", reason="needs the package redis")
-redis_store = pytest.importorskip("myriad.comm.redis_store", reason="needs the package redis")
+redis_store = pytest.importorskip("myriad.comm.rendezvous.redis_store", reason="needs the package redis")
 x509 = pytest.importorskip("cryptography.x509", reason="needs the package cryptography")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from own_loop import in_a_thread
 
-from myriad.comm.redis_address import redis_address
+from myriad.comm.rendezvous.redis_address import redis_address
 from myriad.supervise.driver.journal import Journal
 from myriad.supervise.driver_address import DriverConnection
 from myriad.supervise.messages import ORDERS, Beat, NodeJoined, Start

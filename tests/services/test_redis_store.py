@@ -16,10 +16,10 @@ from ranks import free_port, run_ranks
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
-from myriad.comm.redis_address import redis_address
+from myriad.comm.rendezvous.redis_address import redis_address
 from myriad.errors import RunFailedError
 
-redis_store = pytest.importorskip("myriad.comm.redis_store", reason="needs the package redis")
+redis_store = pytest.importorskip("myriad.comm.rendezvous.redis_store", reason="needs the package redis")
 
 
 def open_store(url: str, attempt: str = "a", seconds: float = 60.0):

@@ -34,8 +34,8 @@ from myriad.comm.gloo_setup import MESH_RANKS, GlooStore, connecting, low_priori
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import Layout
 from myriad.comm.node_order import grid_rank
-from myriad.comm.rendezvous_store import open_store
-from myriad.comm.store_secret import STORE_SECRET
+from myriad.comm.rendezvous.rendezvous_store import open_store
+from myriad.comm.rendezvous.store_secret import STORE_SECRET
 
 __all__ = ["Groups", "close_world", "local_rank", "open_world"]
 

@@ -10,7 +10,7 @@ from myriad.alerts.config import check_alert_values
 from myriad.comm.hierarchy import check_hierarchy
 from myriad.comm.layout import check_layout, lacks_for_graphs
 from myriad.comm.node_order import check_node_order
-from myriad.comm.redis_address import check_package, check_store
+from myriad.comm.rendezvous.redis_address import check_package, check_store
 from myriad.errors import BadInputError
 from myriad.job.job_values import SPIKE_STEPS_BEFORE, JobValues, work_of
 from myriad.kernels.choice import check_kernels

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from myriad.alerts.config import AlertsConfig
-from myriad.comm.redis_address import RedisAddress, redis_address
+from myriad.comm.rendezvous.redis_address import RedisAddress, redis_address
 from myriad.errors import BadInputError
 from myriad.job import ResilienceConfig
 from myriad.run import Run

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from myriad.comm.grid import RankGrid
-from myriad.comm.store_secret import STORE_SECRET
+from myriad.comm.rendezvous.store_secret import STORE_SECRET
 from myriad.data.bad_blocks import BlockGuard
 from myriad.data.corpus import open_corpora, read_batch
 from myriad.data.loader import LoaderClient, LoaderSpec, StartLoader

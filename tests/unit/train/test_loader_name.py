@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from myriad.comm.store_secret import STORE_SECRET, new_store_secret
+from myriad.comm.rendezvous.store_secret import STORE_SECRET, new_store_secret
 from myriad.run import Run
 from myriad.train.data_loader import _meeting_name
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from myriad.checkpoint.snapshots.snapshot_client import list_in_memory
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.checkpoint.storage.folder_owner import check_owner
-from myriad.comm.redis_address import exposure
+from myriad.comm.rendezvous.redis_address import exposure
 from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.job.job_changes import JobChange

@@ -20,8 +20,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from myriad.comm.store_frames import MOST_BYTES, PROTOCOL, StoreOp, StoreStatus, pack, unpack
-from myriad.comm.store_server import StoreServer
+from myriad.comm.rendezvous.store_frames import MOST_BYTES, PROTOCOL, StoreOp, StoreStatus, pack, unpack
+from myriad.comm.rendezvous.store_server import StoreServer
 from myriad.errors import RunFailedError
 from myriad.wire.frame_reader import FrameReader, packed_frame
 from myriad.wire.framing import FrameKind, Refused

@@ -30,7 +30,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from torch._C._distributed_c10d import Store
 
-from myriad.comm.redis_address import RedisAddress
+from myriad.comm.rendezvous.redis_address import RedisAddress
 from myriad.errors import RunFailedError
 
 __all__ = ["RedisStore"]

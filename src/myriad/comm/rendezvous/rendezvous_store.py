@@ -2,8 +2,8 @@
 
 torch's TCPStore listens on every address of the machine and accepts connections without proof, so that a
 stranger could replace a rank's address by its own. Rank 0 therefore serves a store of its own
-(`myriad.comm.store_server`), whose clients prove that they have the attempt's secret
-(`myriad.comm.store_secret`). It listens only on the
+(`myriad.comm.rendezvous.store_server`), whose clients prove that they have the attempt's secret
+(`myriad.comm.rendezvous.store_secret`). It listens only on the
 address that the ranks use: on one machine that is the loopback.
 """
 
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from myriad.comm.attempt_store import AttemptStore
 from myriad.comm.config import CommConfig
-from myriad.comm.redis_address import check_store, redis_address
-from myriad.comm.store_secret import STORE_SECRET, store_secret
-from myriad.comm.store_server import StoreServer
+from myriad.comm.rendezvous.attempt_store import AttemptStore
+from myriad.comm.rendezvous.redis_address import check_store, redis_address
+from myriad.comm.rendezvous.store_secret import STORE_SECRET, store_secret
+from myriad.comm.rendezvous.store_server import StoreServer
 from myriad.errors import BadInputError, RunFailedError
 from myriad.wire.run_secret import SECRET_FILE
 
@@ -42,7 +42,7 @@ def open_store(comm: CommConfig, rank: int, world: int) -> Store:
     address, timeout = redis_address(comm.store), timedelta(seconds=comm.timeout_seconds)
     if address is None:
         return _open_own(rank, world, timeout)
-    from myriad.comm.redis_store import RedisStore
+    from myriad.comm.rendezvous.redis_store import RedisStore
 
     return RedisStore(address, attempt_name(os.environ, comm.store), timeout)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from myriad.comm.store_frames import MOST_BYTES, PROTOCOL, StoreOp, StoreStatus, pack, unpack
+from myriad.comm.rendezvous.store_frames import MOST_BYTES, PROTOCOL, StoreOp, StoreStatus, pack, unpack
 from myriad.wire.frame_codes import DirectionCodes
 from myriad.wire.frame_reader import FrameReader, packed_frame
 from myriad.wire.framing import FrameKind, Refused

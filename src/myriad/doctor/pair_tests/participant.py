@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from myriad.comm.free_port import free_port
-from myriad.comm.store_secret import attempt_secret
+from myriad.comm.rendezvous.store_secret import attempt_secret
 from myriad.doctor.hardware import find_nics
 from myriad.doctor.pair_tests.coordinator import Coordinator, PairTestOptions
 from myriad.doctor.pair_tests.pair_findings import Findings, read_findings

@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from myriad.comm.free_port import free_port
-from myriad.comm.store_secret import new_store_secret
+from myriad.comm.rendezvous.store_secret import new_store_secret
 from myriad.doctor.diagnosis import Reading
 from myriad.doctor.probes.collective_patterns import PatternRates, combine_rates, diagnose_patterns
 from myriad.errors import RunFailedError
@@ -314,7 +314,7 @@ def _run_rank(spec: CollectiveRank) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from myriad.comm.rendezvous_store import open_at
+    from myriad.comm.rendezvous.rendezvous_store import open_at
 
     torch.set_num_threads(1)
     device = torch.device("cuda", spec.gpu) if spec.backend == "nccl" else torch.device("cpu")

@@ -26,7 +26,7 @@ from myriad.comm.collectives import start_all_to_all
 from myriad.comm.free_port import free_port
 from myriad.comm.groups import close_world, local_rank, open_world
 from myriad.comm.layout import Layout
-from myriad.comm.store_secret import new_store_secret
+from myriad.comm.rendezvous.store_secret import new_store_secret
 from myriad.doctor.diagnosis import Reading
 from myriad.doctor.hardware import cpu_key
 from myriad.errors import RunFailedError

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from myriad.comm.attempt_layout import AS_THE_JOB, ATTEMPT_LAYOUT, AttemptLayout
-from myriad.comm.store_secret import STORE_SECRET, attempt_secret
+from myriad.comm.rendezvous.store_secret import STORE_SECRET, attempt_secret
 from myriad.run import Run
 from myriad.supervise.agent.fork_server import ForkServer
 from myriad.supervise.background import AsyncWriter

@@ -31,7 +31,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from myriad.comm.redis_address import redis_address
+from myriad.comm.rendezvous.redis_address import redis_address
 from myriad.run import Run
 from myriad.supervise.background import AsyncWriter
 from myriad.supervise.driver.journal import Journal, NewestEntries

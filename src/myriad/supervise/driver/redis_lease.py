@@ -26,7 +26,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from myriad.comm.redis_address import RedisAddress
+from myriad.comm.rendezvous.redis_address import RedisAddress
 from myriad.wire.run_secret import run_secret
 
 __all__ = [

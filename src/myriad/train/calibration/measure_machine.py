@@ -35,7 +35,7 @@ import torch.distributed as dist
 from myriad.comm.free_port import free_port
 from myriad.comm.groups import Group, close_world, local_rank, open_world
 from myriad.comm.layout import Layout
-from myriad.comm.store_secret import new_store_secret
+from myriad.comm.rendezvous.store_secret import new_store_secret
 from myriad.errors import RunFailedError
 from myriad.kernels.host_memory import keep_freed_memory
 from myriad.model.boundary import Boundary

@@ -10,9 +10,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from myriad.comm import attempt_store
-from myriad.comm.attempt_store import AttemptStore
-from myriad.comm.store_server import StoreServer
+from myriad.comm.rendezvous import attempt_store
+from myriad.comm.rendezvous.attempt_store import AttemptStore
+from myriad.comm.rendezvous.store_server import StoreServer
 from myriad.errors import RunFailedError
 
 SECRET = b"the secret of this attempt, long enough"

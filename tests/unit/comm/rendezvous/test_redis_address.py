@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from myriad.comm.config import CommConfig
-from myriad.comm.redis_address import RedisAddress, check_store, exposure, redis_address
-from myriad.comm.rendezvous_store import attempt_name
+from myriad.comm.rendezvous.redis_address import RedisAddress, check_store, exposure, redis_address
+from myriad.comm.rendezvous.rendezvous_store import attempt_name
 from myriad.errors import BadInputError
 from myriad.job import load_job
 

@@ -6,7 +6,7 @@ import pytest
 
 from myriad.comm.config import CommConfig
 from myriad.comm.free_port import free_port
-from myriad.comm.rendezvous_store import _listen, open_store
+from myriad.comm.rendezvous.rendezvous_store import _listen, open_store
 from myriad.errors import RunFailedError
 
 

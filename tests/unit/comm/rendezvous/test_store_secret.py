@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from myriad.comm.groups import local_rank
-from myriad.comm.store_secret import STORE_SECRET, attempt_secret, new_store_secret, store_secret
+from myriad.comm.rendezvous.store_secret import STORE_SECRET, attempt_secret, new_store_secret, store_secret
 from myriad.errors import BadInputError
 from myriad.wire.run_secret import SECRET_FILE
 

@@ -1,0 +1,1 @@
+"""How ranks find each other: the authenticated key-value store of an attempt, and Redis in its place."""
