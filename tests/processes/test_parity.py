@@ -70,6 +70,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rotary_pattern": (True, False),
         "residual_scale": 0.3,
         "logit_scale": 0.25,
+        "mup_base_width": 8,
         "norm_bias": True,
         "norm": "layer",
     },

@@ -60,6 +60,13 @@ def _check_norms(job: JobValues) -> None:
     need(not bias, "model.norm_bias", True, "needs model.norm = layer: RMSNorm has no bias")
 
 
+def _check_base_width(job: JobValues) -> None:
+    """LAMB's trust ratios set the size of each matrix's step themselves."""
+    base, name = job.model.mup_base_width, job.optimizer.name
+    allowed = f"off with optimizer.name = {name}: rates by kind of parameter need adamw"
+    need(base is None or name == "adamw", "model.mup_base_width", base, allowed)
+
+
 def _check_rotary(job: JobValues) -> None:
     model, scaling = job.model, job.model.rotary_scaling
     need(len(model.rotary_pattern) > 0, "model.rotary_pattern", [], "at least one of true, false")
@@ -319,6 +326,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_layout,
     _check_heads,
     _check_norms,
+    _check_base_width,
     _check_rotary,
     _check_tensor_parallel,
     _check_stages,

@@ -118,6 +118,10 @@ class ModelConfig(Config):
     initial_deviation: float = Field(0.02, gt=0)
     """Standard deviation of the initial weights; divided by sqrt(2 layers) for projections into the
     residual stream."""
+    mup_base_width: int | None = Field(None, ge=1, le=2**20)
+    """Width of the model whose learning rate and initial values this one takes over: with m = model.hidden /
+    mup_base_width, the blocks' matrices start 1/sqrt(m) and learn 1/m as fast, logits are divided by m, and
+    attention scores are scaled by 1 / head size (maximal update parametrization); off: as at any width."""
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -133,6 +137,23 @@ class ModelConfig(Config):
     def head_width(self) -> int:
         """Width of one head."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def width_ratio(self) -> float:
+        """Width in units of ``mup_base_width``; 1 without it."""
+        return 1.0 if self.mup_base_width is None else self.hidden / self.mup_base_width
+
+    @property
+    def score_scale(self) -> float | None:
+        """Factor of the products of queries and keys; ``None``: 1 / sqrt(head size)."""
+        if self.attention_scale is None and self.mup_base_width is not None:
+            return 1 / self.head_width
+        return self.attention_scale
+
+    @property
+    def logit_factor(self) -> float:
+        """Factor of the logits, that of the width included."""
+        return self.logit_scale / self.width_ratio
 
     @property
     def kernel_widths(self) -> dict[str, int]:

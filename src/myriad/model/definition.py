@@ -21,7 +21,7 @@ from torch import nn
 
 from myriad.model.boundary import Boundary
 
-__all__ = ["Context", "Definition", "Shard", "StatesShapes", "shard_of"]
+__all__ = ["Context", "Definition", "ScalesRates", "Shard", "StatesShapes", "rate_of", "shard_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,15 @@ class Definition(Protocol):
 
 
 @runtime_checkable
+class ScalesRates(Protocol):
+    """A model whose matrices have learning rates of their own."""
+
+    def rate_of(self, name: str) -> float:
+        """Return the factor of the learning rate of the matrix with this full name."""
+        ...
+
+
+@runtime_checkable
 class StatesShapes(Protocol):
     """A model that states the shapes of its layers' outputs. Those of any other model are found by running
     its layers on the meta device, which imports PyTorch's compiler: more than a second for each rank."""
@@ -109,6 +118,11 @@ class StatesShapes(Protocol):
         """Return the shape of layer ``index``'s output on one rank. ``inputs``: shape of one micro-batch as
         the first layer takes it."""
         ...
+
+
+def rate_of(definition: Definition, name: str, shape: torch.Size) -> float:
+    """Return the factor of the learning rate of a parameter. Vectors have the rate of the schedule."""
+    return definition.rate_of(name) if isinstance(definition, ScalesRates) and len(shape) >= 2 else 1.0
 
 
 def shard_of(definition: Definition, name: str) -> Shard | None:

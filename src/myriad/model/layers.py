@@ -345,7 +345,7 @@ class Head(SteppedLayer):
         super().__init__()
         self.boundary, self.vocabulary = boundary, config.vocabulary
         self.norm = _norm(config, boundary)
-        self.scale, self.softcap, self.z_loss = config.logit_scale, config.logit_softcap, config.z_loss
+        self.scale, self.softcap, self.z_loss = config.logit_factor, config.logit_softcap, config.z_loss
         self.output = Linear(config.hidden, config.padded_vocabulary(boundary.size) // boundary.size)
 
     def steps(self, x: torch.Tensor, context: Context) -> Steps:

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.window, self.later = config.layer_window(layer), boundary.later
         self.kernels = boundary.kernels
         self.rotary = config.layer_rotary(layer)
-        self.scores = Scores(config.attention_scale, config.attention_softcap)
+        self.scores = Scores(config.score_scale, config.attention_softcap)
         self.sinks = nn.Parameter(torch.empty(num_heads)) if config.attention_sinks else None
         self.capped = config.has_capped_scores
         self.head_norm: HeadNorm | None = None

@@ -96,26 +96,29 @@ class Moments:
         chosen = [i for i in indices if self.regions[i].decays == decays and self.regions[i].values.numel()]
         if self.in_triton:
             self._move_in_triton(chosen, decays=decays, stays=stays)
-        elif chosen:
+            return
+        for rate in sorted({self.regions[index].rate for index in chosen}):
+            same = [index for index in chosen if self.regions[index].rate == rate]
             self.move(
-                [self.regions[index].values for index in chosen],
-                [(index, slice(None)) for index in chosen],
-                learning_rate=self.learning_rate,
-                weight_decay=self.config.weight_decay if decays else 0.0,
+                [self.regions[index].values for index in same],
+                [(index, slice(None)) for index in same],
+                learning_rate=self.learning_rate * rate,
+                weight_decay=self.config.weight_decay / rate if decays else 0.0,
                 stays=stays,
             )
 
-    def coefficients(self, *, decays: bool) -> "Coefficients":
-        """Return the coefficients of the current step, for Triton's kernels."""
+    def coefficients(self, *, decays: bool, rate: float = 1.0) -> "Coefficients":
+        """Return the coefficients of the current step, for Triton's kernels. ``rate``: factor of the learning
+        rate."""
         from myriad.kernels.triton.optimizer_kernels import Coefficients
 
         config = self.config
         return Coefficients(
-            learning_rate=self.learning_rate,
+            learning_rate=self.learning_rate * rate,
             beta1=config.beta1,
             beta2=config.beta2,
             epsilon=config.epsilon,
-            weight_decay=config.weight_decay if decays else 0.0,
+            weight_decay=config.weight_decay / rate if decays else 0.0,
             gradient_scale=self.gradient_scale,
             step=self.steps_done + 1,
         )
@@ -126,7 +129,7 @@ class Moments:
         for index in indices:
             region = self.regions[index]
             moments = self.exp_avg[index], self.exp_avg_sq[index]
-            coefficients = self.coefficients(decays=decays)
+            coefficients = self.coefficients(decays=decays, rate=region.rate)
             adamw_in_one_pass(region.values, region.gradients, *moments, coefficients, stays)
 
 

@@ -1,6 +1,6 @@
 """A chunk: parameters in one flat buffer that data parallelism cuts into equal slices.
 
-    parameters     w1 | w2 | w3 | norm | bias | pad        decayed ones first, padded to a multiple of dp
+    parameters     w1 | w2 | w3 | norm | bias | pad        decayed first, by rate; padded for dp
     rank 0 of 2    [--- slice ---)                          master values, optimizer state: float32
     rank 1 of 2                  [--- slice ---)
 
@@ -24,7 +24,7 @@ Gathers and reductions are issued (`start_...`) and waited for (`await_...`); th
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import torch
 from torch import nn
@@ -58,6 +58,8 @@ class Entry:
     """How tensor-parallel ranks shard the parameter; ``None``: each rank holds the whole."""
     is_partial_over_tp: bool
     """Whether every tensor-parallel rank holds the whole parameter, with gradients that are partial sums."""
+    rate: float = 1.0
+    """Factor of the learning rate."""
 
     @property
     def decays(self) -> bool:
@@ -103,7 +105,7 @@ class Chunk:
         place: "ChunkMemory | None" = None,
     ) -> None:
         """``place``: the fixed memory of the whole chunk; ``None``: the allocator chooses the address."""
-        self.entries = sorted(entries, key=lambda entry: not entry.decays)
+        self.entries = sorted(entries, key=lambda entry: (not entry.decays, entry.rate))
         self.sharing, self.first_row = sharing, first_row
         ends = list(accumulate((entry.shape.numel() for entry in self.entries), initial=0))
         self.spans = list(pairwise(ends))
@@ -119,7 +121,8 @@ class Chunk:
         self._allocate(dtype, device, place or ChunkMemory())
         self._attach()
         self.regions = self._regions()
-        """This rank's slice as the optimizer sees it: the part with weight decay, then the part without."""
+        """This rank's slice as the optimizer sees it: the parts with weight decay, one for each factor of the
+        learning rate, then the part without."""
         self._collective = sharing.scheduler.bucket_collective(self.size, dtype)
         self._gathering: PendingCollective | None = None
         self._reducing: PendingCollective | None = None
@@ -189,18 +192,27 @@ class Chunk:
             self.sinks.append(sink)
 
     def _regions(self) -> list[Region]:
-        middle = min(max(self._num_decayed, self.start), self.stop)
-        bounds = ((self.start, middle, True), (middle, self.stop, False))
-        return [self._region(a, b, decays) for a, b, decays in bounds if b > a]
+        kinds = groupby(
+            zip(self.entries, self.spans, strict=True), key=lambda pair: (pair[0].decays, pair[0].rate)
+        )
+        ends = [(kind, list(pairs)[-1][1][1]) for kind, pairs in kinds]
+        ends[-1:] = [(kind, self.size) for kind, _ in ends[-1:]]  # the padding belongs to the last one
+        found, start = [], self.start
+        for (decays, rate), end in ends:
+            stop = min(max(end, start), self.stop)
+            if stop > start:
+                found.append(self._region(start, stop, decays, rate))
+            start = stop
+        return found
 
-    def _region(self, start: int, stop: int, decays: bool) -> Region:
+    def _region(self, start: int, stop: int, decays: bool, rate: float) -> Region:
         inside = slice(start - self.start, stop - self.start)
         pieces = tuple(
             ParameterSlice(self.first_row + row, max(a, start) - start, min(b, stop) - start)
             for row, (a, b) in enumerate(self.spans)
             if max(a, start) < min(b, stop)
         )
-        return Region(self.master[inside], self.gradients[inside], decays, pieces)
+        return Region(self.master[inside], self.gradients[inside], decays, pieces, rate)
 
     def holds(self, row: int) -> bool:
         """Return whether this rank's slice contains a part of this parameter."""

@@ -20,7 +20,7 @@ from myriad.comm.groups import Groups
 from myriad.kernels.float8 import MULTIPLE, Float8, KeptForms
 from myriad.kernels.gradient import sink_of
 from myriad.model.boundary import Boundary
-from myriad.model.definition import Context, Definition, StatesShapes, shard_of
+from myriad.model.definition import Context, Definition, StatesShapes, rate_of, shard_of
 from myriad.parallel.chunk import Chunk, ChunkMemory, Entry, Sharing
 from myriad.parallel.transient_buffer import FixedMemory
 from myriad.program.actions import Action
@@ -144,7 +144,10 @@ def _entries(definition: Definition, index: int, layer: nn.Module) -> list[Entry
         name = f"{prefix}.{path}"
         cut = shard_of(definition, name)
         partial = definition.sequence_parallel and cut is None
-        found.append(Entry(name, ((layer.get_submodule(owner), attribute),), parameter.shape, cut, partial))
+        rate = rate_of(definition, name, parameter.shape)
+        found.append(
+            Entry(name, ((layer.get_submodule(owner), attribute),), parameter.shape, cut, partial, rate)
+        )
     return found
 
 

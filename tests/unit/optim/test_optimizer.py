@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sharding import Parameter, Ranks
 
 from myriad.optim.config import OptimizerConfig
+from myriad.optim.moments import AdamW
 from myriad.optim.region import Region
 
 RATES = (1e-2, 2e-2, 5e-3)
@@ -167,3 +168,14 @@ def test_a_rank_without_parameters_takes_part() -> None:
     ranks = Ranks(OptimizerConfig(name="lamb"), parameters, [0, 1, 2])
     torch.testing.assert_close(run(ranks, gradients), whole)
     assert isinstance(ranks.regions[0][0], Region) and ranks.regions[0][0].values.numel() == 0
+
+
+def test_a_region_has_its_own_rate_and_decays_by_that_of_the_schedule() -> None:
+    config = OptimizerConfig(weight_decay=0.5, epsilon=1e-30)
+    regions = [Region(torch.ones(4), torch.full((4,), 3.0), True, (), rate) for rate in (1.0, 0.25)]
+    optimizer = AdamW(config, regions)
+    optimizer.begin(0.1, 1.0)
+    optimizer.update([0, 1])
+    for region in regions:
+        moved = 1 - 0.1 * 0.5 - 0.1 * region.rate
+        assert torch.allclose(region.values, torch.full((4,), moved))

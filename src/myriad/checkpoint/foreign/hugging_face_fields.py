@@ -188,7 +188,7 @@ def _by_layer_type(
 
 def write_gemma(model: ModelConfig) -> Values:
     """Return the fields beyond the copied ones: Gemma 2."""
-    scale = model.attention_scale or model.head_width**-0.5
+    scale = model.score_scale or model.head_width**-0.5
     return write_decoder(model) | {
         "query_pre_attn_scalar": round(scale**-2),
         "attn_logit_softcapping": model.attention_softcap,
@@ -270,8 +270,8 @@ def write_granite(model: ModelConfig) -> Values:
     return write_decoder(model) | {
         "embedding_multiplier": model.embedding_scale,
         "residual_multiplier": model.residual_scale,
-        "attention_multiplier": model.attention_scale or model.head_width**-0.5,
-        "logits_scaling": 1 / model.logit_scale,
+        "attention_multiplier": model.score_scale or model.head_width**-0.5,
+        "logits_scaling": 1 / model.logit_factor,
         "mlp_bias": False,
     }
 

@@ -52,7 +52,7 @@ _SAME = {
 _REPORTED = (
     *("vocabulary", "norm_epsilon", "window", "window_pattern", "rotary_base", "rotary_fraction"),
     *("rotary_pattern", "window_rotary_base", "rotary_scaling", "attention_scale", "attention_softcap"),
-    *("embedding_scale", "residual_scale", "logit_scale", "logit_softcap"),
+    *("embedding_scale", "residual_scale", "logit_scale", "logit_softcap", "mup_base_width"),
 )
 """Fields whose differences are reported, not refused: the user may intend them."""
 
