@@ -15,6 +15,7 @@ from tiny_corpora import make_corpus
 from typer.testing import CliRunner
 
 from myriad.checkpoint.checkpoint_files import load_model
+from myriad.checkpoint.foreign.safetensors_file import Box, SafetensorsFile
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
 from myriad.data.corpus import open_corpora, read_batch
@@ -52,10 +53,26 @@ def start(tmp_path: Path, corpus: Path) -> Callable[..., Run]:
     return make
 
 
-def train(run: Run) -> list[float]:
-    """The losses."""
+def counted(arguments: list[str]) -> tuple[int, int]:
+    """The exit code of a rank, and the bytes of values that it read from safetensors files."""
+    files: set[SafetensorsFile] = set()
+    read = SafetensorsFile.read
+
+    def kept(self: SafetensorsFile, name: str, box: Box) -> torch.Tensor:
+        files.add(self)
+        return read(self, name, box)
+
+    SafetensorsFile.read = kept  # type: ignore[method-assign]
+    return worker.main(arguments), sum(file.bytes_read for file in files)
+
+
+def train(run: Run, bytes_read: list[int] | None = None) -> list[float]:
+    """The losses. ``bytes_read``: is extended by those of each rank."""
     world = run.job().layout.world
-    assert run_ranks(world, worker.main, [str(run.path)]) == [0] * world
+    results = run_ranks(world, counted, [str(run.path)])
+    assert [code for code, _ in results] == [0] * world
+    if bytes_read is not None:
+        bytes_read += [count for _, count in results]
     return [line["loss"] for line in run.read_metrics()]
 
 
@@ -96,12 +113,17 @@ def test_every_layout_begins_with_the_same_weights(
     weights = random_weights(**(model | {"vocabulary": 320}))
     source = exported(weights, tmp_path / "hf", shard_bytes=40_000)
     one = start("one", model, f"train.init_from={source}")
+    size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     expected = train(one)
     assert expected[0] == pytest.approx(loss_of(weights, one), rel=1e-5)
     assert abs(expected[0] - train(start("seed", model))[0]) > 0.1, "not the loss of the seed's weights"
     for number, layout in enumerate(LAYOUTS[2:] if model is not GPT2 else LAYOUTS[:3]):
         run = start(str(number), model, f"train.init_from={source}", *layout)
-        found = train(run)
+        bytes_read: list[int] = []
+        found = train(run, bytes_read)
+        shared = run.job().layout.world if layout[-1] != "comm.sync_every=2" else 1
+        tables = 0.15 if layout == ["layout.pp=2"] else 0.0  # both stages have the tied embedding
+        assert max(bytes_read) <= size * (1 / shared + tables + 0.01), "no more than the rank's share"
         assert found[0] == pytest.approx(expected[0], rel=1e-5), layout
         if layout[-1] != "comm.sync_every=2":
             assert found == pytest.approx(expected, rel=1e-5), layout

@@ -246,6 +246,11 @@ class Weights(Protocol):
         """Return one full tensor, in its stored precision."""
         ...
 
+    def read_parts(self, name: str, boxes: Sequence[tuple[slice, ...]]) -> Iterator[torch.Tensor]:
+        """Yield parts of one tensor, in its stored precision, reading as little else as the format allows.
+        A part has a first element and an end in each dimension."""
+        ...
+
 
 class CheckpointWeights:
     """The model weights in one Myriad checkpoint."""
@@ -253,12 +258,28 @@ class CheckpointWeights:
     def __init__(self, checkpoint: Checkpoint, run: Path | None, model: ModelConfig | None) -> None:
         """Read names and shapes, but no values."""
         self.where, self.run, self.model = checkpoint.where, run, model
-        self.shapes: Shapes = {
-            name.removeprefix(_PREFIX): shape
-            for name, shape in checkpoint.manifest().shapes.items()
+        tensors = {
+            name.removeprefix(_PREFIX): tensor
+            for name, tensor in checkpoint.manifest().tensors.items()
             if name.startswith(_PREFIX)
         }
+        self.shapes: Shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
+        self._dtypes = {name: tensor["dtype"] for name, tensor in tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """Return one full tensor."""
         return load_model(self.where, _PREFIX + name)[""]
+
+    def read_parts(self, name: str, boxes: Sequence[tuple[slice, ...]]) -> Iterator[torch.Tensor]:
+        """Yield parts of one tensor; stored shards that have no element of them are not read."""
+        dtype = getattr(torch, self._dtypes[name])
+        parts = [torch.empty([one.stop - one.start for one in box], dtype=dtype) for box in boxes]
+        offsets = [tuple(one.start for one in box) for box in boxes]
+        load(
+            self.where,
+            [
+                TensorShard(_PREFIX + name, self.shapes[name], start, part)
+                for start, part in zip(offsets, parts, strict=True)
+            ],
+        )
+        yield from parts

@@ -184,3 +184,34 @@ def test_a_damaged_byte_of_a_header_never_ends_in_a_traceback(
         HuggingFaceWeights(folder)
     except BadInputError as error:
         assert "\n" not in str(error)
+
+
+PHI3 = LLAMA | {"model_type": "phi3", "tie_word_embeddings": False, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize("config", [LLAMA, PHI3, GPT2, NEOX], ids=["llama", "phi3", "gpt2", "gpt_neox"])
+def test_any_part_of_a_tensor_equals_that_part_of_the_whole(config: dict[str, Any], tmp_path: Path) -> None:
+    """Three tensors or one, transposed, in groups, rotary pairs: cut anywhere, also inside a head."""
+    generator = torch.Generator().manual_seed(3)
+    random = {name: torch.randn(x.shape, generator=generator) for name, x in theirs(config).items()}
+    save_file(random, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = HuggingFaceWeights(tmp_path)
+    for name, shape in weights.shapes.items():
+        whole = weights.read(name)
+        rows, columns = shape[0], shape[1:]
+        for first, last in [(0, rows // 2), (rows // 2, rows), (rows // 3, rows // 3 + 1), (5, rows - 3)]:
+            box = (slice(first, last), *(slice(size // 4, size // 2) for size in columns))
+            (part,) = weights.read_parts(name, [box])
+            assert torch.equal(part, whole[box]), (name, box)
+    before, half = weights.bytes_read, slice(0, weights.shapes["blocks.0.mlp.down.weight"][1] // 2)
+    list(weights.read_parts("blocks.0.mlp.down.weight", [(slice(0, 32), half)]))
+    assert weights.bytes_read - before == 32 * half.stop * 4, "no other columns are read"
+
+
+def test_a_file_that_changes_after_its_header_was_read_is_refused(sharded: Path) -> None:
+    weights = HuggingFaceWeights(sharded)
+    with (sharded / TWO).open("r+b") as file:
+        file.truncate(300)
+    with pytest.raises(BadInputError, match=r"is not readable \(was changed while it was read\)"):
+        weights.read("head.norm.weight")

@@ -10,17 +10,18 @@ A folder is written beside its final path and renamed, so a kill leaves no parti
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from myriad.checkpoint.checkpoint_files import Shapes, Weights
 from myriad.checkpoint.foreign.hugging_face_config import config_of, model_of
 from myriad.checkpoint.foreign.hugging_face_names import TensorMapping, missing_or_other, tensor_mappings
+from myriad.checkpoint.foreign.safetensors_file import Box, SafetensorsFile, whole_box
 from myriad.checkpoint.storage.staged_folder import staged_folder
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
@@ -80,8 +81,9 @@ def end_of_text(path: Path) -> list[int]:
 class HuggingFaceWeights:
     """Weights in a Hugging Face folder, under Myriad's names and in Myriad's shapes."""
 
-    def __init__(self, path: Path, vocabulary_multiple: int = 64) -> None:
-        """Read headers, and the values of an output projection only if it should be tied.
+    def __init__(self, path: Path, vocabulary_multiple: int = 64, *, compare_tied: bool = True) -> None:
+        """Read headers, and the values of an output projection only if it should be tied, unless
+        ``compare_tied`` is false: another process has compared them.
 
         Raises `BadInputError` if the model has no counterpart in Myriad, if a tensor is missing or differs in
         shape or dtype from ``config.json``, and if there are tensors that ``config.json`` does not imply."""
@@ -91,21 +93,32 @@ class HuggingFaceWeights:
         self.model: ModelConfig | None = model_of(config, vocabulary_multiple)
         mappings = tensor_mappings(self.model, config["model_type"])
         self._mappings = {mapping.name: mapping for mapping in mappings}
+        self._compare_tied = compare_tied
         self._places = _find_tensors(path)
-        found = {name: shape for name, (_, _, shape) in self._places.items()}
+        found = {name: file.tensors[own].shape for name, (file, own) in self._places.items()}
         if problem := next(missing_or_other(mappings, found), None):
             raise BadInputError("weights", str(path), f"does not match its config.json: {problem}")
         self._refuse_others(mappings)
         self.shapes: Shapes = {mapping.name: mapping.shape for mapping in mappings}
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of values that were read so far."""
+        return sum(file.bytes_read for file in {file for file, _ in self._places.values()})
+
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor by Myriad's name."""
-        return self._mappings[name].read(self._read_theirs)
+        return self._mappings[name].read_box(self._read_theirs, whole_box(self.shapes[name]))
+
+    def read_parts(self, name: str, boxes: Sequence[Box]) -> Iterator[torch.Tensor]:
+        """Yield parts of one tensor, and read no others."""
+        for box in boxes:
+            yield self._mappings[name].read_box(self._read_theirs, box)
 
     def _refuse_others(self, mappings: Sequence[TensorMapping]) -> None:
         """Raise `BadInputError` for tensors that would be dropped, unless the model does not need them."""
-        used = {self._places[name][:2] for mapping in mappings for name in mapping.their_shapes()}
-        others = {place[1]: place for place in self._places.values() if place[:2] not in used}
+        used = {self._places[name] for mapping in mappings for name in mapping.their_shapes()}
+        others = {place[1] for place in self._places.values() if place not in used}
         left = [name for name in sorted(others) if not name.endswith(_DERIVED) and not self._is_tied(name)]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
@@ -117,37 +130,41 @@ class HuggingFaceWeights:
     def _is_tied(self, name: str) -> bool:
         """Whether a tensor is an output projection that equals the embedding."""
         table = self._mappings["embedding.tokens.weight"].row_slices[0].name
-        return name in _OUTPUTS and torch.equal(self._read_theirs(name), self._read_theirs(table))
+        output, tokens = (file.tensors[own] for file, own in (self._places[name], self._places[table]))
+        if name not in _OUTPUTS or (output.dtype, output.shape) != (tokens.dtype, tokens.shape):
+            return False
+        rows, columns = tokens.shape
+        boxes = [
+            (slice(row, min(row + _COMPARED_ROWS, rows)), slice(0, columns))
+            for row in range(0, rows if self._compare_tied else 0, _COMPARED_ROWS)
+        ]
+        return all(torch.equal(self._read_theirs(name, box), self._read_theirs(table, box)) for box in boxes)
 
-    def _read_theirs(self, name: str) -> torch.Tensor:
-        file, own_name, _ = self._places[name]
-        with safe_open(file, "pt") as opened:
-            tensor: torch.Tensor = opened.get_tensor(own_name)
-        return tensor
+    def _read_theirs(self, name: str, box: Box) -> torch.Tensor:
+        file, own_name = self._places[name]
+        return file.read(own_name, box)
 
 
-_Place = tuple[Path, str, tuple[int, ...]]
-"""File, name in the file, shape."""
+_Place = tuple[SafetensorsFile, str]
+"""File, name in the file."""
+_COMPARED_ROWS = 1024
+"""Rows of two tables in memory while they are compared."""
 
 
 def _find_tensors(path: Path) -> Mapping[str, _Place]:
     """Return the location of every tensor, by full name."""
     places: dict[str, _Place] = {}
-    for file in _weight_files(path):
-        try:
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                    header = opened.get_slice(name)
-                    if (kind := header.get_dtype()) not in _READ_TYPES and not name.endswith(_DERIVED):
-                        allowed = (
-                            f"{name} is stored as {kind}: one of {', '.join(_READ_TYPES)} (not quantized)"
-                        )
-                        raise BadInputError("weights", str(file), allowed)
-                    if name in places:
-                        raise BadInputError("weights", str(file), f"{name} is in {places[name][0]} as well")
-                    places[name] = (file, name, tuple(header.get_shape()))
-        except (SafetensorError, OSError) as error:
-            raise BadInputError("weights", str(file), f"not readable ({error})") from None
+    for file_path in _weight_files(path):
+        file = SafetensorsFile(file_path)
+        for name, stored in file.tensors.items():
+            if stored.dtype not in _READ_TYPES and not name.endswith(_DERIVED):
+                allowed = (
+                    f"{name} is stored as {stored.dtype}: one of {', '.join(_READ_TYPES)} (not quantized)"
+                )
+                raise BadInputError("weights", str(file_path), allowed)
+            if name in places:
+                raise BadInputError("weights", str(file_path), f"{name} is in {places[name][0].path} as well")
+            places[name] = (file, name)
     _refuse_other_index(path, places)
     if any(name.startswith(_BASES) for name in places):
         return places
@@ -186,8 +203,8 @@ def _refuse_other_index(path: Path, places: Mapping[str, "_Place"]) -> None:
         found = places.get(tensor)
         if found is None and tensor.endswith(_DERIVED):
             continue
-        if found is None or found[0].name != name:
-            there = "is not there" if found is None else f"is in {found[0].name}"
+        if found is None or found[0].path.name != name:
+            there = "is not there" if found is None else f"is in {found[0].path.name}"
             raise BadInputError("weights", str(path / _INDEX), f"{tensor} should be in {name}, {there}")
 
 

@@ -21,6 +21,7 @@ import torch
 from myriad.checkpoint.foreign.hugging_face_config import kind_of
 from myriad.checkpoint.foreign.hugging_face_families import FAMILIES
 from myriad.checkpoint.foreign.hugging_face_family import TensorNames
+from myriad.checkpoint.foreign.safetensors_file import Box, whole_box
 from myriad.model.config import ModelConfig
 
 __all__ = ["RowSlice", "TensorMapping", "missing_or_other", "tensor_mappings"]
@@ -59,16 +60,34 @@ class TensorMapping:
 
     def read(self, theirs: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Return Myriad's tensor from the source tensors, in their dtype. Missing rows are zero."""
-        tensors = {name: self._rows_first(theirs(name)) for name in self.their_shapes()}
-        first = next(iter(tensors.values()))
-        ours, row = first.new_zeros(self.shape), 0
+        tensors = {name: theirs(name) for name in self.their_shapes()}
+        return self.read_box(lambda name, box: tensors[name][box], whole_box(self.shape))
+
+    def read_box(self, theirs: Callable[[str, Box], torch.Tensor], box: Box) -> torch.Tensor:
+        """Return a part of Myriad's tensor. ``theirs`` is called for those parts of source tensors that it is
+        made of, and for the other rows of a head of which it has some. Missing rows are zero."""
+        ours, row = torch.empty(0), 0
         for row_slice in self.row_slices:
-            rows = tensors[row_slice.name][row_slice.first_row : row_slice.first_row + row_slice.num_rows]
-            ours[row : row + row_slice.num_rows] = _neighbours(
-                rows, row_slice.head_width, row_slice.rotary_width
-            )
+            low, high = max(box[0].start, row), min(box[0].stop, row + row_slice.num_rows)
+            if low < high:
+                rows = self._read_rows(theirs, row_slice, slice(low - row, high - row), box[1:])
+                if len(rows) == box[0].stop - box[0].start:
+                    return rows
+                ours = ours if ours.numel() else rows.new_zeros([one.stop - one.start for one in box])
+                ours[low - box[0].start : high - box[0].start] = rows
             row += row_slice.num_rows
-        return ours
+        return ours if ours.numel() else torch.zeros([one.stop - one.start for one in box])
+
+    def _read_rows(
+        self, theirs: Callable[[str, Box], torch.Tensor], row_slice: RowSlice, rows: slice, columns: Box
+    ) -> torch.Tensor:
+        """Return rows of a slice, counted from its first one, in Myriad's order."""
+        unit, start = row_slice.head_width or 1, row_slice.first_row
+        first, last = rows.start // unit * unit, -(-rows.stop // unit) * unit
+        box = (slice(start + first, start + last), *columns)
+        found = theirs(row_slice.name, box[::-1]).T if self.transposed else theirs(row_slice.name, box)
+        ordered = _neighbours(found, row_slice.head_width, row_slice.rotary_width)
+        return ordered[rows.start - first : rows.stop - first]
 
     def write(self, ours: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the source tensors from Myriad's tensor. Missing rows are zero."""

@@ -2,7 +2,7 @@
 
     before any rank     names and shapes of the source against the model's, from headers alone
     rank 0              verifies every byte, broadcasts which checkpoint it is
-    every rank          reads the tensors that it holds a part of, one at a time, and copies its shards
+    every rank          reads its parts of the tensors that it holds, one at a time, and no others
 
 A run that holds only an imported checkpoint of step 0 begins from that checkpoint.
 """
@@ -77,9 +77,11 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
         return None
     where = _agree(lambda: _open(source, job, every_byte=True).where, engine)
     assert where is not None, "it is the place that was opened"
-    weights = _open(where, job)
+    weights = _open(where, job, verified=True)
     for name, parts in _by_name(engine.all_shards()).items():
-        _fill(parts, weights.read(name))
+        boxes = [_box_of(part) for part in parts]
+        for part, values in zip(parts, weights.read_parts(name, boxes), strict=True):
+            part.values.copy_(values)
     engine.loaded()
     kind = "hugging_face" if isinstance(weights, HuggingFaceWeights) else "checkpoint"
     description = {"source": weights.where, "kind": kind, "tensors": len(weights.shapes)}
@@ -108,9 +110,15 @@ def refuse_other_run(run: Run, job: Job, step: int, engine: Engine) -> None:
     _agree(check, engine)
 
 
-def _open(source: str, job: Job, *, every_byte: bool = False) -> Weights:
-    multiple = job.model.vocabulary_multiple
-    weights = open_weights(source, _KEY, vocabulary_multiple=multiple, every_byte=every_byte)
+def _open(source: str, job: Job, *, every_byte: bool = False, verified: bool = False) -> Weights:
+    """Open weights that fit the model. ``verified``: another rank has done it."""
+    weights = open_weights(
+        source,
+        _KEY,
+        vocabulary_multiple=job.model.vocabulary_multiple,
+        every_byte=every_byte,
+        verified=verified,
+    )
     _refuse_other_shapes(source, _shapes_of(job.model), weights.shapes)
     if weights.model is not None:
         _refuse_other_kind(source, job.model, weights.model)
@@ -224,7 +232,8 @@ def _by_name(shards: Iterator[TensorShard]) -> Mapping[str, list[TensorShard]]:
     return parts
 
 
-def _fill(parts: list[TensorShard], whole: torch.Tensor) -> None:
-    for part in parts:
-        spans = zip(part.offsets, part.values.shape, strict=True)
-        part.values.copy_(whole[tuple(slice(start, start + size) for start, size in spans)])
+def _box_of(part: TensorShard) -> tuple[slice, ...]:
+    """Return the first element and the end of a shard, in each dimension."""
+    return tuple(
+        slice(start, start + size) for start, size in zip(part.offsets, part.values.shape, strict=True)
+    )

@@ -15,19 +15,21 @@ __all__ = ["job_of", "open_weights"]
 _JOB = "job.toml"
 
 
-def open_weights(name: str, key: str, *, vocabulary_multiple: int = 64, every_byte: bool = False) -> Weights:
+def open_weights(
+    name: str, key: str, *, vocabulary_multiple: int = 64, every_byte: bool = False, verified: bool = False
+) -> Weights:
     """Find weights and read their headers; for a run, use the newest checkpoint that verifies.
 
     ``key`` is the option that the user set, for messages. A Hugging Face vocabulary is padded to
     ``vocabulary_multiple``. With ``every_byte``, checkpoints are verified by their hashes, not by sizes
-    alone. Raises `BadInputError`.
+    alone; with ``verified``, another process has done so, and no value is read. Raises `BadInputError`.
     """
     try:
         found = locate(name, key)
     except BadInputError as error:
         for path in (Path(name).expanduser(), Path("runs") / name):
             if is_hugging_face(path):
-                return HuggingFaceWeights(path, vocabulary_multiple)
+                return HuggingFaceWeights(path, vocabulary_multiple, compare_tied=not verified)
         if not error.allowed.startswith(ALLOWED):
             raise
         raise BadInputError(key, name, f"{ALLOWED}, or a Hugging Face folder with safetensors") from None
