@@ -147,7 +147,7 @@ def test_a_node_that_a_person_wants_to_leave_gives_way_after_its_step(
     tmp_path: Path, corpus: Path, undisturbed: Run
 ) -> None:
     """A spare takes its place; no step is done twice, no bit is other, and no process is left behind."""
-    run = make_run(tmp_path / "run", corpus, "resilience.spares=1")
+    run = make_run(tmp_path / "run", corpus, "resilience.spares=1", "checkpoint.linger_seconds=10")
     told: list[str] = []
     left: list[int] = []
     before = descendants()  # what other tests of this process keep, such as its tracker of shared memory
@@ -169,7 +169,7 @@ def test_a_node_that_a_person_wants_to_leave_gives_way_after_its_step(
     assert steps == sorted(set(steps)), "none was done twice"
     assert_same_run(run, undisturbed)
     assert len(left) > 8
-    # a server waits 30 s for its first rank, and a minute if no rank has ended its session
+    # a server waits 30 s for its first rank, and 10 s if no rank has ended its session
     wait_until(lambda: not any(map(is_alive, left)), 120)
 
 
