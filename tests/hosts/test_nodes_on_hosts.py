@@ -112,9 +112,12 @@ def test_a_host_that_is_cut_off_gives_way_to_a_spare_and_can_do_nothing_any_more
     joined = [
         start(made, FIRST, "join", run.path, "--node", 0),
         start(made, SECOND, "join", run.path, "--node", 1),
-        start(made, SPARE, "join", run.path),
     ]
-    wait_until(lambda: steps_done(run) >= 12)
+    wait_until(
+        lambda: len(list(run.path.glob("nodes/node-*.json"))) == 2
+    )  # the spare would take a free number
+    joined.append(start(made, SPARE, "join", run.path))
+    wait_until(lambda: steps_done(run) >= 12 and events(run, "spares"))
     made.set_link(cut, up=False)
     wait_until(lambda: events(run, "eviction"))
     lost = cut - FIRST
