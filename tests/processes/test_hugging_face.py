@@ -76,7 +76,9 @@ OURS = {
     "stablelm": LLAMA | {
         "norm": "layer", "norm_bias": True, "rotary_fraction": 0.25, "attention_bias": "qkv",
     },
-    "stablelm, parallel": LLAMA | {"norm": "layer", "norm_bias": True, "block": "parallel"},
+    "stablelm, parallel": LLAMA | {
+        "norm": "layer", "norm_bias": True, "block": "parallel", "qk_norm": "heads", "qk_norm_kind": "layer",
+    },
     "pythia": TINY | {
         "norm": "layer", "bias": True, "attention_bias": "all", "block": "parallel", "parallel_norms": 2,
         "rotary_fraction": 0.25, "tied": False,
@@ -215,7 +217,7 @@ THEIRS: dict[str, Callable[[], Any]] = {
     ),
     "stablelm 2": lambda: transformers.StableLmConfig(**without_head_dim(ROTARY), use_qkv_bias=True),
     "stablelm, parallel": lambda: transformers.StableLmConfig(
-        **without_head_dim(ROTARY), use_parallel_residual=True
+        **without_head_dim(ROTARY), use_parallel_residual=True, qk_layernorm=True
     ),
     "pythia": lambda: transformers.GPTNeoXConfig(**NEOX),
     "pythia, serial": lambda: transformers.GPTNeoXConfig(**NEOX, use_parallel_residual=False),

@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "activation": "swiglu",
         "kv_heads": 2,
         "qk_norm": "head",
+        "qk_norm_kind": "layer",
         "attention_bias": "qkv",
         "rotary_scaling": {"kind": "yarn", "factor": 4.0, "original_sequence": 8},
     },
@@ -73,6 +74,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "mup_base_width": 8,
         "norm_bias": True,
         "norm": "layer",
+        "qk_norm": "heads",
+        "qk_norm_kind": "layer",
     },
 }
 

@@ -58,6 +58,15 @@ def _check_norms(job: JobValues) -> None:
     need(not zero_centered, "model.norm_zero_centered", True, "needs model.norm = rms")
     bias = model.norm_bias and model.norm != "layer"
     need(not bias, "model.norm_bias", True, "needs model.norm = layer: RMSNorm has no bias")
+    _check_query_key_norm(model)
+
+
+def _check_query_key_norm(model: ModelConfig) -> None:
+    layer = model.qk_norm_kind == "layer"
+    allowed = f"rms with model.qk_norm = {model.qk_norm}: a LayerNorm is over each head"
+    need(not layer or model.qk_norm in ("head", "heads"), "model.qk_norm_kind", "layer", allowed)
+    allowed = "needs model.qk_norm_kind = layer: RMSNorm has no bias"
+    need(not model.qk_norm_bias or layer, "model.qk_norm_bias", True, allowed)
 
 
 def _check_base_width(job: JobValues) -> None:

@@ -122,7 +122,7 @@ def _attention_bytes(
     queries, keys = (heads * model.head_width for heads in (model.heads, model.num_kv_heads))
     extra = 0.0
     if model.qk_norm != "none":  # the input of the norm of queries and keys, and its roots
-        roots = model.heads + model.num_kv_heads if model.qk_norm == "head" else 2 * tp
+        roots = 2 * tp if model.qk_norm == "all" else model.heads + model.num_kv_heads
         extra = ((queries + 2 * keys) * bytes_per_value + roots * _FLOAT32) / tp
     if softmax_block is not None:
         softmax = model.heads * _mean_keys(model, layer, softmax_block)

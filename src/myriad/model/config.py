@@ -58,9 +58,14 @@ class ModelConfig(Config):
     before it."""
     window_pattern: tuple[bool, ...] = (True,)
     """Layers that use model.window, repeated over the layers: [true, false] means every other layer."""
-    qk_norm: Literal["none", "head", "all"] = "none"
-    """RMSNorm of queries and of keys: head: over each head, with weights that all heads share (Qwen 3);
-    all: over all heads together (OLMo 2)."""
+    qk_norm: Literal["none", "head", "heads", "all"] = "none"
+    """Norm of queries and of keys: head: over each head, with weights that all heads share (Qwen 3); heads:
+    over each head, with weights of its own (StableLM 2 12B); all: over all heads together (OLMo 2)."""
+    qk_norm_kind: Literal["rms", "layer"] = "rms"
+    """RMSNorm, or LayerNorm over each head (StableLM), of queries and keys."""
+    qk_norm_bias: bool = False
+    """Add biases to the LayerNorms of queries and keys (Megatron-LM). Where values are not rotated, softmax
+    cancels those of keys."""
     attention_scale: float | None = Field(None, gt=0, le=1e6)
     """Factor of the products of queries and keys; off: 1 / sqrt(head size)."""
     attention_softcap: float | None = Field(None, gt=0, le=1e6)
@@ -267,7 +272,7 @@ class ModelConfig(Config):
         results are summed over the ranks."""
         shared = self.norm_size * self.num_branch_norms
         shared += self.hidden * (self.has_output_bias + self.bias)
-        return shared + (2 * self.head_width if self.qk_norm == "head" else 0)
+        return shared + (2 * self.head_width * (1 + self.qk_norm_bias) if self.qk_norm == "head" else 0)
 
     @property
     def block_parameters(self) -> int:
@@ -278,8 +283,8 @@ class ModelConfig(Config):
             cut += queries + keys * (2 if self.has_key_bias else 1)
         if self.bias:
             cut += self.ffn_width * self.up_matrices
-        if self.qk_norm == "all":
-            cut += queries + keys
+        if self.qk_norm in ("heads", "all"):
+            cut += (queries + keys) * (1 + self.qk_norm_bias)
         return cut + self.block_shared_parameters + (self.heads if self.attention_sinks else 0)
 
     def num_parameters(self, *, embeddings: bool = True) -> int:

@@ -45,8 +45,8 @@ class GPT:
         config = self.config
         q, kv = config.heads * config.head_width, config.num_kv_heads * config.head_width
         up = Shard(0, (config.ffn_width,) * config.up_matrices)
-        over_all_heads = {"blocks.*.attention.[qk]_norm.weight": Shard(0)} if config.qk_norm == "all" else {}
-        return over_all_heads | {
+        by_head = config.qk_norm in ("heads", "all")
+        return ({"blocks.*.attention.[qk]_norm.*": Shard(0)} if by_head else {}) | {
             "embedding.tokens.weight": Shard(0),
             "blocks.*.attention.qkv.weight": Shard(0, (q, kv, kv)),
             "blocks.*.attention.qkv.bias": Shard(0, (q, kv, kv) if config.has_key_bias else (q, kv)),

@@ -23,11 +23,12 @@ __all__ = ["Attention"]
 
 
 class _HeadWeight(nn.Module):
-    """The weight of a norm of queries or keys."""
+    """The weight and the bias of a norm of queries or keys."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
 
 class Projection(nn.Module):
@@ -72,10 +73,11 @@ class Attention(nn.Module):
         self.capped = config.has_capped_scores
         self.head_norm: HeadNorm | None = None
         if config.qk_norm != "none":
-            self.head_norm = HeadNorm(config.qk_norm, config.norm_epsilon, boundary)
-            shared = config.qk_norm == "head"
-            self.q_norm = _HeadWeight(config.head_width * (1 if shared else num_heads))
-            self.k_norm = _HeadWeight(config.head_width * (1 if shared else num_kv_heads))
+            centered = config.qk_norm_kind == "layer"
+            self.head_norm = HeadNorm(config.qk_norm, config.norm_epsilon, boundary, centered)
+            width, shared = config.head_width, config.qk_norm == "head"
+            self.q_norm = _HeadWeight(width * (1 if shared else num_heads), bias=config.qk_norm_bias)
+            self.k_norm = _HeadWeight(width * (1 if shared else num_kv_heads), bias=config.qk_norm_bias)
             self.zero_centered = config.norm_zero_centered
         self.output = Linear(num_heads * config.head_width, config.hidden, bias=config.has_output_bias)
         # last: adjacent to the MLP's first matrix
@@ -113,7 +115,8 @@ class Attention(nn.Module):
             norm.weight.float() + 1 if self.zero_centered else norm.weight
             for norm in (self.q_norm, self.k_norm)
         )
-        return query_key_norm(fused, query, key, self.shape, self.head_norm)
+        biases = (self.q_norm.bias, self.k_norm.bias)
+        return query_key_norm(fused, (query, key), self.shape, self.head_norm, biases)
 
     def _turns(self, x: torch.Tensor, first_position: int) -> torch.Tensor | None:
         if self.rotary is None:

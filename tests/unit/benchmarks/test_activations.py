@@ -31,7 +31,7 @@ SHAPES: list[dict[str, Any]] = [
     {"qk_norm": "all", "norm_placement": "after", "dropout": 0.1},
     {"norm_placement": "both", "activation": "geglu_tanh", "norm_zero_centered": True, "ffn_hidden": 176},
     {"block": "parallel", "parallel_norms": 2, "norm": "layer", "bias": True, "attention_bias": "all"},
-    {"attention_softcap": 5.0, "kv_heads": 1},
+    {"attention_softcap": 5.0, "kv_heads": 1, "qk_norm": "heads", "qk_norm_kind": "layer"},
     {"attention_sinks": True, "attention_scale": 0.2},
     {"rotary_pattern": (True, False), "rotary_fraction": 0.5, "residual_scale": 0.5},
     {"embedding_scale": 8.0, "logit_scale": 0.5, "logit_softcap": 30.0},

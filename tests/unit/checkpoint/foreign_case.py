@@ -67,7 +67,9 @@ def arguments_of(model: ModelConfig, **changes: Any) -> argparse.Namespace:
         "normalization": "RMSNorm" if model.norm == "rms" else "LayerNorm",
         "position_embedding_type": "rope" if model.position == "rotary" else "learned_absolute",
         "rotary_base": 10000, "norm_epsilon": 1e-5, "swiglu": model.activation == "swiglu",
-        "add_bias_linear": model.bias, "bias_gelu_fusion": False, "padded_vocab_size": model.vocabulary,
+        "add_bias_linear": model.bias, "add_qkv_bias": model.attention_bias == "qkv",
+        "qk_layernorm": model.qk_norm == "head", "bias_gelu_fusion": False,
+        "padded_vocab_size": model.vocabulary,
         "untie_embeddings_and_output_weights": not model.tied, "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "consumed_train_samples": 24, "global_batch_size": 4, "train_iters": 10, "lr": 1e-3, "min_lr": 1e-3,
@@ -77,7 +79,10 @@ def arguments_of(model: ModelConfig, **changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**values | changes)
 
 
-_ORDER = ("input_layernorm", "linear_proj", "linear_qkv", "pre_mlp_layernorm", "linear_fc1", "linear_fc2")
+_ORDER = (
+    *("input_layernorm", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm", "pre_mlp_layernorm"),
+    *("linear_fc1", "linear_fc2"),
+)
 
 
 def _module_order(name: str) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ def megatron_attention(
     mixed = mixed.view(len(x), groups, (each + 2) * width)
     q, k, v = mixed.split([each * width, width, width], -1)
     q = q.reshape(len(x), model.heads, width)
+    if model.qk_norm == "head":
+        q, k = (megatron_norm(w, f"{at}.{name}_layernorm", one) for name, one in (("q", q), ("k", k)))
     if model.position == "rotary":
         q, k = rotated(q), rotated(k)
     k, v = (one.repeat_interleave(each, 1) for one in (k, v))
@@ -85,32 +88,46 @@ def megatron_attention(
     return torch.nn.functional.linear(out, w[f"{at}.linear_proj.weight"], w.get(f"{at}.linear_proj.bias"))
 
 
+def megatron_norm(w: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    """RMSNorm has no bias."""
+    weight, bias = w[f"{name}.weight"], w.get(f"{name}.bias")
+    if bias is None:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-5)
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+
 def megatron_logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     F = torch.nn.functional
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        if model.norm == "rms":
-            return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], 1e-5)
-        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
-
+    norm = partial(megatron_norm, w)
     x = w["embedding.word_embeddings.weight"][tokens]
     if model.position == "learned":
         x = x + w["embedding.position_embeddings.weight"][: len(tokens)]
     for layer in range(model.layers):
         at = f"decoder.layers.{layer}"
-        x = x + megatron_attention(w, layer, norm(x, f"{at}.input_layernorm"), model)
+        x = x + megatron_attention(w, layer, norm(f"{at}.input_layernorm", x), model)
         h = F.linear(
-            norm(x, f"{at}.pre_mlp_layernorm"),
+            norm(f"{at}.pre_mlp_layernorm", x),
             w[f"{at}.mlp.linear_fc1.weight"],
             w.get(f"{at}.mlp.linear_fc1.bias"),
         )
         h = F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1] if model.activation == "swiglu" else F.gelu(h)
         x = x + F.linear(h, w[f"{at}.mlp.linear_fc2.weight"], w.get(f"{at}.mlp.linear_fc2.bias"))
     table = "embedding.word_embeddings.weight" if model.tied else "output_layer.weight"
-    return F.linear(norm(x, "decoder.final_layernorm"), w[table])
+    return F.linear(norm("decoder.final_layernorm", x), w[table])
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+QK_NORM: dict[str, Any] = {"qk_norm": "head", "qk_norm_kind": "layer", "qk_norm_bias": True}
+NORMED = {
+    "llama, qk_layernorm": LLAMA.model_copy(update={"qk_norm": "head"}),
+    "layer norms, qk_layernorm, add_qkv_bias": LLAMA.model_copy(
+        update=QK_NORM | {"norm": "layer", "norm_bias": True, "attention_bias": "qkv"}
+    ),
+    "gpt, qk_layernorm": GPT.model_copy(update=QK_NORM | {"attention_bias": "all"}),
+    "gpt, rope": GPT.model_copy(update={"position": "rotary", "attention_bias": "all"}),
+}
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA, *NORMED.values()], ids=["gpt", "llama", *NORMED.keys()])
 @torch.no_grad()
 def test_an_imported_model_gives_megatrons_logits(model: ModelConfig, tmp_path: Path) -> None:
     _, theirs = megatron_state(model)
@@ -297,7 +314,7 @@ def test_master_weights_in_another_order_are_refused(tmp_path: Path) -> None:
     [
         ({"num_experts": 8}, "num_experts must be off"),
         ({"rotary_percent": 0.5, "position_embedding_type": "rope"}, "rotary_percent must be 1.0"),
-        ({"normalization": "LayerNorm", "add_bias_linear": False}, "add_bias_linear must be true"),
+        ({"qk_l2_norm": True}, "qk_l2_norm must be off"),
         ({"num_layers": 10**9 + 2**30}, "num_layers must be a whole number"),
         ({"hidden_size": "wide"}, "hidden_size must be a whole number"),
     ],
@@ -305,12 +322,3 @@ def test_master_weights_in_another_order_are_refused(tmp_path: Path) -> None:
 def test_arguments_without_a_counterpart_are_refused_by_name(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(BadInputError, match=problem):
         model_of_arguments(vars(arguments_of(GPT, **changes)), "K")
-
-
-def test_key_biases_that_rotary_positions_make_visible_are_refused(tmp_path: Path) -> None:
-    model = GPT.model_copy(update={"position": "rotary"})
-    _, theirs = megatron_state(model)
-    foreign_state(write_megatron(tmp_path / "zero", model, theirs))
-    theirs["weights"]["decoder.layers.2.self_attention.linear_qkv.bias"] += 1
-    with pytest.raises(BadInputError, match="biases of keys"):
-        foreign_state(write_megatron(tmp_path / "one", model, theirs))

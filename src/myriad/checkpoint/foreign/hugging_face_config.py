@@ -118,6 +118,8 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         "norm_bias": model.has_norm_bias,
         "attention_bias": (model.has_qkv_bias, model.has_key_bias, model.has_output_bias),
         "qk_norm": model.qk_norm,
+        "qk_norm_kind": model.qk_norm_kind,
+        "qk_norm_bias": model.qk_norm_bias,
         "attention_sinks": model.attention_sinks,
         "attention_scale": _rounded(model.score_scale or model.head_width**-0.5),
         "attention_softcap": model.attention_softcap,

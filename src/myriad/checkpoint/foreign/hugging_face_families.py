@@ -201,10 +201,9 @@ FAMILIES: dict[str, Family] = {
         sizes={"norm_epsilon": "layer_norm_eps"},
         defaults={"layer_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu"}
         | {"max_position_embeddings": 4096},
-        must_be={"qk_layernorm": _NO_BIAS},
         read=read_stablelm,
         write=write_stablelm,
-        fields=(*_ROTARY, "partial_rotary_factor", "use_qkv_bias", "use_parallel_residual"),
+        fields=(*_ROTARY, "partial_rotary_factor", "use_qkv_bias", "use_parallel_residual", "qk_layernorm"),
         names=stablelm_names,
     ),
     "gpt_neox": Family(

@@ -32,6 +32,8 @@ class TensorNames:
     """Three tensors, or one that holds queries, keys and values as `qkv_order` says."""
     qkv_order: Literal["rows", "groups"] = "rows"
     """rows: all queries, all keys, all values. groups: for each key/value head its queries, key and value."""
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
+    """Norms of queries and keys; a number follows for each head if the heads have weights of their own."""
     output: str = "o_proj"
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     """The tensors of the MLP's first product; a single one with a gate holds the gate first."""

@@ -327,6 +327,7 @@ def read_stablelm(theirs: ConfigValues, values: Values) -> Values:
     fraction = next((one for one in (fraction, outer) if one is not None), 0.25)
     found: Values = {"rotary_base": base, "rotary_scaling": scaling, "rotary_fraction": fraction}
     found |= {"attention_bias": "qkv" if theirs.flag("use_qkv_bias") else "default"}
+    found |= {"qk_norm": "heads", "qk_norm_kind": "layer"} if theirs.flag("qk_layernorm") else {}
     return found | ({"block": "parallel"} if theirs.flag("use_parallel_residual") else {})
 
 
@@ -338,14 +339,16 @@ def write_stablelm(model: ModelConfig) -> Values:
         "partial_rotary_factor": model.rotary_fraction,
         "use_parallel_residual": model.block == "parallel",
         "use_qkv_bias": model.attention_bias == "qkv",
-        "qk_layernorm": False,
+        "qk_layernorm": model.qk_norm == "heads",
     }
 
 
 def stablelm_names(model: ModelConfig) -> TensorNames:
     """Return the names of the tensors of StableLM."""
-    one_norm = {"norm1": "input_layernorm"}
-    return TensorNames(norms=one_norm) if model.block == "parallel" else TensorNames()
+    by_head = ("q_layernorm.norms", "k_layernorm.norms")
+    if model.block == "parallel":
+        return TensorNames(norms={"norm1": "input_layernorm"}, qk_norms=by_head)
+    return TensorNames(qk_norms=by_head)
 
 
 def read_falcon(theirs: ConfigValues, values: Values) -> Values:

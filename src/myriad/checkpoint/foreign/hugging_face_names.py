@@ -166,10 +166,22 @@ def _attention(
     yield _rows(f"{ours}.output.weight", q, (f"{theirs}.{names.output}.weight", model.hidden, 0))
     if model.has_output_bias:
         yield _vector(f"{ours}.output.bias", f"{theirs}.{names.output}.bias", model.hidden)
-    for letter, rows in (("q", q), ("k", kv)) if model.qk_norm != "none" else ():
-        rows = width if model.qk_norm == "head" else rows
-        row_slice = RowSlice(f"{theirs}.{letter}_norm.weight", rows, 0, width if rotated else 0, rotated)
-        yield TensorMapping(f"{ours}.{letter}_norm.weight", (rows,), (row_slice,))
+    yield from _query_key_norms(model, names, ours, theirs, rotated)
+
+
+def _query_key_norms(
+    model: ModelConfig, names: TensorNames, ours: str, theirs: str, rotated: int
+) -> Iterator[TensorMapping]:
+    if model.qk_norm == "none":
+        return
+    width = model.head_width
+    for letter, name, heads in zip("qk", names.qk_norms, (model.heads, model.num_kv_heads), strict=True):
+        rows = width if model.qk_norm == "head" else heads * width
+        order = (0, width if rotated else 0, rotated)
+        slices = [RowSlice(f"{theirs}.{name}.weight", rows, *order)]
+        if model.qk_norm == "heads":
+            slices = [RowSlice(f"{theirs}.{name}.{head}.weight", width, *order) for head in range(heads)]
+        yield TensorMapping(f"{ours}.{letter}_norm.weight", (rows,), tuple(slices))
 
 
 def _qkv_slices(

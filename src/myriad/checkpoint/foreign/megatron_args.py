@@ -9,7 +9,9 @@ computes and has no counterpart is refused by name; `myriad.job.translation` lis
 | normalization RMSNorm, LayerNorm                  | norm rms, layer                                   |
 | swiglu; squared_relu; bias_gelu_fusion, openai_gelu| swiglu; relu2; gelu_tanh (else gelu)              |
 | position_embedding_type rope, learned_absolute    | position rotary, learned                          |
-| add_bias_linear                                   | bias (a key's bias is dropped: softmax ignores it)|
+| add_bias_linear                                   | bias; attention_bias all if softmax sees a key's  |
+| add_qkv_bias                                      | attention_bias qkv                                |
+| qk_layernorm                                      | qk_norm head, of the kind of the other norms      |
 | padded_vocab_size                                 | vocabulary: the loss there counts padding as well |
 | window_size (n, 0)                                | window n + 1                                      |
 """
@@ -28,14 +30,12 @@ __all__ = ["MODEL_ARGUMENTS", "check_numbers", "model_of_arguments"]
 _OFF: dict[str, str] = {
     "num_experts": "experts",
     "multi_latent_attention": "latent attention",
-    "qk_layernorm": "norms of queries and keys",
     "qk_l2_norm": "norms of queries and keys",
     "use_rope_scaling": "scaled rotary positions",
     "apply_residual_connection_post_layernorm": "a residual after the norm",
     "mtp_num_layers": "multi-token prediction",
     "heterogeneous_layers_config_path": "layers that differ",
     "heterogeneous_layers_config_encoded_json": "layers that differ",
-    "add_qkv_bias": "biases of queries, keys and values alone",
     "quick_geglu": "this activation",
     "glu_linear_offset": "this activation",
     "attention_output_gate": "a gate after attention",
@@ -59,7 +59,8 @@ MODEL_ARGUMENTS = frozenset({
     "squared_relu", "openai_gelu", "bias_gelu_fusion", "onnx_safe", "add_bias_linear", "window_size",
     "untie_embeddings_and_output_weights", "padded_vocab_size", "vocab_size", "hidden_dropout",
     "attention_dropout", "init_method_std", "make_vocab_size_divisible_by", "apply_layernorm_1p",
-    "layernorm_zero_centered_gamma", "use_rotary_position_embeddings", "no_position_embedding", *_OFF,
+    "layernorm_zero_centered_gamma", "use_rotary_position_embeddings", "no_position_embedding",
+    "qk_layernorm", "add_qkv_bias", *_OFF,
 })  # fmt: skip
 """Arguments that this module reads."""
 
@@ -103,7 +104,8 @@ def model_of_arguments(arguments: Mapping[str, Any], key: str) -> tuple[ModelCon
     sequence = _size(arguments, "seq_length", key, _size(arguments, "max_position_embeddings", key, 1024))
     rows = _size(arguments, "max_position_embeddings", key, sequence)
     vocabulary = arguments.get("padded_vocab_size") or arguments.get("vocab_size")
-    norm, bias = _norm(arguments, key)
+    norm, bias = _norm(arguments, key), _flag(arguments, "add_bias_linear", True)
+    qk_norm = _flag(arguments, "qk_layernorm")
     values: dict[str, Any] = {
         "layers": layers,
         "hidden": hidden,
@@ -115,7 +117,12 @@ def model_of_arguments(arguments: Mapping[str, Any], key: str) -> tuple[ModelCon
         "position": position,
         "rotary_base": arguments.get("rotary_base") or 10000.0,
         "norm": norm,
+        "norm_bias": norm == "layer" and not bias,
         "bias": bias,
+        "attention_bias": _attention_bias(arguments, position, bias),
+        "qk_norm": "head" if qk_norm else "none",
+        "qk_norm_kind": norm if qk_norm else "rms",
+        "qk_norm_bias": qk_norm and norm == "layer",
         "norm_epsilon": arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
         "activation": _activation(arguments),
         "tied": not arguments.get("untie_embeddings_and_output_weights", False),
@@ -138,8 +145,15 @@ def _validated(values: dict[str, Any], key: str) -> ModelConfig:
         raise BadInputError(key, str(first["input"])[:100], f"{first['loc'][0]}: {first['msg']}") from None
 
 
-def _flag(arguments: Mapping[str, Any], name: str) -> bool:
-    return bool(arguments.get(name, False))
+def _flag(arguments: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    return bool(arguments.get(name, default))
+
+
+def _attention_bias(arguments: Mapping[str, Any], position: str, bias: bool) -> str:
+    """Return where attention has biases: keys have one only if softmax does not cancel it."""
+    if bias:
+        return "all" if position == "rotary" or _flag(arguments, "qk_layernorm") else "default"
+    return "qkv" if _flag(arguments, "add_qkv_bias") else "default"
 
 
 def _size(arguments: Mapping[str, Any], name: str, key: str, default: int | None = None) -> int:
@@ -171,16 +185,11 @@ def _position(arguments: Mapping[str, Any], key: str) -> str:
     return {"rope": "rotary", "learned_absolute": "learned", "none": "none"}[kind]
 
 
-def _norm(arguments: Mapping[str, Any], key: str) -> tuple[str, bool]:
+def _norm(arguments: Mapping[str, Any], key: str) -> str:
     kind = arguments.get("normalization", "LayerNorm")
     if kind not in ("LayerNorm", "RMSNorm"):
         _refuse(key, "normalization", kind, "LayerNorm or RMSNorm")
-    bias = bool(arguments.get("add_bias_linear", True))
-    if kind == "LayerNorm" and not bias:
-        _refuse(
-            key, "add_bias_linear", False, "true with LayerNorm, whose biases go with those of linears here"
-        )
-    return ("rms" if kind == "RMSNorm" else "layer"), bias
+    return "rms" if kind == "RMSNorm" else "layer"
 
 
 def _activation(arguments: Mapping[str, Any]) -> str:
@@ -210,5 +219,5 @@ def _differences(arguments: Mapping[str, Any], model: ModelConfig, sequence: int
         yield f"attention_dropout {arguments.get('attention_dropout', 0.1)}: Myriad drops no attention scores"
     if model.position == "learned" and model.sequence != sequence:
         yield f"seq_length {sequence}: model.sequence is the position table's length, {model.sequence}"
-    if model.bias and model.position != "rotary":
+    if model.bias and not model.has_key_bias:
         yield "biases of keys are dropped: softmax does not see them"

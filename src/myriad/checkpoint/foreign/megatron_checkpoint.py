@@ -21,7 +21,7 @@ import torch
 
 from myriad.checkpoint.foreign.archives import DcpFolder, read_archive
 from myriad.checkpoint.foreign.megatron_args import model_of_arguments
-from myriad.checkpoint.foreign.megatron_names import canonical, key_bias_rows, megatron_mappings
+from myriad.checkpoint.foreign.megatron_names import canonical, megatron_mappings
 from myriad.checkpoint.foreign.megatron_ranks import MegatronRanks
 from myriad.checkpoint.foreign.training_state import KEY, MOMENTS, ForeignState, Kind, whole_number
 from myriad.errors import BadInputError
@@ -87,7 +87,6 @@ def open_megatron(path: Path) -> ForeignState:
         unused=frozenset({_OUTPUT}) if model.tied else frozenset(),
     ).check()
     _check_tied(state)
-    _check_key_biases(state)
     return state
 
 
@@ -113,19 +112,6 @@ def _check_tied(state: ForeignState) -> None:
             raise BadInputError(
                 KEY, str(state.where), f"{_OUTPUT} is tied to {embedding}, and differs from it"
             )
-
-
-def _check_key_biases(state: ForeignState) -> None:
-    """Raise `BadInputError` for key biases with rotary positions, because softmax then depends on them."""
-    model = state.model
-    if not (model.bias and model.position == "rotary"):
-        return
-    for layer in range(model.layers):
-        name = f"decoder.layers.{layer}.self_attention.linear_qkv.bias"
-        bias = state.source.read("weights", name)
-        if any(bool(bias[rows].any()) for rows in key_bias_rows(model)):
-            allowed = f"{name} has biases of keys: with rotary positions Myriad has no counterpart"
-            raise BadInputError(KEY, str(state.where), allowed)
 
 
 class _Distributed:

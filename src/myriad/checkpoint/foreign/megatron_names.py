@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from myriad.checkpoint.foreign.hugging_face_names import RowSlice, TensorMapping
 from myriad.model.config import ModelConfig
 
-__all__ = ["canonical", "cut_dim", "key_bias_rows", "megatron_mappings"]
+__all__ = ["canonical", "cut_dim", "megatron_mappings"]
 
 _FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -111,10 +111,14 @@ def _attention(model: ModelConfig, ours: str, theirs: str, turned: int) -> Itera
     queries, keys, values = _in_groups(model, f"{qkv}.weight", turned)
     rows = sum(row_slice.num_rows for row_slice in (*queries, *keys, *values))
     yield TensorMapping(f"{ours}.qkv.weight", (rows, model.hidden), (*queries, *keys, *values))
-    if model.bias:
+    if model.has_qkv_bias:
         queries, keys, values = _in_groups(model, f"{qkv}.bias", turned)
-        rows = sum(row_slice.num_rows for row_slice in (*queries, *values))
-        yield TensorMapping(f"{ours}.qkv.bias", (rows,), (*queries, *values))
+        slices = (*queries, *(keys if model.has_key_bias else ()), *values)
+        yield TensorMapping(f"{ours}.qkv.bias", (sum(one.num_rows for one in slices),), slices)
+    for letter in "qk" if model.qk_norm == "head" else "":
+        for end in ("weight", "bias") if model.qk_norm_bias else ("weight",):
+            part = RowSlice(f"{theirs}.{letter}_layernorm.{end}", model.head_width, 0, turned)
+            yield TensorMapping(f"{ours}.{letter}_norm.{end}", (model.head_width,), (part,))
     yield from _linear(model, f"{ours}.output", f"{theirs}.linear_proj", model.hidden, width)
 
 
@@ -132,19 +136,13 @@ def _in_groups(
     )
 
 
-def key_bias_rows(model: ModelConfig) -> list[slice]:
-    """Return the rows of keys in a fused bias of queries, keys and values."""
-    _, keys, _ = _in_groups(model, "", 0)
-    return [slice(row_slice.first_row, row_slice.first_row + row_slice.num_rows) for row_slice in keys]
-
-
 def _rows(ours: str, theirs: str, *shape: int) -> TensorMapping:
     return TensorMapping(ours, shape, (RowSlice(theirs, shape[0]),))
 
 
 def _norm(model: ModelConfig, ours: str, theirs: str) -> Iterator[TensorMapping]:
     yield _rows(f"{ours}.weight", f"{theirs}.weight", model.hidden)
-    if model.norm == "layer" and model.bias:
+    if model.has_norm_bias:
         yield _rows(f"{ours}.bias", f"{theirs}.bias", model.hidden)
 
 

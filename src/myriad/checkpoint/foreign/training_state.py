@@ -87,7 +87,7 @@ class ForeignState:
         """Return one of Myriad's tensors in float32."""
         mapping = self.mappings[name]
         values = mapping.read(lambda their: self.source.read(kind, their)).float()
-        is_norm = name.split(".")[-2].startswith("norm")
+        is_norm = name.split(".")[-2] in ("norm", "norm1", "norm2", "q_norm", "k_norm")
         if kind == "weights" and self.norms_from_one and is_norm and name.endswith("weight"):
             values = values + 1
         return values
