@@ -21,13 +21,17 @@ from typer.testing import CliRunner, Result
 from myriad.checkpoint.checkpoint_files import load_model, save
 from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights, write_folder
 from myriad.checkpoint.foreign.hugging_face_config import kind_of, model_of
+from myriad.checkpoint.foreign.hugging_face_names import tensor_mappings
+from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, read_rotary
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.job import load_job
+from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.generate import generate
+from myriad.model.self_attention import Attention
 from myriad.model.tensor_shard import TensorShard
 from myriad.run import Run
 from myriad.train.checkpoint_tools.foreign_checkpoints import export_hugging_face, import_hugging_face
@@ -269,6 +273,46 @@ def test_the_likeliest_tokens_are_generated_here_as_there(config: Any, tmp_path:
     ids = torch.tensor([prompt])
     there = theirs.generate(ids, attention_mask=ids * 0 + 1, max_new_tokens=9, do_sample=False)
     assert ours == there[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def test_gpt_oss_s_attention_gives_the_same_output() -> None:
+    """Sinks, biases of all four products, a window in every other layer, YaRN with exact bounds: attention
+    alone, on the inputs that it has in transformers' model, as the family's experts have no counterpart."""
+    yarn = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    yarn |= {"original_max_position_embeddings": 6, "truncate": False}
+    config = transformers.GptOssConfig(
+        **ROTARY, sliding_window=5, rope_parameters=yarn, num_local_experts=2, num_experts_per_tok=1,
+        pad_token_id=None,
+        layer_types=["sliding_attention", "full_attention"], attn_implementation="eager",
+    )  # fmt: skip
+    theirs, kept = random_theirs(config).model, []
+    for layer in theirs.layers:
+        layer.self_attn.sinks.copy_(torch.randn(4))
+        layer.self_attn.register_forward_hook(
+            lambda module, _, options, output: kept.append((options["hidden_states"], output[0])),
+            with_kwargs=True,
+        )
+    base, scaling, _ = read_rotary(ConfigValues(config.to_dict(), {}), "rope_theta", 1e4)
+    model = ModelConfig(**TINY | {
+        "kv_heads": 2, "head_dim": 8, "attention_bias": "all", "attention_sinks": True, "window": 5,
+        "window_pattern": (True, False), "rotary_base": base, "rotary_scaling": scaling,
+    })  # fmt: skip
+    theirs(tokens_of(model))
+    assert len(kept) == 2 and scaling.truncate is False
+    state = {f"model.{name}": values for name, values in theirs.state_dict().items()}
+    for index, (inputs, expected) in enumerate(kept):
+        ours, prefix = Attention(model, index, Boundary()), f"blocks.{index}.attention."
+        for mapping in tensor_mappings(model, "llama"):
+            if mapping.name.startswith(prefix):
+                ours.get_parameter(mapping.name.removeprefix(prefix)).copy_(mapping.read(state.__getitem__))
+        assert ours.sinks is not None
+        ours.sinks.copy_(state[f"model.layers.{index}.self_attn.sinks"])
+        found = ours.out(ours.mix(ours.qkv(inputs))) + ours.output.bias
+        assert expected.std() > 0.1
+        torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-5)
+        ours.sinks.add_(3)
+        assert not torch.allclose(ours.out(ours.mix(ours.qkv(inputs))), found - ours.output.bias, atol=1e-2)
 
 
 def test_files_as_people_have_them_are_read(tmp_path: Path) -> None:
