@@ -275,6 +275,70 @@ def test_the_likeliest_tokens_are_generated_here_as_there(config: Any, tmp_path:
     assert ours == there[0, len(prompt) :].tolist()
 
 
+MINICPM = SMALL | {
+    "model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"], "hidden_size": 32, "hidden_act": "silu",
+    "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 24, "rms_norm_eps": 1e-5, "rope_scaling": {"type": "linear", "factor": 2.0},
+    "scale_emb": 12, "dim_model_base": 16, "scale_depth": 1.4,
+}  # fmt: skip
+
+
+def minicpm_logits(w: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """What the model's published code computes (github.com/OpenBMB/MiniCPM, ``modeling_minicpm.py``): a Llama
+    with scaled embeddings, branches and final values. Transformers has no class for it."""
+    F, (batch, length) = torch.nn.functional, tokens.shape
+    angles = torch.outer(torch.arange(length) / 2.0, 10000.0 ** -(torch.arange(0, 8, 2) / 8)).repeat(1, 2)
+
+    def heads(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, w[name]).view(batch, length, -1, 8).transpose(1, 2)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return x * angles.cos() + torch.cat([-x[..., 4:], x[..., :4]], -1) * angles.sin()
+
+    x = 12 * w["model.embed_tokens.weight"][tokens]
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        h = F.rms_norm(x, (32,), w[f"{at}.input_layernorm.weight"], 1e-5)
+        q, k = (turned(heads(h, f"{at}.self_attn.{name}_proj.weight")) for name in "qk")
+        k, v = (one.repeat_interleave(2, 1) for one in (k, heads(h, f"{at}.self_attn.v_proj.weight")))
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + F.linear(h, w[f"{at}.self_attn.o_proj.weight"]) * (1.4 / 2**0.5)
+        h = F.rms_norm(x, (32,), w[f"{at}.post_attention_layernorm.weight"], 1e-5)
+        h = F.silu(F.linear(h, w[f"{at}.mlp.gate_proj.weight"])) * F.linear(h, w[f"{at}.mlp.up_proj.weight"])
+        x = x + F.linear(h, w[f"{at}.mlp.down_proj.weight"]) * (1.4 / 2**0.5)
+    x = F.rms_norm(x, (32,), w["model.norm.weight"], 1e-5)
+    return F.linear(x / (32 / 16), w["model.embed_tokens.weight"])
+
+
+def test_minicpm_gives_its_logits_and_leaves_as_itself_or_as_granite(tmp_path: Path) -> None:
+    """Granite computes the same with other fields, and transformers has a class for it."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = {
+        name: 0.2 * torch.randn(shape, generator=generator) + (1.0 if len(shape) == 1 else 0.0)
+        for mapping in tensor_mappings(model_of(MINICPM), "minicpm")
+        for name, shape in mapping.their_shapes().items()
+    }
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    save_file(tensors, theirs / "model.safetensors")
+    (theirs / "config.json").write_text(json.dumps(MINICPM))
+    weights = HuggingFaceWeights(theirs)
+    assert weights.model is not None
+    tokens = tokens_of(weights.model)
+    expected = minicpm_logits(tensors, tokens)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(our_logits(weights, tokens), expected, atol=3e-5, rtol=1e-5)
+    write_folder(weights, weights.model, tmp_path / "same", None, model_type="minicpm")
+    back = load_file(tmp_path / "same" / "model.safetensors")
+    assert back.keys() == tensors.keys() and all(torch.equal(back[name], x) for name, x in tensors.items())
+    written = json.loads((tmp_path / "same" / "config.json").read_text())
+    assert {key: written[key] for key in MINICPM} == MINICPM
+    write_folder(weights, weights.model, tmp_path / "granite", None)
+    granite = load_theirs(tmp_path / "granite")
+    assert granite.config.model_type == "granite"
+    torch.testing.assert_close(their_logits(granite, tokens), expected, atol=3e-5, rtol=1e-5)
+
+
 @torch.no_grad()
 def test_gpt_oss_s_attention_gives_the_same_output() -> None:
     """Sinks, biases of all four products, a window in every other layer, YaRN with exact bounds: attention

@@ -209,6 +209,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         3_836_021_760,
     ),
     "granite-3.0-2b-base": (sized(GRANITE3, 2048, 8192, 32, 40), 2_533_531_648),
+    "MiniCPM-2B-sft-bf16": (
+        sized(
+            {key: value for key, value in RMS.items() if key != "tie_word_embeddings"}, 2304, 5760, 36, 40,
+            model_type="minicpm", max_position_embeddings=2048, num_key_value_heads=36, rope_scaling=None,
+            scale_emb=12, dim_model_base=256, scale_depth=1.4, vocab_size=122753,
+        ),
+        2_724_880_896,
+    ),
     "SmolLM3-3B-Base": (
         sized(
             {key: value for key, value in RMS.items() if key != "tie_word_embeddings"}, 2048, 11008, 16, 36,

@@ -168,9 +168,10 @@ def config_of(
 
 def _scaling_of_version4(model: ModelConfig, kind: str) -> dict[str, Any]:
     """Return the field in which version 4 reads the scaling of rotary positions: it ignores
-    ``rope_parameters``. Its class of Phi 3 takes three fields only, and derives the factor."""
+    ``rope_parameters``. Its class of Phi 3 takes three fields only, and derives the factor. MiniCPM's own
+    code reads the field alone, which its writer has written."""
     scaling = model.rotary_scaling
-    if model.position != "rotary" or scaling.kind == "none":
+    if model.position != "rotary" or scaling.kind == "none" or kind == "minicpm":
         return {}
     written = written_rotary(model.rotary_base, scaling)
     del written["rope_theta"]

@@ -12,6 +12,7 @@ from myriad.checkpoint.foreign.hugging_face_fields import (
     read_gemma2,
     read_gemma3,
     read_granite,
+    read_minicpm,
     read_mistral,
     read_neox,
     read_olmo3,
@@ -25,6 +26,7 @@ from myriad.checkpoint.foreign.hugging_face_fields import (
     write_gemma,
     write_gemma3,
     write_granite,
+    write_minicpm,
     write_mistral,
     write_neox,
     write_olmo3,
@@ -258,6 +260,17 @@ FAMILIES: dict[str, Family] = {
         write=lambda model: write_decoder(model) | {"mlp_bias": False},
         fields=(*_ROTARY, "attention_bias"),
         names=lambda model: TensorNames(up=("up_proj",)),
+    ),
+    "minicpm": Family(
+        architecture="MiniCPMForCausalLM",
+        fixed=_ROTARY_MODEL,
+        defaults=_DEFAULTS
+        | {"max_position_embeddings": 2048, "tie_word_embeddings": True}
+        | {"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1},
+        must_be={"pretraining_tp": (None, 1), "mlp_bias": _NO_BIAS},  # with slices, logits are not scaled
+        read=read_minicpm,
+        write=write_minicpm,
+        fields=(*_ROTARY, "attention_bias", "scale_emb", "scale_depth", "dim_model_base"),
     ),
 }
 """The families, by ``model_type``; GPT-2, whose matrices are transposed, is in `hugging_face_config`."""

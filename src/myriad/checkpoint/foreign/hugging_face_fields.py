@@ -18,6 +18,7 @@ __all__ = [
     "read_gemma2",
     "read_gemma3",
     "read_granite",
+    "read_minicpm",
     "read_mistral",
     "read_neox",
     "read_olmo3",
@@ -31,6 +32,7 @@ __all__ = [
     "write_gemma",
     "write_gemma3",
     "write_granite",
+    "write_minicpm",
     "write_mistral",
     "write_neox",
     "write_olmo3",
@@ -273,6 +275,36 @@ def write_granite(model: ModelConfig) -> Values:
         "attention_multiplier": model.score_scale or model.head_width**-0.5,
         "logits_scaling": 1 / model.logit_factor,
         "mlp_bias": False,
+    }
+
+
+def read_minicpm(theirs: ConfigValues, values: Values) -> Values:
+    """Return the values of a ``config.json`` beyond the copied fields: MiniCPM 1 and 2."""
+    for key in ("scale_emb", "scale_depth", "dim_model_base"):
+        if theirs.number(key) <= 0:
+            raise BadInputError(key, theirs.get(key), "above 0 in config.json")
+    found = read_decoder(theirs, values)
+    if found["rotary_scaling"].kind not in ("none", "linear", "dynamic"):
+        raise BadInputError("rope_scaling", theirs.get("rope_scaling"), "linear or dynamic in config.json")
+    return found | {
+        "embedding_scale": theirs.number("scale_emb"),
+        "residual_scale": theirs.number("scale_depth") / values["layers"] ** 0.5,
+        "logit_scale": theirs.number("dim_model_base") / values["hidden"],
+    }
+
+
+def write_minicpm(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: MiniCPM 1 and 2."""
+    base = model.logit_scale * model.hidden
+    scaling = model.rotary_scaling
+    return {
+        "rope_theta": model.rotary_base,
+        "rope_scaling": None if scaling.kind == "none" else {"type": scaling.kind, "factor": scaling.factor},
+        "attention_bias": model.has_output_bias,
+        "attention_dropout": 0.0,
+        "scale_emb": model.embedding_scale,
+        "scale_depth": round(model.residual_scale * model.layers**0.5, 12),
+        "dim_model_base": round(base) if abs(base - round(base)) < 1e-9 else base,
     }
 
 
