@@ -119,7 +119,7 @@ def _models() -> Iterator[str]:
     yield "with the class of transformers show for each that logits equal its logits to 3e-5 in"
     yield "float32, also after an export, that the likeliest tokens are generated here as there, and"
     yield "that weights come back with equal bits. Every family trains in any layout; `layout.tp`"
-    yield "divides the key/value heads. transformers has no class for `minicpm`: its logits are compared"
+    yield "divides the heads. transformers has no class for `minicpm`: its logits are compared"
     yield "with a reference of our own, written after the model's published code."
     yield ""
     yield 'A recipe\'s name is a model (`model = "qwen3-8b"`) and a job (`myriad plan qwen3-8b`). A model is'

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nccl_like import FIRST_USES, install
-from parity_case import Case, batch_of_rank, make_engine, train_steps
+from parity_case import TINY, Case, batch_of_rank, make_engine, train_steps
 from ranks import run_ranks
 from same_run import assert_same_run
 from test_recovery import Acts, events, kill, make_run
@@ -28,6 +28,7 @@ from myriad.comm.connection_setup import connect_pairs
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.launchers.local import run_local
+from myriad.model.config import ModelConfig
 from myriad.planner.memory.rank_memory import count_communicators
 
 CPU = torch.device("cpu")
@@ -82,6 +83,7 @@ def train(case: Case, like_nccl: bool, folder: Path) -> Trained:
         engine.groups.grid.index("pp"),
         CommConfig(**case.comm),
         lamb=case.optimizer.get("name") == "lamb",
+        kv_heads=ModelConfig(**(TINY | case.model)).num_kv_heads,
     )
     engine.close()
     close_world()

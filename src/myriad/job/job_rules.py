@@ -107,10 +107,13 @@ def _check_rotary(job: JobValues) -> None:
 
 
 def _check_tensor_parallel(job: JobValues) -> None:
-    model, tp, kv_heads = job.model, job.layout.tp, job.model.num_kv_heads
-    divisors = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
-    allowed = f"must divide the key/value heads ({kv_heads}): one of {divisors}"
-    need(kv_heads % tp == 0, "layout.tp", tp, allowed)
+    model, tp = job.model, job.layout.tp
+    degrees = ", ".join(map(str, model.head_degrees))
+    allowed = (
+        f"must divide model.heads = {model.heads}, and divide model.kv_heads = {model.num_kv_heads} "
+        f"or be a multiple of it: one of {degrees}"
+    )
+    need(tp in model.head_degrees, "layout.tp", tp, allowed)
     need(model.ffn_width % tp == 0, "layout.tp", tp, f"must divide model.ffn_hidden = {model.ffn_width}")
     need(model.sequence % tp == 0, "layout.tp", tp, f"must divide model.sequence = {model.sequence}")
     model.padded_vocabulary(tp)
@@ -271,7 +274,7 @@ def _check_precision(job: JobValues) -> None:
         "model.hidden": model.hidden,
         "model.ffn_hidden / layout.tp": up // tp,
         "model.heads x model.head_dim / layout.tp": model.heads * model.head_width // tp,
-        "model.kv_heads x model.head_dim / layout.tp": model.num_kv_heads * model.head_width // tp,
+        "model.kv_heads x model.head_dim / layout.tp": model.kv_heads_of_rank(tp) * model.head_width,
         "layout.micro_batch x model.sequence": job.layout.micro_batch * model.sequence,
     }
     for key, length in lengths.items():

@@ -28,19 +28,36 @@ class HeadNorm(NamedTuple):
     """The ranks that share the heads."""
     centered: bool = False
     """Whether the mean of each head is subtracted first: LayerNorm. Not over all heads together."""
+    key_copies: int = 1
+    """Number of ranks that hold each key head. Each of them has the head's values, and a part of their
+    gradient."""
 
-    def width(self, part: torch.Tensor) -> int:
-        """Return the number of values that are normalized together, of a rank's ``part`` ``[..., n, D]``."""
-        if self.over != "all":
-            return part.shape[-1]
-        return part.shape[-2] * part.shape[-1] * self.peers.size
+    def means(self, queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the means over the values that are normalized together, of queries and of keys
+        ``[B, S, n, D]``: ``[B, S, n or 1, 1]`` each. Of the ranks that hold a key head one counts it."""
+        return self._means(queries, keys, slice(None, None, self.key_copies))
 
-    def sums(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the sums over the values that are normalized together, ``[B, S, n or 1, 1]`` each."""
+    def gradient_means(self, queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `means` of products with gradients. For keys it is this rank's part of the mean: the parts
+        of the ranks that hold a key head add up to it."""
+        of_queries, of_keys = self._means(queries, keys, slice(None))
+        return of_queries, of_keys if self.over != "all" else of_keys / self.key_copies
+
+    def _means(
+        self, queries: torch.Tensor, keys: torch.Tensor, counted: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``counted``: the ranks whose keys are added up."""
         if self.over != "all":
-            return [part.sum(-1, keepdim=True) for part in parts]
-        own = torch.stack([part.sum((-2, -1)) for part in parts])
-        return [one[..., None, None] for one in self.peers.start_stack(own).wait().sum(0)]
+            of_queries, of_keys = (part.sum(-1, keepdim=True) for part in (queries, keys))
+            return of_queries / queries.shape[-1], of_keys / keys.shape[-1]
+        own = torch.stack([part.sum((-2, -1)) for part in (queries, keys)])
+        every = self.peers.start_stack(own).wait()
+        sums = every[:, 0].sum(0), every[counted, 1].sum(0)
+        of_queries, of_keys = (one[..., None, None] for one in sums)
+        num_queries, num_keys = (
+            part.shape[-2] * part.shape[-1] * self.peers.size for part in (queries, keys)
+        )
+        return of_queries / num_queries, of_keys / (num_keys // self.key_copies)
 
     def wide(self, part: torch.Tensor) -> torch.Tensor:
         """Return ``part`` in float32, centered if the norm does so."""
@@ -71,12 +88,12 @@ class _QueryKeyNorm(torch.autograd.Function):
         *outputs, own_values = _parts(normed, heads)
         own_values.copy_(values)
         wide = [norm.wide(part) for part in parts]
-        squares = norm.sums([part.square() for part in wide])
+        squares = norm.means(*(part.square() for part in wide))
         roots = []
         for part, square, weight, bias, output in zip(
             wide, squares, (query_weight, key_weight), (query_bias, key_bias), outputs, strict=True
         ):
-            root = square.div_(norm.width(part)).add_(norm.epsilon).rsqrt_()
+            root = square.add_(norm.epsilon).rsqrt_()
             scaled = (part * root).mul_(weight.view(-1, heads.width))
             output.copy_(scaled if bias is None else scaled.add_(bias.view(-1, heads.width)))
             roots.append(root)
@@ -106,13 +123,12 @@ class _QueryKeyNorm(torch.autograd.Function):
             for grad, weight in zip(wide, weights, strict=True)
         ]
         weighted = [grad * weight.view(-1, heads.width) for grad, weight in zip(wide, weights, strict=True)]
-        products = norm.sums([grad * n for grad, n in zip(weighted, normed, strict=True)])
+        means = norm.gradient_means(*(grad * n for grad, n in zip(weighted, normed, strict=True)))
         for index, root in enumerate((query_root, key_root)):
-            mean = products[index] / norm.width(normed[index])
             own = weighted[index]
             if norm.centered:
                 own = own - own.mean(-1, keepdim=True)
-            outputs[index].copy_(own.sub_(normed[index].mul_(mean)).mul_(root))
+            outputs[index].copy_(own.sub_(normed[index].mul_(means[index])).mul_(root))
         return grad_fused, *grad_weights, *grad_biases, None, None
 
 

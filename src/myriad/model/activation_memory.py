@@ -119,10 +119,11 @@ def _attention_bytes(
     model: ModelConfig, layer: int, tp: int, bytes_per_value: int, softmax_block: int | None
 ) -> float:
     """Return bytes per token: queries, keys, values, and the input of the output projection."""
-    queries, keys = (heads * model.head_width for heads in (model.heads, model.num_kv_heads))
+    num_keys = model.num_kv_heads * model.kv_copies(tp)
+    queries, keys = (heads * model.head_width for heads in (model.heads, num_keys))
     extra = 0.0
     if model.qk_norm != "none":  # the input of the norm of queries and keys, and its roots
-        roots = 2 * tp if model.qk_norm == "all" else model.heads + model.num_kv_heads
+        roots = 2 * tp if model.qk_norm == "all" else model.heads + num_keys
         extra = ((queries + 2 * keys) * bytes_per_value + roots * _FLOAT32) / tp
     if softmax_block is not None:
         softmax = model.heads * _mean_keys(model, layer, softmax_block)

@@ -38,7 +38,8 @@ class ModelConfig(Config):
     heads: int = Field(4, ge=1, le=2**16)
     """Attention (query) heads."""
     kv_heads: int | None = Field(None, ge=1, le=2**16)
-    """Key/value heads (grouped-query attention); off: as many as query heads."""
+    """Key/value heads (grouped-query attention); off: as many as query heads. With fewer heads than
+    layout.tp, several ranks hold each head."""
     head_dim: int | None = Field(None, ge=2, le=2**16)
     """Width of one head; off: hidden / heads."""
     ffn_hidden: int | None = Field(None, ge=8, le=2**24)
@@ -137,6 +138,22 @@ class ModelConfig(Config):
     def num_kv_heads(self) -> int:
         """Number of key/value heads."""
         return self.kv_heads or self.heads
+
+    @property
+    def head_degrees(self) -> list[int]:
+        """Tensor-parallel degrees that give each rank whole heads, and all its query heads their key/value
+        heads."""
+        heads, kv_heads = self.heads, self.num_kv_heads
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+        return [n for n in divisors if kv_heads % n == 0 or n % kv_heads == 0]
+
+    def kv_copies(self, tp: int) -> int:
+        """Return the number of tensor-parallel ranks that hold each key/value head."""
+        return max(1, tp // self.num_kv_heads)
+
+    def kv_heads_of_rank(self, tp: int) -> int:
+        """Return the number of key/value heads that each tensor-parallel rank holds."""
+        return max(1, self.num_kv_heads // tp)
 
     @property
     def head_width(self) -> int:
@@ -273,6 +290,19 @@ class ModelConfig(Config):
         shared = self.norm_size * self.num_branch_norms
         shared += self.hidden * (self.has_output_bias + self.bias)
         return shared + (2 * self.head_width * (1 + self.qk_norm_bias) if self.qk_norm == "head" else 0)
+
+    @property
+    def kv_parameters(self) -> int:
+        """Parameters of a block's keys and values. `kv_copies` ranks hold each of them."""
+        vectors = 2 if self.has_key_bias else 1 if self.has_qkv_bias else 0
+        if self.qk_norm in ("heads", "all"):
+            vectors += 1 + self.qk_norm_bias
+        return self.num_kv_heads * self.head_width * (2 * self.hidden + vectors)
+
+    def copied_parameters(self, tp: int) -> int:
+        """Return the parameters of a block that tensor-parallel ranks hold in addition to the whole model,
+        as copies of key/value heads."""
+        return (self.kv_copies(tp) - 1) * self.kv_parameters
 
     @property
     def block_parameters(self) -> int:

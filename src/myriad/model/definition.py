@@ -14,29 +14,84 @@ no process group: a layer is built with a `Boundary`, which on one device does n
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from myriad.model.boundary import Boundary
 
-__all__ = ["Context", "Definition", "ScalesRates", "Shard", "StatesShapes", "rate_of", "shard_of"]
+__all__ = [
+    "Context",
+    "Definition",
+    "ScalesRates",
+    "Shard",
+    "ShardSpan",
+    "StatesShapes",
+    "rate_of",
+    "shard_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A parameter cut along ``dim`` into tp equal shards. With ``parts``, each part is cut separately and a
     rank's pieces are concatenated. Parts are full sizes along ``dim``, for example the query, key and value
-    rows of a fused matrix."""
+    rows of a fused matrix. With ``heads``, the number of heads of each part, a head is never cut: if a part
+    has fewer heads than there are ranks, consecutive ranks hold copies of a head, along dimension 0 only.
+
+        4 query and 2 key heads, tp = 4     rank 0: q0 k0    rank 1: q1 k0    rank 2: q2 k1    rank 3: q3 k1
+    """
 
     dim: int
     parts: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert not self.heads or (self.dim == 0 and len(self.heads) == len(self.parts))
+
+    def spans(self, full: int, rank: int, size: int) -> "list[ShardSpan]":
+        """Return what a rank holds of a dimension of ``full`` elements, in the order of its shard."""
+        found: list[ShardSpan] = []
+        local = start = 0
+        for index, part in enumerate(self.parts or (full,)):
+            copies = max(1, size // self.heads[index]) if self.heads else 1
+            width = part * copies // size
+            at = start + rank // copies * width
+            found.append(ShardSpan(local, at, width, copies, is_copy=rank % copies > 0))
+            local, start = local + width, start + part
+        return found
+
+    def spans_of_shard(self, local: int, rank: int, size: int) -> "tuple[ShardSpan, ...]":
+        """Return `spans` for a shard of ``local`` elements."""
+        return tuple(self.spans(self.full_size(local, size), rank, size))
+
+    def local_size(self, full: int, size: int) -> int:
+        """Return the number of elements along ``dim`` that each rank holds."""
+        return sum(span.width for span in self.spans(full, 0, size))
+
+    def full_size(self, local: int, size: int) -> int:
+        """Return the number of elements of the whole tensor along ``dim``, from that of a shard."""
+        return sum(self.parts) or local * size
 
     def take(self, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """Return a rank's shard of the whole tensor."""
-        parts = full.split(self.parts or full.shape[self.dim], self.dim)
-        return torch.cat([part.chunk(size, self.dim)[rank] for part in parts], self.dim)
+        spans = self.spans(full.shape[self.dim], rank, size)
+        return torch.cat([full.narrow(self.dim, span.start, span.width) for span in spans], self.dim)
+
+
+class ShardSpan(NamedTuple):
+    """Consecutive elements that a rank holds of a parameter's dimension."""
+
+    local: int
+    """First element in the rank's shard."""
+    start: int
+    """First element in the whole tensor."""
+    width: int
+    copies: int
+    """Number of consecutive ranks that hold these elements, each with a part of their gradient."""
+    is_copy: bool
+    """Whether an earlier rank holds them too, which counts and stores them."""
 
 
 @dataclass(slots=True)

@@ -45,11 +45,16 @@ class GPT:
         config = self.config
         q, kv = config.heads * config.head_width, config.num_kv_heads * config.head_width
         up = Shard(0, (config.ffn_width,) * config.up_matrices)
-        by_head = config.qk_norm in ("heads", "all")
-        return ({"blocks.*.attention.[qk]_norm.*": Shard(0)} if by_head else {}) | {
+        heads = (config.heads, config.num_kv_heads, config.num_kv_heads)
+        biased = 3 if config.has_key_bias else 2
+        by_head = {
+            "blocks.*.attention.q_norm.*": Shard(0),
+            "blocks.*.attention.k_norm.*": Shard(0, (kv,), (config.num_kv_heads,)),
+        }
+        return (by_head if config.qk_norm in ("heads", "all") else {}) | {
             "embedding.tokens.weight": Shard(0),
-            "blocks.*.attention.qkv.weight": Shard(0, (q, kv, kv)),
-            "blocks.*.attention.qkv.bias": Shard(0, (q, kv, kv) if config.has_key_bias else (q, kv)),
+            "blocks.*.attention.qkv.weight": Shard(0, (q, kv, kv), heads),
+            "blocks.*.attention.qkv.bias": Shard(0, (q, kv, kv)[:biased], heads[:biased]),
             "blocks.*.attention.sinks": Shard(0),
             "blocks.*.attention.output.weight": Shard(1),
             "blocks.*.mlp.up.*": up,

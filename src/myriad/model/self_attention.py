@@ -63,7 +63,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, boundary: Boundary) -> None:
         super().__init__()
-        num_heads, num_kv_heads = config.heads // boundary.size, config.num_kv_heads // boundary.size
+        num_heads, num_kv_heads = config.heads // boundary.size, config.kv_heads_of_rank(boundary.size)
         self.shape = Heads(num_heads, num_kv_heads, config.head_width)
         self.window, self.later = config.layer_window(layer), boundary.later
         self.kernels = boundary.kernels
@@ -73,8 +73,8 @@ class Attention(nn.Module):
         self.capped = config.has_capped_scores
         self.head_norm: HeadNorm | None = None
         if config.qk_norm != "none":
-            centered = config.qk_norm_kind == "layer"
-            self.head_norm = HeadNorm(config.qk_norm, config.norm_epsilon, boundary, centered)
+            centered, copies = config.qk_norm_kind == "layer", config.kv_copies(boundary.size)
+            self.head_norm = HeadNorm(config.qk_norm, config.norm_epsilon, boundary, centered, copies)
             width, shared = config.head_width, config.qk_norm == "head"
             self.q_norm = _HeadWeight(width * (1 if shared else num_heads), bias=config.qk_norm_bias)
             self.k_norm = _HeadWeight(width * (1 if shared else num_kv_heads), bias=config.qk_norm_bias)

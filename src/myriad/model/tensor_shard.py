@@ -10,13 +10,13 @@ tensor-parallel cut:
                              x x . .
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
-from myriad.model.definition import Shard
+from myriad.model.definition import Shard, ShardSpan
 
 __all__ = ["TensorShard", "boxes_of_flat", "shards_of_flat"]
 
@@ -71,18 +71,22 @@ def shards_of_flat(
     cut: Shard | None,
     rank: int,
     size: int,
+    *,
+    owned_only: bool = False,
 ) -> Iterator[TensorShard]:
     """Yield shards of the whole tensor for elements ``start : start + len(flat)`` of the shard of
-    tensor-parallel rank ``rank``."""
+    tensor-parallel rank ``rank``. ``owned_only``: leave out elements that an earlier rank holds too."""
     full_shape = list(local_shape)
     if cut is not None:
-        full_shape[cut.dim] *= size
+        full_shape[cut.dim] = cut.full_size(full_shape[cut.dim], size)
     for offsets, sizes, first in boxes_of_flat(local_shape, start, start + flat.numel()):
         values = flat[first - start : first - start + prod(sizes)].view(sizes)
         if cut is None:
             yield TensorShard(name, tuple(full_shape), offsets, values)
         else:
-            yield from _uncut(name, tuple(full_shape), offsets, values, cut, rank, size)
+            spans = cut.spans_of_shard(local_shape[cut.dim], rank, size)
+            own = [span for span in spans if not (owned_only and span.is_copy)]
+            yield from _uncut(name, tuple(full_shape), offsets, values, cut.dim, own)
 
 
 def _uncut(
@@ -90,18 +94,13 @@ def _uncut(
     full_shape: tuple[int, ...],
     offsets: tuple[int, ...],
     values: torch.Tensor,
-    cut: Shard,
-    rank: int,
-    size: int,
+    dim: int,
+    spans: Iterable[ShardSpan],
 ) -> Iterator[TensorShard]:
-    dim = cut.dim
     low, high = offsets[dim], offsets[dim] + values.shape[dim]
-    local_start = full_start = 0
-    for part in cut.parts or (full_shape[dim],):
-        width = part // size
-        a, b = max(low, local_start), min(high, local_start + width)
+    for span in spans:
+        a, b = max(low, span.local), min(high, span.local + span.width)
         if a < b:
             where = list(offsets)
-            where[dim] = full_start + rank * width + (a - local_start)
+            where[dim] = span.start + (a - span.local)
             yield TensorShard(name, full_shape, tuple(where), values.narrow(dim, a - low, b - a))
-        local_start, full_start = local_start + width, full_start + part

@@ -22,7 +22,7 @@ Gathers and reductions are issued (`start_...`) and waited for (`await_...`); th
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
@@ -33,11 +33,11 @@ from myriad.comm.collectives import all_reduce
 from myriad.comm.comm_scheduler import CommScheduler, PendingCollective
 from myriad.comm.groups import Group
 from myriad.kernels.gradient import GradientSink, PendingRows, set_sink
-from myriad.model.definition import Shard
+from myriad.model.definition import Shard, ShardSpan
 from myriad.optim.region import ParameterSlice, Region
 from myriad.parallel.transient_buffer import FixedMemory, SharedBuffer, TransientBuffer
 
-__all__ = ["Chunk", "ChunkMemory", "Entry", "Sharing"]
+__all__ = ["Chunk", "ChunkMemory", "Entry", "Row", "Sharing"]
 
 _AFTER_GATHERS = 2**20
 """Priority of reductions: no rank waits for them before the step."""
@@ -60,11 +60,47 @@ class Entry:
     """Whether every tensor-parallel rank holds the whole parameter, with gradients that are partial sums."""
     rate: float = 1.0
     """Factor of the learning rate."""
+    spans: tuple[ShardSpan, ...] = ()
+    """What this rank holds of the dimension that is cut."""
+
+    def rows(self) -> "list[Row]":
+        """Return the rows of the table of parameters that this parameter has, at flat elements of its own."""
+        if self.cut is None or all(span.copies == 1 for span in self.spans):
+            return [Row(self, 0, self.shape.numel(), 1, is_copy=False)]
+        assert self.cut.dim == 0, "copies are consecutive in flat memory"
+        width, found = self.shape[1:].numel(), list[Row]()
+        for span in self.spans:
+            start, stop = span.local * width, (span.local + span.width) * width
+            if found and (found[-1].copies, found[-1].is_copy) == (span.copies, span.is_copy):
+                start = found.pop().start
+            found.append(Row(self, start, stop, span.copies, span.is_copy))
+        return found
 
     @property
     def decays(self) -> bool:
         """Whether weight decay applies: it does to matrices, not to norms and biases."""
         return len(self.shape) >= 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table of parameters: consecutive elements of one parameter that equally many
+    tensor-parallel ranks hold. A parameter has two rows if some of its elements are copied
+    (`myriad.model.definition.Shard.heads`), otherwise one."""
+
+    entry: Entry
+    start: int
+    stop: int
+    copies: int
+    """Number of consecutive tensor-parallel ranks that hold the elements, with gradients that are partial
+    sums. 1: this rank alone, or every rank (`Entry.is_partial_over_tp`)."""
+    is_copy: bool
+    """Whether an earlier rank holds the elements too."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether tensor-parallel ranks sum the gradients after the reduction."""
+        return self.entry.is_partial_over_tp or self.copies > 1
 
 
 @dataclass(frozen=True)
@@ -109,6 +145,13 @@ class Chunk:
         self.sharing, self.first_row = sharing, first_row
         ends = list(accumulate((entry.shape.numel() for entry in self.entries), initial=0))
         self.spans = list(pairwise(ends))
+        self.rows = [
+            replace(row, start=base + row.start, stop=base + row.stop)
+            for entry, (base, _) in zip(self.entries, self.spans, strict=True)
+            for row in entry.rows()
+        ]
+        """The chunk's part of the table of parameters, at elements of the chunk."""
+        self._index_of = {entry.name: index for index, entry in enumerate(self.entries)}
         self._num_decayed = sum(entry.shape.numel() for entry in self.entries if entry.decays)
         self.size = -(-ends[-1] // sharing.dp_size) * sharing.dp_size
         part = self.size // sharing.dp_size if sharing.zero else self.size
@@ -208,21 +251,27 @@ class Chunk:
     def _region(self, start: int, stop: int, decays: bool, rate: float) -> Region:
         inside = slice(start - self.start, stop - self.start)
         pieces = tuple(
-            ParameterSlice(self.first_row + row, max(a, start) - start, min(b, stop) - start)
-            for row, (a, b) in enumerate(self.spans)
-            if max(a, start) < min(b, stop)
+            ParameterSlice(
+                self.first_row + number, max(row.start, start) - start, min(row.stop, stop) - start
+            )
+            for number, row in enumerate(self.rows)
+            if max(row.start, start) < min(row.stop, stop)
         )
         return Region(self.master[inside], self.gradients[inside], decays, pieces, rate)
 
-    def holds(self, row: int) -> bool:
+    def start_of(self, entry: Entry) -> int:
+        """Return the first element of a parameter in the chunk."""
+        return self.spans[self._index_of[entry.name]][0]
+
+    def holds(self, index: int) -> bool:
         """Return whether this rank's slice contains a part of this parameter."""
-        start, stop = self.spans[row]
+        start, stop = self.spans[index]
         return max(start, self.start) < min(stop, self.stop)
 
-    def load(self, row: int, values: torch.Tensor) -> None:
+    def load(self, index: int, values: torch.Tensor) -> None:
         """Set this rank's slice of one parameter from the parameter's (tensor-parallel) whole value. A gather
         sets the other ranks' slices."""
-        start, stop = self.spans[row]
+        start, stop = self.spans[index]
         a, b = max(start, self.start), min(stop, self.stop)
         if a < b:
             self.master[a - self.start : b - self.start].copy_(values.reshape(-1)[a - start : b - start])
@@ -336,11 +385,11 @@ class Chunk:
         """The spans of the gradients that tensor-parallel ranks sum after the reduction; adjacent spans are
         joined."""
         found: list[tuple[int, int]] = []
-        for entry, (start, stop) in zip(self.entries, self.spans, strict=True):
-            if entry.is_partial_over_tp and found and found[-1][1] == start:
-                found[-1] = (found[-1][0], stop)
-            elif entry.is_partial_over_tp:
-                found.append((start, stop))
+        for row in self.rows:
+            if row.is_partial and found and found[-1][1] == row.start:
+                found[-1] = (found[-1][0], row.stop)
+            elif row.is_partial:
+                found.append((row.start, row.stop))
         return found
 
     @property
@@ -360,8 +409,7 @@ class Chunk:
         has counted."""
         if self.sharing.dp_size > 1:
             return [self.grad_buffer[: self.start], self.grad_buffer[self.stop :]]
-        spans = zip(self.entries, self.spans, strict=True)
-        return [self.grad_buffer[a:b] for entry, (a, b) in spans if not entry.is_partial_over_tp]
+        return [self.grad_buffer[row.start : row.stop] for row in self.rows if not row.is_partial]
 
     def start_reduce(self) -> None:
         """Issue the sum over data-parallel ranks of the gradients added since the last reduction."""
@@ -386,12 +434,19 @@ class Chunk:
         self._free_grad_buffer(when=self.sharing.zero >= 2)
 
     def partial_gradients(self) -> list[torch.Tensor]:
-        """Return views of this rank's reduced gradients that tensor-parallel ranks still have to sum."""
-        spans = zip(self.entries, self.spans, strict=True)
-        partial = (
-            (max(a, self.start), min(b, self.stop)) for entry, (a, b) in spans if entry.is_partial_over_tp
+        """Return views of this rank's reduced gradients that all tensor-parallel ranks still have to sum."""
+        return [part for _, part in self._gradients_of(row for row in self.rows if row.copies == 1)]
+
+    def copied_gradients(self) -> list[tuple[Row, torch.Tensor]]:
+        """Return views of this rank's reduced gradients that some tensor-parallel ranks still have to sum,
+        those that hold copies."""
+        return self._gradients_of(row for row in self.rows if row.copies > 1)
+
+    def _gradients_of(self, rows: Iterable[Row]) -> list[tuple[Row, torch.Tensor]]:
+        spans = (
+            (row, max(row.start, self.start), min(row.stop, self.stop)) for row in rows if row.is_partial
         )
-        return [self.gradients[a - self.start : b - self.start] for a, b in partial if a < b]
+        return [(row, self.gradients[a - self.start : b - self.start]) for row, a, b in spans if a < b]
 
     def restart(self) -> None:
         """Discard the state that transfers keep between steps: the master values were loaded."""

@@ -9,21 +9,21 @@ import torch
 from myriad.comm.groups import Groups
 from myriad.model.tensor_shard import TensorShard, shards_of_flat
 from myriad.optim.region import Region
-from myriad.parallel.chunk import Chunk, Entry
+from myriad.parallel.chunk import Chunk, Row
 from myriad.parallel.rank_model import RankModel
 
 __all__ = ["ModelState"]
 
 
 class ModelState:
-    """The table of this rank's parameters (``entries``, one row each) and the flat regions that hold them."""
+    """The table of this rank's parameters (``rows``) and the flat regions that hold them."""
 
     def __init__(
         self, pieces: RankModel, groups: Groups, device: torch.device, *, trains_alone: bool
     ) -> None:
         """``trains_alone``: data-parallel replicas have different parameters between agreements."""
         self._pieces, self._grid, self._layout = pieces, groups.grid, groups.grid.layout
-        self.entries = [(chunk, entry) for chunk in pieces.chunks for entry in chunk.entries]
+        self.rows = [(chunk, row) for chunk in pieces.chunks for row in chunk.rows]
         self.regions: list[Region] = []
         self.regions_of: dict[Chunk, range] = {}
         for chunk in pieces.chunks:
@@ -34,19 +34,23 @@ class ModelState:
         """Whether all data-parallel ranks hold the same whole state."""
         self.replica = self._grid.index("dp") if trains_alone else 0
         """Index of this rank's replica, among the replicas that have their own gradients at the step."""
-        counts = [self._counts_row(*row) for row in self.entries]
+        counts = [self._counts_row(*row) for row in self.rows]
         self.counts = torch.tensor(counts, dtype=torch.float64).to(device)
-        """1 where this rank counts its part of a parameter in the global norm, else 0, so that each element
-        counts once."""
+        """1 where this rank counts its part of a row in the global norm, else 0, so that each element counts
+        once."""
 
-    def _counts_row(self, chunk: Chunk, entry: Entry) -> float:
+    def _counts_row(self, chunk: Chunk, row: Row) -> float:
         copy_over_dp = self.is_replicated and self._grid.index("dp") > 0
-        return 0.0 if copy_over_dp or self._is_copy(chunk, entry) else 1.0
+        return 0.0 if copy_over_dp or self._is_copy(chunk, row) else 1.0
 
-    def _is_copy(self, chunk: Chunk, entry: Entry) -> bool:
-        """Return whether another tensor- or pipeline-parallel rank holds the same parameter and counts it."""
-        over_tp = entry.cut is None and self._grid.index("tp") > 0
-        return over_tp or (chunk is self._pieces.tied and not self._pieces.counts_tied)
+    def _is_copy(self, chunk: Chunk, row: Row) -> bool:
+        """Return whether another tensor- or pipeline-parallel rank holds the same elements and counts
+        them."""
+        return self.is_copy_over_tp(row) or (chunk is self._pieces.tied and not self._pieces.counts_tied)
+
+    def is_copy_over_tp(self, row: Row) -> bool:
+        """Return whether an earlier tensor-parallel rank holds the same elements."""
+        return row.is_copy or (row.entry.cut is None and self._grid.index("tp") > 0)
 
     def shards(
         self, states: Mapping[str, Sequence[torch.Tensor]], *, owned_only: bool
@@ -57,13 +61,13 @@ class ModelState:
         for index, region in enumerate(self.regions):
             low, high = self._share(region) if owned_only else (0, region.values.numel())
             for piece in region.pieces:
-                chunk, entry = self.entries[piece.parameter]
+                chunk, row = self.rows[piece.parameter]
                 first, stop = max(piece.start, low), min(piece.stop, high)
-                if first >= stop or (owned_only and self._is_copy(chunk, entry)):
+                if first >= stop or (owned_only and self._is_copy(chunk, row)):
                     continue
-                row_start = chunk.spans[piece.parameter - chunk.first_row][0]
+                entry = row.entry
                 offset = int(region.values.storage_offset()) - int(chunk.master.storage_offset())
-                start = chunk.start + offset + first - row_start
+                start = chunk.start + offset + first - chunk.start_of(entry)
                 for prefix, tensors in states.items():
                     yield from shards_of_flat(
                         f"{prefix}.{entry.name}",

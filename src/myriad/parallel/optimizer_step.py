@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from myriad.comm.collectives import all_reduce, sum_in_order
-from myriad.comm.groups import Groups
+from myriad.comm.collectives import all_reduce, start_all_reduce, sum_in_order
+from myriad.comm.groups import Group, Groups
 from myriad.comm.typed_collectives import gather_values
 from myriad.errors import RunFailedError
 from myriad.kernels.config import Kernels
@@ -35,7 +35,7 @@ from myriad.optim.config import OptimizerConfig
 from myriad.optim.loss_scale import LossScaler
 from myriad.optim.optimizer import build_optimizer
 from myriad.optim.parameter_norms import clip_scale, non_finite_rows, squared_norms
-from myriad.parallel.chunk import Chunk, Entry
+from myriad.parallel.chunk import Chunk, Row
 from myriad.parallel.model_state import ModelState
 from myriad.parallel.rank_model import RankModel
 from myriad.telemetry.spans import Recorder
@@ -44,7 +44,7 @@ __all__ = ["OptimizerStep", "StepResult", "loss_weight", "sum_over_world"]
 
 _Outputs = Mapping[tuple[int, int], torch.Tensor]
 """(stage, micro-batch) to the sum of its forward's output."""
-_Entries = Sequence[tuple[Chunk, Entry]]
+_Rows = Sequence[tuple[Chunk, Row]]
 
 
 @dataclass(frozen=True, order=True)
@@ -118,14 +118,22 @@ class OptimizerStep:
         layout, device = groups.grid.layout, state.counts.device
         self._num_replicas = layout.dp if trains_alone else 1
         """Number of replicas that have their own gradients at the step."""
-        self._whole_rows = torch.tensor([[entry.cut is None] for _, entry in state.entries]).to(device)
-        """``[num_parameters, 1]``: whether all tensor-parallel ranks hold the whole parameter."""
+        self._copies = torch.tensor([[state.is_copy_over_tp(row)] for _, row in state.rows]).to(device)
+        """``[rows, 1]``: whether an earlier tensor-parallel rank holds the row's elements too."""
+        self._copy_groups = {
+            row.copies: _copy_group(groups, row.copies) for _, row in state.rows if row.copies > 1
+        }
+        """Groups of the ranks that hold the same copies, by their number."""
+        names = [row.entry.name for _, row in state.rows]
+        firsts = torch.tensor([names.index(name) for name in names])
+        self._first_rows = firsts.to(device) if self._copy_groups else None
+        """``[rows]``: the first row of each row's parameter, if a parameter has several rows."""
         axes = ("dp", "tp") if layout.zero else ("tp",)
         self._table_group = groups.along(*axes) if config.name == "lamb" else None
-        num_parameters = len(state.entries)
-        self.optimizer = build_optimizer(config, state.regions, num_parameters, self._reduce_table, kernels)
-        self.squares = torch.zeros(num_parameters, dtype=torch.float64, device=device)
-        """Squared norm of each parameter's gradient, as far as it is complete."""
+        num_rows = len(state.rows)
+        self.optimizer = build_optimizer(config, state.regions, num_rows, self._reduce_table, kernels)
+        self.squares = torch.zeros(num_rows, dtype=torch.float64, device=device)
+        """Squared norm of the gradient of each row of the table of parameters, as far as it is complete."""
         self._now = _Arguments(1, 0.0, 0.0, 0, None)
         self._skips, self._completes = False, False
         self._result: StepResult | None = None
@@ -232,17 +240,25 @@ class OptimizerStep:
         self._sum_over_tp(chunks)
         state = self._state
         if regions := [state.regions[index] for chunk in chunks for index in state.regions_of[chunk]]:
-            self.squares += squared_norms(regions, len(state.entries))
+            self.squares += squared_norms(regions, len(state.rows))
 
     def _sum_over_tp(self, chunks: Sequence[Chunk]) -> None:
-        """Sum the partial gradients of parameters that every tensor-parallel rank holds whole, in one
-        message."""
-        group = self._groups.along("tp")
-        parts = [part for chunk in chunks for part in chunk.partial_gradients()]
-        if group is None or not parts:
-            return
-        flat = sum_in_order(torch.cat(parts), group)
-        torch._foreach_copy_(parts, flat.split([len(part) for part in parts]))
+        """Sum the partial gradients of elements that several tensor-parallel ranks hold.
+
+        Parameters that every rank holds whole are summed in one message. So are vectors of which some ranks
+        hold copies; matrices are reduced in place, one by one, so that the bits of a sum do not depend on the
+        chunks that are summed together.
+        """
+        _sum_in_one_message(
+            [part for chunk in chunks for part in chunk.partial_gradients()], self._groups.along("tp")
+        )
+        copied = [one for chunk in chunks for one in chunk.copied_gradients()]
+        for copies, group in self._copy_groups.items():
+            own = [(row, part) for row, part in copied if row.copies == copies]
+            pending = [start_all_reduce(part, group) for row, part in own if row.entry.decays]
+            for one in pending:
+                one.wait()
+            _sum_in_one_message([part for row, part in own if not row.entry.decays], group)
 
     def _skip_overflow(self, loss: float) -> None:
         """Handle a non-finite gradient or loss. All ranks skip the step if the loss scale explains it; the
@@ -258,7 +274,7 @@ class OptimizerStep:
         tensor."""
         layout = self._groups.grid.layout
         found = _first_finding(
-            self._model, self._state.entries, self._outputs, self.squares, layout.num_stages - 1
+            self._model, self._state.rows, self._outputs, self.squares, layout.num_stages - 1
         )
         everyone = gather_values(found, _Finding | None, self._groups.world)
         firsts = [(one.order, rank, one.name) for rank, one in enumerate(everyone) if one is not None]
@@ -269,8 +285,25 @@ class OptimizerStep:
     def _reduce_table(self, table: torch.Tensor) -> torch.Tensor:
         """Sum each parameter's table row over the ranks (LAMB's norms), so that each element counts once."""
         if self._groups.grid.index("tp") > 0:
-            table.masked_fill_(self._whole_rows, 0.0)
-        return all_reduce(table, self._table_group)
+            table.masked_fill_(self._copies, 0.0)
+        table = all_reduce(table, self._table_group)
+        if self._first_rows is None:
+            return table
+        return torch.zeros_like(table).index_add_(0, self._first_rows, table)[self._first_rows]
+
+
+def _copy_group(groups: Groups, copies: int) -> Group | None:
+    """Return the group of so many consecutive tensor-parallel ranks, which hold the same elements."""
+    first = groups.grid.index("tp") // copies * copies
+    return groups.of(groups.grid.peers("tp")[first : first + copies])
+
+
+def _sum_in_one_message(parts: list[torch.Tensor], group: Group | None) -> None:
+    """Sum vectors over the ranks of a group, in place."""
+    if group is None or not parts:
+        return
+    flat = sum_in_order(torch.cat(parts), group)
+    torch._foreach_copy_(parts, flat.split([len(part) for part in parts]))
 
 
 def sum_over_world(own: torch.Tensor, groups: Groups, recorder: Recorder) -> list[float]:
@@ -291,21 +324,18 @@ def loss_weight(groups: Groups) -> float:
 
 
 def _first_finding(
-    model: RankModel, entries: _Entries, outputs: _Outputs, squares: torch.Tensor, last_stage: int
+    model: RankModel, rows: _Rows, outputs: _Outputs, squares: torch.Tensor, last_stage: int
 ) -> _Finding | None:
     """Return this rank's first non-finite tensor. ``squares``: squared norms of the reduced gradients, one
-    row for each of ``entries``."""
-    return (
-        _bad_parameter(entries) or _bad_output(outputs, last_stage) or _bad_gradient(model, entries, squares)
-    )
+    element for each of ``rows``."""
+    return _bad_parameter(rows) or _bad_output(outputs, last_stage) or _bad_gradient(model, rows, squares)
 
 
-def _bad_parameter(entries: _Entries) -> _Finding | None:
-    for row, (chunk, entry) in enumerate(entries):
-        a, b = chunk.spans[row - chunk.first_row]
-        part = chunk.master[max(a - chunk.start, 0) : max(b - chunk.start, 0)]
+def _bad_parameter(rows: _Rows) -> _Finding | None:
+    for chunk, row in rows:
+        part = chunk.master[max(row.start - chunk.start, 0) : max(row.stop - chunk.start, 0)]
         if not bool(torch.isfinite(part).all()):
-            return _Finding((0, 0, 0), f"parameter {entry.name}")
+            return _Finding((0, 0, 0), f"parameter {row.entry.name}")
     return None
 
 
@@ -318,12 +348,12 @@ def _bad_output(outputs: _Outputs, last_stage: int) -> _Finding | None:
     return _Finding((1, stage, micro_batch), f"loss of {of}" if stage == last_stage else f"output of {of}")
 
 
-def _bad_gradient(model: RankModel, entries: _Entries, squares: torch.Tensor) -> _Finding | None:
+def _bad_gradient(model: RankModel, rows: _Rows, squares: torch.Tensor) -> _Finding | None:
     own = [chunk for chunk in model.chunks if chunk.was_non_finite]
-    rows = [entries[row] for row in non_finite_rows(squares)]
-    if not own and not rows:
+    bad = [rows[number] for number in non_finite_rows(squares)]
+    if not own and not bad:
         return None
-    chunks = own or [chunk for chunk, _ in rows]
-    names = [entry.name for chunk, entry in rows if chunk in chunks] + [chunks[0].entries[0].name]
+    chunks = own or [chunk for chunk, _ in bad]
+    names = [row.entry.name for chunk, row in bad if chunk in chunks] + [chunks[0].entries[0].name]
     stage = max(stage for stage, held in model.stages.items() if any(one in chunks for one in held.chunks))
     return _Finding((2 if own else 3, -stage, 0), f"gradient of {names[0]}")

@@ -82,7 +82,7 @@ def build_rank_model(
     with torch.device("meta"):
         for stage in mine:
             layers |= {index: definition.build(index, boundary) for index in layers_of_stage[stage]}
-    entries = {index: _entries(definition, index, layer) for index, layer in layers.items()}
+    entries = {index: _entries(definition, index, layer, boundary) for index, layer in layers.items()}
     tied_entries = _merge_tied(definition, entries)
     chunks: list[Chunk] = []
     stages = {}
@@ -91,7 +91,7 @@ def build_rank_model(
     places = _chunk_memory(static_runs, mine, holders if tied_entries else set(), sharing.zero)
 
     def add(group_of_entries: list[Entry], key: int) -> Chunk:
-        first_row = sum(len(chunk.entries) for chunk in chunks)
+        first_row = sum(len(chunk.rows) for chunk in chunks)
         chunks.append(Chunk(group_of_entries, sharing, dtype, device, first_row, places.get(key)))
         return chunks[-1]
 
@@ -136,7 +136,7 @@ def _chunk_memory(
     }
 
 
-def _entries(definition: Definition, index: int, layer: nn.Module) -> list[Entry]:
+def _entries(definition: Definition, index: int, layer: nn.Module, boundary: Boundary) -> list[Entry]:
     prefix = definition.names[index]
     found = []
     for path, parameter in layer.named_parameters():
@@ -144,10 +144,10 @@ def _entries(definition: Definition, index: int, layer: nn.Module) -> list[Entry
         name = f"{prefix}.{path}"
         cut = shard_of(definition, name)
         partial = definition.sequence_parallel and cut is None
-        rate = rate_of(definition, name, parameter.shape)
-        found.append(
-            Entry(name, ((layer.get_submodule(owner), attribute),), parameter.shape, cut, partial, rate)
-        )
+        rate, rank, size = rate_of(definition, name, parameter.shape), boundary.rank, boundary.size
+        spans = () if cut is None else cut.spans_of_shard(parameter.shape[cut.dim], rank, size)
+        home = layer.get_submodule(owner), attribute
+        found.append(Entry(name, (home,), parameter.shape, cut, partial, rate, spans))
     return found
 
 
@@ -186,10 +186,10 @@ def draw_initial(definition: Definition, model: RankModel, boundary: Boundary) -
     """Set this rank's parameters to the values of the definition's seed. Tensors with no part in this rank's
     slices are not drawn."""
     where = {
-        entry.name: (chunk, row)
+        entry.name: (chunk, position)
         for chunk in model.chunks
-        for row, entry in enumerate(chunk.entries)
-        if chunk.holds(row)
+        for position, entry in enumerate(chunk.entries)
+        if chunk.holds(position)
     }
     for index, prefix in enumerate(definition.names):
         own = {name.removeprefix(f"{prefix}.") for name in where if name.startswith(f"{prefix}.")}
@@ -199,8 +199,8 @@ def draw_initial(definition: Definition, model: RankModel, boundary: Boundary) -
             name = f"{prefix}.{path}"
             shard = shard_of(definition, name)
             local = full if shard is None else shard.take(full, boundary.rank, boundary.size)
-            chunk, row = where[name]
-            chunk.load(row, local)
+            chunk, position = where[name]
+            chunk.load(position, local)
     for chunk in model.chunks:
         chunk.mark_stale()
 

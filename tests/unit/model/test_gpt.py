@@ -133,7 +133,7 @@ class Peer(Boundary):
 @settings(max_examples=40, deadline=None)
 @given(configs, st.sampled_from([1, 2, 4]))
 def test_the_cut_of_the_whole_parameter_fits_the_layer_of_each_rank(config, tp):
-    if config.num_kv_heads % tp:
+    if tp not in config.head_degrees:
         tp = 1
     definition = GPT(config, 1)
     for index, prefix in enumerate(definition.names):
@@ -147,7 +147,8 @@ def test_the_cut_of_the_whole_parameter_fits_the_layer_of_each_rank(config, tp):
 
 
 @pytest.mark.parametrize(
-    ("block", "activation", "kv_heads"), [("serial", "gelu", 4), ("parallel", "swiglu", 2)]
+    ("block", "activation", "kv_heads"),
+    [("serial", "gelu", 4), ("parallel", "swiglu", 2), ("serial", "gelu", 1)],
 )
 def test_partial_sums_of_two_ranks_are_the_block_of_one(block, activation, kv_heads):
     config = TINY.model_copy(

@@ -30,8 +30,11 @@ class Split:
             for start, stop in pairwise(ends):
                 yield rank, local, start, stop
 
-    def shards(self, rank: int, local: torch.Tensor, start: int, flat: torch.Tensor) -> list[TensorShard]:
-        return list(shards_of_flat("w", local.shape, start, flat, self.shard, rank, self.tp))
+    def shards(
+        self, rank: int, local: torch.Tensor, start: int, flat: torch.Tensor, *, owned_only: bool = False
+    ) -> list[TensorShard]:
+        of = self.shard, rank, self.tp
+        return list(shards_of_flat("w", local.shape, start, flat, *of, owned_only=owned_only))
 
 
 TP_SIZES = (1, 2, 3, 4)
@@ -39,11 +42,20 @@ TP_SIZES = (1, 2, 3, 4)
 
 @st.composite
 def shards(draw: st.DrawFn, shape: tuple[int, ...]) -> Shard:
-    """A cut of this shape for any of `TP_SIZES` ranks: of a dimension, or of equal or unequal parts of it."""
+    """A cut of this shape for `sizes_of` ranks: of a dimension, or of equal or unequal parts of it, or of
+    parts with few heads."""
     dim = draw(st.integers(0, len(shape) - 1))
     units = shape[dim] // 12
     parts = draw(st.sampled_from([(), (units,), (1,) * units, (units - 1, 1), (1, units - 1)]))
-    return Shard(dim, tuple(12 * part for part in parts if part))
+    sizes = tuple(12 * part for part in parts if part)
+    heads = tuple(draw(st.sampled_from([1, 2, 12])) for _ in sizes) if dim == 0 else ()
+    return Shard(dim, sizes, heads)
+
+
+def sizes_of(shard: Shard | None) -> list[int]:
+    """The tensor-parallel degrees at which ranks hold whole heads."""
+    heads = shard.heads if shard else ()
+    return [tp for tp in TP_SIZES if all(n % tp == 0 or tp % n == 0 for n in heads)]
 
 
 @st.composite
@@ -53,14 +65,11 @@ def tensors_and_splits(draw: st.DrawFn) -> tuple[torch.Tensor, list[Split]]:
         shape = tuple(draw(st.lists(st.sampled_from([12, 24, 36]), min_size=1, max_size=2)))
     else:
         shape = (12, 12, 12)
-    splits = [
-        Split(
-            shard=draw(st.none() | shards(shape)),
-            tp=draw(st.sampled_from(TP_SIZES)),
-            cuts=tuple(draw(st.lists(st.floats(0, 1), max_size=3))),
-        )
-        for _ in range(2)
-    ]
+    splits = []
+    for _ in range(2):
+        shard = draw(st.none() | shards(shape))
+        cuts = tuple(draw(st.lists(st.floats(0, 1), max_size=3)))
+        splits.append(Split(shard, draw(st.sampled_from(sizes_of(shard))), cuts))
     full = torch.arange(float(torch.Size(shape).numel())).view(shape)
     return full, [Split(s.shard, s.tp if s.shard else 1, s.cuts) for s in splits]
 
@@ -73,7 +82,8 @@ def saved(full: torch.Tensor, split: Split) -> torch.Tensor:
     """The whole tensor put together from everybody's rectangles, each element of which comes once."""
     whole, count = torch.full_like(full, -1.0), torch.zeros_like(full)
     for rank, local, start, stop in split.parts(full):
-        for part in split.shards(rank, local, start, local.reshape(-1)[start:stop].clone()):
+        flat = local.reshape(-1)[start:stop].clone()
+        for part in split.shards(rank, local, start, flat, owned_only=True):
             assert part.full_shape == tuple(full.shape)
             assert part.values.numel() > 0
             region(whole, part).copy_(part.values)
@@ -121,3 +131,13 @@ def test_tensor_shards_are_live_memory() -> None:
     for part in shards_of_flat("w", (4, 4), 3, flat, Shard(0, (4, 4)), rank=1, size=2):
         part.values.fill_(1.0)
     assert flat.sum() == 7
+
+
+def test_ranks_that_share_a_head_hold_the_same_rows_and_the_first_one_owns_them() -> None:
+    """4 query, 2 key and 2 value heads of 1 row on 4 ranks."""
+    shard, rows = Shard(0, (4, 2, 2), (4, 2, 2)), torch.arange(8.0)
+    assert [shard.take(rows, rank, 4).tolist() for rank in range(4)] == [
+        [0, 4, 6], [1, 4, 6], [2, 5, 7], [3, 5, 7],
+    ]  # fmt: skip
+    owned = [[span.start for span in shard.spans(8, rank, 4) if not span.is_copy] for rank in range(4)]
+    assert owned == [[0, 4, 6], [1], [2, 5, 7], [3]]

@@ -138,7 +138,7 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
     passes = _UNFUSED if not context.profile.fused else 1.0
     value, inner = context.value_bytes, tokens * model.ffn_width / context.tp
     ups = model.up_matrices
-    qkv = 2 * tokens * model.qkv_width / context.tp * value
+    qkv = 2 * tokens * _qkv_width(model, context) / context.tp * value
     turned, normed = qkv * (model.position == "rotary"), qkv * (model.qk_norm != "none")
     norms, residuals = (share * model.hidden * each for each in (model.num_branch_norms, model.num_scatters))
     joined = context.profile.fused_add_norm and not context.cluster.on_cpu
@@ -191,7 +191,7 @@ def _product_passes(
 def _shapes(model: ModelConfig, context: LayerContext) -> tuple[tuple[Number, Number], ...]:
     """Return the matrices ``[out, in]`` of a rank: queries, keys and values; attention's output; up; down."""
     tp, hidden, width = context.tp, model.hidden, model.heads * model.head_width
-    qkv = model.qkv_width / tp
+    qkv = _qkv_width(model, context) / tp
     ups = model.up_matrices
     return (
         (qkv, hidden),
@@ -199,6 +199,13 @@ def _shapes(model: ModelConfig, context: LayerContext) -> tuple[tuple[Number, Nu
         (ups * model.ffn_width / tp, hidden),
         (hidden, model.ffn_width / tp),
     )
+
+
+def _qkv_width(model: ModelConfig, context: LayerContext) -> Number:
+    """Return the width of queries, keys and values on all ranks, with the keys and values that several ranks
+    hold."""
+    copies = np.maximum(1.0, np.asarray(context.tp) / model.num_kv_heads)
+    return model.qkv_width + (copies - 1) * 2 * model.num_kv_heads * model.head_width
 
 
 def block_shares(model: ModelConfig) -> dict[str, tuple[float, float]]:
@@ -392,7 +399,7 @@ def _behind_weights(model: ModelConfig, context: LayerContext, comm: Number, wei
     sequence parallelism, and the reduce-scatters with it."""
     sums = comm / 2 if context.profile.sequence_parallel else comm
     ups = model.up_matrices
-    entering = model.qkv_width + ups * model.ffn_width
+    entering = _qkv_width(model, context) + ups * model.ffn_width
     leaving = model.heads * model.head_width + model.ffn_width
     behind = np.minimum(sums, weights * entering / (entering + leaving))
     return comm - behind + tensor_group(context.cluster, context.tp).busy_ratio * behind

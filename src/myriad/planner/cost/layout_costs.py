@@ -21,6 +21,7 @@ from myriad.planner.cost.collective_costs import (
     all_reduce_seconds,
     group_along,
     message_seconds,
+    tensor_group,
 )
 from myriad.planner.cost.layer_costs import (
     OVERLAP_MODES,
@@ -43,6 +44,7 @@ __all__ = [
     "Costs",
     "StageCosts",
     "computed_pairs",
+    "copied_sum_seconds",
     "cut_layers",
     "layer_parameters",
     "optimizer_bytes",
@@ -50,12 +52,13 @@ __all__ = [
 ]
 
 
-def layer_parameters(model: ModelConfig) -> list[int]:
-    """Return the number of parameters of the embedding, each block and the head; tied parameters count in
-    both."""
+def layer_parameters(model: ModelConfig, tp: int = 1) -> list[int]:
+    """Return the number of parameters of the embedding, each block and the head, on all of ``tp`` ranks:
+    copies of key/value heads count. Tied parameters count in both layers."""
     rows = model.padded_vocabulary() * model.hidden
     positions = model.sequence * model.hidden if model.position == "learned" else 0
-    return [rows + positions, *([model.block_parameters] * model.layers), rows + model.norm_size]
+    block = model.block_parameters + model.copied_parameters(tp)
+    return [rows + positions, *([block] * model.layers), rows + model.norm_size]
 
 
 def cut_layers(model: ModelConfig, partition: str, num_stages: int) -> list[range]:
@@ -169,7 +172,7 @@ class Costs:
         kinds, workload = _layer_kinds(self.workload.model), self.workload
         counts = {kind: len(list(group)) for kind, group in groupby(sorted(kinds[i] for i in own))}
         times = reduce(add, (self._times[kind].times(float(n)) for kind, n in counts.items()))
-        every = layer_parameters(workload.model)
+        every = layer_parameters(workload.model, workload.layout.tp)
         parameters = sum(every[layer] for layer in own) / workload.layout.tp
         again = self._again([kinds[layer] for layer in own])
         inputs = float(times.backward_input.total + again.total)
@@ -336,13 +339,18 @@ class Costs:
         return self.workload.profile.host_seconds
 
     def clip(self, parameters: float) -> float:
-        """Return the seconds of the gradient norm: the pass over a rank's gradients and the all-reduce over
-        all ranks."""
-        workload = self.workload
-        own = parameters / (workload.layout.dp if workload.layout.zero else 1)
-        everybody = group_along(self.cluster, float(workload.layout.world), 1.0)
+        """Return the seconds of the gradient norm: the pass over a rank's gradients, the all-reduce over all
+        ranks, and before it the sums of copied key/value heads."""
+        workload, layout = self.workload, self.workload.layout
+        own = parameters / (layout.dp if layout.zero else 1)
+        everybody = group_along(self.cluster, float(layout.world), 1.0)
+        copied = copied_sum_seconds(
+            workload.model, self.cluster, layout.tp, layout.pp, layout.dp if layout.zero else 1
+        )
         return float(
-            sweep_seconds(self.cluster.accelerator, 4 * own, 2.0) + all_reduce_seconds(everybody, 8.0)
+            sweep_seconds(self.cluster.accelerator, 4 * own, 2.0)
+            + all_reduce_seconds(everybody, 8.0)
+            + copied
         )
 
     @cached_property
@@ -352,6 +360,16 @@ class Costs:
         group = replace(self.pipeline, size=2.0)
         rows = model.padded_vocabulary() * model.hidden / layout.tp
         return float(all_reduce_seconds(group, rows * self.workload.profile.gradient_bytes))
+
+
+def copied_sum_seconds(model: ModelConfig, cluster: Cluster, tp: int, pp: int, parts: int) -> float:
+    """Return the seconds in which the ranks that hold a key/value head sum its gradients: one all-reduce for
+    each block of a pipeline rank. ``parts``: data-parallel ranks that share the gradients."""
+    copies = model.kv_copies(tp)
+    if copies == 1:
+        return 0.0
+    num_bytes = 4 * model.kv_parameters / model.num_kv_heads / parts
+    return float(-(-model.layers // pp) * all_reduce_seconds(tensor_group(cluster, float(copies)), num_bytes))
 
 
 def computed_pairs(model: ModelConfig, layer: int) -> float:

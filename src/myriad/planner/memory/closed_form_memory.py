@@ -96,18 +96,27 @@ def fits_probability(memory: PeakMemory, capacity_bytes: Number) -> Number:
 
 
 def count_groups(
-    dp: Number, tp: Number, pp: Number, *, syncs_tied: Number, levels: Number, lamb_over_zero: Number
+    dp: Number,
+    tp: Number,
+    pp: Number,
+    *,
+    kv_heads: int,
+    syncs_tied: Number,
+    levels: Number,
+    lamb_over_zero: Number,
 ) -> Number:
     """Return the number of NCCL communicators of a rank for collectives: the world's, those of tensor and
     data parallelism where they differ from the world's, and that of the two ranks with tied parameters
     (``syncs_tied``, 0 or 1).
 
+    The ranks that hold the same of ``kv_heads`` heads have one where they are not all tensor-parallel ranks.
     Each of the ``levels`` of a hierarchy adds one. LAMB's norms with ZeRO (``lamb_over_zero``, 0 or 1) add
     one where their ranks are neither an axis nor the world."""
     axes = np.where(np.asarray(dp) > 1, 1.0, 0.0) + np.where(np.asarray(tp) > 1, 1.0, 0.0)
     world = np.where((np.asarray(pp) > 1) | (axes > 1), 1.0, 0.0)
     norms = np.where((axes > 1) & (np.asarray(pp) > 1), lamb_over_zero, 0.0)
-    return axes + world + syncs_tied + levels + norms
+    copies = np.where((np.asarray(tp) > kv_heads) & (kv_heads > 1), 1.0, 0.0)
+    return axes + world + syncs_tied + levels + norms + copies
 
 
 def expected_margin(coming: Number, groups: Number, pairs: Number, *, on_cpu: bool) -> Number:
@@ -246,6 +255,7 @@ def _communicators(where: _Layouts) -> tuple[Number, Number]:
         where.dp,
         where.tp,
         where.pp,
+        kv_heads=where.model.num_kv_heads,
         syncs_tied=np.where(apart, 1.0, 0.0),
         levels=where.levels,
         lamb_over_zero=np.where(where.lamb & (where.zero > 0), 1.0, 0.0),

@@ -23,7 +23,7 @@ a layout, so each distinct combination is computed once.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import get_args
 
 import numpy as np
@@ -146,30 +146,30 @@ def _block_kept(
 def _ours_kept(
     model: ModelConfig, kind: LayerKind, layer: int, part: MicroBatchShard, recompute: Recompute
 ) -> Number:
-    """Return the kept bytes of Myriad's layer. All terms are constant or divided by tp, so two values of tp
-    determine the result."""
+    """Return the kept bytes of Myriad's layer."""
     block = softmax_block(model, layer, part) if kind == "block" else None
 
-    def linear(function: Callable[..., float]) -> Number:
-        one, two = (
-            float(
-                function(
-                    model,
-                    kind,
-                    layer,
-                    tp=tp,
-                    bytes_per_value=part.value_bytes,
-                    recompute=recompute,
-                    softmax_block=block,
-                )
-            )
-            for tp in (1, 2)
+    def each(function: Callable[..., float]) -> Number:
+        own = partial(
+            function,
+            model,
+            kind,
+            layer,
+            bytes_per_value=part.value_bytes,
+            recompute=recompute,
+            softmax_block=block,
         )
-        shared = 2 * (one - two)
-        return (one - shared) + shared / part.tp
+        return _of_each(part.tp, lambda tp: own(tp=tp))
 
     tokens = part.tokens(model)
-    return tokens * linear(kept_bytes_per_token) + linear(kept_bytes_per_micro_batch)
+    return tokens * each(kept_bytes_per_token) + each(kept_bytes_per_micro_batch)
+
+
+def _of_each(tp: Number, function: Callable[[int], float]) -> Number:
+    """Return a function of the tensor-parallel degree for one degree or an array of them."""
+    if np.ndim(tp) == 0:
+        return float(function(int(tp)))
+    return np.array([float(function(int(one))) for one in np.ravel(tp)]).reshape(np.shape(tp))
 
 
 def _published_kept(
@@ -184,7 +184,7 @@ def _published_kept(
     # Norm inputs, product inputs, and dropout masks of one byte.
     stream = apart * hidden * (value * (model.num_branch_norms + model.num_gathers) + model.num_scatters)
     ups = model.up_matrices
-    queries, keys = model.heads * model.head_width, model.num_kv_heads * model.head_width
+    queries, keys = model.heads * model.head_width, _key_width(model, part.tp)
     inner = tokens / part.tp * value * (2 * queries + 2 * keys + (ups + 1) * model.ffn_width)
     if profile.attention != "plain" or recompute == "selective":
         return stream + inner
@@ -261,9 +261,14 @@ def product_inputs(model: ModelConfig, part: MicroBatchShard) -> Number:
     its input is computed: inputs and gradients of the outputs."""
     tokens = part.tokens(model) * part.value_bytes
     ups = model.up_matrices
-    width, keys = model.heads * model.head_width, model.num_kv_heads * model.head_width
+    width, keys = model.heads * model.head_width, _key_width(model, part.tp)
     cut = 2 * width + 2 * keys + (ups + 1) * model.ffn_width
     return tokens * ((model.num_gathers + model.num_scatters) * model.hidden + cut / part.tp)
+
+
+def _key_width(model: ModelConfig, tp: Number) -> Number:
+    """Return the width of keys on all tensor-parallel ranks, copies included."""
+    return model.num_kv_heads * model.head_width * _of_each(tp, model.kv_copies)
 
 
 @dataclass(frozen=True)
@@ -297,7 +302,8 @@ def layer_elements(model: ModelConfig, kind: LayerKind, tp: Number) -> Number:
     if kind == "head":
         return table + model.norm_size
     shared = model.block_shared_parameters
-    return (model.block_parameters - shared) / tp + shared
+    copied = _of_each(tp, model.copied_parameters)
+    return (model.block_parameters - shared + copied) / tp + shared
 
 
 def layer_memory(

@@ -108,7 +108,14 @@ def memory_of_repeating_ranks(
 
 
 def count_communicators(
-    layout: Layout, program: Program, rank: int, comm: CommConfig, *, lamb: bool, node_size: int | None = None
+    layout: Layout,
+    program: Program,
+    rank: int,
+    comm: CommConfig,
+    *,
+    lamb: bool,
+    kv_heads: int,
+    node_size: int | None = None,
 ) -> tuple[int, int]:
     """Return the numbers of NCCL communicators of a pipeline rank: for groups, and for pairs, which have one
     for each neighbour, payload and direction (`myriad.comm.connection_setup`)."""
@@ -120,6 +127,7 @@ def count_communicators(
         layout.dp,
         layout.tp,
         layout.pp,
+        kv_heads=kv_heads,
         syncs_tied=syncs_tied,
         levels=count_levels(comm, layout.dp, layout.tp * layout.pp, node_size),
         lamb_over_zero=float(lamb and layout.zero > 0),
@@ -290,7 +298,13 @@ class _MemoryWalk:
     def _communicators(self) -> tuple[int, int]:
         workload, lamb = self.workload, self.workload.optimizer == "lamb"
         return count_communicators(
-            workload.layout, self.program, self.rank, workload.comm, lamb=lamb, node_size=self.node_size
+            workload.layout,
+            self.program,
+            self.rank,
+            workload.comm,
+            lamb=lamb,
+            kv_heads=workload.model.num_kv_heads,
+            node_size=self.node_size,
         )
 
     def _buffers(self) -> float:

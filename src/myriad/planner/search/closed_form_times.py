@@ -40,7 +40,7 @@ from myriad.planner.cost.collective_costs import (
     group_along,
     message_seconds,
 )
-from myriad.planner.cost.layout_costs import Costs, optimizer_bytes
+from myriad.planner.cost.layout_costs import Costs, copied_sum_seconds, optimizer_bytes
 from myriad.planner.cost.operator_costs import sweep_seconds
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.planner.search.layout_space import LayoutCandidate, LayoutGrid, Sharding
@@ -310,7 +310,10 @@ class _DpForm:
         step = sweep_seconds(accelerator, own * optimizer_bytes(problem.optimizer, problem.value_bytes), 2.0)
         norm = sweep_seconds(accelerator, 4 * own, 2.0)
         everybody = group_along(problem.cluster, float(problem.cluster.world), 1.0)
-        return np.asarray(step + norm + all_reduce_seconds(everybody, 8.0) + problem.profile.host_seconds)
+        parts = self.grid.dp if self.zero else 1
+        copied = copied_sum_seconds(problem.model, problem.cluster, self.grid.tp, self.grid.pp, parts)
+        norm = norm + all_reduce_seconds(everybody, 8.0) + copied
+        return np.asarray(step + norm + problem.profile.host_seconds)
 
 
 def _tied_seconds(grid: LayoutGrid) -> float:

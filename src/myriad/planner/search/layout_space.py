@@ -1,6 +1,6 @@
 """All layouts with which a model can be trained on a number of accelerators, as the runtime accepts them.
 
-    tp            divides key/value heads, the MLP's width, the sequence and the padding of the vocabulary
+    tp            divides the heads, the MLP's width, the sequence and the padding of the vocabulary
     pp            any divisor of the rest, up to a stage for each layer, embedding and head
     stages        of a pipeline rank: each number up to 128, above it the fewest for each size of a stage
     dp            the rest; it divides the batch, and replicas are on nodes as comm.hierarchy needs it
@@ -275,8 +275,8 @@ def tensor_overlaps(overlap: OverlapConfig) -> tuple[TensorOverlap, ...]:
 
 def tensor_degrees(model: ModelConfig) -> list[int]:
     """Return the tensor-parallel degrees that `Job.check` accepts."""
-    shared = (model.num_kv_heads, model.ffn_width, model.sequence, model.vocabulary_multiple)
-    return [tp for tp in divisors(model.num_kv_heads) if not any(number % tp for number in shared)]
+    shared = (model.ffn_width, model.sequence, model.vocabulary_multiple)
+    return [tp for tp in model.head_degrees if not any(number % tp for number in shared)]
 
 
 def divisors(number: int) -> list[int]:

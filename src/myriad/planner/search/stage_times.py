@@ -47,11 +47,10 @@ class LayerTable:
         """Kind of each layer, embedding and head included."""
         self.overlap_mode = [OVERLAP_MODES[kind] for kind in tensor_overlaps(problem.overlap)]
         self.num_kinds = int(self.layer_kinds.max()) + 1
-        self.parameters = np.array(layer_parameters(model), dtype=float)
         self._tp = {degree: index for index, degree in enumerate(self.degrees)}
         self._size = {size: index for index, size in enumerate(self.sizes)}
         self._lengths: dict[int, npt.NDArray[np.int64]] = {}
-        self._cuts: dict[tuple[int, int, bool], LayerAssignment] = {}
+        self._cuts: dict[tuple[int, int, int, bool], LayerAssignment] = {}
 
     def _layer_kinds(self) -> list[int]:
         """Return the kind of each layer: 0 embedding, 1 head, then one for each window."""
@@ -93,19 +92,20 @@ class LayerTable:
             self._lengths[num_stages] = np.array([len(own) for own in stages])
         return self._lengths[num_stages]
 
-    def cut(self, pp: int, virtual_stages: int, vee: bool) -> "LayerAssignment":
+    def cut(self, tp: int, pp: int, virtual_stages: int, vee: bool) -> "LayerAssignment":
         """Return the assignment of layers to so many pipeline ranks."""
-        key = pp, virtual_stages, vee
+        key = tp, pp, virtual_stages, vee
         if key not in self._cuts:
             self._cuts[key] = self._cut(*key)
         return self._cuts[key]
 
-    def _cut(self, pp: int, virtual_stages: int, vee: bool) -> "LayerAssignment":
+    def _cut(self, tp: int, pp: int, virtual_stages: int, vee: bool) -> "LayerAssignment":
         lengths = self.lengths_of_stages(pp * virtual_stages)
         owner = np.repeat(_owners(pp, virtual_stages, vee), lengths)
         places = owner * self.num_kinds + self.layer_kinds
         counts = np.bincount(places, minlength=pp * self.num_kinds).reshape(pp, self.num_kinds)
-        held = np.bincount(owner, weights=self.parameters, minlength=pp)
+        parameters = np.array(layer_parameters(self.problem.model, tp), dtype=float)
+        held = np.bincount(owner, weights=parameters, minlength=pp)
         rows = np.unique(counts.astype(float), axis=0)
         return LayerAssignment(rows, float(held.max()), int(lengths.min()))
 
@@ -133,7 +133,7 @@ class LayerAssignment:
     layers: Array
     """Number of layers, ``[distinct rank, kind]``."""
     parameters: float
-    """Parameters of the rank with most of them, before tensor parallelism."""
+    """Parameters of the pipeline rank with most of them, on all its tensor-parallel ranks."""
     fewest_layers: int
     """Fewest layers in a stage."""
 
@@ -147,7 +147,7 @@ class GridTimes:
         distinct = list(dict.fromkeys(keys))
         self.cut_of = np.array([distinct.index(key) for key in keys])
         """Index of each schedule's layer assignment."""
-        self.cuts = [table.cut(grid.pp, *key) for key in distinct]
+        self.cuts = [table.cut(grid.tp, grid.pp, *key) for key in distinct]
         self.turns = table.at(grid.tp, grid.micro_batches)[..., : len(grid.tensors)]
 
     @cached_property

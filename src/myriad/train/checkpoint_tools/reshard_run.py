@@ -145,11 +145,11 @@ def _cuts(
                 continue
             local = list(parameter.shape)
             if cut is not None:
-                local[cut.dim] //= tp[1]
+                local[cut.dim] = cut.local_size(local[cut.dim], tp[1])
             size = torch.Size(local).numel()
             start, stop = (size * place // dp[1] for place in (dp[0], dp[0] + 1))
             flat: Any = torch.empty(stop - start, device="meta")
-            for part in shards_of_flat(base, local, start, flat, cut, *tp):
+            for part in shards_of_flat(base, local, start, flat, cut, *tp, owned_only=True):
                 for name in names.get(base, ()):
                     yield name, part.offsets, tuple(part.values.shape)
 
