@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from hugging_face_case import GPT2, LLAMA, TINY, exported, loaded, our_logits, random_weights, tokens_of
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_corpora import make_corpus
 from typer.testing import CliRunner, Result
@@ -25,16 +26,26 @@ from myriad.checkpoint.foreign.hugging_face_names import tensor_mappings
 from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, read_rotary
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
+from myriad.comm.groups import close_world, open_world
+from myriad.comm.layout import Layout
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.generate import generate
+from myriad.model.gpt import GPT
 from myriad.model.self_attention import Attention
 from myriad.model.tensor_shard import TensorShard
+from myriad.optim.config import OptimizerConfig
+from myriad.parallel.engine import Engine
+from myriad.parallel.runtime import Batch
+from myriad.planner.cost.layout_costs import stage_layers
+from myriad.planner.workload import Workload
 from myriad.run import Run
+from myriad.telemetry.spans import Recorder
 from myriad.train.checkpoint_tools.foreign_checkpoints import export_hugging_face, import_hugging_face
+from myriad.train.checkpoint_tools.initial_weights import fill_parameters
 from myriad.train.checkpoint_tools.text_sampler import open_run
 
 LLAMA3_SCALING = {"kind": "llama3", "factor": 8.0, "original_sequence": 8}
@@ -377,6 +388,63 @@ def test_gpt_oss_s_attention_gives_the_same_output() -> None:
         torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-5)
         ours.sinks.add_(3)
         assert not torch.allclose(ours.out(ours.mix(ours.qkv(inputs))), found - ours.output.bias, atol=1e-2)
+
+
+ALONE = ("falcon 7b",)
+"""Cases with one key/value head, which `layout.tp` does not divide."""
+
+
+def losses_of_two_ranks(folders: dict[str, str]) -> dict[str, tuple[float, float]]:
+    """One rank of ``layout.tp = 2``: the loss of each folder's model, and the share of its bytes read."""
+    layout = Layout(tp=2, micro_batch=2)
+    groups, found = open_world(layout, torch.device("cpu")), {}
+    for name, folder in folders.items():
+        weights = HuggingFaceWeights(Path(folder))
+        assert weights.model is not None
+        tokens = tokens_of(weights.model)
+        batch = Batch(tokens, tokens.roll(-1, 1), torch.arange(2))
+        engine = Engine(
+            GPT(weights.model, seed=1), groups, stage_layers(Workload(weights.model, layout, 2)), batch, 1,
+            OptimizerConfig(), seed=1, dtype=torch.float32, device=torch.device("cpu"), recorder=Recorder(),
+        )  # fmt: skip
+        fill_parameters(weights, engine)
+        loss = engine.train_step(lambda batch=batch: batch, 1e-9, tokens.numel()).loss  # type: ignore[misc]
+        size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+        found[name] = (loss, weights.bytes_read / size)
+        engine.close()
+    close_world()
+    return found
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel_losses(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, float], list[dict[str, tuple[float, float]]]]:
+    """The loss of transformers for each case, and what both ranks of one world found."""
+    folders, expected = {}, {}
+    for number, (name, config) in enumerate(THEIRS.items()):
+        if name not in ALONE:
+            theirs, folder = random_theirs(config()), tmp_path_factory.mktemp("theirs") / str(number)
+            theirs.save_pretrained(folder)
+            model = HuggingFaceWeights(folder).model
+            assert model is not None
+            tokens = tokens_of(model)
+            logits = their_logits(theirs, tokens)
+            targets = tokens.roll(-1, 1).flatten()
+            expected[name] = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets))
+            folders[name] = str(folder)
+    return expected, run_ranks(2, losses_of_two_ranks, folders)
+
+
+@pytest.mark.parametrize("name", [name for name in THEIRS if name not in ALONE])
+def test_two_tensor_parallel_ranks_give_the_loss_and_read_about_half(
+    name: str, tensor_parallel_losses: tuple[dict[str, float], list[dict[str, tuple[float, float]]]]
+) -> None:
+    expected, ranks = tensor_parallel_losses
+    for found in ranks:
+        loss, share = found[name]
+        assert loss == pytest.approx(expected[name], rel=1e-5)
+        assert share < 0.56, "its parts, and norms and positions, which every rank has"
 
 
 def test_files_as_people_have_them_are_read(tmp_path: Path) -> None:

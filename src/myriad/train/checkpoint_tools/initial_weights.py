@@ -32,7 +32,7 @@ from myriad.parallel.engine import Engine
 from myriad.run import Run
 from myriad.train.checkpoint_tools.named_weights import open_weights
 
-__all__ = ["check_initial", "fill_initial", "refuse_other_run"]
+__all__ = ["check_initial", "fill_initial", "fill_parameters", "refuse_other_run"]
 
 _KEY, _PREFIX = "train.init_from", "model."
 _SAME = {
@@ -78,11 +78,7 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
     where = _agree(lambda: _open(source, job, every_byte=True).where, engine)
     assert where is not None, "it is the place that was opened"
     weights = _open(where, job, verified=True)
-    for name, parts in _by_name(engine.all_shards()).items():
-        boxes = [_box_of(part) for part in parts]
-        for part, values in zip(parts, weights.read_parts(name, boxes), strict=True):
-            part.values.copy_(values)
-    engine.loaded()
+    fill_parameters(weights, engine)
     kind = "hugging_face" if isinstance(weights, HuggingFaceWeights) else "checkpoint"
     description = {"source": weights.where, "kind": kind, "tensors": len(weights.shapes)}
     differs = _differences(weights.model, job.model)
@@ -91,6 +87,15 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
         if "tokenizer" not in differs:
             _carry_companions(weights, run)
     return description | ({"differs": differs} if differs else {})
+
+
+def fill_parameters(weights: Weights, engine: Engine) -> None:
+    """Set the parameters of this rank from weights of the same model; every rank calls it."""
+    for name, parts in _by_name(engine.all_shards()).items():
+        boxes = [_box_of(part) for part in parts]
+        for part, values in zip(parts, weights.read_parts(name, boxes), strict=True):
+            part.values.copy_(values)
+    engine.loaded()
 
 
 def refuse_other_run(run: Run, job: Job, step: int, engine: Engine) -> None:
