@@ -13,6 +13,8 @@ transformers reads the folder in a process of its own.
 """
 
 import argparse
+import ctypes
+import gc
 import multiprocessing
 import os
 import socket
@@ -89,6 +91,8 @@ def drop_cache(folder: Path) -> None:
 def measured(folder: Path, read: Callable[[], int]) -> Reading:
     """Measure a call that reads the folder, and returns the bytes of the values that it asked for."""
     drop_cache(folder)
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # no freed memory hides what the call takes
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
     memory, disk, start = _status("VmRSS"), _disk_bytes(), time.perf_counter()
     values = read()
