@@ -72,6 +72,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "rotary_fraction": 0.5,
         "tied": False,
     },
+    "latent": {
+        "activation": "swiglu",
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "rotary_scaling": {"kind": "yarn", "factor": 4.0, "original_sequence": 8, "mscale_all_dim": 0.7},
+    },
+    "latent-plain-queries": {
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 5,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 7,
+        "dropout": 0.1,
+        "norm_placement": "both",
+        "tied": False,
+    },
     "granite-sinks": {
         "activation": "swiglu",
         "attention_sinks": True,
@@ -165,6 +183,9 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("one-kv-head", "adamw", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}),
     ("neox", "adamw", {"tp": 4, "micro_batch": 4}),
     ("neox", "adamw", {"pp": 2, "tp": 2, "schedule": "zero-bubble", "micro_batch": 2}),
+    ("latent", "adamw", {"tp": 2, "pp": 2, "schedule": "zero-bubble", "micro_batch": 2}),
+    ("latent", "lamb", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2, "recompute": "selective"}),
+    ("latent-plain-queries", "adamw", {"tp": 4, "micro_batch": 4, "recompute": "selective"}),
     ("granite-sinks", "adamw", {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "micro_batch": 2}),
 ]
 

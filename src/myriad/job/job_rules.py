@@ -37,11 +37,40 @@ def _check_layout(job: JobValues) -> None:
 def _check_heads(job: JobValues) -> None:
     model, kv_heads, width = job.model, job.model.num_kv_heads, job.model.head_width
     allowed = f"must be divisible by model.heads = {model.heads}; or set model.head_dim"
-    need(model.head_dim is not None or model.hidden % model.heads == 0, "model.hidden", model.hidden, allowed)
+    sized = model.head_dim is not None or model.latent is not None
+    need(sized or model.hidden % model.heads == 0, "model.hidden", model.hidden, allowed)
     allowed = f"must be divisible by model.kv_heads = {kv_heads}"
     need(model.heads % kv_heads == 0, "model.heads", model.heads, allowed)
     allowed = "must be even with model.position = rotary (off: model.hidden / model.heads)"
     need(model.position != "rotary" or width % 2 == 0, "model.head_dim", width, allowed)
+
+
+_LATENT_KEYS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_NOT_LATENT_KEYS = (
+    *("kv_heads", "head_dim", "block", "window", "qk_norm", "attention_softcap", "attention_sinks", "position"),
+    *("rotary_fraction", "rotary_pattern", "bias", "attention_bias", "norm_zero_centered", "mup_base_width"),
+)
+"""Keys that have their default with latent attention."""
+
+
+def _check_latent(job: JobValues) -> None:
+    model, plain = job.model, ModelConfig.model_fields
+    if model.latent is None:
+        for key in _LATENT_KEYS:
+            value = getattr(model, key)
+            need(value == plain[key].default, f"model.{key}", value, "only with model.kv_lora_rank")
+        scale = model.rotary_scaling.mscale_all_dim if model.rotary_scaling.mscale is None else None
+        needs = "only with model.kv_lora_rank, or with rotary_scaling.mscale"
+        need(scale is None, "model.rotary_scaling.mscale_all_dim", scale, needs)
+        return
+    for key in _NOT_LATENT_KEYS:
+        value, default = getattr(model, key), plain[key].default
+        shown = "off" if default is None or default is False else default
+        need(value == default, f"model.{key}", value, f"{shown} with model.kv_lora_rank (latent attention)")
+    even, value = model.qk_rope_head_dim % 2 == 0, model.v_head_dim
+    need(even, "model.qk_rope_head_dim", model.qk_rope_head_dim, "an even number: pairs of values are rotated")
+    allowed = f"at most model.qk_nope_head_dim + model.qk_rope_head_dim = {model.head_width}"
+    need(value <= model.head_width, "model.v_head_dim", value, allowed)
 
 
 def _check_norms(job: JobValues) -> None:
@@ -275,11 +304,27 @@ def _check_precision(job: JobValues) -> None:
         "model.ffn_hidden / layout.tp": up // tp,
         "model.heads x model.head_dim / layout.tp": model.heads * model.head_width // tp,
         "model.kv_heads x model.head_dim / layout.tp": model.kv_heads_of_rank(tp) * model.head_width,
+        **_latent_lengths(model, tp),
         "layout.micro_batch x model.sequence": job.layout.micro_batch * model.sequence,
     }
     for key, length in lengths.items():
         allowed = f"a multiple of 16, for train.precision = {job.train.precision}"
         need(length % 16 == 0, key, length, allowed)
+
+
+def _latent_lengths(model: ModelConfig, tp: int) -> dict[str, int]:
+    """Return the dimensions of the products of latent attention."""
+    if model.latent is None:
+        return {}
+    latent, heads = model.latent, model.heads // tp
+    return {
+        "model.kv_lora_rank": latent.key_value_rank,
+        "model.q_lora_rank": latent.query_rank or 0,
+        "model.qk_rope_head_dim": latent.rotated,
+        "model.heads x (model.qk_nope_head_dim + model.v_head_dim) / layout.tp": heads
+        * (latent.plain + latent.value),
+        "model.heads x model.v_head_dim / layout.tp": heads * latent.value,
+    }
 
 
 def _check_float16(job: JobValues) -> None:
@@ -336,6 +381,7 @@ def _check_started_nodes(job: JobValues) -> None:
 
 RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_layout,
+    _check_latent,
     _check_heads,
     _check_norms,
     _check_base_width,

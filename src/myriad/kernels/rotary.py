@@ -15,7 +15,7 @@ import torch
 from myriad.kernels.constant_tensors import constant_tensor
 from myriad.kernels.rotary_scaling import Rotary
 
-__all__ = ["Rotary", "rotary_reference", "rotary_turns", "turned"]
+__all__ = ["Rotary", "rotary_reference", "rotary_turns", "turn", "turned"]
 
 
 def _frequencies(rotary: Rotary, length: int) -> torch.Tensor:
@@ -57,7 +57,8 @@ def as_pairs(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
-def _turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+def turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` ``[B, S, N, D]`` with each pair rotated, without a gradient."""
     return torch.view_as_real(as_pairs(x.float()) * turns[:, None]).flatten(-2).to(x.dtype)
 
 
@@ -65,11 +66,11 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         ctx.turns = turns
-        return _turn(x, turns)
+        return turn(x, turns)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _turn(grads[0], ctx.turns.conj()), None
+        return turn(grads[0], ctx.turns.conj()), None
 
 
 def turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,12 @@ class RotaryScaling(Config):
     attention_factor: float | None = Field(None, gt=0, le=100)
     """Factor of rotated queries and of rotated keys (yarn, longrope). off: 0.1 ln(factor) + 1 for yarn,
     sqrt(1 + ln(factor) / ln(original_sequence)) for longrope."""
+    mscale: float | None = Field(None, gt=0, le=100)
+    """yarn, with mscale_all_dim, for attention_factor = off: the factor is (0.1 mscale ln(factor) + 1) /
+    (0.1 mscale_all_dim ln(factor) + 1) (DeepSeek)."""
+    mscale_all_dim: float | None = Field(None, gt=0, le=100)
+    """yarn, with model.kv_lora_rank: attention scores are multiplied by (0.1 mscale_all_dim ln(factor) +
+    1)^2 (DeepSeek). off: by 1."""
     beta_fast: float = Field(32.0, gt=0, le=1e6)
     """yarn: a frequency with more rotations than this in the original sequence is kept."""
     beta_slow: float = Field(1.0, gt=0, le=1e6)
@@ -64,9 +70,21 @@ class RotaryScaling(Config):
             return self.attention_factor
         if self.factor <= 1:
             return 1.0
+        if self.kind == "yarn" and self.mscale is not None and self.mscale_all_dim is not None:
+            return self._yarn_magnitude(self.mscale) / self._yarn_magnitude(self.mscale_all_dim)
         if self.kind == "yarn":
-            return 0.1 * math.log(self.factor) + 1.0
+            return self._yarn_magnitude(1.0)
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_sequence or 2))
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of attention scores beyond that of queries and keys, in models with latent attention."""
+        if self.kind != "yarn" or self.mscale_all_dim is None:
+            return 1.0
+        return self._yarn_magnitude(self.mscale_all_dim) ** 2
+
+    def _yarn_magnitude(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def decisive_length(self, length: int) -> int:
         """Return a length that stands for all with the same frequencies as ``length``."""

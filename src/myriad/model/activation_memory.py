@@ -9,7 +9,7 @@ block with full attention and N heads of keys and values too; t tensor-parallel 
 
     input            H/t          of the first norm
     norm, gathered   H            not with selective; tensor parallelism does not divide it
-    q, k, v          3 N D/t
+    q, k, v          3 N D/t      also of latent attention, with values padded to D; _latent_bytes has more
     attention        N D/t
     stream           H/t          of the second norm; absent in a parallel block, as is the next line
     norm, gathered   H            not with selective
@@ -63,7 +63,7 @@ def kept_bytes_per_token(
         return stream + statistics + model.hidden * bytes_per_value  # plus the gradient of its gathered input
     gathered = 0 if recompute == "selective" else model.hidden * bytes_per_value
     mlp = _mlp_values(model, recompute) * bytes_per_value / tp
-    attention = _attention_bytes(model, layer, tp, bytes_per_value, softmax_block)
+    attention = _attention_bytes(model, layer, tp, bytes_per_value, softmax_block, recompute)
     streams = 1 if model.block == "parallel" else model.num_branch_norms  # two norms share one input
     norms = stream * streams + statistics * model.num_branch_norms
     if model.norm_placement == "after" and model.block == "serial":
@@ -115,22 +115,44 @@ def _attention_kind(model: ModelConfig, layer: int) -> Literal["causal", "window
     return "windows" if fits else "band"
 
 
+def _latent_bytes(
+    model: ModelConfig, tp: int, bytes_per_value: int, recompute: Recompute, *, mixed_is_kept: bool
+) -> float:
+    """Return the bytes per token that latent attention keeps beyond queries, keys, values and the output of
+    attention, each of the padded width: latents and their roots, normalized latents, and the input of the
+    output projection without padding. ``mixed_is_kept``: whether attention keeps its output too."""
+    latent = model.latent
+    if latent is None:
+        return 0.0
+    shared = latent.down_rows if latent.query_rank else latent.key_value_rank
+    shared += 0 if recompute == "selective" else latent.normed
+    padded = model.heads * model.head_width
+    unpadded = 0 if model.mixed_width == padded else model.mixed_width - (0 if mixed_is_kept else padded)
+    return (shared + unpadded / tp) * bytes_per_value + _FLOAT32 * latent.num_latents
+
+
 def _attention_bytes(
-    model: ModelConfig, layer: int, tp: int, bytes_per_value: int, softmax_block: int | None
+    model: ModelConfig,
+    layer: int,
+    tp: int,
+    bytes_per_value: int,
+    softmax_block: int | None,
+    recompute: Recompute,
 ) -> float:
     """Return bytes per token: queries, keys, values, and the input of the output projection."""
     num_keys = model.num_kv_heads * model.kv_copies(tp)
     queries, keys = (heads * model.head_width for heads in (model.heads, num_keys))
-    extra = 0.0
+    extra = _latent_bytes(model, tp, bytes_per_value, recompute, mixed_is_kept=softmax_block is None)
     if model.qk_norm != "none":  # the input of the norm of queries and keys, and its roots
         roots = 2 * tp if model.qk_norm == "all" else model.heads + num_keys
-        extra = ((queries + 2 * keys) * bytes_per_value + roots * _FLOAT32) / tp
+        extra += ((queries + 2 * keys) * bytes_per_value + roots * _FLOAT32) / tp
     if softmax_block is not None:
         softmax = model.heads * _mean_keys(model, layer, softmax_block)
         return (2 * queries + 2 * keys + softmax) * bytes_per_value / tp + extra
     if model.has_capped_scores:  # the backward attends again; FlexAttention keeps a float32 a query
         return (2 * queries + 2 * keys) * bytes_per_value / tp + extra
-    kind, turned = _attention_kind(model, layer), model.layer_rotary(layer) is not None
+    kind = _attention_kind(model, layer)
+    turned = model.layer_rotary(layer) is not None and model.latent is None
     values = 2 * queries + (keys if turned else 2 * keys)  # views keep the tensor that they were split from
     if kind == "windows":  # each block of queries copies two blocks of keys and values
         values += 2 * 2 * queries

@@ -22,6 +22,7 @@ from myriad.config import Config
 from myriad.errors import BadInputError
 from myriad.kernels.config import GATED, Activation
 from myriad.kernels.rotary_scaling import Rotary, RotaryScaling
+from myriad.model.latent_shape import LatentShape
 
 __all__ = ["ModelConfig"]
 
@@ -42,6 +43,18 @@ class ModelConfig(Config):
     layout.tp, several ranks hold each head."""
     head_dim: int | None = Field(None, ge=2, le=2**16)
     """Width of one head; off: hidden / heads."""
+    kv_lora_rank: int | None = Field(None, ge=1, le=2**20)
+    """Width of the latent from which a token's keys and values are computed: multi-head latent attention
+    (DeepSeek-V2). off: heads have keys and values of their own."""
+    q_lora_rank: int | None = Field(None, ge=1, le=2**20)
+    """Width of the latent from which queries are computed (with model.kv_lora_rank); off: none."""
+    qk_nope_head_dim: int = Field(128, ge=1, le=2**16)
+    """Width of the part of each query and key without positions (with model.kv_lora_rank)."""
+    qk_rope_head_dim: int = Field(64, ge=2, le=2**16)
+    """Width of the rotated part of each query, and of the key that all heads share (with
+    model.kv_lora_rank)."""
+    v_head_dim: int = Field(128, ge=1, le=2**16)
+    """Width of each head's value (with model.kv_lora_rank)."""
     ffn_hidden: int | None = Field(None, ge=8, le=2**24)
     """Inner width of the MLP; off: 4 x hidden."""
     vocabulary: int = Field(4096, ge=2, le=2**26)
@@ -156,8 +169,18 @@ class ModelConfig(Config):
         return max(1, self.num_kv_heads // tp)
 
     @property
+    def latent(self) -> LatentShape | None:
+        """Widths of multi-head latent attention; ``None`` with another kind of attention."""
+        if self.kv_lora_rank is None:
+            return None
+        key = self.qk_nope_head_dim, self.qk_rope_head_dim
+        return LatentShape(self.q_lora_rank, self.kv_lora_rank, *key, self.v_head_dim)
+
+    @property
     def head_width(self) -> int:
-        """Width of one head."""
+        """Width of one head's query and key."""
+        if self.latent is not None:
+            return self.latent.head
         return self.head_dim or self.hidden // self.heads
 
     @property
@@ -166,8 +189,16 @@ class ModelConfig(Config):
         return 1.0 if self.mup_base_width is None else self.hidden / self.mup_base_width
 
     @property
+    def mixed_width(self) -> int:
+        """Width of the input of attention's output projection: the values of all heads."""
+        return self.heads * (self.head_width if self.latent is None else self.latent.value)
+
+    @property
     def score_scale(self) -> float | None:
         """Factor of the products of queries and keys; ``None``: 1 / sqrt(head size)."""
+        if self.latent is not None:
+            scale = self.attention_scale or self.head_width**-0.5
+            return scale * self.rotary_scaling.score_factor
         if self.attention_scale is None and self.mup_base_width is not None:
             return 1 / self.head_width
         return self.attention_scale
@@ -180,7 +211,8 @@ class ModelConfig(Config):
     @property
     def kernel_widths(self) -> dict[str, int]:
         """Widths that decide whether a kernel can run, by the kernel's name (`myriad.kernels.choice`)."""
-        return {"norm": self.hidden, "rotary": self.head_width}
+        rotary = {} if self.latent is not None else {"rotary": self.head_width}
+        return {"norm": self.hidden} | rotary
 
     @property
     def ffn_width(self) -> int:
@@ -210,6 +242,8 @@ class ModelConfig(Config):
         """Return the rotary positions of block ``layer``; ``None`` if it has none."""
         if self.position != "rotary" or not self.rotary_pattern[layer % len(self.rotary_pattern)]:
             return None
+        if self.latent is not None:
+            return Rotary(self.rotary_base, self.latent.rotated, None, self.rotary_scaling)
         rotated = self.rotary_width if self.rotary_fraction < 1 else None
         if self.window_rotary_base is not None and self.layer_window(layer) is not None:
             return Rotary(self.window_rotary_base, self.head_width, rotated)
@@ -218,7 +252,7 @@ class ModelConfig(Config):
     @property
     def rotary_width(self) -> int:
         """Number of values of each head that are rotated."""
-        return int(self.head_width * self.rotary_fraction)
+        return self.latent.rotated if self.latent is not None else int(self.head_width * self.rotary_fraction)
 
     @property
     def up_matrices(self) -> int:
@@ -269,14 +303,22 @@ class ModelConfig(Config):
 
     @property
     def qkv_width(self) -> int:
-        """Width of queries, keys and values together."""
+        """Width of queries, keys and values together, as attention takes them."""
         return (self.heads + 2 * self.num_kv_heads) * self.head_width
 
     @property
     def _block_matrices(self) -> int:
         """Number of elements in one block's matrices."""
-        attention = self.hidden * (self.qkv_width + self.heads * self.head_width)
+        attention = self.hidden * (self.qkv_width + self.mixed_width)
+        if self.latent is not None:
+            attention = self._shared_matrices + self.heads * self.latent.head_elements(self.hidden)
+            attention += self.hidden * self.mixed_width
         return attention + (self.up_matrices + 1) * self.hidden * self.ffn_width
+
+    @property
+    def _shared_matrices(self) -> int:
+        """Number of elements in the matrices of a block that every tensor-parallel rank has."""
+        return 0 if self.latent is None else self.latent.down_rows * self.hidden
 
     @property
     def norm_size(self) -> int:
@@ -285,9 +327,10 @@ class ModelConfig(Config):
 
     @property
     def block_shared_parameters(self) -> int:
-        """Parameters of a block that every tensor-parallel rank has: norms, and biases of the products whose
-        results are summed over the ranks."""
-        shared = self.norm_size * self.num_branch_norms
+        """Parameters of a block that every tensor-parallel rank has: norms, biases of the products whose
+        results are summed over the ranks, and the projection to latents."""
+        shared = self.norm_size * self.num_branch_norms + self._shared_matrices
+        shared += 0 if self.latent is None else self.latent.normed
         shared += self.hidden * (self.has_output_bias + self.bias)
         return shared + (2 * self.head_width * (1 + self.qk_norm_bias) if self.qk_norm == "head" else 0)
 
@@ -308,7 +351,7 @@ class ModelConfig(Config):
     def block_parameters(self) -> int:
         """Parameters of one block; all blocks have the same number."""
         queries, keys = self.heads * self.head_width, self.num_kv_heads * self.head_width
-        cut = self._block_matrices
+        cut = self._block_matrices - self._shared_matrices
         if self.has_qkv_bias:
             cut += queries + keys * (2 if self.has_key_bias else 1)
         if self.bias:
@@ -338,7 +381,7 @@ class ModelConfig(Config):
     def layer_flops_per_token(self) -> list[float]:
         """Return the FLOPs per token of the embedding (0: rows are looked up), the blocks and the head,
         counted as in `flops_per_token`."""
-        width = 2 * self.heads * self.head_width / self.sequence
+        width = (self.heads * self.head_width + self.mixed_width) / self.sequence
         period = range(min(self.layers, len(self.window_pattern)))
         each = [self._block_matrices + width * self.attended_pairs(layer) for layer in period]
         blocks = [each[layer % len(each)] for layer in range(self.layers)]

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from myriad.errors import BadInputError
-from myriad.model.key_value_cache import KeyValueCache
 from myriad.model.layers import Block, Embedding, Head
 
 __all__ = ["Session", "generate", "sample"]
@@ -41,7 +40,8 @@ class Session:
 
     def _start(self) -> None:
         limits = [min(block.attention.window or self.sequence, self.sequence) for block in self.blocks]
-        self.caches = [KeyValueCache(limit) for limit in limits]
+        pairs = zip(self.blocks, limits, strict=True)
+        self.caches = [block.attention.new_cache(limit) for block, limit in pairs]
         self.next_position = 0
 
     @torch.no_grad()

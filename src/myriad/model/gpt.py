@@ -40,8 +40,8 @@ class GPT:
 
     @cached_property
     def shards(self) -> Mapping[str, Shard]:
-        """Return how tensor parallelism shards parameters. Norms, positions and row-parallel biases are
-        whole."""
+        """Return how tensor parallelism shards parameters. Norms, positions, row-parallel biases and
+        projections to latents are whole."""
         config = self.config
         q, kv = config.heads * config.head_width, config.num_kv_heads * config.head_width
         up = Shard(0, (config.ffn_width,) * config.up_matrices)
@@ -55,6 +55,8 @@ class GPT:
             "embedding.tokens.weight": Shard(0),
             "blocks.*.attention.qkv.weight": Shard(0, (q, kv, kv), heads),
             "blocks.*.attention.qkv.bias": Shard(0, (q, kv, kv)[:biased], heads[:biased]),
+            "blocks.*.attention.query.weight": Shard(0),
+            "blocks.*.attention.*_up.weight": Shard(0),
             "blocks.*.attention.sinks": Shard(0),
             "blocks.*.attention.output.weight": Shard(1),
             "blocks.*.mlp.up.*": up,

@@ -29,6 +29,7 @@ from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
 from myriad.model.interleave import LayerSteps, SteppedLayer, Steps, Whole, finish
 from myriad.model.key_value_cache import KeyValueCache
+from myriad.model.latent_attention import LatentAttention
 from myriad.model.residual import Residual
 from myriad.model.self_attention import Attention
 
@@ -165,7 +166,8 @@ class Block(SteppedLayer):
         after = not self.in_parallel and config.norm_placement != "before"
         shares_norm = self.in_parallel and config.parallel_norms == 1
         self.norm1 = _norm(config, boundary) if before else None
-        self.attention = Attention(config, layer, boundary)
+        kind = Attention if config.latent is None else LatentAttention
+        self.attention = kind(config, layer, boundary)
         self.norm2 = _norm(config, boundary) if before and not shares_norm else None
         self.mlp = MLP(config, boundary)
         self.post_norm1 = _norm(config, boundary) if after else None
@@ -193,7 +195,7 @@ class Block(SteppedLayer):
             x, out = yield from self._side_by_side(x, branch, mix)
             return Residual(x, self._branch(out, 1, context, *self._biases))
         attention_bias, mlp_bias = self._biases
-        x, arriving, remade = self._start_gather(self.norm1, x, branch)
+        x, arriving, remade = self._start_gather(self.norm1, x, branch, self.attention.num_entering)
         del branch
         yield None
         out = yield from self._attend(arriving.wait(), remade, mix)
@@ -217,10 +219,10 @@ class Block(SteppedLayer):
             return Residual(x, self._branch(out, 1, context, *self._biases))
         boundary, attention, mlp = self.boundary, self.attention, self.mlp
         attention_bias, mlp_bias = self._biases
-        x, normed, remade = self._normed(self.norm1, x, branch)
+        x, normed, remade = self._normed(self.norm1, x, branch, attention.num_entering)
         del branch
-        qkv, qkv_bias = attention.qkv.weight, attention.qkv.bias_of_all_rows()
-        (fused,) = boundary.gather_products(normed, (qkv,), (qkv_bias,), remade)
+        entering = attention.entering
+        fused = entering.joined(boundary.gather_products(normed, *entering, remade))
         out = boundary.scatter_products((Factors(mix(fused), attention.output.weight),))
         out = self._branch(out, 1, context, attention_bias)
         x, normed, remade = self._normed(self.norm2, x, out)
@@ -277,7 +279,7 @@ class Block(SteppedLayer):
         return x, arriving, remade
 
     def _attend(self, x: torch.Tensor, remade: Remade | None, mix: _Mix) -> Steps:
-        whole = Whole(mix, self.attention.qkv(x, remade))
+        whole = Whole(mix, self.attention.project(x, remade))
         yield None
         yield whole
         arriving = self.boundary.start_reduce_scatter(self.attention.out(whole.result))
@@ -296,7 +298,7 @@ class Block(SteppedLayer):
         else:
             _, own_arriving, own_remade = self._start_gather(self.norm2, x, None)
             yield None
-            fused = self.attention.qkv(arriving.wait(), remade)
+            fused = self.attention.project(arriving.wait(), remade)
             up = self.mlp.first(own_arriving.wait(), own_remade)
         whole = Whole(mix, fused)
         yield whole
@@ -314,7 +316,7 @@ class Block(SteppedLayer):
         """Run both branches as `_side_by_side` does, in slices."""
         boundary, attention, mlp = self.boundary, self.attention, self.mlp
         x, normed, remade = self._normed(self.norm1, x, branch, 1 if self.norm2 else 2)
-        qkv, qkv_bias = attention.qkv.weight, attention.qkv.bias_of_all_rows()
+        (qkv,), (qkv_bias,) = attention.entering
         up_weight, up_bias = mlp.up.weight, mlp.bias_of_product(normed)
         if self.norm2 is None:
             fused, up = boundary.gather_products(normed, (qkv, up_weight), (qkv_bias, up_bias), remade)
@@ -328,10 +330,11 @@ class Block(SteppedLayer):
         """Return queries, keys and values, and the input of the activation. Both share one piece of memory if
         attention keeps its whole part as well: not if values are rotated, or reordered for blocks."""
         attention, mlp = self.attention, self.mlp
+        (qkv,), (qkv_bias,) = attention.entering
         return linear_pair(
             x,
-            (attention.qkv.weight, mlp.up.weight),
-            (attention.qkv.bias_of_all_rows(), mlp.bias_of_product(x)),
+            (qkv, mlp.up.weight),
+            (qkv_bias, mlp.bias_of_product(x)),
             self.boundary.later,
             remade,
             as_one=attention.keeps_fused and not attention.runs_in_blocks(x),

@@ -4,6 +4,9 @@ positions, attention, output projection.
 Legend: B batch, S sequence, H hidden, N query heads, K key/value heads (both of this rank), D head size.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
@@ -19,13 +22,24 @@ from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.key_value_cache import KeyValueCache
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "EnteringProducts", "NormWeight"]
 
 
-class _HeadWeight(nn.Module):
-    """The weight and the bias of a norm of queries or keys."""
+class EnteringProducts(NamedTuple):
+    """The column-parallel products of a branch's gathered input, whose results are concatenated."""
 
-    def __init__(self, width: int, *, bias: bool) -> None:
+    weights: tuple[torch.Tensor, ...]
+    biases: tuple[torch.Tensor | None, ...]
+
+    def joined(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the results as one tensor."""
+        return results[0] if len(results) == 1 else torch.cat(list(results), -1)
+
+
+class NormWeight(nn.Module):
+    """The weight of a norm inside attention, and its bias."""
+
+    def __init__(self, width: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
@@ -61,6 +75,9 @@ class Attention(nn.Module):
     """Attention branch: ``[B, S, H]`` to this rank's partial sum of the output projection, ``[B, S, H]``,
     without its bias."""
 
+    num_entering = 1
+    """Number of products of the gathered input."""
+
     def __init__(self, config: ModelConfig, layer: int, boundary: Boundary) -> None:
         super().__init__()
         num_heads, num_kv_heads = config.heads // boundary.size, config.kv_heads_of_rank(boundary.size)
@@ -76,12 +93,22 @@ class Attention(nn.Module):
             centered, copies = config.qk_norm_kind == "layer", config.kv_copies(boundary.size)
             self.head_norm = HeadNorm(config.qk_norm, config.norm_epsilon, boundary, centered, copies)
             width, shared = config.head_width, config.qk_norm == "head"
-            self.q_norm = _HeadWeight(width * (1 if shared else num_heads), bias=config.qk_norm_bias)
-            self.k_norm = _HeadWeight(width * (1 if shared else num_kv_heads), bias=config.qk_norm_bias)
+            self.q_norm = NormWeight(width * (1 if shared else num_heads), bias=config.qk_norm_bias)
+            self.k_norm = NormWeight(width * (1 if shared else num_kv_heads), bias=config.qk_norm_bias)
             self.zero_centered = config.norm_zero_centered
         self.output = Linear(num_heads * config.head_width, config.hidden, bias=config.has_output_bias)
         # last: adjacent to the MLP's first matrix
         self.qkv = Projection(config, num_heads, num_kv_heads, boundary.later)
+
+    @property
+    def entering(self) -> EnteringProducts:
+        """The product of the gathered input."""
+        return EnteringProducts((self.qkv.weight,), (self.qkv.bias_of_all_rows(),))
+
+    def project(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
+        """Return queries, keys and values ``[B, S, (N + 2 K) D]``."""
+        fused: torch.Tensor = self.qkv(x, remade)
+        return fused
 
     def mix(self, fused: torch.Tensor) -> torch.Tensor:
         """Attend: queries, keys and values of all positions ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``."""
@@ -91,6 +118,10 @@ class Attention(nn.Module):
     def out(self, mixed: torch.Tensor) -> torch.Tensor:
         """Project ``[B, S, N D]`` to the partial sum."""
         return linear(mixed, self.output.weight, later=self.later)
+
+    def new_cache(self, limit: int) -> KeyValueCache:
+        """Return an empty cache of at most ``limit`` positions."""
+        return KeyValueCache(limit)
 
     def mix_cached(self, fused: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
         """Attend as `mix` does, for positions after those in the cache. The cache is extended."""

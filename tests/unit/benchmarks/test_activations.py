@@ -34,6 +34,8 @@ SHAPES: list[dict[str, Any]] = [
     {"attention_softcap": 5.0, "kv_heads": 1, "qk_norm": "heads", "qk_norm_kind": "layer"},
     {"attention_sinks": True, "attention_scale": 0.2},
     {"rotary_pattern": (True, False), "rotary_fraction": 0.5, "residual_scale": 0.5},
+    {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16, "sequence": 256},
     {"embedding_scale": 8.0, "logit_scale": 0.5, "logit_softcap": 30.0},
 ]
 
