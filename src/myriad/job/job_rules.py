@@ -47,8 +47,9 @@ def _check_heads(job: JobValues) -> None:
 
 _LATENT_KEYS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NOT_LATENT_KEYS = (
-    *("kv_heads", "head_dim", "block", "window", "qk_norm", "attention_softcap", "attention_sinks", "position"),
-    *("rotary_fraction", "rotary_pattern", "bias", "attention_bias", "norm_zero_centered", "mup_base_width"),
+    *("kv_heads", "head_dim", "block", "window", "qk_norm", "attention_softcap", "attention_sinks"),
+    *("position", "rotary_fraction", "rotary_pattern", "bias", "attention_bias", "norm_zero_centered"),
+    "mup_base_width",
 )
 """Keys that have their default with latent attention."""
 
@@ -67,8 +68,8 @@ def _check_latent(job: JobValues) -> None:
         value, default = getattr(model, key), plain[key].default
         shown = "off" if default is None or default is False else default
         need(value == default, f"model.{key}", value, f"{shown} with model.kv_lora_rank (latent attention)")
-    even, value = model.qk_rope_head_dim % 2 == 0, model.v_head_dim
-    need(even, "model.qk_rope_head_dim", model.qk_rope_head_dim, "an even number: pairs of values are rotated")
+    rotated, value = model.qk_rope_head_dim, model.v_head_dim
+    need(rotated % 2 == 0, "model.qk_rope_head_dim", rotated, "an even number: pairs of values are rotated")
     allowed = f"at most model.qk_nope_head_dim + model.qk_rope_head_dim = {model.head_width}"
     need(value <= model.head_width, "model.v_head_dim", value, allowed)
 

@@ -29,9 +29,9 @@ class _Joined(torch.autograd.Function):
         joined = empty_in_order(q, *q.shape[:2], 3 * num_heads * width)
         out_q, out_k, out_v = joined.unflatten(-1, (3, num_heads, width)).unbind(2)
         out_q[..., :plain] = queries[..., :plain]
-        out_q[..., plain:] = turn(queries[..., plain:].contiguous(), turns)
+        out_q[..., plain:] = turn(queries[..., plain:], turns)
         out_k[..., :plain] = keys_values[..., :plain]
-        out_k[..., plain:] = turn(shared.unsqueeze(2).contiguous(), turns)
+        out_k[..., plain:] = turn(shared.unsqueeze(2), turns)
         out_v[..., :value] = keys_values[..., plain:]
         out_v[..., value:] = 0
         ctx.turns, ctx.sizes = turns, (num_heads, width, plain, value)
@@ -46,7 +46,7 @@ class _Joined(torch.autograd.Function):
         grad_kv = empty_in_order(grads[0], *sizes, num_heads * (plain + value))
         queries, keys_values = (x.unflatten(-1, (num_heads, -1)) for x in (grad_q, grad_kv))
         queries[..., :plain] = of_q[..., :plain]
-        queries[..., plain:] = turn(of_q[..., plain:].contiguous(), turns)
+        queries[..., plain:] = turn(of_q[..., plain:], turns)
         keys_values[..., :plain] = of_k[..., :plain]
         keys_values[..., plain:] = of_v[..., :value]
         shared = of_k[..., plain:].sum(2, keepdim=True, dtype=torch.float32)

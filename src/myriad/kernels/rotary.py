@@ -59,7 +59,10 @@ def as_pairs(x: torch.Tensor) -> torch.Tensor:
 
 def turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """Return ``x`` ``[B, S, N, D]`` with each pair rotated, without a gradient."""
-    return torch.view_as_real(as_pairs(x.float()) * turns[:, None]).flatten(-2).to(x.dtype)
+    wide = x.float()
+    if any(number % 2 for number in (wide.storage_offset(), *wide.stride()[:-1])):
+        wide = wide.clone(memory_format=torch.contiguous_format)  # pairs begin at even places in memory
+    return torch.view_as_real(as_pairs(wide) * turns[:, None]).flatten(-2).to(x.dtype)
 
 
 class _Turned(torch.autograd.Function):

@@ -2,8 +2,9 @@
 section 2.1; `myriad.model.latent_shape` shows its products).
 
 Training computes every head's keys and values from the latent, and attends as other models do. Sampling
-caches the latent and the shared rotated key instead, R + P values of a token for all heads. The up projections
-are then absorbed: a score is a product with the latent, and heads mix latents, which become values afterwards.
+caches the latent and the shared rotated key instead, R + P values of a token for all heads. The up
+projections are then absorbed: a score is a product with the latent, and heads mix latents, which become
+values afterwards.
 
     score    (q_plain W_k) . latent + q_rotated . shared       = q . k
     output   (softmax . latents) W_v                           = softmax . v
@@ -71,7 +72,8 @@ class LatentAttention(nn.Module):
 
     def project(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
         """Return the queries, if they have no latent, the latents, and the shared part of the keys."""
-        return self.entering.joined([linear(x, one, None, self.later, remade) for one in self.entering.weights])
+        entering = self.entering
+        return entering.joined([linear(x, one, None, self.later, remade) for one in entering.weights])
 
     def mix(self, fused: torch.Tensor) -> torch.Tensor:
         """Attend: the result of `project` for all positions to ``[B, S, N V]``."""
@@ -100,9 +102,9 @@ class LatentAttention(nn.Module):
         of_heads = self.kv_up.weight.unflatten(0, (self.num_heads, -1))
         of_keys, of_values = of_heads.split([sizes.plain, sizes.value], 1)
         absorbed = torch.einsum("bsnd,ndr->bsnr", plain, of_keys)
-        queries = torch.cat([absorbed, turned(rotated.contiguous(), turns)], -1)
+        queries = torch.cat([absorbed, turned(rotated, turns)], -1)
         latents = self._normed(self.kv_norm, kv_latent).unsqueeze(2)
-        keys = torch.cat([latents, turned(shared.unsqueeze(2).contiguous(), turns)], -1)
+        keys = torch.cat([latents, turned(shared.unsqueeze(2), turns)], -1)
         mixed = cache.attend_latents(queries, keys, self.scores)
         return torch.einsum("bsnr,nvr->bsnv", mixed, of_values).flatten(2)
 

@@ -134,12 +134,13 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
     """Return the seconds of a block. ``pairs``: query-key pairs that each sequence computes in this block."""
     tokens = context.micro_batch * model.sequence
     share = tokens / context.tp if context.profile.sequence_parallel else tokens
-    products = _product_passes(context, tokens, _shapes(model, context))
+    products = _product_passes(context, tokens, (*_shapes(model, context), *_up_shapes(model, context)))
     passes = _UNFUSED if not context.profile.fused else 1.0
     value, inner = context.value_bytes, tokens * model.ffn_width / context.tp
     ups = model.up_matrices
     qkv = 2 * tokens * _qkv_width(model, context) / context.tp * value
     turned, normed = qkv * (model.position == "rotary"), qkv * (model.qk_norm != "none")
+    normed = normed + (0 if model.latent is None else 2 * tokens * model.latent.normed * value)
     norms, residuals = (share * model.hidden * each for each in (model.num_branch_norms, model.num_scatters))
     joined = context.profile.fused_add_norm and not context.cluster.on_cpu
     added, added_back = (2, 1) if joined else (3, 2)
@@ -189,12 +190,12 @@ def _product_passes(
 
 
 def _shapes(model: ModelConfig, context: LayerContext) -> tuple[tuple[Number, Number], ...]:
-    """Return the matrices ``[out, in]`` of a rank: queries, keys and values; attention's output; up; down."""
-    tp, hidden, width = context.tp, model.hidden, model.heads * model.head_width
-    qkv = _qkv_width(model, context) / tp
+    """Return the matrices ``[out, in]`` of a rank: queries, keys and values, or their latents; attention's
+    output; up; down."""
+    tp, hidden, width = context.tp, model.hidden, model.mixed_width
     ups = model.up_matrices
     return (
-        (qkv, hidden),
+        (_entry_rows(model, context), hidden),
         (hidden, width / tp),
         (ups * model.ffn_width / tp, hidden),
         (hidden, model.ffn_width / tp),
@@ -208,11 +209,31 @@ def _qkv_width(model: ModelConfig, context: LayerContext) -> Number:
     return model.qkv_width + (copies - 1) * 2 * model.num_kv_heads * model.head_width
 
 
+def _entry_rows(model: ModelConfig, context: LayerContext) -> Number:
+    """Return the rows of a rank's first product in attention. Every rank computes the latents."""
+    if model.latent is None:
+        return _qkv_width(model, context) / context.tp
+    queries = 0 if model.latent.query_rank else model.heads * model.head_width
+    return model.latent.down_rows + queries / context.tp
+
+
+def _up_shapes(model: ModelConfig, context: LayerContext) -> tuple[tuple[Number, Number], ...]:
+    """Return the matrices ``[out, in]`` of a rank that compute queries, keys and values from latents."""
+    latent, heads = model.latent, model.heads / context.tp
+    if latent is None:
+        return ()
+    keys = heads * (latent.plain + latent.value), latent.key_value_rank
+    return (keys,) if latent.query_rank is None else ((heads * latent.head, latent.query_rank), keys)
+
+
 def block_shares(model: ModelConfig) -> dict[str, tuple[float, float]]:
     """Return the elements of each matrix of a block, and its share of the block's products."""
-    width, ups = model.heads * model.head_width, model.up_matrices
+    width, ups, latent = model.mixed_width, model.up_matrices, model.latent
+    qkv = model.qkv_width * model.hidden
+    if latent is not None:
+        qkv = latent.down_rows * model.hidden + model.heads * latent.head_elements(model.hidden)
     elements = {
-        "qkv": float(model.qkv_width * model.hidden),
+        "qkv": float(qkv),
         "output": float(width * model.hidden),
         "up": float(ups * model.ffn_width * model.hidden),
         "down": float(model.ffn_width * model.hidden),
@@ -399,8 +420,8 @@ def _behind_weights(model: ModelConfig, context: LayerContext, comm: Number, wei
     sequence parallelism, and the reduce-scatters with it."""
     sums = comm / 2 if context.profile.sequence_parallel else comm
     ups = model.up_matrices
-    entering = _qkv_width(model, context) + ups * model.ffn_width
-    leaving = model.heads * model.head_width + model.ffn_width
+    entering = _entry_rows(model, context) * context.tp + ups * model.ffn_width
+    leaving = model.mixed_width + model.ffn_width
     behind = np.minimum(sums, weights * entering / (entering + leaving))
     return comm - behind + tensor_group(context.cluster, context.tp).busy_ratio * behind
 

@@ -185,7 +185,9 @@ def _published_kept(
     stream = apart * hidden * (value * (model.num_branch_norms + model.num_gathers) + model.num_scatters)
     ups = model.up_matrices
     queries, keys = model.heads * model.head_width, _key_width(model, part.tp)
+    latent = 0 if model.latent is None else model.latent.down_rows + model.latent.normed
     inner = tokens / part.tp * value * (2 * queries + 2 * keys + (ups + 1) * model.ffn_width)
+    inner = inner + tokens * value * latent
     if profile.attention != "plain" or recompute == "selective":
         return stream + inner
     # Softmax outputs before and after dropout, and a mask of one byte.
@@ -210,6 +212,10 @@ def _block_passing(
     at_down = inner + again + product
     at_activation = inner * (ups + (1 if ups == 2 else 0)) + again
     backward = stream + gathered + np.maximum(at_down, at_activation)
+    if model.latent is not None:
+        # The gradients of padded queries, keys and values, and of the products that they were joined from.
+        joined = model.qkv_width + model.heads * (model.head_width + model.latent.plain + model.latent.value)
+        backward = np.maximum(backward, stream + gathered + value * tokens * joined / part.tp)
     if profile.attention == "plain":
         scores = part.micro_batch * model.sequence**2 * model.heads / part.tp * value
         backward = np.maximum(backward, stream + 2 * scores)
@@ -263,7 +269,12 @@ def product_inputs(model: ModelConfig, part: MicroBatchShard) -> Number:
     ups = model.up_matrices
     width, keys = model.heads * model.head_width, _key_width(model, part.tp)
     cut = 2 * width + 2 * keys + (ups + 1) * model.ffn_width
-    return tokens * ((model.num_gathers + model.num_scatters) * model.hidden + cut / part.tp)
+    whole = (model.num_gathers + model.num_scatters) * model.hidden
+    if model.latent is not None:  # the latents' gradients, normalized latents, and the heads' gradients
+        latent = model.latent
+        whole += latent.down_rows + latent.normed
+        cut = model.heads * (latent.head + latent.plain + 2 * latent.value) + (ups + 1) * model.ffn_width
+    return tokens * (whole + cut / part.tp)
 
 
 def _key_width(model: ModelConfig, tp: Number) -> Number:
