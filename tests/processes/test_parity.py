@@ -60,6 +60,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_bias": "qkv",
         "attention_sinks": True,
         "activation": "swiglu",
+        "vocabulary": 89,
+        "vocabulary_multiple": 1,
     },
     "one-kv-head": {"kv_heads": 1, "qk_norm": "head", "bias": True, "tied": False},
     "olmo": {"norm_placement": "after", "qk_norm": "all", "kv_heads": 2, "activation": "swiglu"},

@@ -146,7 +146,6 @@ def _check_tensor_parallel(job: JobValues) -> None:
     need(tp in model.head_degrees, "layout.tp", tp, allowed)
     need(model.ffn_width % tp == 0, "layout.tp", tp, f"must divide model.ffn_hidden = {model.ffn_width}")
     need(model.sequence % tp == 0, "layout.tp", tp, f"must divide model.sequence = {model.sequence}")
-    model.padded_vocabulary(tp)
 
 
 def _check_stages(job: JobValues) -> None:

@@ -88,7 +88,7 @@ def kept_bytes_per_micro_batch(
     if recompute == "full":
         return 0
     if layer_kind == "head":
-        return _FLOAT32 * model.hidden * model.padded_vocabulary(tp) // tp
+        return _FLOAT32 * model.hidden * model.vocabulary_rows(tp)
     if layer_kind == "block" and softmax_block is None and _attention_kind(model, layer) == "band":
         return model.sequence**2 * bytes_per_value
     return 0

@@ -19,7 +19,6 @@ from typing import Literal
 from pydantic import Field
 
 from myriad.config import Config
-from myriad.errors import BadInputError
 from myriad.kernels.config import GATED, Activation
 from myriad.kernels.rotary_scaling import Rotary, RotaryScaling
 from myriad.model.latent_shape import LatentShape
@@ -60,7 +59,7 @@ class ModelConfig(Config):
     vocabulary: int = Field(4096, ge=2, le=2**26)
     """Tokens in the vocabulary, before padding."""
     vocabulary_multiple: int = Field(64, ge=1, le=2**20)
-    """The embedding is padded to a multiple of this number, and of layout.tp."""
+    """The embedding is padded to a multiple of this number. layout.tp need not divide it."""
     sequence: int = Field(256, ge=2, le=2**30)
     """Tokens per sequence."""
     block: Literal["serial", "parallel"] = "serial"
@@ -219,19 +218,14 @@ class ModelConfig(Config):
         """Inner width of the MLP."""
         return self.ffn_hidden or 4 * self.hidden
 
-    def padded_vocabulary(self, tp: int = 1) -> int:
-        """Return the rows of the embedding: the vocabulary rounded up to a multiple that ``tp`` ranks can
-        share.
+    def padded_vocabulary(self) -> int:
+        """Return the rows of the embedding, the same in every layout."""
+        return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
-        The number is the same for every tp that divides ``vocabulary_multiple``, so that all layouts have the
-        same model.
-        """
-        multiple = self.vocabulary_multiple
-        if multiple % tp:
-            raise BadInputError(
-                "model.vocabulary_multiple", multiple, f"must be divisible by layout.tp = {tp}"
-            )
-        return -(-self.vocabulary // multiple) * multiple
+    def vocabulary_rows(self, tp: int) -> int:
+        """Return the rows of the embedding in each tensor-parallel rank's memory; those of the last ranks may
+        be padding (`myriad.model.definition.Shard`)."""
+        return -(-self.padded_vocabulary() // tp)
 
     def layer_window(self, layer: int) -> int | None:
         """Return the window of block ``layer``; ``None`` if it attends to all tokens before."""

@@ -37,8 +37,10 @@ __all__ = [
 class Shard:
     """A parameter cut along ``dim`` into tp equal shards. With ``parts``, each part is cut separately and a
     rank's pieces are concatenated. Parts are full sizes along ``dim``, for example the query, key and value
-    rows of a fused matrix. With ``heads``, the number of heads of each part, a head is never cut: if a part
-    has fewer heads than there are ranks, consecutive ranks hold copies of a head, along dimension 0 only.
+    rows of a fused matrix. The last shards of a part that the ranks cannot share evenly end in padding: zeros
+    that no rank counts or stores. With ``heads``, the number of heads of each part, a head is never cut: if a
+    part has fewer heads than there are ranks, consecutive ranks hold copies of a head, along dimension 0
+    only.
 
         4 query and 2 key heads, tp = 4     rank 0: q0 k0    rank 1: q1 k0    rank 2: q2 k1    rank 3: q3 k1
     """
@@ -56,10 +58,11 @@ class Shard:
         local = start = 0
         for index, part in enumerate(self.parts or (full,)):
             copies = max(1, size // self.heads[index]) if self.heads else 1
-            width = part * copies // size
-            at = start + rank // copies * width
-            found.append(ShardSpan(local, at, width, copies, is_copy=rank % copies > 0))
-            local, start = local + width, start + part
+            room = -(-part * copies // size)
+            first = min(rank // copies * room, part)
+            width = min(room, part - first)
+            found.append(ShardSpan(local, start + first, width, copies, is_copy=rank % copies > 0, room=room))
+            local, start = local + room, start + part
         return found
 
     def spans_of_shard(self, local: int, rank: int, size: int) -> "tuple[ShardSpan, ...]":
@@ -68,7 +71,7 @@ class Shard:
 
     def local_size(self, full: int, size: int) -> int:
         """Return the number of elements along ``dim`` that each rank holds."""
-        return sum(span.width for span in self.spans(full, 0, size))
+        return sum(span.room for span in self.spans(full, 0, size))
 
     def full_size(self, local: int, size: int) -> int:
         """Return the number of elements of the whole tensor along ``dim``, from that of a shard."""
@@ -76,8 +79,14 @@ class Shard:
 
     def take(self, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """Return a rank's shard of the whole tensor."""
-        spans = self.spans(full.shape[self.dim], rank, size)
-        return torch.cat([full.narrow(self.dim, span.start, span.width) for span in spans], self.dim)
+        found = []
+        for span in self.spans(full.shape[self.dim], rank, size):
+            found.append(full.narrow(self.dim, span.start, span.width))
+            if span.room > span.width:
+                shape = list(full.shape)
+                shape[self.dim] = span.room - span.width
+                found.append(full.new_zeros(shape))
+        return torch.cat(found, self.dim)
 
 
 class ShardSpan(NamedTuple):
@@ -92,6 +101,8 @@ class ShardSpan(NamedTuple):
     """Number of consecutive ranks that hold these elements, each with a part of their gradient."""
     is_copy: bool
     """Whether an earlier rank holds them too, which counts and stores them."""
+    room: int
+    """Number of elements of the shard, those after ``width`` padding."""
 
 
 @dataclass(slots=True)

@@ -46,13 +46,14 @@ class GPT:
         q, kv = config.heads * config.head_width, config.num_kv_heads * config.head_width
         up = Shard(0, (config.ffn_width,) * config.up_matrices)
         heads = (config.heads, config.num_kv_heads, config.num_kv_heads)
+        table = Shard(0, (config.padded_vocabulary(),))
         biased = 3 if config.has_key_bias else 2
         by_head = {
             "blocks.*.attention.q_norm.*": Shard(0),
             "blocks.*.attention.k_norm.*": Shard(0, (kv,), (config.num_kv_heads,)),
         }
         return (by_head if config.qk_norm in ("heads", "all") else {}) | {
-            "embedding.tokens.weight": Shard(0),
+            "embedding.tokens.weight": table,
             "blocks.*.attention.qkv.weight": Shard(0, (q, kv, kv), heads),
             "blocks.*.attention.qkv.bias": Shard(0, (q, kv, kv)[:biased], heads[:biased]),
             "blocks.*.attention.query.weight": Shard(0),
@@ -61,7 +62,7 @@ class GPT:
             "blocks.*.attention.output.weight": Shard(1),
             "blocks.*.mlp.up.*": up,
             "blocks.*.mlp.down.weight": Shard(1),
-            "head.output.weight": Shard(0),
+            "head.output.weight": table,
         }
 
     @cached_property

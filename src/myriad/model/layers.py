@@ -77,7 +77,7 @@ class Embedding(SteppedLayer):
 
     def __init__(self, config: ModelConfig, boundary: Boundary) -> None:
         super().__init__()
-        rows = config.padded_vocabulary(boundary.size) // boundary.size
+        rows = config.vocabulary_rows(boundary.size)
         self.boundary, self.first_row = boundary, boundary.rank * rows
         self.vocabulary_size = rows * boundary.size
         self.tokens = _Table(rows, config.hidden)
@@ -349,7 +349,7 @@ class Head(SteppedLayer):
         self.boundary, self.vocabulary = boundary, config.vocabulary
         self.norm = _norm(config, boundary)
         self.scale, self.softcap, self.z_loss = config.logit_factor, config.logit_softcap, config.z_loss
-        self.output = Linear(config.hidden, config.padded_vocabulary(boundary.size) // boundary.size)
+        self.output = Linear(config.hidden, config.vocabulary_rows(boundary.size))
 
     def steps(self, x: torch.Tensor, context: Context) -> Steps:
         return self._steps(x, None, context)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from activations import DTYPES, MODES, formula, measure
-from myriad.errors import BadInputError
 from myriad.model.activation_memory import kept_bytes_per_micro_batch, kept_bytes_per_token
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
@@ -87,9 +86,9 @@ def test_more_ranks_or_more_recomputation_never_keep_more() -> None:
             assert list(column) == sorted(column, reverse=True)
 
 
-def test_a_vocabulary_that_ranks_cannot_share_is_refused() -> None:
-    with pytest.raises(BadInputError, match="vocabulary_multiple"):
-        kept_bytes_per_micro_batch(ModelConfig(vocabulary_multiple=4), "head", tp=8)
+def test_ranks_that_cannot_share_a_vocabulary_evenly_have_equal_rows() -> None:
+    model = ModelConfig(vocabulary=50257, vocabulary_multiple=1)
+    assert kept_bytes_per_micro_batch(model, "head", tp=4) == 4 * model.hidden * 12565
 
 
 def test_the_formula_needs_no_torch() -> None:

@@ -126,7 +126,6 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["model.heads=8", "model.hidden=64", "model.kv_heads=4", "layout.tp=3"], "layout.tp", "1, 2, 4, 8"),
         (["layout.tp=2", "model.ffn_hidden=33"], "layout.tp", "model.ffn_hidden = 33"),
         (["layout.tp=2", "model.sequence=33"], "layout.tp", "model.sequence = 33"),
-        (["layout.tp=2", "model.vocabulary_multiple=3"], "model.vocabulary_multiple", "layout.tp = 2"),
         (["layout.pp=7"], "layout.pp x layout.virtual_stages", "at most 6"),
         (["layout.virtual_stages=2", "layout.schedule=1f1b"], "layout.virtual_stages", "only 1 with"),
         (["layout.virtual_stages=2", "layout.schedule=zero-bubble"], "layout.virtual_stages", "only 1 with"),

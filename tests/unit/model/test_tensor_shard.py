@@ -105,6 +105,26 @@ def test_what_one_layout_saves_another_one_loads(case: tuple[torch.Tensor, list[
         assert torch.equal(flat, local.reshape(-1)[start:stop]), f"tensor-parallel rank {rank}"
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.tuples(st.integers(1, 20), st.integers(1, 2)),
+    st.lists(st.floats(0, 1), max_size=3),
+    st.tuples(st.integers(1, 8), st.integers(1, 8)),
+)
+def test_rows_that_ranks_cannot_share_evenly_are_stored_without_padding(
+    shape: tuple[int, int], cuts: list[float], sizes: tuple[int, int]
+) -> None:
+    full = torch.arange(1.0, 1 + shape[0] * shape[1]).view(shape)
+    before, after = (Split(Shard(0, shape[:1]), tp, tuple(cuts)) for tp in sizes)
+    whole = saved(full, before)
+    assert torch.equal(whole, full)
+    for rank, local, start, stop in after.parts(full):
+        flat = torch.zeros(stop - start)
+        for part in after.shards(rank, local, start, flat):
+            part.values.copy_(region(whole, part))
+        assert torch.equal(flat, local.reshape(-1)[start:stop])
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(1, 6), max_size=4), st.data())
 def test_a_flat_slice_of_any_shape_is_a_few_contiguous_rectangles(

@@ -447,7 +447,7 @@ def head_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
     the logits."""
     tokens = context.micro_batch * model.sequence
     share = tokens / context.tp if context.profile.sequence_parallel else tokens
-    rows = model.padded_vocabulary() / context.tp
+    rows = np.ceil(model.padded_vocabulary() / np.asarray(context.tp))
     products = _three_passes(context, tokens, ((rows, float(model.hidden)),))
     value = context.value_bytes
     norm = 2 * share * model.hidden * value

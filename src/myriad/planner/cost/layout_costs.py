@@ -54,8 +54,8 @@ __all__ = [
 
 def layer_parameters(model: ModelConfig, tp: int = 1) -> list[int]:
     """Return the number of parameters of the embedding, each block and the head, on all of ``tp`` ranks:
-    copies of key/value heads count. Tied parameters count in both layers."""
-    rows = model.padded_vocabulary() * model.hidden
+    copies of key/value heads and padding count. Tied parameters count in both layers."""
+    rows = model.vocabulary_rows(tp) * tp * model.hidden
     positions = model.sequence * model.hidden if model.position == "learned" else 0
     block = model.block_parameters + model.copied_parameters(tp)
     return [rows + positions, *([block] * model.layers), rows + model.norm_size]
@@ -358,7 +358,7 @@ class Costs:
         """Seconds to sum the gradients of the parameters that the first and the last stage share."""
         model, layout = self.workload.model, self.workload.layout
         group = replace(self.pipeline, size=2.0)
-        rows = model.padded_vocabulary() * model.hidden / layout.tp
+        rows = model.vocabulary_rows(layout.tp) * model.hidden
         return float(all_reduce_seconds(group, rows * self.workload.profile.gradient_bytes))
 
 

@@ -255,7 +255,7 @@ class _Maker:
         if not starts:
             return
         ends = self.grid[:, [owners[0], owners[-1]]].transpose(0, 2, 1).reshape(-1, 2)
-        rows = workload.model.padded_vocabulary() * workload.model.hidden / workload.layout.tp
+        rows = workload.model.vocabulary_rows(workload.layout.tp) * workload.model.hidden
         exchange = group_transfers(direct_pattern(2), ends, 2 * rows * workload.profile.gradient_bytes)
         yield TransferPhase("tied", 0, exchange, (max(starts),))
 

@@ -276,7 +276,7 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
     layers, dp, zero = where.layers, where.dp, where.zero
     ends = _ends(where, layers.embedding_elements, layers.head_elements)
     if where.model.tied:
-        table = where.model.padded_vocabulary() * where.model.hidden / where.tp
+        table = np.ceil(where.model.padded_vocabulary() / where.tp) * where.model.hidden
         both = ends > np.maximum(layers.embedding_elements, layers.head_elements)
         ends = ends - np.where(both, table, 0.0)
     elements = where.blocks * layers.block_elements + ends

@@ -235,7 +235,7 @@ def _embedding_held(model: ModelConfig, profile: FrameworkProfile, part: MicroBa
     # A CPU adds rows to the buffer in float32; a GPU writes the gradient of the whole table.
     wide = tokens * model.hidden * (4.0 if part.value_bytes == 2 else 0.0)
     if not part.on_cpu:
-        wide = model.padded_vocabulary() * model.hidden / part.tp * part.value_bytes
+        wide = _of_each(part.tp, model.vocabulary_rows) * model.hidden * part.value_bytes
     gathered = np.where(np.asarray(part.tp) > 1, whole, 0.0)
     stream = message_bytes(model, profile, part)
     return LayerBytes(kept, gathered, stream + gathered + wide)
@@ -246,7 +246,7 @@ def _head_held(model: ModelConfig, profile: FrameworkProfile, part: MicroBatchSh
     time. Others keep all logits in float32, and the product's input."""
     value, tokens = part.value_bytes, part.tokens(model)
     whole = value * tokens * model.hidden
-    rows = model.padded_vocabulary() / part.tp
+    rows = _of_each(part.tp, model.vocabulary_rows)
     if not (is_myriad(profile) and profile.fused_loss):
         stream = message_bytes(model, profile, part)
         logits = tokens * rows
@@ -307,7 +307,7 @@ class LayerMemory:
 def layer_elements(model: ModelConfig, kind: LayerKind, tp: Number) -> Number:
     """Return the number of parameters of one layer on one rank; a tied table counts in the embedding and in
     the head."""
-    table = model.padded_vocabulary() * model.hidden / tp
+    table = _of_each(tp, model.vocabulary_rows) * model.hidden
     if kind == "embedding":
         return table + (model.sequence * model.hidden if model.position == "learned" else 0)
     if kind == "head":

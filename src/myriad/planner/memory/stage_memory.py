@@ -135,7 +135,8 @@ class StageMemory:
     def table(self) -> float:
         """Number of elements that the first and the last stage share."""
         model = self.workload.model
-        return model.padded_vocabulary() * model.hidden / self.workload.layout.tp if model.tied else 0.0
+        rows = model.vocabulary_rows(self.workload.layout.tp) if model.tied else 0
+        return float(rows * model.hidden)
 
     @cached_property
     def _elements_of(self) -> dict[LayerKind, float]:

@@ -321,5 +321,5 @@ def _tied_seconds(grid: LayoutGrid) -> float:
     if not model.tied or grid.pp == 1:
         return 0.0
     along = group_along(problem.cluster, float(grid.pp), float(grid.tp))
-    rows = model.padded_vocabulary() * model.hidden / grid.tp
+    rows = model.vocabulary_rows(grid.tp) * model.hidden
     return float(all_reduce_seconds(replace(along, size=2.0), rows * problem.profile.gradient_bytes))

@@ -1,6 +1,6 @@
 """All layouts with which a model can be trained on a number of accelerators, as the runtime accepts them.
 
-    tp            divides the heads, the MLP's width, the sequence and the padding of the vocabulary
+    tp            divides the heads, the MLP's width and the sequence
     pp            any divisor of the rest, up to a stage for each layer, embedding and head
     stages        of a pipeline rank: each number up to 128, above it the fewest for each size of a stage
     dp            the rest; it divides the batch, and replicas are on nodes as comm.hierarchy needs it
@@ -275,7 +275,7 @@ def tensor_overlaps(overlap: OverlapConfig) -> tuple[TensorOverlap, ...]:
 
 def tensor_degrees(model: ModelConfig) -> list[int]:
     """Return the tensor-parallel degrees that `Job.check` accepts."""
-    shared = (model.ffn_width, model.sequence, model.vocabulary_multiple)
+    shared = (model.ffn_width, model.sequence)
     return [tp for tp in model.head_degrees if not any(number % tp for number in shared)]
 
 
