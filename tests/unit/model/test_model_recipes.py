@@ -54,6 +54,9 @@ EXACT = {
     "pythia-1.4b": 1_414_647_808,
     "pythia-6.9b": 6_857_302_016,
     "minicpm-2b": 2_724_880_896,
+    "olmo3-7b": 7_298_011_136,
+    "falcon-40b": 41_303_293_952,
+    "afm-4.5b": 4_619_184_640,
     "granite3-2b": 2_533_531_648,
     "granite3-8b": 8_170_848_256,
     "stablelm2-1.6b": 1_644_515_328,
@@ -89,7 +92,8 @@ def test_every_published_model_has_a_hugging_face_family(name):
     families |= {"qwen2.5": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
     families |= {"olmo2": "olmo2", "phi3": "mistral", "phi4": "llama", "smollm2": "llama"}
     families |= {"smollm3": "smollm3", "pythia": "gpt_neox", "granite3": "granite"}
-    families |= {"stablelm2": "stablelm", "falcon": "falcon", "minicpm": "granite"}
+    families |= {"stablelm2": "stablelm", "falcon": "falcon", "minicpm": "granite", "olmo3": "olmo3"}
+    families |= {"afm": "arcee"}
     assert kind_of(model(name)) == families[name.rpartition("-")[0]]
 
 
