@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from family_table import family_rows
 from pydantic import BaseModel
 
 from myriad import api
@@ -109,27 +110,30 @@ def _job_keys() -> Iterator[str]:
 
 
 def _models() -> Iterator[str]:
-    recipes: dict[str, list[str]] = {}
+    recipes = []
     for name in recipe_names("models"):
         with contextlib.suppress(BadInputError):
-            recipes.setdefault(kind_of(load_job("tiny", [f"model={name}"]).model), []).append(name)
+            kind_of(load_job("tiny", [f"model={name}"]).model)
+            recipes.append(name)
     yield "# Model families"
     yield ""
-    yield "Families that are exchanged with Hugging Face, by the `model_type` of `config.json`. Tests"
-    yield "with the class of transformers show for each that logits equal its logits to 3e-5 in"
-    yield "float32, also after an export, that the likeliest tokens are generated here as there, and"
-    yield "that weights come back with equal bits. Every family trains in any layout; `layout.tp`"
-    yield "divides the heads. transformers has no class for `minicpm`: its logits are compared"
-    yield "with a reference of our own, written after the model's published code."
+    yield "Families that are exchanged with Hugging Face, by the `model_type` of `config.json`. A cell says"
+    yield "what `pytest tests/processes/test_hugging_face.py` compares for the family, and is read from it:"
+    yield ""
+    yield "- import: a model of transformers' class gives its logits here, and the same likeliest tokens."
+    yield "- export: a model from here gives its logits in transformers' class."
+    yield "- logits: the largest difference that either test accepts, in float32."
+    yield "- bits: weights that are exported and imported are equal bit by bit."
+    yield "- tp: two tensor-parallel ranks read about half of the folder each, and give transformers' loss"
+    yield "  to 1e-5. Every family trains in any layout; `layout.tp` divides the heads."
+    yield ""
+    yield "transformers has no class for `minicpm`: the test compares with a reference of its own, written"
+    yield "after the model's published code, and with transformers' Granite, which computes the same."
     yield ""
     yield 'A recipe\'s name is a model (`model = "qwen3-8b"`) and a job (`myriad plan qwen3-8b`). A model is'
-    yield "exported as the first type in this table that computes the same; `--model-type` asks for another."
+    yield "exported as the first type that computes the same; `--model-type` asks for another."
     yield ""
-    yield "| `model_type` | class in transformers | recipes |"
-    yield "|---|---|---|"
-    for kind in MODEL_TYPES:
-        found = ", ".join(f"`{name}`" for name in recipes.get(kind, ()))
-        yield f"| `{kind}` | `{family_of(kind).architecture}` | {found} |"
+    yield from family_rows({kind: family_of(kind).architecture for kind in MODEL_TYPES}, recipes)
 
 
 def _section_help(config: type[BaseModel], section: str) -> str:

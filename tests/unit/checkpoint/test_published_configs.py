@@ -237,6 +237,15 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         ),
         1_644_515_328,
     ),
+    "stablelm-2-12b": (
+        sized(
+            PLAIN, 5120, 13824, 32, 40, model_type="stablelm", hidden_act="silu", hidden_dropout=0.0,
+            layer_norm_eps=1e-5, max_position_embeddings=4096, num_key_value_heads=8,
+            partial_rotary_factor=0.25, rope_theta=10000, tie_word_embeddings=False, use_qkv_bias=False,
+            qk_layernorm=True, use_parallel_residual=True, vocab_size=100352,
+        ),
+        12_143_185_920,
+    ),
     "pythia-160m": (sized(NEOX, 768, 3072, 12, 12), 162_322_944),
     "gpt-neox-20b": (
         sized(
