@@ -29,7 +29,6 @@ the median of the attempt's first steps. The growth is divided by that of other 
 So neither work that grows everywhere nor a slow start of another rank makes a rank a suspect. A rank that is
 slow from the start is not found by its baseline. No ratio exceeds the ratio to the rank's own baseline."""
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,6 +63,9 @@ _MAD_TO_DEVIATION = 1.4826
 _CHANGE_TO_ERROR = 1.314
 """Standard error of a median of n values, from their median change from step to step: 1.314 / sqrt(n). A
 change of level among the values does not increase it."""
+_FEW_VALUES = 4_096
+"""Up to this many values, sorting takes less time than `numpy.median`, which the driver would call at every
+step."""
 _MOST_GATHERED = 4_000_000
 """Most values of peers that are sorted at once."""
 PHASE_NOISE_SECONDS = 20e-6
@@ -258,8 +260,9 @@ class Baseline:
         changed = self.seconds is None
         known = median_known(steps[:WINDOW_STEPS], axis=0) if self.seconds is None else self.seconds
         if self._groups.isolated:
-            windows = np.lib.stride_tricks.sliding_window_view(steps, WINDOW_STEPS, axis=0)
-            lowest = windows.max(axis=-1).min(axis=0)
+            lowest = steps[:WINDOW_STEPS].max(axis=0)
+            for first in range(1, len(steps) - WINDOW_STEPS + 1):
+                lowest = np.minimum(lowest, steps[first : first + WINDOW_STEPS].max(axis=0))
             lower = self._groups.is_isolated & (lowest < known)
             known, changed = np.where(lower, lowest, known), changed or bool(lower.any())
         self.seconds = known
@@ -364,17 +367,22 @@ class Comparison:
 
 def median_known(values: Array, axis: int | None = None) -> Array:
     """Return the median without NaN values; NaN, without a warning, if there are no others."""
-    if values.size and not np.isnan(values).any():
-        return np.asarray(np.median(values, axis=axis))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return np.asarray(np.nanmedian(values, axis=axis))
+    along = values.ravel() if axis is None else np.moveaxis(values, axis, -1)
+    if values.size <= _FEW_VALUES or np.isnan(values).any():
+        return _median_of_last_axis(along)
+    return np.asarray(np.median(along, axis=-1))
 
 
 def _median_of_last_axis(values: Array) -> Array:
     """Return the median along the last axis without NaN values; NaN if there are no others."""
+    length = values.shape[-1]
+    if not length:
+        return np.full(values.shape[:-1], np.nan)
     ordered = np.sort(values, axis=-1)  # NaN values come last
+    missing = np.isnan(ordered[..., -1])
+    if not missing.any():
+        return np.asarray((ordered[..., (length - 1) // 2] + ordered[..., length // 2]) / 2)
     count = np.sum(~np.isnan(ordered), axis=-1, keepdims=True)
-    ends = (np.maximum(count - 1, 0) // 2, np.minimum(count // 2, values.shape[-1] - 1))
+    ends = (np.maximum(count - 1, 0) // 2, np.minimum(count // 2, length - 1))
     low, high = (np.take_along_axis(ordered, end, axis=-1)[..., 0] for end in ends)
     return np.asarray((low + high) / 2)
