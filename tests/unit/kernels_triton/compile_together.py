@@ -1,12 +1,17 @@
-"""Four processes compile the same three kernels for sm_90 at once, without a GPU: for each a line with the
-kernels that it compiled itself."""
+"""``python compile_together.py FOLDER``: two processes compile the same three kernels for sm_90 at once,
+without a GPU, three times: with an empty cache, with the same cache again, and each with Triton's own cache.
+For each process a line with the time and the kernels that it compiled itself."""
 
 import multiprocessing
+import os
+import sys
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
 from compile_kernels import compile_kernel
+from triton import knobs
 from triton.compiler import ASTSource
+from triton.runtime.cache import FileCacheManager
 
 from myriad.kernels.triton import cross_entropy_kernels, optimizer_kernels, rotary_kernels
 
@@ -17,7 +22,10 @@ KERNELS: tuple[tuple[Any, dict[str, Any]], ...] = (
 )
 
 
-def work(rank: int, start: Barrier) -> None:
+def work(time: str, folder: str, start: Barrier) -> None:
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "own" if time == "own" else "shared")
+    if time == "own":
+        knobs.cache.manager_class = FileCacheManager
     own: list[str] = []
     make = ASTSource.make_ir
 
@@ -29,15 +37,16 @@ def work(rank: int, start: Barrier) -> None:
     start.wait(60)
     for kernel, constants in KERNELS:
         compile_kernel(kernel, constants, "bf16")
-    print(rank, *own, flush=True)
+    print(time, *own, flush=True)
 
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(4)
-    ranks = [context.Process(target=work, args=(rank, barrier)) for rank in range(4)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0] * 4
+    barrier = context.Barrier(2)
+    for time in ("cold", "warm", "own"):
+        ranks = [context.Process(target=work, args=(time, sys.argv[1], barrier)) for _ in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        assert [process.exitcode for process in ranks] == [0, 0]
