@@ -30,7 +30,8 @@ help:
 train: $(VENV)/.installed
 	@$(BIN)/myriad train
 
-# A file of tests/unit needs one core, with one thread: as many run at once as there are cores. Files whose tests start
+# A file of tests/unit needs one core, with one thread: as many run at once as there are cores, those with slow tests
+# first (tests/unit/conftest.py). Files whose tests start
 # processes wait for them half of the time: three at once, those with the longest tests first, so that none is last; threads
 # that wait do not spin there, as there are fewer cores. Files that look at rates (of links, of this machine, and of ranks,
 # whose pace shows which one is slow), at silent nodes, at what is not reported of a short outage, or at each snapshot of
@@ -40,14 +41,14 @@ ALONE := $(addprefix tests/processes/test_, checkpoint_proof.py measure_machine.
 	$(addprefix tests/hosts/test_, contenders.py doctor_on_hosts.py hierarchy_on_hosts.py hosts.py link_alarms.py \
 	network_hosts.py node_order_on_hosts.py nodes_on_hosts.py timeline.py)
 test: check services
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile tests/unit
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/unit
 	@$(BIN)/python -m pytest tests/gpu $(ALONE)
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(addprefix --deselect ,$(ALONE)) \
 		tests/services tests/hosts tests/processes
 	@$(BIN)/python -m pytest -n 3 --dist loadfile tests/browser
 
 test-fast: check
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow" tests/unit
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "not slow" tests/unit
 
 # tests/services and tests/browser use these; where they cannot be installed the tests are skipped and say so. No
 # service is started.
