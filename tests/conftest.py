@@ -9,14 +9,16 @@ import pytest
 from hypothesis import settings
 
 _TESTS = Path(__file__).parent
+_SETTINGS = "_hypothesis_internal_use_settings"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _VISIBLE_BEFORE = os.environ.get(_VISIBLE)
 
 sys.path.insert(0, str(_TESTS / "processes"))
 
 # No deadline: how long an example takes depends on what else this machine runs. Each run has the same
-# examples, so a change alone decides what fails; `pytest --hypothesis-profile explore` draws others.
-settings.register_profile("myriad", deadline=None, derandomize=True)
+# examples, so a change alone decides what fails; `pytest --hypothesis-profile explore` draws others. A
+# property has 40, or as many as it says; MYRIAD_EXAMPLES=1000 gives each property a thousand.
+settings.register_profile("myriad", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("myriad")
 
@@ -26,6 +28,18 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     if not any(path.is_relative_to(_TESTS / "gpu") or _TESTS.is_relative_to(path) for path in asked):
         os.environ[_VISIBLE] = ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each property as many examples as the environment asks for."""
+    if not (asked := os.environ.get("MYRIAD_EXAMPLES")):
+        return
+    for item in items:
+        test = getattr(item, "obj", None)
+        if getattr(test, "is_hypothesis_test", False):
+            own = getattr(test, _SETTINGS, None)
+            more = settings(own or settings.default, max_examples=int(asked))
+            setattr(getattr(test, "__func__", test), _SETTINGS, more)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -571,7 +571,7 @@ SCRIPTS = st.lists(
 
 @pytest.mark.slow
 @settings(
-    max_examples=int(os.environ.get("MYRIAD_EXAMPLES", "40")),
+    max_examples=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

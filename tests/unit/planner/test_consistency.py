@@ -19,7 +19,7 @@ from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.simulation.simulator import simulate
 from myriad.planner.simulation.steady_state import short_run_lengths
 
-SOME = settings(derandomize=True, max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+SOME = settings(derandomize=True, max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def seconds_on(candidate: LayoutCandidate, cluster: Cluster) -> float:

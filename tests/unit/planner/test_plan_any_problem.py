@@ -28,7 +28,7 @@ from myriad.recipes.cluster import load_cluster
 ANY = settings(
     derandomize=True,
     deadline=None,
-    max_examples=40,
+    max_examples=16,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 BAD = st.sampled_from(
@@ -165,7 +165,7 @@ def of_size(cluster: Cluster, size: int) -> Cluster:
     return cluster.model_copy(update={"nodes": size // each, "accelerators_per_node": each})
 
 
-@settings(ANY, max_examples=150)
+@settings(ANY, max_examples=100)
 @given(KEYS, BAD)
 def test_a_bad_value_of_a_cluster_is_refused_or_planned_with(key: str, value: str) -> None:
     try:
@@ -217,7 +217,7 @@ def test_a_file_may_have_a_byte_order_mark_and_rates_with_units(tmp_path: Path) 
         load_cluster(str(path))
 
 
-@settings(ANY, max_examples=25)
+@settings(ANY, max_examples=12)
 @given(st.dictionaries(NUMBERS, st.sampled_from([1.0, 1e-6, 7.3, 1e3, 1e9, 1e12, 1e18]), max_size=4))
 def test_any_valid_cluster_gives_finite_plans(changes: dict[str, float]) -> None:
     """Warnings of numpy are errors here, so that no figure comes from an overflow."""

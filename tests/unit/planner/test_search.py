@@ -24,7 +24,7 @@ from myriad.program.config import OverlapConfig
 from myriad.program.schedules import SCHEDULES
 from myriad.recipes.cluster import load_cluster
 
-SLOW = settings(derandomize=True, max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(derandomize=True, max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def _counted_by_hand(world: int, batch: int) -> int:
@@ -89,7 +89,7 @@ def test_the_closed_form_is_mostly_much_nearer() -> None:
     problem, errors = problem_of(), []
     chosen = random.Random(1)
     for grid in layout_grids(problem):
-        for _ in range(6):
+        for _ in range(3):
             free = [chosen.randrange(count) for count in grid.axes[:4]]
             layout, overlap = grid.at((*free, 0, 0, 0))
             candidate = score_layout(problem, LayoutCandidate(layout, overlap, 0.0, 0.0, 0.0))
@@ -127,8 +127,9 @@ def test_the_front_falls_in_time_as_memory_grows() -> None:
 
 @pytest.mark.parametrize("link", ["links.node", "links.network"])
 def test_faster_links_never_make_the_best_slower(link: str) -> None:
-    rates = [search_layouts(problem_of(f"{link}={rate}GB/s")).best[0].seconds for rate in (2, 8, 32, 128)]
-    assert rates == sorted(rates, reverse=True)
+    problems = [problem_of(f"{link}={rate}GB/s", nodes=2) for rate in (2, 16, 128)]
+    seconds = [search_layouts(problem).best[0].seconds for problem in problems]
+    assert seconds == sorted(seconds, reverse=True)
 
 
 def test_more_memory_is_never_worse() -> None:
@@ -196,8 +197,8 @@ def test_a_plot_counts_what_its_grid_holds() -> None:
 @pytest.mark.parametrize(
     ("changes", "nodes", "fixed"),
     [
-        (["train.global_batch=2000"], 125, {}),
-        (["train.global_batch=2000", "layout.tp=4"], 125, {"tp": 4}),
+        (["train.global_batch=400"], 25, {}),
+        (["train.global_batch=400", "layout.tp=4"], 25, {"tp": 4}),
         (["train.global_batch=64", "layout.zero=1", "layout.pp=2"], 4, {"zero": 1, "pp": 2}),
         (["layout.recompute=full", "layout.micro_batch=2"], 16, {"recompute": "full", "micro_batch": 2}),
     ],

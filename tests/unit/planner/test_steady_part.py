@@ -23,7 +23,7 @@ from myriad.program.config import OverlapConfig
 from myriad.program.schedules import SCHEDULES
 from myriad.recipes.cluster import load_cluster
 
-SOME = settings(derandomize=True, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+SOME = settings(derandomize=True, max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @st.composite

@@ -47,7 +47,7 @@ def unequal(draw: st.DrawFn) -> Costs:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(unequal())
 def test_replicas_with_any_shares_come_to_their_end_together(costs: Costs) -> None:
     """With transfers that wait for both sides and sums that wait for all replicas."""

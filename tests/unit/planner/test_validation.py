@@ -223,7 +223,7 @@ _CELL = st.one_of(
 @settings(
     derandomize=True,
     deadline=None,
-    max_examples=25,
+    max_examples=10,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.data())

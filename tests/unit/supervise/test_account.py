@@ -38,7 +38,7 @@ moments = st.lists(st.tuples(st.sampled_from(NAMES), st.floats(0, 40), fields), 
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(moments, st.one_of(st.none(), st.floats(0, 100)))
 def test_for_any_files_the_classes_sum_to_the_wall_time(drawn: Any, later: float | None) -> None:
     at, found = 1.8e9, []

@@ -498,4 +498,4 @@ class Cluster(RuleBasedStateMachine):
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+TestCluster.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

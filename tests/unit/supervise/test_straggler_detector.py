@@ -125,7 +125,7 @@ def test_a_step_that_is_slow_because_of_its_data_names_no_straggler() -> None:
 def test_pauses_of_one_rank_are_not_slowness() -> None:
     """Collections, other programs: a quarter of one rank's steps takes ten times as long."""
     watched = WatchedRun(step_seconds=1.0)
-    assert watched.watch(3600, lambda rank, step: 10.0 if rank == 3 and step % 4 == 0 else 1.0) is None
+    assert watched.watch(600, lambda rank, step: 10.0 if rank == 3 and step % 4 == 0 else 1.0) is None
 
 
 def test_the_first_steps_of_an_attempt_are_not_looked_at() -> None:
@@ -147,7 +147,7 @@ def test_with_an_order_of_nodes_ranks_are_where_the_grid_has_them() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None, derandomize=True)  # of noise without end some would be an alarm
+@settings(max_examples=3, deadline=None, derandomize=True)  # of noise without end some would be an alarm
 @given(st.integers(0, 2**32), st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2)]), st.booleans())
 @example(33906, (4, 1), False)
 @example(1, (1, 2), False)
