@@ -5,7 +5,7 @@
 A Llama with random weights in bfloat16 is written to a folder. Real ranks (gloo) build their shards in each
 layout, and fill them one rank after another, each time with the files out of the page cache. Where the ranks
 read whole tensors, they do what Myriad did before: one tensor at a time, of which a rank keeps its part.
-transformers reads the folder in a process of its own.
+transformers reads the folder in a process of its own; the memory of its shards is that of the whole model.
 
     values      bytes of the values that were asked for, as a share of the folder's
     disk        bytes that the kernel read from the disk for it (read_bytes in /proc/self/io), with readahead
@@ -195,6 +195,8 @@ def _transformers(folder: Path) -> Reading:
 
     def read() -> int:
         kept.append(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
+        for parameter in kept[0].parameters():
+            parameter.detach().sum()  # where it maps the file, the values come with their first use
         return sum(parameter.nbytes for parameter in kept[0].parameters())
 
     found = measured(folder, read)
