@@ -58,7 +58,13 @@ GEMMA = TINY | {
     "activation": "geglu_tanh", "kv_heads": 2, "head_dim": 16, "norm_placement": "both",
     "norm_zero_centered": True, "embedding_scale": 32**0.5, "attention_scale": 0.125, "ffn_hidden": 48,
 }  # fmt: skip
+DEEPSEEK = TINY | {
+    "activation": "swiglu", "ffn_hidden": 48, "tied": False, "q_lora_rank": 12, "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "norm_epsilon": 1e-6,
+}  # fmt: skip
 OURS = {
+    "deepseek 3": DEEPSEEK | {"rotary_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    "deepseek 2 lite": DEEPSEEK | {"q_lora_rank": None, "tied": True},
     "llama, shared heads": LLAMA,
     "llama, untied": LLAMA | {"tied": False},
     "llama, wide heads": LLAMA | {"head_dim": 16, "tied": False},
@@ -163,8 +169,19 @@ def without_head_dim(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "head_dim"}
 
 
+LATENT = SMALL | {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 24, "first_k_dense_replace": 2,
+    "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 6,
+        "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.9,
+    },
+}  # fmt: skip
 SHORT = SMALL | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
 THEIRS: dict[str, Callable[[], Any]] = {
+    "deepseek 3": lambda: transformers.DeepseekV3Config(**LATENT),
+    "deepseek 2 lite": lambda: transformers.DeepseekV2Config(**LATENT | {"q_lora_rank": None}),
     "llama": lambda: transformers.LlamaConfig(
         **ROTARY, rope_theta=3e4, rope_parameters={"rope_type": "default", "rope_theta": 3e4}
     ),

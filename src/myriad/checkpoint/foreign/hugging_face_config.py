@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from myriad.checkpoint.foreign.hugging_face_deepseek import LATENT_SIZES
 from myriad.checkpoint.foreign.hugging_face_families import FAMILIES
 from myriad.checkpoint.foreign.hugging_face_family import COMMON, Family
 from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, written_rotary
@@ -103,6 +104,7 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         "heads": model.heads,
         "kv_heads": model.num_kv_heads,
         "head_dim": model.head_width,
+        **{key: getattr(model, key) for key in LATENT_SIZES},
         "ffn_hidden": model.ffn_width,
         "vocabulary": model.vocabulary,
         "sequence": model.sequence,
@@ -260,7 +262,7 @@ def model_of(config: Mapping[str, Any], vocabulary_multiple: int = 64) -> ModelC
     try:
         values = _copied(theirs, family)
         ModelConfig(**values)  # refuses sizes for which a reader would make too long lists
-        if "head_dim" not in values:
+        if "head_dim" not in values and "kv_lora_rank" not in values:
             theirs.must_be("head_dim", None, values["hidden"] // values["heads"])
         values |= family.read(theirs, values)
         model = ModelConfig(**family.fixed | values)
@@ -275,7 +277,7 @@ def model_of(config: Mapping[str, Any], vocabulary_multiple: int = 64) -> ModelC
 
 def _check_heads(model: ModelConfig) -> None:
     """Refuse heads that have no size, or do not share key/value heads evenly."""
-    if model.head_dim is None and model.hidden % model.heads:
+    if model.head_dim is None and model.latent is None and model.hidden % model.heads:
         raise BadInputError("heads", model.heads, f"a divisor of hidden = {model.hidden} in config.json")
     if model.heads % model.num_kv_heads:
         raise BadInputError(
@@ -303,6 +305,7 @@ _READERS: dict[str, Callable[[ConfigValues, str], Any]] = {
     "kv_heads": ConfigValues.size_or_none,
     "head_dim": ConfigValues.size_or_none,
     "ffn_hidden": ConfigValues.size_or_none,
+    "q_lora_rank": ConfigValues.size_or_none,
     "norm_epsilon": ConfigValues.number,
     "tied": ConfigValues.flag,
 }

@@ -4,6 +4,14 @@ To add one, add an entry to `FAMILIES`, and a reader and a writer of its own fie
 `myriad.checkpoint.foreign.hugging_face_fields`. The tests compare its logits with those of transformers.
 """
 
+from typing import Any
+
+from myriad.checkpoint.foreign.hugging_face_deepseek import (
+    DEEPSEEK_EXPERTS,
+    LATENT_SIZES,
+    read_deepseek,
+    write_deepseek,
+)
 from myriad.checkpoint.foreign.hugging_face_family import Family, TensorNames
 from myriad.checkpoint.foreign.hugging_face_fields import (
     falcon_names,
@@ -67,6 +75,26 @@ _GEMMA_FIELDS = (
     *("final_logit_softcapping", "sliding_window", "layer_types"),
 )
 _NO_BIAS = (None, False)
+_DEEPSEEK: dict[str, Any] = {
+    "fixed": _ROTARY_MODEL,
+    "sizes": LATENT_SIZES,
+    "must_be": {
+        "attention_bias": _NO_BIAS,
+        "mlp_bias": _NO_BIAS,
+        "rope_interleave": (None, True),
+        "rms_norm_eps": (1e-6,),
+    },
+    "read": read_deepseek,
+    "write": write_deepseek,
+    "fields": (*_ROTARY, *DEEPSEEK_EXPERTS, "qk_head_dim", "num_nextn_predict_layers"),
+}
+_DEEPSEEK_DEFAULTS = _DEFAULTS | {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -260,6 +288,16 @@ FAMILIES: dict[str, Family] = {
         write=lambda model: write_decoder(model) | {"mlp_bias": False},
         fields=(*_ROTARY, "attention_bias"),
         names=lambda model: TensorNames(up=("up_proj",)),
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        defaults=_DEEPSEEK_DEFAULTS | {"max_position_embeddings": 4096, "first_k_dense_replace": 3},
+        **_DEEPSEEK,
+    ),
+    "deepseek_v2": Family(
+        architecture="DeepseekV2ForCausalLM",
+        defaults=_DEEPSEEK_DEFAULTS | {"max_position_embeddings": 2048, "first_k_dense_replace": 0},
+        **_DEEPSEEK,
     ),
     "minicpm": Family(
         architecture="MiniCPMForCausalLM",

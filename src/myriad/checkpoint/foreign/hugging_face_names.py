@@ -140,7 +140,11 @@ def _decoder(model: ModelConfig, names: TensorNames) -> Iterator[TensorMapping]:
         for own, name in names.norms.items():
             yield from _norm(model, f"{ours}.{own}", f"{theirs}.{name}")
         rotated = 0 if model.layer_rotary(layer) is None else model.rotary_width
-        yield from _attention(model, names, f"{ours}.attention", f"{theirs}.{names.attention}", rotated)
+        attention = f"{ours}.attention", f"{theirs}.{names.attention}"
+        if model.latent is None:
+            yield from _attention(model, names, *attention, rotated)
+        else:
+            yield from _latent_attention(model, *attention)
         yield from _mlp(model, names, f"{ours}.mlp", f"{theirs}.mlp")
     yield from _norm(model, "head.norm", f"{names.base}.{names.final_norm}")
     if not model.tied:
@@ -182,6 +186,26 @@ def _query_key_norms(
         if model.qk_norm == "heads":
             slices = [RowSlice(f"{theirs}.{name}.{head}.weight", width, *order) for head in range(heads)]
         yield TensorMapping(f"{ours}.{letter}_norm.weight", (rows,), tuple(slices))
+
+
+def _latent_attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[TensorMapping]:
+    """Yield the mappings of DeepSeek's attention, whose rotary pairs are adjacent as ours are."""
+    latent, heads = model.latent, model.heads
+    assert latent is not None
+    shared = f"{theirs}.kv_a_proj_with_mqa.weight", latent.key_value_rank + latent.rotated, 0
+    if latent.query_rank is None:
+        yield _rows(f"{ours}.query.weight", model.hidden, (f"{theirs}.q_proj.weight", heads * latent.head, 0))
+        yield _rows(f"{ours}.down.weight", model.hidden, shared)
+    else:
+        down = f"{theirs}.q_a_proj.weight", latent.query_rank, 0
+        yield _rows(f"{ours}.down.weight", model.hidden, down, shared)
+        yield _vector(f"{ours}.q_norm.weight", f"{theirs}.q_a_layernorm.weight", latent.query_rank)
+        queries = f"{theirs}.q_b_proj.weight", heads * latent.head, 0
+        yield _rows(f"{ours}.q_up.weight", latent.query_rank, queries)
+    yield _vector(f"{ours}.kv_norm.weight", f"{theirs}.kv_a_layernorm.weight", latent.key_value_rank)
+    keys_values = f"{theirs}.kv_b_proj.weight", heads * (latent.plain + latent.value), 0
+    yield _rows(f"{ours}.kv_up.weight", latent.key_value_rank, keys_values)
+    yield _rows(f"{ours}.output.weight", model.mixed_width, (f"{theirs}.o_proj.weight", model.hidden, 0))
 
 
 def _qkv_slices(

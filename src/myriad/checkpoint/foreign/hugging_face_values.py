@@ -8,7 +8,7 @@ from typing import Any
 from myriad.errors import BadInputError
 from myriad.kernels.rotary_scaling import RotaryScaling
 
-__all__ = ["ConfigValues", "read_rotary", "written_rotary"]
+__all__ = ["ConfigValues", "read_mscales", "read_rotary", "written_rotary"]
 
 _LARGEST = 1e300
 """Largest number that is read: JSON has integers that no float can hold."""
@@ -143,6 +143,20 @@ def read_rotary(
     return given[0] if given else default_base, scalings[0] if scalings else RotaryScaling(), fraction
 
 
+def read_mscales(theirs: ConfigValues) -> tuple[dict[str, float], bool]:
+    """Return DeepSeek's factors of yarn by their keys in `RotaryScaling`, without those that are 0, and
+    whether the file has an attention factor beside them."""
+    found: dict[str, float] = {}
+    given = False
+    for rope in _parts(theirs, None):
+        values = ConfigValues(rope, {})
+        for key in ("mscale", "mscale_all_dim"):
+            if value := values.number_or_none(key):
+                found[key] = value
+        given = given or values.get("attention_factor") is not None
+    return found, given
+
+
 def _scaling(theirs: ConfigValues, rope: Mapping[str, Any]) -> RotaryScaling:
     """Return the scaling that one object describes."""
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -187,4 +201,6 @@ def written_rotary(base: float, scaling: RotaryScaling, fraction: float | None =
         value = getattr(scaling, ours)
         if value is not None:
             written[name] = list(value) if isinstance(value, tuple) else value
+    mscales = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    written |= {key: value for key, value in mscales.items() if value is not None}
     return written if fraction is None else written | {"partial_rotary_factor": fraction}

@@ -47,6 +47,11 @@ _SAME = {
     "norm_placement": "norm_placement",
     "norm_zero_centered": "norm_zero_centered",
     "qk_norm": "qk_norm",
+    "kv_lora_rank": "kv_lora_rank",
+    "q_lora_rank": "q_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
 }
 """Fields of a model, and their job keys. If one of these differs, equal shapes do not mean equal models."""
 _REPORTED = (

@@ -1,0 +1,66 @@
+"""Fields of ``config.json`` of DeepSeek-V2 and V3 whose layers are all dense: reader and writer.
+
+Their rotary pairs are adjacent rows, as in Myriad, so that no rows are permuted. The norms of their latents
+have an epsilon of 1e-6 in transformers, whatever ``rms_norm_eps`` says.
+"""
+
+from myriad.checkpoint.foreign.hugging_face_family import Values
+from myriad.checkpoint.foreign.hugging_face_values import (
+    ConfigValues,
+    read_mscales,
+    read_rotary,
+    written_rotary,
+)
+from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
+
+__all__ = ["DEEPSEEK_EXPERTS", "LATENT_SIZES", "read_deepseek", "write_deepseek"]
+
+LATENT_SIZES = {
+    key: key for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+}
+"""Fields of latent attention, by the name in `ModelConfig`."""
+DEEPSEEK_EXPERTS = (
+    *("first_k_dense_replace", "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "n_group"),
+    *("topk_group", "topk_method", "num_experts_per_tok", "num_experts", "num_local_experts"),
+    *("routed_scaling_factor", "norm_topk_prob", "scoring_func", "moe_layer_freq", "ep_size", "seq_aux"),
+    *("aux_loss_alpha", "output_router_logits", "router_aux_loss_coef"),
+)
+"""Fields of layers with experts, which matter only if there is such a layer."""
+
+
+def read_deepseek(theirs: ConfigValues, values: Values) -> Values:
+    """Read what DeepSeek-V2 and V3 have beyond the copied fields. A layer with experts is refused."""
+    layers, dense = values["layers"], theirs.get("first_k_dense_replace")
+    if isinstance(dense, bool) or not isinstance(dense, int) or dense < layers:
+        allowed = f"at least num_hidden_layers = {layers} in config.json: layers with experts cannot be read"
+        raise BadInputError("first_k_dense_replace", dense, allowed)
+    theirs.must_be("num_key_value_heads", None, values["heads"])
+    theirs.must_be("head_dim", None, values["qk_rope_head_dim"])
+    theirs.must_be("qk_head_dim", None, values["qk_nope_head_dim"] + values["qk_rope_head_dim"])
+    if values["v_head_dim"] > values["qk_nope_head_dim"] + values["qk_rope_head_dim"]:
+        allowed = "at most qk_nope_head_dim + qk_rope_head_dim in config.json"
+        raise BadInputError("v_head_dim", values["v_head_dim"], allowed)
+    base, scaling, fraction = read_rotary(theirs, "rope_theta", 1e4)
+    if fraction not in (None, 1.0):
+        raise BadInputError("partial_rotary_factor", fraction, "1 in config.json of this model type")
+    if scaling.kind == "yarn":
+        found, given = read_mscales(theirs)
+        derived = {} if given else {"attention_factor": None}
+        scaling = scaling.model_copy(update=found | (derived if len(found) == 2 else {}))
+    return {"kv_heads": None, "rotary_base": base, "rotary_scaling": scaling}
+
+
+def write_deepseek(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: DeepSeek-V2 and V3 with dense layers only."""
+    return {
+        "rope_theta": model.rotary_base,
+        "rope_parameters": written_rotary(model.rotary_base, model.rotary_scaling),
+        "rope_interleave": True,
+        "head_dim": model.qk_rope_head_dim,
+        "first_k_dense_replace": model.layers,
+        "num_nextn_predict_layers": 0,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+    }
