@@ -45,6 +45,8 @@ _ROWS = (
     _Row("Falcon 7B", "falcon", "falcon 7b", "falcon", ("falcon-7b",)),
     _Row("Falcon 40B", "falcon", "falcon 40b", "falcon 2", ("falcon-40b",)),
     _Row("Arcee (AFM)", "arcee", "arcee", "arcee, relu2", ("afm-", "tiny")),
+    _Row("DeepSeek V3, dense", "deepseek_v3", "deepseek 3", "deepseek 3", ("deepseek",)),
+    _Row("DeepSeek V2, dense", "deepseek_v2", "deepseek 2 lite", "deepseek 2 lite", ()),
     _Row("MiniCPM 1, 2", "minicpm", "minicpm", "minicpm", ("minicpm-",)),
     _Row("GPT-2", "gpt2", "gpt2", "gpt2, tanh", ("gpt2-", "gpt-", "megascale-")),
 )

@@ -136,6 +136,15 @@ def test_a_model_that_leaves_gives_the_logits_it_gave_here(keys: dict[str, Any],
     torch.testing.assert_close(their_logits(theirs, tokens), expected, atol=2e-5, rtol=1e-5)
 
 
+def test_a_deepseek_2_is_written_if_it_is_asked_for(tmp_path: Path) -> None:
+    weights = random_weights(**OURS["deepseek 3"])
+    theirs = load_theirs(exported(weights, tmp_path / "out", model_type="deepseek_v2"))
+    tokens = tokens_of(weights.model)
+    assert type(theirs).__name__ == "DeepseekV2ForCausalLM"
+    expected = our_logits(weights, tokens)
+    torch.testing.assert_close(their_logits(theirs, tokens), expected, atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("keys", OURS.values(), ids=OURS.keys())
 def test_a_model_that_left_comes_back_with_its_bits(keys: dict[str, Any], tmp_path: Path) -> None:
     weights = random_weights(**keys)

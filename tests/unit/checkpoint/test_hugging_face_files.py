@@ -102,6 +102,26 @@ def test_zero_heads_of_keys_are_not_as_many_as_of_queries() -> None:
         model_of(LLAMA | {"num_key_value_heads": 0})
 
 
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "vocab_size": 90, "hidden_size": 32, "intermediate_size": 40,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+    "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+    "first_k_dense_replace": 2, "n_routed_experts": 256, "num_experts_per_tok": 8,
+}  # fmt: skip
+
+
+def test_experts_are_refused_unless_all_layers_are_dense() -> None:
+    assert model_of(DEEPSEEK).latent is not None
+    for wrong, error in (
+        ({"first_k_dense_replace": 1}, "first_k_dense_replace = 1: at least num_hidden_layers = 2"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05: 1e-06"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        ({"rope_interleave": False}, "rope_interleave"),
+    ):
+        with pytest.raises(BadInputError, match=error):
+            model_of(DEEPSEEK | wrong)
+
+
 def test_a_whole_folder_in_two_files_is_read(sharded: Path) -> None:
     assert HuggingFaceWeights(sharded).read("head.norm.weight").tolist() == [0.5] * 32
     assert end_of_text(sharded) == []
