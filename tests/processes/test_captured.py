@@ -87,7 +87,7 @@ def test_replayed_computes_give_the_bits_of_those_started_one_by_one(
     layout: dict[str, Any], model: dict[str, Any], dtype: torch.dtype
 ) -> None:
     grows = {"growth_interval": 1} if dtype == torch.float16 else None
-    case = Case(layout=layout, model=model, dtype=dtype, steps=3, global_batch=4, loss_scale=grows)
+    case = Case(layout=layout, model=model, dtype=dtype, steps=2, global_batch=4, loss_scale=grows)
     for captured, starts, computes, _ in assert_replayed(case):
         assert starts == computes + captured
 
@@ -108,8 +108,9 @@ def test_collectives_of_tensor_parallel_ranks_are_captured(
 ) -> None:
     """Over a transport that has NCCL's order; each collective is waited for in its capture, and all ranks
     capture the same ones in the same order (`replaying`)."""
-    model = {"layers": 2} | model
-    case = Case(layout=layout, model=model, overlap=overlap, dtype=dtype, steps=2, global_batch=4)
+    model, layout = {"layers": 2} | model, {"micro_batch": 1} | layout
+    batch = 2 * layout.get("dp", 1) * layout["micro_batch"]
+    case = Case(layout=layout, model=model, overlap=overlap, dtype=dtype, steps=1, global_batch=batch)
     counts = assert_replayed(case, like_nccl=True)
     assert all(collectives > 0 for *_, collectives in counts)
 
@@ -134,12 +135,12 @@ def test_pipelines_have_captures_for_each_micro_batch_in_flight(
 ) -> None:
     """Over a transport whose messages leave later than they are sent."""
     global_batch = max(4, layout.get("micro_batch", 1), sum(layout.get("shares", ())))
-    case = Case(layout=layout, model=model, overlap=overlap, steps=2, global_batch=global_batch)
+    case = Case(layout=layout, model=model, overlap=overlap, steps=1, global_batch=global_batch)
     assert_replayed(case, like_nccl=True)
 
 
 def test_pipelines_of_tensor_parallel_ranks_are_captured() -> None:
-    case = Case({"tp": 2, "pp": 2, "micro_batch": 2}, DROPOUT | {"layers": 2}, steps=2)
+    case = Case({"tp": 2, "pp": 2, "micro_batch": 2}, DROPOUT | {"layers": 2}, steps=1, global_batch=4)
     counts = assert_replayed(case, like_nccl=True)
     assert all(collectives > 0 for *_, collectives in counts)
 
@@ -157,12 +158,12 @@ def test_pipelines_of_tensor_parallel_ranks_are_captured() -> None:
 def test_parameters_and_sums_that_come_and_go_are_always_at_the_same_address(
     layout: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    assert_replayed(Case(layout=layout, model=model, steps=2, overlap={"chunks": 2}))
+    assert_replayed(Case(layout=layout, model=model, steps=1, overlap={"chunks": 2}))
 
 
 def test_float8_with_tensor_parallelism_is_captured() -> None:
     layout, model = {"tp": 2, "micro_batch": 2}, {"layers": 2}
-    case = Case(layout, model, dtype=torch.bfloat16, float8=True, steps=2, global_batch=4)
+    case = Case(layout, model, dtype=torch.bfloat16, float8=True, steps=1, global_batch=4)
     assert_replayed(case, like_nccl=True)
 
 
