@@ -31,8 +31,8 @@ train: $(VENV)/.installed
 	@$(BIN)/myriad train
 
 # A file of tests/unit needs one core, with one thread: as many run at once as there are cores, those with slow tests
-# first (tests/unit/conftest.py). Files whose tests start
-# processes wait for them half of the time: three at once, those with the longest tests first, so that none is last; threads
+# first (tests/unit/conftest.py). Files whose tests start processes wait for them for a third of the time: five at once,
+# those with the longest tests first, so that none is last; threads
 # that wait do not spin there, as there are fewer cores. Files that look at rates (of links, of this machine, and of ranks,
 # whose pace shows which one is slow), at silent nodes, at what is not reported of a short outage, or at each snapshot of
 # steps of 2 ms, have the machine to themselves. What drives a browser leaves its loop running, so it runs last.
@@ -43,7 +43,7 @@ ALONE := $(addprefix tests/processes/test_, checkpoint_proof.py measure_machine.
 test: check services
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/unit
 	@$(BIN)/python -m pytest tests/gpu $(ALONE)
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(addprefix --deselect ,$(ALONE)) \
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(addprefix --deselect ,$(ALONE)) \
 		tests/services tests/hosts tests/processes
 	@$(BIN)/python -m pytest -n 3 --dist loadfile tests/browser
 

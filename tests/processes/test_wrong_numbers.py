@@ -112,16 +112,6 @@ def test_a_bad_batch_is_skipped_if_the_job_allows_it_in_later_attempts_and_start
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
 
 
-def test_a_run_that_is_to_stop_at_once_does(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(tmp_path / "run", corpus, *THREE, "resilience.on_nan=stop")
-    plan(run, monkeypatch, {"kind": "nan-once", "rank": 0, "step": 12})
-    with pytest.raises(RunFailedError, match="is not finite in step 12, on rank 0"):
-        run_local(run, 3)
-    assert len(events(run, "start")) == 1
-
-
 def test_a_spike_is_computed_again_and_the_end_is_as_if_it_had_not_been_and_one_that_stays_is_skipped(
     tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
