@@ -20,7 +20,7 @@ from myriad.train.calibration import compute_timings, measure_machine, transfer_
 
 
 def be_hasty_rank(*arguments: Any) -> None:
-    """In a process of its own, where nothing else is replaced: the smaller half of everything, three times."""
+    """In a process of its own, where nothing else is replaced: the smaller half of all, three times."""
     compute_timings._ENOUGH_SECONDS = 0.0
     compute_timings._PACE_SECONDS, compute_timings._PACE_SHORT_SECONDS = 0.1, 0.004
     compute_timings._STRIDES, compute_timings._STRIDE_SECONDS = 1, 0.0

@@ -216,17 +216,31 @@ def _processor(device: torch.device) -> str:
 
 
 def _measure(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    size = 1024 if device.type == "cpu" else 8192
-    own = torch.Generator(device).manual_seed(1)  # a run's random numbers do not depend on the measurement
-    a, b = (torch.randn(size, size, device=device, generator=own).to(dtype) for _ in range(2))
+    """Return the FLOP/s of the fastest of the products that fit into ``seconds``.
+
+    On a CPU the matrices grow from 128 rows to 1,024 as long as the next product fits too: a core without
+    instructions for float16 takes 2 s for the largest.
+    """
+    size, largest = (128, 1024) if device.type == "cpu" else (8192, 8192)
+    a, b = _square_pair(size, device, dtype)
     best, end = 0.0, time.perf_counter() + seconds
     while best == 0.0 or time.perf_counter() < end:
         _synchronize(device)
         start = time.perf_counter()
         a @ b
         _synchronize(device)
-        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+        now = time.perf_counter()
+        best = max(best, 2 * size**3 / (now - start))
+        if size < largest and now + 8 * (now - start) < end:
+            size *= 2
+            a, b = _square_pair(size, device, dtype)
     return best
+
+
+def _square_pair(size: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    own = torch.Generator(device).manual_seed(1)  # a run's random numbers do not depend on the measurement
+    a, b = torch.randn(2, size, size, device=device, generator=own).to(dtype)
+    return a, b
 
 
 def _synchronize(device: torch.device) -> None:
