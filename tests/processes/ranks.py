@@ -1,5 +1,7 @@
 """Real ranks for tests: forked processes of one thread each, joined by gloo on loopback.
 
+`run_ranks` starts processes for one call. `RankPool` keeps them for many, each call in a world of its own.
+
 ``torch._dynamo`` is imported before the fork and not in it: torch loads it when a layer first runs on the
 meta device, which every rank of a layout with messages does, and that costs 0.5 to 1 s of a core each time.
 """
@@ -9,7 +11,9 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch._dynamo
@@ -61,3 +65,78 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
         for process in processes:
             process.join(2 if len(found) == world else 0)
             process.kill()
+
+
+def serve(connection: Connection, others: list[Connection]) -> None:
+    """A process becomes a rank of one world after another, as its parent asks, until the parent ends: it
+    closes the parent's ends of the pipes, which it inherits."""
+    for other in others:
+        other.close()
+    gc.freeze()
+    torch.set_num_threads(1)
+    while True:
+        try:
+            environment, function, arguments = connection.recv()
+        except EOFError:
+            return
+        os.environ |= {**environment, "OMP_NUM_THREADS": "1"}
+        try:
+            connection.send((function(*arguments), None))
+        except BaseException:
+            connection.send((None, traceback.format_exc()))
+
+
+class RankPool:
+    """Processes that run functions as the ranks of a world. After a failed call the next one starts new
+    processes."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        for _ in range(self._world):
+            ours, theirs = context.Pipe()
+            inherited = [*(connection for _, connection in self._ranks), ours]
+            process = context.Process(target=serve, args=(theirs, inherited), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 270) -> list[Any]:
+        """What ``function(*arguments)`` gives on each rank. A failing rank's traceback becomes the error."""
+        if not self._ranks:
+            self._start()
+        found: dict[int, Any] = {}
+        try:
+            for (_, connection), environment in zip(self._ranks, environments(self._world), strict=True):
+                connection.send((environment, function, arguments))
+            waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
+            while waiting:
+                ready = wait([*waiting], timeout)
+                assert ready, f"no answer within {timeout} s from ranks {sorted(waiting.values())}"
+                for connection in ready:
+                    rank = waiting.pop(connection)
+                    found[rank], error = connection.recv()
+                    assert error is None, f"rank {rank} failed:\n{error}"
+        except BaseException:
+            self.close()
+            raise
+        return [found[rank] for rank in range(self._world)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, connection in self._ranks:
+            connection.close()
+            process.kill()
+            process.join()
+        self._ranks.clear()

@@ -1,0 +1,226 @@
+"""Every pair of model features and layout dimensions, in real processes, against one process.
+
+    python benchmarks/parity/pairs.py --folder FOLDER [--steps 20] [--sample N]
+
+`features` lists the features with their values, `covering_array` chooses few jobs in which each pair of
+values that job validation allows occurs. Each job trains on ranks that gloo joins, worlds of 2 to 8, and then
+as one process on the same tokens, in float32; losses of all steps and every whole parameter must agree within
+1e-5. Processes are started once for each size of world and run one job after another. Finished jobs are kept
+in FOLDER, and a command that was interrupted continues there. Ends with 1 if a job failed or differs.
+
+``--sample N`` prints the first N jobs, which cover the most pairs, and runs nothing: the tests run those of
+``tests/processes/pairs.json``.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from covering_array import CoveringArray, Row, covering_array, pairs_of
+from features import FEATURES, GLOBAL_BATCH, MOST_RANKS, NO_EFFECT, Features, job_of, refusal
+from myriad.cli.progress_bar import count_bar
+from myriad.comm.layout import Layout
+from myriad.config import Config
+from myriad.model.config import ModelConfig
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "processes"))
+
+from parity_case import Case, run_case
+from ranks import RankPool
+
+TOLERANCE = 1e-5
+TIMEOUT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One job beside one process."""
+
+    features: Features
+    world: int
+    loss_difference: float
+    """Largest relative difference of a step's loss."""
+    parameter_difference: float
+    """Largest relative difference of a whole parameter, of those in `parameter`."""
+    parameter: str
+    error: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all values agree within the tolerance."""
+        return not self.error and max(self.loss_difference, self.parameter_difference) <= TOLERANCE
+
+
+class Pools:
+    """Processes for each size of world, started when a job first needs them."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._pools: dict[int, RankPool] = {}
+
+    def train(self, case: Case) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
+        if case.world not in self._pools:
+            self._pools[case.world] = self._stack.enter_context(RankPool(case.world))
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = self._pools[case.world].run(run_case, case, Path(folder), timeout=TIMEOUT_SECONDS)
+        assert all(losses == ranks[0][0] for losses, _ in ranks), "ranks of one run disagree on the loss"
+        return ranks[0]
+
+
+def num_ranks(features: Features) -> int:
+    """Ranks of the layout; about what a job costs."""
+    return features["layout.tp"] * features["layout.pp"] * features["layout.dp"]
+
+
+def case_of(features: Features, steps: int) -> Case:
+    """The job as the parity tests describe it."""
+    job = job_of(features)
+    return Case(job.layout, job.model, job.optimizer, steps, GLOBAL_BATCH, overlap=job.overlap)
+
+
+def compare(features: Features, steps: int, pools: Pools) -> Compared:
+    """Train a job and its model as one process."""
+    case = case_of(features, steps)
+    try:
+        losses, parameters = pools.train(case)
+        expected, reference = pools.train(Case({}, case.model, case.optimizer, steps, GLOBAL_BATCH))
+    except AssertionError as error:
+        return Compared(features, case.world, 0.0, 0.0, "", str(error))
+    loss = max(abs(a - b) / abs(b) for (a, _), (b, _) in zip(losses, expected, strict=True))
+    assert parameters.keys() == reference.keys()
+    differences = {
+        name: float(np.linalg.norm(parameters[name] - whole) / max(np.linalg.norm(whole), 1e-30))
+        for name, whole in reference.items()
+        if name.startswith("model.")
+    }
+    worst = max(differences, key=lambda name: differences[name])
+    return Compared(features, case.world, loss, differences[worst], worst)
+
+
+class Results:
+    """A file with a line for each finished job."""
+
+    def __init__(self, path: Path, steps: int) -> None:
+        self._path = path
+        self._steps = steps
+        self._found: dict[str, dict[str, Any]] = {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            entry = json.loads(line)
+            self._found[entry.pop("key")] = entry
+
+    def key(self, features: Features) -> str:
+        text = json.dumps([features, self._steps], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def of(self, features: Features) -> Compared | None:
+        found = self._found.get(self.key(features))
+        return None if found is None else Compared(**found | {"features": features})
+
+    def add(self, compared: Compared) -> None:
+        entry = {"key": self.key(compared.features), **asdict(compared)}
+        with self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def run(rows: Sequence[Row], steps: int, results: Results) -> list[Compared]:
+    """Train every job that is not among the results."""
+    compared = []
+    with ExitStack() as stack, count_bar("training") as show:
+        pools = Pools(stack)
+        for number, row in enumerate(rows):
+            show("training", number, len(rows))
+            found = results.of(row)
+            if found is None:
+                found = compare(row, steps, pools)
+                results.add(found)
+            compared.append(found)
+    return compared
+
+
+def plain(features: Features) -> str:
+    """The features that are not the plainest, as text."""
+    return ", ".join(
+        f"{name.removeprefix('model.').removeprefix('layout.')}={value}"
+        for name, value in features.items()
+        if value != FEATURES[name][0] or name in ("layout.tp", "layout.pp", "layout.dp")
+    )
+
+
+def print_table(array: CoveringArray, compared: Iterable[Compared], steps: int) -> bool:
+    """Print the jobs by size of world, what differs, and return whether all agree."""
+    print(f"{len(FEATURES)} features with {sum(map(len, FEATURES.values()))} values, {steps} steps each\n")
+    print("| ranks | jobs | agree | largest difference of a loss | of a whole parameter |")
+    print("|---|---|---|---|---|")
+    found = list(compared)
+    for world in range(2, MOST_RANKS + 1):
+        jobs = [one for one in found if one.world == world]
+        agree = [one for one in jobs if one.agrees]
+        if jobs:
+            loss = max((one.loss_difference for one in agree), default=0.0)
+            parameter = max((one.parameter_difference for one in agree), default=0.0)
+            print(f"| {world} | {len(jobs)} | {len(agree)} | {loss:.1e} | {parameter:.1e} |")
+    held = {pair for one in found if one.agrees for pair in pairs_of(one.features)}
+    without = sum(_has_no_effect(pair) for pair in array.refused)
+    print(f"\n{len(held & array.covered):,} of {len(array.covered):,} allowed pairs agree; of the others")
+    print(f"{len(array.refused) - without} are refused by job validation, {without} test nothing")
+    wrong = [one for one in found if not one.agrees]
+    for one in wrong:
+        print(f"\nDIFFERS: {plain(one.features)}")
+        print(f"  loss {one.loss_difference:.1e}, {one.parameter} {one.parameter_difference:.1e}")
+        print("".join(f"  {line}\n" for line in one.error.splitlines()[-12:]), end="")
+    return not wrong
+
+
+def _has_no_effect(pair: tuple[str, Any, str, Any]) -> bool:
+    """Whether a refused pair is one that validation accepts."""
+    a, x, b, y = pair
+    base = {name: values[0] for name, values in FEATURES.items()}
+    return (refusal(base | {a: x, b: y}) or "").startswith(NO_EFFECT)
+
+
+def print_sample(rows: Sequence[Row], number: int) -> None:
+    """The first jobs, which cover the most pairs, without values that are the defaults."""
+    sample = []
+    for row in rows[:number]:
+        job = job_of(row)
+        model, layout = (_changed(*one) for one in ((job.model, ModelConfig), (job.layout, Layout)))
+        sample.append({"model": model, "layout": layout, "optimizer": job.optimizer, "overlap": job.overlap})
+    print(json.dumps(sample, indent=1))
+
+
+def _changed(keys: dict[str, Any], section: type[Config]) -> dict[str, Any]:
+    """The keys that are not the section's defaults."""
+    return {key: value for key, value in keys.items() if value != section.model_fields[key].default}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Every pair of features and layouts against one process.")
+    parser.add_argument("--folder", type=Path, help="keep finished jobs here, and continue from them")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--sample", type=int, help="only print so many jobs")
+    options = parser.parse_args()
+    array = covering_array(FEATURES, refusal, cost=lambda row: 2.0 + num_ranks(row))
+    if options.sample:
+        print_sample(array.rows, options.sample)
+        return
+    print(f"{len(array.rows)} jobs hold {len(array.covered):,} pairs", flush=True)
+    with tempfile.TemporaryDirectory() as made:
+        folder = options.folder or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        results = Results(folder / "pairs.jsonl", options.steps)
+        compared = run(array.rows, options.steps, results)
+    if not print_table(array, compared, options.steps):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
