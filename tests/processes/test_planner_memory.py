@@ -29,11 +29,11 @@ def load_benchmark() -> ModuleType:
 BENCHMARK: Any = load_benchmark()
 CASES: list[tuple[dict[str, Any], str, int, int]] = [
     ({}, "llama", 2, 2),
-    ({"micro_batch": 2, "recompute": "full"}, "serial", 2, 4),
+    ({"micro_batch": 2, "recompute": "full"}, "serial", 2, 2),
     ({"pp": 2, "schedule": "zero-bubble"}, "gpt2", 4, 4),
     ({"dp": 2, "pp": 2, "zero": 2, "reduce": "each", "virtual_stages": 2}, "gpt2", 2, 2),
     ({"dp": 2, "zero": 3}, "llama", 2, 2),
-    ({"tp": 2, "micro_batch": 2}, "parallel", 2, 4),
+    ({"tp": 2, "micro_batch": 2}, "parallel", 2, 2),
 ]
 
 
