@@ -123,13 +123,14 @@ def formula(model: ModelConfig, index: int, tp: int, dtype: torch.dtype, recompu
     """What `measure` must find."""
     kind: LayerKind = "embedding" if index == 0 else "head" if index > model.layers else "block"
     fused = torch.empty(1, model.sequence, 1, dtype=dtype)
-    in_blocks = kind == "block" and runs_in_blocks(
+    in_blocks = kind != "embedding" and runs_in_blocks(
         fused, model.layer_window(index - 1), capped=model.has_capped_scores
     )
     keys: dict[str, Any] = {"tp": tp, "bytes_per_value": dtype.itemsize, "recompute": recompute}
     keys["softmax_block"] = BLOCK if in_blocks else None
     per_token = kept_bytes_per_token(model, kind, index - 1, **keys)
-    return BATCH * model.sequence * per_token + kept_bytes_per_micro_batch(model, kind, index - 1, **keys)
+    held = BATCH * model.sequence * per_token
+    return round(held + kept_bytes_per_micro_batch(model, kind, index - 1, **keys))
 
 
 def cases() -> list[tuple[str, ModelConfig, int]]:

@@ -123,7 +123,7 @@ def main() -> None:
             layout,
             work.overlap,
             work.micro_batches_per_replica,
-            tied=work.model.tied,
+            tied=work.model.shares_embedding,
             num_chunks=costs.num_chunks,
         ),
     )

@@ -64,7 +64,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocabulary_multiple": 1,
     },
     "one-kv-head": {"kv_heads": 1, "qk_norm": "head", "bias": True, "tied": False},
-    "olmo": {"norm_placement": "after", "qk_norm": "all", "kv_heads": 2, "activation": "swiglu"},
+    "olmo": {
+        "norm_placement": "after",
+        "qk_norm": "all",
+        "kv_heads": 2,
+        "activation": "swiglu",
+        "prediction_layers": 1,
+    },
+    "predictions": {"prediction_layers": 2, "prediction_weight": 0.5, "tied": False, "dropout": 0.1},
     "neox": {
         "block": "parallel",
         "parallel_norms": 2,
@@ -73,6 +80,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_bias": "all",
         "rotary_fraction": 0.5,
         "tied": False,
+        "prediction_layers": 1,
     },
     "latent": {
         "activation": "swiglu",
@@ -188,6 +196,8 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("latent", "adamw", {"tp": 2, "pp": 2, "schedule": "zero-bubble", "micro_batch": 2}),
     ("latent", "lamb", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2, "recompute": "selective"}),
     ("latent-plain-queries", "adamw", {"tp": 4, "micro_batch": 4, "recompute": "selective"}),
+    ("predictions", "adamw", {"tp": 2, "pp": 2, "recompute": "full"}),
+    ("predictions", "adamw", {"dp": 2, "pp": 2, "zero": 3, "virtual_stages": 2}),
     ("granite-sinks", "adamw", {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "micro_batch": 2}),
 ]
 

@@ -163,7 +163,9 @@ class Analyst:
         """Return the programs of the ranks; empty if the spans do not match them."""
         job = self._watched.files.job
         try:
-            return programs_seen(records, names, job.layout, job.overlap, job.shares, tied=job.model.tied)
+            return programs_seen(
+                records, names, job.layout, job.overlap, job.shares, tied=job.model.shares_embedding
+            )
         except (MyriadError, ValueError):
             return ()
 

@@ -106,6 +106,12 @@ def _check_base_width(job: JobValues) -> None:
     need(base is None or name == "adamw", "model.mup_base_width", base, allowed)
 
 
+def _check_predictions(job: JobValues) -> None:
+    further, sequence = job.model.prediction_layers, job.model.sequence
+    allowed = f"below model.sequence = {sequence}: the last layer predicts so many tokens ahead"
+    need(further < sequence, "model.prediction_layers", further, allowed)
+
+
 def _check_rotary(job: JobValues) -> None:
     model, scaling = job.model, job.model.rotary_scaling
     need(len(model.rotary_pattern) > 0, "model.rotary_pattern", [], "at least one of true, false")
@@ -385,6 +391,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_heads,
     _check_norms,
     _check_base_width,
+    _check_predictions,
     _check_rotary,
     _check_tensor_parallel,
     _check_stages,

@@ -235,4 +235,4 @@ def device_job_of(job: JobValues) -> "DeviceJob":
     before the ranks partition the model."""
     from myriad.program.device_needs import DeviceJob
 
-    return DeviceJob(job.layout, job.overlap, job.comm, job.shares, job.model.tied)
+    return DeviceJob(job.layout, job.overlap, job.comm, job.shares, job.model.shares_embedding)

@@ -16,6 +16,9 @@ block with full attention and N heads of keys and values too; t tensor-parallel 
     MLP up           F/t
     activation       F/t          not with selective
 
+A prediction layer of the head keeps, beside its block: the embedded tokens (H/t), the input of its projection
+(2 H/t), the input of its last norm (H/t), and the gradient of the loss by that norm (H).
+
 Inside attention the library's kernel keeps only one float32 for each query and head (Korthikanti et al.,
 arXiv 2205.05198, recompute the rest selectively; here it is never kept). On a CPU in float32 with short spans
 of keys, `myriad.kernels.attention_blocks` keeps its softmax: ``softmax_block``.
@@ -25,7 +28,7 @@ what "none" keeps; so does the last layer of a stage whose backward comes next. 
 products keep their inputs until their weight part, whatever is recomputed.
 """
 
-from typing import Literal
+from typing import Literal, TypedDict
 
 from myriad.model.config import ModelConfig
 
@@ -60,7 +63,12 @@ def kept_bytes_per_token(
         return mask + rows
     statistics = _norm_statistics(model, bytes_per_value) / tp
     if layer_kind == "head":
-        return stream + statistics + model.hidden * bytes_per_value  # plus the gradient of its gathered input
+        own = stream + statistics + model.hidden * bytes_per_value  # plus the gradient of its gathered input
+        options: _Options = {"tp": tp, "bytes_per_value": bytes_per_value, "softmax_block": softmax_block}
+        return own + sum(
+            _prediction_bytes(model, number, recompute, statistics, options)
+            for number in range(1, model.prediction_layers + 1)
+        )
     gathered = 0 if recompute == "selective" else model.hidden * bytes_per_value
     mlp = _mlp_values(model, recompute) * bytes_per_value / tp
     attention = _attention_bytes(model, layer, tp, bytes_per_value, softmax_block, recompute)
@@ -88,10 +96,37 @@ def kept_bytes_per_micro_batch(
     if recompute == "full":
         return 0
     if layer_kind == "head":
-        return _FLOAT32 * model.hidden * model.vocabulary_rows(tp)
+        own = _FLOAT32 * model.hidden * model.vocabulary_rows(tp)
+        further = model.prediction_layers
+        options: _Options = {"tp": tp, "bytes_per_value": bytes_per_value, "softmax_block": softmax_block}
+        blocks = range(model.layers, model.layers + further)
+        in_blocks = (kept_bytes_per_micro_batch(model, "block", layer, **options) for layer in blocks)
+        return own * (1 + further) + sum(in_blocks)
     if layer_kind == "block" and softmax_block is None and _attention_kind(model, layer) == "band":
         return model.sequence**2 * bytes_per_value
     return 0
+
+
+class _Options(TypedDict):
+    """Arguments of the two functions above."""
+
+    tp: int
+    bytes_per_value: int
+    softmax_block: int | None
+
+
+def _prediction_bytes(
+    model: ModelConfig, number: int, recompute: Recompute, statistics: float, options: _Options
+) -> float:
+    """Return the bytes per token of the ``number``-th prediction layer, from 1, without its input, which the
+    norm before it keeps: the embedded tokens and their rows, the input of the projection, the block, and the
+    last norm with the gradient of its gathered output."""
+    tp, bytes_per_value = options["tp"], options["bytes_per_value"]
+    stream = model.hidden * bytes_per_value / tp
+    rows = 8 + 1 if tp > 1 else 8 * (number > 1)  # one token farther than the targets is a copy of them
+    block = kept_bytes_per_token(model, "block", model.layers + number - 1, recompute=recompute, **options)
+    gathered = model.hidden * bytes_per_value * (model.sequence - number) / model.sequence
+    return rows + 4 * stream + 3 * statistics + block + gathered
 
 
 def _norm_statistics(model: ModelConfig, bytes_per_value: int) -> int:

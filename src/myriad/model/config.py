@@ -14,6 +14,7 @@ forward + backward, no recomputation. For a plain GPT with full attention they a
 ``72 B s L h^2 (1 + s/6h + V/12Lh)``; with windows only attended pairs count.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -130,6 +131,12 @@ class ModelConfig(Config):
     z_loss: float = Field(0.0, ge=0, le=1)
     """Weight of the square of each token's log-sum-exp of logits, which training adds to the loss (PaLM, OLMo
     2: 1e-5 to 1e-4). Validation leaves it out."""
+    prediction_layers: int = Field(0, ge=0, le=16)
+    """Blocks after the last one that learn to predict the tokens after the next one, each one token farther
+    (multi-token prediction, DeepSeek-V3). Only training computes them."""
+    prediction_weight: float = Field(0.1, gt=0, le=10)
+    """Weight of the mean loss of the prediction layers, which training adds to the loss (DeepSeek-V3: 0.3,
+    later 0.1)."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Fraction of embedding and residual-branch outputs set to zero in training. Every layout drops the
     same values."""
@@ -195,12 +202,12 @@ class ModelConfig(Config):
     @property
     def score_scale(self) -> float | None:
         """Factor of the products of queries and keys; ``None``: 1 / sqrt(head size)."""
+        scale = self.attention_scale
+        if scale is None and self.mup_base_width is not None:
+            scale = 1 / self.head_width
         if self.latent is not None:
-            scale = self.attention_scale or self.head_width**-0.5
-            return scale * self.rotary_scaling.score_factor
-        if self.attention_scale is None and self.mup_base_width is not None:
-            return 1 / self.head_width
-        return self.attention_scale
+            return (scale or self.head_width**-0.5) * self.rotary_scaling.score_factor
+        return scale
 
     @property
     def logit_factor(self) -> float:
@@ -315,6 +322,28 @@ class ModelConfig(Config):
         return 0 if self.latent is None else self.latent.down_rows * self.hidden
 
     @property
+    def shares_embedding(self) -> bool:
+        """Whether the head uses the token embedding: as the output projection, or to embed the tokens whose
+        successors its prediction layers predict."""
+        return self.tied or self.prediction_layers > 0
+
+    @property
+    def prediction_parameters(self) -> int:
+        """Parameters of one prediction layer: a block, three norms and a projection."""
+        return self.block_parameters + 3 * self.norm_size + 2 * self.hidden**2
+
+    def without_predictions(self) -> "ModelConfig":
+        """Return the model that validation and sampling run."""
+        return self.model_copy(update={"prediction_layers": 0})
+
+    def prediction_loss(self, terms: Sequence[float]) -> float:
+        """Return the mean loss of the prediction layers, given the terms that they add to the loss. The last
+        tokens of a sequence have nothing to predict."""
+        share = self.prediction_weight / self.prediction_layers
+        counted = [(self.sequence - number) / self.sequence for number in range(1, len(terms) + 1)]
+        return sum(term / share / own for term, own in zip(terms, counted, strict=True)) / len(terms)
+
+    @property
     def norm_size(self) -> int:
         """Parameters of one norm over the residual stream."""
         return self.hidden * (2 if self.has_norm_bias else 1)
@@ -359,6 +388,7 @@ class ModelConfig(Config):
         the built model."""
         h = self.hidden
         total = self.layers * self.block_parameters + self.norm_size
+        total += self.prediction_layers * self.prediction_parameters
         if embeddings:
             total += self.padded_vocabulary() * h * (1 if self.tied else 2)
             total += self.sequence * h if self.position == "learned" else 0
@@ -373,13 +403,17 @@ class ModelConfig(Config):
         return window * s - window * (window - 1) / 2
 
     def layer_flops_per_token(self) -> list[float]:
-        """Return the FLOPs per token of the embedding (0: rows are looked up), the blocks and the head,
-        counted as in `flops_per_token`."""
+        """Return the FLOPs per token of the embedding (0: rows are looked up), the blocks and the head with
+        its prediction layers, counted as in `flops_per_token`."""
         width = (self.heads * self.head_width + self.mixed_width) / self.sequence
         period = range(min(self.layers, len(self.window_pattern)))
         each = [self._block_matrices + width * self.attended_pairs(layer) for layer in period]
         blocks = [each[layer % len(each)] for layer in range(self.layers)]
-        return [6.0 * one for one in (0.0, *blocks, self.hidden * self.vocabulary)]
+        head = float(self.hidden * self.vocabulary)
+        for layer in range(self.layers, self.layers + self.prediction_layers):
+            pairs = self.attended_pairs(layer)
+            head += self._block_matrices + width * pairs + self.hidden * (2 * self.hidden + self.vocabulary)
+        return [6.0 * one for one in (0.0, *blocks, head)]
 
     def flops_per_token(self) -> float:
         """Return the model FLOPs (forward and backward, no recomputation) for one token of a full

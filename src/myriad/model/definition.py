@@ -2,7 +2,8 @@
 parallelism shards them.
 
 The first layer takes the batch's tokens (or other inputs). Each further layer takes the previous layer's
-output. The last one returns the *sum* of the losses of all targets (a float32 scalar). This module uses
+output. The last one returns the *sum* of the losses of all targets (a float32 scalar, or a vector whose
+further elements are the terms that training adds to it). This module uses
 no process group: a layer is built with a `Boundary`, which on one device does nothing.
 
     definition.build(i, boundary)   layer i with this rank's shapes, on torch's default device (meta: free)
@@ -111,6 +112,8 @@ class Context:
 
     targets: Any = None
     """Targets of the last layer: for the GPT, token ids ``[B, S]``; ``None`` on other stages."""
+    following: Any = None
+    """Targets of the positions after those of ``targets``, if only a part of the sequence is computed."""
     samples: torch.Tensor | None = None
     """Global index of each sequence in the whole run, ``[B]`` int64. Dropout depends on it, not on the
     layout."""

@@ -2,7 +2,7 @@
 
     embedding   tokens [B, S] -> residual stream [B, S/tp, H]
     blocks.i    residual stream -> residual stream
-    head        residual stream -> sum of losses
+    head        residual stream -> sum of losses; with the prediction layers, also the sum of each
 
 Initial values depend on (seed, full parameter name) alone, so that every layout starts from the same model.
 """
@@ -49,26 +49,33 @@ class GPT:
         table = Shard(0, (config.padded_vocabulary(),))
         biased = 3 if config.has_key_bias else 2
         by_head = {
-            "blocks.*.attention.q_norm.*": Shard(0),
-            "blocks.*.attention.k_norm.*": Shard(0, (kv,), (config.num_kv_heads,)),
+            "attention.q_norm.*": Shard(0),
+            "attention.k_norm.*": Shard(0, (kv,), (config.num_kv_heads,)),
         }
-        return (by_head if config.qk_norm in ("heads", "all") else {}) | {
+        in_block = (by_head if config.qk_norm in ("heads", "all") else {}) | {
+            "attention.qkv.weight": Shard(0, (q, kv, kv), heads),
+            "attention.qkv.bias": Shard(0, (q, kv, kv)[:biased], heads[:biased]),
+            "attention.query.weight": Shard(0),
+            "attention.*_up.weight": Shard(0),
+            "attention.sinks": Shard(0),
+            "attention.output.weight": Shard(1),
+            "mlp.up.*": up,
+            "mlp.down.weight": Shard(1),
+        }
+        blocks = ("blocks.*", "head.predictions.*.block") if config.prediction_layers else ("blocks.*",)
+        return {f"{block}.{name}": shard for block in blocks for name, shard in in_block.items()} | {
             "embedding.tokens.weight": table,
-            "blocks.*.attention.qkv.weight": Shard(0, (q, kv, kv), heads),
-            "blocks.*.attention.qkv.bias": Shard(0, (q, kv, kv)[:biased], heads[:biased]),
-            "blocks.*.attention.query.weight": Shard(0),
-            "blocks.*.attention.*_up.weight": Shard(0),
-            "blocks.*.attention.sinks": Shard(0),
-            "blocks.*.attention.output.weight": Shard(1),
-            "blocks.*.mlp.up.*": up,
-            "blocks.*.mlp.down.weight": Shard(1),
             "head.output.weight": table,
+            "head.tokens.weight": table,
         }
 
     @cached_property
     def tied(self) -> Mapping[str, str]:
-        """Tied parameters: the output projection shares the token embedding, if the config says so."""
-        return {"head.output.weight": "embedding.tokens.weight"} if self.config.tied else {}
+        """Tied parameters: the output projection shares the token embedding, if the config says so, and
+        prediction layers embed tokens by it."""
+        shared = ["output"] if self.config.tied else []
+        shared += ["tokens"] if self.config.prediction_layers else []
+        return {f"head.{name}.weight": "embedding.tokens.weight" for name in shared}
 
     @property
     def sequence_parallel(self) -> bool:
@@ -86,7 +93,8 @@ class GPT:
     def output_shape(self, index: int, inputs: torch.Size, boundary: Boundary) -> torch.Size:
         """Return the shape of an output: a rank's share of the residual stream, or the sum of losses."""
         if index == self.config.layers + 1:
-            return torch.Size()
+            further = self.config.prediction_layers
+            return torch.Size((1 + further,) if further else ())
         sequences, positions = inputs
         return torch.Size((sequences, positions // boundary.size, self.config.hidden))
 
@@ -121,7 +129,7 @@ class GPT:
 def _is_hidden(name: str) -> bool:
     """Whether both dimensions of a matrix grow with the width. Those of the embedding and the output
     projection include the vocabulary or the positions."""
-    return not name.startswith(("embedding.", "head.output."))
+    return not name.startswith(("embedding.", "head.output.", "head.tokens."))
 
 
 def build_full(config: ModelConfig, seed: int) -> nn.ModuleList:

@@ -115,8 +115,8 @@ def _run_stepped(layers: Sequence[SteppedLayer], x: torch.Tensor, context: Conte
         places = places_of([part.shape[0] * part.shape[1] for part in inputs])
         parts = [_at(*pair, layers[0].boundary) for pair in zip(places, parts, strict=True)]
     outputs = take_turns(parts, cut)
-    if outputs[0].ndim == 0:
-        return torch.stack(outputs).sum()
+    if outputs[0].ndim < 2:
+        return torch.stack(outputs).sum(0)
     return torch.cat([_output(part, lies_first) for part in outputs], cut.dim)
 
 
@@ -228,10 +228,14 @@ class _Positions:
 
     def contexts(self, context: Context, x: torch.Tensor) -> Sequence[Context]:
         targets = [None] * len(self.sizes) if context.targets is None else self._of_whole(context.targets)
-        stretches = accumulate((size * self.num_ranks for size in self.sizes[:-1]), initial=0)
-        starts = [start + self.rank * size for start, size in zip(stretches, self.sizes, strict=True)]
-        pairs = zip(targets, starts, strict=True)
-        return [replace(context, targets=target, first_position=start) for target, start in pairs]
+        ends = list(accumulate(size * self.num_ranks for size in self.sizes))
+        following = [None if context.targets is None else context.targets[:, end:] for end in ends]
+        starts = [start + self.rank * size for start, size in zip((0, *ends[:-1]), self.sizes, strict=True)]
+        parts = zip(targets, following, starts, strict=True)
+        return [
+            replace(context, targets=target, following=after, first_position=start)
+            for target, after, start in parts
+        ]
 
     def steps(self, steps: LayerSteps) -> LayerSteps:
         return steps

@@ -38,6 +38,7 @@ from myriad.parallel.rank_model import (
     build_rank_model,
     draw_initial,
     mark_float8_weights,
+    shape_of_loss,
     shapes_between_stages,
 )
 from myriad.parallel.recompute import RandomState
@@ -157,6 +158,7 @@ class Engine:
             seed,
             recorder,
             stream_is_sharded=definition.sequence_parallel,
+            loss_shape=shape_of_loss(definition, self.boundary, sample.inputs),
         )
         self._plans = {
             training: RankProgram.of(program.ranks[groups.grid.index("pp")], self.model.tied_stages)
@@ -306,6 +308,7 @@ class Engine:
             loss_sum = self._runtime.run(self._plans[False], load, None)
         # filled: a copy from the host would wait for the device
         stopping = loss_sum.new_full((), float(stops), dtype=torch.float64)
+        loss_sum = loss_sum.reshape(-1)[0]
         own = torch.stack([loss_sum.double() * loss_weight(self.groups), stopping])
         total, num_stopping = sum_over_world(own, self.groups, self.recorder)
         return total, num_stopping > 0

@@ -70,6 +70,8 @@ class StepResult:
     """Global gradient norm before clipping."""
     signal: float
     """Sum of the ``signal`` values of all ranks in this step."""
+    further_losses: tuple[float, ...] = ()
+    """Terms that training adds to the loss, divided by the number of targets."""
     skipped: bool = False
     """Whether the step was skipped: parameters and optimizer state are unchanged."""
     overflow: bool = False
@@ -172,15 +174,19 @@ class OptimizerStep:
             self._complete(self._model.chunks)
         squares, replica = self.squares, self._state.replica
         # Replicas that train alone have a norm each; one message carries all of them.
-        own = squares.new_zeros(2 + self._num_replicas)
-        own[0] = (loss_sum / self._now.num_targets).double() * loss_weight(self._groups)
-        own[1].fill_(self._now.signal)  # An assignment would copy from the host and wait for the device.
-        own[2 + replica] = (squares * self._state.counts).sum()
-        loss, signal, *norms = sum_over_world(own, self._groups, self._recorder)
+        own = squares.new_zeros(1 + self._num_replicas + loss_sum.numel())
+        own[0].fill_(self._now.signal)  # An assignment would copy from the host and wait for the device.
+        own[1 + replica] = (squares * self._state.counts).sum()
+        losses_from = 1 + self._num_replicas
+        own[losses_from:] = (loss_sum / self._now.num_targets).double() * loss_weight(self._groups)
+        signal, *others = sum_over_world(own, self._groups, self._recorder)
+        norms, (loss, *further) = others[: losses_from - 1], others[losses_from - 1 :]
         scale = self._loss_scale
         norms = [norm / scale**2 for norm in norms]
         whole_norm = math.sqrt(sum(norms) / self._num_replicas)
-        result = StepResult(loss, whole_norm, signal, loss_scale=None if self._scaler is None else scale)
+        result = StepResult(
+            loss, whole_norm, signal, tuple(further), loss_scale=None if self._scaler is None else scale
+        )
         self._result = self._decide(result)
         if not (self._skips or self._updates_early):
             norm = math.sqrt(norms[replica])

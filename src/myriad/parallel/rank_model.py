@@ -32,6 +32,7 @@ __all__ = [
     "build_rank_model",
     "draw_initial",
     "mark_float8_weights",
+    "shape_of_loss",
     "shapes_between_stages",
 ]
 
@@ -234,6 +235,13 @@ def shapes_between_stages(
                 x = definition.build(index, boundary).to(dtype).eval()(x, Context())
             found.append((x.shape, x.dtype))
     return found
+
+
+def shape_of_loss(definition: Definition, boundary: Boundary, inputs: torch.Tensor) -> torch.Size:
+    """Return the shape of the last layer's output: a scalar, unless the model states otherwise."""
+    if not isinstance(definition, StatesShapes):
+        return torch.Size()
+    return definition.output_shape(len(definition.names) - 1, inputs.shape, boundary)
 
 
 def mark_float8_weights(model: RankModel, num_layers: int, float8: Float8, *, keeps: bool = False) -> int:

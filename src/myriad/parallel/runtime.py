@@ -108,11 +108,12 @@ class Runtime:
         recorder: Recorder,
         *,
         stream_is_sharded: bool,
+        loss_shape: torch.Size,
     ) -> None:
         """``stream_is_sharded``: the tensors between stages differ among tensor-parallel ranks. If not, these
         ranks hold equal tensors and share the transfer."""
         self._model, self._num_stages, self._micro_batch = model, len(stage_rank), micro_batch
-        self._device, self._seed, self._recorder = device, seed, recorder
+        self._device, self._seed, self._recorder, self._loss_shape = device, seed, recorder, loss_shape
         layers = {index: list(stage.layers.values()) for index, stage in model.stages.items()}
         pending = {index: [chunk.pending for chunk in stage.chunks] for index, stage in model.stages.items()}
         sinks = {
@@ -161,12 +162,12 @@ class Runtime:
         alone: bool = False,
     ) -> torch.Tensor:
         """Execute every action and return this rank's sum of losses (float32; 0 where the last stage is on
-        another rank).
+        another rank), in the shape in which the last layer returns it.
 
         ``load`` is called at LOAD. Without a ``finisher`` no gradients are computed. ``alone``: the plan
         receives no messages; zeros replace the tensors that other ranks would send.
         """
-        now = _Iteration(plan, load, finisher, loss_scale, torch.zeros((), device=self._device))
+        now = _Iteration(plan, load, finisher, loss_scale, torch.zeros(self._loss_shape, device=self._device))
         if alone:
             now.tensors.inbox |= self.transfers.blank(plan.actions)
         self.outputs.clear()

@@ -51,6 +51,8 @@ STEP_FIELDS = {
     "data_wait_seconds": "Time in which rank 0 waited for its batch.",
     "checkpoint_wait_seconds": "Time in which rank 0 waited for snapshots.",
     "exposed_comm_seconds": "Communication time in which rank 0 computed nothing.",
+    "prediction_loss": "Mean loss of the prediction layers, with model.prediction_layers; training adds "
+    "model.prediction_weight times it to loss.",
     "loss_scale": "Loss scale of the step, with float16.",
     "skipped": "1 if the batch was skipped.",
     "overflow": "1 if gradients overflowed, with float16.",

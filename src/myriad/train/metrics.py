@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from myriad.data.corpus_cache import cache_folder
+from myriad.model.config import ModelConfig
 from myriad.parallel.optimizer_step import StepResult
 from myriad.system.machine import num_cores, processor_name
 from myriad.system.whole_file import write_whole
@@ -37,6 +38,7 @@ class StepMeter:
     peak_flops: float
     """FLOP/s of all ranks together."""
     device: torch.device
+    model: ModelConfig
 
     def line(
         self,
@@ -69,10 +71,16 @@ class StepMeter:
             "data_wait_seconds": data_wait,
             "checkpoint_wait_seconds": checkpoint_wait,
             "exposed_comm_seconds": recorder.take_exposed(),
+            **self._predictions(result),
             **({"loss_scale": result.loss_scale} if result.loss_scale is not None else {}),
             **({"skipped": 1} if result.skipped else {}),
             **({"overflow": 1} if result.overflow else {}),
         }
+
+    def _predictions(self, result: StepResult) -> dict[str, float | None]:
+        """Return the mean loss of the prediction layers, if the model has any."""
+        terms = result.further_losses
+        return {"prediction_loss": _finite(self.model.prediction_loss(terms))} if terms else {}
 
     def _memory_bytes(self) -> int:
         """Return the peak memory of this rank so far."""

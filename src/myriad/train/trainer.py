@@ -137,7 +137,7 @@ class Trainer:
         )
         tokens = job.targets
         flops = job.model.flops_per_token() * tokens
-        return StepMeter(tokens, flops, self._peak_flops(), self.device)
+        return StepMeter(tokens, flops, self._peak_flops(), self.device, job.model)
 
     def _prepare_computes(self) -> None:
         """On a GPU, load the kernels before messages wait for the device, and capture compute actions as

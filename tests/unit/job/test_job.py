@@ -167,6 +167,7 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
             "overlap.optimizer_in_backward",
             "needs optimizer.clip_norm = off",
         ),
+        (["model.prediction_layers=16", "model.sequence=16"], "model.prediction_layers", "below model.seq"),
         (["model.mup_base_width=64", "optimizer.name=lamb"], "model.mup_base_width", "need adamw"),
         ([*EARLY, "optimizer.name=lamb"], "overlap.optimizer_in_backward", "needs optimizer.name = adamw"),
         (

@@ -141,7 +141,7 @@ class SpanAnalysis:
         training = spans.records[spans.parent < 0]  # what is inside of others is an evaluation's
         try:
             return programs_seen(
-                training, self.names, job.layout, job.overlap, job.shares, tied=job.model.tied
+                training, self.names, job.layout, job.overlap, job.shares, tied=job.model.shares_embedding
             )
         except (MyriadError, ValueError):
             return ()

@@ -442,9 +442,14 @@ def embedding_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
     )
 
 
-def head_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
+def head_times(model: ModelConfig, context: LayerContext, pairs: Sequence[float] = ()) -> LayerTimes:
     """Return the seconds of the head: norm, logits and the loss, which is computed in float32 together with
-    the logits."""
+    the logits. ``pairs``: query-key pairs of each of its prediction layers, as for `block_times`."""
+    one = _loss_times(model, context)
+    return sum((_prediction_times(model, context, own) + one for own in pairs), one)
+
+
+def _loss_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
     tokens = context.micro_batch * model.sequence
     share = tokens / context.tp if context.profile.sequence_parallel else tokens
     rows = np.ceil(model.padded_vocabulary() / np.asarray(context.tp))
@@ -463,6 +468,24 @@ def head_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
         TimeBreakdown(products[2]),
         TimeBreakdown(),
     )
+
+
+def _prediction_times(model: ModelConfig, context: LayerContext, pairs: float) -> LayerTimes:
+    """Return the seconds of one prediction layer without its loss: a block, the lookup of its tokens, two
+    norms and the projection of both, which each rank computes for its share of the sequence."""
+    tokens = context.micro_batch * model.sequence
+    share = tokens / context.tp if context.profile.sequence_parallel else tokens
+    products = _three_passes(context, share, ((float(model.hidden), 2.0 * model.hidden),))
+    norms = 2 * share * model.hidden * context.value_bytes
+    # Two norms read and write a stream each; concatenation does both with both.
+    forward, backward = (stream_seconds(context.accelerator, n * norms, 3) for n in (4, 5))
+    projected = LayerTimes(
+        TimeBreakdown(products[0], memory=forward),
+        TimeBreakdown(products[1], memory=backward),
+        TimeBreakdown(products[2]),
+        TimeBreakdown(),
+    )
+    return embedding_times(model, context) + projected + block_times(model, context, pairs)
 
 
 def _loss_seconds(accelerator: Accelerator, norm: Number, scores: Number, num_operators: float) -> Number:

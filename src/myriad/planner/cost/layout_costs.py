@@ -48,6 +48,7 @@ __all__ = [
     "cut_layers",
     "layer_parameters",
     "optimizer_bytes",
+    "prediction_pairs",
     "stage_layers",
 ]
 
@@ -57,8 +58,11 @@ def layer_parameters(model: ModelConfig, tp: int = 1) -> list[int]:
     copies of key/value heads and padding count. Tied parameters count in both layers."""
     rows = model.vocabulary_rows(tp) * tp * model.hidden
     positions = model.sequence * model.hidden if model.position == "learned" else 0
-    block = model.block_parameters + model.copied_parameters(tp)
-    return [rows + positions, *([block] * model.layers), rows + model.norm_size]
+    copied = model.copied_parameters(tp)
+    further = model.prediction_layers
+    head = rows + model.norm_size + further * (model.prediction_parameters + copied)
+    head += rows if further and not model.tied else 0
+    return [rows + positions, *([model.block_parameters + copied] * model.layers), head]
 
 
 def cut_layers(model: ModelConfig, partition: str, num_stages: int) -> list[range]:
@@ -161,7 +165,8 @@ class Costs:
     @cached_property
     def _times(self) -> dict[str, LayerTimes]:
         model = self.workload.model
-        times = {"embedding": embedding_times(model, self.slice), "head": head_times(model, self.slice)}
+        head = head_times(model, self.slice, prediction_pairs(model))
+        times = {"embedding": embedding_times(model, self.slice), "head": head}
         for layer in range(min(model.layers, len(model.window_pattern))):
             kind = f"block {model.layer_window(layer)}"
             if kind not in times:
@@ -220,7 +225,7 @@ class Costs:
             shares = {kind: (float(parameters), 1.0)}
         else:
             shares = block_shares(model)
-        selective = self.workload.recompute == "selective" and kind != "head"
+        selective = self.workload.recompute == "selective"
         backward = times.backward_input + times.backward_weight
         backward = backward + (times.selective_recompute if selective else TimeBreakdown())
 
@@ -244,8 +249,8 @@ class Costs:
         return float(gather), float(self.dp_collectives.all_gather_seconds(reduced) + divided)
 
     def _again(self, kinds: Sequence[str]) -> TimeBreakdown:
-        """Return the recomputation in the backward of a stage, without the head, whose backward follows its
-        forward at once."""
+        """Return the recomputation in the backward of a stage. Whole layers do not include the head, whose
+        backward follows its forward at once."""
         if self.workload.recompute == "none":
             return TimeBreakdown()
         selective = self.workload.recompute == "selective"
@@ -254,7 +259,8 @@ class Costs:
         for kind, number in sorted(Counter(kinds[:count]).items()):
             times = self._times[kind]
             one = times.selective_recompute if selective else times.forward
-            again = again + (TimeBreakdown() if kind == "head" else one).times(float(number))
+            is_kept = kind == "head" and not selective
+            again = again + (TimeBreakdown() if is_kept else one).times(float(number))
         return again
 
     def _data_parallel(self, parameters: float) -> tuple[float, float, float]:
@@ -379,3 +385,8 @@ def computed_pairs(model: ModelConfig, layer: int) -> float:
     if window is None or window >= sequence:
         return sequence * (sequence + 1) / 2
     return window * sequence - window * (window - 1) / 2
+
+
+def prediction_pairs(model: ModelConfig) -> list[float]:
+    """Return the query-key pairs of each prediction layer."""
+    return [computed_pairs(model, model.layers + number) for number in range(model.prediction_layers)]

@@ -284,7 +284,9 @@ def tensor_bytes(costs: Costs, layers: Sequence[int], *, backward: bool) -> floa
     block = 2 * entries
     if backward:
         block += (entries if profile.sequence_parallel else 0) + again[workload.recompute]
-    count = sum(1 if layer in (0, model.layers + 1) else block for layer in layers)
+    head = 1 + model.prediction_layers * (2 + block)  # tokens scattered, and the input of the loss gathered
+    ends = {0: 1, model.layers + 1: head}
+    count = sum(ends.get(layer, block) for layer in layers)
     if backward and workload.recompute == "full" and 0 in layers:
         count += 1
     return one * count

@@ -249,7 +249,7 @@ def _communicators(where: _Layouts) -> tuple[Number, Number]:
     """Return the numbers of communicators of groups and of pairs. A pair has one for its neighbour and
     payload, and one for each direction where a rank has several stages."""
     turns = (where.zero_bubble > 0) & (where.virtual_stages > 1)
-    apart = (where.pp > 1) & ~turns & where.model.tied
+    apart = (where.pp > 1) & ~turns & where.model.shares_embedding
     pairs = np.where(where.pp > 1, np.where(where.virtual_stages > 1, 4.0, 2.0), 0.0)
     groups = count_groups(
         where.dp,
@@ -275,7 +275,7 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
     """Return the bytes of weights, gradients and optimizer, by the table of `docs/concepts/memory.md`."""
     layers, dp, zero = where.layers, where.dp, where.zero
     ends = _ends(where, layers.embedding_elements, layers.head_elements)
-    if where.model.tied:
+    if where.model.shares_embedding:
         table = np.ceil(where.model.padded_vocabulary() / where.tp) * where.model.hidden
         both = ends > np.maximum(layers.embedding_elements, layers.head_elements)
         ends = ends - np.where(both, table, 0.0)

@@ -115,7 +115,7 @@ def layer_bytes(
     if kind == "embedding":
         return _embedding_held(model, profile, part)
     if kind == "head":
-        return _head_held(model, profile, part)
+        return _head_held(model, profile, part, recompute)
     kept = _block_kept(model, profile, layer, part, recompute)
     return LayerBytes(kept, *_block_passing(model, profile, part, recompute))
 
@@ -147,7 +147,9 @@ def _ours_kept(
     model: ModelConfig, kind: LayerKind, layer: int, part: MicroBatchShard, recompute: Recompute
 ) -> Number:
     """Return the kept bytes of Myriad's layer."""
-    block = softmax_block(model, layer, part) if kind == "block" else None
+    if kind == "head":
+        layer = model.layers  # that of the first prediction layer
+    block = None if kind == "embedding" else softmax_block(model, layer, part)
 
     def each(function: Callable[..., float]) -> Number:
         own = partial(
@@ -241,9 +243,11 @@ def _embedding_held(model: ModelConfig, profile: FrameworkProfile, part: MicroBa
     return LayerBytes(kept, gathered, stream + gathered + wide)
 
 
-def _head_held(model: ModelConfig, profile: FrameworkProfile, part: MicroBatchShard) -> LayerBytes:
+def _head_held(
+    model: ModelConfig, profile: FrameworkProfile, part: MicroBatchShard, recompute: Recompute
+) -> LayerBytes:
     """Return the bytes of the head. Myriad's computes its gradients in the forward, a chunk of tokens at a
-    time. Others keep all logits in float32, and the product's input."""
+    time. Others keep all logits in float32, and the product's input. Prediction layers are Myriad's only."""
     value, tokens = part.value_bytes, part.tokens(model)
     whole = value * tokens * model.hidden
     rows = _of_each(part.tp, model.vocabulary_rows)
@@ -251,7 +255,7 @@ def _head_held(model: ModelConfig, profile: FrameworkProfile, part: MicroBatchSh
         stream = message_bytes(model, profile, part)
         logits = tokens * rows
         return LayerBytes(2 * stream + 4 * logits, value * logits, 4 * logits + value * logits)
-    kept = _ours_kept(model, "head", 0, part, "none")
+    kept = _ours_kept(model, "head", 0, part, recompute)
     several = np.asarray(part.tp) > 1
     limit = np.floor((_LOGITS_ON_CPU if part.on_cpu else _LOGITS) / (4 * rows))
     limit = limit if part.on_cpu else limit - limit % _GPU_TILE_TOKENS
@@ -259,7 +263,11 @@ def _head_held(model: ModelConfig, profile: FrameworkProfile, part: MicroBatchSh
     chunk = np.minimum(np.maximum(_FEWEST_TOKENS, limit), tokens)
     logits = chunk * rows * (4.0 * np.where(several, 2.0, 1.0) + (value if value == 2 else 0.0))
     product = _product_bytes(rows * model.hidden, part)
-    return LayerBytes(kept, whole + logits + product, whole + np.where(several, whole, 0.0))
+    forward, backward = whole + logits + product, whole + np.where(several, whole, 0.0)
+    if model.prediction_layers:  # their blocks run in the same forward and backward
+        in_block = _block_passing(model, profile, part, recompute)
+        forward, backward = np.maximum(forward, in_block[0]), np.maximum(backward, in_block[1])
+    return LayerBytes(kept, forward, backward)
 
 
 def product_inputs(model: ModelConfig, part: MicroBatchShard) -> Number:
@@ -311,7 +319,9 @@ def layer_elements(model: ModelConfig, kind: LayerKind, tp: Number) -> Number:
     if kind == "embedding":
         return table + (model.sequence * model.hidden if model.position == "learned" else 0)
     if kind == "head":
-        return table + model.norm_size
+        copied = table if model.prediction_layers and not model.tied else 0.0
+        further = model.prediction_parameters - model.block_parameters + layer_elements(model, "block", tp)
+        return table + copied + model.norm_size + model.prediction_layers * further
     shared = model.block_shared_parameters
     copied = _of_each(tp, model.copied_parameters)
     return (model.block_parameters - shared + copied) / tp + shared

@@ -78,7 +78,7 @@ def memory_of_ranks(
             workload.layout,
             workload.overlap,
             workload.num_micro_batches,
-            tied=workload.model.tied,
+            tied=workload.model.shares_embedding,
             training=True,
             num_chunks=num_chunks,
         )
@@ -186,7 +186,7 @@ class _MemoryWalk:
         self.stages = [stage for stage, owner in enumerate(program.stage_rank) if owner == rank]
         self.chunks = {stage: model.chunk(stage) for stage in self.stages}
         ends = {0, program.num_stages - 1}
-        self.tied_stages = sorted(ends & set(self.stages)) if model.workload.model.tied else []
+        self.tied_stages = sorted(ends & set(self.stages)) if model.workload.model.shares_embedding else []
         if self.tied_stages:
             self.chunks[_TIED] = model.padded(model.table)
         self.users: dict[int, set[int]] = {key: set() for key in self.chunks}

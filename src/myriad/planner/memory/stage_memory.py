@@ -135,7 +135,7 @@ class StageMemory:
     def table(self) -> float:
         """Number of elements that the first and the last stage share."""
         model = self.workload.model
-        rows = model.vocabulary_rows(self.workload.layout.tp) if model.tied else 0
+        rows = model.vocabulary_rows(self.workload.layout.tp) if model.shares_embedding else 0
         return float(rows * model.hidden)
 
     @cached_property

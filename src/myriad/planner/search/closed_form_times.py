@@ -318,7 +318,7 @@ class _DpForm:
 
 def _tied_seconds(grid: LayoutGrid) -> float:
     model, problem = grid.problem.model, grid.problem
-    if not model.tied or grid.pp == 1:
+    if not model.shares_embedding or grid.pp == 1:
         return 0.0
     along = group_along(problem.cluster, float(grid.pp), float(grid.tp))
     rows = model.vocabulary_rows(grid.tp) * model.hidden

@@ -20,7 +20,7 @@ from myriad.planner.cost.layer_costs import (
     embedding_times,
     head_times,
 )
-from myriad.planner.cost.layout_costs import computed_pairs, cut_layers, layer_parameters
+from myriad.planner.cost.layout_costs import computed_pairs, cut_layers, layer_parameters, prediction_pairs
 from myriad.planner.search.layout_space import (
     LayoutGrid,
     LayoutProblem,
@@ -68,7 +68,7 @@ class LayerTable:
         value = problem.value_bytes
         where = LayerContext(problem.cluster, problem.profile, tp, size, value, problem.overlap, overlap_mode)
         first = {kind: layer - 1 for layer, kind in reversed(list(enumerate(self.layer_kinds.tolist())))}
-        kinds = [embedding_times(model, where), head_times(model, where)]
+        kinds = [embedding_times(model, where), head_times(model, where, prediction_pairs(model))]
         for kind in range(2, self.num_kinds):
             kinds.append(block_times(model, where, computed_pairs(model, first[kind])))
         shape = grid[0].shape

@@ -109,7 +109,7 @@ def iteration_program(
         workload.layout,
         workload.overlap,
         num_micro_batches,
-        tied=workload.model.tied,
+        tied=workload.model.shares_embedding,
         training=True,
         num_chunks=costs.num_chunks,
         most_micro_batches=most_micro_batches,

@@ -123,7 +123,7 @@ def _parameters(model: "ModelConfig") -> list[float]:
     from myriad.planner.cost.layout_costs import layer_parameters  # a driver does without numpy where it can
 
     *others, head = map(float, layer_parameters(model))
-    return [*others, head - model.padded_vocabulary() * model.hidden if model.tied else head]
+    return [*others, head - model.padded_vocabulary() * model.hidden if model.shares_embedding else head]
 
 
 def pipeline_seconds(paces: Sequence[float], share: int, num_stages: int) -> float:

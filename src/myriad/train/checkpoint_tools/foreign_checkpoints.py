@@ -198,6 +198,7 @@ def export_hugging_face(
     kind = kind_of(job.model, model_type)
     tokenizer, why_not = _tokenizer(weights.run, job)
     kept = None if weights.run is None else weights.run / COMPANIONS_FOLDER
+    further = job.model.prediction_layers
     write_folder(weights, job.model, out, tokenizer, dtype, model_type=kind, companions=kept)
     if key is not None:
         sign(open_checkpoint(out.absolute()), key)
@@ -206,7 +207,8 @@ def export_hugging_face(
         "out": str(out),
         "model_type": kind,
         "dtype": dtype,
-        "parameters": job.model.num_parameters(),
+        "parameters": job.model.without_predictions().num_parameters(),
+        "left_out": [f"model.prediction_layers = {further}"] if further else [],
         "tokenizer": tokenizer is not None,
         "why_no_tokenizer": why_not,
     }

@@ -82,9 +82,10 @@ def open_sampler(name: str, *, own_process: bool = False) -> TextSampler:
         raise BadInputError("run", name, "must hold a job.toml, which describes the model")
     if own_process:
         set_thread_count(job.model.num_parameters())
-    layers = build_full(job.model, job.train.seed)
-    tied = GPT(job.model, job.train.seed).tied
-    names = ["embedding", *(f"blocks.{i}" for i in range(job.model.layers)), "head"]
+    model = job.model.without_predictions()
+    layers = build_full(model, job.train.seed)
+    tied = GPT(model, job.train.seed).tied
+    names = ["embedding", *(f"blocks.{i}" for i in range(model.layers)), "head"]
     with torch.no_grad():
         for prefix, layer in zip(names, layers, strict=True):
             for name, parameter in layer.named_parameters():
