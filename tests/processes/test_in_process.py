@@ -17,6 +17,7 @@ from pathlib import Path
 from myriad.api import Run, train
 
 KEYS = [f"data.corpus={sys.argv[1]}", "model.vocabulary=512", "train.threads=1", "checkpoint.every=3",
+        "model.prediction_layers=1", "model.mup_base_width=16",
         "checkpoint.memory_seconds=0"]
 
 def children():
@@ -56,6 +57,7 @@ print(json.dumps([run.last_step(), seen]))
     for name in ("supervised", "both"):
         keys = ["--train.steps", "7", "--train.threads", "1", "--checkpoint.every", "3"]
         keys += ["--data.corpus", str(corpus), "--model.vocabulary", "512", "--run", str(tmp_path / name)]
+        keys += ["--model.prediction_layers", "1", "--model.mup_base_width", "16"]
         command = [
             sys.executable,
             "-m",

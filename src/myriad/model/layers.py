@@ -402,6 +402,7 @@ class Head(SteppedLayer):
             return loss
         losses = [loss]
         for number, layer in enumerate(self.predictions, 1):
+            assert isinstance(layer, _Prediction)
             if not self.training:
                 losses.append(torch.zeros_like(loss))
                 continue
