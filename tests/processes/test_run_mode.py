@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from myriad.job import load_job
 from myriad.run import Run
 
@@ -34,9 +32,9 @@ def train(folder: Path, *options: str, umask: int = 0o022) -> None:
 KINDS = ("spans/", "logs/rank-0", "checkpoints/step-", "job.toml", "metrics.jsonl", "events.jsonl", "journal")
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_nothing_of_a_run_can_be_read_by_others(tmp_path: Path, umask: int) -> None:
-    train(tmp_path / "run", *JOB, "--run", str(tmp_path / "run"), umask=umask)
+def test_nothing_of_a_run_can_be_read_by_others(tmp_path: Path) -> None:
+    """Under a umask that forbids nothing."""
+    train(tmp_path / "run", *JOB, "--run", str(tmp_path / "run"), umask=0)
     found = modes(tmp_path / "run")
     for kind in KINDS:
         assert any(name.startswith(kind) for name in found), kind
