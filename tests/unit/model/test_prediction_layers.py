@@ -5,10 +5,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
-from myriad.model.gpt import build_full
+from myriad.model.gpt import GPT, build_full
 from myriad.model.residual import Residual
+from myriad.planner.cost.layout_costs import layer_parameters
+from myriad.planner.memory.layer_memory import layer_elements
 
 MODEL = ModelConfig(
     layers=2, hidden=32, heads=4, vocabulary=100, vocabulary_multiple=8, sequence=12, prediction_layers=2
@@ -63,6 +66,15 @@ def test_the_sizes_are_those_of_the_built_model() -> None:
         model = MODEL.model_copy(update=keys)
         parameters = {id(parameter): parameter for parameter in build_full(model, 0).parameters()}
         assert sum(one.numel() for one in parameters.values()) == model.num_parameters()
+        for tp in (1, 2):
+            boundary = Boundary()
+            boundary.size = tp
+            with torch.device("meta"):
+                head = GPT(model, 0).build(3, boundary)
+            own = sum(parameter.numel() for parameter in head.parameters())
+            shared = head.tokens.weight.numel() if model.tied else 0  # one table in two places
+            assert layer_elements(model, "head", float(tp)) == own - shared
+        assert layer_parameters(model)[-1] == layer_elements(model, "head", 1.0)
     further = (
         MODEL.layer_flops_per_token()[-1]
         - MODEL.model_copy(update={"prediction_layers": 0}).layer_flops_per_token()[-1]
