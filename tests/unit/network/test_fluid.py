@@ -43,7 +43,6 @@ def incast(control: Control, count: int, num_bytes: float, seconds: float = 1.0)
     return simulate_fluid(fabric, flows, paths, control, settings, horizon_seconds=seconds)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTROLS)
 def test_alone_a_flow_has_its_whole_link(name: str) -> None:
     found = incast(CONTROLS[name], 1, 10e6)

@@ -16,7 +16,6 @@ from myriad.network.packets.packet_engine import PacketResult, simulate_packets
 from myriad.network.packets.packet_problem import Faults, Series, Transport, outage_of_cable
 
 
-@pytest.mark.slow
 def test_a_flow_alone_runs_at_line_rate_and_each_event_is_known() -> None:
     fabric = star(2)
     for num_packets in (1, 2, 100):
