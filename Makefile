@@ -13,7 +13,7 @@ LOCKED ?=
 install-locked = $(PIP) --no-deps --require-hashes -r requirements/$(1) && $(PIP) -r requirements/torch.txt && \
 	$(PIP) --no-deps --no-build-isolation -e . && $(BIN)/python -m pip check --disable-pip-version-check
 
-.PHONY: train test test-fast check docs gpu-check clean services lock sbom
+.PHONY: train test test-fast check style docs gpu-check clean services lock sbom
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +30,7 @@ help:
 train: $(VENV)/.installed
 	@$(BIN)/myriad train
 
+# Without a cache mypy takes one core for a minute and a half: it runs beside the unit tests, and reports after them.
 # A file of tests/unit needs one core, with one thread: as many run at once as there are cores, those with slow tests
 # first (tests/unit/conftest.py). Files whose tests start processes wait for them for a third of the time: five at once,
 # those with the longest tests first, so that none is last; threads
@@ -40,8 +41,10 @@ train: $(VENV)/.installed
 ALONE := $(addprefix tests/processes/test_, checkpoint_proof.py measure_machine.py nodes.py slow_rank.py) \
 	$(addprefix tests/hosts/test_, contenders.py doctor_on_hosts.py hierarchy_on_hosts.py hosts.py link_alarms.py \
 	network_hosts.py node_order_on_hosts.py nodes_on_hosts.py timeline.py)
-test: check services
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/unit
+test: style services
+	@mkdir -p build; $(BIN)/mypy >build/mypy.txt 2>&1 & types=$$!; \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/unit; \
+		units=$$?; wait $$types; types=$$?; cat build/mypy.txt; exit $$((units || types))
 	@$(BIN)/python -m pytest tests/gpu $(ALONE)
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(addprefix --deselect ,$(ALONE)) \
 		tests/services tests/hosts tests/processes
@@ -64,10 +67,12 @@ docs: $(VENV)/.installed-dev
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
-check: $(VENV)/.installed-dev
+check: style
+	@$(BIN)/mypy
+
+style: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/mypy
 	@$(BIN)/python scripts/check_imports.py
 	@$(BIN)/python scripts/check_unpickling.py
 
