@@ -25,7 +25,7 @@ from myriad.comm.groups import close_world
 from myriad.errors import RunFailedError
 from myriad.model.tensor_shard import TensorShard
 
-SWIGLU = {"activation": "swiglu", "kv_heads": 2, "block": "parallel", "tied": False}
+SWIGLU = {"activation": "swiglu", "kv_heads": 1, "block": "parallel", "tied": False}
 GPT2 = {"norm": "layer", "bias": True, "position": "learned", "dropout": 0.1, "layers": 5}
 
 Tensors = dict[str, np.ndarray]
@@ -97,7 +97,7 @@ def test_a_run_moves_to_another_layout_and_continues_as_if_nothing_had_happened(
     [
         ({}, {}, torch.float32),
         ({}, {"dp": 2, "zero": 3}, torch.float32),
-        (SWIGLU, {"dp": 2, "zero": 2, "reduce": "each"}, torch.bfloat16),
+        (SWIGLU, {"dp": 2, "tp": 2, "zero": 2, "reduce": "each", "micro_batch": 2}, torch.bfloat16),
         (GPT2, {"pp": 2, "virtual_stages": 2, "micro_batch": 2}, torch.float32),
     ],
     ids=name_of,

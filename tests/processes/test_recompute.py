@@ -207,6 +207,7 @@ SHAPES: list[dict[str, Any]] = [
     {"block": "parallel", "kv_heads": 2, "activation": "relu2", "dropout": 0.1},
     {"norm": "layer", "bias": True, "position": "learned"},
     {"position": "none", "kv_heads": 2},
+    {"kv_heads": 1, "qk_norm": "head", "vocabulary": 301, "vocabulary_multiple": 1},
     {"position": "none", "block": "parallel", "bias": True},
     {"window": 64},
     {"window": 100, "kv_heads": 2},
