@@ -34,7 +34,7 @@ from myriad.checkpoint.foreign.training_state import ForeignState
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.groups import close_world, open_world
 from myriad.job import Job
-from myriad.model.definition import Context
+from myriad.model.definition import Context, values_of_rank
 from myriad.model.gpt import GPT, build_full
 from myriad.optim.precision import resolve_precision
 from myriad.parallel.engine import Engine
@@ -161,8 +161,9 @@ def _logits(job: Job, weights: dict[str, torch.Tensor]) -> torch.Tensor:
     definition, layers = GPT(job.model, 1), build_full(job.model, 1).eval()
     for prefix, layer in zip(definition.names, layers, strict=True):
         for name, parameter in layer.named_parameters():
-            if f"{prefix}.{name}" in weights:
-                parameter.copy_(weights[f"{prefix}.{name}"])
+            whole = f"{prefix}.{name}"
+            if whole in weights:
+                parameter.copy_(values_of_rank(definition, whole, weights[whole]))
     x = _tokens(7)[:, :-1]
     for layer in layers[:-1]:
         x = layer(x, Context())

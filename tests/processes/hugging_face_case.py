@@ -8,7 +8,7 @@ import torch
 from myriad.checkpoint.checkpoint_files import Weights
 from myriad.checkpoint.foreign.hugging_face import write_folder
 from myriad.model.config import ModelConfig
-from myriad.model.definition import Context
+from myriad.model.definition import Context, values_of_rank
 from myriad.model.gpt import GPT, build_full
 
 TINY = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 24, "vocabulary": 90, "vocabulary_multiple": 64}
@@ -36,7 +36,7 @@ class Kept:
 
 
 def random_weights(**keys: Any) -> Kept:
-    """Every element moved away from where training begins, so that each tensor counts; padding is zero."""
+    """Every element moved away from where training begins, so that each tensor counts."""
     model = ModelConfig(**keys)
     generator = torch.Generator().manual_seed(5)
     values = {}
@@ -45,7 +45,7 @@ def random_weights(**keys: Any) -> Kept:
             noise = torch.randn(parameter.shape, generator=generator)
             values[f"{prefix}.{name}"] = parameter.detach() + 0.2 * noise
     for name in ("embedding.tokens.weight", "head.output.weight"):
-        values[name][model.vocabulary :] = 0
+        values[name] = values[name][: model.vocabulary]
     return Kept(model, {name: x for name, x in values.items() if name not in GPT(model, 1).tied})
 
 
@@ -61,7 +61,8 @@ def loaded(weights: Weights) -> torch.nn.ModuleList:
     for prefix, layer in zip(definition.names, layers, strict=True):
         for name, parameter in layer.named_parameters():
             if f"{prefix}.{name}" in weights.shapes:
-                parameter.copy_(weights.read(f"{prefix}.{name}"))
+                whole = f"{prefix}.{name}"
+                parameter.copy_(values_of_rank(definition, whole, weights.read(whole)))
     return layers
 
 

@@ -21,13 +21,13 @@ from myriad.train import worker
 SMALL = [
     "model.layers=3", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=4",
     "layout.micro_batch=2", "model.activation=swiglu", "model.kv_heads=1", "model.heads=4",
-    "model.vocabulary=513", "model.vocabulary_multiple=1",
+    "model.vocabulary=513",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Trained by two tensor-parallel ranks, with copies of a key/value head and uneven rows."""
+    """Trained by two tensor-parallel ranks, with copies of a key/value head and padding."""
     folder = tmp_path_factory.mktemp("reshard")
     made = Run(folder / "run")
     corpus = make_corpus(tmp_path_factory.mktemp("corpus"), count=300)

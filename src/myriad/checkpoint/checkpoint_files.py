@@ -263,12 +263,14 @@ class CheckpointWeights:
             for name, tensor in checkpoint.manifest().tensors.items()
             if name.startswith(_PREFIX)
         }
-        self.shapes: Shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
+        self._stored: Shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
+        self.shapes: Shapes = {name: _real_rows(name, shape, model) for name, shape in self._stored.items()}
         self._dtypes = {name: tensor["dtype"] for name, tensor in tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """Return one full tensor."""
-        return load_model(self.where, _PREFIX + name)[""]
+        stored = load_model(self.where, _PREFIX + name)[""]
+        return stored[: self.shapes[name][0]] if self.shapes[name] != self._stored[name] else stored
 
     def read_parts(self, name: str, boxes: Sequence[tuple[slice, ...]]) -> Iterator[torch.Tensor]:
         """Yield parts of one tensor; stored shards that have no element of them are not read."""
@@ -278,8 +280,16 @@ class CheckpointWeights:
         load(
             self.where,
             [
-                TensorShard(_PREFIX + name, self.shapes[name], start, part)
+                TensorShard(_PREFIX + name, self._stored[name], start, part)
                 for start, part in zip(offsets, parts, strict=True)
             ],
         )
         yield from parts
+
+
+def _real_rows(name: str, shape: tuple[int, ...], model: ModelConfig | None) -> tuple[int, ...]:
+    """Return the shape of a tensor without the padding that earlier versions stored after the vocabulary."""
+    is_table = name in ("embedding.tokens.weight", "head.output.weight")
+    if model is None or not is_table or shape[0] != model.padded_vocabulary():
+        return shape
+    return (model.vocabulary, *shape[1:])

@@ -60,7 +60,8 @@ class ModelConfig(Config):
     vocabulary: int = Field(4096, ge=2, le=2**26)
     """Tokens in the vocabulary, before padding."""
     vocabulary_multiple: int = Field(64, ge=1, le=2**20)
-    """The embedding is padded to a multiple of this number. layout.tp need not divide it."""
+    """In memory the embedding is padded to a multiple of this number, for faster products. Checkpoints,
+    losses and norms have no padding, and layout.tp need not divide it."""
     sequence: int = Field(256, ge=2, le=2**30)
     """Tokens per sequence."""
     block: Literal["serial", "parallel"] = "serial"
@@ -226,7 +227,7 @@ class ModelConfig(Config):
         return self.ffn_hidden or 4 * self.hidden
 
     def padded_vocabulary(self) -> int:
-        """Return the rows of the embedding, the same in every layout."""
+        """Return the rows of the embedding in memory without tensor parallelism."""
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
     def vocabulary_rows(self, tp: int) -> int:
@@ -384,13 +385,12 @@ class ModelConfig(Config):
         return cut + self.block_shared_parameters + (self.heads if self.attention_sinks else 0)
 
     def num_parameters(self, *, embeddings: bool = True) -> int:
-        """Return the number of parameters of the whole model, with the padded vocabulary. It equals that of
-        the built model."""
+        """Return the number of parameters of the whole model, without padding of the vocabulary."""
         h = self.hidden
         total = self.layers * self.block_parameters + self.norm_size
         total += self.prediction_layers * self.prediction_parameters
         if embeddings:
-            total += self.padded_vocabulary() * h * (1 if self.tied else 2)
+            total += self.vocabulary * h * (1 if self.tied else 2)
             total += self.sequence * h if self.position == "learned" else 0
         return total
 

@@ -29,8 +29,10 @@ __all__ = [
     "Shard",
     "ShardSpan",
     "StatesShapes",
+    "full_shape",
     "rate_of",
     "shard_of",
+    "values_of_rank",
 ]
 
 
@@ -49,6 +51,8 @@ class Shard:
     dim: int
     parts: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
+    padded: int = 0
+    """Rows in the memory of all ranks together, if they are more than those of the only part."""
 
     def __post_init__(self) -> None:
         assert not self.heads or (self.dim == 0 and len(self.heads) == len(self.parts))
@@ -59,7 +63,7 @@ class Shard:
         local = start = 0
         for index, part in enumerate(self.parts or (full,)):
             copies = max(1, size // self.heads[index]) if self.heads else 1
-            room = -(-part * copies // size)
+            room = -(-max(part, self.padded) * copies // size)
             first = min(rank // copies * room, part)
             width = min(room, part - first)
             found.append(ShardSpan(local, start + first, width, copies, is_copy=rank % copies > 0, room=room))
@@ -192,6 +196,22 @@ class StatesShapes(Protocol):
 def rate_of(definition: Definition, name: str, shape: torch.Size) -> float:
     """Return the factor of the learning rate of a parameter. Vectors have the rate of the schedule."""
     return definition.rate_of(name) if isinstance(definition, ScalesRates) and len(shape) >= 2 else 1.0
+
+
+def full_shape(definition: Definition, name: str, shape: Sequence[int], size: int = 1) -> tuple[int, ...]:
+    """Return the shape of the whole parameter of this full name, from that on one of ``size`` ranks."""
+    shard, found = shard_of(definition, name), list(shape)
+    if shard is not None:
+        found[shard.dim] = shard.full_size(found[shard.dim], size)
+    return tuple(found)
+
+
+def values_of_rank(
+    definition: Definition, name: str, full: torch.Tensor, rank: int = 0, size: int = 1
+) -> torch.Tensor:
+    """Return what a tensor-parallel rank holds of the parameter of this full name, padding included."""
+    shard = shard_of(definition, name)
+    return full if shard is None else shard.take(full, rank, size)
 
 
 def shard_of(definition: Definition, name: str) -> Shard | None:

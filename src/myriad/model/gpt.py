@@ -16,7 +16,7 @@ from torch import nn
 from myriad.kernels.random import key_of, seeded_normal
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
-from myriad.model.definition import Shard
+from myriad.model.definition import Shard, shard_of, values_of_rank
 from myriad.model.layers import Block, Embedding, Head
 
 __all__ = ["GPT", "build_full"]
@@ -46,7 +46,7 @@ class GPT:
         q, kv = config.heads * config.head_width, config.num_kv_heads * config.head_width
         up = Shard(0, (config.ffn_width,) * config.up_matrices)
         heads = (config.heads, config.num_kv_heads, config.num_kv_heads)
-        table = Shard(0, (config.padded_vocabulary(),))
+        table = Shard(0, (config.vocabulary,), padded=config.padded_vocabulary())
         biased = 3 if config.has_key_bias else 2
         by_head = {
             "attention.q_norm.*": Shard(0),
@@ -103,11 +103,16 @@ class GPT:
         with torch.device("meta"):
             layer = self.build(index, Boundary())
         prefix = self.names[index]
-        return {
+        found = {
             name: self._initial_values(f"{prefix}.{name}", parameter.shape)
             for name, parameter in layer.named_parameters()
             if names is None or name in names
         }
+        for name in found:
+            shard = shard_of(self, f"{prefix}.{name}")
+            if shard is not None and shard.padded:  # drawn with padding, on which the last values depend
+                found[name] = found[name][: self.config.vocabulary]
+        return found
 
     def rate_of(self, name: str) -> float:
         """Return the factor of the learning rate of a matrix: 1 / width in a block, with a base width."""
@@ -141,7 +146,7 @@ def build_full(config: ModelConfig, seed: int) -> nn.ModuleList:
         layer = definition.build(index, Boundary())
         with torch.no_grad():
             for name, values in definition.initial(index).items():
-                layer.get_parameter(name).copy_(values)
+                layer.get_parameter(name).copy_(values_of_rank(definition, f"{prefix}.{name}", values))
         parameters |= {f"{prefix}.{name}": parameter for name, parameter in layer.named_parameters()}
         layers.append(layer)
     for name, original in definition.tied.items():

@@ -11,7 +11,7 @@ tensor-parallel cut:
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -30,6 +30,14 @@ class TensorShard:
     full_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     values: torch.Tensor
+    padded_rows: int = 0
+    """Rows of the whole tensor in checkpoints of earlier versions, which stored padding after the last
+    row."""
+
+    def is_part_of(self, stored_shape: Sequence[int] | None) -> bool:
+        """Return whether a stored tensor of this shape is the whole tensor."""
+        padded = (self.padded_rows, *self.full_shape[1:])
+        return stored_shape == self.full_shape or (self.padded_rows > 0 and stored_shape == padded)
 
 
 def boxes_of_flat(
@@ -86,7 +94,8 @@ def shards_of_flat(
         else:
             spans = cut.spans_of_shard(local_shape[cut.dim], rank, size)
             own = [span for span in spans if not (owned_only and span.is_copy)]
-            yield from _uncut(name, tuple(full_shape), offsets, values, cut.dim, own)
+            for part in _uncut(name, tuple(full_shape), offsets, values, cut.dim, own):
+                yield replace(part, padded_rows=cut.padded) if cut.padded else part
 
 
 def _uncut(

@@ -20,7 +20,7 @@ from myriad.comm.groups import Groups
 from myriad.kernels.float8 import MULTIPLE, Float8, KeptForms
 from myriad.kernels.gradient import sink_of
 from myriad.model.boundary import Boundary
-from myriad.model.definition import Context, Definition, StatesShapes, rate_of, shard_of
+from myriad.model.definition import Context, Definition, StatesShapes, rate_of, shard_of, values_of_rank
 from myriad.parallel.chunk import Chunk, ChunkMemory, Entry, Sharing
 from myriad.parallel.transient_buffer import FixedMemory
 from myriad.program.actions import Action
@@ -198,10 +198,8 @@ def draw_initial(definition: Definition, model: RankModel, boundary: Boundary) -
             continue
         for path, full in definition.initial(index, own).items():
             name = f"{prefix}.{path}"
-            shard = shard_of(definition, name)
-            local = full if shard is None else shard.take(full, boundary.rank, boundary.size)
             chunk, position = where[name]
-            chunk.load(position, local)
+            chunk.load(position, values_of_rank(definition, name, full, boundary.rank, boundary.size))
     for chunk in model.chunks:
         chunk.mark_stale()
 

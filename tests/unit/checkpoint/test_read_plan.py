@@ -96,6 +96,19 @@ def test_any_layout_reads_what_any_other_wrote_to_the_bit(tmp_path_factory, mode
             assert torch.equal(part.values, values), part
 
 
+def test_rows_of_padding_that_earlier_versions_stored_are_left_out(tmp_path):
+    folder, stored = CheckpointFolder(tmp_path), torch.arange(16.0).view(8, 2)
+    save(folder, 1, [TensorShard("model.w", (8, 2), (0, 0), stored)], {})
+    flat = torch.zeros(8)
+    cut = Shard(0, (5,), padded=8)
+    parts = list(shards_of_flat("model.w", (4, 2), 0, flat, cut, rank=1, size=2))
+    load(folder.at_step(1).where, parts)
+    assert flat.tolist() == [8, 9, 0, 0, 0, 0, 0, 0]
+    other = list(shards_of_flat("model.w", (5, 2), 0, torch.zeros(10), Shard(0, (5,), padded=6), 0, 1))
+    with pytest.raises(RunFailedError, match="another model"):
+        load(folder.at_step(1).where, other)
+
+
 def test_a_tensor_of_which_a_part_is_missing_is_never_loaded_as_whole(tmp_path):
     folder = CheckpointFolder(tmp_path)
     save(folder, 1, [TensorShard("model.w", (4, 2), (0, 0), torch.ones(3, 2))], {})

@@ -96,7 +96,7 @@ def test_a_link_to_an_empty_folder_is_filled(tmp_path: Path) -> None:
 # A reshard
 
 
-CUTS = [[("model.w", (0,), (4,))], [("model.w", (4,), (4,))]]
+CUTS = [[TensorShard("model.w", (8,), (start,), torch.empty(4, device="meta"))] for start in (0, 4)]
 
 
 @pytest.fixture

@@ -269,9 +269,7 @@ def _gpt2(model: ModelConfig) -> Iterator[TensorMapping]:
 
 
 def _table(model: ModelConfig, ours: str, theirs: str) -> TensorMapping:
-    return TensorMapping(
-        ours, (model.padded_vocabulary(), model.hidden), (RowSlice(theirs, model.vocabulary),)
-    )
+    return TensorMapping(ours, (model.vocabulary, model.hidden), (RowSlice(theirs, model.vocabulary),))
 
 
 def _vector(ours: str, theirs: str, size: int) -> TensorMapping:

@@ -86,7 +86,7 @@ def megatron_mappings(model: ModelConfig, *, neighbours: bool = False) -> Mappin
 
 
 def _mappings(model: ModelConfig, turned: int) -> Iterator[TensorMapping]:
-    hidden, rows = model.hidden, model.padded_vocabulary()
+    hidden, rows = model.hidden, model.vocabulary
     yield _rows("embedding.tokens.weight", "embedding.word_embeddings.weight", rows, hidden)
     if model.position == "learned":
         theirs = "embedding.position_embeddings.weight"

@@ -77,7 +77,7 @@ def _check_same_model(
 ) -> None:
     """Raise `RunFailedError`, before any read, if a tensor is missing or has another shape on any rank."""
     shapes = {part.tensor: part.full_shape for part in parts}
-    other = {part.name: part.full_shape for part in shards if shapes.get(part.name) != part.full_shape}
+    other = {part.name: part.full_shape for part in shards if not part.is_part_of(shapes.get(part.name))}
     others = world.gather(other, dict[str, tuple[int, ...]])
     found = {name: shape for own in others for name, shape in own.items()}
     if found:

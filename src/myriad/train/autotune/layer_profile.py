@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from myriad.model.boundary import Boundary
-from myriad.model.definition import Context, Definition
+from myriad.model.definition import Context, Definition, values_of_rank
 from myriad.parallel.runtime import Batch
 
 __all__ = ["parameters_per_layer", "seconds_per_layer"]
@@ -39,7 +39,8 @@ def seconds_per_layer(definition: Definition, sample: Batch, dtype: torch.dtype)
     for index, kind in enumerate(definition.kinds):
         layer = definition.build(index, Boundary())
         for name, values in definition.initial(index).items():
-            layer.get_parameter(name).data = values.to(sample.inputs.device, dtype)
+            own = values_of_rank(definition, f"{definition.names[index]}.{name}", values)
+            layer.get_parameter(name).data = own.to(sample.inputs.device, dtype)
         key = (kind, tuple(parameter.shape for parameter in layer.parameters()), x.shape)
         seconds, x = _time_layer(layer, x, context)
         found.append(known.setdefault(key, seconds))

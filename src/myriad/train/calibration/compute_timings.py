@@ -24,7 +24,7 @@ from myriad.kernels.attention_blocks import Heads
 from myriad.kernels.gradient import GradientSink, accumulate_product, set_sink
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
-from myriad.model.definition import Context
+from myriad.model.definition import Context, values_of_rank
 from myriad.model.gpt import GPT
 from myriad.planner.rehearsal.machine_fit import AttentionTiming, LayerTiming, MatmulTiming, PrecisionTimings
 
@@ -248,6 +248,7 @@ def _build(definition: GPT, number: int, dtype: torch.dtype, boundary: Boundary)
     layer = definition.build(number, boundary)
     for name, values in definition.initial(number).items():
         parameter = layer.get_parameter(name)
-        parameter.data = values[tuple(map(slice, parameter.shape))].to(dtype, copy=True)
+        own = values_of_rank(definition, f"{definition.names[number]}.{name}", values, size=boundary.size)
+        parameter.data = own.to(dtype, copy=True)
         set_sink(parameter, GradientSink(torch.zeros(parameter.shape)))
     return layer

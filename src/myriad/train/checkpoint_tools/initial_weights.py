@@ -26,6 +26,7 @@ from myriad.job import Job, parse_job
 from myriad.job.job_changes import check_resume
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
+from myriad.model.definition import full_shape
 from myriad.model.gpt import GPT
 from myriad.model.tensor_shard import TensorShard
 from myriad.parallel.engine import Engine
@@ -176,7 +177,11 @@ def _shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         for index, prefix in enumerate(definition.names):
             layer = definition.build(index, Boundary())
-            shapes |= {f"{prefix}.{name}": tuple(x.shape) for name, x in layer.named_parameters()}
+            shapes |= {
+                whole: full_shape(definition, whole, x.shape)
+                for name, x in layer.named_parameters()
+                for whole in (f"{prefix}.{name}",)
+            }
     return {name: shape for name, shape in shapes.items() if name not in definition.tied}
 
 

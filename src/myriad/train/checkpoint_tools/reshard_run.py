@@ -27,7 +27,7 @@ from myriad.config import dump_toml
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import Job, parse_job
 from myriad.model.boundary import Boundary
-from myriad.model.definition import shard_of
+from myriad.model.definition import full_shape, shard_of
 from myriad.model.gpt import GPT
 from myriad.model.tensor_shard import TensorShard, shards_of_flat
 from myriad.program.build import build_program
@@ -64,13 +64,13 @@ def reshard_checkpoint(
     return {"checkpoint": source.where, "out": target.where, "step": manifest.step, "ranks": len(cuts)}
 
 
-_Cut = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Name, offsets and shape of a shard of a tensor."""
+_Cut = TensorShard
+"""A shard of a tensor, without values (on the meta device)."""
 
 
 def _refuse_dropped(path: str, manifest: CheckpointManifest, cuts: Sequence[Sequence[_Cut]]) -> None:
     """Refuse a checkpoint with tensors that no rank of its job's model keeps."""
-    kept = {name for own in cuts for name, _, _ in own}
+    kept = {cut.name for own in cuts for cut in own}
     state = {name for name in manifest.tensors if name.startswith(("model.", "optimizer."))}
     if left := sorted(state - kept):
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -143,7 +143,7 @@ def _cuts(
             cut = shard_of(definition, base)
             if base in definition.tied or (cut is None and tp[0]):
                 continue
-            local = list(parameter.shape)
+            local = list(full_shape(definition, base, parameter.shape))
             if cut is not None:
                 local[cut.dim] = cut.local_size(local[cut.dim], tp[1])
             size = torch.Size(local).numel()
@@ -151,7 +151,7 @@ def _cuts(
             flat: Any = torch.empty(stop - start, device="meta")
             for part in shards_of_flat(base, local, start, flat, cut, *tp, owned_only=True):
                 for name in names.get(base, ()):
-                    yield name, part.offsets, tuple(part.values.shape)
+                    yield replace(part, name=name)
 
 
 _WRITER = "writer"
@@ -260,13 +260,11 @@ def _write(
 
 def _load_parts(where: Path | str, manifest: CheckpointManifest, cuts: Sequence[_Cut]) -> list[TensorShard]:
     parts = [
-        TensorShard(
-            name,
-            manifest.shapes[name],
-            offsets,
-            torch.empty(shape, dtype=getattr(torch, manifest.tensors[name]["dtype"])),
+        replace(
+            cut,
+            values=torch.empty(cut.values.shape, dtype=getattr(torch, manifest.tensors[cut.name]["dtype"])),
         )
-        for name, offsets, shape in cuts
+        for cut in cuts
     ]
     load(where, parts)
     return parts

@@ -10,6 +10,7 @@ from myriad.checkpoint.checkpoint_files import load_model
 from myriad.checkpoint.storage.checkpoint_folder import Checkpoint
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError, RunFailedError
+from myriad.model.definition import values_of_rank
 from myriad.model.generate import generate
 from myriad.model.gpt import GPT, build_full
 from myriad.run import Run
@@ -84,17 +85,17 @@ def open_sampler(name: str, *, own_process: bool = False) -> TextSampler:
         set_thread_count(job.model.num_parameters())
     model = job.model.without_predictions()
     layers = build_full(model, job.train.seed)
-    tied = GPT(model, job.train.seed).tied
+    definition = GPT(model, job.train.seed)
     names = ["embedding", *(f"blocks.{i}" for i in range(model.layers)), "head"]
     with torch.no_grad():
         for prefix, layer in zip(names, layers, strict=True):
             for name, parameter in layer.named_parameters():
-                if (whole := f"{prefix}.{name}") not in tied:
+                if (whole := f"{prefix}.{name}") not in definition.tied:
                     if whole not in values:
                         raise BadInputError(
                             "run", checkpoint.where, f"its checkpoint lacks the parameter {whole}"
                         )
-                    parameter.copy_(values[whole])
+                    parameter.copy_(values_of_rank(definition, whole, values[whole]))
     tokenizer = tokenizer_of(None if found.run is None else Run(found.run), job)
     if tokenizer is None:
         raise RunFailedError(
