@@ -322,3 +322,16 @@ def test_master_weights_in_another_order_are_refused(tmp_path: Path) -> None:
 def test_arguments_without_a_counterpart_are_refused_by_name(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(BadInputError, match=problem):
         model_of_arguments(vars(arguments_of(GPT, **changes)), "K")
+
+
+def test_norms_that_are_stored_minus_one_get_it_back(tmp_path: Path) -> None:
+    """Those of queries and keys too, also where a distributed optimizer holds the weights."""
+    model = NORMED["llama, qk_layernorm"]
+    ours, theirs = megatron_state(model)
+    state = foreign_state(
+        write_megatron(tmp_path, model, theirs, tp=2, spread=True, layernorm_zero_centered_gamma=True)
+    )
+    for name, values in ours["weights"].items():
+        is_norm = name.endswith("norm.weight") or ".norm" in name
+        assert torch.equal(state.read("weights", name), values + 1 if is_norm else values), name
+        assert torch.equal(state.read("exp_avg", name), ours["exp_avg"][name]), name
