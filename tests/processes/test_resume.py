@@ -1,11 +1,13 @@
 """If these fail, a resume changes more or less than it says, or a run that has trained starts over."""
 
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from ranks import RankPool, run_ranks
 from same_run import assert_same_run
 from tiny_corpora import make_corpus
 
@@ -13,6 +15,7 @@ from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.train import worker
+from myriad.train.trainer import Trainer
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "model.dropout=0.1"]
 TWO = [
@@ -127,3 +130,71 @@ def test_files_of_a_run_that_are_not_its_own_are_refused(
     change(measured, "train.steps=11")
     assert train(measured, 1) == [2]
     assert "profile.json': is damaged; restore it, or remove it" in capfd.readouterr().err
+
+
+GEMMA = [
+    "layout.tp=2",
+    "model.kv_heads=2",
+    "model.qk_norm=head",
+    "model.norm_placement=both",
+    "model.norm_zero_centered=true",
+    "model.activation=geglu_tanh",
+    "model.window=6",
+    "model.window_pattern=[true, false]",
+    "model.window_rotary_base=100",
+    "model.rotary_scaling.kind=linear",
+    "model.rotary_scaling.factor=8",
+    "model.embedding_scale=5",
+    "model.attention_scale=0.4",
+    "model.attention_softcap=2",
+    "model.logit_softcap=4",
+    "model.z_loss=0.01",
+]
+NEOX = [
+    "layout.pp=2",
+    "layout.schedule=zero-bubble",
+    "layout.recompute=selective",
+    "optimizer.name=lamb",
+    "model.tied=false",
+    "model.block=parallel",
+    "model.parallel_norms=2",
+    "model.norm=layer",
+    "model.norm_bias=true",
+    "model.qk_norm=all",
+    "model.attention_bias=all",
+    "model.attention_sinks=true",
+    "model.rotary_fraction=0.5",
+    "model.rotary_pattern=[true, false]",
+    "model.rotary_scaling.kind=yarn",
+    "model.rotary_scaling.original_sequence=8",
+    "model.residual_scale=0.3",
+    "model.logit_scale=0.25",
+]
+
+
+def train_until_killed(path: str, step: int) -> None:
+    """A rank whose process ends without notice after a step."""
+
+    def after_step() -> None:
+        if trainer.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = Trainer(Run(path), on_step=after_step)
+    trainer.train()
+
+
+@pytest.mark.parametrize("features", [GEMMA, NEOX], ids=["gemma", "neox"])
+def test_a_killed_run_of_many_model_features_resumes_to_the_bit(
+    start: Callable[..., Run], features: list[str]
+) -> None:
+    job = ["layout.dp=1", "layout.zero=0", "train.steps=6", "checkpoint.every=2", *features]
+    undisturbed, killed = (
+        start(name, *job, "overlap.checkpoint=false") for name in ("undisturbed", "killed")
+    )
+    with RankPool(2) as ranks:
+        assert ranks.run(worker.main, [str(undisturbed.path)]) == [0, 0]
+        with pytest.raises((EOFError, ConnectionResetError)):
+            ranks.run(train_until_killed, str(killed.path), 3)
+        assert CheckpointFolder(killed.checkpoints_path).steps() == [2]
+        assert ranks.run(worker.main, [str(killed.path)]) == [0, 0]
+    assert_same_run(killed, undisturbed)
