@@ -50,6 +50,7 @@ CASES = {
     "nodes-of-all": Case({"dp": 2}, comm={"hierarchy": "node", "node_size": 2}),
     "lamb": Case({"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro_batch": 4}, optimizer={"name": "lamb"}),
     "tensor": Case({"tp": 2, "pp": 2, "micro_batch": 4}),
+    "copies-of-heads": Case({"tp": 4, "micro_batch": 4}, {"kv_heads": 2}),
     "diloco": Case({"dp": 2}, comm={"sync_every": 2}),
 }
 CASES = {name: replace(case, steps=4) for name, case in CASES.items()}
@@ -94,7 +95,7 @@ def train(case: Case, like_nccl: bool, folder: Path) -> Trained:
 def test_training_makes_no_communicator_late_and_learns_the_same_bits(name: str, tmp_path: Path) -> None:
     given = CASES[name]
     case = Case(
-        given.layout, optimizer=given.optimizer, steps=2, overlap=given.overlap, comm=PATIENCE | given.comm
+        given.layout, given.model, given.optimizer, steps=2, overlap=given.overlap, comm=PATIENCE | given.comm
     )
     plain, like = (run_ranks(case.world, train, case, way, tmp_path / str(way)) for way in (False, True))
     for rank, expected in zip(like, plain, strict=True):

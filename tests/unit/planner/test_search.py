@@ -13,10 +13,11 @@ from planned import MODEL, candidates, problem_of
 from myriad.comm.layout import Layout, check_layout
 from myriad.errors import BadInputError
 from myriad.job import load_job_to_plan
+from myriad.model.config import ModelConfig
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.search.layout_search import MIN_FIT_PROBABILITY, score_layout, search_layouts
-from myriad.planner.search.layout_space import LayoutCandidate, layout_grids
+from myriad.planner.search.layout_space import LayoutCandidate, layout_grids, tensor_degrees
 from myriad.planner.search.planning import cluster_sizes, describe_layout, find_plans
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.simulation.simulator import simulate
@@ -269,3 +270,11 @@ def test_stages_of_one_pipeline_rank_are_one_layout() -> None:
         layout = candidate.layout
         assert layout.pp > 1 or layout.virtual_stages == 1 or layout.zero == 3
         assert "pp 1 x" not in describe_layout(candidate)
+
+
+def test_a_plan_has_more_ranks_than_key_value_heads() -> None:
+    model = ModelConfig(heads=8, kv_heads=2, hidden=64, vocabulary=301, vocabulary_multiple=1)
+    assert tensor_degrees(model) == [1, 2, 4, 8]
+    assert tensor_degrees(model.model_copy(update={"heads": 24, "kv_heads": 4, "ffn_hidden": 96})) == [
+        1, 2, 4, 8,
+    ]  # fmt: skip
