@@ -187,7 +187,6 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("gemma", "adamw", {"pp": 2, "virtual_stages": 2, "micro_batch": 2, "recompute": "selective"}),
     ("olmo", "adamw", {"tp": 2, "pp": 2, "micro_batch": 2, "recompute": "selective"}),
     ("olmo", "lamb", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}),
-    ("few-kv-heads", "adamw", {"tp": 4, "micro_batch": 4}),
     ("few-kv-heads", "lamb", {"tp": 4, "dp": 2, "zero": 1, "micro_batch": 2}),
     ("one-kv-head", "adamw", {"tp": 2, "pp": 2, "micro_batch": 2, "schedule": "zero-bubble"}),
     ("one-kv-head", "adamw", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}),
