@@ -1,6 +1,6 @@
 """Best learning rate at several widths, with maximal update parametrization and without it.
 
-    python benchmarks/training/rate_transfer.py [--widths 32 128] [--steps 100] [--rates 0.001 0.002 ...]
+    python benchmarks/training/rate_transfer.py [--widths 64 256] [--steps 60] [--rates 0.001 0.002 ...]
 
 Each width, parametrization and rate trains the job `tiny` in this process, on the same text in the same
 order. The base of `model.mup_base_width` is the smallest width, where both train the same model but for the
@@ -43,8 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--widths", type=int, nargs="+", default=[32, 128])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     options = parser.parse_args()
     headings = "".join(f" {rate:g} |" for rate in options.rates)
