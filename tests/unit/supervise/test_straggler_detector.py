@@ -129,8 +129,8 @@ def test_pauses_of_one_rank_are_not_slowness() -> None:
 
 
 def test_the_first_steps_of_an_attempt_are_not_looked_at() -> None:
-    watched = WatchedRun(step_seconds=3.0)
-    assert watched.watch(300, slow([5], 50.0, until=3)) is None
+    assert WatchedRun(step_seconds=3.0).watch(300, slow([5], 50.0, until=3)) is None
+    assert WatchedRun(step_seconds=30.0).watch(600, slow([5], 50.0, until=4)) is None, "three are enough"
 
 
 def test_ranks_that_do_not_know_how_long_they_compute_are_not_compared() -> None:

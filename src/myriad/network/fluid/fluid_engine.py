@@ -47,7 +47,7 @@ from myriad.network.fluid.fluid_senders import (
     hybrid_on_ack,
     swift_on_ack,
 )
-from myriad.network.numba_cache import source_stamp
+from myriad.network.numba_cache import compiled_inside, source_stamp
 
 __all__ = ["FluidResult", "simulate_fluid"]
 
@@ -149,7 +149,7 @@ def _all_numbers(control: Control) -> tuple[Any, ...]:
     return tuple(_numbers(every[kind]) for kind in _KINDS)
 
 
-@numba.njit()
+@compiled_inside
 def _steps(
     net: Net,
     queues: Queues,
@@ -192,7 +192,7 @@ def _cached(stamp: int) -> Any:
 _run = _cached(source_stamp(__file__))
 
 
-@numba.njit()
+@compiled_inside
 def _record_signals(net: Net, queues: Queues, seen: Any, settings: Any, step: int, trip: float) -> None:
     """Record what each switch reports to leaving packets: wait, mark probability, load."""
     now = seen[step % len(seen)]
@@ -204,7 +204,7 @@ def _record_signals(net: Net, queues: Queues, seen: Any, settings: Any, step: in
             now[2, link] = queues.used[link] + queued / (net.rate[link] * trip)
 
 
-@numba.njit()
+@compiled_inside
 def _deliver(net: Net, queues: Queues, senders: Senders, seen: Any, size: Any, step: int) -> int:
     """Deliver what reaches its target and send acknowledgements; return the number of unfinished flows."""
     slot, num_left = step % len(queues.arriving), 0
@@ -222,7 +222,7 @@ def _deliver(net: Net, queues: Queues, senders: Senders, seen: Any, size: Any, s
     return num_left
 
 
-@numba.njit()
+@compiled_inside
 def _send_ack(net: Net, senders: Senders, seen: Any, flow: int, amount: float, step: int) -> None:
     wait, unmarked, load, lag = 0.0, 1.0, 0.0, 0
     for place in range(net.first[flow + 1] - 1, net.first[flow], -1):
@@ -236,7 +236,7 @@ def _send_ack(net: Net, senders: Senders, seen: Any, flow: int, amount: float, s
     signal[0, flow], signal[1, flow], signal[2, flow], signal[3, flow] = amount, wait, 1 - unmarked, load
 
 
-@numba.njit()
+@compiled_inside
 def _process_acks(net: Net, senders: Senders, kind: int, numbers: Any, step: int, trip: float) -> float:
     """Let each sender react to the acknowledgements of this step; return the number of marked packets."""
     signal, now, marks = senders.signals[step % len(senders.signals)], step * net.step_seconds, 0.0
@@ -260,7 +260,7 @@ def _process_acks(net: Net, senders: Senders, kind: int, numbers: Any, step: int
     return marks
 
 
-@numba.njit()
+@compiled_inside
 def _count_whole_packets(senders: Senders, flow: int, packets: float, probability: float) -> tuple[int, bool]:
     """Return how many packets are complete now, and whether any is marked, drawn with the probability. A
     sender reacts only to whole packets."""
@@ -273,7 +273,7 @@ def _count_whole_packets(senders: Senders, flow: int, packets: float, probabilit
     return num, is_marked
 
 
-@numba.njit()
+@compiled_inside
 def _inject(
     net: Net, queues: Queues, senders: Senders, kind: int, numbers: Any, size: Any, begin: Any, step: int
 ) -> None:
@@ -295,7 +295,7 @@ def _inject(
                 dcqcn_on_step(senders, numbers[0], flow, now, amount, net.line[flow])
 
 
-@numba.njit()
+@compiled_inside
 def _fair_share(net: Net, senders: Senders, link: int, size: Any, begin: Any, now: float) -> float:
     """Return the most that each flow of a port may send under round robin: flows with a lower demand get all
     of it, the others equal shares."""
@@ -314,7 +314,7 @@ def _fair_share(net: Net, senders: Senders, link: int, size: Any, begin: Any, no
     return level if num > 0 else np.inf
 
 
-@numba.njit()
+@compiled_inside
 def _demand(net: Net, senders: Senders, flow: int, size: Any, begin: Any, now: float) -> float:
     if now < begin[flow]:
         return 0.0

@@ -17,12 +17,12 @@ Arrays: F flows, L links, N places, D steps of the ring of bytes on links, B bat
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from myriad.errors import BadInputError
 from myriad.network.congestion_controls import PACKET_BYTES, Control, Dcqcn, SwitchSettings
 from myriad.network.fabric import Fabric, Flows, Paths
+from myriad.network.numba_cache import compiled_inside
 
 __all__ = [
     "Net",
@@ -250,7 +250,7 @@ def make_senders(net: Net, control: Control, start_packets: float | None) -> Sen
     )
 
 
-@numba.njit()
+@compiled_inside
 def step_queues(net: Net, queues: Queues, settings: Any, step: int) -> float:
     """Advance all links by one step; return the bytes in the deepest queue of a switch."""
     slot = step % len(queues.arriving)
@@ -270,14 +270,14 @@ def step_queues(net: Net, queues: Queues, settings: Any, step: int) -> float:
     return deepest
 
 
-@numba.njit()
+@compiled_inside
 def _apply_pause_order(queues: Queues, link: int, slot: int) -> None:
     if queues.order[slot, link] != 0:
         queues.is_paused[link] = queues.order[slot, link] > 0
         queues.order[slot, link] = 0
 
 
-@numba.njit()
+@compiled_inside
 def _enqueue_arrivals(net: Net, queues: Queues, link: int, slot: int, step: int) -> None:
     """Append the bytes that arrive in this step as one batch; without room for it, add them to the last
     batch."""
@@ -304,7 +304,7 @@ def _enqueue_arrivals(net: Net, queues: Queues, link: int, slot: int, step: int)
     queues.queued[link] += total
 
 
-@numba.njit()
+@compiled_inside
 def _serve(net: Net, queues: Queues, link: int, step: int) -> None:
     full = net.rate[link] * net.step_seconds
     room = 0.0 if queues.is_paused[link] else full
@@ -327,7 +327,7 @@ def _serve(net: Net, queues: Queues, link: int, step: int) -> None:
         queues.wait[link] = 0.0
 
 
-@numba.njit()
+@compiled_inside
 def _send_on(net: Net, queues: Queues, link: int, at: int, share: float, step: int) -> None:
     """Move a share of a batch to the next places of its flows."""
     slot = (step + net.ahead[link]) % len(queues.arriving)
@@ -341,14 +341,14 @@ def _send_on(net: Net, queues: Queues, link: int, at: int, share: float, step: i
             queues.held[net.link[place - 1]] -= moved
 
 
-@numba.njit()
+@compiled_inside
 def next_place(net: Net, place: int) -> int:
     """Return the place after this one on the flow's path."""
     flow = net.flow[place]
     return place + 1 if place + 1 < net.first[flow + 1] else len(net.link) + flow
 
 
-@numba.njit()
+@compiled_inside
 def _update_pause_request(net: Net, queues: Queues, link: int, settings: Any, step: int) -> None:
     """Pause or resume the source of a link from its far end; the order takes as long as a packet."""
     held = queues.held[link]
@@ -362,7 +362,7 @@ def _update_pause_request(net: Net, queues: Queues, link: int, settings: Any, st
         queues.order[slot, link] = -1
 
 
-@numba.njit()
+@compiled_inside
 def mark_probability(settings: SwitchSettings, num_bytes: float) -> float:
     """Return the probability that a packet is marked that leaves a queue of ``num_bytes``."""
     if num_bytes <= settings.ecn_min_bytes:

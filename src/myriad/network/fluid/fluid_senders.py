@@ -10,10 +10,9 @@ The fixed point of DCQCN is that of the mean (Zhu et al., ECN or Delay, CoNEXT 2
 import math
 from typing import Any
 
-import numba
-
 from myriad.network.congestion_controls import PACKET_BYTES, Dcqcn, SwitchSettings
 from myriad.network.fluid.fluid_queues import Senders
+from myriad.network.numba_cache import compiled_inside
 
 __all__ = [
     "dcqcn_on_cnp",
@@ -25,7 +24,7 @@ __all__ = [
 ]
 
 
-@numba.njit()
+@compiled_inside
 def _scaling_seconds(control: Any, packets: float) -> float:
     """Return what a small window adds to the target."""
     low, high = 1 / math.sqrt(control.scaling_min_packets), 1 / math.sqrt(control.scaling_max_packets)
@@ -33,20 +32,20 @@ def _scaling_seconds(control: Any, packets: float) -> float:
     return min(max(slope * (1 / math.sqrt(packets) - high), 0.0), control.scaling_range_seconds)
 
 
-@numba.njit()
+@compiled_inside
 def _additive_increase(senders: Senders, control: Any, flow: int, acked: float) -> None:
     """Add `additive_packets` per round trip to the window."""
     window = max(senders.window[flow], PACKET_BYTES)
     senders.window[flow] += control.additive_packets * acked / window * PACKET_BYTES
 
 
-@numba.njit()
+@compiled_inside
 def _clip_window(senders: Senders, control: Any, flow: int) -> None:
     least, most = control.min_packets * PACKET_BYTES, control.max_packets * PACKET_BYTES
     senders.window[flow] = min(max(senders.window[flow], least), most)
 
 
-@numba.njit()
+@compiled_inside
 def swift_on_ack(
     senders: Senders, control: Any, flow: int, now: float, acked: float, delay: float, hops: int
 ) -> None:
@@ -62,7 +61,7 @@ def swift_on_ack(
     _clip_window(senders, control, flow)
 
 
-@numba.njit()
+@compiled_inside
 def hpcc_on_ack(
     senders: Senders, control: Any, flow: int, now: float, delay: float, load: float, base: float, part: float
 ) -> None:
@@ -82,7 +81,7 @@ def hpcc_on_ack(
         senders.timer_stage[flow] = 0 if is_full else senders.timer_stage[flow] + 1
 
 
-@numba.njit()
+@compiled_inside
 def hybrid_on_ack(
     senders: Senders,
     control: Any,
@@ -107,7 +106,7 @@ def hybrid_on_ack(
     _clip_window(senders, control, flow)
 
 
-@numba.njit()
+@compiled_inside
 def _cut_hybrid(senders: Senders, control: Any, flow: int, now: float, delay: float, base: float) -> None:
     senders.timer_stage[flow] = 0
     if now - senders.cut_at[flow] < delay:
@@ -120,7 +119,7 @@ def _cut_hybrid(senders: Senders, control: Any, flow: int, now: float, delay: fl
     senders.cut_at[flow] = senders.raised_at[flow] = now
 
 
-@numba.njit()
+@compiled_inside
 def dcqcn_on_cnp(senders: Senders, control: Any, flow: int, now: float) -> None:
     """DCQCN reacts to a marked packet, unless its receiver sent a CNP within the interval."""
     if now - senders.cnp_at[flow] < control.cnp_interval_seconds and senders.cnp_at[flow] >= 0:
@@ -133,7 +132,7 @@ def dcqcn_on_cnp(senders: Senders, control: Any, flow: int, now: float) -> None:
     senders.aged_at[flow] = now
 
 
-@numba.njit()
+@compiled_inside
 def _cut_if_due(senders: Senders, control: Any, flow: int, now: float) -> None:
     first = senders.cut_at[flow] < 0
     if not first and now - senders.cut_at[flow] < control.cut_interval_seconds:
@@ -147,7 +146,7 @@ def _cut_if_due(senders: Senders, control: Any, flow: int, now: float) -> None:
     senders.is_waiting[flow] = False
 
 
-@numba.njit()
+@compiled_inside
 def dcqcn_on_step(senders: Senders, control: Any, flow: int, now: float, sent: float, line: float) -> None:
     """Advance DCQCN's timers and byte counter by one step."""
     if senders.is_waiting[flow]:
@@ -164,14 +163,14 @@ def dcqcn_on_step(senders: Senders, control: Any, flow: int, now: float, sent: f
         _increase_rate(senders, control, flow, line)
 
 
-@numba.njit()
+@compiled_inside
 def _decay_estimate(senders: Senders, control: Any, flow: int, now: float) -> None:
     while now - senders.aged_at[flow] >= control.alpha_timer_seconds:
         senders.aged_at[flow] += control.alpha_timer_seconds
         senders.estimate[flow] *= 1 - control.gain
 
 
-@numba.njit()
+@compiled_inside
 def _increase_rate(senders: Senders, control: Any, flow: int, line: float) -> None:
     timer, counter, steps = senders.timer_stage[flow], senders.byte_stage[flow], control.fast_recovery_steps
     is_hyper = timer > steps + 1 if control.timer_only else min(timer, counter) > steps

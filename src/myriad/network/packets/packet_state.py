@@ -12,13 +12,14 @@ Arrays: V switches, L links, F flows, N links of all paths, P packets, O down ti
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
+
+from myriad.network.numba_cache import compiled_inside
 
 __all__ = [
     "ABORTED",
@@ -381,8 +382,8 @@ def arena_of(state: PacketState, num_hops: int, num_bins: int, grain_bits: int) 
 
 
 def compiled(function: Any) -> Any:
-    """Compile a function to machine code."""
-    return numba.njit(error_model="numpy", nogil=True)(function)
+    """Compile a function that only compiled functions call."""
+    return compiled_inside(function, error_model="numpy", nogil=True)
 
 
 def _at(field: str, dtype: np.dtype[np.void]) -> Any:
