@@ -6,6 +6,7 @@ loss, so most layouts train 5 steps; a few train 20, in which rounding could add
 """
 
 import functools
+import json
 import tempfile
 from collections.abc import Callable
 from itertools import combinations
@@ -213,6 +214,16 @@ def test_layout_gives_the_loss_and_parameters_of_one_process(
 ) -> None:
     case = Case(layout=layout, model=MODELS[model], optimizer={"name": optimizer}, steps=FEW)
     assert_equal(case, one_process(model, optimizer, steps=FEW))
+
+
+PAIRS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "pairs.json").read_text())
+"""Jobs of many features at once, chosen by ``benchmarks/parity/pairs.py --sample``; it trains all of them."""
+
+
+@pytest.mark.parametrize("job", PAIRS, ids=lambda job: name_of(job["layout"]))
+def test_many_features_at_once_give_the_loss_and_parameters_of_one_process(job: dict[str, Any]) -> None:
+    case = Case(**job, steps=FEW)
+    assert_equal(case, train(Case(model=case.model, optimizer=case.optimizer, steps=FEW)))
 
 
 LONG: list[tuple[str, str, dict[str, Any]]] = [
