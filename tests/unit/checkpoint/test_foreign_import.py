@@ -22,6 +22,7 @@ from foreign_case import (
     write_deepspeed,
     write_megatron,
 )
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from myriad.checkpoint.checkpoint_files import load_model
 from myriad.checkpoint.foreign.archives import DcpFolder, read_archive
@@ -284,6 +285,38 @@ def test_a_file_of_metadata_outside_the_folder_is_refused(tmp_path: Path) -> Non
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(BadInputError, match="file of this folder"):
         DcpFolder(tmp_path / "dcp", "K").read("a")
+
+
+class Attribute:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.owner, self.name)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "accepted"),
+    [
+        (_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT", True),
+        (_MEM_FORMAT_ENCODING, "__class__", False),
+        (Metadata, "__init__", False),
+    ],
+)
+def test_metadata_of_an_older_python_is_read_and_reaches_no_other_attribute(
+    owner: type, name: str, accepted: bool, tmp_path: Path
+) -> None:
+    dcp.save({"a": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.planner_data = Attribute(owner, name)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    if accepted:
+        assert DcpFolder(tmp_path, "K").read("a").tolist() == [1.0] * 4
+    else:
+        with pytest.raises(BadInputError, match="reads an attribute of another class"):
+            DcpFolder(tmp_path, "K")
 
 
 def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -200,11 +200,23 @@ class _MetadataUnpickler(pickle._Unpickler):
             import importlib
 
             return getattr(importlib.import_module(module), name)
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if module.startswith(
             ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing", "pathlib")
         ):
             return type("Opaque", (Opaque,), {})
         raise pickle.UnpicklingError(f"holds {module}.{name}, which a .metadata file never needs"[:200])
+
+
+def _memory_format(kind: object, name: object) -> object:
+    """Return a member of torch's enumeration of memory formats, and nothing else: Python 3.11.0 to 3.11.3
+    pickle a member as ``getattr`` of its class and name."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as FORMATS
+
+    if kind is not FORMATS or not isinstance(name, str) or name not in FORMATS.__members__:
+        raise pickle.UnpicklingError("reads an attribute of another class than the memory formats")
+    return FORMATS[name]
 
 
 _MOST = 2**62
