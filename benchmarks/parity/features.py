@@ -52,6 +52,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "model.activation": ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"),
     "model.kv_heads": (None, 2, 1),
     "model.head_dim": (None, 16),
+    "latent": ("none", "keys and values", "queries too"),
     "model.block": ("serial", "parallel"),
     "model.parallel_norms": (1, 2),
     "model.norm": ("rms", "layer"),
@@ -74,6 +75,8 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "model.window_pattern": ((True,), (True, False)),
     "model.window_rotary_base": (None, 100.0),
     "model.tied": (True, False),
+    "model.vocabulary": (90, 89),
+    "model.prediction_layers": (0, 2),
     "model.embedding_scale": (1.0, 5.0),
     "model.residual_scale": (1.0, 0.3),
     "model.logit_scale": (1.0, 0.25),
@@ -82,9 +85,10 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "model.mup_base_width": (None, 16),
     "model.dropout": (0.0, 0.1),
 }
-"""Keys of a job with the values that are combined; the first one of each is the plainest. The four names
+"""Keys of a job with the values that are combined; the first one of each is the plainest. The five names
 without a section stand for several keys (`job_of`)."""
 
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},
     "lamb": {"name": "lamb"},
@@ -118,6 +122,7 @@ def _scaling(features: Features) -> dict[str, Any]:
     if kind == "none":
         return {}
     head_dim = features["model.head_dim"] or BASE["hidden"] // BASE["heads"]
+    head_dim = head_dim if features["latent"] == "none" else LATENT["qk_rope_head_dim"]
     pairs = int(head_dim * features["model.rotary_fraction"]) // 2
     scaling: dict[str, Any] = {"kind": kind, "factor": 2.0, "original_sequence": 8}
     if kind == "longrope":
@@ -145,7 +150,10 @@ def job_of(features: Features) -> PairJob:
     if features["shares"] == "unequal":
         layout["shares"] = _shares(layout)
     early = {"optimizer_in_backward": optimizer == "adamw in the backward"}
-    model = BASE | keys["model"] | _scaling(features)
+    latent: dict[str, Any] = {} if features["latent"] == "none" else dict(LATENT)
+    if features["latent"] == "queries too":
+        latent["q_lora_rank"] = 12
+    model = BASE | keys["model"] | latent | _scaling(features)
     return PairJob(model, layout, OPTIMIZERS[optimizer], OVERLAPS[features["overlap"]] | early)
 
 
