@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights, end_of_text
-from myriad.checkpoint.foreign.hugging_face_config import model_of
+from myriad.checkpoint.foreign.hugging_face_config import kind_of, model_of
 from myriad.checkpoint.foreign.hugging_face_names import tensor_mappings
 from myriad.errors import BadInputError
 
@@ -120,6 +120,19 @@ def test_experts_are_refused_unless_all_layers_are_dense() -> None:
     ):
         with pytest.raises(BadInputError, match=error):
             model_of(DEEPSEEK | wrong)
+
+
+def test_a_model_that_cannot_be_exported_is_told_the_key_to_change() -> None:
+    latent = model_of(DEEPSEEK)
+    for change, asked, error in (
+        ({"norm_epsilon": 1e-5}, None, "model.norm_epsilon = 1e-05: 1e-06 in deepseek_v3"),
+        ({"norm_epsilon": 1e-5}, "deepseek_v2", "model.norm_epsilon = 1e-05: 1e-06 in deepseek_v2"),
+        ({"activation": "gelu"}, None, "model.activation = 'gelu': swiglu in deepseek_v3"),
+        ({}, "llama", "model.kv_lora_rank = 8: off in llama, the nearest"),
+    ):
+        with pytest.raises(BadInputError, match=error):
+            kind_of(latent.model_copy(update=change), asked)
+    assert kind_of(latent) == "deepseek_v3"
 
 
 def test_a_whole_folder_in_two_files_is_read(sharded: Path) -> None:

@@ -8,7 +8,6 @@ what the model computes (`_NOT_COMPUTED`), or its value enables nothing (null, f
 field is refused.
 """
 
-import contextlib
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -82,17 +81,44 @@ def kind_of(model: ModelConfig, asked: str | None = None) -> str:
         raise BadInputError("--model-type", asked, f"one of {', '.join(MODEL_TYPES)}")
     own = _computed(model)
     differences: dict[str, dict[str, Any]] = {}
-    for kind in MODEL_TYPES if asked is None else (asked,):
-        with contextlib.suppress(BadInputError):  # some value has no place in this family
+    refusals: dict[str, BadInputError] = {}
+    for kind in _candidates(model) if asked is None else (asked,):
+        try:
             other = _computed(model_of(_written(model, kind)))
+        except BadInputError as error:  # some value has no place in this family
+            refusals[kind] = error
+        else:
             differences[kind] = {key: other[key] for key, value in own.items() if other[key] != value}
-    nearest = min(differences, key=lambda kind: _distance(differences[kind]), default="llama")
-    if nearest in differences and not differences[nearest]:
+    if not differences:
+        raise _unwritable(model, *next(iter(refusals.items())))
+    nearest = min(differences, key=lambda kind: _distance(differences[kind]))
+    if not differences[nearest]:
         return nearest
-    key, value = next(iter(differences.get(nearest, {"norm": "rms"}).items()))
+    key, value = next(iter(differences[nearest].items()))
     given = getattr(model, key)
-    allowed = f"{value} in {nearest}, the nearest model type: Hugging Face has no model class for it"
-    raise BadInputError(f"model.{key}", list(given) if isinstance(given, tuple) else given, allowed)
+    raise _no_counterpart(key, list(given) if isinstance(given, tuple) else given, value, nearest)
+
+
+def _candidates(model: ModelConfig) -> list[str]:
+    """Return the model types that a model may be: those with latent attention for a model with it."""
+    latent = [kind for kind in MODEL_TYPES if "kv_lora_rank" in family_of(kind).sizes]
+    return list(MODEL_TYPES) if model.latent is None else latent
+
+
+def _no_counterpart(key: str, given: object, value: object, nearest: str) -> BadInputError:
+    shown = "off" if value is None else value
+    allowed = f"{shown} in {nearest}, the nearest model type: Hugging Face has no model class for it"
+    return BadInputError(f"model.{key}", given, allowed)
+
+
+def _unwritable(model: ModelConfig, kind: str, refusal: BadInputError) -> BadInputError:
+    """Return the error for a model whose ``config.json`` no reader of the family would take."""
+    family = family_of(kind)
+    keys = {name: key for key, name in _fields(family).items()}
+    if refusal.key in keys and refusal.key in family.must_be:
+        key, choices = keys[refusal.key], " or ".join(map(str, family.must_be[refusal.key]))
+        return _no_counterpart(key, getattr(model, key), choices, kind)
+    return BadInputError(f"config.json of {kind}: {refusal.key}", refusal.value, refusal.allowed)
 
 
 def _computed(model: ModelConfig) -> dict[str, Any]:
