@@ -27,7 +27,7 @@ __all__ = ["PLANNING_RULES", "RULES", "need"]
 def need(condition: bool, key: str, value: object, allowed: str) -> None:
     """Raise `BadInputError` unless the condition holds."""
     if not condition:
-        raise BadInputError(key, value, allowed)
+        raise BadInputError(key, "off" if value is None else value, allowed)
 
 
 def _check_layout(job: JobValues) -> None:
