@@ -82,6 +82,10 @@ def test_megatrons_script_becomes_a_job_and_every_option_is_accounted_for(tmp_pa
         ("--num-layers 'open", "not a command line"),
         ("--hidden-size $WIDTH --num-layers 2", "--hidden-size holds a shell variable"),
         ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --num-experts 8", "num_experts must be off"),
+        (
+            "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --mtp-num-layers 1",
+            "mtp_num_layers must be off: .* set model.prediction_layers",
+        ),
         ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --rotary-base x", "rotary_base"),
         (
             "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --train-iters 5 --lr-warmup-fraction .1 "

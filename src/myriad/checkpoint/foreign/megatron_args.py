@@ -31,7 +31,7 @@ _OFF: dict[str, str] = {
     "num_experts": "experts",
     "multi_latent_attention": "latent attention",
     "qk_l2_norm": "norms of queries and keys",
-    "use_rope_scaling": "scaled rotary positions",
+    "use_rope_scaling": "scaling of rotary positions",
     "apply_residual_connection_post_layernorm": "a residual after the norm",
     "mtp_num_layers": "multi-token prediction",
     "heterogeneous_layers_config_path": "layers that differ",
@@ -49,6 +49,12 @@ _OFF: dict[str, str] = {
     "tokentype_size": "token types",
 }
 """Arguments that must be off, because they change the model in ways that this import does not read."""
+_OWN_KEYS = {
+    "multi_latent_attention": "model.kv_lora_rank and the widths beside it",
+    "mtp_num_layers": "model.prediction_layers",
+    "use_rope_scaling": "model.rotary_scaling",
+}
+"""Keys that do what an argument of `_OFF` does, in a job of one's own."""
 _OFF_VALUES = (None, False, 0, "", "vanilla", 0.0)
 
 MODEL_ARGUMENTS = frozenset({
@@ -63,6 +69,13 @@ MODEL_ARGUMENTS = frozenset({
     "qk_layernorm", "add_qkv_bias", *_OFF,
 })  # fmt: skip
 """Arguments that this module reads."""
+
+
+def _why_off(name: str, what: str) -> str:
+    """Return why an argument of `_OFF` cannot be read."""
+    if name in _OWN_KEYS:
+        return f"{what} is not translated; in a job of your own, set {_OWN_KEYS[name]}"
+    return f"Myriad has no counterpart for {what}"
 
 
 _MOST = 2**62
@@ -91,7 +104,7 @@ def model_of_arguments(arguments: Mapping[str, Any], key: str) -> tuple[ModelCon
     check_numbers(arguments, MODEL_ARGUMENTS, key)
     for name, what in _OFF.items():
         if arguments.get(name) not in _OFF_VALUES:
-            _refuse(key, name, arguments[name], f"off: Myriad has no counterpart for {what}")
+            _refuse(key, name, arguments[name], f"off: {_why_off(name, what)}")
     layers = _size(arguments, "num_layers", key)
     hidden, heads = _size(arguments, "hidden_size", key), _size(arguments, "num_attention_heads", key)
     swiglu = bool(arguments.get("swiglu"))
