@@ -60,7 +60,7 @@ GEMMA = TINY | {
 }  # fmt: skip
 DEEPSEEK = TINY | {
     "activation": "swiglu", "ffn_hidden": 48, "tied": False, "q_lora_rank": 12, "kv_lora_rank": 10,
-    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "norm_epsilon": 1e-6,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "norm_epsilon": 1e-5,
 }  # fmt: skip
 OURS = {
     "deepseek 3": DEEPSEEK | {"rotary_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},

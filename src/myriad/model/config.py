@@ -102,7 +102,7 @@ class ModelConfig(Config):
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm or LayerNorm."""
     norm_epsilon: float = Field(1e-5, gt=0)
-    """Added under the square root of each norm."""
+    """Added under the square root of each norm; the norms of latents (model.kv_lora_rank) add 1e-6."""
     norm_placement: Literal["before", "after", "both"] = "before"
     """Norms of a serial block: of the input of attention and MLP, of their outputs (OLMo 2), or of both
     (Gemma 2)."""

@@ -36,6 +36,9 @@ from myriad.model.self_attention import EnteringProducts, NormWeight
 
 __all__ = ["LatentAttention"]
 
+_EPSILON = 1e-6
+"""Of the norms of latents, as DeepSeek's classes in transformers have it whatever ``rms_norm_eps`` says."""
+
 
 class LatentAttention(nn.Module):
     """Attention branch: ``[B, S, H]`` to this rank's partial sum of the output projection, ``[B, S, H]``."""
@@ -51,7 +54,7 @@ class LatentAttention(nn.Module):
         self.rotary = config.layer_rotary(layer)
         assert self.rotary is not None, "latent attention has rotary positions in every layer"
         self.later, self.remakes, self.kernels = boundary.later, boundary.remakes, boundary.kernels
-        self.scores, self.epsilon = Scores(config.score_scale), config.norm_epsilon
+        self.scores = Scores(config.score_scale)
         self.num_entering, rows = 3 - self.sizes.num_latents, num_heads * self.sizes.head
         self.q_norm = self.q_up = self.query = None
         if self.sizes.query_rank is None:
@@ -123,7 +126,7 @@ class LatentAttention(nn.Module):
         return q, kv_latent if self.query is None else as_rows_lie(torch.clone, kv_latent), shared
 
     def _normed(self, norm: NormWeight, latent: torch.Tensor) -> torch.Tensor:
-        return as_rows_lie(lambda rows: rms_norm(rows, norm.weight, self.epsilon), latent)
+        return as_rows_lie(lambda rows: rms_norm(rows, norm.weight, _EPSILON), latent)
 
     def _up(self, latent: torch.Tensor, norm: NormWeight, up: Linear) -> torch.Tensor:
         """Return the product of the normalized latent."""

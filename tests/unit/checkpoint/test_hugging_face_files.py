@@ -114,7 +114,6 @@ def test_experts_are_refused_unless_all_layers_are_dense() -> None:
     assert model_of(DEEPSEEK).latent is not None
     for wrong, error in (
         ({"first_k_dense_replace": 1}, "first_k_dense_replace = 1: at least num_hidden_layers = 2"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05: 1e-06"),
         ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),
         ({"rope_interleave": False}, "rope_interleave"),
     ):
@@ -125,8 +124,7 @@ def test_experts_are_refused_unless_all_layers_are_dense() -> None:
 def test_a_model_that_cannot_be_exported_is_told_the_key_to_change() -> None:
     latent = model_of(DEEPSEEK)
     for change, asked, error in (
-        ({"norm_epsilon": 1e-5}, None, "model.norm_epsilon = 1e-05: 1e-06 in deepseek_v3"),
-        ({"norm_epsilon": 1e-5}, "deepseek_v2", "model.norm_epsilon = 1e-05: 1e-06 in deepseek_v2"),
+        ({"activation": "gelu"}, "deepseek_v2", "model.activation = 'gelu': swiglu in deepseek_v2"),
         ({"activation": "gelu"}, None, "model.activation = 'gelu': swiglu in deepseek_v3"),
         ({}, "llama", "model.kv_lora_rank = 8: off in llama, the nearest"),
     ):

@@ -1,7 +1,6 @@
 """Fields of ``config.json`` of DeepSeek-V2 and V3 whose layers are all dense: reader and writer.
 
-Their rotary pairs are adjacent rows, as in Myriad, so that no rows are permuted. The norms of their latents
-have an epsilon of 1e-6 in transformers, whatever ``rms_norm_eps`` says.
+Their rotary pairs are adjacent rows, as in Myriad, so that no rows are permuted.
 """
 
 from myriad.checkpoint.foreign.hugging_face_family import Values

@@ -82,7 +82,6 @@ _DEEPSEEK: dict[str, Any] = {
         "attention_bias": _NO_BIAS,
         "mlp_bias": _NO_BIAS,
         "rope_interleave": (None, True),
-        "rms_norm_eps": (1e-6,),
     },
     "read": read_deepseek,
     "write": write_deepseek,
