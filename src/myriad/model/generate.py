@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from myriad.errors import BadInputError
-from myriad.model.layers import Block, Embedding, Head
+from myriad.model.head import Head
+from myriad.model.layers import Block, Embedding
 
 __all__ = ["Session", "generate", "sample"]
 

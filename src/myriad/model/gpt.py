@@ -17,7 +17,8 @@ from myriad.kernels.random import key_of, seeded_normal
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Shard, shard_of, values_of_rank
-from myriad.model.layers import Block, Embedding, Head
+from myriad.model.head import Head
+from myriad.model.layers import Block, Embedding
 
 __all__ = ["GPT", "build_full"]
 
