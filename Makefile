@@ -32,10 +32,9 @@ train: $(VENV)/.installed
 
 # Without a cache mypy takes one core for a minute and a half: it runs beside the unit tests, and reports after them.
 # A file of tests/unit needs one core, with one thread: as many run at once as there are cores, those with slow tests
-# first (tests/unit/conftest.py). Files whose tests start processes wait for them for a third of the time: five at once,
-# those with the longest tests first, so that none is last; threads
-# that wait do not spin there, as there are fewer cores. Files that look at rates (of links, of this machine, and of ranks,
-# whose pace shows which one is slow), at silent nodes, at what is not reported of a short outage, or at each snapshot of
+# first (tests/unit/conftest.py). Files whose tests start processes wait for them for a third of the time: four at once,
+# those with the longest tests first, so that none is last; threads that wait do not spin there, as there are fewer cores.
+# Files that look at rates (of links, of this machine, and of ranks, whose pace shows which one is slow), at silent nodes, at what is not reported of a short outage, or at each snapshot of
 # steps of 2 ms, have the machine to themselves. What drives a browser leaves its loop running, so it runs last.
 # What fails ends it; `pytest` alone runs everything, one after another.
 ALONE := $(addprefix tests/processes/test_, checkpoint_proof.py measure_machine.py nodes.py slow_rank.py) \
@@ -46,7 +45,7 @@ test: style services
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/unit; \
 		units=$$?; wait $$types; types=$$?; cat build/mypy.txt; exit $$((units || types))
 	@$(BIN)/python -m pytest tests/gpu $(ALONE)
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(addprefix --deselect ,$(ALONE)) \
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(addprefix --deselect ,$(ALONE)) \
 		tests/services tests/hosts tests/processes
 	@$(BIN)/python -m pytest -n 3 --dist loadfile tests/browser
 

@@ -65,6 +65,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
         for process in processes:
             process.join(2 if len(found) == world else 0)
             process.kill()
+            process.join()  # a process that is killed holds the locks of its run for a moment
 
 
 def serve(connection: Connection, others: list[Connection]) -> None:

@@ -17,7 +17,7 @@ from myriad.faults.run_processes import descendants
 from myriad.run import Run
 from myriad.system.processes import process_state
 
-SECONDS = 60.0
+SECONDS = 180.0
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "layout.dp=2"]
 
 

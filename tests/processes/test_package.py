@@ -31,7 +31,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-c", BUILD], cwd=source, check=True, capture_output=True, timeout=200)
     (sdist,) = (source / "dist").glob("myriad_train-*.tar.gz")
     with tarfile.open(sdist) as archive:
-        archive.extractall(source / "unpacked", filter="data")
+        archive.extractall(source / "unpacked")
     (unpacked,) = (source / "unpacked").iterdir()
     subprocess.run([sys.executable, "-c", BUILD], cwd=unpacked, check=True, capture_output=True, timeout=200)
     (wheel,) = (unpacked / "dist").glob("myriad_train-*.whl")
