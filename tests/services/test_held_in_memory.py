@@ -122,7 +122,9 @@ def test_room_that_comes_in_time_is_used_and_memory_can_be_given_up(
         assert train(run, {9: small.fill}) == [1, 1]
         assert held_steps(run.path) == {10}
         # The server refuses until it has seen that the ranks, which have ended, are gone.
-        wait_until(lambda: "released from memory: step" in checkpoint("release", run.path).stdout)
+        wait_until(
+            lambda: "released from memory: step" in checkpoint("release", run.path).stdout, "the release"
+        )
         wait_for_snapshot_server_to_end(run)
     finally:
         kill_snapshot_server(run)

@@ -43,9 +43,9 @@ def by_formula(layer: LatentAttention, config: ModelConfig, x: torch.Tensor) -> 
         q, down = x @ layer.query.weight.T, down
     else:
         assert layer.q_norm is not None and layer.q_up is not None
-        normed = rms_norm_reference(down[..., :12], layer.q_norm.weight, config.norm_epsilon)
+        normed = rms_norm_reference(down[..., :12], layer.q_norm.weight, 1e-6)
         q, down = normed @ layer.q_up.weight.T, down[..., 12:]
-    latent = rms_norm_reference(down[..., :rank], layer.kv_norm.weight, config.norm_epsilon)
+    latent = rms_norm_reference(down[..., :rank], layer.kv_norm.weight, 1e-6)
     q, kv = (y.unflatten(-1, (4, -1)) for y in (q, latent @ layer.kv_up.weight.T))
     shared = turned(down[..., rank:].unsqueeze(2)).expand(-1, -1, 4, -1)
     queries = torch.cat([q[..., :7], turned(q[..., 7:])], -1)
