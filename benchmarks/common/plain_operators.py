@@ -127,8 +127,10 @@ OPERATORS: dict[str, dict[str, Any]] = {
         "myriad.model.layers.linear_pair": _linear_pair,
         "myriad.model.layers.linear_sum": _linear_sum,
         "myriad.model.layers.embedding": _embedding,
+        "myriad.model.head.linear": _linear,
+        "myriad.model.head.embedding": _embedding,
     },
-    "cross-entropy in chunks": {"myriad.model.layers.linear_cross_entropy_steps": _cross_entropy_steps},
+    "cross-entropy in chunks": {"myriad.model.head.linear_cross_entropy_steps": _cross_entropy_steps},
     "RMSNorm by LayerNorm": {"myriad.kernels.norm.rms_norm": _rms_norm},
 }
 """What Myriad does, and what PyTorch does instead, by where it is called."""
