@@ -97,6 +97,9 @@ def _check_query_key_norm(model: ModelConfig) -> None:
     need(not layer or model.qk_norm in ("head", "heads"), "model.qk_norm_kind", "layer", allowed)
     allowed = "needs model.qk_norm_kind = layer: RMSNorm has no bias"
     need(not model.qk_norm_bias or layer, "model.qk_norm_bias", True, allowed)
+    rotated = model.position == "rotary" and all(model.rotary_pattern)
+    allowed = "false where a layer does not rotate its keys: softmax cancels the bias that they have"
+    need(not model.qk_norm_bias or rotated, "model.qk_norm_bias", True, allowed)
 
 
 def _check_base_width(job: JobValues) -> None:

@@ -79,8 +79,8 @@ class ModelConfig(Config):
     qk_norm_kind: Literal["rms", "layer"] = "rms"
     """RMSNorm, or LayerNorm over each head (StableLM), of queries and keys."""
     qk_norm_bias: bool = False
-    """Add biases to the LayerNorms of queries and keys (Megatron-LM). Where values are not rotated, softmax
-    cancels those of keys."""
+    """Add biases to the LayerNorms of queries and keys (Megatron-LM). Every layer needs rotary positions:
+    elsewhere softmax cancels the biases of keys, and rounding alone would change them."""
     attention_scale: float | None = Field(None, gt=0, le=1e6)
     """Factor of the products of queries and keys; off: 1 / sqrt(head size)."""
     attention_softcap: float | None = Field(None, gt=0, le=1e6)

@@ -116,6 +116,16 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "says"),
     [
+        (
+            [
+                "model.qk_norm=head",
+                "model.qk_norm_kind=layer",
+                "model.qk_norm_bias=true",
+                "model.position=none",
+            ],
+            "model.qk_norm_bias",
+            "rotate its keys",
+        ),
         (["layout.cp=2"], "layout.cp", "only 1"),
         (["layout.ep=2"], "layout.ep", "only 1"),
         (["model.heads=3"], "model.hidden", "divisible by model.heads = 3"),
