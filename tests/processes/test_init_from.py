@@ -257,6 +257,20 @@ def test_weights_of_another_model_are_refused_before_a_rank_starts(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_norm_of_queries_and_keys_of_another_kind_is_refused(corpus: Path, tmp_path: Path) -> None:
+    """RMSNorm and LayerNorm without biases have weights of the same shapes."""
+    keys = LLAMA | {"vocabulary": 320, "qk_norm": "head"}
+    source = exported(random_weights(**keys), tmp_path / "source")
+    options = overrides_of(keys | {"qk_norm_kind": "layer"})
+    words = [f"--{key}" for key in [f"data.corpus={corpus}", *KEYS, *options]]
+    run = tmp_path / "run"
+    done = CliRunner().invoke(
+        build_app(), ["train", "tiny", "--run", str(run), "--init-from", str(source), *words]
+    )
+    assert "model.qk_norm_kind is 'layer' here, 'rms' there" in str(done.exception)
+    assert not run.exists()
+
+
 def test_what_holds_no_weights_is_refused(start: Callable[..., Run], tmp_path: Path) -> None:
     empty = start("empty", LLAMA)
     for name, told in [

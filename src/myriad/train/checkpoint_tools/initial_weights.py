@@ -48,6 +48,7 @@ _SAME = {
     "norm_placement": "norm_placement",
     "norm_zero_centered": "norm_zero_centered",
     "qk_norm": "qk_norm",
+    "qk_norm_kind": "qk_norm_kind",
     "kv_lora_rank": "kv_lora_rank",
     "q_lora_rank": "q_lora_rank",
     "qk_nope_head_dim": "qk_nope_head_dim",
