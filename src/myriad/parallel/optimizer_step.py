@@ -126,8 +126,9 @@ class OptimizerStep:
             row.copies: _copy_group(groups, row.copies) for _, row in state.rows if row.copies > 1
         }
         """Groups of the ranks that hold the same copies, by their number."""
-        names = [row.entry.name for _, row in state.rows]
-        firsts = torch.tensor([names.index(name) for name in names])
+        first: dict[str, int] = {}
+        rows = enumerate(row.entry.name for _, row in state.rows)
+        firsts = torch.tensor([first.setdefault(name, number) for number, name in rows])
         self._first_rows = firsts.to(device) if self._copy_groups else None
         """``[rows]``: the first row of each row's parameter, if a parameter has several rows."""
         axes = ("dp", "tp") if layout.zero else ("tp",)

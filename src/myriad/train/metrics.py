@@ -247,7 +247,7 @@ def _measure(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
 
 def _square_pair(size: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     own = torch.Generator(device).manual_seed(1)  # a run's random numbers do not depend on the measurement
-    a, b = torch.randn(2, size, size, device=device, generator=own).to(dtype)
+    a, b = (torch.randn(size, size, device=device, generator=own).to(dtype) for _ in range(2))
     return a, b
 
 

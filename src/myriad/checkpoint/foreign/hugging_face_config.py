@@ -90,35 +90,23 @@ def kind_of(model: ModelConfig, asked: str | None = None) -> str:
         else:
             differences[kind] = {key: other[key] for key, value in own.items() if other[key] != value}
     if not differences:
-        raise _unwritable(model, *next(iter(refusals.items())))
+        nearest, refusal = next(iter(refusals.items()))
+        key = f"config.json of {nearest}: {refusal.key}"
+        raise BadInputError(key, refusal.value, refusal.allowed) from None
     nearest = min(differences, key=lambda kind: _distance(differences[kind]))
     if not differences[nearest]:
         return nearest
     key, value = next(iter(differences[nearest].items()))
     given = getattr(model, key)
-    raise _no_counterpart(key, list(given) if isinstance(given, tuple) else given, value, nearest)
+    shown = "off" if value is None else value
+    allowed = f"{shown} in {nearest}, the nearest model type: Hugging Face has no model class for it"
+    raise BadInputError(f"model.{key}", list(given) if isinstance(given, tuple) else given, allowed)
 
 
 def _candidates(model: ModelConfig) -> list[str]:
     """Return the model types that a model may be: those with latent attention for a model with it."""
     latent = [kind for kind in MODEL_TYPES if "kv_lora_rank" in family_of(kind).sizes]
     return list(MODEL_TYPES) if model.latent is None else latent
-
-
-def _no_counterpart(key: str, given: object, value: object, nearest: str) -> BadInputError:
-    shown = "off" if value is None else value
-    allowed = f"{shown} in {nearest}, the nearest model type: Hugging Face has no model class for it"
-    return BadInputError(f"model.{key}", given, allowed)
-
-
-def _unwritable(model: ModelConfig, kind: str, refusal: BadInputError) -> BadInputError:
-    """Return the error for a model whose ``config.json`` no reader of the family would take."""
-    family = family_of(kind)
-    keys = {name: key for key, name in _fields(family).items()}
-    if refusal.key in keys and refusal.key in family.must_be:
-        key, choices = keys[refusal.key], " or ".join(map(str, family.must_be[refusal.key]))
-        return _no_counterpart(key, getattr(model, key), choices, kind)
-    return BadInputError(f"config.json of {kind}: {refusal.key}", refusal.value, refusal.allowed)
 
 
 def _computed(model: ModelConfig) -> dict[str, Any]:
