@@ -214,7 +214,7 @@ def row(what: str, readings: list[Reading], size: int) -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Write the model, read it in each layout, and print a row for each way of reading."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where the model is written (default: a new one)")
     given = parser.parse_args().folder

@@ -121,7 +121,7 @@ class TcpStore:
 
 
 class Redis:
-    """What `myriad.comm.rendezvous.redis_store` sends."""
+    """The requests of `myriad.comm.rendezvous.redis_store`, and a Redis server that answers them."""
 
     name = "Redis"
 

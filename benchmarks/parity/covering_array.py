@@ -156,7 +156,7 @@ class _Search:
         return sum(pair in self.missing for pair in pairs_of(row))
 
     def take(self, row: Row) -> None:
-        """Add a row."""
+        """Add a row to the array; its pairs are no longer missing."""
         self.rows.append(row)
         for pair in pairs_of(row):
             self.covered.add(pair)

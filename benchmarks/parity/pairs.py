@@ -41,7 +41,7 @@ from ranks import RankPool
 
 TOLERANCE = 1e-5
 DAMPED = {"epsilon": 1e-4}
-"""Of Adam, beside the 1e-6 of `parity_case`, which says why."""
+"""Optimizer keys of the second training of a job that misses; `parity_case` explains its own 1e-6."""
 TIMEOUT_SECONDS = 600
 
 
@@ -198,7 +198,8 @@ def print_table(array: CoveringArray, compared: Iterable[Compared], steps: int) 
     wrong = [one for one in found if not one.agrees]
     for one in wrong:
         print(f"\nDIFFERS: {plain(one.features)}")
-        print(f"  loss {one.loss_difference:.1e}, {one.parameter} {one.parameter_difference:.1e}")
+        damped = f", then {one.damped_difference:.1e}" if one.damped_difference is not None else ""
+        print(f"  loss {one.loss_difference:.1e}, {one.parameter} {one.parameter_difference:.1e}{damped}")
         print("".join(f"  {line}\n" for line in one.error.splitlines()[-12:]), end="")
     return not wrong
 

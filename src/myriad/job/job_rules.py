@@ -98,7 +98,7 @@ def _check_query_key_norm(model: ModelConfig) -> None:
     allowed = "needs model.qk_norm_kind = layer: RMSNorm has no bias"
     need(not model.qk_norm_bias or layer, "model.qk_norm_bias", True, allowed)
     rotated = model.position == "rotary" and all(model.rotary_pattern)
-    allowed = "false where a layer does not rotate its keys: softmax cancels the bias that they have"
+    allowed = "false unless every layer has rotary positions: elsewhere softmax cancels biases of keys"
     need(not model.qk_norm_bias or rotated, "model.qk_norm_bias", True, allowed)
 
 

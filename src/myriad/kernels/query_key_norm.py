@@ -46,7 +46,7 @@ class HeadNorm(NamedTuple):
     def _means(
         self, queries: torch.Tensor, keys: torch.Tensor, counted: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``counted``: the ranks whose keys are added up."""
+        """Return `means`, adding up the keys of the ranks in ``counted`` only."""
         if self.over != "all":
             of_queries, of_keys = (part.sum(-1, keepdim=True) for part in (queries, keys))
             return of_queries / queries.shape[-1], of_keys / keys.shape[-1]

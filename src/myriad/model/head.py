@@ -99,7 +99,7 @@ class Head(SteppedLayer):
         return torch.stack(losses)
 
     def _loss(self, normed: torch.Tensor, targets: torch.Tensor, num_valid: int | None = None) -> Steps:
-        """Return the sum of the losses of the first ``num_valid`` positions (off: of all)."""
+        """Return the sum of the losses of the first ``num_valid`` positions; ``None``: of all."""
         arriving = self.boundary.start_all_gather(self._scaled(normed))
         del normed
         yield None

@@ -37,7 +37,8 @@ from myriad.model.self_attention import EnteringProducts, NormWeight
 __all__ = ["LatentAttention"]
 
 _EPSILON = 1e-6
-"""Of the norms of latents, as DeepSeek's classes in transformers have it whatever ``rms_norm_eps`` says."""
+"""What the norms of latents add under the square root. DeepSeek's classes in transformers add it whatever
+``rms_norm_eps`` says."""
 
 
 class LatentAttention(nn.Module):

@@ -124,7 +124,7 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
                 "model.position=none",
             ],
             "model.qk_norm_bias",
-            "rotate its keys",
+            "unless every layer has rotary positions",
         ),
         (["layout.cp=2"], "layout.cp", "only 1"),
         (["layout.ep=2"], "layout.ep", "only 1"),

@@ -312,7 +312,7 @@ def _export(
         return
     typer.echo(f"{out}: {done['model_type']}, {done['parameters']:,} parameters in {done['dtype']}")
     for key_value in done["left_out"]:
-        typer.echo(f"left out: the weights of {key_value}, for which no family has a place")
+        typer.echo(f"left out: the weights of {key_value}, for which Hugging Face has no model class")
     if key is not None:
         typer.echo(f"signed with the key {key.key_id}")
     if done["why_no_tokenizer"]:

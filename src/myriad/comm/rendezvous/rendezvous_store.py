@@ -3,8 +3,8 @@
 torch's TCPStore listens on every address of the machine and accepts connections without proof, so that a
 stranger could replace a rank's address by its own. Rank 0 therefore serves a store of its own
 (`myriad.comm.rendezvous.store_server`), whose clients prove that they have the attempt's secret
-(`myriad.comm.rendezvous.store_secret`). It listens only on the
-address that the ranks use: on one machine that is the loopback.
+(`myriad.comm.rendezvous.store_secret`). It listens only on the address that the ranks use: on one machine
+that is the loopback.
 """
 
 import errno
