@@ -23,7 +23,7 @@ from typing import Any
 from myriad.job import Job, load_job
 from myriad.run import Run
 
-MOST_RATES = 6
+MOST_RATES = 10
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
 """97.5 % quantile of Student's distribution for the mean of so many values."""
 GEMMA: dict[str, Any] = {

@@ -76,11 +76,18 @@ def _resolve(
 def _begin(run: Run, job: Job) -> None:
     """Check everything that the run needs, then make its folder, or note what a resume changes."""
     from myriad.launchers.launcher import check_engine
-    from myriad.train.inputs import keep_tokenizer, note_corpus, open_inputs, refuse_other_tokenizer
+    from myriad.train.inputs import (
+        keep_tokenizer,
+        note_corpus,
+        open_inputs,
+        refuse_no_documents,
+        refuse_other_tokenizer,
+    )
 
     run.check(job)
     check_engine(job)
     corpora = open_inputs(job, lambda stage: None)
+    refuse_no_documents(corpora)
     refuse_other_tokenizer(run, job, corpora)
     run.create_or_resume(job)
     run.allow_restart(allowed=job.checkpoint.restart_from_scratch)

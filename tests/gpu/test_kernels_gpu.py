@@ -5,7 +5,11 @@ import pytest
 import torch
 
 from myriad.kernels.agreement import LIMITS, disagreements, float8_disagreements, library_disagreements
+from myriad.kernels.attention import attention
+from myriad.kernels.attention_blocks import Heads
+from myriad.kernels.documents import Documents
 from myriad.kernels.float8 import multiplies_float8
+from myriad.kernels.rotary import Rotary, rotary_turns
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -38,3 +42,21 @@ def test_the_library_s_products_and_attention_are_right(dtype: torch.dtype) -> N
     for scaling in ("tensor", "blocks") if takes_float8 else (None,):
         found = library_disagreements(dtype, device, scaling=scaling)
         assert all(share <= LIMITS[dtype] for share in found.values()), found
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_the_library_attends_inside_documents_as_the_regrouping_does(window: int | None) -> None:
+    torch.manual_seed(1)
+    heads, lengths = Heads(8, 2, 64), [[300, 1, 211], [512]]
+    positions = torch.tensor([[at for length in row for at in range(length)] for row in lengths])
+    fused = torch.randn(2, 512, 12 * 64)
+    turns = rotary_turns(Rotary(1e4, 64), 512, fused.device)
+    found = []
+    for x in (fused.cuda().bfloat16(), fused.double()):
+        x.requires_grad_()
+        documents = Documents(positions.to(x.device), lengths)
+        out = attention(x, heads, window, turns.to(x.device), documents=documents)
+        out.sum().backward()
+        found.append((out.detach().cpu().double(), x.grad.cpu().double()))
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= LIMITS[torch.bfloat16] * other.norm()

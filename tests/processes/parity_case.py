@@ -18,6 +18,7 @@ from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
+from myriad.kernels.documents import Documents
 from myriad.kernels.float8 import Float8
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
@@ -33,6 +34,9 @@ from myriad.telemetry.spans import Recorder
 OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 5, "epsilon": 1e-6}
 TINY = {"layers": 4, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 90, "vocabulary_multiple": 16}
 
+PADDING = 2
+"""Positions of padding at the end of each row of packed documents."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -47,6 +51,8 @@ class Case:
     keeps_addresses: bool = False
     """As captured stages need it."""
     float8: bool = False
+    packed: bool = False
+    """Each row holds documents of several lengths and padding."""
     loss_scale: dict[str, Any] | None = None
     """Scale the loss, in any precision; float16 always does."""
 
@@ -76,7 +82,7 @@ def make_engine(
         definition,
         groups,
         partition_layers(layout.partition, layout.num_stages, definition.kinds, costs),
-        Batch(tokens, tokens, tokens[:, 0]),
+        Batch(tokens, tokens, tokens[:, 0], documents_of(case, 0, layout.micro_batch)),
         layout.shares_of(case.global_batch)[groups.grid.index("dp")],
         OptimizerConfig(**(OPTIMIZER | case.optimizer)),
         seed=3,
@@ -114,13 +120,30 @@ def batch_of_replica(case: Case, replica: int, num_replicas: int, step: int) -> 
 def batch_of_rows(case: Case, first: int, share: int, step: int) -> Batch:
     tokens = tokens_of_step(case, step)[first : first + share]
     samples = torch.arange(first, first + share) + step * case.global_batch
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), samples)
+    targets = tokens[:, 1:].contiguous()
+    if case.packed:
+        targets[:, -PADDING:] = ~targets[:, -PADDING:]
+    return Batch(tokens[:, :-1].contiguous(), targets, samples, documents_of(case, first, share))
+
+
+def documents_of(case: Case, first: int, share: int) -> Documents | None:
+    """Row k holds documents of about a third of the window and one of k + 1 tokens, and the padding."""
+    if not case.packed:
+        return None
+    sequence = (TINY | case.model)["sequence"]
+    each, rest = (sequence - PADDING) // 3, (sequence - PADDING) % 3
+    lengths = [
+        [row % (each - 1) + 1, 2 * each - row % (each - 1) - 1, each + rest, PADDING]
+        for row in range(first, first + share)
+    ]
+    positions = [[at for length in row for at in range(length)] for row in lengths]
+    return Documents(torch.tensor(positions), lengths)
 
 
 def train_steps(case: Case, engine: Engine, first: int, last: int) -> list[tuple[float, float]]:
     config = OptimizerConfig(**(OPTIMIZER | case.optimizer))
     found = []
-    targets = case.global_batch * (TINY | case.model)["sequence"]
+    targets = case.global_batch * ((TINY | case.model)["sequence"] - (PADDING if case.packed else 0))
     for step in range(first, last):
         rate = learning_rate(config, step, case.steps)
         result = engine.train_step(lambda step=step: batch_of_rank(case, engine, step), rate, targets)

@@ -9,6 +9,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,23 @@ LONG: list[tuple[str, str, dict[str, Any]]] = [
 def test_rounding_does_not_add_up_over_more_steps(model: str, optimizer: str, layout: dict[str, Any]) -> None:
     case = Case(layout=layout, model=MODELS[model], optimizer={"name": optimizer})
     assert_equal(case, one_process(model, optimizer))
+
+
+DOCUMENTS: dict[str, list[dict[str, Any]]] = {
+    "gpt2": [{"tp": 2, "dp": 2, "zero": 3}],
+    "predictions": [{"tp": 4}, {"pp": 2, "dp": 2, "zero": 2, "micro_batch": 2, "recompute": "full"}],
+    "parallel-window": [{"tp": 2, "pp": 2, "micro_batch": 2, "schedule": "zero-bubble"}],
+    "few-kv-heads": [{"tp": 4, "micro_batch": 2}],
+}
+
+
+@pytest.mark.parametrize("model", DOCUMENTS)
+def test_packed_documents_give_the_loss_and_parameters_of_one_process(model: str) -> None:
+    overlap = {"tensor_message": 1, "tensor_chunks": 2}
+    alone = Case({}, MODELS[model], {"name": "adamw"}, FEW, overlap=overlap, packed=True)
+    expected = train(alone)
+    for layout in DOCUMENTS[model]:
+        assert_equal(replace(alone, layout=layout), expected)
 
 
 V = "zero-bubble-v"

@@ -155,6 +155,7 @@ NEOX = [
     "layout.schedule=zero-bubble",
     "layout.recompute=selective",
     "optimizer.name=lamb",
+    "data.documents=packed",
     "model.tied=false",
     "model.block=parallel",
     "model.parallel_norms=2",

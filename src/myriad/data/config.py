@@ -1,11 +1,15 @@
 """The ``[data]`` section of a job. This module does not import torch."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from myriad.config import Config, Size
 from myriad.data.bad_blocks import OnBadBlock
 
-__all__ = ["CorpusShare", "DataConfig"]
+__all__ = ["CorpusShare", "DataConfig", "Documents"]
+
+Documents = Literal["joined", "packed"]
 
 
 class CorpusShare(Config):
@@ -30,6 +34,11 @@ class DataConfig(Config):
     vocabulary: int = Field(4096, ge=260, le=1 << 24)
     """Vocabulary size of the tokenizer that is trained for the embedded corpus. Other corpora bring their
     own tokenizer."""
+    documents: Documents = "joined"
+    """How documents share the windows of model.sequence tokens. joined: end to end, cut anywhere; tokens
+    attend across documents. packed: whole documents, chosen to fill each window; tokens attend inside their
+    document only, positions restart, and no loss crosses a border. Documents longer than a window are
+    split."""
     validation_batches: int = Field(8, ge=0)
     """Batches of held-out text in one validation."""
     prefetch: int = Field(2, ge=1)

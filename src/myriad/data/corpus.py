@@ -1,9 +1,8 @@
 """Corpora as a training run reads them: tokens addressed by sample, independent of their files.
 
-Sample ``k`` of a corpus is tokens ``[k * sequence, k * sequence + sequence + 1)`` of its shards laid end to
-end. Neighbours share one token, so every token but the first is predicted once in an epoch. Tokens are read
-only when a sample is requested. If the corpus has block hashes, they are compared with them
-(`myriad.data.verified_shard`).
+Sample ``k`` of a corpus is window ``k`` of its tokens (`myriad.data.windows`), which lie in shards end to
+end. Tokens are read only when a sample is requested. If the corpus has block hashes, they are compared with
+them (`myriad.data.verified_shard`).
 
 A sample in a bad block that may be skipped is replaced by another of the same corpus. The replacement depends
 on the sample's position alone, so every rank, layout and resumed run draws the same one.
@@ -23,20 +22,29 @@ from numpy.typing import NDArray
 
 from myriad.data.bad_blocks import BadBlockError, BlockGuard
 from myriad.data.block_hashes import BLOCKS_SUFFIX, BlockHashes
-from myriad.data.config import CorpusShare, DataConfig
+from myriad.data.config import CorpusShare, DataConfig, Documents
 from myriad.data.corpus_cache import prepare_embedded
 from myriad.data.corpus_manifest import MANIFEST_FILE, FileRecord, Manifest, Split, read_manifest
 from myriad.data.indexed import IndexedShard
 from myriad.data.remote_corpus import RemoteFolder, open_prefix, open_shards
 from myriad.data.sampler import Sample, Sampler, permute
 from myriad.data.verified_shard import HashedShard, LocalTokens, OpenFiles, TokenShard
+from myriad.data.windows import (
+    BatchWords,
+    JoinedWindows,
+    PackedWindows,
+    Windows,
+    balanced_order,
+    pack_documents,
+    row_width,
+)
 from myriad.errors import BadInputError, RunFailedError
 from myriad.system.remote_urls import is_url
 
 if TYPE_CHECKING:
     from myriad.data.tokenizer import Tokenizer
 
-__all__ = ["EMBEDDED", "Corpora", "Corpus", "open_corpora", "open_corpus", "read_batch"]
+__all__ = ["EMBEDDED", "BatchReader", "Corpora", "Corpus", "open_corpora", "open_corpus", "read_batch"]
 
 EMBEDDED = "embedded"
 _TOKENIZER_FILE = "tokenizer.json"
@@ -66,9 +74,14 @@ class Corpus:
         """Tokens in all shards."""
         return self._ends[-1] if self._ends else 0
 
-    def num_samples(self, sequence: int) -> int:
-        """Return the number of whole samples of ``sequence`` tokens and one more token to predict."""
-        return max(0, self.num_tokens - 1) // sequence
+    def windows(self, sequence: int, documents: Documents) -> Windows:
+        """Return the windows of ``sequence`` positions that the tokens are cut into. Raises
+        `BadInputError`."""
+        if documents == "joined":
+            return JoinedWindows(self.num_tokens, sequence)
+        lengths = [shard.document_lengths() for shard in self.shards]
+        every = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
+        return PackedWindows(pack_documents(every, sequence), sequence)
 
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":
@@ -146,14 +159,36 @@ class Corpus:
 class Corpora:
     """The mixture that a run reads: one split, one sequence length."""
 
-    def __init__(self, corpora: Sequence[Corpus], weights: Sequence[float], sequence: int) -> None:
+    def __init__(
+        self,
+        corpora: Sequence[Corpus],
+        weights: Sequence[float],
+        sequence: int,
+        documents: Documents = "joined",
+    ) -> None:
         """``weights`` are shares of samples, in any unit."""
         self.corpora, self.weights, self.sequence = tuple(corpora), tuple(weights), sequence
+        self.documents = documents
+
+    @cached_property
+    def windows(self) -> tuple[Windows, ...]:
+        """The windows of each corpus. Packed ones are computed at the first use."""
+        return tuple(corpus.windows(self.sequence, self.documents) for corpus in self.corpora)
 
     @property
     def sizes(self) -> list[int]:
         """Number of samples of each corpus."""
-        return [corpus.num_samples(self.sequence) for corpus in self.corpora]
+        return [windows.count for windows in self.windows]
+
+    @property
+    def width(self) -> int:
+        """Words of the row of one sample."""
+        return row_width(self.sequence, self.documents)
+
+    @property
+    def packed(self) -> "list[PackedWindows]":
+        """The windows of each corpus, if they are packed; else an empty list."""
+        return [windows for windows in self.windows if isinstance(windows, PackedWindows)]
 
     @property
     def num_tokens(self) -> int:
@@ -197,16 +232,15 @@ class Corpora:
         return [corpus.name for corpus in self.corpora if not corpus.is_checked]
 
     def read(self, sample: Sample, out: NDArray[np.int32]) -> None:
-        """Fill ``out`` [sequence + 1] with one sample, or with its replacement."""
-        corpus, position = self.corpora[sample.corpus], sample.position
+        """Fill ``out`` ``[width]`` with one sample, or with its replacement."""
+        corpus, windows, position = self.corpora[sample.corpus], self.windows[sample.corpus], sample.position
         for number in range(_MOST_REPLACEMENTS):
             try:
-                return corpus.read(position * self.sequence, out)
+                return windows.read(corpus.read, position, out)
             except BadBlockError as error:
                 if not error.is_replaced:
                     raise
-            size = corpus.num_samples(self.sequence)
-            position = int(permute(np.array([sample.position], np.uint64), size, number)[0])
+            position = int(permute(np.array([sample.position], np.uint64), windows.count, number)[0])
         raise RunFailedError(f"{corpus.name}: {_MOST_REPLACEMENTS} samples drawn in a row have bad blocks")
 
     def fetch(self, samples: Iterable[Sample]) -> None:
@@ -214,8 +248,7 @@ class Corpora:
         wanted: dict[int, list[tuple[int, int]]] = {}
         for corpus, position in samples:
             if self.corpora[corpus].is_far:
-                first = position * self.sequence
-                wanted.setdefault(corpus, []).append((first, first + self.sequence + 1))
+                wanted.setdefault(corpus, []).extend(self.windows[corpus].ranges(position))
         for corpus, ranges in wanted.items():
             self.corpora[corpus].fetch(ranges)
 
@@ -226,13 +259,59 @@ def read_batch(
     samples: range,
     out: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
-    """Return the [len(samples), sequence + 1] tokens of the samples with these global numbers."""
-    batch = np.empty((len(samples), corpora.sequence + 1), np.int32) if out is None else out
-    chosen = sampler.samples(samples.start, samples.stop)
-    corpora.fetch(chosen)
-    for row, sample in enumerate(chosen):
-        corpora.read(sample, batch[row])
+    """Return the ``[len(samples), width]`` rows of the samples with these global numbers."""
+    batch = np.empty((len(samples), corpora.width), np.int32) if out is None else out
+    _read_rows(corpora, sampler.samples(samples.start, samples.stop), batch)
     return batch
+
+
+def _read_rows(corpora: Corpora, chosen: Sequence[Sample], rows: NDArray[np.int32]) -> None:
+    corpora.fetch(chosen)
+    for row, sample in zip(rows, chosen, strict=True):
+        corpora.read(sample, row)
+
+
+class BatchReader:
+    """Read rows of global batches. Packed rows are ordered so that replicas take about equally long."""
+
+    def __init__(
+        self,
+        corpora: Corpora,
+        seed: int,
+        global_batch: int,
+        shares: Sequence[int],
+        micro_batch: int,
+        window: int | None,
+    ) -> None:
+        """``shares`` are the micro-batches of each replica, and ``window`` the model's window of attention.
+        Every reader of a step has the same arguments."""
+        self._corpora, self._sampler = corpora, corpora.sampler(seed)
+        self._global_batch, self._shares, self._micro_batch = global_batch, tuple(shares), micro_batch
+        self._window = window
+        self._orders: dict[int, tuple[list[Sample], list[int], BatchWords]] = {}
+
+    def read(self, first: int, rows: range, out: NDArray[np.int32]) -> None:
+        """Fill ``out`` ``[len(rows), width]`` with rows of the batch that begins with sample ``first``."""
+        if not self._corpora.packed:
+            read_batch(self._corpora, self._sampler, range(first + rows.start, first + rows.stop), out)
+            return
+        samples, order, words = self._order(first)
+        chosen = order[rows.start : rows.stop]
+        _read_rows(self._corpora, [samples[offset] for offset in chosen], out)
+        for row, offset in zip(out, chosen, strict=True):
+            words._replace(offset=offset).write(row)
+
+    def _order(self, first: int) -> tuple[list[Sample], list[int], BatchWords]:
+        """Return the samples of a batch, their order, and the batch's sums."""
+        if first not in self._orders:
+            samples = self._sampler.samples(first, first + self._global_batch)
+            packed = self._corpora.packed
+            counted = [packed[corpus].counted(number, self._window) for corpus, number in samples]
+            pairs = [one.num_pairs for one in counted]
+            order = balanced_order(pairs, self._shares, self._micro_batch)
+            words = BatchWords(*map(sum, zip(*counted, strict=True)))
+            self._orders = {first: (samples, order, words)}
+        return self._orders[first]
 
 
 def open_corpora(
@@ -251,8 +330,9 @@ def open_corpora(
     opener = _Opener(config, split, cache, guard or BlockGuard())
     opened = [(opener.open(share.path), share.weight) for share in shares]
     _check_one_tokenizer([corpus for corpus, _ in opened])
-    kept = [(corpus, weight) for corpus, weight in opened if _has_sample(corpus, sequence, split)]
-    return Corpora([corpus for corpus, _ in kept], [weight for _, weight in kept], sequence)
+    kept = [(corpus, weight) for corpus, weight in opened if _has_sample(corpus, sequence, split, config)]
+    corpora, weights = zip(*kept, strict=True) if kept else ((), ())
+    return Corpora(corpora, weights, sequence, config.documents)
 
 
 def open_corpus(name: str, split: Split, vocabulary: int = 4096, cache: Path | None = None) -> Corpus:
@@ -385,10 +465,13 @@ def _check_one_tokenizer(corpora: Sequence[Corpus]) -> None:
             raise BadInputError("data.mixture", corpus.name, allowed)
 
 
-def _has_sample(corpus: Corpus, sequence: int, split: Split) -> bool:
-    if corpus.num_samples(sequence) > 0:
+def _has_sample(corpus: Corpus, sequence: int, split: Split, config: DataConfig) -> bool:
+    """Return whether the corpus fills a window. Any document of two tokens fills a packed one."""
+    needed = sequence if config.documents == "joined" else 1
+    if corpus.num_tokens > needed:
         return True
     if split == "validation":
         return False
-    allowed = f"holds {corpus.num_tokens} tokens; one sample needs model.sequence + 1 = {sequence + 1}"
+    needs = f"model.sequence + 1 = {sequence + 1}" if config.documents == "joined" else "2 of one document"
+    allowed = f"holds {corpus.num_tokens} tokens; one sample needs {needs}"
     raise BadInputError("data.corpus", corpus.name, allowed)

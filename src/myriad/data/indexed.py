@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from myriad.errors import BadInputError
 
-__all__ = ["INDEX_HEADER", "IndexedShard", "IndexedWriter", "parse_header", "token_type"]
+__all__ = ["INDEX_HEADER", "IndexedShard", "IndexedWriter", "ShardIndex", "parse_header", "token_type"]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -55,6 +55,51 @@ def parse_header(head: bytes) -> IndexHeader:
     return IndexHeader(code, np.dtype(_TYPES[code]), sequences, documents)
 
 
+class ShardIndex(NamedTuple):
+    """The content of a ``.idx`` file."""
+
+    header: IndexHeader
+    lengths: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    document_starts: NDArray[np.int64]
+
+    @classmethod
+    def parse(cls, raw: NDArray[np.uint8]) -> "ShardIndex":
+        """Return views of the file's bytes. Raises ``ValueError`` with the reason."""
+        header = parse_header(raw[: _HEADER.size].tobytes())
+        sizes = (4 * header.sequences, 8 * header.sequences, 8 * header.documents)
+        expected = _HEADER.size + sum(sizes)
+        if len(raw) < expected:
+            raise ValueError(f"has {len(raw)} bytes where its header asks for {expected}")
+        ends = np.cumsum([_HEADER.size, *sizes])
+        return cls(
+            header,
+            raw[ends[0] : ends[1]].view("<i4"),
+            raw[ends[1] : ends[2]].view("<i8"),
+            raw[ends[2] : ends[3]].view("<i8"),
+        )
+
+    def problem(self) -> str | None:
+        """Return what is wrong with the arrays, after reading all of them; None if they are right."""
+        item, documents = self.header.dtype.itemsize, self.document_starts
+        starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]) * item
+        if (self.lengths < 0).any() or not np.array_equal(starts[:-1], self.pointers):
+            return "sequences do not follow one another"
+        if len(documents) and (
+            documents[0] != 0 or documents[-1] != len(self.lengths) or (np.diff(documents) < 0).any()
+        ):
+            return "documents do not cover the sequences"
+        return None
+
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Return the number of tokens of each document. Raises ``ValueError`` with the reason."""
+        if (problem := self.problem()) is not None:
+            raise ValueError(f"is corrupt: {problem}")
+        ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        lengths: NDArray[np.int64] = np.diff(ends[self.document_starts])
+        return lengths
+
+
 def token_type(vocabulary: int) -> np.dtype[np.generic]:
     """Return the smallest type that Megatron uses for a vocabulary of this size."""
     return np.dtype("<u2" if vocabulary <= 65536 else "<i4")
@@ -76,20 +121,14 @@ class IndexedShard:
 
     def _open_index(self) -> None:
         size = self._index_path.stat().st_size
-        with self._index_path.open("rb") as file:
-            head = file.read(_HEADER.size)
+        raw = np.memmap(self._index_path, np.uint8, "r") if size else np.empty(0, np.uint8)
         try:
-            self.token_type, self.dtype, sequences, documents = parse_header(head)
+            index = ShardIndex.parse(raw)
         except ValueError as error:
             raise self._corrupt(self._index_path, str(error)) from None
-        expected = _HEADER.size + 12 * sequences + 8 * documents
-        if size < expected:
-            raise self._corrupt(self._index_path, f"has {size} bytes where its header asks for {expected}")
-        raw = np.memmap(self._index_path, np.uint8, "r") if size else np.empty(0, np.uint8)
-        ends = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * documents])
-        self.lengths: NDArray[np.int32] = raw[ends[0] : ends[1]].view("<i4")
-        self.pointers: NDArray[np.int64] = raw[ends[1] : ends[2]].view("<i8")
-        self.document_starts: NDArray[np.int64] = raw[ends[2] : ends[3]].view("<i8")
+        self.index, self.token_type, self.dtype = index, index.header.token_type, index.header.dtype
+        self.lengths, self.pointers = index.lengths, index.pointers
+        self.document_starts = index.document_starts
 
     def _map_tokens(self) -> NDArray[np.generic]:
         size = self._tokens_path.stat().st_size
@@ -130,17 +169,16 @@ class IndexedShard:
         start = int(self.pointers[first]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[first:last].sum())]
 
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Return the number of tokens of each document. Raises `BadInputError`."""
+        try:
+            return self.index.document_lengths()
+        except ValueError as error:
+            raise self._corrupt(self._index_path, str(error)) from None
+
     def check_index(self) -> str | None:
         """Return what is wrong with the index, after reading all of it; None if it is right."""
-        starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]) * self.dtype.itemsize
-        if (self.lengths < 0).any() or not np.array_equal(starts[:-1], self.pointers):
-            return "sequences do not follow one another"
-        documents = self.document_starts
-        if len(documents) and (
-            documents[0] != 0 or documents[-1] != len(self.lengths) or (np.diff(documents) < 0).any()
-        ):
-            return "documents do not cover the sequences"
-        return None
+        return self.index.problem()
 
 
 class IndexedWriter:

@@ -31,6 +31,7 @@ from myriad.data.batch_ring import Geometry, Ring
 from myriad.data.config import DataConfig
 from myriad.data.corpus_manifest import Split
 from myriad.data.sampler import DataPosition
+from myriad.data.windows import row_width
 from myriad.errors import RunFailedError
 from myriad.system.processes import PausableClock, StopTimer, process_cpu_ticks
 from myriad.system.remote_urls import is_url
@@ -63,6 +64,12 @@ class LoaderSpec(Config):
     """Tokens of a sample; one more is read, as the last target."""
     global_batch: int = Field(ge=1)
     """Samples in one step, over all nodes."""
+    shares: tuple[int, ...] = (1,)
+    """Micro-batches of each replica."""
+    micro_batch: int = 1
+    """Samples of a micro-batch. Packed rows are ordered by the replicas and micro-batches of a step."""
+    window: int | None = None
+    """The model's window of attention, for the pairs that packed rows count."""
     seed: int
     """Seed of the order of samples."""
     rows: tuple[tuple[int, int], ...]
@@ -80,6 +87,11 @@ class LoaderSpec(Config):
     rows."""
     events: str | None = None
     """The run's events.jsonl, for events about blocks; None: no events are written."""
+
+    @property
+    def width(self) -> int:
+        """Words of the row of one sample."""
+        return row_width(self.sequence, self.data.documents)
 
     @property
     def num_rows(self) -> int:
@@ -154,7 +166,7 @@ class LoaderClient:
         name = hashlib.blake2b(spec.name.encode(), digest_size=12).hexdigest()
         self._process: Loader | None = None
         if local_rank == 0:
-            geometry = Geometry(spec.data.prefetch + 1, spec.num_rows, spec.sequence + 1, num_local_ranks)
+            geometry = Geometry(spec.data.prefetch + 1, spec.num_rows, spec.width, num_local_ranks)
             self._ring, descriptor = Ring.create(name, geometry, first_step)
             self._process = (start or _LoaderProcess)(spec, self._ring, descriptor, patience)
         else:
@@ -171,7 +183,7 @@ class LoaderClient:
         self._look_after_loader()
 
     def get(self, step: int) -> NDArray[np.int32]:
-        """Return the batch of a step, [rows of this node, sequence + 1], valid until the next call.
+        """Return the batch of a step, [rows of this node, width], valid until the next call.
 
         Waits until it is ready; raises `RunFailedError`.
         """

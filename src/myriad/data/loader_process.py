@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from myriad.data.bad_blocks import BlockGuard
 from myriad.data.batch_ring import Ring
-from myriad.data.corpus import Corpora, open_corpora, read_batch
+from myriad.data.corpus import BatchReader, Corpora, open_corpora
 from myriad.data.loader import CHANGED_WHILE_READ, LoaderSpec
-from myriad.data.sampler import DataPosition, Sampler
+from myriad.data.sampler import DataPosition
 from myriad.errors import BadInputError, MyriadError, RunFailedError
 from myriad.system.jsonl import LineFile
 
@@ -133,14 +133,16 @@ def _guard(spec: LoaderSpec) -> BlockGuard:
 def _serve(
     ring: Ring, spec: LoaderSpec, corpora: Corpora, wait: Callable[[float], bool], guard: BlockGuard
 ) -> None:
-    sampler, sleep = corpora.sampler(spec.seed), _SHORTEST_SLEEP_SECONDS
+    shape = (spec.global_batch, spec.shares, spec.micro_batch, spec.window)
+    reader = BatchReader(corpora, spec.seed, *shape)
+    sleep = _SHORTEST_SLEEP_SECONDS
     while True:
         step = ring.next_to_fill()
         slot = None if step is None else ring.begin(step)
         if step is not None and slot is not None:
             position = DataPosition(spec.global_batch, ring.first_sample)
             guard.step = step + 1
-            _fill(slot, position.samples_before(step), spec, corpora, sampler)
+            _fill(slot, position.samples_before(step), spec, reader)
             ring.commit(step)
             sleep = _SHORTEST_SLEEP_SECONDS
         elif not wait(sleep):
@@ -149,12 +151,11 @@ def _serve(
             sleep = min(2 * sleep, _LONGEST_SLEEP_SECONDS)
 
 
-def _fill(slot: NDArray[np.int32], first: int, spec: LoaderSpec, corpora: Corpora, sampler: Sampler) -> None:
+def _fill(slot: NDArray[np.int32], first: int, spec: LoaderSpec, reader: BatchReader) -> None:
     """Fill a slot with the batch of a step; ``first`` is the step's first sample."""
     filled = 0
     for start, stop in spec.rows:
-        rows = slot[filled : filled + stop - start]
-        read_batch(corpora, sampler, range(first + start, first + stop), rows)
+        reader.read(first, range(start, stop), slot[filled : filled + stop - start])
         filled += stop - start
 
 

@@ -34,7 +34,7 @@ from myriad.data.config import DataConfig
 from myriad.data.corpus_cache import cache_folder
 from myriad.data.corpus_manifest import MANIFEST_FILE, Manifest, ShardRecord, Split, parse_manifest
 from myriad.data.http_input import http_file_system, http_info, http_range, is_http, tried_http
-from myriad.data.indexed import INDEX_HEADER, parse_header
+from myriad.data.indexed import INDEX_HEADER, ShardIndex, parse_header
 from myriad.data.verified_shard import HashedShard, TokenShard
 from myriad.errors import BadInputError, RunFailedError
 from myriad.system.remote_urls import open_url
@@ -182,7 +182,8 @@ def _open_shard(
         raise BadInputError("data.corpus", folder.url, allowed)
     dtype = np.dtype({1: "<u1", 2: "<u2", 4: "<i4", 8: "<i8"}[item])
     file = _RemoteTokens(folder, f"{name}.bin")
-    plain = _PlainShard(f"{folder.url}/{name}", file, dtype, record.tokens)
+    read_index = partial(folder.keep, f"{name}.idx", manifest.files[f"{name}.idx"].xxh3_128)
+    plain = _PlainShard(f"{folder.url}/{name}", file, dtype, record.tokens, read_index)
     blocks = manifest.files.get(f"{name}{BLOCKS_SUFFIX}")
     if blocks is None:
         return plain
@@ -219,7 +220,9 @@ def open_prefix(
     if split != "train":
         return []
     file = _RemoteTokens(folder, f"{name}.bin")
-    plain = _PlainShard(f"{folder.url}/{name}", file, header.dtype, size // header.dtype.itemsize)
+    read_index = partial(folder.read, f"{name}.idx")
+    num_tokens = size // header.dtype.itemsize
+    plain = _PlainShard(f"{folder.url}/{name}", file, header.dtype, num_tokens, read_index)
     raw = folder.read_small(f"{name}{BLOCKS_SUFFIX}")
     if raw is None:
         return [plain]
@@ -261,10 +264,28 @@ class _RemoteTokens:
 class _PlainShard:
     """A remote shard without checks: each read is a request."""
 
-    def __init__(self, name: str, file: _RemoteTokens, dtype: np.dtype[np.generic], num_tokens: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        file: _RemoteTokens,
+        dtype: np.dtype[np.generic],
+        num_tokens: int,
+        read_index: Callable[[], bytes],
+    ) -> None:
+        """``read_index`` fetches the whole index, which only lengths of documents need."""
         self.name, self.num_tokens, self._file, self._dtype = name, num_tokens, file, dtype
+        self._read_index = read_index
         self.num_documents = 0
-        """Always 0, because the index with the documents is not fetched."""
+        """Always 0, because the index is not fetched for single documents."""
+
+    def document_lengths(self) -> NDArray[np.int64]:
+        try:
+            found = ShardIndex.parse(np.frombuffer(self._read_index(), np.uint8)).document_lengths()
+            if found.sum() != self.num_tokens:
+                raise ValueError(f"counts {found.sum()} tokens instead of {self.num_tokens}")
+        except (OSError, ValueError) as error:
+            raise BadInputError("shard", self.name, f"its index {_one_line(error)}; restore it") from None
+        return found
 
     def read(self, first: int, out: NDArray[np.int32]) -> None:
         item = self._dtype.itemsize

@@ -43,6 +43,11 @@ class TokenShard(Protocol):
         """Number of documents that `document` can return."""
         ...
 
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Return the number of tokens of each document, which cover the shard in their order. Raises
+        `BadInputError` if the index is damaged."""
+        ...
+
     def read(self, first: int, out: NDArray[np.int32]) -> None:
         """Fill ``out`` with the tokens from number ``first`` on."""
         ...
@@ -162,6 +167,9 @@ class HashedShard:
     @property
     def num_documents(self) -> int:
         return self._plain.num_documents
+
+    def document_lengths(self) -> NDArray[np.int64]:
+        return self._plain.document_lengths()
 
     def document(self, index: int) -> NDArray[np.generic]:
         return self._plain.document(index)

@@ -247,6 +247,7 @@ def _check_cuda_graphs(job: JobValues) -> None:
     for wrong, needs in (
         (bool(lacks), lacks),
         (job.train.memory_budget is not None, "train.memory_budget = off: set layout.recompute instead"),
+        (job.data.documents == "packed", "data.documents = joined: lengths differ between micro-batches"),
     ):
         need(not wrong, "train.cuda_graphs", True, f"needs {needs}")
 

@@ -25,11 +25,13 @@ from myriad.kernels.attention_choice import (
     FastestAttention,
     Scores,
     choose_attention,
+    hindrance,
     read_times,
 )
 from myriad.kernels.choice import in_interpreter, runs_triton
 from myriad.kernels.config import Kernels
 from myriad.kernels.constant_tensors import constant_tensor
+from myriad.kernels.documents import Documents
 from myriad.kernels.rotary import turned
 
 __all__ = [
@@ -119,18 +121,52 @@ def attention(
     kernels: Kernels = "auto",
     how: Scores = Scores(),
     sinks: torch.Tensor | None = None,
+    documents: Documents | None = None,
 ) -> torch.Tensor:
     """Attend from queries, keys and values ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``. Each position attends
     to itself and the positions before it, at most the last ``window``. ``turns``: rotations (`rotary_turns`)
     of queries and keys. ``sinks``: score of each head's attention sink, ``[N]``: it takes a share of the
-    softmax and has no value (GPT-OSS, arXiv 2508.10925)."""
-    path = path_of(fused, heads, window, kernels, capped=how.softcap is not None or sinks is not None)
+    softmax and has no value (GPT-OSS, arXiv 2508.10925). With ``documents``, positions attend inside their
+    document only, and rotations begin with it."""
+    capped = how.softcap is not None or sinks is not None
+    if documents is not None:
+        return _inside_documents(fused, heads, window, turns, kernels, how, sinks, documents)
+    path = path_of(fused, heads, window, kernels, capped=capped)
     if path == "blocks":
         return attention_in_blocks(fused, heads, window, turns, how, sinks)
     q, k, v = split_heads(fused, heads, turns, kernels)
     if turns is not None and (path == "scores" or heads.num_heads == heads.num_kv_heads):
         v = v.contiguous()  # saved for the backward: a view would also keep the unrotated queries and keys
     return attention_by(path, q, k, v, window, how, sinks).flatten(2)
+
+
+def _inside_documents(
+    fused: torch.Tensor,
+    heads: Heads,
+    window: int | None,
+    turns: torch.Tensor | None,
+    kernels: Kernels,
+    how: Scores,
+    sinks: torch.Tensor | None,
+    documents: Documents,
+) -> torch.Tensor:
+    """Attend inside documents: by the library's kernel for sequences of any lengths where it can run, else
+    in batches of documents of about the same length."""
+    capped = how.softcap is not None or sinks is not None
+    if not hindrance("varlen", _shape_of(fused, heads, window, capped=capped)):
+        from myriad.kernels.attention_library import varlen_attention
+
+        # scores depend on differences of positions alone, so that rotations need not begin with a document
+        q, k, v = split_heads(fused, heads, turns, kernels)
+        span = min(window or documents.longest, documents.longest)
+        scale = how.factor(heads.width)
+        return varlen_attention(q, k, v, span, scale, documents).flatten(2)
+
+    def attend(part: torch.Tensor) -> torch.Tensor:
+        of_part = None if turns is None else turns[: part.shape[1]]
+        return attention(part, heads, window, of_part, kernels, how, sinks)
+
+    return documents.attend(attend, fused)
 
 
 def split_heads(
@@ -155,8 +191,12 @@ def path_of(
     fused: torch.Tensor, heads: Heads, window: int | None, kernels: Kernels, *, capped: bool = False
 ) -> AttentionPath:
     """Return the implementation that these values use. ``capped``: scores have a bound or a sink."""
+    return _chosen(_shape_of(fused, heads, window, capped=capped), kernels, fused.device)
+
+
+def _shape_of(fused: torch.Tensor, heads: Heads, window: int | None, *, capped: bool) -> AttentionShape:
     on = fused.device
-    shape = AttentionShape(
+    return AttentionShape(
         on.type,
         str(fused.dtype).removeprefix("torch."),
         fused.shape[1],
@@ -167,7 +207,6 @@ def path_of(
         interpreted=in_interpreter(),
         capped=capped,
     )
-    return _chosen(shape, kernels, on)
 
 
 @lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from myriad.kernels.attention_choice import Scores
 from myriad.kernels.constant_tensors import constant_tensor
+from myriad.kernels.documents import Documents
 
 __all__ = ["cudnn_attention", "flex_attention_in", "sdpa_attention", "varlen_attention"]
 
@@ -55,17 +56,24 @@ def _ends(batch: int, sequence: int, device: torch.device) -> torch.Tensor:
 
 
 def varlen_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    scale: float | None = None,
+    documents: Documents | None = None,
 ) -> torch.Tensor:
-    """Attend with FlashAttention-2. Its window counts the keys to the left of the query's own."""
+    """Attend with FlashAttention-2, inside each document if there are any. Its window counts the keys to the
+    left of the query's own."""
     from torch.nn.attention.varlen import varlen_attn
 
     batch, sequence = q.shape[:2]
-    ends = _ends(batch, sequence, q.device)
+    ends = _ends(batch, sequence, q.device) if documents is None else documents.ends
+    longest = sequence if documents is None else documents.longest
     queries, keys, values = (x.flatten(0, 1) for x in (q, k, v))
     grouped = q.shape[2] != k.shape[2]
     sides = (window - 1, 0)
-    lengths = (ends, ends, sequence, sequence)
+    lengths = (ends, ends, longest, longest)
     out = varlen_attn(queries, keys, values, *lengths, scale=scale, window_size=sides, enable_gqa=grouped)
     assert isinstance(out, torch.Tensor), "nothing else was asked for"
     return out.unflatten(0, (batch, sequence))

@@ -16,6 +16,8 @@ relative to it, and the target's logit. Meanwhile the next chunk's logits are co
 steps may run other work. With Triton's kernels (`myriad.kernels.triton.cross_entropy_kernels`) a single rank
 uses the same code with nothing to wait for: the logits are read twice and nothing is written in between.
 
+With ``skips``, targets may be negative: these tokens have no loss, and their gradient is 0.
+
 With ``z_loss`` ``z``, each token adds ``z lse^2`` to the loss, where ``lse`` is the logarithm of the sum of
 its exponentials (PaLM, arXiv 2204.02311, section 5): ``p`` above becomes ``p (1 + 2 z lse)``.
 
@@ -115,7 +117,7 @@ class _Part(NamedTuple):
 
 
 def _losses_alone(
-    logits: torch.Tensor, targets: torch.Tensor, z_loss: float, *, gradient: bool
+    logits: torch.Tensor, targets: torch.Tensor, z_loss: float, *, gradient: bool, skips: bool
 ) -> torch.Tensor:
     """Return the sum of the losses, if one rank has the whole vocabulary. ``logits`` are overwritten with
     their gradient, or without ``gradient`` with intermediate values. A CPU processes one tile at a time."""
@@ -123,14 +125,15 @@ def _losses_alone(
     if logits.device.type == "cpu":
         num_tokens = max(1, _TILE_BYTES // (4 * logits.shape[1]))
     tiles = zip(logits.split(num_tokens), targets.split(num_tokens), strict=True)
-    return torch.stack([_losses_of_tile(*tile, z_loss, gradient=gradient) for tile in tiles]).sum()
+    return torch.stack([_loss_of_tile(*tile, z_loss, gradient=gradient, skips=skips) for tile in tiles]).sum()
 
 
-def _losses_of_tile(
-    logits: torch.Tensor, targets: torch.Tensor, z_loss: float, *, gradient: bool
+def _loss_of_tile(
+    logits: torch.Tensor, targets: torch.Tensor, z_loss: float, *, gradient: bool, skips: bool
 ) -> torch.Tensor:
     top = logits.amax(1, keepdim=True)
-    rows = targets[:, None]
+    rows = targets[:, None].clamp(min=0) if skips else targets[:, None]
+    counted = (targets >= 0)[:, None] if skips else None
     at_target = logits.gather(1, rows) - top
     exponentials = logits.sub_(top).exp_()
     total = exponentials.sum(1, keepdim=True)
@@ -138,8 +141,11 @@ def _losses_of_tile(
     if gradient:
         exponentials.div_(total if sums is None else total / (1 + 2 * z_loss * sums))
         exponentials.scatter_add_(1, rows, exponentials.new_full((1, 1), -1.0).expand_as(rows))
+        if counted is not None:
+            exponentials.mul_(counted)
     losses = total.log() - at_target
-    return losses.sum() if sums is None else (losses + z_loss * sums.square()).sum()
+    losses = losses if sums is None else losses + z_loss * sums.square()
+    return losses.sum() if counted is None else losses.mul_(counted).sum()
 
 
 @dataclass
@@ -167,8 +173,11 @@ class _Job:
         peers: TensorPeers,
         kernels: Kernels,
         z_loss: float,
+        *,
+        skips: bool,
     ) -> None:
         self.x, self.targets, self.part, self.peers, self.z_loss = x, targets, part, peers, z_loss
+        self._skips = skips
         self._in_triton = part.softcap is None and runs_triton("cross_entropy", x, kernels)
         differentiable = torch.is_grad_enabled()
         needs_x, needs_weight = (differentiable and t.requires_grad for t in (x, part.weight))
@@ -189,7 +198,8 @@ class _Job:
             facts = row_facts(logits, targets, self.part.first_row, self.part.num_valid)
             return _Chunk(start, stop, logits, self.peers.start_stack(facts))
         if self.peers.size == 1:
-            self.loss += _losses_alone(logits, targets, self.z_loss, gradient=self._gradient)
+            flags = {"gradient": self._gradient, "skips": self._skips}
+            self.loss += _losses_alone(logits, targets, self.z_loss, **flags)
             return _Chunk(start, stop, logits, slopes=slopes)
         # a rank's part may be all padding
         top = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
@@ -225,12 +235,16 @@ class _Job:
         top = tops.amax(0)
         scales = (tops - top).exp_()
         total = (sums * scales).sum(0)
-        self.loss += (total.log() + top - at_target.sum(0)).sum()
-        if self.z_loss:
-            sums = total.log() + top
-            self.loss += self.z_loss * sums.square().sum()
-            total = total / (1 + 2 * self.z_loss * sums)  # so that the gradient has the factor
         targets = self.targets[chunk.start : chunk.stop]
+        sums = total.log() + top
+        losses = sums - at_target.sum(0)
+        if self.z_loss:
+            losses += self.z_loss * sums.square()
+            total = total / (1 + 2 * self.z_loss * sums)  # so that the gradient has the factor
+        if self._skips:  # an infinite total gives probabilities of 0; no row is the target's
+            losses *= targets >= 0
+            total = total.masked_fill(targets < 0, torch.inf)
+        self.loss += losses.sum()
         if self._gradient and self._in_triton:
             from myriad.kernels.triton.cross_entropy_kernels import write_gradient
 
@@ -296,11 +310,13 @@ def linear_cross_entropy_steps(
     kernels: Kernels = "auto",
     softcap: float | None = None,
     z_loss: float = 0.0,
+    *,
+    skips: bool = False,
 ) -> Generator[None, None, torch.Tensor]:
     """Run `linear_cross_entropy` in steps; yield while a message between the ranks is in flight."""
     first_row = peers.rank * len(weight)
     part = _Part(weight, first_row, min(max(vocabulary - first_row, 0), len(weight)), softcap)
-    job = _Job(x, targets, part, peers, kernels, z_loss)
+    job = _Job(x, targets, part, peers, kernels, z_loss, skips=skips)
     chunk = min(chunk or chunk_tokens(len(weight), len(x), peers.size, on_gpu=weight.is_cuda), len(x))
     shape = (1 if peers.size == 1 else 2, chunk, len(weight))
     buffers = x.new_empty(shape, dtype=torch.float32).unbind()
@@ -330,15 +346,18 @@ def linear_cross_entropy(
     kernels: Kernels = "auto",
     softcap: float | None = None,
     z_loss: float = 0.0,
+    *,
+    skips: bool = False,
 ) -> torch.Tensor:
     """Return the sum over tokens of ``-log softmax(x weight^T)[target]``, a float32 scalar.
 
     With ``softcap`` ``c``, each logit is bounded to ``c tanh(logit / c)`` first (Gemma 2, arXiv 2408.00118).
     ``x``: ``[T, H]``, whole on every rank. ``weight``: this rank's rows ``[V/tp, H]``. ``targets``: ``[T]``,
-    below ``vocabulary``. The gradient of ``x`` is this rank's part of the sum: the operator that gathered
-    ``x`` sums the parts.
+    below ``vocabulary``; with ``skips``, tokens with a negative one have no loss. The gradient of ``x`` is
+    this rank's part of the sum: the operator that gathered ``x`` sums the parts.
     """
-    steps = linear_cross_entropy_steps(x, weight, targets, peers, vocabulary, chunk, kernels, softcap, z_loss)
+    how = (chunk, kernels, softcap, z_loss)
+    steps = linear_cross_entropy_steps(x, weight, targets, peers, vocabulary, *how, skips=skips)
     while True:
         try:
             next(steps)

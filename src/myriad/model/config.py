@@ -419,3 +419,12 @@ class ModelConfig(Config):
         """Return the model FLOPs (forward and backward, no recomputation) for one token of a full
         sequence."""
         return sum(self.layer_flops_per_token())
+
+    def flops_of_documents(self, tokens: int, pairs: int, window_pairs: int) -> float:
+        """Return the model FLOPs of ``tokens`` tokens of documents, whose attention has ``pairs`` pairs of
+        queries and keys in a layer without a window, and ``window_pairs`` in one with it."""
+        layers = range(self.layers + self.prediction_layers)
+        each = 6.0 * (self.heads * self.head_width + self.mixed_width)
+        joined = each / self.sequence * sum(self.attended_pairs(layer) for layer in layers)
+        attended = sum(pairs if self.layer_window(layer) is None else window_pairs for layer in layers)
+        return (self.flops_per_token() - joined) * tokens + each * attended

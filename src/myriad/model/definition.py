@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from myriad.kernels.documents import Documents
 from myriad.model.boundary import Boundary
 
 __all__ = [
@@ -115,7 +116,12 @@ class Context:
     """The data of the current micro-batch that every layer of a stage receives."""
 
     targets: Any = None
-    """Targets of the last layer: for the GPT, token ids ``[B, S]``; ``None`` on other stages."""
+    """Targets of the last layer: for the GPT, token ids ``[B, S]``; ``None`` on other stages. In packed
+    windows a target without a loss is ``~token``."""
+    documents: Documents | None = None
+    """Documents in each window, of all positions; ``None``: each window is one sequence."""
+    first_target: int = 0
+    """Position in the sequence of the first target."""
     following: Any = None
     """Targets of the positions after those of ``targets``, if only a part of the sequence is computed."""
     samples: torch.Tensor | None = None

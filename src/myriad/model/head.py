@@ -76,7 +76,7 @@ class Head(SteppedLayer):
     def _steps(self, x: torch.Tensor, branch: torch.Tensor | None, context: Context) -> Steps:
         x, normed = self.norm.add(x, branch)
         del branch
-        loss = yield from self._loss(normed, context.targets)
+        loss = yield from self._loss(normed, context.targets, None, context)
         if self.tokens is None:
             return loss
         losses = [loss]
@@ -86,6 +86,8 @@ class Head(SteppedLayer):
                 losses.append(torch.zeros_like(loss))
                 continue
             tokens, _ = _ahead(context, number - 1)
+            if context.documents is not None:
+                tokens = torch.where(tokens < 0, ~tokens, tokens)
             rows = embedding(tokens, self.tokens.weight, self.first_row, self.vocabulary_size)
             arriving = self.boundary.start_reduce_scatter(rows)
             yield None
@@ -95,10 +97,13 @@ class Head(SteppedLayer):
             stream, last = (output.stream, output.branch) if isinstance(output, Residual) else (output, None)
             x, normed = layer.norm.add(stream, last)
             targets, num_valid = _ahead(context, number)
-            losses.append(self.weight * (yield from self._loss(normed, targets, num_valid)))
+            targets = _inside_documents(targets, context, number)
+            losses.append(self.weight * (yield from self._loss(normed, targets, num_valid, context)))
         return torch.stack(losses)
 
-    def _loss(self, normed: torch.Tensor, targets: torch.Tensor, num_valid: int | None = None) -> Steps:
+    def _loss(
+        self, normed: torch.Tensor, targets: torch.Tensor, num_valid: int | None, context: Context
+    ) -> Steps:
         """Return the sum of the losses of the first ``num_valid`` positions; ``None``: of all."""
         arriving = self.boundary.start_all_gather(self._scaled(normed))
         del normed
@@ -119,6 +124,7 @@ class Head(SteppedLayer):
             kernels=self.boundary.kernels,
             softcap=self.softcap,
             z_loss=self.z_loss if self.training else 0.0,
+            skips=context.documents is not None,
         )
         return (yield from steps)
 
@@ -130,6 +136,18 @@ class Head(SteppedLayer):
         """Return float32 scores of the vocabulary, on one device: ``[..., H]`` to ``[..., V]``."""
         logits = linear(self._scaled(self.norm(x)), self.output.weight)[..., : self.vocabulary].float()
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def _inside_documents(targets: torch.Tensor, context: Context, distance: int) -> torch.Tensor:
+    """Mark the targets ``distance`` positions ahead that lie in another document as targets without a
+    loss."""
+    if context.documents is None:
+        return targets
+    positions = context.documents.positions[:, context.first_target :]
+    later = F.pad(positions[:, distance:], (0, distance), value=-1)
+    count = targets.shape[1]
+    is_inside = later[:, :count] == positions[:, :count] + distance
+    return torch.where(is_inside | (targets < 0), targets, ~targets)
 
 
 def _ahead(context: Context, distance: int) -> tuple[torch.Tensor, int]:

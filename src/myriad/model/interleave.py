@@ -200,12 +200,15 @@ class _Sequences:
         return x.split(self.sizes)
 
     def contexts(self, context: Context, x: torch.Tensor) -> Sequence[Context]:
-        targets, samples = (
+        targets, samples, documents = (
             [None] * len(self.sizes) if values is None else values.split(self.sizes)
-            for values in (context.targets, context.samples)
+            for values in (context.targets, context.samples, context.documents)
         )
-        pairs = zip(targets, samples, strict=True)
-        return [replace(context, targets=target, samples=sample) for target, sample in pairs]
+        parts = zip(targets, samples, documents, strict=True)
+        return [
+            replace(context, targets=target, samples=sample, documents=inside)
+            for target, sample, inside in parts
+        ]
 
     def steps(self, steps: LayerSteps) -> LayerSteps:
         return _by_itself(steps)
@@ -230,11 +233,12 @@ class _Positions:
         targets = [None] * len(self.sizes) if context.targets is None else self._of_whole(context.targets)
         ends = list(accumulate(size * self.num_ranks for size in self.sizes))
         following = [None if context.targets is None else context.targets[:, end:] for end in ends]
-        starts = [start + self.rank * size for start, size in zip((0, *ends[:-1]), self.sizes, strict=True)]
-        parts = zip(targets, following, starts, strict=True)
+        begins = (0, *ends[:-1])
+        starts = [begin + self.rank * size for begin, size in zip(begins, self.sizes, strict=True)]
+        parts = zip(targets, begins, following, starts, strict=True)
         return [
-            replace(context, targets=target, following=after, first_position=start)
-            for target, after, start in parts
+            replace(context, targets=target, first_target=begin, following=after, first_position=start)
+            for target, begin, after, start in parts
         ]
 
     def steps(self, steps: LayerSteps) -> LayerSteps:

@@ -23,6 +23,7 @@ from torch import nn
 from myriad.kernels.attention import attention
 from myriad.kernels.attention_blocks import Heads, runs_in_blocks
 from myriad.kernels.attention_choice import Scores
+from myriad.kernels.documents import Documents
 from myriad.kernels.latent_heads import join_latent_heads, without_padding
 from myriad.kernels.linear import Linear, linear
 from myriad.kernels.memory_order import as_rows_lie
@@ -79,13 +80,13 @@ class LatentAttention(nn.Module):
         entering = self.entering
         return entering.joined([linear(x, one, None, self.later, remade) for one in entering.weights])
 
-    def mix(self, fused: torch.Tensor) -> torch.Tensor:
+    def mix(self, fused: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Attend: the result of `project` for all positions to ``[B, S, N V]``."""
         q, kv_latent, shared = self._parts(fused)
         q = q if self.q_up is None or self.q_norm is None else self._up(q, self.q_norm, self.q_up)
         kv = self._up(kv_latent, self.kv_norm, self.kv_up)
         joined = join_latent_heads(q, kv, shared, self._turns(fused, 0), self.num_heads)
-        mixed = attention(joined, self.shape, None, None, self.kernels, self.scores)
+        mixed = attention(joined, self.shape, None, None, self.kernels, self.scores, None, documents)
         return without_padding(mixed, self.num_heads, self.sizes.value)
 
     def out(self, mixed: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from myriad.kernels.activation import activate, takes_bias
 from myriad.kernels.embedding import embedding
@@ -90,23 +91,26 @@ class Embedding(SteppedLayer):
     def steps(self, x: torch.Tensor, context: Context) -> Steps:
         arriving = self.boundary.start_reduce_scatter(self._partial_sums(x))
         yield None
-        stream = arriving.wait()
-        stream = self._placed(stream, _first_position(stream, context, self.boundary.rank))
+        stream = self._placed(arriving.wait(), context)
         return self.dropout(stream, context, training=self.training)
 
     def embed(self, tokens: torch.Tensor, first_position: int) -> torch.Tensor:
         """Embed tokens on one device, the first of them at ``first_position``."""
-        return self._placed(self._partial_sums(tokens), first_position)
+        return self._placed(self._partial_sums(tokens), Context(first_position=first_position))
 
     def _partial_sums(self, tokens: torch.Tensor) -> torch.Tensor:
         return embedding(tokens, self.tokens.weight, self.first_row, self.vocabulary_size)
 
-    def _placed(self, stream: torch.Tensor, first_position: int) -> torch.Tensor:
+    def _placed(self, stream: torch.Tensor, context: Context) -> torch.Tensor:
         if self.scale != 1:
             stream = stream * self.scale
         if self.positions is None:
             return stream
-        return stream + self.positions.weight[first_position : first_position + stream.shape[1]]
+        first = _first_position(stream, context, self.boundary.rank)
+        share = slice(first, first + stream.shape[1])
+        if context.documents is None:
+            return stream + self.positions.weight[share]
+        return stream + F.embedding(context.documents.positions[:, share], self.positions.weight)
 
 
 class MLP(nn.Module):
@@ -175,10 +179,11 @@ class Block(SteppedLayer):
         self.dropout2 = _Dropout(config, boundary, f"blocks.{layer}.mlp")
 
     def steps(self, x: torch.Tensor, context: Context) -> LayerSteps:
-        return self._steps(x, None, context, self.attention.mix)
+        return self._steps(x, None, context, partial(self.attention.mix, documents=context.documents))
 
     def steps_after(self, x: Residual, context: Context) -> LayerSteps:
-        return self._steps(x.stream, x.branch, context, self.attention.mix)
+        mix = partial(self.attention.mix, documents=context.documents)
+        return self._steps(x.stream, x.branch, context, mix)
 
     def step(self, x: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
         """Run the block on one device for new positions ``[B, S, H]``, after those in the cache."""

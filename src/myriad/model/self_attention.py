@@ -13,6 +13,7 @@ from torch import nn
 from myriad.kernels.attention import attention, split_heads
 from myriad.kernels.attention_blocks import Heads, runs_in_blocks
 from myriad.kernels.attention_choice import Scores
+from myriad.kernels.documents import Documents
 from myriad.kernels.gradient import DeferredProduct
 from myriad.kernels.linear import Linear, linear
 from myriad.kernels.query_key_norm import HeadNorm, query_key_norm
@@ -110,10 +111,11 @@ class Attention(nn.Module):
         fused: torch.Tensor = self.qkv(x, remade)
         return fused
 
-    def mix(self, fused: torch.Tensor) -> torch.Tensor:
+    def mix(self, fused: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Attend: queries, keys and values of all positions ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``."""
         fused, turns = self._normed(fused), self._turns(fused, 0)
-        return attention(fused, self.shape, self.window, turns, self.kernels, self.scores, self.sinks)
+        how = (self.window, turns, self.kernels, self.scores, self.sinks, documents)
+        return attention(fused, self.shape, *how)
 
     def out(self, mixed: torch.Tensor) -> torch.Tensor:
         """Project ``[B, S, N D]`` to the partial sum."""

@@ -403,4 +403,5 @@ def check_on_device(device: torch.device, job: DeviceJob) -> None:
 def blank_batch(sample: Batch, device: torch.device) -> Batch:
     """Return a batch of zeros with the shapes and types of ``sample``, for `Engine.warm_up`."""
     tensors = (sample.inputs, sample.targets, sample.samples)
-    return Batch(*(torch.zeros(one.shape, dtype=one.dtype, device=device) for one in tensors))
+    inputs, targets, samples = (torch.zeros(one.shape, dtype=one.dtype, device=device) for one in tensors)
+    return Batch(inputs, targets, samples, sample.documents)

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from myriad.comm.groups import Groups
+from myriad.kernels.documents import Documents
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Context
 from myriad.parallel.chunk import Chunk
@@ -39,6 +40,8 @@ class Batch:
     targets: torch.Tensor
     samples: torch.Tensor
     """Index of each row's sample in the whole run, int64."""
+    documents: Documents | None = None
+    """Documents in each row; ``None``: each row is one sequence."""
 
 
 class Finisher(Protocol):
@@ -307,7 +310,10 @@ class Runtime:
     def _context(self, micro_batch: int, now: _Iteration) -> Context:
         assert now.batch is not None
         targets, samples = (self._rows(x, micro_batch) for x in (now.batch.targets, now.batch.samples))
-        return Context(targets=targets, samples=samples, seed=self._seed)
+        documents = now.batch.documents
+        if documents is not None:
+            documents = documents.rows(micro_batch * self._micro_batch, (micro_batch + 1) * self._micro_batch)
+        return Context(targets=targets, samples=samples, documents=documents, seed=self._seed)
 
     def _forward(self, action: Action, now: _Iteration) -> None:
         stage, micro_batch = key = action.stage, action.micro_batch

@@ -261,7 +261,10 @@ def _import(event: Record) -> str:
 
 def _corpus(event: Record) -> str:
     tokens = _shown(event, "tokens", format_count, after=" tokens")
-    return _joined(tokens, f"fingerprint {event.get('fingerprint')}")
+    windows = _shown(event, "windows", format_count, after=" packed windows")
+    padding = _shown(event, "padding", format_count, after=" positions of padding")
+    split = _shown(event, "split_documents", format_count, after=" documents split")
+    return _joined(tokens, windows, padding, split, f"fingerprint {event.get('fingerprint')}")
 
 
 def _sample(event: Record) -> str:

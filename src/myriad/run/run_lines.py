@@ -111,6 +111,7 @@ EVENT_FIELDS: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(
         ("step", "epoch", "resumed_from", "nodes", "failures", "parameters", "tokens"), _is_count
     ),
+    **dict.fromkeys(("windows", "padding", "split_documents"), _is_count),
     **dict.fromkeys(("num_dropped", "num_late", "bytes", "missed", "term", "steps_done"), _is_count),
     **dict.fromkeys(("rank", "node"), lambda value: _is_count(value, -1)),
     **dict.fromkeys(("world", "dp", "threads"), lambda value: _is_count(value, 1)),

@@ -8,7 +8,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from myriad.comm.grid import RankGrid
 from myriad.comm.rendezvous.store_secret import STORE_SECRET
 from myriad.data.bad_blocks import BlockGuard
-from myriad.data.corpus import open_corpora, read_batch
+from myriad.data.corpus import BatchReader, open_corpora
 from myriad.data.loader import LoaderClient, LoaderSpec, StartLoader
+from myriad.data.windows import BatchWords, PackedRows
 from myriad.errors import BadInputError
 from myriad.job import Job
+from myriad.kernels.documents import Documents
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
 from myriad.run import Run
@@ -38,19 +40,40 @@ def rank_rows(job: Job, dp_index: int) -> range:
     return range(first * size, (first + job.shares[dp_index]) * size)
 
 
-def to_batch(job: Job, tokens: NDArray[np.int32], first_sample: int, device: torch.device) -> Batch:
-    """Turn ``[rows, sequence + 1]`` token windows into inputs and targets; they are copied, so that the
-    source may be reused.
+def to_batch(
+    job: Job, rows: NDArray[np.int32], step_sample: int, first_row: int, device: torch.device
+) -> Batch:
+    """Turn rows of a global batch, as the loader gives them, into inputs and targets; they are copied, so
+    that the source may be reused.
 
-    Raises `BadInputError` for a token that the model does not have: a vocabulary that is sharded over ranks
-    would take it for another rank's token.
+    ``step_sample`` is the number of the step's first sample, ``first_row`` that of the first of these rows
+    in the batch. Raises `BadInputError` for a token that the model does not have: a vocabulary that is
+    sharded over ranks would take it for another rank's token.
     """
+    if job.data.documents == "packed":
+        return _packed_batch(job, rows, step_sample, device)
+    _check_tokens(job, rows)
+    windows = to_device(torch.from_numpy(rows.astype(np.int64)), device)
+    first = step_sample + first_row
+    samples = torch.arange(first, first + len(windows), device=device)
+    return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), samples)
+
+
+def _packed_batch(job: Job, rows: NDArray[np.int32], step_sample: int, device: torch.device) -> Batch:
+    packed = PackedRows.of(rows)
+    _check_tokens(job, packed.inputs)
+    _check_tokens(job, np.where(packed.targets < 0, ~packed.targets, packed.targets))
+    offsets = np.array([BatchWords.read(row).offset for row in rows])
+    copy = partial(to_device, device=device)
+    inputs, targets = (copy(torch.from_numpy(one.astype(np.int64))) for one in packed[:2])
+    samples = copy(torch.from_numpy(step_sample + offsets))
+    return Batch(inputs, targets, samples, Documents.of(packed.positions, copy))
+
+
+def _check_tokens(job: Job, tokens: NDArray[np.int32]) -> None:
     if not 0 <= tokens.min() <= (largest := int(tokens.max())) < job.model.vocabulary:
         allowed = f"the corpus holds token {largest}; more than that, or a corpus of another tokenizer"
         raise BadInputError("model.vocabulary", job.model.vocabulary, allowed)
-    windows = to_device(torch.from_numpy(tokens.astype(np.int64)), device)
-    samples = torch.arange(first_sample, first_sample + len(windows), device=device)
-    return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), samples)
 
 
 def to_device(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -74,16 +97,22 @@ class Validation:
         self._corpora = open_corpora(job.data, job.model.sequence, "validation", guard=guard)
         whole = self._corpora.num_samples // job.train.global_batch
         self.num_batches = min(job.data.validation_batches, whole)
-        self._sampler = self._corpora.sampler(job.train.seed) if self.num_batches else None
+        if self.num_batches:
+            train, shares = job.train, job.shares
+            shape = (train.global_batch, shares, job.layout.micro_batch, job.model.window)
+            self._reader = BatchReader(self._corpora, train.seed, *shape)
 
-    @property
+    @cached_property
     def num_targets(self) -> int:
         """Predicted tokens in all batches."""
-        return self.num_batches * self._job.train.global_batch * self._job.model.sequence
+        if self._job.data.documents == "joined":
+            return self.num_batches * self._job.train.global_batch * self._job.model.sequence
+        rows = (self._read(index, range(1))[0] for index in range(self.num_batches))
+        return sum(BatchWords.read(row).num_targets for row in rows)
 
     def batch(self, index: int) -> Batch:
         """Return this rank's rows of one batch."""
-        return to_batch(self._job, self._read(index, self._rows), 0, self._device)
+        return to_batch(self._job, self._read(index, self._rows), 0, self._rows.start, self._device)
 
     def loss(self, engine: Engine, stops: Callable[[], bool]) -> float | None:
         """Return the mean loss in nats per token over all batches, NaN if there is none; ``None`` as soon as
@@ -97,9 +126,9 @@ class Validation:
         return total / self.num_targets if self.num_batches else math.nan
 
     def _read(self, index: int, rows: range) -> NDArray[np.int32]:
-        assert self._sampler is not None
-        first = index * self._job.train.global_batch
-        return read_batch(self._corpora, self._sampler, range(first + rows.start, first + rows.stop))
+        found = np.empty((len(rows), self._corpora.width), np.int32)
+        self._reader.read(index * self._job.train.global_batch, rows, found)
+        return found
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Convert a mean loss in nats per token to bits per byte of text; ``None`` if the tokenizer is
@@ -110,7 +139,11 @@ class Validation:
         everything = range(self._job.train.global_batch)
         sizes = np.zeros(max(tokenizer.vocabulary, self._job.model.vocabulary), np.int64)
         sizes[: tokenizer.vocabulary] = tokenizer.token_bytes
-        num_bytes = sum(int(sizes[self._read(i, everything)[:, 1:]].sum()) for i in range(self.num_batches))
+        num_bytes = 0
+        for index in range(self.num_batches):
+            rows = self._read(index, everything)
+            targets = rows[:, 1:] if self._job.data.documents == "joined" else PackedRows.of(rows).targets
+            num_bytes += int(sizes[targets[targets >= 0]].sum())
         return loss * self.num_targets / math.log(2) / num_bytes
 
 
@@ -138,6 +171,9 @@ def open_feed(
         data=job.data,
         sequence=job.model.sequence,
         global_batch=job.train.global_batch,
+        shares=job.shares,
+        micro_batch=job.layout.micro_batch,
+        window=job.model.window,
         seed=job.train.seed,
         rows=(rows,),
         content=content,

@@ -22,6 +22,7 @@ from myriad.comm.hierarchy_choice import agree_on_hierarchy
 from myriad.comm.layout import AXES, Layout
 from myriad.comm.typed_collectives import broadcast_value
 from myriad.job import Job
+from myriad.kernels.documents import Documents
 from myriad.model.definition import Definition
 from myriad.model.gpt import GPT
 from myriad.optim.loss_scale import LossScaler
@@ -47,7 +48,11 @@ def build_engine(rank: RankContext, append_event: Callable[..., None]) -> Engine
     job, groups, device, dtype, folder = rank.job, rank.groups, rank.device, rank.dtype, rank.run.path
     definition = GPT(job.model, job.train.seed)
     tokens = torch.zeros((job.layout.micro_batch, job.model.sequence), dtype=torch.int64, device=device)
-    sample = Batch(tokens, tokens, tokens[:, 0])
+    documents = None
+    if job.data.documents == "packed":
+        positions = torch.arange(job.model.sequence, device=device).expand_as(tokens)
+        documents = Documents(positions, [[job.model.sequence]] * len(tokens))
+    sample = Batch(tokens, tokens, tokens[:, 0], documents)
     layers = stage_layers(definition, job.layout, groups, sample, dtype, folder / "profile.json")
     where = TuningContext(job, groups, device, dtype, rank.kernels)
     overlap = choose_tp_overlap(where, folder / "tensor_overlap.json", append_event)

@@ -26,6 +26,7 @@ __all__ = [
     "keep_tokenizer",
     "note_corpus",
     "open_inputs",
+    "refuse_no_documents",
     "refuse_other_tokenizer",
     "refuse_replaced_corpus",
     "tokenizer_of",
@@ -64,6 +65,14 @@ def open_inputs(job: Job, report_stage: Callable[[str], None]) -> Corpora:
         allowed = f"off: {paths[0]} has no tokenizer.json beside it, so no text can be made"
         raise BadInputError("train.sample_prompt", job.train.sample_prompt, allowed)
     return corpora
+
+
+def refuse_no_documents(corpora: Corpora) -> None:
+    """Pack the documents of corpora, if the job packs them. Raises `BadInputError` for a damaged index, and
+    for a corpus without a document of two tokens."""
+    for corpus, windows in zip(corpora.corpora, corpora.windows, strict=True):
+        if windows.count == 0:
+            raise BadInputError("data.corpus", corpus.name, "holds no document of two tokens or more")
 
 
 def refuse_other_tokenizer(run: Run, job: Job, corpora: Corpora) -> None:
@@ -110,7 +119,8 @@ def note_corpus(run: Run, corpora: Corpora) -> list[JobChange]:
     events = run.read_events()
     last = next((event for event in reversed(events) if event.get("event") == "corpus"), None)
     now = {"fingerprint": corpora.fingerprint, "tokens": corpora.num_tokens, "content": corpora.content}
-    run.append_event("corpus", **now, **({"unchecked": corpora.unchecked} if corpora.unchecked else {}))
+    unchecked = {"unchecked": corpora.unchecked} if corpora.unchecked else {}
+    run.append_event("corpus", **now, **unchecked, **_packing(corpora))
     since = events[events.index(last) :] if last is not None else []
     named = any(str(event.get("key", "")).startswith("data.") for event in since)
     changed = next(
@@ -121,6 +131,18 @@ def note_corpus(run: Run, corpora: Corpora) -> list[JobChange]:
     change = JobChange(f"{changed} of data.corpus", last[changed], now[changed])
     run.append_event("job_changed", step=run.last_step(), **change._asdict())
     return [change]
+
+
+def _packing(corpora: Corpora) -> dict[str, int]:
+    """Return how many windows the documents fill, and how well; empty if they are not packed."""
+    if not corpora.packed:
+        return {}
+    packings = [windows.packing for windows in corpora.packed]
+    return {
+        "windows": corpora.num_samples,
+        "padding": corpora.num_samples * corpora.sequence - sum(int(one.lengths.sum()) for one in packings),
+        "split_documents": sum(one.num_split for one in packings),
+    }
 
 
 def refuse_replaced_corpus(run: Run, job: Job, content: str) -> None:

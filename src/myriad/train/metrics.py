@@ -15,26 +15,46 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from myriad.data.corpus_cache import cache_folder
+from myriad.data.windows import BatchWords
+from myriad.job import Job
 from myriad.model.config import ModelConfig
 from myriad.parallel.optimizer_step import StepResult
 from myriad.system.machine import num_cores, processor_name
 from myriad.system.whole_file import write_whole
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["PeakFlopsTracker", "StepMeter", "find_peak"]
+__all__ = ["PeakFlopsTracker", "StepMeter", "StepWork", "find_peak"]
+
+
+class StepWork(NamedTuple):
+    """The work of one step, on all ranks."""
+
+    num_targets: int
+    """Predicted tokens, without padding."""
+    flops: float
+    """Model FLOPs."""
+
+    @classmethod
+    def of_windows(cls, job: Job) -> "StepWork":
+        """Return the work of a step whose windows are sequences."""
+        return cls(job.targets, job.model.flops_per_token() * job.targets)
+
+    @classmethod
+    def of_documents(cls, words: BatchWords, model: ModelConfig) -> "StepWork":
+        """Return the work of a step with packed documents: attention inside documents."""
+        pairs = (words.num_pairs, words.num_window_pairs)
+        return cls(words.num_targets, model.flops_of_documents(words.num_targets, *pairs))
 
 
 @dataclass(frozen=True)
 class StepMeter:
     """Compute a step's metrics from its result and spans."""
 
-    tokens_per_step: int
-    flops_per_step: float
     peak_flops: float
     """FLOP/s of all ranks together."""
     device: torch.device
@@ -44,6 +64,7 @@ class StepMeter:
         self,
         step: int,
         tokens: int,
+        work: StepWork,
         result: StepResult,
         learning_rate: float,
         seconds: float,
@@ -53,9 +74,9 @@ class StepMeter:
     ) -> dict[str, float | None]:
         """Return the metrics of a step.
 
-        ``step`` and ``tokens`` count those done; ``time`` is the end of the step. A skipped batch has
-        ``skipped``, and ``overflow`` if gradients overflowed at the ``loss_scale`` of float16. A non-finite
-        value is null.
+        ``step`` and ``tokens`` count those done, padding included; ``time`` is the end of the step. A skipped
+        batch has ``skipped``, and ``overflow`` if gradients overflowed at the ``loss_scale`` of float16. A
+        non-finite value is null.
         """
         return {
             "time": time.time(),
@@ -64,9 +85,9 @@ class StepMeter:
             "grad_norm": _finite(result.grad_norm),
             "learning_rate": learning_rate,
             "tokens": tokens,
-            "tokens_per_second": self.tokens_per_step / seconds,
+            "tokens_per_second": work.num_targets / seconds,
             "step_seconds": seconds,
-            "mfu": self.flops_per_step / seconds / self.peak_flops,
+            "mfu": work.flops / seconds / self.peak_flops,
             "memory_bytes": self._memory_bytes(),
             "data_wait_seconds": data_wait,
             "checkpoint_wait_seconds": checkpoint_wait,

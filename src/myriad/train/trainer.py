@@ -23,6 +23,7 @@ from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.lost_peer_errors import LostPeerError, report_lost_peers
 from myriad.data.loader import LoaderClient
 from myriad.data.loader_process import LoaderThread
+from myriad.data.windows import BatchWords
 from myriad.errors import MyriadError, RunFailedError
 from myriad.job import dump_toml
 from myriad.optim.schedule import learning_rate
@@ -41,7 +42,7 @@ from myriad.train.inputs import (
     bad_blocks_of,
 )
 from myriad.train.loss_spikes import SpikePolicy
-from myriad.train.metrics import PeakFlopsTracker, StepMeter
+from myriad.train.metrics import PeakFlopsTracker, StepMeter, StepWork
 from myriad.train.rank_context import open_rank
 from myriad.train.rank_profiler import Tracer
 from myriad.train.replica_digests import DigestPublisher
@@ -135,9 +136,7 @@ class Trainer:
         self.peak_tracker = PeakFlopsTracker(
             self.device, self.rank.dtype, self.place.local_world, writes=self.is_first
         )
-        tokens = job.targets
-        flops = job.model.flops_per_token() * tokens
-        return StepMeter(tokens, flops, self._peak_flops(), self.device, job.model)
+        return StepMeter(self._peak_flops(), self.device, job.model)
 
     def _prepare_computes(self) -> None:
         """On a GPU, load the kernels before messages wait for the device, and capture compute actions as
@@ -147,7 +146,7 @@ class Trainer:
             self.engine.warm_up()
         if train.cuda_graphs and self.device.type == "cuda" and self.step < train.steps:
             self.engine.capture(
-                CudaGraphs(self.device, self.job.layout.tp), self._load, self.meter.tokens_per_step
+                CudaGraphs(self.device, self.job.layout.tp), self._load, self._work_of_step().num_targets
             )
 
     def train(self) -> None:
@@ -240,7 +239,8 @@ class Trainer:
         self.recorder.step(self._under_way)
         started, waited = time.perf_counter(), self.feed.wait_seconds
         rate = learning_rate(self.job.optimizer, self.step, self.job.train.steps)
-        result = self._iterate(rate)
+        work = self._work_of_step()
+        result = self._iterate(rate, work.num_targets)
         self.step += 1
         self.progress.step_done(self._busy_seconds())
         self.verifier.publish()
@@ -252,13 +252,14 @@ class Trainer:
         asked = self.clock.receive(result.signal)
         self.session.trust(self.clock.agreed_step)
         seconds = time.perf_counter() - started
-        self._measure_peak(seconds)
+        self._measure_peak(seconds, work)
         if self.is_first:
             waited = self.feed.wait_seconds - waited
             saved = self.session.waited_seconds - self._waited_for_saves
             self._waited_for_saves += saved
             tokens = self.position.samples_before(self.step) * self.job.model.sequence
-            line = self.meter.line(self.step, tokens, result, rate, seconds, waited, saved, self.recorder)
+            times = (rate, seconds, waited, saved)
+            line = self.meter.line(self.step, tokens, work, result, *times, self.recorder)
             self.run_folder.append_metrics(line)
         return asked and self._agrees
 
@@ -271,22 +272,22 @@ class Trainer:
         """Return the peak FLOP/s of all ranks together."""
         return self.peak_tracker.peak.flops_per_second * self.place.world
 
-    def _measure_peak(self, step_seconds: float) -> None:
+    def _measure_peak(self, step_seconds: float, work: StepWork) -> None:
         """Raise the peak if this step, or a measurement after it, was faster."""
-        rate = self.meter.flops_per_step / step_seconds / self.place.world
+        rate = work.flops / step_seconds / self.place.world
         if self.peak_tracker.after_step(self.step, rate):
             self.meter = replace(self.meter, peak_flops=self._peak_flops())
             source = self.peak_tracker.peak.source
             self._event("peak", step=self.step, peak_flops=self.meter.peak_flops, peak_source=source)
 
-    def _iterate(self, rate: float) -> StepResult:
+    def _iterate(self, rate: float, num_targets: int) -> StepResult:
         excluded = self._under_way in self._skipped_steps
 
         def run() -> StepResult:
             return self.engine.train_step(
                 self._load,
                 rate,
-                self.meter.tokens_per_step,
+                num_targets,
                 signal=self._signal(),
                 step=self._under_way,
                 skip=excluded,
@@ -319,11 +320,17 @@ class Trainer:
         """Whether all ranks end after this step, so that the next attempt resumes from their memory."""
         return self.clock.restart_due and self._agrees and self.step < self.job.train.steps
 
+    def _work_of_step(self) -> StepWork:
+        """Return the work of the next step. With packed documents it waits for the step's batch."""
+        if self.job.data.documents == "joined":
+            return StepWork.of_windows(self.job)
+        return StepWork.of_documents(BatchWords.read(self.feed.get(self.step)[0]), self.job.model)
+
     def _load(self) -> Batch:
         job, grid = self.job, self.groups.grid
         rows = rank_rows(job, grid.index("dp"))
         own = self.feed.rows(self.step, rows.start, rows.stop)
-        return to_batch(job, own, self.position.samples_before(self.step) + rows.start, self.device)
+        return to_batch(job, own, self.position.samples_before(self.step), rows.start, self.device)
 
     def _validate_if_due(self, *, stopping: bool) -> bool:
         """Validate after this step, unless all ranks stop; return whether all ranks stop."""

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from tiny_corpora import drop_blocks, make_corpus, options
 
 from myriad.data.config import CorpusShare, DataConfig
-from myriad.data.corpus import Corpus, open_corpora, open_corpus, read_batch
+from myriad.data.corpus import BatchReader, Corpus, open_corpora, open_corpus, read_batch
 from myriad.data.http_input import http_range
 from myriad.data.indexed import IndexedShard, IndexedWriter, parse_header, token_type
 from myriad.data.sampler import DataPosition
 from myriad.data.tokenizer import Tokenizer
+from myriad.data.windows import BatchWords, PackedRows
 from myriad.errors import BadInputError
 
 SEQUENCE = 16
@@ -211,3 +212,40 @@ def test_a_server_without_ranges_is_refused_before_its_whole_file_is_read() -> N
 def test_an_index_that_came_whole_has_the_header_of_its_first_bytes() -> None:
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
     assert parse_header(head + bytes(40)) == parse_header(head)
+
+
+@pytest.mark.parametrize("shares", [(6,), (3, 3), (4, 2)])
+def test_any_layout_reads_the_same_packed_windows(corpus: Path, shares: tuple[int, ...]) -> None:
+    corpora = open_corpora(DataConfig(corpus=str(corpus), documents="packed"), SEQUENCE)
+    found: list[dict[int, bytes]] = []
+    for layout, micro_batch in (((12,), 1), (shares, 2)):
+        reader = BatchReader(corpora, 1, 12, layout, micro_batch, None)
+        rows = np.empty((12, corpora.width), np.int32)
+        ends = np.cumsum(layout) * micro_batch
+        for start, stop in pairwise([0, *ends.tolist()]):
+            reader.read(24, range(start, stop), rows[start:stop])
+        assert sum(int((PackedRows.of(row).targets >= 0).sum()) for row in rows) == (
+            BatchWords.read(rows[0]).num_targets
+        )
+        found.append({BatchWords.read(row).offset: row.tobytes() for row in rows})
+    assert len(found[0]) == 12 and found[0] == found[1]
+
+
+def test_a_remote_corpus_is_packed_like_its_files(corpus: Path) -> None:
+    data = DataConfig(corpus=str(corpus), documents="packed")
+    near = open_corpora(data, SEQUENCE)
+    far = open_corpora(data.model_copy(update={"corpus": f"local://{corpus}"}), SEQUENCE)
+    assert far.num_samples == near.num_samples > 0
+    rows = [read_batch(one, one.sampler(1), range(5)) for one in (near, far)]
+    assert (rows[0][:, : 3 * SEQUENCE] == rows[1][:, : 3 * SEQUENCE]).all()
+
+
+def test_a_damaged_index_is_refused_before_documents_are_packed(corpus: Path, tmp_path: Path) -> None:
+    index = next(corpus.glob("*train*.idx"))
+    for path in corpus.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    raw = bytearray(index.read_bytes())
+    raw[-8:] = struct.pack("<q", 10**9)
+    (tmp_path / index.name).write_bytes(raw)
+    with pytest.raises(BadInputError, match="documents do not cover the sequences"):
+        _ = open_corpora(DataConfig(corpus=str(tmp_path), documents="packed"), SEQUENCE).windows

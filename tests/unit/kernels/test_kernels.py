@@ -286,14 +286,20 @@ class Stacker(Boundary):
         return results
 
 
+@pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.5, "z_loss": 0.2}], ids=str)
 @pytest.mark.parametrize("vocabulary", [16, 11, 3])
-def test_cross_entropy_over_a_vocabulary_on_several_ranks(vocabulary, options):
+def test_cross_entropy_over_a_vocabulary_on_several_ranks(vocabulary, options, skips):
     x, weight = torch.randn(10, 6), torch.randn(16, 6)
     targets = torch.randint(vocabulary, (10,))
-    expected = gradients(
-        lambda x, weight: linear_cross_entropy_reference(x, weight, targets, vocabulary, **options), x, weight
-    )
+    counted = torch.arange(10) % 3 != 1 if skips else torch.ones(10, dtype=torch.bool)
+
+    def plain(x, weight):
+        return linear_cross_entropy_reference(x[counted], weight, targets[counted], vocabulary, **options)
+
+    expected = gradients(plain, x, weight)
+    targets = torch.where(counted, targets, ~targets)
+    options = options | {"skips": skips}
 
     def on_rank(peers):
         rows = weight.chunk(4)[peers.rank]

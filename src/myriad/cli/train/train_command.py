@@ -96,7 +96,13 @@ def train(
     from myriad.launchers.run_start import check_journal
     from myriad.launchers.slurm import in_allocation
     from myriad.reports.run_report.run_summary import is_done
-    from myriad.train.inputs import keep_tokenizer, note_corpus, open_inputs, refuse_other_tokenizer
+    from myriad.train.inputs import (
+        keep_tokenizer,
+        note_corpus,
+        open_inputs,
+        refuse_no_documents,
+        refuse_other_tokenizer,
+    )
 
     given = {"train.init_from": init_from, "resilience.engine": engine}
     short = [f"{key}={value}" for key, value in given.items() if value is not None]
@@ -130,6 +136,7 @@ def train(
     overrides = OverrideCommand.of(context)
     start_checks.check_storage(folder, resolved, changes, overrides, partial(_print_note, console))
     corpora = open_inputs(resolved, lambda stage: console.print(f"{stage} ...") if console else None)
+    refuse_no_documents(corpora)
     if console:
         for name in corpora.unchecked:
             text = (

@@ -1,0 +1,322 @@
+"""The windows that the tokens of a corpus are cut into. A sample is one window.
+
+    joined    | a a a a b b | b c c d d d | ...        documents end to end, cut every ``sequence`` tokens
+    packed    | a a a a . . | b b b d d d | ...        whole documents, as many as fit; . is padding
+
+A joined window shares one token with its neighbour, so every token but the first is predicted once in an
+epoch, and a position attends to all earlier ones of its window.
+
+A packed window holds whole documents, chosen by best-fit decreasing (Ding et al., arXiv 2404.10830): the
+longest document first, each into the window whose free space exceeds it least. A document of ``n`` tokens has
+``n - 1`` positions: its first token is no target, and its last one no input. A document with more positions
+than a window is split into whole windows and a rest, which is packed as a document of its own. The packing
+depends on the lengths of the documents and on the sequence alone.
+
+Row of a packed window, int32: ``sequence`` inputs, as many targets, as many positions in the document, and
+the words of `BatchWords`. A target without a loss is ``~token``, a negative number.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from myriad.data.config import Documents
+
+__all__ = [
+    "BatchWords",
+    "JoinedWindows",
+    "PackedRows",
+    "PackedWindows",
+    "Packing",
+    "Windows",
+    "attended_pairs",
+    "balanced_order",
+    "pack_documents",
+    "row_width",
+]
+
+ReadTokens = Callable[[int, NDArray[np.int32]], None]
+"""Fill an array with the tokens of a corpus from a number on."""
+
+
+class Windows(Protocol):
+    """The windows of one split of one corpus."""
+
+    @property
+    def count(self) -> int:
+        """Number of windows."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Words of the row of one window."""
+        ...
+
+    def ranges(self, window: int) -> Sequence[tuple[int, int]]:
+        """Return the tokens [start, stop) that a window reads."""
+        ...
+
+    def read(self, read: ReadTokens, window: int, out: NDArray[np.int32]) -> None:
+        """Fill ``out`` ``[width]`` with a window's row."""
+        ...
+
+
+@dataclass(frozen=True)
+class JoinedWindows:
+    """Documents end to end, cut every ``sequence`` tokens."""
+
+    num_tokens: int
+    sequence: int
+
+    @property
+    def count(self) -> int:
+        """Number of whole windows with one more token to predict."""
+        return max(0, self.num_tokens - 1) // self.sequence
+
+    @property
+    def width(self) -> int:
+        """Words of a row: the inputs, and the last target."""
+        return row_width(self.sequence, "joined")
+
+    def ranges(self, window: int) -> Sequence[tuple[int, int]]:
+        """Return the one range of a window."""
+        return ((window * self.sequence, window * self.sequence + self.width),)
+
+    def read(self, read: ReadTokens, window: int, out: NDArray[np.int32]) -> None:
+        """Fill ``out`` with the window's tokens."""
+        read(window * self.sequence, out)
+
+
+class Packing(NamedTuple):
+    """Pieces of documents, window by window."""
+
+    starts: NDArray[np.int64]
+    """First token of each piece in the corpus."""
+    lengths: NDArray[np.int64]
+    """Positions of each piece; it has one token more."""
+    firsts: NDArray[np.int64]
+    """First piece of each window, and the number of pieces at the end."""
+    num_split: int
+    """Documents that are longer than a window."""
+
+
+def pack_documents(documents: NDArray[np.int64], sequence: int) -> Packing:
+    """Pack documents, of the given numbers of tokens, into windows of ``sequence`` positions. Documents of
+    fewer than two tokens have no position and are left out."""
+    starts, lengths = _pieces(documents, sequence)
+    order = np.argsort(-lengths, kind="stable")
+    windows, num_windows = _best_fit(lengths[order], sequence)
+    by_window = order[np.argsort(windows, kind="stable")]
+    firsts = np.concatenate([[0], np.cumsum(np.bincount(windows, minlength=num_windows))])
+    num_split = int(np.count_nonzero(documents - 1 > sequence))
+    return Packing(starts[by_window], lengths[by_window], firsts.astype(np.int64), num_split)
+
+
+def _pieces(documents: NDArray[np.int64], sequence: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first token and the positions of each piece, in the order of the corpus."""
+    begins = np.cumsum(documents) - documents
+    positions = np.maximum(documents - 1, 0)
+    counts = -(-positions // sequence)
+    document = np.repeat(np.arange(len(documents)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    lengths = np.minimum(positions[document] - number * sequence, sequence)
+    return begins[document] + number * sequence, lengths
+
+
+def _best_fit(lengths: NDArray[np.int64], sequence: int) -> tuple[NDArray[np.int64], int]:
+    """Return the window of each piece, and the number of windows. ``lengths`` decrease.
+
+    Equal pieces are placed together: the window with the least sufficient space takes them until it has no
+    space for another, because it then still has the least. So the loop runs about once for each length and
+    each size of free space, not for each piece.
+    """
+    windows = np.empty(len(lengths), np.int64)
+    free = _FreeSpace()
+    num_windows = done = 0
+    while done < len(lengths):
+        length = int(lengths[done])
+        stop = done + int(np.searchsorted(-lengths[done:], -length, side="right"))
+        while done < stop:
+            space = free.least(length)
+            most = (space or sequence) // length
+            wanted = -(-(stop - done) // most)
+            if space is None:
+                taken = np.arange(num_windows, num_windows + wanted)
+                space, num_windows = sequence, num_windows + wanted
+            else:
+                taken = free.take(space, wanted)
+            placed = min(stop - done, most * len(taken))
+            windows[done : done + placed] = np.repeat(taken, most)[:placed]
+            in_last = placed - most * (len(taken) - 1)
+            free.add(space - most * length, taken[:-1])
+            free.add(space - in_last * length, taken[-1:])
+            done += placed
+    return windows, num_windows
+
+
+class _FreeSpace:
+    """Windows by their free space."""
+
+    def __init__(self) -> None:
+        self._windows: dict[int, list[NDArray[np.int64]]] = {}
+        self._spaces: list[int] = []
+
+    def least(self, length: int) -> int | None:
+        """Return the least free space of a window in which ``length`` fits."""
+        at = bisect_left(self._spaces, length)
+        return self._spaces[at] if at < len(self._spaces) else None
+
+    def add(self, space: int, windows: NDArray[np.int64]) -> None:
+        """Add windows with this free space."""
+        if not len(windows) or not space:
+            return
+        if space not in self._windows:
+            insort(self._spaces, space)
+        self._windows.setdefault(space, []).append(windows)
+
+    def take(self, space: int, wanted: int) -> NDArray[np.int64]:
+        """Remove at most ``wanted`` windows with this free space, and return them."""
+        groups = self._windows[space]
+        found = groups.pop()
+        if len(found) > wanted:
+            groups.append(found[wanted:])
+        if not groups:
+            del self._windows[space]
+            self._spaces.remove(space)
+        return found[:wanted]
+
+
+def attended_pairs(lengths: NDArray[np.int64], window: int | None = None) -> NDArray[np.int64]:
+    """Return the pairs of queries and keys in causal attention inside documents of these lengths. A query
+    attends to the last ``window`` positions."""
+    early = lengths if window is None else np.minimum(lengths, window)
+    return early * (early + 1) // 2 + (lengths - early) * early
+
+
+class BatchWords(NamedTuple):
+    """The last words of a packed row: its place in the global batch, and what is counted over that batch."""
+
+    offset: int
+    """Number of the row's sample, from the step's first sample on."""
+    num_targets: int
+    """Targets with a loss."""
+    num_pairs: int
+    """Pairs of queries and keys in a layer without a window."""
+    num_window_pairs: int
+    """Pairs of queries and keys in a layer with a window."""
+
+    def write(self, out: NDArray[np.int32]) -> None:
+        """Write the words to the end of a row."""
+        out[-2 * len(self) :].view(np.int64)[:] = self
+
+    @classmethod
+    def read(cls, row: NDArray[np.int32]) -> "BatchWords":
+        """Read the words from the end of a row."""
+        return cls(
+            *(int(value) for value in np.ascontiguousarray(row[-2 * len(cls._fields) :]).view(np.int64))
+        )
+
+
+class PackedRows(NamedTuple):
+    """Views of packed rows ``[rows, width]``."""
+
+    inputs: NDArray[np.int32]
+    targets: NDArray[np.int32]
+    positions: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, rows: NDArray[np.int32]) -> "PackedRows":
+        """Split rows of any leading shape."""
+        sequence = _sequence_of(rows.shape[-1])
+        inputs, targets, positions = (rows[..., part * sequence : (part + 1) * sequence] for part in range(3))
+        return cls(inputs, targets, positions)
+
+
+_WORDS = 2 * len(BatchWords._fields)
+
+
+def row_width(sequence: int, documents: Documents) -> int:
+    """Return the words of a window's row."""
+    return sequence + 1 if documents == "joined" else 3 * sequence + _WORDS
+
+
+def _sequence_of(width: int) -> int:
+    return (width - _WORDS) // 3
+
+
+def balanced_order(costs: Sequence[int], shares: Sequence[int], micro_batch: int) -> list[int]:
+    """Return the order in which the rows of a global batch are computed, so that micro-batches take about
+    equally long, and replicas too.
+
+    ``costs``: of each row. ``shares``: micro-batches of each replica. Rows go to micro-batches, and these to
+    replicas, from the most expensive one on, each to where the sum is least. A replica begins with its most
+    expensive micro-batch, so that micro-batches of one number are alike on all replicas.
+    """
+    groups = _balanced(costs, [micro_batch] * sum(shares))
+    sums = [sum(costs[row] for row in group) for group in groups]
+    return [row for replica in _balanced(sums, shares) for group in replica for row in groups[group]]
+
+
+def _balanced(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Distribute items to bins that take exactly ``sizes`` items (longest processing time first: Graham
+    1969). A bin's load is relative to its size."""
+    bins: list[list[int]] = [[] for _ in sizes]
+    loads = [(0.0, number) for number, size in enumerate(sizes) if size]
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        load, number = heappop(loads)
+        bins[number].append(item)
+        if len(bins[number]) < sizes[number]:
+            heappush(loads, (load + costs[item] / sizes[number], number))
+    return bins
+
+
+class PackedWindows:
+    """Whole documents, packed."""
+
+    def __init__(self, packing: Packing, sequence: int) -> None:
+        self.packing, self.sequence = packing, sequence
+
+    @property
+    def count(self) -> int:
+        """Number of windows."""
+        return len(self.packing.firsts) - 1
+
+    @property
+    def width(self) -> int:
+        """Words of a row."""
+        return row_width(self.sequence, "packed")
+
+    def _pieces(self, window: int) -> Iterator[tuple[int, int]]:
+        first, stop = self.packing.firsts[window : window + 2]
+        pairs = zip(self.packing.starts[first:stop], self.packing.lengths[first:stop], strict=True)
+        return ((int(start), int(length)) for start, length in pairs)
+
+    def ranges(self, window: int) -> Sequence[tuple[int, int]]:
+        """Return the tokens of each piece."""
+        return [(start, start + length + 1) for start, length in self._pieces(window)]
+
+    def read(self, read: ReadTokens, window: int, out: NDArray[np.int32]) -> None:
+        """Fill the inputs, targets and positions of a row. Padding is one more document without a loss."""
+        inputs, targets, positions = PackedRows.of(out)
+        filled = 0
+        for start, length in self._pieces(window):
+            tokens = np.empty(length + 1, np.int32)
+            read(start, tokens)
+            place = slice(filled, filled + length)
+            inputs[place], targets[place], positions[place] = tokens[:-1], tokens[1:], np.arange(length)
+            filled += length
+        inputs[filled:], targets[filled:] = 0, ~0
+        positions[filled:] = np.arange(self.sequence - filled)
+
+    def counted(self, number: int, window: int | None) -> BatchWords:
+        """Return what a window with this number adds to a batch's sums. ``window``: positions to which a
+        query attends in a layer with a window."""
+        first, stop = self.packing.firsts[number : number + 2]
+        lengths = self.packing.lengths[first:stop]
+        pairs = (int(attended_pairs(lengths, one).sum()) for one in (None, window))
+        return BatchWords(0, int(lengths.sum()), *pairs)
