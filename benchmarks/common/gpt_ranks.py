@@ -155,7 +155,7 @@ def _open_data(job: Job, engine: Engine, *, ahead: bool) -> tuple[Load, Callable
 
 
 def _batch(job: Job, tokens: object, step: int, rows: range) -> Batch:
-    return to_batch(job, tokens, step * job.train.global_batch + rows.start, CPU)  # type: ignore[arg-type]
+    return to_batch(job, tokens, step * job.train.global_batch, rows.start, CPU)  # type: ignore[arg-type]
 
 
 def _run_steps(job: Job, engine: Engine, load: Load, steps: int, recorder: Recorder) -> RankRun:

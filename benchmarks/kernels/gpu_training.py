@@ -203,7 +203,7 @@ def trained(case: TrainingCase, device: torch.device) -> Figures:
     _forget(device)
     steps = fit(
         QuickGPT(case.model, seed=1),
-        lambda step, wanted: Batch(*(part[wanted.start : wanted.stop] for part in vars(batch).values())),
+        lambda step, wanted: batch.rows(wanted.start, wanted.stop),
         Layout(micro_batch=case.micro_batch),
         OptimizerConfig(learning_rate=1e-4, decay="constant"),
         steps=_WARM_STEPS + _STEPS,

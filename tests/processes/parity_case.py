@@ -7,6 +7,8 @@ here).
 """
 
 import os
+import zlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,8 @@ class Case:
     keeps_addresses: bool = False
     """As captured stages need it."""
     float8: bool = False
+    nudge: float = 0.0
+    """Relative change of every initial value, up or down: how much rounding alone changes a result."""
     packed: bool = False
     """Each row holds documents of several lengths and padding."""
     loss_scale: dict[str, Any] | None = None
@@ -59,6 +63,24 @@ class Case:
     @property
     def world(self) -> int:
         return Layout(**self.layout).world
+
+
+class _Nudged(GPT):
+    """A model whose initial values are changed by a tiny part, with a sign of each element's own."""
+
+    def __init__(self, config: ModelConfig, seed: int, nudge: float) -> None:
+        super().__init__(config, seed)
+        self._nudge = nudge
+
+    def initial(self, index: int, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        return {
+            name: values * (1 + self._nudge * self._signs(f"{self.names[index]}.{name}", values))
+            for name, values in super().initial(index, names).items()
+        }
+
+    def _signs(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(self.tied.get(name, name).encode()))
+        return torch.randint(2, values.shape, generator=generator) * 2.0 - 1
 
 
 def make_engine(
@@ -71,7 +93,7 @@ def make_engine(
     layout = Layout(**case.layout)
     config = ModelConfig(**(TINY | case.model))
     groups = open_world(layout, torch.device("cpu"), comm=CommConfig(**case.comm))
-    definition = GPT(config, seed=3)
+    definition = _Nudged(config, 3, case.nudge) if case.nudge else GPT(config, seed=3)
     tokens = torch.zeros(layout.micro_batch, config.sequence, dtype=torch.int64)
     scaler = None
     if case.loss_scale is not None or case.dtype == torch.float16:

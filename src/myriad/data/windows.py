@@ -16,7 +16,6 @@ Row of a packed window, int32: ``sequence`` inputs, as many targets, as many pos
 the words of `BatchWords`. A target without a loss is ``~token``, a negative number.
 """
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -40,6 +39,8 @@ __all__ = [
     "row_width",
 ]
 
+_MANY_PIECES = 50_000
+"""Pieces from which on it pays to compile the packing, about a second."""
 ReadTokens = Callable[[int, NDArray[np.int32]], None]
 """Fill an array with the tokens of a corpus from a number on."""
 
@@ -110,7 +111,7 @@ def pack_documents(documents: NDArray[np.int64], sequence: int) -> Packing:
     fewer than two tokens have no position and are left out."""
     starts, lengths = _pieces(documents, sequence)
     order = np.argsort(-lengths, kind="stable")
-    windows, num_windows = _best_fit(lengths[order], sequence)
+    windows, num_windows = _place(lengths[order], sequence)
     by_window = order[np.argsort(windows, kind="stable")]
     firsts = np.concatenate([[0], np.cumsum(np.bincount(windows, minlength=num_windows))])
     num_split = int(np.count_nonzero(documents - 1 > sequence))
@@ -128,67 +129,41 @@ def _pieces(documents: NDArray[np.int64], sequence: int) -> tuple[NDArray[np.int
     return begins[document] + number * sequence, lengths
 
 
-def _best_fit(lengths: NDArray[np.int64], sequence: int) -> tuple[NDArray[np.int64], int]:
-    """Return the window of each piece, and the number of windows. ``lengths`` decrease.
+def _place(lengths: NDArray[np.int64], sequence: int) -> tuple[NDArray[np.int64], int]:
+    """Return the window of each piece, and the number of windows. ``lengths`` decrease."""
+    if len(lengths) < _MANY_PIECES:
+        return _best_fit(lengths, sequence)
+    import numba
 
-    Equal pieces are placed together: the window with the least sufficient space takes them until it has no
-    space for another, because it then still has the least. So the loop runs about once for each length and
-    each size of free space, not for each piece.
+    found: tuple[NDArray[np.int64], int] = numba.njit(cache=True)(_best_fit)(lengths, sequence)
+    return found
+
+
+def _best_fit(lengths: NDArray[np.int64], sequence: int) -> tuple[NDArray[np.int64], int]:
+    """Place the pieces, as Python or compiled by numba.
+
+    The search for the least sufficient space goes on where that of the last piece ended, as long as pieces
+    are of one length: smaller sufficient spaces are used up.
     """
     windows = np.empty(len(lengths), np.int64)
-    free = _FreeSpace()
-    num_windows = done = 0
-    while done < len(lengths):
-        length = int(lengths[done])
-        stop = done + int(np.searchsorted(-lengths[done:], -length, side="right"))
-        while done < stop:
-            space = free.least(length)
-            most = (space or sequence) // length
-            wanted = -(-(stop - done) // most)
-            if space is None:
-                taken = np.arange(num_windows, num_windows + wanted)
-                space, num_windows = sequence, num_windows + wanted
-            else:
-                taken = free.take(space, wanted)
-            placed = min(stop - done, most * len(taken))
-            windows[done : done + placed] = np.repeat(taken, most)[:placed]
-            in_last = placed - most * (len(taken) - 1)
-            free.add(space - most * length, taken[:-1])
-            free.add(space - in_last * length, taken[-1:])
-            done += placed
+    latest = np.full(sequence + 1, -1)  # the last of the windows with each free space, and the one before
+    before = np.empty(len(lengths), np.int64)
+    num_windows, last, space = 0, 0, 0
+    for piece in range(len(lengths)):
+        length = lengths[piece]
+        space = space if length == last else length
+        while space < sequence and latest[space] < 0:
+            space += 1
+        window = latest[space]
+        if window < 0:
+            window, num_windows = num_windows, num_windows + 1
+        else:
+            latest[space] = before[window]
+        windows[piece] = window
+        left, last = space - length, length
+        before[window], latest[left] = latest[left], window
+        space = left if left >= length else space
     return windows, num_windows
-
-
-class _FreeSpace:
-    """Windows by their free space."""
-
-    def __init__(self) -> None:
-        self._windows: dict[int, list[NDArray[np.int64]]] = {}
-        self._spaces: list[int] = []
-
-    def least(self, length: int) -> int | None:
-        """Return the least free space of a window in which ``length`` fits."""
-        at = bisect_left(self._spaces, length)
-        return self._spaces[at] if at < len(self._spaces) else None
-
-    def add(self, space: int, windows: NDArray[np.int64]) -> None:
-        """Add windows with this free space."""
-        if not len(windows) or not space:
-            return
-        if space not in self._windows:
-            insort(self._spaces, space)
-        self._windows.setdefault(space, []).append(windows)
-
-    def take(self, space: int, wanted: int) -> NDArray[np.int64]:
-        """Remove at most ``wanted`` windows with this free space, and return them."""
-        groups = self._windows[space]
-        found = groups.pop()
-        if len(found) > wanted:
-            groups.append(found[wanted:])
-        if not groups:
-            del self._windows[space]
-            self._spaces.remove(space)
-        return found[:wanted]
 
 
 def attended_pairs(lengths: NDArray[np.int64], window: int | None = None) -> NDArray[np.int64]:

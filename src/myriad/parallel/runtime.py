@@ -43,6 +43,12 @@ class Batch:
     documents: Documents | None = None
     """Documents in each row; ``None``: each row is one sequence."""
 
+    def rows(self, start: int, stop: int) -> "Batch":
+        """Return some of the rows."""
+        inputs, targets, samples = (one[start:stop] for one in (self.inputs, self.targets, self.samples))
+        documents = None if self.documents is None else self.documents.rows(start, stop)
+        return Batch(inputs, targets, samples, documents)
+
 
 class Finisher(Protocol):
     """The end of an iteration: what the runtime calls when the gradients are complete."""
@@ -309,11 +315,8 @@ class Runtime:
 
     def _context(self, micro_batch: int, now: _Iteration) -> Context:
         assert now.batch is not None
-        targets, samples = (self._rows(x, micro_batch) for x in (now.batch.targets, now.batch.samples))
-        documents = now.batch.documents
-        if documents is not None:
-            documents = documents.rows(micro_batch * self._micro_batch, (micro_batch + 1) * self._micro_batch)
-        return Context(targets=targets, samples=samples, documents=documents, seed=self._seed)
+        own = now.batch.rows(micro_batch * self._micro_batch, (micro_batch + 1) * self._micro_batch)
+        return Context(own.targets, own.documents, samples=own.samples, seed=self._seed)
 
     def _forward(self, action: Action, now: _Iteration) -> None:
         stage, micro_batch = key = action.stage, action.micro_batch

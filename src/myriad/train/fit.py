@@ -17,6 +17,7 @@ from myriad.errors import BadInputError
 from myriad.kernels.agreement import proved
 from myriad.kernels.choice import check_kernels
 from myriad.kernels.config import Kernels
+from myriad.kernels.documents import Documents
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
 from myriad.model.layers import Block
@@ -145,4 +146,7 @@ def _load(
     they are."""
     made = batch(step, rows)
     inputs = to_device(made.inputs, device, dtype if made.inputs.is_floating_point() else None)
-    return Batch(inputs, to_device(made.targets, device), to_device(made.samples, device))
+    documents = made.documents
+    if documents is not None:
+        documents = Documents(to_device(documents.positions, device), documents.lengths)
+    return Batch(inputs, to_device(made.targets, device), to_device(made.samples, device), documents)

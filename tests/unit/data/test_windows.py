@@ -71,6 +71,14 @@ def test_every_token_is_predicted_once_from_its_own_document(documents: list[int
     assert windows.packing.num_split == sum(n - 1 > sequence for n in documents)
 
 
+def test_many_documents_are_packed_by_compiled_code_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = np.random.default_rng(1).integers(0, 300, 2000)
+    plain = pack_documents(documents, 256)
+    monkeypatch.setattr("myriad.data.windows._MANY_PIECES", 0)
+    compiled = pack_documents(documents, 256)
+    assert all(np.array_equal(one, other) for one, other in zip(plain, compiled, strict=True))
+
+
 @given(st.integers(0, 50), st.integers(1, 60))
 def test_pairs_of_a_window(length: int, window: int) -> None:
     expected = sum(min(query + 1, window) for query in range(length))

@@ -22,6 +22,7 @@ from step_cases import StepCase
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from myriad.comm.layout import check_layout
+from myriad.data.config import DataConfig
 from myriad.model.gpt import GPT
 from myriad.optim.precision import resolve_float8
 from myriad.parallel import engine as engine_module
@@ -121,7 +122,7 @@ def measure(case: StepCase, *, captures: bool = False) -> Measured:
 
         def load() -> Batch:
             tokens = np.zeros((rows, model.sequence + 1), np.int32)
-            return to_batch(SimpleNamespace(model=model), tokens, 0, DEVICE)
+            return to_batch(SimpleNamespace(model=model, data=DataConfig()), tokens, 0, 0, DEVICE)
 
         if captures:
             with (  # there are no values to compare, and none to add up over ranks
