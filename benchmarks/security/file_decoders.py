@@ -145,10 +145,11 @@ def _tokenizer_examples() -> tuple[bytes, ...]:
 
 
 def _documents(data: bytes) -> None:
+    from myriad.data.records import RecordForm
     from myriad.data.text_sources import FileRange, read_documents
 
     path = write_scratch("documents.jsonl", data)
-    for _ in read_documents(FileRange(str(path), "jsonl", 0, len(data)), "text"):
+    for _ in read_documents(FileRange(str(path), "jsonl", 0, len(data)), RecordForm()):
         pass
 
 

@@ -1,5 +1,6 @@
 """If these fail, a name that --help offers does not work, or a recipe is not the model it is named after."""
 
+import json
 import re
 from importlib import resources
 from pathlib import Path
@@ -9,11 +10,46 @@ import pytest
 from myriad.errors import BadInputError
 from myriad.job import load_job, recipe_names
 from myriad.recipes.cluster import load_cluster, scale_cluster
+from myriad.run import Run
 
 
-@pytest.mark.parametrize("name", recipe_names("jobs"))
+@pytest.mark.parametrize("name", set(recipe_names("jobs")) - {"sft"})
 def test_every_job_can_be_planned_as_it_is(name: str) -> None:
     assert load_job(name).name == name
+
+
+QWEN = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+    "max_position_embeddings": 4096,
+}
+
+
+def test_fine_tuning_takes_its_model_from_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    job = load_job("sft", [f"train.init_from={tmp_path}", "model.dropout=0.1"])
+    assert (job.model.qk_norm, job.model.kv_heads, job.model.ffn_hidden) == ("head", 2, 96)
+    assert (job.model.sequence, job.model.dropout, job.data.documents) == (2048, 0.1, "packed")
+    run = Run(tmp_path / "run")
+    run.create_or_resume(job)
+    again = load_job("sft", [f"train.init_from={run.path}", "model.sequence=512"])
+    assert again.model == job.model.model_copy(update={"sequence": 512})
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"model_type": "unheard of"}'])
+def test_fine_tuning_without_a_known_model_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(BadInputError, match=r"train\.init_from|model_type"):
+        load_job("sft", [f"train.init_from={tmp_path}"])
+    with pytest.raises(BadInputError, match="a run, one of its checkpoints, or a Hugging Face folder"):
+        load_job("sft")
 
 
 @pytest.mark.parametrize("name", recipe_names("models"))

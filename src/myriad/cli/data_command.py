@@ -13,6 +13,7 @@ from myriad.cli.progress_bar import bytes_bar, count_bar
 if TYPE_CHECKING:
     from myriad.data.corpus import Corpus
     from myriad.data.corpus_manifest import Manifest
+    from myriad.data.records import RecordForm
 
 __all__ = ["register"]
 
@@ -59,6 +60,23 @@ def _prepare(
         str,
         typer.Option("--key", "--jsonl-key", help="JSONL field or Parquet column that holds the text."),
     ] = "text",
+    prompt_key: Annotated[
+        str | None,
+        typer.Option(help="Field or column of prompts, which have no loss. Needs --completion-key."),
+    ] = None,
+    completion_key: Annotated[
+        str | None, typer.Option(help="Field or column of the completions of --prompt-key.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            help="Chat template in Jinja, or a tokenizer's folder with one: records hold messages, and what "
+            "the assistant writes has a loss. Needs --tokenizer."
+        ),
+    ] = None,
+    messages_key: Annotated[
+        str, typer.Option(help="Field or column of the messages of --chat-template.")
+    ] = "messages",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Number of tokenizing processes. Default: one for each core.")
     ] = None,
@@ -76,7 +94,7 @@ def _prepare(
         tokenizer=tokenizer,
         vocabulary=vocabulary,
         validation=validation,
-        key=key,
+        form=_form(key, prompt_key, completion_key, chat_template, messages_key, tokenizer),
         shard_bytes=_bytes(shard_size),
         workers=workers or num_cores(),
     )
@@ -85,6 +103,33 @@ def _prepare(
             inputs, output, options, lambda now: show(now.stage, now.done_bytes, now.total_bytes)
         )
     _print_result(json, {"folder": str(output), **_summary(manifest)}, _summary_lines(str(output), manifest))
+
+
+def _form(
+    key: str,
+    prompt_key: str | None,
+    completion_key: str | None,
+    chat_template: Path | None,
+    messages_key: str,
+    tokenizer: Path | None,
+) -> "RecordForm":
+    """Return how records hold their documents. Raises `BadInputError` for options that exclude each other."""
+    from myriad.data.records import RecordForm, read_template
+    from myriad.errors import BadInputError
+
+    if (prompt_key is None) != (completion_key is None):
+        given, missing = ("--prompt-key", "--completion-key")[:: 1 if prompt_key else -1]
+        raise BadInputError(given, prompt_key or completion_key, f"only with {missing}")
+    if chat_template is not None and prompt_key is not None:
+        raise BadInputError("--chat-template", str(chat_template), "not with --prompt-key")
+    if chat_template is not None and tokenizer is None:
+        allowed = "only with --tokenizer, whose tokens the template uses"
+        raise BadInputError("--chat-template", str(chat_template), allowed)
+    if key != "text" and (chat_template is not None or prompt_key is not None):
+        raise BadInputError("--key", key, "not with --prompt-key or --chat-template")
+    if chat_template is not None:
+        return RecordForm(messages_key, template=read_template(chat_template))
+    return RecordForm(key) if prompt_key is None else RecordForm(prompt_key, completion_key)
 
 
 def _verify(folder: _Corpus, json: _Json = False) -> None:

@@ -10,7 +10,7 @@ on the sample's position alone, so every rank, layout and resumed run draws the 
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
@@ -24,8 +24,16 @@ from myriad.data.bad_blocks import BadBlockError, BlockGuard
 from myriad.data.block_hashes import BLOCKS_SUFFIX, BlockHashes
 from myriad.data.config import CorpusShare, DataConfig, Documents
 from myriad.data.corpus_cache import prepare_embedded
-from myriad.data.corpus_manifest import MANIFEST_FILE, FileRecord, Manifest, Split, read_manifest
+from myriad.data.corpus_manifest import (
+    MANIFEST_FILE,
+    FileRecord,
+    Manifest,
+    ShardRecord,
+    Split,
+    read_manifest,
+)
 from myriad.data.indexed import IndexedShard
+from myriad.data.loss_mask import LOSS_SUFFIX, LossMask
 from myriad.data.remote_corpus import RemoteFolder, open_prefix, open_shards
 from myriad.data.sampler import Sample, Sampler, permute
 from myriad.data.verified_shard import HashedShard, LocalTokens, OpenFiles, TokenShard
@@ -56,11 +64,17 @@ class Corpus:
     """One split of one corpus: its shards, end to end."""
 
     def __init__(
-        self, path: Path, shards: Sequence[TokenShard], manifest: Manifest | None, name: str | None = None
+        self,
+        path: Path,
+        shards: Sequence[TokenShard],
+        manifest: Manifest | None,
+        name: str | None = None,
+        masks: Sequence[LossMask] = (),
     ) -> None:
         """``path`` is where the tokenizer lies. ``manifest`` is None for Megatron's own files. ``name`` is
-        the URL that the user gave for a remote corpus."""
-        self.path, self.manifest, self.shards = path, manifest, tuple(shards)
+        the URL that the user gave for a remote corpus. ``masks`` are those of all shards; empty: every token
+        has a loss."""
+        self.path, self.manifest, self.shards, self.masks = path, manifest, tuple(shards), tuple(masks)
         self.name, self.is_far = name or str(path), name is not None
         self._ends = list(accumulate(shard.num_tokens for shard in shards))
 
@@ -78,10 +92,19 @@ class Corpus:
         """Return the windows of ``sequence`` positions that the tokens are cut into. Raises
         `BadInputError`."""
         if documents == "joined":
+            if self.masks:
+                allowed = f"packed: some tokens of {self.name} have no loss"
+                raise BadInputError("data.documents", documents, allowed)
             return JoinedWindows(self.num_tokens, sequence)
         lengths = [shard.document_lengths() for shard in self.shards]
         every = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
-        return PackedWindows(pack_documents(every, sequence), sequence)
+        read_losses = self._read_losses if self.masks else None
+        return PackedWindows(pack_documents(every, sequence), sequence, read_losses)
+
+    def _read_losses(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Return whether the tokens [start, stop) have a loss."""
+        parts = (self.masks[number].read(first, last) for number, first, last in self._parts(start, stop))
+        return np.concatenate([np.empty(0, np.bool_), *parts])
 
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":
@@ -111,7 +134,8 @@ class Corpus:
         if self.manifest is None:
             return {}
         stems = [shard.name.rpartition("/")[2] for shard in self.shards]
-        names = [f"{stem}{suffix}" for stem in stems for suffix in (".bin", ".idx")]
+        suffixes = (".bin", ".idx", LOSS_SUFFIX) if self.masks else (".bin", ".idx")
+        names = [f"{stem}{suffix}" for stem in stems for suffix in suffixes]
         return {name: self.manifest.files[name].xxh3_128 for name in names}
 
     def read(self, start: int, out: NDArray[np.int32]) -> None:
@@ -365,7 +389,8 @@ class _Opener:
     def _remote(self, url: str) -> Corpus:
         folder = RemoteFolder(url, self._config)
         if (found := open_shards(folder, self._split, self._config, self._guard)) is not None:
-            return Corpus(folder.near, *found, url)
+            masks = self._remote_masks(folder, found[1])
+            return Corpus(folder.near, *found, url, masks)
         parent, _, name = url.rstrip("/").removesuffix(".bin").removesuffix(".idx").rpartition("/")
         above = RemoteFolder(parent, self._config)
         shards = open_prefix(above, name, self._split, self._config, self._guard)
@@ -375,6 +400,14 @@ class _Opener:
             )
             raise BadInputError("data.corpus", url, f"{allowed}, or a prefix of Megatron's files")
         return Corpus(above.near, shards, None, url)
+
+    def _remote_masks(self, folder: RemoteFolder, manifest: Manifest) -> list[LossMask]:
+        found = []
+        for record in manifest.of(self._split):
+            if (mask := f"{record.name}{LOSS_SUFFIX}") in manifest.files:
+                read = partial(folder.keep, mask, manifest.files[mask].xxh3_128)
+                found.append(_read_mask(record, read))
+        return found
 
     def _prefix(self, prefix: Path) -> Corpus:
         """Open Megatron's own files, with the block hashes that `myriad data hash` has written beside
@@ -390,7 +423,10 @@ class _Opener:
     def _folder(self, folder: Path) -> Corpus:
         manifest = read_manifest(folder)
         shards: list[TokenShard] = []
+        masks: list[LossMask] = []
         for record in manifest.of(self._split):
+            if (mask := f"{record.name}{LOSS_SUFFIX}") in manifest.files:
+                masks.append(_read_mask(record, partial(_read_checked, folder / mask, manifest.files[mask])))
             blocks = manifest.files.get(f"{record.name}{BLOCKS_SUFFIX}")
             for suffix in (".bin", ".idx"):
                 _check_size(
@@ -401,7 +437,7 @@ class _Opener:
                 allowed = f"{record.name}.idx counts {shard.num_tokens} tokens instead of {record.tokens}"
                 raise BadInputError("shard", shard.name, allowed)
             shards.append(shard if blocks is None else self._checked(shard, blocks))
-        return Corpus(folder, shards, manifest)
+        return Corpus(folder, shards, manifest, masks=masks)
 
     def _checked(self, shard: IndexedShard, record: FileRecord | None = None) -> HashedShard:
         tokens, blocks = (
@@ -411,14 +447,29 @@ class _Opener:
         return HashedShard(shard, shard.dtype, LocalTokens(tokens, self._files), load, self._guard)
 
 
+def _read_mask(record: ShardRecord, read: Callable[[], bytes]) -> LossMask:
+    """Read and check the mask of a shard. Raises `BadInputError`."""
+    try:
+        return LossMask(np.frombuffer(read(), np.uint8), record.tokens)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        allowed = f"{record.name}{LOSS_SUFFIX} {reason}; restore it or prepare again"
+        raise BadInputError("shard", record.name, allowed) from None
+
+
+def _read_checked(path: Path, record: FileRecord | None) -> bytes:
+    """Read a file, and check it against the manifest's ``record``. Raises ``OSError`` and ``ValueError``."""
+    raw = path.read_bytes()
+    if record is not None and xxhash.xxh3_128_hexdigest(raw) != record.xxh3_128:
+        raise ValueError("is corrupt: its bytes differ from those written")
+    return raw
+
+
 def _read_blocks(path: Path, record: FileRecord | None) -> BlockHashes:
     """Read the hashes of a shard, and check them against the manifest's ``record``. Raises
     `RunFailedError`."""
     try:
-        raw = path.read_bytes()
-        if record is not None and xxhash.xxh3_128_hexdigest(raw) != record.xxh3_128:
-            raise ValueError("is corrupt: its bytes differ from those written")
-        return BlockHashes.parse(raw)
+        return BlockHashes.parse(_read_checked(path, record))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunFailedError(f"{path}: {reason}; restore it (myriad data verify)") from None
@@ -467,6 +518,8 @@ def _check_one_tokenizer(corpora: Sequence[Corpus]) -> None:
 
 def _has_sample(corpus: Corpus, sequence: int, split: Split, config: DataConfig) -> bool:
     """Return whether the corpus fills a window. Any document of two tokens fills a packed one."""
+    if config.documents == "joined":
+        _ = corpus.windows(sequence, "joined")
     needed = sequence if config.documents == "joined" else 1
     if corpus.num_tokens > needed:
         return True

@@ -60,8 +60,9 @@ class ShardRecord(Config):
 class Manifest(Config):
     """The content of a whole corpus."""
 
-    format: Literal["myriad-corpus-1"] = "myriad-corpus-1"
-    """Format version; it changes when an older reader would misread the corpus."""
+    format: Literal["myriad-corpus-1", "myriad-corpus-2"] = "myriad-corpus-1"
+    """Format version; it changes when an older reader would misread the corpus. 2: some tokens have no loss
+    (`myriad.data.loss_mask`)."""
     fingerprint: str
     """Fingerprint of the tokenizer."""
     vocabulary: int

@@ -21,11 +21,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from myriad.data.block_hashes import record_files
 from myriad.data.corpus_manifest import MANIFEST_FILE, Manifest, ShardRecord, Split, read_manifest
 from myriad.data.indexed import IndexedShard, IndexedWriter, token_type
+from myriad.data.loss_mask import LOSS_SUFFIX, write_loss_mask
+from myriad.data.records import RecordForm
 from myriad.data.text_sources import Piece, SourceFile, cut_pieces, find_sources
 from myriad.data.tokenize_pieces import SPLITS, PieceResult, PieceWork, piece_prefix, run_pieces
 from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -42,7 +45,7 @@ _NO_PLACE = (errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS
 _DIFFERENCES = {
     "sources": "inputs, or they changed since",
     "tokenizer": "tokenizer or --vocabulary",
-    "key": "--key",
+    "key": "--key, or other fields or another chat template",
     "validation": "--validation",
     "shard_bytes": "--shard-size in bytes",
 }
@@ -62,8 +65,8 @@ class PrepareOptions(NamedTuple):
     """Vocabulary size of a tokenizer that is trained."""
     validation: float = 0.02
     """Share of the documents that is held out, or of the text's end if there are too few documents."""
-    key: str = "text"
-    """Field of JSONL, or column of Parquet, that holds the text."""
+    form: RecordForm = RecordForm()
+    """How records of JSONL and Parquet hold their documents."""
     shard_bytes: int = 256 << 20
     """Largest size of a shard's .bin, unless a single piece is larger."""
     workers: int = 1
@@ -95,13 +98,13 @@ def prepare(
         manifest = _same_or_refuse(output, identity)
         shutil.rmtree(output / _WORK_FOLDER, ignore_errors=True)
         return manifest
-    pieces = cut_pieces(sources, options.key, min(_PIECE_BYTES, options.shard_bytes))
+    pieces = cut_pieces(sources, options.form, min(_PIECE_BYTES, options.shard_bytes))
     if not any(piece.size_bytes for piece in pieces):
         raise BadInputError("INPUT", ", ".join(inputs), "none of these files contains text")
     with _writable(output), _work_folder(output, identity) as work:
         held_out = _held_out(pieces, options, progress)
         tokenizer = _tokenizer(work, pieces, options, held_out, progress)
-        task = PieceWork(work, work / TOKENIZER_FILE, options.key, held_out)
+        task = PieceWork(work, work / TOKENIZER_FILE, options.form, held_out)
         results = run_pieces(task, pieces, options.workers, _piece_progress(pieces, progress))
         _check_text(inputs, results, work)
         progress(PrepareProgress("writing and hashing shards"))
@@ -133,7 +136,7 @@ def _identity(sources: Sequence[SourceFile], options: PrepareOptions) -> dict[st
         "recipe": _RECIPE,
         "sources": [list(source) for source in sources],
         "tokenizer": own or {"train": options.vocabulary},
-        "key": options.key,
+        "key": options.form.identity,
         "validation": options.validation,
         "shard_bytes": options.shard_bytes,
     }
@@ -236,7 +239,7 @@ def _held_out(
         progress(PrepareProgress("choosing the held-out text", sum(begun), total))
         begun.append(piece_bytes)
 
-    return holding_out(pieces, options.key, options.validation, show)
+    return holding_out(pieces, options.form, options.validation, show)
 
 
 def _tokenizer(
@@ -253,7 +256,7 @@ def _tokenizer(
     if options.tokenizer:
         tokenizer = Tokenizer.load(options.tokenizer)
     else:
-        sample = _sample(pieces, options.key, held_out)
+        sample = _sample(pieces, options.form, held_out)
         tokenizer = Tokenizer.train(
             sample,
             options.vocabulary,
@@ -267,13 +270,13 @@ def _tokenizer(
     return tokenizer
 
 
-def _sample(pieces: Sequence[Piece], key: str, held_out: HoldingOut) -> Iterator[str]:
+def _sample(pieces: Sequence[Piece], form: RecordForm, held_out: HoldingOut) -> Iterator[str]:
     """Yield the beginnings of pieces all over the corpus, without held-out text."""
     some = pieces[:: -(-len(pieces) // _TOKENIZER_SAMPLE_PIECES)]
     share = _TOKENIZER_SAMPLE_BYTES // len(some)
     for piece in some:
         left = share
-        for split, document in held_out.splits(piece, key):
+        for split, document in held_out.splits(piece, form):
             if left <= 0:
                 break
             if split == "train":
@@ -304,23 +307,26 @@ def _merge(
     identity: dict[str, Any],
 ) -> Manifest:
     """Merge pieces into shards, in their order, and return the manifest that describes them."""
-    for stale in (path for kind in ("bin", "idx", "blocks") for path in output.glob(f"*.{kind}*")):
+    for stale in (path for kind in ("bin", "idx", "blocks", "loss") for path in output.glob(f"*.{kind}*")):
         stale.unlink()
     shutil.copyfile(work / TOKENIZER_FILE, output / TOKENIZER_FILE)
     shards: list[ShardRecord] = []
+    others = [TOKENIZER_FILE]
     for split in SPLITS:
         pieces = [IndexedShard(piece_prefix(work, result.number, split)) for result in results]
         full = [piece for piece in pieces if piece.num_documents]
         for number, group in enumerate(_groups(full, shard_bytes)):
             shards.append(_write_shard(output, f"{split}-{number:05}", split, group, tokenizer))
+            others += _write_mask(output, shards[-1].name, group)
     return Manifest(
+        format="myriad-corpus-1" if others == [TOKENIZER_FILE] else "myriad-corpus-2",
         fingerprint=tokenizer.fingerprint,
         vocabulary=tokenizer.vocabulary,
         end_of_document=tokenizer.end_of_document,
         shards=tuple(shards),
         text_bytes={split: sum(result.text_bytes[split] for result in results) for split in SPLITS},
         skipped=_skipped(results),
-        files=record_files(output, [shard.name for shard in shards], [TOKENIZER_FILE]),
+        files=record_files(output, [shard.name for shard in shards], others),
         plan=_short(identity),
     )
 
@@ -343,3 +349,13 @@ def _write_shard(
         for piece in pieces:
             writer.add_shard(piece)
     return ShardRecord(name=name, split=split, tokens=writer.num_tokens, documents=writer.num_documents)
+
+
+def _write_mask(output: Path, name: str, pieces: Sequence[IndexedShard]) -> list[str]:
+    """Write the mask of a shard, if its pieces have masks, and return the files written."""
+    paths = [piece.prefix.with_name(piece.prefix.name + LOSS_SUFFIX) for piece in pieces]
+    if not paths[0].is_file():
+        return []
+    mask = np.concatenate([np.fromfile(path, np.bool_) for path in paths])
+    write_loss_mask(output / f"{name}{LOSS_SUFFIX}", mask)
+    return [f"{name}{LOSS_SUFFIX}"]

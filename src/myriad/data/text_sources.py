@@ -23,6 +23,7 @@ import fsspec.core
 import fsspec.utils
 
 from myriad.data.http_input import HttpInput, http_info, is_http
+from myriad.data.records import RecordError, RecordForm
 from myriad.errors import BadInputError, MyriadError
 from myriad.system.remote_urls import open_url
 from myriad.units import format_bytes
@@ -148,13 +149,17 @@ def _known(path: str) -> bool:
     return _suffix(path) in _KINDS and not any(part.startswith(".") for part in path.split("/"))
 
 
-def cut_pieces(sources: Sequence[SourceFile], key: str, piece_bytes: int) -> list[Piece]:
+def cut_pieces(sources: Sequence[SourceFile], form: RecordForm, piece_bytes: int) -> list[Piece]:
     """Cut the sources into pieces, in the order of the corpus: small files together, large files in parts."""
+    for source in sources:
+        if source.kind == "text" and not form.is_text:
+            allowed = "JSONL or Parquet, whose records have the fields that are asked for"
+            raise BadInputError("INPUT", _name(source.url), allowed)
     pieces: list[Piece] = []
     spans: list[FileRange] = []
     size = 0
     for source in sources:
-        for span, span_bytes in _cut(source, key, piece_bytes):
+        for span, span_bytes in _cut(source, form, piece_bytes):
             if spans and size + span_bytes > piece_bytes:
                 pieces.append(Piece(len(pieces), tuple(spans), size))
                 spans, size = [], 0
@@ -163,10 +168,10 @@ def cut_pieces(sources: Sequence[SourceFile], key: str, piece_bytes: int) -> lis
     return [*pieces, Piece(len(pieces), tuple(spans), size)] if spans else pieces
 
 
-def _cut(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tuple[FileRange, int]]:
+def _cut(source: SourceFile, form: RecordForm, piece_bytes: int) -> Iterator[tuple[FileRange, int]]:
     whole_bytes = max(piece_bytes, LONGEST_TEXT_BYTES) if source.kind == "text" else piece_bytes
     if source.kind == "parquet":
-        yield from _cut_parquet(source, key, piece_bytes)
+        yield from _cut_parquet(source, form, piece_bytes)
     elif source.url.endswith(_COMPRESSED) or source.size_bytes <= whole_bytes:
         yield FileRange(source.url, source.kind, 0, None), source.size_bytes
     else:
@@ -175,9 +180,9 @@ def _cut(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tuple[FileR
             yield FileRange(source.url, source.kind, start, stop), stop - start
 
 
-def _cut_parquet(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tuple[FileRange, int]]:
+def _cut_parquet(source: SourceFile, form: RecordForm, piece_bytes: int) -> Iterator[tuple[FileRange, int]]:
     with _open(source.url, unpack=False) as file:
-        metadata = _parquet(file, source.url, key).metadata
+        metadata = _parquet(file, source.url, form).metadata
         sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
     start, size = 0, 0
     for group, group_bytes in enumerate(sizes):
@@ -188,7 +193,7 @@ def _cut_parquet(source: SourceFile, key: str, piece_bytes: int) -> Iterator[tup
     yield FileRange(source.url, "parquet", start, len(sizes)), size
 
 
-def read_documents(span: FileRange, key: str, skipped: "Counter[str] | None" = None) -> Iterator[str]:
+def read_documents(span: FileRange, form: RecordForm, skipped: "Counter[str] | None" = None) -> Iterator[str]:
     """Yield the documents that start in a span. Raises `BadInputError` with the location.
 
     Records whose text is null or empty are left out, of every kind of file, and counted in ``skipped``.
@@ -197,9 +202,9 @@ def read_documents(span: FileRange, key: str, skipped: "Counter[str] | None" = N
     try:
         documents: Iterator[str | None]
         if span.kind == "parquet":
-            documents = _read_parquet(span, key)
+            documents = _read_parquet(span, form)
         elif span.kind == "jsonl":
-            documents = _read_jsonl(span, key)
+            documents = _read_jsonl(span, form)
         else:
             documents = _read_text(span)
         for document in documents:
@@ -302,7 +307,7 @@ def _decode(decoder: codecs.IncrementalDecoder, span: FileRange, offset: int, li
         raise _not_utf8(span, offset - left, error) from None
 
 
-def _read_jsonl(span: FileRange, key: str) -> Iterator[str | None]:
+def _read_jsonl(span: FileRange, form: RecordForm) -> Iterator[str | None]:
     for offset, line in _lines(span, LONGEST_LINE_BYTES + 1):
         if len(line) > LONGEST_LINE_BYTES:
             longest = f"at most {format_bytes(LONGEST_LINE_BYTES)}: one document a line{_array_hint(line)}"
@@ -316,9 +321,13 @@ def _read_jsonl(span: FileRange, key: str) -> Iterator[str | None]:
         except (ValueError, RecursionError) as error:  # also for an integer of over 4,300 digits
             place = f"line at byte {offset} is not JSON that can be read: {error}{_array_hint(line)}"
             raise BadInputError("INPUT", _name(span.url), place) from None
-        if not isinstance(record, dict) or not isinstance(record.get(key, 0), str | None):
-            raise _no_text(span, offset, key, record)
-        if (text := record[key]) is not None and (half := _HALF_PAIR.search(text)):
+        if not isinstance(record, dict):
+            raise _no_text(span, offset, form, record, f"has no text under the key {form.key!r}")
+        try:
+            text = form.document(record)
+        except RecordError as error:
+            raise _no_text(span, offset, form, record, str(error)) from None
+        if text is not None and (half := _HALF_PAIR.search(text)):
             place = f"line at byte {offset} has half of a surrogate pair, \\u{ord(half[0]):04x}: no such text"
             raise BadInputError("INPUT", _name(span.url), f"{place} exists in UTF-8; repair or leave it out")
         yield text
@@ -328,32 +337,35 @@ def _array_hint(line: bytes) -> str:
     return "; one record a line, as jq -c '.[]' makes of an array" if line.lstrip().startswith(b"[") else ""
 
 
-def _no_text(span: FileRange, offset: int, key: str, record: object) -> BadInputError:
-    fields = record.items() if isinstance(record, dict) else ()
+def _no_text(span: FileRange, offset: int, form: RecordForm, record: object, why: str) -> BadInputError:
+    fields = record.items() if isinstance(record, dict) and form.is_text else ()
     others = " or ".join(f"--key {name}" for name, value in fields if isinstance(value, str))
-    allowed = f"line at byte {offset} has no text under the key {key!r}" + (f"; {others}?" if others else "")
+    allowed = f"line at byte {offset} {why}" + (f"; {others}?" if others else "")
     allowed += _array_hint(b"[" if isinstance(record, list) else b"")
     return BadInputError("INPUT", _name(span.url), allowed)
 
 
-def _read_parquet(span: FileRange, key: str) -> Iterator[str | None]:
+def _read_parquet(span: FileRange, form: RecordForm) -> Iterator[str | None]:
     import pyarrow as arrow
 
     with _open(span.url, unpack=False) as file:
         groups = list(range(span.start, span.stop or 0))
-        opened = _parquet(file, span.url, key)
+        opened = _parquet(file, span.url, form)
+        where = f"row groups {span.start} to {groups[-1]}"
         try:
-            for batch in opened.iter_batches(256, row_groups=groups, columns=[key]):
-                yield from batch.column(0).to_pylist()
+            for batch in opened.iter_batches(256, row_groups=groups, columns=form.columns):
+                yield from map(form.document, batch.to_pylist())
         except UnicodeDecodeError as error:
-            text = f"text that is not UTF-8 ({error}), in row groups {span.start} to {groups[-1]}"
-            raise BadInputError("INPUT", _name(span.url), f"column {key} holds {text}") from None
+            text = f"text that is not UTF-8 ({error}), in {where}"
+            raise BadInputError("INPUT", _name(span.url), f"column {form.key} holds {text}") from None
+        except RecordError as error:
+            raise BadInputError("INPUT", _name(span.url), f"a record in {where} {error}") from None
         except arrow.ArrowException as error:
             raise BadInputError("INPUT", _name(span.url), f"damaged Parquet file: {error}") from None
 
 
-def _parquet(file: IO[bytes], url: str, key: str) -> Any:
-    """Return an open Parquet file, and check that it has the text column."""
+def _parquet(file: IO[bytes], url: str, form: RecordForm) -> Any:
+    """Return an open Parquet file, and check that it has the columns."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
@@ -362,11 +374,13 @@ def _parquet(file: IO[bytes], url: str, key: str) -> Any:
     except arrow.ArrowInvalid as error:
         raise BadInputError("INPUT", _name(url), f"not a Parquet file: {error}") from None
     schema = opened.schema_arrow
-    if schema.names.count(key) != 1:
-        has = f"{_name(url)} has the columns {', '.join(schema.names)}"
-        raise BadInputError("--key", key, f"one column of the file: {has}")
-    kind = schema.field(key).type
-    values = kind.value_type if arrow.types.is_dictionary(kind) else kind
-    if values not in (arrow.string(), arrow.large_string(), arrow.string_view()):
-        raise BadInputError("--key", key, f"column of {kind} in {_name(url)}; a column of text")
+    for key in form.columns:
+        if schema.names.count(key) != 1:
+            has = f"{_name(url)} has the columns {', '.join(schema.names)}"
+            raise BadInputError("--key", key, f"one column of the file: {has}")
+        kind = schema.field(key).type
+        values = kind.value_type if arrow.types.is_dictionary(kind) else kind
+        is_text = values in (arrow.string(), arrow.large_string(), arrow.string_view())
+        if not is_text and form.template is None:
+            raise BadInputError("--key", key, f"column of {kind} in {_name(url)}; a column of text")
     return opened

@@ -22,13 +22,15 @@ from numpy.typing import NDArray
 
 from myriad.data.corpus_manifest import Split
 from myriad.data.indexed import IndexedWriter, token_type
+from myriad.data.loss_mask import LOSS_SUFFIX
+from myriad.data.records import Part, PartedText, RecordForm
 from myriad.data.text_sources import LONGEST_TEXT_BYTES, Piece
 from myriad.data.tokenizer import Tokenizer
 from myriad.data.validation_split import HoldingOut
 from myriad.errors import RunFailedError
 from myriad.system.whole_file import replacing
 
-__all__ = ["SPLITS", "PieceResult", "PieceWork", "piece_prefix", "run_pieces"]
+__all__ = ["SPLITS", "PieceResult", "PieceWork", "piece_mask", "piece_prefix", "run_pieces"]
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -41,7 +43,7 @@ class PieceWork(NamedTuple):
 
     folder: Path
     tokenizer: Path
-    key: str
+    form: RecordForm
     held_out: HoldingOut
 
 
@@ -57,6 +59,11 @@ class PieceResult(NamedTuple):
 def piece_prefix(folder: Path, number: int, split: Split) -> Path:
     """Return the path of a piece's shard, without suffix."""
     return folder / f"{number:06}.{split}"
+
+
+def piece_mask(folder: Path, number: int, split: Split) -> Path:
+    """Return the path of a piece's mask: one byte for each token."""
+    return folder / f"{number:06}.{split}{LOSS_SUFFIX}"
 
 
 def run_pieces(
@@ -160,38 +167,59 @@ def _tokenize(
         IndexedWriter(piece_prefix(work.folder, piece.number, split), dtype) for split in SPLITS
     )
     writers = {"train": train, "validation": validation}
+    masks: dict[Split, list[NDArray[np.bool_]]] = {split: [] for split in SPLITS}
     skipped = Counter[str]()
     with train, validation:
         for batch in _batches(piece, work, skipped):
             if stop.is_set():
                 raise _Stopped
             encoded = _encode(tokenizer, [document for _, document in batch])
-            for (split, document), tokens in zip(batch, encoded, strict=True):
+            for (split, document), (tokens, mask) in zip(batch, encoded, strict=True):
                 writers[split].add(tokens)
+                masks[split].append(mask)
                 text_bytes[split] += len(document.encode())
+    if not work.form.is_text:
+        for split, found in masks.items():
+            mask = np.concatenate([np.empty(0, np.bool_), *found])
+            piece_mask(work.folder, piece.number, split).write_bytes(mask.tobytes())
     path = work.folder / f"{piece.number:06}.json"
     with replacing(path) as draft:
         draft.write_text(json.dumps({"text_bytes": text_bytes, "skipped": skipped}))
     return PieceResult(piece.number, text_bytes, dict(skipped))
 
 
-def _encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Iterator[NDArray[np.int32]]:
-    """Yield the tokens of each document with its end token.
+def _encode(
+    tokenizer: Tokenizer, documents: Sequence[str]
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+    """Yield the tokens of each document with its end token, and whether each has a loss.
 
-    A long document is encoded in parts, because its encoding takes some 170 times the memory of its text.
+    A long text is encoded in pieces, because its encoding takes some 170 times the memory of its text.
     """
-    short = iter(tokenizer.encode_batch([one for one in documents if len(one) <= LONGEST_TEXT_BYTES]))
-    end = np.array([tokenizer.end_of_document], np.int32)
-    for document in documents:
-        if len(document) <= LONGEST_TEXT_BYTES:
-            parts = [np.array(next(short), np.int32)]
-        else:
-            parts = [np.array(tokenizer.encode(part), np.int32) for part in _parts(document)]
-        yield np.concatenate([*parts, end])
+    parts = [_parts(document) for document in documents]
+    texts = (part.text for own in parts for part in own)
+    short = iter(tokenizer.encode_batch([text for text in texts if len(text) <= LONGEST_TEXT_BYTES]))
+    for own in parts:
+        encoded = []
+        for part in own:
+            is_short = len(part.text) <= LONGEST_TEXT_BYTES
+            tokens = next(short) if is_short else _encode_long(tokenizer, part.text)
+            encoded.append(np.array(tokens, np.int32))
+        encoded.append(np.array([tokenizer.end_of_document], np.int32))
+        losses = [part.has_loss for part in own]
+        mask = np.repeat([*losses, losses[-1]], [len(tokens) for tokens in encoded])
+        yield np.concatenate(encoded), mask
 
 
-def _parts(document: str) -> Iterator[str]:
-    """Yield a long text in parts, cut at line ends, else at blanks, else anywhere."""
+def _parts(document: str) -> tuple[Part, ...]:
+    return document.parts if isinstance(document, PartedText) else (Part(document, has_loss=True),)
+
+
+def _encode_long(tokenizer: Tokenizer, text: str) -> list[int]:
+    return [token for piece in _cut(text) for token in tokenizer.encode(piece)]
+
+
+def _cut(document: str) -> Iterator[str]:
+    """Yield a long text in pieces, cut at line ends, else at blanks, else anywhere."""
     start = 0
     while len(document) - start > LONGEST_TEXT_BYTES:
         last = start + LONGEST_TEXT_BYTES
@@ -206,7 +234,7 @@ def _batches(piece: Piece, work: PieceWork, skipped: Counter[str]) -> Iterator[l
     """Yield documents in batches of about a megabyte; records without text are counted in ``skipped``."""
     batch: list[tuple[Split, str]] = []
     size = 0
-    for split, document in work.held_out.splits(piece, work.key, skipped):
+    for split, document in work.held_out.splits(piece, work.form, skipped):
         batch.append((split, document))
         size += len(document)
         if size >= _BATCH_BYTES:

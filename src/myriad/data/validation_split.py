@@ -15,6 +15,7 @@ from typing import NamedTuple
 import xxhash
 
 from myriad.data.corpus_manifest import Split
+from myriad.data.records import PartedText, RecordForm
 from myriad.data.text_sources import Piece, read_documents
 
 __all__ = ["HoldingOut", "Tail", "holding_out"]
@@ -38,17 +39,19 @@ class HoldingOut(NamedTuple):
     """Begin of the held-out end; ``None`` if documents are held out by their hashes."""
 
     def splits(
-        self, piece: Piece, key: str, skipped: "Counter[str] | None" = None
+        self, piece: Piece, form: RecordForm, skipped: "Counter[str] | None" = None
     ) -> Iterator[tuple[Split, str]]:
         """Yield the documents of a piece with their split; one of them may come in two parts.
 
         Records without text are counted in ``skipped``.
         """
-        for number, document in enumerate(_documents(piece, key, skipped)):
+        for number, document in enumerate(_documents(piece, form, skipped)):
             if self.tail is None:
                 yield _split_of(document, self.share), document
             elif (piece.number, number) != self.tail[:2]:
                 yield ("validation" if (piece.number, number) > self.tail[:2] else "train"), document
+            elif isinstance(document, PartedText):  # not cut
+                yield "validation", document
             else:
                 train, validation = document[: self.tail.start], document[self.tail.start :]
                 if train:
@@ -57,7 +60,7 @@ class HoldingOut(NamedTuple):
 
 
 def holding_out(
-    pieces: Sequence[Piece], key: str, share: float, progress: Callable[[int], None] = lambda _: None
+    pieces: Sequence[Piece], form: RecordForm, share: float, progress: Callable[[int], None] = lambda _: None
 ) -> HoldingOut:
     """Return the rule of a corpus.
 
@@ -68,7 +71,7 @@ def holding_out(
     lengths: list[tuple[int, int, int]] = []
     for piece in pieces if share else ():
         progress(piece.size_bytes)
-        for number, document in enumerate(_documents(piece, key)):
+        for number, document in enumerate(_documents(piece, form)):
             seen.add(_split_of(document, share))
             if len(seen) == 2:
                 return HoldingOut(share)
@@ -76,15 +79,15 @@ def holding_out(
     left = int(share * sum(length for _, _, length in lengths))
     for at, number, length in reversed(lengths):
         if 0 < left <= length:
-            return HoldingOut(share, Tail(at, number, _line_before(pieces[at], key, number, left)))
+            return HoldingOut(share, Tail(at, number, _line_before(pieces[at], form, number, left)))
         left -= length
     return HoldingOut(share)
 
 
-def _line_before(piece: Piece, key: str, number: int, held: int) -> int:
+def _line_before(piece: Piece, form: RecordForm, number: int, held: int) -> int:
     """Return where the last ``held`` characters of a document begin, or the start of their line or word if
     it is near."""
-    document = next(text for at, text in enumerate(_documents(piece, key)) if at == number)
+    document = next(text for at, text in enumerate(_documents(piece, form)) if at == number)
     start = len(document) - held
     for mark in ("\n", " "):
         if (found := document.rfind(mark, max(0, start - held), start)) >= 0:
@@ -92,8 +95,8 @@ def _line_before(piece: Piece, key: str, number: int, held: int) -> int:
     return start
 
 
-def _documents(piece: Piece, key: str, skipped: "Counter[str] | None" = None) -> Iterator[str]:
-    return (document for span in piece.spans for document in read_documents(span, key, skipped))
+def _documents(piece: Piece, form: RecordForm, skipped: "Counter[str] | None" = None) -> Iterator[str]:
+    return (document for span in piece.spans for document in read_documents(span, form, skipped))
 
 
 def _split_of(document: str, share: float) -> Split:

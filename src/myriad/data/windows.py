@@ -45,6 +45,10 @@ ReadTokens = Callable[[int, NDArray[np.int32]], None]
 """Fill an array with the tokens of a corpus from a number on."""
 
 
+ReadLosses = Callable[[int, int], NDArray[np.bool_]]
+"""Return whether the tokens [start, stop) of a corpus have a loss."""
+
+
 class Windows(Protocol):
     """The windows of one split of one corpus."""
 
@@ -178,8 +182,10 @@ class BatchWords(NamedTuple):
 
     offset: int
     """Number of the row's sample, from the step's first sample on."""
+    num_tokens: int
+    """Predicted tokens, without padding."""
     num_targets: int
-    """Targets with a loss."""
+    """Predicted tokens that have a loss."""
     num_pairs: int
     """Pairs of queries and keys in a layer without a window."""
     num_window_pairs: int
@@ -253,8 +259,10 @@ def _balanced(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 class PackedWindows:
     """Whole documents, packed."""
 
-    def __init__(self, packing: Packing, sequence: int) -> None:
-        self.packing, self.sequence = packing, sequence
+    def __init__(self, packing: Packing, sequence: int, read_losses: ReadLosses | None = None) -> None:
+        """``read_losses`` returns which of the tokens [start, stop) of the corpus have a loss; ``None``:
+        all."""
+        self.packing, self.sequence, self._read_losses = packing, sequence, read_losses
 
     @property
     def count(self) -> int:
@@ -284,6 +292,9 @@ class PackedWindows:
             read(start, tokens)
             place = slice(filled, filled + length)
             inputs[place], targets[place], positions[place] = tokens[:-1], tokens[1:], np.arange(length)
+            if self._read_losses is not None:
+                has_loss = self._read_losses(start + 1, start + length + 1)
+                targets[place] = np.where(has_loss, tokens[1:], ~tokens[1:])
             filled += length
         inputs[filled:], targets[filled:] = 0, ~0
         positions[filled:] = np.arange(self.sequence - filled)
@@ -294,4 +305,8 @@ class PackedWindows:
         first, stop = self.packing.firsts[number : number + 2]
         lengths = self.packing.lengths[first:stop]
         pairs = (int(attended_pairs(lengths, one).sum()) for one in (None, window))
-        return BatchWords(0, int(lengths.sum()), *pairs)
+        num_tokens = num_targets = int(lengths.sum())
+        if self._read_losses is not None:
+            ranges = ((start + 1, start + length + 1) for start, length in self._pieces(number))
+            num_targets = sum(int(self._read_losses(*one).sum()) for one in ranges)
+        return BatchWords(0, num_tokens, num_targets, *pairs)

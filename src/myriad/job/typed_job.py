@@ -7,9 +7,11 @@ Errors name the key as the user typed it, and suggest the key that an unknown na
 
 import difflib
 import functools
+import json
 import logging
 import tomllib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -21,6 +23,7 @@ from myriad.errors import BadInputError
 from myriad.job.job_rules import PLANNING_RULES, RULES, need
 from myriad.job.job_values import JobValues
 from myriad.recipes import read_recipe
+from myriad.system.whole_file import read_regular
 
 __all__ = [
     "RENAMED_KEYS",
@@ -36,6 +39,9 @@ __all__ = [
 
 
 _LOG = logging.getLogger(__name__)
+_JOB_FILE, _CONFIG_FILE = "job.toml", "config.json"
+_MOST_BYTES = 1 << 24
+"""Largest job.toml or config.json of initial weights."""
 
 RENAMED_KEYS = {
     "overlap.partition": "overlap.message_bytes",
@@ -77,13 +83,53 @@ class Job(JobValues):
 
 def _expand_model(tree: dict[str, Any]) -> None:
     """Replace ``model = "name"`` or ``model.recipe = "name"`` by the recipe's values, which other model keys
-    override."""
+    override. The name ``weights`` stands for the model of the initial weights."""
     model = tree.get("model")
     if isinstance(model, str):
         model = {"recipe": model}
     if isinstance(model, dict) and "recipe" in model:
         own = {key: value for key, value in model.items() if key != "recipe"}
-        tree["model"] = read_recipe("models", str(model["recipe"]), "model") | own
+        name = str(model["recipe"])
+        values = _model_of_weights(tree) if name == "weights" else read_recipe("models", name, "model")
+        tree["model"] = values | own
+
+
+def _model_of_weights(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the model keys of ``train.init_from``: of a run's ``job.toml``, or of a Hugging Face folder's
+    ``config.json``. Raises `BadInputError`."""
+    from myriad.checkpoint.foreign.hugging_face_config import model_of
+
+    train = tree.get("train")
+    source = train.get("init_from") if isinstance(train, dict) else None
+    allowed = "a run, one of its checkpoints, or a Hugging Face folder: the model is that of these weights"
+    if not isinstance(source, str):
+        raise BadInputError("train.init_from", "off" if source is None else source, allowed)
+    for folder in (Path(source).expanduser(), Path("runs") / source):
+        if (folder / _JOB_FILE).is_file():
+            found = parse_job(_text_of(folder / _JOB_FILE), str(folder / _JOB_FILE)).model
+        elif (folder / _CONFIG_FILE).is_file():
+            found = model_of(_config_of(folder / _CONFIG_FILE))
+        else:
+            continue
+        return found.model_dump(mode="json", exclude_defaults=True)
+    raise BadInputError("train.init_from", source, allowed)
+
+
+def _config_of(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_text_of(path))
+    except (ValueError, RecursionError) as error:
+        raise BadInputError("train.init_from", str(path), f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BadInputError("train.init_from", str(path), "a JSON object")
+    return found
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return read_regular(path, _MOST_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise BadInputError("train.init_from", str(path), f"cannot be read: {error}") from None
 
 
 def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:

@@ -34,21 +34,24 @@ __all__ = ["PeakFlopsTracker", "StepMeter", "StepWork", "find_peak"]
 class StepWork(NamedTuple):
     """The work of one step, on all ranks."""
 
-    num_targets: int
+    num_tokens: int
     """Predicted tokens, without padding."""
+    num_targets: int
+    """Predicted tokens that have a loss; at least 1, by which the loss is divided."""
     flops: float
     """Model FLOPs."""
 
     @classmethod
     def of_windows(cls, job: Job) -> "StepWork":
         """Return the work of a step whose windows are sequences."""
-        return cls(job.targets, job.model.flops_per_token() * job.targets)
+        return cls(job.targets, job.targets, job.model.flops_per_token() * job.targets)
 
     @classmethod
     def of_documents(cls, words: BatchWords, model: ModelConfig) -> "StepWork":
         """Return the work of a step with packed documents: attention inside documents."""
         pairs = (words.num_pairs, words.num_window_pairs)
-        return cls(words.num_targets, model.flops_of_documents(words.num_targets, *pairs))
+        flops = model.flops_of_documents(words.num_tokens, *pairs)
+        return cls(words.num_tokens, max(1, words.num_targets), flops)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class StepMeter:
             "grad_norm": _finite(result.grad_norm),
             "learning_rate": learning_rate,
             "tokens": tokens,
-            "tokens_per_second": work.num_targets / seconds,
+            "tokens_per_second": work.num_tokens / seconds,
             "step_seconds": seconds,
             "mfu": work.flops / seconds / self.peak_flops,
             "memory_bytes": self._memory_bytes(),

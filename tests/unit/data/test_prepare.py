@@ -15,6 +15,7 @@ from myriad.data.block_hashes import verify_corpus
 from myriad.data.corpus import open_corpus
 from myriad.data.corpus_manifest import Split, read_manifest
 from myriad.data.prepare import prepare
+from myriad.data.records import RecordForm
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError, RunFailedError
 
@@ -78,7 +79,7 @@ def test_a_wrong_key_leaves_nothing_that_refuses_the_right_one(tmp_path: Path) -
     path.write_text("".join(json.dumps({"body": line}) + "\n" for line in lines(9)))
     with pytest.raises(BadInputError, match="--key body"):
         prepare([str(path)], tmp_path / "out", options())
-    assert prepare([str(path)], tmp_path / "out", options(key="body")).num_documents("train")
+    assert prepare([str(path)], tmp_path / "out", options(form=RecordForm("body"))).num_documents("train")
 
 
 def test_small_shards_hold_the_same_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from myriad.data import http_input, text_sources
+from myriad.data.records import RecordForm
 from myriad.data.text_sources import cut_pieces, find_sources, read_documents
 from myriad.errors import BadInputError
 
@@ -26,9 +27,10 @@ SAME_FOLDER = settings(
 
 
 def read_all(inputs: list[str], piece_bytes: int = 1 << 20, key: str = "text") -> list[str]:
-    pieces = cut_pieces(find_sources(inputs), key, piece_bytes)
+    form = RecordForm(key)
+    pieces = cut_pieces(find_sources(inputs), form, piece_bytes)
     assert [piece.number for piece in pieces] == list(range(len(pieces)))
-    return [text for piece in pieces for span in piece.spans for text in read_documents(span, key)]
+    return [text for piece in pieces for span in piece.spans for text in read_documents(span, form)]
 
 
 @SAME_FOLDER

@@ -60,6 +60,7 @@ def test_every_token_is_predicted_once_from_its_own_document(documents: list[int
         assert windows.counted(number, 3) == BatchWords(
             0,
             int(real.sum()),
+            int(real.sum()),
             int((positions[real] + 1).sum()),
             int(np.minimum(positions[real] + 1, 3).sum()),
         )
@@ -102,7 +103,7 @@ def test_replicas_and_micro_batches_are_about_equally_expensive() -> None:
     assert (np.diff(ordered) <= 0).all()
 
 
-@pytest.mark.parametrize("words", [BatchWords(3, 2**40, 2**50, 5)])
+@pytest.mark.parametrize("words", [BatchWords(3, 2**40, 7, 2**50, 5)])
 def test_words_of_a_row_come_back(words: BatchWords) -> None:
     row = np.zeros(row_width(5, "packed"), np.int32)
     words.write(row)
