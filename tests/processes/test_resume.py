@@ -186,9 +186,10 @@ def train_until_killed(path: str, step: int) -> None:
 
 @pytest.mark.parametrize("features", [GEMMA, NEOX], ids=["gemma", "neox"])
 def test_a_killed_run_of_many_model_features_resumes_to_the_bit(
-    start: Callable[..., Run], features: list[str]
+    start: Callable[..., Run], corpora: list[Path], features: list[str]
 ) -> None:
-    job = ["layout.dp=1", "layout.zero=0", "train.steps=6", "checkpoint.every=2", *features]
+    more = f'data.validation_sets=[{{name="more", path="{corpora[1]}"}}]'
+    job = ["layout.dp=1", "layout.zero=0", "train.steps=6", "checkpoint.every=2", more, *features]
     undisturbed, killed = (
         start(name, *job, "overlap.checkpoint=false") for name in ("undisturbed", "killed")
     )
@@ -199,3 +200,8 @@ def test_a_killed_run_of_many_model_features_resumes_to_the_bit(
         assert CheckpointFolder(killed.checkpoints_path).steps() == [2]
         assert ranks.run(worker.main, [str(killed.path)]) == [0, 0]
     assert_same_run(killed, undisturbed)
+    losses = [
+        [(event["name"], event["loss"]) for event in run.read_events() if event["event"] == "validation_set"]
+        for run in (killed, undisturbed)
+    ]
+    assert losses[0] == losses[1] and [name for name, _ in losses[0]] == ["more"]

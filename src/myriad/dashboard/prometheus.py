@@ -85,6 +85,7 @@ class RunCollector(Collector):
         self._event_counts: dict[str, Counter[str]] = {event: Counter() for event in _COUNTED}
         self._restarts, self._overflows, self._over = 0, 0, False
         self._newest: dict[str, Record] = {}
+        self._validation_sets: dict[str, Record] = {}
         """Newest event of each shown kind, by name."""
 
     def describe(self) -> Iterable[Metric]:
@@ -126,6 +127,8 @@ class RunCollector(Collector):
         self._overflows += name == "overflow"
         if name in ("start", "validation", "checkpoint", "check"):
             self._newest[name] = event
+        if name == "validation_set" and len(self._validation_sets) < _MOST_LABELS:
+            self._validation_sets[str(event.get("name"))[:64]] = event
         if name in ("finish", "interrupted", "start", "restart"):
             self._over = name in ("finish", "interrupted")
 
@@ -173,6 +176,13 @@ class RunCollector(Collector):
         yield _counter("myriad_restarts", "Attempts after the first.", self._restarts)
         if (validation := self._newest.get("validation")) is not None:
             yield _gauge("myriad_validation_loss", "Newest validation loss.", validation.get("loss"))
+        if self._validation_sets:
+            documentation = "Newest loss of each validation set."
+            losses = GaugeMetricFamily("myriad_validation_set_loss", documentation, labels=["set"])
+            for name, found in sorted(self._validation_sets.items()):
+                if isinstance(loss := found.get("loss"), float):
+                    losses.add_metric([name], loss)
+            yield losses
         if (check := self._newest.get("check")) is not None:
             text = "Share of this attempt's time spent on checks of ranks."
             yield _gauge("myriad_check_ratio", text, check.get("ratio"))

@@ -7,7 +7,7 @@ from pydantic import Field
 from myriad.config import Config, Size
 from myriad.data.bad_blocks import OnBadBlock
 
-__all__ = ["CorpusShare", "DataConfig", "Documents"]
+__all__ = ["CorpusShare", "DataConfig", "Documents", "ValidationSet"]
 
 Documents = Literal["joined", "packed"]
 
@@ -20,6 +20,16 @@ class CorpusShare(Config):
     either."""
     weight: float = Field(1.0, gt=0)
     """Weight of the corpus in the mixture, relative to the other weights."""
+
+
+class ValidationSet(Config):
+    """A corpus on which a run is validated, beside the held-out text of its own."""
+
+    name: str
+    """Name in events and metrics: up to 64 letters, digits, ``_``, ``.`` and ``-``."""
+    path: str
+    """A folder made by ``myriad data prepare``, the prefix of a Megatron .bin/.idx pair, or a URL of
+    either, with the tokenizer of the run. Its held-out text is used; all of it if none is held out."""
 
 
 class DataConfig(Config):
@@ -41,6 +51,8 @@ class DataConfig(Config):
     split."""
     validation_batches: int = Field(8, ge=0)
     """Batches of held-out text in one validation."""
+    validation_sets: tuple[ValidationSet, ...] = ()
+    """Further corpora that each validation reads, each with a name and with data.validation_batches."""
     prefetch: int = Field(2, ge=1)
     """Steps of batches that the loader of a node prepares ahead."""
     cache: str | None = None

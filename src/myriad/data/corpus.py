@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from myriad.data.bad_blocks import BadBlockError, BlockGuard
 from myriad.data.block_hashes import BLOCKS_SUFFIX, BlockHashes
-from myriad.data.config import CorpusShare, DataConfig, Documents
+from myriad.data.config import CorpusShare, DataConfig, Documents, ValidationSet
 from myriad.data.corpus_cache import prepare_embedded
 from myriad.data.corpus_manifest import (
     MANIFEST_FILE,
@@ -52,7 +52,16 @@ from myriad.system.remote_urls import is_url
 if TYPE_CHECKING:
     from myriad.data.tokenizer import Tokenizer
 
-__all__ = ["EMBEDDED", "BatchReader", "Corpora", "Corpus", "open_corpora", "open_corpus", "read_batch"]
+__all__ = [
+    "EMBEDDED",
+    "BatchReader",
+    "Corpora",
+    "Corpus",
+    "open_corpora",
+    "open_corpus",
+    "open_validation_set",
+    "read_batch",
+]
 
 EMBEDDED = "embedded"
 _TOKENIZER_FILE = "tokenizer.json"
@@ -357,6 +366,15 @@ def open_corpora(
     kept = [(corpus, weight) for corpus, weight in opened if _has_sample(corpus, sequence, split, config)]
     corpora, weights = zip(*kept, strict=True) if kept else ((), ())
     return Corpora(corpora, weights, sequence, config.documents)
+
+
+def open_validation_set(
+    config: DataConfig, one: ValidationSet, sequence: int, guard: BlockGuard | None = None
+) -> Corpora:
+    """Open a validation set of a job: its held-out text, or all of it. Raises `BadInputError`."""
+    alone = config.model_copy(update={"corpus": one.path, "mixture": ()})
+    found = open_corpora(alone, sequence, "validation", guard=guard)
+    return found if found.num_samples else open_corpora(alone, sequence, guard=guard)
 
 
 def open_corpus(name: str, split: Split, vocabulary: int = 4096, cache: Path | None = None) -> Corpus:

@@ -61,7 +61,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "the run",
     ),
     ResumeRule(
-        ("data.corpus", "data.mixture", "data.documents", "data.validation_batches"),
+        ("data.corpus", "data.mixture", "data.documents", "data.validation_batches", "data.validation_sets"),
         True,
         "hold from the next step; sample numbers continue, in the order of the new corpora, which must have "
         "the same tokenizer",

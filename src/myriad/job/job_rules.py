@@ -4,6 +4,7 @@ A rule raises `BadInputError` with the key, its value and what is allowed, befor
 each value alone.
 """
 
+import re
 from collections.abc import Callable
 
 from myriad.alerts.config import check_alert_values
@@ -252,6 +253,15 @@ def _check_cuda_graphs(job: JobValues) -> None:
         need(not wrong, "train.cuda_graphs", True, f"needs {needs}")
 
 
+def _check_validation_sets(job: JobValues) -> None:
+    names = [one.name for one in job.data.validation_sets]
+    for name in names:
+        allowed = "names of up to 64 letters, digits, _, . and -"
+        need(re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII) is not None, "data.validation_sets", name, allowed)
+    twice = next((name for name in names if names.count(name) > 1), None)
+    need(twice is None, "data.validation_sets", twice, "names of their own")
+
+
 def _check_agreement(job: JobValues) -> None:
     """DiLoCo replicas save, validate and finish only at steps where they synchronize."""
     every = job.comm.sync_every
@@ -416,6 +426,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_spikes,
     _check_updates_in_backward,
     _check_cuda_graphs,
+    _check_validation_sets,
     _check_nodes,
     _check_started_nodes,
     _check_store,

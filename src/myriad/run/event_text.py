@@ -362,6 +362,7 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "trace": _trace,
     "unsupervised": _problem,
     "validation": _validation,
+    "validation_set": lambda event: _joined(str(event.get("name")), _validation(event)),
     "weights": _weights,
 }
 """Functions that describe an event, by its name. If the text is empty, keys and values are shown."""

@@ -118,7 +118,7 @@ EVENT_FIELDS: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("offset",), _is_count),
     **dict.fromkeys(("event", "problem", "peak_source", "device", "precision", "source", "cause"), _is_text),
     **dict.fromkeys(
-        ("verdict", "culprit", "what", "place", "text", "prompt", "fingerprint", "tier"), _is_text
+        ("name", "verdict", "culprit", "what", "place", "text", "prompt", "fingerprint", "tier"), _is_text
     ),
     **dict.fromkeys(("key", "accused", "partition", "file", "action"), _is_text),
     "unchecked": _is_list_of(_is_text),

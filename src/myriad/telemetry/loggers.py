@@ -151,11 +151,12 @@ class MetricForwarder:
 
 
 def _as_metrics(event: Record) -> Record:
-    """Return the metrics in an event. Only ``validation`` events have any."""
-    if event.get("event") != "validation":
+    """Return the metrics in an event. Only those of validations have any."""
+    if event.get("event") not in ("validation", "validation_set"):
         return {}
+    of_set = f"/{event.get('name')}" if event.get("event") == "validation_set" else ""
     names = {"loss": "validation_loss", "bits_per_byte": "validation_bits_per_byte"}
-    found = {name: event[key] for key, name in names.items() if key in event}
+    found = {f"{name}{of_set}": event[key] for key, name in names.items() if key in event}
     return {"time": event.get("time"), "step": event.get("step"), **found}
 
 

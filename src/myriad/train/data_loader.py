@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from myriad.comm.grid import RankGrid
 from myriad.comm.rendezvous.store_secret import STORE_SECRET
 from myriad.data.bad_blocks import BlockGuard
-from myriad.data.corpus import BatchReader, open_corpora
+from myriad.data.config import ValidationSet
+from myriad.data.corpus import BatchReader, open_corpora, open_validation_set
 from myriad.data.loader import LoaderClient, LoaderSpec, StartLoader
 from myriad.data.windows import BatchWords, PackedRows
 from myriad.errors import BadInputError
@@ -91,10 +92,20 @@ class Validation:
     """The held-out batches of a job: always the same ones, in the same order."""
 
     def __init__(
-        self, job: Job, grid: RankGrid, device: torch.device, guard: BlockGuard | None = None
+        self,
+        job: Job,
+        grid: RankGrid,
+        device: torch.device,
+        guard: BlockGuard | None = None,
+        validation_set: ValidationSet | None = None,
     ) -> None:
+        """``validation_set``: the text; ``None``: what is held out of the training text."""
         self._job, self._rows, self._device = job, rank_rows(job, grid.index("dp")), device
-        self._corpora = open_corpora(job.data, job.model.sequence, "validation", guard=guard)
+        sequence = job.model.sequence
+        if validation_set is None:
+            self._corpora = open_corpora(job.data, sequence, "validation", guard=guard)
+        else:
+            self._corpora = open_validation_set(job.data, validation_set, sequence, guard)
         whole = self._corpora.num_samples // job.train.global_batch
         self.num_batches = min(job.data.validation_batches, whole)
         if self.num_batches:
@@ -108,7 +119,7 @@ class Validation:
         if self._job.data.documents == "joined":
             return self.num_batches * self._job.train.global_batch * self._job.model.sequence
         rows = (self._read(index, range(1))[0] for index in range(self.num_batches))
-        return sum(BatchWords.read(row).num_targets for row in rows)
+        return max(1, sum(BatchWords.read(row).num_targets for row in rows))
 
     def batch(self, index: int) -> Batch:
         """Return this rank's rows of one batch."""
@@ -132,7 +143,7 @@ class Validation:
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Convert a mean loss in nats per token to bits per byte of text; ``None`` if the tokenizer is
-        unknown."""
+        unknown, or no token with a loss is text."""
         tokenizer = self._corpora.tokenizer
         if tokenizer is None:
             return None
@@ -144,7 +155,7 @@ class Validation:
             rows = self._read(index, everything)
             targets = rows[:, 1:] if self._job.data.documents == "joined" else PackedRows.of(rows).targets
             num_bytes += int(sizes[targets[targets >= 0]].sum())
-        return loss * self.num_targets / math.log(2) / num_bytes
+        return loss * self.num_targets / math.log(2) / num_bytes if num_bytes else None
 
 
 def open_feed(

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from myriad.data.corpus import EMBEDDED, Corpora, open_corpora
+from myriad.data.corpus import EMBEDDED, Corpora, open_corpora, open_validation_set
 from myriad.data.corpus_cache import prepare_embedded
 from myriad.data.loader import CHANGED_WHILE_READ
 from myriad.errors import BadInputError
@@ -57,6 +57,7 @@ def open_inputs(job: Job, report_stage: Callable[[str], None]) -> Corpora:
     if EMBEDDED in paths:
         prepare_embedded(None, job.data.vocabulary, report_stage)
     corpora = open_corpora(job.data, job.model.sequence)
+    _check_validation_sets(job, corpora)
     known = corpora.vocabulary
     if known is not None and known > job.model.vocabulary:
         allowed = f"at least the corpus's {known} tokens, or a corpus of fewer (data prepare --vocabulary)"
@@ -65,6 +66,18 @@ def open_inputs(job: Job, report_stage: Callable[[str], None]) -> Corpora:
         allowed = f"off: {paths[0]} has no tokenizer.json beside it, so no text can be made"
         raise BadInputError("train.sample_prompt", job.train.sample_prompt, allowed)
     return corpora
+
+
+def _check_validation_sets(job: Job, corpora: Corpora) -> None:
+    """Refuse validation sets that cannot be read, or have another tokenizer than the training text."""
+    for one in job.data.validation_sets:
+        opened = open_validation_set(job.data, one, job.model.sequence)
+        if opened.fingerprint != corpora.fingerprint:
+            allowed = f"made with another tokenizer than {corpora.corpora[0].name}"
+            raise BadInputError("data.validation_sets", one.path, allowed)
+        if opened.num_samples < job.train.global_batch:
+            allowed = f"at least one batch: {job.train.global_batch} windows; it has {opened.num_samples}"
+            raise BadInputError("data.validation_sets", one.path, allowed)
 
 
 def refuse_no_documents(corpora: Corpora) -> None:

@@ -94,6 +94,10 @@ class Trainer:
         self._at_close.callback(self.feed.close)
         guard = validation_guard(run, job, self.place, bad_blocks)
         self.validation = Validation(job, self.groups.grid, self.device, guard)
+        self.validation_sets = {
+            one.name: Validation(job, self.groups.grid, self.device, guard, one)
+            for one in job.data.validation_sets
+        }
         self.engine = build_engine(rank, self._event)
         self.verifier = DigestPublisher(self.engine, job, self.progress)
         self.checks = TrainingChecks(job, self.groups, self.device, self.progress, self.recorder, self._event)
@@ -353,14 +357,21 @@ class Trainer:
     def _validate(self) -> bool:
         """Validate, and return False if a rank was asked to stop before the last batch. Nothing is
         recorded in that case."""
-        began = time.perf_counter()
+        found: list[tuple[str, dict[str, Any]]] = []
         with self.progress.within("validating"), self.recorder.span("evaluate"):
-            loss = self.validation.loss(self.engine, lambda: self.stop.asked)
-        if loss is None:
-            return False
-        if self.validation.num_batches:
-            bits, seconds = self.validation.bits_per_byte(loss), time.perf_counter() - began
-            self._event("validation", step=self.step, loss=loss, bits_per_byte=bits, seconds=seconds)
+            for name, validation in {"": self.validation, **self.validation_sets}.items():
+                began = time.perf_counter()
+                loss = validation.loss(self.engine, lambda: self.stop.asked)
+                if loss is None:
+                    return False
+                if validation.num_batches:
+                    result = {"loss": loss, "bits_per_byte": validation.bits_per_byte(loss)}
+                    found.append((name, {**result, "seconds": time.perf_counter() - began}))
+        for name, fields in found:
+            if name:
+                self._event("validation_set", step=self.step, name=name, **fields)
+            else:
+                self._event("validation", step=self.step, **fields)
         return True
 
     def _save(self, *, is_last: bool) -> None:

@@ -206,6 +206,11 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         ),
         ([GRAPHS, "layout.tp=2", "overlap.tensor=auto"], "train.cuda_graphs", "auto may choose them"),
         ([GRAPHS, "train.memory_budget=1 GiB"], "train.cuda_graphs", "needs train.memory_budget = off"),
+        (
+            ['data.validation_sets=[{name="a", path="b"}, {name="a", path="c"}]'],
+            "data.validation_sets",
+            "names of their own",
+        ),
         ([GRAPHS, "data.documents=packed"], "train.cuda_graphs", "needs data.documents = joined"),
         ([GRAPHS, *EARLY], "train.cuda_graphs", "needs overlap.optimizer_in_backward = false"),
         (["layout.zero=4"], "layout.zero", "at most 3"),

@@ -181,9 +181,10 @@ def _event_line(event: Record) -> Text | None:
     name, step = event.get("event"), event.get("step")
     if name == "start":
         return _start_line(event)
-    if name == "validation":
+    if name in ("validation", "validation_set"):
+        of_set = f" of {event.get('name')}" if name == "validation_set" else ""
         loss, bits = event.get("loss"), event.get("bits_per_byte")
-        text = f"step {step}: validation loss " + ("nan" if loss is None else f"{loss:.4f}")
+        text = f"step {step}: validation loss{of_set} " + ("nan" if loss is None else f"{loss:.4f}")
         return Text(text + ("" if bits is None else f", {bits:.3f} bits per byte"), style="cyan")
     if name == "checkpoint":
         return Text(f"step {step}: checkpoint saved", style="dim")

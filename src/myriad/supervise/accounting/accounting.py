@@ -80,6 +80,7 @@ class _Reader:
             "resume": self._resume,
             "step": self._step,
             "validation": self._validation,
+            "validation_set": self._validation,
             "check": self._check,
             "diagnosis": self._diagnosis,
             "eviction": self._eviction,
