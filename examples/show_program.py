@@ -30,6 +30,7 @@ def program_lines(keys: Sequence[str]) -> list[str]:
         tied=job.model.tied,
         training=True,
         num_chunks=(job.overlap.chunks or 1) if cuts else 1,
+        orthogonalizes=job.optimizer.orthogonalizes,
     )
     return [f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(program.ranks)]
 

@@ -26,9 +26,15 @@ from myriad.errors import RunFailedError
 from myriad.model.tensor_shard import TensorShard
 
 SWIGLU = {"activation": "swiglu", "kv_heads": 1, "block": "parallel", "tied": False}
+MUON = {"activation": "swiglu", "kv_heads": 2}
+"""The model of the tests that train with Muon."""
 GPT2 = {"norm": "layer", "bias": True, "position": "learned", "dropout": 0.1, "layers": 5}
 
 Tensors = dict[str, np.ndarray]
+
+
+def optimizer_of(model: dict[str, Any]) -> dict[str, Any]:
+    return {"name": "muon"} if model is MUON else {"name": "lamb"} if model is SWIGLU else {}
 
 
 def go(case: Case, read: Path | None, write: Path, steps: tuple[int, ...]) -> list[tuple[float, float]]:
@@ -69,6 +75,7 @@ MOVES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (SWIGLU, {}, {"tp": 2, "pp": 2, "schedule": "zero-bubble", "micro_batch": 2}),
     (GPT2, {"dp": 3, "zero": 2, "micro_batch": 4}, {"dp": 2, "tp": 2, "zero": 3, "micro_batch": 2}),
     (GPT2, {"pp": 2, "tp": 2, "virtual_stages": 3, "micro_batch": 6}, {"dp": 3, "zero": 0}),
+    (MUON, {"dp": 2, "zero": 1}, {"tp": 2, "pp": 2, "micro_batch": 2}),
 ]
 
 
@@ -80,7 +87,7 @@ def name_of(value: object) -> str:
 def test_a_run_moves_to_another_layout_and_continues_as_if_nothing_had_happened(
     model: dict[str, Any], before: dict[str, Any], after: dict[str, Any], tmp_path: Path
 ) -> None:
-    optimizer = {"name": "lamb"} if model is SWIGLU else {}
+    optimizer = optimizer_of(model)
     first, second = (Case(layout, model, optimizer, 5, 12) for layout in (before, after))
     stayed = run_ranks(first.world, go, first, None, tmp_path / "stayed", (3, 5))[0]
     moved = run_ranks(second.world, go, second, tmp_path / "stayed", tmp_path / "moved", (3, 5))[0]
@@ -99,13 +106,14 @@ def test_a_run_moves_to_another_layout_and_continues_as_if_nothing_had_happened(
         ({}, {"dp": 2, "zero": 3}, torch.float32),
         (SWIGLU, {"dp": 2, "tp": 2, "zero": 2, "reduce": "each", "micro_batch": 2}, torch.bfloat16),
         (GPT2, {"pp": 2, "virtual_stages": 2, "micro_batch": 2}, torch.float32),
+        (MUON, {"dp": 2, "zero": 3}, torch.bfloat16),
     ],
     ids=name_of,
 )
 def test_a_run_that_was_stopped_and_continues_has_the_bits_of_one_that_was_not(
     model: dict[str, Any], layout: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    case = Case(layout, model, {"name": "lamb"} if model is SWIGLU else {}, 8, 8, dtype)
+    case = Case(layout, model, optimizer_of(model), 8, 8, dtype)
     undisturbed = run_ranks(case.world, go, case, None, tmp_path / "undisturbed", (8,))
     begun = run_ranks(case.world, go, case, None, tmp_path / "stopped", (4,))
     resumed = run_ranks(case.world, go, case, tmp_path / "stopped", tmp_path / "stopped", (4, 8))

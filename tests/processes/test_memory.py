@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from parity_case import TINY, Case, make_engine
 from ranks import run_ranks
 
+from myriad.comm.groups import close_world
 from myriad.comm.layout import Layout
+from myriad.model.config import ModelConfig
+from myriad.planner.memory.rank_memory import memory_of_ranks
+from myriad.planner.workload import Workload
 
 
 def load_benchmark() -> ModuleType:
@@ -38,6 +43,27 @@ def test_a_rank_holds_to_the_byte_what_the_formula_predicts(dp: int, dtype: torc
     for rank in run_ranks(dp, BENCHMARK.measure, layouts, dtype, model):
         for layout, (found, sizes) in zip(layouts, rank, strict=True):
             assert found == BENCHMARK.formula(layout, dtype, sizes), f"zero {layout.zero} {layout.reduce}"
+
+
+def moments(case: Case) -> tuple[int, int]:
+    """One rank's place in the pipeline, and the bytes of its optimizer's state."""
+    engine = make_engine(case)
+    state = engine.optimizer.state()
+    held = sum(4 * one.numel() for tensors in state.values() for one in tensors)
+    place = engine.groups.grid.index("pp")
+    engine.close()
+    close_world()
+    return place, held
+
+
+@pytest.mark.parametrize("layout", [{"dp": 3, "zero": 1}, {"dp": 2, "pp": 2, "zero": 2}, {"tp": 2}], ids=str)
+def test_the_planner_knows_the_moments_of_matrices_that_are_orthogonalized(layout: dict[str, Any]) -> None:
+    case = Case(layout, {"kv_heads": 1, "bias": True}, {"name": "muon"}, global_batch=6)
+    ranks = run_ranks(case.world, moments, case)
+    model = ModelConfig(**(TINY | case.model))
+    workload = Workload(model, Layout(**layout), case.global_batch, optimizer="muon", value_bytes=4)
+    for place, memory in enumerate(memory_of_ranks(workload, on_cpu=True)):
+        assert memory.optimizer == max(held for own, held in ranks if own == place)
 
 
 def test_more_sharding_never_holds_more_between_steps() -> None:

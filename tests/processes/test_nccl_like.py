@@ -49,6 +49,7 @@ CASES = {
     ),
     "nodes-of-all": Case({"dp": 2}, comm={"hierarchy": "node", "node_size": 2}),
     "lamb": Case({"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro_batch": 4}, optimizer={"name": "lamb"}),
+    "muon": Case({"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro_batch": 4}, optimizer={"name": "muon"}),
     "tensor": Case({"tp": 2, "pp": 2, "micro_batch": 4}),
     "copies-of-heads": Case({"tp": 4, "micro_batch": 4}, {"kv_heads": 2}),
     "diloco": Case({"dp": 2}, comm={"sync_every": 2}),
@@ -83,7 +84,7 @@ def train(case: Case, like_nccl: bool, folder: Path) -> Trained:
         engine.programs[True],
         engine.groups.grid.index("pp"),
         CommConfig(**case.comm),
-        lamb=case.optimizer.get("name") == "lamb",
+        optimizer=case.optimizer.get("name", "adamw"),
         kv_heads=ModelConfig(**(TINY | case.model)).num_kv_heads,
     )
     engine.close()

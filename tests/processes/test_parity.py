@@ -200,6 +200,10 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("predictions", "adamw", {"tp": 2, "pp": 2, "recompute": "full"}),
     ("predictions", "adamw", {"dp": 2, "pp": 2, "zero": 3, "virtual_stages": 2}),
     ("granite-sinks", "adamw", {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "micro_batch": 2}),
+    ("serial", "muon", {"dp": 3, "zero": 0, "shares": (4, 3, 1)}),
+    ("serial", "muon", {"dp": 2, "pp": 2, "zero": 2, "virtual_stages": 2}),
+    ("few-kv-heads", "muon", {"tp": 4, "micro_batch": 4}),
+    ("olmo", "muon", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}),
 ]
 
 
@@ -231,6 +235,7 @@ LONG: list[tuple[str, str, dict[str, Any]]] = [
     ("serial", "adamw", {"dp": 2, "zero": 2, "reduce": "each"}),
     ("serial", "lamb", {"tp": 2, "micro_batch": 4}),
     ("gpt2", "adamw", {"pp": 2, "dp": 2, "zero": 3, "schedule": "zero-bubble"}),
+    ("serial", "muon", {"dp": 2, "zero": 1, "micro_batch": 4}),
 ]
 
 
@@ -283,6 +288,13 @@ def test_unequal_shares_give_the_loss_and_parameters_of_one_process(
 def test_unequal_shares_without_any_overlap(layout: dict[str, Any]) -> None:
     case = Case(layout, {}, {"name": "adamw"}, FEW, overlap=dict.fromkeys(SWITCHES, False))
     assert_equal(case, one_process("serial", "adamw", steps=FEW))
+
+
+def test_muon_without_any_overlap() -> None:
+    """A step then gathers, orthogonalizes and updates stage by stage."""
+    layout = {"dp": 2, "tp": 2, "zero": 1, "micro_batch": 2}
+    case = Case(layout, MODELS["latent"], {"name": "muon"}, FEW, overlap=dict.fromkeys(SWITCHES, False))
+    assert_equal(case, one_process("latent", "muon", steps=FEW))
 
 
 SWITCHES = ("pipeline", "data", "optimizer", "tensor")

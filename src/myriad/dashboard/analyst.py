@@ -164,7 +164,13 @@ class Analyst:
         job = self._watched.files.job
         try:
             return programs_seen(
-                records, names, job.layout, job.overlap, job.shares, tied=job.model.shares_embedding
+                records,
+                names,
+                job.layout,
+                job.overlap,
+                job.shares,
+                tied=job.model.shares_embedding,
+                orthogonalizes=job.optimizer.orthogonalizes,
             )
         except (MyriadError, ValueError):
             return ()

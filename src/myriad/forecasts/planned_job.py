@@ -8,6 +8,7 @@ from myriad.comm.layout import Layout, check_layout, lacks_for_graphs
 from myriad.comm.node_order import check_node_order
 from myriad.errors import BadInputError
 from myriad.job import Job, dump_toml, load_job
+from myriad.job.job_values import newton_schulz_of
 from myriad.optim.config import float8_scaling
 from myriad.planner import (
     Cluster,
@@ -54,6 +55,7 @@ def problem_of(job: Job, cluster: Cluster) -> LayoutProblem:
         comm=job.comm,
         snapshots=snapshot_schedule_of(job),
         optimizer=job.optimizer.name,
+        newton_schulz=newton_schulz_of(job),
         value_bytes=4 if precision == "float32" else 2,
         profile=framework_profile_of(job),
         partition=job.layout.partition,

@@ -17,7 +17,7 @@ from myriad.job.job_values import SPIKE_STEPS_BEFORE, JobValues, work_of
 from myriad.kernels.choice import check_kernels
 from myriad.kernels.rotary_scaling import RotaryScaling
 from myriad.model.config import ModelConfig
-from myriad.optim.config import LossScaleConfig, check_loss_scale, float8_scaling
+from myriad.optim.config import LossScaleConfig, OptimizerConfig, check_loss_scale, float8_scaling
 from myriad.program.partition import partition_layers
 from myriad.telemetry.config import is_address
 from myriad.telemetry.shipping.page_trust import is_trust
@@ -104,10 +104,21 @@ def _check_query_key_norm(model: ModelConfig) -> None:
 
 
 def _check_base_width(job: JobValues) -> None:
-    """LAMB's trust ratios set the size of each matrix's step themselves."""
+    """LAMB's trust ratios and Muon's scaling set the size of each matrix's step themselves."""
     base, name = job.model.mup_base_width, job.optimizer.name
     allowed = f"off with optimizer.name = {name}: rates by kind of parameter need adamw"
     need(base is None or name == "adamw", "model.mup_base_width", base, allowed)
+
+
+_MUON_KEYS = ("muon_momentum", "muon_nesterov", "muon_iterations", "muon_precision", "muon_scaling")
+
+
+def _check_muon(job: JobValues) -> None:
+    optimizer = job.optimizer
+    for key in _MUON_KEYS if not optimizer.orthogonalizes else ():
+        value, default = getattr(optimizer, key), OptimizerConfig.model_fields[key].default
+        allowed = f"only with optimizer.name = muon, which is {optimizer.name}"
+        need(value == default, f"optimizer.{key}", value, allowed)
 
 
 def _check_predictions(job: JobValues) -> None:
@@ -234,7 +245,10 @@ def _check_updates_in_backward(job: JobValues) -> None:
     clips = job.optimizer.clip_norm is not None
     for wrong, needs in (
         (clips, "optimizer.clip_norm = off: clipping needs the norm of all gradients first"),
-        (job.optimizer.name != "adamw", "optimizer.name = adamw: LAMB needs the norms of all updates first"),
+        (
+            job.optimizer.name != "adamw",
+            "optimizer.name = adamw: LAMB and Muon update with all gradients at hand",
+        ),
         (job.resilience.on_spike != "report", "resilience.on_spike = report: an update cannot be undone"),
         (not job.overlap.optimizer, "overlap.optimizer = true, which updates chunk by chunk"),
     ):
@@ -405,6 +419,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_heads,
     _check_norms,
     _check_base_width,
+    _check_muon,
     _check_predictions,
     _check_rotary,
     _check_tensor_parallel,

@@ -22,6 +22,7 @@ from myriad.telemetry.config import TelemetryConfig
 
 if TYPE_CHECKING:
     from myriad.planner import Workload
+    from myriad.planner.workload import NewtonSchulz
     from myriad.program.device_needs import DeviceJob
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "RunConfig",
     "TrainConfig",
     "device_job_of",
+    "newton_schulz_of",
     "work_of",
 ]
 
@@ -226,8 +228,19 @@ def work_of(job: JobValues, value_bytes: int = 2) -> "Workload":
         job.overlap,
         comm=job.comm,
         optimizer=job.optimizer.name,
+        newton_schulz=newton_schulz_of(job),
         value_bytes=value_bytes,
     )
+
+
+def newton_schulz_of(job: JobValues) -> "NewtonSchulz":
+    """Return how Muon orthogonalizes, as the planner sees it."""
+    from myriad.planner.workload import NewtonSchulz
+
+    optimizer, precision = job.optimizer, job.train.precision
+    same = optimizer.muon_precision == "auto" and precision != "float16"
+    value_bytes = None if same else 2 if optimizer.muon_precision == "bfloat16" else 4
+    return NewtonSchulz(optimizer.muon_iterations, value_bytes)
 
 
 def device_job_of(job: JobValues) -> "DeviceJob":
@@ -235,4 +248,11 @@ def device_job_of(job: JobValues) -> "DeviceJob":
     before the ranks partition the model."""
     from myriad.program.device_needs import DeviceJob
 
-    return DeviceJob(job.layout, job.overlap, job.comm, job.shares, job.model.shares_embedding)
+    return DeviceJob(
+        job.layout,
+        job.overlap,
+        job.comm,
+        job.shares,
+        job.model.shares_embedding,
+        orthogonalizes=job.optimizer.orthogonalizes,
+    )

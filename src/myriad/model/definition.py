@@ -26,11 +26,13 @@ from myriad.model.boundary import Boundary
 __all__ = [
     "Context",
     "Definition",
+    "NamesHidden",
     "ScalesRates",
     "Shard",
     "ShardSpan",
     "StatesShapes",
     "full_shape",
+    "is_hidden_matrix",
     "rate_of",
     "shard_of",
     "values_of_rank",
@@ -189,6 +191,17 @@ class ScalesRates(Protocol):
 
 
 @runtime_checkable
+class NamesHidden(Protocol):
+    """A model that states which of its matrices map hidden values to hidden values. Of any other model these
+    are the matrices of all layers but the first and the last."""
+
+    def is_hidden(self, name: str) -> bool:
+        """Return whether both dimensions of the matrix with this full name are hidden ones: of none the
+        elements are tokens, positions or classes."""
+        ...
+
+
+@runtime_checkable
 class StatesShapes(Protocol):
     """A model that states the shapes of its layers' outputs. Those of any other model are found by running
     its layers on the meta device, which imports PyTorch's compiler: more than a second for each rank."""
@@ -202,6 +215,16 @@ class StatesShapes(Protocol):
 def rate_of(definition: Definition, name: str, shape: torch.Size) -> float:
     """Return the factor of the learning rate of a parameter. Vectors have the rate of the schedule."""
     return definition.rate_of(name) if isinstance(definition, ScalesRates) and len(shape) >= 2 else 1.0
+
+
+def is_hidden_matrix(definition: Definition, index: int, name: str, shape: torch.Size) -> bool:
+    """Return whether a parameter of layer ``index`` is a matrix between hidden values, which only that layer
+    uses."""
+    if len(shape) != 2 or name in definition.tied or name in definition.tied.values():
+        return False
+    if isinstance(definition, NamesHidden):
+        return definition.is_hidden(name)
+    return 0 < index < len(definition.names) - 1
 
 
 def full_shape(definition: Definition, name: str, shape: Sequence[int], size: int = 1) -> tuple[int, ...]:

@@ -117,7 +117,12 @@ class GPT:
 
     def rate_of(self, name: str) -> float:
         """Return the factor of the learning rate of a matrix: 1 / width in a block, with a base width."""
-        return 1 / self.config.width_ratio if _is_hidden(name) else 1.0
+        return 1 / self.config.width_ratio if self.is_hidden(name) else 1.0
+
+    def is_hidden(self, name: str) -> bool:
+        """Return whether both dimensions of a matrix grow with the width. Those of the embedding and the
+        output projection include the vocabulary or the positions."""
+        return not name.startswith(("embedding.", "head.output.", "head.tokens."))
 
     def _initial_values(self, name: str, shape: torch.Size) -> torch.Tensor:
         if name.endswith((".bias", ".sinks")) or (len(shape) == 1 and self.config.norm_zero_centered):
@@ -127,15 +132,9 @@ class GPT:
         deviation = self.config.initial_deviation
         if name.endswith(("attention.output.weight", "mlp.down.weight")):
             deviation /= (2 * self.config.layers) ** 0.5
-        if _is_hidden(name):
+        if self.is_hidden(name):
             deviation /= self.config.width_ratio**0.5
         return seeded_normal(key_of(self.seed, self.tied.get(name, name)), shape, deviation)
-
-
-def _is_hidden(name: str) -> bool:
-    """Whether both dimensions of a matrix grow with the width. Those of the embedding and the output
-    projection include the vocabulary or the positions."""
-    return not name.startswith(("embedding.", "head.output.", "head.tokens."))
 
 
 def build_full(config: ModelConfig, seed: int) -> nn.ModuleList:

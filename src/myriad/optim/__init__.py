@@ -1,1 +1,1 @@
-"""LAMB, AdamW, learning-rate schedules, clipping, precision. ``myriad.optim.config`` needs no torch."""
+"""AdamW, LAMB, Muon, learning-rate schedules, clipping, precision. ``myriad.optim.config`` needs no torch."""

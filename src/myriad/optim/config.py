@@ -12,7 +12,9 @@ from myriad.errors import BadInputError
 __all__ = [
     "LARGEST_LOSS_SCALE",
     "LossScaleConfig",
+    "NewtonSchulzPrecision",
     "OptimizerConfig",
+    "OptimizerName",
     "Precision",
     "check_loss_scale",
     "float8_scaling",
@@ -39,11 +41,19 @@ def float8_scaling(precision: Precision) -> Literal["tensor", "blocks"] | None:
     return "blocks" if precision == "float8-blocks" else None
 
 
+OptimizerName = Literal["adamw", "lamb", "muon"]
+"""Names of optimizers."""
+
+NewtonSchulzPrecision = Literal["auto", "float32", "bfloat16"]
+"""Number formats of Muon's Newton-Schulz iteration."""
+
+
 class OptimizerConfig(Config):
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "lamb"] = "adamw"
-    """adamw (Loshchilov & Hutter 2019) or lamb (You et al. 2019)."""
+    name: OptimizerName = "adamw"
+    """adamw (Loshchilov & Hutter 2019), lamb (You et al. 2019), or muon (Jordan 2024; Liu et al. 2025): the
+    matrices of the blocks move along their orthogonalized momentum, all other parameters by AdamW."""
     learning_rate: float = Field(1e-3, gt=0)
     """Learning rate after the warm-up, before the decay."""
     final_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
@@ -65,6 +75,25 @@ class OptimizerConfig(Config):
     """Decoupled weight decay of matrices, in units of the learning rate. Norms and biases do not decay."""
     clip_norm: float | None = Field(1.0, gt=0)
     """Maximum global gradient norm; larger gradients are scaled down to it. off: no clipping."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay of the momentum of matrices that muon orthogonalizes."""
+    muon_nesterov: bool = True
+    """Orthogonalize the mean of gradient and momentum, weighted by the momentum's decay. off: the momentum
+    alone."""
+    muon_iterations: int = Field(5, ge=1, le=99)
+    """Newton-Schulz iterations that orthogonalize a matrix."""
+    muon_precision: NewtonSchulzPrecision = "auto"
+    """Number format of the Newton-Schulz iterations, in which matrices are also sent. auto: bfloat16 where
+    the training computes in bfloat16, else float32. In bfloat16 two layouts agree only to its rounding."""
+    muon_scaling: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of the learning rate of an orthogonalized [m, n] matrix, named as in torch.optim.Muon.
+    match_rms_adamw: 0.2 sqrt(max(m, n)), which makes updates as large as AdamW's (Liu et al. 2025). original:
+    sqrt(max(1, m / n)) (Jordan 2024), which needs a larger optimizer.learning_rate."""
+
+    @property
+    def orthogonalizes(self) -> bool:
+        """Whether matrices are orthogonalized before the update."""
+        return self.name == "muon"
 
 
 class LossScaleConfig(Config):

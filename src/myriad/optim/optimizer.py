@@ -14,14 +14,15 @@ allocated. On a GPU the first pass is one kernel that also computes the norms, a
 rates from the device: the host waits for neither.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from myriad.kernels.config import Kernels
 from myriad.optim.config import OptimizerConfig
-from myriad.optim.moments import AdamW, Moments
+from myriad.optim.moments import AdamW, Moments, cache_blocks
+from myriad.optim.muon import MatrixPart, Muon
 from myriad.optim.parameter_norms import Runs, add_runs, sums_of_squares
 from myriad.optim.region import Region
 
@@ -61,7 +62,8 @@ class Optimizer(Protocol):
         ...
 
     def state(self) -> dict[str, list[torch.Tensor]]:
-        """Return the state to store: a name to one float32 tensor per region, of its length.
+        """Return the state to store: a name to one float32 tensor per region, of its length, or empty where
+        the region has no such state.
 
         A checkpoint loads into the tensors in place.
         """
@@ -74,21 +76,21 @@ def build_optimizer(
     num_parameters: int,
     reduce_table: Callable[[torch.Tensor], torch.Tensor],
     kernels: Kernels = "auto",
+    matrix_parts: Sequence[Sequence[MatrixPart]] = (),
 ) -> Optimizer:
     """Build the configured optimizer over this rank's regions (at least one, which may be empty: it defines
     the device).
 
     ``reduce_table`` gets ``[num_parameters, 2]`` float64 sums of squares of what this rank holds and returns
-    those of whole parameters. LAMB calls it once a step on every rank, AdamW never.
+    those of whole parameters. LAMB calls it once a step on every rank, AdamW never. ``matrix_parts``: for
+    Muon, the parts of matrices in each region.
     """
     assert regions, "a rank that holds nothing passes one empty region, which says on which device"
+    if config.name == "muon":
+        return Muon(config, regions, matrix_parts, kernels)
     if config.name == "lamb":
         return _Lamb(config, regions, num_parameters, reduce_table, kernels)
     return AdamW(config, regions, kernels)
-
-
-_BLOCK = {"cpu": 2**18, "cuda": 2**24}
-"""Elements at a time: what fits in cache on a CPU, and what fully uses a GPU."""
 
 
 class _Lamb(Moments):
@@ -136,7 +138,7 @@ class _Lamb(Moments):
     def _write_update(self, index: int) -> None:
         """Write ``u`` of one region over its gradients."""
         region = self.regions[index]
-        for part in _blocks(region.values):
+        for part in cache_blocks(region.values):
             # from zero, with a rate of -1 and no decay, the kernel returns Adam's direction itself
             direction = torch.zeros_like(region.values[part])
             self.move([direction], [(index, part)], learning_rate=-1.0, weight_decay=0.0)
@@ -182,11 +184,6 @@ class _Lamb(Moments):
         for index in indices:
             if cut := self._blocks.get(index):
                 lamb_move(self.regions[index].values, self.regions[index].gradients, cut[0], rates)
-
-
-def _blocks(flat: torch.Tensor) -> Iterator[slice]:
-    size = _BLOCK[flat.device.type]
-    yield from (slice(start, start + size) for start in range(0, flat.numel(), size))
 
 
 def _empty_like(region: Region) -> Region:

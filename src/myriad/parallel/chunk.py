@@ -1,6 +1,6 @@
 """A chunk: parameters in one flat buffer that data parallelism cuts into equal slices.
 
-    parameters     w1 | w2 | w3 | norm | bias | pad        decayed first, by rate; padded for dp
+    parameters     w1 | w2 | w3 | norm | bias | pad        decayed first, by kind and rate; padded for dp
     rank 0 of 2    [--- slice ---)                          master values, optimizer state: float32
     rank 1 of 2                  [--- slice ---)
 
@@ -62,6 +62,8 @@ class Entry:
     """Factor of the learning rate."""
     spans: tuple[ShardSpan, ...] = ()
     """What this rank holds of the dimension that is cut."""
+    orthogonalized: bool = False
+    """Whether Muon orthogonalizes its updates."""
 
     def rows(self) -> "list[Row]":
         """Return the rows of the table of parameters that this parameter has, at flat elements of its own."""
@@ -80,6 +82,11 @@ class Entry:
     def decays(self) -> bool:
         """Whether weight decay applies: it does to matrices, not to norms and biases."""
         return len(self.shape) >= 2
+
+    @property
+    def kind(self) -> tuple[bool, bool, float]:
+        """How the optimizer updates it: entries of one kind are adjacent in a chunk, matrices first."""
+        return not self.decays, not self.orthogonalized, self.rate
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ class Chunk:
         place: "ChunkMemory | None" = None,
     ) -> None:
         """``place``: the fixed memory of the whole chunk; ``None``: the allocator chooses the address."""
-        self.entries = sorted(entries, key=lambda entry: (not entry.decays, entry.rate))
+        self.entries = sorted(entries, key=lambda entry: entry.kind)
         self.sharing, self.first_row = sharing, first_row
         ends = list(accumulate((entry.shape.numel() for entry in self.entries), initial=0))
         self.spans = list(pairwise(ends))
@@ -164,8 +171,8 @@ class Chunk:
         self._allocate(dtype, device, place or ChunkMemory())
         self._attach()
         self.regions = self._regions()
-        """This rank's slice as the optimizer sees it: the parts with weight decay, one for each factor of the
-        learning rate, then the part without."""
+        """This rank's slice as the optimizer sees it: the parts with weight decay, one for each kind of
+        update and factor of the learning rate, then the part without."""
         self._collective = sharing.scheduler.bucket_collective(self.size, dtype)
         self._gathering: PendingCollective | None = None
         self._reducing: PendingCollective | None = None
@@ -235,20 +242,19 @@ class Chunk:
             self.sinks.append(sink)
 
     def _regions(self) -> list[Region]:
-        kinds = groupby(
-            zip(self.entries, self.spans, strict=True), key=lambda pair: (pair[0].decays, pair[0].rate)
-        )
-        ends = [(kind, list(pairs)[-1][1][1]) for kind, pairs in kinds]
-        ends[-1:] = [(kind, self.size) for kind, _ in ends[-1:]]  # the padding belongs to the last one
+        kinds = groupby(zip(self.entries, self.spans, strict=True), key=lambda pair: pair[0].kind)
+        lasts = [list(pairs)[-1] for _, pairs in kinds]
+        ends = [(entry, end) for entry, (_, end) in lasts]
+        ends[-1:] = [(entry, self.size) for entry, _ in ends[-1:]]  # the padding belongs to the last one
         found, start = [], self.start
-        for (decays, rate), end in ends:
+        for entry, end in ends:
             stop = min(max(end, start), self.stop)
             if stop > start:
-                found.append(self._region(start, stop, decays, rate))
+                found.append(self._region(start, stop, entry))
             start = stop
         return found
 
-    def _region(self, start: int, stop: int, decays: bool, rate: float) -> Region:
+    def _region(self, start: int, stop: int, like: Entry) -> Region:
         inside = slice(start - self.start, stop - self.start)
         pieces = tuple(
             ParameterSlice(
@@ -257,7 +263,8 @@ class Chunk:
             for number, row in enumerate(self.rows)
             if max(row.start, start) < min(row.stop, stop)
         )
-        return Region(self.master[inside], self.gradients[inside], decays, pieces, rate)
+        values, gradients = self.master[inside], self.gradients[inside]
+        return Region(values, gradients, like.decays, pieces, like.rate, like.orthogonalized)
 
     def start_of(self, entry: Entry) -> int:
         """Return the first element of a parameter in the chunk."""

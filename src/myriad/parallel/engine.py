@@ -96,6 +96,7 @@ class Engine:
         layout = groups.grid.layout
         self.groups, self.layout, self.recorder = groups, layout, recorder
         self.loss_scaler = loss_scaler
+        orthogonalizes = optimizer.orthogonalizes
         num_chunks = count_chunks(layout, overlap, layers_of_stage)
         layers = cut_ranges(layers_of_stage, num_chunks)
         self.programs = {
@@ -107,12 +108,15 @@ class Engine:
                 training=training,
                 num_chunks=num_chunks,
                 most_micro_batches=max(layout.shares or (num_micro_batches,)),
+                orthogonalizes=orthogonalizes,
             )
             for training in (True, False)
         }
         shares, cut = layout.shares or (num_micro_batches,), definition.sequence_parallel
+        tied = bool(definition.tied)
         check_on_device(
-            device, DeviceJob(layout, overlap, comm, shares, bool(definition.tied), num_chunks, not cut)
+            device,
+            DeviceJob(layout, overlap, comm, shares, tied, num_chunks, not cut, orthogonalizes),
         )
         stage_rank = self.programs[True].stage_rank
         self.boundary: Boundary = make_boundary(groups, overlap, recorder, kernels)
@@ -138,6 +142,7 @@ class Engine:
             dtype,
             device,
             runs if keeps_addresses else (),
+            orthogonalizes=orthogonalizes,
         )
         self._definition = definition
         if draws_initial:
@@ -173,6 +178,7 @@ class Engine:
             groups,
             optimizer,
             self._runtime.outputs,
+            dtype=dtype,
             updates_early=overlap.updates_early,
             trains_alone=self._trains_alone,
             loss_scaler=loss_scaler,

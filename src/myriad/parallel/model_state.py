@@ -56,8 +56,8 @@ class ModelState:
         self, states: Mapping[str, Sequence[torch.Tensor]], *, owned_only: bool
     ) -> Iterator[TensorShard]:
         """Yield shards of whole tensors, named ``STATE.PARAMETER``, as views of ``states``. Each state has
-        one tensor per region, shaped like the region's values. ``owned_only``: a tensor that several ranks
-        hold is yielded by one of them only; data-parallel replicas yield one share each."""
+        one tensor per region, shaped like the region's values, or empty. ``owned_only``: a tensor that
+        several ranks hold is yielded by one of them only; data-parallel replicas yield one share each."""
         for index, region in enumerate(self.regions):
             low, high = self._share(region) if owned_only else (0, region.values.numel())
             for piece in region.pieces:
@@ -68,7 +68,8 @@ class ModelState:
                 entry = row.entry
                 offset = int(region.values.storage_offset()) - int(chunk.master.storage_offset())
                 start = chunk.start + offset + first - chunk.start_of(entry)
-                for prefix, tensors in states.items():
+                held = {prefix: tensors for prefix, tensors in states.items() if tensors[index].numel()}
+                for prefix, tensors in held.items():
                     yield from shards_of_flat(
                         f"{prefix}.{entry.name}",
                         entry.shape,

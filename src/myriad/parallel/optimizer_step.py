@@ -3,6 +3,7 @@
     step.begin(num_targets, learning_rate=...)    before the first action; returns the factor of the loss
     step.clip(loss_sum)     sum loss, signal and squared norms over all ranks in one message, and decide
                             alike on every rank: update, skip, skip and lower the loss scale, or fail
+    step.orthogonalize(kind, stage)   the actions before the update of one stage's matrices, with Muon
     step.update(stage)      update one stage's parameters, or drop its gradients
     step.end()              count the step
 
@@ -33,11 +34,14 @@ from myriad.errors import RunFailedError
 from myriad.kernels.config import Kernels
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.loss_scale import LossScaler
+from myriad.optim.muon import MatrixPart, Muon, newton_schulz_dtype
 from myriad.optim.optimizer import build_optimizer
 from myriad.optim.parameter_norms import clip_scale, non_finite_rows, squared_norms
 from myriad.parallel.chunk import Chunk, Row
+from myriad.parallel.matrix_exchange import MatrixExchange, MatrixPeers, make_exchanges
 from myriad.parallel.model_state import ModelState
 from myriad.parallel.rank_model import RankModel
+from myriad.program.actions import Kind
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["OptimizerStep", "StepResult", "loss_weight", "sum_over_world"]
@@ -102,6 +106,7 @@ class OptimizerStep:
         config: OptimizerConfig,
         outputs: _Outputs,
         *,
+        dtype: torch.dtype,
         updates_early: bool,
         trains_alone: bool,
         loss_scaler: LossScaler | None,
@@ -110,6 +115,7 @@ class OptimizerStep:
         before_update: Callable[[], None],
     ) -> None:
         """``outputs``: sums of the iteration's outputs, from which a non-finite value is located.
+        ``dtype``: type of the computation.
         ``trains_alone``: replicas have their own gradients at the step. ``before_update`` is called in each
         iteration just before parameters and optimizer state change."""
         assert not updates_early or (config.name, config.clip_norm) == ("adamw", None), "a job's rule"
@@ -134,12 +140,27 @@ class OptimizerStep:
         axes = ("dp", "tp") if layout.zero else ("tp",)
         self._table_group = groups.along(*axes) if config.name == "lamb" else None
         num_rows = len(state.rows)
-        self.optimizer = build_optimizer(config, state.regions, num_rows, self._reduce_table, kernels)
+        self._exchanges: dict[Chunk, MatrixExchange] = {}
+        if config.orthogonalizes:
+            peers = MatrixPeers.of(groups, device, trains_alone=trains_alone)
+            sent = newton_schulz_dtype(config.muon_precision, dtype)
+            self._exchanges = make_exchanges(model.chunks, peers, config, sent)
+        self.optimizer = build_optimizer(
+            config, state.regions, num_rows, self._reduce_table, kernels, self._matrix_parts()
+        )
         self.squares = torch.zeros(num_rows, dtype=torch.float64, device=device)
         """Squared norm of the gradient of each row of the table of parameters, as far as it is complete."""
         self._now = _Arguments(1, 0.0, 0.0, 0, None)
         self._skips, self._completes = False, False
         self._result: StepResult | None = None
+
+    def _matrix_parts(self) -> list[list[MatrixPart]]:
+        """Return the parts of matrices in each region."""
+        found: list[list[MatrixPart]] = [[] for _ in self._state.regions]
+        for chunk, exchange in self._exchanges.items():
+            for index in self._state.regions_of[chunk]:
+                found[index] = exchange.parts_of(self._state.regions[index])
+        return found
 
     def begin(
         self,
@@ -205,6 +226,22 @@ class OptimizerStep:
             self._skips = True
             return replace(result, skipped=True)
         return result
+
+    @property
+    def orthogonalizes(self) -> bool:
+        """Whether the optimizer orthogonalizes matrices before it updates a stage."""
+        return isinstance(self.optimizer, Muon)
+
+    def orthogonalize(self, kind: Kind, stage: int) -> None:
+        """Run an action of `ORTHOGONALIZATION` on the matrices of a stage; nothing if the step is skipped."""
+        for chunk in self._model.stages[stage].chunks if not self._skips else ():
+            exchange = self._exchanges.get(chunk)
+            if exchange is None:
+                continue
+            if kind is Kind.START_GATHER_MOMENTUM:
+                assert isinstance(self.optimizer, Muon)
+                self.optimizer.write_directions(self._state.regions_of[chunk])
+            exchange.do(kind)
 
     def update(self, stage: int) -> None:
         """Update the parameters of a stage. Tied parameters are updated with the first stage of this rank

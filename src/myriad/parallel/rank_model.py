@@ -20,7 +20,15 @@ from myriad.comm.groups import Groups
 from myriad.kernels.float8 import MULTIPLE, Float8, KeptForms
 from myriad.kernels.gradient import sink_of
 from myriad.model.boundary import Boundary
-from myriad.model.definition import Context, Definition, StatesShapes, rate_of, shard_of, values_of_rank
+from myriad.model.definition import (
+    Context,
+    Definition,
+    StatesShapes,
+    is_hidden_matrix,
+    rate_of,
+    shard_of,
+    values_of_rank,
+)
 from myriad.parallel.chunk import Chunk, ChunkMemory, Entry, Sharing
 from myriad.parallel.transient_buffer import FixedMemory
 from myriad.program.actions import Action
@@ -74,16 +82,20 @@ def build_rank_model(
     dtype: torch.dtype,
     device: torch.device,
     static_runs: Sequence[Sequence[Action]] = (),
+    *,
+    orthogonalizes: bool = False,
 ) -> RankModel:
     """Build this rank's layers on the meta device and allocate their memory, without values. ``static_runs``:
     action lists of this rank for which temporary memory must be at fixed addresses; empty: addresses may
-    change."""
+    change. ``orthogonalizes``: the optimizer orthogonalizes the updates of matrices between hidden values."""
     mine = [stage for stage, rank in enumerate(stage_rank) if rank == groups.grid.index("pp")]
     layers: dict[int, nn.Module] = {}
     with torch.device("meta"):
         for stage in mine:
             layers |= {index: definition.build(index, boundary) for index in layers_of_stage[stage]}
-    entries = {index: _entries(definition, index, layer, boundary) for index, layer in layers.items()}
+    entries = {
+        index: _entries(definition, index, layer, boundary, orthogonalizes) for index, layer in layers.items()
+    }
     tied_entries = _merge_tied(definition, entries)
     chunks: list[Chunk] = []
     stages = {}
@@ -137,7 +149,9 @@ def _chunk_memory(
     }
 
 
-def _entries(definition: Definition, index: int, layer: nn.Module, boundary: Boundary) -> list[Entry]:
+def _entries(
+    definition: Definition, index: int, layer: nn.Module, boundary: Boundary, orthogonalizes: bool
+) -> list[Entry]:
     prefix = definition.names[index]
     found = []
     for path, parameter in layer.named_parameters():
@@ -148,7 +162,8 @@ def _entries(definition: Definition, index: int, layer: nn.Module, boundary: Bou
         rate, rank, size = rate_of(definition, name, parameter.shape), boundary.rank, boundary.size
         spans = () if cut is None else cut.spans_of_shard(parameter.shape[cut.dim], rank, size)
         home = layer.get_submodule(owner), attribute
-        found.append(Entry(name, (home,), parameter.shape, cut, partial, rate, spans))
+        kind = orthogonalizes and is_hidden_matrix(definition, index, name, parameter.shape)
+        found.append(Entry(name, (home,), parameter.shape, cut, partial, rate, spans, kind))
     return found
 
 

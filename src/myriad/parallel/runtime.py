@@ -10,7 +10,7 @@ The tensors that an action needs are in one of these tables, each keyed as the p
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -24,7 +24,7 @@ from myriad.parallel.compute import Backward, EagerCompute, StageCompute, Weight
 from myriad.parallel.cuda_graphs import CapturedCompute, Capturer
 from myriad.parallel.pipeline_transfers import PipelineTransfers, TransferTables
 from myriad.parallel.rank_model import RankModel, Stage
-from myriad.program.actions import Action, Kind, Payload, chunk_of
+from myriad.program.actions import ORTHOGONALIZATION, Action, Kind, Payload, chunk_of
 from myriad.program.in_flight import InFlight, next_is_backward
 from myriad.program.static_buffers import tied_reduction
 from myriad.telemetry.spans import Recorder
@@ -55,6 +55,15 @@ class Finisher(Protocol):
 
     def clip(self, loss_sum: torch.Tensor) -> None:
         """Compute the global gradient norm and begin the optimizer step."""
+        ...
+
+    @property
+    def orthogonalizes(self) -> bool:
+        """Whether the optimizer orthogonalizes matrices before it updates a stage."""
+        ...
+
+    def orthogonalize(self, kind: Kind, stage: int) -> None:
+        """Run one action of `ORTHOGONALIZATION` on a stage of the program."""
         ...
 
     def update(self, stage: int) -> None:
@@ -157,6 +166,7 @@ class Runtime:
             Kind.START_REDUCE: self._start_reduce,
             Kind.AWAIT_REDUCE: self._await_reduce,
             Kind.CLIP: self._clip,
+            **dict.fromkeys(ORTHOGONALIZATION, self._orthogonalize),
             Kind.UPDATE: self._update,
             Kind.STEP: self._step,
         }
@@ -299,14 +309,22 @@ class Runtime:
         assert now.finisher is not None
         now.finisher.clip(now.loss_sum)
 
+    def _orthogonalize(self, action: Action, now: _Iteration) -> None:
+        assert now.finisher is not None
+        now.finisher.orthogonalize(action.kind, action.stage)
+
     def _update(self, action: Action, now: _Iteration) -> None:
         assert now.finisher is not None
         now.finisher.update(action.stage)
 
     def _step(self, action: Action, now: _Iteration) -> None:
         self._clip(action, now)
+        assert now.finisher is not None
+        before = ORTHOGONALIZATION if now.finisher.orthogonalizes else ()
         for stage in self._model.stages:
-            self._update(replace(action, stage=stage), now)
+            for kind in before:
+                now.finisher.orthogonalize(kind, stage)
+            now.finisher.update(stage)
 
     # Compute.
 

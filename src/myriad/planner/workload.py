@@ -6,11 +6,12 @@ from typing import Literal
 from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
+from myriad.optim.config import OptimizerName
 from myriad.planner.cost.module_gathers import ModuleGathers
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.program.config import OverlapConfig
 
-__all__ = ["FrameworkProfile", "Recompute", "Workload"]
+__all__ = ["FrameworkProfile", "NewtonSchulz", "Recompute", "Workload"]
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -65,6 +66,15 @@ class FrameworkProfile:
 
 
 @dataclass(frozen=True)
+class NewtonSchulz:
+    """How Muon orthogonalizes a matrix."""
+
+    iterations: int = 5
+    value_bytes: int | None = None
+    """Bytes of one element; off: those of the compute type."""
+
+
+@dataclass(frozen=True)
 class Workload:
     """One iteration of a job."""
 
@@ -78,9 +88,21 @@ class Workload:
     """Settings of the data-parallel collectives."""
     snapshots: SnapshotSchedule = field(default_factory=SnapshotSchedule)
     """How often snapshots are taken, copied and stored."""
-    optimizer: Literal["adamw", "lamb"] = "adamw"
+    optimizer: OptimizerName = "adamw"
+    newton_schulz: NewtonSchulz = field(default_factory=NewtonSchulz)
+    """With Muon, how it orthogonalizes."""
     value_bytes: int = 2
     """Bytes of one element of the compute type; 2: bfloat16 or float16."""
+
+    @property
+    def orthogonalizes(self) -> bool:
+        """Whether the optimizer orthogonalizes matrices."""
+        return self.optimizer == "muon"
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of one element of a matrix that is orthogonalized."""
+        return self.newton_schulz.value_bytes or self.value_bytes
 
     @property
     def recompute(self) -> Recompute:

@@ -31,6 +31,9 @@ implementation in the runtime, and a cost. In words:
 - LOAD: loads the step's tokens. STEP: CLIP, then UPDATE of every stage of the rank.
 - CLIP: computes the global gradient norm. UPDATE: the optimizer updates a stage's parameters, after CLIP or
   (``updates_early``) as soon as that stage's gradients are reduced.
+- START_GATHER_MOMENTUM, AWAIT_GATHER_MOMENTUM, ORTHOGONALIZE, START_SCATTER_UPDATE, AWAIT_SCATTER_UPDATE
+  (``orthogonalizes``, between a stage's CLIP and UPDATE): the momentum of each matrix comes to one of the
+  ranks that share it, which orthogonalizes it and returns the update. Also part of STEP.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +46,7 @@ __all__ = [
     "ADDS_TO_GRADIENTS",
     "COMPUTE",
     "MAKES_WEIGHT_GRADIENT",
+    "ORTHOGONALIZATION",
     "SEMANTICS",
     "Action",
     "Collective",
@@ -82,6 +86,11 @@ class Kind(StrEnum):
     START_REDUCE = "start_reduce"
     AWAIT_REDUCE = "await_reduce"
     CLIP = "clip"
+    START_GATHER_MOMENTUM = "start_gather_momentum"
+    AWAIT_GATHER_MOMENTUM = "await_gather_momentum"
+    ORTHOGONALIZE = "orthogonalize"
+    START_SCATTER_UPDATE = "start_scatter_update"
+    AWAIT_SCATTER_UPDATE = "await_scatter_update"
     UPDATE = "update"
     STEP = "step"
 
@@ -94,10 +103,13 @@ class Payload(StrEnum):
 
 
 class Collective(StrEnum):
-    """A collective of data-parallel ranks over one stage's parameters or gradients."""
+    """A collective of the ranks that share one stage's parameters or gradients."""
 
     GATHER = "gather"
     REDUCE = "reduce"
+    GATHER_MOMENTUM = "gather_momentum"
+    """Among data- and tensor-parallel ranks, like the next one."""
+    SCATTER_UPDATE = "scatter_update"
 
 
 class Resource(StrEnum):
@@ -134,6 +146,8 @@ class Semantics:
     """Collective that it waits for."""
     joins: Literal["ends", "world"] | None = None
     """Pipeline ranks that it synchronizes: those of the first and the last stage, or all."""
+    orthogonalizes: bool = False
+    """Whether the rank orthogonalizes its matrices of the stage."""
     updates: bool = False
     """Whether the optimizer updates the stage (of a STEP: all stages of the rank)."""
     allocates: frozenset[Resource] = frozenset()
@@ -169,6 +183,11 @@ def _semantics() -> Iterator[tuple[Kind, Semantics]]:
     yield Kind.AWAIT_REDUCE, Semantics(ends=reduce, frees=buffer)
 
     yield Kind.CLIP, Semantics(joins="world")
+    yield Kind.START_GATHER_MOMENTUM, Semantics(starts=Collective.GATHER_MOMENTUM)
+    yield Kind.AWAIT_GATHER_MOMENTUM, Semantics(ends=Collective.GATHER_MOMENTUM)
+    yield Kind.ORTHOGONALIZE, Semantics(orthogonalizes=True)
+    yield Kind.START_SCATTER_UPDATE, Semantics(starts=Collective.SCATTER_UPDATE)
+    yield Kind.AWAIT_SCATTER_UPDATE, Semantics(ends=Collective.SCATTER_UPDATE)
     yield Kind.UPDATE, Semantics(updates=True)
     yield Kind.STEP, Semantics(joins="world", updates=True)
 
@@ -184,6 +203,15 @@ def kinds_where(holds: Callable[[Semantics], bool]) -> frozenset[Kind]:
 
 COMPUTE = kinds_where(lambda does: does.computes)
 """Compute actions. Schedules write these; lowering adds all others."""
+
+ORTHOGONALIZATION = (
+    Kind.START_GATHER_MOMENTUM,
+    Kind.AWAIT_GATHER_MOMENTUM,
+    Kind.ORTHOGONALIZE,
+    Kind.START_SCATTER_UPDATE,
+    Kind.AWAIT_SCATTER_UPDATE,
+)
+"""Actions of a stage that precede its UPDATE if the optimizer orthogonalizes matrices, in their order."""
 
 ADDS_TO_GRADIENTS = kinds_where(lambda does: does.computes and Resource.GRADIENTS in does.allocates)
 """Compute actions that write to a stage's gradient buffer. The input half of a backward writes the gradients
@@ -285,6 +313,8 @@ class Lowering:
     many."""
     updates_early: bool = False
     """Whether UPDATE may come before CLIP, once the stage's gradients are complete."""
+    orthogonalizes: bool = False
+    """Whether the actions of `ORTHOGONALIZATION` come before each stage's UPDATE."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from myriad.program.actions import (
 from myriad.program.checker import check
 from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
-from myriad.program.passes import apply_passes, split_at_computes
+from myriad.program.passes import apply_passes, orthogonalize, split_at_computes
 from myriad.program.schedules import schedule
 
 __all__ = ["DATA_PARALLEL", "Lowered", "Shape", "build_program", "count_chunks", "shorten", "update_early"]
@@ -82,18 +82,22 @@ def build_program(
     training: bool,
     num_chunks: int = 1,
     most_micro_batches: int = 0,
+    orthogonalizes: bool = False,
     lowered: Lowered | None = None,
 ) -> Program:
     """Return a checked program for one iteration or, without ``training``, for one validation.
 
     Each stage of the layout is ``num_chunks`` stages of the program. ``most_micro_batches``: the largest
-    number of any replica, where numbers differ. ``lowered``: a cache of lowered programs, kept between calls.
+    number of any replica, where numbers differ. ``orthogonalizes``: the optimizer orthogonalizes matrices.
+    ``lowered``: a cache of lowered programs, kept between calls.
     """
     most = max(num_micro_batches, most_micro_batches)
     program = _lowered(shape, most, tied, training, {} if lowered is None else lowered)
     program = apply_passes(program, overlap, num_chunks)
     if training and overlap.updates_early:
         program = update_early(program, travels=shape.dp > 1)
+    if training and orthogonalizes:
+        program = orthogonalize(program)
     check(program)
     if num_micro_batches < most:
         program = shorten(program, num_micro_batches)

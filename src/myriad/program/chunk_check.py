@@ -1,7 +1,8 @@
 """Static check of one rank's chunks: gathers and releases of parameters, reductions and updates.
 
 Sharded parameters are gathered before their use and released after it. Gradients are reduced when they are
-complete. The norm is known before a gradient updates anything, and each stage is updated once.
+complete. The norm is known before a gradient updates anything, and each stage is updated once, with
+orthogonalized matrices where the optimizer has such.
 `myriad.program.checker` walks the rank's list and calls this module.
 """
 
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from myriad.program.actions import (
     ADDS_TO_GRADIENTS,
     MAKES_WEIGHT_GRADIENT,
+    ORTHOGONALIZATION,
     SEMANTICS,
     Action,
     Collective,
@@ -19,6 +21,8 @@ from myriad.program.actions import (
 )
 
 __all__ = ["Chunks"]
+
+_AFTER_CLIP = frozenset({Kind.UPDATE, Kind.START_GATHER, *ORTHOGONALIZATION})
 
 
 class Chunks:
@@ -30,6 +34,8 @@ class Chunks:
         self.gathering: set[int] = set()
         self.reducing: set[int] = set()
         self.updated: set[int] = set()
+        self.orthogonalizing: dict[int, int] = dict.fromkeys(stages, 0)
+        """Number of actions of each stage's orthogonalization so far."""
         self.early: set[int] = set()
         """Stages whose gather is issued before the batch is loaded."""
         self.loaded = self.clipped = self.stepped = False
@@ -40,10 +46,14 @@ class Chunks:
         self.starts: dict[Collective, Callable[[Action], str | None]] = {
             Collective.GATHER: self._start_gather_fault,
             Collective.REDUCE: self._start_reduce_fault,
+            Collective.GATHER_MOMENTUM: self._orthogonalization_fault,
+            Collective.SCATTER_UPDATE: self._orthogonalization_fault,
         }
         self.ends: dict[Collective, Callable[[Action], str | None]] = {
             Collective.GATHER: self._await_gather_fault,
             Collective.REDUCE: self._await_reduce_fault,
+            Collective.GATHER_MOMENTUM: self._orthogonalization_fault,
+            Collective.SCATTER_UPDATE: self._orthogonalization_fault,
         }
 
     def fault(self, action: Action) -> str | None:
@@ -58,6 +68,8 @@ class Chunks:
         if does.starts and (wrong := self.starts[does.starts](action)):
             return wrong
         if does.ends and (wrong := self.ends[does.ends](action)):
+            return wrong
+        if does.orthogonalizes and (wrong := self._orthogonalization_fault(action)):
             return wrong
         if does.updates and (wrong := self._update_fault(action)):
             return wrong
@@ -83,8 +95,9 @@ class Chunks:
             self.num_weight_gradients[action.stage] += 1
 
     def late_fault(self, action: Action) -> str | None:
-        """Check that after the clipping only updates and gathers follow, and nothing after the step."""
-        if self.stepped or (self.clipped and action.kind not in (Kind.UPDATE, Kind.START_GATHER)):
+        """Check that after the clipping only updates, what they need and gathers follow, and nothing after
+        the step."""
+        if self.stepped or (self.clipped and action.kind not in _AFTER_CLIP):
             return "comes after the step, or after the gradients were clipped"
         return None
 
@@ -236,8 +249,28 @@ class Chunks:
             return "updates before the norm is known, or its gradients are complete, or twice"
         if self.lowering is not None and self.lowering.zero == 3 and action.stage in self.whole:
             return "its parameters are never released"
+        if self._orthogonalizes and self.orthogonalizing[action.stage] < len(ORTHOGONALIZATION):
+            return "updates before its matrices are orthogonalized"
         self.updated.add(action.stage)
         self.whole.discard(action.stage)
+        return None
+
+    @property
+    def _orthogonalizes(self) -> bool:
+        return self.lowering is not None and self.lowering.orthogonalizes
+
+    def _orthogonalization_fault(self, action: Action) -> str | None:
+        """Check that the matrices of a stage take each step once, in order, when the norm is known."""
+        if wrong := self._own_stage_fault(action):
+            return wrong
+        if not self._orthogonalizes or not self.clipped:
+            return "orthogonalizes before the norm is known, or with an optimizer that does not"
+        done = self.orthogonalizing[action.stage]
+        if done == len(ORTHOGONALIZATION) or action.kind is not ORTHOGONALIZATION[done]:
+            return (
+                f"comes after {done} of the {len(ORTHOGONALIZATION)} steps of its stage's orthogonalization"
+            )
+        self.orthogonalizing[action.stage] += 1
         return None
 
     def _is_complete(self, stage: int) -> bool:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from myriad.program.actions import Kind
+from myriad.program.actions import ORTHOGONALIZATION, Kind
 from myriad.program.device_operations import DeviceOperation, streams_of
 
 __all__ = [
@@ -118,7 +118,7 @@ def find_deadlock(operations: Sequence[DeviceOperation], device: Device) -> Dead
 # continues, it has left its queue, it is done.
 _REACHED, _GIVEN, _BEGUN, _DONE = range(4)
 
-_NOT_WARMED = frozenset({Kind.UPDATE, Kind.STEP, Kind.SYNC_TIED})
+_NOT_WARMED = frozenset({Kind.UPDATE, Kind.STEP, Kind.SYNC_TIED, *ORTHOGONALIZATION})
 """Actions whose kernels the warm-up does not launch before the first step."""
 _Edge = tuple[int, int, str]
 """An event, an event that waits for it, and the reason."""

@@ -89,6 +89,8 @@ class DeviceJob:
     """Number of chunks into which data parallelism cuts each stage."""
     shares_transfers: bool = False
     """Whether tensor-parallel ranks hold equal tensors between stages, and share their transfers."""
+    orthogonalizes: bool = False
+    """Whether the optimizer orthogonalizes matrices."""
 
     def runs(self) -> list[list[DeviceOperation]]:
         """Return the operations of two runs: an iteration with a validation after it, and a validation alone.
@@ -112,6 +114,7 @@ class DeviceJob:
             training=training,
             num_chunks=self.num_chunks,
             most_micro_batches=most,
+            orthogonalizes=self.orthogonalizes,
         )
 
     def _streams(self) -> StreamUse:

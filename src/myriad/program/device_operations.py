@@ -38,7 +38,14 @@ __all__ = ["COMPUTE_STREAM", "DeviceOperation", "StreamUse", "list_operations", 
 
 COMPUTE_STREAM = "compute"
 """The current stream of the runtime when it runs an action."""
-_COURIER, _SNAPSHOT, _TENSOR, _TIED, _WORLD = "courier", "snapshot", "tp", "tied", "world"
+_COURIER, _MATRICES, _SNAPSHOT, _TENSOR, _TIED, _WORLD = (
+    *("courier", "matrices", "snapshot"),
+    *("tp", "tied", "world"),
+)
+
+
+_OF_MATRICES = (Collective.GATHER_MOMENTUM, Collective.SCATTER_UPDATE)
+"""Collectives of the data- and tensor-parallel ranks, which share the matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,7 @@ def streams_of(operations: Sequence[DeviceOperation]) -> list[list[str]]:
     used: dict[int, set[str]] = {}
     for one in operations:
         used.setdefault(one.rank, set()).add(one.stream)
-    firsts = (COMPUTE_STREAM, _WORLD, _TENSOR, _TIED, _COURIER, _SNAPSHOT)
+    firsts = (COMPUTE_STREAM, _WORLD, _TENSOR, _TIED, _COURIER, _MATRICES, _SNAPSHOT)
     order = {name: index for index, name in enumerate(firsts)}
     return [sorted(used[rank], key=lambda name: (order.get(name, len(order)), name)) for rank in sorted(used)]
 
@@ -166,6 +173,8 @@ class _Writer:
             self._start(does.starts, stage)
         if does.ends is not None:
             self._await(does.ends, stage)
+        if does.orthogonalizes:
+            self._run(str(action.kind), stage)
         if does.updates:
             for one in [stage] if stage >= 0 else self.stages:
                 self._update(one)
@@ -282,7 +291,11 @@ class _Writer:
                 return
             self.whole.add(stage)
         self._run(str(collective), stage)
-        if self.use.dp > 1:
+        if collective in _OF_MATRICES:
+            if self.use.dp * self.use.tp > 1:
+                members = self.rank if self.use.dp > 1 else (self.replica, self.rank)
+                self.in_flight[collective, stage] = self._collective(_MATRICES, members, str(collective))
+        elif self.use.dp > 1:
             self.in_flight[collective, stage] = self._over_dp(str(collective), stage)
 
     def _await(self, collective: Collective, stage: int) -> None:

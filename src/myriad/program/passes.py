@@ -8,6 +8,9 @@
                                     B s1 START_REDUCE s1 B s0 START_REDUCE s0 AWAIT_REDUCE s1 s0 STEP
     optimizer                                           ... CLIP UPDATE s0 START s0 UPDATE s1 START s1
 
+    matrices    CLIP  gather s0 s1   ORTHOGONALIZE s0   scatter s0   gather s2   ORTHOGONALIZE s1   scatter s1
+                UPDATE s0            gather s3   ...    (each START_..., with its AWAIT_... before the use)
+
     one stage   GATHER s0       F s0 m0                  B s0 m0                          REDUCE s0
     two chunks  GATHER s0 s1    F s0 m0   F s1 m0        B s1 m0   REDUCE s1   B s0 m0    REDUCE s0
 
@@ -17,6 +20,8 @@
   loaded, in the order in which compute needs them; reductions overlap with the backwards that follow.
 - `overlap_optimizer`: a stage's new parameters are gathered while the next stage is updated. The next
   iteration's first forward waits for its own parameters only (BytePS removes the same barrier).
+- `orthogonalize`: while a rank orthogonalizes its matrices of one stage, those of the next stage come to
+  their owners, and the updates of the stage before return.
 - `cut_stages` cuts each stage into chunks, so that data-parallel communication can overlap with compute. Each
   chunk is a stage of the new program. The chunks of a stage are consecutive on the same rank, and nothing is
   sent between them. (MegaScale has one chunk per virtual stage; here the number is free.)
@@ -40,7 +45,15 @@ from myriad.program.actions import (
 from myriad.program.config import OverlapConfig
 from myriad.program.timeline import needed_transfer
 
-__all__ = ["apply_passes", "cut_stages", "decouple", "overlap_data", "overlap_optimizer", "split_at_computes"]
+__all__ = [
+    "apply_passes",
+    "cut_stages",
+    "decouple",
+    "orthogonalize",
+    "overlap_data",
+    "overlap_optimizer",
+    "split_at_computes",
+]
 
 _GATHER_AHEAD = 2
 """Compute actions between issuing a gather and using it, with ZeRO 3. At most two chunks are whole at a
@@ -101,6 +114,35 @@ def _stepped(actions: Sequence[Action]) -> Iterator[Action]:
             yield Action(Kind.UPDATE, stage)
             if stage in first:
                 yield Action(Kind.START_GATHER, stage)
+
+
+def orthogonalize(program: Program) -> Program:
+    """Insert the orthogonalization of each stage before its UPDATE. A STEP includes it."""
+    assert program.lowering is not None and program.lowering.training
+    ranks = (tuple(_orthogonalized(actions)) for actions in program.ranks)
+    lowering = replace(program.lowering, orthogonalizes=True)
+    return replace(program, ranks=tuple(ranks), lowering=lowering)
+
+
+def _orthogonalized(actions: Sequence[Action]) -> Iterator[Action]:
+    """Yield one list in which each stage's momentum is gathered a stage ahead, and its update is awaited a
+    stage behind."""
+    clip = next((at for at, action in enumerate(actions) if action.kind is Kind.CLIP), len(actions))
+    yield from actions[: clip + 1]
+    updates: dict[int, list[Action]] = {}
+    for action in actions[clip + 1 :]:
+        updates.setdefault(action.stage, []).append(action)
+    stages = list(updates)
+    for index, stage in enumerate([*stages, None]):
+        ahead = stages[index + 1 : index + 2] if index else stages[:2]
+        yield from (Action(Kind.START_GATHER_MOMENTUM, one) for one in ahead)
+        if stage is not None:
+            yield Action(Kind.AWAIT_GATHER_MOMENTUM, stage)
+            yield Action(Kind.ORTHOGONALIZE, stage)
+            yield Action(Kind.START_SCATTER_UPDATE, stage)
+        for behind in stages[index - 1 : index] if index else ():
+            yield Action(Kind.AWAIT_SCATTER_UPDATE, behind)
+            yield from updates[behind]
 
 
 def _overlapped(program: Program, actions: Sequence[Action]) -> Iterator[Action]:

@@ -32,17 +32,23 @@ class SimulatedRun:
 
     def step(self, step: int) -> StepSpans:
         layout, work = self.ranks.layout, self.costs.workload
-        chunks = self.costs.num_chunks
         programs = step_programs(
-            layout, work.overlap, work.micro_batches_per_replica, tied=work.model.tied, num_chunks=chunks
+            layout,
+            work.overlap,
+            work.micro_batches_per_replica,
+            tied=work.model.tied,
+            num_chunks=self.costs.num_chunks,
+            orthogonalizes=work.orthogonalizes,
         )
         return step_spans(self.records[self.records["step"] == step], self.names, self.ranks, programs)
 
 
 @cache
 def costs_of(layout: Layout, micro_batches: int = 4) -> Costs:
-    batch = layout.dp * micro_batches * layout.micro_batch
-    return Costs(Workload(MODEL, layout, batch), load_cluster("megascale-256xa100"))
+    """With ZeRO 2 the optimizer is Muon, whose matrices travel between the ranks of a stage."""
+    batch, optimizer = layout.dp * micro_batches * layout.micro_batch, "muon" if layout.zero == 2 else "adamw"
+    work = Workload(MODEL, layout, batch, optimizer=optimizer)
+    return Costs(work, load_cluster("megascale-256xa100"))
 
 
 def simulated_run(

@@ -180,6 +180,9 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["model.prediction_layers=16", "model.sequence=16"], "model.prediction_layers", "below model.seq"),
         (["model.mup_base_width=64", "optimizer.name=lamb"], "model.mup_base_width", "need adamw"),
         ([*EARLY, "optimizer.name=lamb"], "overlap.optimizer_in_backward", "needs optimizer.name = adamw"),
+        ([*EARLY, "optimizer.name=muon"], "overlap.optimizer_in_backward", "needs optimizer.name = adamw"),
+        (["model.mup_base_width=64", "optimizer.name=muon"], "model.mup_base_width", "need adamw"),
+        (["optimizer.muon_iterations=4"], "optimizer.muon_iterations", "only with optimizer.name = muon"),
         (
             [*EARLY, "resilience.on_spike=skip"],
             "overlap.optimizer_in_backward",

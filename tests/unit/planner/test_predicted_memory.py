@@ -142,6 +142,34 @@ def test_levels_and_lambs_norms_take_a_communicator(
     assert closed[0] - closed[1] == pytest.approx(more * 0.6 * 2**30)
 
 
+MATRICES = 12 * GPT.hidden**2
+"""Elements of a block's matrices."""
+
+
+@pytest.mark.parametrize(
+    ("keys", "saved"),
+    [
+        ({}, 4 * GPT.layers * MATRICES),
+        ({"tp": 2, "pp": 2}, 4 * GPT.layers * MATRICES / 4),
+        ({"dp": 2, "pp": GPT.layers + 2, "zero": 1}, 0),
+    ],
+    ids=str,
+)
+def test_a_matrix_that_is_orthogonalized_has_one_moment(keys: dict[str, Any], saved: float) -> None:
+    """With ZeRO the last replica has all vectors of a chunk: where a stage is the embedding, two moments."""
+    layout = Layout(micro_batch=2, **keys)
+    of = {
+        name: [one.optimizer for one in memory_of_ranks(Workload(GPT, layout, 16, optimizer=name))]
+        for name in ("adamw", "muon")
+    }
+    assert of["adamw"][0] - of["muon"][0] == saved
+    alone = dict.fromkeys(("dp", "tp", "pp"), 1) | {"zero": 0}
+    closed = worst_stage_memory(
+        GPT, FrameworkProfile(), value_bytes=2, optimizer="muon", **(ONE | alone | keys)
+    )
+    assert saved == 0 or float(closed.optimizer) == pytest.approx(of["muon"][0])
+
+
 @pytest.mark.parametrize(
     ("layout", "global_batch", "profile", "kept"),
     [

@@ -50,7 +50,8 @@ def deep_works(draw: st.DrawFn) -> Workload:
     )
     blocks = pp * v * draw(st.sampled_from([1, 2]))
     model = ModelConfig(layers=blocks, hidden=256, heads=8, sequence=128, vocabulary=8192)
-    return Workload(model, layout, 2 * draw(st.integers(25, 45)), overlap=overlap)
+    batch, optimizer = 2 * draw(st.integers(25, 45)), draw(st.sampled_from(["adamw", "muon"]))
+    return Workload(model, layout, batch, overlap=overlap, optimizer=optimizer)
 
 
 @given(candidates())

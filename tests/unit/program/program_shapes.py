@@ -6,7 +6,7 @@ from myriad.program.actions import Program
 from myriad.program.build import update_early
 from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
-from myriad.program.passes import apply_passes
+from myriad.program.passes import apply_passes, orthogonalize
 from myriad.program.schedules import schedule
 
 ONE_STAGE_ONLY = ("1f1b", "eager-1f1b", "zero-bubble", "eager-zero-bubble")
@@ -39,5 +39,9 @@ def lowered(draw: st.DrawFn, most_ranks: int = 6, most_micro_batches: int = 14) 
         optimizer=draw(st.booleans()),
     )
     program = apply_passes(program, overlap, draw(st.integers(1, 3)))
-    early = overlap.optimizer and program.lowering.training and draw(st.booleans())
-    return update_early(program, travels=draw(st.booleans())) if early else program
+    end = (
+        draw(st.sampled_from(["plain", "early", "orthogonalized"])) if program.lowering.training else "plain"
+    )
+    if end == "early" and overlap.optimizer:
+        return update_early(program, travels=draw(st.booleans()))
+    return orthogonalize(program) if end == "orthogonalized" else program

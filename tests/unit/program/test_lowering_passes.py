@@ -11,7 +11,7 @@ from program_shapes import lowered
 from myriad.program.actions import COMPUTE, Kind, Program
 from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
-from myriad.program.passes import apply_passes, cut_stages, decouple
+from myriad.program.passes import apply_passes, cut_stages, decouple, orthogonalize
 from myriad.program.schedules import schedule
 from myriad.program.timeline import timeline, unit_costs
 
@@ -132,6 +132,21 @@ def test_a_chunk_is_reduced_as_soon_as_its_last_backward_is_done():
 
 def test_new_parameters_travel_while_the_next_chunk_is_updated():
     assert one_rank(2)[-5:] == ["clip", "update(0)", "start_gather(0)", "update(1)", "start_gather(1)"]
+
+
+def test_matrices_come_and_go_while_those_of_another_chunk_are_orthogonalized():
+    program = lower(schedule("1f1b", 1, 1, 2), zero=0, reduce="last", tied=False)
+    actions = orthogonalize(apply_passes(program, OverlapConfig(), 3)).ranks[0]
+    shown = [str(action) for action in actions]
+    assert shown[shown.index("clip") + 1 :] == [
+        *("start_gather_momentum(0)", "start_gather_momentum(1)"),
+        *("await_gather_momentum(0)", "orthogonalize(0)", "start_scatter_update(0)"),
+        "start_gather_momentum(2)",
+        *("await_gather_momentum(1)", "orthogonalize(1)", "start_scatter_update(1)"),
+        *("await_scatter_update(0)", "update(0)"),
+        *("await_gather_momentum(2)", "orthogonalize(2)", "start_scatter_update(2)"),
+        *("await_scatter_update(1)", "update(1)", "await_scatter_update(2)", "update(2)"),
+    ]
 
 
 def test_with_everything_off_communication_stays_where_lowering_put_it():

@@ -26,7 +26,7 @@ def test_spans_are_classed_as_what_their_action_does() -> None:
             "compute": does.computes,
             "pp": does.posts or does.waits,
             "dp": bool(of_parameters),
-            "optimizer": does.updates or does.joins == "world",
+            "optimizer": does.updates or does.orthogonalizes or does.joins == "world",
             "data": kind is Kind.LOAD,
         }
         assert [name for name, holds in expected.items() if holds] == [PHASES[kind][1]], kind

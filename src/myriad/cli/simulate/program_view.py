@@ -53,7 +53,12 @@ def show_program(job_name: str, overrides: Sequence[str], out: Path | None, *, a
 
     job = load_job(job_name, overrides)
     program = build_program(
-        job.layout, job.overlap, job.num_micro_batches, tied=job.model.shares_embedding, training=True
+        job.layout,
+        job.overlap,
+        job.num_micro_batches,
+        tied=job.model.shares_embedding,
+        training=True,
+        orthogonalizes=job.optimizer.orthogonalizes,
     )
     report, times, needs = check(program), timeline(program), _device_needs(job)
     if out is not None:

@@ -140,8 +140,9 @@ def _last_posts(step: StepSpans, ranks: Array, need: Need) -> Array:
     if need.axis == "pp" or need.axis == "ends":
         offsets = np.array(need.peers) - grid.pipeline[ranks[0]]
         table = np.stack([step.post_span(ranks + offset * grid.sharers, need.post) for offset in offsets])
-    elif need.axis == "world":
-        table = step.post_span(np.arange(grid.world), need.post)[:, None]
+    elif need.axis in ("world", "dp tp"):
+        meets = np.full(grid.world, need.axis == "world") | (grid.pipeline == grid.pipeline[ranks[0]])
+        table = step.post_span(np.flatnonzero(meets), need.post)[:, None]
         table = np.broadcast_to(_latest(table, start)[None], (1, len(ranks)))
     else:
         # Ranks that differ only in the replica, in columns by their place within it.

@@ -141,7 +141,13 @@ class SpanAnalysis:
         training = spans.records[spans.parent < 0]  # what is inside of others is an evaluation's
         try:
             return programs_seen(
-                training, self.names, job.layout, job.overlap, job.shares, tied=job.model.shares_embedding
+                training,
+                self.names,
+                job.layout,
+                job.overlap,
+                job.shares,
+                tied=job.model.shares_embedding,
+                orthogonalizes=job.optimizer.orthogonalizes,
             )
         except (MyriadError, ValueError):
             return ()

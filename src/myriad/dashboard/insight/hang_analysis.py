@@ -65,6 +65,8 @@ class HangAnalysis:
         ranks = self.ranks
         if need.axis == "world":
             return np.arange(ranks.world)
+        if need.axis == "dp tp":
+            return np.flatnonzero(ranks.pipeline == ranks.pipeline[rank])
         if need.axis == "dp":
             within = ranks.world // ranks.layout.dp
             return np.arange(ranks.layout.dp) * within + rank % within

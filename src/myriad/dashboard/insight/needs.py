@@ -2,6 +2,8 @@
 
     WAIT, EXCHANGE            the send of a message, and the receive that was posted for it     (axis pp)
     GATHER, REDUCE, AWAIT_*   the same post by every data-parallel replica                      (axis dp)
+    AWAIT_GATHER_MOMENTUM,
+    AWAIT_SCATTER_UPDATE      the same post by every data- and tensor-parallel peer             (axis dp tp)
     SYNC_TIED                 both ends of the pipeline                                         (axis ends)
     CLIP, STEP                everybody                                                         (axis world)
 
@@ -17,13 +19,14 @@ from functools import cached_property
 from typing import Literal
 
 from myriad.comm.layout import Layout
-from myriad.program.actions import SEMANTICS, Action, Program
+from myriad.program.actions import SEMANTICS, Action, Collective, Program
 from myriad.program.build import build_program
 from myriad.program.config import OverlapConfig
 
 __all__ = ["Axis", "Need", "Post", "ProgramNeeds", "step_programs"]
 
-Axis = Literal["pp", "dp", "ends", "world"]
+Axis = Literal["pp", "dp", "dp tp", "ends", "world"]
+_OF_MATRICES = (Collective.GATHER_MOMENTUM, Collective.SCATTER_UPDATE)
 Post = tuple[str, int, int]
 """Name, stage (of messages with the payload's), n-th or micro-batch."""
 
@@ -76,7 +79,7 @@ class ProgramNeeds:
                 code = 2 * transfer.stage + (transfer.payload == "gradient")
                 yield Need("pp", (other, code, transfer.micro_batch), (transfer.peer,))
         elif does.ends and (name := (str(does.ends), action.stage)) in newest:
-            yield Need("dp", newest[name], (place,))
+            yield Need("dp tp" if does.ends in _OF_MATRICES else "dp", newest[name], (place,))
         elif does.joins == "ends":
             yield Need("ends", ("tied", -1, 0), (program.stage_rank[0], program.stage_rank[-1]))
         elif does.joins == "world":
@@ -122,7 +125,13 @@ def _posts(actions: Sequence[Action]) -> Iterator[tuple[int, Post]]:
 
 
 def step_programs(
-    layout: Layout, overlap: OverlapConfig, shares: Sequence[int], *, tied: bool, num_chunks: int
+    layout: Layout,
+    overlap: OverlapConfig,
+    shares: Sequence[int],
+    *,
+    tied: bool,
+    num_chunks: int,
+    orthogonalizes: bool = False,
 ) -> tuple[ProgramNeeds, ...]:
     """Return the program of each replica for one iteration. Replicas with equal micro-batches share one."""
     most = max(shares)
@@ -136,6 +145,7 @@ def step_programs(
                 training=True,
                 num_chunks=num_chunks,
                 most_micro_batches=most,
+                orthogonalizes=orthogonalizes,
             )
         )
         for count in sorted(set(shares))

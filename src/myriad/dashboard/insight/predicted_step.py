@@ -102,7 +102,12 @@ def predicted_losses(costs: Costs) -> Losses:
     ranks = Ranks(layout, layout.world)
     shares = [work.micro_batches_per_replica[int(replica)] for replica in replicas]
     programs = step_programs(
-        work.layout, work.overlap, shares, tied=work.model.shares_embedding, num_chunks=costs.num_chunks
+        work.layout,
+        work.overlap,
+        shares,
+        tied=work.model.shares_embedding,
+        num_chunks=costs.num_chunks,
+        orthogonalizes=work.orthogonalizes,
     )
     ideal = work.model_flops / (work.layout.world * peak_flops(costs.cluster.accelerator, work.value_bytes))
     found = losses(

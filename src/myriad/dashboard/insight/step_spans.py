@@ -141,6 +141,8 @@ class StepSpans:
         ranks = self.ranks
         if axis == "dp":
             return ranks.group(rank, "dp")
+        if axis == "dp tp":
+            return ranks.group(rank, "dp", "tp")
         if axis == "world":
             return np.arange(ranks.world)
         offset = np.array(sorted(set(peers))) - ranks.pipeline[rank]
@@ -162,6 +164,7 @@ def programs_seen(
     shares: Sequence[int],
     *,
     tied: bool,
+    orthogonalizes: bool = False,
 ) -> tuple[ProgramNeeds, ...]:
     """Return the programs of an attempt according to its spans: stages may be divided into chunks, and the
     micro-batches of replicas may differ from the job's. Raises ``ValueError`` for spans that no attempt of
@@ -169,7 +172,7 @@ def programs_seen(
     codes = [code for code, name in enumerate(names) if name == Kind.FORWARD]
     forwards = records[np.isin(records["name"], codes)]
     if len(forwards) == 0:
-        return step_programs(layout, overlap, shares, tied=tied, num_chunks=1)
+        return step_programs(layout, overlap, shares, tied=tied, num_chunks=1, orthogonalizes=orthogonalizes)
     stages = int(forwards["stage"].max()) + 1
     replica = forwards["rank"] // (layout.world // layout.dp)
     seen = np.full(layout.dp, -1, dtype=np.int64)
@@ -178,4 +181,7 @@ def programs_seen(
     if stages > _MOST_CHUNKS * layout.num_stages or seen.max() >= sum(shares):
         raise ValueError(f"{stages} stages, {seen.max() + 1} micro-batches: spans of another job")
     counts = [int(most) + 1 if most >= 0 else share for most, share in zip(seen, shares, strict=True)]
-    return step_programs(layout, overlap, counts, tied=tied, num_chunks=max(1, stages // layout.num_stages))
+    num_chunks = max(1, stages // layout.num_stages)
+    return step_programs(
+        layout, overlap, counts, tied=tied, num_chunks=num_chunks, orthogonalizes=orthogonalizes
+    )

@@ -21,7 +21,7 @@ from myriad.dashboard.insight.needs import ProgramNeeds
 from myriad.dashboard.insight.rank_arrays import Array
 from myriad.dashboard.insight.step_spans import StepSpans
 from myriad.planner.simulation.rank_clocks import RankClocks
-from myriad.program.actions import COMPUTE, Action, Kind
+from myriad.program.actions import COMPUTE, Action, Collective, Kind
 from myriad.units import format_number, format_ranks
 
 __all__ = ["WhatIf", "what_if"]
@@ -29,7 +29,7 @@ __all__ = ["WhatIf", "what_if"]
 _MOST_REPLICAS = 6
 _MOST_PEERS = 64
 _LEAST_WAIT_NS = 20_000
-_MEASURED = COMPUTE | {Kind.LOAD, Kind.UPDATE}
+_MEASURED = COMPUTE | {Kind.LOAD, Kind.ORTHOGONALIZE, Kind.UPDATE}
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,8 @@ def _own_and_tensor(step: StepSpans) -> tuple[Array, Array]:
 class _ChunkSeconds:
     gather: float
     reduce: float
+    gather_momentum: float
+    scatter_update: float
     parameters: float = 0.0
     """Not used, as the seconds of the norm were measured."""
 
@@ -175,8 +177,9 @@ def _travel(step: StepSpans) -> _TravelSeconds:
     sure: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
     other: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
     for wait in waits_of(step):
-        name = {"pp": "message", "dp": wait.need.post[0], "ends": "tied", "world": "clip"}[wait.need.axis]
-        key = name, wait.need.post[1] if wait.need.axis == "dp" else -1
+        of_stage = wait.need.axis in ("dp", "dp tp")
+        name = {"pp": "message", "ends": "tied", "world": "clip"}.get(wait.need.axis, wait.need.post[0])
+        key = name, wait.need.post[1] if of_stage else -1
         long = end[wait.spans] - start[wait.spans] > _LEAST_WAIT_NS
         spans, posts = wait.spans[long], wait.posts[long]
         after, was_there = np.maximum(0, end[spans] - start[posts]), start[posts] >= start[spans]
@@ -190,10 +193,7 @@ def _travel(step: StepSpans) -> _TravelSeconds:
     stages = range(step.programs[0].program.num_stages)
     return _TravelSeconds(
         usual.get(("message", -1), 0.0),
-        tuple(
-            _ChunkSeconds(usual.get(("gather", stage), 0.0), usual.get(("reduce", stage), 0.0))
-            for stage in stages
-        ),
+        tuple(_ChunkSeconds(*(usual.get((str(one), stage), 0.0) for one in Collective)) for stage in stages),
         usual.get(("clip", -1), 0.0),
         usual.get(("tied", -1), 0.0),
     )

@@ -25,14 +25,16 @@ const SPAN_COLOURS = {
   load: "#e9cd21",
   step: "#909fb2",
   update: "#909fb2",
+  orthogonalize: "#909fb2",
   tensor_comm: "#7a4fa3",
   checkpoint_copy: "#8c6d4f",
   collect_garbage: "#e75d9e",
   evaluate: "#87c7d1",
 };
 const PIPELINE = "exchange wait receive";
-const DATA = "gather await_gather reduce await_reduce gather_tied reduce_tied sync_tied clip";
-const POSTS = "start_gather start_reduce send release";
+const MATRICES = "await_gather_momentum await_scatter_update";
+const DATA = `gather await_gather reduce await_reduce gather_tied reduce_tied sync_tied clip ${MATRICES}`;
+const POSTS = "start_gather start_reduce start_gather_momentum start_scatter_update send release";
 for (const name of PIPELINE.split(" ")) SPAN_COLOURS[name] = "#dd7f52";
 for (const name of DATA.split(" ")) SPAN_COLOURS[name] = "#f2cda9";
 for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#cabdfb";
@@ -79,7 +81,7 @@ export const SPAN_LEGEND = [
   ["pipeline wait", PIPELINE],
   ["replica wait", DATA],
   ["posting", POSTS],
-  ["optimizer", "step update"],
+  ["optimizer", "step update orthogonalize"],
   ["data", "load"],
   ["checkpoint copy", "checkpoint_copy"],
   ["garbage collection", "collect_garbage"],

@@ -5,6 +5,8 @@ gather, reduce           of a stage's parameters and gradients among data-parall
 message                  one activation or gradient to the next stage, each tensor-parallel rank its share
 stall                    seconds that snapshots add, on average over steps (`snapshot_costs`)
 clip, update             passes over gradients, master values and moments of this rank's part
+orthogonalize            Newton-Schulz on the rank with the most work, and messages before and after it
+                         (`matrix_costs`)
 """
 
 from collections import Counter
@@ -15,6 +17,7 @@ from itertools import groupby
 from operator import add
 
 from myriad.model.config import ModelConfig
+from myriad.model.matrix_shapes import HiddenMatrix, hidden_matrices
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.collective_costs import (
     DpCollectives,
@@ -32,6 +35,7 @@ from myriad.planner.cost.layer_costs import (
     embedding_times,
     head_times,
 )
+from myriad.planner.cost.matrix_costs import MatrixCosts, matrix_costs
 from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_order, step_seconds
 from myriad.planner.cost.operator_costs import TimeBreakdown, sweep_seconds
 from myriad.planner.cost.snapshot_costs import SnapshotCosts, SnapshotSchedule
@@ -91,8 +95,12 @@ def _layer_kinds(model: ModelConfig) -> tuple[str, ...]:
 def optimizer_bytes(optimizer: str, value_bytes: int) -> float:
     """Return the bytes that the optimizer moves for each parameter. The float32 master value and two moments
     are read and written; the gradient is read and the compute value written. LAMB makes another pass over
-    values and updates for their norms."""
-    return 24.0 + 4.0 + value_bytes + (16.0 if optimizer == "lamb" else 0.0)
+    values and updates for their norms. Muon has one moment, whose pass also writes the gradient, and reads
+    and writes the values twice, for decay and update."""
+    return 24.0 + 4.0 + value_bytes + {"lamb": 16.0, "muon": 8.0}.get(optimizer, 0.0)
+
+
+_NO_MATRICES = MatrixCosts()
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,7 @@ class StageCosts:
     gather: float
     reduce: float
     update: float
+    matrices: MatrixCosts = _NO_MATRICES
 
     @property
     def parts(self) -> TimeBreakdown:
@@ -122,6 +131,26 @@ class StageCosts:
     def backward(self) -> float:
         """Seconds of both halves of the backward."""
         return self.backward_input + self.backward_weight
+
+    @property
+    def gather_momentum(self) -> float:
+        """Seconds in which matrices' momentum comes to the ranks that orthogonalize it."""
+        return self.matrices.gather
+
+    @property
+    def orthogonalize(self) -> float:
+        """Seconds of the orthogonalization."""
+        return self.matrices.orthogonalize
+
+    @property
+    def scatter_update(self) -> float:
+        """Seconds in which orthogonalized updates return."""
+        return self.matrices.scatter
+
+    @property
+    def whole_update(self) -> float:
+        """Seconds of the update with all that precedes it, one after the other."""
+        return self.matrices.gather + self.matrices.orthogonalize + self.matrices.scatter + self.update
 
 
 class Costs:
@@ -182,9 +211,11 @@ class Costs:
         again = self._again([kinds[layer] for layer in own])
         inputs = float(times.backward_input.total + again.total)
         gather, reduced, update = self._data_parallel(parameters)
+        shapes = [matrix for layer in own for matrix in self._matrices_of(kinds[layer])]
+        matrices = matrix_costs(shapes, workload, self.cluster, self.data)
         if self._by_module:
             forward, backward = self._module_seconds([kinds[layer] for layer in own])
-            return StageCosts(times, again, parameters, forward, backward, 0.0, 0.0, 0.0, update)
+            return StageCosts(times, again, parameters, forward, backward, 0.0, 0.0, 0.0, update, matrices)
         return StageCosts(
             times=times,
             again=again,
@@ -195,7 +226,16 @@ class Costs:
             gather=gather,
             reduce=reduced,
             update=update,
+            matrices=matrices,
         )
+
+    def _matrices_of(self, kind: str) -> list[HiddenMatrix]:
+        """Return the matrices of a layer that the optimizer orthogonalizes."""
+        model, layout = self.workload.model, self.workload.layout
+        if not self.workload.orthogonalizes:
+            return []
+        layer = {"embedding": 0, "head": model.layers + 1}.get(kind, 1)
+        return hidden_matrices(model, layer, layout.tp)
 
     @property
     def _by_module(self) -> bool:

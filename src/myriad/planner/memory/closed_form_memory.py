@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.model.config import ModelConfig
+from myriad.optim.config import OptimizerName
 from myriad.planner.cost.operator_costs import Number
 from myriad.planner.memory.layer_memory import LayerMemory, is_myriad, layer_memory
 from myriad.planner.workload import FrameworkProfile
@@ -104,6 +105,7 @@ def count_groups(
     syncs_tied: Number,
     levels: Number,
     lamb_over_zero: Number,
+    matrices: Number = 0.0,
 ) -> Number:
     """Return the number of NCCL communicators of a rank for collectives: the world's, those of tensor and
     data parallelism where they differ from the world's, and that of the two ranks with tied parameters
@@ -111,12 +113,12 @@ def count_groups(
 
     The ranks that hold the same of ``kv_heads`` heads have one where they are not all tensor-parallel ranks.
     Each of the ``levels`` of a hierarchy adds one. LAMB's norms with ZeRO (``lamb_over_zero``, 0 or 1) add
-    one where their ranks are neither an axis nor the world."""
+    one where their ranks are neither an axis nor the world. Muon's ``matrices`` (0 or 1) have one."""
     axes = np.where(np.asarray(dp) > 1, 1.0, 0.0) + np.where(np.asarray(tp) > 1, 1.0, 0.0)
     world = np.where((np.asarray(pp) > 1) | (axes > 1), 1.0, 0.0)
     norms = np.where((axes > 1) & (np.asarray(pp) > 1), lamb_over_zero, 0.0)
     copies = np.where((np.asarray(tp) > kv_heads) & (kv_heads > 1), 1.0, 0.0)
-    return axes + world + syncs_tied + levels + norms + copies
+    return axes + world + syncs_tied + levels + norms + copies + np.where(axes > 0, matrices, 0.0)
 
 
 def expected_margin(coming: Number, groups: Number, pairs: Number, *, on_cpu: bool) -> Number:
@@ -146,7 +148,7 @@ class _Layouts:
     zero_bubble: Number
     gpipe: Number
     levels: Number
-    lamb: bool
+    optimizer: OptimizerName
     on_cpu: bool
     last: bool = False
 
@@ -202,7 +204,7 @@ def worst_stage_memory(
     value_bytes: int,
     gpipe: Number = 0.0,
     levels: Number = 0.0,
-    lamb: bool = False,
+    optimizer: OptimizerName = "adamw",
     on_cpu: bool = False,
 ) -> PeakMemory:
     """Return the memory of the rank that needs the most, with the default overlaps. ``recompute``: 0 none, 1
@@ -226,7 +228,7 @@ def worst_stage_memory(
         zero_bubble=_floats(zero_bubble),
         gpipe=_floats(gpipe),
         levels=_floats(levels),
-        lamb=lamb,
+        optimizer=optimizer,
         on_cpu=on_cpu,
     )
     one, other = _rank_memory(first), _rank_memory(replace(first, last=True))
@@ -258,7 +260,8 @@ def _communicators(where: _Layouts) -> tuple[Number, Number]:
         kv_heads=where.model.num_kv_heads,
         syncs_tied=np.where(apart, 1.0, 0.0),
         levels=where.levels,
-        lamb_over_zero=np.where(where.lamb & (where.zero > 0), 1.0, 0.0),
+        lamb_over_zero=np.where((where.optimizer == "lamb") & (where.zero > 0), 1.0, 0.0),
+        matrices=1.0 if where.optimizer == "muon" else 0.0,
     )
     return groups, pairs
 
@@ -300,7 +303,19 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
     keeps = where.profile.float8 is not None and where.profile.keeps_float8
     keeps = keeps and not where.profile.cuda_graphs
     forms = np.where(keeps & (where.num_micro_batches > 1) & (zero < 3), 2.0, 0.0)
-    return values + master + forms * where.blocks * layers.block_elements, sums, 8 * part
+    weights = values + master + forms * where.blocks * layers.block_elements
+    return weights, sums, _moments(where, part, ends)
+
+
+def _moments(where: _Layouts, part: Number, ends: Number) -> Number:
+    """Return the bytes of moments. Matrices that are orthogonalized have one instead of two; of the others
+    the last data-parallel rank holds all vectors. ``ends``: elements of embedding and head."""
+    if where.optimizer != "muon":
+        return 8 * part
+    layers = where.layers
+    rest = ends - _ends(where, 0.0, layers.head_matrices)
+    second = rest / np.where(where.zero > 0, where.dp, 1)
+    return 4 * part + 4 * (second + where.blocks * (layers.block_elements - layers.block_matrices))
 
 
 def _activations(where: _Layouts) -> tuple[Number, Number]:

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from myriad.model.activation_memory import LayerKind, kept_bytes_per_micro_batch, kept_bytes_per_token
 from myriad.model.config import ModelConfig
+from myriad.model.matrix_shapes import hidden_matrices
 from myriad.planner.cost.operator_costs import Number
 from myriad.planner.workload import FrameworkProfile, Recompute
 
@@ -297,6 +298,9 @@ class LayerMemory:
     block_elements: Number
     embedding_elements: Number
     head_elements: Number
+    block_matrices: Number
+    """Elements of the matrices that Muon orthogonalizes, like the next one."""
+    head_matrices: Number
     block_kept: Number
     block_passing: Number
     """Peak temporary bytes of one block, forward or backward."""
@@ -325,6 +329,11 @@ def layer_elements(model: ModelConfig, kind: LayerKind, tp: Number) -> Number:
     shared = model.block_shared_parameters
     copied = _of_each(tp, model.copied_parameters)
     return (model.block_parameters - shared + copied) / tp + shared
+
+
+def _matrix_elements(model: ModelConfig, layer: int, tp: Number) -> Number:
+    """Return the elements of the matrices between hidden values in a layer of the pipeline, on one rank."""
+    return _of_each(tp, lambda ranks: sum(one.local for one in hidden_matrices(model, layer, ranks)))
 
 
 def layer_memory(
@@ -364,6 +373,8 @@ def _memory_of(
         layer_elements(model, "block", part.tp),
         layer_elements(model, "embedding", part.tp),
         layer_elements(model, "head", part.tp),
+        _matrix_elements(model, 1, part.tp),
+        _matrix_elements(model, model.layers + 1, part.tp),
         sum(one.kept for one in blocks) / len(blocks),
         max(max(one.forward, one.backward) for one in blocks),
         product_inputs(model, part),

@@ -15,6 +15,7 @@ result is the state with the largest total:
     a sent message until its answer: an activation to its BACKWARD, a gradient to the iteration's end, or to
                    its EXCHANGE's
     a compute      temporary bytes of its layers
+    with Muon      messages with matrices, between CLIP and UPDATE (`matrix_memory`)
 
 Where stages are captured as CUDA graphs (`FrameworkProfile.cuda_graphs`), kept and temporary bytes of layers
 stay reserved (`captured_bytes`).
@@ -33,8 +34,10 @@ from typing import Generic, TypeVar
 from myriad.comm.config import CommConfig
 from myriad.comm.hierarchy import count_levels
 from myriad.comm.layout import Layout
+from myriad.optim.config import OptimizerName
 from myriad.planner.cost.layout_costs import stage_layers
 from myriad.planner.memory.closed_form_memory import PeakMemory, count_groups, expected_margin
+from myriad.planner.memory.matrix_memory import matrix_bytes
 from myriad.planner.memory.stage_memory import MicroBatchBytes, StageMemory, captured_bytes
 from myriad.planner.simulation.steady_state import SteadyState
 from myriad.planner.workload import Workload
@@ -42,6 +45,7 @@ from myriad.program.actions import (
     SEMANTICS,
     Action,
     Collective,
+    Kind,
     Payload,
     Program,
     Resource,
@@ -81,6 +85,7 @@ def memory_of_ranks(
             tied=workload.model.shares_embedding,
             training=True,
             num_chunks=num_chunks,
+            orthogonalizes=workload.orthogonalizes,
         )
     layers = cut_ranges(layers_of_stage, num_chunks)
     model = StageMemory(workload, layers, on_cpu)
@@ -113,7 +118,7 @@ def count_communicators(
     rank: int,
     comm: CommConfig,
     *,
-    lamb: bool,
+    optimizer: OptimizerName,
     kv_heads: int,
     node_size: int | None = None,
 ) -> tuple[int, int]:
@@ -130,7 +135,8 @@ def count_communicators(
         kv_heads=kv_heads,
         syncs_tied=syncs_tied,
         levels=count_levels(comm, layout.dp, layout.tp * layout.pp, node_size),
-        lamb_over_zero=float(lamb and layout.zero > 0),
+        lamb_over_zero=float(optimizer == "lamb" and layout.zero > 0),
+        matrices=float(optimizer == "muon"),
     )
     return int(groups), len(pairs)
 
@@ -169,6 +175,7 @@ class _HeldBytes:
     products: _ByteSum[tuple[int, int]] = field(default_factory=_ByteSum)
     arriving: _ByteSum[tuple[Payload, int, int]] = field(default_factory=_ByteSum)
     leaving: _ByteSum[tuple[Payload, int, int]] = field(default_factory=_ByteSum)
+    matrices: _ByteSum[int] = field(default_factory=_ByteSum)
 
 
 _TIED = -1
@@ -189,6 +196,8 @@ class _MemoryWalk:
         self.tied_stages = sorted(ends & set(self.stages)) if model.workload.model.shares_embedding else []
         if self.tied_stages:
             self.chunks[_TIED] = model.padded(model.table)
+        every = matrix_bytes(self.workload, [model.layers[stage] for stage in self.stages])
+        self.matrices = dict(zip(self.stages, every, strict=True))
         self.users: dict[int, set[int]] = {key: set() for key in self.chunks}
         self.now = _HeldBytes()
         self.turns = next_is_backward(self.actions)
@@ -289,6 +298,17 @@ class _MemoryWalk:
         return elements / self.workload.layout.dp if self._zero else elements
 
     @cached_property
+    def _moments(self) -> float:
+        """Bytes of moments on the data-parallel rank with the fewest elements of matrices that are
+        orthogonalized, which have one moment instead of two: that with the last slice of each chunk."""
+        second = 0.0
+        for key, elements in self.chunks.items():
+            matrices = self.matrices[key].elements if key in self.matrices else 0.0
+            held = elements / self.workload.layout.dp if self._zero else elements
+            second += min(held, elements - matrices)
+        return 4 * self._elements + 4 * second
+
+    @cached_property
     def _batch(self) -> float:
         """Bytes of tokens and targets."""
         workload = self.workload
@@ -296,13 +316,13 @@ class _MemoryWalk:
 
     @cached_property
     def _communicators(self) -> tuple[int, int]:
-        workload, lamb = self.workload, self.workload.optimizer == "lamb"
+        workload = self.workload
         return count_communicators(
             workload.layout,
             self.program,
             self.rank,
             workload.comm,
-            lamb=lamb,
+            optimizer=workload.optimizer,
             kv_heads=workload.model.num_kv_heads,
             node_size=self.node_size,
         )
@@ -310,7 +330,7 @@ class _MemoryWalk:
     def _buffers(self) -> float:
         now = self.now
         rooms = sum(islice(reversed(now.rooms), _REDUCING))
-        return now.arriving.total + now.leaving.total + rooms + self._batch
+        return now.arriving.total + now.leaving.total + now.matrices.total + rooms + self._batch
 
     def _margin(self, coming: float) -> float:
         return float(expected_margin(coming, *self._communicators, on_cpu=self.model.on_cpu))
@@ -330,7 +350,7 @@ class _MemoryWalk:
         return PeakMemory(
             weights=now.values.total + master,
             gradients=now.grad_buffers.total + (4 * part if self._zero >= 2 else 0.0),
-            optimizer=8 * part,
+            optimizer=self._moments,
             activations=activations,
             logits=logits,
             buffers=buffers,
@@ -355,13 +375,21 @@ class _MemoryWalk:
         if does.starts is Collective.REDUCE and self.workload.layout.dp > 1:
             keys = [stage, _TIED] if index == self.last_reduce else [stage]
             now.rooms.append(sum(self.model.room(self.chunks[key]) for key in keys))
+        if stage in self.matrices:
+            self._put_matrices(stage, self.matrices[stage].after_begin_of(action.kind))
         for transfer in action.transfers if does.posts else ():
             if not transfer.sends:
                 payload = (transfer.payload, transfer.stage, transfer.micro_batch)
                 now.arriving.put(payload, self.model.message)
 
+    def _put_matrices(self, stage: int, num_bytes: float | None) -> None:
+        if num_bytes is not None:
+            self.now.matrices.put(stage, num_bytes)
+
     def _after(self, action: Action) -> None:
         does = SEMANTICS[action.kind]
+        if action.stage in self.matrices:
+            self._put_matrices(action.stage, self.matrices[action.stage].after_end_of(action.kind))
         if does.computes:
             self._after_compute(action, does)
         elif Resource.PARAMETERS in does.frees:
@@ -432,6 +460,10 @@ class _MemoryWalk:
 
     def _passing(self, action: Action) -> tuple[float, float]:
         """Return the peak of temporary bytes of an action, and the head's part of it."""
+        if action.kind is Kind.ORTHOGONALIZE:
+            return self.matrices[action.stage].workspace, 0.0
+        if action.kind is Kind.STEP:
+            return max(one.alone for one in self.matrices.values()), 0.0
         if self.captured is not None:
             return 0.0, 0.0
         does = SEMANTICS[action.kind]

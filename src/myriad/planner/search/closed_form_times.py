@@ -34,6 +34,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from myriad.model.matrix_shapes import hidden_matrices
 from myriad.planner.cost.collective_costs import (
     DpCollectives,
     all_reduce_seconds,
@@ -41,6 +42,7 @@ from myriad.planner.cost.collective_costs import (
     message_seconds,
 )
 from myriad.planner.cost.layout_costs import Costs, copied_sum_seconds, optimizer_bytes
+from myriad.planner.cost.matrix_costs import newton_schulz_seconds
 from myriad.planner.cost.operator_costs import sweep_seconds
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.planner.search.layout_space import LayoutCandidate, LayoutGrid, Sharding
@@ -313,7 +315,26 @@ class _DpForm:
         parts = self.grid.dp if self.zero else 1
         copied = copied_sum_seconds(problem.model, problem.cluster, self.grid.tp, self.grid.pp, parts)
         norm = norm + all_reduce_seconds(everybody, 8.0) + copied
-        return np.asarray(step + norm + problem.profile.host_seconds)
+        return np.asarray(step + norm + problem.profile.host_seconds + self._orthogonalization())
+
+    def _orthogonalization(self) -> float:
+        """Return the seconds of Newton-Schulz iterations, shared equally by data- and tensor-parallel
+        ranks."""
+        problem, grid = self.grid.problem, self.grid
+        if problem.optimizer != "muon":
+            return 0.0
+        iterations, value_bytes = problem.newton_schulz.iterations, problem.newton_schulz.value_bytes
+        seconds = sum(
+            newton_schulz_seconds(
+                problem.cluster.accelerator,
+                one.rows,
+                one.columns,
+                iterations,
+                value_bytes or problem.value_bytes,
+            )
+            for one in hidden_matrices(problem.model, 1)
+        )
+        return seconds * problem.model.layers / grid.pp / (grid.dp * grid.tp)
 
 
 def _tied_seconds(grid: LayoutGrid) -> float:

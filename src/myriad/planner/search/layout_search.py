@@ -302,7 +302,7 @@ def _grid_memory(grid: LayoutGrid) -> tuple[PeakMemory, tuple[int, ...]]:
         zero_bubble=_those(names, lambda name: "zero-bubble" in name)[schedule],
         gpipe=_those(names, lambda name: name == "gpipe")[schedule],
         levels=count_levels(problem.comm, grid.dp, grid.tp * grid.pp, problem.cluster.accelerators_per_node),
-        lamb=problem.optimizer == "lamb",
+        optimizer=problem.optimizer,
         value_bytes=problem.value_bytes,
         on_cpu=problem.cluster.on_cpu,
     )

@@ -30,11 +30,12 @@ from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout, lacks_for_graphs
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
+from myriad.optim.config import OptimizerName
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.collective_costs import DpCollectives
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.planner.memory.layer_memory import RECOMPUTE
-from myriad.planner.workload import FrameworkProfile, Recompute, Workload
+from myriad.planner.workload import FrameworkProfile, NewtonSchulz, Recompute, Workload
 from myriad.program.config import OverlapConfig, TensorOverlap
 from myriad.program.partition import partition_layers
 from myriad.program.schedules import SCHEDULES, check_virtual_stages
@@ -75,7 +76,8 @@ class LayoutProblem:
     profile: FrameworkProfile = field(default_factory=FrameworkProfile)
     comm: CommConfig = field(default_factory=CommConfig)
     snapshots: SnapshotSchedule = field(default_factory=SnapshotSchedule)
-    optimizer: Literal["adamw", "lamb"] = "adamw"
+    optimizer: OptimizerName = "adamw"
+    newton_schulz: NewtonSchulz = field(default_factory=NewtonSchulz)
     value_bytes: int = 2
     partition: str = "uniform"
     shards: tuple[Sharding, ...] = _SHARDS
@@ -121,6 +123,7 @@ class LayoutCandidate:
             comm=problem.comm,
             snapshots=problem.snapshots,
             optimizer=problem.optimizer,
+            newton_schulz=problem.newton_schulz,
             value_bytes=problem.value_bytes,
         )
 

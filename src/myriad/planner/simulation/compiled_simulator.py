@@ -47,9 +47,21 @@ _PER_STAGE = (
     Kind.UPDATE,
     Kind.GATHER,
     Kind.REDUCE,
+    Kind.START_GATHER_MOMENTUM,
+    Kind.ORTHOGONALIZE,
+    Kind.START_SCATTER_UPDATE,
 )
 """Kinds with one cost for each stage, in the order of the table of seconds. Loading, an exchange, and the
 whole optimizer step of each rank follow them in that table."""
+
+
+_COLLECTIVES = {
+    Collective.GATHER: Kind.GATHER,
+    Collective.REDUCE: Kind.REDUCE,
+    Collective.GATHER_MOMENTUM: Kind.START_GATHER_MOMENTUM,
+    Collective.SCATTER_UPDATE: Kind.START_SCATTER_UPDATE,
+}
+"""The kind that stands for the cost of each collective."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +101,12 @@ class CompiledProgram:
             *(stage.update for stage in stages),
             *(stage.gather for stage in stages),
             *(stage.reduce for stage in stages),
+            *(stage.gather_momentum for stage in stages),
+            *(stage.orthogonalize for stage in stages),
+            *(stage.scatter_update for stage in stages),
             costs.load,
             costs.workload.profile.exchange_seconds,
-            *(sum(stage.update for stage in own) for own in held),
+            *(sum(stage.whole_update for stage in own) for own in held),
         )
         clip = max(costs.clip(sum(stage.parameters for stage in own)) for own in held)
         messages = tuple(costs.message_between(*ends) for ends in self.channels)
@@ -150,6 +165,8 @@ class _Compiler:
             return True
         if does.ends is not None:
             self.steps.append((_AWAIT, rank, self._collective(does.ends, stage), 0))
+        if does.orthogonalizes:
+            self.steps.append((_PASS, rank, self._of_stage(kind, stage), 0))
         if does.updates:
             self._update(rank, stage)
         if kind is Kind.LOAD:
@@ -178,7 +195,7 @@ class _Compiler:
         return len(here) == num_ranks
 
     def _collective(self, collective: Collective, stage: int) -> int:
-        return stage + self.program.num_stages * (collective is Collective.REDUCE)
+        return stage + self.program.num_stages * list(_COLLECTIVES).index(collective)
 
     def _issues(self, rank: int, does: Semantics, stage: int) -> bool:
         """Issue a gather or reduction, and return whether the rank has one to wait for. A gather that the
@@ -190,7 +207,7 @@ class _Compiler:
             return False
         if gathers and stage in self.updated:
             self.ahead.add(stage)
-        seconds = self._of_stage(Kind.GATHER if gathers else Kind.REDUCE, stage)
+        seconds = self._of_stage(_COLLECTIVES[does.starts], stage)
         self.steps.append((_TRAVEL, rank, self._collective(does.starts, stage), seconds))
         return True
 
@@ -239,7 +256,7 @@ class _Execution:
         self.stream = [0.0] * program.num_ranks
         self.hidden_from = [0.0] * program.num_ranks
         self.places = [0.0] * line.num_places
-        self.done = [0.0] * (2 * program.num_stages)
+        self.done = [0.0] * (len(_COLLECTIVES) * program.num_stages)
 
     def end_of(self, steps: list[_Step]) -> float:
         """Execute an iteration and return the second at which its last rank finishes."""

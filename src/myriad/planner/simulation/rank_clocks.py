@@ -58,6 +58,14 @@ class StageCommCosts(Protocol):
     def reduce(self) -> float:
         """Seconds of the reduction."""
 
+    @property
+    def gather_momentum(self) -> float:
+        """Seconds in which matrices' momentum comes to the ranks that orthogonalize it."""
+
+    @property
+    def scatter_update(self) -> float:
+        """Seconds in which orthogonalized updates return."""
+
 
 class CommCosts(Protocol):
     """Seconds of the communication between ranks."""
@@ -254,7 +262,13 @@ class RankClocks(ABC):
         group = [replica * self.num_ranks + rank for replica in range(len(self.replicas))]
         if len(here) == len(group):
             costs = self.travel.stages[place[1]]
-            self._carry_chunk(place, group, costs.gather if place[0] == Collective.GATHER else costs.reduce)
+            seconds = {
+                Collective.GATHER: costs.gather,
+                Collective.REDUCE: costs.reduce,
+                Collective.GATHER_MOMENTUM: costs.gather_momentum,
+                Collective.SCATTER_UPDATE: costs.scatter_update,
+            }
+            self._carry_chunk(place, group, seconds[Collective(place[0])])
             self.runnable.extend(one for one in group if one != lane)
 
     def _carry_chunk(self, place: tuple[str, int, int], group: Sequence[int], seconds: float) -> None:

@@ -50,6 +50,7 @@ def _shape(costs: Costs, num_micro_batches: int) -> _Shape:
         num_micro_batches,
         (overlap.pipeline, overlap.data, overlap.optimizer, overlap.receive_ahead),
         (costs.workload.model.shares_embedding, costs.workload.profile.dp_comm_at_ends),
+        costs.workload.orthogonalizes,
     )
 
 

@@ -113,6 +113,7 @@ def iteration_program(
         training=True,
         num_chunks=costs.num_chunks,
         most_micro_batches=most_micro_batches,
+        orthogonalizes=workload.orthogonalizes,
         lowered=lowered,
     )
     if workload.profile.dp_comm_at_ends:
@@ -172,8 +173,10 @@ class CostModelRun(RankClocks):
             return seconds * self.factor[lane] * noise
         if kind is Kind.UPDATE:
             return costs.stages[action.stage].update
+        if kind is Kind.ORTHOGONALIZE:
+            return costs.stages[action.stage].orthogonalize
         if kind is Kind.STEP:
-            return sum(costs.stages[s].update for s in self._stages_of(rank))
+            return sum(costs.stages[s].whole_update for s in self._stages_of(rank))
         if kind is Kind.LOAD:
             return costs.load
         if kind is Kind.EXCHANGE:

@@ -178,7 +178,7 @@ def probability_of_fit(workload: Workload, cluster: Cluster) -> float:
         eager=layout.schedule_name.startswith("eager"),
         zero_bubble="zero-bubble" in layout.schedule_name,
         levels=count_levels(workload.comm, layout.dp, layout.tp * layout.pp, cluster.accelerators_per_node),
-        lamb=workload.optimizer == "lamb",
+        optimizer=workload.optimizer,
         value_bytes=workload.value_bytes,
     )
     return float(fits_probability(memory, float(cluster.accelerator.memory_bytes)))

@@ -1,0 +1,57 @@
+"""The shapes of a model's matrices between hidden values, each counted as one, where weights are fused too.
+
+No torch here: `myriad.model.gpt` builds the same matrices, and Muon orthogonalizes them.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from myriad.model.config import ModelConfig
+
+__all__ = ["HiddenMatrix", "hidden_matrices"]
+
+
+class HiddenMatrix(NamedTuple):
+    """A matrix of a block, or of a prediction layer."""
+
+    rows: int
+    columns: int
+    local: float
+    """Elements that each tensor-parallel rank holds."""
+
+
+def hidden_matrices(model: ModelConfig, layer: int, tp: int = 1) -> list[HiddenMatrix]:
+    """Return the matrices of a layer of the pipeline: 0 is the embedding, and the head comes last."""
+    if 0 < layer <= model.layers:
+        return list(_of_block(model, tp))
+    if layer == 0:
+        return []
+    projection = HiddenMatrix(model.hidden, 2 * model.hidden, 2.0 * model.hidden**2)
+    return [projection, *_of_block(model, tp)] * model.prediction_layers
+
+
+def _of_block(model: ModelConfig, tp: int) -> Iterator[HiddenMatrix]:
+    hidden, ffn = model.hidden, model.ffn_width
+    yield from _of_latent_attention(model, tp) if model.latent else _of_attention(model, tp)
+    yield from [_matrix(ffn, hidden, tp)] * model.up_matrices
+    yield _matrix(hidden, ffn, tp)
+
+
+def _of_attention(model: ModelConfig, tp: int) -> Iterator[HiddenMatrix]:
+    hidden, queries = model.hidden, model.heads * model.head_width
+    yield _matrix(queries, hidden, tp)
+    yield from [_matrix(model.num_kv_heads * model.head_width, hidden, tp / model.kv_copies(tp))] * 2
+    yield _matrix(hidden, queries, tp)
+
+
+def _of_latent_attention(model: ModelConfig, tp: int) -> Iterator[HiddenMatrix]:
+    latent, heads = model.latent, model.heads
+    assert latent is not None
+    yield _matrix(heads * latent.head, latent.query_rank or model.hidden, tp)
+    yield _matrix(heads * (latent.plain + latent.value), latent.key_value_rank, tp)
+    yield _matrix(model.hidden, heads * latent.value, tp)
+    yield _matrix(latent.down_rows, model.hidden, 1)
+
+
+def _matrix(rows: int, columns: int, ranks: float) -> HiddenMatrix:
+    return HiddenMatrix(rows, columns, rows * columns / ranks)

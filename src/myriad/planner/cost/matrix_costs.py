@@ -1,0 +1,77 @@
+"""Seconds of Muon's orthogonalization of a stage's matrices, which data- and tensor-parallel ranks share.
+
+gather           momentum to the owners of the matrices: of a rank's part, all but what it owns itself
+orthogonalize    the Newton-Schulz iterations of the rank with the most work; owners are the runtime's
+scatter          updates to the holders; with ZeRO 0 every replica gets all of them
+
+Both messages are all-to-alls: one message to each other rank at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from myriad.model.matrix_shapes import HiddenMatrix
+from myriad.optim.matrix_owners import assign_owners, newton_schulz_flops
+from myriad.planner.cluster_config import Accelerator, Cluster
+from myriad.planner.cost.collective_costs import CommGroup, tensor_group
+from myriad.planner.cost.operator_costs import matmul_seconds
+from myriad.planner.workload import Workload
+
+__all__ = ["MatrixCosts", "matrix_costs", "newton_schulz_seconds"]
+
+
+@dataclass(frozen=True)
+class MatrixCosts:
+    """Seconds of a stage's matrices in an iteration."""
+
+    gather: float = 0.0
+    orthogonalize: float = 0.0
+    scatter: float = 0.0
+
+
+def matrix_costs(
+    matrices: Sequence[HiddenMatrix], workload: Workload, cluster: Cluster, data: CommGroup
+) -> MatrixCosts:
+    """Return the costs of one stage's matrices. ``data``: the group of data-parallel replicas."""
+    if not matrices:
+        return MatrixCosts()
+    layout = workload.layout
+    replicas = layout.dp if workload.comm.sync_every == 1 else 1
+    sharers = replicas * layout.tp
+    seconds = _orthogonalization(matrices, workload, cluster.accelerator, sharers)
+    group = data if replicas > 1 else tensor_group(cluster, float(layout.tp))
+    held = sum(matrix.local for matrix in matrices) * workload.matrix_bytes
+    sources = sharers if layout.zero else layout.tp
+    sent = held / replicas * (1 - 1 / sources)
+    received = held / (replicas if layout.zero else 1) * (1 - 1 / sharers)
+    return MatrixCosts(_all_to_all(group, sent), seconds, _all_to_all(group, received))
+
+
+def _orthogonalization(
+    matrices: Sequence[HiddenMatrix], workload: Workload, accelerator: Accelerator, sharers: int
+) -> float:
+    """Return the seconds of the rank with the most work."""
+    iterations, value_bytes = workload.newton_schulz.iterations, workload.matrix_bytes
+    flops = [newton_schulz_flops(one.rows, one.columns, iterations) for one in matrices]
+    seconds = [0.0] * sharers
+    for owner, one in zip(assign_owners(flops, [0.0] * sharers), matrices, strict=True):
+        seconds[owner] += newton_schulz_seconds(accelerator, one.rows, one.columns, iterations, value_bytes)
+    return max(seconds)
+
+
+def newton_schulz_seconds(
+    accelerator: Accelerator, rows: int, columns: int, iterations: int, value_bytes: int
+) -> float:
+    """Return the seconds of orthogonalizing a matrix."""
+    short, long = sorted((rows, columns))
+    products = ((short, short, long), (short, short, short), (short, long, short))
+    each = sum(float(matmul_seconds(accelerator, *one, value_bytes=value_bytes)) for one in products)
+    return iterations * each
+
+
+def _all_to_all(group: CommGroup, num_bytes: float) -> float:
+    """Return the seconds in which a rank sends or receives so many bytes, to or from all others."""
+    if num_bytes == 0:
+        return 0.0
+    begun = group.launch_seconds + group.latency_seconds + group.skew_seconds
+    return float(begun + num_bytes / group.bytes_per_second)

@@ -1,0 +1,105 @@
+"""Bytes of Muon's matrices on a rank: the moment that they do not have, and buffers of the orthogonalization.
+
+    START_GATHER_MOMENTUM   a message out, and room for the directions of this rank's own matrices
+    AWAIT_GATHER_MOMENTUM   the message out is gone
+    ORTHOGONALIZE           the updates of its own matrices, for all holders; the directions are gone after it
+    START_SCATTER_UPDATE    and room for the updates of what it holds
+    AWAIT_SCATTER_UPDATE    nothing
+
+While a matrix [m, n], m <= n, is orthogonalized there are two of its size and two [m, m]. A rank that shares
+its matrices with nobody has only these. Every number is that of the rank with the most.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from myriad.model.matrix_shapes import HiddenMatrix, hidden_matrices
+from myriad.optim.matrix_owners import assign_owners, newton_schulz_flops
+from myriad.planner.workload import Workload
+from myriad.program.actions import Kind
+
+__all__ = ["MatrixBytes", "matrix_bytes"]
+
+
+@dataclass(frozen=True)
+class MatrixBytes:
+    """Bytes of one stage's matrices."""
+
+    elements: float = 0.0
+    """Elements that a tensor-parallel rank holds."""
+    sent: float = 0.0
+    arriving: float = 0.0
+    results: float = 0.0
+    returning: float = 0.0
+    workspace: float = 0.0
+
+    def after_begin_of(self, kind: Kind) -> float | None:
+        """Return the bytes in messages from an action's begin on; ``None``: the action changes nothing."""
+        return {
+            Kind.START_GATHER_MOMENTUM: self.sent + self.arriving,
+            Kind.ORTHOGONALIZE: self.arriving + self.results,
+            Kind.START_SCATTER_UPDATE: self.results + self.returning,
+        }.get(kind)
+
+    def after_end_of(self, kind: Kind) -> float | None:
+        """Return the bytes in messages from an action's end on; ``None``: the action changes nothing."""
+        return {
+            Kind.AWAIT_GATHER_MOMENTUM: self.arriving,
+            Kind.ORTHOGONALIZE: self.results,
+            Kind.AWAIT_SCATTER_UPDATE: 0.0,
+        }.get(kind)
+
+    @property
+    def alone(self) -> float:
+        """Largest number of bytes if the stage's actions follow each other without those of another."""
+        messages = (self.sent, self.results + self.workspace, self.results + self.returning - self.arriving)
+        return self.arriving + max(messages)
+
+
+def matrix_bytes(workload: Workload, stages: Sequence[Sequence[int]]) -> list[MatrixBytes]:
+    """Return the bytes of each stage of a pipeline rank. ``stages``: their layers, in the order of the rank's
+    chunks."""
+    if not workload.orthogonalizes:
+        return [MatrixBytes() for _ in stages]
+    layout = workload.layout
+    loads = [0.0] * (_replicas(workload) * layout.tp)
+    return [
+        _of_stage(
+            workload,
+            [one for layer in layers for one in hidden_matrices(workload.model, layer, layout.tp)],
+            loads,
+        )
+        for layers in stages
+    ]
+
+
+def _replicas(workload: Workload) -> int:
+    return workload.layout.dp if workload.comm.sync_every == 1 else 1
+
+
+def _of_stage(workload: Workload, matrices: Sequence[HiddenMatrix], loads: list[float]) -> MatrixBytes:
+    layout, size = workload.layout, workload.matrix_bytes
+    replicas = _replicas(workload)
+    iterations = workload.newton_schulz.iterations
+    elements = sum(one.local for one in matrices)
+    workspace = max((_workspace(one) for one in matrices), default=0.0) * size
+    if len(loads) == 1:
+        return MatrixBytes(elements, workspace=workspace)
+    owners = assign_owners(
+        [newton_schulz_flops(one.rows, one.columns, iterations) for one in matrices], loads
+    )
+    owned, returned, offered = ([0.0] * len(loads) for _ in range(3))
+    for owner, one in zip(owners, matrices, strict=True):
+        owned[owner] += one.rows * one.columns
+        returned[owner] += one.local * layout.tp * (1 if layout.zero else replicas)
+        offered[owner // layout.tp] += one.local
+    slice_ = elements / replicas if layout.zero else elements
+    sent = slice_ if layout.zero else max(offered)
+    return MatrixBytes(
+        elements, size * sent, size * max(owned), size * max(returned), size * slice_, workspace
+    )
+
+
+def _workspace(matrix: HiddenMatrix) -> float:
+    short = min(matrix.rows, matrix.columns)
+    return 2.0 * matrix.rows * matrix.columns + 2.0 * short**2
