@@ -185,7 +185,7 @@ def test_there_are_series_for_nodes_and_never_for_ranks(run: Run) -> None:
     found = series(RunMetrics(run, account, ManySpans(nodes)).text())
     assert len(found) < 40 * nodes
     assert {label for _, labels in found for label, _ in labels} <= {
-        *("accused", "cause", "class", "device", "name", "node", "phase", "reason")
+        *("accused", "cause", "class", "device", "name", "node", "phase", "reason", "set")
     }
 
 
