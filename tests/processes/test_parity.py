@@ -2,7 +2,7 @@
 
 Each layout trains on real ranks and is compared with one process on the same tokens, in float32: losses and
 every whole parameter (relative L2 norm) within 1e-5. An error shows in the first gradient norm or the second
-loss, so most layouts train 5 steps; a few train 20, in which rounding could add up.
+loss, so most layouts train 3 steps; a few train 20, in which rounding could add up.
 """
 
 import functools
@@ -20,7 +20,7 @@ from parity_case import Case, run_case
 from ranks import run_ranks
 
 TOLERANCE = 1e-5
-FEW = 5
+FEW = 3
 
 MODELS: dict[str, dict[str, Any]] = {
     "serial": {},
@@ -118,9 +118,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(
-    case: Case, run: Callable[..., Any] = run_case
-) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
+Trained = tuple[list[tuple[float, float]], dict[str, np.ndarray]]
+_FIRST: dict[str, Trained] = {}
+
+
+def train(case: Case, run: Callable[..., Any] = run_case) -> Trained:
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_ranks(case.world, run, case, Path(folder))
     for losses, _ in ranks[1:]:
@@ -128,19 +130,20 @@ def train(
     return ranks[0]
 
 
+def first(case: Case) -> Trained:
+    """What the first of the tests that train it has found."""
+    if (key := repr(case)) not in _FIRST:
+        _FIRST[key] = train(case)
+    return _FIRST[key]
+
+
 @functools.cache
-def one_process(
-    model: str, optimizer: str, global_batch: int = 8, steps: int = 20
-) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
+def one_process(model: str, optimizer: str, global_batch: int = 8, steps: int = 20) -> Trained:
     return train(Case({}, MODELS[model], {"name": optimizer}, steps, global_batch))
 
 
-def assert_equal(
-    case: Case,
-    expected: tuple[list[tuple[float, float]], dict[str, np.ndarray]],
-    run: Callable[..., Any] = run_case,
-) -> None:
-    losses, parameters = train(case, run)
+def assert_equal(case: Case, expected: Trained, run: Callable[..., Any] = run_case) -> None:
+    losses, parameters = first(case) if run is run_case else train(case, run)
     for step, ((loss, norm), (reference, reference_norm)) in enumerate(zip(losses, expected[0], strict=True)):
         assert loss == pytest.approx(reference, rel=TOLERANCE), f"loss of step {step}"
         assert norm == pytest.approx(reference_norm, rel=1e-3), f"gradient norm of step {step}"
@@ -183,7 +186,6 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt2", "adamw", {"pp": 2, "dp": 2, "zero": 3, "schedule": "zero-bubble"}),
     ("gpt2", "lamb", {"pp": 2, "dp": 2, "partition": "manual:5"}),
     ("gpt2", "adamw", {"tp": 2, "pp": 2, "virtual_stages": 2, "micro_batch": 2, "zero": 2, "reduce": "each"}),
-    ("gpt2", "adamw", {"dp": 2, "pp": 2, "tp": 2, "zero": 1, "schedule": "gpipe", "micro_batch": 2}),
     ("qwen", "adamw", {"tp": 2, "pp": 2, "schedule": "zero-bubble", "micro_batch": 2}),
     ("gemma", "adamw", {"tp": 2, "dp": 2, "zero": 2, "micro_batch": 2}),
     ("gemma", "adamw", {"pp": 2, "virtual_stages": 2, "micro_batch": 2, "recompute": "selective"}),
@@ -325,19 +327,14 @@ def test_no_switch_changes_what_is_learned(layout: dict[str, Any], on: tuple[str
     assert_equal(case, one_process("serial", "adamw", **batch))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"dp": 2, "zero": 2},
-        {"pp": 2, "virtual_stages": 2, "micro_batch": 2},
-        {"dp": 2, "tp": 2, "pp": 2, "zero": 3, "micro_batch": 2},
-        {"dp": 2, "pp": 2, "shares": (5, 3), "zero": 2, "virtual_stages": 2},
-    ],
-    ids=name_of,
-)
-def test_same_layout_twice_gives_the_same_bits(layout: dict[str, Any]) -> None:
-    case = Case(layout=layout, model=MODELS["gpt2"], steps=3)
-    (losses, parameters), (again, same) = train(case), train(case)
+TWICE = [each for each in (*LAYOUTS, *SHARES) if each[:2] == ("gpt2", "adamw") and "pp" in each[2]]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "layout"), TWICE, ids=name_of)
+def test_same_layout_twice_gives_the_same_bits(model: str, optimizer: str, layout: dict[str, Any]) -> None:
+    """The other time is that of the tests above."""
+    case = Case(layout=layout, model=MODELS[model], optimizer={"name": optimizer}, steps=FEW)
+    (losses, parameters), (again, same) = first(case), train(case)
     assert losses == again
     for name, values in parameters.items():
         np.testing.assert_array_equal(values, same[name], err_msg=name)
