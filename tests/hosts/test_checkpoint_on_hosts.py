@@ -147,19 +147,6 @@ def lose_after_copies(made: Hosts, run: Run, hangs_after: int, lost: int) -> Non
     assert CheckpointFolder(run.checkpoints_path).steps() == []
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_host_costs_the_steps_since_the_last_copies_and_no_bit(
-    hosts: Callable[..., Hosts], run: Run, undisturbed: Run, lost: int
-) -> None:
-    """It comes back empty; nothing was ever stored. The copies are of no use unless the hosts that are left
-    still have their own part of that step, however many have come after it."""
-    made = hosts(2, rate=RATE)
-    lose_after_copies(made, run, 2 * COPIES_EVERY - 1, lost)
-    assert made.run_ranks(train, run.path) == [0, 0]
-    assert resumed(run) == [(COPIES_EVERY, "memory")]
-    assert_same_bits(run, undisturbed)
-
-
 def test_a_spare_host_takes_the_place_of_a_lost_one(
     hosts: Callable[..., Hosts], run: Run, undisturbed: Run
 ) -> None:
@@ -171,17 +158,24 @@ def test_a_spare_host_takes_the_place_of_a_lost_one(
     assert_same_bits(run, undisturbed)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_second_loss_before_the_next_copies_are_due_costs_no_more(
-    hosts: Callable[..., Hosts], run: Run, undisturbed: Run, lost: int
+@pytest.mark.parametrize("second", ["host that came back", "other host"])
+def test_a_lost_host_costs_the_steps_since_the_last_copies_and_no_bit_and_a_second_loss_no_more(
+    hosts: Callable[..., Hosts], run: Run, undisturbed: Run, second: str
 ) -> None:
-    """Of the host that came back empty, or of the other one."""
-    made = hosts(2, rate=RATE)
-    lose_after_copies(made, run, COPIES_EVERY + 2, lost=0)
-    ranks = made.start_ranks(train, run.path, 2 * COPIES_EVERY - 1)
-    wait_until(lambda: steps_done(run) == 2 * COPIES_EVERY - 1)
-    wait_until(lambda: COPIES_EVERY in steps_in_memory(made, run)[0].get((1, True), []))
-    made.kill_all(lost)
+    """A host comes back empty; nothing was ever stored. The copies are of no use unless the hosts that are
+    left still have their own part of that step, however many have come after it. Then one is lost before the
+    next copies are due: the same one, or the other."""
+    made, hangs_after = hosts(2, rate=RATE), 2 * COPIES_EVERY - 1
+    lost = 0 if second == "host that came back" else 1
+    lose_after_copies(made, run, hangs_after, lost)
+    ranks = made.start_ranks(train, run.path, hangs_after)
+
+    def is_as_before() -> bool:
+        found = steps_in_memory(made, run)[lost]
+        return hangs_after in found.get((lost, False), []) and COPIES_EVERY in found.get((1 - lost, True), [])
+
+    wait_until(is_as_before)
+    made.kill_all(0)
     ranks.kill()
     assert made.run_ranks(train, run.path) == [0, 0]
     assert resumed(run) == [(COPIES_EVERY, "memory")] * 2

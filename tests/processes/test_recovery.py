@@ -64,18 +64,28 @@ def kill(what: str, number: signal.Signals = signal.SIGKILL) -> None:
     os.kill(process_of(what), number)
 
 
-def test_a_killed_and_a_stopped_rank_cost_a_step_at_most_and_not_a_bit(
+def test_a_killed_driver_node_agent_and_rank_and_a_stopped_rank_cost_a_step_at_most_and_not_a_bit(
     tmp_path: Path, corpus: Path, undisturbed: Run
 ) -> None:
+    """One after the other. Training continues without its driver."""
     run = make_run(tmp_path / "run", corpus, *FOUR)
-    acts = Acts(run, at_10=lambda: kill("rank-2"), at_25=lambda: kill("rank-1", signal.SIGSTOP))
+    acts = Acts(
+        run,
+        at_4=lambda: kill("driver"),
+        at_20=lambda: kill("agent_process"),
+        at_27=lambda: kill("rank-2"),
+        at_34=lambda: kill("rank-1", signal.SIGSTOP),
+    )
     assert run_local(run, 4, observer=acts) == "finished"
-    killed, stopped = events(run, "fault")
+    lost, killed, stopped = events(run, "fault")
+    assert lost["cause"] == "node" and lost["problem"] == "node 0 with ranks 0 to 3 was lost"
     assert (killed["cause"], killed["rank"]) == ("killed", 2)
     assert (stopped["cause"], stopped["rank"]) == ("stopped", 1)
-    for fault, resume in zip((killed, stopped), events(run, "resume"), strict=True):
+    assert len(events(run, "start")) == 4, "the driver's death ended nothing"
+    _, *resumes = events(run, "resume")
+    for fault, resume in zip((killed, stopped), resumes, strict=True):
         assert resume["source"] == "memory" and fault["step"] - resume["step"] <= 2
-    assert [event["epoch"] for event in events(run, "restart")] == [2, 3]
+    assert [event["epoch"] for event in events(run, "restart")] == [2, 3, 4]
     assert_same_run(run, undisturbed)
 
 
@@ -101,15 +111,3 @@ def test_a_last_checkpoint_that_found_a_full_disk_is_stored_when_there_is_room(
         assert run_local(run, 2, observer=FreesWhenTold()) == "finished"
         assert load_model(run.checkpoints_path / "step-40", "")
     assert not [fault for fault in events(run, "fault") if "cause" in fault], "no rank was restarted for it"
-
-
-def test_training_continues_without_its_driver_and_recovers_from_a_lost_node_agent(
-    tmp_path: Path, corpus: Path, undisturbed: Run
-) -> None:
-    run = make_run(tmp_path / "run", corpus, *FOUR)
-    acts = Acts(run, at_8=lambda: kill("driver"), at_25=lambda: kill("agent_process"))
-    assert run_local(run, 4, observer=acts) == "finished"
-    (fault,) = events(run, "fault")
-    assert fault["cause"] == "node" and fault["problem"] == "node 0 with ranks 0 to 3 was lost"
-    assert len(events(run, "start")) == 2, "the driver's death ended nothing"
-    assert_same_run(run, undisturbed)
