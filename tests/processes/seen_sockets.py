@@ -11,7 +11,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
@@ -52,31 +52,30 @@ class Listener:
     """Of a unix socket; an abstract one begins with @."""
 
 
+GLOO, STORE = "each rank: gloo", "rank 0: the rendezvous store of an attempt"
+DRIVER = "`myriad train`, `run`, launchers: the driver"
+LOCAL = "each node: the snapshot server, for its ranks"
+COPIES = "each node of several: the snapshot server, for other nodes"
+MACHINE = "`myriad doctor`: loopback and links of this machine"
+TORCHRUN = "torchrun's own store"
 ROWS_OF = {
     "launcher": (),
-    "driver": ("`myriad train`, `run`, launchers: the driver",),
+    "driver": (DRIVER,),
     "agent": (),
-    "rank": ("rank 0: the rendezvous store of an attempt", "each rank: gloo"),
-    "other rank": ("each rank: gloo",),
-    "torchrun's rank": ("rank 0: the rendezvous store of an attempt", "each rank: gloo"),
+    "rank": (STORE, GLOO),
+    "other rank": (GLOO,),
+    "torchrun's rank": (STORE, GLOO),
     "loader": (),
-    "snapshot server": (
-        "each node: the snapshot server, for its ranks",
-        "each node of several: the snapshot server, for other nodes",
-    ),
+    "snapshot server": (LOCAL, COPIES),
     "watch": ("`myriad watch`",),
     "doctor": (
-        "`myriad doctor`: loopback and links of this machine",
+        MACHINE,
         "`myriad doctor --cluster`: first node",
         "`myriad doctor --cluster`: each pair",
     ),
-    "doctor's probe": (
-        "`myriad doctor`: loopback and links of this machine",
-        "rank 0: the rendezvous store of an attempt",
-        "each rank: gloo",
-    ),
-    "doctor's rank": ("rank 0: the rendezvous store of an attempt", "each rank: gloo"),
-    "torchrun": ("torchrun's own store",),
+    "doctor's probe": (MACHINE, STORE, GLOO),
+    "doctor's rank": (STORE, GLOO),
+    "torchrun": (TORCHRUN,),
     "redis": ("`myriad faults` with Redis",),
 }
 """The rows of the sockets that each process may have."""
@@ -115,6 +114,13 @@ def row_of(found: Listener, node: str = "") -> Row | None:
     return next((row for row in rows if allows(row, found, node)), None)
 
 
+def assert_in_table(watch: "Watch", node: str = "") -> set[str]:
+    """Each socket has a row; what the rows that were seen begin with."""
+    assert [each for each in watch.found if row_of(each, node) is None] == []
+    assert all(mode == 0o600 for mode in watch.shared_files.values()), watch.shared_files
+    return {row.started_by for each in watch.found if (row := row_of(each, node)) is not None}
+
+
 class Watch:
     """Looks at the sockets of a command until the block ends."""
 
@@ -139,12 +145,14 @@ class Watch:
 
     def _look_often(self) -> None:
         while not self._end.wait(_LOOK_SECONDS):
+            tables: dict[str, list[tuple[str, Listener]]] = {}
             for process in Path("/proc").glob("[0-9]*"):
                 with suppress(OSError):  # it has ended
                     if self._mark in (process / "environ").read_bytes().split(b"\0"):
-                        self._look_at(process)
+                        self._look_at(process, tables)
 
-    def _look_at(self, process: Path) -> None:
+    def _look_at(self, process: Path, tables: dict[str, list[tuple[str, Listener]]]) -> None:
+        """``tables``: the listening sockets of the network namespaces that were read in this look."""
         role = _role(process)
         self.roles.add(role)
         inodes = set()
@@ -156,9 +164,9 @@ class Watch:
                 if inode := re.fullmatch(r"socket:\[(\d+)\]", target):
                     inodes.add(inode[1])
         if inodes:
-            for inode, found in _listeners(process, role):
-                if inode in inodes:
-                    self.found.add(found)
+            if (namespace := os.readlink(process / "ns" / "net")) not in tables:
+                tables[namespace] = list(_listeners(process))
+            self.found |= {replace(found, role=role) for inode, found in tables[namespace] if inode in inodes}
 
 
 def _role(process: Path) -> str:
@@ -192,7 +200,7 @@ def _role(process: Path) -> str:
     return "other: " + " ".join(words[:6])
 
 
-def _listeners(process: Path, role: str) -> Iterator[tuple[str, Listener]]:
+def _listeners(process: Path) -> Iterator[tuple[str, Listener]]:
     """Each listening or named socket of the process's network namespace, with its inode."""
     for kind in ("tcp", "tcp6", "udp", "udp6"):
         path = process / "net" / kind
@@ -203,11 +211,11 @@ def _listeners(process: Path, role: str) -> Iterator[tuple[str, Listener]]:
             is_open = words[3] == _LISTENS if kind.startswith("tcp") else words[2].endswith(":0000")
             if is_open:
                 host, _, port = words[1].partition(":")
-                yield words[9], Listener(role, kind[:3], _address(host), int(port, 16))
+                yield words[9], Listener("", kind[:3], _address(host), int(port, 16))
     for line in (process / "net" / "unix").read_text().splitlines()[1:]:
         words = line.split()
         if len(words) > 7 or int(words[3], 16) & _UNIX_LISTENS:
-            yield words[6], Listener(role, "unix", "", 0, words[7] if len(words) > 7 else "")
+            yield words[6], Listener("", "unix", "", 0, words[7] if len(words) > 7 else "")
 
 
 def _address(text: str) -> str:

@@ -13,10 +13,25 @@ from pathlib import Path
 
 import pytest
 from ranks import free_port
-from seen_sockets import ROWS_OF, Listener, Watch, row_of, table_rows
+from seen_sockets import (
+    COPIES,
+    DRIVER,
+    GLOO,
+    LOCAL,
+    MACHINE,
+    ROWS_OF,
+    STORE,
+    Listener,
+    Watch,
+    assert_in_table,
+    row_of,
+    table_rows,
+)
 from tiny_corpora import make_corpus
 from watching import wait_until
 
+from myriad.doctor.pair_tests.pair_hosts import PairHost
+from myriad.doctor.pair_tests.participant import pairwise
 from myriad.job import load_job
 from myriad.run import Run
 
@@ -40,35 +55,21 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "myriad.cli.main", *map(str, words)]
 
 
-def started_by(watch: Watch, *words: object, code: int = 0) -> str:
-    done = subprocess.run(command(*words), env=watch.environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == code, done.stderr
-    return done.stdout
-
-
-def assert_in_table(watch: Watch, node: str = "") -> set[str]:
-    """Each socket has a row; what the rows that were seen begin with."""
-    assert [each for each in watch.found if row_of(each, node) is None] == []
-    assert all(mode == 0o600 for mode in watch.shared_files.values()), watch.shared_files
-    return {row.started_by for each in watch.found if (row := row_of(each, node)) is not None}
-
-
-GLOO, STORE = "each rank: gloo", "rank 0: the rendezvous store of an attempt"
-DRIVER = "`myriad train`, `run`, launchers: the driver"
-LOCAL, COPIES = (
-    "each node: the snapshot server, for its ranks",
-    "each node of several: the snapshot server, for other nodes",
-)
-
-
 def test_training(tmp_path: Path, corpus: Path) -> None:
+    """Of two nodes, under a umask that forbids nothing: no file of the run can be read by others."""
     run = make_run(tmp_path / "run", corpus, "resilience.nodes=2")
+    words = command("train", run.path, "--oversubscribe", "--json")
     with Watch() as watch:
-        started_by(watch, "train", run.path, "--oversubscribe", "--json")
+        done = subprocess.run(
+            words, env=watch.environment, capture_output=True, text=True, timeout=240, umask=0
+        )
+    assert done.returncode == 0, done.stderr
     seen = assert_in_table(watch)
     assert seen == {DRIVER, STORE, GLOO, LOCAL, COPIES}
     assert {"launcher", "driver", "agent", "rank", "other rank", "snapshot server"} <= watch.roles
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+    for kind in ("spans/*", "logs/rank-0*", "checkpoints/step-*", "*.toml", "metrics.jsonl", "journal*"):
+        assert [*run.path.glob(kind)], kind
     assert {path.name for path in run.path.rglob("*") if path.stat().st_mode & 0o077} == set()
 
 
@@ -95,50 +96,20 @@ def test_watching(tmp_path: Path, corpus: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
 
 
-def test_examining_this_machine(tmp_path: Path) -> None:
-    with Watch() as watch:
-        subprocess.run(
-            command("doctor", "--json", "--folder", tmp_path), env=watch.environment, capture_output=True
-        )
-    own = sorted({each.host for each in watch.found if each.kind == "tcp"} - {"127.0.0.1"})
-    assert len(own) <= 1 and "0.0.0.0" not in own
-    assert watch.roles and assert_in_table(watch, *own) <= {
-        "`myriad doctor`: loopback and links of this machine",
-        STORE,
-        GLOO,
-    }
-
-
-def test_training_by_torchrun(tmp_path: Path, corpus: Path) -> None:
-    """Its own store listens on every address; rank 0's beside it does not."""
-    run = make_run(tmp_path / "run", corpus)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with Watch() as watch:
-        done = subprocess.run(
-            [*torchrun, "-m", "myriad.train.worker", str(run.path)],
-            env=watch.environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            capture_output=True,
-            timeout=200,
-        )
-    assert done.returncode == 0, done.stderr
-    seen = assert_in_table(watch)
-    assert {STORE, "torchrun's own store"} <= seen <= {STORE, GLOO, LOCAL, "torchrun's own store"}
-
-
 def test_examining_two_nodes(tmp_path: Path) -> None:
+    """The command is the first node, where the others meet; the other node is this process."""
     secret = tmp_path / "secret"
     secret.write_text("a secret of many letters")
-    nodes = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    words = ("doctor", "--json", "--cluster", ",".join(nodes), "--secret-file", secret, "--folder", tmp_path)
+    nodes = [PairHost("127.0.0.1", free_port()) for _ in range(2)]
+    cluster = ",".join(map(str, nodes))
+    words = ("doctor", "--json", "--cluster", cluster, "--secret-file", secret, "--folder", tmp_path)
     with Watch() as watch:
-        examined = [
-            subprocess.Popen(
-                command(*words, "--node", node), env=watch.environment, stdout=subprocess.DEVNULL
-            )
-            for node in nodes
-        ]
-        for each in examined:
-            each.wait(240)
+        first = subprocess.Popen(
+            command(*words, "--node", nodes[0]), env=watch.environment, stdout=subprocess.DEVNULL
+        )
+        found = pairwise(nodes, 1, secret.read_bytes(), seconds=0.2, wait_seconds=200)
+        first.wait(60)
+    assert not found.missing
     seen = assert_in_table(watch, node="127.0.0.1")
     assert {"`myriad doctor --cluster`: first node", STORE} <= seen  # a pair's socket is there for moments
 
@@ -151,7 +122,7 @@ LISTENING_CALLS = {
     "doctor/pair_tests/coordinator.py": ("`myriad doctor --cluster`: first node",),
     "doctor/pair_tests/pair_hosts.py": (),  # probes, closed at once
     "doctor/pair_tests/participant.py": ("`myriad doctor --cluster`: each pair",),
-    "doctor/probes/network_probe.py": ("`myriad doctor`: loopback and links of this machine",),
+    "doctor/probes/network_probe.py": (MACHINE,),
     "faults/services.py": ("`myriad faults` with Redis",),
     "supervise/driver/driver.py": (DRIVER,),
     "supervise/driver_address.py": (),  # probes, closed at once

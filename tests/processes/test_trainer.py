@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 from same_run import assert_same_run
+from seen_sockets import GLOO, LOCAL, STORE, TORCHRUN, Watch, assert_in_table
 from tiny_corpora import make_corpus
 
 from myriad.checkpoint.checkpoint_files import load_model
@@ -245,17 +246,22 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 
 def test_torchrun_starts_ranks_too(start: Callable[..., Run]) -> None:
+    """Its own store listens on every address; rank 0's beside it does not."""
     run, ours = (start(name, *TWO_RANKS, "train.steps=4") for name in ("torchrun", "ours"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*command, "-m", "myriad.train.worker", str(run.path)],
-        capture_output=True, text=True, timeout=200, env=environment,
-    )  # fmt: skip
+    with Watch() as watch:
+        done = subprocess.run(
+            [*command, "-m", "myriad.train.worker", str(run.path)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env=watch.environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "2 ranks on cpu" in lines[0] and any(line.startswith("step 4/4 · loss") for line in lines), lines
     assert lines[-1] == f"finished at step 4 of 4: {run.path}"
+    assert {STORE, TORCHRUN} <= assert_in_table(watch) <= {STORE, GLOO, LOCAL, TORCHRUN}
     assert train(ours, 2) == [0, 0]
     assert_same_run(run, ours)
 
@@ -278,19 +284,3 @@ def test_the_worker_prints_its_usage(capfd: pytest.CaptureFixture[str], tmp_path
     assert worker.main([]) == 2 and "usage" in capfd.readouterr().err
     assert worker.main([str(tmp_path)]) == 2
     assert "no run here" in capfd.readouterr().err
-
-
-def test_a_run_from_the_command_line_and_a_sample_from_it(tmp_path: Path, corpus: Path) -> None:
-    """Everything that the other tests fork, once as a person types it."""
-
-    def myriad(*arguments: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "myriad.cli.main", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
-
-    keys = [argument for key in SMALL for argument in f"--{key}".split("=")]
-    done = myriad("train", "tiny", "--data.corpus", str(corpus), *keys, "--train.steps", "10")
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert "10 of 10" in done.stdout and "checkpoint saved" in done.stdout
-    assert Run(tmp_path / "runs" / "tiny").read_metrics()[-1]["step"] == 10
-    sampled = myriad("sample", "runs/tiny", "--prompt", "alpha", "--tokens", "20")
-    assert sampled.returncode == 0 and sampled.stdout.startswith("alpha"), sampled.stderr
