@@ -11,7 +11,7 @@ __all__ = ["assert_same_run", "tensors_at"]
 def assert_same_run(run: Run, undisturbed: Run) -> None:
     """Losses, norms and rates of every step to the last, and every tensor at the end."""
     last = undisturbed.job().train.steps
-    for key in ("step", "loss", "grad_norm", "learning_rate", "tokens"):
+    for key in ("step", "loss", "grad_norm", "learning_rate", "tokens", "data_digest"):
         expected = [line[key] for line in undisturbed.read_metrics()]
         assert len(expected) == last and [line[key] for line in run.read_metrics()] == expected, key
     found, expected_tensors = (tensors_at(each, last) for each in (run, undisturbed))

@@ -1,5 +1,6 @@
 """If these fail, a resume changes more or less than it says, or a run that has trained starts over."""
 
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.train import worker
+from myriad.train.data_certificate import certify
 from myriad.train.trainer import Trainer
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "model.dropout=0.1"]
@@ -85,6 +87,23 @@ def test_a_changed_job_gives_the_bits_of_a_run_that_changed_at_that_step(
     flip(CheckpointFolder(other.checkpoints_path).of_step(20) / "__1_0.distcp")
     assert train(other) == [0, 0], "from step 15 again, with what was changed there"
     assert_same_run(run, other)
+    found = certify(other)
+    assert (found.is_whole, found.compared, found.samples) == (True, 24, 174), found.problems
+    assert_no_certificate(other)
+
+
+def assert_no_certificate(run: Run) -> None:
+    """With lines that are lost or repeated, with other tokens, and without digests."""
+    lines = run.read_metrics()
+    for wrong, why in (
+        ([*lines[:4], *lines[5:]], "steps 5 to 5: no lines"),
+        ([lines[0] | {"tokens": 512}, *lines[1:]], "step 1: begins at sample 8"),
+        ([line | {"data_digest": "0" * 16} for line in lines], "other tokens"),
+        ([line | {"data_digest": None} for line in lines], "no digest"),
+    ):
+        run.metrics_path.write_text("".join(f"{json.dumps(line)}\n" for line in wrong))
+        found = certify(run)
+        assert not found.is_whole and any(why in one for one in found.problems), found.problems
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_stops_until_a_person_decides(
@@ -204,4 +223,5 @@ def test_a_killed_run_of_many_model_features_resumes_to_the_bit(
         [(event["name"], event["loss"]) for event in run.read_events() if event["event"] == "validation_set"]
         for run in (killed, undisturbed)
     ]
+    assert certify(killed, every=4).compared == 3 and certify(killed).is_whole
     assert losses[0] == losses[1] and [name for name, _ in losses[0]] == ["more"]

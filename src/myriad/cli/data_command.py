@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from myriad.cli.progress_bar import bytes_bar, count_bar
+from myriad.cli.run_argument import RunName, existing_run
 
 if TYPE_CHECKING:
     from myriad.data.corpus import Corpus
@@ -33,6 +34,7 @@ def register(app: typer.Typer) -> None:
     data.command("verify")(_verify)
     data.command("hash")(_hash)
     data.command("info")(_info)
+    data.command("certify")(_certify)
     app.add_typer(data, name="data")
 
 
@@ -168,6 +170,47 @@ def _hash(corpus: _Corpus, json: _Json = False) -> None:
         {"corpus": str(corpus), "bytes": size},
         [f"{corpus}: {size:,} bytes of tokens have block hashes"],
     )
+
+
+def _certify(
+    run: RunName,
+    every: Annotated[
+        int, typer.Option(min=1, help="Read the tokens of each N-th step and of the last one again.")
+    ] = 1,
+    json: _Json = False,
+) -> None:
+    """Show that each planned sample was trained on exactly once; exit code 1 if not.
+
+    The digests of metrics.jsonl are compared with the corpora, which are read again, and the numbers of
+    samples must follow each other from the first step on.
+    """
+    from myriad.run import Run
+    from myriad.train.data_certificate import certify
+
+    what, folder = "reading the samples again", Run(existing_run(run))
+    with count_bar(what) as show:
+        found = certify(folder, every, lambda done, total: show(what, done, total))
+    result = {
+        "run": run,
+        "whole": found.is_whole,
+        "steps": found.steps,
+        "samples": found.samples,
+        "compared_steps": found.compared,
+        "skipped_steps": found.skipped,
+        "num_problems": found.num_problems,
+        "problems": found.problems,
+    }
+    lines = [
+        f"{found.samples:,} samples in {found.steps:,} steps: "
+        + ("each exactly once, in the planned order" if found.is_whole else "not as planned"),
+        f"tokens of {found.compared:,} steps read again and equal; {found.skipped:,} updates skipped",
+        *found.problems,
+    ]
+    if found.num_problems > len(found.problems):
+        lines.append(f"and {found.num_problems - len(found.problems):,} more")
+    _print_result(json, result, lines)
+    if not found.is_whole:
+        raise typer.Exit(1)
 
 
 def _prefix(corpus: Path) -> Path | None:

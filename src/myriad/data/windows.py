@@ -22,6 +22,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from myriad.data.config import Documents
@@ -35,6 +36,7 @@ __all__ = [
     "Windows",
     "attended_pairs",
     "balanced_order",
+    "digest_rows",
     "pack_documents",
     "row_width",
 ]
@@ -201,6 +203,19 @@ class BatchWords(NamedTuple):
         return cls(
             *(int(value) for value in np.ascontiguousarray(row[-2 * len(cls._fields) :]).view(np.int64))
         )
+
+
+def digest_rows(rows: NDArray[np.int32], samples: Sequence[int], documents: Documents) -> int:
+    """Return a hash of rows, with the numbers of their samples in the whole run.
+
+    It is the sum of a hash for each row, modulo 2^64. So the digests of the replicas' rows add up to that of
+    the global batch, in any layout and any order."""
+    content = rows if documents == "joined" else rows[:, :-_WORDS]
+    hashes = (
+        xxhash.xxh3_64_intdigest(row.tobytes(), seed=sample)
+        for row, sample in zip(content, samples, strict=True)
+    )
+    return sum(hashes) % 2**64
 
 
 class PackedRows(NamedTuple):

@@ -1,7 +1,7 @@
 """The optimizer step of one rank: what CLIP and UPDATE, the last actions of a program, do.
 
     step.begin(num_targets, learning_rate=...)    before the first action; returns the factor of the loss
-    step.clip(loss_sum)     sum loss, signal and squared norms over all ranks in one message, and decide
+    step.clip(loss_sum, ..) sum loss, signal and squared norms over all ranks in one message, and decide
                             alike on every rank: update, skip, skip and lower the loss scale, or fail
     step.orthogonalize(kind, stage)   the actions before the update of one stage's matrices, with Muon
     step.update(stage)      update one stage's parameters, or drop its gradients
@@ -63,6 +63,9 @@ class _Finding:
 Refuses = Callable[[float, float], bool]
 """A function of loss and gradient norm, equal on all ranks, that returns whether to skip the update."""
 
+_DIGEST_BITS, _DIGEST_PARTS = 22, 3
+"""A digest of 64 bits is summed in parts, so that float64 holds the sum over any number of ranks exactly."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -82,6 +85,8 @@ class StepResult:
     """Whether the step was skipped because gradients overflowed at the loss scale. The scale was lowered."""
     loss_scale: float | None = None
     """Factor by which this step's loss was scaled; ``None``: this precision has no loss scale."""
+    data_digest: int = 0
+    """Hash of the rows of all replicas, below 2^64: the sum of the rows' own hashes."""
 
 
 @dataclass(frozen=True)
@@ -189,25 +194,35 @@ class OptimizerStep:
         """Factor by which the loss is multiplied in this step."""
         return 1.0 if self._scaler is None else self._scaler.scale
 
-    def clip(self, loss_sum: torch.Tensor) -> None:
+    def clip(self, loss_sum: torch.Tensor, digest: int = 0) -> None:
         """Compute the norm of the complete gradients of all ranks and begin the optimizer step. With early
         updates the parameters are updated already, and no step begins."""
         if not self._updates_early:
             self._complete(self._model.chunks)
         squares, replica = self.squares, self._state.replica
         # Replicas that train alone have a norm each; one message carries all of them.
-        own = squares.new_zeros(1 + self._num_replicas + loss_sum.numel())
+        own = squares.new_zeros(1 + self._num_replicas + loss_sum.numel() + _DIGEST_PARTS)
         own[0].fill_(self._now.signal)  # An assignment would copy from the host and wait for the device.
         own[1 + replica] = (squares * self._state.counts).sum()
         losses_from = 1 + self._num_replicas
-        own[losses_from:] = (loss_sum / self._now.num_targets).double() * loss_weight(self._groups)
+        losses = (loss_sum / self._now.num_targets).double() * loss_weight(self._groups)
+        own[losses_from:-_DIGEST_PARTS] = losses
+        if self._groups.grid.index("tp") == self._groups.grid.index("pp") == 0:
+            for part in range(_DIGEST_PARTS):
+                own[part - _DIGEST_PARTS].fill_(digest >> part * _DIGEST_BITS & 2**_DIGEST_BITS - 1)
         signal, *others = sum_over_world(own, self._groups, self._recorder)
-        norms, (loss, *further) = others[: losses_from - 1], others[losses_from - 1 :]
+        parts = others[-_DIGEST_PARTS:]
+        norms, (loss, *further) = others[: losses_from - 1], others[losses_from - 1 : -_DIGEST_PARTS]
         scale = self._loss_scale
         norms = [norm / scale**2 for norm in norms]
         whole_norm = math.sqrt(sum(norms) / self._num_replicas)
         result = StepResult(
-            loss, whole_norm, signal, tuple(further), loss_scale=None if self._scaler is None else scale
+            loss,
+            whole_norm,
+            signal,
+            tuple(further),
+            loss_scale=None if self._scaler is None else scale,
+            data_digest=sum(int(one) << part * _DIGEST_BITS for part, one in enumerate(parts)) % 2**64,
         )
         self._result = self._decide(result)
         if not (self._skips or self._updates_early):

@@ -42,19 +42,21 @@ class Batch:
     """Index of each row's sample in the whole run, int64."""
     documents: Documents | None = None
     """Documents in each row; ``None``: each row is one sequence."""
+    digest: int = 0
+    """Hash of the rows, below 2^64: the sum of the rows' own hashes (`myriad.data.windows.digest_rows`)."""
 
     def rows(self, start: int, stop: int) -> "Batch":
         """Return some of the rows."""
         inputs, targets, samples = (one[start:stop] for one in (self.inputs, self.targets, self.samples))
         documents = None if self.documents is None else self.documents.rows(start, stop)
-        return Batch(inputs, targets, samples, documents)
+        return Batch(inputs, targets, samples, documents, self.digest)
 
 
 class Finisher(Protocol):
     """The end of an iteration: what the runtime calls when the gradients are complete."""
 
-    def clip(self, loss_sum: torch.Tensor) -> None:
-        """Compute the global gradient norm and begin the optimizer step."""
+    def clip(self, loss_sum: torch.Tensor, digest: int) -> None:
+        """Compute the global gradient norm and begin the optimizer step. ``digest``: of this rank's batch."""
         ...
 
     @property
@@ -307,7 +309,8 @@ class Runtime:
 
     def _clip(self, action: Action, now: _Iteration) -> None:
         assert now.finisher is not None
-        now.finisher.clip(now.loss_sum)
+        assert now.batch is not None
+        now.finisher.clip(now.loss_sum, now.batch.digest)
 
     def _orthogonalize(self, action: Action, now: _Iteration) -> None:
         assert now.finisher is not None

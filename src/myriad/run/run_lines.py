@@ -51,6 +51,7 @@ STEP_FIELDS = {
     "data_wait_seconds": "Time in which rank 0 waited for its batch.",
     "checkpoint_wait_seconds": "Time in which rank 0 waited for snapshots.",
     "exposed_comm_seconds": "Communication time in which rank 0 computed nothing.",
+    "data_digest": "Hash of the step's samples and tokens (`myriad data certify`), 16 hexadecimal digits.",
     "prediction_loss": "Mean loss of the prediction layers, with model.prediction_layers; training adds "
     "model.prediction_weight times it to loss.",
     "loss_scale": "Loss scale of the step, with float16.",
@@ -58,7 +59,7 @@ STEP_FIELDS = {
     "overflow": "1 if gradients overflowed, with float16.",
 }
 """Fields of a step, with their meaning."""
-_FIGURES = tuple(field for field in STEP_FIELDS if field not in ("step", "skipped", "overflow"))
+_FIGURES = tuple({*STEP_FIELDS} - {"step", "skipped", "overflow", "data_digest"})
 _MOST_STEP, _LARGEST = 2**53, 1e100
 _MOST_SECONDS = 2**33
 """Latest valid time, in seconds since the epoch: the year 2242."""

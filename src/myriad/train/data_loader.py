@@ -21,7 +21,7 @@ from myriad.data.bad_blocks import BlockGuard
 from myriad.data.config import ValidationSet
 from myriad.data.corpus import BatchReader, open_corpora, open_validation_set
 from myriad.data.loader import LoaderClient, LoaderSpec, StartLoader
-from myriad.data.windows import BatchWords, PackedRows
+from myriad.data.windows import BatchWords, PackedRows, digest_rows
 from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.kernels.documents import Documents
@@ -55,9 +55,10 @@ def to_batch(
         return _packed_batch(job, rows, step_sample, device)
     _check_tokens(job, rows)
     windows = to_device(torch.from_numpy(rows.astype(np.int64)), device)
-    first = step_sample + first_row
-    samples = torch.arange(first, first + len(windows), device=device)
-    return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), samples)
+    numbers = range(step_sample + first_row, step_sample + first_row + len(rows))
+    samples = torch.arange(numbers.start, numbers.stop, device=device)
+    digest = digest_rows(rows, numbers, "joined")
+    return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), samples, digest=digest)
 
 
 def _packed_batch(job: Job, rows: NDArray[np.int32], step_sample: int, device: torch.device) -> Batch:
@@ -67,8 +68,10 @@ def _packed_batch(job: Job, rows: NDArray[np.int32], step_sample: int, device: t
     offsets = np.array([BatchWords.read(row).offset for row in rows])
     copy = partial(to_device, device=device)
     inputs, targets = (copy(torch.from_numpy(one.astype(np.int64))) for one in packed[:2])
-    samples = copy(torch.from_numpy(step_sample + offsets))
-    return Batch(inputs, targets, samples, Documents.of(packed.positions, copy))
+    numbers = step_sample + offsets
+    digest = digest_rows(rows, numbers.tolist(), "packed")
+    samples = copy(torch.from_numpy(numbers))
+    return Batch(inputs, targets, samples, Documents.of(packed.positions, copy), digest)
 
 
 def _check_tokens(job: Job, tokens: NDArray[np.int32]) -> None:

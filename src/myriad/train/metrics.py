@@ -74,7 +74,7 @@ class StepMeter:
         data_wait: float,
         checkpoint_wait: float,
         recorder: Recorder,
-    ) -> dict[str, float | None]:
+    ) -> dict[str, float | str | None]:
         """Return the metrics of a step.
 
         ``step`` and ``tokens`` count those done, padding included; ``time`` is the end of the step. A skipped
@@ -95,6 +95,7 @@ class StepMeter:
             "data_wait_seconds": data_wait,
             "checkpoint_wait_seconds": checkpoint_wait,
             "exposed_comm_seconds": recorder.take_exposed(),
+            "data_digest": f"{result.data_digest:016x}",
             **self._predictions(result),
             **({"loss_scale": result.loss_scale} if result.loss_scale is not None else {}),
             **({"skipped": 1} if result.skipped else {}),

@@ -1,0 +1,165 @@
+"""Prove from a run's own record that each planned sample was trained on exactly once.
+
+Each line of ``metrics.jsonl`` has a digest of the samples and tokens that the replicas of that step computed:
+hashes of their rows, summed over all of them (`myriad.data.windows.digest_rows`). The certificate reads the
+corpora again, in the order that the job prescribes, and compares. The numbers of samples must follow each
+other without a gap from the first step to the last, across restarts, other layouts and changes of the job.
+Within an epoch the order of samples is a permutation, so that equal digests mean: each once.
+
+A step that an attempt repeated counts as its last execution, which is the one that the weights have seen.
+This module does not import torch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from myriad.config import set_dotted
+from myriad.data.bad_blocks import BlockGuard
+from myriad.data.corpus import BatchReader, Corpora, open_corpora
+from myriad.data.windows import BatchWords, digest_rows
+from myriad.errors import BadInputError, MyriadError
+from myriad.job import Job
+from myriad.run import Run
+from myriad.run.run_lines import StepLines
+from myriad.train.inputs import bad_blocks_of
+
+__all__ = ["Certificate", "certify"]
+
+Record = Mapping[str, Any]
+_MOST_PROBLEMS = 20
+
+
+@dataclass
+class Certificate:
+    """What the record of a run shows."""
+
+    steps: int = 0
+    """Steps in the record."""
+    compared: int = 0
+    """Steps whose tokens were read again and are those that the ranks computed."""
+    samples: int = 0
+    """Samples of all steps."""
+    skipped: int = 0
+    """Steps whose batch was read, and whose update was skipped."""
+    problems: list[str] = field(default_factory=list)
+    """What is missing, repeated or different, at most 20."""
+    num_problems: int = 0
+
+    def add_problem(self, text: str) -> None:
+        """Count a problem."""
+        self.num_problems += 1
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(text)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every planned sample was trained on once, as far as steps were compared."""
+        return self.steps > 0 and not self.num_problems
+
+
+class _Segment:
+    """Steps with one job, and its corpora."""
+
+    def __init__(self, run: Run, job: Job) -> None:
+        self.job, self._run = job, run
+
+    @cached_property
+    def _corpora(self) -> Corpora:
+        blocks = bad_blocks_of(self._run, self.job)
+        guard = BlockGuard(self.job.data.on_bad_block, self.job.data.max_bad_blocks, blocks)
+        return open_corpora(self.job.data, self.job.model.sequence, guard=guard)
+
+    @cached_property
+    def content(self) -> str:
+        """Identifier of the corpora's present content."""
+        return self._corpora.content
+
+    @cached_property
+    def _reader(self) -> BatchReader:
+        batch = self.job.train.global_batch
+        return BatchReader(self._corpora, self.job.train.seed, batch, (batch,), 1, self.job.model.window)
+
+    def digest(self, first: int) -> str:
+        """Return the digest of the batch that begins with sample ``first``."""
+        batch, documents = self.job.train.global_batch, self.job.data.documents
+        rows = np.empty((batch, self._corpora.width), np.int32)
+        self._reader.read(first, range(batch), rows)
+        offsets = range(batch) if documents == "joined" else [BatchWords.read(row).offset for row in rows]
+        return f"{digest_rows(rows, [first + offset for offset in offsets], documents):016x}"
+
+
+class _Segments:
+    """The job of each step: the present one without the changes that came later."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        events = run.read_events()
+        self._changes = [
+            event for event in events if event.get("event") == "job_changed" and "." in str(event.get("key"))
+        ]
+        self._contents = [event for event in events if event.get("event") == "corpus"]
+        self._made: dict[int, _Segment] = {}
+
+    def of(self, line: Record) -> _Segment:
+        """Return the segment of a step's line."""
+        later = [event for event in self._changes if event.get("time", 0.0) > line["time"]]
+        if len(later) not in self._made:
+            tree = self._run.job().model_dump(mode="json")
+            for event in reversed(later):
+                if " " not in event["key"]:  # "content of data.corpus" is no key of the job
+                    set_dotted(tree, event["key"], event.get("before"))
+            self._made[len(later)] = _Segment(self._run, Job.model_validate(tree))
+        return self._made[len(later)]
+
+    def content(self, line: Record) -> str | None:
+        """Return the content of the corpora that the step read; ``None`` if it is not recorded."""
+        before = [event for event in self._contents if event.get("time", 0.0) <= line["time"]]
+        return before[-1].get("content") if before else None
+
+
+def certify(
+    run: Run, every: int = 1, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Certificate:
+    """Check the record of a run, and compare each ``every``-th step and the last one with the corpora.
+
+    ``progress`` gets the steps done and all steps. Raises `BadInputError` if the run has no steps."""
+    record = StepLines(run.metrics_path)
+    record.poll()
+    lines = [line for line in record.lines if line["step"] > 0]
+    if not lines:
+        raise BadInputError("run", str(run.path), "a run with steps in metrics.jsonl")
+    found, segments, step = Certificate(steps=len(lines)), _Segments(run), 0
+    for number, line in enumerate(lines):
+        progress(number, len(lines))
+        segment = segments.of(line)
+        batch = segment.job.train.global_batch
+        first = int(line.get("tokens") or 0) // segment.job.model.sequence - batch
+        if line["step"] != step + 1:
+            found.add_problem(f"steps {step + 1} to {line['step'] - 1}: no lines in metrics.jsonl")
+        elif first != found.samples:
+            found.add_problem(f"step {step + 1}: begins at sample {first:,}, after {found.samples:,} samples")
+        step, found.samples = line["step"], first + batch
+        found.skipped += line.get("skipped") == 1
+        if number % every == 0 or number + 1 == len(lines):
+            _compare(line, segment, segments.content(line), first, found)
+    return found
+
+
+def _compare(line: Record, segment: _Segment, content: str | None, first: int, found: Certificate) -> None:
+    step = line["step"]
+    if not isinstance(digest := line.get("data_digest"), str):
+        found.add_problem(f"step {step}: no digest; an earlier version trained it")
+        return
+    try:
+        if content not in (None, segment.content):
+            found.add_problem(f"step {step}: the corpus was replaced since")
+        elif segment.digest(first) != digest:
+            found.add_problem(f"step {step}: the ranks computed other tokens than the job prescribes")
+        else:
+            found.compared += 1
+    except MyriadError as error:
+        found.add_problem(f"step {step}: {error}")
