@@ -55,7 +55,9 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     ResumeRule(
         ("optimizer.learning_rate", "optimizer.final_learning_rate_ratio", "optimizer.decay",
          "optimizer.decay_ratio", "optimizer.warmup_steps", "optimizer.beta1", "optimizer.beta2",
-         "optimizer.epsilon", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.muon_*"),
+         "optimizer.epsilon", "optimizer.weight_decay", "optimizer.clip_norm",
+         "optimizer.muon_momentum", "optimizer.muon_nesterov", "optimizer.muon_iterations",
+         "optimizer.muon_precision", "optimizer.muon_scaling"),
         True,
         "hold from the next step; moments and step count stay. The schedule counts steps from the start of "
         "the run",
