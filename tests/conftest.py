@@ -30,8 +30,23 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[_VISIBLE] = ""
 
 
+_LONGEST = (
+    "test_parity", "test_wrong_numbers", "test_sigterm", "test_interrupt", "test_held_in_memory",
+    "test_hung_storage", "test_slurm", "test_ray", "test_checkpoint_on_hosts", "test_socket_table",
+    "test_launch", "test_trainer", "test_faults_on_hosts", "test_recovery", "test_watch", "test_in_process",
+    "test_hosts", "test_contenders", "test_fewer_replicas", "test_s3_checkpoints", "test_session",
+    "test_hugging_face",
+)  # fmt: skip
+"""Files whose tests start processes and together take longest: they come first, so that none is last."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each property as many examples as the environment asks for."""
+    """Run the longest files first where all tests start processes, and give each property as many examples as
+    the environment asks for."""
+    if all(item.path.relative_to(_TESTS).parts[0] in ("processes", "hosts", "services") for item in items):
+        place = {name: at for at, name in enumerate(_LONGEST)}
+        items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     if not (asked := os.environ.get("MYRIAD_EXAMPLES")):
         return
     for item in items:

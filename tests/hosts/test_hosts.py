@@ -183,9 +183,9 @@ def test_a_stopped_owner_leaves_nothing_behind(hosts, tmp_path, number):
 def test_what_a_killed_owner_left_is_swept_by_the_next(hosts, tmp_path):
     hosts(1)
     owner = start_owner(tmp_path)
+    assert namespaces(owner.pid) != []
     owner.kill()
     owner.wait(60)
-    assert namespaces(owner.pid) != []
     with Hosts(1):
         assert namespaces(owner.pid) == []
     assert eventually(lambda: not any(is_alive(pid) for pid in processes_noted(tmp_path)))
