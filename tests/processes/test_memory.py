@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parity_case import TINY, Case, make_engine
@@ -15,8 +16,15 @@ from ranks import run_ranks
 from myriad.comm.groups import close_world
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
+from myriad.planner.cost.layout_costs import cut_layers
+from myriad.planner.memory.matrix_memory import matrix_bytes
 from myriad.planner.memory.rank_memory import memory_of_ranks
+from myriad.planner.memory.stage_memory import StageMemory
 from myriad.planner.workload import Workload
+from myriad.program.actions import ORTHOGONALIZATION, Kind
+from myriad.program.build import build_program, count_chunks
+from myriad.program.config import OverlapConfig
+from myriad.program.partition import cut_ranges
 
 
 def load_benchmark() -> ModuleType:
@@ -64,6 +72,50 @@ def test_the_planner_knows_the_moments_of_matrices_that_are_orthogonalized(layou
     workload = Workload(model, Layout(**layout), case.global_batch, optimizer="muon", value_bytes=4)
     for place, memory in enumerate(memory_of_ranks(workload, on_cpu=True)):
         assert memory.optimizer == max(held for own, held in ranks if own == place)
+
+
+def messages(case: Case) -> tuple[int, list[list[int]]]:
+    """One rank's place in the pipeline, and the bytes of each chunk's messages: directions out and in,
+    updates out and in."""
+    engine = make_engine(case)
+    step, found = engine._optimizer_step, []
+    step.optimizer.begin(1e-3, 1.0)
+    for chunk, exchange in step._exchanges.items():
+        chunk.gradients.fill_(1.0)
+        sizes = []
+        for kind in ORTHOGONALIZATION:
+            exchange.do(kind)
+            if kind in (Kind.START_GATHER_MOMENTUM, Kind.START_SCATTER_UPDATE):
+                sizes += [one.numel() * one.element_size() for one in (exchange._sent, exchange._received)]
+        found.append(sizes)
+    place = engine.groups.grid.index("pp")
+    engine.close()
+    close_world()
+    return place, found
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2, "tp": 2, "zero": 1}, {"dp": 2, "pp": 2}, {"tp": 4}, {"dp": 3, "zero": 3}], ids=str
+)
+def test_the_planner_knows_the_messages_with_matrices(layout: dict[str, Any]) -> None:
+    case = Case(layout, {"kv_heads": 2, "bias": True}, {"name": "muon"}, global_batch=6)
+    ranks = run_ranks(case.world, messages, case)
+    model, shape = ModelConfig(**(TINY | case.model)), Layout(**layout)
+    workload = Workload(model, shape, case.global_batch, optimizer="muon", value_bytes=4)
+    program = build_program(shape, OverlapConfig(), 3, tied=True, training=True, num_chunks=1)
+    layers = cut_layers(model, "uniform", shape.num_stages)
+    chunks = count_chunks(shape, OverlapConfig(), layers)
+    memory = StageMemory(workload, cut_ranges(layers, chunks), on_cpu=True)
+    for place in range(shape.pp):
+        stages = [
+            stage for stage in range(len(memory.layers)) if program.stage_rank[stage // chunks] == place
+        ]
+        every = matrix_bytes(
+            workload, [memory.layers[stage] for stage in stages], [memory.chunk(stage) for stage in stages]
+        )
+        planned = [[one.sent, one.arriving, one.results, one.returning] for one in every if one.elements]
+        most = np.max([found for own, found in ranks if own == place], axis=0)
+        assert most.tolist() == planned
 
 
 def test_more_sharding_never_holds_more_between_steps() -> None:

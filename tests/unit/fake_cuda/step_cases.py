@@ -48,6 +48,7 @@ _GPT = _SMALL.model_copy(
 )
 _DROPPING_GPT = _GPT.model_copy(update={"layers": 1, "dropout": 0.1})
 _LAMB = OptimizerConfig(name="lamb")
+_MUON = OptimizerConfig(name="muon")
 _UNCLIPPED = OptimizerConfig(clip_norm=None)
 _IN_PARTS = OverlapConfig(tensor_message=4096)
 _EARLY = OverlapConfig(optimizer_in_backward=True)
@@ -87,6 +88,7 @@ STEPS: dict[str, StepCase] = {
         Layout(tp=2, micro_batch=2), _model(sequence=264), "float8", overlap=_IN_PARTS
     ),
     "tp2-plain": StepCase(Layout(tp=2), _SMALL, kernels="plain", optimizer=_LAMB),
+    "dp2-tp2-muon": StepCase(Layout(dp=2, tp=2, zero=1), _SMALL, optimizer=_MUON),
     "tp8-two-sequences": StepCase(Layout(tp=8, micro_batch=2), _SMALL, overlap=_IN_PARTS),
     "pp4-full": StepCase(Layout(pp=4, recompute="full"), _SMALL, micro_batches=4, rank=1),
     "pp4-zero-bubble-float8-lamb": StepCase(

@@ -56,48 +56,45 @@ class MatrixBytes:
         return self.arriving + max(messages)
 
 
-def matrix_bytes(workload: Workload, stages: Sequence[Sequence[int]]) -> list[MatrixBytes]:
+def matrix_bytes(
+    workload: Workload, stages: Sequence[Sequence[int]], sizes: Sequence[float]
+) -> list[MatrixBytes]:
     """Return the bytes of each stage of a pipeline rank. ``stages``: their layers, in the order of the rank's
-    chunks."""
+    chunks. ``sizes``: elements of these chunks."""
     if not workload.orthogonalizes:
         return [MatrixBytes() for _ in stages]
-    layout = workload.layout
-    loads = [0.0] * (_replicas(workload) * layout.tp)
-    return [
-        _of_stage(
-            workload,
-            [one for layer in layers for one in hidden_matrices(workload.model, layer, layout.tp)],
-            loads,
-        )
-        for layers in stages
-    ]
+    tp = workload.layout.tp
+    loads = [0.0] * (_replicas(workload) * tp)
+    found = []
+    for layers, size in zip(stages, sizes, strict=True):
+        matrices = [one for layer in layers for one in hidden_matrices(workload.model, layer, tp)]
+        found.append(_of_stage(workload, matrices, size, loads))
+    return found
 
 
 def _replicas(workload: Workload) -> int:
     return workload.layout.dp if workload.comm.sync_every == 1 else 1
 
 
-def _of_stage(workload: Workload, matrices: Sequence[HiddenMatrix], loads: list[float]) -> MatrixBytes:
-    layout, size = workload.layout, workload.matrix_bytes
-    replicas = _replicas(workload)
+def _of_stage(
+    workload: Workload, matrices: Sequence[HiddenMatrix], size: float, loads: list[float]
+) -> MatrixBytes:
+    layout, replicas, each = workload.layout, _replicas(workload), workload.matrix_bytes
     iterations = workload.newton_schulz.iterations
     elements = sum(one.local for one in matrices)
-    workspace = max((_workspace(one) for one in matrices), default=0.0) * size
+    workspace = each * max(map(_workspace, matrices), default=0.0)
     if len(loads) == 1:
         return MatrixBytes(elements, workspace=workspace)
-    owners = assign_owners(
-        [newton_schulz_flops(one.rows, one.columns, iterations) for one in matrices], loads
-    )
+    flops = [newton_schulz_flops(one.rows, one.columns, iterations) for one in matrices]
     owned, returned, offered = ([0.0] * len(loads) for _ in range(3))
-    for owner, one in zip(owners, matrices, strict=True):
+    for owner, one in zip(assign_owners(flops, loads), matrices, strict=True):
         owned[owner] += one.rows * one.columns
         returned[owner] += one.local * layout.tp * (1 if layout.zero else replicas)
         offered[owner // layout.tp] += one.local
-    slice_ = elements / replicas if layout.zero else elements
-    sent = slice_ if layout.zero else max(offered)
-    return MatrixBytes(
-        elements, size * sent, size * max(owned), size * max(returned), size * slice_, workspace
-    )
+    # matrices come first in a chunk, so the first slices hold nothing else
+    held = min(size / replicas, elements) if layout.zero else elements
+    sent = held if layout.zero else max(offered)
+    return MatrixBytes(elements, each * sent, each * max(owned), each * max(returned), each * held, workspace)
 
 
 def _workspace(matrix: HiddenMatrix) -> float:

@@ -196,7 +196,8 @@ class _MemoryWalk:
         self.tied_stages = sorted(ends & set(self.stages)) if model.workload.model.shares_embedding else []
         if self.tied_stages:
             self.chunks[_TIED] = model.padded(model.table)
-        every = matrix_bytes(self.workload, [model.layers[stage] for stage in self.stages])
+        layers = [model.layers[stage] for stage in self.stages]
+        every = matrix_bytes(self.workload, layers, [self.chunks[stage] for stage in self.stages])
         self.matrices = dict(zip(self.stages, every, strict=True))
         self.users: dict[int, set[int]] = {key: set() for key in self.chunks}
         self.now = _HeldBytes()
