@@ -23,6 +23,7 @@ CASES = [
     Case(layout={"dp": 2, "zero": 2}, steps=3, dtype=torch.bfloat16),
     Case(layout={"dp": 2, "zero": 1}, steps=3, comm={"compress_parameters": "int8"}),
     Case(layout={"dp": 2, "zero": 0}, steps=4, comm={"sync_every": 2}),
+    Case(layout={"dp": 2, "zero": 0}, steps=4, comm={"sync_every": 2}, optimizer={"name": "muon"}),
     Case(layout={"dp": 2, "zero": 0}, steps=3, optimizer={"name": "lamb"}),
     Case(layout={"dp": 2, "zero": 0, "tp": 2, "micro_batch": 2}, steps=3, optimizer={"name": "muon"}),
 ]

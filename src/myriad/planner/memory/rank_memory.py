@@ -136,7 +136,7 @@ def count_communicators(
         syncs_tied=syncs_tied,
         levels=count_levels(comm, layout.dp, layout.tp * layout.pp, node_size),
         lamb_over_zero=float(optimizer == "lamb" and layout.zero > 0),
-        matrices=float(optimizer == "muon"),
+        matrices=float(optimizer == "muon" and (comm.sync_every == 1 or layout.tp > 1)),
     )
     return int(groups), len(pairs)
 
