@@ -76,6 +76,7 @@ def _resolve(
 def _begin(run: Run, job: Job) -> None:
     """Check everything that the run needs, then make its folder, or note what a resume changes."""
     from myriad.launchers.launcher import check_engine
+    from myriad.train.device_setup import check_device_here
     from myriad.train.inputs import (
         keep_tokenizer,
         note_corpus,
@@ -86,6 +87,7 @@ def _begin(run: Run, job: Job) -> None:
 
     run.check(job)
     check_engine(job)
+    check_device_here(job)
     corpora = open_inputs(job, lambda stage: None)
     refuse_no_documents(corpora)
     refuse_other_tokenizer(run, job, corpora)

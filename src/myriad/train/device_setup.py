@@ -37,6 +37,7 @@ from myriad.units import format_bytes
 __all__ = [
     "RankEnvironment",
     "agree_on_kernels",
+    "check_device_here",
     "choose_kernels",
     "describe_precision",
     "fix_order",
@@ -169,6 +170,18 @@ def pick_device(kind: Literal["auto", "cpu", "cuda"], threads: int, place: RankE
     own = threads or (int(asked) if asked.isdigit() else 0) or cores // place.local_world
     torch.set_num_threads(max(1, own))
     return torch.device("cpu")
+
+
+def check_device_here(job: Job) -> None:
+    """Refuse a GPU or Triton's kernels that the ranks of this machine would not have, before a run is
+    written. Raises `BadInputError`."""
+    asks = job.train.device == "cuda" or job.train.kernels == "triton"
+    if not asks or job.resilience.engine != "local":
+        return
+    ranks = RankEnvironment(0, job.layout.world, 0, job.layout.world)
+    on_gpu = job.train.device != "cpu" and _takes_gpu(job.train.device, ranks)
+    kind = "cuda" if on_gpu else "cpu"
+    check_kernels(job.train.kernels, kind, "float32", job.model.kernel_widths)
 
 
 def _stay_near(device: torch.device) -> None:

@@ -161,13 +161,17 @@ def test_a_failed_rank_ends_the_command_with_one_line_and_exit_code_1(myriad, mo
         (["tiny", "--oversubscrib"], "did you mean --oversubscribe?"),
         (["tiny", "--layout.dp", "1024", "--train.global_batch", "1024"], "layout (ranks) = 1024: at most"),
         (["tinny"], "did you mean tiny?"),
+        (["tiny", "--train.kernels", "triton"], "no kernel for norm: no CUDA device"),
+        (["tiny", "--train.device", "cuda"], "no CUDA device here"),
         (["tiny", "stray"], "unexpected extra argument"),
         (["tiny", "--run", "/proc/none/run"], "must be a writable folder"),
         (["."], "run folder"),
         (["tiny", "--run", ""], "--run = '': must not be empty"),
     ],
 )
-def test_bad_input_gets_one_line_exit_code_2_and_leaves_no_trace(myriad, arguments, told):
+def test_bad_input_gets_one_line_exit_code_2_and_leaves_no_trace(myriad, monkeypatch, arguments, told):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     code, out, err = myriad("train", *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("myriad: error: ") and told in err and err.count("\n") == 1

@@ -20,6 +20,7 @@ from myriad.recipes import recipe_names
 from myriad.run import Run
 
 __all__ = [
+    "check_device",
     "check_restart",
     "check_standby_options",
     "check_storage",
@@ -55,6 +56,14 @@ def is_queued(job: Job, submit: bool) -> bool:
     if submit and not starts_later:
         raise BadInputError("--submit", True, "only with the engine slurm, and outside a Slurm job")
     return starts_later
+
+
+def check_device(job: Job) -> None:
+    """Refuse a device or kernels that this machine lacks. Torch is imported only if the job requires one."""
+    if job.train.device == "cuda" or job.train.kernels == "triton":
+        from myriad.train.device_setup import check_device_here
+
+        check_device_here(job)
 
 
 def redis_exposures(job: Job) -> list[str]:

@@ -115,6 +115,7 @@ def train(
         return
     folder.check(resolved)
     check_engine(resolved, oversubscribe=oversubscribe)
+    start_checks.check_device(resolved)
     if in_process:
         from myriad.train.in_process import check_in_process
 
