@@ -24,6 +24,7 @@ from myriad.job import load_job
 from myriad.model.definition import Context
 from myriad.model.gpt import GPT, build_full
 from myriad.run import Run
+from myriad.run.event_text import event_text
 from myriad.train import worker
 from myriad.train.checkpoint_tools.foreign_checkpoints import import_hugging_face
 from myriad.train.checkpoint_tools.initial_weights import check_initial
@@ -222,6 +223,32 @@ def test_another_tokenizer_than_that_of_the_weights_is_reported(
         assert "differs" not in events(same, "weights")[0]
         fingerprints = [open_corpora(run.job().data, 24).fingerprint for run in (same, told)]
         assert events(told, "weights")[0]["differs"] == {"tokenizer": fingerprints}
+
+
+@pytest.mark.parametrize("layout", [[], ["layout.tp=2", "layout.dp=2", "layout.zero=1"]], ids=str)
+def test_prediction_layers_that_the_weights_lack_are_those_of_a_new_run(
+    layout: list[str], start: Callable[..., Run], tmp_path: Path
+) -> None:
+    """A published model is trained further with more predictions, and a run with them without."""
+    model, still = LLAMA | {"prediction_layers": 1}, ["optimizer.learning_rate=1e-9", "train.steps=1"]
+    weights = random_weights(**(LLAMA | {"vocabulary": 320}))
+    source = exported(weights, tmp_path / "hf")
+    run = start("run", model, f"train.init_from={source}", *layout, *still)
+    check_initial(run, run.job())
+    train(run)
+    assert events(run, "weights")[0]["drawn_prediction_layers"] == 1
+    assert "1 prediction layer drawn by train.seed" in event_text(events(run, "weights")[0])
+    trained = load_model(CheckpointFolder(run.checkpoints_path).of_step(1))
+    drawn = dict(build_full(run.job().model, run.job().train.seed)[-1].named_parameters())
+    for name, tensor in trained.items():
+        own = name.removeprefix("head.")
+        expected = drawn[own] if own.startswith("predictions.") else weights.read(name)
+        torch.testing.assert_close(tensor, expected.detach(), atol=1e-6, rtol=1e-6)
+    without = start("without", LLAMA, f"train.init_from={run.path}", *still)
+    train(without)
+    assert events(without, "weights")[0]["unused_prediction_layers"] == 1
+    kept = load_model(CheckpointFolder(without.checkpoints_path).of_step(1))
+    assert kept.keys() == weights.shapes.keys()
 
 
 OTHERS = [

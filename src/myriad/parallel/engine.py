@@ -10,7 +10,7 @@ Every rank calls the same method at the same time.
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -365,9 +365,9 @@ class Engine:
             chunk.start_gather(0)
             chunk.await_gather()
 
-    def draw_initial(self) -> None:
-        """Set the parameters to the values of the definition's seed."""
-        draw_initial(self._definition, self.model, self.boundary)
+    def draw_initial(self, names: Collection[str] | None = None) -> None:
+        """Set the parameters, or those of these full names, to the values of the definition's seed."""
+        draw_initial(self._definition, self.model, self.boundary, names)
 
     def loaded(self) -> None:
         """Mark the state as loaded: the parameters must be gathered again."""

@@ -10,7 +10,7 @@ output projection keep their precision, as in torchtitan's float8 training (its 
 hurts most there, and they are a small part of a large model."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -198,14 +198,16 @@ def _tied_peers(groups: Groups, stage_rank: Sequence[int], holders: set[int]) ->
     return tuple(sorted({pipeline[stage_rank[stage]] for stage in holders}))
 
 
-def draw_initial(definition: Definition, model: RankModel, boundary: Boundary) -> None:
-    """Set this rank's parameters to the values of the definition's seed. Tensors with no part in this rank's
-    slices are not drawn."""
+def draw_initial(
+    definition: Definition, model: RankModel, boundary: Boundary, names: Collection[str] | None = None
+) -> None:
+    """Set this rank's parameters, or those of ``names``, to the values of the definition's seed. Tensors with
+    no part in this rank's slices are not drawn."""
     where = {
         entry.name: (chunk, position)
         for chunk in model.chunks
         for position, entry in enumerate(chunk.entries)
-        if chunk.holds(position)
+        if chunk.holds(position) and (names is None or entry.name in names)
     }
     for index, prefix in enumerate(definition.names):
         own = {name.removeprefix(f"{prefix}.") for name in where if name.startswith(f"{prefix}.")}

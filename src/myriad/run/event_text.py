@@ -247,12 +247,20 @@ def _older_state(event: Record) -> str:
     return f"an older state was loaded{newer} (--checkpoint.url)"
 
 
+def _prediction_layers(number: float) -> str:
+    return f"{number:,.0f} prediction layer{'' if number == 1 else 's'}"
+
+
 def _weights(event: Record) -> str:
     differs = event.get("differs")
     items = differs.items() if isinstance(differs, Mapping) else ()
     pairs = [(key, pair) for key, pair in items if len(_sequence(pair)) == 2]
     changes = [f"{key} was {_value(pair[0])}, is {_value(pair[1])}" for key, pair in pairs]
-    return _joined(f"weights from {event.get('source')}", *changes, by="; ")
+    counts = (
+        _shown(event, "drawn_prediction_layers", _prediction_layers, after=" drawn by train.seed"),
+        _shown(event, "unused_prediction_layers", _prediction_layers, after=" left out"),
+    )
+    return _joined(f"weights from {event.get('source')}", *counts, *changes, by="; ")
 
 
 def _import(event: Record) -> str:

@@ -116,7 +116,7 @@ EVENT_FIELDS: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("num_dropped", "num_late", "bytes", "missed", "term", "steps_done"), _is_count),
     **dict.fromkeys(("rank", "node"), lambda value: _is_count(value, -1)),
     **dict.fromkeys(("world", "dp", "threads"), lambda value: _is_count(value, 1)),
-    **dict.fromkeys(("offset",), _is_count),
+    **dict.fromkeys(("offset", "drawn_prediction_layers", "unused_prediction_layers"), _is_count),
     **dict.fromkeys(("event", "problem", "peak_source", "device", "precision", "source", "cause"), _is_text),
     **dict.fromkeys(
         ("name", "verdict", "culprit", "what", "place", "text", "prompt", "fingerprint", "tier"), _is_text

@@ -189,10 +189,8 @@ def _event_line(event: Record) -> Text | None:
     if name == "checkpoint":
         return Text(f"step {step}: checkpoint saved", style="dim")
     if name == "weights":
-        differs = "".join(
-            f"; {key} was {was}, is {now}" for key, (was, now) in event.get("differs", {}).items()
-        )
-        return Text(f"weights from {event.get('source')}{differs}", style="yellow" if differs else "dim")
+        text = event_text(event)
+        return Text(text, style="yellow" if text != f"weights from {event.get('source')}" else "dim")
     if name == "overflow":
         return Text(f"step {step}: {event_text(event)}", style="dim")
     if name == "fault":

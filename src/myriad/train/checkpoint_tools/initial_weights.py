@@ -4,11 +4,13 @@
     rank 0              verifies every byte, broadcasts which checkpoint it is
     every rank          reads its parts of the tensors that it holds, one at a time, and no others
 
-A run that holds only an imported checkpoint of step 0 begins from that checkpoint.
+A run that holds only an imported checkpoint of step 0 begins from that checkpoint. Prediction layers that the
+source lacks get the values of the seed; those that the model lacks are not read.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,9 +87,14 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
     where = _agree(lambda: _open(source, job, every_byte=True).where, engine)
     assert where is not None, "it is the place that was opened"
     weights = _open(where, job, verified=True)
-    fill_parameters(weights, engine)
+    lacking, unused = _unmatched_predictions(_shapes_of(job.model), weights.shapes)
+    if lacking:
+        engine.draw_initial(lacking)
+    fill_parameters(weights, engine, lacking)
     kind = "hugging_face" if isinstance(weights, HuggingFaceWeights) else "checkpoint"
-    description = {"source": weights.where, "kind": kind, "tensors": len(weights.shapes)}
+    description = {"source": weights.where, "kind": kind, "tensors": len(weights.shapes.keys() - unused)}
+    counts = {"drawn_prediction_layers": lacking, "unused_prediction_layers": unused}
+    description |= {key: len(_predictions_of(names)) for key, names in counts.items() if names}
     differs = _differences(weights.model, job.model)
     if engine.groups.grid.rank == 0:
         differs |= _other_tokenizer(weights, job)
@@ -96,9 +103,12 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
     return description | ({"differs": differs} if differs else {})
 
 
-def fill_parameters(weights: Weights, engine: Engine) -> None:
-    """Set the parameters of this rank from weights of the same model; every rank calls it."""
+def fill_parameters(weights: Weights, engine: Engine, but: Collection[str] = ()) -> None:
+    """Set the parameters of this rank, except ``but``, from weights of the same model; every rank calls
+    it."""
     for name, parts in _by_name(engine.all_shards()).items():
+        if name in but:
+            continue
         boxes = [_box_of(part) for part in parts]
         for part, values in zip(parts, weights.read_parts(name, boxes), strict=True):
             part.values.copy_(values)
@@ -186,8 +196,28 @@ def _shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if name not in definition.tied}
 
 
+_PREDICTION = re.compile(r"head\.predictions\.\d+\.")
+
+
+def _predictions_of(names: Iterable[str]) -> set[str]:
+    """Return the prefixes of the prediction layers that have a tensor of these names."""
+    return {found.group() for name in names if (found := _PREDICTION.match(name))}
+
+
+def _unmatched_predictions(here: Shapes, there: Shapes) -> tuple[set[str], set[str]]:
+    """Return the tensors of the prediction layers that only the model here has, and only the source."""
+    both = _predictions_of(here) & _predictions_of(there)
+    lacking, unused = (
+        {name for name in shapes if (found := _PREDICTION.match(name)) and found.group() not in both}
+        for shapes in (here, there)
+    )
+    return lacking, unused
+
+
 def _refuse_other_shapes(source: str, here: Shapes, there: Shapes) -> None:
-    other = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    unmatched = set[str]().union(*_unmatched_predictions(here, there))
+    both = (name for name in {**here, **there} if name not in unmatched)
+    other = [name for name in both if here.get(name) != there.get(name)]
     if not other:
         return
     name, nothing = other[0], "nothing"
