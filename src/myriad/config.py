@@ -5,7 +5,6 @@ imports torch. A config that `dump_toml` writes reads back as an equal config; a
 with a dotted key.
 """
 
-import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args
@@ -13,7 +12,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import ErrorDetails
 
-from myriad.errors import BadInputError
+from myriad.errors import BadInputError, toml_value
 from myriad.units import parse_bytes, parse_rate
 
 __all__ = [
@@ -126,6 +125,8 @@ def explain(error: ErrorDetails) -> str:
         return f"must be {_FORMS[context['pattern']]}"
     if kind in _MUST_BE:
         plain = {key: f"{value:g}" if isinstance(value, float) else value for key, value in context.items()}
+        if kind == "literal_error":
+            plain["expected"] = plain["expected"].replace("'", '"')
         return f"must be {_MUST_BE[kind].format(**plain)}"
     message = error["msg"].removeprefix("Value error, ")  # raised by a validator of a section
     return message[:1].lower() + message[1:]
@@ -140,22 +141,11 @@ def dump_toml(config: BaseModel) -> str:
 def _lines(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for key, value in table.items():
         if not isinstance(value, dict):
-            yield f"{key} = {_value(value)}"
+            yield f"{key} = {toml_value(value)}"
     for key, value in table.items():
         if isinstance(value, dict):
             yield f"\n[{prefix}{key}]"
             yield from _lines(value, f"{prefix}{key}.")
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, float):
-        return repr(value)
-    # JSON's strings are TOML's, but for one character that TOML wants escaped
-    return json.dumps(OFF if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -2,7 +2,11 @@
 
 Two things can be wrong, and the exit code says which: the user's input (exit 2, nothing was started or
 changed) or the run itself (exit 1). Everything else is a bug and keeps its traceback.
+
+Values are shown as TOML, in which users write them.
 """
+
+import json
 
 __all__ = [
     "BAD_DATA",
@@ -12,6 +16,9 @@ __all__ = [
     "MyriadError",
     "NoStateError",
     "RunFailedError",
+    "need",
+    "plain_value",
+    "toml_value",
 ]
 
 BAD_DATA = "damaged data: "
@@ -44,13 +51,33 @@ class BadInputError(MyriadError):
         return type(self), (self.key, self.value, self.allowed)
 
 
+def toml_value(value: object) -> str:
+    """Return a value as TOML, which has no null: ``None`` is "off". Types that TOML lacks are shown as in
+    Python."""
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    if value is None or isinstance(value, bool | str):
+        # JSON's strings are TOML's, but for one character that TOML wants escaped
+        text = json.dumps("off" if value is None else value, ensure_ascii=False)
+        return text.replace("\x7f", "\\u007f")
+    return repr(value)
+
+
+def plain_value(value: object) -> str:
+    """Return a value as in a sentence, which names one choice: as TOML, but text without quotes."""
+    return value if isinstance(value, str) else "off" if value is None else toml_value(value)
+
+
 _MOST_SHOWN = 400
 
 
 def _shown(value: object) -> str:
     """Return a value of any size, such as an untrusted file may hold, in a few hundred characters."""
     try:
-        text = repr(value)
+        text = "none" if value is None else toml_value(value)
     except (ValueError, RecursionError):  # a number of thousands of digits, or nested too deep
         text = f"a {type(value).__name__}"
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
@@ -61,6 +88,12 @@ def _one_line(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
+def need(condition: bool, key: str, value: object, allowed: str) -> None:
+    """Raise `BadInputError` unless the condition holds. The value ``None`` of a key is "off"."""
+    if not condition:
+        raise BadInputError(key, "off" if value is None else value, allowed)
 
 
 class RunFailedError(MyriadError):

@@ -32,12 +32,12 @@ def run_python(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[st
             "overlap.max_in_flight_bytes = 1048576: at least overlap.message_bytes = 4194304 bytes",
         ),
         ("--overlap.chunks 0", "overlap.chunks = 0: must be at least 1"),
-        ("--comm.network_bandwidth fast", "comm.network_bandwidth = 'fast': "),
+        ("--comm.network_bandwidth fast", 'comm.network_bandwidth = "fast": '),
         (
             "--comm.compress_gradients int4",
-            "comm.compress_gradients = 'int4': must be 'bfloat16' or 'int8'",
+            'comm.compress_gradients = "int4": must be "bfloat16" or "int8"',
         ),
-        ("--comm.hierarchy switch", "comm.hierarchy = 'switch': needs comm.switch_size"),
+        ("--comm.hierarchy switch", 'comm.hierarchy = "switch": needs comm.switch_size'),
         ("--comm.node_size 2", "comm.node_size = 2: must divide the 1 ranks"),
         ("--comm.sync_every 4 --layout.zero 1", "comm.sync_every = 4: needs layout.zero = 0"),
     ],
@@ -69,7 +69,7 @@ def test_ranks_that_another_launcher_starts_report_it_too(tmp_path: Path) -> Non
     run.job_path.write_text(text.replace("\nmax_in_flight_bytes = 16777216\n", "\nmax_in_flight_bytes = 3\n"))
     done = run_python(tmp_path, "myriad.train.worker", "run")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    said = "myriad: error: run = 'run/job.toml': has overlap.max_in_flight_bytes = 3: at least overlap."
+    said = 'myriad: error: run = "run/job.toml": has overlap.max_in_flight_bytes = 3: at least overlap.'
     assert done.stderr.startswith(said)
     assert {path.name for path in run.path.iterdir()} == {"job.toml", "logs", "checkpoints"}
 

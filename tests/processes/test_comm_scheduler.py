@@ -242,7 +242,7 @@ def test_nodes_of_unequal_size_are_flat_or_refused():
     for hierarchy in ("auto", "flat"):
         assert run_ranks(3, kind_on_unequal_nodes, hierarchy) == ["flat"] * 3
     for said in run_ranks(3, kind_on_unequal_nodes, "node"):
-        assert said.startswith("comm.hierarchy = 'node': nodes hold 1 to 2 ranks")
+        assert said.startswith('comm.hierarchy = "node": nodes hold 1 to 2 ranks')
 
 
 def by_collectives(digits: tuple[int, ...]) -> bool:

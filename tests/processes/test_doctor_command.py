@@ -56,14 +56,14 @@ def test_a_node_that_differs_from_the_baseline_is_unfit_with_the_reason(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--baseline", "/nowhere/baseline.json"], "--baseline = '/nowhere/baseline.json': cannot be read"),
+        (["--baseline", "/nowhere/baseline.json"], '--baseline = "/nowhere/baseline.json": cannot be read'),
         (["--folder", sys.executable], "must be a folder, or a path where one can be created"),
         (["--wait", "nan"], "--wait = nan: 0 to 86,400 seconds"),
-        (["--node", "a"], "--node = 'a': only with --cluster"),
+        (["--node", "a"], '--node = "a": only with --cluster'),
         (["--cluster", "127.0.0.1"], "2 to 16384 comma-separated hosts"),
         (
             ["--cluster", "127.0.0.1,203.0.113.1"],
-            "MYRIAD_DOCTOR_SECRET = '': a secret of 16 characters or more",
+            'MYRIAD_DOCTOR_SECRET = "": a secret of 16 characters or more',
         ),
     ],
 )

@@ -158,7 +158,7 @@ def test_the_newest_step_is_stored_before_a_process_that_failed_ends(
 
 
 def test_a_start_that_is_refused_leaves_the_process_as_it_was(first: dict[str, Any]) -> None:
-    assert first["refused"].startswith("train.device = 'cuda'") and first["refused left"] == [True, 0]
+    assert first["refused"].startswith('train.device = "cuda"') and first["refused left"] == [True, 0]
 
 
 def test_several_ranks_are_trained_by_processes(first: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ def test_what_one_process_cannot_train_is_refused_before_anything_is_written(
 ) -> None:
     ranks, joins = first["cannot"]
     assert "layout.dp x layout.tp x layout.pp = 2: 1 to train in this process" in ranks
-    assert "resilience.engine = 'join': " in joins
+    assert 'resilience.engine = "join": ' in joins
     assert not (folder / "never").exists()
 
 

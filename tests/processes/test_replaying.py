@@ -135,12 +135,12 @@ def test_waits_that_block_the_host_are_refused_where_collectives_are_captured(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "1")
-    with pytest.raises(BadInputError, match=f"{name} = '1': unset"):
+    with pytest.raises(BadInputError, match=f'{name} = "1": unset'):
         CudaGraphs(torch.device("cuda", 0), tp=2)
 
 
 def test_a_communicator_that_graphs_alone_may_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL would mix captured collectives and those of the gradients' sum without keeping their order."""
     monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", "0")
-    with pytest.raises(BadInputError, match="NCCL_GRAPH_MIXING_SUPPORT = '0': unset"):
+    with pytest.raises(BadInputError, match='NCCL_GRAPH_MIXING_SUPPORT = "0": unset'):
         CudaGraphs(torch.device("cuda", 0), tp=2)

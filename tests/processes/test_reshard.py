@@ -85,7 +85,7 @@ def test_what_is_there_already_is_not_written_over(run, tmp_path):
     assert (tmp_path / "out" / "step-4" / "manifest.json").read_bytes() == kept
     with pytest.raises(BadInputError, match=r"train\.global_batch"):
         command("reshard", run.path, tmp_path / "more", "--layout.dp", "3")
-    with pytest.raises(BadInputError, match=r"train\.steps = '9': only layout"):
+    with pytest.raises(BadInputError, match=r"train\.steps = \"9\": only layout"):
         command("reshard", run.path, tmp_path / "more", "--train.steps", "9")
     assert not (tmp_path / "more").exists()
 

@@ -306,7 +306,7 @@ def refuse(tensor: str) -> str:
 
 @pytest.mark.parametrize(
     ("tensor", "says"),
-    [("slices", "overlap.tensor = 'slices': turns, auto or off here"), ("auto", "turns: no slices")],
+    [("slices", 'overlap.tensor = "slices": turns, auto or off here'), ("auto", "turns: no slices")],
 )
 def test_every_rank_refuses_slices_or_does_without_where_one_cannot(tensor: str, says: str) -> None:
     answers = run_ranks(2, refuse, tensor)

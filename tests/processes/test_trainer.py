@@ -207,7 +207,7 @@ def tokens_without_tokenizer(path: Path, largest: int) -> Path:
 @pytest.mark.parametrize(
     ("prepare", "told"),
     [
-        (lambda path: path / "nowhere", r"data\.corpus = '.*nowhere': no such corpus"),
+        (lambda path: path / "nowhere", r"data\.corpus = \".*nowhere\": no such corpus"),
         (lambda path: tokens_without_tokenizer(path / "big", 511), None),
         (
             lambda path: tokens_without_tokenizer(path / "big", 600),

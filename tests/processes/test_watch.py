@@ -436,10 +436,10 @@ def test_a_client_that_takes_nothing_is_cut_off_and_others_are_not() -> None:
 
 def test_what_cannot_be_watched_is_reported_in_one_line(run: Run, tmp_path: Path) -> None:
     assert "must be a run folder" in refused(str(tmp_path / "nothing"))
-    assert "run = '../../etc'" in refused("../../etc")
+    assert 'run = "../../etc"' in refused("../../etc")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"--port = '{port}': cannot be used" in refused(str(run.path), "--port", str(port))
+        assert f'--port = "{port}": cannot be used' in refused(str(run.path), "--port", str(port))
     assert "--collect" in refused(str(run.path), "--collect", str(run.path / "spans"))
     (tmp_path / "short").write_text("short\n")
     assert "--token-file" in refused(str(run.path), "--token-file", str(tmp_path / "short"))

@@ -245,7 +245,7 @@ def test_a_cluster_that_is_not_there_is_refused_in_one_line(tmp_path: Path, corp
     command = [sys.executable, "-m", "myriad.cli.main", "train", "tiny", *keys]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     [line] = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and f"checkpoint.url = {url!r}: " in line and "cannot be reached" in line
+    assert done.returncode == 2 and f'checkpoint.url = "{url}": ' in line and "cannot be reached" in line
     assert not (tmp_path / "run").exists()
     with pytest.raises(BadInputError, match=r"data\.corpus = .*127\.0\.0\.1:1 cannot be reached"):
         open_corpora(DataConfig(corpus=url, cache=str(tmp_path / "cache")), SEQUENCE)

@@ -144,7 +144,7 @@ def test_a_start_on_a_storage_that_hangs_reports_it_and_leaves_nothing_in_the_wa
         assert [train(run), train(run)] == [[2, 2], [2, 2]]
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("myriad: error:")]
     url = run.checkpoints()
-    assert told == [f"myriad: error: checkpoint.url = {url!r}: does not answer within 1 s"] * 4
+    assert told == [f'myriad: error: checkpoint.url = "{url}": does not answer within 1 s'] * 4
     disk.thaw()
     assert train(run) == [0, 0] and events(run, "resume") == []
     assert CheckpointFolder(url).newest() == (10, [])

@@ -269,7 +269,7 @@ def test_a_driver_that_others_cannot_reach_is_refused(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.77")
-    with pytest.raises(BadInputError, match=r"resilience\.listen = '127\.0\.0\.1'.*192\.0\.2\.77"):
+    with pytest.raises(BadInputError, match=r"resilience\.listen = \"127\.0\.0\.1\".*192\.0\.2\.77"):
         check_engine(tiny_on_ray())
 
 

@@ -287,7 +287,7 @@ def test_a_server_that_is_not_there_is_refused_before_anything_begins(tmp_path, 
 def _assert_refused(done: "subprocess.CompletedProcess[str]", url: str, told: str, folder: Path) -> None:
     assert done.returncode == 2, done.stderr
     [line] = done.stderr.strip().splitlines()
-    assert f"checkpoint.url = {url!r}: " in line and told in line, line
+    assert f'checkpoint.url = "{url}": ' in line and told in line, line
     assert not (folder / "run").exists()
 
 

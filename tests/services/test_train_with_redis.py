@@ -87,6 +87,6 @@ def test_a_run_whose_ranks_have_met_does_not_need_redis_any_more(tmp_path, corpu
 def test_a_store_that_cannot_be_is_refused_before_a_rank_starts(tmp_path, corpus):
     process = start_training(tmp_path / "run", corpus, "redis://somewhere")
     assert_one_line(
-        process, tmp_path / "run", 2, "comm.store = 'redis://somewhere': tcp, or redis[s]://[USER@]HOST:PORT"
+        process, tmp_path / "run", 2, 'comm.store = "redis://somewhere": tcp, or redis[s]://[USER@]HOST:PORT'
     )
     assert not (tmp_path / "run").exists()

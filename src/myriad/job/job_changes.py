@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from myriad.errors import BadInputError
+from myriad.errors import BadInputError, toml_value
 from myriad.job.job_values import JobValues
 
 __all__ = ["RESUME_RULES", "JobChange", "ResumeRule", "changes_between", "check_resume", "rule_of"]
@@ -111,7 +111,7 @@ class JobChange(NamedTuple):
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.key} = {_shown(self.before)} -> {_shown(self.after)}"
+        return f"{self.key} = {toml_value(self.before)} -> {toml_value(self.after)}"
 
 
 def rule_of(key: str) -> ResumeRule:
@@ -142,7 +142,7 @@ def check_resume(old: JobValues, new: JobValues, run: str) -> list[JobChange]:
             weights = (
                 "" if change.key.startswith("model.") else f"; --init-from {run} begins with its weights"
             )
-            was = f"{run} was started with {change.key} = {_shown(change.before)}"
+            was = f"{run} was started with {change.key} = {toml_value(change.before)}"
             allowed = f"{was}, which a resume cannot change ({rule.why}); choose another --run{weights}"
             raise BadInputError(change.key, change.after, allowed)
         if change.key == "layout.dp" and old.comm.sync_every > 1:
@@ -151,10 +151,6 @@ def check_resume(old: JobValues, new: JobValues, run: str) -> list[JobChange]:
             )
             raise BadInputError(change.key, change.after, allowed)
     return changes
-
-
-def _shown(value: Any) -> str:
-    return "off" if value is None else repr(value)
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,7 @@
 """Rules that span the sections of a job, each a function, in the order in which they are checked.
 
 A rule raises `BadInputError` with the key, its value and what is allowed, before anything starts. Types check
-each value alone.
+each value alone. Rules about the model are in `myriad.job.model_rules`.
 """
 
 import re
@@ -12,102 +12,21 @@ from myriad.comm.hierarchy import check_hierarchy
 from myriad.comm.layout import check_layout, lacks_for_graphs
 from myriad.comm.node_order import check_node_order
 from myriad.comm.rendezvous.redis_address import check_package, check_store
-from myriad.errors import BadInputError
+from myriad.errors import need
 from myriad.job.job_values import SPIKE_STEPS_BEFORE, JobValues, work_of
+from myriad.job.model_rules import MODEL_RULES
 from myriad.kernels.choice import check_kernels
-from myriad.kernels.rotary_scaling import RotaryScaling
 from myriad.model.config import ModelConfig
 from myriad.optim.config import LossScaleConfig, OptimizerConfig, check_loss_scale, float8_scaling
 from myriad.program.partition import partition_layers
 from myriad.telemetry.config import is_address
 from myriad.telemetry.shipping.page_trust import is_trust
 
-__all__ = ["PLANNING_RULES", "RULES", "need"]
-
-
-def need(condition: bool, key: str, value: object, allowed: str) -> None:
-    """Raise `BadInputError` unless the condition holds."""
-    if not condition:
-        raise BadInputError(key, "off" if value is None else value, allowed)
+__all__ = ["PLANNING_RULES", "RULES"]
 
 
 def _check_layout(job: JobValues) -> None:
     check_layout(job.layout)
-
-
-def _check_heads(job: JobValues) -> None:
-    model, kv_heads, width = job.model, job.model.num_kv_heads, job.model.head_width
-    allowed = f"must be divisible by model.heads = {model.heads}; or set model.head_dim"
-    sized = model.head_dim is not None or model.latent is not None
-    need(sized or model.hidden % model.heads == 0, "model.hidden", model.hidden, allowed)
-    allowed = f"must be divisible by model.kv_heads = {kv_heads}"
-    need(model.heads % kv_heads == 0, "model.heads", model.heads, allowed)
-    allowed = "must be even with model.position = rotary (off: model.hidden / model.heads)"
-    need(model.position != "rotary" or width % 2 == 0, "model.head_dim", width, allowed)
-
-
-_LATENT_KEYS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_NOT_LATENT_KEYS = (
-    *("kv_heads", "head_dim", "block", "window", "qk_norm", "attention_softcap", "attention_sinks"),
-    *("position", "rotary_fraction", "rotary_pattern", "bias", "attention_bias", "norm_zero_centered"),
-    "mup_base_width",
-)
-"""Keys that have their default with latent attention."""
-
-
-def _check_latent(job: JobValues) -> None:
-    model, plain = job.model, ModelConfig.model_fields
-    if model.latent is None:
-        for key in _LATENT_KEYS:
-            value = getattr(model, key)
-            need(value == plain[key].default, f"model.{key}", value, "only with model.kv_lora_rank")
-        scale = model.rotary_scaling.mscale_all_dim if model.rotary_scaling.mscale is None else None
-        needs = "only with model.kv_lora_rank, or with rotary_scaling.mscale"
-        need(scale is None, "model.rotary_scaling.mscale_all_dim", scale, needs)
-        return
-    for key in _NOT_LATENT_KEYS:
-        value, default = getattr(model, key), plain[key].default
-        shown = "off" if default is None or default is False else default
-        need(value == default, f"model.{key}", value, f"{shown} with model.kv_lora_rank (latent attention)")
-    rotated, value = model.qk_rope_head_dim, model.v_head_dim
-    need(rotated % 2 == 0, "model.qk_rope_head_dim", rotated, "an even number: pairs of values are rotated")
-    allowed = f"at most model.qk_nope_head_dim + model.qk_rope_head_dim = {model.head_width}"
-    need(value <= model.head_width, "model.v_head_dim", value, allowed)
-
-
-def _check_norms(job: JobValues) -> None:
-    model = job.model
-    serial, placement = model.block == "serial", model.norm_placement
-    need(
-        serial or placement == "before",
-        "model.norm_placement",
-        placement,
-        "before with model.block = parallel",
-    )
-    need(not serial or model.parallel_norms == 1, "model.parallel_norms", 2, "1 with model.block = serial")
-    zero_centered = model.norm_zero_centered and model.norm != "rms"
-    need(not zero_centered, "model.norm_zero_centered", True, "needs model.norm = rms")
-    bias = model.norm_bias and model.norm != "layer"
-    need(not bias, "model.norm_bias", True, "needs model.norm = layer: RMSNorm has no bias")
-    _check_query_key_norm(model)
-
-
-def _check_query_key_norm(model: ModelConfig) -> None:
-    layer = model.qk_norm_kind == "layer"
-    allowed = f"rms with model.qk_norm = {model.qk_norm}: a LayerNorm is over each head"
-    need(not layer or model.qk_norm in ("head", "heads"), "model.qk_norm_kind", "layer", allowed)
-    allowed = "needs model.qk_norm_kind = layer: RMSNorm has no bias"
-    need(not model.qk_norm_bias or layer, "model.qk_norm_bias", True, allowed)
-    rotated = model.position == "rotary" and all(model.rotary_pattern)
-    allowed = "false unless every layer has rotary positions: elsewhere softmax cancels biases of keys"
-    need(not model.qk_norm_bias or rotated, "model.qk_norm_bias", True, allowed)
-
-
-def _check_base_width(job: JobValues) -> None:
-    """LAMB's trust ratios and Muon's scaling set the size of each matrix's step themselves."""
-    base, name = job.model.mup_base_width, job.optimizer.name
-    allowed = f"off with optimizer.name = {name}: rates by kind of parameter need adamw"
-    need(base is None or name == "adamw", "model.mup_base_width", base, allowed)
 
 
 _MUON_KEYS = ("muon_momentum", "muon_nesterov", "muon_iterations", "muon_precision", "muon_scaling")
@@ -119,42 +38,6 @@ def _check_muon(job: JobValues) -> None:
         value, default = getattr(optimizer, key), OptimizerConfig.model_fields[key].default
         allowed = f"only with optimizer.name = muon, which is {optimizer.name}"
         need(value == default, f"optimizer.{key}", value, allowed)
-
-
-def _check_predictions(job: JobValues) -> None:
-    further, sequence = job.model.prediction_layers, job.model.sequence
-    allowed = f"below model.sequence = {sequence}: the last layer predicts so many tokens ahead"
-    need(further < sequence, "model.prediction_layers", further, allowed)
-
-
-def _check_rotary(job: JobValues) -> None:
-    model, scaling = job.model, job.model.rotary_scaling
-    need(len(model.rotary_pattern) > 0, "model.rotary_pattern", [], "at least one of true, false")
-    if model.position != "rotary":
-        plain = ModelConfig.model_fields
-        for key in ("rotary_fraction", "rotary_pattern", "window_rotary_base", "rotary_scaling"):
-            value = getattr(model, key)
-            allowed = f"only with model.position = rotary, which is {model.position}"
-            need(value == plain[key].default, f"model.{key}", value, allowed)
-        return
-    width = model.rotary_width
-    allowed = f"a fraction of model.head_dim = {model.head_width} that is an even number of at least 2"
-    need(width >= 2 and width % 2 == 0, "model.rotary_fraction", model.rotary_fraction, allowed)
-    base = model.window_rotary_base
-    need(base is None or model.window is not None, "model.window_rotary_base", base, "needs model.window")
-    original, kind = scaling.original_sequence, scaling.kind
-    used = kind != "none" or scaling == RotaryScaling()
-    need(used, "model.rotary_scaling.kind", kind, "a kind, as other keys of rotary_scaling are set")
-    needs = kind in ("none", "linear") or original is not None
-    need(needs, "model.rotary_scaling.original_sequence", original, f"a length, for {kind}")
-    for name in ("short_factors", "long_factors"):
-        factors = getattr(scaling, name)
-        fits = len(factors) == (width // 2 if kind == "longrope" else 0)
-        allowed = f"{width // 2} numbers with longrope, else none"
-        need(fits, f"model.rotary_scaling.{name}", list(factors), allowed)
-    ramp = scaling.high_frequency_factor > scaling.low_frequency_factor
-    key = "model.rotary_scaling.high_frequency_factor"
-    need(ramp, key, scaling.high_frequency_factor, "above low_frequency_factor")
 
 
 def _check_tensor_parallel(job: JobValues) -> None:
@@ -186,13 +69,6 @@ def _check_batch(job: JobValues) -> None:
     alone = job.comm.sync_every > 1 and len(set(shares)) > 1
     allowed = "needs comm.sync_every = 1: with DiLoCo every replica has the same number of micro-batches"
     need(not alone, "layout.shares", list(shares), allowed)
-
-
-def _check_window(job: JobValues) -> None:
-    window, sequence = job.model.window, job.model.sequence
-    allowed = f"at most model.sequence = {sequence}; off for full attention"
-    need(window is None or window <= sequence, "model.window", window, allowed)
-    need(len(job.model.window_pattern) > 0, "model.window_pattern", [], "at least one of true, false")
 
 
 def _check_vocabulary(job: JobValues) -> None:
@@ -415,18 +291,12 @@ def _check_started_nodes(job: JobValues) -> None:
 
 RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_layout,
-    _check_latent,
-    _check_heads,
-    _check_norms,
-    _check_base_width,
+    *MODEL_RULES,
     _check_muon,
-    _check_predictions,
-    _check_rotary,
     _check_tensor_parallel,
     _check_stages,
     _check_partition,
     _check_batch,
-    _check_window,
     _check_vocabulary,
     _check_warmup,
     _check_kernels,

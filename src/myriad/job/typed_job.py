@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from pydantic_core import ErrorDetails
 
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.config import explain, parse_override, set_dotted
-from myriad.errors import BadInputError
-from myriad.job.job_rules import PLANNING_RULES, RULES, need
+from myriad.errors import BadInputError, need
+from myriad.job.job_rules import PLANNING_RULES, RULES
 from myriad.job.job_values import JobValues
+from myriad.job.model_rules import settings_of
 from myriad.recipes import read_recipe
 from myriad.system.whole_file import read_regular
 
@@ -167,14 +168,30 @@ def _job_of(tree: dict[str, Any], overrides: Sequence[str]) -> Job:
 def _validated(tree: dict[str, Any], overrides: Sequence[str]) -> Job:
     """Return the typed values; each is checked by itself."""
     _use_current_names(tree)
-    for override in overrides:
-        set_dotted(tree, *_current_name(*parse_override(override)))
+    typed = dict(_current_name(*parse_override(override)) for override in overrides)
+    for key, value in typed.items():
+        set_dotted(tree, key, value)
     _use_current_names(tree)  # an override may be a whole section
     _expand_model(tree)
+    _drop_settings(tree, typed)
     try:
         return Job.model_validate(tree)
     except ValidationError as error:
         raise _as_bad_input(error.errors()[0]) from None
+
+
+def _drop_settings(tree: dict[str, Any], typed: Mapping[str, Any]) -> None:
+    """Drop what a file says about a part of the model that an override turns off. Keys that are overrides
+    themselves stay, and are refused."""
+    for key, value in typed.items():
+        section, _, name = key.partition(".")
+        for unused in settings_of(name, value) if section == "model" else ():
+            *parents, last = unused.split(".")
+            table = tree["model"]
+            for parent in parents:
+                table = table.get(parent) if isinstance(table, dict) else None
+            if isinstance(table, dict) and f"model.{unused}" not in typed:
+                table.pop(last, None)
 
 
 def _use_current_names(tree: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ def partition_layers(
         raise BadInputError("layout.pp x layout.virtual_stages", num_stages, f"at most {num_layers} layers")
     name, _, rest = rule.partition(":")
     if name == "manual" and re.fullmatch(r"[0-9]+(,[0-9]+)*", rest):
-        cuts = _manual_cuts(rule, [int(cut) for cut in rest.split(",")], num_stages, num_layers)
+        cuts = _manual_cuts(rule, [int(cut) for cut in rest.split(",")], num_stages, kinds)
     elif name == "type" and rest:
         cuts = _even_cuts(_matching(rule, rest, num_stages, kinds), num_stages, num_layers)
     elif rule in ("parameters", "profile"):
@@ -59,11 +59,17 @@ def cut_ranges(stages: Sequence[range], num_chunks: int) -> list[range]:
     return found
 
 
-def _manual_cuts(rule: str, inner: list[int], num_stages: int, num_layers: int) -> list[int]:
-    cuts = [0, *inner, num_layers]
+def _manual_cuts(rule: str, inner: list[int], num_stages: int, kinds: Sequence[str]) -> list[int]:
+    last = len(kinds) - 1
+    cuts = [0, *inner, last + 1]
+    if num_stages == 1:
+        raise BadInputError(_KEY, rule, "uniform with one stage: layout.pp x layout.virtual_stages is 1")
     if len(inner) != num_stages - 1 or any(a >= b for a, b in pairwise(cuts)):
+        example = ",".join(str((last + 1) * stage // num_stages) for stage in range(1, num_stages))
+        numbers = "1 number" if num_stages == 2 else f"{num_stages - 1} rising numbers"
         allowed = (
-            f"must be {num_stages - 1} rising cuts between 1 and {num_layers - 1} for {num_stages} stages"
+            f"{num_stages} stages need {numbers} from 1 to {last}, the first layer of each later stage, "
+            f"e.g. manual:{example} (layer 0 is the {kinds[0]}, layer {last} the {kinds[-1]})"
         )
         raise BadInputError(_KEY, rule, allowed)
     return cuts

@@ -253,7 +253,7 @@ def test_a_replaced_file_is_the_old_or_the_new_one(tmp_path: Path):
 
 @pytest.mark.parametrize("url", ["nosuch://bucket/x", "s4://x"])
 def test_a_scheme_that_is_unknown_is_refused_in_one_line(url):
-    with pytest.raises(BadInputError, match=r"checkpoint\.url = '.*': cannot be opened") as caught:
+    with pytest.raises(BadInputError, match=r"checkpoint\.url = \".*\": cannot be opened") as caught:
         open_storage(url)
     assert "\n" not in str(caught.value)
 

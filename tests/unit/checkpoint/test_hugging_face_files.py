@@ -124,9 +124,9 @@ def test_experts_are_refused_unless_all_layers_are_dense() -> None:
 def test_a_model_that_cannot_be_exported_is_told_the_key_to_change() -> None:
     latent = model_of(DEEPSEEK)
     for change, asked, error in (
-        ({"activation": "gelu"}, "deepseek_v2", "model.activation = 'gelu': swiglu in deepseek_v2"),
-        ({"activation": "gelu"}, None, "model.activation = 'gelu': swiglu in deepseek_v3"),
-        ({}, "llama", "model.kv_lora_rank = 8: off in llama, the nearest"),
+        ({"activation": "gelu"}, "deepseek_v2", 'model.activation = "gelu": swiglu in deepseek_v2'),
+        ({"activation": "gelu"}, None, 'model.activation = "gelu": swiglu in deepseek_v3'),
+        ({}, "llama", '--model-type = "llama": one of deepseek_v3, deepseek_v2: this model has latent att'),
     ):
         with pytest.raises(BadInputError, match=error):
             kind_of(latent.model_copy(update=change), asked)

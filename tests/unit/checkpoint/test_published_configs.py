@@ -309,12 +309,12 @@ def test_window_beyond_the_sequence_keeps_its_layers_rotary_base() -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "quantized": ("Llama-3.1-8B", {"quantization_config": {"bits": 4}}, "quantization_config"),
-    "block-sparse": ("Phi-4-mini-instruct", {"full_attn_mod": 2}, "full_attn_mod = 2: None or 1"),
-    "another gate": ("Falcon3-7B-Base", {"activation": "gelu"}, "activation = 'gelu'"),
-    "two windows": ("gemma-2-9b", {"sliding_window_size": 512}, "sliding_window_size = 512: None or 4096"),
-    "two bases": ("pythia-160m", {"rope_theta": 5e5}, "rope_theta = 500000.0: None or 10000"),
-    "ALiBi": ("falcon-7b", {"alibi": True}, "alibi = True"),
-    "wide heads": ("pythia-160m", {"head_dim": 128}, "head_dim = 128: None or 64"),
+    "block-sparse": ("Phi-4-mini-instruct", {"full_attn_mod": 2}, "full_attn_mod = 2: null or 1"),
+    "another gate": ("Falcon3-7B-Base", {"activation": "gelu"}, 'activation = "gelu"'),
+    "two windows": ("gemma-2-9b", {"sliding_window_size": 512}, "sliding_window_size = 512: null or 4096"),
+    "two bases": ("pythia-160m", {"rope_theta": 5e5}, "rope_theta = 500000.0: null or 10000"),
+    "ALiBi": ("falcon-7b", {"alibi": True}, "alibi = true"),
+    "wide heads": ("pythia-160m", {"head_dim": 128}, "head_dim = 128: null or 64"),
     "few factors": ("Phi-4-mini-instruct", {"partial_rotary_factor": 0.5}, "short_factor = .*: 32 numbers"),
     "half a pair": ("pythia-160m", {"rotary_pct": 0.02}, "1 values of it are rotated"),
     "many layers": (

@@ -51,11 +51,11 @@ def test_at_the_flow_level_controls_do_not_differ(capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--control", "cubic"), "--control = 'cubic': all, or some of dcqcn-paper"),
-        (("--scenario", "outcast"), "--scenario = 'outcast': all, or some of incast"),
-        (("--level", "quantum"), "--level = 'quantum': one of flow, fluid, packet"),
+        (("--control", "cubic"), '--control = "cubic": all, or some of dcqcn-paper'),
+        (("--scenario", "outcast"), '--scenario = "outcast": all, or some of incast'),
+        (("--level", "quantum"), '--level = "quantum": one of flow, fluid, packet'),
         (("--hosts", "2"), "hosts = 2: from 8 to 1024"),
-        (("--out", "picture.gif"), "--out = 'picture.gif'"),
+        (("--out", "picture.gif"), '--out = "picture.gif"'),
         (("--level", "packet", "--scenario", "ring", "--hosts", "257"), "at most 256 at the packet level"),
     ],
 )

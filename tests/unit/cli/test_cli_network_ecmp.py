@@ -66,7 +66,7 @@ def test_a_fabric_at_its_capacity_is_compared_with_what_can_be_built(
     ("arguments", "told"),
     [
         (["--flows", "0"], "--flows = 0: at least 1"),
-        (["--placement", "random"], "--placement = 'random': only with --cluster"),
+        (["--placement", "random"], '--placement = "random": only with --cluster'),
         (["--cluster", "megascale-256xa100", "--split", "2"], "--split = 2: only without --cluster"),
         (["--cluster", "megascale-256xa100", "--placement", "alphabetical"], "packed, spread, random"),
         (["--cluster", "megascale-256xa100", "--ring-nodes", "33"], "--ring-nodes = 33: 2 to 32"),

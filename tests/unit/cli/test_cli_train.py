@@ -97,7 +97,7 @@ def test_a_changed_key_is_shown_and_kept(myriad, monkeypatch):
 def test_a_start_over_is_allowed_on_the_command_line_alone(myriad):
     Path("job.toml").write_text("checkpoint.restart_from_scratch = true\n")
     code, _, err = myriad("train", "job.toml", "--run", "one")
-    assert code == 2 and "checkpoint.restart_from_scratch = True: applies to one start" in err
+    assert code == 2 and "checkpoint.restart_from_scratch = true: applies to one start" in err
     assert myriad("train", "tiny", "--checkpoint.restart-from-scratch")[0] == 0
     assert not Run("runs/tiny").job().checkpoint.restart_from_scratch
 
@@ -166,7 +166,7 @@ def test_a_failed_rank_ends_the_command_with_one_line_and_exit_code_1(myriad, mo
         (["tiny", "stray"], "unexpected extra argument"),
         (["tiny", "--run", "/proc/none/run"], "must be a writable folder"),
         (["."], "run folder"),
-        (["tiny", "--run", ""], "--run = '': must not be empty"),
+        (["tiny", "--run", ""], '--run = "": must not be empty'),
     ],
 )
 def test_bad_input_gets_one_line_exit_code_2_and_leaves_no_trace(myriad, monkeypatch, arguments, told):
@@ -268,5 +268,7 @@ def test_a_later_attempt_does_not_read_a_corpus_that_was_replaced():
     refuse_replaced_corpus(run, job, corpora.content)
     assert note_corpus(run, corpora) == []
     refuse_replaced_corpus(run, job, corpora.content)
-    with pytest.raises(BadInputError, match=r"data\.corpus = 'corpus/text': the corpus that this run began"):
+    with pytest.raises(
+        BadInputError, match=r"data\.corpus = \"corpus/text\": the corpus that this run began"
+    ):
         refuse_replaced_corpus(run, job, "another")

@@ -82,14 +82,14 @@ def test_picture_and_spans_are_written(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--cluster", "lapto"], "--cluster = 'lapto': did you mean laptop?"),
+        (["--cluster", "lapto"], "--cluster = \"lapto\": did you mean laptop?"),
         (["--cluster", "laptop", "--straggler", "node=1:2x"], "node 0 to 0: the job's 4 ranks are on 1 node"),
         (["--cluster", "laptop", "--straggler", "node=0:0x"], "the factor must be above 0"),
         (["--cluster", "laptop", "--straggler", "slow"], "like node=17:1.1x"),
         (["--cluster", "laptop", "--layout.tp", "2"], "8: must be at most the 4 accelerators of laptop"),
         (["--cluster", "laptop", "--jitter", "2"], "--jitter = 2.0: must be 0 to 0.5"),
         (["--cluster", "laptop", "--program"], "give either --cluster CLUSTER to predict, or --program"),
-        (["--program", "--full"], "--full = 'True': needs --cluster"),
+        (["--program", "--full"], "--full = true: needs --cluster"),
         (["--cluster", "laptop", "--out", "a.gif"], "a file name that ends in .svg"),
     ],
 )  # fmt: skip

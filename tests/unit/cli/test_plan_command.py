@@ -124,7 +124,7 @@ def test_checkpoints_are_shown_where_they_cost_something() -> None:
 def test_a_faster_network_makes_it_quicker(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("gpt2-124m", "--cluster", "vegiant-32xv100-100g", "--top", "1", "--gpus", "16")
     assert _plan(*arguments) == 2
-    assert "train.precision = 'bfloat16': float16, float32 or auto" in capsys.readouterr().err
+    assert 'train.precision = "bfloat16": float16, float32 or auto' in capsys.readouterr().err
     told = _told(capsys, *arguments, "--train.precision", "float16", "--what-if", "links.ib=800Gbps")
     assert told["precision"] == "float16"
     before = next(plan for plan in told["plans"] if plan["rank"] == "before")
@@ -208,7 +208,7 @@ def test_what_is_printed_has_every_part(tmp_path: Path, capsys: pytest.CaptureFi
         (["tiny", "--what-if", "node=2"], "laptop: node = 2: unknown key; did you mean nodes?"),
         (["tiny", "--what-if", "links=2"], "is a section; there are links.node"),
         (["tiny", "--what-if", "nodes=0"], "laptop: nodes = 0: must be at least 1"),
-        (["tiny", "--what-if", "nodes=2"], "links.network = None: needed: the cluster has 2 nodes"),
+        (["tiny", "--what-if", "nodes=2"], "links.network = none: needed: the cluster has 2 nodes"),
         (["tiny", "--days", "1e-9"], "are needed"),
         (["tiny", "--what-if", "links.ib=200Gbps"], "only links.node"),
         (["tiny", "--what-if", "accelerator=abacus"], "one of a100-sxm-40gb"),
@@ -264,7 +264,7 @@ def test_only_an_older_plan_of_the_same_job_is_replaced(
     ("arguments", "words"),
     [
         (["tiny", "--layout.tp", "3"], "layout.tp = 3"),
-        (["nothing"], "job = 'nothing'"),
+        (["nothing"], 'job = "nothing"'),
         (["tiny", "--gpus", "x"], "a number, or a range"),
         (["tiny", "--days", "-1"], "more than 0"),
         (["tiny", "--straggler", "17"], "node=17:1.1x"),
@@ -315,7 +315,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_search(
     path = tmp_path / ("x.toml" if option == "--out" else "x.svg")
     path.mkdir()
     assert _plan("tiny", option, str(path)) == 2
-    assert f"{option} = '{path}': must be a regular file, or not exist" in capsys.readouterr().err
+    assert f'{option} = "{path}": must be a regular file, or not exist' in capsys.readouterr().err
 
 
 def test_what_is_printed_has_no_exponents_and_fits_a_terminal(

@@ -91,7 +91,7 @@ def test_the_slow_link_decides(rates, expected):
 def test_replicas_that_do_not_fit_the_nodes_are_refused_before_anything_starts():
     layout = ["layout.dp=4", "layout.pp=3", "train.global_batch=8", "comm.node_size=4"]
     load_job("tiny", layout)
-    with pytest.raises(BadInputError, match=r"comm\.hierarchy = 'node'.*0, 3, 6, 9.*flat or auto"):
+    with pytest.raises(BadInputError, match=r"comm\.hierarchy = \"node\".*0, 3, 6, 9.*flat or auto"):
         load_job("tiny", [*layout, "comm.hierarchy=node"])
 
 

@@ -53,7 +53,7 @@ def test_another_launchers_nodes_are_refused_in_one_line(
         ("[0, 1, 2]", "comm.node_order = 3: as many nodes as divide the 4 ranks"),
         ("[]", "comm.node_order = 0: as many nodes"),
         ("[0, -1]", "0 to 1"),
-        ("n0", "comm.node_order = 'n0'"),
+        ("n0", 'comm.node_order = "n0"'),
     ],
 )
 def test_what_is_no_order_of_nodes_is_refused_with_the_job(order: str, words: str) -> None:

@@ -39,45 +39,45 @@ def test_every_kind_has_a_ready_scenario_for_whatever_it_is_done_to() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('[[faults]]\nkind = "melt"\n', "faults.0.kind = 'melt'"),
+        ('[[faults]]\nkind = "melt"\n', 'faults.0.kind = "melt"'),
         ('[[faults]]\nkind = "kill"\nrank = 2\n', "faults.0.rank = 2: the job has 2 ranks, 0 to 1"),
-        ('[[faults]]\nkind = "kill"\nwhere = "moon"\n', "faults.0.where = 'moon'"),
-        ('[[faults]]\nkind = "hang"\nwhere = "driver"\n', "faults.0.where = 'driver': hang is done to rank"),
+        ('[[faults]]\nkind = "kill"\nwhere = "moon"\n', 'faults.0.where = "moon"'),
+        ('[[faults]]\nkind = "hang"\nwhere = "driver"\n', 'faults.0.where = "driver": hang is done to rank'),
         ('[[faults]]\nkind = "kill"\nwhere = "driver"\nrank = 0\n', "faults.0.rank = 0: only with"),
         ('[[faults]]\nkind = "kill"\nnode = 0\n', "faults.0.node = 0: only with"),
         ('[[faults]]\nkind = "kill"\nwhere = "node"\nnode = 1\n', "faults.0.node = 1: the job has 1 node"),
         ('[[faults]]\nkind = "kill"\nstep = 21\n', "faults.0.step = 21: at most train.steps = 20"),
         ('[[faults]]\nkind = "kill"\nstep = 2\nseconds = 1\n', "faults.0.seconds = 1.0: a step or seconds"),
-        ('[[faults]]\nkind = "kill"\nduring = "lunch"\n', "faults.0.during = 'lunch': one of starting"),
+        ('[[faults]]\nkind = "kill"\nduring = "lunch"\n', 'faults.0.during = "lunch": one of starting'),
         ('[[faults]]\nkind = "hang"\nseconds = 1\n', "faults.0.seconds = 1.0: hang comes at a step"),
         (
             '[[faults]]\nkind = "hang"\nduring = "saving"\n',
-            "faults.0.during = 'saving': with hang one of load",
+            'faults.0.during = "saving": with hang one of load',
         ),
-        ('[[faults]]\nkind = "damage"\nwhere = "checkpoint"\n', "faults.0.where = 'checkpoint': needs"),
+        ('[[faults]]\nkind = "damage"\nwhere = "checkpoint"\n', 'faults.0.where = "checkpoint": needs'),
         ('[[faults]]\nkind = "kill"\nstepp = 2\n', "faults.0.stepp = 2: unknown key; one of kind"),
         (
             "[soak]\nminutes = 1\nfaults_per_minute = 1\nkinds = ['hang']\n",
-            "soak.kinds = 'hang': one of kill",
+            'soak.kinds = "hang": one of kill',
         ),
         (
             '[[faults]]\nkind = "link-down"\nwhere = "node"\n',
-            "faults.0.kind = 'link-down': needs hosts = true",
+            'faults.0.kind = "link-down": needs hosts = true',
         ),
         (
             'hosts = true\n[[faults]]\nkind = "link-down"\nwhere = "node"\n',
-            "faults.0.kind = 'link-down': needs resilience.spares > 0",
+            'faults.0.kind = "link-down": needs resilience.spares > 0',
         ),
         (
             "[soak]\nminutes = 1\nfaults_per_minute = 1\nkinds = ['device-lost']\n",
-            "soak.kinds = 'device-lost'",
+            'soak.kinds = "device-lost"',
         ),
-        ('[[faults]]\nkind = "kill"\nwhere = "redis"\n', "faults.0.where = 'redis': needs redis = true"),
-        ('[[faults]]\nkind = "stop"\nwhere = "watch"\n', "faults.0.where = 'watch': needs watch = true"),
-        ('standby = true\n[[faults]]\nkind = "kill"\n', "standby = True: needs redis = true"),
+        ('[[faults]]\nkind = "kill"\nwhere = "redis"\n', 'faults.0.where = "redis": needs redis = true'),
+        ('[[faults]]\nkind = "stop"\nwhere = "watch"\n', 'faults.0.where = "watch": needs watch = true'),
+        ('standby = true\n[[faults]]\nkind = "kill"\n', "standby = true: needs redis = true"),
         (
             "[soak]\nminutes = 1\nfaults_per_minute = 1\nkinds = ['segv']\nwhere = ['driver']\n",
-            "soak.kinds = 'segv': one of kill, stop, freeze, slow-process",
+            'soak.kinds = "segv": one of kill, stop, freeze, slow-process',
         ),
         ("", "faults = []: at least one"),
         ("faultz = 1\n", "faultz = 1: unknown key; one of about"),
@@ -125,5 +125,5 @@ def test_a_bit_flip_that_could_not_be_detected_is_refused(tmp_path: Path) -> Non
     two = '"layout.dp=2", '
     for keys in (f'{two} "layout.zero=1"', '"layout.tp=2"', f'{two} "resilience.verify_every=0"'):
         (tmp_path / "it.toml").write_text(f'job = "tiny"\noverrides = [{keys}]\n{flip}')
-        with pytest.raises(BadInputError, match=r"faults\.0\.kind = 'flip': needs layout\.zero = 0"):
+        with pytest.raises(BadInputError, match=r"faults\.0\.kind = \"flip\": needs layout\.zero = 0"):
             load_scenario(str(tmp_path / "it.toml"))

@@ -20,6 +20,9 @@ from myriad.job import typed_job as job_module
 F16 = "train.precision=float16"
 EARLY = ["overlap.optimizer_in_backward=true", "optimizer.clip_norm=off"]
 GRAPHS = "train.cuda_graphs=true"
+ROPELESS = "model.position=none"
+SCALING = "model.rotary_scaling"
+YARN = [f"{SCALING}.kind=yarn", f"{SCALING}.factor=2", f"{SCALING}.original_sequence=32"]
 
 
 def configs(config: type[BaseModel]) -> st.SearchStrategy[Any]:
@@ -94,7 +97,7 @@ def test_reading_a_job_needs_no_torch() -> None:
         ("train.sample_prompt=2024-01-01", "train.sample_prompt", "2024-01-01"),
         ("name=123", "name", "123"),
         ("overlap.pipeline=off", "overlap.pipeline", False),
-        ("model.window_pattern=[true, false]", "model.window_pattern", (True, False)),
+        ("model.rotary_pattern=[true, false]", "model.rotary_pattern", (True, False)),
         ("optimizer.learning_rate=6e-4", "optimizer.learning_rate", 6e-4),
     ],
 )
@@ -143,9 +146,17 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["layout.partition=type:"], "layout.partition", "type:REGEX"),
         (["layout.partition=type:("], "layout.partition", "not a regular expression"),
         (["layout.pp=2", "layout.partition=manual:"], "layout.partition", "manual:B1"),
-        (["layout.pp=2", "layout.partition=manual:1,2"], "layout.partition", "1 rising cuts between 1 and 5"),
-        (["layout.pp=3", "layout.partition=manual:3,3"], "layout.partition", "2 rising cuts"),
-        (["layout.pp=2", "layout.partition=manual:6"], "layout.partition", "between 1 and 5"),
+        (["layout.pp=2", "layout.partition=manual:1,2"], "layout.partition", "need 1 number from 1 to 5"),
+        (
+            ["layout.pp=3", "layout.partition=manual:3,3"],
+            "layout.partition",
+            "need 2 rising numbers from 1 to 5, the first layer of each later stage, e.g. manual:2,4",
+        ),
+        (
+            ["layout.pp=2", "layout.partition=manual:6"],
+            "layout.partition",
+            "layer 0 is the Embedding, layer 5 the Head",
+        ),
         (
             ["layout.pp=2", "layout.partition=type:Norm"],
             "layout.partition",
@@ -169,7 +180,31 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         ),
         (["layout.dp=3"], "train.global_batch", "multiple of layout.dp x layout.micro_batch = 3"),
         (["model.window=65"], "model.window", "at most model.sequence = 64"),
-        (["model.window_pattern=[]"], "model.window_pattern", "at least one"),
+        (["model.window=8", "model.window_pattern=[]"], "model.window_pattern", "at least one"),
+        (["model.window=8", "model.window_pattern=[false]"], "model.window_pattern", "model.window = off"),
+        (["model.window_pattern=[true, false]"], "model.window_pattern", "with model.window, else [true]"),
+        (["model.prediction_weight=0.3"], "model.prediction_weight", "model.prediction_layers, else 0.1"),
+        (["model.q_lora_rank=8"], "model.q_lora_rank", "only with model.kv_lora_rank, else off"),
+        ([ROPELESS, "model.rotary_base=100"], "model.rotary_base", "with model.position = rotary"),
+        ([ROPELESS, "model.rotary_pattern=[false]"], "model.rotary_pattern", "with model.position = rot"),
+        ([ROPELESS, f"{SCALING}.kind=linear"], f"{SCALING}.kind", "only with model.position = rotary"),
+        (["model.rotary_pattern=[false]"], "model.rotary_pattern", "set model.position = none"),
+        ([f"{SCALING}.mscale=2"], f"{SCALING}.mscale", f"only with {SCALING}.kind = yarn, which is none"),
+        ([*YARN, f"{SCALING}.mscale=2"], f"{SCALING}.mscale", f"needs {SCALING}.mscale_all_dim"),
+        (
+            [*YARN, f"{SCALING}.mscale=2", f"{SCALING}.mscale_all_dim=1", f"{SCALING}.attention_factor=1"],
+            f"{SCALING}.mscale",
+            f"off with {SCALING}.attention_factor",
+        ),
+        ([*YARN, f"{SCALING}.mscale_all_dim=1"], f"{SCALING}.mscale_all_dim", "only with model.kv_lora_rank"),
+        (
+            [f"{SCALING}.kind=linear", f"{SCALING}.attention_factor=2"],
+            f"{SCALING}.attention_factor",
+            "kind = yarn or longrope, which is linear",
+        ),
+        ([*YARN, f"{SCALING}.low_frequency_factor=2"], f"{SCALING}.low_frequency_factor", "kind = llama3"),
+        ([*YARN, f"{SCALING}.long_factors=[2]"], f"{SCALING}.long_factors", "kind = longrope"),
+        ([f"{SCALING}.factor=2"], f"{SCALING}.factor", "linear, dynamic, yarn, longrope or llama3"),
         (["data.vocabulary=513"], "data.vocabulary", "at most model.vocabulary = 512"),
         (["optimizer.warmup_steps=21"], "optimizer.warmup_steps", "at most train.steps = 20"),
         (
@@ -221,7 +256,7 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (
             ["layout.schedule=fifo"],
             "layout.schedule",
-            "'interleaved', 'zero-bubble', 'zero-bubble-v' or 'eager-zero-bubble'",
+            '"interleaved", "zero-bubble", "zero-bubble-v" or "eager-zero-bubble"',
         ),
         (["layout.tp=two"], "layout.tp", "whole number"),
         (["optimizer.learning_rate=inf"], "optimizer.learning_rate", "finite number"),
@@ -265,6 +300,22 @@ def test_bad_input_is_one_line_with_key_value_and_what_is_allowed(
 )
 def test_what_is_possible_is_not_refused(overrides: list[str]) -> None:
     load_job("tiny", overrides)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "off", "typed"),
+    [
+        ("gemma3-1b", "model.window=off", "model.window_pattern=[true, false]"),
+        ("llama3.1-8b", "model.position=none", "model.rotary_base=100"),
+        ("llama3.1-8b", f"{SCALING}.kind=none", f"{SCALING}.factor=4"),
+        ("stablelm2-12b", "model.qk_norm=none", "model.qk_norm_kind=layer"),
+    ],
+)
+def test_a_part_of_a_model_is_turned_off_by_one_key(recipe: str, off: str, typed: str) -> None:
+    """Its settings in the recipe's file are not what the user typed."""
+    load_job(recipe, [off])
+    with pytest.raises(BadInputError, match="|".join(("only with", "rms with"))):
+        load_job(recipe, [typed, off])
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ CANNOT_BE = [
     (["overlap.message_bytes=[1]"], "overlap.message_bytes", "MiB, GiB or TiB"),
     (["overlap.chunks=0"], "overlap.chunks", "at least 1"),
     (["overlap.chunks=two"], "overlap.chunks", "whole number"),
-    (["overlap.tensor=both"], "overlap.tensor", "'auto', 'turns' or 'slices'"),
-    (["overlap.tensor=1"], "overlap.tensor", "'auto', 'turns' or 'slices'"),
+    (["overlap.tensor=both"], "overlap.tensor", '"auto", "turns" or "slices"'),
+    (["overlap.tensor=1"], "overlap.tensor", '"auto", "turns" or "slices"'),
     (
         ["overlap.tensor=slices", "train.precision=float8"],
         "overlap.tensor",
@@ -37,9 +37,9 @@ CANNOT_BE = [
     (["overlap.receive_ahead=0"], "overlap.receive_ahead", "at least 1"),
     (["overlap.data=maybe"], "overlap.data", "true or false"),
     (["overlap.pipelin=off"], "overlap.pipelin", "did you mean overlap.pipeline?"),
-    (["comm.compress_gradients=fp4"], "comm.compress_gradients", "'bfloat16' or 'int8'"),
-    (["comm.compress_gradients=true"], "comm.compress_gradients", "'bfloat16' or 'int8'"),
-    (["comm.compress_parameters=float16"], "comm.compress_parameters", "'bfloat16' or 'int8'"),
+    (["comm.compress_gradients=fp4"], "comm.compress_gradients", '"bfloat16" or "int8"'),
+    (["comm.compress_gradients=true"], "comm.compress_gradients", '"bfloat16" or "int8"'),
+    (["comm.compress_parameters=float16"], "comm.compress_parameters", '"bfloat16" or "int8"'),
     (["comm.compress_parameters=int8"], "comm.compress_parameters", "needs layout.zero = 1 or 2"),
     (
         ["comm.compress_parameters=int8", "layout.dp=2", "layout.zero=3"],
@@ -56,7 +56,7 @@ CANNOT_BE = [
     ),
     (["comm.hierarchy=switch"], "comm.hierarchy", "needs comm.switch_size"),
     (["comm.hierarchy=switch", "comm.node_size=1"], "comm.hierarchy", "needs comm.switch_size"),
-    (["comm.hierarchy=ring"], "comm.hierarchy", "'auto', 'flat', 'node' or 'switch'"),
+    (["comm.hierarchy=ring"], "comm.hierarchy", '"auto", "flat", "node" or "switch"'),
     (
         ["comm.hierarchy=node", "comm.node_size=4", "layout.dp=4", "layout.pp=3", "train.global_batch=4"],
         "comm.hierarchy",

@@ -58,14 +58,14 @@ def test_every_error_that_a_file_can_cause_has_words_of_ours(config: Any) -> Non
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("layout.tp=two", "layout.tp = 'two': must be a whole number"),
+        ("layout.tp=two", 'layout.tp = "two": must be a whole number'),
         ("layout.tp=1.5", "layout.tp = 1.5: must be a whole number"),
         ("layout.tp=0", "layout.tp = 0: must be at least 1"),
-        ("optimizer.learning_rate=fast", "optimizer.learning_rate = 'fast': must be a number"),
+        ("optimizer.learning_rate=fast", 'optimizer.learning_rate = "fast": must be a number'),
         ("optimizer.learning_rate=inf", "must be a finite number"),
         ("optimizer.beta1=1", "must be below 1"),
         ("model.bias=maybe", "must be true or false"),
-        ("train.precision=half", "must be 'auto'"),
+        ("train.precision=half", 'must be "auto"'),
         ("name=a b", "must be letters, digits, dots, dashes and underscores, a letter or digit first"),
         ("layout.shares=3", "must be a list: [VALUE, ...]"),
         ("layout=3", "is a section with the keys layout.dp"),
@@ -80,7 +80,7 @@ def test_the_error_for_a_refused_value_names_what_is_allowed(override: str, told
 
 
 def test_a_cluster_is_explained_in_the_same_words() -> None:
-    with pytest.raises(BadInputError, match=r"nodes = 'many': must be a whole number"):
+    with pytest.raises(BadInputError, match=r"nodes = \"many\": must be a whole number"):
         load_cluster("laptop", ["nodes=many"])
 
 

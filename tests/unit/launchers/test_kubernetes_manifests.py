@@ -164,19 +164,19 @@ def test_a_claim_is_made_only_when_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--run", "Big_Run"], "--run = 'Big_Run'"),
+        (["--run", "Big_Run"], '--run = "Big_Run"'),
         (["--run", "a" * 60], "at most 48 characters"),
-        (["--image", "two words"], "--image = 'two words'"),
-        (["--namespace", "-"], "--namespace = '-'"),
+        (["--image", "two words"], '--image = "two words"'),
+        (["--namespace", "-"], '--namespace = "-"'),
         (["--gpus", "-1"], "--gpus = -1"),
-        (["--memory", "lots"], "--memory = 'lots'"),
-        (["--resource", "rdma/hca=-1"], "--resource = 'rdma/hca=-1'"),
-        (["--resource", "rdma/hca=many"], "--resource = 'many'"),
-        (["--select", "pool"], "--select = 'pool'"),
+        (["--memory", "lots"], '--memory = "lots"'),
+        (["--resource", "rdma/hca=-1"], '--resource = "rdma/hca=-1"'),
+        (["--resource", "rdma/hca=many"], '--resource = "many"'),
+        (["--select", "pool"], '--select = "pool"'),
         (["--tolerate", "spot:Sometimes"], "NoSchedule, PreferNoSchedule, NoExecute"),
-        (["--mount", "runs"], "--mount = 'runs'"),
+        (["--mount", "runs"], '--mount = "runs"'),
         (["--resilience.nodes", "3"], "resilience.nodes = 3"),
-        (["--out", "/nowhere/run.yaml"], "--out = '/nowhere/run.yaml'"),
+        (["--out", "/nowhere/run.yaml"], '--out = "/nowhere/run.yaml"'),
     ],
 )
 def test_bad_input_is_reported_in_one_line_and_nothing_is_written(arguments, told, capsys):

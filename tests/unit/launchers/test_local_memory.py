@@ -44,7 +44,7 @@ def test_a_pipeline_that_may_deadlock_on_gpus_is_refused_before_anything_starts(
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     job = load_job("tiny", ["layout.pp=2", "train.device=cuda"])
     with pytest.raises(
-        BadInputError, match=r"^CUDA_DEVICE_MAX_CONNECTIONS = '1'.*overlap\.receive_ahead = 1"
+        BadInputError, match=r"^CUDA_DEVICE_MAX_CONNECTIONS = \"1\".*overlap\.receive_ahead = 1"
     ):
         check_engine(job, oversubscribe=True)
     for fits in (["overlap.receive_ahead=1"], ["resilience.engine=join"], ["train.device=cpu"]):

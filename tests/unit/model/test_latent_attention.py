@@ -133,7 +133,14 @@ def test_rotation_without_a_gradient_keeps_the_type() -> None:
         (["model.kv_lora_rank=8", "model.window=8"], "off with model.kv_lora_rank"),
         (["model.kv_lora_rank=8", "model.qk_rope_head_dim=3"], "an even number"),
         (["model.kv_lora_rank=8", "model.v_head_dim=300"], "at most model.qk_nope_head_dim"),
-        (["model.rotary_scaling.mscale_all_dim=1.0"], "only with model.kv_lora_rank"),
+        (
+            [
+                "model.rotary_scaling.kind=yarn",
+                "model.rotary_scaling.original_sequence=32",
+                "model.rotary_scaling.mscale_all_dim=1.0",
+            ],
+            "only with model.kv_lora_rank",
+        ),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(keys: list[str], error: str) -> None:

@@ -12,7 +12,7 @@ RATES = st.floats(25e9 / 8, 800e9 / 8)
 
 
 def test_an_unknown_control_is_refused_with_those_there_are() -> None:
-    with pytest.raises(BadInputError, match="control = 'cubic': one of dcqcn-paper, dcqcn"):
+    with pytest.raises(BadInputError, match='control = "cubic": one of dcqcn-paper, dcqcn'):
         control("cubic")
 
 

@@ -163,7 +163,7 @@ def test_a_narrow_spine_is_crossed_once_for_each_switch() -> None:
 
 def test_replicas_that_do_not_fit_the_nodes_are_refused_and_not_searched() -> None:
     cluster = cluster_of(4, 3)
-    with pytest.raises(BadInputError, match=r"comm\.hierarchy = 'node'.*flat or auto"):
+    with pytest.raises(BadInputError, match=r"comm\.hierarchy = \"node\".*flat or auto"):
         DpCollectives(cluster, CommConfig(hierarchy="node"), 4, 3)
     model = ModelConfig(layers=6, hidden=64, heads=4, sequence=64, vocabulary=512)
     free, asked = (

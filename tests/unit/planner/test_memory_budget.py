@@ -47,7 +47,7 @@ def test_a_share_of_the_layers_costs_a_share_of_the_time() -> None:
 
 
 def test_a_budget_that_nothing_fits_is_refused_before_ranks_start() -> None:
-    with pytest.raises(BadInputError, match=r"train.memory_budget = '40.0 MiB': at least"):
+    with pytest.raises(BadInputError, match=r"train.memory_budget = \"40.0 MiB\": at least"):
         load_job("tiny", ["train.memory_budget=40 MiB"])
     assert load_job("tiny", ["train.memory_budget=2 GiB"]).train.memory_budget == 2**31
 

@@ -196,7 +196,7 @@ _HEADER = "system,gpus,batch_sequences,iteration_seconds"
             _HEADER + "\nother,256,768,30\n",
             "one of Megatron-LM, MegaScale",
         ),
-        (_HEADER + "\nMegaScale,256,768\n", "= None: needed"),
+        (_HEADER + "\nMegaScale,256,768\n", "= none: needed"),
         (_HEADER + "\nMegaScale,256,768,3,4\n", "more cells"),
     ],
 )

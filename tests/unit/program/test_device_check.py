@@ -209,7 +209,7 @@ def test_too_few_queues_are_refused_with_settings_that_are_proved() -> None:
     with pytest.raises(BadInputError) as refused:
         check_device_job(job, 1)
     assert str(refused.value) == (
-        "CUDA_DEVICE_MAX_CONNECTIONS = '1': unset, or at least 7: the pipeline may deadlock on GPUs where "
+        'CUDA_DEVICE_MAX_CONNECTIONS = "1": unset, or at least 7: the pipeline may deadlock on GPUs where '
         "some of its 7 streams share a hardware queue. With fewer queues: overlap.receive_ahead = 1 or "
         "overlap.pipeline = false"
     )
@@ -222,7 +222,7 @@ def test_too_few_queues_are_refused_with_settings_that_are_proved() -> None:
 
 def test_what_may_deadlock_in_any_queues_is_refused_with_its_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("myriad.program.device_needs.Device", lambda **_: LAZY)
-    with pytest.raises(BadInputError, match=r"^overlap\.pipeline = True: false on GPUs.*rank 0's receive"):
+    with pytest.raises(BadInputError, match=r"^overlap\.pipeline = true: false on GPUs.*rank 0's receive"):
         check_device_job(job_of(layout_of("1f1b", 2), 4), 32)
 
 

@@ -136,7 +136,7 @@ def test_a_job_file_of_another_version_is_named_with_the_key_that_is_not_known(r
     text = run.job_path.read_text()
     run.job_path.write_text(text.replace("[train]\n", "[train]\nof_later = 3\n", 1))
     words = (
-        rf"run = '{run.job_path}': has train.of_later = 3: unknown key.*the version of Myriad that wrote it"
+        rf"run = \"{run.job_path}\": has train.of_later = 3: unknown key.*the version of Myriad that wrote it"
     )
     with pytest.raises(BadInputError, match=words) as caught:
         run.job()

@@ -101,7 +101,7 @@ def test_a_package_that_is_missing_is_reported_before_anything_starts(
     job = load_job("tiny", ['telemetry.loggers=["wandb"]'])
     with pytest.raises(BadInputError, match=r"telemetry.loggers.*pip install 'myriad-train\[wandb\]'"):
         check_engine(job)
-    with pytest.raises(BadInputError, match=r"telemetry\.loggers.*'tensorboard', 'wandb' or 'mlflow'"):
+    with pytest.raises(BadInputError, match=r"telemetry\.loggers.*\"tensorboard\", \"wandb\" or \"mlflow\""):
         load_job("tiny", ['telemetry.loggers=["excel"]'])
 
 

@@ -43,7 +43,7 @@ def test_cuda_graphs_on_a_cpu_fall_back_with_a_line() -> None:
 
 def test_deterministic_training_refuses_kernels_that_add_by_atomics_on_a_gpu() -> None:
     keys = ["train.deterministic=true", "train.kernels=plain"]
-    with pytest.raises(BadInputError, match=r"train\.deterministic = True: needs train\.kernels = auto"):
+    with pytest.raises(BadInputError, match=r"train\.deterministic = true: needs train\.kernels = auto"):
         choose_kernels(load_job("tiny", keys), CUDA, torch.bfloat16)
     assert choose_kernels(load_job("tiny", keys), CPU, torch.float32) == []
 

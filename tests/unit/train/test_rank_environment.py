@@ -151,7 +151,7 @@ def test_gpus_that_are_asked_for_or_that_other_nodes_may_have_are_not_given_up_s
 ) -> None:
     with_gpus(monkeypatch, 1)
     with pytest.raises(
-        BadInputError, match=rf"train\.device = '{kind}': cpu: 2 ranks .* GPUs for 1 of"
+        BadInputError, match=rf"train\.device = \"{kind}\": cpu: 2 ranks .* GPUs for 1 of"
     ) as caught:
         pick_device(kind, 1, RankEnvironment(1, world, 1, 2))
     assert "\n" not in str(caught.value)
@@ -209,7 +209,7 @@ def test_processes_that_tests_start_see_no_gpu() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
 def test_cuda_where_there_is_none_is_refused() -> None:
-    with pytest.raises(BadInputError, match=r"train\.device = 'cuda': no CUDA device here"):
+    with pytest.raises(BadInputError, match=r"train\.device = \"cuda\": no CUDA device here"):
         pick_device("cuda", 0, RankEnvironment(0, 1, 0, 1))
 
 
@@ -228,5 +228,5 @@ def test_a_rank_refuses_too_few_hardware_queues_on_a_gpu_alone(monkeypatch: pyte
     setenv(monkeypatch, CUDA_DEVICE_MAX_CONNECTIONS=1)
     job = DeviceJob(Layout(pp=2), OverlapConfig(), CommConfig(), (4,), tied=False)
     check_on_device(torch.device("cpu"), job)
-    with pytest.raises(BadInputError, match=r"^CUDA_DEVICE_MAX_CONNECTIONS = '1': unset, or at least 5"):
+    with pytest.raises(BadInputError, match=r"^CUDA_DEVICE_MAX_CONNECTIONS = \"1\": unset, or at least 5"):
         check_on_device(torch.device("cuda", 0), job)

@@ -41,7 +41,7 @@ def test_without_a_store_each_rank_reports(
 
 
 def test_a_script_ends_with_a_line_and_an_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
-    not_a_number, unknown = "dp = 'two': must be a whole number", "x = '1': unknown key"
+    not_a_number, unknown = 'dp = "two": must be a whole number', 'x = "1": unknown key'
     for keys, told in [({"dp": "two"}, not_a_number), ({"x": "1"}, unknown)]:
         with pytest.raises(SystemExit) as ended, one_line_errors():
             Layout.model_validate(keys)

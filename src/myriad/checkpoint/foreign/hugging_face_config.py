@@ -8,7 +8,7 @@ what the model computes (`_NOT_COMPUTED`), or its value enables nothing (null, f
 field is refused.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from myriad.checkpoint.foreign.hugging_face_deepseek import LATENT_SIZES
 from myriad.checkpoint.foreign.hugging_face_families import FAMILIES
 from myriad.checkpoint.foreign.hugging_face_family import COMMON, Family
 from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, written_rotary
-from myriad.errors import BadInputError
+from myriad.errors import BadInputError, plain_value
 from myriad.model.config import ModelConfig
 
 __all__ = ["MODEL_TYPES", "config_of", "family_of", "kind_of", "model_of"]
@@ -80,33 +80,69 @@ def kind_of(model: ModelConfig, asked: str | None = None) -> str:
     if asked is not None and asked not in MODEL_TYPES:
         raise BadInputError("--model-type", asked, f"one of {', '.join(MODEL_TYPES)}")
     own = _computed(model)
-    differences: dict[str, dict[str, Any]] = {}
+    differences: dict[str, list[str]] = {}
+    others: dict[str, ModelConfig] = {}
     refusals: dict[str, BadInputError] = {}
     for kind in _candidates(model) if asked is None else (asked,):
         try:
-            other = _computed(model_of(_written(model, kind)))
+            others[kind] = model_of(_written(model, kind))
         except BadInputError as error:  # some value has no place in this family
             refusals[kind] = error
         else:
-            differences[kind] = {key: other[key] for key, value in own.items() if other[key] != value}
-    if not differences:
-        nearest, refusal = next(iter(refusals.items()))
-        key = f"config.json of {nearest}: {refusal.key}"
-        raise BadInputError(key, refusal.value, refusal.allowed) from None
-    nearest = min(differences, key=lambda kind: _distance(differences[kind]))
-    if not differences[nearest]:
+            found = _computed(others[kind])
+            differences[kind] = [key for key, value in own.items() if found[key] != value]
+    nearest = min(differences, key=lambda kind: _distance(differences[kind]), default=None)
+    if nearest is not None and not differences[nearest]:
         return nearest
-    key, value = next(iter(differences[nearest].items()))
-    given = getattr(model, key)
-    shown = "off" if value is None else value
-    allowed = f"{shown} in {nearest}, the nearest model type: Hugging Face has no model class for it"
-    raise BadInputError(f"model.{key}", list(given) if isinstance(given, tuple) else given, allowed)
+    has_latent = [kind for kind in MODEL_TYPES if _has_latent(kind)]
+    if asked is not None and (model.latent is not None) != (asked in has_latent):
+        raise _other_attention(model, asked, has_latent)
+    if nearest is None:
+        refused, refusal = next(iter(refusals.items()))
+        key = f"config.json of {refused}: {refusal.key}"
+        raise BadInputError(key, refusal.value, refusal.allowed) from None
+    key, value, value_there = _first_other(model, others[nearest], differences[nearest][0])
+    where = f"{nearest}, the nearest model type: Hugging Face has no model class for it"
+    allowed = f"{plain_value(value_there)} in {where if asked is None else nearest}"
+    raise BadInputError(f"model.{key}", "off" if value is None else value, allowed)
+
+
+_FIELDS = {
+    "window": ("window", "window_pattern"),
+    "rotary_base": ("rotary_base", "rotary_fraction", "rotary_pattern", "window_rotary_base"),
+}
+"""Keys that decide an entry of `_computed`, if there are several."""
+
+
+def _first_other(here: ModelConfig, there: ModelConfig, entry: str) -> tuple[str, Any, Any]:
+    """Return the first key that makes an entry of `_computed` differ, with the values of both models."""
+    for key in _FIELDS.get(entry, ()):
+        if getattr(here, key) != getattr(there, key):
+            return key, getattr(here, key), getattr(there, key)
+    if entry != "rotary_base":
+        return entry, getattr(here, entry), getattr(there, entry)
+    own, others = (dict(one.rotary_scaling) for one in (here, there))
+    key = next((key for key in own if own[key] != others[key]), "kind")
+    return f"rotary_scaling.{key}", own[key], others[key]
+
+
+def _has_latent(kind: str) -> bool:
+    """Whether models of a type have latent attention."""
+    return "kv_lora_rank" in family_of(kind).sizes
+
+
+def _other_attention(model: ModelConfig, asked: str, has_latent: Sequence[str]) -> BadInputError:
+    """Return the error for a type that has latent attention where the model has none, or the reverse."""
+    kinds = ", ".join(has_latent)
+    allowed = f"only {kinds} have latent attention (model.kv_lora_rank), which this model lacks"
+    if model.latent is not None:
+        allowed = f"one of {kinds}: this model has latent attention (model.kv_lora_rank)"
+    return BadInputError("--model-type", asked, allowed)
 
 
 def _candidates(model: ModelConfig) -> list[str]:
     """Return the model types that a model may be: those with latent attention for a model with it."""
-    latent = [kind for kind in MODEL_TYPES if "kv_lora_rank" in family_of(kind).sizes]
-    return list(MODEL_TYPES) if model.latent is None else latent
+    return [kind for kind in MODEL_TYPES if model.latent is None or _has_latent(kind)]
 
 
 def _computed(model: ModelConfig) -> dict[str, Any]:
@@ -154,9 +190,9 @@ def _rounded(value: float) -> float:
     return float(f"{value:.12g}")
 
 
-def _distance(differences: Mapping[str, Any]) -> int:
+def _distance(differences: Sequence[str]) -> int:
     """Return how far two models are apart. Another norm or position makes another family."""
-    return len(differences) + 3 * len(differences.keys() & {"norm", "position"})
+    return len(differences) + 3 * len({"norm", "position"}.intersection(differences))
 
 
 def config_of(

@@ -45,8 +45,10 @@ def read_deepseek(theirs: ConfigValues, values: Values) -> Values:
         raise BadInputError("partial_rotary_factor", fraction, "1 in config.json of this model type")
     if scaling.kind == "yarn":
         found, given = read_mscales(theirs)
-        derived = {} if given else {"attention_factor": None}
-        scaling = scaling.model_copy(update=found | (derived if len(found) == 2 else {}))
+        if given or "mscale_all_dim" not in found:
+            found.pop("mscale", None)  # without effect
+        derived = {"attention_factor": None} if len(found) == 2 else {}
+        scaling = scaling.model_copy(update=found | derived)
     return {"kv_heads": None, "rotary_base": base, "rotary_scaling": scaling}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from myriad.errors import BadInputError
+from myriad.errors import BadInputError, plain_value
 from myriad.kernels.rotary_scaling import RotaryScaling
 
 __all__ = ["ConfigValues", "read_mscales", "read_rotary", "written_rotary"]
@@ -60,7 +60,7 @@ class ConfigValues:
         if value is None:
             return None
         if not isinstance(value, list) or len(value) != length or any(one not in allowed for one in value):
-            choices = ", ".join(map(str, allowed))
+            choices = ", ".join(map(_as_json, allowed))
             raise BadInputError(key, value, f"a list of {length} of {choices} in config.json")
         return value
 
@@ -68,8 +68,13 @@ class ConfigValues:
         """Raise `BadInputError` unless the field has one of these values."""
         value = self.get(key)
         if value not in allowed:
-            choices = " or ".join(map(str, allowed))
+            choices = " or ".join(map(_as_json, allowed))
             raise BadInputError(key, value, f"{choices} in config.json; nothing else can be read")
+
+
+def _as_json(value: object) -> str:
+    """Return a value of a ``config.json``, text without quotes."""
+    return "null" if value is None else plain_value(value)
 
 
 _SCALING_FIELDS = {

@@ -177,7 +177,7 @@ def simulate(
 def _refuse(options: Mapping[str, object], allowed: str) -> None:
     for option, given in options.items():
         if given not in (None, False, 0.0):
-            raise BadInputError(f"--{option}", str(given), allowed)
+            raise BadInputError(f"--{option}", given, allowed)
 
 
 @dataclass(frozen=True)

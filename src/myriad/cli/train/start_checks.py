@@ -11,7 +11,7 @@ from myriad.checkpoint.snapshots.snapshot_client import list_in_memory
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.checkpoint.storage.folder_owner import check_owner
 from myriad.comm.rendezvous.redis_address import exposure
-from myriad.errors import BadInputError
+from myriad.errors import BadInputError, toml_value
 from myriad.job import Job
 from myriad.job.job_changes import JobChange
 from myriad.launchers.external_nodes import check_standby
@@ -155,6 +155,6 @@ def refuse_unused(run: Run, changes: Sequence[JobChange], job: Job) -> None:
     others = [change.key for change in changes[1:]]
     more = f", nor were {', '.join(others)}" if others else ""
     path = shlex.quote(str(run.path))
-    finished = f"{path} is finished ({done} of {done} steps, with {key} = {before!r})"
+    finished = f"{path} is finished ({done} of {done} steps, with {key} = {toml_value(before)})"
     allowed = f"was not used{more}: {finished}; longer: --train.steps {2 * done}; a new run: --run NAME"
     raise BadInputError(key, value, allowed)

@@ -23,7 +23,7 @@ from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.typed_collectives import broadcast_value
 from myriad.data.corpus import open_corpora
 from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from myriad.errors import BadInputError, RunFailedError
+from myriad.errors import BadInputError, RunFailedError, plain_value
 from myriad.job import Job, parse_job
 from myriad.job.job_changes import check_resume
 from myriad.model.boundary import Boundary
@@ -230,9 +230,8 @@ def _refuse_other_kind(source: str, here: ModelConfig, there: ModelConfig) -> No
     for name, key in _SAME.items():
         own, other = getattr(here, name), getattr(there, name)
         if own != other:
-            raise BadInputError(
-                _KEY, source, f"weights of another model: model.{key} is {own!r} here, {other!r} there"
-            )
+            differs = f"model.{key} is {plain_value(own)} here, {plain_value(other)} there"
+            raise BadInputError(_KEY, source, f"weights of another model: {differs}")
 
 
 def _differences(there: ModelConfig | None, here: ModelConfig) -> dict[str, Any]:
