@@ -81,7 +81,10 @@ def megatron_attention(
     if model.qk_norm == "head":
         q, k = (megatron_norm(w, f"{at}.{name}_layernorm", one) for name, one in (("q", q), ("k", k)))
     if model.position == "rotary":
-        q, k = rotated(q), rotated(k)
+        q, k = (
+            torch.cat([rotated(one[..., : model.rotary_width]), one[..., model.rotary_width :]], -1)
+            for one in (q, k)
+        )
     k, v = (one.repeat_interleave(each, 1) for one in (k, v))
     scores = torch.einsum("snd,tnd->nst", q, k) / width**0.5
     scores = scores.masked_fill(torch.ones(len(x), len(x), dtype=torch.bool).triu(1), float("-inf"))
@@ -124,6 +127,7 @@ NORMED = {
         update=QK_NORM | {"norm": "layer", "norm_bias": True, "attention_bias": "qkv"}
     ),
     "gpt, qk_layernorm": GPT.model_copy(update=QK_NORM | {"attention_bias": "all"}),
+    "half a head rotated": LLAMA.model_copy(update={"rotary_fraction": 0.5, "qk_norm": "head"}),
     "gpt, rope": GPT.model_copy(update={"position": "rotary", "attention_bias": "all"}),
 }
 
@@ -342,11 +346,14 @@ def test_master_weights_in_another_order_are_refused(tmp_path: Path) -> None:
         foreign_state(folder)
 
 
+LATENT_ARGUMENTS = {"multi_latent_attention": True, "group_query_attention": False, "qk_layernorm": True}
+
+
 @pytest.mark.parametrize(
     "changes, problem",
     [
         ({"num_experts": 8}, "num_experts must be off"),
-        ({"rotary_percent": 0.5, "position_embedding_type": "rope"}, "rotary_percent must be 1.0"),
+        ({"rotary_percent": 0.0, "position_embedding_type": "rope"}, "rotary_percent must be above 0"),
         ({"qk_l2_norm": True}, "qk_l2_norm must be off"),
         ({"num_layers": 10**9 + 2**30}, "num_layers must be a whole number"),
         ({"hidden_size": "wide"}, "hidden_size must be a whole number"),
@@ -355,6 +362,21 @@ def test_master_weights_in_another_order_are_refused(tmp_path: Path) -> None:
 def test_arguments_without_a_counterpart_are_refused_by_name(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(BadInputError, match=problem):
         model_of_arguments(vars(arguments_of(GPT, **changes)), "K")
+
+
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        (LATENT_ARGUMENTS, "latent attention .* whose weights are not read"),
+        ({"mtp_num_layers": 1}, "prediction layers .* whose weights are not read"),
+    ],
+)
+def test_layers_whose_weights_are_not_read_are_refused(
+    changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    _, theirs = megatron_state(LLAMA)
+    with pytest.raises(BadInputError, match=problem):
+        foreign_state(write_megatron(tmp_path, LLAMA, theirs, **changes))
 
 
 def test_norms_that_are_stored_minus_one_get_it_back(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 vanishes without a word."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.job.translation.deepspeed_json import translate_deepspeed
 from myriad.job.translation.megatron_arguments import read_command_line, translate_arguments
+from myriad.model.config import ModelConfig
+from myriad.model.latent_shape import LatentShape
 
 SCRIPT = r"""#!/bin/bash
 # the shape of Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh
@@ -41,6 +44,66 @@ torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${GPT_MODEL_ARGS[@]} ${TRAINING_
     --data-path 0.3 one_text_document 0.7 two_text_document --split 949,50,1 \
     --save $CHECKPOINT_PATH --no-such-option 3 --save-interval 10000
 """
+
+
+SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 4096 --seq-length 64"
+ROPE = "--position-embedding-type rope"
+LATENT_ONLY = f"{SMALL} {ROPE} --normalization RMSNorm --disable-bias-linear --multi-latent-attention"
+LATENT = f"{ROPE} --normalization RMSNorm --disable-bias-linear --multi-latent-attention --qk-layernorm"
+
+
+def model_of(text: str) -> ModelConfig:
+    """The model of the job that a command line becomes."""
+    return translate_arguments(read_command_line(f"{SMALL} --swiglu {text}")).job("small").model
+
+
+def test_latent_attention_and_prediction_layers_are_megatrons() -> None:
+    """With its defaults, and yarn's concentration and softmax scale as ``MultiLatentAttention`` has them."""
+    model = model_of(f"{LATENT} --q-lora-rank 24 --rotary-scaling-factor 40 --mtp-num-layers 1")
+    assert model.latent == LatentShape(24, 32, 128, 64, 128)
+    assert (model.prediction_layers, model.prediction_weight) == (1, 0.1)
+    scaling = model.rotary_scaling
+    assert (scaling.kind, scaling.factor, scaling.original_sequence) == ("yarn", 40.0, 4096)
+    assert scaling.magnitude == pytest.approx(0.1 * math.log(40) + 1) and scaling.score_factor == 1
+    sizes = (
+        "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --rotary-scaling-factor 4"
+    )
+    model = model_of(f"{LATENT} {sizes} --mscale 0.7 --mscale-all-dim 1.2")
+    assert model.latent == LatentShape(None, 16, 8, 4, 6) and model.head_dim is None
+    one, both = (0.1 * mscale * math.log(4) + 1 for mscale in (0.7, 1.2))
+    assert model.rotary_scaling.magnitude == pytest.approx(one / both)
+    assert model.score_scale == pytest.approx(both**2 / 12**0.5)
+    model = model_of(f"{LATENT} {sizes} --mscale-all-dim 1.2 --rope-type rope")
+    assert model.rotary_scaling.kind == "none" and model.score_scale == pytest.approx(both**2 / 12**0.5)
+    assert model_of(f"{LATENT} --mscale-all-dim 1").rotary_scaling.kind == "none", "the factor is 1"
+
+
+def test_positions_and_windows_are_megatrons() -> None:
+    model = model_of(f"{ROPE} --use-rope-scaling --rotary-base 500000 --rotary-percent 0.5")
+    scaling = model.rotary_scaling
+    assert (scaling.kind, scaling.factor, scaling.original_sequence) == ("llama3", 8.0, 8192)
+    assert (scaling.low_frequency_factor, scaling.high_frequency_factor, model.rotary_width) == (1, 4, 8)
+    scaling = model_of(f"{ROPE} --rotary-seq-len-interpolation-factor 4").rotary_scaling
+    assert (scaling.kind, scaling.factor) == ("linear", 4)
+    text = "--position-embedding-type yarn --rotary-scaling-factor 32 --no-yarn-correction-range-round-to-int"
+    scaling = model_of(f"{text} --yarn-beta-fast 16").rotary_scaling
+    assert (scaling.kind, scaling.beta_fast, scaling.truncate) == ("yarn", 16, False)
+    model = model_of(f"{ROPE} --no-rope-freq ([0]*3+[1])*1 --window-size 8,0 --window-attn-skip-freq 2")
+    assert [model.layer_rotary(layer) is None for layer in range(4)] == [False, False, False, True]
+    assert [model.layer_window(layer) for layer in range(4)] == [9, None, 9, None]
+    model = model_of(f"{ROPE} --no-rope-freq 2 --softmax-type learnable --softmax-scale 0.3")
+    assert [model.layer_rotary(layer) is None for layer in range(4)] == [False, True, False, True]
+    assert model.attention_sinks and model.score_scale == 0.3
+    model = model_of("--use-mup --mup-base-hidden-size 16 --mup-base-head-dim 16")
+    assert model.width_ratio == 4 and model.score_scale == pytest.approx(4 / 16)
+
+
+def test_arguments_that_nothing_turns_on_are_listed_with_what_would() -> None:
+    text = f"{SMALL} {ROPE} --kv-lora-rank 8 --mtp-loss-scaling-factor 0.3 --rope-scaling-factor 4"
+    made = translate_arguments(read_command_line(text))
+    assert made.without["kv_lora_rank"] == "takes effect with multi_latent_attention alone"
+    assert {"mtp_loss_scaling_factor", "rope_scaling_factor"} <= made.without.keys() - made.translated.keys()
+    assert made.job("plain").model.latent is None
 
 
 def test_megatrons_script_becomes_a_job_and_every_option_is_accounted_for(tmp_path: Path) -> None:
@@ -82,11 +145,21 @@ def test_megatrons_script_becomes_a_job_and_every_option_is_accounted_for(tmp_pa
         ("--num-layers 'open", "not a command line"),
         ("--hidden-size $WIDTH --num-layers 2", "--hidden-size holds a shell variable"),
         ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --num-experts 8", "num_experts must be off"),
+        (f"{SMALL} --mtp-num-layers 2 --mtp-hsm", "mtp_hsm must be off: .* mixed inputs of prediction"),
+        (f"{SMALL} {LATENT} --group-query-attention", "group_query_attention must be off with multi_latent"),
         (
-            "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --mtp-num-layers 1",
-            "mtp_num_layers must be off: .* set model.prediction_layers",
+            LATENT_ONLY,
+            "qk_layernorm must be on with multi_latent_attention: Myriad always normalizes latents",
         ),
-        ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --rotary-base x", "rotary_base"),
+        (f"{SMALL} {LATENT} --rope-type spiral", "rope_type must be rope or yarn"),
+        (f"{SMALL} {ROPE} --rotary-percent 1.5", "rotary_percent must be above 0, at most 1"),
+        (
+            f"{SMALL} {ROPE} --no-rope-freq [0]*9**9",
+            "no_rope_freq must be a whole number, or a list of 0 and 1",
+        ),
+        (f"{SMALL} {ROPE} --use-rope-scaling --rotary-seq-len-interpolation-factor 2", "only one is applied"),
+        (f"{SMALL} --softmax-type off-by-one", "softmax_type must be vanilla or learnable"),
+        (f"{SMALL} {ROPE} --rotary-base x", "rotary_base"),
         (
             "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --train-iters 5 --lr-warmup-fraction .1 "
             "--lr-decay-iters x",

@@ -25,6 +25,7 @@ from myriad.checkpoint.foreign.megatron_names import canonical, megatron_mapping
 from myriad.checkpoint.foreign.megatron_ranks import MegatronRanks
 from myriad.checkpoint.foreign.training_state import KEY, MOMENTS, ForeignState, Kind, whole_number
 from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
 
 __all__ = ["is_megatron", "open_megatron", "optimizer_step"]
 
@@ -68,6 +69,7 @@ def open_megatron(path: Path) -> ForeignState:
     ):
         arguments["padded_vocab_size"] = shape[0]
         model, notes = model_of_arguments(arguments, KEY)
+    _check_layers(model, folder)
     neighbours = bool(arguments.get("rotary_interleaved"))
     step = whole_number(source.common.get("iteration", 0), "iteration", folder)
     samples = arguments.get("consumed_train_samples", 0)
@@ -101,6 +103,18 @@ def _arguments(common: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if found is None or not hasattr(found, "__dict__"):
         raise BadInputError(KEY, str(folder), "has no args, which describe the model")
     return {str(name): value for name, value in vars(found).items()}
+
+
+def _check_layers(model: ModelConfig, folder: Path) -> None:
+    """Refuse a model whose tensors `megatron_mappings` does not name, though its arguments are read."""
+    for there, what in (
+        (model.latent is not None, "latent attention (multi_latent_attention)"),
+        (model.prediction_layers > 0, "prediction layers (mtp_num_layers)"),
+        (model.attention_sinks, "learned offsets of softmax (softmax_type)"),
+    ):
+        if there:
+            allowed = f"has {what}, whose weights are not read; myriad translate reads the arguments"
+            raise BadInputError(KEY, str(folder), allowed)
 
 
 def _check_tied(state: ForeignState) -> None:

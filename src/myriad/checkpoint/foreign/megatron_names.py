@@ -82,10 +82,11 @@ def cut_dim(name: str) -> int | None:
 
 def megatron_mappings(model: ModelConfig, *, neighbours: bool = False) -> Mapping[str, TensorMapping]:
     """Return all mappings by Myriad's tensor name. ``neighbours``: the source's rotary pairs are adjacent."""
-    return {mapping.name: mapping for mapping in _mappings(model, 0 if neighbours else model.head_width)}
+    return {mapping.name: mapping for mapping in _mappings(model, 0 if neighbours else model.rotary_width)}
 
 
 def _mappings(model: ModelConfig, turned: int) -> Iterator[TensorMapping]:
+    """Yield all mappings. ``turned``: rotated values of a head, if a pair is half of them apart; else 0."""
     hidden, rows = model.hidden, model.vocabulary
     yield _rows("embedding.tokens.weight", "embedding.word_embeddings.weight", rows, hidden)
     if model.position == "learned":
@@ -117,7 +118,8 @@ def _attention(model: ModelConfig, ours: str, theirs: str, turned: int) -> Itera
         yield TensorMapping(f"{ours}.qkv.bias", (sum(one.num_rows for one in slices),), slices)
     for letter in "qk" if model.qk_norm == "head" else "":
         for end in ("weight", "bias") if model.qk_norm_bias else ("weight",):
-            part = RowSlice(f"{theirs}.{letter}_layernorm.{end}", model.head_width, 0, turned)
+            order = (0, model.head_width if turned else 0, turned)
+            part = RowSlice(f"{theirs}.{letter}_layernorm.{end}", model.head_width, *order)
             yield TensorMapping(f"{ours}.{letter}_norm.{end}", (model.head_width,), (part,))
     yield from _linear(model, f"{ours}.output", f"{theirs}.linear_proj", model.hidden, width)
 
@@ -128,10 +130,10 @@ def _in_groups(
     """Return the rows of queries, of keys and of values, group by group."""
     width, groups = model.head_width, model.num_kv_heads
     own = model.heads // groups * width
-    starts = [group * (own + 2 * width) for group in range(groups)]
+    starts, order = [group * (own + 2 * width) for group in range(groups)], (width if turned else 0, turned)
     return (
-        [RowSlice(name, own, start, turned) for start in starts],
-        [RowSlice(name, width, start + own, turned) for start in starts],
+        [RowSlice(name, own, start, *order) for start in starts],
+        [RowSlice(name, width, start + own, *order) for start in starts],
         [RowSlice(name, width, start + own + width) for start in starts],
     )
 

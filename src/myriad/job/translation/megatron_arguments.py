@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from myriad.checkpoint.foreign.megatron_args import MODEL_ARGUMENTS, check_numbers, model_of_arguments
+from myriad.checkpoint.foreign.megatron_layers import unused_arguments
 from myriad.errors import BadInputError
 from myriad.job.translation.megatron_table import ALIASES, HANDLED, INSTEAD, KEYS, NEGATIONS, STATE
 from myriad.job.translation.outcome import Translation, plain_text
@@ -96,11 +97,15 @@ def translate_arguments(arguments: Mapping[str, Any], *, namespace: bool = False
     )
     made = Translation("Megatron-LM")
     model, differences = model_of_arguments(arguments, _KEY)
+    defaults = type(model)().model_dump(mode="json")
     for name, value in model.model_dump(mode="json").items():
-        if value != getattr(type(model)(), name):
+        if value != defaults[name]:
             made.keys[f"model.{name}"] = value
-    for option in sorted(MODEL_ARGUMENTS & arguments.keys()):
+    unused = {} if namespace else unused_arguments(arguments)
+    for option in sorted((MODEL_ARGUMENTS & arguments.keys()) - unused.keys()):
         made.translated[option] = "model.*"
+    for option, text in unused.items():
+        made.instead(option, text)
     if "vocabulary" not in model.model_fields_set:
         made.instead("vocabulary", "not stated there: set model.vocabulary to the tokenizer's")
     for number, text in enumerate(differences):
