@@ -7,11 +7,13 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ranks import RankPool, run_ranks
 from same_run import assert_same_run
 from tiny_corpora import make_corpus
 
+from myriad.checkpoint.checkpoint_files import load_model
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.job import load_job
 from myriad.run import Run
@@ -106,6 +108,31 @@ def assert_no_certificate(run: Run) -> None:
         assert not found.is_whole and any(why in one for one in found.problems), found.problems
 
 
+def test_the_padding_of_the_vocabulary_may_change(start: Callable[..., Run], tmp_path: Path) -> None:
+    """It is in no state: weights and moments of the real rows keep their bits, in another layout too."""
+    run = start("run", "train.steps=5", "model.vocabulary=301", "layout.zero=0")
+    assert train(run) == [0, 0]
+    expected = load_model(CheckpointFolder(run.checkpoints_path).of_step(5), "")
+    change(run, "model.vocabulary_multiple=7", "layout.dp=1", "layout.tp=2", "train.steps=6", "train.seed=1")
+    found = run_ranks(2, tables_at_start, run)
+    for rank, (weights, moments) in enumerate(found):
+        rows = slice(rank * 151, min(rank * 151 + 151, 301))
+        for name, table in (("model", weights), ("optimizer.exp_avg", moments)):
+            whole = expected[f"{name}.embedding.tokens.weight"]
+            assert whole.shape == (301, 32) and np.array_equal(table, whole[rows].numpy()), name
+    assert train(run) == [0, 0] and len(run.read_metrics()) == 6
+
+
+def tables_at_start(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """One rank's rows of the embedding and of their first moments, as a resumed run begins."""
+    trainer = Trainer(run)
+    parts = {part.name: part.values for part in trainer.engine.all_shards()}
+    names = ("model", "optimizer.exp_avg")
+    weights, moments = (parts[f"{name}.embedding.tokens.weight"].numpy().copy() for name in names)
+    trainer.close()
+    return weights, moments
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_stops_until_a_person_decides(
     start: Callable[..., Run], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +164,7 @@ def test_files_of_a_run_that_are_not_its_own_are_refused(
     """Tensors of two optimizers, or of two seeds, have the same names and shapes."""
     one = start("one", "train.steps=5", "layout.dp=1", "layout.zero=0")
     assert train(one, 1) == [0]
-    for key, told in [("optimizer.name=lamb", "'adamw'"), ("train.seed=9", "train.seed = ")]:
+    for key, told in [("optimizer.name=lamb", '"adamw"'), ("train.seed=9", "train.seed = ")]:
         other = start(key, "train.steps=10", "layout.dp=1", "layout.zero=0", key)
         shutil.copytree(one.checkpoints_path, other.checkpoints_path, dirs_exist_ok=True)
         assert train(other, 1) == [1]
@@ -148,7 +175,7 @@ def test_files_of_a_run_that_are_not_its_own_are_refused(
     (measured.path / "profile.json").write_text('{"half')
     change(measured, "train.steps=11")
     assert train(measured, 1) == [2]
-    assert "profile.json': is damaged; restore it, or remove it" in capfd.readouterr().err
+    assert 'profile.json": is damaged; restore it, or remove it' in capfd.readouterr().err
 
 
 GEMMA = [

@@ -3,9 +3,9 @@
     job = load_job("tiny", ["layout.tp=2", "layout.pp=2"])     a path or the name of a recipe, then overrides
     job.check()                                                every cross-field rule; one line when it fails
 
-`typed_job` reads a job, `job_values` declares its values, `job_rules` the rules that span sections, and
-`job_changes` the keys that a resume may change. No torch here: a job can be read, checked and explained on a
-machine that cannot run it.
+`typed_job` reads a job, `job_values` declares its values, `job_rules` the rules that span sections,
+`model_rules` those of the model's keys, and `job_changes` the keys that a resume may change. No torch here: a
+job can be read, checked and explained on a machine that cannot run it.
 """
 
 from myriad.checkpoint.config import CheckpointConfig

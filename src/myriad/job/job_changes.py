@@ -85,6 +85,11 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "hold from the next step; the scale and its counter are part of the state, so loss_scale.initial is "
         "for states without them",
     ),
+    ResumeRule(
+        ("model.vocabulary_multiple",),
+        True,
+        "rows of padding in memory; checkpoints hold the real rows alone",
+    ),
     ResumeRule(("model.*",), False, "the parameters have the shapes and the meaning that it gives them"),
     ResumeRule(("optimizer.name",), False, "moments of one optimizer mean something else to another"),
     ResumeRule(("train.seed",), False, "it gives the order of the samples"),
@@ -97,7 +102,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     ),
     ResumeRule(("name", "train.init_from"), False, "they say how the run began"),
 )  # fmt: skip
-"""Every key of a job is in exactly one rule."""
+"""Every key of a job is in exactly one rule; one that names a key comes before that of its section."""
 
 _START_KEYS = ("checkpoint.restart_from_scratch",)
 """Keys that apply to one start and are not stored with the run."""

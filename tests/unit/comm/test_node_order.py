@@ -48,7 +48,7 @@ def test_another_launchers_nodes_are_refused_in_one_line(
 @pytest.mark.parametrize(
     ("order", "words"),
     [
-        ("[0, 2]", r"'\.\.\. 2 \.\.\.': each of the 2 nodes once, 0 to 1"),
+        ("[0, 2]", r"\"\.\.\. 2 \.\.\.\": each of the 2 nodes once, 0 to 1"),
         ("[1, 1, 0, 3]", "1 is listed twice, 2 is missing"),
         ("[0, 1, 2]", "comm.node_order = 3: as many nodes as divide the 4 ranks"),
         ("[]", "comm.node_order = 0: as many nodes"),

@@ -178,7 +178,7 @@ _HEADER = "system,gpus,batch_sequences,iteration_seconds"
         ("a,b\n1,2\n", "must have the columns of one of these tables"),
         (
             _HEADER + "\nMegaScale,many,768,17.1\n",
-            "line 2, column 'gpus' = 'many': a number above 0",
+            "line 2, column 'gpus' = \"many\": a number above 0",
         ),
         (_HEADER + "\n", "has no rows"),
         *(
