@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import pytest
 from ranks import free_port
+from seen_sockets import GLOO, MACHINE, STORE, Watch, assert_in_table
 
 from myriad.doctor.hardware import cpu_key
 from myriad.doctor.pair_tests import coordinator
@@ -33,11 +34,18 @@ def doctor(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[
 
 
 def test_a_node_that_differs_from_the_baseline_is_unfit_with_the_reason(tmp_path):
+    """And no port is open on the way of which docs/security.md says nothing."""
     baseline = tmp_path / "baseline.json"
     known = {"version of torch": "0.1", "memory bandwidth, memory node 0": 1e3}
     baseline.write_text(json.dumps({"format": 1, "hardware": {cpu_key(): known}}))
-    done = doctor("--json", "--baseline", str(baseline), "--folder", str(tmp_path / "runs"))
+    with Watch() as watch:
+        done = doctor(
+            "--json", "--baseline", str(baseline), "--folder", str(tmp_path / "runs"), **watch.environment
+        )
     assert done.returncode == 1, done.stderr
+    own = sorted({each.host for each in watch.found if each.kind == "tcp"} - {"127.0.0.1"})
+    assert len(own) <= 1 and "0.0.0.0" not in own
+    assert watch.roles and assert_in_table(watch, *own) <= {MACHINE, STORE, GLOO}
     found = json.loads(done.stdout)
     items = {item["name"]: item for item in found["items"]}
     assert items["version of torch"]["verdict"] == "bad" and items["version of torch"]["expected"] == "0.1"
