@@ -1,17 +1,21 @@
 """Fuzz every decoder of data that Myriad does not trust (`decoders`), guided by coverage.
 
     python -m pip install atheris==3.0.0        in an environment of its own: Python 3.11 to 3.13
-    python benchmarks/security/fuzz.py --inputs 1000000 --seconds 600
+    python benchmarks/security/fuzz.py --inputs 1000000 --seconds 600 --results FOLDER
 
 Each decoder runs in a process of its own, one after the other, with bounded memory: an input that makes
 it take 1 GiB more fails. Half of the inputs are mutations of values (`mutations`), the others libFuzzer's,
 with a right hash and size in formats that have them. Without atheris, all inputs are mutations of the
 examples. Prints a table, and a line for each error that is not a documented one.
+
+``--results`` keeps the figures of each decoder, and the inputs that reached more code. The same command then
+goes on where it was interrupted, the fastest decoders first.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import resource
 import subprocess
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 _HEAD_BYTES = 2**30
 """Address space that an input may take."""
 _LONGEST_SECONDS = 60
+_SAVE_SECONDS = 10
 _STRUCTURED = 2
 """One of so many inputs is a mutation of values."""
 
@@ -55,25 +60,43 @@ class Outcome:
 
 
 class Recorder:
-    """Decodes inputs, and counts and keeps those with errors."""
+    """Decodes inputs, and counts and keeps those with errors.
 
-    def __init__(self, target: "Target", inputs: int, seconds: float, keep: Path | None) -> None:
+    ``earlier`` is the outcome so far, and ``known`` the inputs at the start that it has counted already."""
+
+    def __init__(
+        self,
+        target: "Target",
+        options: argparse.Namespace,
+        earlier: Outcome | None = None,
+        known: int = 0,
+    ) -> None:
         from decoders import check
 
-        self._target, self._check, self._most, self._keep = target, check, inputs, keep
-        self._until = time.monotonic() + seconds
-        self.found, self._errors = Outcome(target.name), Counter[str]()
-        self._begun, self._memory = time.process_time(), 0.0
+        self._target, self._check, self._options = target, check, options
+        self._until = time.monotonic() + options.seconds
+        self.found = earlier or Outcome(target.name)
+        self._errors, self._grown_mib = Counter(self.found.errors), self.found.grown_mib
+        self._begun, self._memory = time.process_time() - self.found.seconds, 0.0
+        self._known, self._taken, self._parent = known, 0, os.getppid()
+        self._next_save = time.monotonic() + _SAVE_SECONDS
 
     def is_done(self) -> bool:
         """Whether there were enough inputs, or the time is over."""
-        return self.found.inputs >= self._most or time.monotonic() > self._until
+        now = time.monotonic()
+        if now > self._next_save:
+            self._next_save = now + _SAVE_SECONDS
+            _save(self.outcome(), self._options.results)
+            if os.getppid() != self._parent:  # the command was interrupted
+                return True
+        return self.found.inputs >= self._options.inputs or now > self._until
 
     def take(self, data: bytes) -> None:
         """Decode an input, and record its outcome, time and memory."""
         found, begun = self.found, time.process_time()
+        accepted = False
         try:
-            found.accepted += self._check(self._target, data)
+            accepted = self._check(self._target, data)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -81,8 +104,11 @@ class Recorder:
         seconds = time.process_time() - begun
         if seconds > found.slowest_seconds:
             found.slowest_seconds, found.slowest_bytes = seconds, len(data)
-        found.inputs += 1
-        if found.inputs == 1000:
+        self._taken += 1
+        if self._taken > self._known:
+            found.inputs += 1
+            found.accepted += accepted
+        if self._taken == 1000:
             self._memory = _largest_mib()
 
     def _note(self, error: BaseException, data: bytes) -> None:
@@ -91,17 +117,34 @@ class Recorder:
         place = f"{type(error).__name__} at {Path(ours[-1].filename).name}:{ours[-1].lineno}"
         if place not in self._errors:
             print(f"{self._target.name}: {place}: {str(error)[:200]!r}: {data[:200]!r}", file=sys.stderr)
-            if self._keep is not None:
-                name = "".join(one if one.isalnum() else "-" for one in f"{self._target.name}-{place}")
-                (self._keep / name).write_bytes(data)
+            if self._options.keep is not None:
+                (self._options.keep / _slug(f"{self._target.name}-{place}")).write_bytes(data)
         self._errors[place] += 1
 
     def outcome(self) -> Outcome:
         """Return what was found so far."""
         self.found.seconds = time.process_time() - self._begun
-        self.found.grown_mib = max(0.0, _largest_mib() - self._memory)
+        if self._memory:
+            self._grown_mib = max(self._grown_mib, _largest_mib() - self._memory)
+        self.found.grown_mib = self._grown_mib
         self.found.errors = dict(self._errors)
         return self.found
+
+
+def _slug(name: str) -> str:
+    return "".join(one if one.isalnum() else "-" for one in name)
+
+
+def _save(found: Outcome, results: Path | None) -> None:
+    if results is not None:
+        path = results / f"{_slug(found.name)}.json"
+        path.with_suffix(".new").write_text(json.dumps(asdict(found)))
+        path.with_suffix(".new").replace(path)
+
+
+def _earlier(name: str, results: Path | None) -> Outcome | None:
+    path = None if results is None else results / f"{_slug(name)}.json"
+    return None if path is None or not path.is_file() else Outcome(**json.loads(path.read_text()))
 
 
 def _largest_mib() -> float:
@@ -124,17 +167,22 @@ def _fuzz_one(options: argparse.Namespace) -> None:
         examples = list(target.examples())
         read = [check(target, one) for one in examples]
         assert all(read) or not target.examples_are_read, "an example is refused"
-    recorder = Recorder(target, options.inputs, options.seconds, options.keep)
-    _bound_memory()
-    if atheris is None:
-        draw = Random(options.seed)
-        while not recorder.is_done():
-            recorder.take(_mutated(target, draw.choice(examples), draw))
-        _end(recorder)
-    with tempfile.TemporaryDirectory() as corpus:
+    earlier = _earlier(target.name, options.results)
+    seed = (options.seed + (earlier.inputs if earlier else 0)) % 2**31
+    with tempfile.TemporaryDirectory() as scratch:
+        corpus = Path(scratch) if options.results is None else options.results / _slug(target.name)
+        corpus.mkdir(exist_ok=True)
         for number, example in enumerate(examples):
-            (Path(corpus) / str(number)).write_bytes(example)
-        _with_coverage(atheris, target, recorder, corpus, options.seed)
+            (corpus / str(number)).write_bytes(example)
+        known = len(list(corpus.iterdir())) if earlier and atheris else 0
+        recorder = Recorder(target, options, earlier, known)
+        _bound_memory()
+        if atheris is None:
+            draw = Random(seed)
+            while not recorder.is_done():
+                recorder.take(_mutated(target, draw.choice(examples), draw))
+            _end(recorder)
+        _with_coverage(atheris, target, recorder, str(corpus), seed)
 
 
 def _atheris() -> Any:
@@ -159,7 +207,13 @@ def _with_coverage(atheris: Any, target: "Target", recorder: Recorder, corpus: s
         if recorder.is_done():
             _end(recorder)
 
-    arguments = [sys.argv[0], corpus, f"-seed={seed}", f"-timeout={_LONGEST_SECONDS}", "-rss_limit_mb=0"]
+    arguments = [
+        sys.argv[0],
+        corpus,
+        f"-seed={max(1, seed)}",
+        f"-timeout={_LONGEST_SECONDS}",
+        "-rss_limit_mb=0",
+    ]
     arguments += ["-max_len=32768", "-len_control=0", "-verbosity=0", f"-artifact_prefix={corpus}/"]
     atheris.Setup(arguments, take, custom_mutator=_mutator(atheris, target))
     atheris.Fuzz()
@@ -187,32 +241,35 @@ def _end(recorder: Recorder) -> None:
 def _fuzz_all(options: argparse.Namespace) -> list[Outcome]:
     from decoders import TARGETS
 
-    found = []
-    for target in TARGETS:
-        if options.target and not any(one in target.name for one in options.target):
-            continue
-        command = [
-            sys.executable,
-            __file__,
-            "--one",
-            "--target",
-            target.name,
-            "--inputs",
-            str(options.inputs),
-        ]
+    names = [one.name for one in TARGETS]
+    if options.target:
+        names = [name for name in names if any(one in name for one in options.target)]
+    return [_fuzz_in_a_process(name, options) for name in sorted(names, key=lambda one: -_rate(one, options))]
+
+
+def _rate(name: str, options: argparse.Namespace) -> float:
+    """Return the inputs per second of processor time so far; decoders without a result come first."""
+    earlier = _earlier(name, options.results)
+    return math.inf if earlier is None else earlier.inputs / max(0.001, earlier.seconds)
+
+
+def _fuzz_in_a_process(name: str, options: argparse.Namespace) -> Outcome:
+    outcome = _earlier(name, options.results)
+    if outcome is None or outcome.inputs < options.inputs:
+        command = [sys.executable, __file__, "--one", "--target", name, "--inputs", str(options.inputs)]
         command += ["--seconds", str(options.seconds), "--seed", str(options.seed)]
         command += [] if options.keep is None else ["--keep", str(options.keep)]
+        command += [] if options.results is None else ["--results", str(options.results)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-        lines = done.stdout.splitlines()
         for line in done.stderr.splitlines()[-200:]:
-            if line.startswith(f"{target.name}: ") or (done.returncode and not line.startswith("INFO")):
+            if line.startswith(f"{name}: ") or (done.returncode and not line.startswith("INFO")):
                 print(line, file=sys.stderr, flush=True)
-        outcome = Outcome(target.name, died=f"exit code {done.returncode}")
+        lines, outcome = done.stdout.splitlines(), Outcome(name, died=f"exit code {done.returncode}")
         if done.returncode == 0 and lines:
             outcome = Outcome(**json.loads(lines[-1]))
-        found.append(outcome)
-        print(_row(outcome), flush=True)
-    return found
+            _save(outcome, options.results)
+    print(_row(outcome), flush=True)
+    return outcome
 
 
 def _row(found: Outcome) -> str:
@@ -234,6 +291,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", action="append", help="part of the name of a decoder; default: all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="existing folder for inputs with errors")
+    parser.add_argument("--results", type=Path, help="existing folder for figures and inputs, to go on later")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
