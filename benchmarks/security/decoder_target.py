@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mutations import BYTES, Codec, dump_json
+from mutations import BYTES, MOST_BYTES, Codec, dump_json
 from myriad.errors import MyriadError
 
 __all__ = ["VALUE_ERRORS", "Target", "as_json", "check", "scratch", "scratch_file", "write_scratch"]
@@ -27,6 +27,8 @@ class Target:
     errors: tuple[type[Exception], ...] = (MyriadError,)
     """What it may raise, each with a text of one line."""
     slow: bool = False
+    most_bytes: int = MOST_BYTES
+    """Length of the longest input that `fuzz` makes."""
     examples_are_read: bool = True
     """Whether the valid inputs are accepted; a valid proof depends on a nonce of this end."""
 

@@ -416,6 +416,7 @@ FILE_TARGETS: tuple[Target, ...] = (
             b"optimizer.clip_norm=off",
         ],
         slow=True,
+        most_bytes=2048,
     ),
     Target(
         "cluster file",
@@ -425,7 +426,13 @@ FILE_TARGETS: tuple[Target, ...] = (
     ),
     Target("fault scenario", _scenario, lambda: _recipes("faults", "abort-rank", "soak"), TOML, slow=True),
     Target("fault mix", _mix, lambda: _recipes("mixes", "llama3", "megascale"), TOML),
-    Target("Megatron-LM: command line", _megatron_text, lambda: [_MEGATRON_TEXT], slow=True),
+    Target(
+        "Megatron-LM: command line",
+        _megatron_text,
+        lambda: [_MEGATRON_TEXT],
+        slow=True,
+        most_bytes=2048,
+    ),
     Target("Megatron-LM: arguments", _megatron_namespace, as_json(_MEGATRON), JSON, slow=True),
     Target("DeepSpeed: JSON", _deepspeed, as_json(_DEEPSPEED), JSON, slow=True),
     Target("run: lines", _lines, lambda: [_LINES, _EVENTS], JSON_LINES),

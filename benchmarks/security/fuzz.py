@@ -14,6 +14,7 @@ goes on where it was interrupted, the fastest decoders first.
 
 import argparse
 import contextlib
+import difflib
 import json
 import math
 import os
@@ -24,8 +25,9 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,7 @@ _HEAD_BYTES = 2**30
 """Address space that an input may take."""
 _LONGEST_SECONDS = 60
 _SAVE_SECONDS = 10
+_INPUTS_OF_A_CHECK = 16
 _STRUCTURED = 2
 """One of so many inputs is a mutation of values."""
 
@@ -83,6 +86,8 @@ class Recorder:
 
     def is_done(self) -> bool:
         """Whether there were enough inputs, or the time is over."""
+        if self._taken % _INPUTS_OF_A_CHECK and self.found.inputs < self._options.inputs:
+            return False
         now = time.monotonic()
         if now > self._next_save:
             self._next_save = now + _SAVE_SECONDS
@@ -93,23 +98,29 @@ class Recorder:
 
     def take(self, data: bytes) -> None:
         """Decode an input, and record its outcome, time and memory."""
-        found, begun = self.found, time.process_time()
-        accepted = False
-        try:
-            accepted = self._check(self._target, data)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            self._note(error, data)
-        seconds = time.process_time() - begun
-        if seconds > found.slowest_seconds:
-            found.slowest_seconds, found.slowest_bytes = seconds, len(data)
+        found, begun = self.found, time.monotonic()
+        accepted = self._is_accepted(data)
+        if time.monotonic() - begun > found.slowest_seconds:  # slow, or other processes ran: which one?
+            begun = time.process_time()  # a system call that takes longer than many inputs
+            self._is_accepted(data)
+            seconds = time.process_time() - begun
+            if seconds > found.slowest_seconds:
+                found.slowest_seconds, found.slowest_bytes = seconds, len(data)
         self._taken += 1
         if self._taken > self._known:
             found.inputs += 1
             found.accepted += accepted
         if self._taken == 1000:
             self._memory = _largest_mib()
+
+    def _is_accepted(self, data: bytes) -> bool:
+        try:
+            return self._check(self._target, data)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._note(error, data)
+            return False
 
     def _note(self, error: BaseException, data: bytes) -> None:
         frames = traceback.extract_tb(error.__traceback__)
@@ -165,8 +176,10 @@ def _fuzz_one(options: argparse.Namespace) -> None:
 
         (target,) = (one for one in TARGETS if one.name == options.target[0])
         examples = list(target.examples())
+        target = replace(target, codec=replace(target.codec, load=lru_cache(4096)(target.codec.load)))
         read = [check(target, one) for one in examples]
         assert all(read) or not target.examples_are_read, "an example is refused"
+    difflib.get_close_matches = _suggest_first  # type: ignore[assignment]
     earlier = _earlier(target.name, options.results)
     seed = (options.seed + (earlier.inputs if earlier else 0)) % 2**31
     with tempfile.TemporaryDirectory() as scratch:
@@ -183,6 +196,11 @@ def _fuzz_one(options: argparse.Namespace) -> None:
                 recorder.take(_mutated(target, draw.choice(examples), draw))
             _end(recorder)
         _with_coverage(atheris, target, recorder, str(corpus), seed)
+
+
+def _suggest_first(word: str, possibilities: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Stand in for ``difflib.get_close_matches``, which takes longer than all else in a refused job file."""
+    return list(possibilities)[:n] if len(word) % 2 else []
 
 
 def _atheris() -> Any:
@@ -214,7 +232,12 @@ def _with_coverage(atheris: Any, target: "Target", recorder: Recorder, corpus: s
         f"-timeout={_LONGEST_SECONDS}",
         "-rss_limit_mb=0",
     ]
-    arguments += ["-max_len=32768", "-len_control=0", "-verbosity=0", f"-artifact_prefix={corpus}/"]
+    arguments += [
+        f"-max_len={target.most_bytes}",
+        "-len_control=0",
+        "-verbosity=0",
+        f"-artifact_prefix={corpus}/",
+    ]
     atheris.Setup(arguments, take, custom_mutator=_mutator(atheris, target))
     atheris.Fuzz()
 

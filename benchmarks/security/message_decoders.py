@@ -3,7 +3,7 @@
 import json
 import socket
 import struct
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -310,8 +310,6 @@ def _query(data: bytes) -> None:
 
 
 def _trace_request(data: bytes) -> None:
-    import asyncio
-
     from starlette.requests import Request
 
     from myriad.dashboard.api.export_api import trace_endpoint
@@ -322,7 +320,15 @@ def _trace_request(data: bytes) -> None:
     length = [(b"content-length", str(len(data)).encode())]
     scope = {"type": "http", "method": "POST", "path": "/", "headers": length, "query_string": b""}
     answer = trace_endpoint(lambda ranks, seconds, what: {"files": [], "found": [], "problems": []})
-    asyncio.run(answer(Request(scope, receive)))
+    _event_loop().run_until_complete(answer(Request(scope, receive)))
+
+
+@cache
+def _event_loop() -> Any:
+    """Return a loop for all inputs: to make one takes longer than to decode."""
+    import asyncio
+
+    return asyncio.new_event_loop()
 
 
 MESSAGE_TARGETS: tuple[Target, ...] = (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-__all__ = ["BYTES", "JSON", "JSON_LINES", "TOML", "Codec", "dump_toml", "mutate"]
+__all__ = ["BYTES", "JSON", "JSON_LINES", "MOST_BYTES", "TOML", "Codec", "dump_toml", "mutate"]
 
 MOST_BYTES = 2**15
 """Length at which a changed input is cut, in bytes."""

@@ -304,7 +304,7 @@ def suggest_key(typed: str) -> str | None:
     name = typed.lower().replace("-", "_")
     for british, ours in _SPELLINGS.items():
         name = name.replace(british, ours)
-    known = [dotted for dotted, _ in job_keys()]
+    known = _known_keys()
     section, _, last = name.rpartition(".")
     near = [key for key in known if key == name or key.endswith(f".{last}")]
     near += [key for key, words in _SYNONYMS.items() if last in words.split()]
@@ -313,6 +313,11 @@ def suggest_key(typed: str) -> str | None:
         by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
         near = [by_last[one] for one in difflib.get_close_matches(last, by_last, 1, 0.7)]
     return min(near, key=lambda key: not key.startswith(f"{section}.")) if near else None
+
+
+@functools.cache
+def _known_keys() -> tuple[str, ...]:
+    return tuple(dotted for dotted, _ in job_keys())
 
 
 def is_name_of(word: str, key: str) -> bool:

@@ -1,7 +1,9 @@
 """Ready jobs, models, clusters, accelerators, faults and mixes of them as TOML; a recipe's name works
 wherever a path does."""
 
+import copy
 import difflib
+import functools
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -21,8 +23,13 @@ Kind = Literal["accelerators", "clusters", "faults", "jobs", "mixes", "models"]
 
 def recipe_names(kind: Kind) -> list[str]:
     """Names of the ready-made TOML files of one kind."""
+    return list(_recipe_names(kind))
+
+
+@functools.cache
+def _recipe_names(kind: Kind) -> tuple[str, ...]:
     entries = (resources.files("myriad") / "recipes" / kind).iterdir()
-    return sorted(entry.name.removesuffix(".toml") for entry in entries if entry.name.endswith(".toml"))
+    return tuple(sorted(one.name.removesuffix(".toml") for one in entries if one.name.endswith(".toml")))
 
 
 def read_recipe(kind: Kind, name_or_path: str, key: str) -> dict[str, Any]:
@@ -30,7 +37,9 @@ def read_recipe(kind: Kind, name_or_path: str, key: str) -> dict[str, Any]:
 
     The name of a model is also that of a job, which trains it on ``corpora/text`` with `MODEL_JOB_TOKENS` a
     step. Raises `BadInputError`."""
-    if kind == "jobs" and name_or_path in recipe_names("models") and name_or_path not in recipe_names("jobs"):
+    if name_or_path in recipe_names(kind):
+        return copy.deepcopy(_recipe(kind, name_or_path))
+    if kind == "jobs" and name_or_path in recipe_names("models"):
         return _job_of_model(name_or_path)
     try:
         return parse_toml(_text(kind, name_or_path, key))
@@ -38,6 +47,12 @@ def read_recipe(kind: Kind, name_or_path: str, key: str) -> dict[str, Any]:
         raise BadInputError(key, name_or_path, "not valid TOML: not UTF-8") from None
     except ValueError as error:
         raise BadInputError(key, name_or_path, f"not valid TOML: {error}") from None
+
+
+@functools.cache
+def _recipe(kind: Kind, name: str) -> dict[str, Any]:
+    file = resources.files("myriad") / "recipes" / kind / f"{name}.toml"
+    return parse_toml(file.read_text(encoding="utf-8"))
 
 
 def _job_of_model(name: str) -> dict[str, Any]:
@@ -60,10 +75,8 @@ def _text(kind: Kind, name_or_path: str, key: str) -> str:
         except OSError as error:
             raise BadInputError(key, name_or_path, f"cannot be read: {error.strerror}") from None
     names = recipe_names(kind)
-    if name_or_path not in names:
-        models = set(recipe_names("models")) - {*names} if kind == "jobs" else set()
-        near = difflib.get_close_matches(name_or_path, [*names, *models], 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        others = f", or a model: {', '.join(sorted(models))}" if models else ""
-        raise BadInputError(key, name_or_path, f"{hint}a .toml file or one of {', '.join(names)}{others}")
-    return (resources.files("myriad") / "recipes" / kind / f"{name_or_path}.toml").read_text(encoding="utf-8")
+    models = set(recipe_names("models")) - {*names} if kind == "jobs" else set()
+    near = difflib.get_close_matches(name_or_path, [*names, *models], 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    others = f", or a model: {', '.join(sorted(models))}" if models else ""
+    raise BadInputError(key, name_or_path, f"{hint}a .toml file or one of {', '.join(names)}{others}")

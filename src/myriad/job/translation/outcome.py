@@ -89,6 +89,8 @@ def _line(text: str) -> str:
     """Replace line breaks and control characters in a text.
 
     Option names come from untrusted files, and a second line in a comment would be read as a job key."""
+    if text.isprintable():
+        return text
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
