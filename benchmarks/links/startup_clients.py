@@ -10,6 +10,7 @@ At most `_OPENING` connections of each process have had no answer yet: a server'
 """
 
 import errno
+import itertools
 import multiprocessing
 import os
 import resource
@@ -65,13 +66,26 @@ class Client:
 
     def __init__(self, wire: Wire, steps: Iterator[Step]) -> None:
         self.wire, self.steps, self.data = wire, steps, b""
-        self.messages = self.replies = 0
+        self.messages = self.replies = self.retries = 0
         self.is_opening = True
         self.step = Step(b"")
-        self.socket = socket.socket()
-        self.socket.setblocking(False)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket = self._new_socket()
+
+    def _new_socket(self) -> socket.socket:
+        made = socket.socket()
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return made
+
+    def connect(self, port: int) -> None:
+        """Begin to connect."""
+        code = self.socket.connect_ex(("127.0.0.1", port))
+        assert code in (0, errno.EINPROGRESS), os.strerror(code)
+
+    def begin_again(self) -> None:
+        """Take another socket after the server has closed this one."""
+        raise ConnectionError("the server has closed a connection that it had accepted")
 
     def go_on(self) -> bool:
         """Sends up to the next message that is answered; False when there is none."""
@@ -89,7 +103,10 @@ class Client:
 
     def receive(self) -> bool:
         """Takes what has come; True when the step is answered."""
-        self.data += self.socket.recv(1 << 18)
+        data = self.socket.recv(1 << 18)
+        if not data:
+            raise ConnectionResetError
+        self.data += data
         try:
             done = getattr(self, f"_{self.step.kind}")()
         except _Short:
@@ -140,8 +157,21 @@ class OwnClient(Client):
 
     def __init__(self, wire: Wire, steps: Iterator[Step]) -> None:
         super().__init__(wire, steps)
-        self.frames, self.sent = FrameReader(), None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.frames, self.sent, self.data = FrameReader(), None, b""
         self.handshake = ConnectorHandshake(PROTOCOL, OwnStore.secret)
+
+    def begin_again(self) -> None:
+        """Retry, as a rank does whose proof has come too late: a busy server closes after five seconds."""
+        if self.sent is not None:
+            super().begin_again()
+        self.socket.close()
+        self.socket = self._new_socket()
+        self._reset()
+        self.steps = itertools.chain([Step(b"", "challenge", 1)], self.steps)
+        self.retries += 1
 
     def send(self, message: bytes) -> None:
         """Nothing is sent before the challenge has come."""
@@ -172,8 +202,8 @@ class OwnClient(Client):
         return True
 
 
-def run_clients(wire: Wire, port: int, scripts: list[Iterator[Step]]) -> tuple[int, int]:
-    """All clients of one process to their end; messages and round trips."""
+def run_clients(wire: Wire, port: int, scripts: list[Iterator[Step]]) -> tuple[int, int, int]:
+    """All clients of one process to their end; messages, round trips and retries."""
     waiting, clients = list(reversed(scripts)), []
     opening, left = 0, len(scripts)
     kind = OwnClient if isinstance(wire, OwnStore) else Client
@@ -182,25 +212,32 @@ def run_clients(wire: Wire, port: int, scripts: list[Iterator[Step]]) -> tuple[i
             while waiting and opening < _OPENING:
                 client = kind(wire, waiting.pop())
                 clients.append(client)
-                code = client.socket.connect_ex(("127.0.0.1", port))
-                assert code in (0, errno.EINPROGRESS), os.strerror(code)
+                client.connect(port)
                 events.register(client.socket, selectors.EVENT_WRITE, client)
                 opening += 1
             for key, mask in events.select():
                 client = key.data
-                if mask & selectors.EVENT_WRITE:
-                    events.modify(client.socket, selectors.EVENT_READ, client)
-                elif not client.receive():
-                    continue
-                else:
-                    opening -= client.is_opening
-                    client.is_opening = False
-                if not client.go_on():
+                try:
+                    if mask & selectors.EVENT_WRITE:
+                        events.modify(client.socket, selectors.EVENT_READ, client)
+                    elif not client.receive():
+                        continue
+                    else:
+                        opening -= client.is_opening
+                        client.is_opening = False
+                    if not client.go_on():
+                        events.unregister(client.socket)
+                        left -= 1
+                except ConnectionError:
                     events.unregister(client.socket)
-                    left -= 1
+                    client.begin_again()
+                    client.connect(port)
+                    events.register(client.socket, selectors.EVENT_WRITE, client)
     for client in clients:
         client.socket.close()
-    return sum(client.messages for client in clients), sum(client.replies for client in clients)
+    counts = [(client.messages, client.replies, client.retries) for client in clients]
+    messages, replies, retries = map(sum, zip(*counts, strict=True))
+    return messages, replies, retries
 
 
 def _process(wire: Wire, port: int, world: int, part: int, way: str, gate: Any, results: Any) -> None:
@@ -249,7 +286,8 @@ def measure(wire: Wire, world: int, way: str = "myriad") -> dict[str, float]:
         server.kill()
     seconds = max(end for _, end, *_ in found) - min(start for start, *_ in found)
     messages, replies = (sum(each[index] for each in found) / world for index in (2, 3))
-    return {"ranks": world, "seconds": seconds, "messages_per_rank": messages, "replies_per_rank": replies}
+    counts = {"messages_per_rank": messages, "replies_per_rank": replies}
+    return {"ranks": world, "seconds": seconds, "retries": sum(each[4] for each in found)} | counts
 
 
 def most_ranks() -> int:

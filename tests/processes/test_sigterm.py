@@ -147,6 +147,38 @@ def test_a_command_whose_peer_never_answers_ends(
     end(process, STOP_SECONDS)
 
 
+KUBERNETES = """
+import sys
+from pathlib import Path
+from myriad.launchers.kubernetes.kubernetes_launcher import Api, KubernetesLauncher
+from myriad.launchers.supervised_run import supervise_run
+from myriad.run import Run
+run, url, account = Run(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+launcher = KubernetesLauncher(run, Api(url, account), "default", "run", 1)
+launcher.replace(1)
+sys.exit(supervise_run(run, 2, launcher) != "interrupted")
+"""
+
+
+def test_a_launcher_whose_api_server_never_answers_ends(
+    tmp_path: Path, run: Run, server: SilentServer
+) -> None:
+    """It looks for the pod of a node that was given up, while the run waits for its nodes."""
+    (tmp_path / "token").write_text("a token")
+    address = f"http://127.0.0.1:{server.port}"
+    process = start(tmp_path, sys.executable, "-c", KUBERNETES, str(run.path), address, str(tmp_path))
+    has_driver = lambda: (run.path / "journal.jsonl").exists() and (run.path / "driver.json").exists()  # noqa: E731
+    try:
+        assert server.asked.wait(120.0) and process.poll() is None
+        wait_until(has_driver, 120.0)
+        below = descendants(process.pid)
+        process.terminate()
+        assert process.wait(1.0 + 60.0 + 30.0 + SLACK_SECONDS) == 0, "it was interrupted"
+    finally:
+        process.kill()
+    wait_until(lambda: not any(map(is_alive, below)), 20.0)
+
+
 def training(folder: Path, *options: str) -> "subprocess.Popen[str]":
     """A run of two ranks that computes."""
     words = ("train", *TINY, *SAVE, "--run", "./run", "--layout.dp", "2", "--checkpoint.memory_seconds", "1")

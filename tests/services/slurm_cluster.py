@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ranks import free_port
+from watching import descendants
 
 from myriad.system import child_process
 
@@ -130,6 +131,14 @@ class SlurmCluster:
         process = self._processes.pop(name)
         process.send_signal(signal.SIGKILL)
         process.wait()
+
+    def silence(self, daemon: str) -> None:
+        """Stop ``slurmctld``, or every ``slurmd``: connections are accepted, and nothing is answered."""
+        for process in self._processes.values():
+            for pid in (process.pid, *descendants(process.pid)):
+                with suppress(OSError):
+                    if Path(f"/proc/{pid}/comm").read_text().strip() == daemon:
+                        os.kill(pid, signal.SIGSTOP)
 
     def stop(self) -> None:
         """Nothing of it is left."""

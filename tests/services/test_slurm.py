@@ -3,10 +3,12 @@ next job gets it, or costs more than it must."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +179,35 @@ def test_a_job_that_is_to_make_room_saves_and_queues_again(
     (resume,) = events(run, "resume")
     assert first["step"] == resume["step"] < LAST
     assert_same_run(run, undisturbed)
+
+
+def processes_of(run: Run) -> list[int]:
+    """Processes that name the run, but for snapshot servers, which outlive it for a while on purpose, and the
+    batch script, which Slurm ends."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (path / "cmdline").read_text().split("\0")
+            if str(run.path) in words and not any("snapshot_server" in word for word in words):
+                found.append(int(path.name))
+    return found
+
+
+@pytest.mark.parametrize("daemon", ["slurmctld", "slurmd"])
+def test_a_run_ends_on_sigterm_though_slurm_never_answers(
+    cluster: Callable[[int], SlurmCluster], tmp_path: Path, corpus: Path, daemon: str
+) -> None:
+    saving = ("checkpoint.timeout_seconds=1", "checkpoint.linger_seconds=1")
+    made, run = cluster(2), make_run(tmp_path / "run", corpus, "train.steps=100000", *saving)
+    submit(made, run)
+    wait_until(lambda: steps_done(run) >= 12, lambda: made.run("squeue"))
+    (launcher,) = [
+        pid for pid in processes_of(run) if b"myriad.cli.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert len(processes_of(run)) >= 7, "launcher, driver, and on both nodes srun, agent and rank"
+    made.silence(daemon)
+    os.kill(launcher, signal.SIGTERM)
+    wait_until(lambda: not processes_of(run), lambda: processes_of(run), 1.0 + 90.0)
 
 
 def test_outside_a_job_a_script_is_written_and_named(

@@ -18,7 +18,7 @@ from myriad.checkpoint.snapshots.server_start import NODE
 from myriad.errors import BadInputError
 from myriad.job import Job, work_of
 from myriad.launchers.launcher import Observer, Outcome, uses_gpus
-from myriad.launchers.supervised_process import SupervisedProcess, of_module
+from myriad.launchers.supervised_process import SupervisedProcess, end_all, of_module, wait_all
 from myriad.launchers.supervised_run import supervise_run
 from myriad.planner import memory_of_ranks
 from myriad.run import Run
@@ -123,16 +123,12 @@ class LocalLauncher:
             executor.send_signal(signal.SIGINT)
 
     def wait(self, seconds: float) -> None:
-        """Wait for all agents to end, ``seconds`` at most for each."""
-        for executor in self._executors:
-            executor.wait(seconds)
+        """Wait for all agents to end, ``seconds`` at most."""
+        wait_all(self._executors, seconds)
 
     def close(self) -> None:
         """End all agents. SIGTERM lets an agent end its ranks and their child processes, too."""
-        for executor in self._executors:
-            executor.send_signal(signal.SIGTERM)
-        for executor in self._executors:
-            executor.end(signal.SIGTERM)
+        end_all(self._executors, signal.SIGTERM)
 
 
 _BYTES_OF_A_PARAMETER = 12

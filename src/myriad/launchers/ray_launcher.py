@@ -30,6 +30,7 @@ from typing import Any
 from myriad.checkpoint.snapshots.server_start import NODE
 from myriad.errors import BadInputError
 from myriad.job import Job
+from myriad.launchers.background_launcher import BackgroundLauncher
 from myriad.launchers.launcher import Observer, Outcome
 from myriad.launchers.supervised_run import supervise_run
 from myriad.run import Run
@@ -318,7 +319,7 @@ def run_ray(run: Run, world: int, *, threads: int = 0, observer: Observer | None
     needs = needs_of(job, ray.cluster_resources().get("GPU", 0) > 0)
     how = job.resilience
     engine = RayLauncher(run, RayReservations(needs), how.nodes, how.spares, threads or 1, how.timeout_scale)
-    return supervise_run(run, world, engine, observer, gather_seconds=_GATHER_SECONDS)
+    return supervise_run(run, world, BackgroundLauncher(engine), observer, gather_seconds=_GATHER_SECONDS)
 
 
 def needs_of(job: Job, has_gpus: bool) -> Needs:

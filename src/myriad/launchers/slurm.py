@@ -29,7 +29,7 @@ from pathlib import Path
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import Job, ResilienceConfig
 from myriad.launchers.launcher import Observer, Outcome
-from myriad.launchers.supervised_process import SupervisedProcess
+from myriad.launchers.supervised_process import SupervisedProcess, end_all, wait_all
 from myriad.launchers.supervised_run import supervise_run
 from myriad.run import Run
 from myriad.supervise.driver_address import check_listen
@@ -183,16 +183,12 @@ class SlurmLauncher:
         """Do nothing: the driver notifies the agents."""
 
     def wait(self, seconds: float) -> None:
-        """Wait for all steps to end, ``seconds`` at most for each."""
-        for step in self._steps.values():
-            step.wait(seconds)
+        """Wait for all steps to end, ``seconds`` at most."""
+        wait_all(self._steps.values(), seconds)
 
     def close(self) -> None:
         """End all steps, by ending their srun."""
-        for step in self._steps.values():
-            step.send_signal(signal.SIGTERM)
-        for step in self._steps.values():
-            step.end(signal.SIGTERM)
+        end_all(self._steps.values(), signal.SIGTERM)
 
 
 _NOTICE_SECONDS = 180

@@ -13,14 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from myriad.errors import RunFailedError
 from myriad.run import Run
 from myriad.system.processes import PausableClock, StopTimer, open_log
 
-__all__ = ["SupervisedProcess", "of_module"]
+__all__ = ["SupervisedProcess", "end_all", "of_module", "wait_all"]
 
 _LOG = logging.getLogger(__name__)
 _END_SECONDS = 5.0
@@ -141,13 +141,29 @@ class SupervisedProcess:
     def end(self, number: signal.Signals) -> None:
         """End the process, by SIGKILL if the signal does not end it. Do not wait for a process that hangs in
         a disk access."""
-        if self._process is not None:
-            self.send_signal(number)
-            self.wait(_END_SECONDS)
-            self._process.kill()
-            self.wait(_END_SECONDS)
-            assert self._process.stdout is not None
+        end_all([self], number)
+
+    def _close(self) -> None:
+        if self._process is not None and self._process.stdout is not None:
             self._process.stdout.close()
+
+
+def wait_all(processes: Collection[SupervisedProcess], seconds: float) -> None:
+    """Wait for all processes to end, ``seconds`` at most for all together."""
+    deadline = time.monotonic() + seconds
+    for each in processes:
+        each.wait(max(0.0, deadline - time.monotonic()))
+
+
+def end_all(processes: Collection[SupervisedProcess], number: signal.Signals) -> None:
+    """End all processes as `SupervisedProcess.end`, in the time that one takes: any number of them may hang,
+    such as each ``srun`` while the controller is silent."""
+    for ending in (number, signal.SIGKILL):
+        for each in processes:
+            each.send_signal(ending)
+        wait_all(processes, _END_SECONDS)
+    for each in processes:
+        each._close()
 
 
 @contextlib.contextmanager
