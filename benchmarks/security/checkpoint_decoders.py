@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import struct
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import xxhash
 
 from decoder_target import Target, scratch, scratch_file, write_scratch
 from mutations import JSON, Codec, dump_json
-from myriad.errors import RunFailedError
+from myriad.errors import MyriadError, RunFailedError
 
 __all__ = ["CHECKPOINT_TARGETS"]
 
@@ -284,9 +285,56 @@ _GPT2: dict[str, Any] = {
 }
 
 
+_PHI3: dict[str, Any] = {"model_type": "phi3", "tie_word_embeddings": False, "partial_rotary_factor": 0.5}
+_DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 2,
+    "head_dim": None,
+    "q_lora_rank": 4,
+    "kv_lora_rank": 4,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 256,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1,
+    },
+}
+_MINICPM: dict[str, Any] = {
+    "model_type": "minicpm",
+    "scale_emb": 12,
+    "dim_model_base": 4,
+    "scale_depth": 1.4,
+    "rope_scaling": {"type": "linear", "factor": 2.0},
+    "rope_parameters": None,
+}
+
+
+@cache
+def _config_examples() -> tuple[bytes, ...]:
+    """Return a file of each model type of which there is a recipe, and short ones of others."""
+    from myriad.checkpoint.foreign.hugging_face_config import config_of
+    from myriad.model.config import ModelConfig
+    from myriad.recipes import read_recipe, recipe_names
+
+    found = {}
+    for name in recipe_names("models"):
+        with suppress(MyriadError):  # no model type computes the same
+            config = config_of(ModelConfig(**read_recipe("models", name, "model")), "float32", 0)
+            found[config["model_type"]] = dump_json(config)
+    short = (_ROPE, _GPT2, _ROPE | _PHI3, _ROPE | _DEEPSEEK, _ROPE | _MINICPM)
+    return *map(dump_json, short), *found.values()
+
+
 def _hugging_face_config(data: bytes) -> None:
     from myriad.checkpoint.foreign.hugging_face import end_of_text
     from myriad.checkpoint.foreign.hugging_face_config import config_of, model_of
+    from myriad.checkpoint.foreign.hugging_face_names import tensor_mappings
     from myriad.system.whole_file import parse_json
 
     try:
@@ -294,7 +342,9 @@ def _hugging_face_config(data: bytes) -> None:
     except ValueError:
         return
     if isinstance(found, dict):
-        config_of(model_of(found), "float32", 0)
+        model = model_of(found)
+        tensor_mappings(model.model_copy(update={"layers": min(4, model.layers)}), found["model_type"])
+        config_of(model, "float32", 0)
         write_scratch("config/config.json", data)
         end_of_text(scratch() / "config")
 
@@ -372,9 +422,7 @@ CHECKPOINT_TARGETS: tuple[Target, ...] = (
         slow=True,
     ),
     Target("torch.save archive", _torch_archive, _torch_examples, slow=True),
-    Target(
-        "Hugging Face: config.json", _hugging_face_config, lambda: [dump_json(_ROPE), dump_json(_GPT2)], JSON
-    ),
+    Target("Hugging Face: config.json", _hugging_face_config, _config_examples, JSON),
     Target(
         "Hugging Face: safetensors",
         partial(_hugging_face_folder, name="model.safetensors"),

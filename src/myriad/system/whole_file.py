@@ -143,8 +143,9 @@ def read_text(path: Path) -> str:
 def read_regular(path: Path, most_bytes: int) -> bytes:
     """Return the content of a regular file of at most ``most_bytes``. Raises ``OSError``."""
     with opened_to_read(path) as handle, open(handle, "rb", closefd=False) as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
+        is_too_large = os.fstat(handle).st_size > most_bytes
+        data = b"" if is_too_large else file.read(most_bytes + 1)
+    if is_too_large or len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes} bytes")
     return data
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights, end_of_text
+from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights, copy_companions, end_of_text
 from myriad.checkpoint.foreign.hugging_face_config import kind_of, model_of
 from myriad.checkpoint.foreign.hugging_face_names import tensor_mappings
 from myriad.errors import BadInputError
@@ -215,6 +215,54 @@ def test_a_damaged_byte_of_a_header_never_ends_in_a_traceback(
         HuggingFaceWeights(folder)
     except BadInputError as error:
         assert "\n" not in str(error)
+
+
+def test_positions_of_a_type_of_layer_must_be_an_object() -> None:
+    types = {"full_attention": {"rope_type": "default"}, "sliding_attention": "{}"}
+    olmo = LLAMA | {"model_type": "olmo3", "sliding_window": 6, "rope_parameters": types}
+    with pytest.raises(BadInputError, match=r"rope_parameters\.sliding_attention = '\{\}': an object"):
+        model_of(olmo)
+
+
+def test_a_scale_without_an_inverse_square_is_of_no_gemma() -> None:
+    granite = model_of(LLAMA | {"model_type": "granite", "attention_multiplier": 1e-300})
+    assert kind_of(granite) == "granite"
+    with pytest.raises(BadInputError):
+        kind_of(granite, "gemma2")
+
+
+def test_a_large_config_takes_no_memory(tmp_path: Path) -> None:
+    """A sparse file takes none of the disk, and would take all memory."""
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+        with (tmp_path / name).open("w") as file:
+            file.truncate(2**40)
+        with pytest.raises(BadInputError, match="has more than"):
+            HuggingFaceWeights(tmp_path)
+
+
+def test_a_short_config_is_no_list_of_millions_of_heads() -> None:
+    """Queries and keys are mapped head by head."""
+    many = {"num_attention_heads": 2**16, "hidden_size": 2**17, "intermediate_size": 64}
+    for layers in (5, 10_000):
+        with pytest.raises(BadInputError, match="at most 262,144 in the"):
+            model_of(NEOX | many | {"num_hidden_layers": layers})
+
+
+def test_companions_are_files_of_the_folder_and_of_no_other_place(tmp_path: Path) -> None:
+    """The folder may come from anyone, and an export publishes its companions."""
+    (tmp_path / "private.key").write_text("a key of the user")
+    folder, blobs = tmp_path / "cache" / "snapshots" / "1f", tmp_path / "cache" / "blobs"
+    for each in (folder, blobs):
+        each.mkdir(parents=True)
+    (blobs / "ab").write_text("{{ messages }}")
+    (folder / "chat_template.jinja").symlink_to("../../blobs/ab")  # as Hugging Face's cache has it
+    copy_companions(folder, tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    (folder / "generation_config.json").symlink_to(tmp_path / "private.key")
+    with pytest.raises(BadInputError, match=r"generation_config\.json.*not a link to another place"):
+        copy_companions(folder, tmp_path / "other")
+    assert not (tmp_path / "other" / "generation_config.json").exists()
 
 
 PHI3 = LLAMA | {"model_type": "phi3", "tie_word_embeddings": False, "partial_rotary_factor": 0.5}

@@ -49,7 +49,9 @@ COMPANIONS = (
 """Files that travel with a model: how text is generated, special tokens, and the template of a chat."""
 COMPANIONS_FOLDER = "hugging_face"
 """Folder of a run that holds these files."""
-_MOST_COMPANION_BYTES = 2**24
+_MOST_JSON_BYTES, _MOST_COMPANION_BYTES = 2**27, 2**24
+_CACHE_LINKS = ("..", "..", "blobs")
+"""Where a file of Hugging Face's cache links to."""
 ExportType = Literal["float32", "bfloat16", "float16"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHARD_BYTES = 5 * 10**9
@@ -210,7 +212,7 @@ def _refuse_other_index(path: Path, places: Mapping[str, "_Place"]) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(read_regular(path, _MOST_JSON_BYTES))
     except (OSError, ValueError) as error:
         raise BadInputError("path", str(path), f"not readable ({error})") from None
     if not isinstance(content, dict):
@@ -267,11 +269,18 @@ def _refuse_other_weights(weights: Weights, mappings: Sequence[TensorMapping]) -
 
 def copy_companions(source: Path, out: Path) -> None:
     """Copy the files that travel with a model besides its weights and its tokenizer, those that there are,
-    and create ``out`` if there are any. Raises `BadInputError` for one that is no file of a few megabytes."""
+    and create ``out`` if there are any.
+
+    Raises `BadInputError` for one that is no file of a few megabytes, and for a link to another place: an
+    export would publish a file of the user."""
     for name in COMPANIONS:
         path = source / name
         if not path.exists():
             continue
+        if path.resolve().parent not in (source.resolve(), source.joinpath(*_CACHE_LINKS).resolve()):
+            raise BadInputError(
+                "path", str(path), "must be a file of this folder, not a link to another place"
+            )
         try:
             content = read_regular(path, _MOST_COMPANION_BYTES)
         except OSError as error:

@@ -325,8 +325,15 @@ def model_of(config: Mapping[str, Any], vocabulary_multiple: int = 64) -> ModelC
     return model.model_copy(update={"vocabulary_multiple": vocabulary_multiple})
 
 
+_MOST_HEADS = 2**18
+
+
 def _check_heads(model: ModelConfig) -> None:
-    """Refuse heads that have no size, or do not share key/value heads evenly."""
+    """Refuse heads that have no size, or do not share key/value heads evenly, and more of them than a list
+    should hold: a few words of a file would take all memory."""
+    if model.layers * model.heads > _MOST_HEADS:
+        allowed = f"at most {_MOST_HEADS:,} in the {model.layers:,} layers of config.json together"
+        raise BadInputError("heads", model.heads, allowed)
     if model.head_dim is None and model.latent is None and model.hidden % model.heads:
         raise BadInputError("heads", model.heads, f"a divisor of hidden = {model.hidden} in config.json")
     if model.heads % model.num_kv_heads:

@@ -188,11 +188,15 @@ def _by_layer_type(
     return found | ({"window_rotary_base": local} if types else {})
 
 
+_LEAST_SCALE = 1e-9
+"""A smaller scale of attention scores has no whole number as its inverse square: no family is written."""
+
+
 def write_gemma(model: ModelConfig) -> Values:
     """Return the fields beyond the copied ones: Gemma 2."""
     scale = model.score_scale or model.head_width**-0.5
     return write_decoder(model) | {
-        "query_pre_attn_scalar": round(scale**-2),
+        "query_pre_attn_scalar": round(max(scale, _LEAST_SCALE) ** -2),
         "attn_logit_softcapping": model.attention_softcap,
         "final_logit_softcapping": model.logit_softcap,
         "sliding_window": model.window or model.sequence,

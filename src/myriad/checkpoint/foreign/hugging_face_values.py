@@ -118,6 +118,8 @@ def _parts(theirs: ConfigValues, layer_type: str | None) -> list[Mapping[str, An
             raise BadInputError(key, rope, "one object, not one for each type of layer, in config.json")
         if has_types:
             rope = rope.get(layer_type) or {}
+            if not isinstance(rope, dict):
+                raise BadInputError(f"{key}.{layer_type}", rope, "an object in config.json")
         elif layer_type == "sliding_attention":  # one object belongs to the layers with full attention
             rope = {}
         found.append(rope)
