@@ -282,7 +282,12 @@ def test_a_run_ends_on_sigterm_though_ray_never_answers(tmp_path: Path, corpus: 
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cluster:
         assert cluster.stdin is not None and cluster.stdout is not None
         address, gcs = cluster.stdout.readline().split()
-        keys = ("resilience.engine=ray", "train.steps=100000", "checkpoint.timeout_seconds=1")
+        keys = (
+            "resilience.engine=ray",
+            "train.steps=100000",
+            "checkpoint.timeout_seconds=1",
+            "resilience.timeout_scale=8",
+        )
         run = make_run(tmp_path / "run", corpus, *keys)
         command = [sys.executable, "-m", "myriad.cli.main", "train", str(run.path), "--json"]
         train = subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": address})

@@ -7,8 +7,10 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from decoders import (
     TARGETS,
@@ -133,6 +135,26 @@ def test_metadata_takes_no_memory_or_time_beyond_its_size() -> None:
     ):
         assert not check(BY_NAME[DCP], pickled)
     assert check(BY_NAME[DCP], metadata)
+
+
+FORMATS = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+MEMBER = b"cbuiltins\ngetattr\n" + FORMATS + b"X\x15\x00\x00\x00TORCH_PRESERVE_FORMAT\x86R"
+
+
+def test_metadata_changes_no_class_function_or_constant_of_the_process() -> None:
+    """What an attribute is set on lives as long as the process, and belongs to torch."""
+    member, layout = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT, torch.serialization._get_layout
+    before = member.value, layout.__defaults__, layout.__doc__
+    for changed_object in (MEMBER, FORMATS, b"ctorch.serialization\n_get_layout\n"):
+        for name, value in (
+            (b"_value_", b"K\x09"),
+            (b"__defaults__", b"K\x01\x85"),
+            (b"__doc__", b"X\0\0\0\0"),
+        ):
+            state = b"}X" + len(name).to_bytes(4, "little") + name + value + b"s"
+            for how in (state, b"N" + state + b"\x86"):
+                assert not check(BY_NAME[DCP], b"\x80\x02" + changed_object + how + b"b.")
+    assert (member.value, layout.__defaults__, layout.__doc__) == before
 
 
 def test_an_error_is_one_short_line_whatever_it_names() -> None:

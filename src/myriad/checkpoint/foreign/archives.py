@@ -18,6 +18,7 @@ import re
 import types
 import zipfile
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
@@ -177,8 +178,10 @@ class _MetadataUnpickler(pickle._Unpickler):
         _READS[pickle.SETITEM[0]](self)
 
     def _build(self) -> None:
-        if isinstance(self.stack[-2], type):
-            raise pickle.UnpicklingError("would change a class")
+        kind = type(self.stack[-2])  # that of a class is type, that of a function is function
+        is_listed = kind.__name__ in _METADATA_CLASSES.get(kind.__module__, ())
+        if not (is_listed or issubclass(kind, Opaque)) or issubclass(kind, Enum):
+            raise pickle.UnpicklingError("would change a class, a function or a constant of this process")
         _READS[pickle.BUILD[0]](self)
 
     dispatch |= {pickle.SETITEMS[0]: _set_items, pickle.SETITEM[0]: _set_item, pickle.BUILD[0]: _build}
