@@ -220,7 +220,7 @@ def test_a_damaged_byte_of_a_header_never_ends_in_a_traceback(
 def test_positions_of_a_type_of_layer_must_be_an_object() -> None:
     types = {"full_attention": {"rope_type": "default"}, "sliding_attention": "{}"}
     olmo = LLAMA | {"model_type": "olmo3", "sliding_window": 6, "rope_parameters": types}
-    with pytest.raises(BadInputError, match=r"rope_parameters\.sliding_attention = '\{\}': an object"):
+    with pytest.raises(BadInputError, match=r"rope_parameters\.sliding_attention = .*: an object"):
         model_of(olmo)
 
 
