@@ -241,7 +241,7 @@ class Folder:
         }
         given = [word for key, value in keys.items() for word in (f"--{key}", value)]
         more = ["--oversubscribe"] if self.device == "cpu" else []
-        return (*MYRIAD, "train", "embedded", "--run", str(place / "run"), *more, *given)
+        return (*MYRIAD, "train", "embedded-gpt", "--run", str(place / "run"), *more, *given)
 
     def _losses(self, name: str) -> list[float]:
         path = self.path / name / "run" / "metrics.jsonl"

@@ -3,7 +3,7 @@
     python benchmarks/data/packing.py [--sequence 512] [--tokens 400000] [--seeds 3] [--folder FOLDER]
 
 The documents are the top-level functions and classes of the Python standard library, from the source of this
-installation: short texts of very different lengths, as in fine-tuning. The embedded job's model trains on
+installation: short texts of very different lengths, as in fine-tuning. The GPT of `embedded-gpt` trains on
 them for as many predicted tokens each way, one process of one thread. Every training is validated on the same
 packed windows of held-out documents. Tokens a second count no padding.
 
@@ -92,7 +92,7 @@ def make_job(corpus: Path, way: str, sequence: int, tokens: int, seed: int) -> t
         "train.sample_prompt": "off",
         "checkpoint.every": 0,
     }
-    job = load_job("embedded", [f"{key}={value}" for key, value in keys.items()])
+    job = load_job("embedded-gpt", [f"{key}={value}" for key, value in keys.items()])
     corpora = open_corpora(job.data, sequence)
     filled = 1.0
     if way != "joined":
@@ -100,7 +100,7 @@ def make_job(corpus: Path, way: str, sequence: int, tokens: int, seed: int) -> t
         filled = float(windows.packing.lengths.sum() / (windows.count * sequence))
     steps = round(tokens / (filled * BATCH * sequence))
     lengths = {"train.steps": steps, "train.validate_every": steps, "optimizer.warmup_steps": steps // 40}
-    return load_job("embedded", [f"{key}={value}" for key, value in (keys | lengths).items()]), filled
+    return load_job("embedded-gpt", [f"{key}={value}" for key, value in (keys | lengths).items()]), filled
 
 
 def train(corpus: Path, way: str, sequence: int, tokens: int, seed: int) -> Trained:

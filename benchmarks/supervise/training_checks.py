@@ -34,7 +34,7 @@ def train(folder: Path, steps: int, layout: str, hours: str) -> Run:
         "resilience.check_hours": hours,
     }
     run = Run(folder / f"checks-{hours}")
-    run.create_or_resume(load_job("embedded", [f"{key}={value}" for key, value in overrides.items()]))
+    run.create_or_resume(load_job("embedded-gpt", [f"{key}={value}" for key, value in overrides.items()]))
     run_local(run, 2)
     return run
 

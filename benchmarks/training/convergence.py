@@ -3,9 +3,9 @@
     python benchmarks/training/convergence.py [--tokens 600000] [--runs FOLDER] [--svg FILE]
 
 MegaScale (arXiv 2402.15627, section 3.1) changes the model and its optimizer for speed and reports that
-neither costs convergence. This command trains the embedded job's model on the standard library's source, once
-for each block (serial, parallel), attention (full, window) and optimizer (AdamW; LAMB at 4 x its batch), and
-prints validation losses.
+neither costs convergence. This command trains the GPT of `embedded-gpt` on the standard library's source,
+once for each block (serial, parallel), attention (full, window) and optimizer (AdamW; LAMB at 4 x its batch),
+and prints validation losses.
 
 Every setting gets its own learning rate: rates a factor of 2 apart are tried with the first seed until the
 best one has a worse one on both sides. The other seeds then train at that rate. A seed fixes the initial
@@ -45,7 +45,7 @@ class Setting:
         return f"{self.block}, {self.attention}, {self.optimizer}, batch {self.batch}"
 
     def overrides(self, learning_rate: float, seed: int, tokens: int) -> dict[str, object]:
-        """The keys of the embedded job that this training changes."""
+        """The keys of `embedded-gpt` that this training changes."""
         steps = tokens // (self.batch * SEQUENCE)
         return {
             "model.block": self.block,
@@ -111,7 +111,7 @@ class Trainings:
 
     def train(self, setting: Setting, learning_rate: float, seed: int) -> Trained:
         overrides = setting.overrides(learning_rate, seed, self._tokens)
-        job = load_job("embedded", [f"{key}={value}" for key, value in overrides.items()])
+        job = load_job("embedded-gpt", [f"{key}={value}" for key, value in overrides.items()])
         name = f"{setting.name}-{self._tokens}-{learning_rate:g}-{seed}".replace(", ", "-").replace(" ", "")
         run = Run(self._folder / name)
         run.create_or_resume(job)

@@ -110,7 +110,7 @@ def train(setting: Setting, tokens: int, slowest: int, folder: Path) -> Result:
         "comm.outer_momentum": setting.momentum,
     }
     run = Run(folder / f"{setting.every}-{setting.rate}-{setting.momentum}")
-    run.create_or_resume(load_job("embedded", [f"{key}={value}" for key, value in overrides.items()]))
+    run.create_or_resume(load_job("embedded-gpt", [f"{key}={value}" for key, value in overrides.items()]))
     run_local(run, REPLICAS, command=[sys.executable, __file__, "--rank"])
     if (done := run.read_metrics()[-1]["step"]) < steps:
         raise RunFailedError(f"{setting.name}: somebody stopped it after {done} of {steps} steps")

@@ -1,13 +1,13 @@
-"""Blocks of Qwen 3 and Gemma 3 beside the default job's GPT: bits per byte at equal training FLOPs.
+"""Blocks of Qwen 3 and Gemma 3 beside a GPT, with AdamW and Muon: bits per byte at equal training FLOPs.
 
-    python benchmarks/training/families.py --runs FOLDER [--flops 3e12] [--seeds 3]
+    python benchmarks/training/families.py --runs FOLDER [--flops 3e12] [--seeds 3] [--optimizer muon]
 
-Every shape has about the size of the embedded job's model and trains on the same text for the same FLOPs, one
-process of one thread, with the embedded job's optimizer, batch and sequence. A seed fixes the initial weights
-and the order of the samples, so all shapes read the same batches in the same order; a cheaper shape reads a
-few more. Rates a factor of 2 apart are tried with the first seed, from the embedded job's on, until the best
-one has a worse one on both sides; the other seeds then train at that rate. Finished trainings are kept in
-``--runs``, and a command that was interrupted continues there.
+Every shape has about the size of the GPT of the job `embedded-gpt` and trains on the same text for the same
+FLOPs, one process of one thread, with that job's batch and sequence. A seed fixes the initial weights and the
+order of the samples, so all shapes read the same batches in the same order; a cheaper shape reads a few more.
+Rates a factor of 2 apart are tried with the first seed until the best one has a worse one on both sides; the
+other seeds then train at that rate. FLOPs are the model's: those of Muon's iterations are not counted.
+Finished trainings are kept in ``--runs``, and a command that was interrupted continues there.
 """
 
 import argparse
@@ -46,7 +46,7 @@ QWEN: dict[str, Any] = {
     "rotary_base": 1e6,
 }
 SHAPES: dict[str, dict[str, Any]] = {
-    "default (relu2)": {},
+    "GPT (squared ReLU)": {},
     "Qwen 3": QWEN,
     "Gemma 3, 6 layers, windows 5:1": {
         **GEMMA,
@@ -63,7 +63,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "embedding_scale": 128**0.5,
     },
 }
-"""The embedded job's model keys that each shape changes."""
+"""The model keys of `embedded-gpt` that each shape changes."""
+FIRST_RATES = {"adamw": 0.0025, "muon": 0.01}
+"""Learning rates from which the search starts."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,15 @@ class Training:
     """One training: a shape at a learning rate, with a seed."""
 
     shape: str
+    optimizer: str
     learning_rate: float
     seed: int
     flops: float
 
     def job(self) -> Job:
-        """The embedded job with the shape's keys, as many steps as the FLOPs allow and a last validation."""
+        """The job `embedded-gpt` with the shape's keys and as many steps as the FLOPs allow."""
         shape = [f"model.{key}={value}" for key, value in SHAPES[self.shape].items()]
-        model = load_job("embedded", shape).model
+        model = load_job("embedded-gpt", shape).model
         batch = 8
         steps = round(self.flops / (model.flops_per_token() * model.sequence * batch))
         keys = {
@@ -89,15 +92,16 @@ class Training:
             "train.sample_prompt": "off",
             "data.validation_batches": 128,
             "checkpoint.every": 0,
+            "optimizer.name": self.optimizer,
             "optimizer.learning_rate": self.learning_rate,
             "optimizer.warmup_steps": max(1, steps // 40),
         }
-        return load_job("embedded", [*shape, *(f"{key}={value}" for key, value in keys.items())])
+        return load_job("embedded-gpt", [*shape, *(f"{key}={value}" for key, value in keys.items())])
 
     @property
     def folder(self) -> str:
         words = "".join(letter if letter.isalnum() else "-" for letter in self.shape)
-        return f"{words}-{self.flops:g}-{self.learning_rate:g}-{self.seed}"
+        return f"{words}-{self.optimizer}-{self.flops:g}-{self.learning_rate:g}-{self.seed}"
 
 
 def bits_per_byte(run: Run) -> float | None:
@@ -136,20 +140,19 @@ class Outcome:
 class Trainings:
     """Trains each training in a new process."""
 
-    def __init__(self, runs: Path, flops: float) -> None:
-        self._runs = runs
-        self._flops = flops
+    def __init__(self, runs: Path, flops: float, optimizer: str) -> None:
+        self._runs, self._flops, self._optimizer = runs, flops, optimizer
 
     def bits(self, shape: str, learning_rate: float, seed: int) -> float:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            training = Training(shape, learning_rate, seed, self._flops)
+            training = Training(shape, self._optimizer, learning_rate, seed, self._flops)
             found = process.submit(train, training, self._runs).result()
         print(f"  {shape:32} rate {learning_rate:<8g} seed {seed}: {found:.4f} bits per byte", flush=True)
         return found
 
     def search(self, shape: str, seeds: Sequence[int]) -> Outcome:
         """Search the learning rate with the first seed, then train the others at the best one."""
-        start = load_job("embedded").optimizer.learning_rate
+        start = FIRST_RATES[self._optimizer]
         found = {start: self.bits(shape, start, seeds[0])}
         while len(found) < MOST_RATES:
             best = min(found, key=lambda rate: found[rate])
@@ -169,16 +172,16 @@ def difference(one: Outcome, other: Outcome) -> str:
     return f"{statistics.mean(found):+.4f} ± {half:.4f}"
 
 
-def print_table(outcomes: Sequence[Outcome], flops: float) -> None:
-    """One row for each shape, with its difference to the default job's."""
+def print_table(outcomes: Sequence[Outcome], flops: float, optimizer: str) -> None:
+    """One row for each shape, with its difference to the GPT."""
     print(
         "\n| shape | parameters | steps | learning rates tried | best | bits per byte, each seed | mean |",
         end="",
     )
-    print(" to the default |")
+    print(" to the GPT |")
     print("|---|---|---|---|---|---|---|---|")
     for one in outcomes:
-        job = Training(one.shape, one.learning_rate, 1, flops).job()
+        job = Training(one.shape, optimizer, one.learning_rate, 1, flops).job()
         cells = (
             one.shape,
             f"{job.model.num_parameters():,}",
@@ -193,16 +196,18 @@ def print_table(outcomes: Sequence[Outcome], flops: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Qwen 3's and Gemma 3's blocks beside the default job's.")
+    parser = argparse.ArgumentParser(description="Qwen 3's and Gemma 3's blocks beside a GPT's.")
     parser.add_argument(
         "--runs", type=Path, required=True, help="keep the trainings here, and continue there"
     )
     parser.add_argument("--flops", type=float, default=3e12, help="training FLOPs of each training")
     parser.add_argument("--seeds", type=int, default=3, choices=sorted(STUDENT), help="seeds of each shape")
+    parser.add_argument("--optimizer", default="adamw", choices=sorted(FIRST_RATES))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), metavar="SHAPE")
     options = parser.parse_args()
-    trainings = Trainings(options.runs, options.flops)
-    outcomes = [trainings.search(shape, range(1, options.seeds + 1)) for shape in SHAPES]
-    print_table(outcomes, options.flops)
+    trainings = Trainings(options.runs, options.flops, options.optimizer)
+    outcomes = [trainings.search(shape, range(1, options.seeds + 1)) for shape in options.shapes]
+    print_table(outcomes, options.flops, options.optimizer)
 
 
 if __name__ == "__main__":

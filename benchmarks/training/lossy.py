@@ -68,7 +68,7 @@ class Result:
 
 
 def overrides(setting: Setting, tokens: int) -> dict[str, Any]:
-    """Return the changed keys of the embedded job."""
+    """Return the changed keys of the job `embedded-gpt`."""
     steps = max(1, round(tokens / (BATCH * SEQUENCE * QUARTERS))) * QUARTERS
     return {
         "train.seed": setting.seed,
@@ -92,7 +92,7 @@ def overrides(setting: Setting, tokens: int) -> dict[str, Any]:
 
 def train(setting: Setting, tokens: int, folder: Path) -> Result:
     """One training."""
-    job = load_job("embedded", [f"{key}={value}" for key, value in overrides(setting, tokens).items()])
+    job = load_job("embedded-gpt", [f"{key}={value}" for key, value in overrides(setting, tokens).items()])
     run = Run(folder / f"{setting.gradients}-{setting.parameters}-{setting.seed}")
     run.create_or_resume(job)
     run_local(run, RANKS, command=[sys.executable, diloco.__file__, "--rank"])

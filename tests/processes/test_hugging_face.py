@@ -803,5 +803,5 @@ def test_a_run_whose_corpus_is_missing_is_exported_without_tokenizer_and_reports
 
 def test_recipes_of_known_models_have_a_counterpart() -> None:
     kinds = {name: kind_of(load_job(name).model) for name in ("embedded", "tiny", "llama3-8b", "gpt2-124m")}
-    assert kinds == {"embedded": "arcee", "tiny": "arcee", "llama3-8b": "llama", "gpt2-124m": "gpt2"}
+    assert kinds == {"embedded": "gemma3_text", "tiny": "arcee", "llama3-8b": "llama", "gpt2-124m": "gpt2"}
     assert kind_of(ModelConfig(**(LLAMA | {"window": 5}))) == "mistral"

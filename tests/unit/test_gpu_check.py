@@ -19,7 +19,7 @@ def test_each_check_has_a_name_of_its_own_and_keys_that_jobs_have() -> None:
     assert len({check.name for check in PLAN}) == len(PLAN)
     for check in PLAN:
         assert bool(check.keys) != bool(check.command)
-        job = load_job("embedded", [f"{key}={value}" for key, value in check.keys.items()])
+        job = load_job("embedded-gpt", [f"{key}={value}" for key, value in check.keys.items()])
         assert job.layout.world <= check.gpus, check.name
 
 

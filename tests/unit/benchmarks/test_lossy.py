@@ -8,7 +8,7 @@ def test_each_setting_is_a_job_and_has_a_name_of_its_own():
     assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
     for setting in SETTINGS:
         texts = [f"{key}={value}" for key, value in overrides(setting, 40_000).items()]
-        comm = load_job("embedded", texts).comm
+        comm = load_job("embedded-gpt", texts).comm
         assert bool(comm.lossy) == (not setting.name.startswith("exact"))
         assert comm.compress_gradients == (None if setting.gradients == "off" else setting.gradients)
 
