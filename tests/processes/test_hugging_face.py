@@ -536,7 +536,7 @@ def test_float16_is_written_and_refused_where_it_would_overflow(tmp_path: Path) 
     ("config", "told"),
     [
         ({"model_type": "mamba"}, 'model_type = "mamba": one of llama, mistral, qwen2, '),
-        ({"mlp_bias": True}, "mlp_bias = True: None or False"),
+        ({"mlp_bias": True}, "mlp_bias = true: null or false"),
         ({"hidden_act": "relu"}, 'hidden_act = "relu": silu or swish'),
         ({"rope_parameters": {"rope_type": "fourier", "factor": 8.0}}, 'rope_type = "fourier": one of def'),
         ({"rope_scaling": {"type": "linear", "factor": "x"}}, 'factor = "x"'),

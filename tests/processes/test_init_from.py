@@ -261,7 +261,7 @@ OTHERS = [
         {"activation": "gelu", "ffn_hidden": 96, "layers": 2},
         r"blocks\.0\.mlp\.down\.weight is \(32, 96\) here",
     ),
-    ({"position": "none"}, r"model\.position is none here, rotary there"),
+    ({"position": "none", "rotary_base": 1e4}, r"model\.position is none here, rotary there"),
 ]
 
 
