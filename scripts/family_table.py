@@ -48,6 +48,7 @@ _ROWS = (
     _Row("DeepSeek V3, dense", "deepseek_v3", "deepseek 3", "deepseek 3", ("deepseek",)),
     _Row("DeepSeek V2, dense", "deepseek_v2", "deepseek 2 lite", "deepseek 2 lite", ()),
     _Row("MiniCPM 1, 2", "minicpm", "minicpm", "minicpm", ("minicpm-",)),
+    _Row("MiniCPM 3", "minicpm3", "minicpm 3", "minicpm 3", ()),
     _Row("GPT-2", "gpt2", "gpt2", "gpt2, tanh", ("gpt2-", "gpt-", "megascale-")),
 )
 

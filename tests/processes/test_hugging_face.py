@@ -13,7 +13,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 import pytest
 import torch
 import transformers
-from hugging_face_case import GPT2, LLAMA, TINY, exported, loaded, our_logits, random_weights, tokens_of
+from hugging_face_case import GPT2, LLAMA, TINY, Kept, exported, loaded, our_logits, random_weights, tokens_of
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_corpora import make_corpus
@@ -65,6 +65,7 @@ DEEPSEEK = TINY | {
 OURS = {
     "deepseek 3": DEEPSEEK | {"rotary_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
     "deepseek 2 lite": DEEPSEEK | {"q_lora_rank": None, "tied": True},
+    "minicpm 3": DEEPSEEK | {"embedding_scale": 12.0, "residual_scale": 0.3, "logit_scale": 0.75},
     "llama, shared heads": LLAMA,
     "llama, untied": LLAMA | {"tied": False},
     "llama, wide heads": LLAMA | {"head_dim": 16, "tied": False},
@@ -187,10 +188,21 @@ LATENT = SMALL | {
         "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.9,
     },
 }  # fmt: skip
+MINICPM3 = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"} | {
+    "max_position_embeddings": 48, "scale_emb": 3, "scale_depth": 0.9, "dim_model_base": 8,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24,
+        "short_factor": [1.0, 1.3], "long_factor": [1.5, 3.0],
+    },
+}  # fmt: skip
 SHORT = SMALL | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
 THEIRS: dict[str, Callable[[], Any]] = {
     "deepseek 3": lambda: transformers.DeepseekV3Config(**LATENT),
     "deepseek 2 lite": lambda: transformers.DeepseekV2Config(**LATENT | {"q_lora_rank": None}),
+    "minicpm 3": lambda: transformers.MiniCPM3Config(**MINICPM3),
+    "minicpm 3, whole queries": lambda: transformers.MiniCPM3Config(
+        **MINICPM3 | {"q_lora_rank": None, "v_head_dim": None, "scale_depth": None}, tie_word_embeddings=False
+    ),
     "llama": lambda: transformers.LlamaConfig(
         **ROTARY, rope_theta=3e4, rope_parameters={"rope_type": "default", "rope_theta": 3e4}
     ),
@@ -722,6 +734,22 @@ def test_a_run_is_exported_with_its_tokenizer_and_generates_the_same_text_after_
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "again"))
     assert first.keys() == second.keys() and all(torch.equal(second[name], x) for name, x in first.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "back", "hf", "run"]
+
+
+def test_an_export_leaves_prediction_layers_out_and_says_so(tmp_path: Path, corpus: Path) -> None:
+    """transformers has no class that computes them, and its logits are the main model's."""
+    run = make_run(tmp_path / "run", corpus, **(LLAMA | {"prediction_layers": 2}))
+    done = command("export", run.path, tmp_path / "hf")
+    assert done.exit_code == 0 and "model.prediction_layers = 2" in done.output, done.output
+    weights = HuggingFaceWeights(tmp_path / "hf")
+    assert weights.model is not None and weights.model.prediction_layers == 0
+    kept = load_model(CheckpointFolder(run.checkpoints_path).of_step(7))
+    assert {name for name in kept if name not in weights.shapes} == {
+        name for name in kept if name.startswith("head.predictions.")
+    }
+    tokens = tokens_of(weights.model)
+    ours = our_logits(Kept(run.job().model, kept), tokens)
+    torch.testing.assert_close(ours, their_logits(load_theirs(tmp_path / "hf"), tokens), atol=3e-5, rtol=1e-5)
 
 
 NO_COUNTERPART = [

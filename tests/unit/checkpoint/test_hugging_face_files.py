@@ -126,7 +126,11 @@ def test_a_model_that_cannot_be_exported_is_told_the_key_to_change() -> None:
     for change, asked, error in (
         ({"activation": "gelu"}, "deepseek_v2", 'model.activation = "gelu": swiglu in deepseek_v2'),
         ({"activation": "gelu"}, None, 'model.activation = "gelu": swiglu in deepseek_v3'),
-        ({}, "llama", '--model-type = "llama": one of deepseek_v3, deepseek_v2: this model has latent att'),
+        (
+            {},
+            "llama",
+            '--model-type = "llama": one of deepseek_v3, deepseek_v2, minicpm3: this model has latent att',
+        ),
     ):
         with pytest.raises(BadInputError, match=error):
             kind_of(latent.model_copy(update=change), asked)

@@ -1,9 +1,12 @@
-"""Fields of ``config.json`` of DeepSeek-V2 and V3 whose layers are all dense: reader and writer.
+"""Fields of ``config.json`` of the families with latent attention: DeepSeek-V2 and V3 whose layers are all
+dense, and MiniCPM 3, which scales embedding, residuals and logits as MiniCPM 1 and 2 do.
 
-Their rotary pairs are adjacent rows, as in Myriad, so that no rows are permuted.
+DeepSeek's rotary pairs are adjacent rows, as in Myriad, so that no rows are permuted; MiniCPM 3's are half of
+the rotated rows apart.
 """
 
 from myriad.checkpoint.foreign.hugging_face_family import Values
+from myriad.checkpoint.foreign.hugging_face_fields import minicpm_scales, written_minicpm_scales
 from myriad.checkpoint.foreign.hugging_face_values import (
     ConfigValues,
     read_mscales,
@@ -13,7 +16,14 @@ from myriad.checkpoint.foreign.hugging_face_values import (
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 
-__all__ = ["DEEPSEEK_EXPERTS", "LATENT_SIZES", "read_deepseek", "write_deepseek"]
+__all__ = [
+    "DEEPSEEK_EXPERTS",
+    "LATENT_SIZES",
+    "read_deepseek",
+    "read_minicpm3",
+    "write_deepseek",
+    "write_minicpm3",
+]
 
 LATENT_SIZES = {
     key: key for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -34,6 +44,11 @@ def read_deepseek(theirs: ConfigValues, values: Values) -> Values:
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < layers:
         allowed = f"at least num_hidden_layers = {layers} in config.json: layers with experts cannot be read"
         raise BadInputError("first_k_dense_replace", dense, allowed)
+    return _read_latent(theirs, values)
+
+
+def _read_latent(theirs: ConfigValues, values: Values) -> Values:
+    """Read what the families with latent attention have in common."""
     theirs.must_be("num_key_value_heads", None, values["heads"])
     theirs.must_be("head_dim", None, values["qk_rope_head_dim"])
     theirs.must_be("qk_head_dim", None, values["qk_nope_head_dim"] + values["qk_rope_head_dim"])
@@ -64,4 +79,25 @@ def write_deepseek(model: ModelConfig) -> Values:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
+    }
+
+
+def read_minicpm3(theirs: ConfigValues, values: Values) -> Values:
+    """Read what MiniCPM 3 has beyond the copied fields."""
+    value = theirs.size_or_none("v_head_dim") or values["hidden"] // values["heads"]
+    found = {"v_head_dim": value} | _read_latent(theirs, values | {"v_head_dim": value})
+    return found | minicpm_scales(theirs, values)
+
+
+def write_minicpm3(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: MiniCPM 3."""
+    return {
+        "rope_theta": model.rotary_base,
+        "rope_parameters": written_rotary(model.rotary_base, model.rotary_scaling),
+        "head_dim": model.qk_rope_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        **written_minicpm_scales(model),
     }

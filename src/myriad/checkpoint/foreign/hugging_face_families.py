@@ -10,7 +10,9 @@ from myriad.checkpoint.foreign.hugging_face_deepseek import (
     DEEPSEEK_EXPERTS,
     LATENT_SIZES,
     read_deepseek,
+    read_minicpm3,
     write_deepseek,
+    write_minicpm3,
 )
 from myriad.checkpoint.foreign.hugging_face_family import Family, TensorNames
 from myriad.checkpoint.foreign.hugging_face_fields import (
@@ -75,6 +77,7 @@ _GEMMA_FIELDS = (
     *("final_logit_softcapping", "sliding_window", "layer_types"),
 )
 _NO_BIAS = (None, False)
+_MINICPM_SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 _DEEPSEEK: dict[str, Any] = {
     "fixed": _ROTARY_MODEL,
     "sizes": LATENT_SIZES,
@@ -307,7 +310,21 @@ FAMILIES: dict[str, Family] = {
         must_be={"pretraining_tp": (None, 1), "mlp_bias": _NO_BIAS},  # with slices, logits are not scaled
         read=read_minicpm,
         write=write_minicpm,
-        fields=(*_ROTARY, "attention_bias", "scale_emb", "scale_depth", "dim_model_base"),
+        fields=(*_ROTARY, "attention_bias", *_MINICPM_SCALES),
+    ),
+    "minicpm3": Family(
+        architecture="MiniCPM3ForCausalLM",
+        fixed=_ROTARY_MODEL,
+        sizes={key: name for key, name in LATENT_SIZES.items() if key != "v_head_dim"},
+        defaults=_DEFAULTS
+        | {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+        | {"kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+        | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+        must_be={"pretraining_tp": (None, 1), "attention_bias": _NO_BIAS, "mlp_bias": _NO_BIAS},
+        read=read_minicpm3,
+        write=write_minicpm3,
+        fields=(*_ROTARY, "v_head_dim", "qk_head_dim", *_MINICPM_SCALES),
+        names=lambda model: TensorNames(latent_pairs="halves"),
     ),
 }
 """The families, by ``model_type``; GPT-2, whose matrices are transposed, is in `hugging_face_config`."""

@@ -34,6 +34,8 @@ class TensorNames:
     """rows: all queries, all keys, all values. groups: for each key/value head its queries, key and value."""
     qk_norms: tuple[str, str] = ("q_norm", "k_norm")
     """Norms of queries and keys; a number follows for each head if the heads have weights of their own."""
+    latent_pairs: Literal["adjacent", "halves"] = "adjacent"
+    """Rows of a rotary pair in latent attention: beside each other, or half of the rotated rows apart."""
     output: str = "o_proj"
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     """The tensors of the MLP's first product; a single one with a gate holds the gate first."""

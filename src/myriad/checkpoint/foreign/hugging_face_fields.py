@@ -13,6 +13,7 @@ from myriad.model.config import ModelConfig
 
 __all__ = [
     "falcon_names",
+    "minicpm_scales",
     "read_decoder",
     "read_falcon",
     "read_gemma2",
@@ -41,6 +42,7 @@ __all__ = [
     "write_qwen2",
     "write_smollm3",
     "write_stablelm",
+    "written_minicpm_scales",
 ]
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -284,31 +286,45 @@ def write_granite(model: ModelConfig) -> Values:
 
 def read_minicpm(theirs: ConfigValues, values: Values) -> Values:
     """Return the values of a ``config.json`` beyond the copied fields: MiniCPM 1 and 2."""
-    for key in ("scale_emb", "scale_depth", "dim_model_base"):
-        if theirs.number(key) <= 0:
-            raise BadInputError(key, theirs.get(key), "above 0 in config.json")
     found = read_decoder(theirs, values)
     if found["rotary_scaling"].kind not in ("none", "linear", "dynamic"):
         raise BadInputError("rope_scaling", theirs.get("rope_scaling"), "linear or dynamic in config.json")
-    return found | {
-        "embedding_scale": theirs.number("scale_emb"),
-        "residual_scale": theirs.number("scale_depth") / values["layers"] ** 0.5,
-        "logit_scale": theirs.number("dim_model_base") / values["hidden"],
+    return found | minicpm_scales(theirs, values)
+
+
+def minicpm_scales(theirs: ConfigValues, values: Values) -> Values:
+    """Return the scales of embedding, residuals and logits; null for a depth or a base means no scale."""
+    none = {"scale_emb": 1.0, "scale_depth": values["layers"] ** 0.5, "dim_model_base": values["hidden"]}
+    found = {key: theirs.number(key) if theirs.get(key) is not None else one for key, one in none.items()}
+    for key, value in found.items():
+        if value <= 0:
+            raise BadInputError(key, value, "above 0 in config.json")
+    return {
+        "embedding_scale": found["scale_emb"],
+        "residual_scale": found["scale_depth"] / values["layers"] ** 0.5,
+        "logit_scale": found["dim_model_base"] / values["hidden"],
+    }
+
+
+def written_minicpm_scales(model: ModelConfig) -> Values:
+    """Return the fields that `minicpm_scales` reads."""
+    base = model.logit_factor * model.hidden
+    return {
+        "scale_emb": model.embedding_scale,
+        "scale_depth": round(model.residual_scale * model.layers**0.5, 12),
+        "dim_model_base": round(base) if abs(base - round(base)) < 1e-9 else base,
     }
 
 
 def write_minicpm(model: ModelConfig) -> Values:
     """Return the fields beyond the copied ones: MiniCPM 1 and 2."""
-    base = model.logit_scale * model.hidden
     scaling = model.rotary_scaling
     return {
         "rope_theta": model.rotary_base,
         "rope_scaling": None if scaling.kind == "none" else {"type": scaling.kind, "factor": scaling.factor},
         "attention_bias": model.has_output_bias,
         "attention_dropout": 0.0,
-        "scale_emb": model.embedding_scale,
-        "scale_depth": round(model.residual_scale * model.layers**0.5, 12),
-        "dim_model_base": round(base) if abs(base - round(base)) < 1e-9 else base,
+        **written_minicpm_scales(model),
     }
 
 

@@ -144,7 +144,7 @@ def _decoder(model: ModelConfig, names: TensorNames) -> Iterator[TensorMapping]:
         if model.latent is None:
             yield from _attention(model, names, *attention, rotated)
         else:
-            yield from _latent_attention(model, *attention)
+            yield from _latent_attention(model, names, *attention)
         yield from _mlp(model, names, f"{ours}.mlp", f"{theirs}.mlp")
     yield from _norm(model, "head.norm", f"{names.base}.{names.final_norm}")
     if not model.tied:
@@ -188,24 +188,39 @@ def _query_key_norms(
         yield TensorMapping(f"{ours}.{letter}_norm.weight", (rows,), tuple(slices))
 
 
-def _latent_attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[TensorMapping]:
-    """Yield the mappings of DeepSeek's attention, whose rotary pairs are adjacent as ours are."""
+def _latent_attention(
+    model: ModelConfig, names: TensorNames, ours: str, theirs: str
+) -> Iterator[TensorMapping]:
+    """Yield the mappings of latent attention. Each head has its rows without positions first."""
     latent, heads = model.latent, model.heads
     assert latent is not None
-    shared = f"{theirs}.kv_a_proj_with_mqa.weight", latent.key_value_rank + latent.rotated, 0
+    halves, rank = names.latent_pairs == "halves", latent.key_value_rank
+    shared = tuple(_plain_and_rotated(f"{theirs}.kv_a_proj_with_mqa.weight", 1, rank, latent.rotated, halves))
     if latent.query_rank is None:
-        yield _rows(f"{ours}.query.weight", model.hidden, (f"{theirs}.q_proj.weight", heads * latent.head, 0))
-        yield _rows(f"{ours}.down.weight", model.hidden, shared)
+        queries, columns, down = f"{theirs}.q_proj.weight", model.hidden, shared
     else:
-        down = f"{theirs}.q_a_proj.weight", latent.query_rank, 0
-        yield _rows(f"{ours}.down.weight", model.hidden, down, shared)
-        yield _vector(f"{ours}.q_norm.weight", f"{theirs}.q_a_layernorm.weight", latent.query_rank)
-        queries = f"{theirs}.q_b_proj.weight", heads * latent.head, 0
-        yield _rows(f"{ours}.q_up.weight", latent.query_rank, queries)
+        queries, columns = f"{theirs}.q_b_proj.weight", latent.query_rank
+        down = (RowSlice(f"{theirs}.q_a_proj.weight", columns), *shared)
+        yield _vector(f"{ours}.q_norm.weight", f"{theirs}.q_a_layernorm.weight", columns)
+    yield TensorMapping(f"{ours}.down.weight", (sum(one.num_rows for one in down), model.hidden), down)
+    up = tuple(_plain_and_rotated(queries, heads, latent.plain, latent.rotated, halves))
+    name = "query" if latent.query_rank is None else "q_up"
+    yield TensorMapping(f"{ours}.{name}.weight", (heads * latent.head, columns), up)
     yield _vector(f"{ours}.kv_norm.weight", f"{theirs}.kv_a_layernorm.weight", latent.key_value_rank)
     keys_values = f"{theirs}.kv_b_proj.weight", heads * (latent.plain + latent.value), 0
     yield _rows(f"{ours}.kv_up.weight", latent.key_value_rank, keys_values)
     yield _rows(f"{ours}.output.weight", model.mixed_width, (f"{theirs}.o_proj.weight", model.hidden, 0))
+
+
+def _plain_and_rotated(name: str, heads: int, plain: int, rotated: int, halves: bool) -> Iterator[RowSlice]:
+    """Yield the rows of heads that are ``plain`` rows and then ``rotated`` ones. ``halves``: a pair is half
+    of these apart."""
+    if not halves:
+        yield RowSlice(name, heads * (plain + rotated))
+        return
+    for start in range(0, heads * (plain + rotated), plain + rotated):
+        yield RowSlice(name, plain, start)
+        yield RowSlice(name, rotated, start + plain, rotated)
 
 
 def _qkv_slices(
