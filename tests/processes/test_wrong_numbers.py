@@ -46,42 +46,35 @@ def plan(run: Run, monkeypatch: pytest.MonkeyPatch, *faults: dict) -> None:
     monkeypatch.setenv(ARMED, str(folder / "planned.json"))
 
 
-def test_a_flipped_bit_is_found_its_rank_named_and_the_end_is_as_if_it_had_not_been(
+def verdicts(run: Run) -> list[tuple[str, int, int]]:
+    """Verdict, step and rank of each diagnosis of a number; others are of the pace of a busy machine."""
+    told = (one for one in events(run, "diagnosis") if "verdict" in one)
+    return [(one["verdict"], one["step"], one["rank"]) for one in told]
+
+
+def test_wrong_numbers_are_found_their_rank_is_named_and_the_end_is_as_if_they_had_not_been(
     tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(tmp_path / "run", corpus, *THREE, "checkpoint.every=5", "checkpoint.keep=8")
-    plan(run, monkeypatch, {"kind": "flip", "rank": 1, "step": 18})
+    """One run with four faults: a gradient that is not a number once, a bit that flips in the middle, a spike
+    when enough steps are known to compare with, and a bit that flips in the last step."""
+    how = ("checkpoint.every=4", "checkpoint.keep=11", "resilience.on_spike=skip")
+    run = make_run(tmp_path / "run", corpus, *THREE, *how)
+    faults = (("nan-once", 2, 2), ("flip", 1, 6), ("spike", 1, 39), ("flip", 2, 40))
+    plan(run, monkeypatch, *({"kind": kind, "rank": rank, "step": step} for kind, rank, step in faults))
     assert run_local(run, 3) == "finished"
-    fault, *_ = events(run, "fault")
-    assert (fault["cause"], fault["rank"], fault["node"]) == ("corruption", 1, 0)
-    assert fault["step"] in (20, 24), "found when replicas were compared next"
-    (resume,) = events(run, "resume")
-    assert 1 <= resume["step"] <= fault["evidence"]["agreed_step"] <= 17
-    assert_same_run(run, undisturbed)
-
-
-def test_a_bit_that_flips_in_the_last_step_is_found_when_all_ranks_are_gone(
-    tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(tmp_path / "run", corpus, *THREE, "checkpoint.every=20")  # else no state is left to trust
-    plan(run, monkeypatch, {"kind": "flip", "rank": 2, "step": 40})
-    assert run_local(run, 3) == "finished"
-    fault, *_ = events(run, "fault")
-    assert (fault["cause"], fault["rank"], fault["step"]) == ("corruption", 2, 40)
-    assert_same_run(run, undisturbed)
-
-
-def test_a_gradient_that_is_not_a_number_once_costs_a_replay_and_is_reported_as_transient(
-    tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(tmp_path / "run", corpus, *THREE)
-    plan(run, monkeypatch, {"kind": "nan-once", "rank": 2, "step": 12})
-    assert run_local(run, 3) == "finished"
-    (fault,) = (one for one in events(run, "fault") if "cause" in one)
-    assert (fault["cause"], fault["rank"], fault["step"]) == ("nan", 2, 12)
-    (diagnosis,) = events(run, "diagnosis")
-    assert (diagnosis["verdict"], diagnosis["step"], diagnosis["rank"]) == ("transient", 12, 2)
-    assert events(run, "resume")[0]["step"] in (10, 11), "nothing had moved in the step"
+    nan, flip, last = (one for one in events(run, "fault") if "cause" in one)
+    assert (nan["cause"], nan["rank"], nan["step"]) == ("nan", 2, 2)
+    assert (flip["cause"], flip["rank"], flip["node"]) == ("corruption", 1, 0)
+    assert flip["step"] in (8, 12), "found when replicas were compared next"
+    assert (last["cause"], last["rank"], last["step"]) == ("corruption", 2, 40), "when all ranks were gone"
+    assert verdicts(run)[0] == ("transient", 2, 2)
+    (spike,) = events(run, "spike")
+    assert (spike["step"], spike["verdict"]) == (39, "transient") and "gradient norm" in spike["problem"]
+    assert not events(run, "skip") and len(events(run, "start")) == 4, "a spike is computed again in place"
+    after_nan, after_flip, after_last = (resume["step"] for resume in events(run, "resume"))
+    assert after_nan == 1, "nothing had moved in the step"
+    assert 1 <= after_flip <= flip["evidence"]["agreed_step"] <= 5
+    assert after_last <= last["evidence"]["agreed_step"] <= 39
     assert_same_run(run, undisturbed)
 
 
@@ -89,54 +82,34 @@ def test_a_batch_that_is_never_a_number_stops_the_run_with_the_reason_and_the_ra
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run", corpus, *THREE)
-    plan(run, monkeypatch, {"kind": "nan-always", "rank": 1, "step": 12})
+    plan(run, monkeypatch, {"kind": "nan-always", "rank": 1, "step": 3})
     with pytest.raises(RunFailedError, match=r"on rank 1 .*; it came again on replay, and there is no other"):
         run_local(run, 3)
-    assert [one["verdict"] for one in events(run, "diagnosis")] == ["deterministic"]
+    assert verdicts(run) == [("deterministic", 3, 1)]
     assert len(events(run, "start")) == 2 and not events(run, "eviction")
-    assert run.read_metrics()[-1]["step"] == 11, "nothing moved by numbers that are none"
+    assert run.read_metrics()[-1]["step"] == 2, "nothing moved by numbers that are none"
 
 
-def test_a_bad_batch_is_skipped_if_the_job_allows_it_in_later_attempts_and_starts_too(
+def test_bad_batches_are_skipped_if_the_job_allows_it_in_later_attempts_too(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(tmp_path / "run", corpus, *THREE, "resilience.on_nan=skip")
-    faults = [{"kind": "nan-always", "rank": 1, "step": step} for step in (12, 30)]
-    plan(run, monkeypatch, *faults)
-    assert run_local(run, 3) == "finished"
-    lines = run.read_metrics()
-    assert [line["step"] for line in lines if line.get("skipped")] == [12, 30] and len(lines) == 40
-    assert lines[11]["loss"] is not None and lines[11]["grad_norm"] is None
-    assert {one["step"] for one in events(run, "skip")} == {12, 30}
-    assert [one["verdict"] for one in events(run, "diagnosis")] == ["deterministic"] * 2
-    assert lines[-1]["loss"] < lines[0]["loss"] - 1
-
-
-def test_a_spike_is_computed_again_and_the_end_is_as_if_it_had_not_been_and_one_that_stays_is_skipped(
-    tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Enough steps are known by then to compare with."""
-    run = make_run(tmp_path / "run", corpus, *THREE, "resilience.on_spike=skip")
-    plan(run, monkeypatch, {"kind": "spike", "rank": 1, "step": 36})
-    assert run_local(run, 3) == "finished"
-    (told,) = events(run, "spike")
-    assert (told["step"], told["verdict"]) == (36, "transient") and "gradient norm" in told["problem"]
-    assert len(events(run, "start")) == 1 and not events(run, "fault") and not events(run, "skip")
-    assert_same_run(run, undisturbed)
-
-
-def test_a_run_goes_back_before_a_spike_and_skips_the_batches_that_led_to_it(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    how = ("resilience.on_spike=rollback", "checkpoint.every=10", "checkpoint.keep=11")
-    run = make_run(tmp_path / "run", corpus, *THREE, *how)
+    """First a batch whose gradient is never a number; then a spike that stays, before which the run goes
+    back, to skip the batches that led to it."""
+    how = ("resilience.on_nan=skip", "resilience.on_spike=rollback", "checkpoint.every=10")
+    run = make_run(tmp_path / "run", corpus, *THREE, *how, "checkpoint.keep=11")
     monkeypatch.setattr("myriad.launchers.supervised_run.SPIKE_STEPS_BEFORE", 10)
     monkeypatch.setattr("myriad.launchers.supervised_run.SPIKE_STEPS_AFTER", 1)
-    plan(run, monkeypatch, {"kind": "spike-always", "rank": 1, "step": 36})
+    faults = [("nan-always", 2), ("spike-always", 37)]
+    plan(run, monkeypatch, *({"kind": kind, "rank": 1, "step": step} for kind, step in faults))
     assert run_local(run, 3) == "finished"
-    (fault,) = (one for one in events(run, "fault") if "cause" in one)
-    assert (fault["cause"], fault["step"]) == ("spike", 36) and "rank" not in fault, "nobody is to blame"
-    (resume,) = events(run, "resume")
-    assert resume["step"] == 20, "the newest that is stored of at most 25"
-    assert {one["step"] for one in events(run, "skip")} == set(range(26, 38))
-    assert run.read_metrics()[-1]["step"] == 40 and not events(run, "eviction")
+    nan, *_, spike = (one for one in events(run, "fault") if one.get("cause") in ("nan", "spike"))
+    assert (nan["cause"], nan["rank"], nan["step"]) == ("nan", 1, 2)
+    assert verdicts(run) == [("deterministic", 2, 1)]
+    assert (spike["cause"], spike["step"]) == ("spike", 37) and "rank" not in spike, "nobody is to blame"
+    resumed, *_ = (one["step"] for one in events(run, "resume") if one["time"] > spike["time"])
+    assert 20 <= resumed <= 26, "stored, or in memory as the last that was compared"
+    lines, skipped = run.read_metrics(), [2, *range(27, 39)]
+    assert [line["step"] for line in lines if line.get("skipped")] == skipped and len(lines) == 40
+    assert lines[1]["loss"] is not None and lines[1]["grad_norm"] is None
+    assert {one["step"] for one in events(run, "skip")} == set(skipped) and not events(run, "eviction")
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
