@@ -179,6 +179,23 @@ def test_a_launcher_whose_api_server_never_answers_ends(
     wait_until(lambda: not any(map(is_alive, below)), 20.0)
 
 
+EXIT = """
+import atexit, sys, time
+from myriad.cli import command_line, main
+def interrupted(words):
+    raise KeyboardInterrupt
+command_line.run_command, main.STOP_SECONDS, sys.argv = interrupted, 0.2, ["myriad", "runs"]
+atexit.register(time.sleep, 600)
+main.main()
+"""
+
+
+def test_a_library_that_hangs_at_exit_keeps_no_interrupted_command() -> None:
+    """As Ray's clean-up does while its control service is silent."""
+    ended = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 130 and "did not end within" in ended.stderr
+
+
 def training(folder: Path, *options: str) -> "subprocess.Popen[str]":
     """A run of two ranks that computes."""
     words = ("train", *TINY, *SAVE, "--run", "./run", "--layout.dp", "2", "--checkpoint.memory_seconds", "1")

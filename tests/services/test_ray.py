@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -259,6 +260,52 @@ def test_a_killed_command_resumes_and_prints_only_its_answer(
     assert json.loads(answer)["state"] == "finished"
     assert [event["source"] for event in events(run, "resume")] == ["memory", "memory"]
     assert_same_weights(run, undisturbed)
+
+
+OWN_CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+small = {"object_store_memory": 80 * 2**20}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
+for _ in range(2):
+    cluster.add_node(num_cpus=1, **small)
+(gcs,) = cluster.head_node.all_processes["gcs_server"]
+print(cluster.address, gcs.process.pid, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+"""A cluster apart: Ray ends each process whose control service is silent for a minute, the tests' too."""
+
+
+def test_a_run_ends_on_sigterm_though_ray_never_answers(tmp_path: Path, corpus: Path) -> None:
+    words = [sys.executable, "-c", OWN_CLUSTER]
+    around = os.environ | {"RAY_worker_niceness": "0"}  # 15 would starve beside other tests
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(words, env=around, text=True, **pipes) as cluster:
+        assert cluster.stdin is not None and cluster.stdout is not None
+        address, gcs = cluster.stdout.readline().split()
+        keys = (
+            "resilience.engine=ray",
+            "train.steps=100000",
+            "checkpoint.timeout_seconds=1",
+            "resilience.timeout_scale=8",
+        )
+        run = make_run(tmp_path / "run", corpus, *keys)
+        command = [sys.executable, "-m", "myriad.cli.main", "train", str(run.path), "--json"]
+        train = subprocess.Popen(command, env=around | {"RAY_ADDRESS": address})
+        try:
+            wait_until(lambda: train.poll() is not None or reached(run, 12)(), 240)
+            left = [pid for node in range(2) for pid in below(executor_of(run, node))]
+            assert len(left) > 4
+            os.kill(int(gcs), signal.SIGSTOP)
+            time.sleep(2.0)  # the launcher asks it twice a second
+            train.terminate()
+            train.wait(1.0 + 90.0)
+            wait_until(lambda: not any(map(is_alive, left)), 30)
+        finally:
+            train.kill()
+            os.kill(int(gcs), signal.SIGCONT)
+            cluster.stdin.close()
 
 
 def tiny_on_ray() -> Job:

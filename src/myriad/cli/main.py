@@ -56,7 +56,21 @@ def main(arguments: list[str] | None = None) -> None:
             # An interrupt inside exec() of a string, which imports use, sets a flag in CPython: the process
             # then ends by SIGINT although the interrupt was caught. The next exec() of a string clears it.
             exec("")
-    sys.exit(_flushed(code))
+    code = _flushed(code)
+    if code == 130 and arguments is None:
+        _bound_exit()
+    sys.exit(code)
+
+
+def _bound_exit() -> None:
+    """End this process after `STOP_SECONDS`, if a library's clean-up at exit hangs: Ray's waits for its
+    control service."""
+
+    def end() -> None:
+        threading.Event().wait(STOP_SECONDS)
+        _end_now()
+
+    threading.Thread(target=end, name="myriad-exit", daemon=True).start()
 
 
 def _flushed(code: int) -> int:
