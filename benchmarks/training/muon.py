@@ -4,10 +4,10 @@
     python benchmarks/training/muon.py learn [--steps 300] [--seeds 1] [--runs FOLDER]
 
 ``times`` counts the processor seconds of each rank's training step, which other work on the machine changes
-less than its duration: the default job's model, one process and two with ZeRO 1, at the default batch and at
-larger ones. The figure is the median over steps, of the rank that computes most.
+less than its duration: the model of the job `embedded-gpt`, one process and two with ZeRO 1, at its batch and
+at larger ones. The figure is the median over steps, of the rank that computes most.
 
-``learn`` trains the default job on its real text, for fewer steps than it has, so its schedule is shorter.
+``learn`` trains that job on its real text, for fewer steps than it has, so its schedule is shorter.
 The learning rate of each optimizer is bracketed: rates a factor of 2 apart are tried with the first seed
 until the best one has a worse one on both sides. The other seeds train at that rate. With ``--runs`` finished
 trainings are kept, and a command that was interrupted continues where it stopped.
@@ -39,7 +39,7 @@ from myriad.telemetry.spans import Recorder
 
 LAYOUTS = {"one process": Layout(micro_batch=4), "dp 2, ZeRO 1": Layout(dp=2, zero=1, micro_batch=4)}
 BATCHES = (8, 32, 128)
-"""Sequences of a step; the first is the default job's."""
+"""Sequences of a step; the first is the job's."""
 RATES: dict[OptimizerName, float] = {"adamw": 5e-3, "muon": 1e-2, "lamb": 2e-2}
 """Learning rate at which each search starts."""
 MOST_RATES = 6
@@ -52,7 +52,7 @@ def step_seconds(
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(layout.world), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    model, share = load_job("embedded").model, batch // layout.dp
+    model, share = load_job("embedded-gpt").model, batch // layout.dp
     definition = GPT(model, seed=1)
     tokens = torch.randint(model.vocabulary, (share, model.sequence))
     data = Batch(tokens, tokens, torch.arange(share))
@@ -96,13 +96,13 @@ def measure_times(steps: int) -> None:
     for name, layout in LAYOUTS.items():
         for batch in BATCHES:
             adamw, muon = (median_seconds(layout, batch, one, steps) for one in ("adamw", "muon"))
-            tokens = f"{batch * load_job('embedded').model.sequence:,}"
+            tokens = f"{batch * load_job('embedded-gpt').model.sequence:,}"
             shown = f"{1e3 * adamw:.1f} | {1e3 * muon:.1f} | {muon / adamw - 1:+.1%}"
             print(f"| {name} | {tokens} | {shown} |", flush=True)
 
 
 class Trainings:
-    """Trains the default job with an optimizer, or reads what an earlier command trained in the same
+    """Trains the job `embedded-gpt` with an optimizer, or reads what an earlier command trained in the same
     folder."""
 
     def __init__(self, folder: Path, steps: int) -> None:
@@ -124,7 +124,7 @@ class Trainings:
         path = self._folder / f"{optimizer}-{self._steps}-{rate:g}-{seed}"
         run = Run(path)
         if not path.exists() or self._last(run) is None:
-            run = train("embedded", [f"{key}={value}" for key, value in keys.items()], run=path)
+            run = train("embedded-gpt", [f"{key}={value}" for key, value in keys.items()], run=path)
         loss = self._last(run)
         assert loss is not None, f"{path} has not ended"
         print(f"  {optimizer:6} rate {rate:<8g} seed {seed}: {loss:.4f}", flush=True)
