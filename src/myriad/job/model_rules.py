@@ -159,14 +159,22 @@ def _check_scaling(model: ModelConfig) -> None:
             _refuse_set(scaling, _SCALING, (key,), allowed)
     original, needs = scaling.original_sequence, kind not in ("none", "linear")
     need(
-        not needs or original is not None, f"{_SCALING}.original_sequence", original, f"a length, for {kind}"
+        not needs or original is not None,
+        f"{_SCALING}.original_sequence",
+        original,
+        f"needed for {kind}: a length",
     )
     pairs = model.rotary_width // 2
     for key in ("short_factors", "long_factors") if kind == "longrope" else ():
         factors = list(getattr(scaling, key))
         need(len(factors) == pairs, f"{_SCALING}.{key}", factors, f"{pairs} numbers with longrope")
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    need(high > low, f"{_SCALING}.high_frequency_factor", high, "above low_frequency_factor")
+    need(
+        high > low,
+        f"{_SCALING}.high_frequency_factor",
+        high,
+        f"above {_SCALING}.low_frequency_factor = {low}",
+    )
     _check_mscale(scaling, is_latent=model.latent is not None)
 
 

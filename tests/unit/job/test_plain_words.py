@@ -65,6 +65,8 @@ def test_every_error_that_a_file_can_cause_has_words_of_ours(config: Any) -> Non
         ("optimizer.learning_rate=inf", "must be a finite number"),
         ("optimizer.beta1=1", "must be below 1"),
         ("model.bias=maybe", "must be true or false"),
+        ("model.rotary_scaling.type=yarn", "did you mean model.rotary_scaling.kind?"),
+        ("model.mtp=1", "did you mean model.prediction_layers?"),
         ("train.precision=half", 'must be "auto"'),
         ("name=a b", "must be letters, digits, dots, dashes and underscores, a letter or digit first"),
         ("layout.shares=3", "must be a list: [VALUE, ...]"),
