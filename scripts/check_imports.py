@@ -21,6 +21,7 @@ FLOORS = (
     ("kernels", "program", "network", "telemetry", "alerts"),
     ("model", "optim", "data", "comm"),
     ("parallel", "planner", "checkpoint"),
+    ("evaluation",),
     ("job recipes",),
     ("run",),
     ("doctor",),

@@ -38,6 +38,7 @@ from myriad.kernels.gradient import accumulate_product, sink_of
 __all__ = [
     "Shared",
     "TensorPeers",
+    "VocabularyPart",
     "chunk_tokens",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
@@ -79,7 +80,7 @@ class TensorPeers(Protocol):
         ...
 
 
-class _Part(NamedTuple):
+class VocabularyPart(NamedTuple):
     """One rank's part of the vocabulary."""
 
     weight: torch.Tensor  # [V/tp, H]
@@ -88,6 +89,14 @@ class _Part(NamedTuple):
     """Number of rows that are not padding."""
     softcap: float | None
     """Bound ``c`` of the logits, which become ``c tanh(logit / c)``; ``None``: no bound."""
+
+    @classmethod
+    def of_rank(
+        cls, weight: torch.Tensor, rank: int, vocabulary: int, softcap: float | None
+    ) -> "VocabularyPart":
+        """Return the part of a rank; rows from ``vocabulary`` on are padding."""
+        first_row = rank * len(weight)
+        return cls(weight, first_row, min(max(vocabulary - first_row, 0), len(weight)), softcap)
 
     def logits(
         self, x: torch.Tensor, out: torch.Tensor, *, masks: bool
@@ -169,7 +178,7 @@ class _Job:
         self,
         x: torch.Tensor,
         targets: torch.Tensor,
-        part: _Part,
+        part: VocabularyPart,
         peers: TensorPeers,
         kernels: Kernels,
         z_loss: float,
@@ -314,8 +323,7 @@ def linear_cross_entropy_steps(
     skips: bool = False,
 ) -> Generator[None, None, torch.Tensor]:
     """Run `linear_cross_entropy` in steps; yield while a message between the ranks is in flight."""
-    first_row = peers.rank * len(weight)
-    part = _Part(weight, first_row, min(max(vocabulary - first_row, 0), len(weight)), softcap)
+    part = VocabularyPart.of_rank(weight, peers.rank, vocabulary, softcap)
     job = _Job(x, targets, part, peers, kernels, z_loss, skips=skips)
     chunk = min(chunk or chunk_tokens(len(weight), len(x), peers.size, on_gpu=weight.is_cuda), len(x))
     shape = (1 if peers.size == 1 else 2, chunk, len(weight))

@@ -22,6 +22,7 @@ from torch import nn
 
 from myriad.kernels.documents import Documents
 from myriad.model.boundary import Boundary
+from myriad.model.token_record import TokenRecord
 
 __all__ = [
     "Context",
@@ -134,6 +135,9 @@ class Context:
     directly after the equally long shares of the ranks before it."""
     seed: int = 0
     """Seed of dropout."""
+    record: TokenRecord | None = None
+    """Where the last layer writes the loss of each target, for evaluation. ``samples`` are then the record's
+    rows. ``None``: only the sum is needed."""
     loss_scale: float = 1.0
     """Factor of the loss: gradients are those of (sum of losses) x this, 1 / number of targets in the global
     batch."""

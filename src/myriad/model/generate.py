@@ -17,7 +17,7 @@ from myriad.errors import BadInputError
 from myriad.model.head import Head
 from myriad.model.layers import Block, Embedding
 
-__all__ = ["Session", "generate", "sample"]
+__all__ = ["Session", "generate", "longrope_length", "sample"]
 
 
 class Session:
@@ -30,7 +30,7 @@ class Session:
         self.sequence = sequence
         self.device = self.head.output.weight.device
         self.tokens: list[int] = []
-        length = _longrope_length(self.blocks)
+        length = longrope_length(self.blocks)
         self.last_position = length if length is not None and length >= sequence else None
         """Number of positions after which the text begins again; ``None``: they may grow without limit."""
         if self.embedding.positions is not None:
@@ -67,7 +67,7 @@ class Session:
         return self.head.logits(x[0, -1])
 
 
-def _longrope_length(blocks: Sequence[Block]) -> int | None:
+def longrope_length(blocks: Sequence[Block]) -> int | None:
     """Return the length of a text beyond which the blocks use other rotary frequencies."""
     scalings = [block.attention.rotary.scaling for block in blocks if block.attention.rotary is not None]
     return next((one.original_sequence for one in scalings if one.kind == "longrope"), None)

@@ -11,12 +11,14 @@ from myriad.kernels.cross_entropy import linear_cross_entropy_steps
 from myriad.kernels.embedding import embedding
 from myriad.kernels.linear import Linear, linear
 from myriad.kernels.memory_order import is_sequence_first
+from myriad.kernels.token_losses import token_losses_steps
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
 from myriad.model.interleave import LayerSteps, SteppedLayer, Steps
 from myriad.model.layers import Block, Table, new_norm
 from myriad.model.residual import Residual
+from myriad.model.token_record import TokenRecord
 
 __all__ = ["Head"]
 
@@ -113,6 +115,8 @@ class Head(SteppedLayer):
             if num_valid == 0:
                 return whole.new_zeros((), dtype=torch.float32)
             whole, targets = whole[:, :num_valid], targets[:, :num_valid]
+        if context.record is not None:
+            return (yield from self._record(whole, targets, context, context.record))
         if is_sequence_first(whole):
             whole, targets = whole.transpose(0, 1), targets.t()
         steps = linear_cross_entropy_steps(
@@ -127,6 +131,26 @@ class Head(SteppedLayer):
             skips=context.documents is not None,
         )
         return (yield from steps)
+
+    def _record(
+        self, whole: torch.Tensor, targets: torch.Tensor, context: Context, record: TokenRecord
+    ) -> Steps:
+        """Record the loss of each target, and return the sum. Other positions are not projected."""
+        assert context.samples is not None, "a record needs the rows of the micro-batch"
+        places = record.places(context.samples, context.first_target, targets.shape[1])
+        if is_sequence_first(whole):
+            whole, targets, places = whole.transpose(0, 1), targets.t(), places.t()
+        counted = (targets >= 0).flatten()
+        found = yield from token_losses_steps(
+            whole.flatten(0, 1)[counted],
+            self.output.weight,
+            targets.flatten()[counted],
+            self.boundary,
+            self.vocabulary,
+            self.softcap,
+        )
+        record.write(places.flatten()[counted], found)
+        return found.losses.sum()
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input of the output projection times the logits' factor."""

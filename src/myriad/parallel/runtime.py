@@ -19,6 +19,7 @@ from myriad.comm.groups import Groups
 from myriad.kernels.documents import Documents
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Context
+from myriad.model.token_record import TokenRecord
 from myriad.parallel.chunk import Chunk
 from myriad.parallel.compute import Backward, EagerCompute, StageCompute, WeightPart
 from myriad.parallel.cuda_graphs import CapturedCompute, Capturer
@@ -44,12 +45,14 @@ class Batch:
     """Documents in each row; ``None``: each row is one sequence."""
     digest: int = 0
     """Hash of the rows, below 2^64: the sum of the rows' own hashes (`myriad.data.windows.digest_rows`)."""
+    record: TokenRecord | None = None
+    """Where an evaluation records the loss of each target; ``samples`` are then the record's rows."""
 
     def rows(self, start: int, stop: int) -> "Batch":
         """Return some of the rows."""
         inputs, targets, samples = (one[start:stop] for one in (self.inputs, self.targets, self.samples))
         documents = None if self.documents is None else self.documents.rows(start, stop)
-        return Batch(inputs, targets, samples, documents, self.digest)
+        return Batch(inputs, targets, samples, documents, self.digest, self.record)
 
 
 class Finisher(Protocol):
@@ -337,7 +340,7 @@ class Runtime:
     def _context(self, micro_batch: int, now: _Iteration) -> Context:
         assert now.batch is not None
         own = now.batch.rows(micro_batch * self._micro_batch, (micro_batch + 1) * self._micro_batch)
-        return Context(own.targets, own.documents, samples=own.samples, seed=self._seed)
+        return Context(own.targets, own.documents, samples=own.samples, seed=self._seed, record=own.record)
 
     def _forward(self, action: Action, now: _Iteration) -> None:
         stage, micro_batch = key = action.stage, action.micro_batch

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from myriad.train.checkpoint_tools.text_sampler import set_thread_count
+from myriad.train.checkpoint_tools.whole_model import set_thread_count
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ def test_threads_follow_the_size_of_the_model_and_a_users_setting(
     parameters: int, environment: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("myriad.train.checkpoint_tools.text_sampler.control_spinning", lambda threads: None)
+    monkeypatch.setattr("myriad.train.checkpoint_tools.whole_model.control_spinning", lambda threads: None)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     before = torch.get_num_threads()

@@ -1,36 +1,15 @@
 """Generate text from a run's newest checkpoint, on one device."""
 
-import os
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
-from myriad.checkpoint.checkpoint_files import load_model
-from myriad.checkpoint.storage.checkpoint_folder import Checkpoint
 from myriad.data.tokenizer import Tokenizer
-from myriad.errors import BadInputError, RunFailedError
-from myriad.model.definition import values_of_rank
 from myriad.model.generate import generate
-from myriad.model.gpt import GPT, build_full
 from myriad.run import Run
-from myriad.system.spin_control import control_spinning
-from myriad.train.checkpoint_tools.locate_checkpoint import Location, locate, newest_whole
-from myriad.train.checkpoint_tools.named_weights import job_of
-from myriad.train.inputs import tokenizer_of
+from myriad.train.checkpoint_tools.whole_model import open_checkpoint_model, set_thread_count
 
-__all__ = ["TextSampler", "continue_text", "open_run", "open_sampler", "set_thread_count"]
-
-_ONE_THREAD_PARAMETERS = 100_000_000
-"""Largest number of parameters for one thread: up to this size, synchronizing threads takes longer than
-computing a token."""
-
-
-def set_thread_count(parameters: int) -> None:
-    """Choose the number of threads for generation; a user's OMP_NUM_THREADS stays."""
-    if parameters <= _ONE_THREAD_PARAMETERS and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    control_spinning(torch.get_num_threads())
+__all__ = ["TextSampler", "continue_text", "open_run", "open_sampler"]
 
 
 class TextSampler:
@@ -76,46 +55,10 @@ def open_sampler(name: str, *, own_process: bool = False) -> TextSampler:
     With ``own_process``, this process does nothing else, so its threads are set for generation. Raises
     `BadInputError` where there is no checkpoint.
     """
-    found = locate(name, "run")
-    checkpoint, values = _load_newest(found)
-    job = job_of(checkpoint, found.run)
-    if job is None:
-        raise BadInputError("run", name, "must hold a job.toml, which describes the model")
+    found = open_checkpoint_model(name)
     if own_process:
-        set_thread_count(job.model.num_parameters())
-    model = job.model.without_predictions()
-    layers = build_full(model, job.train.seed)
-    definition = GPT(model, job.train.seed)
-    names = ["embedding", *(f"blocks.{i}" for i in range(model.layers)), "head"]
-    with torch.no_grad():
-        for prefix, layer in zip(names, layers, strict=True):
-            for name, parameter in layer.named_parameters():
-                if (whole := f"{prefix}.{name}") not in definition.tied:
-                    if whole not in values:
-                        raise BadInputError(
-                            "run", checkpoint.where, f"its checkpoint lacks the parameter {whole}"
-                        )
-                    parameter.copy_(values_of_rank(definition, whole, values[whole]))
-    tokenizer = tokenizer_of(None if found.run is None else Run(found.run), job)
-    if tokenizer is None:
-        raise RunFailedError(
-            f"{job.data.corpus}: no tokenizer.json beside the corpus, so no text can be made"
-        )
-    return TextSampler(layers.eval(), tokenizer, job.model.sequence)
-
-
-def _load_newest(found: Location) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
-    """Return the newest checkpoint whose model can be read.
-
-    The bytes that are read are verified. All files are verified only if that fails, to find an older whole
-    checkpoint.
-    """
-    checkpoint = newest_whole(found, every_byte=False)
-    try:
-        return checkpoint, load_model(checkpoint.where)
-    except RunFailedError:
-        checkpoint = newest_whole(found, every_byte=True)
-        return checkpoint, load_model(checkpoint.where)
+        set_thread_count(found.config.num_parameters())
+    return TextSampler(found.layers, found.tokenizer, found.config.sequence)
 
 
 def continue_text(run: Run, prompt: str, tokens: int = 120) -> str:

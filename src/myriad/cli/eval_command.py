@@ -1,0 +1,137 @@
+"""``myriad eval``: score a model on tasks."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from myriad.cli.json_output import print_json
+from myriad.cli.progress_bar import Counted, count_bar
+from myriad.units import format_number
+
+if TYPE_CHECKING:
+    from myriad.evaluation.full_model import FullModel
+    from myriad.evaluation.task_files import Document, Task
+    from myriad.evaluation.task_scores import TaskScores
+
+__all__ = ["evaluate", "register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("eval")(evaluate)
+
+
+def evaluate(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="Run (its folder, or its name under runs/), checkpoint (step-N), URL of one of these, or "
+            "Hugging Face folder. Of several checkpoints, the newest.",
+        ),
+    ],
+    tasks: Annotated[
+        list[str],
+        typer.Option(
+            metavar="PATH",
+            help="JSONL file of requests in the shape of lm-evaluation-harness, or a folder of such files; "
+            "may be given several times.",
+        ),
+    ],
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Score at most this many documents of each task.")
+    ] = None,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of one forward pass; less takes less memory.")
+    ] = 8192,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the table.")
+    ] = False,
+) -> None:
+    """Score a model: perplexity of texts, multiple choice, and exact match of generated text.
+
+    One process on the CPU computes the scores, in float32. Every task is checked before anything is scored.
+    """
+    from myriad.evaluation.task_files import read_tasks
+
+    given = read_tasks(tasks, limit)
+    with count_bar("loading the model") as show:
+        where, results = _scores(run, given, batch_tokens, show)
+    if as_json:
+        print_json({"model": where, "tasks": [_record(one) for one in results]})
+    else:
+        _show_table(where, results)
+
+
+def _scores(
+    run: str, tasks: "list[Task]", batch_tokens: int, show: Counted
+) -> "tuple[str, list[TaskScores]]":
+    """Return the place of the weights, and the scores of each task."""
+    from myriad.evaluation.full_model import FullModel
+    from myriad.evaluation.task_requests import TaskRequests
+    from myriad.system.spin_control import control_spinning
+    from myriad.train.checkpoint_tools.whole_model import open_model
+
+    found = open_model(run, "PATH")
+    _control_threads(control_spinning)
+    model = FullModel(found.layers, found.tokenizer, found.config.sequence)
+    requests = TaskRequests(tasks, model.encoder)
+    scored = model.score(
+        requests.pieces, batch_tokens, lambda done, total: show("scoring windows of requests", done, total)
+    )
+    return found.where, requests.scores(scored, _counted(model, requests.num_generations, show))
+
+
+def _control_threads(control: Callable[[int], Any]) -> None:
+    import torch
+
+    control(torch.get_num_threads())
+
+
+def _counted(model: "FullModel", total: int, show: Counted) -> "Callable[[Document], str]":
+    """Return a function that generates a document's text and reports how many are done."""
+    done = 0
+
+    def generate(document: "Document") -> str:
+        nonlocal done
+        show("generating texts", done, total)
+        done += 1
+        return model.generate(document.context, document.generation)
+
+    return generate
+
+
+def _record(found: "TaskScores") -> dict[str, Any]:
+    scores = {name: score._asdict() for name, score in found.scores.items()}
+    return {
+        "task": found.task,
+        "request_type": found.request_type,
+        "documents": found.num_documents,
+        "scores": scores,
+    }
+
+
+def _show_table(where: str, results: "list[TaskScores]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(where, highlight=False, soft_wrap=True, markup=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("task", "score"):
+        table.add_column(name)
+    for name in ("value", "standard error", "documents"):
+        table.add_column(name, justify="right")
+    for found in results:
+        for name, score in found.scores.items():
+            error = "" if score.standard_error is None else f"± {format_number(score.standard_error, 3)}"
+            value = format_number(score.value, 4)
+            table.add_row(_plain(found.task), name, value, error, f"{found.num_documents:,}")
+    console.print(table, highlight=False)
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

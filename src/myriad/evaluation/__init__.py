@@ -1,0 +1,1 @@
+"""Evaluate a model on tasks: read them, score them, and summarize the scores."""

@@ -1,0 +1,96 @@
+"""A whole model in one process that scores texts and generates: for `myriad eval`, and for
+lm-evaluation-harness.
+
+Log-likelihoods are computed in batches of packed windows. Texts are generated one by one, with a cache of
+keys and values.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from myriad.data.tokenizer import Tokenizer
+from myriad.evaluation.packed_pieces import PackedPieces, PieceScore
+from myriad.evaluation.task_files import Generation
+from myriad.evaluation.token_requests import Piece, RequestEncoder
+from myriad.model.definition import Context
+from myriad.model.generate import generate, longrope_length
+from myriad.model.interleave import run_layers
+from myriad.model.layers import Block
+
+__all__ = ["FullModel"]
+
+_SHORT_WINDOW = 1024
+"""Length of the windows if the requests are shorter; a model may read many more tokens than they have."""
+
+
+class FullModel:
+    """A model on one device, with its tokenizer."""
+
+    def __init__(self, layers: nn.ModuleList, tokenizer: Tokenizer, sequence: int) -> None:
+        """``sequence``: number of tokens that the model was trained to see."""
+        self.layers, self.tokenizer, self.sequence = layers.eval(), tokenizer, sequence
+        self.encoder = RequestEncoder(tokenizer, sequence)
+        self._device = next(layers.parameters()).device
+        blocks = [cast(Block, block) for block in list(layers)[1:-1]]
+        self._keeps_length = longrope_length(blocks) is not None  # its frequencies depend on the length
+
+    @torch.no_grad()
+    def score(
+        self,
+        pieces: Sequence[Piece],
+        batch_tokens: int,
+        show: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[PieceScore]:
+        """Return the score of each piece. ``batch_tokens``: tokens of one forward pass, at least one window.
+        ``show(windows_done, windows)`` reports progress."""
+        if not pieces:
+            return []
+        sequence = self._window(pieces)
+        packed = PackedPieces(pieces, sequence)
+        each = max(1, batch_tokens // sequence)
+        for start in range(0, packed.num_windows, each):
+            rows = range(start, min(start + each, packed.num_windows))
+            batch = packed.batch(rows, self._device)
+            assert batch.record is not None, "the batches have records"
+            context = Context(batch.targets, batch.documents, samples=batch.samples, record=batch.record)
+            run_layers(self.layers, batch.inputs, context)
+            packed.collect(rows, batch.record)
+            show(rows.stop, packed.num_windows)
+        return packed.scores()
+
+    def _window(self, pieces: Sequence[Piece]) -> int:
+        """Return the length of the windows."""
+        longest = max(len(piece.tokens) - 1 for piece in pieces)
+        return self.sequence if self._keeps_length else min(self.sequence, max(longest, _SHORT_WINDOW))
+
+    def generate(self, prompt: str, settings: Generation) -> str:
+        """Return the likeliest text after a prompt, up to the first stop text, the end of the document, or
+        the largest number of tokens. Of a long prompt the end counts, so that the new tokens fit in one
+        window, if they fit in any."""
+        tokens = self.tokenizer.encode(prompt) or [self.tokenizer.end_of_document]
+        if settings.max_new_tokens < self.sequence:
+            tokens = tokens[-(self.sequence - settings.max_new_tokens) :]
+        drawn = generate(
+            self.layers,
+            tokens,
+            sequence=self.sequence,
+            max_new_tokens=settings.max_new_tokens,
+            temperature=0,
+            stop_token=self.tokenizer.end_of_document,
+        )
+        made: list[int] = []
+        for token in drawn:
+            made.append(token)
+            text = self.tokenizer.decode(made)
+            if (end := _first_stop(text, settings.until)) is not None:
+                return text[:end]
+        return self.tokenizer.decode(made)
+
+
+def _first_stop(text: str, until: Sequence[str]) -> int | None:
+    """Return where the first of the stop texts begins; ``None``: there is none."""
+    found = [place for stop in until if (place := text.find(stop)) >= 0]
+    return min(found, default=None)

@@ -1,0 +1,110 @@
+"""Score pieces of text: packed into windows as documents, with attention inside each.
+
+    windows   | piece 4 | piece 0 | .. |     | piece 2    | piece 1 |    batches of such windows
+    loss      |    ^^^^ |      ^^ |    |     |    ^^^^^^^ |       ^ |    of the scored tokens alone
+
+Every layout computes the loss of each token. The sum over a piece is taken in float64 and in the order of
+its tokens, so layouts differ by the rounding of the model alone.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from myriad.data.windows import PackedRows, PackedWindows, pack_documents
+from myriad.evaluation.token_requests import Piece
+from myriad.kernels.documents import Documents
+from myriad.model.token_record import TokenRecord
+from myriad.parallel.runtime import Batch
+
+__all__ = ["PackedPieces", "PieceScore"]
+
+
+_PADDING = 64
+"""Positions of a document of padding; attention to one long document would take time."""
+
+
+class PieceScore(NamedTuple):
+    """The result of one piece, or of several together."""
+
+    log_likelihood: float
+    """Of the scored tokens, in nats."""
+    is_greedy: bool
+    """Whether each scored token is the likeliest one."""
+
+    @staticmethod
+    def total(scores: "Sequence[PieceScore]") -> "PieceScore":
+        """Join the scores of the pieces of one text."""
+        return PieceScore(sum(one.log_likelihood for one in scores), all(one.is_greedy for one in scores))
+
+
+class PackedPieces:
+    """Pieces of text in windows of ``sequence`` tokens, and what was found of each so far."""
+
+    def __init__(self, pieces: Sequence[Piece], sequence: int) -> None:
+        self._sequence = sequence
+        self._tokens = np.array([token for piece in pieces for token in piece.tokens], np.int32)
+        self._counts = np.concatenate([np.arange(len(tokens), 0, -1) <= scored for tokens, scored in pieces])
+        lengths = np.array([len(piece.tokens) for piece in pieces], np.int64)
+        begins = np.cumsum(lengths) - lengths
+        packing = pack_documents(lengths, sequence)
+        self._lengths, self._firsts = packing.lengths, packing.firsts
+        self._piece_of = np.searchsorted(begins, packing.starts)
+        self._windows = PackedWindows(packing, sequence, self._has_loss)
+        self.found = np.zeros((2, len(pieces)))
+        """Loss of each piece in nats, and its number of tokens that are not the likeliest."""
+
+    @property
+    def num_windows(self) -> int:
+        """Number of windows."""
+        return self._windows.count
+
+    def batch(self, rows: range, device: torch.device) -> Batch:
+        """Return some windows as a batch with a record. Windows after the last one have no loss."""
+        width = self._windows.width
+        words = np.empty((len(rows), width), np.int32)
+        for row, window in zip(words, rows, strict=True):
+            self._fill(row, window)
+        packed = PackedRows.of(words)
+        inputs, targets = (torch.from_numpy(one.astype(np.int64)).to(device) for one in packed[:2])
+        documents = Documents.of(packed.positions, lambda values: values.to(device))
+        record = TokenRecord(len(rows), self._sequence, device)
+        return Batch(inputs, targets, torch.arange(len(rows), device=device), documents, record=record)
+
+    def _fill(self, row: NDArray[np.int32], window: int) -> None:
+        inputs, targets, positions = PackedRows.of(row)
+        filled = 0
+        if window < self.num_windows:
+            self._windows.read(self._read, window, row)
+            filled = self._lengths[self._firsts[window] : self._firsts[window + 1]].sum()
+        inputs[filled:], targets[filled:] = 0, ~0
+        positions[filled:] = np.arange(self._sequence - filled) % _PADDING
+
+    def collect(self, rows: range, record: TokenRecord) -> None:
+        """Add what a batch has recorded."""
+        losses, misses = record.losses.double().cpu().numpy(), ~record.is_likeliest.cpu().numpy()
+        for row, window in enumerate(rows):
+            if window < self.num_windows:
+                self._collect_window(window, losses[row], misses[row])
+
+    def _collect_window(self, window: int, losses: NDArray[np.float64], misses: NDArray[np.bool_]) -> None:
+        inside = slice(self._firsts[window], self._firsts[window + 1])
+        lengths = self._lengths[inside]
+        begins, filled = np.cumsum(lengths) - lengths, lengths.sum()
+        for kind, values in enumerate((losses, misses)):
+            sums = np.add.reduceat(values[:filled].astype(np.float64), begins)
+            self.found[kind, self._piece_of[inside]] += sums
+
+    def scores(self) -> list[PieceScore]:
+        """Return the result of each piece; a piece without a scored token has log-likelihood 0."""
+        return [PieceScore(-loss, misses == 0) for loss, misses in self.found.T.tolist()]
+
+    def _read(self, start: int, out: NDArray[np.int32]) -> None:
+        out[:] = self._tokens[start : start + len(out)]
+
+    def _has_loss(self, start: int, stop: int) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self._counts[start:stop]
+        return found

@@ -1,0 +1,72 @@
+"""Turn requests into tokens, as lm-evaluation-harness does.
+
+A context and its continuation are tokenized together, and cut where the context's own tokens end; spaces at
+the end of the context belong to the continuation. An empty context is the end of a document, with which the
+model's training texts begin. A request that is longer than a window keeps its end.
+
+A text of any length is scored in windows: each token once, with as much text before it as a window holds.
+
+    tokens  0 1 2 3 4 5 6 7 8 9, windows of 4       <end> 0 1 2 -> 0 1 2 3
+                                                    3 4 5 6     -> 4 5 6 7
+                                                    5 6 7 8     ->     8 9
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from myriad.data.tokenizer import Tokenizer
+from myriad.errors import BadInputError
+
+__all__ = ["Piece", "RequestEncoder"]
+
+
+class Piece(NamedTuple):
+    """Tokens that one forward pass reads. At least one is context, and at least one is scored."""
+
+    tokens: Sequence[int]
+    num_scored: int
+    """Number of tokens at the end whose losses count."""
+
+
+class RequestEncoder:
+    """Encodes requests for a model with windows of ``sequence`` tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, sequence: int) -> None:
+        self._tokenizer, self._sequence, self._end = tokenizer, sequence, tokenizer.end_of_document
+
+    def pairs(self, pairs: Sequence[tuple[str, str]], where: Sequence[str]) -> list[Piece]:
+        """Encode contexts with continuations. ``where`` names each request, for messages. Raises
+        `BadInputError` for a continuation that is longer than a window."""
+        split = [_without_end_spaces(*pair) for pair in pairs]
+        contexts = self._tokenizer.encode_batch([context for context, _ in split])
+        wholes = self._tokenizer.encode_batch(["".join(both) for both in split])
+        return [self._piece(*one) for one in zip(contexts, wholes, where, strict=True)]
+
+    def _piece(self, context: list[int], whole: list[int], where: str) -> Piece:
+        starts_with_end = not context and whole[:1] == [self._end]
+        cut = 1 if starts_with_end else min(len(context), max(len(whole) - 1, 0))
+        continuation = whole[cut:]
+        num_scored = len(continuation)
+        if num_scored > self._sequence:
+            allowed = f"at most model.sequence = {self._sequence} tokens, and it has {num_scored}"
+            raise BadInputError("tasks", f"{where}: continuation", allowed)
+        tokens = [*(whole[:1] if starts_with_end else context or [self._end]), *continuation]
+        return Piece(tokens[-(self._sequence + 1) :], num_scored)
+
+    def texts(self, texts: Sequence[str]) -> list[list[Piece]]:
+        """Encode whole texts; each becomes one piece or several."""
+        return [self._windows(tokens) for tokens in self._tokenizer.encode_batch(texts)]
+
+    def _windows(self, tokens: list[int]) -> list[Piece]:
+        size = self._sequence
+        pieces = [Piece([self._end, *tokens[:size]], min(size, len(tokens)))] if tokens else []
+        for done in range(size, len(tokens), size):
+            end = min(done + size, len(tokens))
+            pieces.append(Piece(tokens[end - size - 1 : end], end - done))
+        return pieces
+
+
+def _without_end_spaces(context: str, continuation: str) -> tuple[str, str]:
+    """Move spaces at the end of the context to the continuation, so that they are part of its first word."""
+    kept = context.rstrip()
+    return kept, context[len(kept) :] + continuation

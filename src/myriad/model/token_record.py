@@ -1,0 +1,33 @@
+"""The losses of single tokens, which the last layer writes while it evaluates a batch.
+
+Training and validation need the sum of the losses alone. An evaluation gives each batch a record; layers and
+schedules may then compute the batch's rows in any order and in parts.
+
+Legend: B rows of the batch, S sequence, P positions of a part.
+"""
+
+import torch
+
+from myriad.kernels.token_losses import TokenLosses
+
+__all__ = ["TokenRecord"]
+
+
+class TokenRecord:
+    """The loss of each target of a batch, ``[B, S]``. Targets without a loss have 0, and count as likeliest.
+
+    Ranks without the last layer keep these values."""
+
+    def __init__(self, num_rows: int, sequence: int, device: torch.device) -> None:
+        self.losses = torch.zeros((num_rows, sequence), device=device)
+        self.is_likeliest = torch.ones((num_rows, sequence), dtype=torch.bool, device=device)
+
+    def places(self, rows: torch.Tensor, first_position: int, num_positions: int) -> torch.Tensor:
+        """Return the numbers of the places ``[B, P]`` of a part of some rows."""
+        positions = torch.arange(first_position, first_position + num_positions, device=rows.device)
+        return rows[:, None] * self.losses.shape[1] + positions
+
+    def write(self, places: torch.Tensor, found: TokenLosses) -> None:
+        """Write the losses of the targets at these places ``[T]``."""
+        self.losses.view(-1)[places] = found.losses
+        self.is_likeliest.view(-1)[places] = found.is_likeliest
