@@ -36,6 +36,7 @@ _SAMPLES: dict[str, object] = {
     "a list of text": ["text"],
     "a list of whole numbers": [3],
     "a list of objects": [{}],
+    "an object of numbers": {"key": 1.5},
     "an object of pairs": {"key": [1, 2]},
     "an object": {"key": "value"},
 }

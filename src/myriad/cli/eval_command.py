@@ -68,25 +68,21 @@ def _scores(
     run: str, tasks: "list[Task]", batch_tokens: int, show: Counted
 ) -> "tuple[str, list[TaskScores]]":
     """Return the place of the weights, and the scores of each task."""
+    import torch
+
     from myriad.evaluation.full_model import FullModel
     from myriad.evaluation.task_requests import TaskRequests
     from myriad.system.spin_control import control_spinning
     from myriad.train.checkpoint_tools.whole_model import open_model
 
     found = open_model(run, "PATH")
-    _control_threads(control_spinning)
+    control_spinning(torch.get_num_threads())
     model = FullModel(found.layers, found.tokenizer, found.config.sequence)
     requests = TaskRequests(tasks, model.encoder)
     scored = model.score(
         requests.pieces, batch_tokens, lambda done, total: show("scoring windows of requests", done, total)
     )
     return found.where, requests.scores(scored, _counted(model, requests.num_generations, show))
-
-
-def _control_threads(control: Callable[[int], Any]) -> None:
-    import torch
-
-    control(torch.get_num_threads())
 
 
 def _counted(model: "FullModel", total: int, show: Counted) -> "Callable[[Document], str]":
@@ -114,6 +110,7 @@ def _record(found: "TaskScores") -> dict[str, Any]:
 
 def _show_table(where: str, results: "list[TaskScores]") -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -127,11 +124,5 @@ def _show_table(where: str, results: "list[TaskScores]") -> None:
         for name, score in found.scores.items():
             error = "" if score.standard_error is None else f"± {format_number(score.standard_error, 3)}"
             value = format_number(score.value, 4)
-            table.add_row(_plain(found.task), name, value, error, f"{found.num_documents:,}")
+            table.add_row(escape(found.task), name, value, error, f"{found.num_documents:,}")
     console.print(table, highlight=False)
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -125,7 +125,7 @@ class RunCollector(Collector):
             counts[label if label in counts or len(counts) < _MOST_LABELS else "other"] += 1
         self._restarts += name == "restart"
         self._overflows += name == "overflow"
-        if name in ("start", "validation", "checkpoint", "check"):
+        if name in ("start", "validation", "evaluation", "checkpoint", "check"):
             self._newest[name] = event
         if name == "validation_set" and len(self._validation_sets) < _MOST_LABELS:
             self._validation_sets[str(event.get("name"))[:64]] = event
@@ -183,6 +183,11 @@ class RunCollector(Collector):
                 if isinstance(loss := found.get("loss"), float):
                     losses.add_metric([name], loss)
             yield losses
+        if (evaluation := self._newest.get("evaluation")) is not None:
+            scores = GaugeMetricFamily("myriad_evaluation_score", "Newest scores on tasks.", labels=["score"])
+            for name, value in list(evaluation.get("scores", {}).items())[:_MOST_LABELS]:
+                scores.add_metric([name[:64]], _number(value))
+            yield scores
         if (check := self._newest.get("check")) is not None:
             text = "Share of this attempt's time spent on checks of ranks."
             yield _gauge("myriad_check_ratio", text, check.get("ratio"))

@@ -57,6 +57,10 @@ class PackedPieces:
         self.found = np.zeros((2, len(pieces)))
         """Loss of each piece in nats, and its number of tokens that are not the likeliest."""
 
+    def begin(self) -> None:
+        """Forget what was found."""
+        self.found[:] = 0.0
+
     @property
     def num_windows(self) -> int:
         """Number of windows."""
@@ -79,7 +83,7 @@ class PackedPieces:
         filled = 0
         if window < self.num_windows:
             self._windows.read(self._read, window, row)
-            filled = self._lengths[self._firsts[window] : self._firsts[window + 1]].sum()
+            filled = int(self._lengths[self._firsts[window] : self._firsts[window + 1]].sum())
         inputs[filled:], targets[filled:] = 0, ~0
         positions[filled:] = np.arange(self._sequence - filled) % _PADDING
 

@@ -227,7 +227,7 @@ def _choice(target: object, count: int, where: str) -> int:
 
 
 def _answers(target: object, where: str) -> tuple[str, ...]:
-    answers = target if isinstance(target, list) else [target]
+    answers: list[Any] = target if isinstance(target, list) else [target]
     if not answers or not all(isinstance(one, str) for one in answers):
         raise _bad(where, "target", target, "the right text, or a list of right texts")
     return tuple(answers)

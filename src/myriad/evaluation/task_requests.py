@@ -6,7 +6,7 @@ from itertools import islice
 from myriad.evaluation.packed_pieces import PieceScore
 from myriad.evaluation.task_files import Document, Task
 from myriad.evaluation.task_scores import TaskScores, score_task
-from myriad.evaluation.token_requests import Piece, RequestEncoder
+from myriad.evaluation.token_requests import Piece, RequestEncoder, encode_task
 
 __all__ = ["TaskRequests"]
 
@@ -20,7 +20,7 @@ class TaskRequests:
     def __init__(self, tasks: Sequence[Task], encoder: RequestEncoder) -> None:
         """Raises `BadInputError` for a request that the model cannot read."""
         self._tasks = tasks
-        self._requests = [_encode(task, encoder) for task in tasks]
+        self._requests = [encode_task(task, encoder) for task in tasks]
         """Pieces of each request, of each document, of each task."""
         every = (request for documents in self._requests for document in documents for request in document)
         self.pieces: list[Piece] = [piece for request in every for piece in request]
@@ -30,12 +30,14 @@ class TaskRequests:
         """Number of texts to generate."""
         return sum(len(task.documents) for task in self._tasks if task.request_type == "generate_until")
 
-    def scores(self, found: Sequence[PieceScore], generate: Generate) -> list[TaskScores]:
-        """Return the scores of each task. ``found``: of each of `pieces`."""
+    def scores(self, found: Sequence[PieceScore], generate: Generate | None = None) -> list[TaskScores]:
+        """Return the scores of each task. ``found``: of each of `pieces`. ``generate``: needed by tasks that
+        generate text."""
         scores = iter(found)
         results = []
         for task, documents in zip(self._tasks, self._requests, strict=True):
             if task.request_type == "generate_until":
+                assert generate is not None, "a task that generates text"
                 results.append(score_task(task, [generate(document) for document in task.documents]))
                 continue
             totals = [
@@ -44,14 +46,3 @@ class TaskRequests:
             ]
             results.append(score_task(task, totals))
         return results
-
-
-def _encode(task: Task, encoder: RequestEncoder) -> list[list[list[Piece]]]:
-    """Return the pieces of each request of each document."""
-    if task.request_type == "generate_until":
-        return []
-    if task.request_type == "loglikelihood_rolling":
-        return [[pieces] for pieces in encoder.texts([one.context for one in task.documents])]
-    pairs = [(pair, one.where) for one in task.documents for pair in one.pairs]
-    found = iter(encoder.pairs([pair for pair, _ in pairs], [where for _, where in pairs]))
-    return [[[piece] for piece in islice(found, len(one.pairs))] for one in task.documents]

@@ -46,7 +46,7 @@ class TaskScores(NamedTuple):
     scores: dict[str, Score]
 
 
-def score_task(task: Task, results: Sequence[Sequence[PieceScore]] | Sequence[str]) -> TaskScores:
+def score_task(task: Task, results: Sequence[Sequence[PieceScore] | str]) -> TaskScores:
     """Summarize the results of a task's documents: of each request, or the generated text."""
     columns = np.array(
         [_columns(task.request_type, *one) for one in zip(task.documents, results, strict=True)]

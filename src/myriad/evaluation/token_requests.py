@@ -12,12 +12,16 @@ A text of any length is scored in windows: each token once, with as much text be
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
-from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
+from myriad.evaluation.task_files import Task
 
-__all__ = ["Piece", "RequestEncoder"]
+if TYPE_CHECKING:
+    from myriad.data.tokenizer import Tokenizer
+
+__all__ = ["Piece", "RequestEncoder", "encode_task"]
 
 
 class Piece(NamedTuple):
@@ -31,7 +35,7 @@ class Piece(NamedTuple):
 class RequestEncoder:
     """Encodes requests for a model with windows of ``sequence`` tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, sequence: int) -> None:
+    def __init__(self, tokenizer: "Tokenizer", sequence: int) -> None:
         self._tokenizer, self._sequence, self._end = tokenizer, sequence, tokenizer.end_of_document
 
     def pairs(self, pairs: Sequence[tuple[str, str]], where: Sequence[str]) -> list[Piece]:
@@ -70,3 +74,15 @@ def _without_end_spaces(context: str, continuation: str) -> tuple[str, str]:
     """Move spaces at the end of the context to the continuation, so that they are part of its first word."""
     kept = context.rstrip()
     return kept, context[len(kept) :] + continuation
+
+
+def encode_task(task: Task, encoder: RequestEncoder) -> list[list[list[Piece]]]:
+    """Return the pieces of each request of each document; none for text to generate. Raises
+    `BadInputError`."""
+    if task.request_type == "generate_until":
+        return []
+    if task.request_type == "loglikelihood_rolling":
+        return [[pieces] for pieces in encoder.texts([one.context for one in task.documents])]
+    pairs = [(pair, one.where) for one in task.documents for pair in one.pairs]
+    found = iter(encoder.pairs([pair for pair, _ in pairs], [where for _, where in pairs]))
+    return [[[piece] for piece in islice(found, len(one.pairs))] for one in task.documents]

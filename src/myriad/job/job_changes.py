@@ -36,7 +36,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "how an iteration is computed; its result stays. Only layout.dp is fixed while comm.sync_every > 1",
     ),
     ResumeRule(
-        ("checkpoint.*", "resilience.*", "telemetry.*", "alerts.*", "train.validate_every",
+        ("checkpoint.*", "resilience.*", "telemetry.*", "alerts.*", "eval.*", "train.validate_every",
          "train.sample_prompt", "data.prefetch", "data.cache", "data.cache_bytes", "data.on_bad_block",
          "data.max_bad_blocks"),
         True,

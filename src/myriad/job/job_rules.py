@@ -78,6 +78,11 @@ def _check_vocabulary(job: JobValues) -> None:
     need(not embedded or trained <= vocabulary, "data.vocabulary", trained, allowed)
 
 
+def _check_evaluation(job: JobValues) -> None:
+    every = job.eval.every
+    need(not every or bool(job.eval.tasks), "eval.every", every, "0, or set eval.tasks, which it evaluates")
+
+
 def _check_in_flight(job: JobValues) -> None:
     message, in_flight = job.overlap.message_bytes, job.overlap.max_in_flight_bytes
     allowed = f"at least overlap.message_bytes = {message} bytes"
@@ -298,6 +303,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_partition,
     _check_batch,
     _check_vocabulary,
+    _check_evaluation,
     _check_warmup,
     _check_kernels,
     _check_precision,

@@ -14,6 +14,7 @@ from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout
 from myriad.config import Config, Size
 from myriad.data.config import DataConfig
+from myriad.evaluation.config import EvalConfig
 from myriad.kernels.config import Kernels
 from myriad.model.config import ModelConfig
 from myriad.optim.config import LossScaleConfig, OptimizerConfig, Precision
@@ -184,6 +185,8 @@ class JobValues(Config):
     """Loss scaling for float16."""
     train: TrainConfig = TrainConfig()
     """Length, batch size, precision and device of the training."""
+    eval: EvalConfig = EvalConfig()
+    """Scores of the model on tasks, during training."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and snapshots: how often, where, how many."""
     resilience: ResilienceConfig = ResilienceConfig()

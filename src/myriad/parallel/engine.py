@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from myriad.comm.collectives import all_reduce_max
+from myriad.comm.collectives import all_reduce, all_reduce_max
 from myriad.comm.comm_scheduler import CommScheduler
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
@@ -318,6 +318,11 @@ class Engine:
         own = torch.stack([loss_sum.double() * loss_weight(self.groups), stopping])
         total, num_stopping = sum_over_world(own, self.groups, self.recorder)
         return total, num_stopping > 0
+
+    def sum_of_losses(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks of what each has of the losses of evaluated batches; tensor-parallel
+        ranks have the same, which counts once. A collective call of all ranks."""
+        return all_reduce(own * loss_weight(self.groups), self.groups.world)
 
     def shards(self) -> Iterator[TensorShard]:
         """Return this rank's shards of the parameters and the optimizer state, as views of live memory.

@@ -182,6 +182,15 @@ def _validation(event: Record) -> str:
     )
 
 
+def _evaluation(event: Record) -> str:
+    scores = event.get("scores")
+    items = scores.items() if isinstance(scores, Mapping) else ()
+    found = [
+        _shown({name: value}, name, lambda one: format_number(one, 4), f"{name} ") for name, value in items
+    ]
+    return _joined(*found, _shown(event, "seconds", format_seconds, "in "))
+
+
 def _check(event: Record) -> str:
     failed = event.get("failed")
     found = "wrong values in " + ", ".join(map(str, failed)) if isinstance(failed, list) else "right"
@@ -331,6 +340,7 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "corpus": _corpus,
     "diagnosis": _diagnosis,
     "drain": _drain,
+    "evaluation": _evaluation,
     "eviction": _eviction,
     "failed": _problem,
     "fault": _fault,

@@ -97,6 +97,10 @@ def _is_object(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
+def _are_figures(value: object) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_figure, value.values()))
+
+
 def _is_change(value: object) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(one, list) and len(one) == 2 for one in value.values()
@@ -129,6 +133,7 @@ EVENT_FIELDS: dict[str, Callable[[object], bool]] = {
     "servers": _is_list_of(_is_object),
     "evidence": _is_object,
     "differs": _is_change,
+    **dict.fromkeys(("scores", "standard_errors"), _are_figures),
 }
 """Type checks of the event fields that programs read. Other fields are only shown."""
 

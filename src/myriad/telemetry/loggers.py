@@ -151,12 +151,16 @@ class MetricForwarder:
 
 
 def _as_metrics(event: Record) -> Record:
-    """Return the metrics in an event. Only those of validations have any."""
-    if event.get("event") not in ("validation", "validation_set"):
+    """Return the metrics in an event. Only those of validations and evaluations have any."""
+    found: Record = {}
+    if event.get("event") in ("validation", "validation_set"):
+        of_set = f"/{event.get('name')}" if event.get("event") == "validation_set" else ""
+        names = {"loss": "validation_loss", "bits_per_byte": "validation_bits_per_byte"}
+        found = {f"{name}{of_set}": event[key] for key, name in names.items() if key in event}
+    elif event.get("event") == "evaluation" and isinstance(event.get("scores"), dict):
+        found = {f"evaluation/{name}": value for name, value in event["scores"].items()}
+    if not found:
         return {}
-    of_set = f"/{event.get('name')}" if event.get("event") == "validation_set" else ""
-    names = {"loss": "validation_loss", "bits_per_byte": "validation_bits_per_byte"}
-    found = {f"{name}{of_set}": event[key] for key, name in names.items() if key in event}
     return {"time": event.get("time"), "step": event.get("step"), **found}
 
 

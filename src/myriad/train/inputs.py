@@ -19,6 +19,7 @@ from myriad.system.whole_file import write_whole
 
 if TYPE_CHECKING:
     from myriad.data.tokenizer import Tokenizer
+    from myriad.evaluation.task_files import Task
 
 __all__ = [
     "BadBlocks",
@@ -26,6 +27,7 @@ __all__ = [
     "keep_tokenizer",
     "note_corpus",
     "open_inputs",
+    "read_job_tasks",
     "refuse_no_documents",
     "refuse_other_tokenizer",
     "refuse_replaced_corpus",
@@ -65,6 +67,7 @@ def open_inputs(job: Job, report_stage: Callable[[str], None]) -> Corpora:
     if job.train.sample_prompt is not None and corpora.tokenizer is None:
         allowed = f"off: {paths[0]} has no tokenizer.json beside it, so no text can be made"
         raise BadInputError("train.sample_prompt", job.train.sample_prompt, allowed)
+    read_job_tasks(job, corpora.tokenizer)
     return corpora
 
 
@@ -78,6 +81,25 @@ def _check_validation_sets(job: Job, corpora: Corpora) -> None:
         if opened.num_samples < job.train.global_batch:
             allowed = f"at least one batch: {job.train.global_batch} windows; it has {opened.num_samples}"
             raise BadInputError("data.validation_sets", one.path, allowed)
+
+
+def read_job_tasks(job: Job, tokenizer: "Tokenizer | None") -> "list[Task]":
+    """Read the tasks of ``eval.tasks``. Raises `BadInputError` for a request that training cannot score."""
+    if not job.eval.tasks:
+        return []
+    from myriad.evaluation.task_files import read_tasks
+    from myriad.evaluation.token_requests import RequestEncoder, encode_task
+
+    if tokenizer is None:
+        allowed = f"off: {job.data.corpus} has no tokenizer.json beside it, so no text can be read"
+        raise BadInputError("eval.tasks", list(job.eval.tasks), allowed)
+    tasks, encoder = read_tasks(job.eval.tasks, job.eval.limit), RequestEncoder(tokenizer, job.model.sequence)
+    for task in tasks:
+        if task.request_type == "generate_until":
+            allowed = "no generate_until in training; `myriad eval` generates text from a checkpoint"
+            raise BadInputError("eval.tasks", task.documents[0].where, allowed)
+        encode_task(task, encoder)
+    return tasks
 
 
 def refuse_no_documents(corpora: Corpora) -> None:

@@ -1,7 +1,7 @@
 """The training loop of one rank.
 
 for each step:  program of one iteration (load, forward, backward, reduce, step)  ->  a line of metrics
-                when due: validate, save
+                when due: validate, evaluate, save
 a stop signal on any rank stops all ranks after the same step, with a checkpoint
 """
 
@@ -48,6 +48,7 @@ from myriad.train.rank_profiler import Tracer
 from myriad.train.replica_digests import DigestPublisher
 from myriad.train.resume import resume
 from myriad.train.step_signals import GarbageSchedule, SaveClock
+from myriad.train.task_evaluation import TaskEvaluation, event_fields
 from myriad.train.training_checks import TrainingChecks
 
 __all__ = ["Trainer"]
@@ -98,6 +99,7 @@ class Trainer:
             one.name: Validation(job, self.groups.grid, self.device, guard, one)
             for one in job.data.validation_sets
         }
+        self.tasks = TaskEvaluation(job, self.groups.grid, self.device)
         self.engine = build_engine(rank, self._event)
         self.verifier = DigestPublisher(self.engine, job, self.progress)
         self.checks = TrainingChecks(job, self.groups, self.device, self.progress, self.recorder, self._event)
@@ -337,12 +339,14 @@ class Trainer:
         return to_batch(job, own, self.position.samples_before(self.step), rows.start, self.device)
 
     def _validate_if_due(self, *, stopping: bool) -> bool:
-        """Validate after this step, unless all ranks stop; return whether all ranks stop."""
-        train = self.job.train
-        is_due = train.validate_every and self.step % train.validate_every == 0
-        if stopping or not (is_due or self.step == train.steps):
-            return stopping
-        return not self._validate() and self._agrees
+        """Validate and evaluate after this step where due, unless all ranks stop; return whether all ranks
+        stop."""
+        job = self.job
+        for every, check in ((job.train.validate_every, self._validate), (job.eval.every, self._evaluate)):
+            is_due = every and self.step % every == 0
+            if not stopping and (is_due or self.step == job.train.steps):
+                stopping = not check() and self._agrees
+        return stopping
 
     def _after_step(self, *, is_last: bool, stopping: bool) -> None:
         if self._agrees:
@@ -372,6 +376,19 @@ class Trainer:
                 self._event("validation_set", step=self.step, name=name, **fields)
             else:
                 self._event("validation", step=self.step, **fields)
+        return True
+
+    def _evaluate(self) -> bool:
+        """Score the model on the job's tasks, and return False if a rank was asked to stop before the last
+        batch. Nothing is recorded in that case."""
+        if self.tasks.is_empty:
+            return True
+        began = time.perf_counter()
+        with self.progress.within("validating"), self.recorder.span("evaluate"):
+            found = self.tasks.scores(self.engine, lambda: self.stop.asked)
+        if found is None:
+            return False
+        self._event("evaluation", step=self.step, **event_fields(found), seconds=time.perf_counter() - began)
         return True
 
     def _save(self, *, is_last: bool) -> None:

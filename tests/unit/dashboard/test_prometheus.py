@@ -80,6 +80,7 @@ def run(tmp_path: Path) -> Run:
     step(run, 3)
     run.append_event("validation", step=3, loss=2.25)
     run.append_event("validation_set", step=3, name="books", loss=1.25)
+    run.append_event("evaluation", step=3, scores={"choice/acc": 0.75, "text/bits_per_byte": None})
     run.append_event("checkpoint", step=3)
     run.append_event("check", step=3, seconds=0.01, ratio=0.0004, checks=["product"], failed=["product"])
     add_sample(run, 0, 1000)
@@ -117,6 +118,7 @@ def test_a_report_covers_the_whole_run(run: Run) -> None:
     assert {name: found[name, ()] for name in expected} == expected
     assert (found["myriad_steps_total", ()], found["myriad_tokens_total", ()]) == (4, 4 * 512), "one again"
     assert found["myriad_validation_set_loss", (("set", "books"),)] == 1.25
+    assert found["myriad_evaluation_score", (("score", "choice/acc"),)] == 0.75
     assert found["myriad_faults_total", (("cause", "hang"),)] == 1
     assert found["myriad_faults_total", (("cause", "storage"),)] == 1
     assert found["myriad_time_seconds", (("class", "restarting"),)] == 25
@@ -185,7 +187,7 @@ def test_there_are_series_for_nodes_and_never_for_ranks(run: Run) -> None:
     found = series(RunMetrics(run, account, ManySpans(nodes)).text())
     assert len(found) < 40 * nodes
     assert {label for _, labels in found for label, _ in labels} <= {
-        *("accused", "cause", "class", "device", "name", "node", "phase", "reason", "set")
+        *("accused", "cause", "class", "device", "name", "node", "phase", "reason", "score", "set")
     }
 
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
+from untrained_run import TEXT, make_run
 
-from myriad.checkpoint.checkpoint_files import save
-from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
@@ -19,14 +18,10 @@ from myriad.evaluation.packed_pieces import PieceScore
 from myriad.evaluation.task_files import Document, Generation, Task
 from myriad.evaluation.task_scores import score_task
 from myriad.evaluation.token_requests import Piece, RequestEncoder
-from myriad.job import parse_job
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
-from myriad.model.gpt import GPT, build_full
-from myriad.model.tensor_shard import TensorShard
-from myriad.run import Run
+from myriad.model.gpt import build_full
 
-TEXT = "def f(x):\n    return x + 1\n\nfor i in range(10):\n    print(f(i))\n"
 TINY = ModelConfig(
     layers=2, hidden=32, heads=4, vocabulary=300, vocabulary_multiple=8, sequence=24, initial_deviation=0.3
 )
@@ -143,26 +138,8 @@ def test_scores_are_those_of_the_definitions() -> None:
     assert score_task(made, [" four\n", "5"]).scores["exact_match"].value == 0.5
 
 
-@pytest.fixture
-def run(tmp_path: Path, tokenizer: Tokenizer) -> Path:
-    """A run with the weights of the seed."""
-    sizes = "layers = 2\nhidden = 32\nheads = 4\nvocabulary = 300\nsequence = 24\n"
-    job = parse_job(f"[data]\nvocabulary = 300\n[model]\n{sizes}", "job.toml", [])
-    run = Run(tmp_path / "run")
-    run.create_or_resume(job)
-    tokenizer.save(run.path)
-    definition = GPT(job.model, job.train.seed)
-    shards = [
-        TensorShard(f"model.{prefix}.{name}", tuple(values.shape), (0,) * values.dim(), values)
-        for index, prefix in enumerate(definition.names)
-        for name, values in definition.initial(index).items()
-        if f"{prefix}.{name}" not in definition.tied
-    ]
-    save(CheckpointFolder(run.checkpoints_path), 0, shards, {"step": 0, "optimizer_steps": 0})
-    return run.path
-
-
-def test_the_command_scores_a_run(run: Path, tmp_path: Path) -> None:
+def test_the_command_scores_a_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
     tasks = tmp_path / "tasks.jsonl"
     lines = [
         {"task": "choice", "arguments": [["for", " i"], ["for", " x"]], "target": 0},

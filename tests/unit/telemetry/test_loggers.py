@@ -66,6 +66,7 @@ def test_each_step_is_forwarded_once_also_by_the_next_process(run: Run) -> None:
     step(run, 3)
     run.append_event("validation", step=3, loss=1.5, bits_per_byte=2.5)
     run.append_event("validation_set", step=3, name="books", loss=1.25)
+    run.append_event("evaluation", step=3, scores={"choice/acc": 0.75}, seconds=1.0)
     run.append_event("fault", step=3, problem="no number")
     MetricForwarder("wandb", run.path, lambda name, path: second).forward()
     assert first.lines == [(1, {"loss": 2.0, "mfu": 0.5}), (2, {"mfu": 0.5})]
@@ -73,6 +74,7 @@ def test_each_step_is_forwarded_once_also_by_the_next_process(run: Run) -> None:
         (3, {"loss": 2.0, "mfu": 0.5}),
         (3, {"validation_loss": 1.5, "validation_bits_per_byte": 2.5}),
         (3, {"validation_loss/books": 1.25}),
+        (3, {"evaluation/choice/acc": 0.75}),
     ]
     assert read_forwarded(run.path, "wandb").metrics == run.metrics_path.stat().st_size
 

@@ -186,6 +186,8 @@ def _event_line(event: Record) -> Text | None:
         loss, bits = event.get("loss"), event.get("bits_per_byte")
         text = f"step {step}: validation loss{of_set} " + ("nan" if loss is None else f"{loss:.4f}")
         return Text(text + ("" if bits is None else f", {bits:.3f} bits per byte"), style="cyan")
+    if name == "evaluation":
+        return Text(f"step {step}: {event_text(event)}", style="cyan")
     if name == "checkpoint":
         return Text(f"step {step}: checkpoint saved", style="dim")
     if name == "weights":

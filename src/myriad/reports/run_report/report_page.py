@@ -79,6 +79,7 @@ def page(facts: Facts, spans: Iterable[str] = ()) -> str:
         *_head(facts, name, metrics),
         *_time(facts),
         *_curves(facts, metrics),
+        *_scores(facts),
         *spans,
         *_faults(facts),
         *_attempts(facts),
@@ -155,6 +156,31 @@ def _curves(facts: Facts, metrics: Sequence[Record]) -> Iterator[str]:
     if drawn:
         yield "<h2>Steps</h2>"
         yield '<div class="charts">' + "".join(f'<div class="card">{svg}</div>' for svg in drawn) + "</div>"
+
+
+def _scores(facts: Facts) -> Iterator[str]:
+    """Yield the newest scores on tasks, beside the first ones."""
+    found = [event for event in facts.events if event.get("event") == "evaluation" and event.get("scores")]
+    if not found:
+        return
+    first, last = found[0], found[-1]
+    errors = last.get("standard_errors", {})
+    rows = [
+        [
+            escape(str(name)),
+            _score(first["scores"].get(name)),
+            _score(value),
+            "" if errors.get(name) is None else f"± {format_number(errors[name])}",
+        ]
+        for name, value in last["scores"].items()
+    ]
+    headings = ["score", f"step {first.get('step')}", f"step {last.get('step')}", "standard error"]
+    yield "<h2>Scores on tasks</h2>"
+    yield f'<div class="card scroll">{html_table(headings, rows, (1, 2, 3))}</div>'
+
+
+def _score(value: float | None) -> str:
+    return "-" if value is None else format_number(value, 4)
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:

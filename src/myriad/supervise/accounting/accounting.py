@@ -81,6 +81,7 @@ class _Reader:
             "step": self._step,
             "validation": self._validation,
             "validation_set": self._validation,
+            "evaluation": self._validation,
             "check": self._check,
             "diagnosis": self._diagnosis,
             "eviction": self._eviction,
