@@ -39,8 +39,8 @@ COMMUNICATION = frozenset(
         "reduce",
         "await_reduce",
         "sync_tied",
-        "await_gather_momentum",
-        "await_scatter_update",
+        "await_momentum",
+        "await_scatter",
         "clip",
         "tensor_comm",
     }

@@ -212,7 +212,7 @@ def test_a_message_that_is_refused_holds_up_no_other(monkeypatch: pytest.MonkeyP
         ("alerts.levels=['finish=loud']", "EVENT=LEVEL"),
         ("alerts.log_patterns=['(a+)+']", "a repetition inside of a repetition"),
         ("alerts.log_ignore=['[']", "is no regular expression"),
-        ("alerts.slack.level=loud", "must be 'info', 'warning' or 'critical'"),
+        ("alerts.slack.level=loud", 'must be "info", "warning" or "critical"'),
     ],
 )
 def test_bad_values_are_refused_and_no_secret_is_shown(override: str, told: str) -> None:

@@ -70,7 +70,7 @@ def test_a_fabric_at_its_capacity_is_compared_with_what_can_be_built(
         (["--cluster", "megascale-256xa100", "--split", "2"], "--split = 2: only without --cluster"),
         (["--cluster", "megascale-256xa100", "--placement", "alphabetical"], "packed, spread, random"),
         (["--cluster", "megascale-256xa100", "--ring-nodes", "33"], "--ring-nodes = 33: 2 to 32"),
-        (["--cluster", "megascale-256xa100", "--what-if", "fabric.kind=torus"], "'clos2', 'clos3', 'rail'"),
+        (["--cluster", "megascale-256xa100", "--what-if", "fabric.kind=torus"], '"clos2", "clos3", "rail"'),
         (["--cluster", "megascale-256xa100", "--what-if", "fabric.rail=1"], "did you mean fabric.rails?"),
         (["--cluster", "laptop"], "inside a node there is no fabric"),
         (["--out", "ecmp.gif"], "a file name that ends in .svg"),

@@ -184,7 +184,7 @@ _HEADER = "system,gpus,batch_sequences,iteration_seconds"
         *(
             (
                 f"{_HEADER}\nMegaScale,256,768,30\nMegaScale,256,768,{bad}\n",
-                f"bad.csv, line 3, column 'iteration_seconds' = '{bad.strip()}': ",
+                f"bad.csv, line 3, column 'iteration_seconds' = \"{bad.strip()}\": ",
             )
             for bad in ("0", "-5", "nan", "inf", "", "1e400")
         ),

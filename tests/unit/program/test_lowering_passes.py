@@ -139,13 +139,13 @@ def test_matrices_come_and_go_while_those_of_another_chunk_are_orthogonalized():
     actions = orthogonalize(apply_passes(program, OverlapConfig(), 3)).ranks[0]
     shown = [str(action) for action in actions]
     assert shown[shown.index("clip") + 1 :] == [
-        *("start_gather_momentum(0)", "start_gather_momentum(1)"),
-        *("await_gather_momentum(0)", "orthogonalize(0)", "start_scatter_update(0)"),
-        "start_gather_momentum(2)",
-        *("await_gather_momentum(1)", "orthogonalize(1)", "start_scatter_update(1)"),
-        *("await_scatter_update(0)", "update(0)"),
-        *("await_gather_momentum(2)", "orthogonalize(2)", "start_scatter_update(2)"),
-        *("await_scatter_update(1)", "update(1)", "await_scatter_update(2)", "update(2)"),
+        *("start_momentum(0)", "start_momentum(1)"),
+        *("await_momentum(0)", "orthogonalize(0)", "start_scatter(0)"),
+        "start_momentum(2)",
+        *("await_momentum(1)", "orthogonalize(1)", "start_scatter(1)"),
+        *("await_scatter(0)", "update(0)"),
+        *("await_momentum(2)", "orthogonalize(2)", "start_scatter(2)"),
+        *("await_scatter(1)", "update(1)", "await_scatter(2)", "update(2)"),
     ]
 
 

@@ -32,9 +32,9 @@ const SPAN_COLOURS = {
   evaluate: "#87c7d1",
 };
 const PIPELINE = "exchange wait receive";
-const MATRICES = "await_gather_momentum await_scatter_update";
+const MATRICES = "await_momentum await_scatter";
 const DATA = `gather await_gather reduce await_reduce gather_tied reduce_tied sync_tied clip ${MATRICES}`;
-const POSTS = "start_gather start_reduce start_gather_momentum start_scatter_update send release";
+const POSTS = "start_gather start_reduce start_momentum start_scatter send release";
 for (const name of PIPELINE.split(" ")) SPAN_COLOURS[name] = "#dd7f52";
 for (const name of DATA.split(" ")) SPAN_COLOURS[name] = "#f2cda9";
 for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#cabdfb";
