@@ -30,7 +30,7 @@ FLOORS = (
     ("train", "faults", "dashboard"),
     ("forecasts",),
     ("reports",),
-    ("cli __main__", "api"),
+    ("cli __main__", "api", "lm_eval_model"),
 )
 """Lowest first; a string is a room: a folder, a file, or a few that belong together."""
 
