@@ -53,7 +53,7 @@ _LOG = logging.getLogger(__name__)
 
 _HEADER = "# Every key of this run, as `myriad train` resolved it.\n"
 """First line of a job.toml that is complete only with every section."""
-_LATER_SECTIONS = ("alerts", "run")
+_LATER_SECTIONS = ("alerts", "eval", "run")
 """Sections that an older job.toml lacks. None is the last one, so a truncated file always lacks another."""
 
 
