@@ -115,7 +115,7 @@ def test_a_signal_ends_a_query(run: Run, tmp_path: Path, number: int) -> None:
     time.sleep(3.0)
     assert process.poll() is None
     process.send_signal(number)
-    process.wait(15)
+    process.wait(STOP_SECONDS + 10)
     assert process.returncode != 0
 
 
