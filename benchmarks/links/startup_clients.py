@@ -79,7 +79,7 @@ class Client:
         return made
 
     def connect(self, port: int) -> None:
-        """Begin to connect."""
+        """Start the connection; `go_on` finds out when it is established."""
         code = self.socket.connect_ex(("127.0.0.1", port))
         assert code in (0, errno.EINPROGRESS), os.strerror(code)
 

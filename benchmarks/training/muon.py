@@ -164,7 +164,7 @@ def measure_losses(steps: int, seeds: Sequence[int], folder: Path) -> None:
 
 
 def main() -> None:
-    """Print a table."""
+    """Run the measurement that the command line names, and print its table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from myriad.errors import BadInputError
+from myriad.system.whole_file import parse_json, read_regular
 
 __all__ = ["Part", "PartedText", "RecordError", "RecordForm", "read_template"]
 
 _ASSISTANT = "assistant"
+_MOST_TEMPLATE_BYTES = 2**24
+"""Largest file that a chat template is read from."""
 
 
 class Part(NamedTuple):
@@ -37,7 +40,7 @@ class PartedText(str):
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> "PartedText":
-        """Join the parts."""
+        """Return the text of the parts, with those that are not empty."""
         found = cls("".join(part.text for part in parts))
         found.parts = tuple(part for part in parts if part.text)
         return found
@@ -150,14 +153,14 @@ def read_template(path: Path) -> str:
     try:
         if path.is_dir() and not file.is_file():
             file = path / "tokenizer_config.json"
-            found = json.loads(file.read_text())
+            found = parse_json(read_regular(file, _MOST_TEMPLATE_BYTES))
             template = found.get("chat_template") if isinstance(found, dict) else None
         else:
-            template = file.read_text()
+            template = read_regular(file, _MOST_TEMPLATE_BYTES).decode()
         if not isinstance(template, str):
             raise ValueError(f"{file.name} has no chat template")
         _compiled(template)
-    except (OSError, ValueError, RecursionError, jinja2.TemplateError) as error:
+    except (OSError, ValueError, jinja2.TemplateError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise BadInputError("--chat-template", str(path), f"a chat template in Jinja: {reason}") from None
     return template

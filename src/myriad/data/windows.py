@@ -37,6 +37,7 @@ __all__ = [
     "attended_pairs",
     "balanced_order",
     "digest_rows",
+    "fill_padding",
     "pack_documents",
     "row_width",
 ]
@@ -56,7 +57,7 @@ class Windows(Protocol):
 
     @property
     def count(self) -> int:
-        """Number of windows."""
+        """Number of windows in one epoch."""
         ...
 
     @property
@@ -234,6 +235,15 @@ class PackedRows(NamedTuple):
 
 
 _WORDS = 2 * len(BatchWords._fields)
+_PADDING = 64
+"""Positions of a document of padding: attention to a longer one would take time for nothing."""
+
+
+def fill_padding(row: NDArray[np.int32], filled: int) -> None:
+    """Fill a packed row from position ``filled`` on with documents without a loss."""
+    inputs, targets, positions = PackedRows.of(row)
+    inputs[filled:], targets[filled:] = 0, ~0
+    positions[filled:] = np.arange(len(positions) - filled) % _PADDING
 
 
 def row_width(sequence: int, documents: Documents) -> int:
@@ -272,7 +282,7 @@ def _balanced(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 class PackedWindows:
-    """Whole documents, packed."""
+    """Windows that hold whole documents, as many as fit."""
 
     def __init__(self, packing: Packing, sequence: int, read_losses: ReadLosses | None = None) -> None:
         """``read_losses`` returns which of the tokens [start, stop) of the corpus have a loss; ``None``:
@@ -281,7 +291,7 @@ class PackedWindows:
 
     @property
     def count(self) -> int:
-        """Number of windows."""
+        """Number of windows in one epoch."""
         return len(self.packing.firsts) - 1
 
     @property
@@ -299,7 +309,7 @@ class PackedWindows:
         return [(start, start + length + 1) for start, length in self._pieces(window)]
 
     def read(self, read: ReadTokens, window: int, out: NDArray[np.int32]) -> None:
-        """Fill the inputs, targets and positions of a row. Padding is one more document without a loss."""
+        """Fill the inputs, targets and positions of a row. Padding is further documents without a loss."""
         inputs, targets, positions = PackedRows.of(out)
         filled = 0
         for start, length in self._pieces(window):
@@ -311,8 +321,7 @@ class PackedWindows:
                 has_loss = self._read_losses(start + 1, start + length + 1)
                 targets[place] = np.where(has_loss, tokens[1:], ~tokens[1:])
             filled += length
-        inputs[filled:], targets[filled:] = 0, ~0
-        positions[filled:] = np.arange(self.sequence - filled)
+        fill_padding(out, filled)
 
     def counted(self, number: int, window: int | None) -> BatchWords:
         """Return what a window with this number adds to a batch's sums. ``window``: positions to which a

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from myriad.data.windows import PackedRows, PackedWindows, pack_documents
+from myriad.data.windows import PackedRows, PackedWindows, fill_padding, pack_documents
 from myriad.evaluation.token_requests import Piece
 from myriad.kernels.documents import Documents
 from myriad.model.token_record import TokenRecord
@@ -23,15 +23,11 @@ from myriad.parallel.runtime import Batch
 __all__ = ["PackedPieces", "PieceScore"]
 
 
-_PADDING = 64
-"""Positions of a document of padding; attention to one long document would take time."""
-
-
 class PieceScore(NamedTuple):
     """The result of one piece, or of several together."""
 
     log_likelihood: float
-    """Of the scored tokens, in nats."""
+    """Sum over the scored tokens, in nats."""
     is_greedy: bool
     """Whether each scored token is the likeliest one."""
 
@@ -63,7 +59,7 @@ class PackedPieces:
 
     @property
     def num_windows(self) -> int:
-        """Number of windows."""
+        """Number of windows that the pieces fill."""
         return self._windows.count
 
     def batch(self, rows: range, device: torch.device) -> Batch:
@@ -71,21 +67,15 @@ class PackedPieces:
         width = self._windows.width
         words = np.empty((len(rows), width), np.int32)
         for row, window in zip(words, rows, strict=True):
-            self._fill(row, window)
+            if window < self.num_windows:
+                self._windows.read(self._read, window, row)
+            else:
+                fill_padding(row, 0)
         packed = PackedRows.of(words)
         inputs, targets = (torch.from_numpy(one.astype(np.int64)).to(device) for one in packed[:2])
         documents = Documents.of(packed.positions, lambda values: values.to(device))
         record = TokenRecord(len(rows), self._sequence, device)
         return Batch(inputs, targets, torch.arange(len(rows), device=device), documents, record=record)
-
-    def _fill(self, row: NDArray[np.int32], window: int) -> None:
-        inputs, targets, positions = PackedRows.of(row)
-        filled = 0
-        if window < self.num_windows:
-            self._windows.read(self._read, window, row)
-            filled = int(self._lengths[self._firsts[window] : self._firsts[window + 1]].sum())
-        inputs[filled:], targets[filled:] = 0, ~0
-        positions[filled:] = np.arange(self._sequence - filled) % _PADDING
 
     def collect(self, rows: range, record: TokenRecord) -> None:
         """Add what a batch has recorded."""

@@ -50,7 +50,7 @@ class Document:
     """One line of a task."""
 
     where: str
-    """``FILE:LINE``, for messages."""
+    """Place of the line as ``FILE:LINE``, which messages name."""
     context: str
     """The context or prompt of the first request, or the whole text."""
     pairs: tuple[tuple[str, str], ...] = ()

@@ -7,7 +7,6 @@ Errors name the key as the user typed it, and suggest the key that an unknown na
 
 import difflib
 import functools
-import json
 import logging
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from myriad.job.job_rules import PLANNING_RULES, RULES
 from myriad.job.job_values import JobValues
 from myriad.job.model_rules import settings_of
 from myriad.recipes import read_recipe
-from myriad.system.whole_file import read_regular
 
 __all__ = [
     "RENAMED_KEYS",
@@ -41,8 +39,6 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 _JOB_FILE, _CONFIG_FILE = "job.toml", "config.json"
-_MOST_BYTES = 1 << 24
-"""Largest job.toml or config.json of initial weights."""
 
 RENAMED_KEYS = {
     "overlap.partition": "overlap.message_bytes",
@@ -98,7 +94,7 @@ def _expand_model(tree: dict[str, Any]) -> None:
 def _model_of_weights(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the model keys of ``train.init_from``: of a run's ``job.toml``, or of a Hugging Face folder's
     ``config.json``. Raises `BadInputError`."""
-    from myriad.checkpoint.foreign.hugging_face_config import model_of
+    from myriad.checkpoint.foreign.hugging_face_config import model_of, read_json
 
     train = tree.get("train")
     source = train.get("init_from") if isinstance(train, dict) else None
@@ -107,30 +103,19 @@ def _model_of_weights(tree: dict[str, Any]) -> dict[str, Any]:
         raise BadInputError("train.init_from", "off" if source is None else source, allowed)
     for folder in (Path(source).expanduser(), Path("runs") / source):
         if (folder / _JOB_FILE).is_file():
-            found = parse_job(_text_of(folder / _JOB_FILE), str(folder / _JOB_FILE)).model
+            found = load_job(str(folder.absolute() / _JOB_FILE)).model
         elif (folder / _CONFIG_FILE).is_file():
-            found = model_of(_config_of(folder / _CONFIG_FILE))
+            try:
+                fields = read_json(folder / _CONFIG_FILE)
+            except BadInputError as error:
+                raise BadInputError(
+                    "train.init_from", source, f"a readable {_CONFIG_FILE}: {error}"
+                ) from error
+            found = model_of(fields)
         else:
             continue
         return found.model_dump(mode="json", exclude_defaults=True)
     raise BadInputError("train.init_from", source, allowed)
-
-
-def _config_of(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(_text_of(path))
-    except (ValueError, RecursionError) as error:
-        raise BadInputError("train.init_from", str(path), f"not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise BadInputError("train.init_from", str(path), "a JSON object")
-    return found
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return read_regular(path, _MOST_BYTES).decode()
-    except (OSError, ValueError) as error:
-        raise BadInputError("train.init_from", str(path), f"cannot be read: {error}") from None
 
 
 def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:

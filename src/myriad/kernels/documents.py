@@ -31,7 +31,7 @@ class _Group(NamedTuple):
     """Documents that attend together: consecutive rows of the regrouped positions."""
 
     size: int
-    """Number of documents."""
+    """Number of documents that attend together."""
     length: int
     """Positions of each document, with its padding."""
 

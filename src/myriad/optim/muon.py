@@ -29,7 +29,8 @@ from myriad.optim.region import Region
 __all__ = ["MatrixPart", "Muon", "newton_schulz", "newton_schulz_dtype"]
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic polynomial, chosen for its slope at zero: small singular values grow fastest."""
+"""Coefficients of the quintic polynomial: its slope at zero is large, so that small singular values grow
+fastest."""
 _LEAST_NORM = 1e-7
 
 

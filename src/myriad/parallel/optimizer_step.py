@@ -194,7 +194,7 @@ class OptimizerStep:
         """Factor by which the loss is multiplied in this step."""
         return 1.0 if self._scaler is None else self._scaler.scale
 
-    def clip(self, loss_sum: torch.Tensor, digest: int = 0) -> None:
+    def clip(self, loss_sum: torch.Tensor, digest: int) -> None:
         """Compute the norm of the complete gradients of all ranks and begin the optimizer step. With early
         updates the parameters are updated already, and no step begins."""
         if not self._updates_early:

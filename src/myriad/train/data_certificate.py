@@ -10,12 +10,14 @@ A step that an attempt repeated counts as its last execution, which is the one t
 This module does not import torch.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from myriad.config import set_dotted
 from myriad.data.bad_blocks import BlockGuard
@@ -24,7 +26,7 @@ from myriad.data.windows import BatchWords, digest_rows
 from myriad.errors import BadInputError, MyriadError
 from myriad.job import Job
 from myriad.run import Run
-from myriad.run.run_lines import StepLines
+from myriad.run.run_lines import EventLines, StepLines
 from myriad.train.inputs import bad_blocks_of
 
 __all__ = ["Certificate", "certify"]
@@ -97,28 +99,39 @@ class _Segments:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        events = run.read_events()
+        events = EventLines(run.events_path).poll()
+        # "content of data.corpus" is no key of the job
         self._changes = [
-            event for event in events if event.get("event") == "job_changed" and "." in str(event.get("key"))
+            event for event in events if event["event"] == "job_changed" and " " not in event.get("key", " ")
         ]
-        self._contents = [event for event in events if event.get("event") == "corpus"]
+        self._contents = [event for event in events if event["event"] == "corpus"]
         self._made: dict[int, _Segment] = {}
 
     def of(self, line: Record) -> _Segment:
-        """Return the segment of a step's line."""
-        later = [event for event in self._changes if event.get("time", 0.0) > line["time"]]
+        """Return the segment of a step's line. Raises `BadInputError` if the record makes no job."""
+        later = [event for event in self._changes if event.get("time", 0.0) > _time_of(line)]
         if len(later) not in self._made:
             tree = self._run.job().model_dump(mode="json")
             for event in reversed(later):
-                if " " not in event["key"]:  # "content of data.corpus" is no key of the job
-                    set_dotted(tree, event["key"], event.get("before"))
-            self._made[len(later)] = _Segment(self._run, Job.model_validate(tree))
+                set_dotted(tree, event["key"], event.get("before"))
+            try:
+                job = Job.model_validate(tree)
+            except ValidationError as error:
+                allowed = f"changes of the job that make one: {error.errors()[0]['msg']}"
+                raise BadInputError("events", str(self._run.events_path), allowed) from None
+            self._made[len(later)] = _Segment(self._run, job)
         return self._made[len(later)]
 
     def content(self, line: Record) -> str | None:
         """Return the content of the corpora that the step read; ``None`` if it is not recorded."""
-        before = [event for event in self._contents if event.get("time", 0.0) <= line["time"]]
+        before = [event for event in self._contents if event.get("time", 0.0) <= _time_of(line)]
         return before[-1].get("content") if before else None
+
+
+def _time_of(line: Record) -> float:
+    """Return the end of a step; a line without a valid time counts as new."""
+    time = line.get("time")
+    return math.inf if time is None else float(time)
 
 
 def certify(
@@ -126,7 +139,8 @@ def certify(
 ) -> Certificate:
     """Check the record of a run, and compare each ``every``-th step and the last one with the corpora.
 
-    ``progress`` gets the steps done and all steps. Raises `BadInputError` if the run has no steps."""
+    ``progress`` gets the steps done and all steps. Raises `BadInputError` if the run has no steps, or its
+    record makes no job."""
     record = StepLines(run.metrics_path)
     record.poll()
     lines = [line for line in record.lines if line["step"] > 0]

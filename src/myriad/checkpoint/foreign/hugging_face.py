@@ -19,14 +19,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from myriad.checkpoint.checkpoint_files import Shapes, Weights
-from myriad.checkpoint.foreign.hugging_face_config import config_of, model_of
+from myriad.checkpoint.foreign.hugging_face_config import config_of, model_of, read_json
 from myriad.checkpoint.foreign.hugging_face_names import TensorMapping, missing_or_other, tensor_mappings
 from myriad.checkpoint.foreign.safetensors_file import Box, SafetensorsFile, whole_box
 from myriad.checkpoint.storage.staged_folder import staged_folder
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
-from myriad.system.whole_file import is_own_file, parse_json, read_regular
+from myriad.system.whole_file import is_own_file, read_regular
 
 __all__ = [
     "COMPANIONS_FOLDER",
@@ -49,7 +49,7 @@ COMPANIONS = (
 """Files that travel with a model: how text is generated, special tokens, and the template of a chat."""
 COMPANIONS_FOLDER = "hugging_face"
 """Folder of a run that holds these files."""
-_MOST_JSON_BYTES, _MOST_COMPANION_BYTES = 2**27, 2**24
+_MOST_COMPANION_BYTES = 2**24
 _CACHE_LINKS = ("..", "..", "blobs")
 """Where a file of Hugging Face's cache links to."""
 ExportType = Literal["float32", "bfloat16", "float16"]
@@ -76,7 +76,7 @@ def is_hugging_face(path: Path) -> bool:
 
 def end_of_text(path: Path) -> list[int]:
     """Return the end-of-text tokens in the folder's ``config.json``; empty if there are none."""
-    ends = _read_json(path / _CONFIG).get("eos_token_id")
+    ends = read_json(path / _CONFIG).get("eos_token_id")
     return [] if ends is None else list(ends) if isinstance(ends, list) else [ends]
 
 
@@ -91,7 +91,7 @@ class HuggingFaceWeights:
         shape or dtype from ``config.json``, and if there are tensors that ``config.json`` does not imply."""
         self.path, self.where = path, str(path)
         self.run: Path | None = None
-        config = _read_json(path / _CONFIG)
+        config = read_json(path / _CONFIG)
         self.model: ModelConfig | None = model_of(config, vocabulary_multiple)
         mappings = tensor_mappings(self.model, config["model_type"])
         self._mappings = {mapping.name: mapping for mapping in mappings}
@@ -189,7 +189,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     Raises `BadInputError` if a file is not in the folder."""
     if not (path / _INDEX).is_file():
         return {}
-    places = _read_json(path / _INDEX).get("weight_map")
+    places = read_json(path / _INDEX).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise BadInputError("weights", str(path / _INDEX), "must have a weight_map of tensors and files")
     for tensor, name in places.items():
@@ -208,16 +208,6 @@ def _refuse_other_index(path: Path, places: Mapping[str, "_Place"]) -> None:
         if found is None or found[0].path.name != name:
             there = "is not there" if found is None else f"is in {found[0].path.name}"
             raise BadInputError("weights", str(path / _INDEX), f"{tensor} should be in {name}, {there}")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = parse_json(read_regular(path, _MOST_JSON_BYTES))
-    except (OSError, ValueError) as error:
-        raise BadInputError("path", str(path), f"not readable ({error})") from None
-    if not isinstance(content, dict):
-        raise BadInputError("path", str(path), "must be a JSON object")
-    return content
 
 
 def write_folder(

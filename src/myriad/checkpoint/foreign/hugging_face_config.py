@@ -10,6 +10,7 @@ field is refused.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,11 +21,13 @@ from myriad.checkpoint.foreign.hugging_face_family import COMMON, Family
 from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, written_rotary
 from myriad.errors import BadInputError, plain_value
 from myriad.model.config import ModelConfig
+from myriad.system.whole_file import parse_json, read_regular
 
-__all__ = ["MODEL_TYPES", "config_of", "family_of", "kind_of", "model_of"]
+__all__ = ["MODEL_TYPES", "config_of", "family_of", "kind_of", "model_of", "read_json"]
 
 MODEL_TYPES = (*FAMILIES, "gpt2")
 """Every ``model_type`` that is read and written."""
+_MOST_JSON_BYTES = 2**27
 _READ = {
     "silu": "swiglu",
     "swish": "swiglu",
@@ -66,6 +69,17 @@ _GPT2 = Family(
         "attn_pdrop": 0.0,
     },
 )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read an object from a JSON file of bounded size. Raises `BadInputError`."""
+    try:
+        content = parse_json(read_regular(path, _MOST_JSON_BYTES))
+    except (OSError, ValueError) as error:
+        raise BadInputError("path", str(path), f"not readable ({error})") from None
+    if not isinstance(content, dict):
+        raise BadInputError("path", str(path), "must be a JSON object")
+    return content
 
 
 def family_of(kind: str) -> Family:

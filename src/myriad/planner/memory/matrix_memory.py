@@ -7,7 +7,7 @@
     AWAIT_SCATTER_UPDATE    nothing
 
 While a matrix [m, n], m <= n, is orthogonalized there are two of its size and two [m, m]. A rank that shares
-its matrices with nobody has only these. Every number is that of the rank with the most.
+its matrices with no other rank has only these. Every number is that of the rank with the most.
 """
 
 from collections.abc import Sequence
