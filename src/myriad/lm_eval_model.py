@@ -8,8 +8,9 @@ import of this module registers the model:
     import lm_eval, myriad.lm_eval_model
     lm_eval.simple_evaluate(model="myriad", model_args={"run": "runs/NAME"}, tasks=["arc_easy"])
 
-Model arguments: ``run`` (a run, a checkpoint or a Hugging Face folder) and ``batch_tokens`` (tokens of one
-forward pass). One process on the CPU computes in float32. The harness's own batch size is not used.
+Model arguments: ``run`` (a run, a checkpoint or a Hugging Face folder), ``batch_tokens`` (tokens of one
+forward pass) and ``ema`` (true: the moving average of the weights). One process on the CPU computes in
+float32. The harness's own batch size is not used.
 """
 
 import sys
@@ -44,6 +45,7 @@ class MyriadLM(LM):
         self,
         run: str,
         batch_tokens: int = 8192,
+        ema: bool = False,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
@@ -52,7 +54,7 @@ class MyriadLM(LM):
         super().__init__()
         if device not in (None, "cpu"):
             raise BadInputError("device", device, "cpu: one process on the CPU computes the scores")
-        found = open_model(run, "run")
+        found = open_model(run, "run", ema=ema)
         self._model = FullModel(found.layers, found.tokenizer, found.config.sequence)
         self._batch_tokens = int(batch_tokens)
 

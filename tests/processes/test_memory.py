@@ -56,7 +56,7 @@ def test_a_rank_holds_to_the_byte_what_the_formula_predicts(dp: int, dtype: torc
 def moments(case: Case) -> tuple[int, int]:
     """One rank's place in the pipeline, and the bytes of its optimizer's state."""
     engine = make_engine(case)
-    state = engine.optimizer.state()
+    state = engine._optimizer_step.optimizer_state()
     held = sum(4 * one.numel() for tensors in state.values() for one in tensors)
     place = engine.groups.grid.index("pp")
     engine.close()
@@ -66,10 +66,14 @@ def moments(case: Case) -> tuple[int, int]:
 
 @pytest.mark.parametrize("layout", [{"dp": 3, "zero": 1}, {"dp": 2, "pp": 2, "zero": 2}, {"tp": 2}], ids=str)
 def test_the_planner_knows_the_moments_of_matrices_that_are_orthogonalized(layout: dict[str, Any]) -> None:
-    case = Case(layout, {"kv_heads": 1, "bias": True}, {"name": "muon"}, global_batch=6)
+    """With the moving average of the parameters."""
+    optimizer = {"name": "muon", "ema_decay": 0.9}
+    case = Case(layout, {"kv_heads": 1, "bias": True}, optimizer, global_batch=6)
     ranks = run_ranks(case.world, moments, case)
     model = ModelConfig(**(TINY | case.model))
-    workload = Workload(model, Layout(**layout), case.global_batch, optimizer="muon", value_bytes=4)
+    workload = Workload(
+        model, Layout(**layout), case.global_batch, optimizer="muon", ema_every=1, value_bytes=4
+    )
     for place, memory in enumerate(memory_of_ranks(workload, on_cpu=True)):
         assert memory.optimizer == max(held for own, held in ranks if own == place)
 

@@ -37,6 +37,8 @@ from myriad.model.config import ModelConfig
 from myriad.model.tensor_shard import TensorShard
 
 __all__ = [
+    "AVERAGE_PREFIX",
+    "MODEL_PREFIX",
     "CheckpointWeights",
     "Shapes",
     "Weights",
@@ -47,6 +49,11 @@ __all__ = [
     "save",
     "write_rank",
 ]
+
+MODEL_PREFIX = "model."
+"""Prefix of the names of the parameters."""
+AVERAGE_PREFIX = "optimizer.ema."
+"""Prefix of the names of the parameters' moving average (`myriad.optim.weight_average`)."""
 
 T = TypeVar("T")
 
@@ -171,7 +178,7 @@ def load(where: Path | str, shards: Sequence[TensorShard]) -> dict[str, Any]:
     return dict(manifest.progress)
 
 
-def load_model(where: Path | str, prefix: str = "model.") -> dict[str, torch.Tensor]:
+def load_model(where: Path | str, prefix: str = MODEL_PREFIX) -> dict[str, torch.Tensor]:
     """Return every full tensor whose name starts with ``prefix``, keyed by the rest of the name."""
     tensors = _manifest_of(open_checkpoint(where)).tensors
     full = {
@@ -224,8 +231,6 @@ def _difference(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference:
     return Difference(name, None, largest, largest / max(float(a.abs().max()), 1e-300))
 
 
-_PREFIX = "model."
-
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of full tensors, by name."""
 
@@ -255,13 +260,19 @@ class Weights(Protocol):
 class CheckpointWeights:
     """The model weights in one Myriad checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, run: Path | None, model: ModelConfig | None) -> None:
-        """Read names and shapes, but no values."""
-        self.where, self.run, self.model = checkpoint.where, run, model
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        run: Path | None,
+        model: ModelConfig | None,
+        prefix: str = MODEL_PREFIX,
+    ) -> None:
+        """Read names and shapes, but no values. ``prefix``: of the names of the stored tensors."""
+        self.where, self.run, self.model, self._prefix = checkpoint.where, run, model, prefix
         tensors = {
-            name.removeprefix(_PREFIX): tensor
+            name.removeprefix(prefix): tensor
             for name, tensor in checkpoint.manifest().tensors.items()
-            if name.startswith(_PREFIX)
+            if name.startswith(prefix)
         }
         self._stored: Shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
         self.shapes: Shapes = {name: _real_rows(name, shape, model) for name, shape in self._stored.items()}
@@ -269,7 +280,7 @@ class CheckpointWeights:
 
     def read(self, name: str) -> torch.Tensor:
         """Return one full tensor."""
-        stored = load_model(self.where, _PREFIX + name)[""]
+        stored = load_model(self.where, self._prefix + name)[""]
         return stored[: self.shapes[name][0]] if self.shapes[name] != self._stored[name] else stored
 
     def read_parts(self, name: str, boxes: Sequence[tuple[slice, ...]]) -> Iterator[torch.Tensor]:
@@ -280,7 +291,7 @@ class CheckpointWeights:
         load(
             self.where,
             [
-                TensorShard(_PREFIX + name, self._stored[name], start, part)
+                TensorShard(self._prefix + name, self._stored[name], start, part)
                 for start, part in zip(offsets, parts, strict=True)
             ],
         )

@@ -113,6 +113,8 @@ class LoadedState:
     """Problems of this checkpoint and of newer ones that could not be loaded."""
     set_aside: tuple[str, ...]
     """New names of durable checkpoints that failed verification."""
+    has_optional: bool = True
+    """Whether the state has the tensors that it may lack."""
 
 
 class CheckpointSession:
@@ -179,17 +181,26 @@ class CheckpointSession:
         `resume` loads none of these states and sets the stored ones aside."""
         self._newest = newest
 
-    def resume(self, shards: Sequence[TensorShard], history: RunHistory = _NO_HISTORY) -> LoadedState | None:
+    def resume(
+        self,
+        shards: Sequence[TensorShard],
+        history: RunHistory = _NO_HISTORY,
+        *,
+        optional: str | None = None,
+    ) -> LoadedState | None:
         """Load the newest verified state from memory or storage into the tensor shards.
 
         Return ``None`` if the run starts at step 1. ``history`` is the progress that the run's files report.
+        ``optional``: prefix of the names of tensors that a state may lack.
         Raises `NoStateError` or `RunFailedError`, with nothing changed, if the run has trained and no state
         can be loaded."""
         began = time.perf_counter()
         wanted = [*shards, self._progress]
         settings, acquired = self._settings, self._acquired
         url = settings.folder.storage.url
-        search = StateSearch(settings.folder, acquired, self._client, self._world, settings.run, self._newest)
+        search = StateSearch(
+            settings.folder, acquired, self._client, self._world, settings.run, self._newest, optional
+        )
         found: FoundState = search.load(wanted, self._random, history)
         self.set_aside_wrong = found.wrong
         if found.step is None:
@@ -200,7 +211,8 @@ class CheckpointSession:
         seconds = time.perf_counter() - began
         away = [f"{url} {acquired.problem}"] if acquired.problem else []
         problems = (*away, *found.problems)
-        return LoadedState(found.step, progress, found.source, seconds, problems, tuple(found.set_aside))
+        aside = tuple(found.set_aside)
+        return LoadedState(found.step, progress, found.source, seconds, problems, aside, found.has_optional)
 
     def begin(self, shards: Sequence[TensorShard]) -> None:
         """Join the snapshot server and allocate snapshot memory.

@@ -7,6 +7,7 @@ import typer
 
 from myriad.cli.json_output import print_json
 from myriad.cli.progress_bar import Counted, count_bar
+from myriad.cli.run_argument import UsesAverage
 from myriad.units import format_number
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def evaluate(
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of one forward pass; less takes less memory.")
     ] = 8192,
+    ema: UsesAverage = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the table.")
     ] = False,
@@ -57,15 +59,15 @@ def evaluate(
 
     given = read_tasks(tasks, limit)
     with count_bar("loading the model") as show:
-        where, results = _scores(run, given, batch_tokens, show)
+        where, results = _scores(run, given, batch_tokens, show, ema=ema)
     if as_json:
-        print_json({"model": where, "tasks": [_record(one) for one in results]})
+        print_json({"model": where, "ema": ema, "tasks": [_record(one) for one in results]})
     else:
         _show_table(where, results)
 
 
 def _scores(
-    run: str, tasks: "list[Task]", batch_tokens: int, show: Counted
+    run: str, tasks: "list[Task]", batch_tokens: int, show: Counted, *, ema: bool
 ) -> "tuple[str, list[TaskScores]]":
     """Return the place of the weights, and the scores of each task."""
     import torch
@@ -75,7 +77,7 @@ def _scores(
     from myriad.system.spin_control import control_spinning
     from myriad.train.checkpoint_tools.whole_model import open_model
 
-    found = open_model(run, "PATH")
+    found = open_model(run, "PATH", ema=ema)
     control_spinning(torch.get_num_threads())
     model = FullModel(found.layers, found.tokenizer, found.config.sequence)
     requests = TaskRequests(tasks, model.encoder)

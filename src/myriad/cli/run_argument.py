@@ -8,7 +8,7 @@ import typer
 from myriad.errors import BadInputError
 from myriad.run import nearest_run
 
-__all__ = ["CHECKPOINTS", "RunName", "WithoutRanks", "existing_run"]
+__all__ = ["CHECKPOINTS", "RunName", "UsesAverage", "WithoutRanks", "existing_run"]
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.")]
 WithoutRanks = Annotated[
@@ -17,6 +17,10 @@ WithoutRanks = Annotated[
         metavar="RANKS",
         help="Estimate the step time if these ranks (3 or 0-7,12) were as fast as their peers.",
     ),
+]
+UsesAverage = Annotated[
+    bool,
+    typer.Option("--ema", help="Use the moving average of the weights, which optimizer.ema_decay keeps."),
 ]
 
 CHECKPOINTS = (

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from myriad.cli.progress_bar import count_bar
-from myriad.cli.run_argument import CHECKPOINTS
+from myriad.cli.run_argument import CHECKPOINTS, UsesAverage
 from myriad.cli.terminal_text import terminal_text
 
 __all__ = ["register", "sample"]
@@ -33,6 +33,7 @@ def sample(
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Seed; the same seed gives the same text.")
     ] = 1,
+    ema: UsesAverage = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the text.")
     ] = False,
@@ -44,7 +45,7 @@ def sample(
     settings = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     shows_text = not as_json and sys.stdout.isatty()  # From here on the text itself shows the progress.
     with count_bar("loading the model") as show:
-        pieces = _pieces(run, prompt, settings)
+        pieces = _pieces(run, prompt, settings, ema=ema)
         if not shows_text:
             show("generating tokens", 0, tokens)
             pieces = _counted(pieces, lambda done: show("generating tokens", done, tokens))
@@ -53,10 +54,10 @@ def sample(
         _write(run, prompt, settings, pieces, as_json=False)
 
 
-def _pieces(run: str, prompt: str, settings: dict[str, Any]) -> Iterator[str]:
+def _pieces(run: str, prompt: str, settings: dict[str, Any], *, ema: bool) -> Iterator[str]:
     from myriad.train.checkpoint_tools.text_sampler import open_sampler
 
-    return open_sampler(run, own_process=True).generate(prompt, **settings)
+    return open_sampler(run, own_process=True, ema=ema).generate(prompt, **settings)
 
 
 def _counted(pieces: Iterator[str], show: Callable[[int], None]) -> Iterator[str]:

@@ -176,6 +176,9 @@ class RunCollector(Collector):
         yield _counter("myriad_restarts", "Attempts after the first.", self._restarts)
         if (validation := self._newest.get("validation")) is not None:
             yield _gauge("myriad_validation_loss", "Newest validation loss.", validation.get("loss"))
+            if "ema_loss" in validation:
+                documentation = "Newest validation loss of the moving average of the parameters."
+                yield _gauge("myriad_validation_ema_loss", documentation, validation["ema_loss"])
         if self._validation_sets:
             documentation = "Newest loss of each validation set."
             losses = GaugeMetricFamily("myriad_validation_set_loss", documentation, labels=["set"])

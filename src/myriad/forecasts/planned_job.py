@@ -56,6 +56,7 @@ def problem_of(job: Job, cluster: Cluster) -> LayoutProblem:
         snapshots=snapshot_schedule_of(job),
         optimizer=job.optimizer.name,
         newton_schulz=newton_schulz_of(job),
+        ema_every=job.optimizer.ema_steps,
         value_bytes=4 if precision == "float32" else 2,
         profile=framework_profile_of(job),
         partition=job.layout.partition,

@@ -37,8 +37,8 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     ),
     ResumeRule(
         ("checkpoint.*", "resilience.*", "telemetry.*", "alerts.*", "eval.*", "train.validate_every",
-         "train.sample_prompt", "data.prefetch", "data.cache", "data.cache_bytes", "data.on_bad_block",
-         "data.max_bad_blocks"),
+         "train.validate_ema", "train.sample_prompt", "data.prefetch", "data.cache", "data.cache_bytes",
+         "data.on_bad_block", "data.max_bad_blocks"),
         True,
         "what is kept and reported, and how faults are handled",
     ),
@@ -57,7 +57,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
          "optimizer.decay_ratio", "optimizer.warmup_steps", "optimizer.beta1", "optimizer.beta2",
          "optimizer.epsilon", "optimizer.weight_decay", "optimizer.clip_norm",
          "optimizer.muon_momentum", "optimizer.muon_nesterov", "optimizer.muon_iterations",
-         "optimizer.muon_precision", "optimizer.muon_scaling"),
+         "optimizer.muon_precision", "optimizer.muon_scaling", "optimizer.ema_decay", "optimizer.ema_every"),
         True,
         "hold from the next step; moments and step count stay. The schedule counts steps from the start of "
         "the run",

@@ -40,6 +40,17 @@ def _check_muon(job: JobValues) -> None:
         need(value == default, f"optimizer.{key}", value, allowed)
 
 
+def _check_average(job: JobValues) -> None:
+    optimizer, comm = job.optimizer, job.comm
+    decay, every, validates = optimizer.ema_decay, optimizer.ema_every, job.train.validate_ema
+    need(decay is not None or every == 1, "optimizer.ema_every", every, "only with optimizer.ema_decay")
+    allowed = "needs comm.sync_every = 1: with DiLoCo replicas have different parameters between agreements"
+    need(decay is None or comm.sync_every == 1, "optimizer.ema_decay", decay, allowed)
+    need(decay is not None or not validates, "train.validate_ema", validates, "needs optimizer.ema_decay")
+    allowed = "needs comm.compress_parameters = off: only changes of the trained parameters are sent"
+    need(not validates or comm.compress_parameters is None, "train.validate_ema", validates, allowed)
+
+
 def _check_tensor_parallel(job: JobValues) -> None:
     model, tp = job.model, job.layout.tp
     degrees = ", ".join(map(str, model.head_degrees))
@@ -298,6 +309,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_layout,
     *MODEL_RULES,
     _check_muon,
+    _check_average,
     _check_tensor_parallel,
     _check_stages,
     _check_partition,

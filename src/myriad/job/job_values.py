@@ -81,6 +81,9 @@ class TrainConfig(Config):
     """CPU threads of each rank; 0: divide the cores among the ranks of the machine."""
     validate_every: int = Field(0, ge=0)
     """Steps between validations on held-out text. The last step is always validated; 0: only the last."""
+    validate_ema: bool = False
+    """Validate the moving average of the parameters (optimizer.ema_decay) beside the parameters, which takes
+    as long again."""
     collect_garbage_every: int = Field(100, ge=0)
     """Steps between Python garbage collections, which all ranks run after the same step; 0: leave them to
     Python."""
@@ -232,6 +235,7 @@ def work_of(job: JobValues, value_bytes: int = 2) -> "Workload":
         comm=job.comm,
         optimizer=job.optimizer.name,
         newton_schulz=newton_schulz_of(job),
+        ema_every=job.optimizer.ema_steps,
         value_bytes=value_bytes,
     )
 

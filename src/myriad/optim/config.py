@@ -90,6 +90,18 @@ class OptimizerConfig(Config):
     match_rms_adamw: 0.2 sqrt(max(m, n)), which makes updates as large as AdamW's (Liu et al. 2025). original:
     sqrt(max(1, m / n)) (Jordan 2024), which needs a larger optimizer.learning_rate."""
 
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Keep an exponential moving average of the parameters in float32, with this decay, e.g. 0.999: 4 bytes
+    more per parameter, sharded like a moment. `myriad eval`, `sample` and `checkpoint export` use it with
+    `--ema`. off: no average."""
+    ema_every: int = Field(1, ge=1)
+    """Steps between updates of the moving average; optimizer.ema_decay is the decay of one update."""
+
+    @property
+    def ema_steps(self) -> int:
+        """Steps between updates of the moving average of the parameters; 0: there is none."""
+        return 0 if self.ema_decay is None else self.ema_every
+
     @property
     def orthogonalizes(self) -> bool:
         """Whether matrices are orthogonalized before the update."""

@@ -11,6 +11,7 @@ Every rank calls the same method at the same time.
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -145,8 +146,6 @@ class Engine:
             orthogonalizes=orthogonalizes,
         )
         self._definition = definition
-        if draws_initial:
-            self.draw_initial()
         if float8 is not None:
             keeps = keeps_float8 and num_micro_batches > 1 and layout.zero < 3
             mark_float8_weights(self.model, len(definition.names), float8, keeps=keeps)
@@ -187,6 +186,8 @@ class Engine:
             before_update=lambda: self.before_update(),
         )
         self.optimizer = self._optimizer_step.optimizer
+        if draws_initial:
+            self.draw_initial()
         self._device, self._sample = device, blank_batch(sample, device)
         self.before_update: Callable[[], None] = _do_nothing
         """Called in each iteration just before parameters and optimizer state change."""
@@ -342,7 +343,8 @@ class Engine:
         replica = self._model_state.replica
         prefix = f"replica.{replica}." if replica else ""
         own: dict[str, Sequence[torch.Tensor]] = {
-            f"{prefix}optimizer.{name}": tensors for name, tensors in self.optimizer.state().items()
+            f"{prefix}optimizer.{name}": tensors
+            for name, tensors in self._optimizer_step.optimizer_state().items()
         }
         if owned_only and replica:
             return own
@@ -361,7 +363,9 @@ class Engine:
         if self.layout.zero == 0:
             found += [chunk.master for chunk in self.model.chunks if not chunk.master_is_values]
         if self._model_state.is_replicated:
-            found += [tensor for tensors in self.optimizer.state().values() for tensor in tensors]
+            found += [
+                tensor for tensors in self._optimizer_step.optimizer_state().values() for tensor in tensors
+            ]
         return found
 
     def gather(self) -> None:
@@ -373,6 +377,29 @@ class Engine:
     def draw_initial(self, names: Collection[str] | None = None) -> None:
         """Set the parameters, or those of these full names, to the values of the definition's seed."""
         draw_initial(self._definition, self.model, self.boundary, names)
+        self.restart_average()
+
+    def restart_average(self) -> None:
+        """Set the moving average of the parameters, if there is one, to the current parameters: they were set
+        without it."""
+        if self._optimizer_step.average is not None:
+            self._optimizer_step.average.restart()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Compute with the moving average of the parameters inside the block. Afterwards all bits are as they
+        were. No snapshot may be copied meanwhile."""
+        self._swap_average()
+        try:
+            yield
+        finally:
+            self._swap_average()
+
+    def _swap_average(self) -> None:
+        assert self._optimizer_step.average is not None, "a job's rule"
+        self._optimizer_step.average.swap()
+        for chunk in self.model.chunks:
+            chunk.mark_stale()
 
     def loaded(self) -> None:
         """Mark the state as loaded: the parameters must be gathered again."""

@@ -37,6 +37,7 @@ from myriad.optim.loss_scale import LossScaler
 from myriad.optim.muon import MatrixPart, Muon, newton_schulz_dtype
 from myriad.optim.optimizer import build_optimizer
 from myriad.optim.parameter_norms import clip_scale, non_finite_rows, squared_norms
+from myriad.optim.weight_average import WeightAverage
 from myriad.parallel.chunk import Chunk, Row
 from myriad.parallel.matrix_exchange import MatrixExchange, MatrixPeers, make_exchanges
 from myriad.parallel.model_state import ModelState
@@ -153,6 +154,10 @@ class OptimizerStep:
         self.optimizer = build_optimizer(
             config, state.regions, num_rows, self._reduce_table, kernels, self._matrix_parts()
         )
+        self.average: WeightAverage | None = None
+        """The moving average of the parameters, if the job keeps one."""
+        if config.ema_decay is not None:
+            self.average = WeightAverage(config.ema_decay, config.ema_every, state.regions)
         self.squares = torch.zeros(num_rows, dtype=torch.float64, device=device)
         """Squared norm of the gradient of each row of the table of parameters, as far as it is complete."""
         self._now = _Arguments(1, 0.0, 0.0, 0, None)
@@ -277,7 +282,15 @@ class OptimizerStep:
                 chunk.restart()  # the gradient residuals that transfers keep may be non-finite too
             else:
                 self.optimizer.update(self._state.regions_of[chunk], stays)
+                if self.average is not None:
+                    self.average.update(self._state.regions_of[chunk], self.optimizer.steps_done + 1)
                 chunk.end_iteration()
+
+    def optimizer_state(self) -> dict[str, list[torch.Tensor]]:
+        """Return the state to store beside the parameters: the optimizer's, and the average as ``ema``. Each
+        name has a tensor for each region, as in `Optimizer.state`."""
+        found = self.optimizer.state()
+        return found if self.average is None else found | {"ema": self.average.averages}
 
     def end(self) -> None:
         """Count the step unless it was skipped, and grow the loss scale when it is time to."""

@@ -178,6 +178,7 @@ def _validation(event: Record) -> str:
     return _joined(
         _shown(event, "loss", lambda loss: f"{loss:.4f}", "loss ") or "loss NaN",
         _shown(event, "bits_per_byte", lambda bits: f"{bits:.3f}", after=" bits per byte"),
+        _shown(event, "ema_loss", lambda loss: f"{loss:.4f}", "loss of the moving average "),
         _shown(event, "seconds", format_seconds, "in "),
     )
 

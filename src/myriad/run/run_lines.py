@@ -110,7 +110,17 @@ def _is_change(value: object) -> bool:
 EVENT_FIELDS: dict[str, Callable[[object], bool]] = {
     "time": _is_time,
     **dict.fromkeys(
-        ("loss", "bits_per_byte", "seconds", "late_seconds", "hidden_seconds", "ratio"), _is_figure
+        (
+            "loss",
+            "bits_per_byte",
+            "ema_loss",
+            "ema_bits_per_byte",
+            "seconds",
+            "late_seconds",
+            "hidden_seconds",
+            "ratio",
+        ),
+        _is_figure,
     ),
     **dict.fromkeys(("peak_flops", "flops_per_token"), _is_rate),
     **dict.fromkeys(

@@ -155,8 +155,8 @@ def _as_metrics(event: Record) -> Record:
     found: Record = {}
     if event.get("event") in ("validation", "validation_set"):
         of_set = f"/{event.get('name')}" if event.get("event") == "validation_set" else ""
-        names = {"loss": "validation_loss", "bits_per_byte": "validation_bits_per_byte"}
-        found = {f"{name}{of_set}": event[key] for key, name in names.items() if key in event}
+        keys = ("loss", "bits_per_byte", "ema_loss", "ema_bits_per_byte")
+        found = {f"validation_{key}{of_set}": event[key] for key in keys if key in event}
     elif event.get("event") == "evaluation" and isinstance(event.get("scores"), dict):
         found = {f"evaluation/{name}": value for name, value in event["scores"].items()}
     if not found:

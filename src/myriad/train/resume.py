@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from myriad.checkpoint.checkpoint_files import AVERAGE_PREFIX
 from myriad.checkpoint.load.start_over import RunHistory
 from myriad.checkpoint.session import CheckpointSession, LoadedState
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
@@ -53,7 +54,7 @@ def resume(
     if newest := os.environ.get(_NEWEST):
         session.exclude_after(int(newest))
     past = session.agree(run.past() if rank.is_first else RunHistory(), RunHistory)
-    state = session.resume(list(engine.all_shards()), past)
+    state = session.resume(list(engine.all_shards()), past, optional=AVERAGE_PREFIX)
     _report_unused(run, job, session, state, past, append_event)
     if state is not None:
         position = _restore(run, job, engine, state)
@@ -75,6 +76,8 @@ def _restore(run: Run, job: Job, engine: Engine, state: LoadedState) -> DataPosi
     if engine.loss_scaler is not None and "loss_scale" in state.progress:
         engine.loss_scaler.load(state.progress["loss_scale"])
     engine.loaded()
+    if not state.has_optional:  # optimizer.ema_decay was turned on since
+        engine.restart_average()
     return DataPosition.resumed(job.train.global_batch, state.step, state.progress["data"]["samples"])
 
 

@@ -365,11 +365,10 @@ class Trainer:
         with self.progress.within("validating"), self.recorder.span("evaluate"):
             for name, validation in {"": self.validation, **self.validation_sets}.items():
                 began = time.perf_counter()
-                loss = validation.loss(self.engine, lambda: self.stop.asked)
-                if loss is None:
+                result = self._validate_on(validation)
+                if result is None:
                     return False
                 if validation.num_batches:
-                    result = {"loss": loss, "bits_per_byte": validation.bits_per_byte(loss)}
                     found.append((name, {**result, "seconds": time.perf_counter() - began}))
         for name, fields in found:
             if name:
@@ -377,6 +376,22 @@ class Trainer:
             else:
                 self._event("validation", step=self.step, **fields)
         return True
+
+    def _validate_on(self, validation: Validation) -> dict[str, float | None] | None:
+        """Return the losses on one set: of the parameters, and of their moving average if the job asks for
+        it. ``None`` if a rank was asked to stop."""
+        loss = validation.loss(self.engine, lambda: self.stop.asked)
+        if loss is None:
+            return None
+        found = {"loss": loss, "bits_per_byte": validation.bits_per_byte(loss)}
+        if not self.job.train.validate_ema:
+            return found
+        self.session.settle()  # a snapshot may still be copied from the parameters
+        with self.engine.averaged():
+            loss = validation.loss(self.engine, lambda: self.stop.asked)
+        if loss is None:
+            return None
+        return found | {"ema_loss": loss, "ema_bits_per_byte": validation.bits_per_byte(loss)}
 
     def _evaluate(self) -> bool:
         """Score the model on the job's tasks, and return False if a rank was asked to stop before the last

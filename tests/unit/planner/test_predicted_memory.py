@@ -163,6 +163,9 @@ def test_a_matrix_that_is_orthogonalized_has_one_moment(keys: dict[str, Any], sa
         for name in ("adamw", "muon")
     }
     assert of["adamw"][0] - of["muon"][0] == saved
+    average = Workload(GPT, layout, 16, optimizer="muon", ema_every=5)
+    elements = float(of["adamw"][0]) / 8
+    assert memory_of_ranks(average)[0].optimizer - of["muon"][0] == 4 * elements
     alone = dict.fromkeys(("dp", "tp", "pp"), 1) | {"zero": 0}
     closed = worst_stage_memory(
         GPT, FrameworkProfile(), value_bytes=2, optimizer="muon", **(ONE | alone | keys)

@@ -47,6 +47,8 @@ class FoundState:
     source: str = ""
     """``memory`` if any part had a location in memory, else ``storage``."""
     has_random: bool = False
+    has_optional: bool = True
+    """Whether the state has the tensors that it may lack."""
     problems: list[str] = field(default_factory=list)
     """Parts and manifests that were bad or unreadable, in this step or in newer ones."""
     damaged: list[int] = field(default_factory=list)
@@ -74,6 +76,8 @@ class StateSearch:
     """Path of the run, used in messages."""
     newest: int | None = None
     """The last step to consider; ``None``: any."""
+    optional: str | None = None
+    """Prefix of the names of tensors that a state may lack; they keep their values then."""
 
     def load(self, shards: Sequence[TensorShard], random: TensorShard, history: RunHistory) -> FoundState:
         """Load the newest good state into the shards, then set damaged and wrong checkpoints aside.
@@ -119,7 +123,7 @@ def _find_newest(
         found.problems += one.problems
         damaged = one.damaged
         if candidate is not None:
-            result = _load(candidate, shards, random, world, found)
+            result = _load(candidate, search.optional, shards, random, world, found)
             if result.good:
                 return found
             damaged |= result.damaged
@@ -152,11 +156,15 @@ def _in_words(in_memory: Sequence[Sequence[Summary]]) -> list[str]:
 
 def _load(
     candidate: LoadCandidate,
+    optional: str | None,
     shards: Sequence[TensorShard],
     random: TensorShard,
     world: CheckpointWorld,
     found: FoundState,
 ) -> LoadResult:
+    if optional is not None:
+        found.has_optional = any(part.tensor.startswith(optional) for part in candidate.parts)
+        shards = [one for one in shards if found.has_optional or not one.name.startswith(optional)]
     found.has_random = _has_random(candidate, random, world)
     wanted = [*shards, random] if found.has_random else shards
     result = load_candidate(candidate, wanted, world)

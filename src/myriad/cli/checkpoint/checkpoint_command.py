@@ -14,7 +14,7 @@ import typer
 from myriad.cli.job_key_options import OverrideCommand
 from myriad.cli.json_output import print_json
 from myriad.cli.progress_bar import bytes_bar
-from myriad.cli.run_argument import CHECKPOINTS, RunName, existing_run
+from myriad.cli.run_argument import CHECKPOINTS, RunName, UsesAverage, existing_run
 from myriad.cli.terminal_text import terminal_text
 from myriad.errors import BadInputError
 from myriad.system.spin_control import spinning_controlled
@@ -287,6 +287,7 @@ def _export(
             help="Model type in config.json, such as qwen3. Default: the first that fits the model."
         ),
     ] = None,
+    ema: UsesAverage = False,
     sign: Annotated[
         Path | None,
         typer.Option(
@@ -306,11 +307,12 @@ def _export(
     from myriad.train.checkpoint_tools.foreign_checkpoints import export_hugging_face
 
     with spinning_controlled():
-        done = export_hugging_face(path, out, dtype.value, model_type, key)
+        done = export_hugging_face(path, out, dtype.value, model_type, key, ema=ema)
     if json:
         print_json(done)
         return
-    typer.echo(f"{out}: {done['model_type']}, {done['parameters']:,} parameters in {done['dtype']}")
+    of = "parameters, moving average," if ema else "parameters"
+    typer.echo(f"{out}: {done['model_type']}, {done['parameters']:,} {of} in {done['dtype']}")
     for key_value in done["left_out"]:
         typer.echo(f"left out: the weights of {key_value}, for which Hugging Face has no model class")
     if key is not None:

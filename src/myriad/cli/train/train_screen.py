@@ -185,7 +185,11 @@ def _event_line(event: Record) -> Text | None:
         of_set = f" of {event.get('name')}" if name == "validation_set" else ""
         loss, bits = event.get("loss"), event.get("bits_per_byte")
         text = f"step {step}: validation loss{of_set} " + ("nan" if loss is None else f"{loss:.4f}")
-        return Text(text + ("" if bits is None else f", {bits:.3f} bits per byte"), style="cyan")
+        text += "" if bits is None else f", {bits:.3f} bits per byte"
+        average = event.get("ema_loss")
+        return Text(
+            text + ("" if average is None else f"; {average:.4f} with the moving average"), style="cyan"
+        )
     if name == "evaluation":
         return Text(f"step {step}: {event_text(event)}", style="cyan")
     if name == "checkpoint":
@@ -309,6 +313,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         bits = summary.validation_bits_per_byte
         tail = "" if bits is None else f" nats a token, {bits:.3f} bits per byte"
         rows.append(("validation", f"{summary.validation_loss:.4f}{tail}"))
+        if summary.validation_ema_loss is not None:
+            rows.append(("moving average", f"{summary.validation_ema_loss:.4f} nats a token"))
     elif summary.loss is not None:
         rows.append(("training loss", f"{summary.loss:.4f}"))
     if summary.lossy:

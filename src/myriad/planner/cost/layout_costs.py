@@ -92,12 +92,14 @@ def _layer_kinds(model: ModelConfig) -> tuple[str, ...]:
     return ("embedding", *(f"block {model.layer_window(i)}" for i in range(model.layers)), "head")
 
 
-def optimizer_bytes(optimizer: str, value_bytes: int) -> float:
+def optimizer_bytes(optimizer: str, value_bytes: int, ema_every: int = 0) -> float:
     """Return the bytes that the optimizer moves for each parameter. The float32 master value and two moments
     are read and written; the gradient is read and the compute value written. LAMB makes another pass over
     values and updates for their norms. Muon has one moment, whose pass also writes the gradient, and reads
-    and writes the values twice, for decay and update."""
-    return 24.0 + 4.0 + value_bytes + {"lamb": 16.0, "muon": 8.0}.get(optimizer, 0.0)
+    and writes the values twice, for decay and update. Every ``ema_every`` steps (0: never) the values' moving
+    average is read and written, and the values are read."""
+    average = 12.0 / ema_every if ema_every else 0.0
+    return 24.0 + 4.0 + value_bytes + {"lamb": 16.0, "muon": 8.0}.get(optimizer, 0.0) + average
 
 
 _NO_MATRICES = MatrixCosts()
@@ -303,6 +305,12 @@ class Costs:
             again = again + (TimeBreakdown() if is_kept else one).times(float(number))
         return again
 
+    @property
+    def optimizer_bytes(self) -> float:
+        """Bytes that the optimizer moves for each parameter."""
+        workload = self.workload
+        return optimizer_bytes(workload.optimizer, workload.value_bytes, workload.ema_every)
+
     def _data_parallel(self, parameters: float) -> tuple[float, float, float]:
         workload, sums = self.workload, self.dp_collectives
         gradients = parameters * workload.profile.gradient_bytes
@@ -310,9 +318,7 @@ class Costs:
         gather = sums.all_gather_seconds(parameters * workload.value_bytes) if zero else 0.0
         reduced = sums.all_gather_seconds(gradients) if zero else sums.all_reduce_seconds(gradients)
         own = parameters / (dp if zero else 1)
-        update = sweep_seconds(
-            self.cluster.accelerator, own * optimizer_bytes(workload.optimizer, workload.value_bytes), 2.0
-        )
+        update = sweep_seconds(self.cluster.accelerator, own * self.optimizer_bytes, 2.0)
         return float(gather), float(reduced), float(update)
 
     @cached_property
@@ -339,6 +345,7 @@ class Costs:
             workload.snapshots,
             float(sum(layer_parameters(workload.model))),
             not workload.overlap.checkpoint,
+            averages=workload.ema_every > 0,
         )
 
     @cached_property
@@ -358,9 +365,7 @@ class Costs:
             return 0.0
         held = self.most_parameters
         updated = held / (workload.layout.dp if workload.layout.zero else 1)
-        update = sweep_seconds(
-            self.cluster.accelerator, updated * optimizer_bytes(workload.optimizer, workload.value_bytes), 2.0
-        )
+        update = sweep_seconds(self.cluster.accelerator, updated * self.optimizer_bytes, 2.0)
         return float(self.snapshot_costs.stall_seconds(seconds, float(update), held / workload.layout.dp))
 
     @cached_property

@@ -26,6 +26,8 @@ __all__ = ["SnapshotCosts", "SnapshotSchedule"]
 
 _STATE_BYTES = 12.0
 """Bytes of state of a parameter: float32 master value and two moments."""
+_AVERAGE_BYTES = 4.0
+"""Bytes of a parameter's moving average."""
 _REACHED = 0.78
 """Share of a host link's rate that large copies from pinned memory reach: 24.8 of 32 GB/s on each of eight
 A100 SXM (nvbandwidth, forums.developer.nvidia.com/t/352186)."""
@@ -80,6 +82,12 @@ class SnapshotCosts:
     """Number of parameters of the whole model."""
     waits: bool
     """Whether training waits until a durable snapshot is stored: overlap.checkpoint is off."""
+    averages: bool = False
+    """Whether the state has a moving average of the parameters."""
+
+    @property
+    def _state_bytes(self) -> float:
+        return _STATE_BYTES + (_AVERAGE_BYTES if self.averages else 0.0)
 
     def copy_seconds(self, parameters: Number) -> Number:
         """Return the seconds to copy one rank's share of the state into host memory. Ranks that share cores
@@ -91,13 +99,13 @@ class SnapshotCosts:
             rate = (
                 chip.memory_bytes_per_second * chip.memory_ratio / 2 / taking_turns
             )  # The copy reads and writes.
-        return _STATE_BYTES * parameters / rate
+        return self._state_bytes * parameters / rate
 
     @property
     def store_seconds(self) -> float | None:
         """Seconds to store the shares of all ranks; ``None``: the storage rate is unknown."""
         rate = self.cluster.storage_bytes_per_second
-        return None if rate is None else _STATE_BYTES * self.parameters / rate
+        return None if rate is None else self._state_bytes * self.parameters / rate
 
     def stall_seconds(self, seconds: Number, update: Number, parameters: Number) -> Number:
         """Return the average seconds that snapshots add to an iteration of ``seconds``. ``update``: seconds

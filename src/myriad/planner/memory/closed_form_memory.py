@@ -149,6 +149,7 @@ class _Layouts:
     gpipe: Number
     levels: Number
     optimizer: OptimizerName
+    averages: bool
     on_cpu: bool
     last: bool = False
 
@@ -205,11 +206,12 @@ def worst_stage_memory(
     gpipe: Number = 0.0,
     levels: Number = 0.0,
     optimizer: OptimizerName = "adamw",
+    averages: bool = False,
     on_cpu: bool = False,
 ) -> PeakMemory:
     """Return the memory of the rank that needs the most, with the default overlaps. ``recompute``: 0 none, 1
     selective, 2 full. ``reduce_each``, ``eager``, ``zero_bubble`` and ``gpipe``: 0 or 1. ``levels``: from
-    `myriad.comm.hierarchy.count_levels`."""
+    `myriad.comm.hierarchy.count_levels`. ``averages``: keep a moving average of the parameters."""
     first = _Layouts(
         model,
         profile,
@@ -229,6 +231,7 @@ def worst_stage_memory(
         gpipe=_floats(gpipe),
         levels=_floats(levels),
         optimizer=optimizer,
+        averages=averages,
         on_cpu=on_cpu,
     )
     one, other = _rank_memory(first), _rank_memory(replace(first, last=True))
@@ -308,14 +311,16 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
 
 
 def _moments(where: _Layouts, part: Number, ends: Number) -> Number:
-    """Return the bytes of moments. Matrices that are orthogonalized have one instead of two; of the others
-    the last data-parallel rank holds all vectors. ``ends``: elements of embedding and head."""
+    """Return the bytes of moments and of the moving average. Matrices that are orthogonalized have one moment
+    instead of two; of the others the last data-parallel rank holds all vectors. ``ends``: elements of
+    embedding and head."""
+    average = 4 * part if where.averages else 0.0
     if where.optimizer != "muon":
-        return 8 * part
+        return 8 * part + average
     layers = where.layers
     rest = ends - _ends(where, 0.0, layers.head_matrices)
     second = rest / np.where(where.zero > 0, where.dp, 1)
-    return 4 * part + 4 * (second + where.blocks * (layers.block_elements - layers.block_matrices))
+    return average + 4 * part + 4 * (second + where.blocks * (layers.block_elements - layers.block_matrices))
 
 
 def _activations(where: _Layouts) -> tuple[Number, Number]:

@@ -300,14 +300,15 @@ class _MemoryWalk:
 
     @cached_property
     def _moments(self) -> float:
-        """Bytes of moments on the data-parallel rank with the fewest elements of matrices that are
-        orthogonalized, which have one moment instead of two: that with the last slice of each chunk."""
+        """Bytes of moments and of the moving average, on the data-parallel rank with the fewest elements of
+        matrices that are orthogonalized, which have one moment instead of two: that with the last slice of
+        each chunk."""
         second = 0.0
         for key, elements in self.chunks.items():
             matrices = self.matrices[key].elements if key in self.matrices else 0.0
             held = elements / self.workload.layout.dp if self._zero else elements
             second += min(held, elements - matrices)
-        return 4 * self._elements + 4 * second
+        return (8 if self.workload.ema_every else 4) * self._elements + 4 * second
 
     @cached_property
     def _batch(self) -> float:

@@ -78,7 +78,7 @@ def _stalls(times: GridTimes, seconds: Array) -> Array | float:
     shards = np.array([grid.dp if zero else 1 for zero, _ in grid.shards])
     layout, overlap = grid.at((0,) * 7)
     costs = Costs(LayoutCandidate(layout, overlap, 0.0, 0.0, 1.0).workload(problem), problem.cluster)
-    updated = held[:, None] / shards * optimizer_bytes(costs.workload.optimizer, costs.workload.value_bytes)
+    updated = held[:, None] / shards * costs.optimizer_bytes
     update = np.asarray(sweep_seconds(problem.cluster.accelerator, updated, 2.0))
     wide = (slice(None), slice(None), *(None,) * 4)
     copied = held[:, None, None, None, None, None] / grid.dp
@@ -309,7 +309,8 @@ class _DpForm:
         """Return the seconds of the gradient norm, the optimizer, and the wait for the batch."""
         problem, own = self.grid.problem, self.own
         accelerator = problem.cluster.accelerator
-        step = sweep_seconds(accelerator, own * optimizer_bytes(problem.optimizer, problem.value_bytes), 2.0)
+        each = optimizer_bytes(problem.optimizer, problem.value_bytes, problem.ema_every)
+        step = sweep_seconds(accelerator, own * each, 2.0)
         norm = sweep_seconds(accelerator, 4 * own, 2.0)
         everybody = group_along(problem.cluster, float(problem.cluster.world), 1.0)
         parts = self.grid.dp if self.zero else 1

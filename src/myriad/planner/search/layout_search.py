@@ -303,6 +303,7 @@ def _grid_memory(grid: LayoutGrid) -> tuple[PeakMemory, tuple[int, ...]]:
         gpipe=_those(names, lambda name: name == "gpipe")[schedule],
         levels=count_levels(problem.comm, grid.dp, grid.tp * grid.pp, problem.cluster.accelerators_per_node),
         optimizer=problem.optimizer,
+        averages=problem.ema_every > 0,
         value_bytes=problem.value_bytes,
         on_cpu=problem.cluster.on_cpu,
     )

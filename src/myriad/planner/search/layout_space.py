@@ -78,6 +78,7 @@ class LayoutProblem:
     snapshots: SnapshotSchedule = field(default_factory=SnapshotSchedule)
     optimizer: OptimizerName = "adamw"
     newton_schulz: NewtonSchulz = field(default_factory=NewtonSchulz)
+    ema_every: int = 0
     value_bytes: int = 2
     partition: str = "uniform"
     shards: tuple[Sharding, ...] = _SHARDS
@@ -124,6 +125,7 @@ class LayoutCandidate:
             snapshots=problem.snapshots,
             optimizer=problem.optimizer,
             newton_schulz=problem.newton_schulz,
+            ema_every=problem.ema_every,
             value_bytes=problem.value_bytes,
         )
 

@@ -179,6 +179,7 @@ def probability_of_fit(workload: Workload, cluster: Cluster) -> float:
         zero_bubble="zero-bubble" in layout.schedule_name,
         levels=count_levels(workload.comm, layout.dp, layout.tp * layout.pp, cluster.accelerators_per_node),
         optimizer=workload.optimizer,
+        averages=workload.ema_every > 0,
         value_bytes=workload.value_bytes,
     )
     return float(fits_probability(memory, float(cluster.accelerator.memory_bytes)))

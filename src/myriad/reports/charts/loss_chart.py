@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 from myriad.reports.charts.svg import INK, SERIES, document, dot, legend, polyline, round_ticks, rule, text
 from myriad.system.jsonl import Record
 
-__all__ = ["Series", "lines_svg", "loss_series", "loss_svg", "smooth", "steps_svg", "terminal_plot"]
+__all__ = [
+    "Series",
+    "lines_svg",
+    "loss_series",
+    "loss_svg",
+    "smooth",
+    "steps_svg",
+    "terminal_plot",
+    "validation_series",
+]
 
 Series = Sequence[tuple[float, float]]
 """Points ``(step, loss)``, in order of step."""
@@ -23,12 +32,17 @@ _FAINT = "#9db7d5"
 def loss_series(metrics: Sequence[Record], events: Sequence[Record]) -> tuple[Series, Series]:
     """Return the training and the validation losses by step."""
     training = [(float(line["step"]), line["loss"]) for line in metrics if line.get("loss") is not None]
+    return training, validation_series(events, "loss")
+
+
+def validation_series(events: Sequence[Record], field: str) -> Series:
+    """Return a field of the validations by step."""
     by_step = {
-        event["step"]: event["loss"]
+        event["step"]: event[field]
         for event in events
-        if event.get("event") == "validation" and not {"step", "loss"} - event.keys()
+        if event.get("event") == "validation" and event.get(field) is not None and "step" in event
     }
-    return training, [(float(step), loss) for step, loss in sorted(by_step.items())]
+    return [(float(step), loss) for step, loss in sorted(by_step.items())]
 
 
 def smooth(points: Series, share: float = 0.03) -> list[tuple[float, float]]:
@@ -89,9 +103,10 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
     return (low, high) if differs else (low - 0.5, high + 0.5)
 
 
-def loss_svg(training: Series, validation: Series, title: str) -> str:
-    """Draw training and validation losses by step."""
-    chart = _Chart(training, validation)
+def loss_svg(training: Series, validation: Series, title: str, average: Series = ()) -> str:
+    """Draw training and validation losses by step. ``average``: validation losses of the parameters' moving
+    average."""
+    chart = _Chart(training, validation, average)
     return _chart_document(
         title,
         [
@@ -99,7 +114,8 @@ def loss_svg(training: Series, validation: Series, title: str) -> str:
             chart.line(training, _FAINT, 1.0, 0.6),
             chart.line(smooth(training), SERIES[0], 2.0, 1.0),
             *chart.points(validation, SERIES[1]),
-            *_legend(bool(validation)),
+            *chart.points(average, SERIES[2]),
+            *_legend(with_validation=bool(validation), with_average=bool(average)),
         ],
     )
 
@@ -130,10 +146,12 @@ def lines_svg(lines: Mapping[str, Series], title: str, across: str) -> str:
     )
 
 
-def _legend(with_validation: bool) -> list[str]:
+def _legend(*, with_validation: bool, with_average: bool) -> list[str]:
     entries = [(_FAINT, "training"), (SERIES[0], "training, smoothed")]
     if with_validation:
         entries.append((SERIES[1], "validation"))
+    if with_average:
+        entries.append((SERIES[2], "validation, moving average"))
     return _entries(entries)
 
 

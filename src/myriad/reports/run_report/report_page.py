@@ -5,7 +5,7 @@ from html import escape
 from time import strftime
 
 from myriad.reports.charts.ledger_chart import COLOURS, ledger_bar
-from myriad.reports.charts.loss_chart import loss_series, loss_svg, steps_svg
+from myriad.reports.charts.loss_chart import loss_series, loss_svg, steps_svg, validation_series
 from myriad.reports.run_report.run_facts import (
     ATTEMPT_HEADINGS,
     FAULT_HEADINGS,
@@ -113,6 +113,8 @@ def _head(facts: Facts, name: str, metrics: Sequence[Record]) -> Iterator[str]:
         tiles.append(("training loss", "NaN" if summary.loss is None else f"{summary.loss:.4f}"))
     if summary.validation_loss is not None:
         tiles.append(("validation loss", f"{summary.validation_loss:.4f}"))
+    if summary.validation_ema_loss is not None:
+        tiles.append(("moving average", f"{summary.validation_ema_loss:.4f}"))
     if summary.tokens_per_second is not None:
         tiles.append(("tokens/s in steps", format_count(summary.tokens_per_second)))
     if summary.mfu is not None:
@@ -150,7 +152,8 @@ def _curves(facts: Facts, metrics: Sequence[Record]) -> Iterator[str]:
     ]
     drawn = []
     if len(training) > 1:
-        drawn.append(loss_svg(_thinned(training), validation, "loss"))
+        average = validation_series(facts.events, "ema_loss")
+        drawn.append(loss_svg(_thinned(training), validation, "loss", average))
     if len(seconds) > 1:
         drawn.append(steps_svg(_thinned(seconds), "time of a step"))
     if drawn:

@@ -57,6 +57,8 @@ class Summary:
     loss: float | None
     validation_loss: float | None
     validation_bits_per_byte: float | None
+    validation_ema_loss: float | None
+    """Loss of the moving average of the parameters."""
     tokens_per_second: float | None
     mfu: float | None
     peak_flops: float | None
@@ -107,6 +109,7 @@ def summarize(
         loss=last.get("loss"),
         validation_loss=validation.get("loss"),
         validation_bits_per_byte=validation.get("bits_per_byte"),
+        validation_ema_loss=validation.get("ema_loss"),
         tokens_per_second=_time_mean(steady, lambda line: line.get("tokens_per_second")),
         mfu=_time_mean(steady, peaks.mfu),
         peak_flops=peaks.flops_per_second,

@@ -179,14 +179,16 @@ def export_hugging_face(
     dtype: ExportType,
     model_type: str | None = None,
     key: SignatureKey | None = None,
+    *,
+    ema: bool = False,
 ) -> dict[str, Any]:
     """Write the weights of a run (its newest whole checkpoint) or of one checkpoint to ``out``, sign them if
     there is a key, and return a description.
 
-    ``model_type``: by default the first that fits the model. Raises `BadInputError`, with nothing written,
-    for a model that has no counterpart.
+    ``model_type``: by default the first that fits the model. ``ema``: write their moving average. Raises
+    `BadInputError`, with nothing written, for a model that has no counterpart.
     """
-    weights = open_weights(path, "PATH", every_byte=True)
+    weights = open_weights(path, "PATH", every_byte=True, ema=ema)
     job = (
         job_of(open_checkpoint(weights.where), weights.run)
         if isinstance(weights, CheckpointWeights)
@@ -207,6 +209,7 @@ def export_hugging_face(
         "out": str(out),
         "model_type": kind,
         "dtype": dtype,
+        "ema": ema,
         "parameters": job.model.without_predictions().num_parameters(),
         "left_out": [f"model.prediction_layers = {further}"] if further else [],
         "tokenizer": tokenizer is not None,

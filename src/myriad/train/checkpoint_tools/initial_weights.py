@@ -113,6 +113,7 @@ def fill_parameters(weights: Weights, engine: Engine, but: Collection[str] = ())
         for part, values in zip(parts, weights.read_parts(name, boxes), strict=True):
             part.values.copy_(values)
     engine.loaded()
+    engine.restart_average()
 
 
 def refuse_other_run(run: Run, job: Job, step: int, engine: Engine) -> None:

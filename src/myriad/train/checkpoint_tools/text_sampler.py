@@ -49,13 +49,13 @@ def open_run(run: Run) -> TextSampler:
     return open_sampler(str(run.path))
 
 
-def open_sampler(name: str, *, own_process: bool = False) -> TextSampler:
+def open_sampler(name: str, *, own_process: bool = False, ema: bool = False) -> TextSampler:
     """Open the model of a named checkpoint (`locate`), or of the newest one that verifies.
 
-    With ``own_process``, this process does nothing else, so its threads are set for generation. Raises
-    `BadInputError` where there is no checkpoint.
+    With ``own_process``, this process does nothing else, so its threads are set for generation. ``ema``: use
+    the moving average of the weights. Raises `BadInputError` where there is no checkpoint.
     """
-    found = open_checkpoint_model(name)
+    found = open_checkpoint_model(name, ema=ema)
     if own_process:
         set_thread_count(found.config.num_parameters())
     return TextSampler(found.layers, found.tokenizer, found.config.sequence)

@@ -19,7 +19,7 @@ from myriad.model.gpt import GPT, build_full
 from myriad.run import Run
 from myriad.system.spin_control import control_spinning
 from myriad.train.checkpoint_tools.locate_checkpoint import Location, locate, newest_whole
-from myriad.train.checkpoint_tools.named_weights import job_of, open_weights
+from myriad.train.checkpoint_tools.named_weights import job_of, open_weights, prefix_of
 from myriad.train.inputs import tokenizer_of
 
 __all__ = ["WholeModel", "open_checkpoint_model", "open_model", "set_thread_count"]
@@ -46,22 +46,23 @@ def set_thread_count(parameters: int) -> None:
     control_spinning(torch.get_num_threads())
 
 
-def open_model(name: str, key: str) -> WholeModel:
+def open_model(name: str, key: str, *, ema: bool = False) -> WholeModel:
     """Open a run's newest checkpoint that verifies, one checkpoint, or a Hugging Face folder. ``key`` is the
-    option that the user set, for messages. Raises `BadInputError`."""
-    weights = open_weights(name, key)
+    option that the user set, for messages. ``ema``: the moving average of the weights. Raises
+    `BadInputError`."""
+    weights = open_weights(name, key, ema=ema)
     if not isinstance(weights, HuggingFaceWeights):
-        return open_checkpoint_model(name, key)
+        return open_checkpoint_model(name, key, ema=ema)
     assert weights.model is not None, "config.json says what the model is"
     tokenizer = Tokenizer.load(Path(weights.where))
     return WholeModel(_build(weights.model, 1, weights.read), tokenizer, weights.model, weights.where)
 
 
-def open_checkpoint_model(name: str, key: str = "run") -> WholeModel:
-    """Open the model of a named checkpoint (`locate`), or of the newest one that verifies. Raises
-    `BadInputError` where there is no checkpoint."""
+def open_checkpoint_model(name: str, key: str = "run", *, ema: bool = False) -> WholeModel:
+    """Open the model of a named checkpoint (`locate`), or of the newest one that verifies. ``ema``: the
+    moving average of the weights. Raises `BadInputError` where there is no checkpoint, or no average."""
     found = locate(name, key)
-    checkpoint, values = _load_newest(found)
+    checkpoint, values = _load_newest(found, ema=ema)
     job = job_of(checkpoint, found.run)
     if job is None:
         raise BadInputError(key, name, "must hold a job.toml, which describes the model")
@@ -91,7 +92,7 @@ def _build(config: ModelConfig, seed: int, read: Callable[[str], torch.Tensor]) 
     return layers.eval()
 
 
-def _load_newest(found: Location) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
+def _load_newest(found: Location, *, ema: bool) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
     """Return the newest checkpoint whose model can be read.
 
     The bytes that are read are verified. All files are verified only if that fails, to find an older whole
@@ -99,7 +100,7 @@ def _load_newest(found: Location) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
     """
     checkpoint = newest_whole(found, every_byte=False)
     try:
-        return checkpoint, load_model(checkpoint.where)
+        return checkpoint, load_model(checkpoint.where, prefix_of(checkpoint, ema=ema))
     except RunFailedError:
         checkpoint = newest_whole(found, every_byte=True)
-        return checkpoint, load_model(checkpoint.where)
+        return checkpoint, load_model(checkpoint.where, prefix_of(checkpoint, ema=ema))
