@@ -1,11 +1,13 @@
-"""Whether the parallel block, the sliding window and LAMB at 4 x the batch cost loss: same text, same tokens.
+"""Loss at equal tokens of blocks, of attention, and of optimizers, on the same text.
 
-    python benchmarks/training/convergence.py [--tokens 600000] [--runs FOLDER] [--svg FILE]
+    python benchmarks/training/convergence.py blocks [--tokens 600000] [--runs FOLDER] [--svg STEM]
+    python benchmarks/training/convergence.py optimizers [--tokens 600000] [--runs FOLDER] [--svg STEM]
 
 MegaScale (arXiv 2402.15627, section 3.1) changes the model and its optimizer for speed and reports that
-neither costs convergence. This command trains the GPT of `embedded-gpt` on the standard library's source,
-once for each block (serial, parallel), attention (full, window) and optimizer (AdamW; LAMB at 4 x its batch),
-and prints validation losses.
+neither costs convergence. ``blocks`` trains the GPT of `embedded-gpt` on the standard library's source, once
+for each block (serial, parallel), attention (full, window) and optimizer (AdamW; LAMB at 4 x its batch), and
+prints validation losses. ``optimizers`` compares AdamW, LAMB and Muon with its serial block and full
+attention, at that batch and at 4 x of it.
 
 Every setting gets its own learning rate: rates a factor of 2 apart are tried with the first seed until the
 best one has a worse one on both sides. The other seeds then train at that rate. A seed fixes the initial
@@ -90,11 +92,27 @@ class Outcome:
 
 
 BASELINE = Setting("serial", "full", "adamw", BATCH)
-START = {("adamw", BATCH): 4e-3, ("adamw", 4 * BATCH): 4e-3, ("lamb", 4 * BATCH): 4e-2}
+START = {
+    ("adamw", BATCH): 4e-3,
+    ("adamw", 4 * BATCH): 4e-3,
+    ("lamb", BATCH): 1e-2,
+    ("lamb", 4 * BATCH): 4e-2,
+    ("muon", BATCH): 4e-3,
+    ("muon", 4 * BATCH): 8e-3,
+}
 """Learning rate at which each search starts."""
 
 
-def settings() -> list[Setting]:
+def optimizer_settings() -> list[Setting]:
+    """Baseline first."""
+    return [
+        replace(BASELINE, optimizer=optimizer, batch=batch)
+        for batch in (BATCH, 4 * BATCH)
+        for optimizer in ("adamw", "lamb", "muon")
+    ]
+
+
+def block_settings() -> list[Setting]:
     """Baseline first; AdamW at the large batch stands beside LAMB."""
     models = [(block, attention) for block in ("serial", "parallel") for attention in ("full", "window")]
     small = [Setting(*model, "adamw", BATCH) for model in models]
@@ -193,22 +211,30 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Parallel block, sliding window and LAMB: the loss.")
+    parser = argparse.ArgumentParser(description="Loss at equal tokens of blocks, or of optimizers.")
+    parser.add_argument("what", choices=("blocks", "optimizers"))
     parser.add_argument("--tokens", type=int, default=600_000, help="tokens of each training")
     parser.add_argument("--seeds", type=int, default=3, choices=sorted(STUDENT), help="seeds of each setting")
     parser.add_argument("--runs", type=Path, help="keep the trainings here, and continue from them")
-    parser.add_argument("--svg", metavar="STEM", help="draw STEM-adamw.svg and STEM-lamb.svg")
+    parser.add_argument(
+        "--svg", metavar="STEM", help="draw STEM-adamw.svg and STEM-lamb.svg, or STEM-batch-N.svg"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         trainings = Trainings(options.runs or Path(folder), options.tokens)
         seeds = range(1, options.seeds + 1)
-        outcomes = [find_best(setting, seeds, trainings) for setting in settings()]
+        settings = block_settings() if options.what == "blocks" else optimizer_settings()
+        outcomes = [find_best(setting, seeds, trainings) for setting in settings]
     print_table(outcomes)
     if options.svg:
-        small = [one for one in outcomes if one.setting.optimizer == "adamw"]
+        small = [one for one in outcomes if one.setting.batch == BATCH]
         large = [one for one in outcomes if one.setting.batch != BATCH]
-        draw(small, Path(f"{options.svg}-adamw.svg"))
-        draw([outcomes[0], *large], Path(f"{options.svg}-lamb.svg"))
+        if options.what == "blocks":
+            draw(small, Path(f"{options.svg}-adamw.svg"))
+            draw([outcomes[0], *large], Path(f"{options.svg}-lamb.svg"))
+        else:
+            draw(small, Path(f"{options.svg}-batch-{BATCH}.svg"))
+            draw(large, Path(f"{options.svg}-batch-{4 * BATCH}.svg"))
 
 
 if __name__ == "__main__":
