@@ -136,7 +136,7 @@ class Trainings:
         if self._validation(run, job.train.steps) is None:
             run_local(run, job.layout.world)
         validation = self._validation(run, job.train.steps)
-        assert validation is not None, f"{run.folder} has not ended"
+        assert validation is not None, f"{run.path} has not ended"
         print(f"  {setting.name:38} rate {learning_rate:<8g} seed {seed}: {validation:.4f}", flush=True)
         return Trained(validation, [(line["tokens"], line["loss"]) for line in run.read_metrics()])
 
