@@ -349,6 +349,9 @@ def odd_run(path: Path) -> Run:
     run.append_event("telemetry", place="metrics.jsonl", problem="", num_late=1600, num_dropped=3)
     run.append_event("fault", rank=9, node=1, step=4, time=1e9, problem="rank 9 is silent")
     run.append_event("held", step=5, problem="No space left on device", servers=[])
+    for step, text in ((2, 900.0), (4, None)):
+        scores = {"scores": {"<b>/acc": step / 8, "text/perplexity": text}, "documents": {"<b>": 8}}
+        run.append_event("evaluation", step=step, **scores, standard_errors={"<b>/acc": 0.0625})
     (run.path / "spans" / "attempt-1-node-9-0.parquet").write_bytes(b"PAR1")
     return run
 
@@ -371,6 +374,15 @@ def test_events_have_words_and_steps_and_what_is_no_number_is_no_line(tmp_path: 
         page.get_by_text("step 5 is in memory only: `myriad checkpoint save` stores it elsewhere").wait_for()
         page.get_by_text("could not be read").click()
         page.get_by_text("attempt-1-node-9-0.parquet: not a complete span file").wait_for()
+        scores = page.locator(".scores tbody tr")
+        assert [text.split() for text in scores.all_inner_texts()] == [
+            ["<b>/acc", "0.250", "0.500", "±", "0.0625", "4", "8"],
+            ["text/perplexity", "900.000", "–", "–", "4", "–"],
+        ]
+        assert scores.locator(".spark circle title").all_text_contents() == [
+            "step 2: 0.250 ± 0.0625",
+            "step 4: 0.500 ± 0.0625",
+        ]
         drawn = page.locator(".chart canvas").first.evaluate(LINE_PIXELS)
         assert 4 <= drawn <= 40, "a dot"
         events.get_by_role("link", name="rank 9").click()

@@ -1,5 +1,5 @@
 """A run on disk: its folder (`run_folder`), the meaning of its lines (`run_lines`), its events in words
-(`event_text`)."""
+(`event_text`), and its scores on tasks (`score_history`)."""
 
 from myriad.run.run_folder import Run, nearest_run
 

@@ -188,6 +188,21 @@ def test_a_loss_that_is_no_number_any_more_is_the_report_s_news(tmp_path: Path, 
         assert words in page and (f"<b>{'NaN' if 8 in wrong else '2.0000'}</b><span>training loss" in page)
 
 
+def test_the_report_shows_scores_on_tasks_over_the_steps(tmp_path: Path, capsys) -> None:
+    path = write_run(tmp_path / "scored", slow_run(8))
+    event = {"time": time.time(), "event": "evaluation", "documents": {"<w>": 9}}
+    for step, value in ((4, 0.25), (8, 0.75)):
+        scores = {"scores": {"<w>/acc": value}, "standard_errors": {"<w>/acc": 0.125}}
+        with (path / "events.jsonl").open("a") as file:
+            file.write(json.dumps(event | scores | {"step": step}) + "\n")
+        assert run_verb("report", path) == 0
+        page = (path / "report.html").read_text()
+        assert (
+            "<td>&lt;w&gt;/acc</td>" in page and f"<td class=n>{value}</td><td class=n>± 0.125</td>" in page
+        )
+        assert ("step 4: 0.25 ± 0.12" in page) == (step == 8), "a chart of several evaluations"
+
+
 def test_ten_thousand_faults_are_no_page_without_an_end(tmp_path: Path, capsys) -> None:
     path = write_run(tmp_path / "many", slow_run(8))
     with (path / "events.jsonl").open("a") as file:

@@ -14,12 +14,14 @@ from myriad.dashboard.run_files import number
 from myriad.dashboard.run_status import state_sentence
 from myriad.dashboard.watched_run import WatchedRun
 from myriad.run.event_text import event_text
+from myriad.run.score_history import ScoreHistory, score_histories
 from myriad.system.jsonl import Record
 from myriad.units import format_seconds
 
 __all__ = ["faults", "overview", "run"]
 
 _MOST_EVENTS, _MOST_NUMBER = 500, 2**53
+_MOST_SCORES, _MOST_EVALUATIONS = 200, 200
 _BEHIND_SECONDS = 10.0
 _ABOUT_LAST_STEP = ("held", "checkpoint", "finish", "start")
 _DECISIONS = (
@@ -98,17 +100,33 @@ def _doubts(watched: WatchedRun) -> list[str]:
 
 
 def overview(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the curves, the account of time and the newest events."""
+    """Return the curves, the scores on tasks, the account of time and the newest events."""
     points = as_int(query, "points", 2000, 2, 20_000)
     account, events = watched.account, watched.files.events
+    scores = score_histories(events)
     first = max(0, len(events) - _MOST_EVENTS)
     return {
         **watched.files.curves.thinned(points, watched.files.peaks),
         "ledger": account.get("classes", {}),
         "ettr": account.get("effective_ratio"),
         "goodput": account.get("goodput_tokens_per_second"),
+        "scores": [_score(one) for one in scores[:_MOST_SCORES]],
+        "num_scores": len(scores),
         "num_events": len(events),
         "events": [_event(event, place) for place, event in enumerate(events[first:], first)],
+    }
+
+
+def _score(found: ScoreHistory) -> dict[str, Any]:
+    """Return a score as JSON, with the first evaluation and the newest ones."""
+    places = list(range(len(found.steps)))
+    shown = [*places[:1], *places[1:][1 - _MOST_EVALUATIONS :]]
+    return {
+        "name": found.name,
+        "documents": found.num_documents,
+        "step": [found.steps[place] for place in shown],
+        "value": [found.values[place] for place in shown],
+        "standard_error": [found.standard_errors[place] for place in shown],
     }
 
 

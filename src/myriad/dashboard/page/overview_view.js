@@ -7,6 +7,7 @@ import { isBad, nameOf } from "./event_names.js";
 import { count, percent, plain, plural, seconds } from "./format.js";
 import { html, useMemo, useState } from "./html.js";
 import { useAnswer } from "./query.js";
+import { Scores } from "./scores.js";
 import { Figure, Problem, Time, Where } from "./widgets.js";
 
 const CURVES = [
@@ -45,6 +46,7 @@ export function OverviewView({ run, version, theme }) {
         <ul>${run.problems.toReversed().map((text, i) => html`<li key=${i}>${text}</li>`)}</ul></details>`}
       <div class="charts">${it?.step.length > 0 && CURVES.map(([title, name, show]) => html`
         <${Chart} key=${name} title=${title} at=${it.step} values=${it[name]} show=${show} marks=${marks} theme=${theme} ...${shared} />`)}</div>
+      ${it?.scores.length > 0 && html`<${Scores} scores=${it.scores} total=${it.num_scores} />`}
       <div class="columns">
         <div class="card wide">
           <h2>Where the time went</h2>

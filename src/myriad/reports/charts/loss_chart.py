@@ -15,6 +15,7 @@ __all__ = [
     "loss_series",
     "loss_svg",
     "smooth",
+    "spark_svg",
     "steps_svg",
     "terminal_plot",
     "validation_series",
@@ -130,6 +131,26 @@ def steps_svg(times: Series, title: str) -> str:
     drawn = [chart.line(times, _FAINT, 1.0, 0.6), chart.line(smooth(times), SERIES[0], 2.0, 1.0)]
     legend = _entries([(_FAINT, "a step"), (SERIES[0], "smoothed")])
     return _chart_document(title, [*chart.axes(), *drawn, *legend])
+
+
+def spark_svg(points: Sequence[tuple[float, float, float]], title: str) -> str:
+    """Draw values ``(step, value, standard error)`` in the size of a line of text, with one standard error
+    above and below."""
+    width, height, edge = 220.0, 34.0, 4.0
+    low, high = _span([value + sign * error for _, value, error in points for sign in (-1, 1)])
+    first, last = _span([step for step, *_ in points])
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        x = edge + (step - first) / (last - first) * (width - 2 * edge)
+        return x, edge + (high - value) / (high - low) * (height - 2 * edge)
+
+    errors = [[place(step, value + sign * error) for sign in (-1, 1)] for step, value, error in points]
+    dots = [
+        dot(*place(step, value), 2, SERIES[0], f"step {step:.0f}: {value:.4g} ± {error:.2g}")
+        for step, value, error in points
+    ]
+    line = polyline([place(step, value) for step, value, _ in points], SERIES[0], width=1.5)
+    return document(width, height, title, [*(rule(*both, _FAINT) for both in errors), line, *dots])
 
 
 def lines_svg(lines: Mapping[str, Series], title: str, across: str) -> str:

@@ -5,7 +5,13 @@ from html import escape
 from time import strftime
 
 from myriad.reports.charts.ledger_chart import COLOURS, ledger_bar
-from myriad.reports.charts.loss_chart import loss_series, loss_svg, steps_svg, validation_series
+from myriad.reports.charts.loss_chart import (
+    loss_series,
+    loss_svg,
+    spark_svg,
+    steps_svg,
+    validation_series,
+)
 from myriad.reports.run_report.run_facts import (
     ATTEMPT_HEADINGS,
     FAULT_HEADINGS,
@@ -15,6 +21,7 @@ from myriad.reports.run_report.run_facts import (
     attempt_cells,
     fault_cells,
 )
+from myriad.run.score_history import ScoreHistory, score_histories
 from myriad.system.jsonl import Record
 from myriad.system.whole_file import read_text
 from myriad.units import format_bytes, format_count, format_number, format_seconds
@@ -22,6 +29,7 @@ from myriad.units import format_bytes, format_count, format_number, format_secon
 __all__ = ["html_table", "page"]
 
 _MOST_FAULTS = 500
+_MOST_SCORES = 500
 _MOST_POINTS = 3000
 """Largest number of points of a curve: a million steps would make a page of a hundred megabytes."""
 
@@ -49,6 +57,7 @@ p { margin: 4px 0 }
 .tile span { color: var(--dim); font-size: 13px }
 h1, td, pre, .dim { unicode-bidi: isolate }
 svg { display: block; width: 100%; height: auto; border-radius: 6px }
+td svg { width: 220px }
 .bar { margin-bottom: 10px }
 .bar svg { height: 34px }
 .scroll { overflow-x: auto }
@@ -162,28 +171,37 @@ def _curves(facts: Facts, metrics: Sequence[Record]) -> Iterator[str]:
 
 
 def _scores(facts: Facts) -> Iterator[str]:
-    """Yield the newest scores on tasks, beside the first ones."""
-    found = [event for event in facts.events if event.get("event") == "evaluation" and event.get("scores")]
+    """Yield the newest scores on tasks; if there are several evaluations, also the first scores and a small
+    chart."""
+    found = score_histories(facts.events)
     if not found:
         return
-    first, last = found[0], found[-1]
-    errors = last.get("standard_errors", {})
-    rows = [
-        [
-            escape(str(name)),
-            _score(first["scores"].get(name)),
-            _score(value),
-            "" if errors.get(name) is None else f"± {format_number(errors[name])}",
-        ]
-        for name, value in last["scores"].items()
-    ]
-    headings = ["score", f"step {first.get('step')}", f"step {last.get('step')}", "standard error"]
+    several = any(len(one.steps) > 1 for one in found)
+    rows = []
+    for one in found[:_MOST_SCORES]:
+        first = [_score(one.values[0]), _spark(one)] if several else []
+        error = one.standard_errors[-1]
+        last = [_score(one.values[-1]), "-" if error is None else f"± {format_number(error)}"]
+        documents = "-" if one.num_documents is None else f"{one.num_documents:,}"
+        rows.append([escape(one.name), *first, *last, f"{one.steps[-1]:,}", documents])
+    headings = ["score", *(["first", "over steps"] if several else [])]
+    headings += ["newest", "standard error", "step", "documents"]
+    right = (1, 3, 4, 5, 6) if several else (1, 2, 3, 4)
     yield "<h2>Scores on tasks</h2>"
-    yield f'<div class="card scroll">{html_table(headings, rows, (1, 2, 3))}</div>'
+    yield f'<div class="card scroll">{html_table(headings, rows, right)}'
+    if len(found) > _MOST_SCORES:
+        yield f'<p class="dim">{len(found) - _MOST_SCORES:,} more scores are in events.jsonl</p>'
+    yield "</div>"
 
 
 def _score(value: float | None) -> str:
     return "-" if value is None else format_number(value, 4)
+
+
+def _spark(one: ScoreHistory) -> str:
+    columns = zip(one.steps, one.values, one.standard_errors, strict=True)
+    points = [(float(step), value, error or 0.0) for step, value, error in columns if value is not None]
+    return spark_svg(points[-_MOST_POINTS:], one.name) if len(points) > 1 else ""
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
