@@ -74,10 +74,8 @@ class MyriadLM(LM):
 
     def generate_until(self, requests: Sequence[_Request], disable_tqdm: bool = False) -> list[str]:
         """Return the likeliest text after each prompt."""
-        settings = [
-            (request.args[0], parse_generation(request.args[1], "gen_kwargs")) for request in requests
-        ]
-        return [self._model.generate(prompt, generation) for prompt, generation in settings]
+        prompts = [(request.args[0], parse_generation(request.args[1], "gen_kwargs")) for request in requests]
+        return self._model.generate(prompts, self._batch_tokens)
 
     def _score(self, pieces: Sequence[Piece]) -> list[PieceScore]:
         return self._model.score(pieces, self._batch_tokens)

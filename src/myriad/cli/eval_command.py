@@ -1,6 +1,5 @@
 """``myriad eval``: score a model on tasks."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,8 +10,7 @@ from myriad.cli.run_argument import UsesAverage
 from myriad.units import format_number
 
 if TYPE_CHECKING:
-    from myriad.evaluation.full_model import FullModel
-    from myriad.evaluation.task_files import Document, Task
+    from myriad.evaluation.task_files import Task
     from myriad.evaluation.task_scores import TaskScores
 
 __all__ = ["evaluate", "register"]
@@ -44,7 +42,12 @@ def evaluate(
         int | None, typer.Option(min=1, help="Score at most this many documents of each task.")
     ] = None,
     batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of one forward pass; less takes less memory.")
+        int,
+        typer.Option(
+            min=1,
+            help="Tokens of one forward pass, and positions whose keys and values are held to "
+            "generate text; less takes less memory.",
+        ),
     ] = 8192,
     ema: UsesAverage = False,
     as_json: Annotated[
@@ -84,20 +87,10 @@ def _scores(
     scored = model.score(
         requests.pieces, batch_tokens, lambda done, total: show("scoring windows of requests", done, total)
     )
-    return found.where, requests.scores(scored, _counted(model, requests.num_generations, show))
-
-
-def _counted(model: "FullModel", total: int, show: Counted) -> "Callable[[Document], str]":
-    """Return a function that generates a document's text and reports how many are done."""
-    done = 0
-
-    def generate(document: "Document") -> str:
-        nonlocal done
-        show("generating texts", done, total)
-        done += 1
-        return model.generate(document.context, document.generation)
-
-    return generate
+    made = model.generate(
+        requests.prompts, batch_tokens, lambda done, total: show("generating texts", done, total)
+    )
+    return found.where, requests.scores(scored, made)
 
 
 def _record(found: "TaskScores") -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A whole model in one process that scores texts and generates: for `myriad eval`, and for
 lm-evaluation-harness.
 
-Log-likelihoods are computed in batches of packed windows. Texts are generated one by one, with a cache of
-keys and values.
+Log-likelihoods are computed in batches of packed windows. Texts are generated in batches of rows, with a
+cache of keys and values.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from myriad.data.tokenizer import Tokenizer
+from myriad.evaluation.greedy_texts import GreedyTexts, Prompt
 from myriad.evaluation.packed_pieces import PackedPieces, PieceScore
-from myriad.evaluation.task_files import Generation
 from myriad.evaluation.token_requests import Piece, RequestEncoder
 from myriad.model.definition import Context
-from myriad.model.generate import generate, longrope_length
+from myriad.model.generate import longrope_length
 from myriad.model.interleave import run_layers
 from myriad.model.layers import Block
 
@@ -66,31 +66,13 @@ class FullModel:
         longest = max(len(piece.tokens) - 1 for piece in pieces)
         return self.sequence if self._keeps_length else min(self.sequence, max(longest, _SHORT_WINDOW))
 
-    def generate(self, prompt: str, settings: Generation) -> str:
-        """Return the likeliest text after a prompt, up to the first stop text, the end of the document, or
-        the largest number of tokens. Of a long prompt the end counts, so that the new tokens fit in one
-        window, if they fit in any."""
-        tokens = self.tokenizer.encode(prompt) or [self.tokenizer.end_of_document]
-        if settings.max_new_tokens < self.sequence:
-            tokens = tokens[-(self.sequence - settings.max_new_tokens) :]
-        drawn = generate(
-            self.layers,
-            tokens,
-            sequence=self.sequence,
-            max_new_tokens=settings.max_new_tokens,
-            temperature=0,
-            stop_token=self.tokenizer.end_of_document,
-        )
-        made: list[int] = []
-        for token in drawn:
-            made.append(token)
-            text = self.tokenizer.decode(made)
-            if (end := _first_stop(text, settings.until)) is not None:
-                return text[:end]
-        return self.tokenizer.decode(made)
-
-
-def _first_stop(text: str, until: Sequence[str]) -> int | None:
-    """Return where the first of the stop texts begins; ``None``: there is none."""
-    found = [place for stop in until if (place := text.find(stop)) >= 0]
-    return min(found, default=None)
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        batch_tokens: int,
+        show: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[str]:
+        """Return the likeliest continuation of each prompt, up to its first stop text, the end of the
+        document, or the largest number of tokens. ``batch_tokens``: number of positions whose keys and
+        values are held, at least those of one text. ``show(texts_done, texts)`` reports progress."""
+        return GreedyTexts(self.layers, self.tokenizer, self.sequence, batch_tokens).generate(prompts, show)

@@ -1,17 +1,14 @@
 """The requests of tasks as pieces of text, and the way back from their scores to each document."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 from myriad.evaluation.packed_pieces import PieceScore
-from myriad.evaluation.task_files import Document, Task
+from myriad.evaluation.task_files import Generation, Task
 from myriad.evaluation.task_scores import TaskScores, score_task
 from myriad.evaluation.token_requests import Piece, RequestEncoder, encode_task
 
 __all__ = ["TaskRequests"]
-
-Generate = Callable[[Document], str]
-"""Return the text that a model generates for a document."""
 
 
 class TaskRequests:
@@ -26,19 +23,19 @@ class TaskRequests:
         self.pieces: list[Piece] = [piece for request in every for piece in request]
 
     @property
-    def num_generations(self) -> int:
-        """Number of texts to generate."""
-        return sum(len(task.documents) for task in self._tasks if task.request_type == "generate_until")
+    def prompts(self) -> list[tuple[str, Generation]]:
+        """The prompts of the texts to generate."""
+        tasks = [task for task in self._tasks if task.request_type == "generate_until"]
+        return [(one.context, one.generation) for task in tasks for one in task.documents]
 
-    def scores(self, found: Sequence[PieceScore], generate: Generate | None = None) -> list[TaskScores]:
-        """Return the scores of each task. ``found``: of each of `pieces`. ``generate``: needed by tasks that
-        generate text."""
-        scores = iter(found)
+    def scores(self, found: Sequence[PieceScore], made: Sequence[str]) -> list[TaskScores]:
+        """Return the scores of each task. ``found``: of each of `pieces`; ``made``: the text of each of
+        `prompts`."""
+        scores, texts = iter(found), iter(made)
         results = []
         for task, documents in zip(self._tasks, self._requests, strict=True):
             if task.request_type == "generate_until":
-                assert generate is not None, "a task that generates text"
-                results.append(score_task(task, [generate(document) for document in task.documents]))
+                results.append(score_task(task, list(islice(texts, len(task.documents)))))
                 continue
             totals = [
                 [PieceScore.total(list(islice(scores, len(request)))) for request in document]

@@ -173,10 +173,10 @@ def split_heads(
     fused: torch.Tensor, heads: Heads, turns: torch.Tensor | None, kernels: Kernels = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split into queries ``[B, S, N, D]``, and keys and values ``[B, S, K, D]``; queries and keys are
-    rotated."""
+    rotated by ``turns``: ``[S, D/2]``, or ``[B, S, D/2]`` if rows have positions of their own."""
     num_turning = heads.num_heads + heads.num_kv_heads
     fused = fused.unflatten(-1, (-1, heads.width))
-    if turns is not None and runs_triton("rotary", fused, kernels, heads.width):
+    if turns is not None and turns.dim() == 2 and runs_triton("rotary", fused, kernels, heads.width):
         from myriad.kernels.triton import rotary_kernels as triton_rotary
 
         return triton_rotary.split_turned(fused, heads.num_kv_heads, turns)
@@ -278,9 +278,11 @@ def attention_reference(
     window: int | None = None,
     how: Scores = Scores(),
     sinks: torch.Tensor | None = None,
+    is_key: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend as `attention_by` does, with all scores in memory, in float32 or wider. If there are fewer
-    queries than keys, they are the last positions."""
+    queries than keys, they are the last positions. ``is_key`` ``[B, keys]``: false where a row has padding,
+    which only its own query sees."""
     queries, keys = q.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)  # a score of 50 in bfloat16 is off by up to 0.125
@@ -288,6 +290,9 @@ def attention_reference(
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
     band = _band(queries, keys, window or keys, 1, q.device)
+    if is_key is not None:
+        # A query of padding sees itself: the softmax of no score at all would be NaN.
+        band = band & (is_key[:, None, None] | _band(queries, keys, 1, 1, q.device))
     scores = scores.masked_fill(~band, -torch.inf)
     if sinks is not None:
         each = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)

@@ -8,6 +8,7 @@ Pairs that are not rotated (`Rotary.rotated`) are multiplied by 1, which leaves 
 Legend: B batch, S sequence, N heads, D head size.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from myriad.kernels.constant_tensors import constant_tensor
 from myriad.kernels.rotary_scaling import Rotary
 
-__all__ = ["Rotary", "rotary_reference", "rotary_turns", "turn", "turned"]
+__all__ = ["Rotary", "rotary_reference", "rotary_turns", "rotary_turns_of_rows", "turn", "turned"]
 
 
 def _frequencies(rotary: Rotary, length: int) -> torch.Tensor:
@@ -52,17 +53,31 @@ def rotary_turns(
     return _table(0, rows, length, rotary, device)[first_position:end]
 
 
+def rotary_turns_of_rows(rotary: Rotary, positions: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
+    """Return the rotations of the pairs at positions ``[B, S]``: complex ``[B, S, D/2]``. ``ends``: length
+    of each row's sequence, which decides its frequencies."""
+    turns = torch.empty(*positions.shape, rotary.width // 2, dtype=torch.complex64, device=positions.device)
+    rows_of_length: dict[int, list[int]] = {}
+    for row, end in enumerate(ends):
+        rows_of_length.setdefault(rotary.scaling.decisive_length(end), []).append(row)
+    for length, rows in rows_of_length.items():
+        stop = 1 << (max(ends[row] for row in rows) - 1).bit_length()
+        turns[rows] = _table(0, stop, length, rotary, positions.device)[positions[rows]]
+    return turns
+
+
 def as_pairs(x: torch.Tensor) -> torch.Tensor:
     """View ``[..., D]`` float32 as complex ``[..., D/2]``, in the same memory."""
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
 def turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` ``[B, S, N, D]`` with each pair rotated, without a gradient."""
+    """Return ``x`` ``[B, S, N, D]`` with each pair rotated, without a gradient. ``turns``: ``[S, D/2]`` or
+    ``[B, S, D/2]``."""
     wide = x.float()
     if any(number % 2 for number in (wide.storage_offset(), *wide.stride()[:-1])):
         wide = wide.clone(memory_format=torch.contiguous_format)  # pairs begin at even places in memory
-    return torch.view_as_real(as_pairs(wide) * turns[:, None]).flatten(-2).to(x.dtype)
+    return torch.view_as_real(as_pairs(wide) * turns.unsqueeze(-2)).flatten(-2).to(x.dtype)
 
 
 class _Turned(torch.autograd.Function):

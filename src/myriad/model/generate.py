@@ -1,13 +1,14 @@
-"""Text generation: one token at a time, with a cache of earlier keys and values.
+"""Text generation: one token at a time, with a cache of earlier keys and values, for several texts together.
 
-Each step computes one position. The model sees the last ``config.sequence`` tokens, or each layer's window of
-them. Rotary positions may grow without limit. Learned positions are limited to the trained number: when they
-run out, the second half of the text becomes the beginning and is recomputed. With longrope, all rotary
-frequencies change once the text is longer than the original sequence: the text is then recomputed, because
-cached keys are rotated by the former frequencies.
+Each step computes one position of each text. The model sees the last ``config.sequence`` tokens, or each
+layer's window of them. Rotary positions may grow without limit. Learned positions are limited to the trained
+number: when they run out, the second half of the text becomes the beginning and is recomputed. With longrope,
+all rotary frequencies change once the text is longer than the original sequence: the text is then recomputed,
+because cached keys are rotated by the former frequencies.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -15,13 +16,23 @@ from torch import nn
 
 from myriad.errors import BadInputError
 from myriad.model.head import Head
+from myriad.model.key_value_cache import KeyValueCache, NewPositions
 from myriad.model.layers import Block, Embedding
 
 __all__ = ["Session", "generate", "longrope_length", "sample"]
 
 
+@dataclass
+class _Row:
+    """A text that the model reads."""
+
+    tokens: list[int]
+    """Its last ``sequence`` tokens."""
+    next_position: int
+
+
 class Session:
-    """A sequence that the full list of layers on one device reads and continues."""
+    """Texts, the rows of a batch, that the full list of layers on one device reads and continues."""
 
     def __init__(self, layers: nn.ModuleList, sequence: int) -> None:
         self.embedding = cast(Embedding, layers[0])
@@ -29,42 +40,84 @@ class Session:
         self.head = cast(Head, layers[-1])
         self.sequence = sequence
         self.device = self.head.output.weight.device
-        self.tokens: list[int] = []
+        self.rows: list[_Row] = []
+        self.caches: list[KeyValueCache] = []
         length = longrope_length(self.blocks)
         self.last_position = length if length is not None and length >= sequence else None
-        """Number of positions after which the text begins again; ``None``: they may grow without limit."""
+        """Number of positions after which a text begins again; ``None``: they may grow without limit."""
         if self.embedding.positions is not None:
             self.last_position = sequence
         self.longrope_length = length if self.last_position is None else None
-        """Length of the text beyond which the rotary frequencies change; ``None``: they do not."""
-        self._start()
-
-    def _start(self) -> None:
-        limits = [min(block.attention.window or self.sequence, self.sequence) for block in self.blocks]
-        pairs = zip(self.blocks, limits, strict=True)
-        self.caches = [block.attention.new_cache(limit) for block, limit in pairs]
-        self.next_position = 0
+        """Length of a text beyond which its rotary frequencies change; ``None``: they do not."""
 
     @torch.no_grad()
-    def read(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return the scores ``[V]`` of the token after these tokens, which follow all tokens read before.
-        Read at most ``sequence`` tokens at a time."""
-        end = self.next_position + len(tokens)
+    def add(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Read new rows, each of at most ``sequence`` tokens. Return the scores ``[B, V]`` of the token after
+        each."""
+        limits = [min(block.attention.window or self.sequence, self.sequence) for block in self.blocks]
+        pairs = zip(self.blocks, limits, strict=True)
+        caches = [block.attention.new_cache(limit) for block, limit in pairs]
+        lengths = [len(text) for text in texts]
+        scores = self._run(texts, NewPositions(lengths, lengths, self.device), caches)
+        if self.rows:
+            for cache, new in zip(self.caches, caches, strict=True):
+                cache.join(new)
+        else:
+            self.caches = caches
+        self.rows += [_Row(list(text), len(text)) for text in texts]
+        return scores
+
+    @torch.no_grad()
+    def read(self, new: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Read the next tokens of each row, as many of each. Return the scores ``[B, V]`` of the token after
+        them."""
+        texts = [self._text_anew(*pair) for pair in zip(self.rows, new, strict=True)]
+        if all(text is None for text in texts):
+            return self._read_on(new)
+        begun = [(row, text) for row, text in enumerate(texts) if text is not None]
+        others = [row for row, text in enumerate(texts) if text is None]
+        self.select(others)
+        found = [self._read_on([new[row] for row in others])] if others else []
+        found.append(self.add([text for _, text in begun]))
+        places = [*others, *(row for row, _ in begun)]
+        order = sorted(range(len(places)), key=places.__getitem__)
+        self.select(order)
+        return torch.cat(found)[order]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        if list(rows) == list(range(len(self.rows))):
+            return
+        self.rows = [self.rows[row] for row in rows]
+        for cache in self.caches if rows else ():
+            cache.select(rows)
+
+    def _text_anew(self, row: _Row, new: Sequence[int]) -> list[int] | None:
+        """Return the text with which the row begins again; ``None`` if it does not have to."""
+        end = row.next_position + len(new)
         if self.last_position is not None and end > self.last_position:
-            kept = max(self.sequence // 2 - len(tokens), 0)
-            tokens = [*self.tokens[len(self.tokens) - kept :], *tokens][-self.sequence :]
-            self._start()
-        elif self.longrope_length is not None and 0 < self.next_position <= self.longrope_length < end:
-            tokens = [*self.tokens, *tokens][-self.sequence :]
-            self.tokens = []
-            self._start()
-        self.tokens = [*self.tokens, *tokens][-self.sequence :]
-        ids = torch.tensor([tokens], device=self.device)
-        x = self.embedding.embed(ids, self.next_position)
-        for block, cache in zip(self.blocks, self.caches, strict=True):
-            x = block.step(x, cache)
-        self.next_position += len(tokens)
-        return self.head.logits(x[0, -1])
+            kept = max(self.sequence // 2 - len(new), 0)
+            return [*row.tokens[len(row.tokens) - kept :], *new][-self.sequence :]
+        if self.longrope_length is not None and row.next_position <= self.longrope_length < end:
+            return [*row.tokens, *new][-self.sequence :]
+        return None
+
+    def _read_on(self, new: Sequence[Sequence[int]]) -> torch.Tensor:
+        for row, tokens in zip(self.rows, new, strict=True):
+            row.tokens = [*row.tokens, *tokens][-self.sequence :]
+            row.next_position += len(tokens)
+        ends = [row.next_position for row in self.rows]
+        return self._run(new, NewPositions(ends, [len(one) for one in new], self.device), self.caches)
+
+    def _run(
+        self, tokens: Sequence[Sequence[int]], at: NewPositions, caches: Sequence[KeyValueCache]
+    ) -> torch.Tensor:
+        width = max(at.counts)
+        padded = [[*[0] * (width - len(row)), *row] for row in tokens]
+        x = self.embedding.embed(torch.tensor(padded, device=self.device), at.positions)
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block.step(x, cache, at)
+        return self.head.logits(x[:, -1])
 
 
 def longrope_length(blocks: Sequence[Block]) -> int | None:
@@ -109,10 +162,12 @@ def generate(
     _check("top_p", top_p, ok=0 < top_p <= 1, allowed="above 0, up to 1 (every token)")
     _check("prompt", len(prompt), ok=len(prompt) > 0, allowed="at least one token")
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    session, unread = Session(layers, sequence), list(prompt)[-sequence:]
-    for _ in range(max_new_tokens):
-        token = sample(session.read(unread), temperature, top_p, generator)
+    session = Session(layers, sequence)
+    scores = session.add([list(prompt)[-sequence:]])
+    for left in reversed(range(max_new_tokens)):
+        token = sample(scores[0], temperature, top_p, generator)
         if token == stop_token:
             return
         yield token
-        unread = [token]
+        if left:
+            scores = session.read([[token]])

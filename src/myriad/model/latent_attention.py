@@ -32,7 +32,7 @@ from myriad.kernels.remade import Remade
 from myriad.kernels.rotary import rotary_turns, turned
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
-from myriad.model.key_value_cache import KeyValueCache, LatentCache
+from myriad.model.key_value_cache import KeyValueCache, LatentCache, NewPositions
 from myriad.model.self_attention import EnteringProducts, NormWeight
 
 __all__ = ["LatentAttention"]
@@ -85,7 +85,7 @@ class LatentAttention(nn.Module):
         q, kv_latent, shared = self._parts(fused)
         q = q if self.q_up is None or self.q_norm is None else self._up(q, self.q_norm, self.q_up)
         kv = self._up(kv_latent, self.kv_norm, self.kv_up)
-        joined = join_latent_heads(q, kv, shared, self._turns(fused, 0), self.num_heads)
+        joined = join_latent_heads(q, kv, shared, self._turns(fused), self.num_heads)
         mixed = attention(joined, self.shape, None, None, self.kernels, self.scores, None, documents)
         return without_padding(mixed, self.num_heads, self.sizes.value)
 
@@ -97,10 +97,10 @@ class LatentAttention(nn.Module):
         """Return an empty cache of at most ``limit`` positions."""
         return LatentCache(limit, self.sizes.key_value_rank)
 
-    def mix_cached(self, fused: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
+    def mix_cached(self, fused: torch.Tensor, cache: KeyValueCache, at: NewPositions) -> torch.Tensor:
         """Attend as `mix` does, for positions after those in the cache. The cache is extended."""
-        assert isinstance(cache, LatentCache)
-        sizes, turns = self.sizes, self._turns(fused, cache.next_position)
+        assert isinstance(cache, LatentCache) and self.rotary is not None
+        sizes, turns = self.sizes, at.turns(self.rotary)
         q, kv_latent, shared = self._parts(fused)
         q = q if self.q_up is None or self.q_norm is None else self._up(q, self.q_norm, self.q_up)
         plain, rotated = q.unflatten(-1, (self.num_heads, -1)).split([sizes.plain, sizes.rotated], -1)
@@ -110,7 +110,7 @@ class LatentAttention(nn.Module):
         queries = torch.cat([absorbed, turned(rotated, turns)], -1)
         latents = self._normed(self.kv_norm, kv_latent).unsqueeze(2)
         keys = torch.cat([latents, turned(shared.unsqueeze(2), turns)], -1)
-        mixed = cache.attend_latents(queries, keys, self.scores)
+        mixed = cache.attend_latents(queries, keys, at, self.scores)
         return torch.einsum("bsnr,nvr->bsnv", mixed, of_values).flatten(2)
 
     def runs_in_blocks(self, x: torch.Tensor) -> bool:
@@ -135,6 +135,6 @@ class LatentAttention(nn.Module):
         remade = Remade(partial(self._normed, norm), latent) if self.remakes else None
         return linear(self._normed(norm, latent), up.weight, None, self.later, remade)
 
-    def _turns(self, x: torch.Tensor, first_position: int) -> torch.Tensor:
+    def _turns(self, x: torch.Tensor) -> torch.Tensor:
         assert self.rotary is not None
-        return rotary_turns(self.rotary, x.shape[1], x.device, first_position)
+        return rotary_turns(self.rotary, x.shape[1], x.device)

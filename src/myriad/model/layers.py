@@ -27,7 +27,7 @@ from myriad.model.boundary import Arriving, Boundary, Factors
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
 from myriad.model.interleave import LayerSteps, SteppedLayer, Steps, Whole, finish
-from myriad.model.key_value_cache import KeyValueCache
+from myriad.model.key_value_cache import KeyValueCache, NewPositions
 from myriad.model.latent_attention import LatentAttention
 from myriad.model.residual import Residual
 from myriad.model.self_attention import Attention
@@ -94,9 +94,10 @@ class Embedding(SteppedLayer):
         stream = self._placed(arriving.wait(), context)
         return self.dropout(stream, context, training=self.training)
 
-    def embed(self, tokens: torch.Tensor, first_position: int) -> torch.Tensor:
-        """Embed tokens on one device, the first of them at ``first_position``."""
-        return self._placed(self._partial_sums(tokens), Context(first_position=first_position))
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Embed tokens ``[B, S]`` on one device, at these positions of their texts."""
+        stream = self._partial_sums(tokens) * self.scale
+        return stream if self.positions is None else stream + F.embedding(positions, self.positions.weight)
 
     def _partial_sums(self, tokens: torch.Tensor) -> torch.Tensor:
         return embedding(tokens, self.tokens.weight, self.first_row, self.vocabulary_size)
@@ -185,9 +186,9 @@ class Block(SteppedLayer):
         mix = partial(self.attention.mix, documents=context.documents)
         return self._steps(x.stream, x.branch, context, mix)
 
-    def step(self, x: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
+    def step(self, x: torch.Tensor, cache: KeyValueCache, at: NewPositions) -> torch.Tensor:
         """Run the block on one device for new positions ``[B, S, H]``, after those in the cache."""
-        mix = partial(self.attention.mix_cached, cache=cache)
+        mix = partial(self.attention.mix_cached, cache=cache, at=at)
         return finish(self._steps(x, None, Context(), mix))
 
     def _steps(self, x: torch.Tensor, branch: torch.Tensor | None, context: Context, mix: _Mix) -> LayerSteps:

@@ -21,7 +21,7 @@ from myriad.kernels.remade import Remade
 from myriad.kernels.rotary import rotary_turns
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
-from myriad.model.key_value_cache import KeyValueCache
+from myriad.model.key_value_cache import KeyValueCache, NewPositions
 
 __all__ = ["Attention", "EnteringProducts", "NormWeight"]
 
@@ -113,7 +113,7 @@ class Attention(nn.Module):
 
     def mix(self, fused: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Attend: queries, keys and values of all positions ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``."""
-        fused, turns = self._normed(fused), self._turns(fused, 0)
+        fused, turns = self._normed(fused), self._turns(fused)
         how = (self.window, turns, self.kernels, self.scores, self.sinks, documents)
         return attention(fused, self.shape, *how)
 
@@ -125,11 +125,11 @@ class Attention(nn.Module):
         """Return an empty cache of at most ``limit`` positions."""
         return KeyValueCache(limit)
 
-    def mix_cached(self, fused: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
+    def mix_cached(self, fused: torch.Tensor, cache: KeyValueCache, at: NewPositions) -> torch.Tensor:
         """Attend as `mix` does, for positions after those in the cache. The cache is extended."""
-        turns = self._turns(fused, cache.next_position)
+        turns = None if self.rotary is None else at.turns(self.rotary)
         q, k, v = split_heads(self._normed(fused), self.shape, turns, self.kernels)
-        return cache.attend(q, k, v, self.scores, self.sinks).flatten(2)
+        return cache.attend(q, k, v, at, self.scores, self.sinks).flatten(2)
 
     def runs_in_blocks(self, x: torch.Tensor) -> bool:
         """Whether attention over values like ``x`` reorders them in blocks."""
@@ -151,7 +151,5 @@ class Attention(nn.Module):
         biases = (self.q_norm.bias, self.k_norm.bias)
         return query_key_norm(fused, (query, key), self.shape, self.head_norm, biases)
 
-    def _turns(self, x: torch.Tensor, first_position: int) -> torch.Tensor | None:
-        if self.rotary is None:
-            return None
-        return rotary_turns(self.rotary, x.shape[1], x.device, first_position)
+    def _turns(self, x: torch.Tensor) -> torch.Tensor | None:
+        return None if self.rotary is None else rotary_turns(self.rotary, x.shape[1], x.device)

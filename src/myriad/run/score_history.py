@@ -24,10 +24,10 @@ class ScoreHistory:
 
     def add(self, step: int, value: float | None, standard_error: float | None) -> None:
         """Add an evaluation. It replaces those of the same and of later steps: a resumed run goes back."""
-        columns = (self.steps, self.values, self.standard_errors)
         kept = bisect_left(self.steps, step)
-        for column, new in zip(columns, (step, value, standard_error), strict=True):
-            column[kept:] = [new]  # type: ignore[call-overload]  # each has its own type
+        self.steps[kept:] = [step]
+        self.values[kept:] = [value]
+        self.standard_errors[kept:] = [standard_error]
 
 
 def score_histories(events: Sequence[Record]) -> list[ScoreHistory]:

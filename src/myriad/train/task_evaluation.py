@@ -62,7 +62,7 @@ class TaskEvaluation:
             self._packed.collect(rows, batch.record)
         own = torch.from_numpy(self._packed.found).to(self._device)
         self._packed.found[:] = engine.sum_of_losses(own).cpu().numpy()
-        return self._requests.scores(self._packed.scores())
+        return self._requests.scores(self._packed.scores(), ())
 
 
 def _same(batch: Batch) -> Batch:

@@ -18,6 +18,7 @@ from myriad.evaluation.packed_pieces import PieceScore
 from myriad.evaluation.task_files import Document, Generation, Task
 from myriad.evaluation.task_scores import score_task
 from myriad.evaluation.token_requests import Piece, RequestEncoder
+from myriad.kernels.rotary_scaling import RotaryScaling
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
 from myriad.model.gpt import build_full
@@ -102,10 +103,59 @@ def test_spaces_before_a_continuation_belong_to_it_and_long_contexts_lose_their_
 
 def test_generation_ends_before_the_first_stop_text(tokenizer: Tokenizer) -> None:
     model = full_model(tokenizer)
-    whole = model.generate("for", Generation((), 20))
+    (whole,) = model.generate([("for", Generation((), 20))], 1)
     assert len(whole) > 6
-    assert model.generate("for", Generation((whole[5:7], whole[3:5]), 20)) == whole[: whole.find(whole[3:5])]
-    assert whole.startswith(model.generate("for", Generation((), 2)))
+    stopped, short = model.generate(
+        [("for", Generation((whole[5:7], whole[3:5]), 20)), ("for", Generation((), 2))], 99
+    )
+    assert stopped == whole[: whole.find(whole[3:5])]
+    assert whole.startswith(short)
+
+
+LONGROPE = {"kind": "longrope", "factor": 2.0, "original_sequence": 15}
+FACTORS = {"short_factors": (1.0, 1.1, 1.2, 1.3), "long_factors": (1.0, 2.0, 4.0, 8.0)}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"kv_heads": 2, "window": 5, "window_pattern": (True, False)},
+        {"position": "learned"},
+        {"position": "none"},
+        {"rotary_scaling": RotaryScaling(**LONGROPE, **FACTORS)},
+        {"rotary_scaling": RotaryScaling(kind="dynamic", factor=2.0, original_sequence=9)},
+        {"attention_softcap": 2.0, "attention_sinks": True, "block": "parallel"},
+        {"qk_norm": "head", "norm_placement": "both", "logit_softcap": 3.0},
+        LATENT,
+        {**LATENT, "q_lora_rank": 8},
+    ],
+    ids=lambda keys: " ".join(keys),
+)
+def test_a_text_does_not_depend_on_the_batch_in_which_it_is_generated(
+    keys: dict[str, object], tokenizer: Tokenizer
+) -> None:
+    check_batches(full_model(tokenizer, **keys))
+
+
+def test_rounding_does_not_choose_between_tokens_with_nearly_the_same_score(tokenizer: Tokenizer) -> None:
+    """Every even token's score differs from the next one's by less than the rounding of a product."""
+    model = full_model(tokenizer)
+    weights = model.layers[-1].output.weight.detach()
+    weights[1::2] = weights[::2] * (1 + 2e-7)
+    check_batches(model)
+
+
+def check_batches(model: FullModel) -> None:
+    draw = np.random.default_rng(2)
+    prompts = [
+        (TEXT[: int(draw.integers(1, 60))], Generation(("x", "in", "\n")[: number % 4], int(length)))
+        for number, length in enumerate(draw.integers(1, 30, size=24))
+    ]
+    alone = [model.generate([prompt], 1)[0] for prompt in prompts]
+    assert len(set(alone)) > 12
+    assert model.generate(prompts, 24 * 24) == alone  # all together
+    assert model.generate(prompts, 24 * 5) == alone  # some wait, and join the others
 
 
 def documents(count: int, **keys: object) -> list[Document]:

@@ -33,10 +33,10 @@ def test_with_and_without_cache_the_scores_are_the_same(position, keys):
     layers = build_full(config, 1)
     expected = uncached(layers, TOKENS)
     session = Session(layers, config.sequence)
-    torch.testing.assert_close(session.read(TOKENS[:7]), expected[6], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(session.read(TOKENS[7:10]), expected[9], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(session.add([TOKENS[:7]])[0], expected[6], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(session.read([TOKENS[7:10]])[0], expected[9], rtol=1e-4, atol=1e-4)
     for place in range(10, 24):
-        torch.testing.assert_close(session.read([TOKENS[place]]), expected[place], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(session.read([[TOKENS[place]]])[0], expected[place], rtol=1e-4, atol=1e-4)
 
 
 def longrope(original):
@@ -47,18 +47,18 @@ def longrope(original):
 def test_keys_are_computed_again_where_longrope_changes_the_frequencies():
     layers = build_full(TINY.model_copy(update={"rotary_scaling": longrope(12)}), 1)
     session = Session(layers, 24)
-    session.read(TOKENS[:9])
+    session.add([TOKENS[:9]])
     for end in range(10, 25):
         expected = uncached(layers, TOKENS[:end])[-1]
-        torch.testing.assert_close(session.read([TOKENS[end - 1]]), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(session.read([[TOKENS[end - 1]]])[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_text_begins_again_before_frequencies_that_the_model_has_not_seen():
     layers = build_full(TINY.model_copy(update={"rotary_scaling": longrope(24)}), 1)
     session = Session(layers, 24)
-    session.read(TOKENS)
+    session.add([TOKENS])
     expected = uncached(layers, [*TOKENS[-11:], 7])[-1]
-    torch.testing.assert_close(session.read([7]), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(session.read([[7]])[0], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("position", ["rotary", "learned"])
@@ -74,9 +74,9 @@ def test_learned_positions_start_again_from_the_second_half():
     config = TINY.model_copy(update={"position": "learned"})
     layers = build_full(config, 1)
     session = Session(layers, 24)
-    session.read(TOKENS)
+    session.add([TOKENS])
     expected = uncached(layers, [*TOKENS[-11:], 7])[-1]
-    torch.testing.assert_close(session.read([7]), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(session.read([[7]])[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_same_seed_draws_the_same_text_and_zero_temperature_the_likeliest():

@@ -83,8 +83,8 @@ def test_a_cached_token_has_the_logits_of_a_whole_sequence(q_lora_rank: int | No
             x = layer(x, Context())
         whole = layers[-1].logits(x)[0]
     session = Session(layers, config.sequence)
-    logits = [session.read(tokens[0, :5].tolist())]
-    logits += [session.read([int(token)]) for token in tokens[0, 5:]]
+    logits = [session.add([tokens[0, :5].tolist()])[0]]
+    logits += [session.read([[int(token)]])[0] for token in tokens[0, 5:]]
     torch.testing.assert_close(torch.stack(logits), whole[4:], atol=1e-5, rtol=1e-5)
     assert torch.equal(torch.stack(logits).argmax(-1), whole[4:].argmax(-1))
     for cache in session.caches:

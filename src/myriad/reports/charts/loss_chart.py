@@ -144,13 +144,15 @@ def spark_svg(points: Sequence[tuple[float, float, float]], title: str) -> str:
         x = edge + (step - first) / (last - first) * (width - 2 * edge)
         return x, edge + (high - value) / (high - low) * (height - 2 * edge)
 
-    errors = [[place(step, value + sign * error) for sign in (-1, 1)] for step, value, error in points]
+    errors = [
+        rule(place(step, value - error), place(step, value + error), _FAINT) for step, value, error in points
+    ]
     dots = [
         dot(*place(step, value), 2, SERIES[0], f"step {step:.0f}: {value:.4g} ± {error:.2g}")
         for step, value, error in points
     ]
     line = polyline([place(step, value) for step, value, _ in points], SERIES[0], width=1.5)
-    return document(width, height, title, [*(rule(*both, _FAINT) for both in errors), line, *dots])
+    return document(width, height, title, [*errors, line, *dots])
 
 
 def lines_svg(lines: Mapping[str, Series], title: str, across: str) -> str:

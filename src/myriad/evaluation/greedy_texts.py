@@ -1,0 +1,124 @@
+"""Generate the likeliest continuation of many prompts, in batches of rows of different lengths.
+
+    longest prompts first ──► rows of a batch ──► one token of each row a step ──► rows that end leave, and
+                                                                                    waiting prompts join
+
+A text does not depend on the batch that it is generated in. Rounding does: products of several rows add up in
+another order. Where the two largest scores are so close that rounding may decide (`_CLOSE`), the row's scores
+are therefore computed once more, from its tokens alone. Of equal scores the smallest token is taken.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from myriad.data.tokenizer import Tokenizer
+from myriad.evaluation.task_files import Generation
+from myriad.model.generate import Session
+
+__all__ = ["GreedyTexts", "Prompt", "prompt_tokens"]
+
+_CLOSE = 5e-5
+"""Difference of scores, relative to the largest one (at least 1), below which rounding may decide."""
+_SCORES_OF_HEAD = 1 << 22
+"""Largest number of attention scores of one head in the forward pass that reads several prompts."""
+
+Prompt = tuple[str, Generation]
+"""A text to continue, and when its continuation ends."""
+
+
+@dataclass
+class _Row:
+    """A text that is generated."""
+
+    index: int
+    """Place of its prompt among all prompts."""
+    prompt: list[int]
+    settings: Generation
+    made: list[int] = field(default_factory=list)
+    text: str = ""
+
+    def width(self, sequence: int) -> int:
+        """Return the largest number of positions that its keys and values need."""
+        return min(len(self.prompt) + self.settings.max_new_tokens, sequence)
+
+    def take(self, token: int, tokenizer: Tokenizer) -> bool:
+        """Add a token, and return whether the text ends."""
+        if token == tokenizer.end_of_document:
+            return True
+        self.made.append(token)
+        self.text = tokenizer.decode(self.made)
+        found = [place for stop in self.settings.until if (place := self.text.find(stop)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found) or len(self.made) == self.settings.max_new_tokens
+
+
+class GreedyTexts:
+    """Generates the texts of one model on one device."""
+
+    def __init__(self, layers: nn.ModuleList, tokenizer: Tokenizer, sequence: int, batch_tokens: int) -> None:
+        """``batch_tokens``: number of positions whose keys and values are held; at least those of one
+        text."""
+        self._layers, self._tokenizer, self._sequence = layers, tokenizer, sequence
+        self._batch_tokens = batch_tokens
+
+    def generate(
+        self, prompts: Sequence[Prompt], show: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[str]:
+        """Return the continuation of each prompt. ``show(texts_done, texts)`` reports progress."""
+        waiting = [
+            _Row(index, prompt_tokens(text, settings, self._tokenizer, self._sequence), settings)
+            for index, (text, settings) in enumerate(prompts)
+        ]
+        waiting.sort(key=lambda row: (len(row.prompt), row.width(self._sequence)))  # the last is taken first
+        session, rows, texts = Session(self._layers, self._sequence), list[_Row](), [""] * len(prompts)
+        scores: list[torch.Tensor] = []
+        while waiting or rows:
+            while new := self._joining(rows, waiting):
+                scores.append(session.add([row.prompt for row in new]))
+                rows += new
+            tokens = self._likeliest(session, torch.cat(scores))
+            ends = [row.take(token, self._tokenizer) for row, token in zip(rows, tokens, strict=True)]
+            for row in (row for row, end in zip(rows, ends, strict=True) if end):
+                texts[row.index] = row.text
+            kept = [place for place, end in enumerate(ends) if not end]
+            session.select(kept)
+            rows = [rows[place] for place in kept]
+            scores = [session.read([[tokens[place]] for place in kept])] if kept else []
+            show(len(prompts) - len(waiting) - len(rows), len(prompts))
+        return texts
+
+    def _joining(self, rows: Sequence[_Row], waiting: list[_Row]) -> list[_Row]:
+        """Take the prompts that are read next, in one forward pass; none while too few rows are free."""
+        width = max((row.width(self._sequence) for row in rows), default=0)
+        new: list[_Row] = []
+        while waiting:
+            width = max(width, waiting[-1].width(self._sequence))
+            if len(rows) + len(new) and (len(rows) + len(new) + 1) * width > self._batch_tokens:
+                break
+            # The first of the new prompts is the longest.
+            if new and (len(new) + 1) * len(new[0].prompt) ** 2 > _SCORES_OF_HEAD:
+                break
+            new.append(waiting.pop())
+        return new
+
+    def _likeliest(self, session: Session, scores: torch.Tensor) -> list[int]:
+        """Return the likeliest token of each row."""
+        best = scores.topk(min(2, scores.shape[1]), 1).values
+        tokens: list[int] = scores.argmax(1).tolist()
+        close = best[:, 0] - best[:, -1] < _CLOSE * best[:, 0].abs().clamp(min=1)
+        for row in close.nonzero().flatten().tolist():
+            alone = Session(self._layers, self._sequence).add([session.rows[row].tokens])
+            tokens[row] = int(alone.argmax())  # the first of several
+        return tokens
+
+
+def prompt_tokens(text: str, settings: Generation, tokenizer: Tokenizer, sequence: int) -> list[int]:
+    """Return the tokens of a prompt. Of a long one the end counts, so that the new tokens fit in one window,
+    if they fit in any."""
+    tokens = tokenizer.encode(text) or [tokenizer.end_of_document]
+    room = sequence - settings.max_new_tokens
+    return tokens[-(room if room > 0 else sequence) :]
