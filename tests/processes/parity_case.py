@@ -31,6 +31,7 @@ from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
 from myriad.program.partition import partition_layers
+from myriad.telemetry.config import TelemetryConfig
 from myriad.telemetry.spans import Recorder
 
 OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 5, "epsilon": 1e-6}
@@ -89,6 +90,7 @@ def make_engine(
     *,
     float8: Float8 | None = None,
     keeps_float8: bool = True,
+    telemetry: TelemetryConfig = TelemetryConfig(),
 ) -> Engine:
     layout = Layout(**case.layout)
     config = ModelConfig(**(TINY | case.model))
@@ -117,6 +119,7 @@ def make_engine(
         keeps_float8=keeps_float8,
         loss_scaler=scaler,
         keeps_addresses=case.keeps_addresses,
+        telemetry=telemetry,
     )
 
 

@@ -30,6 +30,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 Account = Callable[[], Mapping[str, Any]]
 """Returns the account of the run's time: ``classes``, ``effective_ratio``."""
 _MOST_LABELS = 32
+_MOST_LAYERS = 512
 _OF_STEP = {
     "myriad_step_seconds": ("step_seconds", "Seconds of the newest step."),
     "myriad_loss": ("loss", "Loss of the newest step; NaN if it was not finite."),
@@ -86,6 +87,7 @@ class RunCollector(Collector):
         self._restarts, self._overflows, self._over = 0, 0, False
         self._newest: dict[str, Record] = {}
         self._validation_sets: dict[str, Record] = {}
+        self._layer_norms: Record = {}
         """Newest event of each shown kind, by name."""
 
     def describe(self) -> Iterable[Metric]:
@@ -112,6 +114,7 @@ class RunCollector(Collector):
                 tokens, known = _number(checked.get("tokens")), _number(self._last.get("tokens"))
                 is_next = step > self._last.get("step", 0) and tokens > known  # else: an attempt went back
                 self._last = checked
+                self._layer_norms = checked.get("layer_norms") or self._layer_norms
                 self._steps += num_steps
                 self._tokens += tokens - known if is_next else tokens / step * num_steps
         for event in self._events.poll():
@@ -157,6 +160,16 @@ class RunCollector(Collector):
         yield _gauge("myriad_step_timestamp_seconds", "End of the newest step.", self._last.get("time"))
         for name, (key, documentation) in _OF_STEP.items():
             yield _gauge(name, documentation, self._last.get(key))
+        if "noise_scale" in self._last:
+            documentation = "Gradient noise scale, averaged over steps, in tokens."
+            yield _gauge("myriad_noise_scale_tokens", documentation, self._last["noise_scale"])
+        if norms := self._layer_norms:
+            documentation = "Newest L2 norms of each layer: gradient, parameter, update."
+            gauge = GaugeMetricFamily("myriad_layer_norm", documentation, labels=["of", "layer"])
+            for of, layers in norms.items():
+                for layer, norm in list(layers.items())[:_MOST_LAYERS]:
+                    gauge.add_metric([of[:64], layer[:64]], _number(norm, math.nan))
+            yield gauge
         if "loss_scale" in self._last:
             yield _gauge(
                 "myriad_loss_scale", "Loss scale of the newest step, in float16.", self._last["loss_scale"]

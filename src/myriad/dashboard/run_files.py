@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RunFiles"]
 
-COLUMNS = ("step", "time", "loss", "tokens_per_second", "mfu", "step_seconds")
+COLUMNS = ("step", "time", "loss", "tokens_per_second", "mfu", "step_seconds", "noise_scale")
 _KEPT_PER_STRETCH = 5
 
 

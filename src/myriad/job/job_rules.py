@@ -51,6 +51,26 @@ def _check_average(job: JobValues) -> None:
     need(not validates or comm.compress_parameters is None, "train.validate_ema", validates, allowed)
 
 
+def _check_statistics(job: JobValues) -> None:
+    telemetry, layout, comm = job.telemetry, job.layout, job.comm
+    alone = comm.sync_every > 1
+    every, decay = telemetry.layer_norms_every, telemetry.noise_scale_decay
+    allowed = "needs comm.sync_every = 1: with DiLoCo replicas have different parameters"
+    need(not (every and alone), "telemetry.layer_norms_every", every, allowed)
+    if not telemetry.noise_scale:
+        need(decay == 0.99, "telemetry.noise_scale_decay", decay, "only with telemetry.noise_scale = true")
+        return
+    copies = job.model.kv_lora_rank is None and layout.tp > job.model.num_kv_heads
+    for wrong, needs in (
+        (layout.dp == 1, "layout.dp of at least 2: the small batches are those of the replicas"),
+        (layout.reduce == "each", "layout.reduce = last: a replica's whole gradient is not in memory"),
+        (alone, "comm.sync_every = 1: with DiLoCo replicas send no gradients"),
+        (comm.compress_gradients is not None, "comm.compress_gradients = off: sums of gradients are rounded"),
+        (copies, f"layout.tp of at most {job.model.num_kv_heads}: ranks share key and value heads"),
+    ):
+        need(not wrong, "telemetry.noise_scale", True, f"needs {needs}")
+
+
 def _check_tensor_parallel(job: JobValues) -> None:
     model, tp = job.model, job.layout.tp
     degrees = ", ".join(map(str, model.head_degrees))
@@ -310,6 +330,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     *MODEL_RULES,
     _check_muon,
     _check_average,
+    _check_statistics,
     _check_tensor_parallel,
     _check_stages,
     _check_partition,

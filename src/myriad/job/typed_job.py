@@ -23,6 +23,7 @@ from myriad.job.job_rules import PLANNING_RULES, RULES
 from myriad.job.job_values import JobValues
 from myriad.job.model_rules import settings_of
 from myriad.recipes import read_recipe
+from myriad.telemetry.config import TelemetryConfig
 
 __all__ = [
     "RENAMED_KEYS",
@@ -69,6 +70,9 @@ class Job(JobValues):
             need(whole, "layout.dp", layout.dp, f"must fill nodes of {each} ranks")
             update["resilience"] = how.model_copy(update={"nodes": max(1, layout.world // each)})
             update["comm"] = self.comm.model_copy(update={"node_order": None})
+        if layout.dp == 1 and self.telemetry.noise_scale:  # one replica is left, which has no small batches
+            off = {"noise_scale": False, "noise_scale_decay": TelemetryConfig().noise_scale_decay}
+            update["telemetry"] = self.telemetry.model_copy(update=off)
         return self.model_copy(update=update).check()
 
     def check(self) -> "Job":

@@ -21,7 +21,7 @@ Gathers and reductions are issued (`start_...`) and waited for (`await_...`); th
 (`CommScheduler`) runs them in between.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -179,6 +179,8 @@ class Chunk:
         self.overwrites = True
         """Whether the first gradient of a matrix in an iteration overwrites its memory, instead of being
         added to zeros."""
+        self.before_reduce: Callable[[Chunk], None] | None = None
+        """Called before this rank's own gradients are reduced."""
         self._own_total: torch.Tensor | None = None
         self._is_mixed = self._was_mixed = self._has_reduced = False
         self._users: set[int] = set()
@@ -425,6 +427,8 @@ class Chunk:
         if not self._is_mixed:
             self._add_up(self._partial_spans if self._keeps_own else [(0, self.size)])
         self._is_mixed = False
+        if self.before_reduce is not None:
+            self.before_reduce(self)
         if self.sharing.zero == 0:
             self._reducing = self._collective.all_reduce(self.grad_buffer, _AFTER_GATHERS)
         else:

@@ -10,9 +10,10 @@ Every rank calls the same method at the same time.
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -44,17 +45,19 @@ from myriad.parallel.rank_model import (
 )
 from myriad.parallel.recompute import RandomState
 from myriad.parallel.runtime import Batch, RankProgram, Runtime
+from myriad.parallel.step_statistics import StepStatistics
 from myriad.parallel.tensor_parallel import make_boundary
 from myriad.program.build import build_program, count_chunks
 from myriad.program.config import OverlapConfig
 from myriad.program.device_needs import DeviceJob, check_device_job, queues_in
 from myriad.program.partition import cut_ranges
 from myriad.program.warm_up import warm_up_actions
+from myriad.telemetry.config import TelemetryConfig
 from myriad.telemetry.spans import Recorder
 
 __all__ = ["Engine"]
 
-_OVERLAP, _COMM = OverlapConfig(), CommConfig()
+_OVERLAP, _COMM, _TELEMETRY = OverlapConfig(), CommConfig(), TelemetryConfig()
 
 
 class Engine:
@@ -81,6 +84,7 @@ class Engine:
         loss_scaler: LossScaler | None = None,
         draws_initial: bool = True,
         keeps_addresses: bool = False,
+        telemetry: TelemetryConfig = _TELEMETRY,
     ) -> None:
         """Build this rank's layers, memory, programs and optimizer. Raises `BadInputError` for programs that
         may deadlock on this rank's GPU.
@@ -90,7 +94,7 @@ class Engine:
         free them after each micro-batch. ``loss_scaler``: scales the loss in training, which float16 needs.
         ``draws_initial``: set the parameters to the seed's values; if not, they have no values until a state
         is loaded or `draw_initial` is called. ``keeps_addresses``: allocate temporary memory at fixed
-        addresses, as `capture` needs it.
+        addresses, as `capture` needs it. ``telemetry``: which statistics of a step to collect.
         """
         if device.type == "cpu":
             keep_freed_memory()
@@ -183,6 +187,14 @@ class Engine:
             loss_scaler=loss_scaler,
             kernels=kernels,
             recorder=recorder,
+            statistics=StepStatistics(
+                telemetry,
+                self.model,
+                self._model_state,
+                groups,
+                definition.names,
+                layout.shares or (1,) * layout.dp,
+            ),
             before_update=lambda: self.before_update(),
         )
         self.optimizer = self._optimizer_step.optimizer
@@ -352,6 +364,23 @@ class Engine:
         if self._diloco is not None:
             shared["outer.velocity"] = self._diloco.outer.velocity
         return shared | own
+
+    def progress(self) -> dict[str, Any]:
+        """Return what a checkpoint stores beside tensors; `load_progress` continues from it."""
+        found: dict[str, Any] = {"optimizer_steps": self.optimizer.steps_done}
+        if self.loss_scaler is not None:
+            found["loss_scale"] = self.loss_scaler.state()
+        if (noise := self._optimizer_step.statistics.noise) is not None:
+            found["noise_scale"] = noise.state()
+        return found
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        """Continue from `progress`. Raises `BadInputError` for values that no run writes."""
+        self.optimizer.steps_done = progress["optimizer_steps"]
+        if self.loss_scaler is not None and "loss_scale" in progress:
+            self.loss_scaler.load(progress["loss_scale"])
+        if (noise := self._optimizer_step.statistics.noise) is not None and "noise_scale" in progress:
+            noise.load(progress["noise_scale"])
 
     def replicated(self) -> list[torch.Tensor]:
         """Return the tensors that data-parallel replicas hold bit for bit alike just before an update

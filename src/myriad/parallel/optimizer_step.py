@@ -33,6 +33,7 @@ from myriad.comm.typed_collectives import gather_values
 from myriad.errors import RunFailedError
 from myriad.kernels.config import Kernels
 from myriad.optim.config import OptimizerConfig
+from myriad.optim.gradient_noise import NoiseEstimate
 from myriad.optim.loss_scale import LossScaler
 from myriad.optim.muon import MatrixPart, Muon, newton_schulz_dtype
 from myriad.optim.optimizer import build_optimizer
@@ -42,6 +43,7 @@ from myriad.parallel.chunk import Chunk, Row
 from myriad.parallel.matrix_exchange import MatrixExchange, MatrixPeers, make_exchanges
 from myriad.parallel.model_state import ModelState
 from myriad.parallel.rank_model import RankModel
+from myriad.parallel.step_statistics import LayerNorms, StepStatistics
 from myriad.program.actions import Kind
 from myriad.telemetry.spans import Recorder
 
@@ -88,6 +90,10 @@ class StepResult:
     """Factor by which this step's loss was scaled; ``None``: this precision has no loss scale."""
     data_digest: int = 0
     """Hash of the rows of all replicas, below 2^64: the sum of the rows' own hashes."""
+    noise: NoiseEstimate | None = None
+    """The averages of the gradient noise scale, if the job asks for them and the step was not skipped."""
+    layer_norms: LayerNorms | None = None
+    """Norms of each layer, in the steps for which the job asks for them."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,7 @@ class OptimizerStep:
         loss_scaler: LossScaler | None,
         kernels: Kernels,
         recorder: Recorder,
+        statistics: StepStatistics,
         before_update: Callable[[], None],
     ) -> None:
         """``outputs``: sums of the iteration's outputs, from which a non-finite value is located.
@@ -128,7 +135,7 @@ class OptimizerStep:
         assert not updates_early or loss_scaler is None, "a job's rule"
         self._model, self._state, self._groups, self._outputs = model, state, groups, outputs
         self._clip_norm, self._updates_early, self._scaler = config.clip_norm, updates_early, loss_scaler
-        self._recorder, self._before_update = recorder, before_update
+        self._recorder, self._before_update, self.statistics = recorder, before_update, statistics
         layout, device = groups.grid.layout, state.counts.device
         self._num_replicas = layout.dp if trains_alone else 1
         """Number of replicas that have their own gradients at the step."""
@@ -186,6 +193,7 @@ class OptimizerStep:
         which each micro-batch's sum of losses is multiplied before the backward. ``number``: for messages."""
         self._now = _Arguments(num_targets, learning_rate, signal, number, refuses)
         self._skips, self._completes, self._result = skip, False, None
+        self.statistics.begin(0 if skip else number)
         return self._loss_scale * self._num_replicas / num_targets
 
     @property
@@ -206,18 +214,22 @@ class OptimizerStep:
             self._complete(self._model.chunks)
         squares, replica = self.squares, self._state.replica
         # Replicas that train alone have a norm each; one message carries all of them.
-        own = squares.new_zeros(1 + self._num_replicas + loss_sum.numel() + _DIGEST_PARTS)
+        num_losses, num_sums = loss_sum.numel(), self.statistics.num_sums
+        own = squares.new_zeros(1 + self._num_replicas + num_losses + _DIGEST_PARTS + num_sums)
         own[0].fill_(self._now.signal)  # An assignment would copy from the host and wait for the device.
         own[1 + replica] = (squares * self._state.counts).sum()
         losses_from = 1 + self._num_replicas
+        digest_from = losses_from + num_losses
+        sums_from = digest_from + _DIGEST_PARTS
         losses = (loss_sum / self._now.num_targets).double() * loss_weight(self._groups)
-        own[losses_from:-_DIGEST_PARTS] = losses
+        own[losses_from:digest_from] = losses
         if self._groups.grid.index("tp") == self._groups.grid.index("pp") == 0:
             for part in range(_DIGEST_PARTS):
-                own[part - _DIGEST_PARTS].fill_(digest >> part * _DIGEST_BITS & 2**_DIGEST_BITS - 1)
-        signal, *others = sum_over_world(own, self._groups, self._recorder)
-        parts = others[-_DIGEST_PARTS:]
-        norms, (loss, *further) = others[: losses_from - 1], others[losses_from - 1 : -_DIGEST_PARTS]
+                own[digest_from + part].fill_(digest >> part * _DIGEST_BITS & 2**_DIGEST_BITS - 1)
+        self.statistics.write_sums(own[sums_from:], squares)
+        sums = sum_over_world(own, self._groups, self._recorder)
+        signal, norms, parts = sums[0], sums[1:losses_from], sums[digest_from:sums_from]
+        loss, *further = sums[losses_from:digest_from]
         scale = self._loss_scale
         norms = [norm / scale**2 for norm in norms]
         whole_norm = math.sqrt(sum(norms) / self._num_replicas)
@@ -230,6 +242,9 @@ class OptimizerStep:
             data_digest=sum(int(one) << part * _DIGEST_BITS for part, one in enumerate(parts)) % 2**64,
         )
         self._result = self._decide(result)
+        if not self._result.skipped:
+            noise = self.statistics.noise_of(sums[sums_from:], scale, self._now.num_targets)
+            self._result = replace(self._result, noise=noise)
         if not (self._skips or self._updates_early):
             norm = math.sqrt(norms[replica])
             self.optimizer.begin(self._now.learning_rate, clip_scale(norm, self._clip_norm) / scale)
@@ -281,7 +296,9 @@ class OptimizerStep:
             if self._skips:
                 chunk.restart()  # the gradient residuals that transfers keep may be non-finite too
             else:
+                before = self.statistics.before_update(chunk)
                 self.optimizer.update(self._state.regions_of[chunk], stays)
+                self.statistics.after_update(chunk, before)
                 if self.average is not None:
                     self.average.update(self._state.regions_of[chunk], self.optimizer.steps_done + 1)
                 chunk.end_iteration()
@@ -297,6 +314,10 @@ class OptimizerStep:
         if self._skips:
             return
         self.optimizer.end()
+        if self.statistics.is_due:
+            sums = sum_over_world(self.statistics.layer_sums(self.squares), self._groups, self._recorder)
+            norms = self.statistics.layer_norms(sums, self.result.loss_scale or 1.0)
+            self._result = replace(self.result, layer_norms=norms)
         ratio = 1.0 if self._scaler is None else self._scaler.moved()
         if ratio != 1.0:
             for chunk in self._model.chunks:

@@ -54,12 +54,19 @@ STEP_FIELDS = {
     "data_digest": "Hash of the step's samples and tokens (`myriad data certify`), 16 hexadecimal digits.",
     "prediction_loss": "Mean loss of the prediction layers, with model.prediction_layers; training adds "
     "model.prediction_weight times it to loss.",
+    "noise_scale": "Gradient noise scale in tokens, with telemetry.noise_scale; null while its denominator "
+    "is not positive.",
+    "noise_gradient": "Its denominator: running average of the true gradient's squared norm.",
+    "noise_variance": "Its numerator: running average of the variance of one token's gradient (the trace of "
+    "its covariance).",
+    "layer_norms": "With telemetry.layer_norms_every, L2 norms by layer: `gradient` (before clipping), "
+    "`parameter` (after the update), `update` (the change).",
     "loss_scale": "Loss scale of the step, with float16.",
     "skipped": "1 if the batch was skipped.",
     "overflow": "1 if gradients overflowed, with float16.",
 }
 """Fields of a step, with their meaning."""
-_FIGURES = tuple({*STEP_FIELDS} - {"step", "skipped", "overflow", "data_digest"})
+_FIGURES = tuple({*STEP_FIELDS} - {"step", "skipped", "overflow", "data_digest", "layer_norms"})
 _MOST_STEP, _LARGEST = 2**53, 1e100
 _MOST_SECONDS = 2**33
 """Latest valid time, in seconds since the epoch: the year 2242."""
@@ -99,6 +106,10 @@ def _is_object(value: object) -> bool:
 
 def _are_figures(value: object) -> bool:
     return isinstance(value, Mapping) and all(map(_is_figure, value.values()))
+
+
+def _are_layer_norms(value: object) -> bool:
+    return value is None or (isinstance(value, Mapping) and all(map(_are_figures, value.values())))
 
 
 def _is_change(value: object) -> bool:
@@ -197,6 +208,8 @@ def step_line(line: Record) -> Record | None:
     wrong = {key: None for key in _FIGURES if not _is_figure(line.get(key))}
     if not _is_time(line.get("time")):
         wrong["time"] = None
+    if not _are_layer_norms(line.get("layer_norms")):
+        wrong["layer_norms"] = None
     return line | wrong if wrong else line
 
 

@@ -41,6 +41,15 @@ class TelemetryConfig(Config):
     """Certificates to accept from the collector: a file (PEM) on each node, or sha256:FINGERPRINT as `myriad
     watch` prints it. MYRIAD_COLLECTOR_CA has precedence. off: those of the system, and on the collector's own
     machine the one that `myriad watch` made."""
+    noise_scale: bool = False
+    """Estimate the gradient noise scale of each step, in tokens: the batch up to which a larger one trains in
+    proportionally fewer steps (McCandlish et al. 2018). Needs layout.dp > 1, whose replicas are the small
+    batches, and layout.reduce = last."""
+    noise_scale_decay: float = Field(0.99, ge=0, lt=1)
+    """Decay of the running averages of which telemetry.noise_scale is the ratio."""
+    layer_norms_every: int = Field(0, ge=0)
+    """Steps between norms of the gradient, the parameters and their change in each layer. On these steps the
+    host waits once more for the device, and one chunk's parameters are copied at a time. 0: never."""
     loggers: tuple[LoggerName, ...] = ()
     """Experiment trackers that receive each step's metrics: tensorboard (RUN/tensorboard), wandb (RUN/wandb
     without an API key), mlflow (RUN/mlflow.db without MLFLOW_TRACKING_URI). Each runs in its own process

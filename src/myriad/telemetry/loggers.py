@@ -66,11 +66,23 @@ def scalars_of(record: Record) -> dict[str, float]:
     is_step = isinstance(step, int) and 0 <= step < 2**53
     if not is_step or not isinstance(at, int | float) or not abs(at) < _LARGEST:
         return {}
-    numbers = {key: value for key, value in record.items() if key not in _NO_CURVE}
+    numbers = {key: value for key, value in record.items() if key not in _NO_CURVE} | _layer_norms_of(record)
     return {
         key: float(value)
         for key, value in numbers.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+    }
+
+
+def _layer_norms_of(record: Record) -> dict[str, object]:
+    """Return the norms of layers, each with a name of its own."""
+    norms = record.get("layer_norms")
+    kinds = norms.items() if isinstance(norms, Mapping) else ()
+    return {
+        f"{kind}_norm/{layer}": value
+        for kind, of_layers in kinds
+        if isinstance(of_layers, Mapping)
+        for layer, value in of_layers.items()
     }
 
 

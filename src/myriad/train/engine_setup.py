@@ -76,6 +76,7 @@ def build_engine(rank: RankContext, append_event: Callable[..., None]) -> Engine
         loss_scaler=LossScaler(job.loss_scale, job.targets) if dtype == torch.float16 else None,
         draws_initial=False,
         keeps_addresses=job.train.cuda_graphs and device.type == "cuda",
+        telemetry=job.telemetry,
     )
 
 

@@ -74,7 +74,7 @@ class StepMeter:
         data_wait: float,
         checkpoint_wait: float,
         recorder: Recorder,
-    ) -> dict[str, float | str | None]:
+    ) -> dict[str, Any]:
         """Return the metrics of a step.
 
         ``step`` and ``tokens`` count those done, padding included; ``time`` is the end of the step. A skipped
@@ -97,6 +97,7 @@ class StepMeter:
             "exposed_comm_seconds": recorder.take_exposed(),
             "data_digest": f"{result.data_digest:016x}",
             **self._predictions(result),
+            **_statistics(result),
             **({"loss_scale": result.loss_scale} if result.loss_scale is not None else {}),
             **({"skipped": 1} if result.skipped else {}),
             **({"overflow": 1} if result.overflow else {}),
@@ -112,6 +113,20 @@ class StepMeter:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _statistics(result: StepResult) -> dict[str, Any]:
+    """Return the noise scale and the norms of layers, if the step has them."""
+    found: dict[str, Any] = {}
+    if (noise := result.noise) is not None:
+        found |= {"noise_scale": _finite(noise.scale), "noise_gradient": noise.gradient}
+        found["noise_variance"] = noise.variance
+    if (norms := result.layer_norms) is not None:
+        found["layer_norms"] = {
+            name: {layer: _finite(norm) for layer, norm in of_layers.items()}
+            for name, of_layers in norms._asdict().items()
+        }
+    return found
 
 
 def _finite(value: float) -> float | None:

@@ -72,9 +72,7 @@ def _restore(run: Run, job: Job, engine: Engine, state: LoadedState) -> DataPosi
     """Give the engine the progress of a loaded state, whose tensors it has, and return the data's."""
     if state.source == "storage":
         refuse_other_run(run, job, state.step, engine)
-    engine.optimizer.steps_done = state.progress["optimizer_steps"]
-    if engine.loss_scaler is not None and "loss_scale" in state.progress:
-        engine.loss_scaler.load(state.progress["loss_scale"])
+    engine.load_progress(state.progress)
     engine.loaded()
     if not state.has_optional:  # optimizer.ema_decay was turned on since
         engine.restart_average()

@@ -418,11 +418,9 @@ class Trainer:
         samples = self.position.samples_before(self.step)
         progress: dict[str, Any] = {
             "step": self.step,
-            "optimizer_steps": self.engine.optimizer.steps_done,
+            **self.engine.progress(),
             "data": {"samples": samples, "tokens": samples * self.job.model.sequence},
         }
-        if (scaler := self.engine.loss_scaler) is not None:
-            progress["loss_scale"] = scaler.state()
         with self.progress.within("saving"):
             self._take(progress, purpose, is_last=is_last)
 

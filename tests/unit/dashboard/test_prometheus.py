@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -59,10 +60,10 @@ def add_sample(run: Run, node: int, received: int, at: float | None = None) -> N
     CounterFile(run.counters_path / f"node-{node}.jsonl", {"eth0": 1.25e9}).append([sample])
 
 
-def step(run: Run, number: int, loss: float | None = 2.5) -> None:
+def step(run: Run, number: int, loss: float | None = 2.5, **fields: Any) -> None:
     line = {"time": 1e9 + number, "step": number, "loss": loss, "tokens": 512 * number, "step_seconds": 0.25}
     others = {"grad_norm": 1.0, "learning_rate": 1e-3, "mfu": 0.5, "memory_bytes": 100}
-    run.append_metrics(line | others | {"data_wait_seconds": 0.0, "exposed_comm_seconds": 0.01})
+    run.append_metrics(line | others | fields | {"data_wait_seconds": 0.0, "exposed_comm_seconds": 0.01})
 
 
 @pytest.fixture
@@ -77,8 +78,8 @@ def run(tmp_path: Path) -> Run:
     run.append_event("fault", problem="a disk was full")
     run.append_event("restart", epoch=2)
     run.append_event("eviction", node=1, accused="hang")
-    step(run, 3)
-    run.append_event("validation", step=3, loss=2.25)
+    step(run, 3, noise_scale=4096.0, layer_norms={"update": {"blocks.0": 0.5}})
+    run.append_event("validation", step=3, loss=2.25, ema_loss=2.125)
     run.append_event("validation_set", step=3, name="books", loss=1.25)
     run.append_event("evaluation", step=3, scores={"choice/acc": 0.75, "text/bits_per_byte": None})
     run.append_event("checkpoint", step=3)
@@ -118,6 +119,9 @@ def test_a_report_covers_the_whole_run(run: Run) -> None:
     assert {name: found[name, ()] for name in expected} == expected
     assert (found["myriad_steps_total", ()], found["myriad_tokens_total", ()]) == (4, 4 * 512), "one again"
     assert found["myriad_validation_set_loss", (("set", "books"),)] == 1.25
+    assert found["myriad_validation_ema_loss", ()] == 2.125
+    assert found["myriad_noise_scale_tokens", ()] == 4096.0
+    assert found["myriad_layer_norm", (("layer", "blocks.0"), ("of", "update"))] == 0.5
     assert found["myriad_evaluation_score", (("score", "choice/acc"),)] == 0.75
     assert found["myriad_faults_total", (("cause", "hang"),)] == 1
     assert found["myriad_faults_total", (("cause", "storage"),)] == 1
@@ -187,7 +191,20 @@ def test_there_are_series_for_nodes_and_never_for_ranks(run: Run) -> None:
     found = series(RunMetrics(run, account, ManySpans(nodes)).text())
     assert len(found) < 40 * nodes
     assert {label for _, labels in found for label, _ in labels} <= {
-        *("accused", "cause", "class", "device", "name", "node", "phase", "reason", "score", "set")
+        *(
+            "accused",
+            "cause",
+            "class",
+            "device",
+            "layer",
+            "name",
+            "node",
+            "of",
+            "phase",
+            "reason",
+            "score",
+            "set",
+        )
     }
 
 

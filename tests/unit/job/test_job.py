@@ -217,6 +217,7 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         ([*EARLY, "optimizer.name=lamb"], "overlap.optimizer_in_backward", "needs optimizer.name = adamw"),
         ([*EARLY, "optimizer.name=muon"], "overlap.optimizer_in_backward", "needs optimizer.name = adamw"),
         (["model.mup_base_width=64", "optimizer.name=muon"], "model.mup_base_width", "need adamw"),
+        (["telemetry.noise_scale=true"], "telemetry.noise_scale", "needs layout.dp of at least 2"),
         (["optimizer.ema_every=4"], "optimizer.ema_every", "only with optimizer.ema_decay"),
         (["train.validate_ema=true"], "train.validate_ema", "needs optimizer.ema_decay"),
         (["optimizer.ema_decay=0.9", "comm.sync_every=2"], "optimizer.ema_decay", "comm.sync_every = 1"),

@@ -94,6 +94,8 @@ def test_nothing_is_lost_while_a_tool_is_away(run: Run) -> None:
 def test_lines_of_others_are_no_curve() -> None:
     assert scalars_of({"step": 1, "time": 2.0, "loss": "x", "mfu": True, "nan": float("nan")}) == {}
     assert scalars_of({"step": "one", "time": 2.0, "loss": 1.0}) == {}
+    norms = {"layer_norms": {"update": {"head": 0.5, "blocks.0": None}, "gradient": 3}}
+    assert scalars_of({"step": 1, "time": 2.0, **norms}) == {"update_norm/head": 0.5}
 
 
 def test_a_package_that_is_missing_is_reported_before_anything_starts(

@@ -15,7 +15,10 @@ const CURVES = [
   ["Tokens per second", "tokens_per_second", count],
   ["MFU", "mfu", percent],
   ["Step time", "step_seconds", seconds],
+  ["Gradient noise scale (tokens)", "noise_scale", count],
 ];
+/** Curves that are shown only if the run has them. */
+const OPTIONAL = new Set(["noise_scale"]);
 /** Events that are marked on the curves, because they often explain a change. */
 const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "skip", "bad_block", "health", "job_changed", "start_over", "held"]);
 const NEWEST_EVENTS = 200;
@@ -44,7 +47,7 @@ export function OverviewView({ run, version, theme }) {
       </div>
       ${run.problems?.length > 0 && html`<details class="doubts"><summary>${plural(run.problems.length, "file or batch", "files or batches")} could not be read</summary>
         <ul>${run.problems.toReversed().map((text, i) => html`<li key=${i}>${text}</li>`)}</ul></details>`}
-      <div class="charts">${it?.step.length > 0 && CURVES.map(([title, name, show]) => html`
+      <div class="charts">${it?.step.length > 0 && CURVES.filter(([, name]) => !OPTIONAL.has(name) || it[name]?.some((value) => value !== null)).map(([title, name, show]) => html`
         <${Chart} key=${name} title=${title} at=${it.step} values=${it[name]} show=${show} marks=${marks} theme=${theme} ...${shared} />`)}</div>
       ${it?.scores.length > 0 && html`<${Scores} scores=${it.scores} total=${it.num_scores} />`}
       <div class="columns">

@@ -125,9 +125,9 @@ def _chart_document(title: str, parts: Sequence[str]) -> str:
     return document(720, 400, title, [text(60, 26, title, size=15, ink=INK), *parts])
 
 
-def steps_svg(times: Series, title: str) -> str:
-    """Draw the seconds of each step, faint, and smoothed over them."""
-    chart = _Chart(times, up="seconds")
+def steps_svg(times: Series, title: str, up: str = "seconds") -> str:
+    """Draw a figure of each step, faint, and smoothed over it. ``up`` names the vertical axis."""
+    chart = _Chart(times, up=up)
     drawn = [chart.line(times, _FAINT, 1.0, 0.6), chart.line(smooth(times), SERIES[0], 2.0, 1.0)]
     legend = _entries([(_FAINT, "a step"), (SERIES[0], "smoothed")])
     return _chart_document(title, [*chart.axes(), *drawn, *legend])

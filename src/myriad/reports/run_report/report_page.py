@@ -88,6 +88,7 @@ def page(facts: Facts, spans: Iterable[str] = ()) -> str:
         *_head(facts, name, metrics),
         *_time(facts),
         *_curves(facts, metrics),
+        *_layer_norms(metrics),
         *_scores(facts),
         *spans,
         *_faults(facts),
@@ -165,9 +166,28 @@ def _curves(facts: Facts, metrics: Sequence[Record]) -> Iterator[str]:
         drawn.append(loss_svg(_thinned(training), validation, "loss", average))
     if len(seconds) > 1:
         drawn.append(steps_svg(_thinned(seconds), "time of a step"))
+    noise = [(float(line["step"]), line["noise_scale"]) for line in metrics if line.get("noise_scale")]
+    if len(noise) > 1:
+        drawn.append(steps_svg(_thinned(noise), "gradient noise scale", up="tokens"))
     if drawn:
         yield "<h2>Steps</h2>"
         yield '<div class="charts">' + "".join(f'<div class="card">{svg}</div>' for svg in drawn) + "</div>"
+
+
+def _layer_norms(metrics: Sequence[Record]) -> Iterator[str]:
+    """Yield the newest norms of each layer."""
+    found = next((line for line in reversed(metrics) if line.get("layer_norms")), None)
+    if found is None:
+        return
+    norms = found["layer_norms"]
+    layers = dict.fromkeys(layer for of_layers in norms.values() for layer in of_layers)
+    rows = [
+        [escape(str(layer)), *(_score(of_layers.get(layer)) for of_layers in norms.values())]
+        for layer in layers
+    ]
+    headings = ["layer", *(escape(str(kind)) for kind in norms)]
+    yield f"<h2>Norms of layers, step {found['step']}</h2>"
+    yield f'<div class="card scroll">{html_table(headings, rows, tuple(range(1, len(headings))))}</div>'
 
 
 def _scores(facts: Facts) -> Iterator[str]:

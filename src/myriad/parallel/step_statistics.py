@@ -1,0 +1,150 @@
+"""Optional statistics of a step: the gradient noise scale, and norms of each layer.
+
+    noise scale    before a chunk is reduced, add up the squared norm of this replica's own gradients; the
+                   sum and its counterpart after the reduction are two more numbers in the message of CLIP
+    layer norms    every n steps: squared norms of gradients (before clipping), of the new parameters and of
+                   their changes, each element counted once, in one message of 3 numbers a layer after UPDATE
+
+The noise scale counts the matrices that tensor parallelism cuts, without tied ones: only their gradients are
+whole on a rank before the reduction, in every layout, so that the estimate is the same in each layout with
+the same replicas. The change of a chunk is computed from a copy of its values, one chunk at a time.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from myriad.comm.groups import Groups
+from myriad.optim.gradient_noise import GradientNoise, NoiseEstimate
+from myriad.optim.parameter_norms import sums_of_squares
+from myriad.optim.region import ParameterSlice
+from myriad.parallel.chunk import Chunk, Row
+from myriad.parallel.model_state import ModelState
+from myriad.parallel.rank_model import RankModel
+from myriad.telemetry.config import TelemetryConfig
+
+__all__ = ["LayerNorms", "StepStatistics"]
+
+
+class LayerNorms(NamedTuple):
+    """L2 norms of each layer, by the layer's name."""
+
+    gradient: Mapping[str, float]
+    """Of the gradient before clipping."""
+    parameter: Mapping[str, float]
+    """Of the parameters after the update."""
+    update: Mapping[str, float]
+    """Of the change of the parameters."""
+
+
+class StepStatistics:
+    """Collects the statistics of one rank."""
+
+    def __init__(
+        self,
+        config: TelemetryConfig,
+        model: RankModel,
+        state: ModelState,
+        groups: Groups,
+        layers: Sequence[str],
+        shares: Sequence[int],
+    ) -> None:
+        """``layers``: names of all layers of the model. ``shares``: micro-batches of each replica."""
+        self._state, self._groups, self._layers = state, groups, tuple(layers)
+        device = state.counts.device
+        self._shares = sum((share / sum(shares)) ** 2 for share in shares)
+        self.noise = GradientNoise(config.noise_scale_decay) if config.noise_scale else None
+        """The averages of the noise scale, if the job asks for it."""
+        self._small = torch.zeros((), dtype=torch.float64, device=device)
+        if self.noise is not None:
+            counted = [_has_whole_gradient(row) and chunk is not model.tied for chunk, row in state.rows]
+            self._counted = state.counts * torch.tensor(counted, dtype=torch.float64).to(device)
+            self._pieces = {chunk: _pieces_of(chunk) for chunk in model.chunks if chunk is not model.tied}
+            for chunk, pieces in self._pieces.items():
+                chunk.before_reduce = self._add_own if pieces else None
+        self._every = config.layer_norms_every
+        if self._every:
+            numbers = [_layer_of(row.entry.name, self._layers) for _, row in state.rows]
+            one_hot = torch.zeros(len(self._layers), len(state.rows), dtype=torch.float64)
+            one_hot[numbers, range(len(numbers))] = 1.0
+            self._of_layers = one_hot.to(device) * state.counts
+            self._squares = torch.zeros(2, len(state.rows), dtype=torch.float64, device=device)
+        self._is_due = False
+
+    def begin(self, step: int) -> None:
+        """Begin an iteration; ``step`` 0 is none of training."""
+        self._is_due = self._every > 0 and step > 0 and step % self._every == 0
+        if self.noise is not None:
+            self._small.zero_()
+        if self._is_due:
+            self._squares.zero_()
+
+    @property
+    def num_sums(self) -> int:
+        """Numbers that `sums` adds to the message of CLIP."""
+        return 0 if self.noise is None else 2
+
+    def _add_own(self, chunk: Chunk) -> None:
+        """Add the squared norm of the gradients that this rank has added up since the last reduction."""
+        self._small += sums_of_squares([chunk.grad_buffer], [self._pieces[chunk]], 1)[0]
+
+    def write_sums(self, into: torch.Tensor, squares: torch.Tensor) -> None:
+        """Write this rank's part of the sums. ``squares``: of the reduced gradients, by row."""
+        if self.noise is not None:
+            into[0] = self._small
+            into[1] = (squares * self._counted).sum()
+
+    def noise_of(self, sums: Sequence[float], scale: float, num_targets: int) -> NoiseEstimate | None:
+        """Add a step's sums over all ranks. ``scale``: of the loss. ``None``: there is one replica."""
+        if self.noise is None or self._shares >= 1 or not all(map(math.isfinite, sums)):
+            return None
+        small, big = (one / scale**2 for one in sums)
+        return self.noise.add(small, big, self._shares, num_targets)
+
+    def before_update(self, chunk: Chunk) -> list[torch.Tensor]:
+        """Return copies of a chunk's values, if the step's norms are due."""
+        return [region.values.clone() for region in chunk.regions] if self._is_due else []
+
+    def after_update(self, chunk: Chunk, before: Sequence[torch.Tensor]) -> None:
+        """Add the squared norms of a chunk's new values and of their changes. ``before`` is scratch."""
+        if not before:
+            return
+        pieces, num_rows = [region.pieces for region in chunk.regions], len(self._state.rows)
+        values = [region.values for region in chunk.regions]
+        for old, new in zip(before, values, strict=True):
+            old.sub_(new)
+        self._squares[0] += sums_of_squares(values, pieces, num_rows)
+        self._squares[1] += sums_of_squares(before, pieces, num_rows)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the norms of this step's layers are due."""
+        return self._is_due
+
+    def layer_sums(self, squares: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the squared norms, ``[3 x layers]``. ``squares``: of the gradients."""
+        return (torch.cat((squares[None], self._squares)) @ self._of_layers.T).flatten()
+
+    def layer_norms(self, sums: Sequence[float], scale: float) -> LayerNorms:
+        """Return the norms from the sums over all ranks. ``scale``: of the loss."""
+        number = len(self._layers)
+        norms = [math.sqrt(one) for one in sums]
+        gradient = [norm / scale for norm in norms[:number]]
+        parts = (gradient, norms[number : 2 * number], norms[2 * number :])
+        return LayerNorms(*(dict(zip(self._layers, part, strict=True)) for part in parts))
+
+
+def _has_whole_gradient(row: Row) -> bool:
+    """Return whether this rank's gradient of the row needs no sum over tensor-parallel ranks, in any layout
+    in which each rank has key and value heads of its own."""
+    return row.entry.cut is not None and row.entry.decays and row.copies == 1
+
+
+def _pieces_of(chunk: Chunk) -> tuple[ParameterSlice, ...]:
+    return tuple(ParameterSlice(0, row.start, row.stop) for row in chunk.rows if _has_whole_gradient(row))
+
+
+def _layer_of(name: str, layers: Sequence[str]) -> int:
+    return next(index for index, layer in enumerate(layers) if name.startswith(f"{layer}."))
