@@ -145,8 +145,8 @@ def _tokenizer_examples() -> tuple[bytes, ...]:
 
 
 def _documents(data: bytes) -> None:
+    from myriad.data.file_documents import FileRange, read_documents
     from myriad.data.records import RecordForm
-    from myriad.data.text_sources import FileRange, read_documents
 
     path = write_scratch("documents.jsonl", data)
     for _ in read_documents(FileRange(str(path), "jsonl", 0, len(data)), RecordForm()):

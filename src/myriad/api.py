@@ -78,6 +78,8 @@ def _begin(run: Run, job: Job) -> None:
     from myriad.launchers.launcher import check_engine
     from myriad.train.device_setup import check_device_here
     from myriad.train.inputs import (
+        check_streams,
+        keep_streams,
         keep_tokenizer,
         note_corpus,
         open_inputs,
@@ -88,12 +90,14 @@ def _begin(run: Run, job: Job) -> None:
     run.check(job)
     check_engine(job)
     check_device_here(job)
-    corpora = open_inputs(job, lambda stage: None)
+    corpora = open_inputs(job, lambda stage: None, run)
+    check_streams(run, job, corpora)
     refuse_no_documents(corpora)
     refuse_other_tokenizer(run, job, corpora)
     run.create_or_resume(job)
     run.allow_restart(allowed=job.checkpoint.restart_from_scratch)
     keep_tokenizer(run, corpora)
+    keep_streams(run, job, corpora)
     note_corpus(run, corpora)
 
 

@@ -30,11 +30,11 @@ SEQUENCE = 32
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, hdfs: "HdfsServer") -> Iterator[None]:
     """Pauses between tries are for servers of others. Faults end with their test."""
-    from myriad.data import remote_corpus as remote
+    from myriad.data import range_input
     from myriad.system import webhdfs
 
     monkeypatch.setattr(webhdfs, "_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(range_input, "_PAUSE_SECONDS", 0.01)
     yield
     hdfs.clear()
 

@@ -36,6 +36,7 @@ from myriad.data.indexed import IndexedShard
 from myriad.data.loss_mask import LOSS_SUFFIX, LossMask
 from myriad.data.remote_corpus import RemoteFolder, open_prefix, open_shards
 from myriad.data.sampler import Sample, Sampler, permute
+from myriad.data.streaming.streamed_corpus import StreamedCorpus, StreamPlace, StreamWindows, is_streamed
 from myriad.data.verified_shard import HashedShard, LocalTokens, OpenFiles, TokenShard
 from myriad.data.windows import (
     BatchWords,
@@ -194,7 +195,7 @@ class Corpora:
 
     def __init__(
         self,
-        corpora: Sequence[Corpus],
+        corpora: "Sequence[Corpus | StreamedCorpus]",
         weights: Sequence[float],
         sequence: int,
         documents: Documents = "joined",
@@ -219,19 +220,33 @@ class Corpora:
         return row_width(self.sequence, self.documents)
 
     @property
-    def packed(self) -> "list[PackedWindows]":
+    def packed(self) -> "list[PackedWindows | StreamWindows]":
         """The windows of each corpus, if they are packed; else an empty list."""
-        return [windows for windows in self.windows if isinstance(windows, PackedWindows)]
+        if self.documents == "joined":
+            return []
+        return [windows for windows in self.windows if isinstance(windows, PackedWindows | StreamWindows)]
 
     @property
-    def num_tokens(self) -> int:
-        """Number of tokens of all corpora."""
-        return sum(corpus.num_tokens for corpus in self.corpora)
+    def num_tokens(self) -> int | None:
+        """Number of tokens of all corpora; ``None`` if one is streamed."""
+        counts = [corpus.num_tokens for corpus in self.corpora]
+        return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of all corpora; 0 when there is no held-out text."""
+        """Number of samples of all corpora; 0 when there is no held-out text. `UNBOUNDED` or more if one is
+        streamed."""
         return sum(self.sizes)
+
+    @property
+    def streamed(self) -> list[StreamedCorpus]:
+        """The corpora of text."""
+        return [corpus for corpus in self.corpora if isinstance(corpus, StreamedCorpus)]
+
+    def close(self) -> None:
+        """End the threads of streamed corpora."""
+        for corpus in self.streamed:
+            corpus.close()
 
     @property
     def fingerprint(self) -> str | None:
@@ -276,8 +291,12 @@ class Corpora:
             position = int(permute(np.array([sample.position], np.uint64), windows.count, number)[0])
         raise RunFailedError(f"{corpus.name}: {_MOST_REPLACEMENTS} samples drawn in a row have bad blocks")
 
+    def expect(self, samples: Iterable[Sample]) -> None:
+        """Tokenize samples of streamed corpora."""
+        self.fetch(one for one in samples if isinstance(self.corpora[one.corpus], StreamedCorpus))
+
     def fetch(self, samples: Iterable[Sample]) -> None:
-        """Cache the tokens of samples from remote corpora, several at once."""
+        """Cache the tokens of samples from remote and streamed corpora, several at once."""
         wanted: dict[int, list[tuple[int, int]]] = {}
         for corpus, position in samples:
             if self.corpora[corpus].is_far:
@@ -338,6 +357,7 @@ class BatchReader:
         """Return the samples of a batch, their order, and the batch's sums."""
         if first not in self._orders:
             samples = self._sampler.samples(first, first + self._global_batch)
+            self._corpora.expect(samples)
             packed = self._corpora.packed
             counted = [packed[corpus].counted(number, self._window) for corpus, number in samples]
             pairs = [one.num_pairs for one in counted]
@@ -353,14 +373,16 @@ def open_corpora(
     split: Split = "train",
     cache: Path | None = None,
     guard: BlockGuard | None = None,
+    streams: StreamPlace = StreamPlace(),
 ) -> Corpora:
     """Open and check the corpora of a job. Raises `BadInputError`.
 
     A validation split without a whole sample is left out (so `Corpora.num_samples` may be 0); a train split
     without one is refused. ``guard`` is the policy for bad blocks; by default reading stops at the first.
+    ``streams`` is the place and the order of streamed corpora.
     """
     shares = config.mixture or (CorpusShare(path=config.corpus, weight=1.0),)
-    opener = _Opener(config, split, cache, guard or BlockGuard())
+    opener = _Opener(config, split, cache, guard or BlockGuard(), streams)
     opened = [(opener.open(share.path), share.weight) for share in shares]
     _check_one_tokenizer([corpus for corpus, _ in opened])
     kept = [(corpus, weight) for corpus, weight in opened if _has_sample(corpus, sequence, split, config)]
@@ -369,29 +391,49 @@ def open_corpora(
 
 
 def open_validation_set(
-    config: DataConfig, one: ValidationSet, sequence: int, guard: BlockGuard | None = None
+    config: DataConfig,
+    one: ValidationSet,
+    sequence: int,
+    guard: BlockGuard | None = None,
+    streams: StreamPlace = StreamPlace(),
 ) -> Corpora:
     """Open a validation set of a job: its held-out text, or all of it. Raises `BadInputError`."""
     alone = config.model_copy(update={"corpus": one.path, "mixture": ()})
-    found = open_corpora(alone, sequence, "validation", guard=guard)
-    return found if found.num_samples else open_corpora(alone, sequence, guard=guard)
+    found = open_corpora(alone, sequence, "validation", guard=guard, streams=streams)
+    return found if found.num_samples else open_corpora(alone, sequence, guard=guard, streams=streams)
 
 
 def open_corpus(name: str, split: Split, vocabulary: int = 4096, cache: Path | None = None) -> Corpus:
     """Open ``embedded``, a folder made by ``myriad data prepare``, the prefix of Megatron's files, or a
     URL of either."""
-    return _Opener(DataConfig(vocabulary=vocabulary), split, cache, BlockGuard()).open(name)
+    return _Opener(
+        DataConfig(vocabulary=vocabulary), split, cache, BlockGuard(), StreamPlace()
+    ).open_prepared(name)
 
 
 class _Opener:
     """Open the corpora of one job, for one split."""
 
-    def __init__(self, config: DataConfig, split: Split, cache: Path | None, guard: BlockGuard) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        split: Split,
+        cache: Path | None,
+        guard: BlockGuard,
+        streams: StreamPlace,
+    ) -> None:
         self._config, self._split, self._cache, self._guard = config, split, cache, guard
+        self._streams = streams
         self._files = OpenFiles()
 
-    def open(self, name: str) -> Corpus:
+    def open(self, name: str) -> Corpus | StreamedCorpus:
         """Open one corpus, by its name in the job."""
+        if name != EMBEDDED and is_streamed(name):
+            return StreamedCorpus(name, self._config, self._split, self._streams)
+        return self.open_prepared(name)
+
+    def open_prepared(self, name: str) -> Corpus:
+        """Open one corpus of tokens."""
         if name == EMBEDDED:
             return self._folder(prepare_embedded(self._cache, self._config.vocabulary))
         if is_url(name):
@@ -524,7 +566,7 @@ def _check_size(path: Path, expected: int) -> None:
         )
 
 
-def _check_one_tokenizer(corpora: Sequence[Corpus]) -> None:
+def _check_one_tokenizer(corpora: Sequence[Corpus | StreamedCorpus]) -> None:
     first = corpora[0]
     for corpus in corpora[1:]:
         if corpus.fingerprint != first.fingerprint:
@@ -534,8 +576,10 @@ def _check_one_tokenizer(corpora: Sequence[Corpus]) -> None:
             raise BadInputError("data.mixture", corpus.name, allowed)
 
 
-def _has_sample(corpus: Corpus, sequence: int, split: Split, config: DataConfig) -> bool:
+def _has_sample(corpus: Corpus | StreamedCorpus, sequence: int, split: Split, config: DataConfig) -> bool:
     """Return whether the corpus fills a window. Any document of two tokens fills a packed one."""
+    if isinstance(corpus, StreamedCorpus):
+        return corpus.has_text
     if config.documents == "joined":
         _ = corpus.windows(sequence, "joined")
     needed = sequence if config.documents == "joined" else 1

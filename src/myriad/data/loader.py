@@ -85,6 +85,10 @@ class LoaderSpec(Config):
     decides: bool = True
     """Whether a newly found bad block may be skipped at once, because no other node's loader reads these
     rows."""
+    streams: str | None = None
+    """Folder of the run's streams; None: no index of streamed corpora is kept."""
+    writer: str = "0"
+    """Name of this node's index files of streamed corpora."""
     events: str | None = None
     """The run's events.jsonl, for events about blocks; None: no events are written."""
 

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from myriad.data.bad_blocks import BlockGuard
+from myriad.data.bad_blocks import BlockGuard, ReportEvent
 from myriad.data.batch_ring import Ring
 from myriad.data.corpus import BatchReader, Corpora, open_corpora
 from myriad.data.loader import CHANGED_WHILE_READ, LoaderSpec
 from myriad.data.sampler import DataPosition
+from myriad.data.streaming.streamed_corpus import StreamPlace
 from myriad.errors import BadInputError, MyriadError, RunFailedError
 from myriad.system.jsonl import LineFile
 
@@ -30,6 +31,10 @@ __all__ = ["LoaderThread", "main"]
 
 _SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 0.0005, 0.01
 _INPUT = 0
+_GROUPS_AHEAD = 2
+"""Groups of streamed text that are tokenized beyond those of the steps in the ring."""
+_MOST_BAD_RECORDS = 100
+"""Largest number of events about records left out, of one loader; the index counts all."""
 
 
 def main() -> int:
@@ -37,6 +42,7 @@ def main() -> int:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C is for the ranks, which may still save with our batches
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads are those of data.tokenizer_threads
     ring = Ring(int(sys.argv[1]))
     owner = os.getppid()
     try:
@@ -96,10 +102,12 @@ def _fill_ring(ring: Ring, spec: LoaderSpec, wait: Callable[[float], bool]) -> i
 
     ``wait`` takes the seconds until the next check, and returns early when a rank requests a step.
     """
+    corpora: Corpora | None = None
     try:
         cache = None if spec.cache is None else Path(spec.cache)
-        guard = _guard(spec)
-        corpora = open_corpora(spec.data, spec.sequence, spec.split, cache, guard)
+        report = _reporter(spec)
+        guard = _guard(spec, report)
+        corpora = open_corpora(spec.data, spec.sequence, spec.split, cache, guard, _streams(spec, report))
         if corpora.num_samples == 0:
             raise BadInputError("data", spec.split, "the held-out text is shorter than one sample")
         if spec.content not in (None, corpora.content):
@@ -113,21 +121,43 @@ def _fill_ring(ring: Ring, spec: LoaderSpec, wait: Callable[[float], bool]) -> i
         traceback.print_exc()
         ring.fail(f"{type(error).__name__}: {error}")
         return 1
+    finally:
+        if corpora is not None:
+            corpora.close()
     return 0
 
 
-def _guard(spec: LoaderSpec) -> BlockGuard:
-    """Return the policy for bad blocks; findings become events of the run."""
+def _reporter(spec: LoaderSpec) -> ReportEvent:
+    """Return a function that writes events of the run."""
     lines = None if spec.events is None else LineFile(Path(spec.events), marks_late=True)
 
     def report(event: str, fields: Mapping[str, Any]) -> None:
         if lines is not None:
             lines.append({"time": time.time(), "event": event, **fields})
 
+    return report
+
+
+def _guard(spec: LoaderSpec, report: ReportEvent) -> BlockGuard:
+    """Return the policy for bad blocks; findings become events of the run."""
     data = spec.data
     return BlockGuard(
         data.on_bad_block, data.max_bad_blocks, spec.bad_blocks, decides=spec.decides, report=report
     )
+
+
+def _streams(spec: LoaderSpec, report: ReportEvent) -> StreamPlace:
+    """Return the place of streamed corpora; records that are left out become events of the run."""
+    num_reported = 0
+
+    def report_record(problem: str) -> None:
+        nonlocal num_reported
+        num_reported += 1
+        if num_reported <= _MOST_BAD_RECORDS:
+            report("bad_record", {"problem": problem})
+
+    folder = None if spec.streams is None else Path(spec.streams)
+    return StreamPlace(folder, spec.seed, spec.writer, _GROUPS_AHEAD, report_record)
 
 
 def _serve(
@@ -179,4 +209,6 @@ def _read_line() -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # a thread that tokenizes may not be ended by the interpreter

@@ -15,7 +15,6 @@ block hashes is not cached: each sample is a request.
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -35,6 +34,7 @@ from myriad.data.corpus_cache import cache_folder
 from myriad.data.corpus_manifest import MANIFEST_FILE, Manifest, ShardRecord, Split, parse_manifest
 from myriad.data.http_input import http_file_system, http_info, http_range, is_http, tried_http
 from myriad.data.indexed import INDEX_HEADER, ShardIndex, parse_header
+from myriad.data.range_input import retried
 from myriad.data.verified_shard import HashedShard, TokenShard
 from myriad.errors import BadInputError, RunFailedError
 from myriad.system.remote_urls import open_url
@@ -45,7 +45,6 @@ __all__ = ["RemoteFolder", "open_prefix", "open_shards"]
 _TOKENIZER_FILE = "tokenizer.json"
 _MOST_SMALL_BYTES = 1 << 30
 """Largest manifest, tokenizer or file of hashes; a larger one is refused."""
-_TRIES, _PAUSE_SECONDS = 3, 0.5
 _AT_ONCE = 16
 """Largest number of concurrent requests of one process."""
 
@@ -81,16 +80,7 @@ class RemoteFolder:
                 return bytes(tried_http(path, lambda: self._fs.cat_file(path, start=start)))
             except OSError as error:
                 raise _http_error(error, path) from None
-        for number in range(1, _TRIES + 1):
-            try:
-                return bytes(self._fs.cat_file(path, start=start, end=stop))
-            except (FileNotFoundError, PermissionError):
-                raise
-            except Exception as error:  # remote stores have their own exception types
-                if number == _TRIES:
-                    raise OSError(_one_line(error)) from error
-            time.sleep(number * _PAUSE_SECONDS)
-        raise AssertionError("unreachable: the last attempt raises")
+        return retried(lambda: bytes(self._fs.cat_file(path, start=start, end=stop)))
 
     def size(self, name: str) -> int:
         """Return the bytes of a file. Raises ``OSError``."""

@@ -20,7 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DataPosition", "Sample", "Sampler", "permute"]
+__all__ = ["UNBOUNDED", "DataPosition", "Sample", "Sampler", "permute"]
+
+UNBOUNDED = 2**62
+"""Size of a corpus that is streamed: its samples are taken in their order, which is shuffled by itself."""
 
 _ROUNDS = 6
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -95,6 +98,8 @@ class Sampler:
 
     def _positions(self, corpus: int, offsets: list[int]) -> list[int]:
         size = self._sizes[corpus]
+        if size == UNBOUNDED:
+            return offsets
         positions = [0] * len(offsets)
         for epoch in {offset // size for offset in offsets}:
             rows = [row for row, offset in enumerate(offsets) if offset // size == epoch]

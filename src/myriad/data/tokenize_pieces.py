@@ -21,16 +21,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from myriad.data.corpus_manifest import Split
+from myriad.data.file_documents import LONGEST_TEXT_BYTES
 from myriad.data.indexed import IndexedWriter, token_type
 from myriad.data.loss_mask import LOSS_SUFFIX
 from myriad.data.records import Part, PartedText, RecordForm
-from myriad.data.text_sources import LONGEST_TEXT_BYTES, Piece
+from myriad.data.text_sources import Piece
 from myriad.data.tokenizer import Tokenizer
 from myriad.data.validation_split import HoldingOut
 from myriad.errors import RunFailedError
 from myriad.system.whole_file import replacing
 
-__all__ = ["SPLITS", "PieceResult", "PieceWork", "piece_mask", "piece_prefix", "run_pieces"]
+__all__ = [
+    "SPLITS",
+    "PieceResult",
+    "PieceWork",
+    "encode_documents",
+    "piece_mask",
+    "piece_prefix",
+    "run_pieces",
+]
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -173,7 +182,7 @@ def _tokenize(
         for batch in _batches(piece, work, skipped):
             if stop.is_set():
                 raise _Stopped
-            encoded = _encode(tokenizer, [document for _, document in batch])
+            encoded = encode_documents(tokenizer, [document for _, document in batch])
             for (split, document), (tokens, mask) in zip(batch, encoded, strict=True):
                 writers[split].add(tokens)
                 masks[split].append(mask)
@@ -188,7 +197,7 @@ def _tokenize(
     return PieceResult(piece.number, text_bytes, dict(skipped))
 
 
-def _encode(
+def encode_documents(
     tokenizer: Tokenizer, documents: Sequence[str]
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
     """Yield the tokens of each document with its end token, and whether each has a loss.

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import xxhash
 
 from myriad.data.corpus_manifest import Split
+from myriad.data.file_documents import read_documents
 from myriad.data.records import PartedText, RecordForm
-from myriad.data.text_sources import Piece, read_documents
+from myriad.data.text_sources import Piece
 
-__all__ = ["HoldingOut", "Tail", "holding_out"]
+__all__ = ["HoldingOut", "Tail", "holding_out", "split_of"]
 
 
 class Tail(NamedTuple):
@@ -47,7 +48,7 @@ class HoldingOut(NamedTuple):
         """
         for number, document in enumerate(_documents(piece, form, skipped)):
             if self.tail is None:
-                yield _split_of(document, self.share), document
+                yield split_of(document, self.share), document
             elif (piece.number, number) != self.tail[:2]:
                 yield ("validation" if (piece.number, number) > self.tail[:2] else "train"), document
             elif isinstance(document, PartedText):  # not cut
@@ -72,7 +73,7 @@ def holding_out(
     for piece in pieces if share else ():
         progress(piece.size_bytes)
         for number, document in enumerate(_documents(piece, form)):
-            seen.add(_split_of(document, share))
+            seen.add(split_of(document, share))
             if len(seen) == 2:
                 return HoldingOut(share)
             lengths.append((piece.number, number, len(document)))
@@ -99,5 +100,6 @@ def _documents(piece: Piece, form: RecordForm, skipped: "Counter[str] | None" = 
     return (document for span in piece.spans for document in read_documents(span, form, skipped))
 
 
-def _split_of(document: str, share: float) -> Split:
+def split_of(document: str, share: float) -> Split:
+    """Return the split of a document by its hash; ``share`` of all are held out."""
     return "validation" if xxhash.xxh3_64_intdigest(document.encode()) < share * 2**64 else "train"

@@ -38,7 +38,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     ResumeRule(
         ("checkpoint.*", "resilience.*", "telemetry.*", "alerts.*", "eval.*", "train.validate_every",
          "train.validate_ema", "train.sample_prompt", "data.prefetch", "data.cache", "data.cache_bytes",
-         "data.on_bad_block", "data.max_bad_blocks"),
+         "data.on_bad_block", "data.tokenizer_threads", "data.on_bad_record", "data.max_bad_blocks"),
         True,
         "what is kept and reported, and how faults are handled",
     ),
@@ -63,7 +63,8 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "the run",
     ),
     ResumeRule(
-        ("data.corpus", "data.mixture", "data.documents", "data.validation_batches", "data.validation_sets"),
+        ("data.corpus", "data.mixture", "data.documents", "data.tokenizer", "data.text_key", "data.held_out",
+         "data.shuffle_bytes", "data.validation_batches", "data.validation_sets"),
         True,
         "hold from the next step; sample numbers continue, in the order of the new corpora, which must have "
         "the same tokenizer",

@@ -282,7 +282,9 @@ def _corpus(event: Record) -> str:
     windows = _shown(event, "windows", format_count, after=" packed windows")
     padding = _shown(event, "padding", format_count, after=" positions of padding")
     split = _shown(event, "split_documents", format_count, after=" documents split")
-    return _joined(tokens, windows, padding, split, f"fingerprint {event.get('fingerprint')}")
+    files = _shown(event, "files", format_count, after=" files streamed")
+    size = _shown(event, "bytes", format_bytes)
+    return _joined(tokens, files, size, windows, padding, split, f"fingerprint {event.get('fingerprint')}")
 
 
 def _sample(event: Record) -> str:
@@ -336,6 +338,7 @@ def _alert(event: Record) -> str:
 SENTENCES: dict[str, Callable[[Record], str]] = {
     "alert": _alert,
     "bad_block": _bad_block,
+    "bad_record": _problem,
     "check": _check,
     "checkpoint": _checkpoint,
     "corpus": _corpus,

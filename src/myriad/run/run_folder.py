@@ -5,6 +5,7 @@
               events.jsonl        a line per event     } readable after a kill or on a full disk
               spans/              timed actions of ranks, in complete files: attempt-A-node-N-K.parquet
               tokenizer.json                of its corpus, so that the run can generate text anywhere
+              streams/            of streamed corpora: their files (sources.json), and an index
               hugging_face/       files that came with imported weights, such as the template of a chat
               logs/               rank-R-attempt-A.log
               checkpoints/        step-N/
@@ -70,6 +71,7 @@ class Run:
         self.metrics_path = self.path / "metrics.jsonl"
         self.events_path = self.path / "events.jsonl"
         self.spans_path = self.path / "spans"
+        self.streams_path = self.path / "streams"
         self.logs_path = self.path / "logs"
         self.checkpoints_path = self.path / "checkpoints"
         self.traces_path = self.path / "traces"

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from myriad.config import set_dotted
 from myriad.data.bad_blocks import BlockGuard
 from myriad.data.corpus import BatchReader, Corpora, open_corpora
+from myriad.data.streaming.streamed_corpus import StreamPlace
 from myriad.data.windows import BatchWords, digest_rows
 from myriad.errors import BadInputError, MyriadError
 from myriad.job import Job
@@ -73,7 +74,8 @@ class _Segment:
     def _corpora(self) -> Corpora:
         blocks = bad_blocks_of(self._run, self.job)
         guard = BlockGuard(self.job.data.on_bad_block, self.job.data.max_bad_blocks, blocks)
-        return open_corpora(self.job.data, self.job.model.sequence, guard=guard)
+        place = StreamPlace(self._run.streams_path, self.job.train.seed)
+        return open_corpora(self.job.data, self.job.model.sequence, guard=guard, streams=place)
 
     @cached_property
     def content(self) -> str:

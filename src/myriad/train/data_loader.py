@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from myriad.data.bad_blocks import BlockGuard
 from myriad.data.config import ValidationSet
 from myriad.data.corpus import BatchReader, open_corpora, open_validation_set
 from myriad.data.loader import LoaderClient, LoaderSpec, StartLoader
+from myriad.data.streaming.streamed_corpus import StreamPlace
 from myriad.data.windows import BatchWords, PackedRows, digest_rows
 from myriad.errors import BadInputError
 from myriad.job import Job
@@ -101,14 +103,16 @@ class Validation:
         device: torch.device,
         guard: BlockGuard | None = None,
         validation_set: ValidationSet | None = None,
+        streams: Path | None = None,
     ) -> None:
-        """``validation_set``: the text; ``None``: what is held out of the training text."""
+        """``validation_set``: the text; ``None``: what is held out of the training text. ``streams``: the
+        folder of the run's streams."""
         self._job, self._rows, self._device = job, rank_rows(job, grid.index("dp")), device
-        sequence = job.model.sequence
+        sequence, place = job.model.sequence, StreamPlace(streams, job.train.seed)
         if validation_set is None:
-            self._corpora = open_corpora(job.data, sequence, "validation", guard=guard)
+            self._corpora = open_corpora(job.data, sequence, "validation", guard=guard, streams=place)
         else:
-            self._corpora = open_validation_set(job.data, validation_set, sequence, guard)
+            self._corpora = open_validation_set(job.data, validation_set, sequence, guard, place)
         whole = self._corpora.num_samples // job.train.global_batch
         self.num_batches = min(job.data.validation_batches, whole)
         if self.num_batches:
@@ -193,6 +197,8 @@ def open_feed(
         content=content,
         bad_blocks=bad_blocks,
         decides=is_one_node(place),
+        streams=str(run.streams_path.absolute()),
+        writer=str(first),
         events=str(run.events_path.absolute()),
     )
     return LoaderClient(

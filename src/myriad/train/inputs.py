@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from myriad.data.corpus import EMBEDDED, Corpora, open_corpora, open_validation_set
 from myriad.data.corpus_cache import prepare_embedded
 from myriad.data.loader import CHANGED_WHILE_READ
+from myriad.data.streaming.streamed_corpus import StreamedCorpus, StreamPlace
+from myriad.data.windows import PackedWindows
 from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.job.job_changes import JobChange
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BadBlocks",
     "bad_blocks_of",
+    "check_streams",
+    "keep_streams",
     "keep_tokenizer",
     "note_corpus",
     "open_inputs",
@@ -52,14 +56,15 @@ def bad_blocks_of(run: Run, job: Job) -> BadBlocks:
     return tuple(sorted((file, at) for file, at in blocks if isinstance(file, str) and isinstance(at, int)))
 
 
-def open_inputs(job: Job, report_stage: Callable[[str], None]) -> Corpora:
-    """Open the training split. ``report_stage`` receives progress messages about slow work. Raises
-    `BadInputError`."""
+def open_inputs(job: Job, report_stage: Callable[[str], None], run: Run | None = None) -> Corpora:
+    """Open the training split. ``report_stage`` receives progress messages about slow work. ``run`` has the
+    files of streamed corpora, if it exists. Raises `BadInputError`."""
     paths = [share.path for share in job.data.mixture] or [job.data.corpus]
     if EMBEDDED in paths:
         prepare_embedded(None, job.data.vocabulary, report_stage)
-    corpora = open_corpora(job.data, job.model.sequence)
-    _check_validation_sets(job, corpora)
+    place = StreamPlace(None if run is None else run.streams_path, job.train.seed)
+    corpora = open_corpora(job.data, job.model.sequence, streams=place)
+    _check_validation_sets(job, corpora, place)
     known = corpora.vocabulary
     if known is not None and known > job.model.vocabulary:
         allowed = f"at least the corpus's {known} tokens, or a corpus of fewer (data prepare --vocabulary)"
@@ -71,10 +76,10 @@ def open_inputs(job: Job, report_stage: Callable[[str], None]) -> Corpora:
     return corpora
 
 
-def _check_validation_sets(job: Job, corpora: Corpora) -> None:
+def _check_validation_sets(job: Job, corpora: Corpora, place: StreamPlace) -> None:
     """Refuse validation sets that cannot be read, or have another tokenizer than the training text."""
     for one in job.data.validation_sets:
-        opened = open_validation_set(job.data, one, job.model.sequence)
+        opened = open_validation_set(job.data, one, job.model.sequence, streams=place)
         if opened.fingerprint != corpora.fingerprint:
             allowed = f"made with another tokenizer than {corpora.corpora[0].name}"
             raise BadInputError("data.validation_sets", one.path, allowed)
@@ -146,6 +151,28 @@ def keep_tokenizer(run: Run, corpora: Corpora) -> None:
         write_whole(run.path / TOKENIZER_FILE, corpora.tokenizer.as_text())
 
 
+def check_streams(run: Run, job: Job, corpora: Corpora) -> None:
+    """Compare the files of streamed corpora with those that the run has listed. Raises `BadInputError`."""
+    for corpus in _streamed(run, job, corpora):
+        corpus.check_sources()
+
+
+def keep_streams(run: Run, job: Job, corpora: Corpora) -> None:
+    """Write the lists of the files of streamed corpora into the run, once."""
+    for corpus in _streamed(run, job, corpora):
+        corpus.keep_sources()
+
+
+def _streamed(run: Run, job: Job, corpora: Corpora) -> list[StreamedCorpus]:
+    """Return the streamed corpora of a job, its validation sets included."""
+    place = StreamPlace(run.streams_path, job.train.seed)
+    sets = (
+        open_validation_set(job.data, one, job.model.sequence, streams=place)
+        for one in job.data.validation_sets
+    )
+    return [corpus for opened in (corpora, *sets) for corpus in opened.streamed]
+
+
 def note_corpus(run: Run, corpora: Corpora) -> list[JobChange]:
     """Add the ``corpus`` event of a start, and return what has changed in files of the same name.
 
@@ -155,7 +182,7 @@ def note_corpus(run: Run, corpora: Corpora) -> list[JobChange]:
     last = next((event for event in reversed(events) if event.get("event") == "corpus"), None)
     now = {"fingerprint": corpora.fingerprint, "tokens": corpora.num_tokens, "content": corpora.content}
     unchecked = {"unchecked": corpora.unchecked} if corpora.unchecked else {}
-    run.append_event("corpus", **now, **unchecked, **_packing(corpora))
+    run.append_event("corpus", **now, **unchecked, **_packing(corpora), **_streaming(corpora))
     since = events[events.index(last) :] if last is not None else []
     named = any(str(event.get("key", "")).startswith("data.") for event in since)
     changed = next(
@@ -170,14 +197,22 @@ def note_corpus(run: Run, corpora: Corpora) -> list[JobChange]:
 
 def _packing(corpora: Corpora) -> dict[str, int]:
     """Return how many windows the documents fill, and how well; empty if they are not packed."""
-    if not corpora.packed:
+    packings = [windows.packing for windows in corpora.packed if isinstance(windows, PackedWindows)]
+    if not packings or corpora.streamed:
         return {}
-    packings = [windows.packing for windows in corpora.packed]
     return {
         "windows": corpora.num_samples,
         "padding": corpora.num_samples * corpora.sequence - sum(int(one.lengths.sum()) for one in packings),
         "split_documents": sum(one.num_split for one in packings),
     }
+
+
+def _streaming(corpora: Corpora) -> dict[str, int]:
+    """Return how many files are streamed, and their bytes; empty if none is."""
+    lists = [corpus.sources for corpus in corpora.streamed]
+    if not lists:
+        return {}
+    return {"files": sum(len(one.files) for one in lists), "bytes": sum(one.num_bytes for one in lists)}
 
 
 def refuse_replaced_corpus(run: Run, job: Job, content: str) -> None:

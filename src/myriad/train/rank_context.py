@@ -47,6 +47,8 @@ from myriad.train.device_setup import (
     within_budget,
 )
 from myriad.train.inputs import (
+    check_streams,
+    keep_streams,
     keep_tokenizer,
     note_corpus,
     open_inputs,
@@ -142,14 +144,16 @@ def _open_inputs(run: Run, job: Job, place: RankEnvironment, *, compared: bool) 
     ``compared``: `myriad train` has already compared the tokenizer with the run's. If another launcher
     (torchrun) started the ranks, the ranks compare it here.
     """
-    corpora = open_inputs(job, _LOG.info)
+    corpora = open_inputs(job, _LOG.info, run)
     if compared:
         if place.local_rank == 0:
             refuse_replaced_corpus(run, job, corpora.content)
         return corpora.content
     refuse_other_tokenizer(run, job, corpora)
     if place.rank == 0:
+        check_streams(run, job, corpora)
         keep_tokenizer(run, corpora)
+        keep_streams(run, job, corpora)
         for change in note_corpus(run, corpora):
             _LOG.warning("changed: %s", change)
     return corpora.content

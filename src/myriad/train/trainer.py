@@ -94,10 +94,10 @@ class Trainer:
         self.feed: LoaderClient = open_feed(run, job, grid, self.place, rank.content, bad_blocks, start)
         self._at_close.callback(self.feed.close)
         guard = validation_guard(run, job, self.place, bad_blocks)
-        self.validation = Validation(job, self.groups.grid, self.device, guard)
+        grid, device, streams = self.groups.grid, self.device, run.streams_path
+        self.validation = Validation(job, grid, device, guard, streams=streams)
         self.validation_sets = {
-            one.name: Validation(job, self.groups.grid, self.device, guard, one)
-            for one in job.data.validation_sets
+            one.name: Validation(job, grid, device, guard, one, streams) for one in job.data.validation_sets
         }
         self.tasks = TaskEvaluation(job, self.groups.grid, self.device)
         self.engine = build_engine(rank, self._event)

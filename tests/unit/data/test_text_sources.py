@@ -16,9 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from myriad.data import http_input, text_sources
+from myriad.data import file_documents, http_input, text_sources
+from myriad.data.file_documents import read_documents
 from myriad.data.records import RecordForm
-from myriad.data.text_sources import cut_pieces, find_sources, read_documents
+from myriad.data.text_sources import cut_pieces, find_sources
 from myriad.errors import BadInputError
 
 SAME_FOLDER = settings(
@@ -54,7 +55,8 @@ def test_every_record_is_read_once_however_a_file_is_cut(
 def test_a_long_text_is_cut_without_losing_a_character(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, piece_bytes: int, longest: int
 ) -> None:
-    monkeypatch.setattr(text_sources, "LONGEST_TEXT_BYTES", longest)
+    for module in (file_documents, text_sources):
+        monkeypatch.setattr(module, "LONGEST_TEXT_BYTES", longest)
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
     documents = read_all([str(path)], piece_bytes)
@@ -205,7 +207,8 @@ def test_a_url_is_read_line_by_line_and_a_broken_download_is_named(monkeypatch: 
 def test_a_record_that_cannot_be_read_is_one_line_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, says: str
 ) -> None:
-    monkeypatch.setattr(text_sources, "LONGEST_LINE_BYTES", 2048 if says.startswith("byte 0") else 1 << 28)
+    longest = 2048 if says.startswith("byte 0") else 1 << 28
+    monkeypatch.setattr(file_documents, "LONGEST_LINE_BYTES", longest)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BadInputError, match=says):
         read_all([str(tmp_path / name)])

@@ -97,6 +97,8 @@ def train(
     from myriad.launchers.slurm import in_allocation
     from myriad.reports.run_report.run_summary import is_done
     from myriad.train.inputs import (
+        check_streams,
+        keep_streams,
         keep_tokenizer,
         note_corpus,
         open_inputs,
@@ -136,7 +138,9 @@ def train(
         check_journal(folder, resolved.resilience)
     overrides = OverrideCommand.of(context)
     start_checks.check_storage(folder, resolved, changes, overrides, partial(_print_note, console))
-    corpora = open_inputs(resolved, lambda stage: console.print(f"{stage} ...") if console else None)
+    show_stage = (lambda stage: console.print(f"{stage} ...")) if console else (lambda stage: None)
+    corpora = open_inputs(resolved, show_stage, folder)
+    check_streams(folder, resolved, corpora)
     refuse_no_documents(corpora)
     if console:
         for name in corpora.unchecked:
@@ -162,6 +166,7 @@ def train(
         if resolved.checkpoint.restart_from_scratch or not in_allocation():  # A batch job asked earlier.
             folder.allow_restart(allowed=resolved.checkpoint.restart_from_scratch)
         keep_tokenizer(folder, corpora)
+        keep_streams(folder, resolved, corpora)
         _show_changes(console, [*changes, *note_corpus(folder, corpora)], step)
         try:
             train = _train_here if in_process else _launch

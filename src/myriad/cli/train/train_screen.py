@@ -208,7 +208,7 @@ def _event_line(event: Record) -> Text | None:
         label = f"node {event.get('node')} is {event['verdict']}" if "verdict" in event else "slow"
         return Text(f"{label}: {event['problem']}", style="yellow")
     # A bad block that stops the run is also reported as a fault.
-    if name == "reread" or (name == "bad_block" and event.get("action") == "skip"):
+    if name in ("reread", "bad_record") or (name == "bad_block" and event.get("action") == "skip"):
         ending = "; samples in it are replaced" if name == "bad_block" else ""
         return Text(f"data: {event.get('problem')}{ending}", style="yellow")
     if name == "health":

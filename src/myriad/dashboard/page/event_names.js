@@ -10,6 +10,7 @@ const NAMES = {
   retry: "storing again",
   telemetry: "records",
   bad_block: "bad block",
+  bad_record: "record left out",
   reread: "block read again",
 };
 

@@ -1,0 +1,1 @@
+"""Text that is tokenized during training, from files that no command has prepared."""
