@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from myriad import api
 from myriad.checkpoint.foreign.hugging_face_config import MODEL_TYPES, family_of, kind_of
 from myriad.cli.main import build_app
+from myriad.config import read_help
 from myriad.errors import BadInputError
 from myriad.job import RENAMED_KEYS, RENAMED_VALUES, Job, job_keys, load_job, recipe_names
 from myriad.run import event_text, run_lines
@@ -92,6 +93,7 @@ def _job_keys() -> Iterator[str]:
     yield ""
     yield "Every key of a job file. On the command line a key is an option: `--layout.tp 2`. `off` disables"
     yield 'an optional key. Sizes may be written `"64 MiB"`, rates `"100 Gbit/s"`.'
+    read_help(Job)
     section = None
     for key, field in job_keys():
         name = key.rpartition(".")[0]

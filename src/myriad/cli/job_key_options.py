@@ -118,8 +118,10 @@ def _show_keys() -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from myriad.config import read_help
     from myriad.job import Job, job_keys
 
+    read_help(Job)
     console = Console()
     console.print(Text("Job keys", style="bold"), "(in a job file, or as --KEY VALUE)\n", highlight=False)
     sections: dict[str, list[tuple[str, Any]]] = {}

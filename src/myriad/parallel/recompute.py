@@ -18,6 +18,7 @@ torch's generators, which a user's layers may draw from, is restored for the rec
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -101,8 +102,35 @@ def differentiate(segments: list[Segment], gradient: torch.Tensor, context: Cont
 def _differentiate_one(segment: Segment, gradient: torch.Tensor, context: Context) -> torch.Tensor | None:
     output = segment.output(context)
     if output.requires_grad or output.ndim == 0:  # for a loss without a graph, autograd raises the error
-        torch.autograd.backward(output, gradient)
+        _start_backward(output, gradient)
     return segment.entered.grad
+
+
+def _start_backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Differentiate ``output``, given its ``gradient``.
+
+    On the host it starts from a scalar: given a gradient, `torch.autograd.backward` imports sympy for its
+    comparison of two shapes, half a second in each rank. A GPU would launch a kernel for each scalar.
+    """
+    if not gradient.is_cpu:
+        torch.autograd.backward(output, gradient)
+        return
+    with torch.enable_grad():
+        source = _GradientSource.apply(output, gradient)
+    torch.autograd.backward(source)
+
+
+class _GradientSource(torch.autograd.Function):
+    """A scalar whose backward hands a given gradient to a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        return gradient.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *scalars: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.gradient, None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from myriad.config import read_help
 from myriad.data.config import CorpusShare
 from myriad.errors import BadInputError
 from myriad.job import Job, dump_toml, job_keys, load_job, parse_job
@@ -71,6 +72,8 @@ def test_what_is_off_stays_off_when_saved(tmp_path: Path) -> None:
 
 
 def test_every_key_has_help() -> None:
+    read_help(Job)
+    read_help(CorpusShare)
     for key, field in [*job_keys(), *job_keys(CorpusShare, "data.mixture.")]:
         assert field.description, f"{key} has no help"
         if type(None) in get_args(field.annotation):

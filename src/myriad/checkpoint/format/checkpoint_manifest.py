@@ -17,7 +17,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +114,7 @@ class StoredFile:
         """Return the JSON value for the manifest."""
         if self.xxh3_128 is not None:
             return {"bytes": self.bytes, "xxh3_128": self.xxh3_128}
-        return {"bytes": self.bytes, "chunks": [asdict(chunk) for chunk in self.chunks]}
+        return {"bytes": self.bytes, "chunks": [dict(vars(chunk)) for chunk in self.chunks]}
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> "StoredFile":
@@ -192,11 +192,19 @@ class CheckpointManifest:
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
-    """Return the content of the file, with a hash over all of it."""
+    """Return the content of the file, with a hash over all of it: a line for each key and each file. (With an
+    indent, `json` would use its encoder in Python, which is ten times slower.)"""
     files = {name: file.as_json() for name, file in manifest.files.items()}
     value: dict[str, Any] = {"version": VERSION} | dict(vars(manifest)) | {"files": files}
     value.pop("shapes", None)
-    return json.dumps(value | {"xxh3_128": _hash_of_value(value)}, indent=1).encode()
+    texts = {key: json.dumps(part) for key, part in value.items()} | {"files": _by_line(files)}
+    texts["xxh3_128"] = json.dumps(_hash_of_value(value))
+    return ("{\n" + ",\n".join(f"{json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}").encode()
+
+
+def _by_line(files: Mapping[str, Any]) -> str:
+    lines = (f"{json.dumps(name)}: {json.dumps(file)}" for name, file in files.items())
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def _hash_of_value(value: Mapping[str, Any]) -> str:
