@@ -34,12 +34,10 @@ train: $(VENV)/.installed
 # A file of tests/unit needs one core, with one thread: as many run at once as there are cores, those with slow tests
 # first (tests/unit/conftest.py). Files whose tests start processes wait for them for a third of the time: four at once,
 # the longest first (tests/conftest.py), so that none is last; threads that wait do not spin there, as there are fewer cores.
-# Files that look at rates (of links, of this machine, and of ranks, whose pace shows which one is slow), at silent nodes,
-# at what is not reported of a short outage, or at each snapshot of steps of 2 ms, have the machine to themselves. What drives a browser leaves its loop running, so it runs last.
+# Files in which the pace of a rank or of a link shows which one is slow, or a silence of seconds which node is lost, have
+# the machine to themselves. What drives a browser leaves its loop running, so it runs last.
 # What fails ends it; `pytest` alone runs everything, one after another.
-ALONE := $(addprefix tests/processes/test_, checkpoint_proof.py measure_machine.py nodes.py slow_rank.py) \
-	$(addprefix tests/hosts/test_, doctor_on_hosts.py hierarchy_on_hosts.py link_alarms.py network_hosts.py \
-	node_order_on_hosts.py nodes_on_hosts.py)
+ALONE := tests/processes/test_slow_rank.py tests/hosts/test_link_alarms.py tests/hosts/test_nodes_on_hosts.py
 test: style services
 	@mkdir -p build; $(BIN)/mypy >build/mypy.txt 2>&1 & types=$$!; \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/unit; \

@@ -31,8 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _LONGEST = (
-    "test_parity", "test_wrong_numbers", "test_sigterm", "test_interrupt", "test_held_in_memory",
-    "test_hung_storage", "test_slurm", "test_ray", "test_checkpoint_on_hosts", "test_socket_table",
+    "test_parity", "test_slurm", "test_nodes", "test_measure_machine", "test_wrong_numbers", "test_sigterm",
+    "test_doctor_on_hosts", "test_checkpoint_proof", "test_standby", "test_interrupt", "test_held_in_memory",
+    "test_hung_storage", "test_ray", "test_checkpoint_on_hosts", "test_socket_table",
     "test_launch", "test_trainer", "test_faults_on_hosts", "test_recovery", "test_watch", "test_in_process",
     "test_hosts", "test_contenders", "test_fewer_replicas", "test_s3_checkpoints", "test_session",
     "test_hugging_face",

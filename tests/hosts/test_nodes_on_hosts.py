@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from same_run import slow_steps, train_undisturbed
 from tiny_corpora import make_corpus
 
 from hosts import Hosts, missing
 from myriad.checkpoint.checkpoint_files import load_model
 from myriad.job import load_job
-from myriad.launchers.local import run_local
 from myriad.run import Run
 from myriad.system.jsonl import JsonlTail
 
-LAST = 150
+LAST = 60
 KEYS = (
     "model.layers=2",
     "model.hidden=32",
@@ -56,9 +56,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
     """The same job on two nodes of one machine."""
     if problem := missing():
         pytest.skip(f"hosts cannot be made: {problem}")
-    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus)
-    assert run_local(run, 2) == "finished"
-    return run
+    return train_undisturbed(make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus))
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is not to end before all that the test does to it has happened."""
+    for name, value in slow_steps(tmp_path / "faults", 8.0).items():
+        monkeypatch.setenv(name, value)
 
 
 def start(made: Hosts, host: int, *arguments: object) -> "subprocess.Popen[Any]":
@@ -103,7 +108,7 @@ def placements(run: Run) -> list[dict[str, list[int]]]:
 
 
 def test_a_host_that_is_cut_off_gives_way_to_a_spare_and_can_do_nothing_any_more(
-    hosts: Callable[..., Hosts], tmp_path: Path, corpus: Path, undisturbed: Run
+    hosts: Callable[..., Hosts], tmp_path: Path, corpus: Path, undisturbed: Run, slow: None
 ) -> None:
     """Its snapshot server is the one that has all others store, and the ranks meet there.
     `test_faults_on_hosts` cuts off the other one."""
@@ -136,7 +141,7 @@ def test_a_host_that_is_cut_off_gives_way_to_a_spare_and_can_do_nothing_any_more
 
 
 def test_a_host_whose_cable_was_out_for_a_moment_continues_as_if_nothing_had_happened(
-    hosts: Callable[..., Hosts], tmp_path: Path, corpus: Path, undisturbed: Run
+    hosts: Callable[..., Hosts], tmp_path: Path, corpus: Path, undisturbed: Run, slow: None
 ) -> None:
     made, run = hosts(3), make_run(tmp_path / "run", corpus, *JOINED)
     train = start(made, DRIVER, "train", run.path, "--oversubscribe", "--json")
@@ -145,7 +150,7 @@ def test_a_host_whose_cable_was_out_for_a_moment_continues_as_if_nothing_had_hap
     made.set_link(FIRST, up=False)
     time.sleep(1.0)
     made.set_link(FIRST, up=True)
-    wait_until(lambda: steps_done(run) >= 40)
+    wait_until(lambda: steps_done(run) >= 30)
     take_down(made, SECOND, seconds=1.0)
     assert train.wait(120) == 0 and [process.wait(30) for process in joined] == [0, 0]
     assert events(run, "fault") == [] and len(events(run, "start")) == 1

@@ -1,11 +1,33 @@
 """What a repaired run must be: the undisturbed one, bit for bit."""
 
+from pathlib import Path
+
 import numpy as np
+from ranks import run_ranks
 
 from myriad.checkpoint.checkpoint_files import load_model
+from myriad.faults.injector import plan_rank_faults
+from myriad.faults.rank_faults import ARMED
+from myriad.faults.scenario import Fault
 from myriad.run import Run
+from myriad.train import worker
 
-__all__ = ["assert_same_run", "tensors_at"]
+__all__ = ["assert_same_run", "slow_steps", "tensors_at", "train_undisturbed"]
+
+
+def train_undisturbed(run: Run) -> Run:
+    """Train the run to its end on forked ranks. Nothing happens to it, so nothing needs to supervise it; a
+    supervised start costs several CPU-seconds."""
+    world = run.job().layout.world
+    assert run_ranks(world, worker.main, [str(run.path)]) == [0] * world
+    return run
+
+
+def slow_steps(folder: Path, factor: float, world: int = 2) -> dict[str, str]:
+    """The environment in which all ranks sleep for most of each step, in each attempt: a run that is to last
+    until something has happened to it then costs little processor time."""
+    slow = [Fault(kind="slow", rank=rank, step=2, factor=factor) for rank in range(world)]
+    return {ARMED: str(plan_rank_faults(folder, slow, None))}
 
 
 def assert_same_run(run: Run, undisturbed: Run) -> None:

@@ -87,7 +87,9 @@ def test_replayed_computes_give_the_bits_of_those_started_one_by_one(
     layout: dict[str, Any], model: dict[str, Any], dtype: torch.dtype
 ) -> None:
     grows = {"growth_interval": 1} if dtype == torch.float16 else None
-    case = Case(layout=layout, model=model, dtype=dtype, steps=2, global_batch=4, loss_scale=grows)
+    case = Case(
+        layout=layout, model={"layers": 2} | model, dtype=dtype, steps=2, global_batch=4, loss_scale=grows
+    )
     for captured, starts, computes, _ in assert_replayed(case):
         assert starts == computes + captured
 

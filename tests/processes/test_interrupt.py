@@ -136,7 +136,6 @@ _ANY = pytest.mark.parametrize(
     ("words", "when"),
     [
         (("train", "tiny"), _imports),
-        (_TINY, _drives),
         (("validate",), _imports),
         (("data", "prepare", _TEXTS, "--output", "out"), _computes),
         (("faults", "run", "kill-rank"), _drives),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from same_run import assert_same_run
+from same_run import assert_same_run, slow_steps
 from tiny_corpora import make_corpus
 from watching import descendants, is_alive, wait_until
 
@@ -16,9 +16,6 @@ from myriad.checkpoint.snapshots.snapshot_client import list_in_memory
 from myriad.doctor.baseline import write_baseline
 from myriad.doctor.hardware import cpu_key
 from myriad.errors import BadInputError
-from myriad.faults.injector import plan_rank_faults
-from myriad.faults.rank_faults import ARMED
-from myriad.faults.scenario import Fault
 from myriad.job import load_job
 from myriad.launchers.local import run_local
 from myriad.run import Run
@@ -115,31 +112,24 @@ def placements(run: Run) -> list[list[int]]:
     return [sorted(map(int, one["placement"]), key=lambda n: one["placement"][str(n)]) for one in started]
 
 
-def test_a_spare_takes_the_place_of_a_lost_node_and_not_a_bit_is(
+def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_a_spare_and_not_a_bit_is(
     tmp_path: Path, corpus: Path, undisturbed: Run
 ) -> None:
-    """Of node 0, whose snapshot server has all others store, and whose host the ranks meet at."""
+    """Of node 0, whose snapshot server has all others store, and whose host the ranks meet at; then the spare
+    is lost."""
     run = make_run(tmp_path / "run", corpus, "resilience.spares=1")
-    assert run_local(run, 2, observer=Acts(run, (reached(run, 20), lambda: lose(run, 0)))) == "finished"
-    (fault,), (resume,) = events(run, "fault"), events(run, "resume")
-    assert (fault["cause"], fault["node"]) == ("node", 0) and "rank 0 was lost" in fault["problem"]
-    assert resume["source"] == "memory" and resume["step"] >= 10, "from the copies that node 1 has"
-    assert placements(run) == [[0, 1], [2, 1]], "rank 1 stays where its snapshots are"
-    assert_same_run(run, undisturbed)
-
-
-def test_a_node_that_comes_back_is_a_spare_for_the_next_one_that_is_lost(
-    tmp_path: Path, corpus: Path, undisturbed: Run
-) -> None:
-    run = make_run(tmp_path / "run", corpus, "resilience.spares=1", "train.steps=60")
     acts = Acts(
         run,
-        (reached(run, 12), lambda: lose(run, 1)),
-        (lambda: reached(run, 30, attempt=2)() and bool(pids_of(run, 1)[0]), lambda: lose(run, 2)),
+        (reached(run, 20), lambda: lose(run, 0)),
+        (lambda: reached(run, 35, attempt=2)() and bool(pids_of(run, 0)[0]), lambda: lose(run, 2)),
     )
     assert run_local(run, 2, observer=acts) == "finished"
-    assert placements(run) == [[0, 1], [0, 2], [0, 1]]
-    assert [resume["source"] for resume in events(run, "resume")] == ["memory", "memory"]
+    (first, second), resumes = events(run, "fault"), events(run, "resume")
+    assert (first["cause"], first["node"]) == ("node", 0) and "rank 0 was lost" in first["problem"]
+    assert (second["cause"], second["node"]) == ("node", 2)
+    assert [resume["source"] for resume in resumes] == ["memory", "memory"]
+    assert resumes[0]["step"] >= 10, "from the copies that node 1 has"
+    assert placements(run) == [[0, 1], [2, 1], [0, 1]], "rank 1 stays where its snapshots are"
     assert_same_run(run, undisturbed)
 
 
@@ -176,28 +166,24 @@ def test_a_node_that_a_person_wants_to_leave_gives_way_after_its_step(
 def test_a_spare_that_the_doctor_finds_unfit_gets_no_ranks(
     tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another version than the cluster's nodes: it is told, and the lost node itself begins again. Steps
-    are slow until then: the run is not to end before the doctor has."""
+    """Of another version than the cluster's nodes: it is told, and the lost node itself begins again, at once
+    and from memory. Steps are slow until then: the run is not to end before the doctor has."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     write_baseline(tmp_path / "myriad" / "baseline.json", {cpu_key(): {"version of torch": "1.0"}})
     run = make_run(tmp_path / "run", corpus, "resilience.spares=1")
-    slow = [Fault(kind="slow", rank=rank, step=2, factor=10.0) for rank in range(2)]
-    monkeypatch.setenv(ARMED, str(plan_rank_faults(run.path / "faults", slow, None)))
-    acts = Acts(run, (lambda: bool(events(run, "diagnosis")), lambda: lose(run, 1, memory=False)))
+    for name, value in slow_steps(run.path / "faults", 10.0).items():
+        monkeypatch.setenv(name, value)
+    acts = Acts(
+        run,
+        (
+            lambda: reached(run, 20)() and bool(events(run, "diagnosis")),
+            lambda: lose(run, 1, memory=False),
+        ),
+    )
     assert run_local(run, 2, observer=acts) == "finished"
     told = events(run, "diagnosis")[0]
     assert (told["node"], told["verdict"]) == (2, "unfit") and "version of torch" in told["problem"]
-    assert placements(run) == [[0, 1], [0, 1]]
-    assert_same_run(run, undisturbed)
-
-
-def test_without_a_spare_the_same_node_begins_again(tmp_path: Path, corpus: Path, undisturbed: Run) -> None:
-    """At once, from memory: at the latest from the copies, which are taken every 5 steps and of which one may
-    be under way."""
-    run = make_run(tmp_path / "run", corpus)
-    acts = Acts(run, (reached(run, 20), lambda: lose(run, 1, memory=False)))
-    assert run_local(run, 2, observer=acts) == "finished"
     (resume,) = events(run, "resume")
-    assert resume["source"] == "memory" and resume["step"] >= 10
-    assert placements(run) == [[0, 1], [0, 1]] and events(run, "eviction") == []
+    assert resume["source"] == "memory" and resume["step"] >= 10, "the last copies, or those before"
+    assert placements(run) == [[0, 1], [0, 1]]
     assert_same_run(run, undisturbed)

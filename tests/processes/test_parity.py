@@ -1,8 +1,9 @@
 """Any layout gives one process's losses and parameters: the definition of correct.
 
 Each layout trains on real ranks and is compared with one process on the same tokens, in float32: losses and
-every whole parameter (relative L2 norm) within 1e-5. An error shows in the first gradient norm or the second
-loss, so most layouts train 3 steps; a few train 20, in which rounding could add up.
+every whole parameter (relative L2 norm) within 1e-5. An error shows in the first gradient norm, the second
+loss or the parameters after the second update, so most layouts train 2 steps, and models have 2 layers where
+the layout has one stage; a few train 20 steps, in which rounding could add up.
 """
 
 import functools
@@ -20,7 +21,7 @@ from parity_case import Case, run_case
 from ranks import run_ranks
 
 TOLERANCE = 1e-5
-FEW = 3
+FEW = 2
 
 MODELS: dict[str, dict[str, Any]] = {
     "serial": {},
@@ -138,8 +139,11 @@ def first(case: Case) -> Trained:
 
 
 @functools.cache
-def one_process(model: str, optimizer: str, global_batch: int = 8, steps: int = 20) -> Trained:
-    return train(Case({}, MODELS[model], {"name": optimizer}, steps, global_batch))
+def one_process(
+    model: str, optimizer: str, global_batch: int = 8, steps: int = 20, layers: int | None = None
+) -> Trained:
+    keys = MODELS[model] | ({} if layers is None else {"layers": layers})
+    return train(Case({}, keys, {"name": optimizer}, steps, global_batch))
 
 
 def assert_equal(case: Case, expected: Trained, run: Callable[..., Any] = run_case) -> None:
@@ -162,7 +166,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("serial", "adamw", {"dp": 2, "zero": 2, "reduce": "each"}),
     ("serial", "lamb", {"dp": 2, "zero": 3}),
     ("serial", "adamw", {"tp": 2, "micro_batch": 4}),
-    ("serial", "adamw", {"pp": 2}),
+    ("serial", "adamw", {"pp": 2, "micro_batch": 2}),
     ("serial", "adamw", {"pp": 2, "schedule": "zero-bubble"}),
     ("serial", "adamw", {"pp": 3, "schedule": "eager-1f1b"}),
     ("serial", "adamw", {"pp": 3, "schedule": "eager-zero-bubble"}),
@@ -199,7 +203,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("latent", "adamw", {"tp": 2, "pp": 2, "schedule": "zero-bubble", "micro_batch": 2}),
     ("latent", "lamb", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2, "recompute": "selective"}),
     ("latent-plain-queries", "adamw", {"tp": 4, "micro_batch": 4, "recompute": "selective"}),
-    ("predictions", "adamw", {"tp": 2, "pp": 2, "recompute": "full"}),
+    ("predictions", "adamw", {"tp": 2, "pp": 2, "micro_batch": 2, "recompute": "full"}),
     ("predictions", "adamw", {"dp": 2, "pp": 2, "zero": 3, "virtual_stages": 2}),
     ("granite-sinks", "adamw", {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "micro_batch": 2}),
     ("serial", "muon", {"dp": 3, "zero": 0, "shares": (4, 3, 1)}),
@@ -219,8 +223,10 @@ def name_of(value: object) -> str:
 def test_layout_gives_the_loss_and_parameters_of_one_process(
     model: str, optimizer: str, layout: dict[str, Any]
 ) -> None:
-    case = Case(layout=layout, model=MODELS[model], optimizer={"name": optimizer}, steps=FEW)
-    assert_equal(case, one_process(model, optimizer, steps=FEW))
+    layers = None if "pp" in layout or "virtual_stages" in layout else 2
+    keys = MODELS[model] | ({} if layers is None else {"layers": layers})
+    case = Case(layout=layout, model=keys, optimizer={"name": optimizer}, steps=FEW)
+    assert_equal(case, one_process(model, optimizer, steps=FEW, layers=layers))
 
 
 PAIRS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "pairs.json").read_text())
@@ -236,7 +242,6 @@ def test_many_features_at_once_give_the_loss_and_parameters_of_one_process(job: 
 LONG: list[tuple[str, str, dict[str, Any]]] = [
     ("serial", "adamw", {"dp": 2, "zero": 2, "reduce": "each"}),
     ("serial", "lamb", {"tp": 2, "micro_batch": 4}),
-    ("gpt2", "adamw", {"pp": 2, "dp": 2, "zero": 3, "schedule": "zero-bubble"}),
     ("serial", "muon", {"dp": 2, "zero": 1, "micro_batch": 4}),
 ]
 
@@ -248,17 +253,21 @@ def test_rounding_does_not_add_up_over_more_steps(model: str, optimizer: str, la
 
 
 DOCUMENTS: dict[str, list[dict[str, Any]]] = {
-    "gpt2": [{"tp": 2, "dp": 2, "zero": 3}],
-    "predictions": [{"tp": 4}, {"pp": 2, "dp": 2, "zero": 2, "micro_batch": 2, "recompute": "full"}],
+    "gpt2": [{"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}],
+    "predictions": [
+        {"tp": 4, "micro_batch": 4},
+        {"pp": 2, "dp": 2, "zero": 2, "micro_batch": 2, "recompute": "full"},
+    ],
     "parallel-window": [{"tp": 2, "pp": 2, "micro_batch": 2, "schedule": "zero-bubble"}],
-    "few-kv-heads": [{"tp": 4, "micro_batch": 2}],
+    "few-kv-heads": [{"tp": 4, "micro_batch": 4}],
 }
 
 
 @pytest.mark.parametrize("model", DOCUMENTS)
 def test_packed_documents_give_the_loss_and_parameters_of_one_process(model: str) -> None:
     overlap = {"tensor_message": 1, "tensor_chunks": 2}
-    alone = Case({}, MODELS[model], {"name": "adamw"}, FEW, overlap=overlap, packed=True)
+    steps = FEW + 1  # biases of two small updates are so small that rounding shows
+    alone = Case({}, MODELS[model], {"name": "adamw"}, steps, overlap=overlap, packed=True)
     expected = train(alone)
     for layout in DOCUMENTS[model]:
         assert_equal(replace(alone, layout=layout), expected)
@@ -302,12 +311,12 @@ def test_muon_without_any_overlap() -> None:
 SWITCHES = ("pipeline", "data", "optimizer", "tensor")
 DATA_AND_PIPELINE = {"dp": 2, "pp": 2, "zero": 2}
 TENSOR_AND_PIPELINE = {"tp": 2, "pp": 2, "micro_batch": 3}
-EVERYTHING = {"dp": 2, "pp": 2, "tp": 2, "zero": 1, "virtual_stages": 2}
+EVERYTHING = {"dp": 2, "pp": 2, "tp": 2, "zero": 1, "virtual_stages": 2, "micro_batch": 2}
 # None or two of the first three: each two meet in all four states. (All are on in each case of LAYOUTS.)
 COMBINATIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     *((DATA_AND_PIPELINE, on) for n in (0, 2) for on in combinations(SWITCHES[:3], n)),
     *((TENSOR_AND_PIPELINE, on) for on in ((), ("tensor",), ("pipeline",))),
-    *((EVERYTHING, on) for on in ((), SWITCHES)),
+    (EVERYTHING, SWITCHES),
 ]
 
 
@@ -327,7 +336,7 @@ def test_no_switch_changes_what_is_learned(layout: dict[str, Any], on: tuple[str
     assert_equal(case, one_process("serial", "adamw", **batch))
 
 
-TWICE = [each for each in (*LAYOUTS, *SHARES) if each[:2] == ("gpt2", "adamw") and "pp" in each[2]]
+TWICE = [each for each in (*LAYOUTS, *SHARES) if each[:2] == ("gpt2", "adamw") and "pp" in each[2]][1:3]
 
 
 @pytest.mark.parametrize(("model", "optimizer", "layout"), TWICE, ids=name_of)

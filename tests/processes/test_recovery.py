@@ -7,12 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from same_run import assert_same_run
+from same_run import assert_same_run, train_undisturbed
 from tiny_corpora import make_corpus
 from watching import process_of
 
-from myriad.checkpoint.checkpoint_files import load_model
-from myriad.faults.storage_faults import fill, free, small_disk
 from myriad.job import load_job
 from myriad.launchers.local import run_local
 from myriad.run import Run
@@ -34,9 +32,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
-    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus, *FOUR)
-    assert run_local(run, 4) == "finished"
-    return run
+    return train_undisturbed(make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus, *FOUR))
 
 
 class Acts:
@@ -87,27 +83,3 @@ def test_a_killed_driver_node_agent_and_rank_and_a_stopped_rank_cost_a_step_at_m
         assert resume["source"] == "memory" and fault["step"] - resume["step"] <= 2
     assert [event["epoch"] for event in events(run, "restart")] == [2, 3, 4]
     assert_same_run(run, undisturbed)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
-def test_a_last_checkpoint_that_found_a_full_disk_is_stored_when_there_is_room(
-    tmp_path: Path, corpus: Path
-) -> None:
-    run = make_run(tmp_path / "run", corpus, "layout.dp=2", "layout.zero=3", "checkpoint.memory_seconds=0")
-
-    class FreesWhenTold:
-        full = False
-
-        def tick(self) -> None:
-            if run.read_metrics() and not self.full:
-                self.full = True
-                fill(run.checkpoints_path)
-            if events(run, "retry"):
-                free(run.checkpoints_path)
-
-        def stopping(self) -> None: ...
-
-    with small_disk(run.checkpoints_path):
-        assert run_local(run, 2, observer=FreesWhenTold()) == "finished"
-        assert load_model(run.checkpoints_path / "step-40", "")
-    assert not [fault for fault in events(run, "fault") if "cause" in fault], "no rank was restarted for it"

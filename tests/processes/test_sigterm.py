@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from same_run import slow_steps
 from watching import descendants, is_alive, process_of, wait_until
 
 from myriad.cli.main import STOP_SECONDS
@@ -199,7 +200,8 @@ def test_a_library_that_hangs_at_exit_keeps_no_interrupted_command() -> None:
 def training(folder: Path, *options: str) -> "subprocess.Popen[str]":
     """A run of two ranks that computes."""
     words = ("train", *TINY, *SAVE, "--run", "./run", "--layout.dp", "2", "--checkpoint.memory_seconds", "1")
-    process = start(folder, *words, "--comm.timeout_seconds", "20", *options)
+    environment = slow_steps(folder / "faults", 5.0)
+    process = start(folder, *words, "--comm.timeout_seconds", "20", *options, **environment)
     run = Run(folder / "run")
     wait_until(lambda: process.poll() is not None or (run.exists and len(run.read_metrics()) > 5), 90.0)
     assert process.poll() is None, process.stderr.read() if process.stderr else ""

@@ -81,8 +81,8 @@ def test_a_slow_rank_is_named_and_its_work_moves(
 
 
 PIPELINE = [
-    "layout.pp=2", "resilience.nodes=2", "model.layers=8", "model.hidden=64", "model.sequence=32",
-    "model.vocabulary=320", "train.global_batch=8", "train.threads=1", "train.steps=100000",
+    "layout.pp=2", "resilience.nodes=2", "model.layers=8", "model.hidden=32", "model.sequence=32",
+    "model.vocabulary=320", "train.global_batch=4", "train.threads=1", "train.steps=100000",
     "checkpoint.memory_seconds=0", "resilience.timeout_scale=4",
 ]  # fmt: skip
 STEP_SECONDS = 0.13

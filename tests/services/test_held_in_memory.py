@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from mounted import SmallDisk, small_disk
-from same_run import assert_same_run
+from same_run import assert_same_run, train_undisturbed
 from typer.testing import CliRunner, Result
 from watched_runs import (
     TWO_REPLICAS,
@@ -28,7 +28,6 @@ from myriad.checkpoint.snapshots.snapshot_client import held_steps
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
 from myriad.errors import BadInputError, RunFailedError
-from myriad.launchers.local import run_local
 from myriad.run import Run
 
 TWO_NODES = [*TWO_REPLICAS, "layout.zero=3", "resilience.nodes=2", "train.steps=60"]
@@ -53,8 +52,7 @@ def test_a_run_that_ends_on_a_full_disk_is_saved_elsewhere_and_continues_to_the_
     tmp_path: Path, corpus: Path, small: SmallDisk
 ) -> None:
     """Two nodes, each with a snapshot server of its own."""
-    undisturbed = make_run(tmp_path / "undisturbed", corpus, *TWO_NODES)
-    assert run_local(undisturbed, 2) == "finished"
+    undisturbed = train_undisturbed(make_run(tmp_path / "undisturbed", corpus, *TWO_NODES))
     keys = [f"checkpoint.url={small.path}/kept", "checkpoint.timeout_seconds=3"]
     run = make_run(tmp_path / "a run #1 %20 é", corpus, *TWO_NODES, *keys)
     at_work = myriad("train", run.path, "--oversubscribe")

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from same_run import assert_same_run
+from same_run import assert_same_run, slow_steps, train_undisturbed
 from slurm_cluster import SlurmCluster, missing
 
 from myriad.job import load_job
-from myriad.launchers.local import run_local
 from myriad.run import Run
 from myriad.system.jsonl import JsonlTail
 
-LAST = 200
+LAST = 80
 KEYS = (
     "model.layers=2",
     "model.hidden=32",
@@ -68,9 +67,7 @@ def make_run(path: Path, corpus: Path, *more: str) -> Run:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
     if problem := missing():
         pytest.skip(f"no Slurm here: {problem}")
-    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus)
-    assert run_local(run, 2) == "finished"
-    return run
+    return train_undisturbed(make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus))
 
 
 def myriad(made: SlurmCluster | None, *arguments: object, **environment: str) -> tuple[int, str, str]:
@@ -82,8 +79,9 @@ def myriad(made: SlurmCluster | None, *arguments: object, **environment: str) ->
 
 
 def submit(made: SlurmCluster, run: Run) -> str:
-    """The job's number."""
-    code, out, error = myriad(made, "train", run.path, "--engine", "slurm", "--submit", "--json")
+    """The job's number. It is not to end before all that a test does to it has happened."""
+    slow = slow_steps(run.path.with_name("faults"), 5.0)
+    code, out, error = myriad(made, "train", run.path, "--engine", "slurm", "--submit", "--json", **slow)
     assert (code, error) == (0, "")
     return str(json.loads(out)["job"])
 

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 from machines import Machine, wait_for
-from same_run import assert_same_run
+from same_run import assert_same_run, slow_steps, train_undisturbed
 from watched_runs import events, make_run
 
-from myriad.launchers.local import run_local
 from myriad.launchers.run_start import open_lease
 from myriad.run import Run
 from myriad.telemetry.loggers import read_forwarded
 
 KEYS = [
-    "layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "train.steps=600", "checkpoint.memory_seconds=0",
+    "layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "train.steps=200", "checkpoint.memory_seconds=0",
     "checkpoint.copies_every=5", "resilience.nodes=2", "resilience.on_slow=report",
     "resilience.timeout_scale=0.5",
 ]  # fmt: skip
@@ -42,9 +41,16 @@ def num_standing(run: Run) -> int:
 
 
 def test_two_drivers_machines_are_lost_the_second_with_a_node_and_not_a_bit_is(
-    tmp_path: Path, corpus: Path, server, machines: dict[str, Machine]
+    tmp_path: Path,
+    corpus: Path,
+    server,
+    machines: dict[str, Machine],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of the first no rank knows anything. With the second goes the node that ranks meet at."""
+    undisturbed = train_undisturbed(make_run(tmp_path / "undisturbed", corpus, *KEYS))
+    for name, value in slow_steps(tmp_path / "faults", 5.0).items():
+        monkeypatch.setenv(name, value)
     keys = ["resilience.engine=join", f"resilience.journal={server.url}"]
     run = make_run(tmp_path / "run", corpus, *KEYS, *keys, *LOGGERS)
     all_of_them = tuple(machines.values())
@@ -81,8 +87,6 @@ def test_two_drivers_machines_are_lost_the_second_with_a_node_and_not_a_bit_is(
         told = read_forwarded(run.path, "tensorboard").metrics
         assert told == run.metrics_path.stat().st_size, "curves go on under each driver"
         assert events(run, "logger") == []
-    undisturbed = make_run(tmp_path / "undisturbed", corpus, *KEYS)
-    assert run_local(undisturbed, 2) == "finished"
     assert_same_run(run, undisturbed)
     for name in ("node-1", "spare"):
         (joined,) = machines[name].started
