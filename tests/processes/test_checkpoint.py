@@ -37,7 +37,8 @@ def optimizer_of(model: dict[str, Any]) -> dict[str, Any]:
     if model is GPT2:
         return {}
     name = "muon" if model is MUON else "lamb" if model is SWIGLU else "adamw"
-    return {"name": name, "ema_decay": 0.8, "ema_every": 2 if model is SWIGLU else 1}
+    clips = {"qk_clip": 0.02} if model is MUON else {}
+    return {"name": name, "ema_decay": 0.8, "ema_every": 2 if model is SWIGLU else 1, **clips}
 
 
 def go(case: Case, read: Path | None, write: Path, steps: tuple[int, ...]) -> list[tuple[float, float]]:

@@ -163,6 +163,9 @@ class RunCollector(Collector):
         if "noise_scale" in self._last:
             documentation = "Gradient noise scale, averaged over steps, in tokens."
             yield _gauge("myriad_noise_scale_tokens", documentation, self._last["noise_scale"])
+        if "max_attention_logit" in self._last:
+            documentation = "Largest attention score of the newest step."
+            yield _gauge("myriad_max_attention_logit", documentation, self._last["max_attention_logit"])
         if norms := self._layer_norms:
             documentation = "Newest L2 norms of each layer: gradient, parameter, update."
             gauge = GaugeMetricFamily("myriad_layer_norm", documentation, labels=["of", "layer"])

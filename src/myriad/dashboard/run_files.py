@@ -33,7 +33,16 @@ if TYPE_CHECKING:
 
 __all__ = ["RunFiles"]
 
-COLUMNS = ("step", "time", "loss", "tokens_per_second", "mfu", "step_seconds", "noise_scale")
+COLUMNS = (
+    "step",
+    "time",
+    "loss",
+    "tokens_per_second",
+    "mfu",
+    "step_seconds",
+    "noise_scale",
+    "max_attention_logit",
+)
 _KEPT_PER_STRETCH = 5
 
 

@@ -57,7 +57,8 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
          "optimizer.decay_ratio", "optimizer.warmup_steps", "optimizer.beta1", "optimizer.beta2",
          "optimizer.epsilon", "optimizer.weight_decay", "optimizer.clip_norm",
          "optimizer.muon_momentum", "optimizer.muon_nesterov", "optimizer.muon_iterations",
-         "optimizer.muon_precision", "optimizer.muon_scaling", "optimizer.ema_decay", "optimizer.ema_every"),
+         "optimizer.muon_precision", "optimizer.muon_scaling", "optimizer.qk_clip",
+         "optimizer.ema_decay", "optimizer.ema_every"),
         True,
         "hold from the next step; moments and step count stay. The schedule counts steps from the start of "
         "the run",

@@ -29,7 +29,14 @@ def _check_layout(job: JobValues) -> None:
     check_layout(job.layout)
 
 
-_MUON_KEYS = ("muon_momentum", "muon_nesterov", "muon_iterations", "muon_precision", "muon_scaling")
+_MUON_KEYS = (
+    "muon_momentum",
+    "muon_nesterov",
+    "muon_iterations",
+    "muon_precision",
+    "muon_scaling",
+    "qk_clip",
+)
 
 
 def _check_muon(job: JobValues) -> None:
@@ -38,6 +45,22 @@ def _check_muon(job: JobValues) -> None:
         value, default = getattr(optimizer, key), OptimizerConfig.model_fields[key].default
         allowed = f"only with optimizer.name = muon, which is {optimizer.name}"
         need(value == default, f"optimizer.{key}", value, allowed)
+
+
+def _check_qk_clip(job: JobValues) -> None:
+    limit, model = job.optimizer.qk_clip, job.model
+    copies = model.kv_lora_rank is None and job.layout.tp > model.num_kv_heads
+    for wrong, needs in (
+        (model.qk_norm != "none", "model.qk_norm = none: norms of queries and keys undo the scaling"),
+        (
+            model.attention_softcap is not None,
+            "model.attention_softcap = off, which bounds the scores already",
+        ),
+        (job.comm.sync_every > 1, "comm.sync_every = 1: with DiLoCo replicas have scores of their own"),
+        (job.train.cuda_graphs, "train.cuda_graphs = false: captures do not record scores"),
+        (copies, f"layout.tp of at most {model.num_kv_heads}: ranks share key and value heads"),
+    ):
+        need(limit is None or not wrong, "optimizer.qk_clip", limit, f"needs {needs}")
 
 
 def _check_average(job: JobValues) -> None:
@@ -329,6 +352,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_layout,
     *MODEL_RULES,
     _check_muon,
+    _check_qk_clip,
     _check_average,
     _check_statistics,
     _check_tensor_parallel,

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from myriad.kernels.attention import attention
+from myriad.kernels.attention import attention, split_heads
 from myriad.kernels.attention_blocks import Heads, runs_in_blocks
 from myriad.kernels.attention_choice import Scores
 from myriad.kernels.documents import Documents
@@ -30,6 +30,7 @@ from myriad.kernels.memory_order import as_rows_lie
 from myriad.kernels.norm import rms_norm
 from myriad.kernels.remade import Remade
 from myriad.kernels.rotary import rotary_turns, turned
+from myriad.kernels.score_maxima import add_largest_scores
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.key_value_cache import KeyValueCache, LatentCache, NewPositions
@@ -57,6 +58,8 @@ class LatentAttention(nn.Module):
         assert self.rotary is not None, "latent attention has rotary positions in every layer"
         self.later, self.remakes, self.kernels = boundary.later, boundary.remakes, boundary.kernels
         self.scores = Scores(config.score_scale)
+        self.largest_scores: torch.Tensor | None = None
+        """As in `myriad.model.self_attention.Attention`."""
         self.num_entering, rows = 3 - self.sizes.num_latents, num_heads * self.sizes.head
         self.q_norm = self.q_up = self.query = None
         if self.sizes.query_rank is None:
@@ -86,8 +89,23 @@ class LatentAttention(nn.Module):
         q = q if self.q_up is None or self.q_norm is None else self._up(q, self.q_norm, self.q_up)
         kv = self._up(kv_latent, self.kv_norm, self.kv_up)
         joined = join_latent_heads(q, kv, shared, self._turns(fused), self.num_heads)
+        if self.largest_scores is not None and self.training:
+            queries, keys, _ = split_heads(joined.detach(), self.shape, None, self.kernels)
+            scale = self.scores.factor(self.shape.width)
+            add_largest_scores(self.largest_scores, queries, keys, None, scale, documents)
         mixed = attention(joined, self.shape, None, None, self.kernels, self.scores, None, documents)
         return without_padding(mixed, self.num_heads, self.sizes.value)
+
+    def clip_factors(self, ratios: torch.Tensor) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        """Return modules and parameters, with a factor for each row, from ``ratios`` ``[N]``: their roots for
+        what heads have of their own, the ratio for the rotated part of the queries, whose keys all heads
+        share."""
+        sizes, plain = self.sizes, ratios.sqrt()[:, None].expand(-1, self.sizes.plain)
+        of_queries = torch.cat((plain, ratios[:, None].expand(-1, sizes.rotated)), 1).flatten()
+        of_keys = torch.cat((plain, torch.ones_like(ratios)[:, None].expand(-1, sizes.value)), 1).flatten()
+        queries = self.q_up if self.query is None else self.query
+        assert queries is not None
+        return [(queries, "weight", of_queries), (self.kv_up, "weight", of_keys)]
 
     def out(self, mixed: torch.Tensor) -> torch.Tensor:
         """Project ``[B, S, N V]`` to the partial sum."""

@@ -19,6 +19,7 @@ from myriad.kernels.linear import Linear, linear
 from myriad.kernels.query_key_norm import HeadNorm, query_key_norm
 from myriad.kernels.remade import Remade
 from myriad.kernels.rotary import rotary_turns
+from myriad.kernels.score_maxima import add_largest_scores
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.key_value_cache import KeyValueCache, NewPositions
@@ -89,6 +90,8 @@ class Attention(nn.Module):
         self.scores = Scores(config.score_scale, config.attention_softcap)
         self.sinks = nn.Parameter(torch.empty(num_heads)) if config.attention_sinks else None
         self.capped = config.has_capped_scores
+        self.largest_scores: torch.Tensor | None = None
+        """Where training records the largest score of each head, ``[N]``; ``None``: nowhere."""
         self.head_norm: HeadNorm | None = None
         if config.qk_norm != "none":
             centered, copies = config.qk_norm_kind == "layer", config.kv_copies(boundary.size)
@@ -114,8 +117,28 @@ class Attention(nn.Module):
     def mix(self, fused: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Attend: queries, keys and values of all positions ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``."""
         fused, turns = self._normed(fused), self._turns(fused)
+        if self.largest_scores is not None and self.training:
+            q, k, _ = split_heads(fused.detach(), self.shape, turns, self.kernels)
+            scale = self.scores.factor(self.shape.width)
+            add_largest_scores(self.largest_scores, q, k, self.window, scale, documents)
         how = (self.window, turns, self.kernels, self.scores, self.sinks, documents)
         return attention(fused, self.shape, *how)
+
+    def clip_factors(self, ratios: torch.Tensor) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        """Return modules and parameters, with a factor for each row: the root of ``ratios`` ``[N]`` for
+        queries, of the smallest ratio of its query heads for a key head, 1 for values."""
+        queries = ratios.sqrt().repeat_interleave(self.shape.width)
+        of_keys = ratios.unflatten(0, (self.shape.num_kv_heads, -1)).amin(1)
+        keys = of_keys.sqrt().repeat_interleave(self.shape.width)
+        values = torch.ones_like(keys)
+        found: list[tuple[nn.Module, str, torch.Tensor]] = [
+            (self.qkv, "weight", torch.cat((queries, keys, values)))
+        ]
+        if self.qkv.bias is not None:
+            has_keys = len(self.qkv.bias) == len(self.qkv.weight)
+            parts = (queries, keys, values) if has_keys else (queries, values)
+            found.append((self.qkv, "bias", torch.cat(parts)))
+        return found
 
     def out(self, mixed: torch.Tensor) -> torch.Tensor:
         """Project ``[B, S, N D]`` to the partial sum."""

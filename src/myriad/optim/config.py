@@ -90,6 +90,10 @@ class OptimizerConfig(Config):
     match_rms_adamw: 0.2 sqrt(max(m, n)), which makes updates as large as AdamW's (Liu et al. 2025). original:
     sqrt(max(1, m / n)) (Jordan 2024), which needs a larger optimizer.learning_rate."""
 
+    qk_clip: float | None = Field(None, gt=0)
+    """With muon, largest attention score that a head may have, e.g. 100 (Kimi K2, arXiv 2507.20534): after
+    the update, weights of queries and keys of heads above it are scaled down. The scores are computed a
+    second time for it. off: no limit."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the parameters in float32, with this decay, e.g. 0.999: 4 bytes
     more per parameter, sharded like a moment. `myriad eval`, `sample` and `checkpoint export` use it with

@@ -42,6 +42,7 @@ from myriad.optim.weight_average import WeightAverage
 from myriad.parallel.chunk import Chunk, Row
 from myriad.parallel.matrix_exchange import MatrixExchange, MatrixPeers, make_exchanges
 from myriad.parallel.model_state import ModelState
+from myriad.parallel.qk_clip import QKClip
 from myriad.parallel.rank_model import RankModel
 from myriad.parallel.step_statistics import LayerNorms, StepStatistics
 from myriad.program.actions import Kind
@@ -92,6 +93,8 @@ class StepResult:
     """Hash of the rows of all replicas, below 2^64: the sum of the rows' own hashes."""
     noise: NoiseEstimate | None = None
     """The averages of the gradient noise scale, if the job asks for them and the step was not skipped."""
+    max_attention_score: float | None = None
+    """Largest attention score of the step, if the job bounds it."""
     layer_norms: LayerNorms | None = None
     """Norms of each layer, in the steps for which the job asks for them."""
 
@@ -163,6 +166,7 @@ class OptimizerStep:
         )
         self.average: WeightAverage | None = None
         """The moving average of the parameters, if the job keeps one."""
+        self._qk_clip = None if config.qk_clip is None else QKClip(config.qk_clip, model, groups, device)
         if config.ema_decay is not None:
             self.average = WeightAverage(config.ema_decay, config.ema_every, state.regions)
         self.squares = torch.zeros(num_rows, dtype=torch.float64, device=device)
@@ -194,6 +198,8 @@ class OptimizerStep:
         self._now = _Arguments(num_targets, learning_rate, signal, number, refuses)
         self._skips, self._completes, self._result = skip, False, None
         self.statistics.begin(0 if skip else number)
+        if self._qk_clip is not None:
+            self._qk_clip.begin()
         return self._loss_scale * self._num_replicas / num_targets
 
     @property
@@ -215,7 +221,8 @@ class OptimizerStep:
         squares, replica = self.squares, self._state.replica
         # Replicas that train alone have a norm each; one message carries all of them.
         num_losses, num_sums = loss_sum.numel(), self.statistics.num_sums
-        own = squares.new_zeros(1 + self._num_replicas + num_losses + _DIGEST_PARTS + num_sums)
+        num_slots = 0 if self._qk_clip is None else self._qk_clip.num_slots
+        own = squares.new_zeros(1 + self._num_replicas + num_losses + _DIGEST_PARTS + num_sums + num_slots)
         own[0].fill_(self._now.signal)  # An assignment would copy from the host and wait for the device.
         own[1 + replica] = (squares * self._state.counts).sum()
         losses_from = 1 + self._num_replicas
@@ -226,7 +233,10 @@ class OptimizerStep:
         if self._groups.grid.index("tp") == self._groups.grid.index("pp") == 0:
             for part in range(_DIGEST_PARTS):
                 own[digest_from + part].fill_(digest >> part * _DIGEST_BITS & 2**_DIGEST_BITS - 1)
-        self.statistics.write_sums(own[sums_from:], squares)
+        slots_from = sums_from + num_sums
+        self.statistics.write_sums(own[sums_from:slots_from], squares)
+        if self._qk_clip is not None:
+            self._qk_clip.reduce(own[slots_from:])
         sums = sum_over_world(own, self._groups, self._recorder)
         signal, norms, parts = sums[0], sums[1:losses_from], sums[digest_from:sums_from]
         loss, *further = sums[losses_from:digest_from]
@@ -239,11 +249,12 @@ class OptimizerStep:
             signal,
             tuple(further),
             loss_scale=None if self._scaler is None else scale,
+            max_attention_score=max(sums[slots_from:], default=None),
             data_digest=sum(int(one) << part * _DIGEST_BITS for part, one in enumerate(parts)) % 2**64,
         )
         self._result = self._decide(result)
         if not self._result.skipped:
-            noise = self.statistics.noise_of(sums[sums_from:], scale, self._now.num_targets)
+            noise = self.statistics.noise_of(sums[sums_from:slots_from], scale, self._now.num_targets)
             self._result = replace(self._result, noise=noise)
         if not (self._skips or self._updates_early):
             norm = math.sqrt(norms[replica])
@@ -298,6 +309,8 @@ class OptimizerStep:
             else:
                 before = self.statistics.before_update(chunk)
                 self.optimizer.update(self._state.regions_of[chunk], stays)
+                if self._qk_clip is not None:
+                    self._qk_clip.clip(chunk)
                 self.statistics.after_update(chunk, before)
                 if self.average is not None:
                     self.average.update(self._state.regions_of[chunk], self.optimizer.steps_done + 1)

@@ -61,6 +61,7 @@ STEP_FIELDS = {
     "its covariance).",
     "layer_norms": "With telemetry.layer_norms_every, L2 norms by layer: `gradient` (before clipping), "
     "`parameter` (after the update), `update` (the change).",
+    "max_attention_logit": "Largest attention score of any head before the softmax, with optimizer.qk_clip.",
     "loss_scale": "Loss scale of the step, with float16.",
     "skipped": "1 if the batch was skipped.",
     "overflow": "1 if gradients overflowed, with float16.",

@@ -121,6 +121,8 @@ def _statistics(result: StepResult) -> dict[str, Any]:
     if (noise := result.noise) is not None:
         found |= {"noise_scale": _finite(noise.scale), "noise_gradient": noise.gradient}
         found["noise_variance"] = noise.variance
+    if result.max_attention_score is not None:
+        found["max_attention_logit"] = _finite(result.max_attention_score)
     if (norms := result.layer_norms) is not None:
         found["layer_norms"] = {
             name: {layer: _finite(norm) for layer, norm in of_layers.items()}

@@ -19,6 +19,7 @@ from myriad.job import Job, dump_toml, job_keys, load_job, parse_job
 from myriad.job import typed_job as job_module
 
 F16 = "train.precision=float16"
+CLIPS = ["optimizer.name=muon", "optimizer.qk_clip=9"]
 EARLY = ["overlap.optimizer_in_backward=true", "optimizer.clip_norm=off"]
 GRAPHS = "train.cuda_graphs=true"
 ROPELESS = "model.position=none"
@@ -220,6 +221,8 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         ([*EARLY, "optimizer.name=lamb"], "overlap.optimizer_in_backward", "needs optimizer.name = adamw"),
         ([*EARLY, "optimizer.name=muon"], "overlap.optimizer_in_backward", "needs optimizer.name = adamw"),
         (["model.mup_base_width=64", "optimizer.name=muon"], "model.mup_base_width", "need adamw"),
+        (["optimizer.qk_clip=9"], "optimizer.qk_clip", "only with optimizer.name = muon"),
+        ([*CLIPS, "model.qk_norm=head"], "optimizer.qk_clip", "needs model.qk_norm = none"),
         (["telemetry.noise_scale=true"], "telemetry.noise_scale", "needs layout.dp of at least 2"),
         (["optimizer.ema_every=4"], "optimizer.ema_every", "only with optimizer.ema_decay"),
         (["train.validate_ema=true"], "train.validate_ema", "needs optimizer.ema_decay"),

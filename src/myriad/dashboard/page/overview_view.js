@@ -15,10 +15,11 @@ const CURVES = [
   ["Tokens per second", "tokens_per_second", count],
   ["MFU", "mfu", percent],
   ["Step time", "step_seconds", seconds],
+  ["Largest attention logit", "max_attention_logit", plain],
   ["Gradient noise scale (tokens)", "noise_scale", count],
 ];
 /** Curves that are shown only if the run has them. */
-const OPTIONAL = new Set(["noise_scale"]);
+const OPTIONAL = new Set(["noise_scale", "max_attention_logit"]);
 /** Events that are marked on the curves, because they often explain a change. */
 const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "skip", "bad_block", "health", "job_changed", "start_over", "held"]);
 const NEWEST_EVENTS = 200;
