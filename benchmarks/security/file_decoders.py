@@ -153,6 +153,43 @@ def _documents(data: bytes) -> None:
         pass
 
 
+def _stream_sources(data: bytes) -> None:
+    from myriad.data.streaming.source_list import parse_sources
+
+    found = parse_sources(data, "sources.json")
+    assert found.num_bytes >= 0 and len(found.sources) == len(found.files)
+
+
+def _seal_sources(value: Any) -> bytes:
+    head = {key: value.get(key) for key in ("format", "files")}
+    own = xxhash.xxh3_128(json.dumps([head["format"], head["files"]]).encode()).hexdigest()
+    return json.dumps({**value, "content_xxh3_128": own}).encode()
+
+
+def _source_examples() -> list[bytes]:
+    files = [["file:///a.jsonl", "jsonl", 20, "1.5"], ["s3://b/c.parquet", "parquet", 9, '"etag"']]
+    return [_seal_sources({"format": "myriad-stream-1", "name": "raw:x", "files": files})]
+
+
+def _stream_index(data: bytes) -> None:
+    from myriad.data.streaming.group_index import GroupIndex
+
+    write_scratch("index/x-0.jsonl", data)
+    index = GroupIndex(scratch() / "index", "x")
+    for number in range(min(len(index), 8)):
+        index.start(number + 1)
+    assert index.find(index.num_windows) is None
+
+
+def _stream_lines() -> list[bytes]:
+    from myriad.data.streaming.group_index import GroupRecord, dump_record
+    from myriad.data.streaming.group_order import Cursor, GroupStart
+
+    start = GroupStart(0, 0, 1, (Cursor(0, 77), Cursor(1)))
+    records = [GroupRecord(number, 5, 90, 3, {"null": 1}, "ab", start) for number in range(2)]
+    return [b"".join(json.dumps(dump_record(record)).encode() + b"\n" for record in records)]
+
+
 # Files that a user writes, or takes from elsewhere
 
 
@@ -405,6 +442,10 @@ FILE_TARGETS: tuple[Target, ...] = (
     Target(
         "corpus: documents", _documents, lambda: [b'{"text": "one"}\n{"text": null, "id": 3}\n'], JSON_LINES
     ),
+    Target(
+        "stream: sources", _stream_sources, _source_examples, Codec(json.loads, _seal_sources, sealed=True)
+    ),
+    Target("stream: index", _stream_index, _stream_lines, JSON_LINES),
     Target("tokenizer.json", _tokenizer, _tokenizer_examples, JSON, slow=True),
     Target("job file", _job, _job_examples, TOML, slow=True),
     Target(

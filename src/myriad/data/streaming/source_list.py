@@ -9,7 +9,7 @@ import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import xxhash
 from pydantic import Field, ValidationError
@@ -46,7 +46,7 @@ class SourceList(Config):
     """Format version; it changes when an older reader would take the documents in another order."""
     name: str
     """The corpus, as in the job."""
-    files: tuple[tuple[str, Kind, int, str], ...] = Field(min_length=1)
+    files: tuple[tuple[str, Kind, Annotated[int, Field(ge=0, le=2**62)], str], ...] = Field(min_length=1)
     """URL, kind, size in bytes and stamp of each file."""
 
     @property
