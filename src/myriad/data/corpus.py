@@ -36,7 +36,8 @@ from myriad.data.indexed import IndexedShard
 from myriad.data.loss_mask import LOSS_SUFFIX, LossMask
 from myriad.data.remote_corpus import RemoteFolder, open_prefix, open_shards
 from myriad.data.sampler import Sample, Sampler, permute
-from myriad.data.streaming.streamed_corpus import StreamedCorpus, StreamPlace, StreamWindows, is_streamed
+from myriad.data.streaming.streamed_corpus import StreamedCorpus, StreamPlace, StreamWindows
+from myriad.data.text_names import is_streamed
 from myriad.data.verified_shard import HashedShard, LocalTokens, OpenFiles, TokenShard
 from myriad.data.windows import (
     BatchWords,
@@ -428,7 +429,7 @@ class _Opener:
 
     def open(self, name: str) -> Corpus | StreamedCorpus:
         """Open one corpus, by its name in the job."""
-        if name != EMBEDDED and is_streamed(name):
+        if is_streamed(name):
             return StreamedCorpus(name, self._config, self._split, self._streams)
         return self.open_prepared(name)
 

@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import fsspec.compression
 import fsspec.utils
@@ -23,6 +23,7 @@ import fsspec.utils
 from myriad.data.http_input import HttpInput, is_http
 from myriad.data.range_input import RangeInput
 from myriad.data.records import RecordError, RecordForm
+from myriad.data.text_names import Kind
 from myriad.errors import BadInputError, MyriadError
 from myriad.system.remote_urls import open_url
 from myriad.units import format_bytes
@@ -33,7 +34,6 @@ __all__ = [
     "LONGEST_TEXT_BYTES",
     "FileRange",
     "Found",
-    "Kind",
     "ReadRules",
     "named_error",
     "open_source",
@@ -53,9 +53,6 @@ END_OF_FILE = 2**62
 _BLOCK_BYTES = 1 << 20
 """Bytes of one request to a server."""
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
-
-
-Kind = Literal["text", "jsonl", "parquet"]
 
 
 class FileRange(NamedTuple):

@@ -13,7 +13,6 @@ import fsspec
 from myriad.data.file_documents import (
     LONGEST_TEXT_BYTES,
     FileRange,
-    Kind,
     named_error,
     open_source,
     parquet_file,
@@ -21,17 +20,11 @@ from myriad.data.file_documents import (
 )
 from myriad.data.http_input import http_info, is_http
 from myriad.data.records import RecordForm
+from myriad.data.text_names import COMPRESSED, KINDS, Kind, name_ending
 from myriad.errors import BadInputError
 from myriad.system.remote_urls import open_url
 
-__all__ = ["Piece", "SourceFile", "cut_pieces", "find_sources", "is_text_name"]
-
-_KINDS: dict[str, Kind] = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
-    **dict.fromkeys((".parquet", ".pq"), "parquet"),
-    **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
-}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+__all__ = ["Piece", "SourceFile", "cut_pieces", "find_sources"]
 
 
 class SourceFile(NamedTuple):
@@ -67,11 +60,11 @@ def _expand(given: str) -> list[SourceFile]:
         if not given:
             raise BadInputError("INPUT", given, "a file, a folder, a glob or a URL")
         fs, path = open_url(given)
-        if is_http(path) and _suffix(path) in _KINDS and "*" not in path:
+        if is_http(path) and name_ending(path) in KINDS and "*" not in path:
             paths = [path]
         elif any(mark in path for mark in "*?[") and not fs.isfile(path):  # a name may contain such marks
             paths = sorted(name for name in fs.glob(path) if fs.isfile(name))
-        elif _suffix(path) in _KINDS and fs.isfile(path):  # asking HTTP for a folder downloads the file
+        elif name_ending(path) in KINDS and fs.isfile(path):  # asking HTTP for a folder downloads the file
             paths = [path]
         elif fs.isdir(path):
             paths = sorted(name for name in fs.find(path) if _known(name.removeprefix(path)))
@@ -83,7 +76,7 @@ def _expand(given: str) -> list[SourceFile]:
     except Exception as error:
         raise named_error(given, error) from None
     if not sources:
-        known = ", ".join(_KINDS)
+        known = ", ".join(KINDS)
         raise BadInputError(
             "INPUT", given, f"no such file, or no {known} in the folder; a glob takes any file"
         )
@@ -100,25 +93,13 @@ def _source(fs: Any, path: str) -> SourceFile:
     return SourceFile(fs.unstrip_protocol(path), _kind(path), int(info["size"] or 0), " ".join(stamps))
 
 
-def _suffix(path: str) -> str:
-    name = (path.partition("?")[0] if is_http(path) else path).rpartition("/")[2]
-    for ending in _COMPRESSED:
-        name = name.removesuffix(ending)
-    return "." + name.rpartition(".")[2].lower()
-
-
-def is_text_name(name: str) -> bool:
-    """Return whether a name is a glob, or ends as a file of text does."""
-    return _suffix(name) in _KINDS or any(mark in name for mark in "*?[")
-
-
 def _kind(path: str) -> Kind:
-    return _KINDS.get(_suffix(path), "text")
+    return KINDS.get(name_ending(path), "text")
 
 
 def _known(path: str) -> bool:
     """Return whether a file in a folder has a known kind and is not hidden."""
-    return _suffix(path) in _KINDS and not any(part.startswith(".") for part in path.split("/"))
+    return name_ending(path) in KINDS and not any(part.startswith(".") for part in path.split("/"))
 
 
 def cut_pieces(
@@ -149,7 +130,7 @@ def cut_pieces(
 
 def _cut(source: SourceFile, piece_bytes: int) -> Iterator[tuple[FileRange, int]]:
     whole_bytes = max(piece_bytes, LONGEST_TEXT_BYTES) if source.kind == "text" else piece_bytes
-    is_whole = source.kind == "parquet" or source.url.endswith(_COMPRESSED)
+    is_whole = source.kind == "parquet" or source.url.endswith(COMPRESSED)
     if is_whole or source.size_bytes <= whole_bytes:
         yield FileRange(source.url, source.kind, 0, None), source.size_bytes
     else:

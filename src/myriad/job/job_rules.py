@@ -12,6 +12,8 @@ from myriad.comm.hierarchy import check_hierarchy
 from myriad.comm.layout import check_layout, lacks_for_graphs
 from myriad.comm.node_order import check_node_order
 from myriad.comm.rendezvous.redis_address import check_package, check_store
+from myriad.data.config import DataConfig
+from myriad.data.text_names import is_streamed
 from myriad.errors import need
 from myriad.job.job_values import SPIKE_STEPS_BEFORE, JobValues, work_of
 from myriad.job.model_rules import MODEL_RULES
@@ -130,6 +132,28 @@ def _check_vocabulary(job: JobValues) -> None:
     trained, vocabulary = job.data.vocabulary, job.model.vocabulary
     allowed = f"at most model.vocabulary = {vocabulary}"
     need(not embedded or trained <= vocabulary, "data.vocabulary", trained, allowed)
+
+
+_STREAM_KEYS = (
+    "tokenizer",
+    "text_key",
+    "held_out",
+    "shuffle_bytes",
+    "tokenizer_threads",
+    "on_bad_record",
+)
+
+
+def _check_streams(job: JobValues) -> None:
+    data = job.data
+    names = [
+        *([share.path for share in data.mixture] or [data.corpus]),
+        *(one.path for one in data.validation_sets),
+    ]
+    for key in () if any(map(is_streamed, names)) else _STREAM_KEYS:
+        value, default = getattr(data, key), DataConfig.model_fields[key].default
+        allowed = f"only with a corpus of text: a file, a glob or raw:PATH; data.corpus is {data.corpus}"
+        need(value == default, f"data.{key}", value, allowed)
 
 
 def _check_evaluation(job: JobValues) -> None:
@@ -360,6 +384,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_partition,
     _check_batch,
     _check_vocabulary,
+    _check_streams,
     _check_evaluation,
     _check_warmup,
     _check_kernels,

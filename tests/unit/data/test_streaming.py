@@ -20,7 +20,8 @@ from myriad.data.prepare import PrepareOptions, prepare
 from myriad.data.sampler import UNBOUNDED
 from myriad.data.streaming import group_order, group_reader
 from myriad.data.streaming.group_index import GroupIndex
-from myriad.data.streaming.streamed_corpus import StreamPlace, is_streamed
+from myriad.data.streaming.streamed_corpus import StreamPlace
+from myriad.data.text_names import is_streamed
 from myriad.data.tokenizer import Tokenizer
 from myriad.data.windows import PackedRows
 from myriad.errors import BadInputError, RunFailedError

@@ -15,14 +15,13 @@ import xxhash
 from pydantic import Field, ValidationError
 
 from myriad.config import Config
-from myriad.data.file_documents import Kind
 from myriad.data.http_input import is_http
+from myriad.data.text_names import RAW, Kind
 from myriad.data.text_sources import SourceFile, find_sources
 from myriad.errors import BadInputError
 from myriad.system.whole_file import read_regular, write_whole
 
 __all__ = [
-    "RAW",
     "SourceList",
     "check_unchanged",
     "list_sources",
@@ -31,8 +30,6 @@ __all__ = [
     "stream_folder",
 ]
 
-RAW = "raw:"
-"""Prefix of the name of a corpus that says that it is text."""
 _FILE = "sources.json"
 _SELF = "content_xxh3_128"
 _MOST_BYTES = 1 << 30

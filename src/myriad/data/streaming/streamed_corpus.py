@@ -22,21 +22,18 @@ from myriad.data.streaming.group_index import GroupIndex
 from myriad.data.streaming.group_order import GroupOrder
 from myriad.data.streaming.group_reader import GroupMaker, GroupReader
 from myriad.data.streaming.source_list import (
-    RAW,
     SourceList,
     check_unchanged,
     list_sources,
     read_sources,
     stream_folder,
 )
-from myriad.data.text_sources import is_text_name
 from myriad.data.tokenizer import Tokenizer
 from myriad.data.windows import BatchWords, PackedWindows, ReadTokens, row_width
 from myriad.errors import BadInputError
 from myriad.system.machine import num_cores
-from myriad.system.remote_urls import is_url
 
-__all__ = ["StreamPlace", "StreamWindows", "StreamedCorpus", "is_streamed"]
+__all__ = ["StreamPlace", "StreamWindows", "StreamedCorpus"]
 
 _LEAST_WINDOWS = 64
 """Windows of a group of long windows: the rest of a group, half a window on average, is left out."""
@@ -61,15 +58,6 @@ class StreamPlace(NamedTuple):
     """Groups to tokenize ahead, in threads; 0: none."""
     report: Callable[[str], None] = lambda problem: None
     """Receives why a record is left out."""
-
-
-def is_streamed(name: str) -> bool:
-    """Return whether the name of a corpus is that of text, not of a prepared corpus."""
-    if name.startswith(RAW):
-        return True
-    path = Path(name).expanduser()
-    is_prepared = not is_url(name) and (path.is_dir() or path.with_name(path.name + ".idx").is_file())
-    return is_text_name(name) and not is_prepared
 
 
 class StreamedCorpus:
