@@ -65,7 +65,7 @@ class DataConfig(Config):
     """Response to a block of tokens whose checksum is wrong twice. stop: end the run and report the file
     and the byte. skip: replace the samples in the block by others of the same corpus."""
     tokenizer: str | None = None
-    """For streamed text: a tokenizer.json, or a folder with one."""
+    """For streamed text: a tokenizer.json, or a folder with one. Off: no text is streamed."""
     text_key: str = Field("text", min_length=1)
     """For streamed text: the field of JSONL, or the column of Parquet, that holds the text."""
     held_out: float = Field(0.0, ge=0, lt=1)
