@@ -73,7 +73,8 @@ def assert_same_bits(found: Tensors, expected: Tensors) -> None:
 
 MOVES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {"dp": 2, "zero": 2}, {"tp": 2, "micro_batch": 4}),
-    ({}, {"pp": 2, "virtual_stages": 2, "micro_batch": 2}, {"dp": 4, "zero": 3}),
+    ({}, {"pp": 2, "virtual_stages": 2, "micro_batch": 2}, {"dp": 4, "zero": 3, "shard_group": 2}),
+    ({}, {"dp": 4, "zero": 3, "shard_group": 2}, {"dp": 4, "zero": 3}),
     ({}, {"tp": 2, "pp": 2, "partition": "manual:2", "micro_batch": 2}, {}),
     (SWIGLU, {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}, {"pp": 2, "zero": 1}),
     (SWIGLU, {}, {"tp": 2, "pp": 2, "schedule": "zero-bubble", "micro_batch": 2}),
@@ -107,7 +108,7 @@ def test_a_run_moves_to_another_layout_and_continues_as_if_nothing_had_happened(
     ("model", "layout", "dtype"),
     [
         ({}, {}, torch.float32),
-        ({}, {"dp": 2, "zero": 3}, torch.float32),
+        ({}, {"dp": 4, "zero": 3, "shard_group": 2}, torch.float32),
         (SWIGLU, {"dp": 2, "tp": 2, "zero": 2, "reduce": "each", "micro_batch": 2}, torch.bfloat16),
         (GPT2, {"pp": 2, "virtual_stages": 2, "micro_batch": 2}, torch.float32),
         (MUON, {"dp": 2, "zero": 3}, torch.bfloat16),

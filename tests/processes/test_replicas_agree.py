@@ -16,6 +16,7 @@ from myriad.train.replica_digests import digest_of, reduce_bits
 
 CASES = [
     *(Case(layout={"dp": 4, "zero": zero}, steps=2) for zero in (0, 1, 2)),
+    *(Case(layout={"dp": 4, "zero": zero, "shard_group": 2}, steps=2) for zero in (1, 3)),
     *(Case(layout={"dp": 2, "zero": zero, "tp": 2, "micro_batch": 2}, steps=2) for zero in (0, 1, 2)),
     *(Case(layout={"dp": 2, "zero": zero, "pp": 2}, steps=2) for zero in (0, 1, 2)),
     Case(layout={"dp": 2, "zero": 1, "pp": 2, "virtual_stages": 2}, steps=2),
@@ -52,7 +53,7 @@ def digests(case: Case) -> list[tuple[int, int]]:
 def test_replicas_report_the_same_after_every_step(case: Case) -> None:
     layout = Layout(**case.layout)
     told: list[Any] = run_ranks(layout.world, digests, case)
-    for group in RankGrid(layout, 0).rows("dp"):
+    for group in RankGrid(layout, 0).rows("dp_replicate" if layout.zero == 3 else "dp"):
         assert all(told[rank] == told[group[0]] for rank in group)
     assert all(len(set(each)) == len(each) > 1 for each in told), "of each step another"
 

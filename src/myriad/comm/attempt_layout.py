@@ -52,9 +52,11 @@ class AttemptLayout:
         return AttemptLayout(**changes | {"shares": tuple(changes.get("shares", ()))})
 
     def of(self, layout: "Layout") -> "Layout":
-        """Return the layout of the attempt's ranks. If ``dp`` changes, the job's own shares no longer
-        apply."""
-        other = {"shares": None} if self.dp is not None else {}
+        """Return the layout of the attempt's ranks. If ``dp`` changes, the job's own shares no longer apply,
+        and all replicas shard the state where the groups of ``shard_group`` do not divide them."""
+        other: dict[str, Any] = {"shares": None} if self.dp is not None else {}
+        if self.dp is not None and layout.shard_group is not None and self.dp % layout.shard_group:
+            other["shard_group"] = None
         return layout.model_copy(update=other | self.changes)
 
 

@@ -49,8 +49,11 @@ class BucketCollective(ABC):
         """
 
     @abstractmethod
-    def all_reduce(self, sums: torch.Tensor, priority: int) -> PendingCollective:
-        """Sum over ranks in place, with the same bits on every rank."""
+    def all_reduce(
+        self, sums: torch.Tensor, priority: int, *, after: PendingCollective | None = None
+    ) -> PendingCollective:
+        """Sum over ranks in place, with the same bits on every rank. ``after``: a collective in flight that
+        writes ``sums``; the sum starts when it has ended."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -84,7 +87,9 @@ class SingleRankCollective(BucketCollective):
         into.add_(sums) if add else copy_unless_same(into, sums)
         return _Done()
 
-    def all_reduce(self, sums: torch.Tensor, priority: int) -> PendingCollective:
+    def all_reduce(
+        self, sums: torch.Tensor, priority: int, *, after: PendingCollective | None = None
+    ) -> PendingCollective:
         """Do nothing: the sum over one rank is the value."""
         return _Done()
 

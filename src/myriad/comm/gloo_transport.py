@@ -64,12 +64,15 @@ class HierarchicalTransfer:
         """Start to sum this rank's slice over ranks."""
         return self._start(*self._start_reduction(), lambda: self._reduce(into, add=add, spread=False))
 
-    def all_reduce(self) -> "HierarchicalTransfer":
-        """Start to sum all slices over ranks, with the result on all ranks."""
+    def all_reduce(self, after: PendingCollective | None) -> "HierarchicalTransfer":
+        """Start to sum all slices over ranks, with the result on all ranks. Sends begin ``after`` another
+        collective."""
         self._expect_gathered()
         own = self._payload.slices[self._queue.rank]
         return self._start(
-            *self._start_reduction(), lambda: self._reduce(own, add=False, spread=True), self._forward
+            *self._start_reduction(after),
+            lambda: self._reduce(own, add=False, spread=True),
+            self._forward,
         )
 
     def _start(self, *jobs: Callable[[], None] | None) -> "HierarchicalTransfer":
@@ -144,13 +147,15 @@ class HierarchicalTransfer:
 
     # reduction
 
-    def _start_reduction(self) -> list[Callable[[], None]]:
-        """Post the receives and the sends of the first level. If encoding takes time, return the sends as
-        a job instead."""
+    def _start_reduction(self, after: PendingCollective | None = None) -> list[Callable[[], None]]:
+        """Post the receives and the sends of the first level. If encoding takes time, or the sends come
+        ``after`` another collective, return them as jobs instead."""
         for index in range(len(self._cuts)):
             for depth, level in enumerate(self._levels):
                 for slice_ in level.slices[level.own]:
                     self._expect_parts(depth, slice_, index)
+        if after is not None:
+            return [after.wait, self._send_first_parts]
         if not self._payload.is_exact:
             return [self._send_first_parts]
         self._send_first_parts()
@@ -249,9 +254,11 @@ class GlooCollective(BucketCollective):
         """Sum in rank order on a separate thread."""
         return self._transfer(self._contributions(sums), priority).reduce_scatter(into, add=add)
 
-    def all_reduce(self, sums: torch.Tensor, priority: int) -> PendingCollective:
+    def all_reduce(
+        self, sums: torch.Tensor, priority: int, *, after: PendingCollective | None = None
+    ) -> PendingCollective:
         """Sum over ranks; each cut's gather starts when its sum is there."""
-        return self._transfer(self._contributions(sums), priority).all_reduce()
+        return self._transfer(self._contributions(sums), priority).all_reduce(after)
 
     def restart(self) -> None:
         """Discard the encoding errors, and make the next gather exact."""

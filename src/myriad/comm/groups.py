@@ -43,9 +43,6 @@ Group = dist.ProcessGroup
 _COMM, _CPU = CommConfig(), torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """The communication backend for each device type."""
-_SPLIT_AXES = ("dp", "tp")
-"""Axes whose groups are split from the world's communicator if the backend can, in this order on every
-rank."""
 
 
 def local_rank(rank: int, world: int, port: int, secret: str = "") -> dict[str, str]:
@@ -179,11 +176,13 @@ class Groups:
         return len(ranks) == self.grid.layout.world and dist.get_backend() != "gloo"
 
     def split(self, timeout: timedelta) -> None:
-        """Split groups from the world's NCCL communicator; all ranks call it together.
+        """Split the data- and tensor-parallel groups from the world's NCCL communicator; all ranks call it
+        together.
 
         Later groups are not split, because only their members ask for them.
         """
-        for axis in _SPLIT_AXES:
+        across = self.grid.layout.reduces_across
+        for axis in (*(("dp_shard", "dp_replicate") if across else ("dp",)), "tp"):
             peers = self.grid.peers(axis)
             if len(peers) > 1 and not self._is_world(peers):
                 rows = self.grid.rows(axis)

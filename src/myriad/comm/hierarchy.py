@@ -31,6 +31,7 @@ __all__ = [
     "check_hierarchy",
     "choose_hierarchy",
     "count_levels",
+    "count_shard_levels",
     "declared_rates",
     "make_levels",
 ]
@@ -143,7 +144,9 @@ def check_hierarchy(layout: Layout, comm: CommConfig) -> None:
     if comm.hierarchy not in ("node", "switch") or comm.node_size is None:
         return
     placement = RankPlacement(comm.node_size, comm.switch_size, comm.island_size)
-    for ranks in sorted({RankGrid(layout, rank).peers("dp") for rank in range(layout.world)}):
+    axes = ("dp_shard", "dp_replicate") if layout.reduces_across else ("dp",)
+    grids = [RankGrid(layout, rank) for rank in range(layout.world)]
+    for ranks in sorted({grid.peers(axis) for grid in grids for axis in axes}):
         if placement.radices(ranks, comm.hierarchy) is None:
             listed = ", ".join(map(str, ranks))
             allowed = (
@@ -201,6 +204,19 @@ def count_levels(comm: CommConfig, size: int, stride: int, node_size: int | None
         hierarchy = comm.hierarchy
     found = sum(radix > 1 for radix in placement.radices(ranks, hierarchy) or ())
     return found if found > 1 else 0
+
+
+def count_shard_levels(comm: CommConfig, layout: Layout, node_size: int | None = None) -> int:
+    """Return the number of levels with their own NCCL communicator: of `count_levels`, or of both kinds of
+    groups where gradients are also summed across groups."""
+    stride = layout.tp * layout.pp
+    if not layout.reduces_across:
+        return count_levels(comm, layout.dp, stride, node_size)
+    if comm.hierarchy == "auto":
+        return 0
+    size = layout.num_shards
+    across = count_levels(comm, layout.num_shard_groups, stride * size, node_size)
+    return count_levels(comm, size, stride, node_size) + across
 
 
 def _seconds(

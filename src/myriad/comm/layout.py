@@ -45,6 +45,10 @@ class Layout(Config):
     zero: int = Field(0, ge=0, le=3)
     """State that data-parallel ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
     parameters."""
+    shard_group: int | None = Field(None, ge=2, le=MOST_RANKS)
+    """Replicas that layout.zero = 1, 2 or 3 shards state over: groups of so many neighbours, which must
+    divide layout.dp. Gradients are also summed across groups, and nothing else crosses between them. Set it
+    to the replicas of a node where links between nodes are slow and memory allows. off: all replicas."""
     reduce: Literal["last", "each"] = "last"
     """When gradients are reduced: last, after a chunk's last backward; each, after every backward, which
     needs the least memory and layout.zero = 2 or 3."""
@@ -71,6 +75,22 @@ class Layout(Config):
     def world(self) -> int:
         """Number of ranks in the layout."""
         return self.dp * self.pp * self.cp * self.tp * self.ep
+
+    @property
+    def num_shards(self) -> int:
+        """Data-parallel ranks that the state is sharded over; 1 with ZeRO 0."""
+        return (self.shard_group or self.dp) if self.zero else 1
+
+    @property
+    def num_shard_groups(self) -> int:
+        """Groups of replicas that each hold the whole state, sharded inside the group; with ZeRO 0 each
+        replica is one."""
+        return self.dp // self.num_shards
+
+    @property
+    def reduces_across(self) -> bool:
+        """Whether gradients are reduced inside groups first, and their shards then summed across groups."""
+        return self.zero > 0 and self.num_shard_groups > 1
 
     @property
     def num_stages(self) -> int:
@@ -113,6 +133,12 @@ def check_layout(layout: Layout) -> None:
     if shares is not None and (len(shares) != layout.dp or min(shares) < 1):
         allowed = f"{layout.dp} numbers of at least 1, one for each replica (layout.dp), or off"
         raise BadInputError("layout.shares", list(shares), allowed)
+    group = layout.shard_group
+    if group is not None and layout.zero == 0:
+        raise BadInputError("layout.shard_group", group, "needs layout.zero = 1, 2 or 3, or off")
+    if group is not None and layout.dp % group:
+        allowed = f"must divide layout.dp = {layout.dp}, or off"
+        raise BadInputError("layout.shard_group", group, allowed)
     if layout.reduce == "each" and layout.zero < 2:
         allowed = "needs layout.zero = 2 or 3, where a reduced gradient is kept apart from the sum; or last"
         raise BadInputError("layout.reduce", layout.reduce, allowed)

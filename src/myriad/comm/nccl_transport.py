@@ -65,9 +65,13 @@ class NcclCollective(BucketCollective):
             into.add_(total) if add else copy_unless_same(into, total)
         return work
 
-    def all_reduce(self, sums: torch.Tensor, priority: int) -> PendingCollective:
+    def all_reduce(
+        self, sums: torch.Tensor, priority: int, *, after: PendingCollective | None = None
+    ) -> PendingCollective:
         """Sum over ranks by a reduction and a gather."""
         with _OnStream(self._stream) as work:
+            if after is not None:
+                after.wait()  # the stream waits, not the host
             total = self._reduce(sums)
             if self._gradient_codec is None:
                 self._gather(sums, total)

@@ -84,7 +84,11 @@ def given_layout(job: Job) -> dict[str, Any]:
     """Return the keys of the layout that were given, checked as far as the model alone decides. Raises
     `BadInputError`."""
     layout = job.layout
-    check_layout(layout.model_copy(update={"schedule": None, "virtual_stages": 1, "reduce": "last"}))
+    searched: dict[str, Any] = {"schedule": None, "virtual_stages": 1, "reduce": "last"}
+    keys = layout.model_fields_set
+    if not {"dp", "zero"} <= keys and (layout.zero or "zero" not in keys):
+        searched["shard_group"] = None
+    check_layout(layout.model_copy(update=searched))
     given = {key: getattr(layout, key) for key in sorted(layout.model_fields_set - {"partition", "cp", "ep"})}
     given = {key: value for key, value in given.items() if value is not None}
     for key in _NOT_SEARCHED:

@@ -214,7 +214,9 @@ class JobValues(Config):
     @property
     def compares_replicas(self) -> bool:
         """Whether data-parallel replicas compare digests of the state that they share."""
-        return self.resilience.verify_every > 0 and self.layout.dp > 1 and self.layout.zero < 3
+        layout = self.layout
+        share = layout.num_shard_groups > 1 or (layout.dp > 1 and layout.zero < 3)
+        return self.resilience.verify_every > 0 and share
 
     @property
     def num_micro_batches(self) -> int:

@@ -1,5 +1,8 @@
 """A chunk: parameters in one flat buffer that data parallelism cuts into equal slices.
 
+With ``layout.shard_group``, several groups of ranks hold every slice; the reduced slices are then summed
+across the groups (`Chunk.start_across`), and nothing else crosses.
+
     parameters     w1 | w2 | w3 | norm | bias | pad        decayed first, by kind and rate; padded for dp
     rank 0 of 2    [--- slice ---)                          master values, optimizer state: float32
     rank 1 of 2                  [--- slice ---)
@@ -30,7 +33,7 @@ import torch
 from torch import nn
 
 from myriad.comm.collectives import all_reduce
-from myriad.comm.comm_scheduler import CommScheduler, PendingCollective
+from myriad.comm.comm_scheduler import BucketCollective, CommScheduler, PendingCollective
 from myriad.comm.groups import Group
 from myriad.kernels.gradient import GradientSink, PendingRows, set_sink
 from myriad.model.definition import Shard, ShardSpan
@@ -112,18 +115,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Sharing:
-    """The group of ranks that hold the same chunk, and how they shard it."""
+    """The group of ranks that share a chunk, and how they shard it."""
 
     scheduler: CommScheduler
     """The communication scheduler between these ranks."""
-    dp_rank: int
-    dp_size: int
+    group_rank: int
+    group_size: int
     zero: int
     exact: bool
     """Parameters are communicated uncompressed."""
     frees_grad_buffer: bool = False
     """The gradient buffer is freed when the chunk is updated. This needs ZeRO 0 or 1, where the buffer would
     otherwise persist."""
+    across: CommScheduler | None = None
+    """The communication scheduler between the ranks of all groups that hold the same slice; ``None``: there
+    is one group."""
+    num_groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -160,9 +167,10 @@ class Chunk:
         """The chunk's part of the table of parameters, at elements of the chunk."""
         self._index_of = {entry.name: index for index, entry in enumerate(self.entries)}
         self._num_decayed = sum(entry.shape.numel() for entry in self.entries if entry.decays)
-        self.size = -(-ends[-1] // sharing.dp_size) * sharing.dp_size
-        part = self.size // sharing.dp_size if sharing.zero else self.size
-        self.start = sharing.dp_rank * part if sharing.zero else 0
+        multiple = sharing.group_size * sharing.num_groups
+        self.size = -(-ends[-1] // multiple) * multiple
+        part = self.size // sharing.group_size if sharing.zero else self.size
+        self.start = sharing.group_rank * part if sharing.zero else 0
         self.stop = self.start + part
         self._values_memory: TransientBuffer | None = None
         """The memory of the values, if it is allocated and freed in each iteration."""
@@ -176,6 +184,9 @@ class Chunk:
         self._collective = sharing.scheduler.bucket_collective(self.size, dtype)
         self._gathering: PendingCollective | None = None
         self._reducing: PendingCollective | None = None
+        across = sharing.across
+        self._across = None if across is None else across.bucket_collective(part, dtype)
+        self._summing: PendingCollective | None = None
         self.overwrites = True
         """Whether the first gradient of a matrix in an iteration overwrites its memory, instead of being
         added to zeros."""
@@ -387,7 +398,7 @@ class Chunk:
         sharing = self.sharing
         if sharing.zero >= 2 or sharing.frees_grad_buffer:
             return False
-        return sharing.dp_size == 1 or (sharing.zero == 1 and self._collective.keeps_other_slices)
+        return sharing.group_size == 1 or (sharing.zero == 1 and self._collective.keeps_other_slices)
 
     @cached_property
     def _partial_spans(self) -> list[tuple[int, int]]:
@@ -416,7 +427,7 @@ class Chunk:
     def _own_parts(self) -> list[torch.Tensor]:
         """Return views of the memory that holds this rank's own gradients, except for those that `_add_up`
         has counted."""
-        if self.sharing.dp_size > 1:
+        if self.sharing.group_size > 1:
             return [self.grad_buffer[: self.start], self.grad_buffer[self.stop :]]
         return [self.grad_buffer[row.start : row.stop] for row in self.rows if not row.is_partial]
 
@@ -444,6 +455,18 @@ class Chunk:
         self._reducing = None
         self._free_grad_buffer(when=self.sharing.zero >= 2)
 
+    def start_across(self) -> None:
+        """Issue the sum across groups of this rank's slice of the gradients. It starts when the reduction in
+        flight has ended. Does nothing if one group holds all ranks."""
+        if self._across is not None:
+            self._summing = self._across.all_reduce(self.gradients, _AFTER_GATHERS, after=self._reducing)
+
+    def await_across(self) -> None:
+        """Wait until this rank's slice of the gradients is summed over the ranks of all groups."""
+        if self._summing is not None:
+            self._summing.wait()
+            self._summing = None
+
     def partial_gradients(self) -> list[torch.Tensor]:
         """Return views of this rank's reduced gradients that all tensor-parallel ranks still have to sum."""
         return [part for _, part in self._gradients_of(row for row in self.rows if row.copies == 1)]
@@ -461,12 +484,18 @@ class Chunk:
 
     def restart(self) -> None:
         """Discard the state that transfers keep between steps: the master values were loaded."""
-        self._collective.restart()
+        for collective in self._collectives:
+            collective.restart()
         self.end_iteration()
 
     def rescale_kept(self, ratio: float) -> None:
         """Multiply the gradient residuals that transfers keep by ``ratio``, as the loss scale was."""
-        self._collective.rescale_kept(ratio)
+        for collective in self._collectives:
+            collective.rescale_kept(ratio)
+
+    @property
+    def _collectives(self) -> list[BucketCollective]:
+        return [self._collective, *([self._across] if self._across is not None else [])]
 
     def end_iteration(self) -> None:
         """End the iteration after the optimizer step: mark the values stale, and let gradients start from

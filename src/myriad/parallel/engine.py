@@ -128,11 +128,10 @@ class Engine:
         if float8 is not None:
             self.boundary.token_multiple = float8.token_multiple
         self._trains_alone = comm.sync_every > 1 and layout.dp > 1
-        self._scheduler = CommScheduler(groups, None if self._trains_alone else "dp", overlap, comm, device)
-        exact = comm.compress_parameters is None
-        dp_rank, dp_size = (0, 1) if self._trains_alone else (groups.grid.index("dp"), layout.dp)
         frees = overlap.updates_early and layout.zero < 2 and max(layout.shares or (num_micro_batches,)) == 1
-        sharing = Sharing(self._scheduler, dp_rank, dp_size, layout.zero, exact, frees)
+        sharing = self._sharing = _make_sharing(
+            groups, overlap, comm, device, trains_alone=self._trains_alone, frees_grad_buffer=frees
+        )
         own = groups.grid.index("pp")
         self._keeps_addresses = keeps_addresses or layout.zero < 2
         runs = [one.ranks[own] for one in self.programs.values()]
@@ -385,13 +384,16 @@ class Engine:
     def replicated(self) -> list[torch.Tensor]:
         """Return the tensors that data-parallel replicas hold bit for bit alike just before an update
         (replicas that train alone: after an agreement). With ZeRO 1 and 2 these are the gathered parameters;
-        with ZeRO 3 the list is empty."""
-        if self.layout.dp == 1 or self.layout.zero == 3:
+        with ZeRO 3 they are the shards of the state, which the groups of ``layout.shard_group`` hold alike;
+        with one group the list is empty."""
+        layout = self.layout
+        if layout.num_shard_groups == 1 and (layout.dp == 1 or layout.zero == 3):
             return []
-        found = [chunk.values for chunk in self.model.chunks]
-        if self.layout.zero == 0:
-            found += [chunk.master for chunk in self.model.chunks if not chunk.master_is_values]
-        if self._model_state.is_replicated:
+        whole = layout.zero < 3
+        found = [chunk.values for chunk in self.model.chunks if whole]
+        if layout.zero in (0, 3):
+            found += [chunk.master for chunk in self.model.chunks if not (whole and chunk.master_is_values)]
+        if layout.zero in (0, 3) and self._model_state.is_replicated:
             found += [
                 tensor for tensors in self._optimizer_step.optimizer_state().values() for tensor in tensors
             ]
@@ -441,7 +443,37 @@ class Engine:
         """Wait for the collectives in flight. The engine cannot be used afterwards."""
         for chunk in self.model.chunks:
             chunk.await_gather()
-        self._scheduler.close()
+        self._sharing.scheduler.close()
+        if self._sharing.across is not None:
+            self._sharing.across.close()
+
+
+def _make_sharing(
+    groups: Groups,
+    overlap: OverlapConfig,
+    comm: CommConfig,
+    device: torch.device,
+    *,
+    trains_alone: bool,
+    frees_grad_buffer: bool,
+) -> Sharing:
+    """Return how this rank shares its chunks, and open the communication. A collective call of all ranks."""
+    grid, zero = groups.grid, groups.grid.layout.zero
+    axis = "dp_shard" if zero else "dp"
+    scheduler = CommScheduler(groups, None if trains_alone else axis, overlap, comm, device)
+    across = None
+    if grid.layout.reduces_across:
+        across = CommScheduler(groups, "dp_replicate", overlap, comm, device)
+    return Sharing(
+        scheduler,
+        0 if trains_alone else grid.index(axis),
+        1 if trains_alone else grid.size(axis),
+        zero,
+        exact=comm.compress_parameters is None,
+        frees_grad_buffer=frees_grad_buffer,
+        across=across,
+        num_groups=grid.layout.num_shard_groups if zero else 1,
+    )
 
 
 def _difference(expected: tuple[float, torch.Tensor], found: tuple[float, torch.Tensor]) -> str:

@@ -8,9 +8,10 @@
 
 All data- and tensor-parallel ranks of a pipeline rank share the work (`myriad.optim.matrix_owners`). Both
 ways are one all-to-all for each chunk, in the type of the Newton-Schulz iteration, which rounds to it anyway.
-The owner assembles the same whole matrix in every layout. With ZeRO 0 an owner takes directions from its own
-replica, whose parts have the same bits as every other's, and returns updates to all replicas. So replicas
-stay alike, as with ZeRO 1 to 3.
+The owner assembles the same whole matrix in every layout. Several groups of replicas may hold the whole
+state: with ZeRO 0 each replica, else the groups of ``layout.shard_group``. An owner takes directions from its
+own group, whose parts have the same bits as every other's, and returns updates to all groups. So groups stay
+alike.
 
 An element that several tensor-parallel ranks hold (copies of key and value heads) comes from the first of
 them and returns to all.
@@ -52,6 +53,8 @@ class MatrixPeers:
     own: int
     """Number of this rank in the group."""
     tp: int
+    num_shards: int
+    """Consecutive replicas that the state is sharded over."""
 
     @classmethod
     def of(cls, groups: Groups, device: torch.device, *, trains_alone: bool) -> "MatrixPeers":
@@ -62,7 +65,7 @@ class MatrixPeers:
         replicas = range(1 if trains_alone else layout.dp)
         members = tuple((replica, tp) for replica in replicas for tp in range(layout.tp))
         own = (0 if trains_alone else groups.grid.index("dp"), groups.grid.index("tp"))
-        return cls(group, members, members.index(own), layout.tp)
+        return cls(group, members, members.index(own), layout.tp, layout.num_shards)
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class MatrixExchange:
         ``copies``: yield elements that an earlier tensor-parallel rank holds too."""
         chunk, (replica, tp) = self._chunk, self._peers.members[member]
         length = chunk.stop - chunk.start
-        first = replica * length if chunk.sharing.zero else 0
+        first = replica % self._peers.num_shards * length
         for entry in self._entries:
             start = chunk.start_of(entry)
             low, high = max(start, first), min(start + entry.shape.numel(), first + length)
@@ -191,8 +194,8 @@ class MatrixExchange:
 
     def _takes_from(self, owner: int, holder: int) -> bool:
         """Return whether an owner takes directions from a holder."""
-        members = self._peers.members
-        return self._chunk.sharing.zero > 0 or members[owner][0] == members[holder][0]
+        groups = [replica // self._peers.num_shards for replica, _ in self._peers.members]
+        return groups[owner] == groups[holder]
 
     def _plan(self) -> None:
         """Lay out the messages. Both ends list the parts by the other rank, and in the order of memory."""

@@ -30,8 +30,9 @@ class ModelState:
             self.regions += chunk.regions
             self.regions_of[chunk] = range(len(self.regions) - len(chunk.regions), len(self.regions))
         self.regions = self.regions or [_nothing(device)]
-        self.is_replicated = self._layout.zero == 0 and not trains_alone
-        """Whether all data-parallel ranks hold the same whole state."""
+        self.is_replicated = self._layout.num_shard_groups > 1 and not trains_alone
+        """Whether several data-parallel ranks hold the same state: all of them with ZeRO 0, else those of
+        different groups."""
         self.replica = self._grid.index("dp") if trains_alone else 0
         """Index of this rank's replica, among the replicas that have their own gradients at the step."""
         counts = [self._counts_row(*row) for row in self.rows]
@@ -40,7 +41,7 @@ class ModelState:
         once."""
 
     def _counts_row(self, chunk: Chunk, row: Row) -> float:
-        copy_over_dp = self.is_replicated and self._grid.index("dp") > 0
+        copy_over_dp = self.is_replicated and self._grid.index("dp_replicate") > 0
         return 0.0 if copy_over_dp or self._is_copy(chunk, row) else 1.0
 
     def _is_copy(self, chunk: Chunk, row: Row) -> bool:
@@ -81,9 +82,10 @@ class ModelState:
                     )
 
     def _share(self, region: Region) -> tuple[int, int]:
-        """Return the span of a region that this rank writes: the whole region, or its share if all replicas
-        hold the same."""
-        size, rank, ranks = region.values.numel(), self._grid.index("dp"), self._layout.dp
+        """Return the span of a region that this rank writes: the whole region, or its share if other
+        replicas hold the same."""
+        size = region.values.numel()
+        rank, ranks = self._grid.index("dp_replicate"), self._layout.num_shard_groups
         return (size * rank // ranks, size * (rank + 1) // ranks) if self.is_replicated else (0, size)
 
 

@@ -153,7 +153,7 @@ class OptimizerStep:
         firsts = torch.tensor([first.setdefault(name, number) for number, name in rows])
         self._first_rows = firsts.to(device) if self._copy_groups else None
         """``[rows]``: the first row of each row's parameter, if a parameter has several rows."""
-        axes = ("dp", "tp") if layout.zero else ("tp",)
+        axes = ("dp_shard", "tp") if layout.zero else ("tp",)
         self._table_group = groups.along(*axes) if config.name == "lamb" else None
         num_rows = len(state.rows)
         self._exchanges: dict[Chunk, MatrixExchange] = {}

@@ -170,6 +170,9 @@ class Runtime:
             Kind.REDUCE: self._reduce,
             Kind.START_REDUCE: self._start_reduce,
             Kind.AWAIT_REDUCE: self._await_reduce,
+            Kind.REDUCE_ACROSS: self._reduce_across,
+            Kind.START_REDUCE_ACROSS: self._start_across,
+            Kind.AWAIT_REDUCE_ACROSS: self._await_across,
             Kind.CLIP: self._clip,
             **dict.fromkeys(ORTHOGONALIZATION, self._orthogonalize),
             Kind.UPDATE: self._update,
@@ -206,9 +209,11 @@ class Runtime:
                 if tied is not None and index == plan.tied_starts:
                     with self._span_of("reduce_tied", tied, action.stage):
                         tied.start_reduce()
+                        tied.start_across()
                 if tied is not None and index == plan.tied_ends:
                     with self._span_of("reduce_tied", tied, action.stage):
                         tied.await_reduce()
+                        tied.await_across()
         self.transfers.await_sends(plan.actions, now.tensors)
         self._forget_forms()
         return now.loss_sum
@@ -300,6 +305,18 @@ class Runtime:
     def _await_reduce(self, action: Action, now: _Iteration) -> None:
         for chunk in self._complete(action):
             chunk.await_reduce()
+
+    def _reduce_across(self, action: Action, now: _Iteration) -> None:
+        self._start_across(action, now)
+        self._await_across(action, now)
+
+    def _start_across(self, action: Action, now: _Iteration) -> None:
+        for chunk in self._complete(action):
+            chunk.start_across()
+
+    def _await_across(self, action: Action, now: _Iteration) -> None:
+        for chunk in self._complete(action):
+            chunk.await_across()
 
     def _complete(self, action: Action) -> list[Chunk]:
         """Return the chunks that a stage reduces by itself. The tied chunk is not one: it also has gradients

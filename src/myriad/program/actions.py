@@ -23,9 +23,12 @@ implementation in the runtime, and a cost. In words:
   ``stage`` made for stage - 1, of one micro-batch. Between two stages on the same rank nothing is sent.
 - GATHER / RELEASE: make a stage's parameters whole on this rank / free them (ZeRO >= 1 / ZeRO 3).
 - REDUCE: sums a stage's gradient buffer over data-parallel ranks (after SYNC_TIED for tied parameters).
+- REDUCE_ACROSS: sums a stage's shard of the gradients across the groups of ``layout.shard_group``. Follows
+  the stage's last REDUCE, which then sums over the ranks of a group.
 - START_GATHER, AWAIT_GATHER and START_REDUCE, AWAIT_REDUCE: issue and wait for the same two collectives. A
   gather that is issued after its stage's UPDATE belongs to the next iteration, where issuing it again does
-  nothing.
+  nothing. START_REDUCE_ACROSS, AWAIT_REDUCE_ACROSS: likewise. It may be issued while the reduction that it
+  follows is in flight, and starts when that has ended.
 - SYNC_TIED: sums the gradients of parameters that the first and the last stage share, between the ranks that
   hold them.
 - LOAD: loads the step's tokens. STEP: CLIP, then UPDATE of every stage of the rank.
@@ -85,6 +88,9 @@ class Kind(StrEnum):
     REDUCE = "reduce"
     START_REDUCE = "start_reduce"
     AWAIT_REDUCE = "await_reduce"
+    REDUCE_ACROSS = "reduce_across"
+    START_REDUCE_ACROSS = "start_across"
+    AWAIT_REDUCE_ACROSS = "await_across"
     CLIP = "clip"
     START_GATHER_MOMENTUM = "start_momentum"
     AWAIT_GATHER_MOMENTUM = "await_momentum"
@@ -107,6 +113,9 @@ class Collective(StrEnum):
 
     GATHER = "gather"
     REDUCE = "reduce"
+    """Gather and reduce are among the data-parallel ranks of a group."""
+    REDUCE_ACROSS = "reduce_across"
+    """Among the ranks of different groups that hold the same shard."""
     GATHER_MOMENTUM = "gather_momentum"
     """Among data- and tensor-parallel ranks, like the next one."""
     SCATTER_UPDATE = "scatter_update"
@@ -181,6 +190,10 @@ def _semantics() -> Iterator[tuple[Kind, Semantics]]:
     yield Kind.REDUCE, Semantics(starts=reduce, ends=reduce, frees=buffer)
     yield Kind.START_REDUCE, Semantics(starts=reduce)
     yield Kind.AWAIT_REDUCE, Semantics(ends=reduce, frees=buffer)
+    across = Collective.REDUCE_ACROSS
+    yield Kind.REDUCE_ACROSS, Semantics(starts=across, ends=across)
+    yield Kind.START_REDUCE_ACROSS, Semantics(starts=across)
+    yield Kind.AWAIT_REDUCE_ACROSS, Semantics(ends=across)
 
     yield Kind.CLIP, Semantics(joins="world")
     yield Kind.START_GATHER_MOMENTUM, Semantics(starts=Collective.GATHER_MOMENTUM)
@@ -315,6 +328,8 @@ class Lowering:
     """Whether UPDATE may come before CLIP, once the stage's gradients are complete."""
     orthogonalizes: bool = False
     """Whether the actions of `ORTHOGONALIZATION` come before each stage's UPDATE."""
+    across: bool = False
+    """Whether each stage's gradients are also summed across groups of ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from myriad.program.actions import (
 from myriad.program.checker import check
 from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
-from myriad.program.passes import apply_passes, orthogonalize, split_at_computes
+from myriad.program.passes import apply_passes, orthogonalize, reduce_across, split_at_computes
 from myriad.program.schedules import schedule
 
 __all__ = ["DATA_PARALLEL", "Lowered", "Shape", "build_program", "count_chunks", "shorten", "update_early"]
@@ -71,6 +71,8 @@ class Shape(Protocol):
     def zero(self) -> int: ...
     @property
     def reduce(self) -> Literal["last", "each"]: ...
+    @property
+    def reduces_across(self) -> bool: ...
 
 
 def build_program(
@@ -98,11 +100,12 @@ def build_program(
         program = update_early(program, travels=shape.dp > 1)
     if training and orthogonalizes:
         program = orthogonalize(program)
-    check(program)
+    across = training and shape.reduces_across
+    check(reduce_across(program) if across else program)
     if num_micro_batches < most:
         program = shorten(program, num_micro_batches)
-        check(program)
-    return program
+        check(reduce_across(program) if across else program)
+    return reduce_across(program) if across else program
 
 
 def _lowered(shape: Shape, num_micro_batches: int, tied: bool, training: bool, kept: Lowered) -> Program:

@@ -1,8 +1,9 @@
 """Static check of one rank's chunks: gathers and releases of parameters, reductions and updates.
 
 Sharded parameters are gathered before their use and released after it. Gradients are reduced when they are
-complete. The norm is known before a gradient updates anything, and each stage is updated once, with
-orthogonalized matrices where the optimizer has such.
+complete, and then summed across groups of replicas where the layout has several. The norm is known before a
+gradient updates anything, and each stage is updated once, with orthogonalized matrices where the optimizer
+has such.
 `myriad.program.checker` walks the rank's list and calls this module.
 """
 
@@ -33,6 +34,8 @@ class Chunks:
         self.whole: set[int] = set()
         self.gathering: set[int] = set()
         self.reducing: set[int] = set()
+        self.across: dict[int, bool] = {}
+        """Stages whose gradients are summed across groups; True: the sum has ended."""
         self.updated: set[int] = set()
         self.orthogonalizing: dict[int, int] = dict.fromkeys(stages, 0)
         """Number of actions of each stage's orthogonalization so far."""
@@ -46,12 +49,14 @@ class Chunks:
         self.starts: dict[Collective, Callable[[Action], str | None]] = {
             Collective.GATHER: self._start_gather_fault,
             Collective.REDUCE: self._start_reduce_fault,
+            Collective.REDUCE_ACROSS: self._start_across_fault,
             Collective.GATHER_MOMENTUM: self._orthogonalization_fault,
             Collective.SCATTER_UPDATE: self._orthogonalization_fault,
         }
         self.ends: dict[Collective, Callable[[Action], str | None]] = {
             Collective.GATHER: self._await_gather_fault,
             Collective.REDUCE: self._await_reduce_fault,
+            Collective.REDUCE_ACROSS: self._await_across_fault,
             Collective.GATHER_MOMENTUM: self._orthogonalization_fault,
             Collective.SCATTER_UPDATE: self._orthogonalization_fault,
         }
@@ -205,6 +210,27 @@ class Chunks:
         self.reducing.remove(action.stage)
         return None
 
+    def _start_across_fault(self, action: Action) -> str | None:
+        assert self.lowering is not None
+        if wrong := self._own_stage_fault(action):
+            return wrong
+        if not self.lowering.across:
+            return "sums across groups, of which there is one"
+        if self.num_reduces[action.stage] < self._num_wanted_reduces:
+            return "sums across groups before the stage's last reduction inside them"
+        if action.stage in self.across:
+            return "sums across groups twice"
+        self.across[action.stage] = False
+        return None
+
+    def _await_across_fault(self, action: Action) -> str | None:
+        if self.across.get(action.stage, True):
+            return "waits for a sum across groups that is not posted"
+        if action.stage in self.reducing:
+            return "waits for a sum across groups before the reduction that it follows"
+        self.across[action.stage] = True
+        return None
+
     @property
     def _reduces_for_others(self) -> bool:
         """Whether this replica takes part in reductions of replicas with more micro-batches, which reduce
@@ -226,7 +252,14 @@ class Chunks:
                 return f"gradients of stage {stage} are never reduced"
             if self.num_reduces[stage] != wanted:
                 return f"stage {stage} is reduced {self.num_reduces[stage]} times, not {wanted}"
+            if self._lacks_groups(stage):
+                return f"gradients of stage {stage} are not summed across groups"
         return None
+
+    def _lacks_groups(self, stage: int) -> bool:
+        """Return whether the gradients of other groups are missing."""
+        assert self.lowering is not None
+        return self.lowering.across and not self.across.get(stage, False)
 
     # The optimizer's step
 
@@ -282,6 +315,7 @@ class Chunks:
             self.num_weight_gradients[one] == self.program.num_micro_batches
             and self.num_reduces[one] == self._num_wanted_reduces
             and one not in self.reducing
+            and not self._lacks_groups(one)
             for one in stages
         )
 

@@ -119,9 +119,9 @@ class DeviceJob:
 
     def _streams(self) -> StreamUse:
         """Return the use of streams. With ``comm.hierarchy = auto`` there is one level unless rates are
-        declared, because NCCL chooses its own algorithm."""
+        declared and one group shards the state, because NCCL chooses its own algorithm."""
         comm, shape = self.comm, self.shape
-        declared = 3 if comm.node_bandwidth is not None else 1
+        declared = 3 if comm.node_bandwidth is not None and not shape.reduces_across else 1
         levels = {"flat": 1, "node": 2, "switch": 3}.get(comm.hierarchy, declared)
         return StreamUse(
             both_ways=shape.virtual_stages > 1,

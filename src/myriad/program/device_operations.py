@@ -6,6 +6,7 @@
     receive(..)      gradient 0-1, likewise;  wait(..): compute (that receive, and the send that it answers)
     start_reduce(1)  courier (compute), dp level 0 (courier), courier (that)
     await_reduce(1)  compute (courier)
+    start_across(1)  the same on streams of its own, after the reduction
     clip             world (compute), compute (that); the host waits until compute is done
 
 PyTorch gives each NCCL communicator a stream. A point-to-point operation outside a batch uses a communicator
@@ -38,8 +39,8 @@ __all__ = ["COMPUTE_STREAM", "DeviceOperation", "StreamUse", "list_operations", 
 
 COMPUTE_STREAM = "compute"
 """The current stream of the runtime when it runs an action."""
-_COURIER, _MATRICES, _SNAPSHOT, _TENSOR, _TIED, _WORLD = (
-    *("courier", "matrices", "snapshot"),
+_COURIER, _ACROSS, _MATRICES, _SNAPSHOT, _TENSOR, _TIED, _WORLD = (
+    *("courier", "courier across", "matrices", "snapshot"),
     *("tp", "tied", "world"),
 )
 
@@ -97,7 +98,7 @@ def streams_of(operations: Sequence[DeviceOperation]) -> list[list[str]]:
     used: dict[int, set[str]] = {}
     for one in operations:
         used.setdefault(one.rank, set()).add(one.stream)
-    firsts = (COMPUTE_STREAM, _WORLD, _TENSOR, _TIED, _COURIER, _MATRICES, _SNAPSHOT)
+    firsts = (COMPUTE_STREAM, _WORLD, _TENSOR, _TIED, _COURIER, _ACROSS, _MATRICES, _SNAPSHOT)
     order = {name: index for index, name in enumerate(firsts)}
     return [sorted(used[rank], key=lambda name: (order.get(name, len(order)), name)) for rank in sorted(used)]
 
@@ -277,12 +278,18 @@ class _Writer:
 
     # Data parallelism.
 
-    def _over_dp(self, what: str, stage: int) -> int:
-        """Append a data-parallel collective on the scheduler's stream, level by level."""
-        number = self._give(_COURIER)
+    def _over_dp(self, collective: Collective, stage: int) -> int:
+        """Append a data-parallel collective on its scheduler's stream, level by level."""
+        courier, name, after = _COURIER, "dp", list[int]()
+        if collective is Collective.REDUCE_ACROSS:
+            courier, name = _ACROSS, "dp across"
+            after = [*filter(None, [self.in_flight.get((Collective.REDUCE, stage))])]
+        if after:
+            after.append(self.newest[COMPUTE_STREAM])
+        number = self._give(courier, after)
         for level in range(self.use.levels):
-            number = self._collective(f"dp level {level}", self.rank, what, (number,), stage)
-            number = self._give(_COURIER, (number,))
+            number = self._collective(f"{name} level {level}", self.rank, str(collective), (number,), stage)
+            number = self._give(courier, (number,))
         return number
 
     def _start(self, collective: Collective, stage: int) -> None:
@@ -296,7 +303,7 @@ class _Writer:
                 members = self.rank if self.use.dp > 1 else (self.replica, self.rank)
                 self.in_flight[collective, stage] = self._collective(_MATRICES, members, str(collective))
         elif self.use.dp > 1:
-            self.in_flight[collective, stage] = self._over_dp(str(collective), stage)
+            self.in_flight[collective, stage] = self._over_dp(collective, stage)
 
     def _await(self, collective: Collective, stage: int) -> None:
         if (collective, stage) in self.in_flight:

@@ -8,6 +8,8 @@
                                     B s1 START_REDUCE s1 B s0 START_REDUCE s0 AWAIT_REDUCE s1 s0 STEP
     optimizer                                           ... CLIP UPDATE s0 START s0 UPDATE s1 START s1
 
+    groups      B s1 START_REDUCE s1 START_ACROSS s1 B s0 START_REDUCE s0 START_ACROSS s0 AWAIT ... STEP
+
     matrices    CLIP  gather s0 s1   ORTHOGONALIZE s0   scatter s0   gather s2   ORTHOGONALIZE s1   scatter s1
                 UPDATE s0            gather s3   ...    (each START_..., with its AWAIT_... before the use)
 
@@ -22,6 +24,8 @@
   iteration's first forward waits for its own parameters only (BytePS removes the same barrier).
 - `orthogonalize`: while a rank orthogonalizes its matrices of one stage, those of the next stage come to
   their owners, and the updates of the stage before return.
+- `reduce_across`: with ``layout.shard_group``, each stage's shard of the gradients is summed across groups as
+  soon as its last reduction inside the group has ended, while later backwards run.
 - `cut_stages` cuts each stage into chunks, so that data-parallel communication can overlap with compute. Each
   chunk is a stage of the new program. The chunks of a stage are consecutive on the same rank, and nothing is
   sent between them. (MegaScale has one chunk per virtual stage; here the number is free.)
@@ -52,6 +56,7 @@ __all__ = [
     "orthogonalize",
     "overlap_data",
     "overlap_optimizer",
+    "reduce_across",
     "split_at_computes",
 ]
 
@@ -143,6 +148,31 @@ def _orthogonalized(actions: Sequence[Action]) -> Iterator[Action]:
         for behind in stages[index - 1 : index] if index else ():
             yield Action(Kind.AWAIT_SCATTER_UPDATE, behind)
             yield from updates[behind]
+
+
+_ACROSS = {
+    Kind.REDUCE: Kind.REDUCE_ACROSS,
+    Kind.START_REDUCE: Kind.START_REDUCE_ACROSS,
+    Kind.AWAIT_REDUCE: Kind.AWAIT_REDUCE_ACROSS,
+}
+"""The action that follows each part of a stage's last reduction inside a group."""
+
+
+def reduce_across(program: Program) -> Program:
+    """Insert the sum across groups after each stage's last reduction, where that starts and where it is
+    awaited."""
+    assert program.lowering is not None and program.lowering.training
+    ranks = (tuple(_across(actions)) for actions in program.ranks)
+    lowering = replace(program.lowering, across=True)
+    return replace(program, ranks=tuple(ranks), lowering=lowering)
+
+
+def _across(actions: Sequence[Action]) -> Iterator[Action]:
+    last = {(action.kind, action.stage): index for index, action in enumerate(actions)}
+    for index, action in enumerate(actions):
+        yield action
+        if action.kind in _ACROSS and last[action.kind, action.stage] == index:
+            yield Action(_ACROSS[action.kind], action.stage)
 
 
 def _overlapped(program: Program, actions: Sequence[Action]) -> Iterator[Action]:

@@ -56,5 +56,7 @@ def _backwards(program: Program, rank: int) -> Iterator[Action]:
         if lowering.zero == 3:
             yield Action(Kind.RELEASE, stage)
         yield Action(Kind.REDUCE, stage)
+        if lowering.across:
+            yield Action(Kind.REDUCE_ACROSS, stage)
     yield Action(Kind.CLIP)
     yield from (Action(Kind.UPDATE, stage) for stage in _stages(program, rank))

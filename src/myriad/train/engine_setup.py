@@ -120,6 +120,8 @@ def choose_links(job: Job, groups: Groups, device: torch.device, kept: Path | No
     comm = job.comm
     if comm.hierarchy != "auto" or comm.sync_every > 1:
         return comm
+    if job.layout.reduces_across:
+        return comm.model_copy(update={"hierarchy": "flat"})  # the groups are levels already
     where = comm.model_dump(mode="json", include=_PLACEMENT) | {
         "layout": [getattr(job.layout, axis) for axis in AXES],
         "ranks_of_node": int(os.environ.get("LOCAL_WORLD_SIZE", str(job.layout.world))),

@@ -27,6 +27,13 @@ def test_what_is_not_changed_is_the_jobs() -> None:
     assert (cut.layout.partition, cut.shares) == ("manual:3", (3, 2, 2))
 
 
+@pytest.mark.parametrize(("dp", "group"), [(2, 2), (3, None), (1, None)])
+def test_fewer_replicas_keep_groups_that_divide_them(dp: int, group: int | None) -> None:
+    job = load_job("tiny", ["layout.dp=4", "layout.zero=3", "layout.shard_group=2", "train.global_batch=12"])
+    fewer = job.in_attempt(AttemptLayout(dp=dp)).layout
+    assert (fewer.shard_group, fewer.num_shards) == (group, group or dp)
+
+
 def test_fewer_replicas_have_fewer_nodes_in_no_order_of_the_plan() -> None:
     job = load_job("tiny", [*KEYS, "resilience.nodes=3", "comm.node_order=[2, 0, 1]"])
     fewer = job.in_attempt(FEWER)

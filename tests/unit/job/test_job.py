@@ -167,6 +167,12 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
             "kinds are Embedding, Block, Head",
         ),
         (["layout.reduce=each"], "layout.reduce", "needs layout.zero = 2 or 3"),
+        (["layout.dp=4", "layout.shard_group=2"], "layout.shard_group", "needs layout.zero = 1, 2 or 3"),
+        (
+            ["layout.dp=4", "layout.zero=3", "layout.shard_group=3"],
+            "layout.shard_group",
+            "must divide layout.dp",
+        ),
         (
             ["layout.reduce=each", "layout.zero=1", "layout.dp=2"],
             "layout.reduce",
@@ -299,6 +305,7 @@ def test_bad_input_is_one_line_with_key_value_and_what_is_allowed(
         ["layout.dp=2", "layout.tp=2", "layout.pp=2", "layout.virtual_stages=2", "layout.zero=3"],
         ["layout.zero=3"],
         ["layout.zero=2", "layout.reduce=each"],
+        ["layout.dp=4", "layout.zero=1", "layout.shard_group=2"],
         ["layout.pp=6", "layout.schedule=zero-bubble"],
         ["layout.pp=3", "layout.partition=manual:2,4"],
         ["layout.pp=2", "layout.partition=type:Block"],

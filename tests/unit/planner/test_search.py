@@ -42,7 +42,9 @@ def _counted_by_hand(world: int, batch: int) -> int:
                 continue  # the same program as 1f1b
             if pp == 1 and (name, v) != ("1f1b", 1) and not (v > 1 and name in ("interleaved", "gpipe")):
                 continue  # no other rank to wait for
-            for zero, reduce in itertools.product(range(4), ("last", "each")):
+            inside = 4 // (tp * pp)
+            groups = (None, inside) if 1 < inside < dp and dp % inside == 0 else (None,)
+            for zero, reduce, group in itertools.product(range(4), ("last", "each"), groups):
                 layout = Layout(
                     dp=dp,
                     tp=tp,
@@ -52,6 +54,7 @@ def _counted_by_hand(world: int, batch: int) -> int:
                     schedule=name,
                     zero=zero,
                     reduce=reduce,
+                    shard_group=group,
                 )
                 if dp == 1 and (zero, reduce) != (0, "last"):
                     continue

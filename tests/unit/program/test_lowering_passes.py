@@ -1,6 +1,7 @@
 """What breaks for the user: needless gathers and reductions, parameters kept that ZeRO 3 should free."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,11 +10,12 @@ from hypothesis import strategies as st
 from program_shapes import lowered
 
 from myriad.program.actions import COMPUTE, Kind, Program
+from myriad.program.checker import check
 from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
-from myriad.program.passes import apply_passes, cut_stages, decouple, orthogonalize
+from myriad.program.passes import apply_passes, cut_stages, decouple, orthogonalize, reduce_across
 from myriad.program.schedules import schedule
-from myriad.program.timeline import timeline, unit_costs
+from myriad.program.timeline import ProgramError, timeline, unit_costs
 
 
 def count(program: Program, rank: int) -> Counter[Kind]:
@@ -132,6 +134,22 @@ def test_a_chunk_is_reduced_as_soon_as_its_last_backward_is_done():
 
 def test_new_parameters_travel_while_the_next_chunk_is_updated():
     assert one_rank(2)[-5:] == ["clip", "update(0)", "start_gather(0)", "update(1)", "start_gather(1)"]
+
+
+def test_shards_are_summed_across_groups_while_later_backwards_run() -> None:
+    program = lower(schedule("1f1b", 1, 1, 2), zero=2, reduce="each", tied=False)
+    program = reduce_across(apply_passes(program, OverlapConfig(optimizer=False), 2))
+    check(program)
+    shown = [str(action) for action in program.ranks[0]]
+    assert [one for one in shown if "across" in one] == [
+        *("start_across(1)", "start_across(0)", "await_across(1)", "await_across(0)")
+    ]
+    last = shown.index("backward(1.1)")
+    assert shown[last + 1 : last + 4] == ["start_reduce(1)", "start_across(1)", "backward(0.1)"]
+    for wrong in ("start_across(0)", "await_across(1)"):
+        left = tuple(action for action in program.ranks[0] if str(action) != wrong)
+        with pytest.raises(ProgramError, match="across groups"):
+            check(replace(program, ranks=(left,)))
 
 
 def test_matrices_come_and_go_while_those_of_another_chunk_are_orthogonalized():

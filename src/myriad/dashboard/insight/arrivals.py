@@ -145,11 +145,15 @@ def _last_posts(step: StepSpans, ranks: Array, need: Need) -> Array:
         table = step.post_span(np.flatnonzero(meets), need.post)[:, None]
         table = np.broadcast_to(_latest(table, start)[None], (1, len(ranks)))
     else:
-        # Ranks that differ only in the replica, in columns by their place within it.
+        # Ranks that differ only in the replica, in columns by their group and their place in the replica.
         within = grid.world // grid.layout.dp
-        column = ranks % within
+        replica, place = np.divmod(ranks, within)
+        groups = [grid.replicas_of(one, need.axis) for one in range(grid.layout.dp)]
+        first = np.array([members[0] for members in groups])
+        column = first[replica] * within + place
         columns = np.unique(column)
-        of_all = np.arange(grid.layout.dp)[:, None] * within + columns
+        members = np.stack([groups[one] for one in columns // within], axis=1)
+        of_all = members * within + columns % within
         posts = step.post_span(of_all.ravel(), need.post).reshape(of_all.shape)
         return np.asarray(_latest(posts, start)[np.searchsorted(columns, column)])
     return _latest(table, start)

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from myriad.dashboard.insight.needs import Need, Post, ProgramNeeds
+from myriad.dashboard.insight.needs import DATA_AXES, Need, Post, ProgramNeeds
 from myriad.dashboard.insight.rank_arrays import Array, Ranks
 from myriad.program.actions import Action
 from myriad.units import format_ranks
@@ -67,9 +67,9 @@ class HangAnalysis:
             return np.arange(ranks.world)
         if need.axis == "dp tp":
             return np.flatnonzero(ranks.pipeline == ranks.pipeline[rank])
-        if need.axis == "dp":
-            within = ranks.world // ranks.layout.dp
-            return np.arange(ranks.layout.dp) * within + rank % within
+        if need.axis in DATA_AXES:
+            replica, within = divmod(rank, size := ranks.world // ranks.layout.dp)
+            return ranks.replicas_of(replica, need.axis) * size + within
         offset = np.array(sorted(set(need.peers))) - ranks.pipeline[rank]
         return np.asarray(rank + offset * ranks.sharers)
 

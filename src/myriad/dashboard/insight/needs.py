@@ -2,6 +2,8 @@
 
     WAIT, EXCHANGE            the send of a message, and the receive that was posted for it     (axis pp)
     GATHER, REDUCE, AWAIT_*   the same post by every data-parallel replica                      (axis dp)
+                              with ``layout.shard_group`` by those of its group            (axis dp_shard)
+    *_ACROSS                  the same post by the replicas with the same shard        (axis dp_replicate)
     AWAIT_GATHER_MOMENTUM,
     AWAIT_SCATTER_UPDATE      the same post by every data- and tensor-parallel peer             (axis dp tp)
     SYNC_TIED                 both ends of the pipeline                                         (axis ends)
@@ -23,9 +25,11 @@ from myriad.program.actions import SEMANTICS, Action, Collective, Program
 from myriad.program.build import build_program
 from myriad.program.config import OverlapConfig
 
-__all__ = ["Axis", "Need", "Post", "ProgramNeeds", "step_programs"]
+__all__ = ["DATA_AXES", "Axis", "Need", "Post", "ProgramNeeds", "step_programs"]
 
-Axis = Literal["pp", "dp", "dp tp", "ends", "world"]
+Axis = Literal["pp", "dp", "dp_shard", "dp_replicate", "dp tp", "ends", "world"]
+DATA_AXES: tuple[Axis, ...] = ("dp", "dp_shard", "dp_replicate")
+"""Axes of ranks that differ only in the replica."""
 _OF_MATRICES = (Collective.GATHER_MOMENTUM, Collective.SCATTER_UPDATE)
 Post = tuple[str, int, int]
 """Name, stage (of messages with the payload's), n-th or micro-batch."""
@@ -79,11 +83,19 @@ class ProgramNeeds:
                 code = 2 * transfer.stage + (transfer.payload == "gradient")
                 yield Need("pp", (other, code, transfer.micro_batch), (transfer.peer,))
         elif does.ends and (name := (str(does.ends), action.stage)) in newest:
-            yield Need("dp tp" if does.ends in _OF_MATRICES else "dp", newest[name], (place,))
+            yield Need(self._axis(does.ends), newest[name], (place,))
         elif does.joins == "ends":
             yield Need("ends", ("tied", -1, 0), (program.stage_rank[0], program.stage_rank[-1]))
         elif does.joins == "world":
             yield Need("world", ("clip", -1, 0), tuple(range(program.num_ranks)))
+
+    def _axis(self, collective: Collective) -> Axis:
+        lowering = self.program.lowering
+        if collective in _OF_MATRICES:
+            return "dp tp"
+        if lowering is None or not lowering.across:
+            return "dp"
+        return "dp_replicate" if collective is Collective.REDUCE_ACROSS else "dp_shard"
 
 
 def _in_time(need: Need, ahead: Mapping[int, Post]) -> Need:

@@ -85,6 +85,16 @@ class Ranks:
                 same &= place == place[rank]
         return np.flatnonzero(same)
 
+    def replicas_of(self, replica: int, axis: str) -> Array:
+        """Return the replicas that meet a replica along an axis: ``dp``, or a part of it
+        (`myriad.comm.grid`)."""
+        size, dp = self.layout.num_shards, self.layout.dp
+        if axis == "dp":
+            return np.arange(dp)
+        if axis == "dp_shard":
+            return replica // size * size + np.arange(size)
+        return np.arange(replica % size, dp, size)
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinates of a rank on the axes with more than one rank."""
         return {axis: int(self._places[axis][rank]) for axis in AXES if getattr(self.layout, axis) > 1}

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from myriad.comm.layout import Layout
-from myriad.dashboard.insight.needs import Post, ProgramNeeds, step_programs
+from myriad.dashboard.insight.needs import DATA_AXES, Post, ProgramNeeds, step_programs
 from myriad.dashboard.insight.nesting import Nested, nested
 from myriad.dashboard.insight.rank_arrays import Array, Ranks
 from myriad.program.actions import Kind
@@ -139,8 +139,9 @@ class StepSpans:
     def posters(self, rank: int, axis: str, peers: tuple[int, ...]) -> Array:
         """Return the ranks whose posts an action of ``rank`` needs."""
         ranks = self.ranks
-        if axis == "dp":
-            return ranks.group(rank, "dp")
+        if axis in DATA_AXES:
+            replica, within = divmod(rank, size := ranks.world // ranks.layout.dp)
+            return ranks.replicas_of(replica, axis) * size + within
         if axis == "dp tp":
             return ranks.group(rank, "dp", "tp")
         if axis == "world":

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from myriad.dashboard.insight.arrivals import waits_of
-from myriad.dashboard.insight.needs import ProgramNeeds
+from myriad.dashboard.insight.needs import DATA_AXES, ProgramNeeds
 from myriad.dashboard.insight.rank_arrays import Array
 from myriad.dashboard.insight.step_spans import StepSpans
 from myriad.planner.simulation.rank_clocks import RankClocks
@@ -148,6 +148,7 @@ def _own_and_tensor(step: StepSpans) -> tuple[Array, Array]:
 class _ChunkSeconds:
     gather: float
     reduce: float
+    reduce_across: float
     gather_momentum: float
     scatter_update: float
     parameters: float = 0.0
@@ -177,7 +178,7 @@ def _travel(step: StepSpans) -> _TravelSeconds:
     sure: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
     other: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
     for wait in waits_of(step):
-        of_stage = wait.need.axis in ("dp", "dp tp")
+        of_stage = wait.need.axis in (*DATA_AXES, "dp tp")
         name = {"pp": "message", "ends": "tied", "world": "clip"}.get(wait.need.axis, wait.need.post[0])
         key = name, wait.need.post[1] if of_stage else -1
         long = end[wait.spans] - start[wait.spans] > _LEAST_WAIT_NS

@@ -33,8 +33,9 @@ const SPAN_COLOURS = {
 };
 const PIPELINE = "exchange wait receive";
 const MATRICES = "await_momentum await_scatter";
-const DATA = `gather await_gather reduce await_reduce gather_tied reduce_tied sync_tied clip ${MATRICES}`;
-const POSTS = "start_gather start_reduce start_momentum start_scatter send release";
+const ACROSS = "reduce_across await_across";
+const DATA = `gather await_gather reduce await_reduce ${ACROSS} gather_tied reduce_tied sync_tied clip ${MATRICES}`;
+const POSTS = "start_gather start_reduce start_across start_momentum start_scatter send release";
 for (const name of PIPELINE.split(" ")) SPAN_COLOURS[name] = "#dd7f52";
 for (const name of DATA.split(" ")) SPAN_COLOURS[name] = "#f2cda9";
 for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#cabdfb";

@@ -43,6 +43,7 @@ from myriad.comm.hierarchy import (
     declared_rates,
     make_levels,
 )
+from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.planner.cluster_config import Cluster, Level
 from myriad.planner.cost.operator_costs import Number
@@ -54,6 +55,7 @@ __all__ = [
     "all_reduce_seconds",
     "group_along",
     "message_seconds",
+    "shard_group_comm",
     "startup_seconds",
     "tensor_group",
 ]
@@ -276,6 +278,13 @@ class DpCollectives:
         ]
         worst = max(every, key=lambda sent: sent.slices[::-1])
         return None if worst.num_levels == 1 and not self.cluster.on_cpu else worst
+
+
+def shard_group_comm(comm: CommConfig, layout: Layout) -> CommConfig:
+    """Return the settings of a layout's data-parallel groups: with ``layout.shard_group``, auto is flat."""
+    if layout.reduces_across and comm.hierarchy == "auto":
+        return comm.model_copy(update={"hierarchy": "flat"})
+    return comm
 
 
 def _physical(cluster: Cluster) -> RankPlacement:

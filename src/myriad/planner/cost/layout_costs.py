@@ -2,6 +2,7 @@
 
 forward, backward        seconds of a stage's layers for one micro-batch (`layer_costs`)
 gather, reduce           of a stage's parameters and gradients among data-parallel ranks (`collective_costs`)
+reduce_across            of its shards of gradients among the groups of ``layout.shard_group``
 message                  one activation or gradient to the next stage, each tensor-parallel rank its share
 stall                    seconds that snapshots add, on average over steps (`snapshot_costs`)
 clip, update             passes over gradients, master values and moments of this rank's part
@@ -24,6 +25,7 @@ from myriad.planner.cost.collective_costs import (
     all_reduce_seconds,
     group_along,
     message_seconds,
+    shard_group_comm,
     tensor_group,
 )
 from myriad.planner.cost.layer_costs import (
@@ -123,6 +125,8 @@ class StageCosts:
     reduce: float
     update: float
     matrices: MatrixCosts = _NO_MATRICES
+    reduce_across: float = 0.0
+    """Seconds of the sum across groups of ranks."""
 
     @property
     def parts(self) -> TimeBreakdown:
@@ -175,8 +179,19 @@ class Costs:
         if profile.pp_outermost:
             replica_stride, stage_stride = layout.tp, layout.tp * layout.dp
         self.pipeline = group_along(cluster, float(layout.pp), float(stage_stride))
-        self.dp_collectives = DpCollectives(cluster, workload.comm, layout.dp, replica_stride)
+        comm, size = shard_group_comm(workload.comm, layout), layout.num_shards if layout.zero else layout.dp
+        self.dp_collectives = DpCollectives(cluster, comm, size, replica_stride)
+        """Collectives of the ranks that share the state; with ZeRO 0, of all replicas."""
+        self.across_groups: DpCollectives | None = None
+        """Collectives of the ranks of different groups that hold the same shard, if there are such."""
+        if layout.reduces_across:
+            groups = layout.num_shard_groups
+            self.across_groups = DpCollectives(cluster, comm, groups, replica_stride * size)
         self.data = self.dp_collectives.ring
+        self.replicas = self.data
+        """All data-parallel replicas as one flat ring."""
+        if self.across_groups is not None:
+            self.replicas = group_along(cluster, float(layout.dp), float(replica_stride))
         self.layers_of_stage = stage_layers(workload)
         self.num_chunks = count_chunks(layout, overlap, self.layers_of_stage)
 
@@ -213,8 +228,9 @@ class Costs:
         again = self._again([kinds[layer] for layer in own])
         inputs = float(times.backward_input.total + again.total)
         gather, reduced, update = self._data_parallel(parameters)
+        across = self._across_seconds(parameters)
         shapes = [matrix for layer in own for matrix in self._matrices_of(kinds[layer])]
-        matrices = matrix_costs(shapes, workload, self.cluster, self.data)
+        matrices = matrix_costs(shapes, workload, self.cluster, self.replicas)
         if self._by_module:
             forward, backward = self._module_seconds([kinds[layer] for layer in own])
             return StageCosts(times, again, parameters, forward, backward, 0.0, 0.0, 0.0, update, matrices)
@@ -229,6 +245,7 @@ class Costs:
             reduce=reduced,
             update=update,
             matrices=matrices,
+            reduce_across=across,
         )
 
     def _matrices_of(self, kind: str) -> list[HiddenMatrix]:
@@ -314,12 +331,18 @@ class Costs:
     def _data_parallel(self, parameters: float) -> tuple[float, float, float]:
         workload, sums = self.workload, self.dp_collectives
         gradients = parameters * workload.profile.gradient_bytes
-        zero, dp = workload.layout.zero, workload.layout.dp
+        zero = workload.layout.zero
         gather = sums.all_gather_seconds(parameters * workload.value_bytes) if zero else 0.0
         reduced = sums.all_gather_seconds(gradients) if zero else sums.all_reduce_seconds(gradients)
-        own = parameters / (dp if zero else 1)
+        own = parameters / workload.layout.num_shards
         update = sweep_seconds(self.cluster.accelerator, own * self.optimizer_bytes, 2.0)
         return float(gather), float(reduced), float(update)
+
+    def _across_seconds(self, parameters: float) -> float:
+        if self.across_groups is None:
+            return 0.0
+        shard = parameters / self.workload.layout.num_shards
+        return float(self.across_groups.all_reduce_seconds(shard * self.workload.profile.gradient_bytes))
 
     @cached_property
     def busiest_rank(self) -> tuple[TimeBreakdown, TimeBreakdown]:
@@ -364,7 +387,7 @@ class Costs:
         if workload.snapshots == SnapshotSchedule():
             return 0.0
         held = self.most_parameters
-        updated = held / (workload.layout.dp if workload.layout.zero else 1)
+        updated = held / workload.layout.num_shards
         update = sweep_seconds(self.cluster.accelerator, updated * self.optimizer_bytes, 2.0)
         return float(self.snapshot_costs.stall_seconds(seconds, float(update), held / workload.layout.dp))
 
@@ -393,11 +416,9 @@ class Costs:
         """Return the seconds of the gradient norm: the pass over a rank's gradients, the all-reduce over all
         ranks, and before it the sums of copied key/value heads."""
         workload, layout = self.workload, self.workload.layout
-        own = parameters / (layout.dp if layout.zero else 1)
+        own = parameters / layout.num_shards
         everybody = group_along(self.cluster, float(layout.world), 1.0)
-        copied = copied_sum_seconds(
-            workload.model, self.cluster, layout.tp, layout.pp, layout.dp if layout.zero else 1
-        )
+        copied = copied_sum_seconds(workload.model, self.cluster, layout.tp, layout.pp, layout.num_shards)
         return float(
             sweep_seconds(self.cluster.accelerator, 4 * own, 2.0)
             + all_reduce_seconds(everybody, 8.0)

@@ -2,7 +2,8 @@
 
 gather           momentum to the owners of the matrices: of a rank's part, all but what it owns itself
 orthogonalize    the Newton-Schulz iterations of the rank with the most work; owners are the runtime's
-scatter          updates to the holders; with ZeRO 0 every replica gets all of them
+scatter          updates to the holders; with ZeRO 0 every replica gets all of them, and with groups of
+                 ``layout.shard_group`` every group
 
 Both messages are all-to-alls: one message to each other rank at once.
 """
@@ -41,9 +42,9 @@ def matrix_costs(
     seconds = _orthogonalization(matrices, workload, cluster.accelerator, sharers)
     group = data if replicas > 1 else tensor_group(cluster, float(layout.tp))
     held = sum(matrix.local for matrix in matrices) * workload.matrix_bytes
-    sources = sharers if layout.zero else layout.tp
-    sent = held / replicas * (1 - 1 / sources)
-    received = held / (replicas if layout.zero else 1) * (1 - 1 / sharers)
+    shards = min(layout.num_shards, replicas)
+    sent = held / replicas * (1 - 1 / (shards * layout.tp))
+    received = held / shards * (1 - 1 / sharers)
     return MatrixCosts(_all_to_all(group, sent), seconds, _all_to_all(group, received))
 
 

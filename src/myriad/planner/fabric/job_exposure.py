@@ -95,11 +95,14 @@ class FabricCosts(Costs):
         if data and (stage.gather or stage.reduce):
             begun = float(sums.all_gather_seconds(0.0))
         whole = begun if self.workload.layout.zero else float(sums.all_reduce_seconds(0.0)) if data else 0.0
+        across = self.across_groups
+        begun_across = float(across.all_reduce_seconds(0.0)) if across is not None else 0.0
         times = stage.times
         return replace(
             stage,
             gather=stage.gather + data * max(0.0, stage.gather - begun),
             reduce=stage.reduce + data * max(0.0, stage.reduce - whole),
+            reduce_across=stage.reduce_across + data * max(0.0, stage.reduce_across - begun_across),
             forward=stage.forward + tensor * float(times.forward.tensor),
             backward_input=stage.backward_input
             + tensor * float(times.backward_input.tensor + stage.again.tensor),
@@ -145,14 +148,15 @@ class FabricJob:
     @cached_property
     def parts(self) -> dict[Axis, list[_Part]]:
         """The transfers by axis that may be in flight at once, with each pair of ranks once."""
-        found: defaultdict[Axis, dict[tuple[int, int, int], _Part]] = defaultdict(dict)
+        found: defaultdict[Axis, dict[tuple[int, int, int, bool], _Part]] = defaultdict(dict)
         for phase in self.phases:
             if phase.kind == "tied" or not len(phase.exchange):
                 continue
             rank = self.owners[phase.stage]
             step = {"activation": 1, "gradient": -1}.get(phase.kind, 0)
             peer = self.owners[phase.stage + step] if step else rank
-            key, sizes = (rank, peer, int(phase.exchange.source[0])), phase.exchange.num_bytes
+            across = phase.kind == "reduce-across"
+            key, sizes = (rank, peer, int(phase.exchange.source[0]), across), phase.exchange.num_bytes
             sizes = sizes * len(phase.start_seconds)
             if key in found[phase.axis]:
                 sizes = sizes + found[phase.axis][key].exchange.num_bytes

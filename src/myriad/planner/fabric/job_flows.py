@@ -133,7 +133,16 @@ def _pattern(
     )
 
 
-PhaseKind = Literal["activation", "gradient", "gather", "reduce", "tied", "tensor-forward", "tensor-backward"]
+PhaseKind = Literal[
+    "activation",
+    "gradient",
+    "gather",
+    "reduce",
+    "reduce-across",
+    "tied",
+    "tensor-forward",
+    "tensor-backward",
+]
 Axis = Literal["dp", "pp", "tp"]
 _AXIS: dict[PhaseKind, Axis] = {
     "activation": "pp",
@@ -141,6 +150,7 @@ _AXIS: dict[PhaseKind, Axis] = {
     "tied": "pp",
     "gather": "dp",
     "reduce": "dp",
+    "reduce-across": "dp",
     "tensor-forward": "tp",
     "tensor-backward": "tp",
 }
@@ -221,15 +231,25 @@ class _Maker:
     def data(self) -> Iterator[TransferPhase]:
         """Yield the collectives among replicas. The last simulated replica to post a collective starts it."""
         latest: defaultdict[tuple[PhaseKind, int], list[tuple[float, ...]]] = defaultdict(list)
-        for kind, stage, _, starts in self._of("gather", "reduce"):
+        for kind, stage, _, starts in self._of("gather", "reduce", "reduce-across"):
             latest[kind, stage].append(starts)
-        pattern = self._data_pattern()
-        if not len(pattern.source):
-            return
         for (kind, stage), every in latest.items():
-            groups = self.grid[:, self.program.stage_rank[stage]].T
+            pattern = self._data_pattern(across=kind == "reduce-across")
+            if not len(pattern.source):
+                continue
+            groups = self._data_groups(self.program.stage_rank[stage], across=kind == "reduce-across")
             exchange = group_transfers(pattern, groups, self._data_bytes(kind, stage))
             yield TransferPhase(kind, stage, exchange, tuple(map(max, zip(*every, strict=True))))
+
+    def _data_groups(self, rank: int, *, across: bool) -> _Ints:
+        """Return the data-parallel groups of a pipeline rank, ``[group, member]``."""
+        size = self.costs.dp_collectives.size
+        parts = self.grid[:, rank].reshape(-1, size, self.grid.shape[2])  # [group, shard, tp]
+        return (
+            parts.transpose(1, 2, 0).reshape(-1, len(parts))
+            if across
+            else (parts.transpose(0, 2, 1).reshape(-1, size))
+        )
 
     def _data_bytes(self, kind: PhaseKind, stage: int) -> float:
         """Return the bytes of a chunk's collective; an all-reduce counts as a reduce-scatter and an
@@ -237,11 +257,16 @@ class _Maker:
         workload, parameters = self.costs.workload, self.costs.stages[stage].parameters
         if kind == "gather":
             return parameters * workload.value_bytes
-        return parameters * workload.profile.gradient_bytes * (1 if workload.layout.zero else 2)
+        gradients = parameters * workload.profile.gradient_bytes
+        if kind == "reduce-across":
+            return 2 * gradients / workload.layout.num_shards
+        return gradients * (1 if workload.layout.zero else 2)
 
-    def _data_pattern(self) -> CollectivePattern:
+    def _data_pattern(self, *, across: bool) -> CollectivePattern:
         """Return the pattern of the first group, which represents all groups."""
-        sums, group = self.costs.dp_collectives, self.grid[:, 0, 0]
+        sums = self.costs.across_groups if across else self.costs.dp_collectives
+        assert sums is not None, "the program has such sums"
+        group = self._data_groups(0, across=across)[0]
         if sums.sent is None:
             return ring_pattern(group // self.per_node)
         radices = sums.sites.radices(group.tolist(), sums.hierarchy) or (len(group),)
@@ -312,7 +337,11 @@ def _starts(prediction: Prediction) -> _Starts:
 def _posted(span: SimulatedSpan) -> Iterator[tuple[PhaseKind, int]]:
     action, does = span.action, SEMANTICS[span.action.kind]
     if does.starts is not None:
-        yield "gather" if does.starts is Collective.GATHER else "reduce", action.stage
+        kinds: dict[Collective, PhaseKind] = {
+            Collective.GATHER: "gather",
+            Collective.REDUCE_ACROSS: "reduce-across",
+        }
+        yield kinds.get(does.starts, "reduce"), action.stage
     elif does.joins == "ends":
         yield "tied", 0
     elif does.makes is not None:

@@ -101,6 +101,9 @@ def traffic_of(costs: Costs) -> SlotTraffic:
         held[rank] += stage.parameters
         tensor[rank] += float(stage.parts.tensor)
     moved = workload.value_bytes + workload.profile.gradient_bytes if layout.dp > 1 else 0
+    if layout.reduces_across:
+        inside = layout.num_shards * layout.tp * layout.pp <= per_node
+        moved = 2 * workload.profile.gradient_bytes + (0 if inside else moved)
 
     def slowest(values: list[float]) -> tuple[float, ...]:
         return tuple(max(v for v, at in zip(values, part_of, strict=True) if at == p) for p in range(parts))

@@ -106,6 +106,7 @@ def count_groups(
     levels: Number,
     lamb_over_zero: Number,
     matrices: Number = 0.0,
+    across: Number = 0.0,
 ) -> Number:
     """Return the number of NCCL communicators of a rank for collectives: the world's, those of tensor and
     data parallelism where they differ from the world's, and that of the two ranks with tied parameters
@@ -113,12 +114,14 @@ def count_groups(
 
     The ranks that hold the same of ``kv_heads`` heads have one where they are not all tensor-parallel ranks.
     Each of the ``levels`` of a hierarchy adds one. LAMB's norms with ZeRO (``lamb_over_zero``, 0 or 1) add
-    one where their ranks are neither an axis nor the world. Muon's ``matrices`` (0 or 1) have one."""
+    one where their ranks are neither an axis nor the world. Muon's ``matrices`` (0 or 1) have one. Groups of
+    ``layout.shard_group`` (``across``, 0 or 1) have two instead of that of data parallelism."""
     axes = np.where(np.asarray(dp) > 1, 1.0, 0.0) + np.where(np.asarray(tp) > 1, 1.0, 0.0)
-    world = np.where((np.asarray(pp) > 1) | (axes > 1), 1.0, 0.0)
-    norms = np.where((axes > 1) & (np.asarray(pp) > 1), lamb_over_zero, 0.0)
+    apart = (np.asarray(pp) > 1) | (np.asarray(across) > 0)
+    world = np.where(apart | (axes > 1), 1.0, 0.0)
+    norms = np.where((axes > 1) & apart, lamb_over_zero, 0.0)
     copies = np.where((np.asarray(tp) > kv_heads) & (kv_heads > 1), 1.0, 0.0)
-    return axes + world + syncs_tied + levels + norms + copies + np.where(axes > 0, matrices, 0.0)
+    return axes + across + world + syncs_tied + levels + norms + copies + np.where(axes > 0, matrices, 0.0)
 
 
 def expected_margin(coming: Number, groups: Number, pairs: Number, *, on_cpu: bool) -> Number:
@@ -138,6 +141,7 @@ class _Layouts:
     layers: LayerMemory
     value_bytes: int
     dp: Number
+    num_shards: Number
     tp: Number
     pp: Number
     virtual_stages: Number
@@ -208,10 +212,12 @@ def worst_stage_memory(
     optimizer: OptimizerName = "adamw",
     averages: bool = False,
     on_cpu: bool = False,
+    shard_group: Number = 0.0,
 ) -> PeakMemory:
     """Return the memory of the rank that needs the most, with the default overlaps. ``recompute``: 0 none, 1
     selective, 2 full. ``reduce_each``, ``eager``, ``zero_bubble`` and ``gpipe``: 0 or 1. ``levels``: from
-    `myriad.comm.hierarchy.count_levels`. ``averages``: keep a moving average of the parameters."""
+    `myriad.comm.hierarchy.count_shard_levels`. ``shard_group``: 0 means all replicas. ``averages``: keep a
+    moving average of the parameters."""
     first = _Layouts(
         model,
         profile,
@@ -220,6 +226,7 @@ def worst_stage_memory(
         ),
         value_bytes,
         dp=_floats(dp),
+        num_shards=np.where(_floats(zero) > 0, np.where(_floats(shard_group) > 0, shard_group, dp), 1.0),
         tp=_floats(tp),
         pp=_floats(pp),
         virtual_stages=_floats(virtual_stages),
@@ -265,6 +272,7 @@ def _communicators(where: _Layouts) -> tuple[Number, Number]:
         levels=where.levels,
         lamb_over_zero=np.where((where.optimizer == "lamb") & (where.zero > 0), 1.0, 0.0),
         matrices=1.0 if where.optimizer == "muon" else 0.0,
+        across=np.where((where.zero > 0) & (where.num_shards < where.dp), 1.0, 0.0),
     )
     return groups, pairs
 
@@ -286,7 +294,7 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
         both = ends > np.maximum(layers.embedding_elements, layers.head_elements)
         ends = ends - np.where(both, table, 0.0)
     elements = where.blocks * layers.block_elements + ends
-    part = elements / np.where(zero > 0, dp, 1)
+    part = elements / where.num_shards
     stage = where.blocks / where.virtual_stages
     widest = stage * layers.block_elements + ends
     num_chunks = np.where(dp > 1, np.clip(np.floor(stage), 1, _MOST_CHUNKS), 1)
@@ -319,7 +327,7 @@ def _moments(where: _Layouts, part: Number, ends: Number) -> Number:
         return 8 * part + average
     layers = where.layers
     rest = ends - _ends(where, 0.0, layers.head_matrices)
-    second = rest / np.where(where.zero > 0, where.dp, 1)
+    second = rest / where.num_shards
     return average + 4 * part + 4 * (second + where.blocks * (layers.block_elements - layers.block_matrices))
 
 

@@ -80,7 +80,7 @@ def _of_stage(
     workload: Workload, matrices: Sequence[HiddenMatrix], size: float, loads: list[float]
 ) -> MatrixBytes:
     layout, replicas, each = workload.layout, _replicas(workload), workload.matrix_bytes
-    iterations = workload.newton_schulz.iterations
+    iterations, shards = workload.newton_schulz.iterations, min(layout.num_shards, replicas)
     elements = sum(one.local for one in matrices)
     workspace = each * max(map(_workspace, matrices), default=0.0)
     if len(loads) == 1:
@@ -89,11 +89,11 @@ def _of_stage(
     owned, returned, offered = ([0.0] * len(loads) for _ in range(3))
     for owner, one in zip(assign_owners(flops, loads), matrices, strict=True):
         owned[owner] += one.rows * one.columns
-        returned[owner] += one.local * layout.tp * (1 if layout.zero else replicas)
-        offered[owner // layout.tp] += one.local
+        returned[owner] += one.local * layout.tp * (replicas // shards)
+        offered[owner // (layout.tp * shards)] += one.local
     # matrices come first in a chunk, so the first slices hold nothing else
-    held = min(size / replicas, elements) if layout.zero else elements
-    sent = held if layout.zero else max(offered)
+    held = min(size / shards, elements)
+    sent = min(held, max(offered))
     return MatrixBytes(elements, each * sent, each * max(owned), each * max(returned), each * held, workspace)
 
 

@@ -32,7 +32,7 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from myriad.comm.config import CommConfig
-from myriad.comm.hierarchy import count_levels
+from myriad.comm.hierarchy import count_shard_levels
 from myriad.comm.layout import Layout
 from myriad.optim.config import OptimizerName
 from myriad.planner.cost.layout_costs import stage_layers
@@ -134,7 +134,8 @@ def count_communicators(
         layout.pp,
         kv_heads=kv_heads,
         syncs_tied=syncs_tied,
-        levels=count_levels(comm, layout.dp, layout.tp * layout.pp, node_size),
+        levels=count_shard_levels(comm, layout, node_size),
+        across=float(layout.reduces_across),
         lamb_over_zero=float(optimizer == "lamb" and layout.zero > 0),
         matrices=float(optimizer == "muon" and (comm.sync_every == 1 or layout.tp > 1)),
     )
@@ -170,6 +171,7 @@ class _HeldBytes:
     values: _ByteSum[int] = field(default_factory=_ByteSum)
     grad_buffers: _ByteSum[int] = field(default_factory=_ByteSum)
     rooms: deque[float] = field(default_factory=deque)
+    rooms_across: deque[float] = field(default_factory=deque)
     kept: _ByteSum[tuple[int, int]] = field(default_factory=_ByteSum)
     head_bytes: _ByteSum[tuple[int, int]] = field(default_factory=_ByteSum)
     products: _ByteSum[tuple[int, int]] = field(default_factory=_ByteSum)
@@ -201,6 +203,8 @@ class _MemoryWalk:
         self.matrices = dict(zip(self.stages, every, strict=True))
         self.users: dict[int, set[int]] = {key: set() for key in self.chunks}
         self.now = _HeldBytes()
+        self.reduced_keys: dict[int, list[int]] = {}
+        """The chunks that each stage's newest reduction sums."""
         self.turns = next_is_backward(self.actions)
         captures = self.workload.profile.cuda_graphs and not model.on_cpu
         self.captured = captured_bytes(model, self.actions, program.num_stages) if captures else None
@@ -235,7 +239,8 @@ class _MemoryWalk:
         """Return the held bytes by purpose; those kept until the iteration's end come first."""
         now = self.now
         piles = (now.values, now.grad_buffers, now.kept, now.head_bytes, now.products, now.arriving)
-        return now.leaving.total, *(pile.total for pile in piles), sum(now.rooms)
+        rooms = sum(now.rooms) + sum(now.rooms_across)
+        return now.leaving.total, *(pile.total for pile in piles), rooms
 
     def _peak_of(self, start: int, stop: int) -> PeakMemory:
         best, highest = None, -1.0
@@ -296,7 +301,7 @@ class _MemoryWalk:
     def _elements(self) -> float:
         """Number of elements of this rank's part of parameters and optimizer."""
         elements = sum(self.chunks.values())
-        return elements / self.workload.layout.dp if self._zero else elements
+        return elements / self.workload.layout.num_shards
 
     @cached_property
     def _moments(self) -> float:
@@ -306,7 +311,7 @@ class _MemoryWalk:
         second = 0.0
         for key, elements in self.chunks.items():
             matrices = self.matrices[key].elements if key in self.matrices else 0.0
-            held = elements / self.workload.layout.dp if self._zero else elements
+            held = elements / self.workload.layout.num_shards
             second += min(held, elements - matrices)
         return (8 if self.workload.ema_every else 4) * self._elements + 4 * second
 
@@ -332,6 +337,7 @@ class _MemoryWalk:
     def _buffers(self) -> float:
         now = self.now
         rooms = sum(islice(reversed(now.rooms), _REDUCING))
+        rooms += sum(islice(reversed(now.rooms_across), _REDUCING))
         return now.arriving.total + now.leaving.total + now.matrices.total + rooms + self._batch
 
     def _margin(self, coming: float) -> float:
@@ -375,8 +381,12 @@ class _MemoryWalk:
             for key in self._chunks_of(stage):
                 now.grad_buffers.put(key, 4 * self.chunks[key])
         if does.starts is Collective.REDUCE and self.workload.layout.dp > 1:
-            keys = [stage, _TIED] if index == self.last_reduce else [stage]
-            now.rooms.append(sum(self.model.room(self.chunks[key]) for key in keys))
+            self.reduced_keys[stage] = [stage, _TIED] if index == self.last_reduce else [stage]
+            rooms = (self.model.room(self.chunks[key]) for key in self.reduced_keys[stage])
+            now.rooms.append(sum(rooms))
+        if does.starts is Collective.REDUCE_ACROSS:
+            rooms = (self.model.room_across(self.chunks[key]) for key in self.reduced_keys[stage])
+            now.rooms_across.append(sum(rooms))
         if stage in self.matrices:
             self._put_matrices(stage, self.matrices[stage].after_begin_of(action.kind))
         for transfer in action.transfers if does.posts else ():
@@ -398,6 +408,8 @@ class _MemoryWalk:
             self._release(action.stage)
         elif does.ends is Collective.REDUCE:
             self._reduced(action.stage)
+        elif does.ends is Collective.REDUCE_ACROSS:
+            self.now.rooms_across.popleft()
         elif does.updates and self._frees_grad_buffers:
             self._updated(action.stage)
         elif does.posts and does.waits:

@@ -174,7 +174,15 @@ class StageMemory:
 
     def room(self, elements: float) -> float:
         """Return the bytes of the receive buffers for other ranks' gradients while a chunk is reduced."""
-        ranks = self.workload.layout.dp
+        layout = self.workload.layout
+        return self._room(elements, layout.num_shards if layout.zero else layout.dp)
+
+    def room_across(self, elements: float) -> float:
+        """Return the bytes of the receive buffers while a chunk's shards are summed across groups."""
+        layout = self.workload.layout
+        return self._room(elements / layout.num_shards, layout.num_shard_groups)
+
+    def _room(self, elements: float, ranks: int) -> float:
         return 4 * elements * (ranks - 1 if self.on_cpu else min(ranks - 1, 1)) / ranks
 
 

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 from myriad.planner.cost.collective_costs import tensor_group
 from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.simulation.rank_clocks import Place
 from myriad.planner.simulation.simulator import CostModelRun, Prediction, replica_programs, simulate
-from myriad.program.actions import COMPUTE, Action, Kind, Program
+from myriad.program.actions import COMPUTE, Action, Collective, Kind, Program
 
 __all__ = ["predict_iteration"]
 
@@ -208,12 +209,17 @@ class _SharingRun(CostModelRun):
 
     # Transfers.
 
-    def _carry_chunk(self, place: tuple[str, int, int], group: Sequence[int], seconds: float) -> None:
+    def _carry_chunk(self, place: Place, group: Sequence[int], seconds: float, earliest: float = 0.0) -> None:
         def land(now: float) -> None:
             self.done[place] = now
+            self._start_across()
             self.runnable.extend(group)
 
-        self._set_off(_InFlightTransfer(group, seconds, float(self.costs.data.busy_ratio), group, land))
+        ring, streams = self.costs.data, list[Hashable](group)
+        if place[0] == Collective.REDUCE_ACROSS:
+            assert self.costs.across_groups is not None, "the program has such sums"
+            ring, streams = self.costs.across_groups.ring, [("across", lane) for lane in group]
+        self._set_off(_InFlightTransfer(group, seconds, float(ring.busy_ratio), streams, land))
 
     def _carry_message(
         self, place: tuple[int, int], way: tuple[int, int], posted: float, seconds: float

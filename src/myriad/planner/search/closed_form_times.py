@@ -34,12 +34,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from myriad.comm.layout import Layout
 from myriad.model.matrix_shapes import hidden_matrices
 from myriad.planner.cost.collective_costs import (
     DpCollectives,
     all_reduce_seconds,
     group_along,
     message_seconds,
+    shard_group_comm,
 )
 from myriad.planner.cost.layout_costs import Costs, copied_sum_seconds, optimizer_bytes
 from myriad.planner.cost.matrix_costs import newton_schulz_seconds
@@ -75,7 +77,7 @@ def _stalls(times: GridTimes, seconds: Array) -> Array | float:
     if problem.snapshots == SnapshotSchedule():
         return 0.0
     held = np.array([cut.parameters for cut in times.cuts])[times.cut_of] / grid.tp
-    shards = np.array([grid.dp if zero else 1 for zero, _ in grid.shards])
+    shards = np.array([_num_shards(grid, shard) for shard in grid.shards])
     layout, overlap = grid.at((0,) * 7)
     costs = Costs(LayoutCandidate(layout, overlap, 0.0, 0.0, 1.0).workload(problem), problem.cluster)
     updated = held[:, None] / shards * costs.optimizer_bytes
@@ -208,10 +210,13 @@ def dp_seconds(times: GridTimes) -> Array:
     """Return the seconds of data parallelism and the optimizer, ``[micro-batch, schedule, shards,
     switches]``."""
     grid = times.grid
-    sums = DpCollectives(grid.problem.cluster, grid.problem.comm, grid.dp, grid.tp * grid.pp)
+    groups = {size: _group_collectives(grid, size) for _, _, size in grid.shards}
     forms = [
-        [_DpForm(times, sums, (zero, each), data).seconds(optimizer) for data, optimizer in grid.switches]
-        for zero, each in grid.shards
+        [
+            _DpForm(times, groups[shard.shard_group], shard, data).seconds(optimizer)
+            for data, optimizer in grid.switches
+        ]
+        for shard in grid.shards
     ]
     shape = (len(grid.micro_batches), len(grid.schedules))
     wide = [[np.broadcast_to(form, shape) for form in row] for row in forms]
@@ -219,22 +224,42 @@ def dp_seconds(times: GridTimes) -> Array:
     return found
 
 
+def _num_shards(grid: LayoutGrid, shard: Sharding) -> int:
+    return (shard.shard_group or grid.dp) if shard.zero else 1
+
+
+_Groups = tuple[DpCollectives, DpCollectives | None]
+"""Collectives inside the groups that share the state, and across such groups, if there are several."""
+
+
+def _group_collectives(grid: LayoutGrid, size: int | None) -> _Groups:
+    problem, dp, stride = grid.problem, grid.dp, grid.tp * grid.pp
+    if size is None or size == dp:
+        return DpCollectives(problem.cluster, problem.comm, dp, stride), None
+    comm = shard_group_comm(problem.comm, Layout(dp=dp, zero=1, shard_group=size))
+    inside = DpCollectives(problem.cluster, comm, size, stride)
+    return inside, DpCollectives(problem.cluster, comm, dp // size, stride * size)
+
+
 class _DpForm:
     """Data-parallel seconds of one sharding, with overlap.data on or off; arrays are ``[micro-batch,
     schedule]``."""
 
-    def __init__(self, times: GridTimes, sums: DpCollectives, shards: Sharding, data: bool) -> None:
+    def __init__(self, times: GridTimes, groups: _Groups, shard: Sharding, data: bool) -> None:
         grid, problem = times.grid, times.grid.problem
-        self.times, self.grid, self.sums = times, grid, sums
-        self.zero, self.each = shards[0], shards[1] == "each"
+        self.times, self.grid = times, grid
+        self.sums, self.sums_across = groups
+        self.zero, self.each = shard.zero, shard.reduce == "each"
+        self.num_shards = _num_shards(grid, shard)
         self.data = data and grid.dp > 1
         self.v = np.array([float(stages) for _, stages in grid.schedules])
         self.m = (problem.global_batch / grid.dp / np.array(grid.micro_batches, dtype=float))[:, None]
         self.chunks = self._num_chunks()
         self.n = self.v * self.chunks
         held = np.array([cut.parameters for cut in times.cuts])[times.cut_of] / grid.tp
-        self.own = held / (grid.dp if self.zero else 1)
+        self.own = held / self.num_shards
         self.gather, self.reduce = self._collectives(held / self.n)
+        self.across = self._across_seconds(held / self.n)
         forward, inputs, weights, _ = times.mean
         self.forward = forward[:, :1] / self.n
         self.backward = (inputs + weights)[:, :1] / self.n
@@ -253,6 +278,13 @@ class _DpForm:
         whole = np.asarray(sums.all_gather_seconds(parameters * problem.value_bytes))
         return whole, np.asarray(sums.all_gather_seconds(gradients))
 
+    def _across_seconds(self, parameters: Array) -> Array | None:
+        """Return the seconds of a chunk's sum across groups; ``None``: there is one group."""
+        if self.sums_across is None:
+            return None
+        shard = parameters * self.grid.problem.profile.gradient_bytes / self.num_shards
+        return np.asarray(self.sums_across.all_reduce_seconds(shard))
+
     def seconds(self, optimizer: bool) -> Array:
         """Return the sum of the exposed seconds, the slowdown of compute and the update."""
         update = self._update()
@@ -262,12 +294,19 @@ class _DpForm:
         reduces = (self.m if self.each else 1.0) * self.n * self.reduce
         if not self.data:
             found: Array = gathers + reduces + update
-            return found
+            return found if self.across is None else found + self.n * self.across
         shown = self._shown_gathers()
         if optimizer and self.zero in (1, 2):
             shown = np.maximum(0.0, shown - update * (1 - 1 / self.n))
         shown = np.minimum(shown, gathers) + np.minimum(self._shown_reduces(), reduces)
         slowed: Array = shown + self.sums.ring.busy_ratio * (gathers + reduces - shown) + update
+        return slowed if self.across is None else slowed + self._slowed_across(self.across)
+
+    def _slowed_across(self, across: Array) -> Array:
+        """Return the exposed seconds of the sums across groups, and the slowdown of compute by the rest."""
+        assert self.sums_across is not None
+        shown = self._shown_once(across)
+        slowed: Array = shown + self.sums_across.ring.busy_ratio * np.maximum(0.0, self.n * across - shown)
         return slowed
 
     def _runs(self) -> Array:
@@ -297,13 +336,18 @@ class _DpForm:
         return np.where(self.v > 1, again, once)
 
     def _shown_reduces(self) -> Array:
-        r, b, k = self.reduce, self.backward, self.chunks
+        r, b = self.reduce, self.backward
         if self.each:
             shown: Array = r + self.m * self.n * np.maximum(0.0, r - b)
             return shown
+        return self._shown_once(r)
+
+    def _shown_once(self, seconds: Array) -> Array:
+        """Return what is exposed of a collective of each chunk that overlaps with the last backwards."""
+        b, k = self.backward, self.chunks
         later = (self.v - 1) * np.minimum(self.m, self.grid.pp) * k * b
-        last = np.maximum(r, k * r - (k - 1) * b)
-        return np.maximum(last, self.n * r - later - (k - 1) * b)
+        last = np.maximum(seconds, k * seconds - (k - 1) * b)
+        return np.maximum(last, self.n * seconds - later - (k - 1) * b)
 
     def _update(self) -> Array:
         """Return the seconds of the gradient norm, the optimizer, and the wait for the batch."""
@@ -313,8 +357,9 @@ class _DpForm:
         step = sweep_seconds(accelerator, own * each, 2.0)
         norm = sweep_seconds(accelerator, 4 * own, 2.0)
         everybody = group_along(problem.cluster, float(problem.cluster.world), 1.0)
-        parts = self.grid.dp if self.zero else 1
-        copied = copied_sum_seconds(problem.model, problem.cluster, self.grid.tp, self.grid.pp, parts)
+        copied = copied_sum_seconds(
+            problem.model, problem.cluster, self.grid.tp, self.grid.pp, self.num_shards
+        )
         norm = norm + all_reduce_seconds(everybody, 8.0) + copied
         return np.asarray(step + norm + problem.profile.host_seconds + self._orthogonalization())
 

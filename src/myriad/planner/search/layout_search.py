@@ -15,12 +15,19 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from myriad.comm.hierarchy import count_levels
+from myriad.comm.hierarchy import count_shard_levels
+from myriad.comm.layout import Layout
 from myriad.planner.cost.layout_costs import cut_layers
 from myriad.planner.memory.closed_form_memory import PeakMemory, fits_probability, worst_stage_memory
 from myriad.planner.memory.layer_memory import RECOMPUTE
 from myriad.planner.search.closed_form_times import grid_seconds
-from myriad.planner.search.layout_space import LayoutCandidate, LayoutGrid, LayoutProblem, layout_grids
+from myriad.planner.search.layout_space import (
+    LayoutCandidate,
+    LayoutGrid,
+    LayoutProblem,
+    Sharding,
+    layout_grids,
+)
 from myriad.planner.search.stage_times import Array, GridTimes, LayerTable
 from myriad.planner.simulation.steady_state import num_simulated_forwards
 from myriad.program.build import count_chunks
@@ -260,9 +267,15 @@ def _single(problem: LayoutProblem, candidate: LayoutCandidate) -> tuple[LayoutG
     """Return a grid with one micro-batch and schedule, and the index of the layout in it."""
     layout, overlap = candidate.layout, candidate.overlap
     schedule = (layout.schedule_name, layout.virtual_stages)
-    shard = (layout.zero, layout.reduce)
+    shard = Sharding(layout.zero, layout.reduce, layout.shard_group)
     again = layout.recompute
-    problem = replace(problem, partition=layout.partition, shards=(shard,), recomputes=(again,))
+    problem = replace(
+        problem,
+        partition=layout.partition,
+        shards=(shard,),
+        searches_groups=False,
+        recomputes=(again,),
+    )
     grid = LayoutGrid(problem, layout.tp, layout.pp, layout.dp, (layout.micro_batch,), (schedule,))
     switches = (overlap.data, overlap.optimizer and overlap.data)
     index = (
@@ -295,19 +308,25 @@ def _grid_memory(grid: LayoutGrid) -> tuple[PeakMemory, tuple[int, ...]]:
         virtual_stages=stages[schedule],
         micro_batch=size,
         num_micro_batches=num,
-        zero=np.array([zero for zero, _ in grid.shards])[shard],
-        reduce_each=np.array([reduce == "each" for _, reduce in grid.shards])[shard],
+        zero=np.array([one.zero for one in grid.shards])[shard],
+        reduce_each=np.array([one.reduce == "each" for one in grid.shards])[shard],
+        shard_group=np.array([one.shard_group or 0.0 for one in grid.shards])[shard],
         recompute=np.array([RECOMPUTE.index(name) for name in problem.recomputes])[again],
         eager=_those(names, lambda name: name.startswith("eager"))[schedule],
         zero_bubble=_those(names, lambda name: "zero-bubble" in name)[schedule],
         gpipe=_those(names, lambda name: name == "gpipe")[schedule],
-        levels=count_levels(problem.comm, grid.dp, grid.tp * grid.pp, problem.cluster.accelerators_per_node),
+        levels=np.array([_num_levels(grid, one) for one in grid.shards])[shard],
         optimizer=problem.optimizer,
         averages=problem.ema_every > 0,
         value_bytes=problem.value_bytes,
         on_cpu=problem.cluster.on_cpu,
     )
     return memory, shape
+
+
+def _num_levels(grid: LayoutGrid, shard: Sharding) -> int:
+    layout = Layout(dp=grid.dp, tp=grid.tp, pp=grid.pp, zero=shard.zero, shard_group=shard.shard_group)
+    return count_shard_levels(grid.problem.comm, layout, grid.problem.cluster.accelerators_per_node)
 
 
 def _those(names: list[str], rule: Callable[[str], bool]) -> npt.NDArray[np.bool_]:

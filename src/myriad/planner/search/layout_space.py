@@ -9,6 +9,7 @@
                   are the same, and several stages differ only under ZeRO 3, which gathers them one at a
                   time (`is_redundant`)
     zero, reduce  with one replica there is nothing to shard
+    shard_group   with ZeRO: all replicas, those of a node, or those under a switch
     overlaps      each switch only where it changes the program
 
 `LayoutProblem.fixed` holds the layout keys that the job gives: only layouts with these values are searched.
@@ -21,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isqrt
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,9 +55,21 @@ __all__ = [
     "tensor_overlaps",
 ]
 
-Sharding = tuple[int, Literal["last", "each"]]
-"""Values of the layout's keys `zero` and `reduce`."""
-_SHARDS: tuple[Sharding, ...] = ((0, "last"), (1, "last"), (2, "last"), (2, "each"), (3, "last"), (3, "each"))
+
+class Sharding(NamedTuple):
+    """Values of the layout's keys `zero`, `reduce` and `shard_group`."""
+
+    zero: int
+    reduce: Literal["last", "each"]
+    shard_group: int | None = None
+
+
+_SHARDS = (
+    *(Sharding(zero, "last") for zero in range(3)),
+    Sharding(2, "each"),
+    Sharding(3, "last"),
+    Sharding(3, "each"),
+)
 _SEARCHED_STAGES = 128
 """Virtual stages up to which each number is searched: all that models of up to 126 blocks can have."""
 Switches = tuple[bool, bool]
@@ -83,9 +96,12 @@ class LayoutProblem:
     partition: str = "uniform"
     shards: tuple[Sharding, ...] = _SHARDS
     """Shardings that the rest of the job allows."""
+    searches_groups: bool = True
+    """Whether groups of replicas (`shard_group`) are added to ``shards``."""
     recomputes: tuple[Recompute, ...] = RECOMPUTE
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Given keys of the layout: `tp`, `pp`, `dp`, `micro_batch`, `schedule`, `virtual_stages`, `zero`."""
+    """Given keys of the layout: `tp`, `pp`, `dp`, `micro_batch`, `schedule`, `virtual_stages`, `zero`,
+    `shard_group`."""
 
     def allows(self, key: str, value: object) -> bool:
         """Return whether a key of the layout may have this value."""
@@ -143,10 +159,18 @@ class LayoutGrid:
     schedules: tuple[tuple[str, int], ...]
     """Name and virtual stages of each schedule."""
 
-    @property
+    @cached_property
     def shards(self) -> tuple[Sharding, ...]:
         """Shardings among the data-parallel replicas."""
-        return self.problem.shards if self.dp > 1 or "zero" in self.problem.fixed else ((0, "last"),)
+        problem = self.problem
+        plain = problem.shards if self.dp > 1 or "zero" in problem.fixed else (Sharding(0, "last"),)
+        if not problem.searches_groups:
+            return plain
+        given = problem.fixed.get("shard_group")
+        groups = _shard_groups(problem.cluster, self.dp, self.tp * self.pp) if given is None else [given]
+        fits = [size for size in groups if self.dp % size == 0]
+        several = (shard._replace(shard_group=size) for size in fits for shard in plain if shard.zero)
+        return (*(plain if given is None else ()), *several)
 
     @property
     def tensors(self) -> tuple[TensorOverlap, ...]:
@@ -175,14 +199,14 @@ class LayoutGrid:
     @property
     def num_switches(self) -> npt.NDArray[np.int64]:
         """Number of distinct values of `switches`, by shard."""
-        return np.array([(3 if zero else 2) if self.dp > 1 else 1 for zero, _ in self.shards])
+        return np.array([(3 if zero else 2) if self.dp > 1 else 1 for zero, *_ in self.shards])
 
     @cached_property
     def redundant(self) -> npt.NDArray[np.bool_]:
         """Mask ``[schedule, shard]`` of layouts that equal another one."""
         if "virtual_stages" in self.problem.fixed:
             return np.zeros((len(self.schedules), len(self.shards)), dtype=bool)
-        cells = [[is_redundant(self.pp, v, zero) for zero, _ in self.shards] for _, v in self.schedules]
+        cells = [[is_redundant(self.pp, v, zero) for zero, *_ in self.shards] for _, v in self.schedules]
         return np.array(cells, dtype=bool).reshape(len(self.schedules), len(self.shards))
 
     @property
@@ -202,7 +226,7 @@ class LayoutGrid:
         """Return one layout of the grid."""
         batch, schedule, shard, again, tensor, pipeline, switch = index
         name, virtual_stages = self.schedules[schedule]
-        zero, reduce = self.shards[shard]
+        zero, reduce, shard_group = self.shards[shard]
         data, optimizer = self.switches[switch]
         layout = Layout.model_validate(
             {
@@ -212,6 +236,7 @@ class LayoutGrid:
                 "virtual_stages": virtual_stages,
                 "zero": zero,
                 "reduce": reduce,
+                "shard_group": shard_group,
                 "micro_batch": self.micro_batches[batch],
                 "recompute": self.problem.recomputes[again],
                 "schedule": name,
@@ -233,8 +258,8 @@ def layout_grids(problem: LayoutProblem) -> Iterator[LayoutGrid]:
         sizes = _micro_batches(problem, dp)
         if sizes and _can_be_summed(problem, dp, tp * pp):
             schedules = tuple(_schedules(problem, pp))
-            if schedules:
-                yield LayoutGrid(problem, tp, pp, dp, sizes, schedules)
+            if schedules and (grid := LayoutGrid(problem, tp, pp, dp, sizes, schedules)).shards:
+                yield grid
 
 
 def has_layout(problem: LayoutProblem) -> bool:
@@ -257,6 +282,16 @@ def parallel_degrees(problem: LayoutProblem) -> Iterator[tuple[int, int, int]]:
             dp = world // (tp * pp)
             if pp <= most and problem.allows("pp", pp) and problem.allows("dp", dp):
                 yield tp, pp, dp
+
+
+def _shard_groups(cluster: Cluster, dp: int, stride: int) -> list[int]:
+    """Return the searched sizes of groups that shard the state: the replicas of a node and, if links between
+    switches are slower, those under a switch."""
+    places = [cluster.accelerators_per_node]
+    if cluster.links.spine is not None and cluster.nodes_per_switch is not None:
+        places.append(places[0] * cluster.nodes_per_switch)
+    sizes = {place // stride for place in places if place % stride == 0}
+    return sorted(size for size in sizes if 1 < size < dp and dp % size == 0)
 
 
 def is_redundant(pp: int, virtual_stages: int, zero: int) -> bool:

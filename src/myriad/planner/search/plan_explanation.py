@@ -20,6 +20,7 @@ from myriad.planner.search.layout_space import (
     LayoutCandidate,
     LayoutGrid,
     LayoutProblem,
+    Sharding,
     is_redundant,
     layout_grids,
 )
@@ -233,6 +234,9 @@ def _moved(grid: LayoutGrid, candidate: LayoutCandidate, what: str) -> Iterator[
     size = min(grid.micro_batches, key=lambda size: abs(size - layout.micro_batch))
     name = layout.schedule_name if (layout.schedule_name, v) in grid.schedules else "1f1b"
     zero, reduce = (layout.zero, layout.reduce) if grid.dp > 1 else (0, "last")
+    group = layout.shard_group
+    if Sharding(zero, reduce, group) not in grid.shards:
+        group = None
     found = _changed(
         candidate,
         dp=grid.dp,
@@ -243,6 +247,7 @@ def _moved(grid: LayoutGrid, candidate: LayoutCandidate, what: str) -> Iterator[
         micro_batch=size,
         zero=zero,
         reduce=reduce,
+        shard_group=group,
     )
     extra = f" x {v}" if v not in (1, layout.virtual_stages) else ""
     other_size = f", micro-batch {size}" if size != layout.micro_batch else ""
@@ -276,11 +281,17 @@ def _other_sizes(home: LayoutGrid, candidate: LayoutCandidate) -> Iterator[tuple
 
 def _other_shards(home: LayoutGrid, candidate: LayoutCandidate) -> Iterator[tuple[str, LayoutCandidate]]:
     layout, shards = candidate.layout, list(home.shards)
-    own = (layout.zero, layout.reduce)
-    for zero, reduce in shards:
-        near = abs(zero - layout.zero) <= 1
-        if (zero, reduce) != own and near and (reduce == layout.reduce or zero == layout.zero):
-            yield f"zero {zero}, reduce {reduce}", _changed(candidate, zero=zero, reduce=reduce)
+    own = Sharding(layout.zero, layout.reduce, layout.shard_group)
+    for shard in shards:
+        near = abs(shard.zero - own.zero) <= 1
+        changes = sum(a != b for a, b in zip(shard, own, strict=True))
+        if changes == 1 and near:
+            what = f"zero {shard.zero}, reduce {shard.reduce}"
+            if shard.shard_group is not None:
+                what += f", shard_group {shard.shard_group}"
+            elif own.shard_group is not None:
+                what += ", shard_group off"
+            yield what, _changed(candidate, **shard._asdict())
 
 
 def _other_overlaps(home: LayoutGrid, candidate: LayoutCandidate) -> Iterator[tuple[str, LayoutCandidate]]:

@@ -157,6 +157,8 @@ def describe_layout(candidate: LayoutCandidate) -> str:
     if layout.zero:
         parts = f" in {layout.virtual_stages} parts" if several and layout.pp == 1 else ""
         words.append(f"ZeRO {layout.zero}{parts}" + (" each" if layout.reduce == "each" else ""))
+        if layout.reduces_across:
+            words[-1] += f" in groups of {layout.shard_group}"
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
     return ", ".join(words)

@@ -35,10 +35,10 @@ __all__ = ["CompiledProgram", "ProgramCosts"]
 _Step = tuple[int, int, int, int]
 """A step: its kind, the rank, and two operands whose meaning depends on the kind."""
 
-_COMPUTE, _POST, _MEET, _WAIT, _TRAVEL, _AWAIT, _PASS, _JOIN_TIED, _JOIN_ALL = range(9)
+_COMPUTE, _POST, _MEET, _WAIT, _TRAVEL, _AWAIT, _PASS, _JOIN_TIED, _JOIN_ALL, _CROSS = range(10)
 """Operands by kind. compute: index of its seconds. post: place of a transfer. meet: place, channel. wait:
 place. travel: place of a gather or reduction, index of its seconds. await: that place. pass: index of
-seconds."""
+seconds. cross: as travel, for a sum across groups."""
 _PER_STAGE = (
     Kind.FORWARD,
     Kind.BACKWARD,
@@ -47,6 +47,7 @@ _PER_STAGE = (
     Kind.UPDATE,
     Kind.GATHER,
     Kind.REDUCE,
+    Kind.REDUCE_ACROSS,
     Kind.START_GATHER_MOMENTUM,
     Kind.ORTHOGONALIZE,
     Kind.START_SCATTER_UPDATE,
@@ -58,10 +59,12 @@ whole optimizer step of each rank follow them in that table."""
 _COLLECTIVES = {
     Collective.GATHER: Kind.GATHER,
     Collective.REDUCE: Kind.REDUCE,
+    Collective.REDUCE_ACROSS: Kind.REDUCE_ACROSS,
     Collective.GATHER_MOMENTUM: Kind.START_GATHER_MOMENTUM,
     Collective.SCATTER_UPDATE: Kind.START_SCATTER_UPDATE,
 }
-"""The kind that stands for the cost of each collective."""
+"""The kind that stands for the cost of each collective. A sum across groups comes directly after the
+reduction that it follows."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class ProgramCosts:
     tied: float
     busy_ratio: float
     """Share of overlapped gather and reduction time by which the overlapping compute slows down."""
+    across_busy_ratio: float = 0.0
+    """The same of sums across groups."""
 
 
 class CompiledProgram:
@@ -101,6 +106,7 @@ class CompiledProgram:
             *(stage.update for stage in stages),
             *(stage.gather for stage in stages),
             *(stage.reduce for stage in stages),
+            *(stage.reduce_across for stage in stages),
             *(stage.gather_momentum for stage in stages),
             *(stage.orthogonalize for stage in stages),
             *(stage.scatter_update for stage in stages),
@@ -110,7 +116,8 @@ class CompiledProgram:
         )
         clip = max(costs.clip(sum(stage.parameters for stage in own)) for own in held)
         messages = tuple(costs.message_between(*ends) for ends in self.channels)
-        return ProgramCosts(of_steps, messages, clip, costs.tied, float(costs.data.busy_ratio))
+        across = 0.0 if costs.across_groups is None else float(costs.across_groups.ring.busy_ratio)
+        return ProgramCosts(of_steps, messages, clip, costs.tied, float(costs.data.busy_ratio), across)
 
     def seconds(self, figures: ProgramCosts) -> float:
         """Return the seconds of an iteration that follows another one."""
@@ -208,7 +215,8 @@ class _Compiler:
         if gathers and stage in self.updated:
             self.ahead.add(stage)
         seconds = self._of_stage(_COLLECTIVES[does.starts], stage)
-        self.steps.append((_TRAVEL, rank, self._collective(does.starts, stage), seconds))
+        step = _CROSS if does.starts is Collective.REDUCE_ACROSS else _TRAVEL
+        self.steps.append((step, rank, self._collective(does.starts, stage), seconds))
         return True
 
     # Transfers.
@@ -255,6 +263,8 @@ class _Execution:
         self.clock = [0.0] * program.num_ranks
         self.stream = [0.0] * program.num_ranks
         self.hidden_from = [0.0] * program.num_ranks
+        self.across = [0.0] * program.num_ranks
+        self.across_from = [0.0] * program.num_ranks
         self.places = [0.0] * line.num_places
         self.done = [0.0] * (len(_COLLECTIVES) * program.num_stages)
 
@@ -262,16 +272,21 @@ class _Execution:
         """Execute an iteration and return the second at which its last rank finishes."""
         clock, stream, hidden_from = self.clock, self.stream, self.hidden_from
         places, done, free = self.places, self.done, [0.0] * len(self.line.channels)
-        figures = self.figures
+        figures, across, across_from = self.figures, self.across, self.across_from
+        num_stages, across_busy = self.line.program.num_stages, figures.across_busy_ratio
         seconds, busy, messages = figures.of_steps, figures.busy_ratio, figures.messages
         for step, rank, place, other in steps:
             now = clock[rank]
             if step == _COMPUTE:
                 cost = seconds[place]
+                more = 0.0
                 if stream[rank] > now:
                     hidden = min(stream[rank], now + cost) - max(now, hidden_from[rank])
-                    cost += busy * max(0.0, hidden)
-                clock[rank] = now + cost
+                    more = busy * max(0.0, hidden)
+                if across[rank] > now:
+                    hidden = min(across[rank], now + cost) - max(now, across_from[rank])
+                    more += across_busy * max(0.0, hidden)
+                clock[rank] = now + (cost + more)
             elif step == _POST:
                 places[place] = now
             elif step == _MEET:
@@ -289,6 +304,11 @@ class _Execution:
                 if stream[rank] < now:
                     hidden_from[rank] = begin
                 done[place] = stream[rank] = begin + seconds[other]
+            elif step == _CROSS:
+                begin = max(done[place - num_stages], now, across[rank])
+                if across[rank] < now:
+                    across_from[rank] = begin
+                done[place] = across[rank] = begin + seconds[other]
             else:
                 self._join(step)
         return max(clock)

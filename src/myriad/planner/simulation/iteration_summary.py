@@ -18,10 +18,11 @@ from myriad.program.actions import COMPUTE, SEMANTICS, Action, Collective, Kind,
 
 __all__ = ["EXPOSED_KINDS", "IterationSummary", "RankSummary", "summarize_iteration", "tensor_seconds"]
 
+_REDUCTIONS = {Collective.REDUCE, Collective.REDUCE_ACROSS}
 _WAITS = {
     "pipeline": kinds_where(lambda does: does.posts or does.waits),
     "gather": kinds_where(lambda does: Collective.GATHER in (does.starts, does.ends)),
-    "reduce": kinds_where(lambda does: Collective.REDUCE in (does.starts, does.ends)),
+    "reduce": kinds_where(lambda does: bool(_REDUCTIONS & {does.starts, does.ends})),
     "tied": kinds_where(lambda does: does.joins == "ends"),
     "norm": kinds_where(lambda does: does.joins == "world"),
 }

@@ -5,6 +5,8 @@ Each rank of each replica is a list of actions and a few clocks:
     compute     does one action after the other
     data        gathers and reductions, in the order in which they were posted; each begins when all replicas
                 have posted it (per-collective arrival)
+    across      sums across groups of replicas, which use other links, likewise; each begins when the
+                reduction that it follows has ended
     channel     what one rank sends to another, in order; a message begins when both sides have posted it
 
 A subclass gives the seconds of an action: a cost model (`myriad.planner.simulation.simulator`), or
@@ -26,7 +28,7 @@ from myriad.program.actions import SEMANTICS, Action, Collective, Payload, Pipel
 if TYPE_CHECKING:
     from myriad.planner.simulation.simulated_events import NetworkEvents
 
-__all__ = ["CommCosts", "RankClocks", "SimulatedSpan", "StageCommCosts"]
+__all__ = ["CommCosts", "Place", "RankClocks", "SimulatedSpan", "StageCommCosts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,10 @@ class StageCommCosts(Protocol):
     @property
     def reduce(self) -> float:
         """Seconds of the reduction."""
+
+    @property
+    def reduce_across(self) -> float:
+        """Seconds of the sum across groups of replicas."""
 
     @property
     def gather_momentum(self) -> float:
@@ -92,11 +98,24 @@ class _Channel:
     free: float = 0.0
 
 
+Place = tuple[str, int, int, int]
+"""A collective: its name, stage, count in that stage, and the number of the group that runs it."""
+
+
 class RankClocks(ABC):
     """The clocks and action lists of all ranks. A lane is one pipeline rank of one replica."""
 
-    def __init__(self, programs: Sequence[Program], travel: CommCosts, replicas: Sequence[int]) -> None:
-        """Set all clocks to zero. ``programs``: one program for each of the replicas."""
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        travel: CommCosts,
+        replicas: Sequence[int],
+        num_shards: int | None = None,
+    ) -> None:
+        """Set all clocks to zero. ``programs``: one program for each of the replicas. ``num_shards``:
+        replicas of a group, if all replicas are simulated and groups are told apart; ``None``: every
+        collective is among all replicas."""
+        self.num_shards = num_shards
         self.program = max(programs, key=lambda program: program.num_micro_batches)
         self.travel, self.replicas = travel, replicas
         self.num_ranks = self.program.num_ranks
@@ -107,15 +126,19 @@ class RankClocks(ABC):
         self.clock = [0.0] * len(self.lanes)
         self.stream = [0.0] * len(self.lanes)
         self.hidden_from = [0.0] * len(self.lanes)
+        self.across = [0.0] * len(self.lanes)
+        self.across_from = [0.0] * len(self.lanes)
+        self.issued_across: list[tuple[Place, Sequence[int], float]] = []
+        """Sums across groups that wait for the reductions before them."""
         self.keep = False
         self.spans: list[SimulatedSpan] = []
         self.num_iterations = 0
         self.channels: defaultdict[tuple[int, int], _Channel] = defaultdict(_Channel)
         self.arrived: dict[tuple[int, int], float] = {}
-        self.joined: defaultdict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
-        self.done: dict[tuple[str, int, int], float] = {}
+        self.joined: defaultdict[Place, dict[int, float]] = defaultdict(dict)
+        self.done: dict[Place, float] = {}
         self.counts: defaultdict[tuple[str, int, int], int] = defaultdict(int)
-        self.last: dict[tuple[str, int, int], tuple[str, int, int]] = {}
+        self.last: dict[tuple[str, int, int], Place] = {}
         """The collective that each lane issued last; ``done`` has its end."""
         self.ahead: set[tuple[str, int, int]] = set()
         self.updated: set[tuple[int, int]] = set()
@@ -211,13 +234,14 @@ class RankClocks(ABC):
         if does.ends is not None:
             return self.done.get(self.last[does.ends, lane, action.stage])
         if does.joins == "world":
-            key = ("clip", -1, self.num_iterations)
+            key = ("clip", -1, self.num_iterations, 0)
             return self._join(lane, key, range(len(self.lanes)), self._clip_seconds)
         if does.joins == "ends":
             replica = lane // self.num_ranks
             ends = {self.program.stage_rank[0], self.program.stage_rank[-1]}
             group = [replica * self.num_ranks + owner for owner in ends]
-            return self._join(lane, ("tied", replica, self.num_iterations), group, self.travel.tied)
+            key = ("tied", replica, self.num_iterations, 0)
+            return self._join(lane, key, group, self.travel.tied)
         return 0.0
 
     @cached_property
@@ -226,9 +250,7 @@ class RankClocks(ABC):
         held = (sum(self.chunk_parameters[s] for s in self._stages_of(r)) for r in range(self.num_ranks))
         return max(map(self.travel.clip, held))
 
-    def _join(
-        self, lane: int, key: tuple[str, int, int], lanes: Sequence[int], seconds: float
-    ) -> float | None:
+    def _join(self, lane: int, key: Place, lanes: Sequence[int], seconds: float) -> float | None:
         """Synchronize some lanes: return the second at which all continue, or ``None`` until all have
         arrived."""
         here = self.joined[key]
@@ -250,35 +272,67 @@ class RankClocks(ABC):
                 return 0.0
             self.posted[lane] = waits
             self.counts[key] += 1
-            self.last[key] = (name, action.stage, self.counts[key])
+            group, number = self._group(lane, name)
+            self.last[key] = (name, action.stage, self.counts[key], number)
             if name is Collective.GATHER and (lane, action.stage) in self.updated:
                 self.ahead.add(key)
-            self._arrive(lane, self.last[key])
+            self._arrive(lane, self.last[key], group)
         return self.done.get(self.last[key])
 
-    def _arrive(self, lane: int, place: tuple[str, int, int]) -> None:
-        rank, here = self.lanes[lane][1], self.joined[place]
+    def _group(self, lane: int, name: Collective) -> tuple[list[int], int]:
+        """Return the lanes that run a collective with this one, and the number of their group."""
+        (own, rank), num_replicas = divmod(lane, self.num_ranks), len(self.replicas)
+        replicas, number, size = range(num_replicas), 0, self.num_shards
+        if size is not None and name is Collective.REDUCE_ACROSS:
+            number = own % size
+            replicas = range(number, num_replicas, size)
+        elif size is not None and name in (Collective.GATHER, Collective.REDUCE):
+            number = own // size
+            replicas = range(number * size, (number + 1) * size)
+        return [replica * self.num_ranks + rank for replica in replicas], number
+
+    def _arrive(self, lane: int, place: Place, group: Sequence[int]) -> None:
+        here = self.joined[place]
         here[lane] = self.clock[lane]
-        group = [replica * self.num_ranks + rank for replica in range(len(self.replicas))]
         if len(here) == len(group):
             costs = self.travel.stages[place[1]]
             seconds = {
                 Collective.GATHER: costs.gather,
                 Collective.REDUCE: costs.reduce,
+                Collective.REDUCE_ACROSS: costs.reduce_across,
                 Collective.GATHER_MOMENTUM: costs.gather_momentum,
                 Collective.SCATTER_UPDATE: costs.scatter_update,
             }
-            self._carry_chunk(place, group, seconds[Collective(place[0])])
+            name = Collective(place[0])
+            if name is Collective.REDUCE_ACROSS:
+                self.issued_across.append((place, group, seconds[name]))
+            else:
+                self._carry_chunk(place, group, seconds[name])
+            self._start_across()
             self.runnable.extend(one for one in group if one != lane)
 
-    def _carry_chunk(self, place: tuple[str, int, int], group: Sequence[int], seconds: float) -> None:
-        """Execute a collective that all lanes of its group have issued."""
-        begin = max(max(self.joined[place].values()), *(self.stream[one] for one in group))
+    def _start_across(self) -> None:
+        """Execute the sums across groups whose reductions have ended."""
+        waiting, self.issued_across = self.issued_across, []
+        for place, group, seconds in waiting:
+            before = [self.done.get(self.last[Collective.REDUCE, lane, place[1]]) for lane in group]
+            known = [end for end in before if end is not None]
+            if len(known) < len(before):
+                self.issued_across.append((place, group, seconds))
+            else:
+                self._carry_chunk(place, group, seconds, max(known))
+                self.runnable.extend(group)
+
+    def _carry_chunk(self, place: Place, group: Sequence[int], seconds: float, earliest: float = 0.0) -> None:
+        """Execute a collective that all lanes of its group have issued, not before ``earliest``."""
+        across = place[0] == Collective.REDUCE_ACROSS
+        stream, hidden_from = (self.across, self.across_from) if across else (self.stream, self.hidden_from)
+        begin = max(earliest, *self.joined[place].values(), *(stream[one] for one in group))
         end = begin + self._met(begin, seconds, group)
         for one in group:
-            if self.stream[one] < self.clock[one]:
-                self.hidden_from[one] = begin
-            self.stream[one] = end
+            if stream[one] < self.clock[one]:
+                hidden_from[one] = begin
+            stream[one] = end
         self.done[place] = end
 
     def _met(self, begin: float, seconds: float, lanes: Sequence[int]) -> float:

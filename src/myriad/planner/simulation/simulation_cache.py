@@ -45,7 +45,7 @@ def _shape(costs: Costs, num_micro_batches: int) -> _Shape:
         layout.virtual_stages,
         1 if layout.zero == 2 else layout.zero,
         layout.reduce,
-        layout.dp > 1,
+        (layout.dp > 1, layout.reduces_across),
         costs.num_chunks,
         num_micro_batches,
         (overlap.pipeline, overlap.data, overlap.optimizer, overlap.receive_ahead),

@@ -124,8 +124,9 @@ def iteration_program(
 def _at_the_ends(actions: Sequence[Action]) -> tuple[Action, ...]:
     """Move gathers to the start and reductions to the end, where the ranks wait for them."""
     first = [action for action in actions if action.kind is Kind.GATHER]
-    last = [action for action in actions if action.kind is Kind.REDUCE]
-    rest = [action for action in actions if action.kind not in (Kind.GATHER, Kind.REDUCE)]
+    last = [action for action in actions if action.kind in (Kind.REDUCE, Kind.REDUCE_ACROSS)]
+    ends = (Kind.GATHER, Kind.REDUCE, Kind.REDUCE_ACROSS)
+    rest = [action for action in actions if action.kind not in ends]
     steps = next(i for i, action in enumerate(rest) if action.kind in (Kind.CLIP, Kind.STEP))
     return (*first, *rest[:steps], *last, *rest[steps:])
 
@@ -143,7 +144,9 @@ class CostModelRun(RankClocks):
         seed: int,
     ) -> None:
         """Prepare a run. ``programs``: one program for each of the replicas."""
-        super().__init__(programs, costs, replicas)
+        layout = costs.workload.layout
+        apart = layout.reduces_across and len(replicas) == layout.dp
+        super().__init__(programs, costs, replicas, layout.num_shards if apart else None)
         self.costs = costs
         slowdown = costs.cluster.expected_slowdown
         self.factor = [slowdown * slower.get(lane, 1.0) for lane in self.lanes]
@@ -155,9 +158,13 @@ class CostModelRun(RankClocks):
 
     def _slowed(self, lane: int, begin: float, cost: float) -> float:
         """Return the seconds that gathers and reductions in flight add to a compute action."""
-        return float(self.costs.data.busy_ratio) * max(
-            0.0, min(self.stream[lane], begin + cost) - max(begin, self.hidden_from[lane])
-        )
+        end, across = begin + cost, self.costs.across_groups
+        hidden = min(self.stream[lane], end) - max(begin, self.hidden_from[lane])
+        more = float(self.costs.data.busy_ratio) * max(0.0, hidden)
+        if across is not None:
+            hidden = min(self.across[lane], end) - max(begin, self.across_from[lane])
+            more += float(across.ring.busy_ratio) * max(0.0, hidden)
+        return more
 
     def _cost(self, lane: int, rank: int, action: Action) -> float:
         kind, costs = action.kind, self.costs

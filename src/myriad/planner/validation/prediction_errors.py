@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from myriad.comm.hierarchy import count_levels
+from myriad.comm.hierarchy import count_shard_levels
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.memory.closed_form_memory import fits_probability, worst_stage_memory
@@ -177,7 +177,8 @@ def probability_of_fit(workload: Workload, cluster: Cluster) -> float:
         recompute=RECOMPUTE.index(layout.recompute),
         eager=layout.schedule_name.startswith("eager"),
         zero_bubble="zero-bubble" in layout.schedule_name,
-        levels=count_levels(workload.comm, layout.dp, layout.tp * layout.pp, cluster.accelerators_per_node),
+        levels=count_shard_levels(workload.comm, layout, cluster.accelerators_per_node),
+        shard_group=layout.shard_group or 0,
         optimizer=workload.optimizer,
         averages=workload.ema_every > 0,
         value_bytes=workload.value_bytes,

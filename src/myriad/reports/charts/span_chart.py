@@ -35,13 +35,13 @@ _OTHER = {
     "waiting for others": (
         "#c2410c",
         "exchange wait gather await_gather reduce await_reduce sync_tied clip tensor_comm "
-        "gather_tied reduce_tied await_momentum await_scatter",
+        "gather_tied reduce_tied reduce_across await_across await_momentum await_scatter",
     ),
     "optimizer": ("#a8b3c1", "step update orthogonalize"),
     "load": ("#e8c547", "load"),
     "posting": (
         "#cfc6ec",
-        "start_gather start_reduce start_momentum start_scatter send receive release",
+        "start_gather start_reduce start_across start_momentum start_scatter send receive release",
     ),
 }
 """Colour and span names of each legend entry."""
@@ -49,6 +49,7 @@ _COLOURS = {name: colour for colour, names in _OTHER.values() for name in names.
 _POSTS = {
     "start_gather": "await_gather",
     "start_reduce": "await_reduce",
+    "start_across": "await_across",
     "start_momentum": "await_momentum",
     "start_scatter": "await_scatter",
     "receive": "wait",

@@ -67,8 +67,10 @@ class RunPlan:
         """Return the groups of ranks of an attempt that must hold equal parameters."""
         if layout.dp is None or not self.replicas:
             return self.replicas
-        each = self.world // self.dp
-        return [range(rank, layout.dp * each, each) for rank in range(each)] if layout.dp > 1 else ()
+        world, stride = self.world_of(layout), self.replicas[0][1] - self.replicas[0][0]
+        if world % stride or world == stride:
+            return ()  # one replica, or state that all remaining replicas shard
+        return [range(rank, world, stride) for rank in range(stride)]
 
 
 @dataclass
