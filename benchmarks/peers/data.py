@@ -21,9 +21,17 @@ __all__ = ["DataParallel"]
 class DataParallel(EndsWithProcess):
     """Each rank its rows of the batch; gradients are means over ranks."""
 
-    def __init__(self, work: Work, *, bucket_mib: float | None = None, reshard: bool | None = None) -> None:
+    def __init__(
+        self,
+        work: Work,
+        *,
+        bucket_mib: float | None = None,
+        reshard: bool | None = None,
+        shard_group: int | None = None,
+    ) -> None:
         """``bucket_mib``: DDP with buckets of this size. ``reshard``: FSDP2, dropping the parameters after
-        the forward or keeping them for the backward."""
+        the forward or keeping them for the backward. ``shard_group``: its hybrid form, which shards over so
+        many neighbours and all-reduces between such groups."""
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -36,6 +44,9 @@ class DataParallel(EndsWithProcess):
             )
         else:
             mesh = init_device_mesh("cpu", (self.world,))
+            if shard_group is not None:
+                sizes = (self.world // shard_group, shard_group)
+                mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
             for layer in self.model.layers.values():
                 fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
             fully_shard(self.model, mesh=mesh, reshard_after_forward=reshard)

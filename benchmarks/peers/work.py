@@ -4,6 +4,7 @@ A contender is a `Contender`: forward and backward of one global batch, then cli
 each other without a barrier, as in training: what one step leaves under way has to be done in the next.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -206,6 +207,6 @@ def _num_copies(gradient: torch.Tensor, plain_copies: int) -> int:
     """Ranks that hold the same values."""
     if not isinstance(gradient, DTensor):
         return plain_copies
-    placement = gradient.placements[0]
-    assert not placement.is_partial(), "a gradient that is not summed up"
-    return gradient.device_mesh.size() if isinstance(placement, Replicate) else 1
+    placements, mesh = gradient.placements, gradient.device_mesh
+    assert not any(one.is_partial() for one in placements), "a gradient that is not summed up"
+    return math.prod(mesh.size(dim) for dim, one in enumerate(placements) if isinstance(one, Replicate))
