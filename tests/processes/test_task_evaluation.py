@@ -19,9 +19,10 @@ from myriad.train import worker
 from myriad.train.checkpoint_tools.whole_model import open_model
 from myriad.train.inputs import open_inputs
 
-TASKS = [
+TASKS: list[dict[str, Any]] = [
     *({"task": "choice", "arguments": [[a, " one"], [a, " two"]], "target": 0} for a in ("a", "x", "in the")),
     *({"task": "word", "arguments": [a, " the"]} for a in ("of", "in")),
+    *({"task": "made", "arguments": [a, {"max_gen_toks": 1}], "target": ""} for a in ("a", "the")),
     *({"task": "text", "arguments": [f"{a} text, longer than a window. " * 6]} for a in ("one", "two")),
 ]  # fmt: skip
 STEPS = ("train.steps=2", "optimizer.warmup_steps=1")
@@ -65,16 +66,16 @@ def test_a_run_in_any_layout_has_the_scores_of_one_process(
     found = open_model(str(run.path), "PATH")
     model = FullModel(found.layers, found.tokenizer, found.config.sequence)
     requests = TaskRequests(read_tasks([str(tmp_path / "tasks.jsonl")]), model.encoder)
-    expected = requests.scores(model.score(requests.pieces, 64))
+    made = model.generate(requests.prompts, 64)
+    expected = requests.scores(model.score(requests.pieces, 64), made)
     scores = {f"{one.task}/{name}": score.value for one in expected for name, score in one.scores.items()}
     assert last["scores"] == pytest.approx(scores, rel=1e-5)
-    assert last["documents"] == {"choice": 3, "word": 2, "text": 2}
+    assert last["documents"] == {"choice": 3, "word": 2, "made": 2, "text": 2}
 
 
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
-        ({"arguments": ["a", {}], "target": "b"}, "no generate_until in training"),
         ({"arguments": ["a", " word" * 99]}, "at most model.sequence = 32 tokens"),
     ],
 )

@@ -19,8 +19,8 @@ class EvalConfig(Config):
 
     tasks: Annotated[tuple[str, ...], BeforeValidator(_one_path)] = ()
     """JSONL files of requests, or folders of such files (docs/guide/evaluation.md), that are scored during
-    training: multiple choice, log-likelihoods and perplexity of texts. Each node reads them from the same
-    path."""
+    training: multiple choice, log-likelihoods, perplexity of texts, generation. Each node reads them from the
+    same path."""
     every: int = Field(0, ge=0)
     """Steps between evaluations on eval.tasks. The last step is always evaluated; 0: only the last."""
     limit: int | None = Field(None, ge=1)

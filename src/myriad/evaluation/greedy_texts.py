@@ -18,7 +18,7 @@ from myriad.data.tokenizer import Tokenizer
 from myriad.evaluation.task_files import Generation
 from myriad.model.generate import Session
 
-__all__ = ["GreedyTexts", "Prompt", "prompt_tokens"]
+__all__ = ["GeneratedText", "GreedyTexts", "Prompt", "open_texts"]
 
 _CLOSE = 5e-5
 """Difference of scores, relative to the largest one (at least 1), below which rounding may decide."""
@@ -30,7 +30,7 @@ Prompt = tuple[str, Generation]
 
 
 @dataclass
-class _Row:
+class GeneratedText:
     """A text that is generated."""
 
     index: int
@@ -38,6 +38,7 @@ class _Row:
     prompt: list[int]
     settings: Generation
     made: list[int] = field(default_factory=list)
+    """Its new tokens."""
     text: str = ""
 
     def width(self, sequence: int) -> int:
@@ -69,12 +70,13 @@ class GreedyTexts:
         self, prompts: Sequence[Prompt], show: Callable[[int, int], None] = lambda done, total: None
     ) -> list[str]:
         """Return the continuation of each prompt. ``show(texts_done, texts)`` reports progress."""
-        waiting = [
-            _Row(index, prompt_tokens(text, settings, self._tokenizer, self._sequence), settings)
-            for index, (text, settings) in enumerate(prompts)
-        ]
+        waiting = open_texts(prompts, self._tokenizer, self._sequence)
         waiting.sort(key=lambda row: (len(row.prompt), row.width(self._sequence)))  # the last is taken first
-        session, rows, texts = Session(self._layers, self._sequence), list[_Row](), [""] * len(prompts)
+        session, rows, texts = (
+            Session(self._layers, self._sequence),
+            list[GeneratedText](),
+            [""] * len(prompts),
+        )
         scores: list[torch.Tensor] = []
         while waiting or rows:
             while new := self._joining(rows, waiting):
@@ -91,10 +93,10 @@ class GreedyTexts:
             show(len(prompts) - len(waiting) - len(rows), len(prompts))
         return texts
 
-    def _joining(self, rows: Sequence[_Row], waiting: list[_Row]) -> list[_Row]:
+    def _joining(self, rows: Sequence[GeneratedText], waiting: list[GeneratedText]) -> list[GeneratedText]:
         """Take the prompts that are read next, in one forward pass; none while too few rows are free."""
         width = max((row.width(self._sequence) for row in rows), default=0)
-        new: list[_Row] = []
+        new: list[GeneratedText] = []
         while waiting:
             width = max(width, waiting[-1].width(self._sequence))
             if len(rows) + len(new) and (len(rows) + len(new) + 1) * width > self._batch_tokens:
@@ -116,9 +118,12 @@ class GreedyTexts:
         return tokens
 
 
-def prompt_tokens(text: str, settings: Generation, tokenizer: Tokenizer, sequence: int) -> list[int]:
-    """Return the tokens of a prompt. Of a long one the end counts, so that the new tokens fit in one window,
-    if they fit in any."""
-    tokens = tokenizer.encode(text) or [tokenizer.end_of_document]
-    room = sequence - settings.max_new_tokens
-    return tokens[-(room if room > 0 else sequence) :]
+def open_texts(prompts: Sequence[Prompt], tokenizer: Tokenizer, sequence: int) -> list[GeneratedText]:
+    """Return the texts to generate. Of a long prompt the end counts, so that the new tokens fit in one window
+    of ``sequence`` tokens, if they fit in any."""
+    texts = []
+    for index, (prompt, settings) in enumerate(prompts):
+        tokens = tokenizer.encode(prompt) or [tokenizer.end_of_document]
+        room = sequence - settings.max_new_tokens
+        texts.append(GeneratedText(index, tokens[-(room if room > 0 else sequence) :], settings))
+    return texts

@@ -50,8 +50,9 @@ class PackedPieces:
         self._lengths, self._firsts = packing.lengths, packing.firsts
         self._piece_of = np.searchsorted(begins, packing.starts)
         self._windows = PackedWindows(packing, sequence, self._has_loss)
-        self.found = np.zeros((2, len(pieces)))
-        """Loss of each piece in nats, and its number of tokens that are not the likeliest."""
+        self.found = np.zeros((3, len(pieces)))
+        """Loss of each piece in nats, its number of tokens that are not the likeliest, and the sum of the
+        tokens that are the likeliest in their place."""
 
     def begin(self) -> None:
         """Forget what was found."""
@@ -79,22 +80,25 @@ class PackedPieces:
 
     def collect(self, rows: range, record: TokenRecord) -> None:
         """Add what a batch has recorded."""
-        losses, misses = record.losses.double().cpu().numpy(), ~record.is_likeliest.cpu().numpy()
+        kinds = (record.losses, ~record.is_likeliest, record.likeliest)
+        values = np.stack([kind.double().cpu().numpy() for kind in kinds])
         for row, window in enumerate(rows):
             if window < self.num_windows:
-                self._collect_window(window, losses[row], misses[row])
+                self._collect_window(window, values[:, row])
 
-    def _collect_window(self, window: int, losses: NDArray[np.float64], misses: NDArray[np.bool_]) -> None:
+    def _collect_window(self, window: int, values: NDArray[np.float64]) -> None:
         inside = slice(self._firsts[window], self._firsts[window + 1])
         lengths = self._lengths[inside]
         begins, filled = np.cumsum(lengths) - lengths, lengths.sum()
-        for kind, values in enumerate((losses, misses)):
-            sums = np.add.reduceat(values[:filled].astype(np.float64), begins)
-            self.found[kind, self._piece_of[inside]] += sums
+        self.found[:, self._piece_of[inside]] += np.add.reduceat(values[:, :filled], begins, 1)
 
     def scores(self) -> list[PieceScore]:
         """Return the result of each piece; a piece without a scored token has log-likelihood 0."""
-        return [PieceScore(-loss, misses == 0) for loss, misses in self.found.T.tolist()]
+        return [PieceScore(-loss, misses == 0) for loss, misses, _ in self.found.T.tolist()]
+
+    def likeliest(self) -> list[int]:
+        """Return the likeliest token in the place of each piece's scored token, of which it has one."""
+        return [round(token) for token in self.found[2]]
 
     def _read(self, start: int, out: NDArray[np.int32]) -> None:
         out[:] = self._tokens[start : start + len(out)]

@@ -2,7 +2,7 @@
 
 Like `myriad.kernels.cross_entropy`, this operator works on chunks of tokens, and ranks that share the
 vocabulary exchange for each token the maximum of their logits, the sum of exponentials relative to it, and
-the target's logit. The same values decide whether the target is the likeliest token.
+the target's logit. The same values, and the token of each maximum, decide which token is the likeliest.
 
 Legend: T tokens, H hidden, V vocabulary.
 """
@@ -24,6 +24,8 @@ class TokenLosses(NamedTuple):
     """Negative log-likelihoods in nats, ``[T]`` float32."""
     is_likeliest: torch.Tensor
     """Whether no other token has a higher score, ``[T]`` bool."""
+    likeliest: torch.Tensor
+    """The token with the highest score, the smallest of several, ``[T]`` int64."""
 
 
 def token_losses_steps(
@@ -42,25 +44,30 @@ def token_losses_steps(
     buffer = x.new_empty((chunk, len(weight)), dtype=torch.float32)
     losses = x.new_empty((len(x),), dtype=torch.float32)
     is_likeliest = torch.empty_like(losses, dtype=torch.bool)
+    likeliest = torch.empty_like(losses, dtype=torch.int64)
     for start in range(0, len(x), chunk):
         here = slice(start, min(start + chunk, len(x)))
         shared = peers.start_stack(_facts(part, x[here], targets[here], buffer[: here.stop - start]))
         if peers.size > 1:
             yield None
-        tops, sums, at_target = shared.wait().unbind(2)  # each [tp, C]
-        top, own = tops.amax(0), at_target.sum(0)
+        tops, sums, at_target, tokens = shared.wait().unbind(2)  # each [tp, C]
+        (top, rank), own = tops.max(0), at_target.sum(0)
         losses[here] = (sums * (tops - top).exp()).sum(0).log() + top - own
         is_likeliest[here] = own >= top
-    return TokenLosses(losses, is_likeliest)
+        likeliest[here] = tokens.gather(0, rank[None])[0].long()
+    return TokenLosses(losses, is_likeliest, likeliest)
 
 
 def _facts(
     part: VocabularyPart, x: torch.Tensor, targets: torch.Tensor, buffer: torch.Tensor
 ) -> torch.Tensor:
-    """Return the maximum, the sum of exponentials and the target's logit in one rank's part, ``[C, 3]``."""
+    """Return the maximum, the sum of exponentials, the target's logit and the token of the maximum in one
+    rank's part, ``[C, 4]``. Numbers of tokens are exact in float32."""
     logits, _ = part.logits(x, buffer, masks=True)
+    top, place = logits.max(1, keepdim=True)
     # a rank's part may be all padding
-    top = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
+    top = top.clamp_(min=torch.finfo(torch.float32).min)
     rows, mine = part.rows(targets)
     at_target = logits.gather(1, rows).masked_fill_(~mine, 0.0)
-    return torch.cat([top, logits.sub_(top).exp_().sum(1, keepdim=True), at_target], 1)
+    sums = logits.sub_(top).exp_().sum(1, keepdim=True)
+    return torch.cat([top, sums, at_target, (place + part.first_row).to(top.dtype)], 1)

@@ -14,13 +14,15 @@ __all__ = ["TokenRecord"]
 
 
 class TokenRecord:
-    """The loss of each target of a batch, ``[B, S]``. Targets without a loss have 0, and count as likeliest.
+    """The loss of each target of a batch and the likeliest token in its place, ``[B, S]``. Targets without a
+    loss have 0, and count as likeliest.
 
     Ranks without the last layer keep these values."""
 
     def __init__(self, num_rows: int, sequence: int, device: torch.device) -> None:
         self.losses = torch.zeros((num_rows, sequence), device=device)
         self.is_likeliest = torch.ones((num_rows, sequence), dtype=torch.bool, device=device)
+        self.likeliest = torch.zeros((num_rows, sequence), dtype=torch.int64, device=device)
 
     def places(self, rows: torch.Tensor, first_position: int, num_positions: int) -> torch.Tensor:
         """Return the numbers of the places ``[B, P]`` of a part of some rows."""
@@ -31,3 +33,4 @@ class TokenRecord:
         """Write the losses of the targets at these places ``[T]``."""
         self.losses.view(-1)[places] = found.losses
         self.is_likeliest.view(-1)[places] = found.is_likeliest
+        self.likeliest.view(-1)[places] = found.likeliest

@@ -100,9 +100,6 @@ def read_job_tasks(job: Job, tokenizer: "Tokenizer | None") -> "list[Task]":
         raise BadInputError("eval.tasks", list(job.eval.tasks), allowed)
     tasks, encoder = read_tasks(job.eval.tasks, job.eval.limit), RequestEncoder(tokenizer, job.model.sequence)
     for task in tasks:
-        if task.request_type == "generate_until":
-            allowed = "no generate_until in training; `myriad eval` generates text from a checkpoint"
-            raise BadInputError("eval.tasks", task.documents[0].where, allowed)
         encode_task(task, encoder)
     return tasks
 

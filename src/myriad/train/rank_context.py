@@ -22,6 +22,7 @@ import torch
 from myriad.comm.attempt_layout import AS_THE_JOB, ATTEMPT_LAYOUT, AttemptLayout
 from myriad.comm.clock_comparison import compare_clocks
 from myriad.comm.groups import Groups, close_world, open_world
+from myriad.data.tokenizer import Tokenizer
 from myriad.job import Job
 from myriad.kernels.agreement import library_doubts, proved
 from myriad.kernels.config import Kernels
@@ -77,7 +78,9 @@ class RankContext:
     stop: StopSignal
     progress: ProgressRow
     content: str
-    """`myriad.data.corpus.Corpora.content` of the corpora that the rank opened."""
+    """`myriad.data.corpus.Corpora.content` of the corpora that the rank opened; empty without corpora."""
+    tokenizer: Tokenizer | None
+    """The tokenizer of the corpora, if they have one; without corpora, the run's."""
     device: torch.device
     dtype: torch.dtype
     """Type of parameters and activations."""
@@ -91,10 +94,13 @@ class RankContext:
         return self.place.rank == 0
 
 
-def open_rank(run: Run, at_close: contextlib.ExitStack, *, in_process: bool) -> RankContext:
+def open_rank(
+    run: Run, at_close: contextlib.ExitStack, *, in_process: bool, reads_corpora: bool = True
+) -> RankContext:
     """Check the job against this machine and join the other ranks. All ranks call it together.
 
-    ``at_close`` gets what must be undone when the rank ends. Raises `myriad.errors.BadInputError`.
+    Without ``reads_corpora``, only the run's tokenizer is read. ``at_close`` gets what must be undone when
+    the rank ends. Raises `myriad.errors.BadInputError`.
     """
     job = _attempt_job(run.job())
     place = read_rank_environment(job.layout.world, job.comm)
@@ -103,7 +109,10 @@ def open_rank(run: Run, at_close: contextlib.ExitStack, *, in_process: bool) -> 
         at_close.callback(stop.restore)
     progress = own_row()
     attempt = int(os.environ.get("MYRIAD_EPOCH", "0"))
-    content = _open_inputs(run, job, place, compared=bool(attempt or in_process))
+    if reads_corpora:
+        content, tokenizer = _open_inputs(run, job, place, compared=bool(attempt or in_process))
+    else:
+        content, tokenizer = "", Tokenizer.load(run.path)
     device = _open_device(job, place, at_close, in_process=in_process)
     dtype = resolve_precision(job.train.precision, device, skips_steps=not job.overlap.updates_early)
     job, groups, kernels = _agree_on_numbers(job, device, dtype, at_close)
@@ -123,6 +132,7 @@ def open_rank(run: Run, at_close: contextlib.ExitStack, *, in_process: bool) -> 
         stop,
         progress,
         content,
+        tokenizer,
         device,
         dtype,
         groups,
@@ -138,8 +148,10 @@ def _attempt_job(job: Job) -> Job:
     return job if layout == AS_THE_JOB else job.in_attempt(layout)
 
 
-def _open_inputs(run: Run, job: Job, place: RankEnvironment, *, compared: bool) -> str:
-    """Check the inputs that the job reads, and return `Corpora.content`.
+def _open_inputs(
+    run: Run, job: Job, place: RankEnvironment, *, compared: bool
+) -> tuple[str, Tokenizer | None]:
+    """Check the inputs that the job reads, and return `Corpora.content` and the tokenizer.
 
     ``compared``: `myriad train` has already compared the tokenizer with the run's. If another launcher
     (torchrun) started the ranks, the ranks compare it here.
@@ -148,7 +160,7 @@ def _open_inputs(run: Run, job: Job, place: RankEnvironment, *, compared: bool) 
     if compared:
         if place.local_rank == 0:
             refuse_replaced_corpus(run, job, corpora.content)
-        return corpora.content
+        return corpora.content, corpora.tokenizer
     refuse_other_tokenizer(run, job, corpora)
     if place.rank == 0:
         check_streams(run, job, corpora)
@@ -156,7 +168,7 @@ def _open_inputs(run: Run, job: Job, place: RankEnvironment, *, compared: bool) 
         keep_streams(run, job, corpora)
         for change in note_corpus(run, corpora):
             _LOG.warning("changed: %s", change)
-    return corpora.content
+    return corpora.content, corpora.tokenizer
 
 
 def _open_device(

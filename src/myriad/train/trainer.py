@@ -99,7 +99,7 @@ class Trainer:
         self.validation_sets = {
             one.name: Validation(job, grid, device, guard, one, streams) for one in job.data.validation_sets
         }
-        self.tasks = TaskEvaluation(job, self.groups.grid, self.device)
+        self.tasks = TaskEvaluation(job, self.groups.grid, self.device, rank.tokenizer)
         self.engine = build_engine(rank, self._event)
         self.verifier = DigestPublisher(self.engine, job, self.progress)
         self.checks = TrainingChecks(job, self.groups, self.device, self.progress, self.recorder, self._event)
