@@ -15,6 +15,7 @@ repeated, so that an interrupted command continues.
 import argparse
 import ast
 import json
+import math
 import subprocess
 import sys
 import sysconfig
@@ -167,13 +168,24 @@ def scores(folder: Path, run: str) -> dict[tuple[str, str], dict[str, float]]:
     return {(task["task"], name): score for task in found for name, score in task["scores"].items()}
 
 
-def print_table(before: dict[tuple[str, str], dict[str, float]], after: dict[Any, dict[str, float]]) -> None:
-    """Print a row for each score."""
-    print("| task | score | before | after |")
-    print("|---|---|---|---|")
-    for (task, name), score in before.items():
-        cells = [f"{one['value']:.3f} ± {one['standard_error']:.3f}" for one in (score, after[task, name])]
-        print(f"| {task} | {name} | {cells[0]} | {cells[1]} |")
+def print_table(folder: Path, runs: Sequence[str]) -> None:
+    """Print a row for each score, with the likelihood of the right sentences in bits per byte."""
+    before, after = (scores(folder, run) for run in runs)
+    sentences = [json.loads(line)["arguments"][1] for line in (folder / "tasks/sentence.jsonl").open()]
+    bits = [
+        math.log2(found["sentence", "perplexity"]["value"])
+        * len(sentences)
+        / len("".join(sentences).encode())
+        for found in (before, after)
+    ]
+    print("| score | before | after |")
+    print("|---|---|---|")
+    print(f"| right sentences, bits per byte | {bits[0]:.3f} | {bits[1]:.3f} |")
+    for key in (("choice", "acc"), ("choice", "acc_norm"), ("exact", "exact_match")):
+        cells = [
+            f"{found[key]['value']:.3f} ± {found[key]['standard_error']:.3f}" for found in (before, after)
+        ]
+        print(f"| {' '.join(key)} | {cells[0]} | {cells[1]} |")
 
 
 def draw(run: Path, path: Path) -> None:
@@ -196,7 +208,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     prepare(options.folder)
     tuned = fine_tune(options.folder, options.steps, options.rate)
-    print_table(scores(options.folder, "runs/base"), scores(options.folder, f"runs/{tuned.name}"))
+    print_table(options.folder, ["runs/base", f"runs/{tuned.name}"])
     if options.svg:
         draw(tuned, options.svg)
 
