@@ -17,7 +17,7 @@ from myriad.model.config import ModelConfig
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.search.layout_search import MIN_FIT_PROBABILITY, score_layout, search_layouts
-from myriad.planner.search.layout_space import LayoutCandidate, layout_grids, tensor_degrees
+from myriad.planner.search.layout_space import LayoutCandidate, Sharding, layout_grids, tensor_degrees
 from myriad.planner.search.planning import cluster_sizes, describe_layout, find_plans
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.simulation.simulator import simulate
@@ -112,6 +112,19 @@ def test_a_short_simulation_predicts_many_micro_batches(candidate: LayoutCandida
     assume(costs.workload.num_micro_batches > 4)
     whole = simulate(costs, spans=False).seconds
     assert SimulationCache().seconds(costs) == pytest.approx(whole, rel=0.03)
+
+
+def test_state_is_sharded_inside_nodes_where_the_network_is_slow_and_memory_allows() -> None:
+    problem = problem_of("links.network=1GB/s", "accelerator.memory_bytes=8GB", batch=1024)
+    given_ = {"pp": 1, "tp": 1, "micro_batch": 1, "virtual_stages": 8}
+    problem = replace(problem, fixed=given_, shards=(Sharding(3, "last"),))
+    grouped, plain = (
+        search_layouts(replace(problem, searches_groups=groups), count=1).best[0] for groups in (True, False)
+    )
+    assert (grouped.layout.shard_group, plain.layout.shard_group) == (4, None)
+    assert grouped.seconds < 0.5 * plain.seconds
+    costs = Costs(grouped.workload(problem), problem.cluster)
+    assert SimulationCache().seconds(costs) == pytest.approx(grouped.seconds, rel=0.1)
 
 
 def test_what_is_proposed_fits_and_is_sorted() -> None:
