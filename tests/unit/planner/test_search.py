@@ -116,7 +116,7 @@ def test_a_short_simulation_predicts_many_micro_batches(candidate: LayoutCandida
 
 def test_state_is_sharded_inside_nodes_where_the_network_is_slow_and_memory_allows() -> None:
     problem = problem_of("links.network=1GB/s", "accelerator.memory_bytes=8GB", batch=1024)
-    given_ = {"pp": 1, "tp": 1, "micro_batch": 1, "virtual_stages": 8}
+    given_ = {"pp": 1, "tp": 1, "micro_batch": 1, "virtual_stages": 8, "schedule": "interleaved"}
     problem = replace(problem, fixed=given_, shards=(Sharding(3, "last"),))
     grouped, plain = (
         search_layouts(replace(problem, searches_groups=groups), count=1).best[0] for groups in (True, False)
