@@ -14,7 +14,7 @@ from myriad.errors import BadInputError
 from myriad.program.config import OverlapConfig
 from myriad.program.schedules import check_virtual_stages
 
-__all__ = ["AXES", "MOST_RANKS", "Layout", "check_layout", "lacks_for_graphs"]
+__all__ = ["AXES", "MOST_RANKS", "Layout", "check_layout", "lacks_for_graphs", "lacks_for_offload"]
 
 ScheduleName = Literal[
     "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "eager-zero-bubble"
@@ -70,6 +70,13 @@ class Layout(Config):
     recompute_ratio: float = Field(1.0, gt=0, le=1)
     """Share of a stage's layers, from the first, that layout.recompute = full applies to; the others keep
     all activations."""
+    offload_activations: float = Field(0.0, ge=0, le=1)
+    """Share of a stage's chunks (overlap.chunks), from the first, whose activations are copied to host memory
+    after the forward and back before the backward. Results are the same to the bit. 0: keep all on the
+    device."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's moments in host memory, and copy those of each chunk to the device for its update.
+    Results are the same to the bit."""
 
     @property
     def world(self) -> int:
@@ -91,6 +98,11 @@ class Layout(Config):
     def reduces_across(self) -> bool:
         """Whether gradients are reduced inside groups first, and their shards then summed across groups."""
         return self.zero > 0 and self.num_shard_groups > 1
+
+    @property
+    def offloads(self) -> bool:
+        """Whether a rank copies data to host memory in each iteration."""
+        return self.offload_activations > 0 or self.offload_optimizer
 
     @property
     def num_stages(self) -> int:
@@ -158,5 +170,22 @@ def lacks_for_graphs(layout: Layout, overlap: OverlapConfig) -> str:
             not overlap.updates_early,
             "overlap.optimizer_in_backward = false: a chunk's gradient sums are freed there",
         ),
+        (
+            layout.offload_activations == 0,
+            "layout.offload_activations = 0: captured stages keep activations at fixed addresses",
+        ),
     )
     return next((need for there, need in needs if not there), "")
+
+
+def lacks_for_offload(layout: Layout, overlap: OverlapConfig, optimizer: str) -> str:
+    """Return what a job still needs to keep optimizer state in host memory, with the reason; empty if it
+    needs nothing. ``optimizer``: its name."""
+    needs = (
+        (
+            optimizer != "lamb",
+            "optimizer.name = adamw or muon: LAMB begins the updates of all chunks at once",
+        ),
+        (overlap.optimizer, "overlap.optimizer = true, which updates chunk by chunk"),
+    )
+    return next((need for there, need in needs if layout.offload_optimizer and not there), "")

@@ -36,7 +36,7 @@ from myriad.planner.fabric.placement_cost import fills_nodes, traffic_of
 from myriad.planner.fabric.placement_search import PlacementResult, place_nodes
 from myriad.planner.search.layout_search import MIN_FIT_PROBABILITY, score_layout
 from myriad.planner.search.plan_explanation import Improvement, improvements, neighbour_layouts, waterfall
-from myriad.planner.search.plan_ranking import simulate_candidates
+from myriad.planner.search.plan_ranking import fits, simulate_candidates
 from myriad.recipes.cluster import scale_cluster
 from myriad.units import format_number
 
@@ -275,8 +275,7 @@ def _neighbours(
     near: list[tuple[str, Mapping[str, float]]] = []
     for what, candidate in neighbour_layouts(problem, best.candidate):
         if _is_legal(job, candidate):
-            fits = score_layout(problem, candidate).fit_probability >= MIN_FIT_PROBABILITY
-            label = what if fits else f"{what}: does not fit"
+            label = what if fits(problem, candidate, simulations) else f"{what}: does not fit"
             near.append((label, waterfall(problem, candidate, simulations)))
     return near
 

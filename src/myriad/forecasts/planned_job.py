@@ -20,7 +20,7 @@ from myriad.planner import (
 )
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.planner.fabric.placement_search import PlacementResult
-from myriad.planner.search.layout_space import Sharding, tensor_degrees
+from myriad.planner.search.layout_space import Offload, Sharding, tensor_degrees
 from myriad.program.schedules import check_virtual_stages
 from myriad.units import format_bytes, format_number
 
@@ -63,6 +63,7 @@ def problem_of(job: Job, cluster: Cluster) -> LayoutProblem:
     )
     zero, reduce = fixed.get("zero"), fixed.pop("reduce", None)
     again = fixed.pop("recompute", None)
+    offloads = _offloads(job, cluster, fixed)
     shards = tuple(
         shard
         for shard in given.shards
@@ -73,7 +74,28 @@ def problem_of(job: Job, cluster: Cluster) -> LayoutProblem:
             "layout.zero", zero, "not possible with this layout.reduce and these keys of comm"
         )
     recomputes = given.recomputes if again is None else (again,)
-    return replace(given, shards=shards, recomputes=recomputes, fixed=fixed)
+    return replace(given, shards=shards, recomputes=recomputes, offloads=offloads, fixed=fixed)
+
+
+_SHARES = (0.0, 0.25, 0.5, 1.0)
+"""Searched values of `offload_activations`."""
+
+
+def _offloads(job: Job, cluster: Cluster, fixed: dict[str, Any]) -> tuple[Offload, ...]:
+    """Return what a plan may keep in host memory, and remove the keys from the given ones. Accelerators have
+    a memory apart from their host's; a CPU has not."""
+    activations, optimizer = fixed.pop("offload_activations", None), fixed.pop("offload_optimizer", None)
+    every = [(ratio, state) for ratio in _SHARES for state in (False, True)]
+    if activations not in (None, *_SHARES):
+        every = [(activations, state) for state in (False, True)]
+    return tuple(
+        one
+        for one in every
+        if activations in (None, one[0])
+        and optimizer in (None, one[1])
+        and not (one[1] and job.optimizer.name == "lamb")
+        and not (cluster.on_cpu and one != (0.0, False))
+    ) or ((0.0, False),)
 
 
 _NOT_SEARCHED = ("shares", "recompute_ratio")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from myriad.alerts.config import check_alert_values
 from myriad.comm.hierarchy import check_hierarchy
-from myriad.comm.layout import check_layout, lacks_for_graphs
+from myriad.comm.layout import check_layout, lacks_for_graphs, lacks_for_offload
 from myriad.comm.node_order import check_node_order
 from myriad.comm.rendezvous.redis_address import check_package, check_store
 from myriad.data.config import DataConfig
@@ -214,6 +214,11 @@ def _check_updates_in_backward(job: JobValues) -> None:
         need(not wrong, "overlap.optimizer_in_backward", True, f"needs {needs}")
 
 
+def _check_offload(job: JobValues) -> None:
+    lacks = lacks_for_offload(job.layout, job.overlap, job.optimizer.name)
+    need(not lacks, "layout.offload_optimizer", True, f"needs {lacks}")
+
+
 def _check_cuda_graphs(job: JobValues) -> None:
     if not job.train.cuda_graphs:
         return
@@ -398,6 +403,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_agreement,
     _check_spikes,
     _check_updates_in_backward,
+    _check_offload,
     _check_cuda_graphs,
     _check_validation_sets,
     _check_nodes,

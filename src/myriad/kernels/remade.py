@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from myriad.kernels.host_copies import keeps_storage
+
 __all__ = ["Remade"]
 
 
@@ -23,6 +25,7 @@ class Remade:
     ) -> None:
         self._function, self._num_takers = function, num_takers
         self._source: torch.Tensor | None = source.detach()
+        keeps_storage(self._source)
         self._made: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 from myriad.kernels.choice import Operator, runs_triton
 from myriad.kernels.config import Kernels
 from myriad.optim.config import OptimizerConfig
+from myriad.optim.host_state import HostState
 from myriad.optim.region import Region
 
 if TYPE_CHECKING:
@@ -36,7 +37,15 @@ def cache_blocks(flat: torch.Tensor) -> Iterator[slice]:
 class Moments:
     """State of an optimizer over flat regions."""
 
-    def __init__(self, config: OptimizerConfig, regions: Sequence[Region], kernels: Kernels = "auto") -> None:
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        regions: Sequence[Region],
+        kernels: Kernels = "auto",
+        *,
+        on_host: bool = False,
+    ) -> None:
+        """``on_host``: keep the moments in host memory, except while they are updated (`HostState`)."""
         self.config, self.regions = config, tuple(regions)
         operator: Operator = "lamb" if config.name == "lamb" else "adamw"
         self.in_triton = runs_triton(operator, regions[0].values, kernels)
@@ -50,13 +59,21 @@ class Moments:
             for region in regions
         ]
         """Second moments; empty for regions whose matrices are orthogonalized."""
+        self.host: HostState | None = None
+        """The moments in host memory; ``None``: they stay on the device."""
+        if on_host:
+            self.host = HostState(self._on_device, regions[0].values.device)
+
+    @property
+    def _on_device(self) -> dict[str, list[torch.Tensor]]:
+        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
     def state(self) -> dict[str, list[torch.Tensor]]:
         """Return the tensors that a checkpoint stores and loads in place, beside ``steps_done``.
 
         Each name has a list of tensors, one for each region, of its values' shape, or empty.
         """
-        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return self._on_device if self.host is None else self.host.tensors
 
     def begin(self, learning_rate: float, gradient_scale: float) -> None:
         """Begin a step: gradients are multiplied by ``gradient_scale``, and their memory is scratch from

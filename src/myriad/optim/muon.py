@@ -75,9 +75,11 @@ class Muon(Moments):
         regions: Sequence[Region],
         parts: Sequence[Sequence[MatrixPart]],
         kernels: Kernels = "auto",
+        *,
+        on_host: bool = False,
     ) -> None:
         """``parts``: for each region, the parts of matrices that it holds."""
-        super().__init__(config, regions, kernels)
+        super().__init__(config, regions, kernels, on_host=on_host)
         assert len(parts) == len(regions)
         self._parts = parts
 

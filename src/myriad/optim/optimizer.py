@@ -21,6 +21,7 @@ import torch
 
 from myriad.kernels.config import Kernels
 from myriad.optim.config import OptimizerConfig
+from myriad.optim.host_state import HostState
 from myriad.optim.moments import AdamW, Moments, cache_blocks
 from myriad.optim.muon import MatrixPart, Muon
 from myriad.optim.parameter_norms import Runs, add_runs, sums_of_squares
@@ -37,6 +38,11 @@ class Optimizer(Protocol):
 
     steps_done: int
     """Number of completed steps; a checkpoint sets it."""
+
+    @property
+    def host(self) -> HostState | None:
+        """The state in host memory; ``None``: it stays on the device."""
+        ...
 
     @property
     def regions(self) -> Sequence[Region]:
@@ -77,20 +83,24 @@ def build_optimizer(
     reduce_table: Callable[[torch.Tensor], torch.Tensor],
     kernels: Kernels = "auto",
     matrix_parts: Sequence[Sequence[MatrixPart]] = (),
+    *,
+    on_host: bool = False,
 ) -> Optimizer:
     """Build the configured optimizer over this rank's regions (at least one, which may be empty: it defines
     the device).
 
     ``reduce_table`` gets ``[num_parameters, 2]`` float64 sums of squares of what this rank holds and returns
     those of whole parameters. LAMB calls it once a step on every rank, AdamW never. ``matrix_parts``: for
-    Muon, the parts of matrices in each region.
+    Muon, the parts of matrices in each region. ``on_host``: keep the state in host memory between updates.
+    LAMB cannot: it begins the updates of all regions at once.
     """
     assert regions, "a rank that holds nothing passes one empty region, which says on which device"
     if config.name == "muon":
-        return Muon(config, regions, matrix_parts, kernels)
+        return Muon(config, regions, matrix_parts, kernels, on_host=on_host)
     if config.name == "lamb":
+        assert not on_host, "a job's rule"
         return _Lamb(config, regions, num_parameters, reduce_table, kernels)
-    return AdamW(config, regions, kernels)
+    return AdamW(config, regions, kernels, on_host=on_host)
 
 
 class _Lamb(Moments):

@@ -21,6 +21,7 @@ from torch import nn
 
 from myriad.comm.layout import Layout
 from myriad.kernels.gradient import DeferredProduct, GradientSink, PendingRows, apply_deferred
+from myriad.kernels.host_copies import keeps_storage
 from myriad.model.definition import Context
 from myriad.model.interleave import run_layers
 from myriad.parallel.recompute import Segment, differentiate, run_in_segments
@@ -34,6 +35,11 @@ WeightPart = Callable[[], None]
 class Backward(Protocol):
     """The backward of one forward: from the gradient of a stage's output to that of its input (``None`` if no
     layer needs one). Gradients of parameters go to their sinks. Call one of the two methods, once."""
+
+    @property
+    def keeps_output(self) -> bool:
+        """Whether it refers to the forward's output."""
+        ...
 
     def whole(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Compute both parts of the backward at once."""
@@ -101,6 +107,8 @@ class EagerCompute:
         else:
             x = run_layers(layers, entering, context)
             segments = [Segment(layers, entering, x)]
+        for segment in segments:
+            keeps_storage(segment.entered)
         return x, _EagerBackward(self, stage, segments, context)
 
     def differentiate(
@@ -130,6 +138,10 @@ class _EagerBackward:
     stage: int
     segments: list[Segment]
     context: Context
+
+    @property
+    def keeps_output(self) -> bool:
+        return self.segments[-1].left is not None
 
     def whole(self, gradient: torch.Tensor) -> torch.Tensor | None:
         return self.eager.differentiate(self.stage, self.segments, self.context, gradient)

@@ -130,6 +130,10 @@ class _Slot:
     """The captures of the backward: one for the whole, or one for the input's and one for the weights'
     part."""
 
+    @property
+    def keeps_output(self) -> bool:
+        return self.output is not None
+
     def whole(self, gradient: torch.Tensor) -> torch.Tensor | None:
         self.owner.fill_gradient(self, gradient, in_parts=False)
         for start in self.parts:

@@ -162,7 +162,13 @@ class OptimizerStep:
             sent = newton_schulz_dtype(config.muon_precision, dtype)
             self._exchanges = make_exchanges(model.chunks, peers, config, sent)
         self.optimizer = build_optimizer(
-            config, state.regions, num_rows, self._reduce_table, kernels, self._matrix_parts()
+            config,
+            state.regions,
+            num_rows,
+            self._reduce_table,
+            kernels,
+            self._matrix_parts(),
+            on_host=layout.offload_optimizer,
         )
         self.average: WeightAverage | None = None
         """The moving average of the parameters, if the job keeps one."""
@@ -289,15 +295,31 @@ class OptimizerStep:
                 self.optimizer.write_directions(self._state.regions_of[chunk])
             exchange.do(kind)
 
+    def copy_state(self, kind: Kind, stage: int) -> None:
+        """Run an action of `COPIES_STATE` on the state of a stage, also if the step is skipped."""
+        assert self.optimizer.host is not None, "the engine was built for this program"
+        indices = [index for chunk in self._updated_with(stage) for index in self._state.regions_of[chunk]]
+        copies = {
+            Kind.START_FETCH_STATE: self.optimizer.host.start_fetch,
+            Kind.AWAIT_FETCH_STATE: self.optimizer.host.await_fetch,
+            Kind.START_OFFLOAD_STATE: self.optimizer.host.start_offload,
+            Kind.AWAIT_OFFLOAD_STATE: self.optimizer.host.await_offload,
+        }
+        copies[kind](indices)
+
+    def _updated_with(self, stage: int) -> list[Chunk]:
+        """Return the chunks that are updated with a stage. Tied parameters are updated with the first stage
+        of this rank that holds them."""
+        left = None if (stage,) == self._model.tied_stages[:1] else self._model.tied
+        return [chunk for chunk in self._model.stages[stage].chunks if chunk is not left]
+
     def update(self, stage: int) -> None:
-        """Update the parameters of a stage. Tied parameters are updated with the first stage of this rank
-        that holds them.
+        """Update the parameters of a stage and of `_updated_with` it.
 
         Early updates stop at the first non-finite gradient and leave the remaining parameters unchanged;
         `clip` then detects it.
         """
-        left = None if (stage,) == self._model.tied_stages[:1] else self._model.tied
-        chunks = [chunk for chunk in self._model.stages[stage].chunks if chunk is not left]
+        chunks = self._updated_with(stage)
         stays = None
         if self._updates_early:
             self._complete(chunks)

@@ -20,12 +20,21 @@ from myriad.kernels.documents import Documents
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Context
 from myriad.model.token_record import TokenRecord
+from myriad.parallel.activation_offload import ActivationOffload
 from myriad.parallel.chunk import Chunk
 from myriad.parallel.compute import Backward, EagerCompute, StageCompute, WeightPart
 from myriad.parallel.cuda_graphs import CapturedCompute, Capturer
 from myriad.parallel.pipeline_transfers import PipelineTransfers, TransferTables
 from myriad.parallel.rank_model import RankModel, Stage
-from myriad.program.actions import ORTHOGONALIZATION, Action, Kind, Payload, chunk_of
+from myriad.program.actions import (
+    COPIES_ACTIVATIONS,
+    COPIES_STATE,
+    ORTHOGONALIZATION,
+    Action,
+    Kind,
+    Payload,
+    chunk_of,
+)
 from myriad.program.in_flight import InFlight, next_is_backward
 from myriad.program.static_buffers import tied_reduction
 from myriad.telemetry.spans import Recorder
@@ -71,6 +80,10 @@ class Finisher(Protocol):
         """Run one action of `ORTHOGONALIZATION` on a stage of the program."""
         ...
 
+    def copy_state(self, kind: Kind, stage: int) -> None:
+        """Run one action of `COPIES_STATE` on a stage of the program."""
+        ...
+
     def update(self, stage: int) -> None:
         """Update the parameters of a stage of the program."""
         ...
@@ -86,13 +99,17 @@ class RankProgram:
     tied_ends: int
     immediate_backwards: Collection[tuple[int, int]] = ()
     """(stage, micro-batch) of forwards whose backward is the rank's next compute action."""
+    offloaded: Collection[tuple[int, int]] = ()
+    """(stage, micro-batch) of forwards whose activations are copied to host memory."""
 
     @staticmethod
     def of(actions: Sequence[Action], tied_stages: Collection[int]) -> "RankProgram":
         """Build the plan. The tied chunk is reduced with the last reduction of the stages that hold it; both
         indices are -1 if there is no tied chunk."""
         starts, ends = tied_reduction(actions, tied_stages)
-        return RankProgram(actions, starts, ends, next_is_backward(actions))
+        copied = (action for action in actions if action.kind is Kind.START_OFFLOAD)
+        offloaded = frozenset((action.stage, action.micro_batch) for action in copied)
+        return RankProgram(actions, starts, ends, next_is_backward(actions), offloaded)
 
 
 @dataclass
@@ -151,6 +168,7 @@ class Runtime:
         self.transfers = PipelineTransfers(
             groups, shapes, len(stage_rank), device, recorder, stream_is_sharded=stream_is_sharded
         )
+        self.offload = ActivationOffload(device)
         self._tied_group = None if model.tied is None else groups.of(model.tied_peer, "tied")
         self._do: Mapping[Kind, Callable[[Action, _Iteration], None]] = {
             Kind.LOAD: self._load,
@@ -175,6 +193,8 @@ class Runtime:
             Kind.AWAIT_REDUCE_ACROSS: self._await_across,
             Kind.CLIP: self._clip,
             **dict.fromkeys(ORTHOGONALIZATION, self._orthogonalize),
+            **dict.fromkeys(COPIES_ACTIVATIONS, self._copy_activations),
+            **dict.fromkeys(COPIES_STATE, self._copy_state),
             Kind.UPDATE: self._update,
             Kind.STEP: self._step,
         }
@@ -198,6 +218,7 @@ class Runtime:
         if alone:
             now.tensors.inbox |= self.transfers.blank(plan.actions)
         self.outputs.clear()
+        self.offload.restart()
         self._forget_forms()
         for stage in self._model.stages.values():
             for layer in stage.layers.values():
@@ -336,6 +357,13 @@ class Runtime:
         assert now.finisher is not None
         now.finisher.orthogonalize(action.kind, action.stage)
 
+    def _copy_state(self, action: Action, now: _Iteration) -> None:
+        assert now.finisher is not None
+        now.finisher.copy_state(action.kind, action.stage)
+
+    def _copy_activations(self, action: Action, now: _Iteration) -> None:
+        self.offload.run(action.kind, action.stage, action.micro_batch)
+
     def _update(self, action: Action, now: _Iteration) -> None:
         assert now.finisher is not None
         now.finisher.update(action.stage)
@@ -370,9 +398,13 @@ class Runtime:
         context = self._context(micro_batch, now)
         if now.training:
             immediate_backwards = key in now.plan.immediate_backwards
-            x, now.saved[key] = self._compute.forward(
-                stage, entering, context, backward_is_next=immediate_backwards
-            )
+            with self.offload.collecting(*key) if key in now.plan.offloaded else nullcontext():
+                x, now.saved[key] = self._compute.forward(
+                    stage, entering, context, backward_is_next=immediate_backwards
+                )
+            before = now.saved.get((stage - 1, micro_batch))
+            if key in now.plan.offloaded and before is not None and before.keeps_output:
+                self.offload.share(*key, entering)
             self.outputs[key] = x.detach().sum()
         else:
             x = self._eager.evaluate(stage, entering, context)

@@ -37,6 +37,10 @@ implementation in the runtime, and a cost. In words:
 - START_GATHER_MOMENTUM, AWAIT_GATHER_MOMENTUM, ORTHOGONALIZE, START_SCATTER_UPDATE, AWAIT_SCATTER_UPDATE
   (``orthogonalizes``, between a stage's CLIP and UPDATE): the momentum of each matrix comes to one of the
   ranks that share it, which orthogonalizes it and returns the update. Also part of STEP.
+- START_OFFLOAD, AWAIT_OFFLOAD: copy what a stage's layers keep of one micro-batch to host memory, and free it
+  on the device. START_FETCH, AWAIT_FETCH: allocate it again and copy it back, before the backward.
+- START_FETCH_STATE, AWAIT_FETCH_STATE, START_OFFLOAD_STATE, AWAIT_OFFLOAD_STATE: the same for a stage's
+  optimizer state, which is in host memory except around the stage's UPDATE.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -48,11 +52,14 @@ from typing import Literal
 __all__ = [
     "ADDS_TO_GRADIENTS",
     "COMPUTE",
+    "COPIES_ACTIVATIONS",
+    "COPIES_STATE",
     "MAKES_WEIGHT_GRADIENT",
     "ORTHOGONALIZATION",
     "SEMANTICS",
     "Action",
     "Collective",
+    "Copy",
     "Kind",
     "Lowering",
     "Payload",
@@ -99,6 +106,14 @@ class Kind(StrEnum):
     AWAIT_SCATTER_UPDATE = "await_scatter"
     UPDATE = "update"
     STEP = "step"
+    START_OFFLOAD = "start_offload"
+    AWAIT_OFFLOAD = "await_offload"
+    START_FETCH = "start_fetch"
+    AWAIT_FETCH = "await_fetch"
+    START_FETCH_STATE = "start_state_in"
+    AWAIT_FETCH_STATE = "await_state_in"
+    START_OFFLOAD_STATE = "start_state_out"
+    AWAIT_OFFLOAD_STATE = "await_state_out"
 
 
 class Payload(StrEnum):
@@ -121,6 +136,22 @@ class Collective(StrEnum):
     SCATTER_UPDATE = "scatter_update"
 
 
+class Copy(StrEnum):
+    """A copy between a device and its host's memory."""
+
+    OFFLOAD = "offload"
+    """What a stage keeps of one micro-batch, to the host."""
+    FETCH = "fetch"
+    OFFLOAD_STATE = "state_out"
+    """A stage's optimizer state, to the host."""
+    FETCH_STATE = "state_in"
+
+    @property
+    def is_to_host(self) -> bool:
+        """Whether the data leaves the device."""
+        return self in (Copy.OFFLOAD, Copy.OFFLOAD_STATE)
+
+
 class Resource(StrEnum):
     """Memory that one action allocates and a later one frees."""
 
@@ -132,6 +163,8 @@ class Resource(StrEnum):
     """What a stage's layers keep of one micro-batch for its backward."""
     WEIGHT_OPERANDS = "weight_operands"
     """What the second half of a split backward multiplies."""
+    OPTIMIZER_STATE = "optimizer_state"
+    """A stage's optimizer state, where it is in host memory between updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +192,10 @@ class Semantics:
     """Whether the rank orthogonalizes its matrices of the stage."""
     updates: bool = False
     """Whether the optimizer updates the stage (of a STEP: all stages of the rank)."""
+    starts_copy: Copy | None = None
+    """Copy that it issues."""
+    ends_copy: Copy | None = None
+    """Copy that it waits for."""
     allocates: frozenset[Resource] = frozenset()
     frees: frozenset[Resource] = frozenset()
 
@@ -204,6 +241,16 @@ def _semantics() -> Iterator[tuple[Kind, Semantics]]:
     yield Kind.UPDATE, Semantics(updates=True)
     yield Kind.STEP, Semantics(joins="world", updates=True)
 
+    state = frozenset({Resource.OPTIMIZER_STATE})
+    yield Kind.START_OFFLOAD, Semantics(starts_copy=Copy.OFFLOAD)
+    yield Kind.AWAIT_OFFLOAD, Semantics(ends_copy=Copy.OFFLOAD, frees=kept)
+    yield Kind.START_FETCH, Semantics(starts_copy=Copy.FETCH, allocates=kept)
+    yield Kind.AWAIT_FETCH, Semantics(ends_copy=Copy.FETCH)
+    yield Kind.START_FETCH_STATE, Semantics(starts_copy=Copy.FETCH_STATE, allocates=state)
+    yield Kind.AWAIT_FETCH_STATE, Semantics(ends_copy=Copy.FETCH_STATE)
+    yield Kind.START_OFFLOAD_STATE, Semantics(starts_copy=Copy.OFFLOAD_STATE)
+    yield Kind.AWAIT_OFFLOAD_STATE, Semantics(ends_copy=Copy.OFFLOAD_STATE, frees=state)
+
 
 SEMANTICS: Mapping[Kind, Semantics] = MappingProxyType(dict(_semantics()))
 """The semantics of every kind of action, for all readers of a program."""
@@ -225,6 +272,16 @@ ORTHOGONALIZATION = (
     Kind.AWAIT_SCATTER_UPDATE,
 )
 """Actions of a stage that precede its UPDATE if the optimizer orthogonalizes matrices, in their order."""
+
+COPIES_ACTIVATIONS = kinds_where(
+    lambda does: (does.starts_copy or does.ends_copy) in (Copy.OFFLOAD, Copy.FETCH)
+)
+"""Actions that copy activations to host memory and back."""
+
+COPIES_STATE = kinds_where(
+    lambda does: (does.starts_copy or does.ends_copy) in (Copy.OFFLOAD_STATE, Copy.FETCH_STATE)
+)
+"""Actions that copy optimizer state to host memory and back."""
 
 ADDS_TO_GRADIENTS = kinds_where(lambda does: does.computes and Resource.GRADIENTS in does.allocates)
 """Compute actions that write to a stage's gradient buffer. The input half of a backward writes the gradients
@@ -330,6 +387,9 @@ class Lowering:
     """Whether the actions of `ORTHOGONALIZATION` come before each stage's UPDATE."""
     across: bool = False
     """Whether each stage's gradients are also summed across groups of ranks."""
+    states_on_device: int = 0
+    """Largest number of stages whose optimizer state a rank has on the device at once, where it is in host
+    memory between updates; 0: it stays on the device."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ from myriad.program.actions import (
 from myriad.program.checker import check
 from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
+from myriad.program.offload_passes import offload_activations, offload_state
 from myriad.program.passes import apply_passes, orthogonalize, reduce_across, split_at_computes
 from myriad.program.schedules import schedule
 
@@ -73,6 +74,12 @@ class Shape(Protocol):
     def reduce(self) -> Literal["last", "each"]: ...
     @property
     def reduces_across(self) -> bool: ...
+    @property
+    def offload_activations(self) -> float: ...
+    @property
+    def offload_optimizer(self) -> bool: ...
+    @property
+    def offloads(self) -> bool: ...
 
 
 def build_program(
@@ -100,6 +107,11 @@ def build_program(
         program = update_early(program, travels=shape.dp > 1)
     if training and orthogonalizes:
         program = orthogonalize(program)
+    if training and shape.offload_activations:
+        ratio, ahead = shape.offload_activations, overlap.offload_ahead
+        program = offload_activations(program, ratio, num_chunks, ahead)
+    if training and shape.offload_optimizer:
+        program = offload_state(program, overlaps=overlap.offload_ahead > 0)
     across = training and shape.reduces_across
     check(reduce_across(program) if across else program)
     if num_micro_batches < most:
@@ -118,9 +130,9 @@ def _lowered(shape: Shape, num_micro_batches: int, tied: bool, training: bool, k
 
 
 def count_chunks(shape: Shape, overlap: OverlapConfig, layers_of_stage: Sequence[range]) -> int:
-    """Return the number of chunks of each stage. Every chunk has a layer; without communication to overlap
-    there is one chunk."""
-    if not overlap.updates_early and (shape.dp == 1 or not overlap.data):
+    """Return the number of chunks of each stage. Every chunk has a layer; without communication or copies to
+    overlap there is one chunk."""
+    if not (overlap.updates_early or shape.offloads) and (shape.dp == 1 or not overlap.data):
         return 1
     return min(overlap.chunks or _MOST_CHUNKS, *(len(own) for own in layers_of_stage))
 

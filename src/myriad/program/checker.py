@@ -3,11 +3,11 @@
 Two proofs, each linear in the number of actions:
 
 1. Each rank alone (`_check_rank`): every compute action runs once, every input is there before its use and is
-   sent after it is computed, parameters are whole when used, gradients are reduced after their backwards. The
-   list is walked once with the state that a runtime would have: transfers (`_PayloadState`), parameters and
-   gradients (`chunk_check.py`). Every payload that another rank uses is computed and then sent, once. Every
-   receive is posted once, and waited for before its payload is used. At the end nothing may be missing or
-   left over.
+   sent after it is computed, parameters are whole when used, gradients are reduced after their backwards, and
+   nothing is used while it is in host memory. The list is walked once with the state that a runtime would
+   have: transfers (`_PayloadState`), parameters and gradients (`chunk_check.py`), copies to host memory
+   (`offload_check.py`). Every payload that another rank uses is computed and then sent, once. Every receive
+   is posted once, and waited for before its payload is used. At the end nothing may be missing or left over.
 2. All ranks together (`timeline.py`): the program is simulated. Sends and receives must match in the same
    order on both sides, and every rank must reach its end.
 
@@ -29,6 +29,7 @@ from myriad.program.actions import (
     user_of,
 )
 from myriad.program.chunk_check import Chunks
+from myriad.program.offload_check import Copies
 from myriad.program.timeline import ProgramError, needed_transfer, timeline
 
 __all__ = ["ProgramCost", "check"]
@@ -46,8 +47,8 @@ class ProgramCost:
     bubble_ratio: float
     """The bubbles' share of all ranks' time."""
     peak_in_flight: tuple[float, ...]
-    """Largest number of micro-batches whose activations each rank holds at once (1 of v stages counts
-    1/v)."""
+    """Largest number of micro-batches whose activations each rank holds on its device at once (1 of v stages
+    counts 1/v)."""
 
 
 def check(program: Program) -> ProgramCost:
@@ -75,10 +76,10 @@ def _check_form(program: Program) -> None:
 def _peak(program: Program, rank: int) -> float:
     held = peak = 0
     for action in program.ranks[rank]:
-        if action.kind is Kind.FORWARD:
+        if action.kind in (Kind.FORWARD, Kind.START_FETCH):
             held += 1
             peak = max(peak, held)
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.AWAIT_OFFLOAD):
             held -= 1
     forward_only = program.lowering is not None and not program.lowering.training
     return (1 if forward_only else peak) / program.virtual_stages
@@ -102,6 +103,7 @@ class _RankState:
         self.stages = [stage for stage, owner in enumerate(program.stage_rank) if owner == rank]
         self.done: set[tuple[Kind, int, int]] = set()
         self.payloads, self.chunks = _PayloadState(program, rank), Chunks(program, self.stages)
+        self.copies = Copies(program, self.stages)
 
     def fault(self, action: Action) -> str | None:
         if action.kind in COMPUTE:
@@ -109,13 +111,18 @@ class _RankState:
         if self.lowering is None:
             return "a program that is not lowered holds computes only"
         does = SEMANTICS[action.kind]
-        rules = self.payloads if does.posts or does.waits else self.chunks
-        return self.chunks.late_fault(action) or rules.fault(action)
+        rules: _PayloadState | Chunks | Copies = self.chunks
+        if does.posts or does.waits:
+            rules = self.payloads
+        elif does.starts_copy or does.ends_copy:
+            rules = self.copies
+        return self.chunks.late_fault(action) or self.copies.state_fault(action) or rules.fault(action)
 
     def fault_at_end(self) -> str | None:
         if (wrong := self._missing_computes()) or self.lowering is None:
             return wrong
-        return self.chunks.missing_step() or self.payloads.fault_at_end() or self.chunks.fault_at_end()
+        missing = self.chunks.missing_step() or self.payloads.fault_at_end()
+        return missing or self.chunks.fault_at_end() or self.copies.fault_at_end()
 
     def _compute_fault(self, action: Action) -> str | None:
         stage, micro_batch, kind = action.stage, action.micro_batch, action.kind
@@ -125,7 +132,7 @@ class _RankState:
             return "computed twice"
         if wrong := self._order_fault(action) or self.payloads.input_fault(action):
             return wrong
-        if wrong := self.chunks.compute_fault(action):
+        if wrong := self.chunks.compute_fault(action) or self.copies.compute_fault(action):
             return wrong
         self.done.add((kind, stage, micro_batch))
         self.payloads.computed(action)

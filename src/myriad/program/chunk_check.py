@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from myriad.program.actions import (
     ADDS_TO_GRADIENTS,
+    COPIES_STATE,
     MAKES_WEIGHT_GRADIENT,
     ORTHOGONALIZATION,
     SEMANTICS,
@@ -23,7 +24,7 @@ from myriad.program.actions import (
 
 __all__ = ["Chunks"]
 
-_AFTER_CLIP = frozenset({Kind.UPDATE, Kind.START_GATHER, *ORTHOGONALIZATION})
+_AFTER_CLIP = frozenset({Kind.UPDATE, Kind.START_GATHER, *ORTHOGONALIZATION}) | COPIES_STATE
 
 
 class Chunks:

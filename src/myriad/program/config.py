@@ -58,6 +58,9 @@ class OverlapConfig(Config):
     """Update each chunk inside the backward of the last micro-batch, as soon as its gradients are complete.
     Needs optimizer.clip_norm = off, AdamW and overlap.optimizer. With one micro-batch and layout.zero = 0
     or 1 it also frees the gradients' memory. off: update when the gradient norm is known."""
+    offload_ahead: int = Field(1, ge=0, le=64)
+    """Compute actions of a rank that overlap with each copy of activations to host memory and back, with
+    layout.offload_activations. 0: wait for each copy, also of optimizer state."""
     checkpoint: bool = True
     """Write checkpoints from a copy while training continues. off: training waits until a checkpoint is
     committed."""

@@ -27,6 +27,7 @@ from myriad.program.actions import (
     SEMANTICS,
     Action,
     Collective,
+    Copy,
     Kind,
     Lowering,
     Payload,
@@ -39,8 +40,8 @@ __all__ = ["COMPUTE_STREAM", "DeviceOperation", "StreamUse", "list_operations", 
 
 COMPUTE_STREAM = "compute"
 """The current stream of the runtime when it runs an action."""
-_COURIER, _ACROSS, _MATRICES, _SNAPSHOT, _TENSOR, _TIED, _WORLD = (
-    *("courier", "courier across", "matrices", "snapshot"),
+_COURIER, _ACROSS, _MATRICES, _SNAPSHOT, _TO_HOST, _FROM_HOST, _TENSOR, _TIED, _WORLD = (
+    *("courier", "courier across", "matrices", "snapshot", "to host", "from host"),
     *("tp", "tied", "world"),
 )
 
@@ -98,7 +99,10 @@ def streams_of(operations: Sequence[DeviceOperation]) -> list[list[str]]:
     used: dict[int, set[str]] = {}
     for one in operations:
         used.setdefault(one.rank, set()).add(one.stream)
-    firsts = (COMPUTE_STREAM, _WORLD, _TENSOR, _TIED, _COURIER, _ACROSS, _MATRICES, _SNAPSHOT)
+    firsts = (
+        *(COMPUTE_STREAM, _WORLD, _TENSOR, _TIED, _COURIER, _ACROSS, _MATRICES, _SNAPSHOT),
+        *(_TO_HOST, _FROM_HOST),
+    )
     order = {name: index for index, name in enumerate(firsts)}
     return [sorted(used[rank], key=lambda name: (order.get(name, len(order)), name)) for rank in sorted(used)]
 
@@ -139,6 +143,8 @@ class _Writer:
         self.sent: dict[tuple[Payload, int, int], int] = {}
         self.in_flight: dict[tuple[Collective, int], int] = {}
         """Newest operation of each collective that is not waited for yet."""
+        self.copies: dict[tuple[Copy, int, int], int] = {}
+        """Copies between device and host that are not waited for yet."""
         self.snapshot: int | None = None
         self.whole: set[int] = set()
         """Stages whose parameters are gathered or are being gathered."""
@@ -170,6 +176,11 @@ class _Writer:
             self._sync_tied(stage)
         elif does.joins == "world":
             self._clip()
+        if copy := does.starts_copy:
+            stream = _TO_HOST if copy.is_to_host else _FROM_HOST
+            self.copies[copy, stage, action.micro_batch] = self._give(stream)
+        if does.ends_copy:
+            self._wait(self.copies.pop((does.ends_copy, stage, action.micro_batch)))
         if does.starts is not None:
             self._start(does.starts, stage)
         if does.ends is not None:

@@ -13,9 +13,9 @@ from itertools import groupby, pairwise
 
 from myriad.program.actions import COMPUTE, MAKES_WEIGHT_GRADIENT, Action, Kind, Resource, kinds_where
 
-__all__ = ["InFlight", "comes_in_turn", "next_is_backward"]
+__all__ = ["InFlight", "comes_in_turn", "most_offloaded", "next_is_backward"]
 
-_BACKWARDS = kinds_where(lambda does: Resource.ACTIVATIONS in does.frees)
+_BACKWARDS = kinds_where(lambda does: does.computes and Resource.ACTIVATIONS in does.frees)
 
 
 def comes_in_turn(actions: Iterable[Action]) -> bool:
@@ -43,6 +43,20 @@ def next_is_backward(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
         and then.kind in _BACKWARDS
         and (first.stage, first.micro_batch) == (then.stage, then.micro_batch)
     )
+
+
+def most_offloaded(actions: Iterable[Action]) -> dict[int, int]:
+    """Return the largest number of micro-batches of each stage whose activations are in host memory, or on
+    their way, at once."""
+    now: defaultdict[int, int] = defaultdict(int)
+    most: dict[int, int] = {}
+    for action in actions:
+        if action.kind is Kind.START_OFFLOAD:
+            now[action.stage] += 1
+            most[action.stage] = max(most.get(action.stage, 0), now[action.stage])
+        elif action.kind is Kind.AWAIT_FETCH:
+            now[action.stage] -= 1
+    return most
 
 
 @dataclass(frozen=True)

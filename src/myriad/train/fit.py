@@ -12,7 +12,7 @@ import torch
 
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world, open_world
-from myriad.comm.layout import Layout, check_layout, lacks_for_graphs
+from myriad.comm.layout import Layout, check_layout, lacks_for_graphs, lacks_for_offload
 from myriad.errors import BadInputError
 from myriad.kernels.agreement import proved
 from myriad.kernels.choice import check_kernels
@@ -70,6 +70,8 @@ def fit(
     lacks = lacks_for_graphs(layout, overlap)
     if cuda_graphs and lacks:
         raise BadInputError("cuda_graphs", True, f"needs {lacks}")
+    if lacks := lacks_for_offload(layout, overlap, optimizer.name):
+        raise BadInputError("layout.offload_optimizer", True, f"needs {lacks}")
     _check_recompute(definition, layout)
     shares = layout.shares_of(global_batch, key="global_batch")
     place = read_rank_environment(layout.world, comm)

@@ -26,6 +26,8 @@ _MEMORY = {"alias", "detach", "empty", "empty_like", "empty_strided", "new_empty
 }
 """Make, free or name memory, and start no kernel."""
 _OVERWRITES = {"copy_", "fill_", "zero_"}
+_pinned: list[torch.UntypedStorage] = []
+"""Storages in pinned host memory."""
 """Read nothing of what they write to."""
 
 
@@ -61,9 +63,11 @@ class LaunchCounter(TorchDispatchMode):
         _note_copy(func, args, kwargs)
         if func is _ATEN._pin_memory.default:
             pinned = args[0].clone()
-            pinned.is_pinned_here = True
+            _pinned.append(pinned.untyped_storage())
             return pinned
         out = func(*args, **kwargs)
+        if kwargs.get("pin_memory"):
+            _pinned.append(out.untyped_storage())
         if not _is_free(func) and any(map(_on_cuda, tree_leaves((args, kwargs, out)))):
             self.launches[str(func)] += 1
             self._note_traffic(func, args, kwargs)
@@ -144,7 +148,7 @@ def _note_copy(func: Any, args: Any, kwargs: Any) -> None:
     else:
         return None
     if source.device.type == "cpu":
-        is_async = is_async and hasattr(source, "is_pinned_here")
+        is_async = is_async and any(source.untyped_storage() is one for one in _pinned)
     if source.device.type != target.type and not is_async:
         note_wait(f"copy to {target.type}")
     return None

@@ -61,6 +61,9 @@ def _model(**changes: object) -> ModelConfig:
 STEPS: dict[str, StepCase] = {
     "one": StepCase(Layout(), _SMALL, micro_batches=2),
     "one-float8-lamb-full": StepCase(Layout(recompute="full"), _SMALL, "float8", _LAMB),
+    "one-offload": StepCase(
+        Layout(offload_activations=1, offload_optimizer=True), _model(layers=5), micro_batches=2
+    ),
     "one-early": StepCase(Layout(), _SMALL, optimizer=_UNCLIPPED, overlap=_EARLY),
     "one-window-parallel": StepCase(Layout(), _model(window=64, block="parallel")),
     "zero1-lamb-selective": StepCase(Layout(dp=4, zero=1, recompute="selective"), _SMALL, optimizer=_LAMB),

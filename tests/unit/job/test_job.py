@@ -244,6 +244,13 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
             "overlap.optimizer_in_backward",
             "needs overlap.optimizer = true",
         ),
+        (["layout.offload_optimizer=true", "optimizer.name=lamb"], "layout.offload_optimizer", "needs optim"),
+        (
+            ["layout.offload_optimizer=true", "overlap.optimizer=false"],
+            "layout.offload_optimizer",
+            "needs overlap.optimizer = true",
+        ),
+        ([GRAPHS, "layout.offload_activations=1"], "train.cuda_graphs", "needs layout.offload_activations"),
         ([*EARLY, F16], "train.precision", "needs overlap.optimizer_in_backward = false"),
         ([F16, "loss_scale.initial=3000"], "loss_scale.initial", "must be a power of two"),
         ([F16, "loss_scale.initial=0.5"], "loss_scale.initial", "at least loss_scale.minimum = 1"),

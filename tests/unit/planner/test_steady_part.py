@@ -41,11 +41,14 @@ def deep_works(draw: st.DrawFn) -> Workload:
         zero=zero,
         reduce=draw(st.sampled_from(["last", "each"])) if zero > 1 else "last",
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        offload_activations=draw(st.sampled_from([0.0, 1.0])),
+        offload_optimizer=draw(st.booleans()),
     )
     overlap = OverlapConfig(
         pipeline=draw(st.booleans()),
         data=draw(st.booleans()),
-        optimizer=draw(st.booleans()),
+        optimizer=layout.offload_optimizer or draw(st.booleans()),
+        offload_ahead=draw(st.sampled_from([0, 1, 2])),
         receive_ahead=draw(st.sampled_from([1, 2, 4])),
     )
     blocks = pp * v * draw(st.sampled_from([1, 2]))
@@ -71,7 +74,7 @@ def test_a_straight_line_is_right_whatever_things_cost(workload: Workload, seed:
     costs = Costs(workload, load_cluster("megascale-256xa100"))
     chosen, names = np.random.default_rng(seed), ("forward", "backward_input", "backward_weight")
     for stage in costs.stages:
-        for name in (*names, "gather", "reduce", "update"):
+        for name in (*names, "gather", "reduce", "update", "copy_activations", "copy_state"):
             object.__setattr__(stage, name, float(chosen.exponential() * chosen.integers(0, 4)))
     costs.__dict__["message"] = float(chosen.exponential())
     line = CompiledProgram(iteration_program(costs, 10))

@@ -6,6 +6,7 @@ from myriad.program.actions import Program
 from myriad.program.build import update_early
 from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
+from myriad.program.offload_passes import offload_activations, offload_state
 from myriad.program.passes import apply_passes, orthogonalize
 from myriad.program.schedules import schedule
 
@@ -38,10 +39,17 @@ def lowered(draw: st.DrawFn, most_ranks: int = 6, most_micro_batches: int = 14) 
         data=draw(st.booleans()),
         optimizer=draw(st.booleans()),
     )
-    program = apply_passes(program, overlap, draw(st.integers(1, 3)))
+    num_chunks = draw(st.integers(1, 3))
+    program = apply_passes(program, overlap, num_chunks)
     end = (
         draw(st.sampled_from(["plain", "early", "orthogonalized"])) if program.lowering.training else "plain"
     )
     if end == "early" and overlap.optimizer:
-        return update_early(program, travels=draw(st.booleans()))
-    return orthogonalize(program) if end == "orthogonalized" else program
+        program = update_early(program, travels=draw(st.booleans()))
+    program = orthogonalize(program) if end == "orthogonalized" else program
+    if program.lowering.training and draw(st.booleans()):
+        ratio, ahead = draw(st.sampled_from([0.5, 1.0])), draw(st.integers(0, 3))
+        program = offload_activations(program, ratio, num_chunks, ahead)
+    if program.lowering.training and overlap.optimizer and draw(st.booleans()):
+        program = offload_state(program, overlaps=draw(st.booleans()))
+    return program

@@ -28,6 +28,7 @@ def test_spans_are_classed_as_what_their_action_does() -> None:
             "dp": bool(of_parameters),
             "optimizer": does.updates or does.orthogonalizes or does.joins == "world",
             "data": kind is Kind.LOAD,
+            "offload": bool(does.starts_copy or does.ends_copy),
         }
         assert [name for name, holds in expected.items() if holds] == [PHASES[kind][1]], kind
 
@@ -39,15 +40,24 @@ def test_spans_are_classed_as_what_their_action_does() -> None:
     st.sampled_from([0, 1, 3]),
     st.sampled_from(["last", "each"]),
     st.booleans(),
-    st.integers(1, 2),
+    st.integers(1, 3),
+    st.booleans(),
 )
 def test_what_a_program_allocates_and_issues_it_frees_and_waits_for(
-    schedule: tuple[str, int], pp: int, zero: int, reduce: str, overlaps: bool, num_chunks: int
+    schedule: tuple[str, int],
+    pp: int,
+    zero: int,
+    reduce: str,
+    overlaps: bool,
+    num_chunks: int,
+    offloads: bool,
 ) -> None:
     """With the table as the only source of what an action does."""
     name, virtual_stages = schedule
     layout = Layout(dp=2, pp=pp, zero=zero, reduce=reduce, schedule=name, virtual_stages=virtual_stages)  # type: ignore[arg-type]
-    overlap = OverlapConfig(pipeline=overlaps, data=overlaps, optimizer=False)
+    updates = offloads and zero == 0  # otherwise the next iteration's gathers are in flight at the end
+    layout = layout.model_copy(update={"offload_activations": float(offloads), "offload_optimizer": updates})
+    overlap = OverlapConfig(pipeline=overlaps, data=overlaps, optimizer=updates)
     program = build_program(layout, overlap, 4, tied=True, training=True, num_chunks=num_chunks)
     made, used = Counter(), Counter()
     for actions in program.ranks:
@@ -68,6 +78,9 @@ def test_what_a_program_allocates_and_issues_it_frees_and_waits_for(
             if does.ends:
                 flying[does.ends, action.stage] -= 1
                 assert flying[does.ends, action.stage] == 0, action
+        assert not any(
+            count for (resource, *_), count in held.items() if resource is Resource.OPTIMIZER_STATE
+        )
         per_micro_batch = (Resource.ACTIVATIONS, Resource.WEIGHT_OPERANDS)
         assert not any(count for (resource, *_), count in held.items() if resource in per_micro_batch)
         if zero == 3:

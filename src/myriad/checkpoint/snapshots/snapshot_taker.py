@@ -327,7 +327,8 @@ two registrations."""
 class _CudaCopier:
     """Copies on a side stream into pinned memory. Has run on no machine yet.
 
-    If CUDA cannot pin the memory, the snapshot thread copies, and the next update waits for it."""
+    State that is in host memory anyway (layout.offload_optimizer) is copied by the snapshot thread. If CUDA
+    cannot pin the memory, that thread copies everything. In both cases the next update waits for it."""
 
     def __init__(self, memory: SnapshotMemory, device: torch.device) -> None:
         self._device = device
@@ -336,6 +337,8 @@ class _CudaCopier:
         self._updated, self._done = torch.cuda.Event(), torch.cuda.Event(blocking=True)
         self.prepare: Callable[[], None]
         self._pinned: list[int] = []
+        self._copies_on_host = False
+        """Whether the snapshot in progress has state in host memory."""
         self._pin(memory)
 
     def enter_thread(self) -> None:
@@ -366,6 +369,7 @@ class _CudaCopier:
     def begin(self, copies: Sequence[_MemoryCopy], slot: int) -> None:
         """Queue all copies on the device, behind the work already queued on the training stream."""
         self.prepare()
+        self._copies_on_host = not all(map(_is_on_device, copies))
         self._updated.record(torch.cuda.current_stream(self._device))
         if self._pinned:
             self._copy(copies, slot)
@@ -373,7 +377,7 @@ class _CudaCopier:
     def _copy(self, copies: Sequence[_MemoryCopy], slot: int) -> None:
         self._stream.wait_event(self._updated)
         with torch.cuda.stream(self._stream):
-            for one in copies:
+            for one in filter(_is_on_device, copies):
                 _place(self._memory, slot, one).copy_(one.source, non_blocking=True)
         self._done.record(self._stream)
 
@@ -381,11 +385,16 @@ class _CudaCopier:
         """Return when the copies are done; the device continues to compute meanwhile."""
         if not self._pinned:
             self._copy(copies, slot)
+        if self._copies_on_host:
+            self._updated.synchronize()  # the copies of the last update to host memory have ended
+            for one in copies:
+                if not _is_on_device(one):
+                    _place(self._memory, slot, one).copy_(one.source)
         self._done.synchronize()
 
     def settle(self, copied: threading.Event) -> None:
-        """Make the training stream wait. Without pinned memory the training thread waits too."""
-        if not self._pinned:
+        """Make the training stream wait. If the snapshot thread copies, the training thread waits too."""
+        if not self._pinned or self._copies_on_host:
             copied.wait()
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
@@ -393,6 +402,10 @@ class _CudaCopier:
         """Unregister the pinned memory."""
         while self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())
+
+
+def _is_on_device(one: _MemoryCopy) -> bool:
+    return one.source.device.type != "cpu"
 
 
 def _forget_error(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from myriad.dashboard.insight.needs import DATA_AXES, ProgramNeeds
 from myriad.dashboard.insight.rank_arrays import Array
 from myriad.dashboard.insight.step_spans import StepSpans
 from myriad.planner.simulation.rank_clocks import RankClocks
-from myriad.program.actions import COMPUTE, Action, Collective, Kind
+from myriad.program.actions import COMPUTE, COPIES_ACTIVATIONS, COPIES_STATE, Action, Collective, Copy, Kind
 from myriad.units import format_number, format_ranks
 
 __all__ = ["WhatIf", "what_if"]
@@ -29,7 +29,7 @@ __all__ = ["WhatIf", "what_if"]
 _MOST_REPLICAS = 6
 _MOST_PEERS = 64
 _LEAST_WAIT_NS = 20_000
-_MEASURED = COMPUTE | {Kind.LOAD, Kind.ORTHOGONALIZE, Kind.UPDATE}
+_MEASURED = COMPUTE | COPIES_ACTIVATIONS | COPIES_STATE | {Kind.LOAD, Kind.ORTHOGONALIZE, Kind.UPDATE}
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,10 @@ class _ChunkSeconds:
     parameters: float = 0.0
     """Not used, as the seconds of the norm were measured."""
 
+    def copy_seconds(self, copy: Copy) -> float:
+        """Return 0: copies between device and host count as measured where a rank waited for them."""
+        return 0.0
+
 
 @dataclass(frozen=True)
 class _TravelSeconds:
@@ -163,6 +167,7 @@ class _TravelSeconds:
     stages: tuple[_ChunkSeconds, ...]
     clipping: float
     tied: float
+    copies_block: bool = False
 
     def message_between(self, source: int, target: int) -> float:
         return self.message

@@ -36,9 +36,12 @@ const MATRICES = "await_momentum await_scatter";
 const ACROSS = "reduce_across await_across";
 const DATA = `gather await_gather reduce await_reduce ${ACROSS} gather_tied reduce_tied sync_tied clip ${MATRICES}`;
 const POSTS = "start_gather start_reduce start_across start_momentum start_scatter send release";
+const COPIES =
+  "start_offload await_offload start_fetch await_fetch start_state_in await_state_in start_state_out await_state_out";
 for (const name of PIPELINE.split(" ")) SPAN_COLOURS[name] = "#dd7f52";
 for (const name of DATA.split(" ")) SPAN_COLOURS[name] = "#f2cda9";
 for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#cabdfb";
+for (const name of COPIES.split(" ")) SPAN_COLOURS[name] = "#b7a27c";
 /** Names of spans of a program that trains nothing begin so. */
 export const INSIDE_EVALUATION = "evaluate_";
 const OTHERS = ["#5f8aa6", "#9c7b55", "#6f8f4f", "#a86a8f", "#7580a8"];
@@ -52,6 +55,7 @@ const CLASS_COLOURS = {
   bubble: "#cba305",
   optimizer: "#909fb2",
   data: "#e9cd21",
+  offload: "#b7a27c",
   checkpoint: "#8c6d4f",
   garbage: "#e75d9e",
   other: "#7d8894",
@@ -84,6 +88,7 @@ export const SPAN_LEGEND = [
   ["posting", POSTS],
   ["optimizer", "step update orthogonalize"],
   ["data", "load"],
+  ["host copy", COPIES],
   ["checkpoint copy", "checkpoint_copy"],
   ["garbage collection", "collect_garbage"],
   ["evaluation", "evaluate"],

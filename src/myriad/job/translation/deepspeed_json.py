@@ -47,9 +47,9 @@ _INSTEAD: dict[str, str] = {
     "zero_optimization.sub_group_size": "chunks are updated one by one",
     "zero_optimization.elastic_checkpoint": "checkpoints are independent of the layout",
     "zero_optimization.load_from_fp32_weights": "checkpoints hold float32",
-    "zero_optimization.offload_optimizer": "state stays on the device; layout.zero spreads it",
-    "zero_optimization.offload_param": "state stays on the device; layout.zero spreads it",
-    "zero_optimization.cpu_offload": "state stays on the device; layout.zero spreads it",
+    "zero_optimization.offload_optimizer": "layout.offload_optimizer keeps the moments in host memory",
+    "zero_optimization.offload_param": "parameters stays on the device; layout.zero spreads it",
+    "zero_optimization.cpu_offload": "layout.offload_optimizer keeps the moments in host memory",
     "zero_optimization.zero_hpz_partition_size": "comm.hierarchy gathers within nodes first",
     "zero_optimization.zero_quantized_weights": "comm.compress_parameters",
     "zero_optimization.zero_quantized_gradients": "comm.compress_gradients",
@@ -115,6 +115,8 @@ def translate_deepspeed(config: Mapping[str, Any]) -> Translation:
         made.put("zero_optimization.stage", "layout.zero", stage)
     if isinstance(size := _section(config, "tensor_parallel").get("autotp_size"), int) and size > 1:
         made.put("tensor_parallel.autotp_size", "layout.tp", size)
+    if _section(zero, "offload_optimizer").get("device") == "cpu":
+        made.put("zero_optimization.offload_optimizer.device", "layout.offload_optimizer", True)
     _activation_checkpointing(made, config)
     for option, value in _flatten(config):
         if option in made.translated or option in made.without:

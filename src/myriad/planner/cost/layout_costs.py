@@ -6,6 +6,7 @@ reduce_across            of its shards of gradients among the groups of ``layout
 message                  one activation or gradient to the next stage, each tensor-parallel rank its share
 stall                    seconds that snapshots add, on average over steps (`snapshot_costs`)
 clip, update             passes over gradients, master values and moments of this rank's part
+copy                     of a stage's activations or optimizer state to host memory, or back
 orthogonalize            Newton-Schulz on the rank with the most work, and messages before and after it
                          (`matrix_costs`)
 """
@@ -40,8 +41,10 @@ from myriad.planner.cost.layer_costs import (
 from myriad.planner.cost.matrix_costs import MatrixCosts, matrix_costs
 from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_order, step_seconds
 from myriad.planner.cost.operator_costs import TimeBreakdown, sweep_seconds
-from myriad.planner.cost.snapshot_costs import SnapshotCosts, SnapshotSchedule
+from myriad.planner.cost.snapshot_costs import SnapshotCosts, SnapshotSchedule, host_copy_rate
+from myriad.planner.memory.stage_memory import StageMemory
 from myriad.planner.workload import Workload
+from myriad.program.actions import Copy
 from myriad.program.build import count_chunks
 from myriad.program.partition import cut_ranges, num_recomputed, partition_layers
 from myriad.program.schedules import stage_owners
@@ -127,6 +130,14 @@ class StageCosts:
     matrices: MatrixCosts = _NO_MATRICES
     reduce_across: float = 0.0
     """Seconds of the sum across groups of ranks."""
+    copy_activations: float = 0.0
+    """Seconds to copy what the stage keeps of one micro-batch to host memory, or back."""
+    copy_state: float = 0.0
+    """Seconds to copy its optimizer state to host memory, or back."""
+
+    def copy_seconds(self, copy: Copy) -> float:
+        """Return the seconds of a copy between device and host."""
+        return self.copy_activations if copy in (Copy.OFFLOAD, Copy.FETCH) else self.copy_state
 
     @property
     def parts(self) -> TimeBreakdown:
@@ -231,9 +242,11 @@ class Costs:
         across = self._across_seconds(parameters)
         shapes = [matrix for layer in own for matrix in self._matrices_of(kinds[layer])]
         matrices = matrix_costs(shapes, workload, self.cluster, self.replicas)
+        copies = self._copies(own, parameters, shapes)
         if self._by_module:
             forward, backward = self._module_seconds([kinds[layer] for layer in own])
-            return StageCosts(times, again, parameters, forward, backward, 0.0, 0.0, 0.0, update, matrices)
+            found = StageCosts(times, again, parameters, forward, backward, 0.0, 0.0, 0.0, update, matrices)
+            return replace(found, copy_activations=copies[0], copy_state=copies[1])
         return StageCosts(
             times=times,
             again=again,
@@ -246,7 +259,28 @@ class Costs:
             update=update,
             matrices=matrices,
             reduce_across=across,
+            copy_activations=copies[0],
+            copy_state=copies[1],
         )
+
+    def _copies(
+        self, own: Sequence[int], parameters: float, matrices: Sequence[HiddenMatrix]
+    ) -> tuple[float, float]:
+        """Return the seconds to copy a stage's activations of one micro-batch, and its optimizer state."""
+        workload, layout = self.workload, self.workload.layout
+        if not layout.offloads:
+            return 0.0, 0.0
+        layers = range(own[0], own[-1] + 1)
+        held = StageMemory(workload, [layers], self.cluster.on_cpu).held(0, turns=False)
+        one_moment = sum(one.local for one in matrices)
+        state = (8.0 * parameters - 4.0 * one_moment) / layout.num_shards
+        rate = host_copy_rate(self.cluster)
+        return (held.kept + held.head_bytes) / rate, state / rate
+
+    @property
+    def copies_block(self) -> bool:
+        """Whether a rank waits for each copy to host memory where it starts: there is no copy engine."""
+        return self.cluster.on_cpu
 
     def _matrices_of(self, kind: str) -> list[HiddenMatrix]:
         """Return the matrices of a layer that the optimizer orthogonalizes."""

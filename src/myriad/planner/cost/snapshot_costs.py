@@ -22,7 +22,7 @@ import numpy.typing as npt
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.operator_costs import Number
 
-__all__ = ["SnapshotCosts", "SnapshotSchedule"]
+__all__ = ["SnapshotCosts", "SnapshotSchedule", "host_copy_rate"]
 
 _STATE_BYTES = 12.0
 """Bytes of state of a parameter: float32 master value and two moments."""
@@ -92,13 +92,9 @@ class SnapshotCosts:
     def copy_seconds(self, parameters: Number) -> Number:
         """Return the seconds to copy one rank's share of the state into host memory. Ranks that share cores
         copy one after the other."""
-        cluster, chip = self.cluster, self.cluster.accelerator
-        rate = _REACHED * chip.host_bytes_per_second
-        if cluster.on_cpu:
-            taking_turns = max(1.0, cluster.world / (cluster.shared_cores or cluster.world))
-            rate = (
-                chip.memory_bytes_per_second * chip.memory_ratio / 2 / taking_turns
-            )  # The copy reads and writes.
+        cluster = self.cluster
+        taking_turns = max(1.0, cluster.world / (cluster.shared_cores or cluster.world))
+        rate = host_copy_rate(cluster) / (taking_turns if cluster.on_cpu else 1.0)
         return self._state_bytes * parameters / rate
 
     @property
@@ -119,6 +115,14 @@ class SnapshotCosts:
             waited = copy + (self.store_seconds or 0.0) - late
             found = found + _each_step(self.snapshots.durable_steps(seconds)) * waited
         return found
+
+
+def host_copy_rate(cluster: Cluster) -> float:
+    """Return the bytes per second that a rank copies to or from its host's memory."""
+    chip = cluster.accelerator
+    if cluster.on_cpu:
+        return chip.memory_bytes_per_second * chip.memory_ratio / 2  # The copy reads and writes.
+    return _REACHED * chip.host_bytes_per_second
 
 
 def _each_step(intervals: list[_Steps]) -> Number:

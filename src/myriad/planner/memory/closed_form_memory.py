@@ -68,11 +68,13 @@ class PeakMemory:
     """Messages between stages, and buffers of data parallelism."""
     margin: Number
     """Memory that the allocator is expected to hold without use, and memory outside of tensors."""
+    host: Number = 0.0
+    """Pinned host memory for offloaded activations and optimizer state, not part of the total."""
 
     @property
     def total(self) -> Number:
-        """Sum of all parts."""
-        return sum((getattr(self, one.name) for one in fields(self)), start=0.0)
+        """Sum of all parts on the device."""
+        return sum((getattr(self, one.name) for one in fields(self) if one.name != "host"), start=0.0)
 
     @property
     def deviation(self) -> Number:

@@ -16,6 +16,8 @@ result is the state with the largest total:
                    its EXCHANGE's
     a compute      temporary bytes of its layers
     with Muon      messages with matrices, between CLIP and UPDATE (`matrix_memory`)
+    offloaded      kept bytes are on the device until AWAIT_OFFLOAD and from START_FETCH on, optimizer state
+                   from START_FETCH_STATE to AWAIT_OFFLOAD_STATE; host buffers stay
 
 Where stages are captured as CUDA graphs (`FrameworkProfile.cuda_graphs`), kept and temporary bytes of layers
 stay reserved (`captured_bytes`).
@@ -45,6 +47,7 @@ from myriad.program.actions import (
     SEMANTICS,
     Action,
     Collective,
+    Copy,
     Kind,
     Payload,
     Program,
@@ -55,7 +58,7 @@ from myriad.program.actions import (
     output_of,
 )
 from myriad.program.build import build_program, count_chunks
-from myriad.program.in_flight import next_is_backward
+from myriad.program.in_flight import most_offloaded, next_is_backward
 from myriad.program.partition import cut_ranges
 from myriad.program.static_buffers import BufferAssignment, assign_buffers
 from myriad.program.warm_up import warm_up_actions
@@ -178,6 +181,8 @@ class _HeldBytes:
     arriving: _ByteSum[tuple[Payload, int, int]] = field(default_factory=_ByteSum)
     leaving: _ByteSum[tuple[Payload, int, int]] = field(default_factory=_ByteSum)
     matrices: _ByteSum[int] = field(default_factory=_ByteSum)
+    states: _ByteSum[int] = field(default_factory=_ByteSum)
+    """Optimizer state on the device, where it rests in host memory."""
 
 
 _TIED = -1
@@ -206,6 +211,7 @@ class _MemoryWalk:
         self.reduced_keys: dict[int, list[int]] = {}
         """The chunks that each stage's newest reduction sums."""
         self.turns = next_is_backward(self.actions)
+        self.offloads_state = model.workload.layout.offload_optimizer
         captures = self.workload.profile.cuda_graphs and not model.on_cpu
         self.captured = captured_bytes(model, self.actions, program.num_stages) if captures else None
         """Bytes that captured stages reserve; ``None``: layers allocate and free their memory."""
@@ -305,15 +311,33 @@ class _MemoryWalk:
 
     @cached_property
     def _moments(self) -> float:
-        """Bytes of moments and of the moving average, on the data-parallel rank with the fewest elements of
-        matrices that are orthogonalized, which have one moment instead of two: that with the last slice of
-        each chunk."""
-        second = 0.0
-        for key, elements in self.chunks.items():
-            matrices = self.matrices[key].elements if key in self.matrices else 0.0
-            held = elements / self.workload.layout.num_shards
-            second += min(held, elements - matrices)
-        return (8 if self.workload.ema_every else 4) * self._elements + 4 * second
+        """Bytes of moments on the data-parallel rank with the fewest elements of matrices that are
+        orthogonalized, which have one moment instead of two: that with the last slice of each chunk."""
+        return sum(map(self._moments_of, self.chunks))
+
+    def _moments_of(self, key: int) -> float:
+        """Return the bytes of moments of a chunk."""
+        elements = self.chunks[key]
+        matrices = self.matrices[key].elements if key in self.matrices else 0.0
+        held = elements / self.workload.layout.num_shards
+        return 4 * held + 4 * min(held, elements - matrices)
+
+    @property
+    def _optimizer(self) -> float:
+        """Bytes of moments on the device now, and of the moving average, which stays there."""
+        average = 4 * self._elements if self.workload.ema_every else 0.0
+        return average + (self.now.states.total if self.offloads_state else self._moments)
+
+    @cached_property
+    def _host_bytes(self) -> float:
+        """Bytes of host memory: a buffer for each micro-batch of a stage that is offloaded at once, and the
+        optimizer state."""
+        buffers = most_offloaded(self.actions)
+        found = self._moments if self.offloads_state else 0.0
+        for stage, count in buffers.items():
+            held = self.model.held(stage, turns=False)
+            found += count * (held.kept + held.head_bytes)
+        return found
 
     @cached_property
     def _batch(self) -> float:
@@ -348,7 +372,8 @@ class _MemoryWalk:
         now = self.now
         coming = now.kept.total + now.products.total + now.head_bytes.total + passing + self._buffers()
         coming += self.captured or 0.0
-        return now.values.total + now.grad_buffers.total + coming + self._margin(coming)
+        staying = now.values.total + now.grad_buffers.total + now.states.total
+        return staying + coming + self._margin(coming)
 
     def _memory(self, passing: float, head_bytes: float) -> PeakMemory:
         now, part = self.now, self._elements
@@ -358,11 +383,12 @@ class _MemoryWalk:
         return PeakMemory(
             weights=now.values.total + master,
             gradients=now.grad_buffers.total + (4 * part if self._zero >= 2 else 0.0),
-            optimizer=self._moments,
+            optimizer=self._optimizer,
             activations=activations,
             logits=logits,
             buffers=buffers,
             margin=self._margin(activations + logits + buffers),
+            host=self._host_bytes,
         )
 
     # Parameters and messages.
@@ -389,6 +415,10 @@ class _MemoryWalk:
             now.rooms_across.append(sum(rooms))
         if stage in self.matrices:
             self._put_matrices(stage, self.matrices[stage].after_begin_of(action.kind))
+        if does.starts_copy is Copy.FETCH:
+            self._keep(action)
+        elif does.starts_copy is Copy.FETCH_STATE:
+            now.states.put(stage, sum(map(self._moments_of, self._updated_with(stage))))
         for transfer in action.transfers if does.posts else ():
             if not transfer.sends:
                 payload = (transfer.payload, transfer.stage, transfer.micro_batch)
@@ -404,6 +434,10 @@ class _MemoryWalk:
             self._put_matrices(action.stage, self.matrices[action.stage].after_end_of(action.kind))
         if does.computes:
             self._after_compute(action, does)
+        elif does.ends_copy is Copy.OFFLOAD:
+            self._forget((action.stage, action.micro_batch))
+        elif does.ends_copy is Copy.OFFLOAD_STATE:
+            self.now.states.drop(action.stage)
         elif Resource.PARAMETERS in does.frees:
             self._release(action.stage)
         elif does.ends is Collective.REDUCE:
@@ -430,8 +464,12 @@ class _MemoryWalk:
             self.now.grad_buffers.drop(stage)
 
     def _updated(self, stage: int) -> None:
-        for key in self._chunks_of(stage) if stage in self.tied_stages[:1] else [stage]:
+        for key in self._updated_with(stage):
             self.now.grad_buffers.drop(key)
+
+    def _updated_with(self, stage: int) -> list[int]:
+        """Return the chunks that are updated with a stage."""
+        return self._chunks_of(stage) if stage in self.tied_stages[:1] else [stage]
 
     def _after_compute(self, action: Action, does: Semantics) -> None:
         now, micro_batch, where = self.now, action.micro_batch, (action.stage, action.micro_batch)
@@ -440,8 +478,7 @@ class _MemoryWalk:
         if Resource.ACTIVATIONS in does.allocates:
             self._keep(action)
         if Resource.ACTIVATIONS in does.frees:
-            now.kept.drop(where)
-            now.head_bytes.drop(where)
+            self._forget(where)
             now.leaving.drop((Payload.ACTIVATION, *where))
         if output := output_of(action, self.program.num_stages):
             self._leave((output[0], *where), output[1])
@@ -471,6 +508,10 @@ class _MemoryWalk:
         self.now.kept.put(where, held.kept)
         if held.head_bytes:
             self.now.head_bytes.put(where, held.head_bytes)
+
+    def _forget(self, where: tuple[int, int]) -> None:
+        self.now.kept.drop(where)
+        self.now.head_bytes.drop(where)
 
     def _passing(self, action: Action) -> tuple[float, float]:
         """Return the peak of temporary bytes of an action, and the head's part of it."""

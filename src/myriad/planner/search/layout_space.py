@@ -45,6 +45,7 @@ __all__ = [
     "LayoutCandidate",
     "LayoutGrid",
     "LayoutProblem",
+    "Offload",
     "Sharding",
     "divisors",
     "has_layout",
@@ -54,6 +55,9 @@ __all__ = [
     "tensor_degrees",
     "tensor_overlaps",
 ]
+
+Offload = tuple[float, bool]
+"""Values of the layout's keys `offload_activations` and `offload_optimizer`."""
 
 
 class Sharding(NamedTuple):
@@ -99,6 +103,8 @@ class LayoutProblem:
     searches_groups: bool = True
     """Whether groups of replicas (`shard_group`) are added to ``shards``."""
     recomputes: tuple[Recompute, ...] = RECOMPUTE
+    offloads: tuple[Offload, ...] = ((0.0, False),)
+    """Allowed values of `offload_activations` with `offload_optimizer`."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Given keys of the layout: `tp`, `pp`, `dp`, `micro_batch`, `schedule`, `virtual_stages`, `zero`,
     `shard_group`."""

@@ -2,9 +2,10 @@
 save most.
 
 A waterfall is computed by removing costs. The iteration is simulated as it is, then with free messages, then
-also without data parallelism, then also without the optimizer. The seconds that each step saves are that
-part; the rest is the busiest rank's compute, by operators, and its bubble. The seconds of snapshots come
-last. So the parts sum to the predicted time, apart from rounding. Every run uses the same program.
+also without data parallelism, then also without the optimizer, and without copies to host memory. The seconds
+that each step saves are that part; the rest is the busiest rank's compute, by operators, and its bubble. The
+seconds of snapshots come last. So the parts sum to the predicted time, apart from rounding. Every run uses
+the same program.
 
 A neighbouring layout differs in one dimension; everything else is the same, or as close as is legal.
 """
@@ -42,10 +43,12 @@ WATERFALL_PARTS = (
     "pipeline messages",
     "data parallelism",
     "optimizer",
+    "host copies",
     "slow nodes, host",
     "checkpoints",
 )
-"""Parts of a waterfall, in order. Slow nodes, host: the wait for the batch, and slow nodes. Checkpoints:
+"""Parts of a waterfall, in order. Host copies: of offloaded activations; those of optimizer state count as
+optimizer. Slow nodes, host: the wait for the batch, and slow nodes. Checkpoints:
 the seconds that snapshots add, on average over steps."""
 
 
@@ -62,7 +65,9 @@ class _Without(Costs):
         if "data" in self._gone:
             stages = [replace(stage, gather=0.0, reduce=0.0) for stage in stages]
         if "optimizer" in self._gone:
-            stages = [replace(stage, update=0.0) for stage in stages]
+            stages = [replace(stage, update=0.0, copy_state=0.0) for stage in stages]
+        if "copies" in self._gone:
+            stages = [replace(stage, copy_activations=0.0) for stage in stages]
         return stages
 
     @cached_property
@@ -86,13 +91,15 @@ def waterfall(
 ) -> dict[str, float]:
     """Return the seconds of each of `WATERFALL_PARTS`."""
     workload, cluster = candidate.workload(problem), problem.cluster
-    gone = ("messages", "data", "optimizer", "load")
+    gone = ["messages", "data", "optimizer"]
+    gone += ["copies"] if workload.layout.offload_activations else []
+    gone += ["load"] if workload.profile.host_seconds else []
     steps = [
         simulations.without_snapshots(_Without(workload, cluster, *gone[:count]))
         for count in range(len(gone) + 1)
-        if count < 4 or workload.profile.host_seconds
     ]
-    saved = [before - after for before, after in pairwise(steps)]
+    saved = dict.fromkeys(("copies", "load"), 0.0)
+    saved |= {name: before - after for name, (before, after) in zip(gone, pairwise(steps), strict=True)}
     costs = Costs(workload, cluster)
     operators, once_more = costs.busiest_rank
     again = float(once_more.total)
@@ -105,8 +112,11 @@ def waterfall(
         float(operators.tensor),
         again,
         steps[-1] - compute - slow,
-        *saved[:3],
-        sum(saved[3:]) + slow,
+        saved["messages"],
+        saved["data"],
+        saved["optimizer"],
+        saved["copies"],
+        saved["load"] + slow,
         costs.stall(steps[0]),
     )
     least = 1e-9 * steps[0]  # Rounding error of the differences.
@@ -203,6 +213,7 @@ def _steps(problem: LayoutProblem, candidate: LayoutCandidate) -> Iterator[tuple
     for again in problem.recomputes:
         if again != candidate.layout.recompute:
             yield f"recompute {again}", _changed(candidate, recompute=again)
+    yield from _other_offloads(problem, candidate)
     yield from _other_overlaps(home, candidate)
 
 
@@ -300,7 +311,7 @@ def _other_overlaps(home: LayoutGrid, candidate: LayoutCandidate) -> Iterator[tu
         "tensor": layout.tp > 1,
         "pipeline": layout.pp > 1,
         "data": layout.dp > 1,
-        "optimizer": layout.dp > 1 and overlap.data and layout.zero > 0,
+        "optimizer": layout.dp > 1 and overlap.data and layout.zero > 0 and not layout.offload_optimizer,
     }
     for kind in home.tensors:
         if matters["tensor"] and kind != overlap.tensor:
@@ -310,6 +321,20 @@ def _other_overlaps(home: LayoutGrid, candidate: LayoutCandidate) -> Iterator[tu
             value = not getattr(overlap, name)
             what = f"overlap.{name} {'on' if value else 'off'}"
             yield what, _with_overlap(candidate, **{name: value})
+
+
+def _other_offloads(
+    problem: LayoutProblem, candidate: LayoutCandidate
+) -> Iterator[tuple[str, LayoutCandidate]]:
+    """Yield the layouts that differ in what is in host memory, one key at a time."""
+    layout = candidate.layout
+    for activations, optimizer in problem.offloads:
+        if optimizer == layout.offload_optimizer and activations != layout.offload_activations:
+            what = f"offload_activations {activations:g}"
+            yield what, _changed(candidate, offload_activations=activations)
+        if optimizer != layout.offload_optimizer and activations == layout.offload_activations:
+            what = f"offload_optimizer {'on' if optimizer else 'off'}"
+            yield what, _changed(candidate, offload_optimizer=optimizer)
 
 
 def _with_overlap(candidate: LayoutCandidate, **changes: object) -> LayoutCandidate:

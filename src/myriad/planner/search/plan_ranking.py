@@ -3,8 +3,12 @@
 `closed_form_memory` scores millions of layouts by formulas: half of them within 1 % of their program's
 memory, some short schedules as far as 20 % away. A proposed plan must fit, so the memory of the few that are
 shown is counted action by action (`rank_memory`), except for the longest programs.
+
+Layouts with activations or optimizer state in host memory are not in the closed form. They are tried where
+they can be the best: on the layouts that are faster than the best that fits, and need more memory.
 """
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,11 +16,14 @@ from myriad.errors import BadInputError
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.operator_costs import peak_flops
 from myriad.planner.memory.closed_form_memory import fits_probability
-from myriad.planner.search.layout_search import MIN_FIT_PROBABILITY
+from myriad.planner.search.layout_search import MIN_FIT_PROBABILITY, score_layout
 from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem
 from myriad.planner.simulation.simulation_cache import SimulationCache
 
-__all__ = ["SimulatedPlan", "simulate_candidates", "verify_memory"]
+__all__ = ["SimulatedPlan", "fits", "offloaded_plan", "simulate_candidates", "verify_memory"]
+
+_BASES = 4
+"""Number of layouts that are tried with data in host memory: those that lack the least memory."""
 
 _FIRST = 12
 """Number of top plans whose memory is recomputed exactly."""
@@ -63,6 +70,40 @@ def simulate_candidates(
     return sorted(plans, key=lambda plan: plan.key)
 
 
+def offloaded_plan(
+    problem: LayoutProblem,
+    front: Sequence[LayoutCandidate],
+    best: SimulatedPlan | None,
+    simulations: SimulationCache,
+) -> SimulatedPlan | None:
+    """Return the fastest plan that fits with data in host memory, if it is faster than the ``best`` that fits
+    without. ``front``: layouts that no other beats in both time and memory."""
+    faster = [one for one in front if best is None or one.seconds < best.seconds]
+    bases = heapq.nsmallest(_BASES, faster, key=lambda one: one.memory_bytes)
+    candidates = [
+        replace(base, layout=base.layout.model_copy(update=values))
+        for base in bases
+        for activations, optimizer in problem.offloads
+        for values in [{"offload_activations": activations, "offload_optimizer": optimizer}]
+        if (activations or optimizer) and (base.overlap.optimizer or not optimizer)
+    ]
+    for plan in simulate_candidates(problem, candidates, simulations):
+        if best is not None and plan.seconds >= best.seconds:
+            return None
+        counted = _counted(problem, plan, simulations, whatever_length=True)
+        if counted.candidate.fit_probability >= MIN_FIT_PROBABILITY:
+            return counted
+    return None
+
+
+def fits(problem: LayoutProblem, candidate: LayoutCandidate, simulations: SimulationCache) -> bool:
+    """Return whether a layout fits: by the closed form, or by its program if data is in host memory."""
+    if not candidate.layout.offloads:
+        return score_layout(problem, candidate).fit_probability >= MIN_FIT_PROBABILITY
+    plan = _counted(problem, SimulatedPlan(candidate, 0.0, 0.0), simulations, whatever_length=True)
+    return plan.candidate.fit_probability >= MIN_FIT_PROBABILITY
+
+
 def verify_memory(
     problem: LayoutProblem, plans: Sequence[SimulatedPlan], simulations: SimulationCache
 ) -> Iterator[SimulatedPlan]:
@@ -78,14 +119,20 @@ def verify_memory(
         yield plan
 
 
-def _counted(problem: LayoutProblem, plan: SimulatedPlan, simulations: SimulationCache) -> SimulatedPlan:
+def _counted(
+    problem: LayoutProblem,
+    plan: SimulatedPlan,
+    simulations: SimulationCache,
+    *,
+    whatever_length: bool = False,
+) -> SimulatedPlan:
     cluster, workload = problem.cluster, plan.candidate.workload(problem)
     costs = Costs(workload, cluster)
     layout, count = workload.layout, workload.num_micro_batches
-    if count * layout.num_stages * costs.num_chunks > _MOST_COMPUTES:
+    if count * layout.num_stages * costs.num_chunks > _MOST_COMPUTES and not whatever_length:
         return plan
     ranks = simulations.memory(costs)
     fullest = max(ranks, key=lambda memory: float(memory.total))
-    fits = min(float(fits_probability(memory, cluster.accelerator.memory_bytes)) for memory in ranks)
-    candidate = replace(plan.candidate, memory_bytes=float(fullest.total), fit_probability=fits)
+    probability = min(float(fits_probability(memory, cluster.accelerator.memory_bytes)) for memory in ranks)
+    candidate = replace(plan.candidate, memory_bytes=float(fullest.total), fit_probability=probability)
     return replace(plan, candidate=candidate)

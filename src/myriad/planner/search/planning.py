@@ -26,7 +26,12 @@ from myriad.planner.search.layout_space import (
     parallel_degrees,
     tensor_degrees,
 )
-from myriad.planner.search.plan_ranking import SimulatedPlan, simulate_candidates, verify_memory
+from myriad.planner.search.plan_ranking import (
+    SimulatedPlan,
+    offloaded_plan,
+    simulate_candidates,
+    verify_memory,
+)
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.units import format_bytes, format_number
 
@@ -77,7 +82,10 @@ def find_plans(
         objective=objective,
         progress=lambda done, total: report_progress("searched", done, total),
     )
-    _refuse_nothing(problem, found)
+    allows_plain = (0.0, False) in problem.offloads
+    offloads = not allows_plain or (objective != "memory" and len(problem.offloads) > 1)
+    if not (offloads and found.front):
+        _refuse_nothing(problem, found)
     done = iter(range(1, count + 1))
     simulations = simulations or SimulationCache()
     plans = simulate_candidates(
@@ -89,6 +97,11 @@ def find_plans(
     if objective == "memory":
         plans.sort(key=lambda plan: (plan.candidate.memory_bytes, plan.seconds))
     fitting = tuple(verify_memory(problem, plans, simulations))
+    if offloads:
+        fitting = fitting if allows_plain else ()
+        best = min(fitting, key=lambda plan: plan.seconds, default=None)
+        faster = offloaded_plan(problem, found.front, best, simulations)
+        fitting = fitting if faster is None else (faster, *fitting)
     _refuse_nothing(problem, found if fitting else replace(found, best=()))
     return PlanResult(problem, found, fitting)
 
@@ -161,6 +174,9 @@ def describe_layout(candidate: LayoutCandidate) -> str:
             words[-1] += f" in groups of {layout.shard_group}"
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
+    host = ["activations"] * (layout.offload_activations > 0) + ["optimizer"] * layout.offload_optimizer
+    if host:
+        words.append(f"offload {' and '.join(host)}")
     return ", ".join(words)
 
 

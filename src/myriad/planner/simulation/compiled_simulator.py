@@ -23,6 +23,7 @@ from myriad.program.actions import (
     SEMANTICS,
     Action,
     Collective,
+    Copy,
     Kind,
     Payload,
     PipelineTransfer,
@@ -35,10 +36,13 @@ __all__ = ["CompiledProgram", "ProgramCosts"]
 _Step = tuple[int, int, int, int]
 """A step: its kind, the rank, and two operands whose meaning depends on the kind."""
 
-_COMPUTE, _POST, _MEET, _WAIT, _TRAVEL, _AWAIT, _PASS, _JOIN_TIED, _JOIN_ALL, _CROSS = range(10)
+_COMPUTE, _POST, _MEET, _WAIT, _TRAVEL, _AWAIT, _PASS, _COPY_IN, _COPY_OUT, _AWAIT_COPY = range(10)
+_JOIN_TIED, _JOIN_ALL, _CROSS = 10, 11, 12
 """Operands by kind. compute: index of its seconds. post: place of a transfer. meet: place, channel. wait:
 place. travel: place of a gather or reduction, index of its seconds. await: that place. pass: index of
-seconds. cross: as travel, for a sum across groups."""
+seconds. copy: its number, index of its seconds. await copy: its number.
+cross: as travel, for a sum across groups."""
+_COPIES = (Kind.START_OFFLOAD, Kind.START_FETCH, Kind.START_OFFLOAD_STATE, Kind.START_FETCH_STATE)
 _PER_STAGE = (
     Kind.FORWARD,
     Kind.BACKWARD,
@@ -51,6 +55,7 @@ _PER_STAGE = (
     Kind.START_GATHER_MOMENTUM,
     Kind.ORTHOGONALIZE,
     Kind.START_SCATTER_UPDATE,
+    *_COPIES,
 )
 """Kinds with one cost for each stage, in the order of the table of seconds. Loading, an exchange, and the
 whole optimizer step of each rank follow them in that table."""
@@ -76,6 +81,8 @@ class ProgramCosts:
     """Seconds of a message, by channel."""
     clip: float
     tied: float
+    copies_block: bool
+    """Whether a rank waits for each copy between device and host where it starts."""
     busy_ratio: float
     """Share of overlapped gather and reduction time by which the overlapping compute slows down."""
     across_busy_ratio: float = 0.0
@@ -90,6 +97,7 @@ class CompiledProgram:
         first = _Compiler(program, frozenset(), {})
         later = _Compiler(program, frozenset(first.ahead), first.channels) if first.ahead else first
         self.num_places, self.channels = first.num_places, tuple(first.channels)
+        self.num_copies = len(first.copies)
         self.iterations = first.steps, later.steps
 
     def costs_of(self, costs: Costs) -> ProgramCosts:
@@ -98,6 +106,8 @@ class CompiledProgram:
         held = [
             [stages[s] for s, r in enumerate(owners) if r == rank] for rank in range(self.program.num_ranks)
         ]
+        copies = [copy for kind in _COPIES if (copy := SEMANTICS[kind].starts_copy)]
+        slower = factor if costs.copies_block else 1.0
         of_steps = (
             *(stage.forward * factor for stage in stages),
             *(stage.backward * factor for stage in stages),
@@ -110,6 +120,7 @@ class CompiledProgram:
             *(stage.gather_momentum for stage in stages),
             *(stage.orthogonalize for stage in stages),
             *(stage.scatter_update for stage in stages),
+            *(stage.copy_seconds(copy) * slower for copy in copies for stage in stages),
             costs.load,
             costs.workload.profile.exchange_seconds,
             *(sum(stage.whole_update for stage in own) for own in held),
@@ -117,7 +128,15 @@ class CompiledProgram:
         clip = max(costs.clip(sum(stage.parameters for stage in own)) for own in held)
         messages = tuple(costs.message_between(*ends) for ends in self.channels)
         across = 0.0 if costs.across_groups is None else float(costs.across_groups.ring.busy_ratio)
-        return ProgramCosts(of_steps, messages, clip, costs.tied, float(costs.data.busy_ratio), across)
+        return ProgramCosts(
+            of_steps,
+            messages,
+            clip,
+            costs.tied,
+            costs.copies_block,
+            float(costs.data.busy_ratio),
+            across,
+        )
 
     def seconds(self, figures: ProgramCosts) -> float:
         """Return the seconds of an iteration that follows another one."""
@@ -136,6 +155,8 @@ class _Compiler:
         self.program, self.come = program, set(ahead)
         self.ahead: set[int] = set()
         self.updated: set[int] = set()
+        self.copies: dict[tuple[Copy, int, int], int] = {}
+        """Number of each copy that was started: its kind, stage and micro-batch."""
         self.steps: list[_Step] = []
         self.channels = channels
         self.open: defaultdict[tuple[int, int, bool], deque[int]] = defaultdict(deque)
@@ -168,6 +189,15 @@ class _Compiler:
             return self._do_transfers(rank, action, does)
         if does.joins and not self._join(rank, does.joins):
             return False
+        if does.starts_copy is not None:
+            number = self.copies.setdefault((does.starts_copy, stage, action.micro_batch), len(self.copies))
+            step = _COPY_OUT if does.starts_copy.is_to_host else _COPY_IN
+            self.steps.append((step, rank, number, self._of_stage(kind, stage)))
+            return True
+        if does.ends_copy is not None:
+            number = self.copies[does.ends_copy, stage, action.micro_batch]
+            self.steps.append((_AWAIT_COPY, rank, number, 0))
+            return True
         if does.starts is not None and not self._issues(rank, does, stage):
             return True
         if does.ends is not None:
@@ -266,6 +296,8 @@ class _Execution:
         self.across = [0.0] * program.num_ranks
         self.across_from = [0.0] * program.num_ranks
         self.places = [0.0] * line.num_places
+        self.host_links = [[0.0, 0.0] for _ in range(program.num_ranks)]
+        self.copied = [0.0] * line.num_copies
         self.done = [0.0] * (len(_COLLECTIVES) * program.num_stages)
 
     def end_of(self, steps: list[_Step]) -> float:
@@ -309,9 +341,23 @@ class _Execution:
                 if across[rank] < now:
                     across_from[rank] = begin
                 done[place] = across[rank] = begin + seconds[other]
+            elif step == _AWAIT_COPY:
+                if self.copied[place] > now:
+                    clock[rank] = self.copied[place]
+            elif step in (_COPY_IN, _COPY_OUT):
+                self._copy(rank, place, seconds[other], to_host=step == _COPY_OUT)
             else:
                 self._join(step)
         return max(clock)
+
+    def _copy(self, rank: int, number: int, seconds: float, *, to_host: bool) -> None:
+        """Start a copy on the host link, or make it at once."""
+        now, link = self.clock[rank], self.host_links[rank]
+        if self.figures.copies_block:
+            self.copied[number] = now
+            self.clock[rank] = now + seconds
+            return
+        link[to_host] = self.copied[number] = max(now, link[to_host]) + seconds
 
     def _join(self, step: int) -> None:
         """Synchronize ranks: all of them, or the two that share tied parameters."""

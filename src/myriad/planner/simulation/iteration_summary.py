@@ -25,9 +25,10 @@ _WAITS = {
     "reduce": kinds_where(lambda does: bool(_REDUCTIONS & {does.starts, does.ends})),
     "tied": kinds_where(lambda does: does.joins == "ends"),
     "norm": kinds_where(lambda does: does.joins == "world"),
+    "host": kinds_where(lambda does: does.ends_copy is not None),
 }
 """Causes of waiting: other stages and their messages, parameter gathers, gradient reductions, the reduction
-of tied gradients, the global norm."""
+of tied gradients, the global norm, copies between device and host."""
 _WAIT_OF = {kind: name for name, kinds in _WAITS.items() for kind in kinds}
 EXPOSED_KINDS = ("tensor", *_WAITS)
 """Communication by kind, in the order of reports."""

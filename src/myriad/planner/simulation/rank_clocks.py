@@ -7,6 +7,7 @@ Each rank of each replica is a list of actions and a few clocks:
                 have posted it (per-collective arrival)
     across      sums across groups of replicas, which use other links, likewise; each begins when the
                 reduction that it follows has ended
+    host link   copies to host memory in the order in which they were started; those back have another clock
     channel     what one rank sends to another, in order; a message begins when both sides have posted it
 
 A subclass gives the seconds of an action: a cost model (`myriad.planner.simulation.simulator`), or
@@ -23,7 +24,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
-from myriad.program.actions import SEMANTICS, Action, Collective, Payload, PipelineTransfer, Program
+from myriad.program.actions import SEMANTICS, Action, Collective, Copy, Payload, PipelineTransfer, Program
 
 if TYPE_CHECKING:
     from myriad.planner.simulation.simulated_events import NetworkEvents
@@ -72,6 +73,9 @@ class StageCommCosts(Protocol):
     def scatter_update(self) -> float:
         """Seconds in which orthogonalized updates return."""
 
+    def copy_seconds(self, copy: Copy) -> float:
+        """Return the seconds of a copy between device and host."""
+
 
 class CommCosts(Protocol):
     """Seconds of the communication between ranks."""
@@ -83,6 +87,10 @@ class CommCosts(Protocol):
     @property
     def tied(self) -> float:
         """Seconds to sum the gradients of the parameters that the first and the last stage share."""
+
+    @property
+    def copies_block(self) -> bool:
+        """Whether a rank waits for each copy between device and host where it starts."""
 
     def message_between(self, source: int, target: int) -> float:
         """Return the seconds of a micro-batch's activations or gradients between two pipeline ranks."""
@@ -130,6 +138,10 @@ class RankClocks(ABC):
         self.across_from = [0.0] * len(self.lanes)
         self.issued_across: list[tuple[Place, Sequence[int], float]] = []
         """Sums across groups that wait for the reductions before them."""
+        self.host_links = [[0.0, 0.0] for _ in self.lanes]
+        """Clocks of the copies from and to host memory."""
+        self.copied: dict[tuple[Copy, int, int, int], float] = {}
+        """Second at which a copy ends: its kind, lane, stage and micro-batch."""
         self.keep = False
         self.spans: list[SimulatedSpan] = []
         self.num_iterations = 0
@@ -227,6 +239,10 @@ class RankClocks(ABC):
                 self._post(lane, rank, transfer)
         if does.waits:
             return self._all_arrived(lane, action)
+        if does.starts_copy is not None:
+            return self._start_copy(lane, action, does.starts_copy)
+        if does.ends_copy is not None:
+            return self.copied[does.ends_copy, lane, action.stage, action.micro_batch]
         if does.starts is not None:
             waits = does.ends is not None
             when = self._collective(lane, action, does.starts, waits=waits)
@@ -243,6 +259,19 @@ class RankClocks(ABC):
             key = ("tied", replica, self.num_iterations, 0)
             return self._join(lane, key, group, self.travel.tied)
         return 0.0
+
+    def _start_copy(self, lane: int, action: Action, copy: Copy) -> float:
+        """Issue a copy on the host link. Return the second at which the rank continues."""
+        begin = self.clock[lane]
+        key = copy, lane, action.stage, action.micro_batch
+        if self.travel.copies_block:
+            self.copied[key] = begin
+        else:
+            link = self.host_links[lane]
+            seconds = self.travel.stages[action.stage].copy_seconds(copy)
+            link[copy.is_to_host] = max(begin, link[copy.is_to_host]) + seconds
+            self.copied[key] = link[copy.is_to_host]
+        return begin
 
     @cached_property
     def _clip_seconds(self) -> float:

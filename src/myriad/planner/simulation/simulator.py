@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from myriad.comm.layout import Layout
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.simulation.rank_clocks import RankClocks, SimulatedSpan
-from myriad.program.actions import COMPUTE, Action, Kind, Program, chunk_of
+from myriad.program.actions import COMPUTE, SEMANTICS, Action, Kind, Program, chunk_of
 from myriad.program.build import Lowered, build_program
 from myriad.telemetry.spans import Span
 
@@ -186,6 +186,8 @@ class CostModelRun(RankClocks):
             return sum(costs.stages[s].whole_update for s in self._stages_of(rank))
         if kind is Kind.LOAD:
             return costs.load
+        if (copy := SEMANTICS[kind].starts_copy) and costs.copies_block:
+            return costs.stages[action.stage].copy_seconds(copy) * self.factor[lane]
         if kind is Kind.EXCHANGE:
             return costs.workload.profile.exchange_seconds
         return 0.0

@@ -39,6 +39,11 @@ _OTHER = {
     ),
     "optimizer": ("#a8b3c1", "step update orthogonalize"),
     "load": ("#e8c547", "load"),
+    "host copy": (
+        "#b7a27c",
+        "start_offload await_offload start_fetch await_fetch "
+        "start_state_in await_state_in start_state_out await_state_out",
+    ),
     "posting": (
         "#cfc6ec",
         "start_gather start_reduce start_across start_momentum start_scatter send receive release",
@@ -52,6 +57,10 @@ _POSTS = {
     "start_across": "await_across",
     "start_momentum": "await_momentum",
     "start_scatter": "await_scatter",
+    "start_offload": "await_offload",
+    "start_fetch": "await_fetch",
+    "start_state_in": "await_state_in",
+    "start_state_out": "await_state_out",
     "receive": "wait",
 }
 """The action that waits for a transfer, by the action that issues it."""

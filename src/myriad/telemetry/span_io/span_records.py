@@ -66,6 +66,14 @@ _OF_A_STEP = {
     "await_scatter": ("gather", "dp"),
     "update": ("optimizer", "optimizer"),
     "step": ("optimizer", "optimizer"),
+    "start_offload": ("host copy", "offload"),
+    "await_offload": ("host copy", "offload"),
+    "start_fetch": ("host copy", "offload"),
+    "await_fetch": ("host copy", "offload"),
+    "start_state_in": ("host copy", "offload"),
+    "await_state_in": ("host copy", "offload"),
+    "start_state_out": ("host copy", "offload"),
+    "await_state_out": ("host copy", "offload"),
     "checkpoint_copy": ("checkpoint copy", "checkpoint"),
     "collect_garbage": ("garbage collection", "garbage"),
     "check": ("check in a gap", "other"),
@@ -83,7 +91,7 @@ PHASES: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Phase and class of each span that Myriad records. The phase is shown; the class is one of `CLASSES`."""
 
-CLASSES = ("compute", "tp", "pp", "dp", "optimizer", "data", "checkpoint", "garbage", "other")
+CLASSES = ("compute", "tp", "pp", "dp", "optimizer", "data", "offload", "checkpoint", "garbage", "other")
 
 
 def phase_of(name: str) -> str:

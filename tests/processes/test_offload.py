@@ -1,0 +1,108 @@
+"""If these fail, activations or optimizer state that were in host memory come back as other values, are not
+freed on the device, or take more host memory than the plan says."""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from parity_case import TINY, Case, make_engine, train_steps
+from ranks import run_ranks
+
+from myriad.comm.groups import close_world
+from myriad.comm.layout import Layout
+from myriad.model.config import ModelConfig
+from myriad.planner.memory.rank_memory import memory_of_ranks
+from myriad.planner.workload import Workload
+from myriad.program.actions import Kind
+from myriad.program.config import OverlapConfig
+
+OFFLOADS: dict[str, Any] = {"offload_activations": 1.0, "offload_optimizer": True}
+STEPS = 3
+
+
+@dataclass
+class Found:
+    """What one rank did."""
+
+    place: int
+    results: list[tuple[float, float]]
+    state: dict[str, bytes]
+    saved: list[bytes]
+    host_bytes: int = 0
+    left_on_device: int = 0
+    """The most bytes of moments and offloaded activations that were on the device while they were out."""
+
+
+def trained(case: Case, first: int, last: int, start: list[bytes]) -> Found:
+    """Train some steps, from the state of an earlier run if ``start`` has one."""
+    engine = make_engine(case)
+    found = Found(engine.groups.grid.index("pp"), [], {}, [])
+    offload, do = engine._runtime.offload, engine._runtime.offload._do
+
+    def awaited(key: tuple[int, int]) -> None:
+        do[Kind.AWAIT_OFFLOAD](key)
+        left = sum(storage.nbytes() for storage in offload._offloaded[key].storages)
+        found.left_on_device = max(found.left_on_device, left)
+
+    offload._do = {**do, Kind.AWAIT_OFFLOAD: awaited}
+    for one, values in zip(engine.all_shards(), start, strict=False):
+        one.values.copy_(torch.frombuffer(bytearray(values), dtype=torch.float32).view(one.values.shape))
+    if start:
+        engine.optimizer.steps_done = first
+        engine.loaded()
+    found.results = train_steps(case, engine, first, last)
+    found.state = {f"{one.name} {one.offsets}": one.values.numpy().tobytes() for one in engine.shards()}
+    found.saved = [one.values.numpy().tobytes() for one in engine.all_shards()]
+    if engine.optimizer.host is not None:
+        found.host_bytes = offload.host_bytes + engine.optimizer.host.host_bytes
+        moments = [*engine.optimizer.exp_avg, *engine.optimizer.exp_avg_sq]  # type: ignore[attr-defined]
+        found.left_on_device += sum(one.untyped_storage().nbytes() for one in moments)
+    engine.close()
+    close_world()
+    return found
+
+
+def from_saved(case: Case, first: int, last: int, states: list[list[bytes]]) -> Found:
+    return trained(case, first, last, states[int(os.environ["RANK"])])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case({"dp": 2, "zero": 2, "reduce": "each", "recompute": "selective"}, dtype=torch.bfloat16),
+        Case({"pp": 2, "schedule": "gpipe", "recompute": "full", "recompute_ratio": 0.5}, {"tied": False}),
+        Case({"tp": 2, "dp": 2, "micro_batch": 2}, {"kv_heads": 2}, {"name": "muon"}),
+    ],
+    ids=lambda case: str(case.layout),
+)
+def test_what_was_in_host_memory_comes_back_to_the_bit_and_takes_the_planned_bytes(case: Case) -> None:
+    case = replace(case, steps=STEPS, overlap={"chunks": 2}, optimizer=case.optimizer | {"clip_norm": None})
+    layout = Layout(**(case.layout | OFFLOADS))
+    workload = Workload(
+        ModelConfig(**(TINY | case.model)),
+        layout,
+        case.global_batch,
+        overlap=OverlapConfig(**case.overlap),
+        optimizer=case.optimizer.get("name", "adamw"),
+        value_bytes=case.dtype.itemsize,
+    )
+    planned = memory_of_ranks(workload, on_cpu=True)
+    most = [0] * layout.pp
+    expected = run_ranks(case.world, trained, case, 0, STEPS, [])
+    case, resumes = replace(case, layout=case.layout | OFFLOADS), case.layout.get("zero") == 2
+    found = run_ranks(case.world, trained, case, 0, 1 if resumes else STEPS, [])
+    if resumes:
+        begun = found
+        found = run_ranks(case.world, from_saved, case, 1, STEPS, [one.saved for one in begun])
+        for one, then in zip(found, begun, strict=True):
+            one.results = then.results + one.results
+    for plain, offloaded in zip(expected, found, strict=True):
+        assert [loss for loss, _ in offloaded.results] == [loss for loss, _ in plain.results]
+        assert offloaded.state.keys() == plain.state.keys()
+        for name, values in plain.state.items():
+            assert offloaded.state[name] == values, name
+        assert offloaded.left_on_device == 0 and offloaded.host_bytes > 0
+        most[offloaded.place] = max(most[offloaded.place], offloaded.host_bytes)
+    assert most == [memory.host for memory in planned]
