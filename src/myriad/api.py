@@ -90,15 +90,15 @@ def _begin(run: Run, job: Job) -> None:
     run.check(job)
     check_engine(job)
     check_device_here(job)
-    corpora = open_inputs(job, lambda stage: None, run)
-    check_streams(run, job, corpora)
-    refuse_no_documents(corpora)
-    refuse_other_tokenizer(run, job, corpora)
+    inputs = open_inputs(job, lambda stage: None, run)
+    check_streams(run, job, inputs)
+    refuse_no_documents(inputs)
+    refuse_other_tokenizer(run, job, inputs)
     run.create_or_resume(job)
     run.allow_restart(allowed=job.checkpoint.restart_from_scratch)
-    keep_tokenizer(run, corpora)
-    keep_streams(run, job, corpora)
-    note_corpus(run, corpora)
+    keep_tokenizer(run, inputs)
+    keep_streams(run, job, inputs)
+    note_corpus(run, inputs)
 
 
 def _do_nothing() -> None:

@@ -17,11 +17,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import ErrorDetails
 
 from myriad.errors import BadInputError, toml_value
-from myriad.units import parse_bytes, parse_rate
+from myriad.units import parse_bytes, parse_count, parse_rate
 
 __all__ = [
     "OFF",
     "Config",
+    "Count",
     "Rate",
     "Seconds",
     "Size",
@@ -36,6 +37,9 @@ __all__ = [
 
 Size = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**62)]
 """Bytes, as a number or as text such as ``"64 MiB"``."""
+
+Count = Annotated[int, BeforeValidator(parse_count), Field(ge=1, le=2**62)]
+"""A whole number, also as text such as ``"2B"`` (2,000,000,000): k, M, B and T are powers of 1,000."""
 
 
 def _bytes_per_second(value: object) -> object:
@@ -204,12 +208,18 @@ def parse_override(override: str) -> tuple[str, Any]:
 
 
 def set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set ``tree["a"]["b"]`` for ``"a.b"``, and create missing sections; text becomes a section's recipe.
+    """Set ``tree["a"]["b"]`` for ``"a.b"``, and create missing sections; text becomes a section's recipe, and
+    a number is the index of a table in a list.
 
     Raises `BadInputError` if a part of the key is not a section."""
     *parents, last = dotted.split(".")
     for depth, parent in enumerate(parents, 1):
         child = tree.setdefault(parent, {})
+        if isinstance(child, list) and depth < len(parents):
+            tree[parent] = {str(index): one for index, one in enumerate(child)}
+            set_dotted(tree[parent], ".".join([*parents[depth:], last]), value)
+            tree[parent] = list(tree[parent].values())
+            return
         if isinstance(child, str):
             child = tree[parent] = {"recipe": child}
         elif not isinstance(child, dict):

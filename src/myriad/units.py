@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable
+from fractions import Fraction
 from itertools import groupby
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "format_ranks",
     "format_seconds",
     "parse_bytes",
+    "parse_count",
     "parse_ranges",
     "parse_rate",
     "time_unit",
@@ -34,6 +36,20 @@ def parse_bytes(text: object) -> int:
     if match is None or match.group(2).upper() not in _FACTORS:
         raise ValueError(f"{text!r} is not a size: a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
     return int(float(match.group(1)) * _FACTORS[match.group(2).upper()])
+
+
+def parse_count(text: object) -> object:
+    """``"2B"`` to 2,000,000,000: text of a number with k, M, B or T. Other values stay. Raises ``ValueError``
+    with what is allowed."""
+    if not isinstance(text, str):
+        return text
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,12})?)\s*([kKMBT]?)\s*", text, re.ASCII)
+    if match is None:
+        raise ValueError(f"{text!r} is not a count: a number, also with k, M, B or T")
+    count = Fraction(match[1]) * 1000 ** " KMBT".index(match[2].upper() or " ")
+    if count.denominator != 1:
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(count)
 
 
 def parse_ranges(text: str, end: int) -> list[range]:

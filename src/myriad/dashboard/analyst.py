@@ -23,6 +23,8 @@ from myriad.dashboard.store.heat_map import newest_table
 from myriad.dashboard.store.step_block import StepBlock
 from myriad.dashboard.watched_run import WatchedRun
 from myriad.errors import MyriadError
+from myriad.job import Job
+from myriad.job.job_steps import JobSteps
 from myriad.telemetry.span_io.span_records import RECORD, Records
 
 __all__ = ["Analyst"]
@@ -72,7 +74,7 @@ class Analyst:
             return None
         with self._lock:
             if key not in self._steps:
-                self._steps[key] = self._look(block)
+                self._steps[key] = self._look(block, step)
                 while len(self._steps) > _KEPT_STEPS:
                     self._steps.popitem(last=False)
             return self._steps[key]
@@ -112,7 +114,7 @@ class Analyst:
     @property
     def _ideal_seconds(self) -> float | None:
         """Seconds of a step at the peak."""
-        job, peak = self._watched.files.job, self._watched.files.peaks.flops_per_second
+        job, peak = self._job_at(self._watched.last_step), self._watched.files.peaks.flops_per_second
         return (
             job.model.flops_per_token() * job.model.sequence * job.train.global_batch / peak if peak else None
         )
@@ -122,8 +124,8 @@ class Analyst:
         table = newest_table(watched.store, watched.last_step)
         if table is None:
             return []
-        shares = np.array(watched.files.job.shares, dtype=float)
-        work = shares[watched.ranks.replica] if len(set(watched.files.job.shares)) > 1 else None
+        shares = np.array(self._job_at(watched.last_step).shares, dtype=float)
+        work = shares[watched.ranks.replica] if len(set(shares)) > 1 else None
         return suspects(stragglers(table, watched.ranks, work))
 
     def hang(self) -> HangAnalysis | None:
@@ -148,7 +150,7 @@ class Analyst:
             programs = looked.programs or programs
         return analyze_hang(self._watched.ranks, programs, newest, done) if programs else None
 
-    def _look(self, block: StepBlock) -> StepSpans:
+    def _look(self, block: StepBlock, step: int) -> StepSpans:
         store, watched = self._watched.store, self._watched
         columns = store.columns(block)
         records = np.zeros(len(columns["rank"]), RECORD)
@@ -157,11 +159,15 @@ class Analyst:
         records["duration_ns"] = columns["duration"].astype(np.float64) * 1e9
         names, spans = tuple(store.names.names), nested(records)
         training = spans.records[spans.parent < 0]  # what is inside of others is an evaluation's
-        return StepSpans(watched.ranks, names, spans, self._programs(training, names))
+        job = self._job_at(step)
+        return StepSpans(watched.ranks, names, spans, self._programs(training, names, job))
 
-    def _programs(self, records: Records, names: tuple[str, ...]) -> tuple[ProgramNeeds, ...]:
+    def _job_at(self, step: int | None) -> Job:
+        """Return the job with the values of a step, which counts from 1."""
+        return JobSteps(self._watched.files.job).at((step or 1) - 1)
+
+    def _programs(self, records: Records, names: tuple[str, ...], job: Job) -> tuple[ProgramNeeds, ...]:
         """Return the programs of the ranks; empty if the spans do not match them."""
-        job = self._watched.files.job
         try:
             return programs_seen(
                 records,

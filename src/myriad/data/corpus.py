@@ -35,7 +35,7 @@ from myriad.data.corpus_manifest import (
 from myriad.data.indexed import IndexedShard
 from myriad.data.loss_mask import LOSS_SUFFIX, LossMask
 from myriad.data.remote_corpus import RemoteFolder, open_prefix, open_shards
-from myriad.data.sampler import Sample, Sampler, permute
+from myriad.data.sampler import MixtureStart, Sample, Sampler, permute
 from myriad.data.streaming.streamed_corpus import StreamedCorpus, StreamPlace, StreamWindows
 from myriad.data.text_names import is_streamed
 from myriad.data.verified_shard import HashedShard, LocalTokens, OpenFiles, TokenShard
@@ -271,9 +271,9 @@ class Corpora:
         """The tokenizer that all corpora share, or None if it is unknown."""
         return self.corpora[0].tokenizer if self.corpora else None
 
-    def sampler(self, seed: int) -> Sampler:
-        """Return the order of this mixture's samples."""
-        return Sampler(self.sizes, self.weights, seed)
+    def sampler(self, seed: int, start: MixtureStart | None = None) -> Sampler:
+        """Return the order of this mixture's samples. ``start``: where the mixture begins in the run."""
+        return Sampler(self.sizes, self.weights, seed, start or MixtureStart())
 
     @property
     def unchecked(self) -> list[str]:
@@ -335,10 +335,11 @@ class BatchReader:
         shares: Sequence[int],
         micro_batch: int,
         window: int | None,
+        start: MixtureStart | None = None,
     ) -> None:
-        """``shares`` are the micro-batches of each replica, and ``window`` the model's window of attention.
-        Every reader of a step has the same arguments."""
-        self._corpora, self._sampler = corpora, corpora.sampler(seed)
+        """``shares`` are the micro-batches of each replica, ``window`` the model's window of attention, and
+        ``start`` where the mixture begins in the run. Every reader of a step has the same arguments."""
+        self._corpora, self._sampler = corpora, corpora.sampler(seed, start)
         self._global_batch, self._shares, self._micro_batch = global_batch, tuple(shares), micro_batch
         self._window = window
         self._orders: dict[int, tuple[list[Sample], list[int], BatchWords]] = {}

@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -30,7 +31,7 @@ from myriad.config import Config
 from myriad.data.batch_ring import Geometry, Ring
 from myriad.data.config import DataConfig
 from myriad.data.corpus_manifest import Split
-from myriad.data.sampler import DataPosition
+from myriad.data.sampler import BatchSize, DataPosition, MixtureStart
 from myriad.data.windows import row_width
 from myriad.errors import RunFailedError
 from myriad.system.processes import PausableClock, StopTimer, process_cpu_ticks
@@ -74,6 +75,14 @@ class LoaderSpec(Config):
     """Seed of the order of samples."""
     rows: tuple[tuple[int, int], ...]
     """Ranges [start, stop) of the global batch's rows that this node needs, in the order of its batch."""
+    first_step: int = 0
+    """Step from which on the specification holds."""
+    first_sample: int = 0
+    """Samples that the steps before it take."""
+    start: MixtureStart = MixtureStart()
+    """Where the mixture begins in the run."""
+    later: tuple["LoaderSpec", ...] = ()
+    """Specifications of later steps, in order: other batches, sequences or corpora of the same run."""
     split: Split = "train"
     """Part of the corpora to read."""
     content: str | None = None
@@ -101,6 +110,30 @@ class LoaderSpec(Config):
     def num_rows(self) -> int:
         """Number of rows of a batch on this node."""
         return sum(stop - start for start, stop in self.rows)
+
+    @property
+    def slot_shape(self) -> tuple[int, int]:
+        """Rows and words of a slot that holds the batch of any step."""
+        if not self.later:
+            return self.num_rows, self.width
+        return 1, max(spec.num_rows * spec.width for spec in (self, *self.later))
+
+    @property
+    def position(self) -> DataPosition:
+        """The samples of each step."""
+        specs = (self, *self.later)
+        return DataPosition(
+            tuple(BatchSize(one.first_step, one.first_sample, one.global_batch) for one in specs)
+        )
+
+    def of_step(self, step: int) -> "LoaderSpec":
+        """Return the specification that holds at a step."""
+        started = bisect_right(self.later, step, key=lambda spec: spec.first_step)
+        return self.later[started - 1] if started else self
+
+    def in_slot(self, slot: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the part of a slot that holds a batch of this specification, [rows of this node, width]."""
+        return slot.reshape(-1)[: self.num_rows * self.width].reshape(self.num_rows, self.width)
 
     def row(self, global_row: int) -> int:
         """Return the index of a global batch's row in this node's batch."""
@@ -170,7 +203,7 @@ class LoaderClient:
         name = hashlib.blake2b(spec.name.encode(), digest_size=12).hexdigest()
         self._process: Loader | None = None
         if local_rank == 0:
-            geometry = Geometry(spec.data.prefetch + 1, spec.num_rows, spec.width, num_local_ranks)
+            geometry = Geometry(spec.data.prefetch + 1, *spec.slot_shape, num_local_ranks)
             self._ring, descriptor = Ring.create(name, geometry, first_step)
             self._process = (start or _LoaderProcess)(spec, self._ring, descriptor, patience)
         else:
@@ -180,7 +213,7 @@ class LoaderClient:
     def begin(self, step: int, position: DataPosition) -> None:
         """Begin with ``step`` at a position in the data. Every reader calls it before `get`, with the same
         values."""
-        assert position.global_batch == self.spec.global_batch, "the position of the loader's own batches"
+        assert position.batches == self.spec.position.batches, "the position of the loader's own batches"
         if self._process is not None:
             self._ring.set_first_sample(position.first_sample)
         self._ring.ask(self._reader, step)
@@ -197,12 +230,12 @@ class LoaderClient:
         if not self._ring.is_ready(step):
             self._wait(step)
         self.wait_seconds += time.perf_counter() - started
-        return self._ring.view(step)
+        return self.spec.of_step(step).in_slot(self._ring.view(step))
 
     def rows(self, step: int, start: int, stop: int) -> NDArray[np.int32]:
         """Return rows [start, stop) of the global batch, which lie in one of the spec's ranges; otherwise
         like `get`."""
-        first = self.spec.row(start)
+        first = self.spec.of_step(step).row(start)
         return self.get(step)[first : first + stop - start]
 
     @property
@@ -262,7 +295,8 @@ class _LoaderProcess:
 
     def __init__(self, spec: LoaderSpec, ring: Ring, descriptor: int, patience: float) -> None:
         self._spec, self._ring, self._descriptor = spec, ring, descriptor
-        names = [spec.data.corpus, *(share.path for share in spec.data.mixture)]
+        data = [one.data for one in (spec, *spec.later)]
+        names = [name for one in data for name in (one.corpus, *(share.path for share in one.mixture))]
         slow = _FAR_RATIO if any(map(is_url, names)) else 1.0
         self._stopped_seconds, self._hung_seconds = (
             _STOPPED_SECONDS * patience,

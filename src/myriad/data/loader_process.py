@@ -22,7 +22,6 @@ from myriad.data.bad_blocks import BlockGuard, ReportEvent
 from myriad.data.batch_ring import Ring
 from myriad.data.corpus import BatchReader, Corpora, open_corpora
 from myriad.data.loader import CHANGED_WHILE_READ, LoaderSpec
-from myriad.data.sampler import DataPosition
 from myriad.data.streaming.streamed_corpus import StreamPlace
 from myriad.errors import BadInputError, MyriadError, RunFailedError
 from myriad.system.jsonl import LineFile
@@ -102,18 +101,12 @@ def _fill_ring(ring: Ring, spec: LoaderSpec, wait: Callable[[float], bool]) -> i
 
     ``wait`` takes the seconds until the next check, and returns early when a rank requests a step.
     """
-    corpora: Corpora | None = None
+    readers: _Readers | None = None
     try:
-        cache = None if spec.cache is None else Path(spec.cache)
         report = _reporter(spec)
         guard = _guard(spec, report)
-        corpora = open_corpora(spec.data, spec.sequence, spec.split, cache, guard, _streams(spec, report))
-        if corpora.num_samples == 0:
-            raise BadInputError("data", spec.split, "the held-out text is shorter than one sample")
-        if spec.content not in (None, corpora.content):
-            allowed = f"the corpus that this run began to read: {CHANGED_WHILE_READ}"
-            raise BadInputError("data", ", ".join(one.name for one in corpora.corpora), allowed)
-        _serve(ring, spec, corpora, wait, guard)
+        readers = _Readers(guard, _streams(spec, report))
+        _serve(ring, spec, readers, wait, guard)
     except MyriadError as error:
         ring.fail(str(error))
         return 1
@@ -122,8 +115,8 @@ def _fill_ring(ring: Ring, spec: LoaderSpec, wait: Callable[[float], bool]) -> i
         ring.fail(f"{type(error).__name__}: {error}")
         return 1
     finally:
-        if corpora is not None:
-            corpora.close()
+        if readers is not None:
+            readers.close()
     return 0
 
 
@@ -160,19 +153,54 @@ def _streams(spec: LoaderSpec, report: ReportEvent) -> StreamPlace:
     return StreamPlace(folder, spec.seed, spec.writer, _GROUPS_AHEAD, report_record)
 
 
+class _Readers:
+    """The reader of each specification, made when a step needs it. Those of the same corpora share the open
+    files."""
+
+    def __init__(self, guard: BlockGuard, streams: StreamPlace) -> None:
+        self._guard, self._streams = guard, streams
+        self._corpora: dict[str, Corpora] = {}
+        self._readers: dict[int, BatchReader] = {}
+
+    def of(self, spec: LoaderSpec) -> BatchReader:
+        """Return the reader of a specification. Raises `MyriadError`."""
+        if spec.first_step not in self._readers:
+            shape = (spec.global_batch, spec.shares, spec.micro_batch, spec.window)
+            self._readers[spec.first_step] = BatchReader(self._open(spec), spec.seed, *shape, spec.start)
+        return self._readers[spec.first_step]
+
+    def _open(self, spec: LoaderSpec) -> Corpora:
+        key = f"{spec.sequence} {spec.data.model_dump_json()}"
+        if key in self._corpora:
+            return self._corpora[key]
+        cache = None if spec.cache is None else Path(spec.cache)
+        corpora = open_corpora(spec.data, spec.sequence, spec.split, cache, self._guard, self._streams)
+        if corpora.num_samples == 0:
+            raise BadInputError("data", spec.split, "the held-out text is shorter than one sample")
+        if spec.content not in (None, corpora.content):
+            allowed = f"the corpus that this run began to read: {CHANGED_WHILE_READ}"
+            raise BadInputError("data", ", ".join(one.name for one in corpora.corpora), allowed)
+        self._corpora[key] = corpora
+        return corpora
+
+    def close(self) -> None:
+        """Close the corpora that were opened."""
+        for corpora in self._corpora.values():
+            corpora.close()
+
+
 def _serve(
-    ring: Ring, spec: LoaderSpec, corpora: Corpora, wait: Callable[[float], bool], guard: BlockGuard
+    ring: Ring, spec: LoaderSpec, readers: _Readers, wait: Callable[[float], bool], guard: BlockGuard
 ) -> None:
-    shape = (spec.global_batch, spec.shares, spec.micro_batch, spec.window)
-    reader = BatchReader(corpora, spec.seed, *shape)
+    readers.of(spec)  # a wrong corpus is reported before a rank asks for a step
     sleep = _SHORTEST_SLEEP_SECONDS
     while True:
         step = ring.next_to_fill()
         slot = None if step is None else ring.begin(step)
         if step is not None and slot is not None:
-            position = DataPosition(spec.global_batch, ring.first_sample)
-            guard.step = step + 1
-            _fill(slot, position.samples_before(step), spec, reader)
+            position = spec.position._replace(first_sample=ring.first_sample)
+            guard.step, now = step + 1, spec.of_step(step)
+            _fill(now.in_slot(slot), position.samples_before(step), now, readers.of(now))
             ring.commit(step)
             sleep = _SHORTEST_SLEEP_SECONDS
         elif not wait(sleep):

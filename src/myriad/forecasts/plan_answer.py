@@ -17,7 +17,7 @@ from typing import Any, Literal
 from myriad.errors import BadInputError
 from myriad.forecasts.plan_figures import plan_figures
 from myriad.forecasts.plan_request import PlanProblem
-from myriad.forecasts.planned_job import job_of, planned_precision, problem_of
+from myriad.forecasts.planned_job import job_of, planned_precision, planned_steps, problem_of
 from myriad.job import Job
 from myriad.planner import (
     Costs,
@@ -176,7 +176,7 @@ class ExplainedPlan:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values for ``--json``."""
-        found, steps = self.answer.found, self.job.train.steps
+        found, steps = self.answer.found, planned_steps(self.job)
         return {
             "job": self.job.name,
             "cluster": self.problem.cluster.name,

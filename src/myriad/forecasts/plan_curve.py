@@ -7,7 +7,7 @@ from typing import Any
 from myriad.errors import BadInputError
 from myriad.forecasts.plan_figures import plan_figures
 from myriad.forecasts.plan_request import PlanProblem
-from myriad.forecasts.planned_job import problem_of
+from myriad.forecasts.planned_job import planned_steps, problem_of
 from myriad.planner import (
     LayoutProblem,
     SimulatedPlan,
@@ -78,7 +78,7 @@ def plan_curve(question: PlanProblem, progress: _Progress) -> PlanCurve:
         except BadInputError as error:
             reason = f"also on {sizes[-1]}: {error.allowed}"
             raise BadInputError("--gpus", f"{sizes[0]}..{sizes[-1]}", reason) from None
-    return PlanCurve(rows, points, question.job.train.steps)
+    return PlanCurve(rows, points, planned_steps(question.job))
 
 
 def fewest_for_days(
@@ -89,7 +89,7 @@ def fewest_for_days(
         return fewest_accelerators(
             lambda size: problem_of(question.job, scale_cluster(question.cluster, size)),
             question.cluster,
-            days * 86400 / question.job.train.steps,
+            days * 86400 / planned_steps(question.job),
             SimulationCache(),
             progress,
         )

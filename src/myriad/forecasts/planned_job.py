@@ -8,6 +8,7 @@ from myriad.comm.layout import Layout, check_layout, lacks_for_graphs
 from myriad.comm.node_order import check_node_order
 from myriad.errors import BadInputError
 from myriad.job import Job, dump_toml, load_job
+from myriad.job.job_steps import JobSteps
 from myriad.job.job_values import newton_schulz_of
 from myriad.optim.config import float8_scaling
 from myriad.planner import (
@@ -31,7 +32,9 @@ __all__ = [
     "given_layout",
     "job_of",
     "plan_text",
+    "planned_phase",
     "planned_precision",
+    "planned_steps",
     "problem_of",
     "snapshot_schedule_of",
 ]
@@ -43,13 +46,13 @@ PLAN_HEAD = "# A plan by `myriad plan`"
 def problem_of(job: Job, cluster: Cluster) -> LayoutProblem:
     """Return the planning problem of a job. Of its layout only the given keys count (``model_fields_set``),
     as `load_job_to_plan` sets them. Raises `BadInputError` for a layout that the cluster cannot have."""
-    fixed = given_layout(job)
+    planned, fixed = planned_phase(job), given_layout(job)
     _check_grid([key for key in _GRID if key in fixed], job, cluster)
     _check_nodes(job, cluster)
     precision = planned_precision(job, cluster)
     given = LayoutProblem(
-        model=job.model,
-        global_batch=job.train.global_batch,
+        model=planned.model,
+        global_batch=planned.train.global_batch,
         cluster=cluster,
         overlap=job.overlap,
         comm=job.comm,
@@ -96,6 +99,23 @@ def _offloads(job: Job, cluster: Cluster, fixed: dict[str, Any]) -> tuple[Offloa
         and not (one[1] and job.optimizer.name == "lamb")
         and not (cluster.on_cpu and one != (0.0, False))
     ) or ((0.0, False),)
+
+
+def planned_phase(job: Job) -> Job:
+    """Return the job of the phase that a plan is for: one with the longest sequence, so that the plan fits
+    every phase, and of these the one with most tokens."""
+    steps = JobSteps(job)
+    tokens: dict[int, int] = {}
+    ends = [*(one.first_token for one in steps.segments[1:]), steps.tokens_before(job.train.steps)]
+    for segment, end in zip(steps.segments, ends, strict=True):
+        tokens[segment.phase] = tokens.get(segment.phase, 0) + end - segment.first_token
+    sequence = [one.model.sequence for one in steps.phase_jobs]
+    return steps.phase_jobs[max(tokens, key=lambda phase: (sequence[phase], tokens[phase]))]
+
+
+def planned_steps(job: Job) -> int:
+    """Return the number of steps with the batch of `planned_phase` that take as many tokens as the run."""
+    return -(-JobSteps(job).tokens_before(job.train.steps) // planned_phase(job).targets)
 
 
 _NOT_SEARCHED = ("shares", "recompute_ratio")

@@ -6,10 +6,11 @@ the resume. `docs/guide/resume.md` shows the table; a test keeps both equal.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from myriad.errors import BadInputError, toml_value
+from myriad.job.job_steps import JobSteps
 from myriad.job.job_values import JobValues
 
 __all__ = ["RESUME_RULES", "JobChange", "ResumeRule", "changes_between", "check_resume", "rule_of"]
@@ -77,6 +78,14 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "follows: none is left out or repeated. Learning rate and its schedule stay, counted in steps",
     ),
     ResumeRule(
+        ("phases", "train.batch_ramp.start", "train.batch_ramp.increment", "train.batch_ramp.until_samples",
+         "train.batch_ramp.until_tokens", "train.batch_ramp.until_steps"),
+        True,
+        "hold for the steps that are not done. With phases or a ramp, the samples of the steps that are done "
+        "are a function of the job, so neither these keys nor train.global_batch, data.corpus and "
+        "data.mixture may change them: add a phase instead",
+    ),
+    ResumeRule(
         ("train.precision",),
         True,
         "holds from the next step; parameters and moments are stored in float32 in every precision",
@@ -139,10 +148,13 @@ def changes_between(old: JobValues, new: JobValues) -> list[JobChange]:
     ]
 
 
-def check_resume(old: JobValues, new: JobValues, run: str) -> list[JobChange]:
-    """Return what a resume of ``run`` with the job ``new`` changes. Raises `BadInputError` for a key that a
-    resume cannot change."""
+def check_resume(
+    old: JobValues, new: JobValues, run: str, steps_done: Callable[[], int] = lambda: 0
+) -> list[JobChange]:
+    """Return what a resume of ``run`` with the job ``new`` changes. ``steps_done`` returns the number of
+    steps of the run. Raises `BadInputError` for a key that a resume cannot change."""
     changes = changes_between(old, new)
+    _check_past(old, new, changes, steps_done)
     for change in changes:
         rule = rule_of(change.key)
         if not rule.may_change:
@@ -158,6 +170,20 @@ def check_resume(old: JobValues, new: JobValues, run: str) -> list[JobChange]:
             )
             raise BadInputError(change.key, change.after, allowed)
     return changes
+
+
+def _check_past(
+    old: JobValues, new: JobValues, changes: Sequence[JobChange], steps_done: Callable[[], int]
+) -> None:
+    """Refuse a change of what the steps that are done have read, if the job has phases or a batch ramp."""
+    keys = ("phases", "train.batch_ramp.", "train.global_batch", "data.corpus", "data.mixture")
+    change = next((one for one in changes if one.key.startswith(keys)), None)
+    if change is None or not any(job.phases or job.train.batch_ramp.start for job in (old, new)):
+        return
+    done = steps_done()
+    if JobSteps(old).past(done) != JobSteps(new).past(done):
+        allowed = f"it changes the samples of the {done} steps that are done; add a phase instead"
+        raise BadInputError(change.key, change.after, allowed)
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,9 +14,11 @@ from myriad.comm.node_order import check_node_order
 from myriad.comm.rendezvous.redis_address import check_package, check_store
 from myriad.data.config import DataConfig
 from myriad.data.text_names import is_streamed
-from myriad.errors import need
+from myriad.errors import BadInputError, need
+from myriad.job.job_steps import JobSteps
 from myriad.job.job_values import SPIKE_STEPS_BEFORE, JobValues, work_of
 from myriad.job.model_rules import MODEL_RULES
+from myriad.job.phase_values import PHASE_KEYS
 from myriad.kernels.choice import check_kernels
 from myriad.model.config import ModelConfig
 from myriad.optim.config import LossScaleConfig, OptimizerConfig, check_loss_scale, float8_scaling
@@ -371,6 +373,58 @@ def _check_warmup(job: JobValues) -> None:
     need(warmup <= steps, "optimizer.warmup_steps", warmup, f"at most train.steps = {steps}")
 
 
+def _check_phase_values(job: JobValues) -> None:
+    """Check each phase alone: one place where it begins, and keys that a phase can change."""
+    can = ", ".join(f"{section}.{key}" for section, keys in PHASE_KEYS.items() for key in keys)
+    for number, phase in enumerate(job.phases):
+        one_place = (phase.at_step is None) != (phase.at_tokens is None)
+        need(one_place, f"phases.{number}.at_step", phase.at_step, "exactly one of at_step and at_tokens")
+        sections = phase.sections()
+        need(bool(sections), f"phases.{number}", phase.name, f"changes at least one key: {can}")
+        for section, changes in sections.items():
+            for key, value in changes.items():
+                allowed = f"not a key that a phase can change: {can}"
+                need(key in PHASE_KEYS[section], f"phases.{number}.{section}.{key}", value, allowed)
+    names = [phase.name for phase in job.phases if phase.name]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    need(twice is None, "phases", twice, "names of their own")
+
+
+def _check_streams_length(job: JobValues, steps: JobSteps[JobValues]) -> None:
+    """Refuse another sequence length for text that is tokenized during the run: its windows are made once."""
+    lengths: dict[str, set[int]] = {}
+    for changed in steps.phase_jobs:
+        for path in [share.path for share in changed.data.mixture] or [changed.data.corpus]:
+            lengths.setdefault(path, set()).add(changed.model.sequence)
+    streamed = next((path for path, some in lengths.items() if len(some) > 1 and is_streamed(path)), None)
+    allowed = "one sequence length for text that is streamed; prepare it (myriad data prepare) for several"
+    need(streamed is None, "phases", streamed, allowed)
+
+
+def _check_steps(job: JobValues) -> None:
+    """Check that every step has valid values: each phase as a job of its own, and each batch of a ramp."""
+    steps = JobSteps(job)
+    if steps.is_constant:
+        return
+    for segment in steps.segments:
+        steps.at(segment.first_step).shares  # noqa: B018 (divides the batch among the replicas)
+    shapes = {(one.global_batch, one.sequence) for one in steps.segments}
+    allowed = "false while train.batch_ramp or phases change the shapes of a step: graphs are captured once"
+    need(len(shapes) == 1 or not job.train.cuda_graphs, "train.cuda_graphs", True, allowed)
+    learned = job.model.position == "learned" and len({one.sequence for one in steps.segments}) > 1
+    need(not learned, "phases", "model.sequence", "rotary positions: a learned one has a parameter for each")
+    _check_streams_length(job, steps)
+    for number, changed in enumerate(steps.phase_jobs):
+        for rule in RULES if number else ():
+            if rule is _check_warmup:  # of a schedule of its own: `JobSteps` checks it
+                continue
+            try:
+                rule(changed)
+            except BadInputError as error:
+                key = f"phases.{number - 1}: {error.key}"
+                raise BadInputError(key, error.value, error.allowed) from None
+
+
 def _check_started_nodes(job: JobValues) -> None:
     nodes, world = job.resilience.nodes, job.layout.world
     divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
@@ -379,6 +433,7 @@ def _check_started_nodes(job: JobValues) -> None:
 
 RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_layout,
+    _check_phase_values,
     *MODEL_RULES,
     _check_muon,
     _check_qk_clip,
@@ -411,6 +466,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_store,
     _check_collector,
     _check_alerts,
+    _check_steps,
 )
 
 _LAYOUT_RULES = frozenset(
@@ -420,6 +476,7 @@ _LAYOUT_RULES = frozenset(
         _check_stages,
         _check_partition,
         _check_batch,
+        _check_steps,
         _check_precision,
         _check_recompute_ratio,
         _check_memory_budget,

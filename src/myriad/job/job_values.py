@@ -12,12 +12,12 @@ from myriad.alerts.config import AlertsConfig
 from myriad.checkpoint.config import CheckpointConfig
 from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout
-from myriad.config import Config, Size
+from myriad.config import Config
 from myriad.data.config import DataConfig
 from myriad.evaluation.config import EvalConfig
-from myriad.kernels.config import Kernels
+from myriad.job.phase_values import BatchRamp, Phase, TrainConfig
 from myriad.model.config import ModelConfig
-from myriad.optim.config import LossScaleConfig, OptimizerConfig, Precision
+from myriad.optim.config import LossScaleConfig, OptimizerConfig
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.config import TelemetryConfig
 
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 __all__ = [
     "SPIKE_STEPS_AFTER",
     "SPIKE_STEPS_BEFORE",
+    "BatchRamp",
     "JobValues",
+    "Phase",
     "ResilienceConfig",
     "RunConfig",
     "TrainConfig",
@@ -37,60 +39,6 @@ __all__ = [
     "newton_schulz_of",
     "work_of",
 ]
-
-
-class TrainConfig(Config):
-    """Length, batch size, precision and device of the training."""
-
-    steps: int = Field(100, ge=1)
-    """Number of iterations of the whole run."""
-    global_batch: int = Field(8, ge=1, le=2**24)
-    """Sequences per iteration, over all ranks and micro-batches."""
-    seed: int = Field(1, ge=0)
-    """Seed of the initial weights, the sample order and dropout."""
-    precision: Precision = "auto"
-    """Number format of the computation: float32, bfloat16, float16 (with a dynamic loss scale, see
-    loss_scale), float8 (matrix products of the blocks in 8 bits, one scale per tensor) or float8-blocks
-    (one scale per 128 values). auto: bfloat16 where the device multiplies it natively, float16 on GPUs that
-    support only that (V100), else float32. A CPU emulates float8; a GPU without float8 is refused."""
-    keep_float8_weights: bool = True
-    """With float8, convert weights once per step instead of once per micro-batch; needs 2 bytes more per
-    parameter. No effect with one micro-batch, layout.zero = 3 or train.cuda_graphs. Turn it off if memory is
-    short."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda if this machine has a GPU for each of its ranks, else cpu. cuda: refuse to start without
-    enough GPUs."""
-    kernels: Kernels = "auto"
-    """auto: Myriad's Triton kernels on a GPU if triton is installed and supports the shape (`myriad doctor`
-    lists them). plain: PyTorch's operators. triton: refuse to start if one of the Triton kernels cannot
-    run."""
-    deterministic: bool = False
-    """Use GPU kernels that add in a fixed order, so that two equal runs give equal bits; slower. Needs
-    train.kernels = auto or triton. false: use the fastest kernels, whose results differ by rounding. CPUs
-    always add in a fixed order."""
-    cuda_graphs: bool = False
-    """On a GPU, start all operators of a stage's forward or backward at once, as a captured CUDA graph: for
-    models whose operators take less time than Python needs to start them. Activations of all micro-batches in
-    flight stay reserved, and with layout.zero = 2 or 3 what else comes and goes (`myriad simulate` counts
-    both). Needs overlap.tensor = turns or off if layout.tp > 1, train.memory_budget = off and
-    overlap.optimizer_in_backward = false. false: start operators one by one."""
-    memory_budget: Size | None = Field(None, ge=1)
-    """Memory that a rank may use, e.g. "64 GiB", as the planner counts it. If the layout needs more,
-    recompute as few layers as make it fit. off: no limit."""
-    threads: int = Field(0, ge=0)
-    """CPU threads of each rank; 0: divide the cores among the ranks of the machine."""
-    validate_every: int = Field(0, ge=0)
-    """Steps between validations on held-out text. The last step is always validated; 0: only the last."""
-    validate_ema: bool = False
-    """Validate the moving average of the parameters (optimizer.ema_decay) beside the parameters, which takes
-    as long again."""
-    collect_garbage_every: int = Field(100, ge=0)
-    """Steps between Python garbage collections, which all ranks run after the same step; 0: leave them to
-    Python."""
-    init_from: str | None = None
-    """Initial weights: a run, a checkpoint or a Hugging Face folder. off: random, from train.seed."""
-    sample_prompt: str | None = None
-    """Text that the model continues after the last step; off: no sample."""
 
 
 SPIKE_STEPS_BEFORE, SPIKE_STEPS_AFTER = 100, 100
@@ -188,6 +136,10 @@ class JobValues(Config):
     """Loss scaling for float16."""
     train: TrainConfig = TrainConfig()
     """Length, batch size, precision and device of the training."""
+    phases: tuple[Phase, ...] = ()
+    """Changes of the job at given steps, in order: a list of tables, each with at_step or at_tokens, a name,
+    and new values of keys, such as data.mixture, model.sequence, train.global_batch and
+    optimizer.learning_rate (`[[phases]]` in a job file)."""
     eval: EvalConfig = EvalConfig()
     """Scores of the model on tasks, during training."""
     checkpoint: CheckpointConfig = CheckpointConfig()

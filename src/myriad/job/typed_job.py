@@ -22,6 +22,7 @@ from myriad.errors import BadInputError, need
 from myriad.job.job_rules import PLANNING_RULES, RULES
 from myriad.job.job_values import JobValues
 from myriad.job.model_rules import settings_of
+from myriad.job.phase_values import PHASE_KEYS
 from myriad.recipes import read_recipe
 from myriad.telemetry.config import TelemetryConfig
 
@@ -226,6 +227,9 @@ def _as_bad_input(error: ErrorDetails) -> BadInputError:
         while isinstance(value, dict) and value:  # unknown section: report its first key, as typed
             name, value = next(iter(value.items()))
             key = f"{key}.{name}"
+        if error["loc"][0] == "phases" and len(error["loc"]) > 1:
+            can = ", ".join(f"{section}.{name}" for section, names in PHASE_KEYS.items() for name in names)
+            return BadInputError(key, value, f"not a key that a phase can change: {can}")
         return BadInputError(key, value, f"unknown key; {_hint(key)}")
     if error["type"] == "model_type":
         keys = ", ".join(known for known, _ in job_keys() if known.startswith(f"{key}."))

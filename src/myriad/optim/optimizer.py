@@ -38,6 +38,8 @@ class Optimizer(Protocol):
 
     steps_done: int
     """Number of completed steps; a checkpoint sets it."""
+    config: OptimizerConfig
+    """Coefficients of the next step; only those that are numbers may change."""
 
     @property
     def host(self) -> HostState | None:

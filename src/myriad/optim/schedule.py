@@ -13,10 +13,11 @@ from myriad.optim.config import OptimizerConfig
 __all__ = ["learning_rate"]
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Return the rate of ``step`` (from 0) in a run of ``steps``; past the end it stays at the final rate."""
+def learning_rate(config: OptimizerConfig, step: int, steps: int, start: float = 0.0) -> float:
+    """Return the rate of ``step`` (from 0) in a schedule of ``steps``; past the end it stays at the final
+    rate. ``start``: the rate from which the warm-up rises."""
     if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
+        return start + (config.learning_rate - start) * (step + 1) / config.warmup_steps
     final = config.final_learning_rate_ratio
     share = final + (1 - final) * _height(config, step, steps)
     return config.learning_rate * share

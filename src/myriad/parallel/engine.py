@@ -47,6 +47,7 @@ from myriad.parallel.recompute import RandomState
 from myriad.parallel.runtime import Batch, RankProgram, Runtime
 from myriad.parallel.step_statistics import StepStatistics
 from myriad.parallel.tensor_parallel import make_boundary
+from myriad.program.actions import Program
 from myriad.program.build import build_program, count_chunks
 from myriad.program.config import OverlapConfig
 from myriad.program.device_needs import DeviceJob, check_device_job, queues_in
@@ -85,6 +86,7 @@ class Engine:
         draws_initial: bool = True,
         keeps_addresses: bool = False,
         telemetry: TelemetryConfig = _TELEMETRY,
+        most_micro_batches: int = 0,
     ) -> None:
         """Build this rank's layers, memory, programs and optimizer. Raises `BadInputError` for programs that
         may deadlock on this rank's GPU.
@@ -95,6 +97,8 @@ class Engine:
         ``draws_initial``: set the parameters to the seed's values; if not, they have no values until a state
         is loaded or `draw_initial` is called. ``keeps_addresses``: allocate temporary memory at fixed
         addresses, as `capture` needs it. ``telemetry``: which statistics of a step to collect.
+        ``most_micro_batches``: the largest number of any replica in any iteration, if `change_batches` will
+        change it.
         """
         if device.type == "cpu":
             keep_freed_memory()
@@ -104,31 +108,21 @@ class Engine:
         orthogonalizes = optimizer.orthogonalizes
         num_chunks = count_chunks(layout, overlap, layers_of_stage)
         layers = cut_ranges(layers_of_stage, num_chunks)
-        self.programs = {
-            training: build_program(
-                layout,
-                overlap,
-                num_micro_batches,
-                tied=bool(definition.tied),
-                training=training,
-                num_chunks=num_chunks,
-                most_micro_batches=max(layout.shares or (num_micro_batches,)),
-                orthogonalizes=orthogonalizes,
-            )
-            for training in (True, False)
-        }
         shares, cut = layout.shares or (num_micro_batches,), definition.sequence_parallel
         tied = bool(definition.tied)
-        check_on_device(
-            device,
-            DeviceJob(layout, overlap, comm, shares, tied, num_chunks, not cut, orthogonalizes),
-        )
+        self._device_job = DeviceJob(layout, overlap, comm, shares, tied, num_chunks, not cut, orthogonalizes)
+        check_on_device(device, self._device_job)
+        self.programs = {
+            training: self._build_program(shares, num_micro_batches, training=training)
+            for training in (True, False)
+        }
+        most_micro_batches = max(most_micro_batches, *shares)
         stage_rank = self.programs[True].stage_rank
         self.boundary: Boundary = make_boundary(groups, overlap, recorder, kernels)
         if float8 is not None:
             self.boundary.token_multiple = float8.token_multiple
         self._trains_alone = comm.sync_every > 1 and layout.dp > 1
-        frees = overlap.updates_early and layout.zero < 2 and max(layout.shares or (num_micro_batches,)) == 1
+        frees = overlap.updates_early and layout.zero < 2 and most_micro_batches == 1
         sharing = self._sharing = _make_sharing(
             groups, overlap, comm, device, trains_alone=self._trains_alone, frees_grad_buffer=frees
         )
@@ -148,9 +142,9 @@ class Engine:
             runs if keeps_addresses else (),
             orthogonalizes=orthogonalizes,
         )
-        self._definition = definition
+        self._definition, self._layers, self._dtype = definition, layers, dtype
         if float8 is not None:
-            keeps = keeps_float8 and num_micro_batches > 1 and layout.zero < 3
+            keeps = keeps_float8 and most_micro_batches > 1 and layout.zero < 3
             mark_float8_weights(self.model, len(definition.names), float8, keeps=keeps)
         travels = layers if layout.pp > 1 else []
         shapes = shapes_between_stages(definition, travels, self.boundary, sample.inputs, dtype)
@@ -167,10 +161,7 @@ class Engine:
             stream_is_sharded=definition.sequence_parallel,
             loss_shape=shape_of_loss(definition, self.boundary, sample.inputs),
         )
-        self._plans = {
-            training: RankProgram.of(program.ranks[groups.grid.index("pp")], self.model.tied_stages)
-            for training, program in self.programs.items()
-        }
+        self._plans = {training: self._plan_of(program) for training, program in self.programs.items()}
         self._runtime.transfers.connect(plan.actions for plan in self._plans.values())
         self._model_state = ModelState(self.model, groups, device, trains_alone=self._trains_alone)
         self._diloco = DiLoCo(groups, comm, self._model_state.regions) if self._trains_alone else None
@@ -202,6 +193,51 @@ class Engine:
         self._device, self._sample = device, blank_batch(sample, device)
         self.before_update: Callable[[], None] = _do_nothing
         """Called in each iteration just before parameters and optimizer state change."""
+
+    def _build_program(self, shares: Sequence[int], own: int, *, training: bool) -> Program:
+        """Return the checked program of this rank's replica, which has ``own`` micro-batches. ``shares``:
+        those of each replica, or of all replicas if they are equal."""
+        job = self._device_job
+        return build_program(
+            self.layout,
+            job.overlap,
+            own,
+            tied=job.tied,
+            training=training,
+            num_chunks=job.num_chunks,
+            most_micro_batches=max(shares),
+            orthogonalizes=job.orthogonalizes,
+        )
+
+    def _plan_of(self, program: Program) -> RankProgram:
+        return RankProgram.of(program.ranks[self.groups.grid.index("pp")], self.model.tied_stages)
+
+    def change_batches(self, shares: Mapping[bool, Sequence[int]], sample: Batch) -> None:
+        """Use other numbers of micro-batches, or micro-batches of another shape, from the next iteration on.
+        State and connections stay.
+
+        ``shares``: the micro-batches of each replica in training (``True``) and validation (``False``).
+        ``sample``: one micro-batch, or tensors of its shapes and types. All ranks call it together, between
+        two iterations. Raises `BadInputError` for programs that may deadlock on this rank's GPU.
+        """
+        replica = self.groups.grid.index("dp")
+        self._runtime.forget_spans()
+        for training, numbers in shares.items():
+            check_on_device(self._device, replace(self._device_job, shares=tuple(numbers)))
+            program = self._build_program(numbers, numbers[replica], training=training)
+            self.programs[training], self._plans[training] = program, self._plan_of(program)
+        self._optimizer_step.statistics.change_shares(shares[True])
+        self._runtime.transfers.connect(plan.actions for plan in self._plans.values())
+        travels = self._layers if self.layout.pp > 1 else []
+        self._runtime.change_shapes(
+            shapes_between_stages(self._definition, travels, self.boundary, sample.inputs, self._dtype),
+            shape_of_loss(self._definition, self.boundary, sample.inputs),
+        )
+        self._sample = blank_batch(sample, self._device)
+
+    def change_optimizer(self, weight_decay: float, clip_norm: float | None) -> None:
+        """Use another weight decay and clipping norm from the next iteration on. All ranks call it."""
+        self._optimizer_step.change(weight_decay, clip_norm)
 
     def train_step(
         self,

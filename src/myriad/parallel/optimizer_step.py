@@ -208,6 +208,12 @@ class OptimizerStep:
             self._qk_clip.begin()
         return self._loss_scale * self._num_replicas / num_targets
 
+    def change(self, weight_decay: float, clip_norm: float | None) -> None:
+        """Use another weight decay and clipping norm from the next iteration on."""
+        assert clip_norm is None or not self._updates_early, "a job's rule"
+        self._clip_norm = clip_norm
+        self.optimizer.config = self.optimizer.config.model_copy(update={"weight_decay": weight_decay})
+
     @property
     def result(self) -> StepResult:
         """The result of the iteration, once CLIP has run."""

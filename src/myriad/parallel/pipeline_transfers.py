@@ -62,7 +62,7 @@ class PipelineTransfers:
         """``shapes``: of the tensor that each stage but the last sends to the next one.
         ``stream_is_sharded``: the tensors between stages differ among tensor-parallel ranks. If not, these
         ranks hold equal tensors and share the transfer."""
-        self._shapes, self._num_stages, self._device, self._recorder = shapes, num_stages, device, recorder
+        self.shapes, self._num_stages, self._device, self._recorder = shapes, num_stages, device, recorder
         self._pipeline_position = groups.grid.index("pp"), groups.grid.layout.pp
         """This rank's index along the pipeline, and the number of pipeline ranks."""
         self.idle: IdleWork | None = None
@@ -100,7 +100,7 @@ class PipelineTransfers:
                 (Payload.ACTIVATION, action.stage - 1) if forward else (Payload.GRADIENT, action.stage + 1)
             )
             if 0 <= maker < self._num_stages and maker not in mine:
-                shape, dtype = self._shapes[min(maker, action.stage)]
+                shape, dtype = self.shapes[min(maker, action.stage)]
                 key = (payload, maker, action.micro_batch)
                 blank[key] = torch.zeros(shape, dtype=dtype, device=self._device)
         return blank
@@ -161,7 +161,7 @@ class PipelineTransfers:
 
     def _receive(self, transfer: PipelineTransfer, tables: TransferTables) -> None:
         made_after = transfer.stage if transfer.payload is Payload.ACTIVATION else transfer.stage - 1
-        shape, dtype = self._shapes[made_after]
+        shape, dtype = self.shapes[made_after]
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         received = self.channels[transfer.payload].receive(tensor, transfer.peer, self._tag(transfer))
         tables.posted[_key(transfer)] = received

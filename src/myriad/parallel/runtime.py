@@ -239,6 +239,14 @@ class Runtime:
         self._forget_forms()
         return now.loss_sum
 
+    def forget_spans(self) -> None:
+        """Drop the spans of all programs, because other programs follow."""
+        self._spans.clear()
+
+    def change_shapes(self, shapes: Sequence[tuple[torch.Size, torch.dtype]], loss_shape: torch.Size) -> None:
+        """Use other shapes of the tensors between stages and of the loss from the next program on."""
+        self.transfers.shapes, self._loss_shape = shapes, loss_shape
+
     def _forget_forms(self) -> None:
         """Drop the float8 forms of the weights. Weights may be written between two programs, so no program
         uses the forms of another one."""

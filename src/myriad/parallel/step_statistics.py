@@ -54,7 +54,7 @@ class StepStatistics:
         """``layers``: names of all layers of the model. ``shares``: micro-batches of each replica."""
         self._state, self._groups, self._layers = state, groups, tuple(layers)
         device = state.counts.device
-        self._shares = sum((share / sum(shares)) ** 2 for share in shares)
+        self.change_shares(shares)
         self.noise = GradientNoise(config.noise_scale_decay) if config.noise_scale else None
         """The averages of the noise scale, if the job asks for it."""
         self._small = torch.zeros((), dtype=torch.float64, device=device)
@@ -72,6 +72,10 @@ class StepStatistics:
             self._of_layers = one_hot.to(device) * state.counts
             self._squares = torch.zeros(2, len(state.rows), dtype=torch.float64, device=device)
         self._is_due = False
+
+    def change_shares(self, shares: Sequence[int]) -> None:
+        """Use other numbers of micro-batches of the replicas from the next iteration on."""
+        self._shares = sum((share / sum(shares)) ** 2 for share in shares)
 
     def begin(self, step: int) -> None:
         """Begin an iteration; ``step`` 0 is none of training."""

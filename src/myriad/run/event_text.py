@@ -109,6 +109,20 @@ def _job_changed(event: Record) -> str:
     return f"{event.get('key')} was {_value(event.get('before'))}, is {_value(event.get('after'))}"
 
 
+def _phase(event: Record) -> str:
+    changes = event.get("changes")
+    items = changes.items() if isinstance(changes, Mapping) else ()
+    texts = [f"{key} = {value if isinstance(value, str) else _changed(value)}" for key, value in items]
+    return _joined(str(event.get("name") or ""), _joined(*texts), by=": ")
+
+
+def _changed(value: object) -> str:
+    if isinstance(value, list):  # a mixture
+        parts = [one for one in value if isinstance(one, Mapping)]
+        return "[" + _joined(*(f"{one.get('path')} {_value(one.get('weight'))}" for one in parts)) + "]"
+    return _value(value)
+
+
 def _overflow(event: Record) -> str:
     scale, after = (_figure(event, key) for key in ("loss_scale", "next_loss_scale"))
     if scale is None or after is None:
@@ -361,6 +375,7 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "older_state": _older_state,
     "overflow": _overflow,
     "peak": _peak,
+    "phase": _phase,
     "quarantine": _machine,
     "refusal": _machine,
     "replace": _replace,

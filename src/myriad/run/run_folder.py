@@ -149,7 +149,7 @@ class Run:
         """Return what a resume with ``job`` changes. Raises `BadInputError` for a forbidden change."""
         from myriad.job.job_changes import check_resume
 
-        return check_resume(self.job(), job, str(self.path))
+        return check_resume(self.job(), job, str(self.path), self.last_step)
 
     def create_or_resume(self, job: "Job") -> bool:
         """Create the folder and save the job; return whether the run existed already.

@@ -155,6 +155,7 @@ EVENT_FIELDS: dict[str, Callable[[object], bool]] = {
     "servers": _is_list_of(_is_object),
     "evidence": _is_object,
     "differs": _is_change,
+    "changes": _is_object,
     **dict.fromkeys(("scores", "standard_errors"), _are_figures),
 }
 """Type checks of the event fields that programs read. Other fields are only shown."""

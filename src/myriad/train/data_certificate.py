@@ -26,6 +26,7 @@ from myriad.data.streaming.streamed_corpus import StreamPlace
 from myriad.data.windows import BatchWords, digest_rows
 from myriad.errors import BadInputError, MyriadError
 from myriad.job import Job
+from myriad.job.job_steps import JobSteps
 from myriad.run import Run
 from myriad.run.run_lines import EventLines, StepLines
 from myriad.train.inputs import bad_blocks_of
@@ -69,29 +70,54 @@ class _Segment:
 
     def __init__(self, run: Run, job: Job) -> None:
         self.job, self._run = job, run
+        self._steps = JobSteps(job)
+        self._readers: dict[int, tuple[BatchReader, int]] = {}
 
     @cached_property
-    def _corpora(self) -> Corpora:
+    def _corpora(self) -> list[Corpora]:
+        """The corpora of each phase."""
         blocks = bad_blocks_of(self._run, self.job)
         guard = BlockGuard(self.job.data.on_bad_block, self.job.data.max_bad_blocks, blocks)
         place = StreamPlace(self._run.streams_path, self.job.train.seed)
-        return open_corpora(self.job.data, self.job.model.sequence, guard=guard, streams=place)
+        return [
+            open_corpora(phase.data, phase.model.sequence, guard=guard, streams=place)
+            for phase in self._steps.phase_jobs
+        ]
 
     @cached_property
     def content(self) -> str:
-        """Identifier of the corpora's present content."""
-        return self._corpora.content
+        """Identifier of the corpora's present content, as `myriad.train.inputs.JobInputs` has it."""
+        return "+".join(dict.fromkeys(corpora.content for corpora in self._corpora))
 
-    @cached_property
-    def _reader(self) -> BatchReader:
-        batch = self.job.train.global_batch
-        return BatchReader(self._corpora, self.job.train.seed, batch, (batch,), 1, self.job.model.window)
+    def batch(self, step: int) -> int:
+        """Return the number of samples of a step, which counts from 0."""
+        return self._steps.segment(step).global_batch
 
-    def digest(self, first: int) -> str:
-        """Return the digest of the batch that begins with sample ``first``."""
-        batch, documents = self.job.train.global_batch, self.job.data.documents
-        rows = np.empty((batch, self._corpora.width), np.int32)
-        self._reader.read(first, range(batch), rows)
+    def first_sample(self, step: int, tokens: int) -> int:
+        """Return the first sample of a step, after which the run has taken ``tokens`` tokens. Without phases
+        it follows from the tokens: a resume may have changed the batch."""
+        if self._steps.is_constant:
+            return tokens // self.job.model.sequence - self.batch(step)
+        agrees = tokens == self._steps.tokens_before(step + 1)
+        return self._steps.position.samples_before(step) if agrees else -1
+
+    def _reader(self, step: int) -> tuple[BatchReader, int]:
+        """Return the reader of a step's batch, and the words of a row."""
+        index = self._steps.index(step)
+        if index not in self._readers:
+            segment = self._steps.segments[index]
+            batch, corpora = segment.global_batch, self._corpora[segment.phase]
+            window, start = self.job.model.window, self._steps.mixtures[segment.phase]
+            reader = BatchReader(corpora, self.job.train.seed, batch, (batch,), 1, window, start)
+            self._readers = {index: (reader, corpora.width)}
+        return self._readers[index]
+
+    def digest(self, step: int, first: int) -> str:
+        """Return the digest of a step's batch, which begins with sample ``first``."""
+        batch, documents = self.batch(step), self.job.data.documents
+        reader, width = self._reader(step)
+        rows = np.empty((batch, width), np.int32)
+        reader.read(first, range(batch), rows)
         offsets = range(batch) if documents == "joined" else [BatchWords.read(row).offset for row in rows]
         return f"{digest_rows(rows, [first + offset for offset in offsets], documents):016x}"
 
@@ -152,8 +178,8 @@ def certify(
     for number, line in enumerate(lines):
         progress(number, len(lines))
         segment = segments.of(line)
-        batch = segment.job.train.global_batch
-        first = int(line.get("tokens") or 0) // segment.job.model.sequence - batch
+        batch = segment.batch(line["step"] - 1)
+        first = segment.first_sample(line["step"] - 1, int(line.get("tokens") or 0))
         if line["step"] != step + 1:
             found.add_problem(f"steps {step + 1} to {line['step'] - 1}: no lines in metrics.jsonl")
         elif first != found.samples:
@@ -173,7 +199,7 @@ def _compare(line: Record, segment: _Segment, content: str | None, first: int, f
     try:
         if content not in (None, segment.content):
             found.add_problem(f"step {step}: the corpus was replaced since")
-        elif segment.digest(first) != digest:
+        elif segment.digest(step - 1, first) != digest:
             found.add_problem(f"step {step}: the ranks computed other tokens than the job prescribes")
         else:
             found.compared += 1

@@ -7,7 +7,7 @@ batches are read directly.
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from myriad.data.streaming.streamed_corpus import StreamPlace
 from myriad.data.windows import BatchWords, PackedRows, digest_rows
 from myriad.errors import BadInputError
 from myriad.job import Job
+from myriad.job.job_steps import JobSteps
 from myriad.kernels.documents import Documents
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
@@ -167,42 +168,48 @@ class Validation:
 
 def open_feed(
     run: Run,
-    job: Job,
-    grid: RankGrid,
+    steps: JobSteps[Job],
     place: RankEnvironment,
-    content: str,
+    contents: Sequence[str],
     bad_blocks: BadBlocks,
     start: StartLoader | None = None,
 ) -> LoaderClient:
     """Connect to this node's loader, which holds the rows that any rank of the node needs.
 
-    The loader waits for `LoaderClient.begin`. ``content`` identifies the corpora that this rank has opened.
+    The loader waits for `LoaderClient.begin`. ``contents`` identifies the corpora that this rank has opened,
+    for each phase.
     ``bad_blocks`` are the blocks that the run skips, the same on every rank. ``start`` starts the loader, by
     default as a process.
     """
-    first = place.rank - place.local_rank
+    job, first = steps.job, place.rank - place.local_rank
     ranks_per_replica = job.layout.world // job.layout.dp
     replicas = range(first // ranks_per_replica, (first + place.local_world - 1) // ranks_per_replica + 1)
-    rows = (rank_rows(job, replicas[0]).start, rank_rows(job, replicas[-1]).stop)
-    spec = LoaderSpec(
-        name=_meeting_name(run, first),
-        data=job.data,
-        sequence=job.model.sequence,
-        global_batch=job.train.global_batch,
-        shares=job.shares,
-        micro_batch=job.layout.micro_batch,
-        window=job.model.window,
-        seed=job.train.seed,
-        rows=(rows,),
-        content=content,
-        bad_blocks=bad_blocks,
-        decides=is_one_node(place),
-        streams=str(run.streams_path.absolute()),
-        writer=str(first),
-        events=str(run.events_path.absolute()),
-    )
+    specs = []
+    for segment in steps.segments:
+        now = steps.at(segment.first_step)
+        spec = LoaderSpec(
+            name=_meeting_name(run, first),
+            data=now.data,
+            sequence=segment.sequence,
+            global_batch=segment.global_batch,
+            shares=now.shares,
+            micro_batch=now.layout.micro_batch,
+            window=now.model.window,
+            seed=job.train.seed,
+            rows=((rank_rows(now, replicas[0]).start, rank_rows(now, replicas[-1]).stop),),
+            first_step=segment.first_step,
+            first_sample=segment.first_sample,
+            start=steps.mixtures[segment.phase],
+            content=contents[segment.phase],
+            bad_blocks=bad_blocks,
+            decides=is_one_node(place),
+            streams=str(run.streams_path.absolute()),
+            writer=str(first),
+            events=str(run.events_path.absolute()),
+        )
+        specs.append(spec)
     return LoaderClient(
-        spec,
+        specs[0].model_copy(update={"later": tuple(specs[1:])}),
         place.local_rank,
         place.local_world,
         first_step=None,

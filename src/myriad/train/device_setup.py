@@ -12,7 +12,7 @@ Where neither is set, the process is a world of one.
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from myriad.comm.layout import Layout
 from myriad.comm.node_order import grid_rank
 from myriad.errors import BadInputError
 from myriad.job import Job, work_of
+from myriad.job.job_steps import JobSteps
 from myriad.kernels.attention_choice import AttentionShape, check_attention, fallback_attention
 from myriad.kernels.choice import check_kernels, fallback, has_triton, in_interpreter
 from myriad.kernels.config import Kernels
@@ -286,6 +287,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _recompute_like(layout: Layout, other: Layout) -> Layout:
+    """Return the layout with another one's recompute setting."""
+    setting = {"recompute": other.recompute, "recompute_ratio": other.recompute_ratio}
+    return layout.model_copy(update=setting)
+
+
 def within_budget(job: Job, *, on_cpu: bool, value_bytes: int) -> tuple[Job, str]:
     """Return the job with its recompute setting, and a line about it. Without a budget, the job is unchanged
     and the line empty.
@@ -295,7 +302,11 @@ def within_budget(job: Job, *, on_cpu: bool, value_bytes: int) -> tuple[Job, str
     budget = job.train.memory_budget
     if budget is None:
         return job, ""
-    layout = layout_within(work_of(job, value_bytes), budget, on_cpu=on_cpu)
+    layout = job.layout
+    for changed in JobSteps(job).phase_jobs:  # the setting that fits every phase
+        work = replace(work_of(changed, value_bytes), layout=_recompute_like(changed.layout, layout))
+        found = layout_within(work, budget, on_cpu=on_cpu)
+        layout = _recompute_like(layout, found)
     share = f" of {layout.recompute_ratio:.0%} of the layers" if layout.recompute == "full" else ""
     line = f"recompute {layout.recompute}{share}, to hold at most {format_bytes(budget)}"
     return job.model_copy(update={"layout": layout}), line

@@ -22,6 +22,7 @@ from myriad.comm.hierarchy_choice import agree_on_hierarchy
 from myriad.comm.layout import AXES, Layout
 from myriad.comm.typed_collectives import broadcast_value
 from myriad.job import Job
+from myriad.job.job_steps import JobSteps
 from myriad.kernels.documents import Documents
 from myriad.model.definition import Definition
 from myriad.model.gpt import GPT
@@ -35,7 +36,7 @@ from myriad.train.autotune.measurement_files import keep_measured, read_measured
 from myriad.train.autotune.tp_overlap import TuningContext, choose_tp_overlap
 from myriad.train.rank_context import RankContext
 
-__all__ = ["build_engine", "choose_links", "stage_layers"]
+__all__ = ["build_engine", "choose_links", "sample_batch", "stage_layers"]
 
 _PLACEMENT = {"node_size", "switch_size", "node_bandwidth", "network_bandwidth", "switch_bandwidth"}
 
@@ -47,12 +48,7 @@ def build_engine(rank: RankContext, append_event: Callable[..., None]) -> Engine
     """
     job, groups, device, dtype, folder = rank.job, rank.groups, rank.device, rank.dtype, rank.run.path
     definition = GPT(job.model, job.train.seed)
-    tokens = torch.zeros((job.layout.micro_batch, job.model.sequence), dtype=torch.int64, device=device)
-    documents = None
-    if job.data.documents == "packed":
-        positions = torch.arange(job.model.sequence, device=device).expand_as(tokens)
-        documents = Documents(positions, [[job.model.sequence]] * len(tokens))
-    sample = Batch(tokens, tokens, tokens[:, 0], documents)
+    sample = sample_batch(job, device)
     layers = stage_layers(definition, job.layout, groups, sample, dtype, folder / "profile.json")
     where = TuningContext(job, groups, device, dtype, rank.kernels)
     overlap = choose_tp_overlap(where, folder / "tensor_overlap.json", append_event)
@@ -77,7 +73,18 @@ def build_engine(rank: RankContext, append_event: Callable[..., None]) -> Engine
         draws_initial=False,
         keeps_addresses=job.train.cuda_graphs and device.type == "cuda",
         telemetry=job.telemetry,
+        most_micro_batches=JobSteps(job).most_micro_batches,
     )
+
+
+def sample_batch(job: Job, device: torch.device) -> Batch:
+    """Return a micro-batch of zeros with the shapes of the job."""
+    tokens = torch.zeros((job.layout.micro_batch, job.model.sequence), dtype=torch.int64, device=device)
+    documents = None
+    if job.data.documents == "packed":
+        positions = torch.arange(job.model.sequence, device=device).expand_as(tokens)
+        documents = Documents(positions, [[job.model.sequence]] * len(tokens))
+    return Batch(tokens, tokens, tokens[:, 0], documents)
 
 
 def stage_layers(

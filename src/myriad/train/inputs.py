@@ -6,8 +6,10 @@ and nothing was started.
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from myriad.data.config import DataConfig
 from myriad.data.corpus import EMBEDDED, Corpora, open_corpora, open_validation_set
 from myriad.data.corpus_cache import prepare_embedded
 from myriad.data.loader import CHANGED_WHILE_READ
@@ -16,6 +18,7 @@ from myriad.data.windows import PackedWindows
 from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.job.job_changes import JobChange
+from myriad.job.job_steps import JobSteps
 from myriad.run import Run
 from myriad.system.whole_file import write_whole
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BadBlocks",
+    "JobInputs",
     "bad_blocks_of",
     "check_streams",
     "keep_streams",
@@ -56,9 +60,51 @@ def bad_blocks_of(run: Run, job: Job) -> BadBlocks:
     return tuple(sorted((file, at) for file, at in blocks if isinstance(file, str) and isinstance(at, int)))
 
 
-def open_inputs(job: Job, report_stage: Callable[[str], None], run: Run | None = None) -> Corpora:
-    """Open the training split. ``report_stage`` receives progress messages about slow work. ``run`` has the
-    files of streamed corpora, if it exists. Raises `BadInputError`."""
+@dataclass(frozen=True)
+class JobInputs:
+    """The training text of a job."""
+
+    phases: tuple[Corpora, ...]
+    """The corpora of each phase; the first ones are those that the run begins with."""
+
+    @property
+    def first(self) -> Corpora:
+        """The corpora that the run begins with."""
+        return self.phases[0]
+
+    @property
+    def contents(self) -> list[str]:
+        """`Corpora.content` of each phase."""
+        return [corpora.content for corpora in self.phases]
+
+    @property
+    def content(self) -> str:
+        """Identifier of the content of all phases, each of them once."""
+        return "+".join(dict.fromkeys(self.contents))
+
+    @property
+    def unchecked(self) -> list[str]:
+        """Corpora without block hashes, whose tokens are read as they are."""
+        return list(dict.fromkeys(name for corpora in self.phases for name in corpora.unchecked))
+
+
+def open_inputs(job: Job, report_stage: Callable[[str], None], run: Run | None = None) -> JobInputs:
+    """Open the training split of each phase. ``report_stage`` receives progress messages about slow work.
+    ``run`` has the files of streamed corpora, if it exists. Raises `BadInputError`."""
+    opened: dict[tuple[DataConfig, int], Corpora] = {}
+    found = []
+    for number, changed in enumerate(JobSteps(job).phase_jobs):
+        key = changed.data, changed.model.sequence
+        if key not in opened:
+            opened[key] = _open_phase(changed, report_stage, run)
+        found.append(opened[key])
+        if found[-1].fingerprint != found[0].fingerprint:
+            allowed = f"made with the tokenizer of {found[0].corpora[0].name}"
+            raise BadInputError(f"phases.{number - 1}.data", found[-1].corpora[0].name, allowed)
+    return JobInputs(tuple(found))
+
+
+def _open_phase(job: Job, report_stage: Callable[[str], None], run: Run | None) -> Corpora:
     paths = [share.path for share in job.data.mixture] or [job.data.corpus]
     if EMBEDDED in paths:
         prepare_embedded(None, job.data.vocabulary, report_stage)
@@ -104,17 +150,19 @@ def read_job_tasks(job: Job, tokenizer: "Tokenizer | None") -> "list[Task]":
     return tasks
 
 
-def refuse_no_documents(corpora: Corpora) -> None:
+def refuse_no_documents(inputs: JobInputs) -> None:
     """Pack the documents of corpora, if the job packs them. Raises `BadInputError` for a damaged index, and
     for a corpus without a document of two tokens."""
-    for corpus, windows in zip(corpora.corpora, corpora.windows, strict=True):
-        if windows.count == 0:
-            raise BadInputError("data.corpus", corpus.name, "holds no document of two tokens or more")
+    for corpora in inputs.phases:
+        for corpus, windows in zip(corpora.corpora, corpora.windows, strict=True):
+            if windows.count == 0:
+                raise BadInputError("data.corpus", corpus.name, "holds no document of two tokens or more")
 
 
-def refuse_other_tokenizer(run: Run, job: Job, corpora: Corpora) -> None:
+def refuse_other_tokenizer(run: Run, job: Job, inputs: JobInputs) -> None:
     """Refuse a corpus whose tokenizer differs from the one that the run was trained with. Raises
     `BadInputError`."""
+    corpora = inputs.first
     began = next((event for event in run.read_events() if event.get("event") == "corpus"), None)
     known = _kept_fingerprint(run) if began is None else began.get("fingerprint")
     if (began is not None or known is not None) and known != corpora.fingerprint:
@@ -136,7 +184,7 @@ def _kept_fingerprint(run: Run) -> str | None:
     return None
 
 
-def keep_tokenizer(run: Run, corpora: Corpora) -> None:
+def keep_tokenizer(run: Run, inputs: JobInputs) -> None:
     """Write the tokenizer into the run folder, because the weights are useless without it.
 
     A tokenizer that is missing, damaged or not the corpus's is replaced; `refuse_other_tokenizer` has
@@ -144,44 +192,46 @@ def keep_tokenizer(run: Run, corpora: Corpora) -> None:
     """
     from myriad.data.tokenizer import TOKENIZER_FILE
 
+    corpora = inputs.first
     if corpora.tokenizer is not None and _kept_fingerprint(run) != corpora.fingerprint:
         write_whole(run.path / TOKENIZER_FILE, corpora.tokenizer.as_text())
 
 
-def check_streams(run: Run, job: Job, corpora: Corpora) -> None:
+def check_streams(run: Run, job: Job, inputs: JobInputs) -> None:
     """Compare the files of streamed corpora with those that the run has listed. Raises `BadInputError`."""
-    for corpus in _streamed(run, job, corpora):
+    for corpus in _streamed(run, job, inputs):
         corpus.check_sources()
 
 
-def keep_streams(run: Run, job: Job, corpora: Corpora) -> None:
+def keep_streams(run: Run, job: Job, inputs: JobInputs) -> None:
     """Write the lists of the files of streamed corpora into the run, once."""
-    for corpus in _streamed(run, job, corpora):
+    for corpus in _streamed(run, job, inputs):
         corpus.keep_sources()
 
 
-def _streamed(run: Run, job: Job, corpora: Corpora) -> list[StreamedCorpus]:
+def _streamed(run: Run, job: Job, inputs: JobInputs) -> list[StreamedCorpus]:
     """Return the streamed corpora of a job, its validation sets included."""
     place = StreamPlace(run.streams_path, job.train.seed)
     sets = (
         open_validation_set(job.data, one, job.model.sequence, streams=place)
         for one in job.data.validation_sets
     )
-    return [corpus for opened in (corpora, *sets) for corpus in opened.streamed]
+    return [corpus for opened in (*inputs.phases, *sets) for corpus in opened.streamed]
 
 
-def note_corpus(run: Run, corpora: Corpora) -> list[JobChange]:
+def note_corpus(run: Run, inputs: JobInputs) -> list[JobChange]:
     """Add the ``corpus`` event of a start, and return what has changed in files of the same name.
 
     Another length means another order of samples; other content means other samples.
     """
     events = run.read_events()
     last = next((event for event in reversed(events) if event.get("event") == "corpus"), None)
-    now = {"fingerprint": corpora.fingerprint, "tokens": corpora.num_tokens, "content": corpora.content}
-    unchecked = {"unchecked": corpora.unchecked} if corpora.unchecked else {}
+    corpora = inputs.first
+    now = {"fingerprint": corpora.fingerprint, "tokens": corpora.num_tokens, "content": inputs.content}
+    unchecked = {"unchecked": inputs.unchecked} if inputs.unchecked else {}
     run.append_event("corpus", **now, **unchecked, **_packing(corpora), **_streaming(corpora))
     since = events[events.index(last) :] if last is not None else []
-    named = any(str(event.get("key", "")).startswith("data.") for event in since)
+    named = any(str(event.get("key", "")).startswith(("data.", "phases")) for event in since)
     changed = next(
         (key for key in ("tokens", "content") if last and last.get(key) not in (None, now[key])), ""
     )

@@ -74,6 +74,10 @@ class SpikePolicy:
         self._spikes = SpikeDetector()
         self._in_a_row = 0
 
+    def forget(self) -> None:
+        """Begin a new history, because another phase of the job has other losses."""
+        self._spikes = SpikeDetector()
+
     def refuses(self, loss: float, grad_norm: float) -> bool:
         """Return whether the engine must skip the update of a step with this loss and norm."""
         if self._policy == "report" or self._in_a_row >= _MOST_SKIPPED:

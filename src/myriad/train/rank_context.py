@@ -77,8 +77,9 @@ class RankContext:
     """Whether the rank is the calling process, which goes on after it."""
     stop: StopSignal
     progress: ProgressRow
-    content: str
-    """`myriad.data.corpus.Corpora.content` of the corpora that the rank opened; empty without corpora."""
+    contents: list[str]
+    """`myriad.data.corpus.Corpora.content` of the corpora that the rank opened, for each phase; empty without
+    corpora."""
     tokenizer: Tokenizer | None
     """The tokenizer of the corpora, if they have one; without corpora, the run's."""
     device: torch.device
@@ -109,10 +110,12 @@ def open_rank(
         at_close.callback(stop.restore)
     progress = own_row()
     attempt = int(os.environ.get("MYRIAD_EPOCH", "0"))
+    contents: list[str] = []
+    tokenizer: Tokenizer | None
     if reads_corpora:
-        content, tokenizer = _open_inputs(run, job, place, compared=bool(attempt or in_process))
+        contents, tokenizer = _open_inputs(run, job, place, compared=bool(attempt or in_process))
     else:
-        content, tokenizer = "", Tokenizer.load(run.path)
+        tokenizer = Tokenizer.load(run.path)
     device = _open_device(job, place, at_close, in_process=in_process)
     dtype = resolve_precision(job.train.precision, device, skips_steps=not job.overlap.updates_early)
     job, groups, kernels = _agree_on_numbers(job, device, dtype, at_close)
@@ -131,7 +134,7 @@ def open_rank(
         in_process,
         stop,
         progress,
-        content,
+        contents,
         tokenizer,
         device,
         dtype,
@@ -150,25 +153,25 @@ def _attempt_job(job: Job) -> Job:
 
 def _open_inputs(
     run: Run, job: Job, place: RankEnvironment, *, compared: bool
-) -> tuple[str, Tokenizer | None]:
-    """Check the inputs that the job reads, and return `Corpora.content` and the tokenizer.
+) -> tuple[list[str], Tokenizer | None]:
+    """Check the inputs that the job reads, and return `Corpora.content` of each phase and the tokenizer.
 
     ``compared``: `myriad train` has already compared the tokenizer with the run's. If another launcher
     (torchrun) started the ranks, the ranks compare it here.
     """
-    corpora = open_inputs(job, _LOG.info, run)
+    inputs = open_inputs(job, _LOG.info, run)
     if compared:
         if place.local_rank == 0:
-            refuse_replaced_corpus(run, job, corpora.content)
-        return corpora.content, corpora.tokenizer
-    refuse_other_tokenizer(run, job, corpora)
+            refuse_replaced_corpus(run, job, inputs.content)
+        return inputs.contents, inputs.first.tokenizer
+    refuse_other_tokenizer(run, job, inputs)
     if place.rank == 0:
-        check_streams(run, job, corpora)
-        keep_tokenizer(run, corpora)
-        keep_streams(run, job, corpora)
-        for change in note_corpus(run, corpora):
+        check_streams(run, job, inputs)
+        keep_tokenizer(run, inputs)
+        keep_streams(run, job, inputs)
+        for change in note_corpus(run, inputs):
             _LOG.warning("changed: %s", change)
-    return corpora.content, corpora.tokenizer
+    return inputs.contents, inputs.first.tokenizer
 
 
 def _open_device(

@@ -19,12 +19,13 @@ from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.data.sampler import DataPosition
 from myriad.errors import BadInputError
 from myriad.job import Job
+from myriad.job.job_steps import JobSteps
 from myriad.parallel.engine import Engine
 from myriad.run import Run
 from myriad.train.checkpoint_tools.initial_weights import fill_initial, refuse_other_run
 from myriad.train.rank_context import RankContext
 
-__all__ = ["StartState", "resume"]
+__all__ = ["StartState", "data_position", "resume"]
 
 _NEWEST = "MYRIAD_NEWEST_STEP"
 """Environment variable with which the driver excludes later states."""
@@ -59,7 +60,7 @@ def resume(
     if state is not None:
         position = _restore(run, job, engine, state)
     else:
-        position = DataPosition(job.train.global_batch)
+        position = JobSteps(job).position
         if begun := fill_initial(run, job, engine):
             append_event("weights", **begun)
         else:
@@ -76,7 +77,23 @@ def _restore(run: Run, job: Job, engine: Engine, state: LoadedState) -> DataPosi
     engine.loaded()
     if not state.has_optional:  # optimizer.ema_decay was turned on since
         engine.restart_average()
-    return DataPosition.resumed(job.train.global_batch, state.step, state.progress["data"]["samples"])
+    return data_position(job, state.step, state.progress["data"]["samples"])
+
+
+def data_position(job: Job, step: int, samples: int) -> DataPosition:
+    """Return the position after a state of ``step`` steps, which had taken ``samples`` samples. Raises
+    `BadInputError` for a job whose phases or batch ramp do not lead to so many."""
+    steps = JobSteps(job)
+    planned = steps.position.samples_before(step)
+    if planned != samples and (job.phases or job.train.batch_ramp.start is not None):
+        key = "phases" if job.phases else "train.batch_ramp.start"
+        value = len(job.phases) or job.train.batch_ramp.start
+        allowed = (
+            f"with these, {step} steps take {planned} samples, and this run took {samples}: phases and ramps "
+            "must give the steps that are done the batches that they had"
+        )
+        raise BadInputError(key, value, allowed)
+    return steps.position.resumed(step, samples)
 
 
 def _report_unused(

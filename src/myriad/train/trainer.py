@@ -26,7 +26,7 @@ from myriad.data.loader_process import LoaderThread
 from myriad.data.windows import BatchWords
 from myriad.errors import MyriadError, RunFailedError
 from myriad.job import dump_toml
-from myriad.optim.schedule import learning_rate
+from myriad.job.job_steps import JobSteps
 from myriad.parallel.cuda_graphs import CudaGraphs
 from myriad.parallel.optimizer_step import StepResult
 from myriad.parallel.runtime import Batch
@@ -34,7 +34,7 @@ from myriad.program.device_needs import posts_early
 from myriad.run import Run
 from myriad.telemetry.progress.progress_page import IN_MEMORY_ONLY, TURNED_CODE
 from myriad.train.checkpoint_tools.text_sampler import continue_text
-from myriad.train.data_loader import Validation, open_feed, rank_rows, to_batch, validation_guard
+from myriad.train.data_loader import open_feed, rank_rows, to_batch, validation_guard
 from myriad.train.device_setup import describe_precision
 from myriad.train.engine_setup import build_engine
 from myriad.train.inputs import (
@@ -43,12 +43,12 @@ from myriad.train.inputs import (
 )
 from myriad.train.loss_spikes import SpikePolicy
 from myriad.train.metrics import PeakFlopsTracker, StepMeter, StepWork
+from myriad.train.phase_changes import PhaseChanges
 from myriad.train.rank_context import open_rank
 from myriad.train.rank_profiler import Tracer
 from myriad.train.replica_digests import DigestPublisher
 from myriad.train.resume import resume
 from myriad.train.step_signals import GarbageSchedule, SaveClock
-from myriad.train.task_evaluation import TaskEvaluation, event_fields
 from myriad.train.training_checks import TrainingChecks
 
 __all__ = ["Trainer"]
@@ -90,17 +90,12 @@ class Trainer:
         self.session = self._open_session()
         bad_blocks = self.session.agree(bad_blocks_of(run, job) if self.is_first else (), BadBlocks)
         start = LoaderThread if self._in_process else None
-        grid = self.groups.grid
-        self.feed: LoaderClient = open_feed(run, job, grid, self.place, rank.content, bad_blocks, start)
+        steps = JobSteps(job)
+        self.feed: LoaderClient = open_feed(run, steps, self.place, rank.contents, bad_blocks, start)
         self._at_close.callback(self.feed.close)
         guard = validation_guard(run, job, self.place, bad_blocks)
-        grid, device, streams = self.groups.grid, self.device, run.streams_path
-        self.validation = Validation(job, grid, device, guard, streams=streams)
-        self.validation_sets = {
-            one.name: Validation(job, grid, device, guard, one, streams) for one in job.data.validation_sets
-        }
-        self.tasks = TaskEvaluation(job, self.groups.grid, self.device, rank.tokenizer)
         self.engine = build_engine(rank, self._event)
+        self.phases = PhaseChanges(rank, self.engine, guard, self._event)
         self.verifier = DigestPublisher(self.engine, job, self.progress)
         self.checks = TrainingChecks(job, self.groups, self.device, self.progress, self.recorder, self._event)
         self.engine.fill_waits(self.checks if self.checks.uses_bubbles else None)
@@ -111,6 +106,8 @@ class Trainer:
         begins = resume(rank, self.engine, self.session, self._event)
         self.step, self.position, self.resumed = begins.step, begins.position, begins.state
         self.feed.begin(self.step, self.position)
+        self.spikes = SpikePolicy(job, self._event)
+        self._enter_phase()
         self._prepare_computes()
         self.engine.before_update = self._before_update
         self._under_way = self.step + 1
@@ -119,7 +116,6 @@ class Trainer:
         self._skipped_steps = {int(step) for step in os.environ.get("MYRIAD_SKIP_STEPS", "").split()}
         """Steps whose batches the driver excludes: they give non-finite numbers wherever they are
         computed, or they caused a loss spike."""
-        self.spikes = SpikePolicy(job, self._event)
 
     def _open_session(self) -> CheckpointSession:
         run, job = self.run_folder, self.job
@@ -143,6 +139,12 @@ class Trainer:
             self.device, self.rank.dtype, self.place.local_world, writes=self.is_first
         )
         return StepMeter(self._peak_flops(), self.device, job.model)
+
+    def _enter_phase(self) -> None:
+        """Change to the values that the job has at the next step."""
+        if self.phases.enter(self.step):
+            self.meter = replace(self.meter, model=self.phases.now.model)
+            self.spikes.forget()
 
     def _prepare_computes(self) -> None:
         """On a GPU, load the kernels before messages wait for the device, and capture compute actions as
@@ -240,11 +242,12 @@ class Trainer:
 
         With ``comm.sync_every`` > 1, ranks stop only at a step where replicas hold the same state.
         """
+        self._enter_phase()
         self._under_way = self.step + 1
         self.progress.step(self._under_way)
         self.recorder.step(self._under_way)
         started, waited = time.perf_counter(), self.feed.wait_seconds
-        rate = learning_rate(self.job.optimizer, self.step, self.job.train.steps)
+        rate = self.phases.steps.learning_rate(self.step)
         work = self._work_of_step()
         result = self._iterate(rate, work.num_targets)
         self.step += 1
@@ -263,11 +266,16 @@ class Trainer:
             waited = self.feed.wait_seconds - waited
             saved = self.session.waited_seconds - self._waited_for_saves
             self._waited_for_saves += saved
-            tokens = self.position.samples_before(self.step) * self.job.model.sequence
+            tokens = self._tokens_done()
             times = (rate, seconds, waited, saved)
             line = self.meter.line(self.step, tokens, work, result, *times, self.recorder)
             self.run_folder.append_metrics(line)
         return asked and self._agrees
+
+    def _tokens_done(self) -> int:
+        """Return the tokens of all steps done, padding included."""
+        before = self.position.first_sample * self.job.model.sequence  # 0 unless a resume changed the batch
+        return before + self.phases.steps.tokens_before(self.step)
 
     def _report_overflow(self, result: StepResult) -> None:
         assert self.engine.loss_scaler is not None, "nothing else overflows"
@@ -329,11 +337,11 @@ class Trainer:
     def _work_of_step(self) -> StepWork:
         """Return the work of the next step. With packed documents it waits for the step's batch."""
         if self.job.data.documents == "joined":
-            return StepWork.of_windows(self.job)
-        return StepWork.of_documents(BatchWords.read(self.feed.get(self.step)[0]), self.job.model)
+            return StepWork.of_windows(self.phases.now)
+        return StepWork.of_documents(BatchWords.read(self.feed.get(self.step)[0]), self.phases.now.model)
 
     def _load(self) -> Batch:
-        job, grid = self.job, self.groups.grid
+        job, grid = self.phases.now, self.groups.grid
         rows = rank_rows(job, grid.index("dp"))
         own = self.feed.rows(self.step, rows.start, rows.stop)
         return to_batch(job, own, self.position.samples_before(self.step), rows.start, self.device)
@@ -361,50 +369,22 @@ class Trainer:
     def _validate(self) -> bool:
         """Validate, and return False if a rank was asked to stop before the last batch. Nothing is
         recorded in that case."""
-        found: list[tuple[str, dict[str, Any]]] = []
         with self.progress.within("validating"), self.recorder.span("evaluate"):
-            for name, validation in {"": self.validation, **self.validation_sets}.items():
-                began = time.perf_counter()
-                result = self._validate_on(validation)
-                if result is None:
-                    return False
-                if validation.num_batches:
-                    found.append((name, {**result, "seconds": time.perf_counter() - began}))
-        for name, fields in found:
-            if name:
-                self._event("validation_set", step=self.step, name=name, **fields)
-            else:
-                self._event("validation", step=self.step, **fields)
-        return True
-
-    def _validate_on(self, validation: Validation) -> dict[str, float | None] | None:
-        """Return the losses on one set: of the parameters, and of their moving average if the job asks for
-        it. ``None`` if a rank was asked to stop."""
-        loss = validation.loss(self.engine, lambda: self.stop.asked)
-        if loss is None:
-            return None
-        found = {"loss": loss, "bits_per_byte": validation.bits_per_byte(loss)}
-        if not self.job.train.validate_ema:
-            return found
-        self.session.settle()  # a snapshot may still be copied from the parameters
-        with self.engine.averaged():
-            loss = validation.loss(self.engine, lambda: self.stop.asked)
-        if loss is None:
-            return None
-        return found | {"ema_loss": loss, "ema_bits_per_byte": validation.bits_per_byte(loss)}
+            found = self.phases.evaluation.validate(self.engine, lambda: self.stop.asked, self.session.settle)
+        for fields in found or ():
+            self._event(**fields, step=self.step)
+        return found is not None
 
     def _evaluate(self) -> bool:
         """Score the model on the job's tasks, and return False if a rank was asked to stop before the last
         batch. Nothing is recorded in that case."""
-        if self.tasks.is_empty:
+        if self.phases.evaluation.tasks.is_empty:
             return True
-        began = time.perf_counter()
         with self.progress.within("validating"), self.recorder.span("evaluate"):
-            found = self.tasks.scores(self.engine, lambda: self.stop.asked)
-        if found is None:
-            return False
-        self._event("evaluation", step=self.step, **event_fields(found), seconds=time.perf_counter() - began)
-        return True
+            found = self.phases.evaluation.score(self.engine, lambda: self.stop.asked)
+        if found is not None:
+            self._event("evaluation", step=self.step, **found)
+        return found is not None
 
     def _save(self, *, is_last: bool) -> None:
         due, memory_due = self.clock.save_due, self.clock.memory_due
@@ -419,7 +399,7 @@ class Trainer:
         progress: dict[str, Any] = {
             "step": self.step,
             **self.engine.progress(),
-            "data": {"samples": samples, "tokens": samples * self.job.model.sequence},
+            "data": {"samples": samples, "tokens": self._tokens_done()},
         }
         with self.progress.within("saving"):
             self._take(progress, purpose, is_last=is_last)

@@ -80,7 +80,7 @@ def test_any_step_in_any_order_is_the_batch_of_that_step(spec: LoaderSpec) -> No
 def test_a_run_whose_batch_has_changed_continues_with_the_sample_that_follows(spec: LoaderSpec) -> None:
     """Step 1 was reached with batches of 5: nothing that was prepared before it was known may be used."""
     with LoaderClient(spec, first_step=None) as client:
-        client.begin(1, DataPosition.resumed(BATCH, step=1, samples=5))
+        client.begin(1, DataPosition.of(BATCH).resumed(step=1, samples=5))
         for step in (1, 2, 3):
             assert np.array_equal(client.get(step), expected(spec, step, 5 - BATCH)), step
         os.kill(loader_pid(client), signal.SIGKILL)

@@ -65,7 +65,7 @@ def test_an_epoch_predicts_every_token_once_in_any_layout_and_after_any_resume(
     samples, step = 0, 0
     while samples < opened.num_samples:
         for replicas, rows, steps in attempts:
-            position = DataPosition.resumed(replicas * rows, step, samples)
+            position = DataPosition.of(replicas * rows).resumed(step, samples)
             for now in range(step, step + steps):
                 first = position.samples_before(now)
                 for replica in range(replicas):

@@ -109,7 +109,7 @@ def test_no_sample_is_left_out_or_repeated_whatever_batches_and_resumes_there_we
     taken: list[range] = []
     for global_batch, steps, lost in attempts:
         begun = len(states) - 1
-        position = DataPosition.resumed(global_batch, begun, states[-1])
+        position = DataPosition.of(global_batch).resumed(begun, states[-1])
         for step in range(begun, begun + steps):
             taken.append(range(position.samples_before(step), position.samples_before(step) + global_batch))
             states.append(taken[-1].stop)

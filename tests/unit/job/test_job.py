@@ -17,6 +17,7 @@ from myriad.data.config import CorpusShare
 from myriad.errors import BadInputError
 from myriad.job import Job, dump_toml, job_keys, load_job, parse_job
 from myriad.job import typed_job as job_module
+from myriad.job.phase_values import Phase
 
 F16 = "train.precision=float16"
 CLIPS = ["optimizer.name=muon", "optimizer.qk_clip=9"]
@@ -39,6 +40,8 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:
         return configs(annotation)
     if annotation == tuple[CorpusShare, ...]:
         return st.lists(configs(CorpusShare), max_size=3).map(tuple)
+    if annotation == tuple[Phase, ...]:
+        return st.lists(PHASES, max_size=3).map(tuple)
     patterns = [item.pattern for item in field.metadata if hasattr(item, "pattern")]
     if patterns:
         return st.from_regex(patterns[0], fullmatch=True)
@@ -46,6 +49,17 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:
         kind = next(kind for kind in get_args(annotation) if kind is not type(None))
         return st.none() | limited(kind, field).filter(lambda value: value != "off")
     return limited(annotation, field)
+
+
+PHASES = st.builds(
+    Phase,
+    name=st.from_regex("[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True),
+    at_step=st.none() | st.integers(1, 99),
+    data=st.just({"mixture": [{"path": "a", "weight": 2}]}),
+    train=st.fixed_dictionaries({}, optional={"global_batch": st.integers(1, 99)}),
+    optimizer=st.fixed_dictionaries({}, optional={"clip_norm": st.none(), "decay": st.just("linear")}),
+)
+"""Phases with some of the keys, as they are saved: a key that is not set stays as it is."""
 
 
 def limited(kind: Any, field: FieldInfo) -> st.SearchStrategy[Any]:

@@ -268,3 +268,13 @@ def test_corpora_with_and_without_weights(paths: str, mixture: list[tuple[str, f
     found = made.keys.get("data.mixture")
     assert (found and [(one["path"], one["weight"]) for one in found]) == mixture
     assert ("data_path" in made.without) == (mixture is None)
+
+
+def test_a_batch_ramp_is_that_of_megatron() -> None:
+    """10 samples in batches of 2, 12 of 4, 12 of 6, then of 8: the stages begin at 10, 20 and 30 samples."""
+    arguments = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}
+    made = translate_arguments(
+        arguments | {"global_batch_size": 8, "rampup_batch_size": ["2", "2", "30"], "train_samples": 100}
+    )
+    ramp = {key: value for key, value in made.keys.items() if "batch_ramp" in key}
+    assert list(ramp.values()) == [2, 2, 30] and made.keys["train.steps"] == 5 + 3 + 2 + 9

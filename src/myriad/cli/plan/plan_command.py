@@ -264,8 +264,9 @@ def _fewest(question: "PlanProblem", days: float, console: "Console | None") -> 
     from myriad.cli.plan.plan_tables import show_ranking
     from myriad.forecasts.plan_curve import fewest_for_days
     from myriad.forecasts.plan_figures import plan_figures
+    from myriad.forecasts.planned_job import planned_steps
 
-    steps = question.job.train.steps
+    steps = planned_steps(question.job)
     with count_bar("searching") as progress:
         problem, found = fewest_for_days(question, days, progress)
     if console is not None:

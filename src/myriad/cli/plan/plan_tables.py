@@ -31,8 +31,14 @@ _MOST_NODES = 128
 def show_plan(console: "Console", found: ExplainedPlan, files: Sequence[str]) -> None:
     """Print the ranking, the reasons, the order of nodes, and time against memory. ``files``: files that were
     written."""
-    steps = found.job.train.steps
+    from myriad.forecasts.planned_job import planned_phase, planned_steps
+
+    steps, phase = planned_steps(found.job), planned_phase(found.job)
     console.print(found.headline, highlight=False)
+    if steps != found.job.train.steps:
+        batch = f"{phase.train.global_batch} sequences of {phase.model.sequence} tokens"
+        text = f"phases: planned for steps of {batch}; {steps:,} of them take the run's tokens"
+        console.print(text, highlight=False, soft_wrap=True)
     show_ranking(console, found.problem, found.ranking(), steps, title=f"best for {steps:,} steps")
     show_waterfalls(console, found.parts, found.near)
     _show_helps(console, found.best.seconds, [(one.what, one.seconds) for one in found.improvements])

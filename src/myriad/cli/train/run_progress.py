@@ -2,12 +2,18 @@
 
 from collections import deque
 from collections.abc import Collection
+from functools import cached_property
 from statistics import median
+from typing import TYPE_CHECKING
 
 from myriad.run import Run
 from myriad.run.run_lines import EventLines, Peaks, loss_scale_text, step_line
 from myriad.system.jsonl import JsonlTail, Record
 from myriad.units import format_count
+
+if TYPE_CHECKING:
+    from myriad.job import Job
+    from myriad.job.job_steps import JobSteps
 
 __all__ = ["Progress"]
 
@@ -20,7 +26,7 @@ class Progress:
     def __init__(self, run: Run, steps: int, quiet: Collection[str] = ()) -> None:
         """Start to follow the files at their ends, which belong to earlier attempts: create it before the
         ranks start. ``quiet``: events that `poll` does not return."""
-        self._quiet = quiet
+        self._quiet, self._run = quiet, run
         self.steps = steps
         self.step = 0
         self.first_step = 0
@@ -59,9 +65,22 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Remaining seconds at the speed of the last steps."""
+        """Remaining seconds at the speed of the last steps; of their tokens, if the batch changes."""
+        plan, speed = self._changes, self._median("tokens_per_second")
+        if plan is not None and speed:
+            return (plan.tokens_before(self.steps) - plan.tokens_before(self.step)) / speed
         seconds = self._median("step_seconds")
         return None if seconds is None else (self.steps - self.step) * seconds
+
+    @cached_property
+    def _changes(self) -> "JobSteps[Job] | None":
+        """The values of each step, if phases or a ramp change them."""
+        job = self._run.job() if self._run.exists else None
+        if job is None or not (job.phases or job.train.batch_ramp.start):
+            return None
+        from myriad.job.job_steps import JobSteps
+
+        return JobSteps(job)
 
     def figures(self) -> list[str]:
         """Return the known figures as text: loss, bits per byte, tokens/s, MFU, time left, loss scale."""

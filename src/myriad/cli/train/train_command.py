@@ -139,16 +139,16 @@ def train(
     overrides = OverrideCommand.of(context)
     start_checks.check_storage(folder, resolved, changes, overrides, partial(_print_note, console))
     show_stage = (lambda stage: console.print(f"{stage} ...")) if console else (lambda stage: None)
-    corpora = open_inputs(resolved, show_stage, folder)
-    check_streams(folder, resolved, corpora)
-    refuse_no_documents(corpora)
+    inputs = open_inputs(resolved, show_stage, folder)
+    check_streams(folder, resolved, inputs)
+    refuse_no_documents(inputs)
     if console:
-        for name in corpora.unchecked:
+        for name in inputs.unchecked:
             text = (
                 f"{name} has no block hashes: tokens are read unchecked (myriad data hash {name} adds them)"
             )
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-    refuse_other_tokenizer(folder, resolved, corpora)
+    refuse_other_tokenizer(folder, resolved, inputs)
     if resolved.train.init_from is not None:
         from myriad.train.checkpoint_tools.initial_weights import check_initial
 
@@ -165,9 +165,9 @@ def train(
         folder.create_or_resume(resolved)
         if resolved.checkpoint.restart_from_scratch or not in_allocation():  # A batch job asked earlier.
             folder.allow_restart(allowed=resolved.checkpoint.restart_from_scratch)
-        keep_tokenizer(folder, corpora)
-        keep_streams(folder, resolved, corpora)
-        _show_changes(console, [*changes, *note_corpus(folder, corpora)], step)
+        keep_tokenizer(folder, inputs)
+        keep_streams(folder, resolved, inputs)
+        _show_changes(console, [*changes, *note_corpus(folder, inputs)], step)
         try:
             train = _train_here if in_process else _launch
             ended = train(folder, resolved, console)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from myriad.cli.train.run_progress import Progress
 from myriad.launchers.launcher import Observer
-from myriad.reports.charts.loss_chart import loss_series, loss_svg, smooth, terminal_plot
+from myriad.reports.charts.loss_chart import loss_series, loss_svg, phase_marks, smooth, terminal_plot
 from myriad.reports.run_report.run_summary import Summary
 from myriad.run import Run
 from myriad.run.event_text import event_text
@@ -190,6 +190,8 @@ def _event_line(event: Record) -> Text | None:
         return Text(
             text + ("" if average is None else f"; {average:.4f} with the moving average"), style="cyan"
         )
+    if name == "phase":
+        return Text(f"step {step}: phase {event_text(event)}", style="cyan")
     if name == "evaluation":
         return Text(f"step {step}: {event_text(event)}", style="cyan")
     if name == "checkpoint":
@@ -279,9 +281,11 @@ def _start_line(event: Record) -> Text:
 
 def save_plot(run: Run) -> None:
     """Write ``loss.svg`` into the run folder, if the run has at least two losses."""
-    training, validation = loss_series(run.read_metrics(), run.read_events())
+    events = run.read_events()
+    training, validation = loss_series(run.read_metrics(), events)
     if len(training) > 1:
-        write_whole(run.plot_path, loss_svg(training, validation, f"{run.job().name}: loss"))
+        drawn = loss_svg(training, validation, f"{run.job().name}: loss", marks=phase_marks(events))
+        write_whole(run.plot_path, drawn)
 
 
 def show_summary(console: Console, run: Run, summary: Summary, go_on: str) -> None:

@@ -18,7 +18,6 @@ ranks.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,14 +32,13 @@ from myriad.dashboard.insight.step_spans import StepSpans, programs_seen
 from myriad.dashboard.insight.straggler_report import Straggler, stragglers, suspects
 from myriad.dashboard.insight.what_if import WhatIf, what_if
 from myriad.errors import MyriadError
+from myriad.job import Job
+from myriad.job.job_steps import JobSteps
 from myriad.run import Run
 from myriad.telemetry.span_io.span_records import Records
 from myriad.telemetry.span_io.span_window import Arrow, Window
 from myriad.telemetry.stragglers import median_known
 from myriad.units import format_number
-
-if TYPE_CHECKING:
-    from myriad.job import Job
 
 __all__ = ["SpanAnalysis", "arrows_of", "drift", "launches", "ranks_of"]
 
@@ -100,6 +98,12 @@ class SpanAnalysis:
         return ranks_of(self.job)
 
     @cached_property
+    def _newest_job(self) -> Job:
+        """The job with the values of the last recorded step."""
+        steps = self._spans.records["step"]
+        return JobSteps(self.job).at(max(0, int(steps.max(initial=1)) - 1))
+
+    @cached_property
     def _spans(self) -> Nested:
         known = (self.records["step"] > 0) & (self.records["rank"] < self.ranks.world)
         return nested(self.records if known.all() else self.records[known])
@@ -137,7 +141,7 @@ class SpanAnalysis:
     @cached_property
     def programs(self) -> tuple[ProgramNeeds, ...]:
         """Programs of the ranks; empty if the spans match no program."""
-        job, spans = self.job, self._spans
+        job, spans = self._newest_job, self._spans
         training = spans.records[spans.parent < 0]  # what is inside of others is an evaluation's
         try:
             return programs_seen(
@@ -174,14 +178,14 @@ class SpanAnalysis:
     def _ideal_seconds(self) -> float | None:
         if not self.peak_flops:
             return None
-        job = self.job
+        job = self._newest_job
         return job.model.flops_per_token() * job.model.sequence * job.train.global_batch / self.peak_flops
 
     @cached_property
     def stragglers(self) -> list[Straggler]:
         """Stragglers by phase, most expensive first."""
-        shares = np.array(self.job.shares, dtype=float)
-        work = shares[self.ranks.replica] if len(set(self.job.shares)) > 1 else None
+        shares = np.array(self._newest_job.shares, dtype=float)
+        work = shares[self.ranks.replica] if len(set(shares)) > 1 else None
         return stragglers(self.steady, self.ranks, work)
 
     @property

@@ -22,7 +22,7 @@ const [MOST_TICKS, MOST_DIGITS] = [12, 6];
  * @param {object} props
  * @param {string} props.title @param {number[]} props.at steps, ascending @param {(number | null)[]} props.values
  * @param {(value: number | null | undefined, more?: number) => string} props.show ``more``: digits beyond the usual
- * @param {{at: number, text: string}[]} props.marks
+ * @param {{at: number, text: string, label?: string}[]} props.marks ``label``: shown beside the mark
  * @param {number} props.cursor index of a step; -1: none @param {(index: number) => void} props.onCursor
  * @param {Stretch} props.stretch @param {(stretch: Stretch | null) => void} props.onStretch
  * @param {import("./colours.js").Theme} props.theme
@@ -165,6 +165,10 @@ function drawMarks(context, marks, at, stretch, xOf, height, colour) {
     const x = Math.round(xOf(mark.at)) + 0.5;
     context.moveTo(x, TOP);
     context.lineTo(x, height - BOTTOM);
+    if (mark.label) {
+      Object.assign(context, { textAlign: "left", fillStyle: colour });
+      context.fillText(mark.label, x + 3, height - BOTTOM - 7);
+    }
   }
   context.stroke();
   context.setLineDash([]);

@@ -21,7 +21,7 @@ const CURVES = [
 /** Curves that are shown only if the run has them. */
 const OPTIONAL = new Set(["noise_scale", "max_attention_logit"]);
 /** Events that are marked on the curves, because they often explain a change. */
-const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "skip", "bad_block", "health", "job_changed", "start_over", "held"]);
+const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "skip", "bad_block", "health", "job_changed", "phase", "start_over", "held"]);
 const NEWEST_EVENTS = 200;
 /** Losses whose colours are those of a class of time. */
 const LOSS_CLASSES = { "slower than peak": "compute", "slower ranks": "slow", tensor: "tp", pipeline: "pp", "data parallel": "dp", evaluation: "validating" };
@@ -93,7 +93,8 @@ function marksOf({ step, time, events }) {
   if (!step.length) return [];
   return events.filter((event) => MARKED.has(event.event)).map((event) => {
     const text = `${nameOf(event)}: ${event.text}`;
-    if (event.step > 0) return { at: Math.min(event.step, step.at(-1)), text };
+    const label = event.event === "phase" ? event.text.split(":")[0] : "";
+    if (event.step > 0) return { at: Math.min(event.step, step.at(-1)), text, label };
     const i = event.time === null ? -1 : time.findIndex((at) => at >= event.time);
     return { at: step[i < 0 ? step.length - 1 : i], text };
   });

@@ -20,6 +20,9 @@ from typing import Any
 from myriad.checkpoint.foreign.megatron_args import MODEL_ARGUMENTS, check_numbers, model_of_arguments
 from myriad.checkpoint.foreign.megatron_layers import unused_arguments
 from myriad.errors import BadInputError
+from myriad.job.job_steps import JobSteps
+from myriad.job.job_values import JobValues
+from myriad.job.phase_values import BatchRamp, TrainConfig
 from myriad.job.translation.megatron_table import ALIASES, HANDLED, INSTEAD, KEYS, NEGATIONS, STATE
 from myriad.job.translation.outcome import Translation, plain_text
 
@@ -115,6 +118,7 @@ def translate_arguments(arguments: Mapping[str, Any], *, namespace: bool = False
             made.put(option, key, arguments[option])
     _precision(made, arguments)
     _schedule(made, arguments)
+    _ramp(made, arguments)
     _layout(made, arguments)
     _rest(made, arguments)
     for option, value in arguments.items():
@@ -193,6 +197,39 @@ def _schedule(made: Translation, arguments: Mapping[str, Any]) -> None:
         "learning rate of step k",
         "k + 1 of the schedule, where Megatron-LM takes k: its first step has rate 0",
     )
+
+
+def _ramp(made: Translation, arguments: Mapping[str, Any]) -> None:
+    """Convert ``--rampup-batch-size START INCREMENT SAMPLES``."""
+    option, numbers = "rampup_batch_size", arguments.get("rampup_batch_size")
+    if numbers is None:
+        return
+    whole = isinstance(numbers, list | tuple) and all(str(one).isdecimal() for one in numbers)
+    if not whole or len(numbers) != len(_RAMP_KEYS):
+        raise BadInputError(_KEY, str(numbers)[:60], "rampup_batch_size must be three whole numbers")
+    values = [int(one) for one in numbers]
+    if values[0] >= (arguments.get("global_batch_size") or 0) or not all(values):
+        made.instead(option, "no ramp: it begins with the batch that it ends with")
+        return
+    for key, value in zip(_RAMP_KEYS, values, strict=True):
+        made.put(option, f"train.batch_ramp.{key}", value)
+    shown = ", ".join(f"{key} = {value}" for key, value in zip(_RAMP_KEYS, values, strict=True))
+    made.translated[option] = f"train.batch_ramp: {shown}"
+    samples = arguments.get("train_samples")
+    if arguments.get("train_iters") is None and isinstance(samples, int):
+        made.put("train_samples", "train.steps", _steps_of(samples, arguments["global_batch_size"], values))
+
+
+def _steps_of(samples: int, batch: int, ramp: Sequence[int]) -> int:
+    """Return the number of steps that take so many samples, with a ramp. Raises `BadInputError`."""
+    values = dict(zip(_RAMP_KEYS, ramp, strict=True))
+    train = TrainConfig(steps=samples, global_batch=batch, batch_ramp=BatchRamp(**values))
+    segments = JobSteps(JobValues(train=train)).segments
+    last = next(one for one in reversed(segments) if one.first_sample < samples)
+    return last.first_step - (last.first_sample - samples) // last.global_batch
+
+
+_RAMP_KEYS = ("start", "increment", "until_samples")
 
 
 def _layout(made: Translation, arguments: Mapping[str, Any]) -> None:

@@ -92,7 +92,6 @@ INSTEAD: dict[str, str] = {
     "valid_data_path": "data.validation_batches of held-out text of the corpus",
     "test_data_path": "myriad eval",
     "mock_data": "data.corpus = embedded is real text without files",
-    "rampup_batch_size": "the batch is constant; train.global_batch may change at a resume",
     "weight_decay_incr_style": "weight decay is constant",
     "start_weight_decay": "weight decay is constant",
     "end_weight_decay": "weight decay is constant",

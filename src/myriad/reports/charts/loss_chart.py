@@ -14,6 +14,7 @@ __all__ = [
     "lines_svg",
     "loss_series",
     "loss_svg",
+    "phase_marks",
     "smooth",
     "spark_svg",
     "steps_svg",
@@ -104,14 +105,31 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
     return (low, high) if differs else (low - 0.5, high + 0.5)
 
 
-def loss_svg(training: Series, validation: Series, title: str, average: Series = ()) -> str:
-    """Draw training and validation losses by step. ``average``: validation losses of the parameters' moving
-    average."""
+Marks = Sequence[tuple[float, str]]
+"""Steps with a text, in order of step."""
+
+
+def phase_marks(events: Sequence[Record]) -> Marks:
+    """Return the first step and the name of each phase of the job."""
+    names = {
+        event["step"]: event["name"]
+        for event in events
+        if event.get("event") == "phase" and not {"step", "name"} - event.keys()
+    }
+    return sorted((float(step), str(name)) for step, name in names.items())
+
+
+def loss_svg(
+    training: Series, validation: Series, title: str, average: Series = (), marks: Marks = ()
+) -> str:
+    """Draw training and validation losses by step, with vertical lines at ``marks``. ``average``: validation
+    losses of the parameters' moving average."""
     chart = _Chart(training, validation, average)
     return _chart_document(
         title,
         [
             *chart.axes(),
+            *chart.marks(marks),
             chart.line(training, _FAINT, 1.0, 0.6),
             chart.line(smooth(training), SERIES[0], 2.0, 1.0),
             *chart.points(validation, SERIES[1]),
@@ -217,6 +235,14 @@ class _Chart:
             dot(self._x(step), self._y(loss), 3.5, colour, f"step {step:.0f}: {loss:.4f}")
             for step, loss in points
         ]
+
+    def marks(self, marks: Marks) -> list[str]:
+        """Return a vertical line for each mark, with its text at the top."""
+        out = []
+        for step, name in marks:
+            x = self._x(step)
+            out += [rule((x, self.top), (x, self.bottom)), text(x + 4, self.bottom - 6, name)]
+        return out
 
     def axes(self) -> list[str]:
         """Return grid lines with their values, and the names of the axes."""

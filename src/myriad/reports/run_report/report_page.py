@@ -4,10 +4,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from time import strftime
 
+from myriad.job import Job
+from myriad.job.job_steps import JobSteps
 from myriad.reports.charts.ledger_chart import COLOURS, ledger_bar
 from myriad.reports.charts.loss_chart import (
     loss_series,
     loss_svg,
+    phase_marks,
     spark_svg,
     steps_svg,
     validation_series,
@@ -163,7 +166,8 @@ def _curves(facts: Facts, metrics: Sequence[Record]) -> Iterator[str]:
     drawn = []
     if len(training) > 1:
         average = validation_series(facts.events, "ema_loss")
-        drawn.append(loss_svg(_thinned(training), validation, "loss", average))
+        marks = phase_marks(facts.events)
+        drawn.append(loss_svg(_thinned(training), validation, "loss", average, marks))
     if len(seconds) > 1:
         drawn.append(steps_svg(_thinned(seconds), "time of a step"))
     noise = [(float(line["step"]), line["noise_scale"]) for line in metrics if line.get("noise_scale")]
@@ -256,6 +260,17 @@ def _attempts(facts: Facts) -> Iterator[str]:
         yield f'<div class="card scroll">{html_table(headings, rows, (0, 1, 3, 4, 6))}</div>'
 
 
+def _phase_rows(job: Job) -> list[list[str]]:
+    """Return a row for each change of the batch, the sequence or the phase during the run."""
+    steps, rows = JobSteps(job), []
+    for segment in steps.segments[1:]:
+        first = steps.first_step(segment.phase) == segment.first_step
+        name = steps.phase_name(segment.phase) if segment.phase and first else "batch"
+        values = f"{segment.global_batch} sequences of {segment.sequence} tokens"
+        rows.append([name, f"from step {segment.first_step + 1:,}: {values}"])
+    return rows
+
+
 def _layout(facts: Facts, metrics: Sequence[Record]) -> Iterator[str]:
     job, summary = facts.job, facts.summary
     layout = job.layout
@@ -266,6 +281,7 @@ def _layout(facts: Facts, metrics: Sequence[Record]) -> Iterator[str]:
         ["schedule", f"{layout.schedule_name}, {layout.virtual_stages} virtual stages, zero {layout.zero}"],
         ["batch", f"{job.train.global_batch} sequences of {job.model.sequence} tokens, "
                   f"{job.num_micro_batches} micro-batches of {layout.micro_batch}"],
+        *_phase_rows(job),
         ["model", f"{format_count(job.model.num_parameters())} parameters, {job.model.layers} layers, "
                   f"hidden {job.model.hidden}"],
         ["device", f"{summary.device or '-'}, {summary.precision or '-'}"],
