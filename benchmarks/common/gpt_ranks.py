@@ -19,7 +19,8 @@ import torch
 
 from hosts import Hosts
 from myriad.comm.groups import close_world, open_world
-from myriad.data.corpus import open_corpora, read_batch
+from myriad.data.corpus import read_batch
+from myriad.data.corpus_opening import open_corpora
 from myriad.data.loader import LoaderClient, LoaderSpec
 from myriad.job import Job, load_job
 from myriad.model.gpt import GPT

@@ -23,7 +23,8 @@ import xxhash
 
 from myriad.data.block_hashes import BLOCK_BYTES, hash_prefix
 from myriad.data.config import DataConfig
-from myriad.data.corpus import Corpora, open_corpora, read_batch
+from myriad.data.corpus import Corpora, read_batch
+from myriad.data.corpus_opening import open_corpora
 from myriad.data.indexed import IndexedWriter, token_type
 
 HASHES: dict[str, Callable[[memoryview], object]] = {

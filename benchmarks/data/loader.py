@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from myriad.data.config import DataConfig
-from myriad.data.corpus import open_corpora
+from myriad.data.corpus_opening import open_corpora
 from myriad.data.loader import LoaderClient, LoaderSpec
 
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -30,7 +30,7 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from myriad.data.corpus import open_corpora
+from myriad.data.corpus_opening import open_corpora
 from myriad.data.prepare import PrepareOptions, prepare
 from myriad.data.windows import Packing, pack_documents
 from myriad.job import Job, load_job

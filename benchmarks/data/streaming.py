@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from myriad.data.config import DataConfig
-from myriad.data.corpus import open_corpora, read_batch
+from myriad.data.corpus import read_batch
 from myriad.data.corpus_cache import embedded_documents, prepare_embedded
+from myriad.data.corpus_opening import open_corpora
 from myriad.data.loader import LoaderClient, LoaderSpec
 from myriad.data.prepare import PrepareOptions, prepare
 from myriad.data.streaming.streamed_corpus import StreamedCorpus, StreamPlace

@@ -18,7 +18,8 @@ from myriad.checkpoint.checkpoint_files import load_model
 from myriad.checkpoint.foreign.safetensors_file import Box, SafetensorsFile
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
-from myriad.data.corpus import open_corpora, read_batch
+from myriad.data.corpus import read_batch
+from myriad.data.corpus_opening import open_corpora
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.model.definition import Context

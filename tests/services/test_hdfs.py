@@ -17,7 +17,8 @@ from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.checkpoint.storage.storage_backends import Storage, open_storage
 from myriad.data.bad_blocks import BadBlockError, BlockGuard
 from myriad.data.config import DataConfig
-from myriad.data.corpus import Corpora, open_corpora, read_batch
+from myriad.data.corpus import Corpora, read_batch
+from myriad.data.corpus_opening import open_corpora
 from myriad.data.prepare import PrepareOptions, prepare
 from myriad.errors import BadInputError, RunFailedError
 

@@ -33,7 +33,8 @@ from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
 from myriad.data.bad_blocks import BadBlockError
 from myriad.data.config import DataConfig
-from myriad.data.corpus import open_corpora, read_batch
+from myriad.data.corpus import read_batch
+from myriad.data.corpus_opening import open_corpora
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.run import Run

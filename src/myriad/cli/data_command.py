@@ -230,7 +230,7 @@ def _info(
     json: _Json = False,
 ) -> None:
     """Show the sizes of a corpus and the beginnings of a few documents."""
-    from myriad.data.corpus import open_corpus
+    from myriad.data.corpus_opening import open_corpus
 
     with count_bar("opening the corpus"):  # The embedded corpus is built at its first use.
         opened = open_corpus(corpus, "train", vocabulary)

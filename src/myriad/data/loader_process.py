@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from myriad.data.bad_blocks import BlockGuard, ReportEvent
 from myriad.data.batch_ring import Ring
-from myriad.data.corpus import BatchReader, Corpora, open_corpora
+from myriad.data.corpus import BatchReader, Corpora
+from myriad.data.corpus_opening import open_corpora
 from myriad.data.loader import CHANGED_WHILE_READ, LoaderSpec
 from myriad.data.streaming.streamed_corpus import StreamPlace
 from myriad.errors import BadInputError, MyriadError, RunFailedError

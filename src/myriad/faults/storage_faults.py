@@ -9,8 +9,8 @@ from pathlib import Path
 
 from myriad.data.block_hashes import BLOCK_BYTES
 from myriad.data.config import DataConfig
-from myriad.data.corpus import EMBEDDED
 from myriad.data.corpus_cache import prepare_embedded
+from myriad.data.corpus_opening import EMBEDDED
 from myriad.errors import BadInputError
 
 __all__ = [

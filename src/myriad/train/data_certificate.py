@@ -21,7 +21,8 @@ from pydantic import ValidationError
 
 from myriad.config import set_dotted
 from myriad.data.bad_blocks import BlockGuard
-from myriad.data.corpus import BatchReader, Corpora, open_corpora
+from myriad.data.corpus import BatchReader, Corpora
+from myriad.data.corpus_opening import open_corpora
 from myriad.data.streaming.streamed_corpus import StreamPlace
 from myriad.data.windows import BatchWords, digest_rows
 from myriad.errors import BadInputError, MyriadError

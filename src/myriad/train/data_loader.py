@@ -20,7 +20,8 @@ from myriad.comm.grid import RankGrid
 from myriad.comm.rendezvous.store_secret import STORE_SECRET
 from myriad.data.bad_blocks import BlockGuard
 from myriad.data.config import ValidationSet
-from myriad.data.corpus import BatchReader, open_corpora, open_validation_set
+from myriad.data.corpus import BatchReader
+from myriad.data.corpus_opening import open_corpora, open_validation_set
 from myriad.data.loader import LoaderClient, LoaderSpec, StartLoader
 from myriad.data.streaming.streamed_corpus import StreamPlace
 from myriad.data.windows import BatchWords, PackedRows, digest_rows

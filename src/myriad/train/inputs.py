@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from myriad.data.config import DataConfig
-from myriad.data.corpus import EMBEDDED, Corpora, open_corpora, open_validation_set
+from myriad.data.corpus import Corpora
 from myriad.data.corpus_cache import prepare_embedded
+from myriad.data.corpus_opening import EMBEDDED, open_corpora, open_validation_set
 from myriad.data.loader import CHANGED_WHILE_READ
 from myriad.data.streaming.streamed_corpus import StreamedCorpus, StreamPlace
 from myriad.data.windows import PackedWindows

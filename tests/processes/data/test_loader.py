@@ -15,7 +15,8 @@ import pytest
 from tiny_corpora import make_corpus
 
 from myriad.data.config import CorpusShare, DataConfig
-from myriad.data.corpus import open_corpora, read_batch
+from myriad.data.corpus import read_batch
+from myriad.data.corpus_opening import open_corpora
 from myriad.data.loader import LoaderClient, LoaderSpec
 from myriad.data.sampler import DataPosition
 from myriad.errors import RunFailedError

@@ -12,7 +12,7 @@ import pytest
 from tiny_corpora import lines, options
 
 from myriad.data.block_hashes import verify_corpus
-from myriad.data.corpus import open_corpus
+from myriad.data.corpus_opening import open_corpus
 from myriad.data.prepare import prepare
 from myriad.errors import BadInputError
 

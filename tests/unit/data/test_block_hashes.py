@@ -15,8 +15,9 @@ from tiny_corpora import drop_blocks, flip, make_corpus
 from myriad.data.bad_blocks import BadBlockError, BlockGuard
 from myriad.data.block_hashes import BLOCK_BYTES, BlockHashes, add_block_hashes, hash_prefix
 from myriad.data.config import CorpusShare, DataConfig
-from myriad.data.corpus import Corpora, open_corpora, read_batch
+from myriad.data.corpus import Corpora, read_batch
 from myriad.data.corpus_manifest import read_manifest
+from myriad.data.corpus_opening import open_corpora
 from myriad.data.indexed import IndexedShard, IndexedWriter, token_type
 from myriad.data.sampler import Sampler
 from myriad.data.verified_shard import LocalTokens

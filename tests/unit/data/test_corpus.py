@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tiny_corpora import drop_blocks, make_corpus, options
 
 from myriad.data.config import CorpusShare, DataConfig
-from myriad.data.corpus import BatchReader, Corpus, open_corpora, open_corpus, read_batch
+from myriad.data.corpus import BatchReader, Corpus, read_batch
+from myriad.data.corpus_opening import open_corpora, open_corpus
 from myriad.data.http_input import http_range
 from myriad.data.indexed import IndexedShard, IndexedWriter, parse_header, token_type
 from myriad.data.sampler import DataPosition

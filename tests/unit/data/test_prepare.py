@@ -12,8 +12,8 @@ from tiny_corpora import lines, make_corpus, options
 from myriad.data import prepare as module
 from myriad.data import tokenize_pieces
 from myriad.data.block_hashes import verify_corpus
-from myriad.data.corpus import open_corpus
 from myriad.data.corpus_manifest import Split, read_manifest
+from myriad.data.corpus_opening import open_corpus
 from myriad.data.prepare import prepare
 from myriad.data.records import RecordForm
 from myriad.data.tokenizer import Tokenizer

@@ -12,7 +12,8 @@ import pytest
 from tiny_corpora import make_corpus, options
 
 from myriad.data.config import DataConfig
-from myriad.data.corpus import BatchReader, open_corpora
+from myriad.data.corpus import BatchReader
+from myriad.data.corpus_opening import open_corpora
 from myriad.data.prepare import prepare
 from myriad.data.records import RecordForm, read_template
 from myriad.data.tokenizer import Tokenizer

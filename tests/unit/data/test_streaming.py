@@ -15,7 +15,8 @@ from tiny_corpora import lines
 
 from myriad.data import range_input
 from myriad.data.config import DataConfig
-from myriad.data.corpus import BatchReader, Corpora, open_corpora, open_corpus
+from myriad.data.corpus import BatchReader, Corpora
+from myriad.data.corpus_opening import open_corpora, open_corpus
 from myriad.data.prepare import PrepareOptions, prepare
 from myriad.data.sampler import UNBOUNDED
 from myriad.data.streaming import group_order, group_reader

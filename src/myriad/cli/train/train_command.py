@@ -313,7 +313,7 @@ def _report(
     ``ended``: the driver's report."""
     from myriad.cli.report_command import save_report
     from myriad.cli.train.train_screen import save_plot, show_summary
-    from myriad.data.corpus import EMBEDDED
+    from myriad.data.corpus_opening import EMBEDDED
     from myriad.reports.run_report.run_summary import finished_unwritten, lost_lines_warning, summarize
 
     # A full disk has no room for the picture; the trained state is stored.

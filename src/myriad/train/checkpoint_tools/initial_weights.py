@@ -21,7 +21,7 @@ from myriad.checkpoint.checkpoint_files import Shapes, Weights
 from myriad.checkpoint.foreign.hugging_face import COMPANIONS_FOLDER, HuggingFaceWeights, copy_companions
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.typed_collectives import broadcast_value
-from myriad.data.corpus import open_corpora
+from myriad.data.corpus_opening import open_corpora
 from myriad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from myriad.errors import BadInputError, RunFailedError, plain_value
 from myriad.job import Job, parse_job
