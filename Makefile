@@ -37,7 +37,8 @@ train: $(VENV)/.installed
 # Files in which the pace of a rank or of a link shows which one is slow, or a silence of seconds which node is lost, have
 # the machine to themselves. What drives a browser leaves its loop running, so it runs last.
 # What fails ends it; `pytest` alone runs everything, one after another.
-ALONE := tests/processes/test_slow_rank.py tests/hosts/test_link_alarms.py tests/hosts/test_nodes_on_hosts.py
+ALONE := $(addprefix tests/processes/test_, measure_machine.py slow_rank.py) \
+	$(addprefix tests/hosts/test_, doctor_on_hosts.py link_alarms.py nodes_on_hosts.py)
 test: style services
 	@mkdir -p build; $(BIN)/mypy >build/mypy.txt 2>&1 & types=$$!; \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/unit; \

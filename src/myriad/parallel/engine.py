@@ -164,6 +164,9 @@ class Engine:
         self._plans = {training: self._plan_of(program) for training, program in self.programs.items()}
         self._runtime.transfers.connect(plan.actions for plan in self._plans.values())
         self._model_state = ModelState(self.model, groups, device, trains_alone=self._trains_alone)
+        if draws_initial:
+            # before DiLoCo keeps a copy of the parameters
+            draw_initial(definition, self.model, self.boundary)
         self._diloco = DiLoCo(groups, comm, self._model_state.regions) if self._trains_alone else None
         self._optimizer_step = OptimizerStep(
             self.model,
@@ -189,7 +192,7 @@ class Engine:
         )
         self.optimizer = self._optimizer_step.optimizer
         if draws_initial:
-            self.draw_initial()
+            self.restart_average()
         self._device, self._sample = device, blank_batch(sample, device)
         self.before_update: Callable[[], None] = _do_nothing
         """Called in each iteration just before parameters and optimizer state change."""
