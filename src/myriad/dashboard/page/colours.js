@@ -41,7 +41,7 @@ const COPIES =
 for (const name of PIPELINE.split(" ")) SPAN_COLOURS[name] = "#dd7f52";
 for (const name of DATA.split(" ")) SPAN_COLOURS[name] = "#f2cda9";
 for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#cabdfb";
-for (const name of COPIES.split(" ")) SPAN_COLOURS[name] = "#b7a27c";
+for (const name of COPIES.split(" ")) SPAN_COLOURS[name] = "#6d585c";
 /** Names of spans of a program that trains nothing begin so. */
 export const INSIDE_EVALUATION = "evaluate_";
 const OTHERS = ["#5f8aa6", "#9c7b55", "#6f8f4f", "#a86a8f", "#7580a8"];

@@ -40,7 +40,7 @@ _OTHER = {
     "optimizer": ("#a8b3c1", "step update orthogonalize"),
     "load": ("#e8c547", "load"),
     "host copy": (
-        "#b7a27c",
+        "#6d585c",
         "start_offload await_offload start_fetch await_fetch "
         "start_state_in await_state_in start_state_out await_state_out",
     ),
