@@ -94,7 +94,7 @@ def measure_prepare(folder: Path, tokenizer: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure each way of reading each text, and print a row for it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[8, 32], help="text, in MB")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads of the loader")

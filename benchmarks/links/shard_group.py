@@ -52,7 +52,7 @@ class Setting:
     sent_bytes: float = 0.0
 
     def add(self, timings: list[Timing]) -> None:
-        """Add one round."""
+        """Add the timings of one round: of each step, the slowest rank counts."""
         self.seconds += [max(each) for each in zip(*(one.seconds for one in timings), strict=True)]
         self.losses = timings[0].losses
         self.sent_bytes = max(one.sent_bytes for one in timings)

@@ -104,7 +104,7 @@ START = {
 
 
 def optimizer_settings() -> list[Setting]:
-    """Baseline first."""
+    """Return the settings of ``optimizers``, with the baseline first."""
     return [
         replace(BASELINE, optimizer=optimizer, batch=batch)
         for batch in (BATCH, 4 * BATCH)
@@ -113,7 +113,7 @@ def optimizer_settings() -> list[Setting]:
 
 
 def block_settings() -> list[Setting]:
-    """Baseline first; AdamW at the large batch stands beside LAMB."""
+    """Return the settings of ``blocks``: the baseline first, and AdamW beside LAMB at the large batch."""
     models = [(block, attention) for block in ("serial", "parallel") for attention in ("full", "window")]
     small = [Setting(*model, "adamw", BATCH) for model in models]
     large = [Setting(*model, "lamb", 4 * BATCH) for model in models]

@@ -36,7 +36,7 @@ TEMPLATE = (
     "{% endfor %}"
 )
 MOST_CHARACTERS = 110
-"""Of a head and of a sentence: both fit into a window of the default model."""
+"""Longest head and longest sentence that are used: both fit into a window of the default model."""
 LEAST_CHARACTERS = 15
 CHOICES, TESTS, TEXTS = 4, 1000, 200
 TASKS = ("choice", "sentence", "exact")

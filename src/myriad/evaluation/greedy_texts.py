@@ -38,7 +38,7 @@ class GeneratedText:
     prompt: list[int]
     settings: Generation
     made: list[int] = field(default_factory=list)
-    """Its new tokens."""
+    """Tokens that were generated so far."""
     text: str = ""
 
     def width(self, sequence: int) -> int:

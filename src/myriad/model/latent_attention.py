@@ -59,7 +59,7 @@ class LatentAttention(nn.Module):
         self.later, self.remakes, self.kernels = boundary.later, boundary.remakes, boundary.kernels
         self.scores = Scores(config.score_scale)
         self.largest_scores: torch.Tensor | None = None
-        """As in `myriad.model.self_attention.Attention`."""
+        """Largest score of each head, as `myriad.model.self_attention.Attention` records it."""
         self.num_entering, rows = 3 - self.sizes.num_latents, num_heads * self.sizes.head
         self.q_norm = self.q_up = self.query = None
         if self.sizes.query_rank is None:

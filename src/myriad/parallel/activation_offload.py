@@ -23,7 +23,7 @@ from myriad.program.actions import Kind
 __all__ = ["ActivationOffload"]
 
 _Key = tuple[int, int]
-"""Stage and micro-batch."""
+"""Key of the activations that a stage keeps of a micro-batch: both numbers."""
 
 
 @dataclass

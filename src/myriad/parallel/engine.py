@@ -164,9 +164,6 @@ class Engine:
         self._plans = {training: self._plan_of(program) for training, program in self.programs.items()}
         self._runtime.transfers.connect(plan.actions for plan in self._plans.values())
         self._model_state = ModelState(self.model, groups, device, trains_alone=self._trains_alone)
-        if draws_initial:
-            # before DiLoCo keeps a copy of the parameters
-            draw_initial(definition, self.model, self.boundary)
         self._diloco = DiLoCo(groups, comm, self._model_state.regions) if self._trains_alone else None
         self._optimizer_step = OptimizerStep(
             self.model,
@@ -192,7 +189,7 @@ class Engine:
         )
         self.optimizer = self._optimizer_step.optimizer
         if draws_initial:
-            self.restart_average()
+            self.draw_initial()
         self._device, self._sample = device, blank_batch(sample, device)
         self.before_update: Callable[[], None] = _do_nothing
         """Called in each iteration just before parameters and optimizer state change."""
@@ -448,6 +445,8 @@ class Engine:
         """Set the parameters, or those of these full names, to the values of the definition's seed."""
         draw_initial(self._definition, self.model, self.boundary, names)
         self.restart_average()
+        if self._diloco is not None:
+            self._diloco.restart()
 
     def restart_average(self) -> None:
         """Set the moving average of the parameters, if there is one, to the current parameters: they were set

@@ -32,11 +32,11 @@ class LayerNorms(NamedTuple):
     """L2 norms of each layer, by the layer's name."""
 
     gradient: Mapping[str, float]
-    """Of the gradient before clipping."""
+    """Norms of the gradient before clipping."""
     parameter: Mapping[str, float]
-    """Of the parameters after the update."""
+    """Norms of the parameters after the update."""
     update: Mapping[str, float]
-    """Of the change of the parameters."""
+    """Norms of the change of the parameters."""
 
 
 class StepStatistics:

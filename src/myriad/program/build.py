@@ -113,11 +113,17 @@ def build_program(
     if training and shape.offload_optimizer:
         program = offload_state(program, overlaps=overlap.offload_ahead > 0)
     across = training and shape.reduces_across
-    check(reduce_across(program) if across else program)
-    if num_micro_batches < most:
-        program = shorten(program, num_micro_batches)
-        check(reduce_across(program) if across else program)
-    return reduce_across(program) if across else program
+    whole = _checked(program, across=across)
+    if num_micro_batches == most:
+        return whole
+    return _checked(shorten(program, num_micro_batches), across=across)
+
+
+def _checked(program: Program, *, across: bool) -> Program:
+    """Return the program, with sums across groups of replicas if there are several, once it is proved."""
+    program = reduce_across(program) if across else program
+    check(program)
+    return program
 
 
 def _lowered(shape: Shape, num_micro_batches: int, tied: bool, training: bool, kept: Lowered) -> Program:

@@ -21,8 +21,6 @@ class _Place(Enum):
     COMING = auto()
 
 
-_STARTED = {Copy.OFFLOAD: _Place.LEAVING, Copy.OFFLOAD_STATE: _Place.LEAVING}
-"""Where the data is while a copy is in flight, if not `_Place.COMING`."""
 _OF_STATE = (Copy.OFFLOAD_STATE, Copy.FETCH_STATE)
 
 
@@ -43,8 +41,11 @@ class Copies:
         place = self._place(action, copy)
         if place is None:
             return "copies what the rank does not hold"
-        flying = _STARTED.get(copy, _Place.COMING)
-        begin, end = (_Place.DEVICE, _Place.HOST) if copy.is_to_host else (_Place.HOST, _Place.DEVICE)
+        begin, flying, end = (
+            (_Place.DEVICE, _Place.LEAVING, _Place.HOST)
+            if copy.is_to_host
+            else (_Place.HOST, _Place.COMING, _Place.DEVICE)
+        )
         needed, then = (begin, flying) if does.starts_copy else (flying, end)
         if place is not needed:
             return f"its data is {place.name.lower()}, not {needed.name.lower()}"

@@ -48,7 +48,7 @@ class SourceList(Config):
 
     @property
     def sources(self) -> list[SourceFile]:
-        """The files."""
+        """Files of the corpus, in the order in which they are read."""
         return [SourceFile(*one) for one in self.files]
 
     @property

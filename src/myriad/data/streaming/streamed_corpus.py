@@ -1,6 +1,6 @@
 """A corpus of text that is tokenized as it is read, behind the interface of `myriad.data.corpus.Corpus`.
 
-Its samples have no number within an epoch, because nobody knows how many there are before all text was
+Its samples have no number within an epoch, because their number is unknown before all text was
 tokenized. They are numbered through all epochs, in the order of `myriad.data.streaming.group_order`. Every
 node's loader tokenizes all groups, as its samples are spread over all of them.
 """
@@ -168,7 +168,7 @@ class StreamedCorpus:
             self._readers[-1].expect(min(samples), max(samples))
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads that read and tokenize."""
         for reader in self._readers:
             reader.close()
 

@@ -48,7 +48,7 @@ _INSTEAD: dict[str, str] = {
     "zero_optimization.elastic_checkpoint": "checkpoints are independent of the layout",
     "zero_optimization.load_from_fp32_weights": "checkpoints hold float32",
     "zero_optimization.offload_optimizer": "layout.offload_optimizer keeps the moments in host memory",
-    "zero_optimization.offload_param": "parameters stays on the device; layout.zero spreads it",
+    "zero_optimization.offload_param": "parameters stay on the device; layout.zero spreads it",
     "zero_optimization.cpu_offload": "layout.offload_optimizer keeps the moments in host memory",
     "zero_optimization.zero_hpz_partition_size": "comm.hierarchy gathers within nodes first",
     "zero_optimization.zero_quantized_weights": "comm.compress_parameters",

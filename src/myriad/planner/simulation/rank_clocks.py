@@ -121,7 +121,7 @@ class RankClocks(ABC):
         num_shards: int | None = None,
     ) -> None:
         """Set all clocks to zero. ``programs``: one program for each of the replicas. ``num_shards``:
-        replicas of a group, if all replicas are simulated and groups are told apart; ``None``: every
+        replicas of a group, if all replicas are simulated in groups; ``None``: every
         collective is among all replicas."""
         self.num_shards = num_shards
         self.program = max(programs, key=lambda program: program.num_micro_batches)
