@@ -1,8 +1,12 @@
 """If these fail, activations or optimizer state that were in host memory come back as other values, are not
-freed on the device, or take more host memory than the plan says."""
+freed on the device, or take more memory than the plan says."""
 
+import importlib.util
 import os
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +22,19 @@ from myriad.planner.workload import Workload
 from myriad.program.actions import Kind
 from myriad.program.config import OverlapConfig
 
+
+def load_benchmark() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "memory" / "offload.py"
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location("offload_benchmark", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["offload_benchmark"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.path.remove(str(path.parent))
+    return module
+
+
+BENCHMARK: Any = load_benchmark()
 OFFLOADS: dict[str, Any] = {"offload_activations": 1.0, "offload_optimizer": True}
 STEPS = 3
 
@@ -106,3 +123,19 @@ def test_what_was_in_host_memory_comes_back_to_the_bit_and_takes_the_planned_byt
         assert offloaded.left_on_device == 0 and offloaded.host_bytes > 0
         most[offloaded.place] = max(most[offloaded.place], offloaded.host_bytes)
     assert most == [memory.host for memory in planned]
+
+
+def measured_bytes(layout: Layout) -> tuple[int, int]:
+    device, host, _ = BENCHMARK.measure(layout, 1)
+    close_world()
+    return device, host
+
+
+def test_the_device_holds_the_planned_bytes_at_its_peak() -> None:
+    """To half a MiB: the forward of the largest layer has ten times as many temporary bytes."""
+    layout = Layout(offload_activations=1.0)
+    ((device, host),) = run_ranks(1, measured_bytes, layout)
+    workload = Workload(BENCHMARK.MODEL, layout, 2, overlap=BENCHMARK.OVERLAP, value_bytes=4)
+    (planned,) = memory_of_ranks(workload, on_cpu=True)
+    assert host == planned.host
+    assert device == pytest.approx(float(planned.total) - float(planned.margin), abs=2**19)

@@ -519,9 +519,9 @@ class _MemoryWalk:
             return self.matrices[action.stage].workspace, 0.0
         if action.kind is Kind.STEP:
             return max(one.alone for one in self.matrices.values()), 0.0
-        if self.captured is not None:
-            return 0.0, 0.0
         does = SEMANTICS[action.kind]
+        if self.captured is not None or not does.computes:
+            return 0.0, 0.0
         if Resource.ACTIVATIONS in does.allocates:
             return self._held(action).in_forward
         if Resource.ACTIVATIONS not in does.frees:
