@@ -5,6 +5,7 @@ The ranks here are small scripts that keep the contract of ``python -m myriad.tr
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,10 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
+from same_run import train_undisturbed
+from typer.testing import CliRunner
 from watching import is_alive, wait_until
 
+from myriad.cli.main import build_app
 from myriad.errors import BadInputError, RunFailedError
-from myriad.job import Job, ResilienceConfig
+from myriad.job import Job, ResilienceConfig, load_job
 from myriad.launchers.local import check_cores, run_local
 from myriad.run import Run
 from myriad.system.machine import num_cores
@@ -79,38 +83,55 @@ def start_launcher(run: Run, command: list[str], world: int = 2) -> "subprocess.
     )
 
 
-def test_each_rank_gets_the_environment_that_torchrun_gives(tmp_path):
+def test_each_rank_gets_the_environment_that_torchrun_gives_and_attempts_keep_their_own_logs(tmp_path):
+    """A screen that fails does not stop the first of them."""
+
+    class Broken:
+        def tick(self) -> None:
+            raise BrokenPipeError
+
+        def stopping(self) -> None: ...
+
     run = make_run(tmp_path)
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
-    command = worker(tmp_path, f"print([os.environ[name] for name in {names!r}.split()])")
-    assert run_local(run, 3, command=command) == "finished"
+    command = worker(tmp_path, f"print([os.environ[name] for name in {names!r}.split()])\ntime.sleep(0.3)")
+    assert run_local(run, 3, command=command, observer=Broken()) == "finished"
     lines = [eval(run.log_path(rank, 1).read_text()) for rank in range(3)]
     assert [line[:5] for line in lines] == [[str(r), "3", str(r), "3", "127.0.0.1"] for r in range(3)]
     assert len({line[5] for line in lines}) == 1
     assert int(lines[0][6]) == max(1, num_cores() // 3)
+    assert run_local(run, 1, command=command) == "finished"
+    (first, again) = (eval(run.log_path(0, attempt).read_text()) for attempt in (1, 2))
+    assert first == lines[0] and again[:2] == ["0", "1"]
 
 
-def test_a_dying_rank_is_named_with_its_traceback_and_the_others_are_gone(tmp_path):
-    run = make_run(tmp_path)
-    body = "everyone()\nif rank == 1: raise ValueError('the moon is full')\ntime.sleep(60)"
+_ERRS = """
+import subprocess
+if rank == 2:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen(["sleep", "60"])
+    (run.path / "pid-child").write_text(str(child.pid))
+everyone()
+if rank == 0: raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:123")
+while rank == 1 and not (run.path / "pid-child").exists(): time.sleep(0.02)
+if rank == 1: time.sleep(0.4); raise ValueError("the moon is full")
+time.sleep(60)
+"""
+
+
+def test_an_error_of_the_program_is_named_and_ends_the_run_when_it_comes_again(tmp_path):
+    """With its traceback: not the rank that lost its connection first. Ranks that ignore SIGTERM and their
+    children are gone."""
+    run = make_run(tmp_path, restarts=3)
     with pytest.raises(RunFailedError) as caught:
-        run_local(run, 3, command=worker(tmp_path, body))
+        run_local(run, 3, command=worker(tmp_path, _ERRS))
     message = str(caught.value)
-    assert "rank 1 " in message and "Traceback" in message and "ValueError: the moon is full" in message
-    assert str(run.log_path(1, 1)) in message
+    assert re.match(r"(?s)rank 1 ended with exit code 1 .*Traceback.*ValueError: the moon is full", message)
+    assert str(run.log_path(1, 2)) in message
+    assert [event["event"] for event in run.read_events()] == ["fault", "restart", "fault", "failed"]
+    assert run.log_path(1, 2).exists() and not run.log_path(1, 3).exists()
+    assert len(rank_pids(run)) == 4
     assert_none_left(run)
-
-
-def test_the_rank_that_erred_is_named_not_the_one_that_lost_its_connection_first(tmp_path):
-    run = make_run(tmp_path)
-    body = """
-        everyone()
-        if rank == 0: raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:123")
-        if rank == 1: time.sleep(0.4); raise KeyError("the real one")
-        time.sleep(60)
-    """
-    with pytest.raises(RunFailedError, match=r"(?s)rank 1 .*the real one"):
-        run_local(run, 3, command=worker(tmp_path, body))
 
 
 def test_an_expected_error_of_a_rank_stays_one_line(tmp_path):
@@ -120,32 +141,6 @@ def test_an_expected_error_of_a_rank_stays_one_line(tmp_path):
         RunFailedError, match=r"^rank 0: loss = nan: step 3, first in layers\.0\.norm [^\n]*$"
     ):
         run_local(run, 1, command=worker(tmp_path, body))
-
-
-def test_a_killed_rank_is_reported_as_killed(tmp_path):
-    run = make_run(tmp_path)
-    body = "everyone()\nif rank == 0: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
-    with pytest.raises(RunFailedError, match="rank 0 was killed by SIGKILL"):
-        run_local(run, 2, command=worker(tmp_path, body))
-    assert_none_left(run)
-
-
-def test_ranks_that_ignore_sigterm_and_their_children_are_gone_after_a_failure(tmp_path):
-    run = make_run(tmp_path)
-    body = """
-        import subprocess
-        if rank == 0:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            child = subprocess.Popen(["sleep", "60"])
-            (run.path / "pid-child").write_text(str(child.pid))
-        everyone()
-        if rank == 1: sys.exit(3)
-        time.sleep(60)
-    """
-    with pytest.raises(RunFailedError, match="rank 1 ended with exit code 3"):
-        run_local(run, 2, command=worker(tmp_path, body))
-    assert len(rank_pids(run)) == 3
-    assert_none_left(run)
 
 
 def test_a_launcher_killed_with_sigkill_leaves_no_rank(tmp_path):
@@ -196,16 +191,6 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path):
     assert_none_left(run)
 
 
-def test_an_error_of_the_program_ends_the_run_when_it_comes_again_and_its_traceback_is_shown(tmp_path):
-    run = make_run(tmp_path, restarts=3)
-    body = "everyone()\nif rank == 1: raise ValueError('the moon is full')\ntime.sleep(60)"
-    with pytest.raises(RunFailedError, match=r"(?s)rank 1 ended with exit code 1 .*ValueError: the moon is"):
-        run_local(run, 2, command=worker(tmp_path, body))
-    assert [event["event"] for event in run.read_events()] == ["fault", "restart", "fault", "failed"]
-    assert run.log_path(1, 2).exists() and not run.log_path(1, 3).exists()
-    assert_none_left(run)
-
-
 _HANGS = """
 from myriad.telemetry.progress.progress_page import own_row
 from myriad.telemetry.spans import Recorder
@@ -239,33 +224,16 @@ time.sleep(60)
 """
 
 
-def test_ctrl_c_while_the_ranks_begin_again_stops_the_run(tmp_path):
+def test_a_killed_rank_is_reported_as_killed_and_ctrl_c_while_ranks_begin_again_stops_the_run(tmp_path):
     run = make_run(tmp_path, restarts=3)
     launcher = start_launcher(run, worker(tmp_path, _DIES_ONCE))
     wait_until(lambda: any(event["event"] == "fault" for event in run.read_events()))
     launcher.send_signal(signal.SIGINT)
     output, _ = launcher.communicate(timeout=60)
     assert output.split() == ["saving", "interrupted"]
+    (fault,) = (event for event in run.read_events() if event["event"] == "fault")
+    assert fault["problem"].startswith("rank 0 was killed by SIGKILL")
     assert_none_left(run)
-
-
-def test_a_screen_that_fails_does_not_stop_the_run(tmp_path):
-    class Broken:
-        def tick(self) -> None:
-            raise BrokenPipeError
-
-        def stopping(self) -> None: ...
-
-    run = make_run(tmp_path)
-    assert run_local(run, 1, command=worker(tmp_path, "time.sleep(0.3)"), observer=Broken()) == "finished"
-
-
-def test_attempts_keep_their_own_logs(tmp_path):
-    run = make_run(tmp_path)
-    command = worker(tmp_path, "print('hello')")
-    run_local(run, 1, command=command)
-    run_local(run, 1, command=command)
-    assert [run.log_path(0, attempt).read_text() for attempt in (1, 2)] == ["hello\n", "hello\n"]
 
 
 def test_more_ranks_than_cores_are_refused_unless_asked_for():
@@ -275,37 +243,45 @@ def test_more_ranks_than_cores_are_refused_unless_asked_for():
     check_cores(num_cores())
 
 
-def myriad(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def started(*arguments: str) -> str:
+    """What a command of its own process has printed."""
     command = [sys.executable, "-m", "myriad.cli.main", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
 
 
-def test_a_plan_is_trained_as_it_is_resumed_in_another_layout_and_generates_text(tmp_path):
+def told(*arguments: str) -> str:
+    """What a command that starts no ranks has printed."""
+    done = CliRunner().invoke(build_app(), arguments)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_plan_is_trained_as_it_is_resumed_in_another_layout_and_generates_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     steps = ["--train.steps", "6", "--optimizer.warmup_steps", "1", "--optimizer.decay", "constant"]
     where = ["--cluster", "laptop", "--gpus", "2", "--out", "plan.toml"]
-    planned = myriad(tmp_path, "plan", "tiny", *where, *steps, "--train.threads", "1")
-    assert planned.returncode == 0, planned.stderr
-    run = ["--run", "runs/tiny", "--oversubscribe", "--json"]
-    first = myriad(tmp_path, "train", "plan.toml", *run)
-    assert first.returncode == 0, first.stderr
-    before = json.loads(first.stdout)
+    told("plan", "tiny", *where, *steps, "--train.threads", "1")
+    before = json.loads(started("train", "plan.toml", "--run", "runs/tiny", "--oversubscribe", "--json"))
     assert (before["state"], before["steps"], before["world"], before["lossy"]) == ("finished", 6, 2, [])
     layout = ["--layout.pp", "1", "--layout.dp", "1", "--layout.tp", "1"]
-    second = myriad(tmp_path, "train", "runs/tiny", "--train.steps", "10", *layout, "--json")
-    assert second.returncode == 0, second.stderr
-    after = json.loads(second.stdout)
+    shown = started("train", "runs/tiny", "--train.steps", "10", *layout)
+    assert "10 of 10" in shown and "checkpoint saved" in shown
+    after = json.loads(told("train", "runs/tiny", "--json"))
     assert (after["state"], after["steps"], after["world"]) == ("finished", 10, 1)
     assert after["loss"] < before["loss"]
-    spoken = myriad(tmp_path, "sample", "tiny", "--prompt", "import ", "--tokens", "8")
-    assert spoken.returncode == 0, spoken.stderr
-    assert spoken.stdout.startswith("import ") and len(spoken.stdout) > len("import \n")
+    spoken = told("sample", "tiny", "--prompt", "import ", "--tokens", "8")
+    assert spoken.startswith("import ") and len(spoken) > len("import \n")
 
 
 def test_a_lossy_run_reports_it(tmp_path):
-    keys = ["--train.steps", "4", "--train.threads", "1", "--oversubscribe", "--layout.dp", "2"]
-    done = myriad(tmp_path, "train", "tiny", *keys, "--comm.sync_every", "2")
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert "4 of 4" in done.stdout and "checkpoint saved" in done.stdout
+    run = Run(tmp_path / "run")
+    run.create_or_resume(
+        load_job("tiny", ["train.steps=4", "train.threads=1", "layout.dp=2", "comm.sync_every=2"])
+    )
+    shown = told("train", str(train_undisturbed(run).path), "--oversubscribe")
+    assert "4 of 4" in shown
     assert "replicas synchronize every 2 steps: not the result of one process" in " ".join(
-        done.stdout.replace("│", "").split()
+        shown.replace("│", "").split()
     )
