@@ -6,6 +6,7 @@ the port.
 
 import ast
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -96,17 +97,26 @@ def test_watching(tmp_path: Path, corpus: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
 
 
+WITHOUT_PROBES = """
+import functools
+from myriad.doctor import examine
+examine.diagnose = functools.partial(examine.diagnose, probes=())
+"""
+
+
 def test_examining_two_nodes(tmp_path: Path) -> None:
-    """The command is the first node, where the others meet; the other node is this process."""
+    """The command is the first node, where the others meet; the other node is this process. What a node opens
+    to test itself is seen in `test_doctor_command`."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_PROBES)
     secret = tmp_path / "secret"
     secret.write_text("a secret of many letters")
     nodes = [PairHost("127.0.0.1", free_port()) for _ in range(2)]
     cluster = ",".join(map(str, nodes))
     words = ("doctor", "--json", "--cluster", cluster, "--secret-file", secret, "--folder", tmp_path)
     with Watch() as watch:
-        first = subprocess.Popen(
-            command(*words, "--node", nodes[0]), env=watch.environment, stdout=subprocess.DEVNULL
-        )
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        around = watch.environment | {"PYTHONPATH": path}
+        first = subprocess.Popen(command(*words, "--node", nodes[0]), env=around, stdout=subprocess.DEVNULL)
         found = pairwise(nodes, 1, secret.read_bytes(), seconds=0.2, wait_seconds=200)
         first.wait(60)
     assert not found.missing
