@@ -59,6 +59,7 @@ def problem_of(job: Job, cluster: Cluster) -> LayoutProblem:
         snapshots=snapshot_schedule_of(job),
         optimizer=job.optimizer.name,
         newton_schulz=newton_schulz_of(job),
+        qk_clip=job.optimizer.qk_clip is not None,
         ema_every=job.optimizer.ema_steps,
         value_bytes=4 if precision == "float32" else 2,
         profile=framework_profile_of(job),

@@ -189,6 +189,7 @@ def work_of(job: JobValues, value_bytes: int = 2) -> "Workload":
         comm=job.comm,
         optimizer=job.optimizer.name,
         newton_schulz=newton_schulz_of(job),
+        qk_clip=job.optimizer.qk_clip is not None,
         ema_every=job.optimizer.ema_steps,
         value_bytes=value_bytes,
     )

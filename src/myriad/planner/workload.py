@@ -91,6 +91,8 @@ class Workload:
     optimizer: OptimizerName = "adamw"
     newton_schulz: NewtonSchulz = field(default_factory=NewtonSchulz)
     """With Muon, how it orthogonalizes."""
+    qk_clip: bool = False
+    """Whether each training forward finds the largest attention scores."""
     ema_every: int = 0
     """Steps between updates of the moving average of the parameters; 0: there is none."""
     value_bytes: int = 2

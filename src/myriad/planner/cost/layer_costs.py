@@ -68,6 +68,11 @@ values' gradient (2), written by the product (2), dropout (5), softmax (6), read
 _PLAIN_RATIO = 0.5
 """Share of the peak that the batched products of scores reach, whose inner or outer length is a head's
 width."""
+_SCORE_BYTES, _SCORE_OPERATORS = 16.0, 8.0
+"""Bytes moved for each score in which the largest is searched: written by the product (4), masked (8), read
+by the maximum (4); and operators of each block of queries (`myriad.kernels.score_maxima`)."""
+_SCORES_AT_ONCE = 2**23
+"""Scores of a block."""
 _FIRST_FLASH_HALF = 8.0
 """Sequences x heads of a rank at which the first FlashAttention, which gives each pair of them one
 multiprocessor, reaches half of its speed (arXiv 2307.08691, section 3.2)."""
@@ -94,6 +99,8 @@ class LayerContext:
     float8_kept_over: int = 1
     """Micro-batches for which a weight is converted to float8 once, as in `myriad.planner.workload.Workload`;
     the search's closed form has 1."""
+    qk_clip: bool = False
+    """Whether forwards find the largest attention scores."""
 
     @property
     def accelerator(self) -> Accelerator:
@@ -150,8 +157,10 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
     operators = (3 if joined else model.num_branch_norms + 3) * (3 if not context.profile.fused else 1)
     stream, back = (stream_seconds(context.accelerator, x, operators) for x in (streamed, backwards))
     attend, attend_back = _attention(model, context, pairs)
-    comm, rest, gathers = _tensor(model, context, tokens)
     again = attend  # Megatron-LM's selective recomputation repeats the scores.
+    if context.qk_clip:
+        attend = attend + TimeBreakdown(attention=_largest_scores(model, context, pairs))
+    comm, rest, gathers = _tensor(model, context, tokens)
     if context.profile.attention != "plain":  # Myriad's repeats norm and activation outputs.
         again_bytes = value * (2 * norms + (ups + 1) * inner)
         remade = stream_seconds(context.accelerator, again_bytes, model.num_branch_norms + 1)
@@ -305,6 +314,18 @@ def _attention(
     forward = product + stream_seconds(accelerator, _PLAIN_FORWARD * elements, 4)
     backward = 2 * product + stream_seconds(accelerator, _PLAIN_BACKWARD * elements, 6)
     return TimeBreakdown(attention=forward), TimeBreakdown(attention=backward)
+
+
+def _largest_scores(model: ModelConfig, context: LayerContext, pairs: float) -> Number:
+    """Return the seconds in which a forward finds the largest scores: another product of queries and keys, in
+    float32, a block of queries at a time. A block computes its keys for all its queries."""
+    heads, accelerator, sequence = model.heads / context.tp, context.accelerator, float(model.sequence)
+    queries = np.clip(np.floor(_SCORES_AT_ONCE / (context.micro_batch * heads * sequence)), 1.0, sequence)
+    computed = np.minimum(pairs + sequence * (queries - 1) / 2, sequence**2)
+    scores = context.micro_batch * heads * computed
+    product = 2.0 * scores * model.head_width / (peak_flops(accelerator, 4) * _PLAIN_RATIO)
+    operators = _SCORE_OPERATORS * np.ceil(sequence / queries)
+    return product + stream_seconds(accelerator, _SCORE_BYTES * scores, operators)
 
 
 def _tensor(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, Number]:

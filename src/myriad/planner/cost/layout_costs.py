@@ -185,6 +185,7 @@ class Costs:
             overlap,
             OVERLAP_MODES[overlap.tensor],
             workload.float8_kept_over,
+            workload.qk_clip,
         )
         replica_stride, stage_stride = layout.tp * layout.pp, layout.tp
         if profile.pp_outermost:

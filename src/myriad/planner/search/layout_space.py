@@ -95,6 +95,7 @@ class LayoutProblem:
     snapshots: SnapshotSchedule = field(default_factory=SnapshotSchedule)
     optimizer: OptimizerName = "adamw"
     newton_schulz: NewtonSchulz = field(default_factory=NewtonSchulz)
+    qk_clip: bool = False
     ema_every: int = 0
     value_bytes: int = 2
     partition: str = "uniform"
@@ -147,6 +148,7 @@ class LayoutCandidate:
             snapshots=problem.snapshots,
             optimizer=problem.optimizer,
             newton_schulz=problem.newton_schulz,
+            qk_clip=problem.qk_clip,
             ema_every=problem.ema_every,
             value_bytes=problem.value_bytes,
         )

@@ -66,7 +66,16 @@ class LayerTable:
         grid = np.meshgrid(self.degrees, self.sizes, self.overlap_mode, indexing="ij")
         tp, size, overlap_mode = (axis.astype(float) for axis in grid)
         value = problem.value_bytes
-        where = LayerContext(problem.cluster, problem.profile, tp, size, value, problem.overlap, overlap_mode)
+        where = LayerContext(
+            problem.cluster,
+            problem.profile,
+            tp,
+            size,
+            value,
+            problem.overlap,
+            overlap_mode,
+            qk_clip=problem.qk_clip,
+        )
         first = {kind: layer - 1 for layer, kind in reversed(list(enumerate(self.layer_kinds.tolist())))}
         kinds = [embedding_times(model, where), head_times(model, where, prediction_pairs(model))]
         for kind in range(2, self.num_kinds):
