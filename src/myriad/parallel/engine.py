@@ -8,7 +8,6 @@
 Every rank calls the same method at the same time.
 """
 
-import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,11 +16,9 @@ from typing import Any
 
 import torch
 
-from myriad.comm.collectives import all_reduce, all_reduce_max
-from myriad.comm.comm_scheduler import CommScheduler
+from myriad.comm.collectives import all_reduce
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
-from myriad.errors import BadInputError
 from myriad.kernels.config import Kernels
 from myriad.kernels.float8 import Float8
 from myriad.kernels.host_memory import keep_freed_memory
@@ -30,7 +27,6 @@ from myriad.model.definition import Definition
 from myriad.model.tensor_shard import TensorShard
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.loss_scale import LossScaler
-from myriad.parallel.chunk import Sharing
 from myriad.parallel.cuda_graphs import Capturer
 from myriad.parallel.diloco import DiLoCo
 from myriad.parallel.model_state import ModelState
@@ -39,18 +35,20 @@ from myriad.parallel.pipeline_transfers import IdleWork
 from myriad.parallel.rank_model import (
     build_rank_model,
     draw_initial,
+    make_sharing,
     mark_float8_weights,
     shape_of_loss,
     shapes_between_stages,
 )
-from myriad.parallel.recompute import RandomState
-from myriad.parallel.runtime import Batch, RankProgram, Runtime
+from myriad.parallel.runtime import Batch, Runtime
 from myriad.parallel.step_statistics import StepStatistics
 from myriad.parallel.tensor_parallel import make_boundary
+from myriad.parallel.trial_steps import TrialSteps
 from myriad.program.actions import Program
 from myriad.program.build import build_program, count_chunks
 from myriad.program.config import OverlapConfig
 from myriad.program.device_needs import DeviceJob, check_device_job, queues_in
+from myriad.program.in_flight import RankProgram
 from myriad.program.partition import cut_ranges
 from myriad.program.warm_up import warm_up_actions
 from myriad.telemetry.config import TelemetryConfig
@@ -123,7 +121,7 @@ class Engine:
             self.boundary.token_multiple = float8.token_multiple
         self._trains_alone = comm.sync_every > 1 and layout.dp > 1
         frees = overlap.updates_early and layout.zero < 2 and most_micro_batches == 1
-        sharing = self._sharing = _make_sharing(
+        sharing = self._sharing = make_sharing(
             groups, overlap, comm, device, trains_alone=self._trains_alone, frees_grad_buffer=frees
         )
         own = groups.grid.index("pp")
@@ -187,6 +185,7 @@ class Engine:
             ),
             before_update=lambda: self.before_update(),
         )
+        self._trial = TrialSteps(self._runtime, self._optimizer_step, groups, device, recorder)
         self.optimizer = self._optimizer_step.optimizer
         if draws_initial:
             self.draw_initial()
@@ -210,7 +209,7 @@ class Engine:
         )
 
     def _plan_of(self, program: Program) -> RankProgram:
-        return RankProgram.of(program.ranks[self.groups.grid.index("pp")], self.model.tied_stages)
+        return self._runtime.plan_of(program.ranks[self.groups.grid.index("pp")])
 
     def change_batches(self, shares: Mapping[bool, Sequence[int]], sample: Batch) -> None:
         """Use other numbers of micro-batches, or micro-batches of another shape, from the next iteration on.
@@ -290,70 +289,13 @@ class Engine:
         step. Raises `BadInputError` on every rank if the results differ or a capture fails on any of them.
         """
         assert self._keeps_addresses, "captures need `keeps_addresses`"
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            problem = self._capture_and_compare(capturer, load, num_targets)
-        if self._fails_anywhere(problem):
-            where = f"here: {problem}" if problem else "on another rank"
-            raise BadInputError("train.cuda_graphs", True, f"false, as a capture fails {where}")
-
-    def _fails_anywhere(self, problem: str) -> bool:
-        """Return whether any rank has a problem. A collective call of all ranks."""
-        fails = torch.full((1,), int(bool(problem)), dtype=torch.int32, device=self._device)
-        return bool(int(all_reduce_max(fails, self.groups.world)))
-
-    def _capture_and_compare(self, capturer: Capturer, load: Callable[[], Batch], num_targets: int) -> str:
-        """Capture, and return how the results differ from eager execution; empty if they are equal."""
-        plan = replace(self._plans[True])  # a plan of its own, so that its spans are not those of a step
-        before = RandomState.of(self._device)
-        with capturer.warming():
-            expected = self._try(plan, load, num_targets)
-        # recomputed, such a layer would draw other numbers: captures keep no state for it
-        draws = not RandomState.of(self._device).equals(before)
-        try:
-            self._make_captures(capturer, plan)
-            problem = _difference(expected, self._try(plan, load, num_targets))
-        except RuntimeError as error:
-            return f"{type(error).__name__}: {error}".partition("\n")[0]
-        return problem or ("a layer draws from torch's generators" if draws else "")
-
-    def _make_captures(self, capturer: Capturer, plan: RankProgram) -> None:
-        """Capture each slot of each stage, with the action list that computes one micro-batch without
-        messages: no message may be in flight. Ranks with fewer slots run the list equally often, because it
-        reduces among all ranks."""
-        captured = self._runtime.capture(capturer, plan)
-        own = torch.full((1,), captured.num_slots, dtype=torch.int32, device=self._device)
-        for index in range(int(all_reduce_max(own, self.groups.world))):
-            captured.only(index)
-            self._run_alone((True,))
-        captured.all_slots()
+        self._trial.capture(capturer, self.programs, load, num_targets, self._sample)
 
     def warm_up(self) -> None:
         """Load the kernels of each stage's forward and backward by computing one micro-batch of zeros,
         without a message to another stage. State, generators and the results of later steps stay unchanged.
         All ranks call this together, before their first step."""
-        self._run_alone((False, True))
-
-    def _run_alone(self, trainings: Sequence[bool]) -> None:
-        """Compute one micro-batch of zeros for each flag (training or validation), without a message."""
-        rank, tied_stages = self.groups.grid.index("pp"), self.model.tied_stages
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self.recorder.evaluating():
-            for training in trainings:
-                plan = RankProgram.of(warm_up_actions(self.programs[training], rank), tied_stages)
-                self._optimizer_step.begin(self._sample.targets.numel(), skip=True)
-                finisher = self._optimizer_step if training else None
-                self._runtime.run(plan, lambda: self._sample, finisher, alone=True)
-        self.recorder.take_totals()  # the time of this run belongs to no step
-
-    def _try(
-        self, plan: RankProgram, load: Callable[[], Batch], num_targets: int
-    ) -> tuple[float, torch.Tensor]:
-        """Run an iteration without an update. Return the loss and the squared norm of each parameter's
-        gradient."""
-        with self.recorder.evaluating():
-            loss_factor = self._optimizer_step.begin(num_targets, skip=True)
-            self._runtime.run(plan, load, self._optimizer_step, loss_factor)
-        return self._optimizer_step.result.loss, self._optimizer_step.squares.clone()
+        self._trial.compute_alone(self.programs, (False, True), self._sample)
 
     def evaluate(self, load: Callable[[], Batch], *, stops: bool = False) -> tuple[float, bool]:
         """Return the sum of losses over the batch of all data-parallel ranks, and whether any rank set
@@ -484,46 +426,6 @@ class Engine:
         self._sharing.scheduler.close()
         if self._sharing.across is not None:
             self._sharing.across.close()
-
-
-def _make_sharing(
-    groups: Groups,
-    overlap: OverlapConfig,
-    comm: CommConfig,
-    device: torch.device,
-    *,
-    trains_alone: bool,
-    frees_grad_buffer: bool,
-) -> Sharing:
-    """Return how this rank shares its chunks, and open the communication. A collective call of all ranks."""
-    grid, zero = groups.grid, groups.grid.layout.zero
-    axis = "dp_shard" if zero else "dp"
-    scheduler = CommScheduler(groups, None if trains_alone else axis, overlap, comm, device)
-    across = None
-    if grid.layout.reduces_across:
-        across = CommScheduler(groups, "dp_replicate", overlap, comm, device)
-    return Sharing(
-        scheduler,
-        0 if trains_alone else grid.index(axis),
-        1 if trains_alone else grid.size(axis),
-        zero,
-        exact=comm.compress_parameters is None,
-        frees_grad_buffer=frees_grad_buffer,
-        across=across,
-        num_groups=grid.layout.num_shard_groups if zero else 1,
-    )
-
-
-def _difference(expected: tuple[float, torch.Tensor], found: tuple[float, torch.Tensor]) -> str:
-    """Describe how losses, or the squared gradient norms of parameters, differ by more than another order of
-    summation explains; empty if they do not."""
-    (loss, squares), (own_loss, own_squares) = expected, found
-    if not math.isclose(loss, own_loss, rel_tol=1e-3) and not math.isnan(loss):
-        return f"it gives a loss of {own_loss:.6g} instead of {loss:.6g}"
-    least = 1e-6 * float(squares[squares.isfinite()].sum())
-    same = torch.isclose(own_squares, squares, rtol=1e-2, atol=least, equal_nan=True)
-    wrong = int((~same).sum())
-    return f"it gives other gradients of {wrong} of {len(same)} parameters" if wrong else ""
 
 
 def _do_nothing() -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from myriad.comm.comm_scheduler import CommScheduler
+from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
 from myriad.kernels.float8 import MULTIPLE, Float8, KeptForms
 from myriad.kernels.gradient import sink_of
@@ -32,6 +34,7 @@ from myriad.model.definition import (
 from myriad.parallel.chunk import Chunk, ChunkMemory, Entry, Sharing
 from myriad.parallel.transient_buffer import FixedMemory
 from myriad.program.actions import Action
+from myriad.program.config import OverlapConfig
 from myriad.program.static_buffers import TIED, assign_buffers
 
 __all__ = [
@@ -39,6 +42,7 @@ __all__ = [
     "Stage",
     "build_rank_model",
     "draw_initial",
+    "make_sharing",
     "mark_float8_weights",
     "shape_of_loss",
     "shapes_between_stages",
@@ -70,6 +74,34 @@ class RankModel:
     holds it."""
     counts_tied: bool
     """Whether this rank counts the tied parameters in the global norm and saves them."""
+
+
+def make_sharing(
+    groups: Groups,
+    overlap: OverlapConfig,
+    comm: CommConfig,
+    device: torch.device,
+    *,
+    trains_alone: bool,
+    frees_grad_buffer: bool,
+) -> Sharing:
+    """Return how this rank shares its chunks, and open the communication. A collective call of all ranks."""
+    grid, zero = groups.grid, groups.grid.layout.zero
+    axis = "dp_shard" if zero else "dp"
+    scheduler = CommScheduler(groups, None if trains_alone else axis, overlap, comm, device)
+    across = None
+    if grid.layout.reduces_across:
+        across = CommScheduler(groups, "dp_replicate", overlap, comm, device)
+    return Sharing(
+        scheduler,
+        0 if trains_alone else grid.index(axis),
+        1 if trains_alone else grid.size(axis),
+        zero,
+        exact=comm.compress_parameters is None,
+        frees_grad_buffer=frees_grad_buffer,
+        across=across,
+        num_groups=grid.layout.num_shard_groups if zero else 1,
+    )
 
 
 def build_rank_model(

@@ -8,7 +8,7 @@ The tensors that an action needs are in one of these tables, each keyed as the p
     deferred   weight parts of backwards whose input part has run (zero-bubble)
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -35,11 +35,10 @@ from myriad.program.actions import (
     Payload,
     chunk_of,
 )
-from myriad.program.in_flight import InFlight, next_is_backward
-from myriad.program.static_buffers import tied_reduction
+from myriad.program.in_flight import InFlight, RankProgram
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["Batch", "Finisher", "RankProgram", "Runtime"]
+__all__ = ["Batch", "Finisher", "Runtime"]
 
 
 @dataclass(frozen=True)
@@ -87,29 +86,6 @@ class Finisher(Protocol):
     def update(self, stage: int) -> None:
         """Update the parameters of a stage of the program."""
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class RankProgram:
-    """One rank's list of actions, and the indices between which the tied chunk is reduced. Two stages hold
-    gradients of that chunk."""
-
-    actions: Sequence[Action]
-    tied_starts: int
-    tied_ends: int
-    immediate_backwards: Collection[tuple[int, int]] = ()
-    """(stage, micro-batch) of forwards whose backward is the rank's next compute action."""
-    offloaded: Collection[tuple[int, int]] = ()
-    """(stage, micro-batch) of forwards whose activations are copied to host memory."""
-
-    @staticmethod
-    def of(actions: Sequence[Action], tied_stages: Collection[int]) -> "RankProgram":
-        """Build the plan. The tied chunk is reduced with the last reduction of the stages that hold it; both
-        indices are -1 if there is no tied chunk."""
-        starts, ends = tied_reduction(actions, tied_stages)
-        copied = (action for action in actions if action.kind is Kind.START_OFFLOAD)
-        offloaded = frozenset((action.stage, action.micro_batch) for action in copied)
-        return RankProgram(actions, starts, ends, next_is_backward(actions), offloaded)
 
 
 @dataclass
@@ -198,6 +174,10 @@ class Runtime:
             Kind.UPDATE: self._update,
             Kind.STEP: self._step,
         }
+
+    def plan_of(self, actions: Sequence[Action]) -> RankProgram:
+        """Return what `run` executes, for a list of actions of this rank."""
+        return RankProgram.of(actions, self._model.tied_stages)
 
     def run(
         self,

@@ -7,13 +7,14 @@ No torch here: the runtime sizes its captures with these numbers (`myriad.parall
 planner their memory."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from myriad.program.actions import COMPUTE, MAKES_WEIGHT_GRADIENT, Action, Kind, Resource, kinds_where
+from myriad.program.static_buffers import tied_reduction
 
-__all__ = ["InFlight", "comes_in_turn", "most_offloaded", "next_is_backward"]
+__all__ = ["InFlight", "RankProgram", "comes_in_turn", "most_offloaded", "next_is_backward"]
 
 _BACKWARDS = kinds_where(lambda does: does.computes and Resource.ACTIVATIONS in does.frees)
 
@@ -90,3 +91,26 @@ class InFlight:
         apart = {action.stage for action in forwards if (action.stage, action.micro_batch) not in turns}
         splits = any(action.kind is Kind.BACKWARD_INPUT for action in computes)
         return InFlight(dict(most), comes_in_turn(computes), frozenset(most.keys() - apart), splits)
+
+
+@dataclass(frozen=True, eq=False)
+class RankProgram:
+    """One rank's list of actions, and the indices between which the tied chunk is reduced. Two stages hold
+    gradients of that chunk."""
+
+    actions: Sequence[Action]
+    tied_starts: int
+    tied_ends: int
+    immediate_backwards: Collection[tuple[int, int]] = ()
+    """(stage, micro-batch) of forwards whose backward is the rank's next compute action."""
+    offloaded: Collection[tuple[int, int]] = ()
+    """(stage, micro-batch) of forwards whose activations are copied to host memory."""
+
+    @staticmethod
+    def of(actions: Sequence[Action], tied_stages: Collection[int]) -> "RankProgram":
+        """Build the plan. The tied chunk is reduced with the last reduction of the stages that hold it; both
+        indices are -1 if there is no tied chunk."""
+        starts, ends = tied_reduction(actions, tied_stages)
+        copied = (action for action in actions if action.kind is Kind.START_OFFLOAD)
+        offloaded = frozenset((action.stage, action.micro_batch) for action in copied)
+        return RankProgram(actions, starts, ends, next_is_backward(actions), offloaded)
