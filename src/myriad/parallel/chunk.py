@@ -36,81 +36,17 @@ from myriad.comm.collectives import all_reduce
 from myriad.comm.comm_scheduler import BucketCollective, CommScheduler, PendingCollective
 from myriad.comm.groups import Group
 from myriad.kernels.gradient import GradientSink, PendingRows, set_sink
-from myriad.model.definition import Shard, ShardSpan
 from myriad.optim.region import ParameterSlice, Region
-from myriad.parallel.transient_buffer import FixedMemory, SharedBuffer, TransientBuffer
+from myriad.parallel.parameter_table import Entry, Row
+from myriad.parallel.transient_buffer import FixedMemory, TransientBuffer, make_buffer
 
-__all__ = ["Chunk", "ChunkMemory", "Entry", "Row", "Sharing"]
+__all__ = ["Chunk", "ChunkMemory", "Sharing"]
 
 _AFTER_GATHERS = 2**20
 """Priority of reductions: no rank waits for them before the step."""
 _AFTER_REDUCTIONS = 2**21
 """Priority of gathers that hold for a whole iteration. Where such a gather meets a reduction, it belongs to
 the next iteration."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One parameter of a chunk: which modules use its values, and how it is sharded."""
-
-    name: str
-    homes: tuple[tuple[nn.Module, str], ...]
-    """(module, attribute) of every use; more than one if the parameter is tied on this rank."""
-    shape: torch.Size
-    cut: Shard | None
-    """How tensor-parallel ranks shard the parameter; ``None``: each rank holds the whole."""
-    is_partial_over_tp: bool
-    """Whether every tensor-parallel rank holds the whole parameter, with gradients that are partial sums."""
-    rate: float = 1.0
-    """Factor of the learning rate."""
-    spans: tuple[ShardSpan, ...] = ()
-    """What this rank holds of the dimension that is cut."""
-    orthogonalized: bool = False
-    """Whether Muon orthogonalizes its updates."""
-
-    def rows(self) -> "list[Row]":
-        """Return the rows of the table of parameters that this parameter has, at flat elements of its own."""
-        if self.cut is None or all(span.copies == 1 for span in self.spans):
-            return [Row(self, 0, self.shape.numel(), 1, is_copy=False)]
-        assert self.cut.dim == 0, "copies are consecutive in flat memory"
-        width, found = self.shape[1:].numel(), list[Row]()
-        for span in self.spans:
-            start, stop = span.local * width, (span.local + span.width) * width
-            if found and (found[-1].copies, found[-1].is_copy) == (span.copies, span.is_copy):
-                start = found.pop().start
-            found.append(Row(self, start, stop, span.copies, span.is_copy))
-        return found
-
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay applies: it does to matrices, not to norms and biases."""
-        return len(self.shape) >= 2
-
-    @property
-    def kind(self) -> tuple[bool, bool, float]:
-        """How the optimizer updates it: entries of one kind are adjacent in a chunk, matrices first."""
-        return not self.decays, not self.orthogonalized, self.rate
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the table of parameters: consecutive elements of one parameter that equally many
-    tensor-parallel ranks hold. A parameter has two rows if some of its elements are copied
-    (`myriad.model.definition.Shard.heads`), otherwise one."""
-
-    entry: Entry
-    start: int
-    stop: int
-    copies: int
-    """Number of consecutive tensor-parallel ranks that hold the elements, with gradients that are partial
-    sums. 1: this rank alone, or every rank (`Entry.is_partial_over_tp`)."""
-    is_copy: bool
-    """Whether an earlier rank holds the elements too."""
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether tensor-parallel ranks sum the gradients after the reduction."""
-        return self.entry.is_partial_over_tp or self.copies > 1
 
 
 @dataclass(frozen=True)
@@ -202,14 +138,14 @@ class Chunk:
     def _allocate(self, dtype: torch.dtype, device: torch.device, place: "ChunkMemory") -> None:
         sharing = self.sharing
         if sharing.zero == 3:
-            self._values_memory = _buffer(self.size, dtype, device, place.values)
+            self._values_memory = make_buffer(self.size, dtype, device, place.values)
             self.values = self._values_memory.tensor
         else:
             self.values = torch.zeros(self.size, dtype=dtype, device=device)
         shares_memory = dtype == torch.float32 and sharing.zero < 3 and sharing.exact
         self.master = self._slice(self.values) if shares_memory else self._new_slice(device)
         if sharing.zero >= 2 or sharing.frees_grad_buffer:
-            self._grad_buffer_memory = _buffer(self.size, torch.float32, device, place.grad_buffer)
+            self._grad_buffer_memory = make_buffer(self.size, torch.float32, device, place.grad_buffer)
             self.grad_buffer = self._grad_buffer_memory.tensor
         else:
             self.grad_buffer = torch.empty(self.size, device=device)
@@ -503,12 +439,6 @@ class Chunk:
         self._free_grad_buffer(when=self.sharing.frees_grad_buffer)
         self._fresh = True
         self.mark_stale()
-
-
-def _buffer(
-    size: int, dtype: torch.dtype, device: torch.device, place: FixedMemory | None
-) -> TransientBuffer:
-    return TransientBuffer(size, dtype, device) if place is None else SharedBuffer(size, dtype, device, place)
 
 
 def _to_sink(parameter: torch.Tensor) -> None:

@@ -34,7 +34,8 @@ from myriad.optim.config import OptimizerConfig
 from myriad.optim.matrix_owners import assign_owners, newton_schulz_flops
 from myriad.optim.muon import MatrixPart, newton_schulz
 from myriad.optim.region import Region
-from myriad.parallel.chunk import Chunk, Entry
+from myriad.parallel.chunk import Chunk
+from myriad.parallel.parameter_table import Entry
 from myriad.program.actions import Kind
 
 __all__ = ["MatrixExchange", "MatrixPeers", "make_exchanges"]

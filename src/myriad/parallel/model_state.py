@@ -9,7 +9,8 @@ import torch
 from myriad.comm.groups import Groups
 from myriad.model.tensor_shard import TensorShard, shards_of_flat
 from myriad.optim.region import Region
-from myriad.parallel.chunk import Chunk, Row
+from myriad.parallel.chunk import Chunk
+from myriad.parallel.parameter_table import Row
 from myriad.parallel.rank_model import RankModel
 
 __all__ = ["ModelState"]

@@ -8,17 +8,6 @@
     step.end()              count the step
 
 With early updates, a stage is updated as soon as its gradients are complete, so UPDATE comes before CLIP.
-
-If the norm or the loss is non-finite, the first non-finite value of the iteration is searched, in sums that
-were taken before ranks combined their gradients:
-
-    parameter                       on any rank: everything computed from it is non-finite too
-    output, loss of a micro-batch   of the earliest stage: later stages only pass it on
-    gradient, before it is reduced  of the latest stage: backward runs downwards; reduction spreads it
-    gradient, reduced               the sum itself overflowed
-
-A sum of finite terms is finite unless it exceeds the range of float32. The sums are read only when a value is
-non-finite, so such an overflow alone never fails a step.
 """
 
 import math
@@ -29,7 +18,6 @@ import torch
 
 from myriad.comm.collectives import all_reduce, start_all_reduce, sum_in_order
 from myriad.comm.groups import Group, Groups
-from myriad.comm.typed_collectives import gather_values
 from myriad.errors import RunFailedError
 from myriad.kernels.config import Kernels
 from myriad.optim.config import OptimizerConfig
@@ -37,9 +25,10 @@ from myriad.optim.gradient_noise import NoiseEstimate
 from myriad.optim.loss_scale import LossScaler
 from myriad.optim.muon import MatrixPart, Muon, newton_schulz_dtype
 from myriad.optim.optimizer import build_optimizer
-from myriad.optim.parameter_norms import clip_scale, non_finite_rows, squared_norms
+from myriad.optim.parameter_norms import clip_scale, squared_norms
 from myriad.optim.weight_average import WeightAverage
-from myriad.parallel.chunk import Chunk, Row
+from myriad.parallel.chunk import Chunk
+from myriad.parallel.first_non_finite import describe_first_non_finite
 from myriad.parallel.matrix_exchange import MatrixExchange, MatrixPeers, make_exchanges
 from myriad.parallel.model_state import ModelState
 from myriad.parallel.qk_clip import QKClip
@@ -52,16 +41,6 @@ __all__ = ["OptimizerStep", "StepResult", "loss_weight", "sum_over_world"]
 
 _Outputs = Mapping[tuple[int, int], torch.Tensor]
 """(stage, micro-batch) to the sum of its forward's output."""
-_Rows = Sequence[tuple[Chunk, Row]]
-
-
-@dataclass(frozen=True, order=True)
-class _Finding:
-    """The first non-finite value that a rank found among its own tensors."""
-
-    order: tuple[int, int, int]
-    """Sort key: the finding with the smallest order among all ranks occurred first."""
-    name: str
 
 
 Refuses = Callable[[float, float], bool]
@@ -406,15 +385,10 @@ class OptimizerStep:
     def _fail_non_finite(self, loss: str) -> None:
         """Raise `RunFailedError` with the rank that produced the first non-finite value, and the name of its
         tensor."""
-        layout = self._groups.grid.layout
-        found = _first_finding(
-            self._model, self._state.rows, self._outputs, self.squares, layout.num_stages - 1
+        where = describe_first_non_finite(
+            self._model, self._state.rows, self._outputs, self.squares, self._groups
         )
-        everyone = gather_values(found, _Finding | None, self._groups.world)
-        firsts = [(one.order, rank, one.name) for rank, one in enumerate(everyone) if one is not None]
-        _, rank, name = min(firsts, default=((), 0, "loss"))
-        step = self._now.number
-        raise RunFailedError(f"step {step}: loss is {loss}; first bad tensor is the {name}, on rank {rank}")
+        raise RunFailedError(f"step {self._now.number}: loss is {loss}; {where}")
 
     def _reduce_table(self, table: torch.Tensor) -> torch.Tensor:
         """Sum each parameter's table row over the ranks (LAMB's norms), so that each element counts once."""
@@ -455,39 +429,3 @@ def loss_weight(groups: Groups) -> float:
     """Return the weight of this rank's loss in the global sum: one of the tensor-parallel ranks, which all
     have the same loss, counts it."""
     return 1.0 if groups.grid.index("tp") == 0 else 0.0
-
-
-def _first_finding(
-    model: RankModel, rows: _Rows, outputs: _Outputs, squares: torch.Tensor, last_stage: int
-) -> _Finding | None:
-    """Return this rank's first non-finite tensor. ``squares``: squared norms of the reduced gradients, one
-    element for each of ``rows``."""
-    return _bad_parameter(rows) or _bad_output(outputs, last_stage) or _bad_gradient(model, rows, squares)
-
-
-def _bad_parameter(rows: _Rows) -> _Finding | None:
-    for chunk, row in rows:
-        part = chunk.master[max(row.start - chunk.start, 0) : max(row.stop - chunk.start, 0)]
-        if not bool(torch.isfinite(part).all()):
-            return _Finding((0, 0, 0), f"parameter {row.entry.name}")
-    return None
-
-
-def _bad_output(outputs: _Outputs, last_stage: int) -> _Finding | None:
-    bad = [key for key, total in outputs.items() if not bool(torch.isfinite(total))]
-    if not bad:
-        return None
-    stage, micro_batch = min(bad)
-    of = f"micro-batch {micro_batch}"
-    return _Finding((1, stage, micro_batch), f"loss of {of}" if stage == last_stage else f"output of {of}")
-
-
-def _bad_gradient(model: RankModel, rows: _Rows, squares: torch.Tensor) -> _Finding | None:
-    own = [chunk for chunk in model.chunks if chunk.was_non_finite]
-    bad = [rows[number] for number in non_finite_rows(squares)]
-    if not own and not bad:
-        return None
-    chunks = own or [chunk for chunk, _ in bad]
-    names = [row.entry.name for chunk, row in bad if chunk in chunks] + [chunks[0].entries[0].name]
-    stage = max(stage for stage, held in model.stages.items() if any(one in chunks for one in held.chunks))
-    return _Finding((2 if own else 3, -stage, 0), f"gradient of {names[0]}")

@@ -31,7 +31,8 @@ from myriad.model.definition import (
     shard_of,
     values_of_rank,
 )
-from myriad.parallel.chunk import Chunk, ChunkMemory, Entry, Sharing
+from myriad.parallel.chunk import Chunk, ChunkMemory, Sharing
+from myriad.parallel.parameter_table import Entry
 from myriad.parallel.transient_buffer import FixedMemory
 from myriad.program.actions import Action
 from myriad.program.config import OverlapConfig

@@ -20,8 +20,9 @@ from myriad.comm.groups import Groups
 from myriad.optim.gradient_noise import GradientNoise, NoiseEstimate
 from myriad.optim.parameter_norms import sums_of_squares
 from myriad.optim.region import ParameterSlice
-from myriad.parallel.chunk import Chunk, Row
+from myriad.parallel.chunk import Chunk
 from myriad.parallel.model_state import ModelState
+from myriad.parallel.parameter_table import Row
 from myriad.parallel.rank_model import RankModel
 from myriad.telemetry.config import TelemetryConfig
 

@@ -1,8 +1,8 @@
 """Memory of a tensor that is needed only for a part of each iteration.
 
-    Room          the tensor's own storage, freed and allocated by resizing: the allocator can reuse it
-    SharedRoom    a place at a fixed address that one tensor uses at a time, for captured stages
-                  (`myriad.program.static_buffers` proves that no two tensors need it at once)
+    TransientBuffer   the tensor's own storage, freed and allocated by resizing: the allocator can reuse it
+    SharedBuffer      a place at a fixed address that one tensor uses at a time, for captured stages
+                      (`myriad.program.static_buffers` proves that no two tensors need it at once)
 
 Views of the tensor stay views of it in either case.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["FixedMemory", "SharedBuffer", "TransientBuffer"]
+__all__ = ["FixedMemory", "SharedBuffer", "TransientBuffer", "make_buffer"]
 
 
 class TransientBuffer:
@@ -65,3 +65,10 @@ class SharedBuffer(TransientBuffer):
     def free(self) -> None:
         if self._place.holder is self:
             self._place.holder = None
+
+
+def make_buffer(
+    size: int, dtype: torch.dtype, device: torch.device, place: FixedMemory | None
+) -> TransientBuffer:
+    """Return memory at ``place``, or where the allocator chooses."""
+    return TransientBuffer(size, dtype, device) if place is None else SharedBuffer(size, dtype, device, place)

@@ -1,0 +1,145 @@
+"""Rules of the optimizer, of what is measured of its steps, and of the precision, each a function.
+
+They raise `BadInputError` as the rules of `myriad.job.job_rules` do, which calls them in this order.
+"""
+
+from collections.abc import Callable
+
+from myriad.errors import need
+from myriad.job.job_values import JobValues
+from myriad.model.config import ModelConfig
+from myriad.optim.config import LossScaleConfig, OptimizerConfig, check_loss_scale, float8_scaling
+
+__all__ = ["OPTIMIZER_RULES", "PRECISION_RULES", "check_precision"]
+
+
+_MUON_KEYS = (
+    "muon_momentum",
+    "muon_nesterov",
+    "muon_iterations",
+    "muon_precision",
+    "muon_scaling",
+    "qk_clip",
+)
+
+
+def _check_muon(job: JobValues) -> None:
+    optimizer = job.optimizer
+    for key in _MUON_KEYS if not optimizer.orthogonalizes else ():
+        value, default = getattr(optimizer, key), OptimizerConfig.model_fields[key].default
+        allowed = f"only with optimizer.name = muon, which is {optimizer.name}"
+        need(value == default, f"optimizer.{key}", value, allowed)
+
+
+def _check_qk_clip(job: JobValues) -> None:
+    limit, model = job.optimizer.qk_clip, job.model
+    copies = model.kv_lora_rank is None and job.layout.tp > model.num_kv_heads
+    for wrong, needs in (
+        (model.qk_norm != "none", "model.qk_norm = none: norms of queries and keys undo the scaling"),
+        (
+            model.attention_softcap is not None,
+            "model.attention_softcap = off, which bounds the scores already",
+        ),
+        (job.comm.sync_every > 1, "comm.sync_every = 1: with DiLoCo replicas have scores of their own"),
+        (job.train.cuda_graphs, "train.cuda_graphs = false: captures do not record scores"),
+        (copies, f"layout.tp of at most {model.num_kv_heads}: ranks share key and value heads"),
+    ):
+        need(limit is None or not wrong, "optimizer.qk_clip", limit, f"needs {needs}")
+
+
+def _check_average(job: JobValues) -> None:
+    optimizer, comm = job.optimizer, job.comm
+    decay, every, validates = optimizer.ema_decay, optimizer.ema_every, job.train.validate_ema
+    need(decay is not None or every == 1, "optimizer.ema_every", every, "only with optimizer.ema_decay")
+    allowed = "needs comm.sync_every = 1: with DiLoCo replicas have different parameters between agreements"
+    need(decay is None or comm.sync_every == 1, "optimizer.ema_decay", decay, allowed)
+    need(decay is not None or not validates, "train.validate_ema", validates, "needs optimizer.ema_decay")
+    allowed = "needs comm.compress_parameters = off: only changes of the trained parameters are sent"
+    need(not validates or comm.compress_parameters is None, "train.validate_ema", validates, allowed)
+
+
+def _check_statistics(job: JobValues) -> None:
+    telemetry, layout, comm = job.telemetry, job.layout, job.comm
+    alone = comm.sync_every > 1
+    every, decay = telemetry.layer_norms_every, telemetry.noise_scale_decay
+    allowed = "needs comm.sync_every = 1: with DiLoCo replicas have different parameters"
+    need(not (every and alone), "telemetry.layer_norms_every", every, allowed)
+    if not telemetry.noise_scale:
+        need(decay == 0.99, "telemetry.noise_scale_decay", decay, "only with telemetry.noise_scale = true")
+        return
+    copies = job.model.kv_lora_rank is None and layout.tp > job.model.num_kv_heads
+    for wrong, needs in (
+        (layout.dp == 1, "layout.dp of at least 2: the small batches are those of the replicas"),
+        (layout.reduce == "each", "layout.reduce = last: a replica's whole gradient is not in memory"),
+        (alone, "comm.sync_every = 1: with DiLoCo replicas send no gradients"),
+        (comm.compress_gradients is not None, "comm.compress_gradients = off: sums of gradients are rounded"),
+        (copies, f"layout.tp of at most {job.model.num_kv_heads}: ranks share key and value heads"),
+    ):
+        need(not wrong, "telemetry.noise_scale", True, f"needs {needs}")
+
+
+def check_precision(job: JobValues) -> None:
+    """Float8 matrix products need dimensions that are multiples of 16."""
+    if float8_scaling(job.train.precision) is None:
+        return
+    model, tp = job.model, job.layout.tp
+    up = model.ffn_width * model.up_matrices
+    lengths = {
+        "model.hidden": model.hidden,
+        "model.ffn_hidden / layout.tp": up // tp,
+        "model.heads x model.head_dim / layout.tp": model.heads * model.head_width // tp,
+        "model.kv_heads x model.head_dim / layout.tp": model.kv_heads_of_rank(tp) * model.head_width,
+        **_latent_lengths(model, tp),
+        "layout.micro_batch x model.sequence": job.layout.micro_batch * model.sequence,
+    }
+    for key, length in lengths.items():
+        allowed = f"a multiple of 16, for train.precision = {job.train.precision}"
+        need(length % 16 == 0, key, length, allowed)
+
+
+def _latent_lengths(model: ModelConfig, tp: int) -> dict[str, int]:
+    """Return the dimensions of the products of latent attention."""
+    if model.latent is None:
+        return {}
+    latent, heads = model.latent, model.heads // tp
+    return {
+        "model.kv_lora_rank": latent.key_value_rank,
+        "model.q_lora_rank": latent.query_rank or 0,
+        "model.qk_rope_head_dim": latent.rotated,
+        "model.heads x (model.qk_nope_head_dim + model.v_head_dim) / layout.tp": heads
+        * (latent.plain + latent.value),
+        "model.heads x model.v_head_dim / layout.tp": heads * latent.value,
+    }
+
+
+def _check_float16(job: JobValues) -> None:
+    precision, unused = job.train.precision, LossScaleConfig()
+    check_loss_scale(job.loss_scale)
+    for key in LossScaleConfig.model_fields if precision not in ("auto", "float16") else ():
+        value = getattr(job.loss_scale, key)
+        allowed = f"only with train.precision = float16: {precision} has no loss scale"
+        need(value == getattr(unused, key), f"loss_scale.{key}", value, allowed)
+    early = job.overlap.optimizer_in_backward and precision == "float16"
+    allowed = "needs overlap.optimizer_in_backward = false: a step whose gradients overflow cannot be undone"
+    need(not early, "train.precision", precision, allowed)
+
+
+def _check_slices(job: JobValues) -> None:
+    precision = job.train.precision
+    has_slices = float8_scaling(precision) is None or job.overlap.tensor != "slices"
+    allowed = f"turns, auto or off with train.precision = {precision}: its scales belong to whole tensors"
+    need(has_slices, "overlap.tensor", "slices", allowed)
+
+
+OPTIMIZER_RULES: tuple[Callable[[JobValues], None], ...] = (
+    _check_muon,
+    _check_qk_clip,
+    _check_average,
+    _check_statistics,
+)
+
+PRECISION_RULES: tuple[Callable[[JobValues], None], ...] = (
+    check_precision,
+    _check_float16,
+    _check_slices,
+)
