@@ -14,6 +14,8 @@ from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.train import worker
+from myriad.train.checkpoint_tools.named_weights import open_weights
+from myriad.train.checkpoint_tools.whole_model import open_checkpoint_model
 from myriad.train.data_certificate import certify
 
 KEYS = [
@@ -83,5 +85,11 @@ def test_phases_are_those_of_one_process_and_of_a_run_that_was_not_killed(tmp_pa
     for run in (one, pipeline):
         found = certify(run)
         assert (found.is_whole, found.compared, found.samples) == (True, 12, 26 + 16 + 24), found.problems
+    for step, sequence in ((4, 32), (8, 64)):
+        checkpoint = str(CheckpointFolder(one.checkpoints_path).of_step(step))
+        assert open_checkpoint_model(checkpoint).config.sequence == sequence, "sampled and evaluated"
+        model = open_weights(checkpoint, "PATH").model
+        assert model is not None
+        assert model.sequence == sequence, "exported"
     with pytest.raises(BadInputError, match="samples of the 12 steps that are done; add a phase"):
         one.create_or_resume(load_job(str(one.job_path), ["train.global_batch=16", "train.steps=20"]))

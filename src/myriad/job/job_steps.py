@@ -23,6 +23,7 @@ any layout, and a run that was killed at any step, finds the same values.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 from myriad.comm.layout import Layout
@@ -131,6 +132,12 @@ class JobSteps(Generic[AnyJob]):
     def most_micro_batches(self) -> int:
         """The largest number of micro-batches of any replica in any step."""
         return max(max(self.at(one.first_step).shares) for one in self.segments)
+
+    @property
+    def longer_steps(self) -> tuple[int, ...]:
+        """The steps, counted from 1 as in metrics, that get at least twice the tokens of the step before."""
+        tokens = [(one.first_step, one.global_batch * one.sequence) for one in self.segments]
+        return tuple(step + 1 for (_, before), (step, after) in pairwise(tokens) if after >= 2 * before)
 
     def phase_name(self, phase: int) -> str:
         """Return the name of a phase: its own, or its number in the run, where the job begins with 1."""

@@ -23,6 +23,7 @@ from myriad.comm.grid import RankGrid
 from myriad.doctor.devices import has_driver
 from myriad.errors import RunFailedError
 from myriad.job import SPIKE_STEPS_AFTER, SPIKE_STEPS_BEFORE, Job
+from myriad.job.job_steps import JobSteps
 from myriad.launchers.launcher import Launcher, Observer, Outcome
 from myriad.launchers.metric_loggers import logged
 from myriad.launchers.run_start import alarm_options, begin_journal, link_options
@@ -95,6 +96,7 @@ def supervise_run(
         work=StepWork.of(job, how.nodes) if world == job.layout.world else None,
         dp=job.layout.dp,
         traffic=expected_traffic(job, how.nodes) if world == job.layout.world else (),
+        longer_steps=JobSteps(job).longer_steps,
         fewer=fewer,
     )
     run_secret(run.path / "secret")

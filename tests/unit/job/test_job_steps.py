@@ -96,6 +96,21 @@ def test_a_phase_that_sets_a_key_of_the_schedule_begins_one_of_its_own() -> None
     )
 
 
+def test_steps_that_get_at_least_twice_the_tokens_are_known() -> None:
+    phases = [
+        "{at_step = 10, model.sequence = 64, train.global_batch = 8}",
+        "{at_step = 20, train.global_batch = 12}",
+        "{at_step = 30, train.global_batch = 48}",
+    ]
+    keys = [
+        "model.sequence=16",
+        "train.global_batch=16",
+        f"train.steps={STEPS}",
+        f"phases=[{', '.join(phases)}]",
+    ]
+    assert JobSteps(load_job("tiny", keys)).longer_steps == (11, 31)
+
+
 def test_replicas_with_unequal_shares_divide_every_batch_in_about_that_ratio() -> None:
     """The driver moves micro-batches away from slow replicas, for the job's own batch."""
     keys = [

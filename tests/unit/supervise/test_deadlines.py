@@ -48,3 +48,16 @@ def test_steps_of_other_replicas_are_learned_again() -> None:
     assert deadlines.limit("step") == 100.0
     deadlines.forget_steps()
     assert deadlines.limit("step") == 600.0
+
+
+def test_steps_that_get_more_tokens_are_learned_again() -> None:
+    """A phase with eight times the sequence makes steps of 1 s take 20 s, and nothing hangs."""
+    deadlines = Deadlines(1.0, 60.0, longer_steps=(7,))
+    for step in range(2, 7):
+        observe(deadlines, step=step, step_seconds=1.0)
+    assert deadlines.limit("step") == 13.5
+    observe(deadlines, step=7, step_seconds=1.0)
+    assert deadlines.limit("step") == 600.0
+    for step in range(8, 12):
+        observe(deadlines, step=step, step_seconds=20.0)
+    assert deadlines.limit("step") == 100.0

@@ -10,8 +10,9 @@
                                                               for phases that differ each time: starting,
                                                               loading, compilation
 
-For steps it learns how long they take; an attempt's first step counts only until there are others. For each
-other phase it learns the longest time without progress.
+For steps it learns how long they take; an attempt's first step counts only until there are others. Where a
+phase of the job gives each step at least twice the tokens, it learns again. For each other phase it learns
+the longest time without progress.
 
 `RankObservations` keeps the rows so that checking all of them is cheap. A deadline needs the least idle
 time, the slowest step and the phases. A few rows of each node give the same as all, and a check ten times a
@@ -57,7 +58,7 @@ class HangDetector:
 
     def __init__(self, plan: RunPlan, state: RunState, membership: Membership) -> None:
         self._plan, self._state, self._membership = plan, state, membership
-        self._deadlines = Deadlines(plan.patience, plan.saving_seconds)
+        self._deadlines = Deadlines(plan.patience, plan.saving_seconds, plan.longer_steps)
         self._stopped_seconds = _STOPPED_SECONDS * plan.patience
         self.begin()
 
@@ -171,9 +172,10 @@ _ENOUGH = 3
 class Deadlines:
     """The deadlines of one run."""
 
-    def __init__(self, patience: float, saving_seconds: float) -> None:
-        """``saving_seconds``: how long a rank itself waits for a save."""
-        self._patience, self._saving = patience, saving_seconds
+    def __init__(self, patience: float, saving_seconds: float, longer_steps: Sequence[int] = ()) -> None:
+        """``saving_seconds``: how long a rank itself waits for a save. ``longer_steps``: the steps that get
+        much more tokens than the step before."""
+        self._patience, self._saving, self._longer_steps = patience, saving_seconds, longer_steps
         self._samples: dict[str, deque[float]] = defaultdict(partial(deque, maxlen=_SAMPLES))
         self._phase, self._step = "starting", -1
         self._longest = 0.0
@@ -191,10 +193,12 @@ class Deadlines:
         if slowest.step_seconds and slowest.step != self._step:
             which = "first step" if self._phase == "first step" else "step"
             self._samples[which].append(slowest.step_seconds)
+        if any(self._step < first <= slowest.step for first in self._longer_steps):
+            self.forget_steps()
         self._phase, self._step = phase, slowest.step
 
     def forget_steps(self) -> None:
-        """Forget how long steps took: a different number of replicas now computes the same batch."""
+        """Forget how long steps took: other replicas compute the same batch, or steps get more tokens."""
         for phase in ("first step", "step", "validating"):
             self._samples.pop(phase, None)
 

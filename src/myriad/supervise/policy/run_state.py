@@ -52,6 +52,8 @@ class RunPlan:
     traffic: tuple[tuple[float, float], ...] = ()
     """Bytes that the program sends to and receives from other nodes in a step, for each node-sized block of
     ranks; empty: unknown."""
+    longer_steps: tuple[int, ...] = ()
+    """Steps, counted from 1, that get at least twice the tokens of the step before."""
     fewer: ElasticLayouts | None = None
     """Layouts in which the run may continue while nodes are missing; ``None``: the run waits for them."""
 

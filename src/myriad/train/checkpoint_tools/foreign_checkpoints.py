@@ -49,7 +49,7 @@ from myriad.job.translation.outcome import Translation
 from myriad.model.tensor_shard import TensorShard
 from myriad.run import Run
 from myriad.system.machine import memory_bytes
-from myriad.train.checkpoint_tools.named_weights import job_of, open_weights
+from myriad.train.checkpoint_tools.named_weights import job_of, model_of, open_weights
 from myriad.train.inputs import tokenizer_of
 
 __all__ = ["export_hugging_face", "foreign_state", "import_foreign", "import_hugging_face", "is_foreign"]
@@ -189,19 +189,17 @@ def export_hugging_face(
     `BadInputError`, with nothing written, for a model that has no counterpart.
     """
     weights = open_weights(path, "PATH", every_byte=True, ema=ema)
-    job = (
-        job_of(open_checkpoint(weights.where), weights.run)
-        if isinstance(weights, CheckpointWeights)
-        else None
-    )
+    checkpoint = open_checkpoint(weights.where)
+    job = job_of(checkpoint, weights.run) if isinstance(weights, CheckpointWeights) else None
     if job is None:
         allowed = "must be a run, or a checkpoint in one: its job.toml says what the model is"
         raise BadInputError("PATH", path, allowed)
-    kind = kind_of(job.model, model_type)
+    model = model_of(checkpoint, job)
+    kind = kind_of(model, model_type)
     tokenizer, why_not = _tokenizer(weights.run, job)
     kept = None if weights.run is None else weights.run / COMPANIONS_FOLDER
-    further = job.model.prediction_layers
-    write_folder(weights, job.model, out, tokenizer, dtype, model_type=kind, companions=kept)
+    further = model.prediction_layers
+    write_folder(weights, model, out, tokenizer, dtype, model_type=kind, companions=kept)
     if key is not None:
         sign(open_checkpoint(out.absolute()), key)
     return {
@@ -210,7 +208,7 @@ def export_hugging_face(
         "model_type": kind,
         "dtype": dtype,
         "ema": ema,
-        "parameters": job.model.without_predictions().num_parameters(),
+        "parameters": model.without_predictions().num_parameters(),
         "left_out": [f"model.prediction_layers = {further}"] if further else [],
         "tokenizer": tokenizer is not None,
         "why_no_tokenizer": why_not,

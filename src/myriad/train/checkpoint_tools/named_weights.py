@@ -7,10 +7,12 @@ from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights, is_huggin
 from myriad.checkpoint.storage.checkpoint_folder import Checkpoint
 from myriad.errors import BadInputError
 from myriad.job import Job, parse_job
+from myriad.job.job_steps import JobSteps
+from myriad.model.config import ModelConfig
 from myriad.run import Run
 from myriad.train.checkpoint_tools.locate_checkpoint import ALLOWED, locate, newest_whole
 
-__all__ = ["job_of", "open_weights", "prefix_of"]
+__all__ = ["job_of", "model_of", "open_weights", "prefix_of"]
 
 _JOB = "job.toml"
 _NO_AVERAGE = "must have a moving average of the weights: train with optimizer.ema_decay"
@@ -48,7 +50,7 @@ def open_weights(
 
 def _open_checkpoint(checkpoint: Checkpoint, run: Path | None, *, ema: bool) -> CheckpointWeights:
     job = job_of(checkpoint, run)
-    model = None if job is None else job.model
+    model = None if job is None else model_of(checkpoint, job)
     return CheckpointWeights(checkpoint, run, model, prefix_of(checkpoint, ema=ema))
 
 
@@ -72,3 +74,9 @@ def _job_in(checkpoint: Checkpoint) -> Job | None:
 def job_of(checkpoint: Checkpoint, run: Path | None) -> Job | None:
     """Return the job that made a checkpoint, from the checkpoint or its run, if either has it."""
     return _job_in(checkpoint) or (None if run is None else Run(run).job())
+
+
+def model_of(checkpoint: Checkpoint, job: Job) -> ModelConfig:
+    """Return the model as the last step before a checkpoint trained it: a phase may have given it another
+    sequence length than the job begins with."""
+    return JobSteps(job).phase_at(max(0, checkpoint.manifest().step - 1)).model

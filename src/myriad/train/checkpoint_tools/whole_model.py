@@ -19,7 +19,7 @@ from myriad.model.gpt import GPT, build_full
 from myriad.run import Run
 from myriad.system.spin_control import control_spinning
 from myriad.train.checkpoint_tools.locate_checkpoint import Location, locate, newest_whole
-from myriad.train.checkpoint_tools.named_weights import job_of, open_weights, prefix_of
+from myriad.train.checkpoint_tools.named_weights import job_of, model_of, open_weights, prefix_of
 from myriad.train.inputs import tokenizer_of
 
 __all__ = ["WholeModel", "open_checkpoint_model", "open_model", "set_thread_count"]
@@ -71,7 +71,7 @@ def open_checkpoint_model(name: str, key: str = "run", *, ema: bool = False) -> 
         raise RunFailedError(
             f"{job.data.corpus}: no tokenizer.json beside the corpus, so no text can be read"
         )
-    model = job.model.without_predictions()
+    model = model_of(checkpoint, job).without_predictions()
 
     def read(parameter: str) -> torch.Tensor:
         if parameter not in values:
