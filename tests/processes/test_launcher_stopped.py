@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
+from same_run import slow_steps
 from tiny_corpora import make_corpus
 
 from myriad.faults.run_processes import descendants
@@ -28,13 +29,14 @@ def until(what: str, seen: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def launch(tmp_path: Path) -> "tuple[Run, subprocess.Popen[bytes]]":
+def launch(tmp_path: Path, steps: int) -> "tuple[Run, subprocess.Popen[bytes]]":
     run = Run(tmp_path / "run")
     corpus = make_corpus(tmp_path, count=300)
-    given = [*SMALL, f"data.corpus={corpus}", "train.steps=600", "checkpoint.memory_seconds=0"]
+    given = [*SMALL, f"data.corpus={corpus}", f"train.steps={steps}", "checkpoint.memory_seconds=0"]
     options = [word for one in given for word in (f"--{one.partition('=')[0]}", one.partition("=")[2])]
     command = [sys.executable, "-m", "myriad.cli.main", "train", "tiny", "--run", str(run.path), *options]
-    return run, subprocess.Popen([*command, "--oversubscribe"], stdout=subprocess.DEVNULL)
+    around = os.environ | slow_steps(tmp_path / "faults", 15.0)  # the run lasts until all was reported
+    return run, subprocess.Popen([*command, "--oversubscribe"], stdout=subprocess.DEVNULL, env=around)
 
 
 def hold(pid: int) -> "subprocess.Popen[bytes]":
@@ -45,59 +47,59 @@ def hold(pid: int) -> "subprocess.Popen[bytes]":
     return freezer
 
 
-@pytest.mark.parametrize("how", ["stopped", "hung"])
-def test_ranks_are_repaired_without_the_launcher_and_the_run_ends_when_it_continues(
-    tmp_path: Path, how: str
-) -> None:
-    run, launcher = launch(tmp_path)
-    with launcher:
-        try:
-            stop_and_kill(run, launcher, how)
-        finally:
-            launcher.kill()
-
-
-def test_a_run_without_a_driver_reports_it(tmp_path: Path) -> None:
-    """The launcher is stopped, so none takes the place of the driver that dies."""
-    run, launcher = launch(tmp_path)
+@contextmanager
+def training(tmp_path: Path, steps: int) -> "Iterator[tuple[Run, subprocess.Popen[bytes]]]":
+    """A run that trains, and its launcher."""
+    run, launcher = launch(tmp_path, steps)
     with launcher:
         try:
             until("no step", lambda: run.path.exists() and len(run.read_metrics()) > 5)
-            launcher.send_signal(signal.SIGSTOP)
-            os.kill(json.loads((run.path / "driver.json").read_text())["pid"], signal.SIGKILL)
-            until("nothing says that there is no driver", lambda: told(run, "health"))
-            assert told(run, "health")[0]["problem"].startswith("no driver can be reached for 10 s")
-            launcher.send_signal(signal.SIGCONT)
-            assert launcher.wait(SECONDS) == 0
-            assert told(run, "health")[-1]["problem"] == "a driver is there again"
+            yield run, launcher
         finally:
             launcher.kill()
+
+
+def test_ranks_are_repaired_while_the_launcher_is_stopped_and_a_run_without_a_driver_reports_it(
+    tmp_path: Path,
+) -> None:
+    """None takes the place of a driver that dies meanwhile, until the launcher continues."""
+    with training(tmp_path, 100_000) as (run, launcher):
+        launcher.send_signal(signal.SIGSTOP)
+        see_repair(run, launcher, "is stopped")
+        os.kill(json.loads((run.path / "driver.json").read_text())["pid"], signal.SIGKILL)
+        until("nothing says that there is no driver", lambda: len(told(run, "health")) == 2)
+        assert told(run, "health")[1]["problem"].startswith("no driver can be reached for 10 s")
+        launcher.send_signal(signal.SIGCONT)
+        again = "a driver is there again"
+        until(again, lambda: again in [one["problem"] for one in told(run, "health")[2:]])
+        launcher.terminate()
+        assert launcher.wait(SECONDS) == 130
+
+
+def test_ranks_are_repaired_while_the_launcher_hangs_and_the_run_ends_when_it_continues(
+    tmp_path: Path,
+) -> None:
+    with training(tmp_path, 80) as (run, launcher):
+        freezer = hold(launcher.pid)
+        see_repair(run, launcher, "hangs: it reads nothing")
+        until("the run does not finish", lambda: told(run, "finish"))
+        freezer.terminate()
+        freezer.wait()
+        assert launcher.wait(SECONDS) == 0
 
 
 def told(run: Run, event: str) -> list[dict]:
     return [one for one in run.read_events() if one["event"] == event]
 
 
-def stop_and_kill(run: Run, launcher: "subprocess.Popen[bytes]", how: str) -> None:
-    until("no step", lambda: run.path.exists() and len(run.read_metrics()) > 5)
+def see_repair(run: Run, launcher: "subprocess.Popen[bytes]", problem: str) -> None:
+    """A rank is killed and replaced, and the run says what is wrong with its launcher."""
     (rank,) = (pid for pid in descendants(launcher.pid) if name_of(pid) == "myriad-rank-1")
-    if how == "stopped":
-        launcher.send_signal(signal.SIGSTOP)
-    else:
-        freezer = hold(launcher.pid)
     os.kill(rank, signal.SIGKILL)
     until("the rank is not replaced", lambda: told(run, "restart"))
-    until("nothing says that the launcher is stopped", lambda: told(run, "health"))
+    until("nothing says what is wrong with the launcher", lambda: told(run, "health"))
     (health,) = told(run, "health")
-    assert health["what"] == "launcher"
-    assert health["problem"].startswith("is stopped" if how == "stopped" else "hangs: it reads nothing")
-    until("the run does not finish", lambda: told(run, "finish"))
-    if how == "stopped":
-        launcher.send_signal(signal.SIGCONT)
-    else:
-        freezer.terminate()
-        freezer.wait()
-    assert launcher.wait(SECONDS) == 0
+    assert health["what"] == "launcher" and health["problem"].startswith(problem)
 
 
 def name_of(pid: int) -> str:
