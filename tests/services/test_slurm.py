@@ -119,14 +119,23 @@ def placements(run: Run) -> list[list[int]]:
     return [sorted(map(int, one), key=lambda node: one[str(node)]) for one in found]
 
 
-def test_a_lost_node_is_drained_and_a_spare_of_the_allocation_takes_its_place(
+def hosts_of(made: SlurmCluster, job: str) -> list[str]:
+    """Where a job runs now."""
+    allocated = made.run("squeue", "--noheader", "--format=%N", "--jobs", job).strip()
+    return made.run("scontrol", "show", "hostnames", allocated).split()
+
+
+def test_a_spare_takes_the_place_of_a_lost_node_and_the_job_queues_again_when_the_drivers_is_lost(
     cluster: Callable[[int], SlurmCluster], tmp_path: Path, corpus: Path, undisturbed: Run
 ) -> None:
-    made, run = cluster(3), make_run(tmp_path / "run", corpus, "resilience.spares=1")
+    """The lost node is drained. For the driver's there is no spare: a node that is left requeues the job."""
+    made, run = cluster(5), make_run(tmp_path / "run", corpus, "resilience.spares=1", "checkpoint.every=20")
     job = submit(made, run)
     wait_until(lambda: steps_done(run) >= 12, lambda: made.run("squeue"))
     made.lose_node("n1")
-    wait_for_end(made, run)
+    wait_until(
+        lambda: events(run, "resume") and len(events(run, "checkpoint")) >= 2, lambda: made.run("squeue")
+    )
     (fault,), (drain,), (resume,) = (events(run, name) for name in ("fault", "drain", "resume"))
     assert (fault["cause"], fault["node"]) == ("node", 1)
     assert drain["host"] == "n1" and "problem" not in drain
@@ -134,48 +143,34 @@ def test_a_lost_node_is_drained_and_a_spare_of_the_allocation_takes_its_place(
     assert placements(run) == [[0, 1], [0, 2]]
     assert made.states()["n1"].startswith(("drain", "down"))
     assert "given up by the driver" in made.run("scontrol", "show", "node", "n1")
+
+    made.lose_node("n0")
+    wait_for_end(made, run)
+    assert len(events(run, "start")) == 3 and len(events(run, "resume")) == 2
     wait_until(lambda: job not in made.run("squeue", "--noheader", "--format=%A"), lambda: made.run("squeue"))
     assert_same_run(run, undisturbed)
 
 
-def test_without_a_spare_the_job_queues_again_and_continues_elsewhere(
+def test_a_job_that_is_to_make_room_saves_and_queues_again_and_so_does_one_that_loses_a_node(
     cluster: Callable[[int], SlurmCluster], tmp_path: Path, corpus: Path, undisturbed: Run
 ) -> None:
+    """First what Slurm sends to the script some minutes before the time is over; then a node without a
+    spare."""
     made, run = cluster(3), make_run(tmp_path / "run", corpus, "checkpoint.every=20")
-    submit(made, run)
-    wait_until(lambda: len(events(run, "checkpoint")) >= 2, lambda: made.run("squeue"))
-    made.lose_node("n1")
-    wait_for_end(made, run)
-    (requeue,) = events(run, "requeue")
-    assert (requeue["node"], requeue["host"]) == (1, "n1")
-    assert len(events(run, "start")) == 2 and len(events(run, "resume")) == 1
-    assert_same_run(run, undisturbed)
-
-
-def test_the_node_of_the_driver_is_lost_and_who_is_left_has_the_job_queued_again(
-    cluster: Callable[[int], SlurmCluster], tmp_path: Path, corpus: Path, undisturbed: Run
-) -> None:
-    made, run = cluster(3), make_run(tmp_path / "run", corpus, "checkpoint.every=20")
-    submit(made, run)
-    wait_until(lambda: len(events(run, "checkpoint")) >= 2, lambda: made.run("squeue"))
-    made.lose_node("n0")
-    wait_for_end(made, run)
-    assert len(events(run, "start")) == 2 and len(events(run, "resume")) == 1
-    assert_same_run(run, undisturbed)
-
-
-def test_a_job_that_is_to_make_room_saves_and_queues_again(
-    cluster: Callable[[int], SlurmCluster], tmp_path: Path, corpus: Path, undisturbed: Run
-) -> None:
-    """What Slurm sends to the script some minutes before the time is over."""
-    made, run = cluster(2), make_run(tmp_path / "run", corpus)
     job = submit(made, run)
     wait_until(lambda: steps_done(run) >= 12, lambda: made.run("squeue"))
     made.run("scancel", "--signal=TERM", "--batch", job)
+    wait_until(lambda: events(run, "resume"), lambda: made.run("squeue"))
+    (saved, *_), (resume,) = events(run, "checkpoint"), events(run, "resume")
+    assert saved["step"] == resume["step"] < 20 and events(run, "requeue") == []
+
+    wait_until(lambda: len(events(run, "checkpoint")) >= 2, lambda: made.run("squeue"))
+    lost = hosts_of(made, job)[1]
+    made.lose_node(lost)
     wait_for_end(made, run)
-    first, *_ = events(run, "checkpoint")
-    (resume,) = events(run, "resume")
-    assert first["step"] == resume["step"] < LAST
+    (requeue,) = events(run, "requeue")
+    assert (requeue["node"], requeue["host"]) == (1, lost)
+    assert len(events(run, "start")) == 3 and len(events(run, "resume")) == 2
     assert_same_run(run, undisturbed)
 
 
