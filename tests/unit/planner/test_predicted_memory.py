@@ -11,6 +11,7 @@ from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
 from myriad.planner.memory.closed_form_memory import PeakMemory, fits_probability, worst_stage_memory
 from myriad.planner.memory.layer_memory import MicroBatchShard, layer_bytes, layer_elements
+from myriad.planner.memory.memory_bound import least_bytes
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.search.layout_search import layout_memory
 from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem
@@ -228,3 +229,26 @@ def test_gradients_of_early_updates_are_there_for_one_micro_batch_only_while_the
 
     assert gradients(1, early=True) < 0.6 * gradients(1, early=False)
     assert gradients(2, early=True) == gradients(2, early=False)
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"pp": 2, "tp": 2},
+        {"pp": 2, "virtual_stages": 2, "schedule": "zero-bubble-v", "recompute": "full"},
+        {"recompute": "full", "micro_batch": 4, "offload_activations": 1.0},
+        {"pp": 2, "recompute": "selective", "offload_optimizer": True, "offload_activations": 0.5},
+        {"virtual_stages": 4, "schedule": "interleaved"},
+    ],
+    ids=str,
+)
+def test_the_lower_bound_is_below_the_peak_and_near_it(keys: dict[str, Any], on_cpu: bool, zero: int) -> None:
+    layout = Layout(dp=2, zero=zero, **keys)
+    for batch, optimizer, early in ((8, "adamw", True), (64, "muon", False)):
+        overlap = OverlapConfig(optimizer_in_backward=early)
+        workload = Workload(GPT, layout, batch, overlap, optimizer=optimizer)  # type: ignore[arg-type]
+        ranks = memory_of_ranks(workload, on_cpu=on_cpu)
+        peak = max(float(memory.total) - float(memory.margin) for memory in ranks)
+        assert 0.3 * peak < least_bytes(workload, on_cpu=on_cpu) <= peak

@@ -4,6 +4,7 @@ import itertools
 import random
 import re
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -191,6 +192,18 @@ def test_what_is_proposed_fits_by_its_own_program() -> None:
 def test_what_fits_nowhere_is_refused_with_what_is_missing() -> None:
     with pytest.raises(BadInputError, match=r"nothing fits: of .* layouts the leanest \(dp .*too much"):
         find_plans(problem_of("accelerator.memory_bytes=0.2 GiB"))
+
+
+def test_a_layout_whose_state_alone_is_too_large_is_refused_without_its_program() -> None:
+    class NoPrograms(SimulationCache):
+        def program(self, costs: Costs, num_micro_batches: int) -> NoReturn:
+            raise AssertionError("a program is built")
+
+    problem = replace(
+        problem_of("accelerator.memory_bytes=0.05 GiB"), offloads=((0.0, False), (1.0, False), (1.0, True))
+    )
+    with pytest.raises(BadInputError, match="nothing fits"):
+        find_plans(problem, simulations=NoPrograms())
 
 
 def test_a_number_of_accelerators_without_a_layout_is_refused() -> None:

@@ -10,6 +10,7 @@ hundreds of stages.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
@@ -59,11 +60,17 @@ class SearchResult:
 
     best: tuple[LayoutCandidate, ...]
     """The best layouts that fit, ordered by the objective."""
-    front: tuple[LayoutCandidate, ...]
-    """The Pareto front of time and memory, from the least memory on, whether a layout fits or not."""
+    score_front: Callable[[], Iterator[LayoutCandidate]]
+    """Iterates over `front` and scores each layout when it is reached: most searches need only the first
+    few."""
     num_layouts: int
     """Number of legal layouts."""
     num_fitting: int
+
+    @cached_property
+    def front(self) -> tuple[LayoutCandidate, ...]:
+        """The Pareto front of time and memory, from the least memory on, whether a layout fits or not."""
+        return tuple(self.score_front())
 
 
 @dataclass
@@ -143,8 +150,8 @@ def search_layouts(
         if progress:
             progress(number + 1, len(every))
     first = best.first(count)
-    pareto = [front.candidate(row) for row in reversed(list(_undominated(front.joined())))]
-    return SearchResult(tuple(first), tuple(pareto), sum(grid.num_layouts for grid in every), num_fitting)
+    num_layouts = sum(grid.num_layouts for grid in every)
+    return SearchResult(tuple(first), partial(_scored_front, front), num_layouts, num_fitting)
 
 
 def _without_redundant(
@@ -207,8 +214,10 @@ def _falls(values: Array) -> npt.NDArray[np.bool_]:
     return np.asarray(values < before)
 
 
-def _undominated(rows: Array) -> Iterator[Array]:
-    yield from rows[_falls(rows[:, 3])]
+def _scored_front(pool: _Pool) -> Iterator[LayoutCandidate]:
+    """Yield the layouts that no other one beats in both time and memory, from the least memory on."""
+    rows = pool.joined()
+    yield from map(pool.candidate, rows[_falls(rows[:, 3])][::-1])
 
 
 def _count(grid: LayoutGrid, fits: npt.NDArray[np.bool_]) -> int:

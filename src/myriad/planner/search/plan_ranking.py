@@ -8,14 +8,15 @@ Layouts with activations or optimizer state in host memory are not in the closed
 they can be the best: on the layouts that are faster than the best that fits, and need more memory.
 """
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from myriad.errors import BadInputError
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.operator_costs import peak_flops
 from myriad.planner.memory.closed_form_memory import fits_probability
+from myriad.planner.memory.memory_bound import least_bytes
 from myriad.planner.search.layout_search import MIN_FIT_PROBABILITY, score_layout
 from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem
 from myriad.planner.simulation.simulation_cache import SimulationCache
@@ -72,22 +73,27 @@ def simulate_candidates(
 
 def offloaded_plan(
     problem: LayoutProblem,
-    front: Sequence[LayoutCandidate],
+    front: Iterable[LayoutCandidate],
     best: SimulatedPlan | None,
     simulations: SimulationCache,
 ) -> SimulatedPlan | None:
     """Return the fastest plan that fits with data in host memory, if it is faster than the ``best`` that fits
-    without. ``front``: layouts that no other beats in both time and memory."""
-    faster = [one for one in front if best is None or one.seconds < best.seconds]
-    bases = heapq.nsmallest(_BASES, faster, key=lambda one: one.memory_bytes)
+    without. ``front``: layouts that no other beats in both time and memory, from the least memory on."""
+    faster = (one for one in front if best is None or one.seconds < best.seconds)
     candidates = [
         replace(base, layout=base.layout.model_copy(update=values))
-        for base in bases
+        for base in islice(faster, _BASES)
         for activations, optimizer in problem.offloads
         for values in [{"offload_activations": activations, "offload_optimizer": optimizer}]
         if (activations or optimizer) and (base.overlap.optimizer or not optimizer)
     ]
-    for plan in simulate_candidates(problem, candidates, simulations):
+    cluster = problem.cluster
+    possible = [
+        one
+        for one in candidates
+        if least_bytes(one.workload(problem), on_cpu=cluster.on_cpu) < cluster.accelerator.memory_bytes
+    ]
+    for plan in simulate_candidates(problem, possible, simulations):
         if best is not None and plan.seconds >= best.seconds:
             return None
         counted = _counted(problem, plan, simulations, whatever_length=True)

@@ -84,7 +84,7 @@ def find_plans(
     )
     allows_plain = (0.0, False) in problem.offloads
     offloads = not allows_plain or (objective != "memory" and len(problem.offloads) > 1)
-    if not (offloads and found.front):
+    if not (offloads and found.num_layouts):
         _refuse_nothing(problem, found)
     done = iter(range(1, count + 1))
     simulations = simulations or SimulationCache()
@@ -100,7 +100,7 @@ def find_plans(
     if offloads:
         fitting = fitting if allows_plain else ()
         best = min(fitting, key=lambda plan: plan.seconds, default=None)
-        faster = offloaded_plan(problem, found.front, best, simulations)
+        faster = offloaded_plan(problem, found.score_front(), best, simulations)
         fitting = fitting if faster is None else (faster, *fitting)
     _refuse_nothing(problem, found if fitting else replace(found, best=()))
     return PlanResult(problem, found, fitting)
@@ -121,10 +121,10 @@ def _refuse_nothing(problem: LayoutProblem, found: SearchResult) -> None:
             f"{world} accelerators have no layout: tp must be one of {degrees}, pp at most "
             f"{model.layers + 2}{given}, and {world} / (tp x pp) replicas must divide the batch"
         )
-        near = suggest_alternatives(problem, lambda other: _roomy(other) is not None)
+        near = suggest_alternatives(problem, _has_roomy)
         raise BadInputError("train.global_batch", problem.global_batch, allowed + near)
     if not found.best:
-        leanest, chip = found.front[0], problem.cluster.accelerator
+        leanest, chip = next(found.score_front()), problem.cluster.accelerator
         missing = leanest.memory_bytes - chip.memory_bytes
         allowed = (
             f"nothing fits: of {found.num_layouts:,} layouts the leanest ({describe_layout(leanest)}) needs "
@@ -144,18 +144,22 @@ def _nearest_that_fits(problem: LayoutProblem) -> str:
             break
         larger = problem.with_cluster(more)
         leanest = next(iter(search_layouts(larger, count=1, objective="memory").best), None)
-        if leanest is not None and (_roomy(larger) or best_plan(larger, SimulationCache())):
+        if leanest is not None and (_is_roomy(larger, leanest) or best_plan(larger, SimulationCache())):
             needs = f"{describe_layout(leanest)}: {format_bytes(leanest.memory_bytes)}"
             return f"; with {more.world} of them something does ({needs})"
     return ""
 
 
-def _roomy(problem: LayoutProblem) -> LayoutCandidate | None:
-    """Return the layout with the least memory, if it leaves so much free that its program is sure to fit. A
-    suggestion must lead to a plan, and a simulation here would take minutes."""
+def _has_roomy(problem: LayoutProblem) -> bool:
+    """Return whether the layout with the least memory is roomy."""
     found = search_layouts(problem, count=1, objective="memory").best
-    capacity = problem.cluster.accelerator.memory_bytes
-    return next((one for one in found if one.memory_bytes < _ROOMY * capacity), None)
+    return any(_is_roomy(problem, one) for one in found)
+
+
+def _is_roomy(problem: LayoutProblem, candidate: LayoutCandidate) -> bool:
+    """Return whether a layout leaves so much memory free that its program is sure to fit. A suggestion must
+    lead to a plan, and a simulation here would take minutes."""
+    return candidate.memory_bytes < _ROOMY * problem.cluster.accelerator.memory_bytes
 
 
 def describe_layout(candidate: LayoutCandidate) -> str:

@@ -1,0 +1,63 @@
+"""A lower bound of a layout's peak memory, for which no program is built.
+
+A layout above a capacity by this bound never fits. The bound is the largest, over pipeline ranks, of the sum
+of
+
+    always         values, master values, gradients and moments that the rank never frees
+    one compute    a micro-batch's bytes at the higher peak of its forward and backward in one stage, with the
+                   stage's parameters (ZeRO 3) and gradients (ZeRO 2 and 3)
+
+so it leaves out messages, further micro-batches in flight, receive buffers and the margin. `rank_memory`
+counts all of them.
+"""
+
+from collections.abc import Sequence
+
+from myriad.planner.cost.layout_costs import stage_layers
+from myriad.planner.memory.stage_memory import StageMemory
+from myriad.planner.workload import Workload
+from myriad.program.build import count_chunks
+from myriad.program.partition import cut_ranges
+from myriad.program.schedules import stage_owners
+
+__all__ = ["least_bytes"]
+
+
+def least_bytes(workload: Workload, *, on_cpu: bool) -> float:
+    """Return a lower bound of the fullest rank's bytes at its peak."""
+    layout = workload.layout
+    layers_of_stage = stage_layers(workload)
+    num_chunks = count_chunks(layout, workload.overlap, layers_of_stage)
+    model = StageMemory(workload, cut_ranges(layers_of_stage, num_chunks), on_cpu)
+    stages_of: list[list[int]] = [[] for _ in range(layout.pp)]
+    for stage, rank in enumerate(stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)):
+        stages_of[rank] += range(stage * num_chunks, (stage + 1) * num_chunks)
+    captures = workload.profile.cuda_graphs and not on_cpu
+    return max(
+        _always_held(model, stages) + (0.0 if captures else max(_one_compute(model, one) for one in stages))
+        for stages in stages_of
+    )
+
+
+def _always_held(model: StageMemory, stages: Sequence[int]) -> float:
+    """Return the bytes of values, master values, gradients and moments that are never freed."""
+    workload, elements = model.workload, sum(map(model.chunk, stages))
+    zero, part = workload.layout.zero, elements / workload.layout.num_shards
+    values = elements * workload.value_bytes if zero < 3 else 0.0
+    master = 0.0 if workload.value_bytes == 4 and zero < 3 else 4 * part
+    moments = 0.0 if workload.layout.offload_optimizer else 4 * part * (1 if workload.orthogonalizes else 2)
+    frees = workload.overlap.updates_early and zero < 2
+    return values + master + moments + (0.0 if frees else 4 * (part if zero >= 2 else elements))
+
+
+def _one_compute(model: StageMemory, stage: int) -> float:
+    """Return the bytes of one micro-batch at the higher peak of its forward and backward in a stage, and of
+    temporary parameters and gradients."""
+    zero, elements = model.workload.layout.zero, model.chunk(stage)
+    every = [model.held(stage, turns=turns) for turns in (False, True)]
+    values = elements * model.workload.value_bytes if zero == 3 else 0.0
+    backward = [
+        one.kept + one.head_bytes + min(one.in_backward[0], one.in_split_backward[0]) for one in every
+    ]
+    forward = min(one.in_forward[0] for one in every)
+    return values + max(forward, min(backward) + (4 * elements if zero >= 2 else 0.0))
