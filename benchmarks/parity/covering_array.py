@@ -5,8 +5,9 @@ Their number grows with the product of the two longest lists of values, not with
 The method is greedy, as in AETG (Cohen et al., IEEE TSE 23(7), 1997): each row starts from a pair that no row
 has yet, and takes the values that add most new pairs.
 
-Constraints are a function that gives the reason why it refuses a row. A pair is refused if no change of the
-other values makes a row with it allowed; the search changes only values that change the reason.
+Constraints are a function that gives all reasons why it refuses a row. A pair is refused if no change of the
+other values makes a row with it allowed; the search changes only values that remove a reason, whatever others
+they bring.
 """
 
 import random
@@ -19,8 +20,8 @@ __all__ = ["CoveringArray", "Pair", "Row", "covering_array", "pairs_of"]
 Row = dict[str, Hashable]
 Pair = tuple[str, Hashable, str, Hashable]
 """Two parameters with a value each, in the parameters' order."""
-Refusal = Callable[[Row], str | None]
-"""The reason why a row is refused; ``None`` if it is allowed."""
+Reasons = Callable[[Row], Sequence[str]]
+"""The reasons why a row is refused; none if it is allowed. The same reason always has the same name."""
 
 _MOST_REPAIRS = 4
 """Largest number of other values that a pair may need."""
@@ -44,16 +45,16 @@ def pairs_of(row: Mapping[str, Hashable]) -> Iterator[Pair]:
 
 def covering_array(
     values: Mapping[str, Sequence[Hashable]],
-    refusal: Refusal,
+    reasons: Reasons,
     *,
     cost: Callable[[Row], float] = lambda row: 1.0,
     seed: int = 0,
 ) -> CoveringArray:
     """Return rows that cover all allowed pairs. The first value of every parameter makes an allowed row. Of
     several candidates the row with the most new pairs for its cost is taken."""
-    search = _Search(values, refusal, random.Random(seed))
+    search = _Search(values, reasons, random.Random(seed))
     base = {name: choices[0] for name, choices in values.items()}
-    assert search.refusal(base) is None, "the first value of every parameter must make an allowed row"
+    assert not search.reasons(base), "the first value of every parameter must make an allowed row"
     while search.missing:
         starts = {pair: search.row_with(pair) for pair in search.some_missing()}
         filled = [search.fill(row, pair) for pair, row in starts.items() if row is not None]
@@ -64,7 +65,7 @@ def covering_array(
 
 class _Search:
     def __init__(
-        self, values: Mapping[str, Sequence[Hashable]], refusal: Refusal, order: random.Random
+        self, values: Mapping[str, Sequence[Hashable]], reasons: Reasons, order: random.Random
     ) -> None:
         self.values = values
         self.rows: list[Row] = []
@@ -74,15 +75,15 @@ class _Search:
             (a, x, b, y): None for a, b in combinations(values, 2) for x in values[a] for y in values[b]
         }
         self._place = {name: number for number, name in enumerate(values)}
-        self._refusal = refusal
-        self._known: dict[tuple[Hashable, ...], str | None] = {}
+        self._reasons = reasons
+        self._known: dict[tuple[Hashable, ...], Sequence[str]] = {}
         self._order = order
 
-    def refusal(self, row: Row) -> str | None:
-        """The reason why a row is refused, each row asked once."""
+    def reasons(self, row: Row) -> Sequence[str]:
+        """The reasons why a row is refused, each row asked once."""
         key = tuple(row.values())
         if key not in self._known:
-            self._known[key] = self._refusal(row)
+            self._known[key] = self._reasons(row)
         return self._known[key]
 
     def some_missing(self) -> list[Pair]:
@@ -105,15 +106,15 @@ class _Search:
 
     def _repaired(self, row: Row, pinned: frozenset[str], repairs: int) -> Row | None:
         """The row with at most so many other values changed that it is allowed; ``None`` if none is."""
-        reason = self.refusal(row)
-        if reason is None:
+        reasons = self.reasons(row)
+        if not reasons:
             return row
         if repairs == 0:
             return None
         for name, choices in self.values.items():
             for value in choices if name not in pinned else ():
                 changed = row | {name: value}
-                if value != row[name] and self.refusal(changed) != reason:
+                if value != row[name] and reasons[0] not in self.reasons(changed):
                     found = self._repaired(changed, pinned | {name}, repairs - 1)
                     if found is not None:
                         return found
@@ -137,7 +138,7 @@ class _Search:
         for value in sorted(gains, key=lambda value: -gains[value]):
             if gains[value] <= gains[row[name]]:
                 break
-            if self.refusal(row | {name: value}) is None:
+            if not self.reasons(row | {name: value}):
                 return value
         return row[name]
 

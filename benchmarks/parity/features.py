@@ -1,6 +1,6 @@
 """Every model feature and layout dimension with its values, and the job that a choice of them makes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ from myriad.errors import BadInputError
 from myriad.job.job_rules import RULES
 from myriad.job.job_values import JobValues
 
-__all__ = ["FEATURES", "GLOBAL_BATCH", "MOST_RANKS", "NO_EFFECT", "Features", "PairJob", "job_of", "refusal"]
+__all__ = ["FEATURES", "GLOBAL_BATCH", "MOST_RANKS", "NO_EFFECT", "Features", "PairJob", "job_of", "reasons"]
 
 Features = Mapping[str, Any]
 """A value of each feature, by its name in `FEATURES`."""
@@ -46,8 +46,13 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "layout.reduce": ("last", "each"),
     "layout.micro_batch": (1, 2),
     "layout.partition": ("uniform", "parameters"),
+    "layout.shard_group": (None, 2),
+    "layout.offload_activations": (0.0, 0.5),
+    "layout.offload_optimizer": (False, True),
     "shares": ("equal", "unequal"),
-    "optimizer": ("adamw", "lamb", "adamw in the backward"),
+    "optimizer": ("adamw", "lamb", "adamw in the backward", "muon", "muon with QK-clip"),
+    "optimizer.ema_decay": (None, 0.9),
+    "data.documents": ("joined", "packed"),
     "overlap": ("on", "off", "small messages"),
     "model.activation": ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"),
     "model.kv_heads": (None, 2, 1),
@@ -85,7 +90,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "model.mup_base_width": (None, 16),
     "model.dropout": (0.0, 0.1),
 }
-"""Keys of a job with the values that are combined; the first one of each is the plainest. The five names
+"""Keys of a job with the values that are combined; the first one of each is the plainest. The six names
 without a section stand for several keys (`job_of`)."""
 
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
@@ -93,6 +98,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},
     "lamb": {"name": "lamb"},
     "adamw in the backward": {"name": "adamw", "clip_norm": None},
+    "muon": {"name": "muon"},
+    "muon with QK-clip": {"name": "muon", "qk_clip": 0.02},
 }
 OVERLAPS: dict[str, dict[str, Any]] = {
     "on": {},
@@ -114,6 +121,7 @@ class PairJob:
     layout: dict[str, Any]
     optimizer: dict[str, Any]
     overlap: dict[str, Any]
+    packed: bool
 
 
 def _scaling(features: Features) -> dict[str, Any]:
@@ -141,7 +149,7 @@ def _shares(layout: Mapping[str, Any]) -> tuple[int, ...]:
 
 def job_of(features: Features) -> PairJob:
     """Return the job. Raises `BadInputError` for unequal shares that cannot be."""
-    keys: dict[str, dict[str, Any]] = {"model": {}, "layout": {}}
+    keys: dict[str, dict[str, Any]] = {"model": {}, "layout": {}, "optimizer": {}, "data": {}}
     for name, value in features.items():
         section, _, key = name.partition(".")
         if key:
@@ -154,15 +162,18 @@ def job_of(features: Features) -> PairJob:
     if features["latent"] == "queries too":
         latent["q_lora_rank"] = 12
     model = BASE | keys["model"] | latent | _scaling(features)
-    return PairJob(model, layout, OPTIMIZERS[optimizer], OVERLAPS[features["overlap"]] | early)
+    optimizes = keys["optimizer"] | OPTIMIZERS[optimizer]
+    packed = keys["data"]["documents"] == "packed"
+    return PairJob(model, layout, optimizes, OVERLAPS[features["overlap"]] | early, packed)
 
 
 NO_EFFECT = "no effect: "
-"""Begins the reason for combinations that validation accepts and that would not be a test."""
+"""Begins the reasons for combinations that validation accepts and that would not be a test."""
 
 
-def _without_effect(features: Features) -> str | None:
-    """Which value changes nothing beside the others, or how one process would be compared with itself."""
+def _without_effect(features: Features) -> Iterator[str]:
+    """Yield the values that change nothing beside the others, and why one process would be compared with
+    itself."""
     layout = {key: features[f"layout.{key}"] for key in ("tp", "pp", "dp")}
     for unused, changed in (
         (layout["pp"] == 1, ("layout.schedule", "layout.partition")),
@@ -171,30 +182,40 @@ def _without_effect(features: Features) -> str | None:
     ):
         for name in changed if unused else ():
             if features[name] != FEATURES[name][0]:
-                return f"{NO_EFFECT}{name}"
-    world = layout["tp"] * layout["pp"] * layout["dp"]
-    return None if 1 < world <= MOST_RANKS else f"{NO_EFFECT}{world} ranks"
+                yield f"{NO_EFFECT}{name}"
+    if not 1 < layout["tp"] * layout["pp"] * layout["dp"] <= MOST_RANKS:
+        yield f"{NO_EFFECT}number of ranks"
 
 
-def refusal(features: Features) -> str | None:
-    """Why the validation of jobs refuses the features, or why training them would not test anything;
-    ``None`` if they can be trained."""
-    if (reason := _without_effect(features)) is not None:
-        return reason
+def reasons(features: Features) -> tuple[str, ...]:
+    """Return why the validation of jobs refuses the features, by rule and key, and why training them would
+    not test anything. Without any, they can be trained."""
+    found = list(_without_effect(features))
     try:
-        made = job_of(features)
-        job = JobValues.model_validate(
-            {
-                "data": {"corpus": "prepared"},
-                "model": made.model,
-                "layout": made.layout,
-                "optimizer": {"warmup_steps": 5} | made.optimizer,
-                "overlap": made.overlap,
-                "train": {"global_batch": GLOBAL_BATCH, "precision": "float32", "device": "cpu"},
-            }
-        )
-        for rule in RULES:
+        job = _validated(features)
+    except BadInputError as error:  # the rules cannot look at such a job: each may refuse it
+        return (*found, f"section: {error.key}", *(rule.__name__ for rule in RULES))
+    for rule in RULES:
+        try:
             rule(job)
-    except BadInputError as error:
-        return str(error)
-    return None
+        except BadInputError:
+            found.append(rule.__name__)
+        except (ArithmeticError, AssertionError, LookupError):  # an earlier rule refuses what it relies on
+            assert found, "no earlier rule refuses the job"
+            found.append(rule.__name__)
+    return tuple(found)
+
+
+def _validated(features: Features) -> JobValues:
+    """Return the job with each section valid by itself. Raises `BadInputError`."""
+    made = job_of(features)
+    return JobValues.model_validate(
+        {
+            "data": {"corpus": "prepared", "documents": features["data.documents"]},
+            "model": made.model,
+            "layout": made.layout,
+            "optimizer": {"warmup_steps": 5} | made.optimizer,
+            "overlap": made.overlap,
+            "train": {"global_batch": GLOBAL_BATCH, "precision": "float32", "device": "cpu"},
+        }
+    )

@@ -4,12 +4,14 @@
 
 `features` lists the features with their values, `covering_array` chooses few jobs in which each pair of
 values that job validation allows occurs. Each job trains on ranks that gloo joins, worlds of 2 to 8, and then
-as one process on the same tokens, in float32; losses of all steps and every whole parameter must agree within
-1e-5. Where a parameter does not, it is shown how far rounding alone moves it: one process trains again from
-initial values that are changed by half a unit in their last place. A parameter of which the layout changes
-more than twice as much differs, and a gradient that lacks a rank's part differs by far more. Processes
-are started once for each size of world and run one job after another. Finished jobs are kept
-in FOLDER, and a command that was interrupted continues there. Ends with 1 if a job failed or differs.
+as one process on the same tokens, in float32; losses of all steps, every whole parameter and its moving
+average must agree within 1e-5. The ranks then train the second half of the steps again, from the state that
+they stored after the first, and must store the same bits. Where a parameter does not agree, it is shown how
+far rounding alone moves it: one process trains again from initial values that are changed by half a unit in
+their last place. A parameter of which the layout changes more than twice as much differs, and a gradient that
+lacks a rank's part differs by far more. Processes are started once for each size of world and run one job
+after another. Finished jobs are kept in FOLDER, and a command that was interrupted continues there. Ends with
+1 if a job failed or differs.
 
 ``--sample N`` prints the first N jobs, which cover the most pairs, and runs nothing: the tests run those of
 ``tests/processes/pairs.json``.
@@ -18,6 +20,7 @@ in FOLDER, and a command that was interrupted continues there. Ends with 1 if a 
 import argparse
 import hashlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -29,15 +32,19 @@ from typing import Any
 import numpy as np
 
 from covering_array import CoveringArray, Row, covering_array, pairs_of
-from features import FEATURES, GLOBAL_BATCH, MOST_RANKS, NO_EFFECT, Features, job_of, refusal
+from features import FEATURES, GLOBAL_BATCH, MOST_RANKS, NO_EFFECT, Features, job_of, reasons
+from myriad.checkpoint.checkpoint_files import AVERAGE_PREFIX, MODEL_PREFIX, load, load_model, save
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.progress_bar import count_bar
+from myriad.comm.groups import close_world
 from myriad.comm.layout import Layout
 from myriad.config import Config
 from myriad.model.config import ModelConfig
+from myriad.parallel.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "processes"))
 
-from parity_case import Case, run_case
+from parity_case import Case, make_engine, run_case, train_steps
 from ranks import RankPool
 
 TOLERANCE = 1e-5
@@ -58,6 +65,8 @@ class Compared:
     """Largest relative difference of a whole parameter, of those in `parameter`."""
     parameter: str
     error: str = ""
+    resumes: bool = True
+    """Whether the resumed ranks stored the same bits."""
     rounding_difference: float | None = None
     """The largest difference of a whole parameter between one process and the same one with changed initial
     values, where it was needed."""
@@ -69,11 +78,11 @@ class Compared:
         if self.rounding_difference is not None:
             allowed = max(allowed, 2 * self.rounding_difference)
         near = self.loss_difference <= TOLERANCE and self.parameter_difference <= allowed
-        return near and not self.error
+        return near and self.resumes and not self.error
 
 
 Trained = tuple[list[tuple[float, float]], dict[str, np.ndarray]]
-"""Losses and gradient norms of all steps, and the final whole parameters."""
+"""Losses and gradient norms of all steps, and the final whole tensors: parameters and optimizer state."""
 
 
 class Pools:
@@ -83,11 +92,13 @@ class Pools:
         self._stack = stack
         self._pools: dict[int, RankPool] = {}
 
-    def train(self, case: Case) -> Trained:
+    def train(self, case: Case, *, resumes: bool = False) -> Trained:
         if case.world not in self._pools:
             self._pools[case.world] = self._stack.enter_context(RankPool(case.world))
         with tempfile.TemporaryDirectory() as folder:
-            ranks = self._pools[case.world].run(run_case, case, Path(folder), timeout=TIMEOUT_SECONDS)
+            ranks = self._pools[case.world].run(
+                run_and_resume if resumes else run_case, case, Path(folder), timeout=TIMEOUT_SECONDS
+            )
         assert all(losses == ranks[0][0] for losses, _ in ranks), "ranks of one run disagree on the loss"
         return ranks[0]
 
@@ -100,33 +111,76 @@ def num_ranks(features: Features) -> int:
 def case_of(features: Features, steps: int) -> Case:
     """The job as the parity tests describe it."""
     job = job_of(features)
-    return Case(job.layout, job.model, job.optimizer, steps, GLOBAL_BATCH, overlap=job.overlap)
+    return Case(
+        job.layout, job.model, job.optimizer, steps, GLOBAL_BATCH, overlap=job.overlap, packed=job.packed
+    )
+
+
+def run_and_resume(case: Case, folder: Path) -> tuple[list[tuple[float, float]], dict[str, Any] | None]:
+    """One rank's side: as `run_case`, but the second half is trained again by another engine, which starts
+    from what was stored. Its final tensors are named ``resumed.NAME``."""
+    folders, half = CheckpointFolder(folder), case.steps // 2
+    engine = make_engine(case)
+    found = train_steps(case, engine, 0, half)
+    save(folders, half, list(engine.shards()), engine.progress())
+    found += train_steps(case, engine, half, case.steps)
+    tensors = stored_tensors(folders, case.steps, engine)
+    engine = make_engine(case)
+    engine.load_progress(load(folders.of_step(half), list(engine.all_shards())))
+    engine.loaded()
+    train_steps(case, engine, half, case.steps)
+    resumed = stored_tensors(folders, case.steps + 1, engine)
+    if tensors is not None and resumed is not None:
+        tensors |= {f"resumed.{name}": values for name, values in resumed.items()}
+    return found, tensors
+
+
+def stored_tensors(folders: CheckpointFolder, step: int, engine: Engine) -> dict[str, Any] | None:
+    """Store the state, end the engine, and return the whole tensors on rank 0."""
+    path = save(folders, step, list(engine.shards()), {})
+    engine.close()
+    close_world()
+    if os.environ["RANK"] != "0":
+        return None
+    return {name: tensor.numpy() for name, tensor in load_model(path, "").items()}
 
 
 def compare(features: Features, steps: int, pools: Pools) -> Compared:
     """Train a job and its model as one process."""
     case = case_of(features, steps)
     try:
-        alone = Case({}, case.model, case.optimizer, case.steps, GLOBAL_BATCH)
-        expected = pools.train(alone)
-        loss, parameter, difference = differences(pools.train(case), expected)
+        alone = Case({}, case.model, case.optimizer, case.steps, GLOBAL_BATCH, packed=case.packed)
+        expected, found = pools.train(alone), pools.train(case, resumes=True)
+        loss, parameter, difference = differences(found, expected)
         rounding = None
         if loss <= TOLERANCE < difference:
             _, _, rounding = differences(pools.train(replace(alone, nudge=HALF_UNIT)), expected)
     except AssertionError as error:
         return Compared(features, case.world, 0.0, 0.0, "", str(error))
-    return Compared(features, case.world, loss, difference, parameter, rounding_difference=rounding)
+    same = resumes_alike(found[1])
+    return Compared(
+        features, case.world, loss, difference, parameter, resumes=same, rounding_difference=rounding
+    )
+
+
+def resumes_alike(tensors: dict[str, np.ndarray]) -> bool:
+    """Whether each tensor has the same bits as the one that resumed ranks stored."""
+    stored = {name: values for name, values in tensors.items() if not name.startswith("resumed.")}
+    assert len(tensors) == 2 * len(stored), "resumed ranks store the same names"
+    return all(values.tobytes() == tensors[f"resumed.{name}"].tobytes() for name, values in stored.items())
 
 
 def differences(found: Trained, wanted: Trained) -> tuple[float, str, float]:
-    """The largest relative difference of a loss; the parameter that differs most, and by how much."""
+    """The largest relative difference of a loss; the parameter, or its average, that differs most, and by how
+    much."""
     (losses, parameters), (expected, reference) = found, wanted
     loss = max(abs(a - b) / abs(b) for (a, _), (b, _) in zip(losses, expected, strict=True))
+    parameters = {name: values for name, values in parameters.items() if not name.startswith("resumed.")}
     assert parameters.keys() == reference.keys()
     each = {
         name: float(np.linalg.norm(parameters[name] - whole) / max(np.linalg.norm(whole), 1e-30))
         for name, whole in reference.items()
-        if name.startswith("model.")
+        if name.startswith((MODEL_PREFIX, AVERAGE_PREFIX))
     }
     worst = max(each, key=lambda name: each[name])
     return loss, worst, each[worst]
@@ -208,6 +262,7 @@ def print_table(array: CoveringArray, compared: Iterable[Compared], steps: int) 
         print(f"\nDIFFERS: {plain(one.features)}")
         parameter = f"{one.parameter} {one.parameter_difference:.1e}"
         print(f"  loss {one.loss_difference:.1e}, {parameter}, {rounding_of(one)}")
+        print("" if one.resumes else "  a resumed run has other bits\n", end="")
         print("".join(f"  {line}\n" for line in one.error.splitlines()[-12:]), end="")
     return not wrong
 
@@ -222,7 +277,8 @@ def _has_no_effect(pair: tuple[str, Any, str, Any]) -> bool:
     """Whether a refused pair is one that validation accepts."""
     a, x, b, y = pair
     base = {name: values[0] for name, values in FEATURES.items()}
-    return (refusal(base | {a: x, b: y}) or "").startswith(NO_EFFECT)
+    found = reasons(base | {a: x, b: y})
+    return bool(found) and all(reason.startswith(NO_EFFECT) for reason in found)
 
 
 def print_sample(rows: Sequence[Row], number: int) -> None:
@@ -231,7 +287,9 @@ def print_sample(rows: Sequence[Row], number: int) -> None:
     for row in rows[:number]:
         job = job_of(row)
         model, layout = (_changed(*one) for one in ((job.model, ModelConfig), (job.layout, Layout)))
-        sample.append({"model": model, "layout": layout, "optimizer": job.optimizer, "overlap": job.overlap})
+        optimizer = {key: value for key, value in job.optimizer.items() if value is not None}
+        kept = {"model": model, "layout": layout, "optimizer": optimizer, "overlap": job.overlap}
+        sample.append(kept | ({"packed": True} if job.packed else {}))
     print(json.dumps(sample, indent=1))
 
 
@@ -246,7 +304,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--sample", type=int, help="only print so many jobs")
     options = parser.parse_args()
-    array = covering_array(FEATURES, refusal, cost=lambda row: 2.0 + num_ranks(row))
+    array = covering_array(FEATURES, reasons, cost=lambda row: 2.0 + num_ranks(row))
     if options.sample:
         print_sample(array.rows, options.sample)
         return
