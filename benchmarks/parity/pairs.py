@@ -287,8 +287,7 @@ def print_sample(rows: Sequence[Row], number: int) -> None:
     for row in rows[:number]:
         job = job_of(row)
         model, layout = (_changed(*one) for one in ((job.model, ModelConfig), (job.layout, Layout)))
-        optimizer = {key: value for key, value in job.optimizer.items() if value is not None}
-        kept = {"model": model, "layout": layout, "optimizer": optimizer, "overlap": job.overlap}
+        kept = {"model": model, "layout": layout, "optimizer": job.optimizer, "overlap": job.overlap}
         sample.append(kept | ({"packed": True} if job.packed else {}))
     print(json.dumps(sample, indent=1))
 
