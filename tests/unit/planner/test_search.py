@@ -206,6 +206,16 @@ def test_a_layout_whose_state_alone_is_too_large_is_refused_without_its_program(
         find_plans(problem, simulations=NoPrograms())
 
 
+def test_what_fits_only_with_state_in_host_memory_is_proposed() -> None:
+    wide = replace(problem_of(nodes=1, batch=4), model=MODEL.model_copy(update={"hidden": 4096}))
+    least = search_layouts(wide, count=1, objective="memory").best[0].memory_bytes
+    chip = wide.cluster.accelerator.model_copy(update={"memory_bytes": int(0.9 * least)})
+    small = wide.with_cluster(wide.cluster.model_copy(update={"accelerator": chip}))
+    assert not search_layouts(small, count=1).best
+    (plan,) = find_plans(replace(small, offloads=((0.0, False), (0.0, True)))).plans
+    assert plan.candidate.layout.offload_optimizer and plan.candidate.memory_bytes < 0.9 * least
+
+
 def test_a_number_of_accelerators_without_a_layout_is_refused() -> None:
     odd = load_cluster("megascale-256xa100", ["nodes=1", "accelerators_per_node=17"])
     with pytest.raises(BadInputError, match="17 accelerators have no layout: tp must be one of 1, 2, 4"):

@@ -102,7 +102,8 @@ def find_plans(
         best = min(fitting, key=lambda plan: plan.seconds, default=None)
         faster = offloaded_plan(problem, found.score_front(), best, simulations)
         fitting = fitting if faster is None else (faster, *fitting)
-    _refuse_nothing(problem, found if fitting else replace(found, best=()))
+    if not fitting:
+        _refuse_nothing(problem, replace(found, best=()))
     return PlanResult(problem, found, fitting)
 
 
