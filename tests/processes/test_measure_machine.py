@@ -24,11 +24,16 @@ def be_hasty_rank(*arguments: Any) -> None:
     compute_timings._ENOUGH_SECONDS = 0.0
     compute_timings._PACE_SECONDS, compute_timings._PACE_SHORT_SECONDS = 0.1, 0.004
     compute_timings._STRIDES, compute_timings._STRIDE_SECONDS = 1, 0.0
+    compute_timings._PACE_BLOCK, compute_timings._STACK = (64, 64, 1), 2
     compute_timings._ROWS, compute_timings._SWEEP_ELEMENTS = (64, 256), 2**21
     for name, kept in (("_MATRICES", 4), ("_LAYERS", 5), ("_HEADS", 2)):
         setattr(compute_timings, name, getattr(compute_timings, name)[:kept])
     measure_machine._TURN_ROUNDS, measure_machine._TURN_SECONDS = 1, 0.0
-    transfer_timings._ROUNDS, transfer_timings._CALLS = 3, 1
+    measure_machine._SHAPES = ((64, 64, 1),)
+    transfer_timings._ROUNDS, transfer_timings._CALLS, transfer_timings._REPEATS = 3, 1, 3
+    transfer_timings._ELEMENTS = transfer_timings._ELEMENTS[:5]
+    transfer_timings._SHAPES = transfer_timings._SHAPES[:2]
+    transfer_timings._BESIDE_ROUNDS, transfer_timings._COMPUTES = 1, 5
     measure_machine._be_rank(*arguments)
 
 
@@ -38,7 +43,7 @@ def test_this_machine_is_measured_kept_and_planned_for(tmp_path, monkeypatch):
     cluster = load_cluster(cluster_path("this-machine"))
     core, link = cluster.accelerator, cluster.links.node
     for core_in in (core, core.of(4)):
-        for name in ("launch_seconds", "stream_bytes_per_second", "flash_ratio", "flash_backward"):
+        for name in ("stream_bytes_per_second", "flash_ratio", "flash_backward"):
             assert getattr(core_in, name) > 0, name
     assert min(core.peak_flops_per_second, core.float32_flops_per_second, core.memory_bytes_per_second) > 0
     assert min(link.bytes_per_second, link.latency_seconds) > 0 and link.busy_ratio >= 0
