@@ -137,6 +137,7 @@ def test_pipelines_have_captures_for_each_micro_batch_in_flight(
 ) -> None:
     """Over a transport whose messages leave later than they are sent."""
     global_batch = max(4, layout.get("micro_batch", 1), sum(layout.get("shares", ())))
+    model = model if "virtual_stages" in layout else model | {"layers": 2}
     case = Case(layout=layout, model=model, overlap=overlap, steps=1, global_batch=global_batch)
     assert_replayed(case, like_nccl=True)
 
@@ -160,7 +161,8 @@ def test_pipelines_of_tensor_parallel_ranks_are_captured() -> None:
 def test_parameters_and_sums_that_come_and_go_are_always_at_the_same_address(
     layout: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    assert_replayed(Case(layout=layout, model=model, steps=1, overlap={"chunks": 2}))
+    model = model if "virtual_stages" in layout else model | {"layers": 2}
+    assert_replayed(Case(layout=layout, model=model, steps=1, global_batch=4, overlap={"chunks": 2}))
 
 
 def test_float8_with_tensor_parallelism_is_captured() -> None:

@@ -5,6 +5,7 @@ No GPU: the same lists are run on gloo, where nothing is loaded late and nothing
 """
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,7 +86,8 @@ def trained(case: Case, warms_up: bool) -> tuple[list[tuple[float, float]], list
     ids=lambda case: " ".join(f"{key}={value}" for key, value in case.layout.items()),
 )
 def test_a_run_that_was_warmed_up_learns_the_same_bits(case: Case) -> None:
-    case = Case(**{**vars(case), "steps": _STEPS, "global_batch": 4})
+    few = {} if "virtual_stages" in case.layout else {"layers": 2}
+    case = replace(case, model=case.model | few, steps=_STEPS, global_batch=4)
     expected = run_ranks(case.world, trained, case, False)
     found = run_ranks(case.world, trained, case, True)
     for (losses, own, loss, steps), (warmed_losses, warmed, warmed_loss, warmed_steps) in zip(
