@@ -9,7 +9,8 @@ from pathlib import Path
 from myriad.job import load_job
 from myriad.run import Run
 
-JOB = ("tiny", "--train.steps", "6", "--checkpoint.every", "3", "--layout.dp", "2", "--oversubscribe")
+SMALL = ("--model.layers", "2", "--model.hidden", "32", "--model.sequence", "32", "--train.threads", "1")
+JOB = ("tiny", *SMALL, "--train.steps", "6", "--checkpoint.every", "3", "--layout.dp", "2", "--oversubscribe")
 
 
 def modes(folder: Path) -> dict[str, int]:

@@ -106,7 +106,7 @@ def test_layers_move_from_a_slow_node_of_a_pipeline(
     three times as long. Without that the same steps take a moment."""
     keys = [f"data.corpus={corpus}", *PIPELINE]
     undisturbed = Run(tmp_path / "undisturbed")
-    undisturbed.create_or_resume(load_job("tiny", [*keys, "train.steps=200"]))
+    undisturbed.create_or_resume(load_job("tiny", [*keys, "train.steps=150"]))
     expected = train_undisturbed(undisturbed).read_metrics()
 
     factor = 1 + STEP_SECONDS / median(line["step_seconds"] for line in expected[10:])
