@@ -10,18 +10,19 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from same_run import slow_steps, train_undisturbed
 from tiny_corpora import make_corpus
 from watching import descendants
 
 from myriad.checkpoint.snapshots.server_start import server_name
+from myriad.faults.rank_faults import ARMED
 from myriad.job import load_job
 from myriad.launchers.external_nodes import run_joined
-from myriad.launchers.local import run_local
 from myriad.reports.run_report.run_facts import facts_of
 from myriad.run import Run
 
 SMALL = ["model.layers=2", "model.hidden=64", "model.sequence=64", "train.threads=1", "train.steps=100000"]
-BATCH = ["train.global_batch=8", "layout.micro_batch=1"]
+BATCH = ["optimizer.decay=constant", "train.global_batch=8", "layout.micro_batch=1"]
 THREE = [
     "layout.dp=3",
     "layout.zero=1",
@@ -102,27 +103,15 @@ class Story:
     def stopping(self) -> None: ...
 
 
-class Until:
-    """Asks a run to stop when it has come to a step."""
-
-    def __init__(self, run: Run, step: int) -> None:
-        self._run, self._step, self._asked = run, step, False
-
-    def tick(self) -> None:
-        if not self._asked and len(self._run.read_metrics()) >= self._step:
-            self._asked = True
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def stopping(self) -> None: ...
-
-
 def events(run: Run, *names: str) -> list[dict]:
     return [event for event in run.read_events() if event["event"] in names]
 
 
 def test_a_run_continues_with_two_of_three_replicas_and_then_with_three_again(
-    run: Run, nodes: Nodes, tmp_path: Path
+    run: Run, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name, value in slow_steps(run.path / "faults", 5.0, world=3).items():
+        monkeypatch.setenv(name, value)
     for node in range(3):
         nodes.join(node)
     assert run_joined(run, 3, threads=1, observer=Story(run, nodes)) == "interrupted"
@@ -144,12 +133,11 @@ def test_a_run_continues_with_two_of_three_replicas_and_then_with_three_again(
     assert [attempt.world for attempt in account.attempts] == [3, 2, 3] and seconds["waiting"] > 0
     assert sum(seconds.values()) == pytest.approx(account.ledger.wall_seconds), "the report accounts for all"
 
+    monkeypatch.delenv(ARMED)
     undisturbed = Run(tmp_path / "undisturbed")
     alone = {"layout": load_job("tiny", BATCH).layout, "resilience": load_job("tiny").resilience}
+    alone["train"] = run.job().train.model_copy(update={"steps": lines[-1]["step"]})
     undisturbed.create_or_resume(run.job().model_copy(update=alone))
-    assert (
-        run_local(undisturbed, 1, threads=1, observer=Until(undisturbed, lines[-1]["step"])) == "interrupted"
-    )
-    expected = {line["step"]: line["loss"] for line in undisturbed.read_metrics()}
+    expected = {line["step"]: line["loss"] for line in train_undisturbed(undisturbed).read_metrics()}
     found = {line["step"]: line["loss"] for line in lines}
     assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-5)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from same_run import assert_same_run, slow_steps
+from same_run import assert_same_run, slow_steps, train_undisturbed
 from tiny_corpora import make_corpus
 from watching import descendants, is_alive, wait_until
 
@@ -40,19 +40,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
-    """What all nodes of the machine have in memory is seen while it trains."""
-    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus)
-    seen: list[tuple[int, list[int]]] = []
-
-    def count_servers() -> None:
-        seen.append((len(server_names(run.path)), [step for step, _ in list_in_memory(run.path, ranks=2)]))
-
-    assert run_local(run, 2, observer=Acts(run, (reached(run, 20), count_servers))) == "finished"
-    ((snapshot_servers, steps),) = seen
-    assert snapshot_servers == 2 and max(steps) >= 10, "copies are taken every 5 steps"
-    wait_until(lambda: server_names(run.path) == [])
-    assert list_in_memory(run.path) == []
-    return run
+    return train_undisturbed(make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus))
 
 
 def pids_of(run: Run, node: int) -> tuple[list[int], list[int]]:
@@ -116,17 +104,26 @@ def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_a_spare_and_
     tmp_path: Path, corpus: Path, undisturbed: Run
 ) -> None:
     """Of node 0, whose snapshot server has all others store, and whose host the ranks meet at; then the spare
-    is lost."""
+    is lost. What both nodes have in memory is seen while it trains."""
     run = make_run(tmp_path / "run", corpus, "resilience.spares=1")
+    servers, steps = list[str](), list[int]()
+
+    def lose_first() -> None:
+        servers.extend(server_names(run.path))
+        steps.extend(step for step, _ in list_in_memory(run.path, ranks=2))
+        lose(run, 0)
+
     acts = Acts(
         run,
-        (reached(run, 20), lambda: lose(run, 0)),
+        (reached(run, 20), lose_first),
         (lambda: reached(run, 35, attempt=2)() and bool(pids_of(run, 0)[0]), lambda: lose(run, 2)),
     )
     assert run_local(run, 2, observer=acts) == "finished"
     (first, second), resumes = events(run, "fault"), events(run, "resume")
     assert (first["cause"], first["node"]) == ("node", 0) and "rank 0 was lost" in first["problem"]
     assert (second["cause"], second["node"]) == ("node", 2)
+    assert {server_name(run.path, node) for node in (0, 1)} <= {*servers}
+    assert max(steps) >= 10, "copies are taken every 5 steps"
     assert [resume["source"] for resume in resumes] == ["memory", "memory"]
     assert resumes[0]["step"] >= 10, "from the copies that node 1 has"
     assert placements(run) == [[0, 1], [2, 1], [0, 1]], "rank 1 stays where its snapshots are"
@@ -161,6 +158,7 @@ def test_a_node_that_a_person_wants_to_leave_gives_way_after_its_step(
     assert len(left) > 8
     # a server waits 30 s for its first rank, and 10 s if no rank has ended its session
     wait_until(lambda: not any(map(is_alive, left)), 120)
+    assert server_names(run.path) == [] and list_in_memory(run.path) == []
 
 
 def test_a_spare_that_the_doctor_finds_unfit_gets_no_ranks(

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from same_run import assert_same_run
+from same_run import assert_same_run, train_undisturbed
 from test_recovery import SMALL, events, make_run
 from tiny_corpora import make_corpus
 
@@ -31,10 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
-    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus, *THREE)
-    assert run_local(run, 3) == "finished"
-    assert not events(run, "fault"), "replicas that are healthy are never told to differ"
-    return run
+    return train_undisturbed(make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus, *THREE))
 
 
 def plan(run: Run, monkeypatch: pytest.MonkeyPatch, *faults: dict) -> None:
