@@ -117,6 +117,7 @@ def test_every_verb_reads_and_writes_buckets(start, bucket, s3, tmp_path):
     for place in (run.path, url, f"{url}/", f"{url}/step-4", cut, f"{cut}/step-4/"):
         (row,) = json.loads(checkpoint("list", place, "--verify", "--json").stdout)["checkpoints"]
         assert (row["step"], row["state"]) == (4, "verified")
+    for place in (url, f"{cut}/step-4/"):
         assert checkpoint("verify", place).exit_code == 0
         assert checkpoint("diff", place, cut).exit_code == checkpoint("diff", cut, place).exit_code == 0
         out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
@@ -182,8 +183,7 @@ def saved(
 @pytest.mark.parametrize(
     "layout",
     [
-        {"dp": 4, "zero": 0, "micro_batch": 2},
-        {"dp": 4, "zero": 3, "micro_batch": 2},
+        {"dp": 2, "zero": 3, "micro_batch": 2},
         {"dp": 2, "tp": 2, "micro_batch": 4},
         {"dp": 2, "pp": 2, "zero": 1, "micro_batch": 2},
     ],
