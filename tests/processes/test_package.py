@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUILD = "import setuptools.build_meta as b; b.build_sdist('dist'); print(b.build_wheel('dist'))"
+BUILD = "import setuptools.build_meta as b; b.build_{kind}('dist')"
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +28,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name.startswith(("src/", "pyproject.toml", "README.md", "LICENSE")) and (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name)
-    subprocess.run([sys.executable, "-c", BUILD], cwd=source, check=True, capture_output=True, timeout=200)
+
+    def build(kind: str, folder: Path) -> None:
+        command = [sys.executable, "-c", BUILD.format(kind=kind)]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=200)
+
+    build("sdist", source)
     (sdist,) = (source / "dist").glob("myriad_train-*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(source / "unpacked")
     (unpacked,) = (source / "unpacked").iterdir()
-    subprocess.run([sys.executable, "-c", BUILD], cwd=unpacked, check=True, capture_output=True, timeout=200)
+    build("wheel", unpacked)
     (wheel,) = (unpacked / "dist").glob("myriad_train-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)

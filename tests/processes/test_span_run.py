@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from same_run import slow_steps
 from watching import descendants, process_of, wait_until
 
 from myriad.run import Run
@@ -28,7 +29,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run = Run(tmp_path_factory.mktemp("runs") / "killed")
     words = ["train", "tiny", "--run", str(run.path), "--oversubscribe", *SMALL, *TWO_RANKS, *QUICK]
     command = [sys.executable, "-m", "myriad.cli.main", *words]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+    around = os.environ | slow_steps(run.path.with_name("faults"), 4.0)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True, env=around) as process:
         try:
             wait_until(lambda: list(run.spans_path.glob("attempt-1-*-2.parquet")), 60)
             os.kill(process_of("rank-1", process.pid), signal.SIGKILL)

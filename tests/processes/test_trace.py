@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+from same_run import slow_steps
 from tiny_corpora import make_corpus
 from watching import process_of, wait_until
 
@@ -74,7 +75,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_ranks_are_looked_into_while_they_train(run: Run) -> None:
+def test_ranks_are_looked_into_while_they_train(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in slow_steps(run.path / "faults", 4.0).items():
+        monkeypatch.setenv(name, value)
     answers: dict[str, TraceAnswer] = {}
 
     def act() -> None:
