@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 from watching import wait_until
 
+from myriad.cli.main import build_app
 from myriad.run import Run
 from myriad.system.jsonl import Record
 
@@ -73,9 +75,17 @@ def steps_done(folder: Path) -> int:
     return len(Run(folder / "run").read_metrics())
 
 
+def has_done(folder: Path, step: int, start: int) -> bool:
+    """Whether the given start of the run has trained a step."""
+    starts, lines = events(folder, "start"), Run(folder / "run").read_metrics()
+    return len(starts) == start and lines[-1]["step"] == step and lines[-1]["time"] > starts[-1]["time"]
+
+
 def test_ctrl_c_twice_ends_with_130_and_names_the_step_that_the_next_start_continues_from(
     tmp_path: Path,
 ) -> None:
+    """The next start is stopped during validation, for whose end it does not wait; the one after that makes
+    up for it."""
     command = Command(tmp_path, *_TINY, "--train.steps", "4000", "--checkpoint.every", "20")
     wait_until(lambda: steps_done(tmp_path) > 25)
     command.signal()
@@ -85,37 +95,28 @@ def test_ctrl_c_twice_ends_with_130_and_names_the_step_that_the_next_start_conti
     assert "saving a checkpoint after the current step; press Ctrl-C again to stop without saving" in output
     named = re.search(r"stopped at step (\d+).*resumes from there", output)
     assert named is not None, output
-    listed = subprocess.run(
-        [*_MYRIAD, "checkpoint", "list", "./run", "--json"], cwd=tmp_path, capture_output=True
-    )
-    assert max(row["step"] for row in json.loads(listed.stdout)["checkpoints"]) == int(named[1])
+    first = int(named[1])
+    listed = CliRunner().invoke(build_app(), ["checkpoint", "list", str(tmp_path / "run"), "--json"])
+    assert max(row["step"] for row in json.loads(listed.stdout)["checkpoints"]) == first
 
-    again = Command(tmp_path, "train", "./run")
-    wait_until(lambda: events(tmp_path, "resume") != [])
+    second, last = first + 2 - first % 2, first + 4 - first % 2
+    long = ("--data.validation_batches", "100000", "--train.validate_every", "2")
+    again = Command(tmp_path, "train", "./run", *long)
+    wait_until(lambda: has_done(tmp_path, second, start=2))
     again.signal(signal.SIGTERM)
-    again.end()
-    assert events(tmp_path, "resume")[0]["step"] == int(named[1])
-
-
-def test_one_ctrl_c_during_validation_does_not_wait_for_its_end_and_the_next_start_makes_up_for_it(
-    tmp_path: Path,
-) -> None:
-    long = ("--train.steps", "4", "--data.validation_batches", "100000", "--train.validate_every", "2")
-    command = Command(tmp_path, *_TINY, *long)
-    wait_until(lambda: steps_done(tmp_path) == 2)
-    command.signal(signal.SIGTERM)
-    assert "stopped at step 2;" in command.end()
+    assert f"stopped at step {second};" in again.end()
+    assert events(tmp_path, "resume")[0]["step"] == first
     assert not events(tmp_path, "validation")
 
-    again = Command(tmp_path, "train", "./run", "--train.validate_every", "0")
-    wait_until(lambda: steps_done(tmp_path) == 4)
-    again.signal()
-    assert "stopped at step 4;" in again.end(), "the last step is saved, but the run is not finished"
-    third = Command(tmp_path, "train", "./run", "--train.validate_every", "0")
-    wait_until(lambda: len(events(tmp_path, "start")) == 3)
+    third = Command(tmp_path, "train", "./run", "--train.validate_every", "0", "--train.steps", str(last))
+    wait_until(lambda: has_done(tmp_path, last, start=3))
     third.signal()
-    assert "stopped at step 4;" in third.end()
-    assert [event["step"] for event in events(tmp_path, "interrupted")] == [2, 4, 4]
+    assert f"stopped at step {last};" in third.end(), "the last step is saved, but the run is not finished"
+    fourth = Command(tmp_path, "train", "./run")
+    wait_until(lambda: len(events(tmp_path, "start")) == 4)
+    fourth.signal()
+    assert f"stopped at step {last};" in fourth.end()
+    assert [event["step"] for event in events(tmp_path, "interrupted")] == [second, last, last]
 
 
 def _imports(command: Command, folder: Path) -> None:
