@@ -60,6 +60,8 @@ class Sharing:
     zero: int
     exact: bool
     """Parameters are communicated uncompressed."""
+    has_gradients: bool = True
+    """Gradients are computed. Without them, no memory of theirs is allocated."""
     frees_grad_buffer: bool = False
     """The gradient buffer is freed when the chunk is updated. This needs ZeRO 0 or 1, where the buffer would
     otherwise persist."""
@@ -144,6 +146,9 @@ class Chunk:
             self.values = torch.zeros(self.size, dtype=dtype, device=device)
         shares_memory = dtype == torch.float32 and sharing.zero < 3 and sharing.exact
         self.master = self._slice(self.values) if shares_memory else self._new_slice(device)
+        if not sharing.has_gradients:
+            self.grad_buffer = self.gradients = torch.empty(0, device=device)
+            return
         if sharing.zero >= 2 or sharing.frees_grad_buffer:
             self._grad_buffer_memory = make_buffer(self.size, torch.float32, device, place.grad_buffer)
             self.grad_buffer = self._grad_buffer_memory.tensor
@@ -171,7 +176,8 @@ class Chunk:
         return torch.zeros(self.stop - self.start, device=device)
 
     def _attach(self) -> None:
-        """Make every parameter a view of the values, with a sink that is a view of the gradient buffer.
+        """Make every parameter a view of the values, with a sink that is a view of the gradient buffer (none
+        if no gradients are computed).
 
         ``.data`` gives each view its own version counter: a second gather must not look to autograd like a
         write to a saved tensor.
@@ -182,13 +188,15 @@ class Chunk:
         self.pending = PendingRows()
         """Partial sums of the gradients, while a backward runs."""
         for entry, (start, stop) in zip(self.entries, self.spans, strict=True):
-            parameter = nn.Parameter(self.values.data[start:stop].view(entry.shape))
-            sink = GradientSink(self.grad_buffer.data[start:stop].view(entry.shape), pending=self.pending)
-            set_sink(parameter, sink)
-            parameter.register_post_accumulate_grad_hook(_to_sink)
+            values, has_gradients = self.values.data[start:stop].view(entry.shape), self.sharing.has_gradients
+            parameter = nn.Parameter(values, requires_grad=has_gradients)
             for module, attribute in entry.homes:
                 setattr(module, attribute, parameter)
-            self.sinks.append(sink)
+            if has_gradients:
+                sink = GradientSink(self.grad_buffer.data[start:stop].view(entry.shape), pending=self.pending)
+                set_sink(parameter, sink)
+                parameter.register_post_accumulate_grad_hook(_to_sink)
+                self.sinks.append(sink)
 
     def _regions(self) -> list[Region]:
         kinds = groupby(zip(self.entries, self.spans, strict=True), key=lambda pair: pair[0].kind)
@@ -305,7 +313,8 @@ class Chunk:
 
     @cached_property
     def _matrix_sinks(self) -> list[GradientSink]:
-        return [sink for sink, entry in zip(self.sinks, self.entries, strict=True) if entry.decays]
+        pairs = zip(self.sinks, self.entries, strict=self.sharing.has_gradients)
+        return [sink for sink, entry in pairs if entry.decays]
 
     def settle_gradients(self) -> None:
         """Complete `grad_buffer`: set the gradients of matrices to zero that received none."""

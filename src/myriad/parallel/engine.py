@@ -2,13 +2,12 @@
 
     engine = Engine(definition, job settings, groups, ...)
     result = engine.train_step(load, learning_rate)    one iteration: loss and gradient norm over all ranks
-    loss = engine.evaluate(load)                       forward only
+    loss, stopped = engine.evaluate(load)              forward only (`ForwardEngine`)
     engine.shards()                                    this rank's state, as parts of whole tensors
 
 Every rank calls the same method at the same time.
 """
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,41 +15,27 @@ from typing import Any
 
 import torch
 
-from myriad.comm.collectives import all_reduce
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
 from myriad.kernels.config import Kernels
 from myriad.kernels.float8 import Float8
-from myriad.kernels.host_memory import keep_freed_memory
-from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
 from myriad.model.tensor_shard import TensorShard
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.loss_scale import LossScaler
 from myriad.parallel.cuda_graphs import Capturer
 from myriad.parallel.diloco import DiLoCo
-from myriad.parallel.model_state import ModelState
-from myriad.parallel.optimizer_step import OptimizerStep, StepResult, loss_weight, sum_over_world
+from myriad.parallel.forward_engine import ForwardEngine, TrainingNeeds, check_on_device
+from myriad.parallel.optimizer_step import OptimizerStep, StepResult
 from myriad.parallel.pipeline_transfers import IdleWork
 from myriad.parallel.rank_model import (
-    build_rank_model,
     draw_initial,
-    make_sharing,
-    mark_float8_weights,
     shape_of_loss,
-    shapes_between_stages,
 )
-from myriad.parallel.runtime import Batch, Runtime
+from myriad.parallel.runtime import Batch
 from myriad.parallel.step_statistics import StepStatistics
-from myriad.parallel.tensor_parallel import make_boundary
 from myriad.parallel.trial_steps import TrialSteps
-from myriad.program.actions import Program
-from myriad.program.build import build_program, count_chunks
 from myriad.program.config import OverlapConfig
-from myriad.program.device_needs import DeviceJob, check_device_job, queues_in
-from myriad.program.in_flight import RankProgram
-from myriad.program.partition import cut_ranges
-from myriad.program.warm_up import warm_up_actions
 from myriad.telemetry.config import TelemetryConfig
 from myriad.telemetry.spans import Recorder
 
@@ -59,7 +44,7 @@ __all__ = ["Engine"]
 _OVERLAP, _COMM, _TELEMETRY = OverlapConfig(), CommConfig(), TelemetryConfig()
 
 
-class Engine:
+class Engine(ForwardEngine):
     """One rank's part of a model, its optimizer and its programs."""
 
     def __init__(
@@ -98,70 +83,27 @@ class Engine:
         ``most_micro_batches``: the largest number of any replica in any iteration, if `change_batches` will
         change it.
         """
-        if device.type == "cpu":
-            keep_freed_memory()
         layout = groups.grid.layout
-        self.groups, self.layout, self.recorder = groups, layout, recorder
-        self.loss_scaler = loss_scaler
-        orthogonalizes = optimizer.orthogonalizes
-        num_chunks = count_chunks(layout, overlap, layers_of_stage)
-        layers = cut_ranges(layers_of_stage, num_chunks)
-        shares, cut = layout.shares or (num_micro_batches,), definition.sequence_parallel
-        tied = bool(definition.tied)
-        self._device_job = DeviceJob(layout, overlap, comm, shares, tied, num_chunks, not cut, orthogonalizes)
-        check_on_device(device, self._device_job)
-        self.programs = {
-            training: self._build_program(shares, num_micro_batches, training=training)
-            for training in (True, False)
-        }
-        most_micro_batches = max(most_micro_batches, *shares)
-        stage_rank = self.programs[True].stage_rank
-        self.boundary: Boundary = make_boundary(groups, overlap, recorder, kernels)
-        if float8 is not None:
-            self.boundary.token_multiple = float8.token_multiple
-        self._trains_alone = comm.sync_every > 1 and layout.dp > 1
-        frees = overlap.updates_early and layout.zero < 2 and most_micro_batches == 1
-        sharing = self._sharing = make_sharing(
-            groups, overlap, comm, device, trains_alone=self._trains_alone, frees_grad_buffer=frees
+        most_micro_batches = max(most_micro_batches, *(layout.shares or (num_micro_batches,)))
+        needs = TrainingNeeds(
+            optimizer.orthogonalizes, keeps_addresses, float8, keeps_float8, most_micro_batches
         )
-        own = groups.grid.index("pp")
-        self._keeps_addresses = keeps_addresses or layout.zero < 2
-        runs = [one.ranks[own] for one in self.programs.values()]
-        runs += [warm_up_actions(one, own) for one in self.programs.values()]
-        self.model = build_rank_model(
+        super().__init__(
             definition,
-            layers,
-            stage_rank,
             groups,
-            self.boundary,
-            sharing,
-            dtype,
-            device,
-            runs if keeps_addresses else (),
-            orthogonalizes=orthogonalizes,
+            layers_of_stage,
+            sample,
+            num_micro_batches,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+            recorder=recorder,
+            overlap=overlap,
+            comm=comm,
+            kernels=kernels,
+            needs=needs,
         )
-        self._definition, self._layers, self._dtype = definition, layers, dtype
-        if float8 is not None:
-            keeps = keeps_float8 and most_micro_batches > 1 and layout.zero < 3
-            mark_float8_weights(self.model, len(definition.names), float8, keeps=keeps)
-        travels = layers if layout.pp > 1 else []
-        shapes = shapes_between_stages(definition, travels, self.boundary, sample.inputs, dtype)
-        self._runtime = Runtime(
-            self.model,
-            self.boundary,
-            groups,
-            shapes,
-            stage_rank,
-            layout.micro_batch,
-            device,
-            seed,
-            recorder,
-            stream_is_sharded=definition.sequence_parallel,
-            loss_shape=shape_of_loss(definition, self.boundary, sample.inputs),
-        )
-        self._plans = {training: self._plan_of(program) for training, program in self.programs.items()}
-        self._runtime.transfers.connect(plan.actions for plan in self._plans.values())
-        self._model_state = ModelState(self.model, groups, device, trains_alone=self._trains_alone)
+        self.loss_scaler, self._keeps_addresses = loss_scaler, keeps_addresses or layout.zero < 2
         self._diloco = DiLoCo(groups, comm, self._model_state.regions) if self._trains_alone else None
         self._optimizer_step = OptimizerStep(
             self.model,
@@ -189,27 +131,9 @@ class Engine:
         self.optimizer = self._optimizer_step.optimizer
         if draws_initial:
             self.draw_initial()
-        self._device, self._sample = device, blank_batch(sample, device)
+        self._sample = blank_batch(sample, device)
         self.before_update: Callable[[], None] = _do_nothing
         """Called in each iteration just before parameters and optimizer state change."""
-
-    def _build_program(self, shares: Sequence[int], own: int, *, training: bool) -> Program:
-        """Return the checked program of this rank's replica, which has ``own`` micro-batches. ``shares``:
-        those of each replica, or of all replicas if they are equal."""
-        job = self._device_job
-        return build_program(
-            self.layout,
-            job.overlap,
-            own,
-            tied=job.tied,
-            training=training,
-            num_chunks=job.num_chunks,
-            most_micro_batches=max(shares),
-            orthogonalizes=job.orthogonalizes,
-        )
-
-    def _plan_of(self, program: Program) -> RankProgram:
-        return self._runtime.plan_of(program.ranks[self.groups.grid.index("pp")])
 
     def change_batches(self, shares: Mapping[bool, Sequence[int]], sample: Batch) -> None:
         """Use other numbers of micro-batches, or micro-batches of another shape, from the next iteration on.
@@ -227,9 +151,8 @@ class Engine:
             self.programs[training], self._plans[training] = program, self._plan_of(program)
         self._optimizer_step.statistics.change_shares(shares[True])
         self._runtime.transfers.connect(plan.actions for plan in self._plans.values())
-        travels = self._layers if self.layout.pp > 1 else []
         self._runtime.change_shapes(
-            shapes_between_stages(self._definition, travels, self.boundary, sample.inputs, self._dtype),
+            self._shapes_between_stages(sample),
             shape_of_loss(self._definition, self.boundary, sample.inputs),
         )
         self._sample = blank_batch(sample, self._device)
@@ -297,23 +220,6 @@ class Engine:
         All ranks call this together, before their first step."""
         self._trial.compute_alone(self.programs, (False, True), self._sample)
 
-    def evaluate(self, load: Callable[[], Batch], *, stops: bool = False) -> tuple[float, bool]:
-        """Return the sum of losses over the batch of all data-parallel ranks, and whether any rank set
-        ``stops``. No state changes."""
-        with self.recorder.evaluating():
-            loss_sum = self._runtime.run(self._plans[False], load, None)
-        # filled: a copy from the host would wait for the device
-        stopping = loss_sum.new_full((), float(stops), dtype=torch.float64)
-        loss_sum = loss_sum.reshape(-1)[0]
-        own = torch.stack([loss_sum.double() * loss_weight(self.groups), stopping])
-        total, num_stopping = sum_over_world(own, self.groups, self.recorder)
-        return total, num_stopping > 0
-
-    def sum_of_losses(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks of what each has of the losses of evaluated batches; tensor-parallel
-        ranks have the same, which counts once. A collective call of all ranks."""
-        return all_reduce(own * loss_weight(self.groups), self.groups.world)
-
     def shards(self) -> Iterator[TensorShard]:
         """Return this rank's shards of the parameters and the optimizer state, as views of live memory.
 
@@ -322,10 +228,6 @@ class Engine:
         by one of them only; data-parallel replicas return one share each.
         """
         return self._model_state.shards(self._states(owned_only=True), owned_only=True)
-
-    def all_shards(self) -> Iterator[TensorShard]:
-        """Return the shards of everything that this rank holds, which a load fills."""
-        return self._model_state.shards(self._states(owned_only=False), owned_only=False)
 
     def _states(self, *, owned_only: bool) -> dict[str, Sequence[torch.Tensor]]:
         """Return state names, each with one tensor per region, shaped like the region's values."""
@@ -337,7 +239,7 @@ class Engine:
         }
         if owned_only and replica:
             return own
-        shared = {"model": [region.values for region in self._model_state.regions]}
+        shared = super()._states(owned_only=owned_only)
         if self._diloco is not None:
             shared["outer.velocity"] = self._diloco.outer.velocity
         return shared | own
@@ -414,29 +316,13 @@ class Engine:
 
     def loaded(self) -> None:
         """Mark the state as loaded: the parameters must be gathered again."""
-        for chunk in self.model.chunks:
-            chunk.restart()
+        super().loaded()
         if self._diloco is not None:
             self._diloco.restart()
-
-    def close(self) -> None:
-        """Wait for the collectives in flight. The engine cannot be used afterwards."""
-        for chunk in self.model.chunks:
-            chunk.await_gather()
-        self._sharing.scheduler.close()
-        if self._sharing.across is not None:
-            self._sharing.across.close()
 
 
 def _do_nothing() -> None:
     """Default of `Engine.before_update`: no hook."""
-
-
-def check_on_device(device: torch.device, job: DeviceJob) -> None:
-    """Check that the programs are proved deadlock-free on this rank's device. Raises `BadInputError`
-    otherwise."""
-    if device.type == "cuda" and job.shape.pp > 1:
-        check_device_job(job, queues_in(os.environ, job.shape, job.overlap))
 
 
 def blank_batch(sample: Batch, device: torch.device) -> Batch:

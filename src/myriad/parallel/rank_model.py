@@ -84,6 +84,7 @@ def make_sharing(
     device: torch.device,
     *,
     trains_alone: bool,
+    has_gradients: bool,
     frees_grad_buffer: bool,
 ) -> Sharing:
     """Return how this rank shares its chunks, and open the communication. A collective call of all ranks."""
@@ -91,7 +92,7 @@ def make_sharing(
     axis = "dp_shard" if zero else "dp"
     scheduler = CommScheduler(groups, None if trains_alone else axis, overlap, comm, device)
     across = None
-    if grid.layout.reduces_across:
+    if grid.layout.reduces_across and has_gradients:
         across = CommScheduler(groups, "dp_replicate", overlap, comm, device)
     return Sharing(
         scheduler,
@@ -99,6 +100,7 @@ def make_sharing(
         1 if trains_alone else grid.size(axis),
         zero,
         exact=comm.compress_parameters is None,
+        has_gradients=has_gradients,
         frees_grad_buffer=frees_grad_buffer,
         across=across,
         num_groups=grid.layout.num_shard_groups if zero else 1,

@@ -10,7 +10,7 @@ import torch
 from myriad.comm.config import CommConfig
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
-from myriad.parallel.engine import check_on_device
+from myriad.parallel.forward_engine import check_on_device
 from myriad.program.config import OverlapConfig
 from myriad.program.device_needs import DeviceJob
 from myriad.train import device_setup

@@ -1,0 +1,241 @@
+"""The forward half of an engine: one rank's part of a model and the program that evaluates it.
+
+    engine = ForwardEngine(definition, groups, layers_of_stage, sample, ...)
+    fill engine.all_shards(), then engine.loaded()
+    loss, stopped = engine.evaluate(load)      forward only, over all ranks
+
+It holds the parameters of this rank and nothing of their gradients or of an optimizer. `Engine` adds both to
+it for training (`TrainingNeeds`). Every rank calls the same method at the same time.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from myriad.comm.collectives import all_reduce
+from myriad.comm.config import CommConfig
+from myriad.comm.groups import Groups
+from myriad.kernels.config import Kernels
+from myriad.kernels.float8 import Float8
+from myriad.kernels.host_memory import keep_freed_memory
+from myriad.model.boundary import Boundary
+from myriad.model.definition import Definition
+from myriad.model.tensor_shard import TensorShard
+from myriad.parallel.model_state import ModelState
+from myriad.parallel.optimizer_step import loss_weight, sum_over_world
+from myriad.parallel.rank_model import (
+    build_rank_model,
+    make_sharing,
+    mark_float8_weights,
+    shape_of_loss,
+    shapes_between_stages,
+)
+from myriad.parallel.runtime import Batch, Runtime
+from myriad.parallel.tensor_parallel import make_boundary
+from myriad.program.actions import Program
+from myriad.program.build import build_program, count_chunks
+from myriad.program.config import OverlapConfig
+from myriad.program.device_needs import DeviceJob, check_device_job, queues_in
+from myriad.program.in_flight import RankProgram
+from myriad.program.partition import cut_ranges
+from myriad.program.warm_up import warm_up_actions
+from myriad.telemetry.spans import Recorder
+
+__all__ = ["ForwardEngine", "TrainingNeeds", "check_on_device"]
+
+_OVERLAP, _COMM = OverlapConfig(), CommConfig()
+
+
+@dataclass(frozen=True)
+class TrainingNeeds:
+    """What training needs of a rank's model, beside what forward passes need."""
+
+    orthogonalizes: bool
+    """The optimizer orthogonalizes the updates of matrices between hidden values."""
+    keeps_addresses: bool
+    """Temporary memory is at fixed addresses."""
+    float8: Float8 | None
+    keeps_float8: bool
+    most_micro_batches: int
+    """Largest number of micro-batches of any replica in any iteration."""
+
+
+class ForwardEngine:
+    """One rank's part of a model and the program that evaluates it."""
+
+    def __init__(
+        self,
+        definition: Definition,
+        groups: Groups,
+        layers_of_stage: Sequence[range],
+        sample: Batch,
+        num_micro_batches: int,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        recorder: Recorder,
+        overlap: OverlapConfig = _OVERLAP,
+        comm: CommConfig = _COMM,
+        kernels: Kernels = "auto",
+        needs: TrainingNeeds | None = None,
+    ) -> None:
+        """Build this rank's layers, memory and programs; the parameters have no values. Raises
+        `BadInputError` for programs that may deadlock on this rank's GPU.
+
+        ``sample``: one micro-batch, or tensors of its shapes and types. ``num_micro_batches``: the number of
+        this rank's replica. ``needs``: what training adds; ``None``: only forward passes are computed.
+        """
+        if device.type == "cpu":
+            keep_freed_memory()
+        self.groups, self.layout, self.recorder = groups, groups.grid.layout, recorder
+        self._definition, self._dtype, self._device = definition, dtype, device
+        self._trains_alone = needs is not None and comm.sync_every > 1 and self.layout.dp > 1
+        self._build_programs(layers_of_stage, num_micro_batches, overlap, comm, needs)
+        self.boundary: Boundary = make_boundary(groups, overlap, recorder, kernels)
+        if needs is not None and needs.float8 is not None:
+            self.boundary.token_multiple = needs.float8.token_multiple
+        one_backward = needs is not None and needs.most_micro_batches == 1
+        self._sharing = make_sharing(
+            groups,
+            overlap,
+            comm,
+            device,
+            trains_alone=self._trains_alone,
+            has_gradients=needs is not None,
+            frees_grad_buffer=one_backward and overlap.updates_early and self.layout.zero < 2,
+        )
+        self._build_model(needs)
+        self._start_runtime(sample, seed)
+        self._model_state = ModelState(self.model, groups, device, trains_alone=self._trains_alone)
+
+    def _build_programs(
+        self,
+        layers_of_stage: Sequence[range],
+        num_micro_batches: int,
+        overlap: OverlapConfig,
+        comm: CommConfig,
+        needs: TrainingNeeds | None,
+    ) -> None:
+        definition, layout = self._definition, self.layout
+        num_chunks = count_chunks(layout, overlap, layers_of_stage)
+        self._layers = cut_ranges(layers_of_stage, num_chunks)
+        shares, cut = layout.shares or (num_micro_batches,), definition.sequence_parallel
+        orthogonalizes = needs is not None and needs.orthogonalizes
+        self._device_job = DeviceJob(
+            layout, overlap, comm, shares, bool(definition.tied), num_chunks, not cut, orthogonalizes
+        )
+        check_on_device(self._device, self._device_job)
+        self.programs = {
+            training: self._build_program(shares, num_micro_batches, training=training)
+            for training in ((False,) if needs is None else (True, False))
+        }
+        """Programs of training (``True``) and of evaluation (``False``)."""
+
+    def _build_program(self, shares: Sequence[int], own: int, *, training: bool) -> Program:
+        """Return the checked program of this rank's replica, which has ``own`` micro-batches. ``shares``:
+        those of each replica, or of all replicas if they are equal."""
+        job = self._device_job
+        return build_program(
+            self.layout,
+            job.overlap,
+            own,
+            tied=job.tied,
+            training=training,
+            num_chunks=job.num_chunks,
+            most_micro_batches=max(shares),
+            orthogonalizes=job.orthogonalizes,
+        )
+
+    def _plan_of(self, program: Program) -> RankProgram:
+        return self._runtime.plan_of(program.ranks[self.groups.grid.index("pp")])
+
+    def _build_model(self, needs: TrainingNeeds | None) -> None:
+        definition, own = self._definition, self.groups.grid.index("pp")
+        runs = [one.ranks[own] for one in self.programs.values()]
+        runs += [warm_up_actions(one, own) for one in self.programs.values()]
+        self.model = build_rank_model(
+            definition,
+            self._layers,
+            self.programs[False].stage_rank,
+            self.groups,
+            self.boundary,
+            self._sharing,
+            self._dtype,
+            self._device,
+            runs if needs is not None and needs.keeps_addresses else (),
+            orthogonalizes=self._device_job.orthogonalizes,
+        )
+        if needs is not None and needs.float8 is not None:
+            keeps = needs.keeps_float8 and needs.most_micro_batches > 1 and self.layout.zero < 3
+            mark_float8_weights(self.model, len(definition.names), needs.float8, keeps=keeps)
+
+    def _start_runtime(self, sample: Batch, seed: int) -> None:
+        definition = self._definition
+        self._runtime = Runtime(
+            self.model,
+            self.boundary,
+            self.groups,
+            self._shapes_between_stages(sample),
+            self.programs[False].stage_rank,
+            self.layout.micro_batch,
+            self._device,
+            seed,
+            self.recorder,
+            stream_is_sharded=definition.sequence_parallel,
+            loss_shape=shape_of_loss(definition, self.boundary, sample.inputs),
+        )
+        self._plans = {training: self._plan_of(program) for training, program in self.programs.items()}
+        self._runtime.transfers.connect(plan.actions for plan in self._plans.values())
+
+    def _shapes_between_stages(self, sample: Batch) -> Sequence[tuple[torch.Size, torch.dtype]]:
+        travels = self._layers if self.layout.pp > 1 else []
+        return shapes_between_stages(self._definition, travels, self.boundary, sample.inputs, self._dtype)
+
+    def evaluate(self, load: Callable[[], Batch], *, stops: bool = False) -> tuple[float, bool]:
+        """Return the sum of losses over the batch of all data-parallel ranks, and whether any rank set
+        ``stops``. No state changes."""
+        with self.recorder.evaluating():
+            loss_sum = self._runtime.run(self._plans[False], load, None)
+        # filled: a copy from the host would wait for the device
+        stopping = loss_sum.new_full((), float(stops), dtype=torch.float64)
+        loss_sum = loss_sum.reshape(-1)[0]
+        own = torch.stack([loss_sum.double() * loss_weight(self.groups), stopping])
+        total, num_stopping = sum_over_world(own, self.groups, self.recorder)
+        return total, num_stopping > 0
+
+    def sum_of_losses(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks of what each has of the losses of evaluated batches; tensor-parallel
+        ranks have the same, which counts once. A collective call of all ranks."""
+        return all_reduce(own * loss_weight(self.groups), self.groups.world)
+
+    def all_shards(self) -> Iterator[TensorShard]:
+        """Return the shards of everything that this rank holds, which a load fills. Names of parameters begin
+        with ``model.``."""
+        return self._model_state.shards(self._states(owned_only=False), owned_only=False)
+
+    def _states(self, *, owned_only: bool) -> dict[str, Sequence[torch.Tensor]]:
+        """Return state names, each with one tensor per region, shaped like the region's values."""
+        return {"model": [region.values for region in self._model_state.regions]}
+
+    def loaded(self) -> None:
+        """Mark the state as loaded: the parameters must be gathered again."""
+        for chunk in self.model.chunks:
+            chunk.restart()
+
+    def close(self) -> None:
+        """Wait for the collectives in flight. The engine cannot be used afterwards."""
+        for chunk in self.model.chunks:
+            chunk.await_gather()
+        self._sharing.scheduler.close()
+        if self._sharing.across is not None:
+            self._sharing.across.close()
+
+
+def check_on_device(device: torch.device, job: DeviceJob) -> None:
+    """Check that the programs are proved deadlock-free on this rank's device. Raises `BadInputError`
+    otherwise."""
+    if device.type == "cuda" and job.shape.pp > 1:
+        check_device_job(job, queues_in(os.environ, job.shape, job.overlap))
