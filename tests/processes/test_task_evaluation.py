@@ -73,6 +73,14 @@ def test_a_run_in_any_layout_has_the_scores_of_one_process(
     assert last["documents"] == {"choice": 3, "word": 2, "made": 2, "text": 2}
 
 
+def test_tasks_of_generated_text_alone_are_scored(load: Callable[..., Any], tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.create_or_resume(load(tasks=[one for one in TASKS if one["task"] == "made"]))
+    assert run_ranks(1, worker.main, [str(run.path)]) == [0]
+    (found,) = [event for event in run.read_events() if event["event"] == "evaluation"]
+    assert found["documents"] == {"made": 2} and found["scores"].keys() == {"made/exact_match"}
+
+
 @pytest.mark.parametrize(
     ("task", "expected"),
     [

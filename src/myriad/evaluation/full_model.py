@@ -13,7 +13,7 @@ from torch import nn
 
 from myriad.data.tokenizer import Tokenizer
 from myriad.evaluation.greedy_texts import GreedyTexts, Prompt
-from myriad.evaluation.packed_pieces import PackedPieces, PieceScore
+from myriad.evaluation.packed_pieces import PackedPieces, PieceScore, window_length
 from myriad.evaluation.token_requests import Piece, RequestEncoder
 from myriad.model.definition import Context
 from myriad.model.generate import longrope_length
@@ -21,9 +21,6 @@ from myriad.model.interleave import run_layers
 from myriad.model.layers import Block
 
 __all__ = ["FullModel"]
-
-_SHORT_WINDOW = 1024
-"""Length of the windows if the requests are shorter; a model may read many more tokens than they have."""
 
 
 class FullModel:
@@ -48,7 +45,8 @@ class FullModel:
         ``show(windows_done, windows)`` reports progress."""
         if not pieces:
             return []
-        sequence = self._window(pieces)
+        longest = max(len(piece.tokens) - 1 for piece in pieces)
+        sequence = window_length(longest, self.sequence, keeps_length=self._keeps_length)
         packed = PackedPieces(pieces, sequence)
         each = max(1, batch_tokens // sequence)
         for start in range(0, packed.num_windows, each):
@@ -60,11 +58,6 @@ class FullModel:
             packed.collect(rows, batch.record)
             show(rows.stop, packed.num_windows)
         return packed.scores()
-
-    def _window(self, pieces: Sequence[Piece]) -> int:
-        """Return the length of the windows."""
-        longest = max(len(piece.tokens) - 1 for piece in pieces)
-        return self.sequence if self._keeps_length else min(self.sequence, max(longest, _SHORT_WINDOW))
 
     def generate(
         self,

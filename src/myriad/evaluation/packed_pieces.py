@@ -20,7 +20,10 @@ from myriad.kernels.documents import Documents
 from myriad.model.token_record import TokenRecord
 from myriad.parallel.runtime import Batch
 
-__all__ = ["PackedPieces", "PieceScore"]
+__all__ = ["PackedPieces", "PieceScore", "window_length"]
+
+_SHORT_WINDOW = 1024
+"""Length of the windows if the requests are shorter; a model may read many more tokens than they have."""
 
 
 class PieceScore(NamedTuple):
@@ -37,13 +40,20 @@ class PieceScore(NamedTuple):
         return PieceScore(sum(one.log_likelihood for one in scores), all(one.is_greedy for one in scores))
 
 
+def window_length(longest: int, sequence: int, *, keeps_length: bool) -> int:
+    """Return the length of the windows for pieces of at most ``longest`` tokens to read. ``keeps_length``:
+    the model computes otherwise in windows of another length than ``sequence``, which it was trained on."""
+    return sequence if keeps_length else min(sequence, max(longest, _SHORT_WINDOW))
+
+
 class PackedPieces:
     """Pieces of text in windows of ``sequence`` tokens, and what was found of each so far."""
 
     def __init__(self, pieces: Sequence[Piece], sequence: int) -> None:
         self._sequence = sequence
         self._tokens = np.array([token for piece in pieces for token in piece.tokens], np.int32)
-        self._counts = np.concatenate([np.arange(len(tokens), 0, -1) <= scored for tokens, scored in pieces])
+        counts = [np.arange(len(tokens), 0, -1) <= scored for tokens, scored in pieces]
+        self._counts = np.concatenate([np.empty(0, np.bool_), *counts])  # there may be no pieces
         lengths = np.array([len(piece.tokens) for piece in pieces], np.int64)
         begins = np.cumsum(lengths) - lengths
         packing = pack_documents(lengths, sequence)
