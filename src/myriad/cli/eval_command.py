@@ -1,27 +1,43 @@
 """``myriad eval``: score a model on tasks."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from myriad.cli.job_key_options import OverrideCommand
 from myriad.cli.json_output import print_json
 from myriad.cli.progress_bar import Counted, count_bar
 from myriad.cli.run_argument import UsesAverage
+from myriad.errors import BadInputError
 from myriad.units import format_number
 
 if TYPE_CHECKING:
+    from myriad.comm.layout import Layout
     from myriad.evaluation.task_files import Task
     from myriad.evaluation.task_scores import TaskScores
+    from myriad.job import Job
 
 __all__ = ["evaluate", "register"]
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
-    app.command("eval")(evaluate)
+    app.command("eval", cls=LayoutCommand, options_metavar="[OPTIONS] [--layout.KEY VALUE]...")(evaluate)
+
+
+class LayoutCommand(OverrideCommand):
+    """A verb that takes the keys of the layout that have an effect without training."""
+
+    def takes(self, key: str) -> bool:
+        """Return whether ``--help`` shows this key."""
+        from myriad.job.scoring_layout import has_effect
+
+        return has_effect(key)
 
 
 def evaluate(
+    context: typer.Context,
     run: Annotated[
         str,
         typer.Argument(
@@ -50,19 +66,41 @@ def evaluate(
         ),
     ] = 8192,
     ema: UsesAverage = False,
+    own_layout: Annotated[
+        bool,
+        typer.Option(
+            "--own-layout",
+            help="Compute in ranks, in the layout that the run was trained in; --layout keys change it.",
+        ),
+    ] = False,
+    oversubscribe: Annotated[
+        bool, typer.Option("--oversubscribe", help="Allow more ranks than cores; ranks then share cores.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the table.")
     ] = False,
 ) -> None:
     """Score a model: perplexity of texts, multiple choice, and exact match of generated text.
 
-    One process on the CPU computes the scores, in float32. Every task is checked before anything is scored.
+    One process on the CPU computes the scores. With --layout keys or --own-layout, ranks of this machine do:
+    each loads only its part of the model, on GPUs if there is one for each rank. Both compute in float32.
+
+    Every task is checked before anything is scored.
+
+    Exit code: 0 done, 1 a rank failed, 2 bad input, 130 stopped by Ctrl-C.
     """
     from myriad.evaluation.task_files import read_tasks
 
+    overrides = OverrideCommand.of(context)
+    if oversubscribe and not (overrides or own_layout):
+        raise BadInputError("--oversubscribe", True, "only with --layout keys or --own-layout")
     given = read_tasks(tasks, limit)
     with count_bar("loading the model") as show:
-        where, results = _scores(run, given, batch_tokens, show, ema=ema)
+        if overrides or own_layout:
+            ranks = _Ranks(run, overrides, own_layout=own_layout, oversubscribe=oversubscribe)
+            where, results = ranks.scores(given, batch_tokens, show, ema=ema)
+        else:
+            where, results = _scores(run, given, batch_tokens, show, ema=ema)
     if as_json:
         print_json({"model": where, "ema": ema, "tasks": [_record(one) for one in results]})
     else:
@@ -91,6 +129,54 @@ def _scores(
         requests.prompts, batch_tokens, lambda done, total: show("generating texts", done, total)
     )
     return found.where, requests.scores(scored, made)
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """An evaluation in ranks of this machine."""
+
+    run: str
+    overrides: list[str]
+    own_layout: bool
+    oversubscribe: bool
+
+    def scores(
+        self, tasks: "list[Task]", batch_tokens: int, show: Counted, *, ema: bool
+    ) -> "tuple[str, list[TaskScores]]":
+        """Return the place of the weights, and the scores of each task."""
+        from myriad.job.scoring_layout import scoring_layout
+        from myriad.launchers.local import check_cores
+
+        if not self.own_layout:  # refused before torch is imported
+            check_cores(scoring_layout(self.overrides).world, oversubscribe=self.oversubscribe)
+
+        from myriad.evaluation.task_requests import TaskRequests
+        from myriad.evaluation.token_requests import RequestEncoder
+        from myriad.launchers.local_ranks import run_ranks_here
+        from myriad.train.checkpoint_tools.whole_model import describe_weights
+        from myriad.train.rank_evaluation import MODULE, EvaluationRequest, EvaluationResult, check_tasks
+
+        found = describe_weights(self.run, "PATH", ema=ema)
+        layout = self._layout(found.job)
+        check_tasks(found.model, layout, tasks)
+        requests = TaskRequests(tasks, RequestEncoder(found.tokenizer, found.model.sequence))
+        asked = EvaluationRequest.of(self.run, "PATH", found, requests, layout, batch_tokens, ema=ema)
+        result = EvaluationResult.parse(run_ranks_here(MODULE, layout.world, asked.encode(), show))
+        return result.where, requests.scores(result.scores, result.texts)
+
+    def _layout(self, job: "Job | None") -> "Layout":
+        from myriad.job.scoring_layout import scoring_layout
+        from myriad.launchers.local import check_cores
+
+        if self.own_layout and job is None:
+            allowed = (
+                "a run or one of its checkpoints; name the layout of a Hugging Face folder by --layout keys"
+            )
+            raise BadInputError("--own-layout", self.run, allowed)
+        own = job.layout if self.own_layout and job is not None else None
+        layout = scoring_layout(self.overrides, own)
+        check_cores(layout.world, oversubscribe=self.oversubscribe)
+        return layout
 
 
 def _record(found: "TaskScores") -> dict[str, Any]:

@@ -8,7 +8,7 @@ next argument. At the end of ``--help`` it shows the table of all keys: key, def
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -108,13 +108,17 @@ class OverrideCommand(TyperCommand):
         return super().parse_args(ctx, rest)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the usual help, then every job key by section."""
+        """Print the usual help, then the job keys by section."""
         super().format_help(ctx, formatter)
-        _show_keys()
+        _show_keys(self.takes)
+
+    def takes(self, key: str) -> bool:
+        """Return whether the verb takes this key, so that ``--help`` shows it."""
+        return True
 
 
-def _show_keys() -> None:
-    """Print the table of job keys."""
+def _show_keys(takes: Callable[[str], bool]) -> None:
+    """Print the table of the job keys that the verb takes."""
     from rich.console import Console
     from rich.text import Text
 
@@ -126,6 +130,8 @@ def _show_keys() -> None:
     console.print(Text("Job keys", style="bold"), "(in a job file, or as --KEY VALUE)\n", highlight=False)
     sections: dict[str, list[tuple[str, Any]]] = {}
     for key, field in job_keys():
+        if not takes(key):
+            continue
         sections.setdefault(key.rpartition(".")[0], []).append((key, field))
     for section, keys in sections.items():
         if section:

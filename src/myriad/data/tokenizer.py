@@ -119,6 +119,13 @@ class Tokenizer:
             raise BadInputError("tokenizer", str(file), allowed)
         return cls(backend, str(file))
 
+    @classmethod
+    def of_text(cls, text: str, source: str) -> "Tokenizer":
+        """Return the tokenizer of `as_text`. ``source`` is its name for messages."""
+        with _refused(source, f"not a readable {TOKENIZER_FILE}"):
+            backend = Backend.from_str(text)
+        return cls(backend, source)
+
     def check_complete(self) -> None:
         """Raise `BadInputError` for byte-level BPE without a token for each byte, because it drops text
         silently."""

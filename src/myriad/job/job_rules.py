@@ -26,7 +26,7 @@ from myriad.program.partition import partition_layers
 from myriad.telemetry.config import is_address
 from myriad.telemetry.shipping.page_trust import is_trust
 
-__all__ = ["PLANNING_RULES", "RULES"]
+__all__ = ["PLANNING_RULES", "RULES", "check_model_in_layout"]
 
 
 def _check_layout(job: JobValues) -> None:
@@ -364,3 +364,9 @@ _LAYOUT_RULES = frozenset(
 )
 PLANNING_RULES = tuple(rule for rule in RULES if rule not in _LAYOUT_RULES)
 """Rules that do not need a layout."""
+
+
+def check_model_in_layout(job: JobValues) -> None:
+    """Check the rules that a layout has for forward passes of a model. Raises `BadInputError`."""
+    for rule in (_check_layout, _check_tensor_parallel, _check_stages, _check_partition):
+        rule(job)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from myriad.comm.attempt_layout import AttemptLayout
+from myriad.comm.layout import Layout
 from myriad.config import explain, parse_override, set_dotted
 from myriad.errors import BadInputError, need
 from myriad.job.job_rules import PLANNING_RULES, RULES
@@ -35,6 +36,7 @@ __all__ = [
     "load_job",
     "load_job_to_plan",
     "parse_job",
+    "read_layout",
     "suggest_key",
 ]
 
@@ -149,6 +151,12 @@ def parse_job(text: str, source: str, overrides: Sequence[str] = ()) -> Job:
         return _job_of(tomllib.loads(text), overrides)
     except tomllib.TOMLDecodeError as error:
         raise BadInputError("job", source, f"not valid TOML: {error}") from None
+
+
+def read_layout(overrides: Sequence[str], base: Layout) -> Layout:
+    """Return ``base`` with ``layout.KEY=VALUE`` overrides; each value is checked by itself. Raises
+    `BadInputError`."""
+    return _validated({"layout": base.model_dump()}, overrides).layout
 
 
 def _job_of(tree: dict[str, Any], overrides: Sequence[str]) -> Job:

@@ -58,7 +58,7 @@ from myriad.train.inputs import (
 )
 from myriad.train.step_signals import StopSignal
 
-__all__ = ["RankContext", "open_rank"]
+__all__ = ["RankContext", "agree_on_numbers", "open_device", "open_rank"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -116,9 +116,9 @@ def open_rank(
         contents, tokenizer = _open_inputs(run, job, place, compared=bool(attempt or in_process))
     else:
         tokenizer = Tokenizer.load(run.path)
-    device = _open_device(job, place, at_close, in_process=in_process)
+    device = open_device(job, place, at_close, in_process=in_process)
     dtype = resolve_precision(job.train.precision, device, skips_steps=not job.overlap.updates_early)
-    job, groups, kernels = _agree_on_numbers(job, device, dtype, at_close)
+    job, groups, kernels = agree_on_numbers(job, device, dtype, at_close)
     at_end = at_close.callback if in_process else atexit.register  # also after an error
     ring = _open_ring(run, job, place, groups, at_end)
     recorder = Recorder(progress, ring, place.rank, cuda_clock() if device.type == "cuda" else None)
@@ -174,9 +174,11 @@ def _open_inputs(
     return inputs.contents, inputs.first.tokenizer
 
 
-def _open_device(
+def open_device(
     job: Job, place: RankEnvironment, at_close: contextlib.ExitStack, *, in_process: bool
 ) -> torch.device:
+    """Return this rank's device, and prepare the process for it. ``in_process``: the process goes on after
+    the rank."""
     prepare_cuda(job.layout, job.overlap, deterministic=job.train.deterministic)
     device = pick_device(job.train.device, job.train.threads, place)
     if job.train.deterministic:
@@ -188,7 +190,7 @@ def _open_device(
     return device
 
 
-def _agree_on_numbers(
+def agree_on_numbers(
     job: Job, device: torch.device, dtype: torch.dtype, at_close: contextlib.ExitStack
 ) -> tuple[Job, Groups, Kernels]:
     """Choose recompute and kernels, open the process groups, and warn about fallbacks."""

@@ -96,7 +96,7 @@ def test_help_fits_the_terminal_and_explains_each_option(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(
-        "myriad.cli.job_key_options._show_keys", lambda: None
+        "myriad.cli.job_key_options._show_keys", lambda takes: None
     )  # tested once, in test_cli_help.py
     assert run_command([*verb.split(), "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -32,10 +32,18 @@ from myriad.model.definition import full_shape
 from myriad.model.gpt import GPT
 from myriad.model.tensor_shard import TensorShard
 from myriad.parallel.engine import Engine
+from myriad.parallel.forward_engine import ForwardEngine
 from myriad.run import Run
 from myriad.train.checkpoint_tools.named_weights import open_weights
 
-__all__ = ["check_initial", "fill_initial", "fill_parameters", "refuse_other_run"]
+__all__ = [
+    "check_initial",
+    "fill_initial",
+    "fill_parameters",
+    "first_rank_finds",
+    "refuse_other_run",
+    "shapes_of",
+]
 
 _KEY, _PREFIX = "train.init_from", "model."
 _SAME = {
@@ -81,16 +89,17 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
 
     Returns a description for the run's events, or ``None`` if the seed's values stay.
     """
-    source = _agree(lambda: _imported(run, job), engine) or job.train.init_from
+    source = first_rank_finds(lambda: _imported(run, job), engine) or job.train.init_from
     if source is None:
         return None
-    where = _agree(lambda: _open(source, job, every_byte=True).where, engine)
+    where = first_rank_finds(lambda: _open(source, job, every_byte=True).where, engine)
     assert where is not None, "it is the place that was opened"
     weights = _open(where, job, verified=True)
-    lacking, unused = _unmatched_predictions(_shapes_of(job.model), weights.shapes)
+    lacking, unused = _unmatched_predictions(shapes_of(job.model), weights.shapes)
     if lacking:
         engine.draw_initial(lacking)
     fill_parameters(weights, engine, lacking)
+    engine.restart_average()
     kind = "hugging_face" if isinstance(weights, HuggingFaceWeights) else "checkpoint"
     description = {"source": weights.where, "kind": kind, "tensors": len(weights.shapes.keys() - unused)}
     counts = {"drawn_prediction_layers": lacking, "unused_prediction_layers": unused}
@@ -103,7 +112,7 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
     return description | ({"differs": differs} if differs else {})
 
 
-def fill_parameters(weights: Weights, engine: Engine, but: Collection[str] = ()) -> None:
+def fill_parameters(weights: Weights, engine: ForwardEngine, but: Collection[str] = ()) -> None:
     """Set the parameters of this rank, except ``but``, from weights of the same model; every rank calls
     it."""
     for name, parts in _by_name(engine.all_shards()).items():
@@ -113,7 +122,6 @@ def fill_parameters(weights: Weights, engine: Engine, but: Collection[str] = ())
         for part, values in zip(parts, weights.read_parts(name, boxes), strict=True):
             part.values.copy_(values)
     engine.loaded()
-    engine.restart_average()
 
 
 def refuse_other_run(run: Run, job: Job, step: int, engine: Engine) -> None:
@@ -130,7 +138,7 @@ def refuse_other_run(run: Run, job: Job, step: int, engine: Engine) -> None:
         except (OSError, ValueError):  # it has no job.toml, like checkpoints of other tools
             pass
 
-    _agree(check, engine)
+    first_rank_finds(check, engine)
 
 
 def _open(source: str, job: Job, *, every_byte: bool = False, verified: bool = False) -> Weights:
@@ -142,7 +150,7 @@ def _open(source: str, job: Job, *, every_byte: bool = False, verified: bool = F
         every_byte=every_byte,
         verified=verified,
     )
-    _refuse_other_shapes(source, _shapes_of(job.model), weights.shapes)
+    _refuse_other_shapes(source, shapes_of(job.model), weights.shapes)
     if weights.model is not None:
         _refuse_other_kind(source, job.model, weights.model)
     return weights
@@ -164,7 +172,7 @@ class _Found:
     """Key, value and what is allowed, if the error is about input."""
 
 
-def _agree(find: Callable[[], str | None], engine: Engine) -> str | None:
+def first_rank_finds(find: Callable[[], str | None], engine: ForwardEngine) -> str | None:
     """Run ``find`` on rank 0, and return its result, or raise its error, on every rank."""
     found = _Found()
     if engine.groups.grid.rank == 0:
@@ -182,7 +190,7 @@ def _agree(find: Callable[[], str | None], engine: Engine) -> str | None:
     return found.text
 
 
-def _shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that a checkpoint of the model holds."""
     definition = GPT(model, seed=0)
     shapes: dict[str, tuple[int, ...]] = {}

@@ -1,4 +1,5 @@
-"""Open the whole model of a run, a checkpoint or a Hugging Face folder in one process, with its tokenizer."""
+"""Open the model of a run, a checkpoint or a Hugging Face folder with its tokenizer: the whole of it in one
+process, or what it is (`describe_weights`), for ranks that each load their part."""
 
 import os
 from collections.abc import Callable
@@ -8,11 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from myriad.checkpoint.checkpoint_files import load_model
+from myriad.checkpoint.checkpoint_files import Weights, load_model
 from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights
-from myriad.checkpoint.storage.checkpoint_folder import Checkpoint
+from myriad.checkpoint.storage.checkpoint_folder import Checkpoint, open_checkpoint
 from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError, RunFailedError
+from myriad.job import Job
 from myriad.model.config import ModelConfig
 from myriad.model.definition import values_of_rank
 from myriad.model.gpt import GPT, build_full
@@ -22,7 +24,14 @@ from myriad.train.checkpoint_tools.locate_checkpoint import Location, locate, ne
 from myriad.train.checkpoint_tools.named_weights import job_of, model_of, open_weights, prefix_of
 from myriad.train.inputs import tokenizer_of
 
-__all__ = ["WholeModel", "open_checkpoint_model", "open_model", "set_thread_count"]
+__all__ = [
+    "DescribedWeights",
+    "WholeModel",
+    "describe_weights",
+    "open_checkpoint_model",
+    "open_model",
+    "set_thread_count",
+]
 
 _ONE_THREAD_PARAMETERS = 100_000_000
 """Largest number of parameters for one thread: up to this size, synchronizing threads takes longer than
@@ -37,6 +46,16 @@ class WholeModel(NamedTuple):
     config: ModelConfig
     where: str
     """Path or URL of the weights."""
+
+
+class DescribedWeights(NamedTuple):
+    """Weights of which no value was read, and what is known of their model."""
+
+    weights: Weights
+    model: ModelConfig
+    tokenizer: Tokenizer
+    job: Job | None
+    """The job that made the weights; ``None``: they came in a Hugging Face folder."""
 
 
 def set_thread_count(parameters: int) -> None:
@@ -63,14 +82,7 @@ def open_checkpoint_model(name: str, key: str = "run", *, ema: bool = False) -> 
     moving average of the weights. Raises `BadInputError` where there is no checkpoint, or no average."""
     found = locate(name, key)
     checkpoint, values = _load_newest(found, ema=ema)
-    job = job_of(checkpoint, found.run)
-    if job is None:
-        raise BadInputError(key, name, "must hold a job.toml, which describes the model")
-    tokenizer = tokenizer_of(None if found.run is None else Run(found.run), job)
-    if tokenizer is None:
-        raise RunFailedError(
-            f"{job.data.corpus}: no tokenizer.json beside the corpus, so no text can be read"
-        )
+    job, tokenizer = _job_and_tokenizer(checkpoint, found.run, key, name)
     model = model_of(checkpoint, job).without_predictions()
 
     def read(parameter: str) -> torch.Tensor:
@@ -79,6 +91,32 @@ def open_checkpoint_model(name: str, key: str = "run", *, ema: bool = False) -> 
         return values[parameter]
 
     return WholeModel(_build(model, job.train.seed, read), tokenizer, model, checkpoint.where)
+
+
+def describe_weights(name: str, key: str, *, ema: bool = False) -> DescribedWeights:
+    """Find what `open_model` opens, and read no values. Raises `BadInputError`."""
+    weights = open_weights(name, key, ema=ema)
+    if isinstance(weights, HuggingFaceWeights):
+        assert weights.model is not None, "config.json says what the model is"
+        return DescribedWeights(weights, weights.model, Tokenizer.load(Path(weights.where)), None)
+    checkpoint = open_checkpoint(weights.where)
+    job, tokenizer = _job_and_tokenizer(checkpoint, weights.run, key, name)
+    return DescribedWeights(weights, model_of(checkpoint, job).without_predictions(), tokenizer, job)
+
+
+def _job_and_tokenizer(
+    checkpoint: Checkpoint, run: Path | None, key: str, name: str
+) -> tuple[Job, Tokenizer]:
+    """Return the job that made a checkpoint, and its tokenizer. Raises `BadInputError` if there is no job."""
+    job = job_of(checkpoint, run)
+    if job is None:
+        raise BadInputError(key, name, "must hold a job.toml, which describes the model")
+    tokenizer = tokenizer_of(None if run is None else Run(run), job)
+    if tokenizer is None:
+        raise RunFailedError(
+            f"{job.data.corpus}: no tokenizer.json beside the corpus, so no text can be read"
+        )
+    return job, tokenizer
 
 
 def _build(config: ModelConfig, seed: int, read: Callable[[str], torch.Tensor]) -> nn.ModuleList:
