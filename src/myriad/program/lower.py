@@ -32,7 +32,7 @@ happen. In all three, a channel's receives have the order of its sends.
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -44,14 +44,16 @@ from myriad.program.actions import (
     Action,
     Kind,
     Lowering,
+    Payload,
     PipelineTransfer,
     Program,
 )
-from myriad.program.timeline import ProgramError, Timeline, needed_transfer, timeline
+from myriad.program.timeline import ProgramError, needed_transfer
 
 __all__ = ["lower"]
 
-_TOLERANCE = 1e-6
+_SECONDS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
+"""Seconds of a compute action while placements are compared: whole numbers, so that sums are exact."""
 
 
 def lower(
@@ -60,25 +62,26 @@ def lower(
     """Return the program of a schedule with all its communication. ``training=False`` keeps the forwards
     only.
 
-    Of all placements of transfers the fastest is used, the first of equal ones (unit costs, transfers take no
+    Of all placements of transfers the fastest is used, the first of equal ones (`_SECONDS`, transfers take no
     time).
     """
     computes = _computes(program, training)
     lowering = Lowering(zero, reduce, tied, training)
-    unblocked = timeline(computes).makespan
+    links = _links(computes)
+    unblocked = _Unblocked(computes, links).makespan
     best, least = None, math.inf
     for placement in _placements(computes):
         try:
-            candidate = _lowered(computes, lowering, placement(computes))
-            makespan = timeline(candidate).makespan
+            gaps = placement(computes, links)
+            makespan = _CoupledRun(computes, gaps).makespan()
         except ProgramError:
             continue
-        if makespan < least - _TOLERANCE:
-            best, least = candidate, makespan
-        if least <= unblocked + _TOLERANCE:
+        if makespan < least:
+            best, least = gaps, makespan
+        if least <= unblocked:
             break
     assert best is not None, "the ordered placement never blocks for ever"
-    return best
+    return _lowered(computes, lowering, best)
 
 
 def _computes(program: Program, training: bool) -> Program:
@@ -227,11 +230,11 @@ def _empty(program: Program) -> _Gaps:
     return [[[] for _ in range(len(actions) + 1)] for actions in program.ranks]
 
 
-def _natural_gaps(program: Program) -> _Gaps:
+def _natural_gaps(program: Program, links: list[_Link]) -> _Gaps:
     """Place sends after the producer and receives before the user, or earlier if a later payload of the
     channel is used earlier."""
     gaps = _empty(program)
-    for channel in _by_channel(_links(program)):
+    for channel in _by_channel(links):
         gap = len(program.ranks[channel[0].receiver])
         places = []
         for link in reversed(channel):
@@ -243,15 +246,16 @@ def _natural_gaps(program: Program) -> _Gaps:
     return gaps
 
 
-def _paired_gaps(program: Program) -> _Gaps:
+def _paired_gaps(program: Program, links: list[_Link]) -> _Gaps:
     """Place transfers in one global order, with a forward and the backward after it as one unit. Raises
     `ProgramError` if that deadlocks."""
-    return _by_one_order(program, [_outside_pairs(actions) for actions in program.ranks])
+    open_gaps = [_outside_pairs(actions) for actions in program.ranks]
+    return _by_one_order(program, [_moved(link, open_gaps) for link in links], open_gaps)
 
 
-def _ordered_gaps(program: Program) -> _Gaps:
+def _ordered_gaps(program: Program, links: list[_Link]) -> _Gaps:
     """Place transfers in one global order, in any gap."""
-    return _by_one_order(program, [list(range(len(actions) + 1)) for actions in program.ranks])
+    return _by_one_order(program, links, [list(range(len(actions) + 1)) for actions in program.ranks])
 
 
 def _outside_pairs(actions: tuple[Action, ...]) -> list[int]:
@@ -260,22 +264,18 @@ def _outside_pairs(actions: tuple[Action, ...]) -> list[int]:
     return [gap for gap in range(len(actions) + 1) if gap not in inside]
 
 
-def _by_one_order(program: Program, open_gaps: list[list[int]]) -> _Gaps:
+def _by_one_order(program: Program, links: list[_Link], open_gaps: list[list[int]]) -> _Gaps:
     """Place transfers in the order in which they would be ready if no send blocked. The receive comes before
     the compute action that would then start."""
-    links = [_moved(link, open_gaps) for link in _links(program)]
-    spans = _unblocked(program, links).ranks
-    computes = [[span for span in row if span.action.kind in COMPUTE] for row in spans]
-    ready = {link.sent: computes[link.sender][link.send_gap - 1].end for link in links}
-    links.sort(key=lambda link: (ready[link.sent], link.sender))
+    run = _Unblocked(program, links)
+    starts, ends = run.starts, run.ends
     gaps = _empty(program)
     turns = [0] * program.num_ranks
-    for link in links:
+    for link in sorted(links, key=lambda link: (ends[link.sender][link.send_gap - 1], link.sender)):
         gaps[link.sender][link.send_gap].append(link.sent)
         to, gaps_of_receiver = link.receiver, open_gaps[link.receiver]
-        while (gap := gaps_of_receiver[turns[to]]) < link.receive_gap and computes[to][gap].start < ready[
-            link.sent
-        ]:
+        ready = ends[link.sender][link.send_gap - 1]
+        while (gap := gaps_of_receiver[turns[to]]) < link.receive_gap and starts[to][gap] < ready:
             turns[to] += 1
         gaps[to][gap].append(link.received)
     return gaps
@@ -285,35 +285,118 @@ def _moved(link: _Link, open_gaps: list[list[int]]) -> _Link:
     """Move a transfer to the next open gap of the sender and the last possible one of the receiver."""
     sends, receives = open_gaps[link.sender], open_gaps[link.receiver]
     send_gap = sends[bisect_left(sends, link.send_gap)]
-    return replace(
-        link, send_gap=send_gap, receive_gap=receives[bisect_right(receives, link.receive_gap) - 1]
-    )
+    receive_gap = receives[bisect_right(receives, link.receive_gap) - 1]
+    return _Link(link.received, link.sent, send_gap, receive_gap)
 
 
-def _unblocked(program: Program, links: list[_Link]) -> Timeline:
-    """Return the compute actions' times with these gaps and all receives posted at the start. All times are
-    whole numbers, so they are exact."""
-    receives: list[list[Action]] = [[] for _ in program.ranks]
-    gaps: list[defaultdict[int, list[Action]]] = [defaultdict(list) for _ in program.ranks]
-    for channel in _by_channel(links):
-        for link in channel:
-            receives[link.receiver].append(Action(Kind.RECEIVE, transfers=(link.received,)))
-            gaps[link.sender][link.send_gap].append(Action(Kind.SEND, transfers=(link.sent,)))
-    for link in links:
-        gaps[link.receiver][link.receive_gap].append(Action(Kind.WAIT, transfers=(link.received,)))
-    ranks = []
-    for rank, actions in enumerate(program.ranks):
-        row = receives[rank]
-        for index, action in enumerate(actions):
-            row += [*gaps[rank][index], action]
-        ranks.append((*row, *gaps[rank][len(actions)]))
-    lowering = Lowering(zero=0, reduce="last", tied=False, training=True)
-    costs = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
-    marked = replace(program, ranks=tuple(ranks), lowering=lowering)
-    return timeline(marked, lambda action: costs.get(action.kind, 0.0))
+class _Unblocked:
+    """When each compute action starts and ends if every receive is posted at the start, and sends and waits
+    are in the transfers' gaps. Raises `ProgramError` if ranks wait forever."""
+
+    def __init__(self, program: Program, links: list[_Link]) -> None:
+        self.program = program
+        self.starts: list[list[int]] = [[] for _ in program.ranks]
+        self.ends: list[list[int]] = [[] for _ in program.ranks]
+        self.waits: list[defaultdict[int, list[_Link]]] = [defaultdict(list) for _ in program.ranks]
+        for link in links:
+            self.waits[link.receiver][link.receive_gap].append(link)
+        self.blocked: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        """Ranks that wait until another one, by its number, has reached a gap."""
+        self.movable = deque(range(program.num_ranks))
+        while self.movable:
+            self._advance(self.movable.popleft())
+        for rank, actions in enumerate(program.ranks):
+            if (index := len(self.ends[rank])) < len(actions):
+                raise ProgramError("waits for ever", rank, index, actions[index])
+
+    @property
+    def makespan(self) -> int:
+        """End of the last compute action."""
+        return max((row[-1] for row in self.ends if row), default=0)
+
+    def _advance(self, rank: int) -> None:
+        starts, ends, waits = self.starts[rank], self.ends[rank], self.waits[rank]
+        for action in self.program.ranks[rank][len(ends) :]:
+            start = ends[-1] if ends else 0
+            for link in waits.get(len(ends), ()):
+                sent = self.ends[link.sender]
+                if len(sent) < link.send_gap:
+                    self.blocked[link.sender, link.send_gap].append(rank)
+                    return
+                start = max(start, sent[link.send_gap - 1])
+            starts.append(start)
+            ends.append(start + _SECONDS[action.kind])
+            self.movable.extend(self.blocked.pop((rank, len(ends)), ()))
 
 
-def _placements(program: Program) -> tuple[Callable[[Program], _Gaps], ...]:
+class _CoupledRun:
+    """Execution of compute actions with one exchange in each gap that has transfers. An exchange ends when
+    all of its transfers are posted on both sides."""
+
+    def __init__(self, program: Program, gaps: _Gaps) -> None:
+        self.program, self.gaps = program, gaps
+        self.clock = [0] * program.num_ranks
+        self.gap = [0] * program.num_ranks
+        self.posted = [False] * program.num_ranks
+        self.open: defaultdict[tuple[int, int, bool], deque[tuple[PipelineTransfer, int]]]
+        self.open = defaultdict(deque)
+        """Transfers that one side has posted, with the time, by sender, receiver and whether it sends."""
+        self.arrived: dict[tuple[Payload, int, int], int] = {}
+        self.movable = deque(range(program.num_ranks))
+
+    def makespan(self) -> int:
+        """Return the end of the last action. Raises `ProgramError` if ranks wait forever."""
+        while self.movable:
+            self._advance(self.movable.popleft())
+        for rank, actions in enumerate(self.program.ranks):
+            if self.gap[rank] <= len(actions):
+                raise ProgramError("its exchange waits for ever", rank)
+        return max(self.clock)
+
+    def _advance(self, rank: int) -> None:
+        actions, gaps = self.program.ranks[rank], self.gaps[rank]
+        for gap in range(self.gap[rank], len(gaps)):
+            if gaps[gap] and not self._exchange(rank, gaps[gap]):
+                self.gap[rank] = gap
+                return
+            if gap < len(actions):
+                self.clock[rank] += _SECONDS[actions[gap].kind]
+        self.gap[rank] = len(gaps)
+
+    def _exchange(self, rank: int, transfers: list[PipelineTransfer]) -> bool:
+        """Post the transfers, and return whether all of them have arrived."""
+        if not self.posted[rank]:
+            self.posted[rank] = True
+            for one in transfers:
+                self._post(rank, one)
+        latest = self.clock[rank]
+        for one in transfers:
+            time = self.arrived.get((one.payload, one.stage, one.micro_batch))
+            if time is None:
+                return False
+            latest = max(latest, time)
+        self.clock[rank], self.posted[rank] = latest, False
+        return True
+
+    def _post(self, rank: int, transfer: PipelineTransfer) -> None:
+        sends, now = transfer.sends, self.clock[rank]
+        ends = (rank, transfer.peer) if sends else (transfer.peer, rank)
+        others = self.open[*ends, not sends]
+        if not others:
+            self.open[*ends, sends].append((transfer, now))
+            return
+        other, then = others.popleft()
+        key = transfer.payload, transfer.stage, transfer.micro_batch
+        if key != (other.payload, other.stage, other.micro_batch):
+            raise ProgramError("receives in another order than its peer sends", rank)
+        self.arrived[key] = max(now, then)
+        self.movable.append(transfer.peer)
+
+
+_Placement = Callable[[Program, list[_Link]], _Gaps]
+
+
+def _placements(program: Program) -> tuple[_Placement, ...]:
     """Return the placements to try, plainest first; the last one never deadlocks. With one stage per rank,
     the paired placement cannot help and is left out."""
     if program.virtual_stages == 1:
