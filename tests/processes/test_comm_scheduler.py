@@ -1,5 +1,6 @@
 """Parameters or gradients that arrive wrong, late or not at all: a run that trains on garbage, or hangs."""
 
+import json
 import math
 import os
 import signal
@@ -294,25 +295,39 @@ def leave_early(way: str) -> None:
         close_world()
 
 
-@pytest.mark.parametrize("way", ["killed", "both"])
-def test_a_rank_that_ends_ends_the_others_with_an_error_and_no_abort(way):
+LEAVING = """
+import json, os, signal, sys
+import test_comm_scheduler as tested
+
+def start(way, rank, port):
+    pid = os.fork()
+    if pid == 0:  # its error goes through the top of this program: the interpreter ends as it does in a rank
+        os.environ |= {"RANK": str(rank), "MASTER_PORT": port}
+        os.dup2(os.open(f"{way}-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+        signal.alarm(140)
+        tested.leave_early(way)
+        sys.exit(0)
+    return pid
+
+pids = {f"{way}-{rank}": start(way, rank, port) for way, port in json.loads(sys.argv[1]) for rank in (0, 1)}
+codes = {name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in pids.items()}
+print(json.dumps(codes))
+"""
+
+
+def test_a_rank_that_ends_ends_the_others_with_an_error_and_no_abort(tmp_path: Path) -> None:
     """Not by SIGABRT and not never: threads that block in gloo while Python ends would do that."""
     environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    environment |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = str(Path(__file__).parent)
-    command = [sys.executable, "-c", f"import test_comm_scheduler; test_comm_scheduler.leave_early({way!r})"]
-    processes = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=150)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    expected = -signal.SIGKILL if way == "killed" else 1
-    assert [process.returncode for process in processes] == [1, expected], said
-    assert "Error" in said[0]
+    environment |= {"GLOO_SOCKET_IFNAME": "lo"}
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path)
+    worlds = json.dumps([(way, str(free_port())) for way in ("killed", "both")])
+    command = [sys.executable, "-c", LEAVING, worlds]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
+    said = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    expected = {"killed-0": 1, "killed-1": -signal.SIGKILL, "both-0": 1, "both-1": 1}
+    assert json.loads(done.stdout) == expected, said
+    assert "Error" in said["killed-0"] and "Error" in said["both-0"]
 
 
 LOSSY = {"compress_gradients": "int8", "compress_parameters": "int8"}
