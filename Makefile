@@ -34,11 +34,10 @@ train: $(VENV)/.installed
 # A file of tests/unit needs one core, with one thread: as many run at once as there are cores, those with slow tests
 # first (tests/unit/conftest.py). Files whose tests start processes wait for them for a third of the time: four at once,
 # the longest first (tests/conftest.py), so that none is last; threads that wait do not spin there, as there are fewer cores.
-# Files in which the pace of a rank or of a link shows which one is slow, or a silence of seconds which node is lost, have
-# the machine to themselves. What drives a browser leaves its loop running, so it runs last.
+# The file in which the pace of a link shows that it is slow, and no other may seem so, has the machine to itself. What
+# drives a browser leaves its loop running, so it runs last.
 # What fails ends it; `pytest` alone runs everything, one after another.
-ALONE := $(addprefix tests/processes/test_, measure_machine.py slow_rank.py) \
-	$(addprefix tests/hosts/test_, doctor_on_hosts.py link_alarms.py nodes_on_hosts.py)
+ALONE := tests/hosts/test_link_alarms.py
 test: style services
 	@mkdir -p build; $(BIN)/mypy >build/mypy.txt 2>&1 & types=$$!; \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/unit; \

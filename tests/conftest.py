@@ -31,12 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _LONGEST = (
-    "test_parity", "test_slurm", "test_nodes", "test_measure_machine", "test_wrong_numbers", "test_sigterm",
-    "test_doctor_on_hosts", "test_checkpoint_proof", "test_standby", "test_interrupt", "test_held_in_memory",
-    "test_hung_storage", "test_ray", "test_checkpoint_on_hosts", "test_socket_table",
-    "test_launch", "test_trainer", "test_faults_on_hosts", "test_recovery", "test_watch", "test_in_process",
-    "test_hosts", "test_contenders", "test_fewer_replicas", "test_s3_checkpoints", "test_session",
-    "test_hugging_face",
+    "test_slurm", "test_parity", "test_sigterm", "test_slow_rank", "test_nodes", "test_doctor_on_hosts",
+    "test_standby", "test_interrupt", "test_s3_checkpoints", "test_captured", "test_hung_storage",
+    "test_held_in_memory", "test_checkpoint", "test_launcher_stopped", "test_nodes_on_hosts",
+    "test_recompute", "test_watch", "test_trainer", "test_comm_scheduler", "test_resume", "test_nccl_like",
+    "test_hugging_face", "test_wrong_numbers", "test_own_model", "test_init_from", "test_fewer_replicas",
+    "test_checkpoint_on_hosts", "test_faults_on_hosts", "test_recovery", "test_ray", "test_launch",
+    "test_float16", "test_query_limits", "test_float8_kept", "test_in_process", "test_session",
+    "test_hosts", "test_contenders", "test_socket_table",
 )  # fmt: skip
 """Files whose tests start processes and together take longest: they come first, so that none is last."""
 
