@@ -58,6 +58,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "model.kv_heads": (None, 2, 1),
     "model.head_dim": (None, 16),
     "latent": ("none", "keys and values", "queries too"),
+    "experts": ("none", "softmax", "sigmoid and shared"),
     "model.block": ("serial", "parallel"),
     "model.parallel_norms": (1, 2),
     "model.norm": ("rms", "layer"),
@@ -90,10 +91,22 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "model.mup_base_width": (None, 16),
     "model.dropout": (0.0, 0.1),
 }
-"""Keys of a job with the values that are combined; the first one of each is the plainest. The six names
+"""Keys of a job with the values that are combined; the first one of each is the plainest. The seven names
 without a section stand for several keys (`job_of`)."""
 
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "softmax": {"experts": 4, "expert_hidden": 32, "balance_loss": 0.1, "router_z_loss": 0.01},
+    "sigmoid and shared": {
+        "experts": 6,
+        "experts_per_token": 3,
+        "expert_hidden": 16,
+        "shared_experts": 1,
+        "router_scores": "sigmoid",
+        "router_scale": 2.5,
+    },
+}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},
     "lamb": {"name": "lamb"},
@@ -161,7 +174,7 @@ def job_of(features: Features) -> PairJob:
     latent: dict[str, Any] = {} if features["latent"] == "none" else dict(LATENT)
     if features["latent"] == "queries too":
         latent["q_lora_rank"] = 12
-    model = BASE | keys["model"] | latent | _scaling(features)
+    model = BASE | keys["model"] | latent | EXPERTS[features["experts"]] | _scaling(features)
     optimizes = keys["optimizer"] | OPTIMIZERS[optimizer]
     packed = keys["data"]["documents"] == "packed"
     return PairJob(model, layout, optimizes, OVERLAPS[features["overlap"]] | early, packed)

@@ -41,7 +41,8 @@ def _check_tensor_parallel(job: JobValues) -> None:
         f"or be a multiple of it: one of {degrees}"
     )
     need(tp in model.head_degrees, "layout.tp", tp, allowed)
-    need(model.ffn_width % tp == 0, "layout.tp", tp, f"must divide model.ffn_hidden = {model.ffn_width}")
+    key = "ffn_hidden" if model.expert_hidden is None else "expert_hidden"
+    need(model.mlp_width % tp == 0, "layout.tp", tp, f"must divide model.{key} = {model.mlp_width}")
     need(model.sequence % tp == 0, "layout.tp", tp, f"must divide model.sequence = {model.sequence}")
 
 
@@ -164,6 +165,7 @@ def _check_cuda_graphs(job: JobValues) -> None:
         (bool(lacks), lacks),
         (job.train.memory_budget is not None, "train.memory_budget = off: set layout.recompute instead"),
         (job.data.documents == "packed", "data.documents = joined: lengths differ between micro-batches"),
+        (job.model.experts is not None, "model.experts = off: experts get other numbers of tokens each time"),
     ):
         need(not wrong, "train.cuda_graphs", True, f"needs {needs}")
 

@@ -56,6 +56,26 @@ def _check_heads(job: JobValues) -> None:
     need(model.position != "rotary" or width % 2 == 0, "model.head_dim", width, allowed)
 
 
+_EXPERT_KEYS = (
+    *("experts_per_token", "expert_hidden", "shared_experts", "router_scores", "router_normalized"),
+    *("router_scale", "balance_loss", "router_z_loss"),
+)
+
+
+def _check_experts(job: JobValues) -> None:
+    model, chosen = job.model, job.model.experts_per_token
+    if model.experts is None:
+        _refuse_set(model, "model", _EXPERT_KEYS, "only with model.experts, else {default}")
+        return
+    allowed = f"at most model.experts = {model.experts}"
+    need(chosen <= model.experts, "model.experts_per_token", chosen, allowed)
+    _refuse_set(model, "model", ("block", "bias", "mup_base_width"), "{default} with model.experts")
+    learns = chosen > 1 or not model.router_normalized
+    need(learns, "model.experts_per_token", chosen, "2 or more, or set model.router_normalized = false")
+    if model.expert_hidden is not None:
+        _refuse_set(model, "model", ("ffn_hidden",), "{default} with model.expert_hidden: no MLP has it")
+
+
 def _check_norms(job: JobValues) -> None:
     model = job.model
     serial, placement = model.block == "serial", model.norm_placement
@@ -191,6 +211,7 @@ def _check_mscale(scaling: RotaryScaling, *, is_latent: bool) -> None:
 MODEL_RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_latent,
     _check_heads,
+    _check_experts,
     _check_norms,
     _check_base_width,
     _check_predictions,
@@ -201,6 +222,7 @@ MODEL_RULES: tuple[Callable[[JobValues], None], ...] = (
 _OFF = (None, "off", "none", 0, False)
 _SETTINGS = {
     "window": ("window_pattern", "window_rotary_base"),
+    "experts": _EXPERT_KEYS,
     "prediction_layers": ("prediction_weight",),
     "kv_lora_rank": _LATENT_KEYS,
     "qk_norm": ("qk_norm_kind", "qk_norm_bias"),

@@ -82,6 +82,9 @@ def check_precision(job: JobValues) -> None:
     """Float8 matrix products need dimensions that are multiples of 16."""
     if float8_scaling(job.train.precision) is None:
         return
+    precision, experts = job.train.precision, job.model.experts
+    allowed = "bfloat16, float16 or float32 with model.experts: each gets any number of tokens"
+    need(experts is None, "train.precision", precision, allowed)
     model, tp = job.model, job.layout.tp
     up = model.ffn_width * model.up_matrices
     lengths = {
@@ -129,6 +132,9 @@ def _check_slices(job: JobValues) -> None:
     has_slices = float8_scaling(precision) is None or job.overlap.tensor != "slices"
     allowed = f"turns, auto or off with train.precision = {precision}: its scales belong to whole tensors"
     need(has_slices, "overlap.tensor", "slices", allowed)
+    allowed = "turns, auto or off with model.experts, which take a whole gathered sequence"
+    sliced = job.overlap.tensor == "slices" and job.model.experts is not None
+    need(not sliced, "overlap.tensor", "slices", allowed)
 
 
 OPTIMIZER_RULES: tuple[Callable[[JobValues], None], ...] = (

@@ -16,6 +16,9 @@ block with full attention and N heads of keys and values too; t tensor-parallel 
     MLP up           F/t
     activation       F/t          not with selective
 
+With experts, F is the width of those that compute a token, and `_expert_bytes` has what the router and the
+order by expert add.
+
 A prediction layer of the head keeps, beside its block: the embedded tokens (H/t), the input of its projection
 (2 H/t), the input of its last norm (H/t), and the gradient of the loss by that norm (H).
 
@@ -77,7 +80,8 @@ def kept_bytes_per_token(
     if model.norm_placement == "after" and model.block == "serial":
         # The stream itself is gathered: there is no norm that the backward could recompute.
         gathered = model.hidden * bytes_per_value
-    return norms + gathered * model.num_gathers + mask * model.num_scatters + attention + mlp
+    experts = _expert_bytes(model, bytes_per_value, input_is_kept=gathered > 0)
+    return norms + gathered * model.num_gathers + mask * model.num_scatters + attention + mlp + experts
 
 
 def kept_bytes_per_micro_batch(
@@ -137,8 +141,26 @@ def _norm_statistics(model: ModelConfig, bytes_per_value: int) -> int:
 
 def _mlp_values(model: ModelConfig, recompute: Recompute) -> int:
     """Return values per token, over all ranks: the input and the output of the activation function."""
-    up = model.up_matrices * model.ffn_width
-    return up if recompute == "selective" else up + model.ffn_width
+    up = model.up_matrices * model.active_width
+    return up if recompute == "selective" else up + model.active_width
+
+
+def _expert_bytes(model: ModelConfig, bytes_per_value: int, *, input_is_kept: bool) -> float:
+    """Return bytes per token of a mixture of experts, beside the inner values of the experts: the input of
+    the router if nothing else keeps it; for each chosen expert its copy of the token, its result, four
+    indices of 8 bytes and a gate; and the scores. Tensor parallelism divides none of it."""
+    if model.experts is None:
+        return 0.0
+    chosen, scores = model.experts_per_token, _FLOAT32 * model.experts
+    found = 0.0 if input_is_kept else float(model.hidden * bytes_per_value)
+    found += chosen * (2 * model.hidden * bytes_per_value + 4 * 8 + _FLOAT32) + scores
+    if model.router_normalized:
+        found += (chosen + 1) * _FLOAT32
+    if model.balance_loss:  # the scores again, with their sum if they have none, and a sequence's load
+        found += scores + scores / model.sequence + (_FLOAT32 if model.router_scores == "sigmoid" else 0)
+    if model.router_z_loss:
+        found += scores + _FLOAT32
+    return found
 
 
 def _attention_kind(model: ModelConfig, layer: int) -> Literal["causal", "windows", "band"]:

@@ -10,8 +10,8 @@ say how one block differs from the others. With LN a norm, a block is one of
 
 Parameter and FLOP counts are defined here so that the planner, the progress line and the tests share one
 formula. Model FLOPs follow MegaScale (arXiv 2402.15627) and Megatron-LM (arXiv 2104.04473, section 3):
-forward + backward, no recomputation. For a plain GPT with full attention they are
-``72 B s L h^2 (1 + s/6h + V/12Lh)``; with windows only attended pairs count.
+forward + backward, no recomputation; of experts, those that compute a token. For a plain GPT with full
+attention they are ``72 B s L h^2 (1 + s/6h + V/12Lh)``; with windows only attended pairs count.
 """
 
 from collections.abc import Sequence
@@ -57,6 +57,29 @@ class ModelConfig(Config):
     """Width of each head's value (with model.kv_lora_rank)."""
     ffn_hidden: int | None = Field(None, ge=8, le=2**24)
     """Inner width of the MLP; off: 4 x hidden."""
+    experts: int | None = Field(None, ge=2, le=4096)
+    """Experts of each block: MLPs of which every token takes a few (mixture of experts); off: one MLP, which
+    every token takes."""
+    experts_per_token: int = Field(2, ge=1, le=256)
+    """Experts that compute each token (with model.experts)."""
+    expert_hidden: int | None = Field(None, ge=8, le=2**24)
+    """Inner width of each expert (with model.experts); off: that of an MLP, model.ffn_hidden."""
+    shared_experts: int = Field(0, ge=0, le=64)
+    """Experts that every token takes besides (with model.experts), as one MLP of their joint width
+    (DeepSeek)."""
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes positive scores of the router's products (with model.experts): softmax over all experts, or
+    sigmoid of each (DeepSeek-V3)."""
+    router_normalized: bool = True
+    """Divide the scores of a token's experts by their sum (with model.experts)."""
+    router_scale: float = Field(1.0, gt=0, le=1e6)
+    """Factor of what the chosen experts compute (with model.experts; DeepSeek-V3: 2.5)."""
+    balance_loss: float = Field(0.01, ge=0, le=100)
+    """Weight of the loss that training adds so that experts get equally many tokens of each sequence (with
+    model.experts). 0: none."""
+    router_z_loss: float = Field(0.0, ge=0, le=100)
+    """Weight of the square of each token's log-sum-exp of the router's products, which training adds to the
+    loss (with model.experts; ST-MoE: 0.001)."""
     vocabulary: int = Field(4096, ge=2, le=2**26)
     """Tokens in the vocabulary, before padding."""
     vocabulary_multiple: int = Field(64, ge=1, le=2**20)
@@ -226,6 +249,35 @@ class ModelConfig(Config):
         """Inner width of the MLP."""
         return self.ffn_hidden or 4 * self.hidden
 
+    @property
+    def expert_width(self) -> int:
+        """Inner width of each expert."""
+        return self.expert_hidden or self.ffn_width
+
+    @property
+    def mlp_width(self) -> int:
+        """Inner width of each MLP: of an expert, if a block has any."""
+        return self.ffn_width if self.experts is None else self.expert_width
+
+    @property
+    def active_width(self) -> int:
+        """Inner width of the MLPs that compute a token."""
+        if self.experts is None:
+            return self.ffn_width
+        return (self.experts_per_token + self.shared_experts) * self.expert_width
+
+    @property
+    def stored_width(self) -> int:
+        """Inner width of all MLPs of a block."""
+        if self.experts is None:
+            return self.ffn_width
+        return (self.experts + self.shared_experts) * self.expert_width
+
+    @property
+    def router_elements(self) -> int:
+        """Elements of a block's router, which every tensor-parallel rank has."""
+        return self.hidden * (self.experts or 0)
+
     def padded_vocabulary(self) -> int:
         """Return the rows of the embedding in memory without tensor parallelism."""
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
@@ -308,19 +360,19 @@ class ModelConfig(Config):
         """Width of queries, keys and values together, as attention takes them."""
         return (self.heads + 2 * self.num_kv_heads) * self.head_width
 
-    @property
-    def _block_matrices(self) -> int:
-        """Number of elements in one block's matrices."""
+    def _block_matrices(self, mlp_width: int) -> int:
+        """Return the number of elements in a block's matrices, with MLPs of this inner width."""
         attention = self.hidden * (self.qkv_width + self.mixed_width)
         if self.latent is not None:
-            attention = self._shared_matrices + self.heads * self.latent.head_elements(self.hidden)
-            attention += self.hidden * self.mixed_width
-        return attention + (self.up_matrices + 1) * self.hidden * self.ffn_width
+            attention = self.latent.down_rows * self.hidden
+            attention += self.heads * self.latent.head_elements(self.hidden) + self.hidden * self.mixed_width
+        return attention + self.router_elements + (self.up_matrices + 1) * self.hidden * mlp_width
 
     @property
     def _shared_matrices(self) -> int:
         """Number of elements in the matrices of a block that every tensor-parallel rank has."""
-        return 0 if self.latent is None else self.latent.down_rows * self.hidden
+        latent = 0 if self.latent is None else self.latent.down_rows * self.hidden
+        return latent + self.router_elements
 
     @property
     def shares_embedding(self) -> bool:
@@ -375,7 +427,7 @@ class ModelConfig(Config):
     def block_parameters(self) -> int:
         """Parameters of one block; all blocks have the same number."""
         queries, keys = self.heads * self.head_width, self.num_kv_heads * self.head_width
-        cut = self._block_matrices - self._shared_matrices
+        cut = self._block_matrices(self.stored_width) - self._shared_matrices
         if self.has_qkv_bias:
             cut += queries + keys * (2 if self.has_key_bias else 1)
         if self.bias:
@@ -407,12 +459,13 @@ class ModelConfig(Config):
         its prediction layers, counted as in `flops_per_token`."""
         width = (self.heads * self.head_width + self.mixed_width) / self.sequence
         period = range(min(self.layers, len(self.window_pattern)))
-        each = [self._block_matrices + width * self.attended_pairs(layer) for layer in period]
+        matrices = self._block_matrices(self.active_width)
+        each = [matrices + width * self.attended_pairs(layer) for layer in period]
         blocks = [each[layer % len(each)] for layer in range(self.layers)]
         head = float(self.hidden * self.vocabulary)
         for layer in range(self.layers, self.layers + self.prediction_layers):
             pairs = self.attended_pairs(layer)
-            head += self._block_matrices + width * pairs + self.hidden * (2 * self.hidden + self.vocabulary)
+            head += matrices + width * pairs + self.hidden * (2 * self.hidden + self.vocabulary)
         return [6.0 * one for one in (0.0, *blocks, head)]
 
     def flops_per_token(self) -> float:

@@ -41,11 +41,14 @@ class GPT:
 
     @cached_property
     def shards(self) -> Mapping[str, Shard]:
-        """Return how tensor parallelism shards parameters. Norms, positions, row-parallel biases and
-        projections to latents are whole."""
+        """Return how tensor parallelism shards parameters. Norms, positions, row-parallel biases, routers
+        and projections to latents are whole."""
         config = self.config
         q, kv = config.heads * config.head_width, config.num_kv_heads * config.head_width
-        up = Shard(0, (config.ffn_width,) * config.up_matrices)
+
+        def up(width: int) -> Shard:
+            return Shard(0, (width,) * config.up_matrices)
+
         heads = (config.heads, config.num_kv_heads, config.num_kv_heads)
         table = Shard(0, (config.vocabulary,), padded=config.padded_vocabulary())
         biased = 3 if config.has_key_bias else 2
@@ -60,8 +63,12 @@ class GPT:
             "attention.*_up.weight": Shard(0),
             "attention.sinks": Shard(0),
             "attention.output.weight": Shard(1),
-            "mlp.up.*": up,
+            "mlp.up.*": up(config.ffn_width),
             "mlp.down.weight": Shard(1),
+            "mlp.experts.*.up.weight": up(config.expert_width),
+            "mlp.experts.*.down.weight": Shard(1),
+            "mlp.shared.up.weight": up(config.shared_experts * config.expert_width),
+            "mlp.shared.down.weight": Shard(1),
         }
         blocks = ("blocks.*", "head.predictions.*.block") if config.prediction_layers else ("blocks.*",)
         return {f"{block}.{name}": shard for block in blocks for name, shard in in_block.items()} | {
@@ -121,8 +128,9 @@ class GPT:
 
     def is_hidden(self, name: str) -> bool:
         """Return whether both dimensions of a matrix grow with the width. Those of the embedding and the
-        output projection include the vocabulary or the positions."""
-        return not name.startswith(("embedding.", "head.output.", "head.tokens."))
+        output projection include the vocabulary or the positions, those of a router the experts."""
+        outside = name.startswith(("embedding.", "head.output.", "head.tokens."))
+        return not outside and not name.endswith("mlp.router.weight")
 
     def _initial_values(self, name: str, shape: torch.Size) -> torch.Tensor:
         if name.endswith((".bias", ".sinks")) or (len(shape) == 1 and self.config.norm_zero_centered):
@@ -130,7 +138,7 @@ class GPT:
         if len(shape) == 1:
             return torch.ones(shape, device="cpu")
         deviation = self.config.initial_deviation
-        if name.endswith(("attention.output.weight", "mlp.down.weight")):
+        if name.endswith(("attention.output.weight", ".down.weight")):
             deviation /= (2 * self.config.layers) ** 0.5
         if self.is_hidden(name):
             deviation /= self.config.width_ratio**0.5

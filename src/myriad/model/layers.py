@@ -16,9 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from myriad.kernels.activation import activate, takes_bias
 from myriad.kernels.embedding import embedding
-from myriad.kernels.linear import Linear, linear
 from myriad.kernels.linear_pair import linear_pair, linear_sum
 from myriad.kernels.norm import LayerNorm, Norm, RMSNorm
 from myriad.kernels.random import dropout, key_of
@@ -26,9 +24,11 @@ from myriad.kernels.remade import Remade
 from myriad.model.boundary import Arriving, Boundary, Factors
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
+from myriad.model.experts import Experts
 from myriad.model.interleave import LayerSteps, SteppedLayer, Steps, Whole, finish
 from myriad.model.key_value_cache import KeyValueCache, NewPositions
 from myriad.model.latent_attention import LatentAttention
+from myriad.model.mlp import MLP
 from myriad.model.residual import Residual
 from myriad.model.self_attention import Attention
 
@@ -114,45 +114,8 @@ class Embedding(SteppedLayer):
         return stream + F.embedding(context.documents.positions[:, share], self.positions.weight)
 
 
-class MLP(nn.Module):
-    """MLP branch: ``[B, S, H]`` to this rank's partial sum, ``[B, S, H]``, without the last bias."""
-
-    def __init__(self, config: ModelConfig, boundary: Boundary) -> None:
-        super().__init__()
-        width = config.ffn_width // boundary.size
-        up_rows = config.up_matrices * width
-        self.activation, self.kernels = config.activation, boundary.kernels
-        self.later, self.remakes, self.boundary = boundary.later, boundary.remakes, boundary
-        self.up = Linear(config.hidden, up_rows, bias=config.bias, later=boundary.later)
-        self.down = Linear(width, config.hidden, bias=config.bias)
-
-    def forward(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
-        return self.out(*self.inner(x, remade))
-
-    def inner(self, x: torch.Tensor, remade: Remade | None = None) -> tuple[torch.Tensor, Remade | None]:
-        """Map ``[B, S, H]`` to this rank's part of the inner width. The second result recomputes it in the
-        backward."""
-        return self.activate(self.first(x, remade))
-
-    def first(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
-        """Return the first product, the input of the activation."""
-        return linear(x, self.up.weight, self.bias_of_product(x), self.later, remade)
-
-    def bias_of_product(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the bias that the first product adds; None if the activation adds it."""
-        return None if takes_bias(x, self.kernels) else self.up.bias
-
-    def activate(self, up: torch.Tensor) -> tuple[torch.Tensor, Remade | None]:
-        """Apply the activation to the first product, and return the results of `inner`."""
-        bias = self.up.bias if takes_bias(up, self.kernels) else None
-        function = partial(activate, self.activation, bias=bias, kernels=self.kernels)
-        if self.remakes:
-            return function(up), Remade(function, up)
-        return function(up, place=self.boundary.place), None
-
-    def out(self, inner: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
-        """Multiply the inner values to this rank's partial sum."""
-        return linear(inner, self.down.weight, later=self.later, remade=remade)
+def _new_mlp(config: ModelConfig, boundary: Boundary) -> MLP | Experts:
+    return MLP(config, boundary, config.ffn_width) if config.experts is None else Experts(config, boundary)
 
 
 _Mix = Callable[[torch.Tensor], torch.Tensor]
@@ -173,7 +136,7 @@ class Block(SteppedLayer):
         kind = Attention if config.latent is None else LatentAttention
         self.attention = kind(config, layer, boundary)
         self.norm2 = new_norm(config, boundary) if before and not shares_norm else None
-        self.mlp = MLP(config, boundary)
+        self.mlp = _new_mlp(config, boundary)
         self.post_norm1 = new_norm(config, boundary) if after else None
         self.post_norm2 = new_norm(config, boundary) if after else None
         self.dropout1 = _Dropout(config, boundary, f"blocks.{layer}.attention")
@@ -208,11 +171,23 @@ class Block(SteppedLayer):
         x, arriving, remade = self._start_gather(self.norm2, x, out)
         del out
         yield None
-        inner = self.mlp.inner(arriving.wait(), remade)
-        yield None
-        arriving = self.boundary.start_reduce_scatter(self.mlp.out(*inner))
+        out = yield from self._mlp_sum(arriving.wait(), remade, context)
+        arriving = self.boundary.start_reduce_scatter(out)
+        del out
         yield None
         return Residual(x, self._branch(arriving.wait(), 2, context, mlp_bias))
+
+    def _mlp_sum(self, x: torch.Tensor, remade: Remade | None, context: Context) -> Steps:
+        """Return this rank's partial sum of the MLP, or of the experts. The router sees whole sequences."""
+        if isinstance(self.mlp, MLP):
+            inner = self.mlp.inner(x, remade)
+            del x
+            yield None
+            return self.mlp.out(*inner)
+        routed = Whole(partial(self.mlp.router, loss_factor=context.loss_scale), x)
+        yield routed
+        yield None
+        return self.mlp(x, routed.result)
 
     def _in_slices(
         self, x: torch.Tensor, branch: torch.Tensor | None, context: Context, mix: _Mix
@@ -222,7 +197,7 @@ class Block(SteppedLayer):
         if self.in_parallel:
             x, out = self._side_by_side_in_slices(x, branch, mix)
             return Residual(x, self._branch(out, 1, context, *self._biases))
-        boundary, attention, mlp = self.boundary, self.attention, self.mlp
+        boundary, attention, mlp = self.boundary, self.attention, self._dense
         attention_bias, mlp_bias = self._biases
         x, normed, remade = self._normed(self.norm1, x, branch, attention.num_entering)
         del branch
@@ -238,10 +213,16 @@ class Block(SteppedLayer):
         return Residual(x, self._branch(out, 2, context, mlp_bias))
 
     @property
+    def _dense(self) -> MLP:
+        """The MLP of a block without experts."""
+        assert isinstance(self.mlp, MLP), "a job's rule"
+        return self.mlp
+
+    @property
     def _biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Biases of the two row-parallel products. They are added to the sum over ranks, so that each is
         added once, not by every rank."""
-        return self.attention.output.bias, self.mlp.down.bias
+        return self.attention.output.bias, self.mlp.down.bias if isinstance(self.mlp, MLP) else None
 
     def _branch(
         self, out: torch.Tensor, number: Literal[1, 2], context: Context, *biases: torch.Tensor | None
@@ -257,8 +238,8 @@ class Block(SteppedLayer):
 
     def _down(self, up: torch.Tensor) -> Factors:
         """Return the factors of the MLP's second product, given the result of the first."""
-        inner, remade = self.mlp.activate(up)
-        return Factors(inner, self.mlp.down.weight, remade)
+        inner, remade = self._dense.activate(up)
+        return Factors(inner, self._dense.down.weight, remade)
 
     def _normed(
         self, norm: Norm | None, x: torch.Tensor, branch: torch.Tensor | None, num_takers: int = 1
@@ -304,12 +285,12 @@ class Block(SteppedLayer):
             _, own_arriving, own_remade = self._start_gather(self.norm2, x, None)
             yield None
             fused = self.attention.project(arriving.wait(), remade)
-            up = self.mlp.first(own_arriving.wait(), own_remade)
+            up = self._dense.first(own_arriving.wait(), own_remade)
         whole = Whole(mix, fused)
         yield whole
-        inner, inner_remade = self.mlp.activate(up)
+        inner, inner_remade = self._dense.activate(up)
         yield None
-        weights = self.attention.output.weight, self.mlp.down.weight
+        weights = self.attention.output.weight, self._dense.down.weight
         out = linear_sum(whole.result, inner, weights, self.boundary.later, inner_remade)
         leaving = self.boundary.start_reduce_scatter(out)
         yield None
@@ -319,7 +300,7 @@ class Block(SteppedLayer):
         self, x: torch.Tensor, branch: torch.Tensor | None, mix: _Mix
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run both branches as `_side_by_side` does, in slices."""
-        boundary, attention, mlp = self.boundary, self.attention, self.mlp
+        boundary, attention, mlp = self.boundary, self.attention, self._dense
         x, normed, remade = self._normed(self.norm1, x, branch, 1 if self.norm2 else 2)
         (qkv,), (qkv_bias,) = attention.entering
         up_weight, up_bias = mlp.up.weight, mlp.bias_of_product(normed)
@@ -334,7 +315,7 @@ class Block(SteppedLayer):
     def _both(self, x: torch.Tensor, remade: Remade | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries, keys and values, and the input of the activation. Both share one piece of memory if
         attention keeps its whole part as well: not if values are rotated, or reordered for blocks."""
-        attention, mlp = self.attention, self.mlp
+        attention, mlp = self.attention, self._dense
         (qkv,), (qkv_bias,) = attention.entering
         return linear_pair(
             x,

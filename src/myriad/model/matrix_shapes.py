@@ -31,10 +31,19 @@ def hidden_matrices(model: ModelConfig, layer: int, tp: int = 1) -> list[HiddenM
 
 
 def _of_block(model: ModelConfig, tp: int) -> Iterator[HiddenMatrix]:
-    hidden, ffn = model.hidden, model.ffn_width
+    hidden = model.hidden
     yield from _of_latent_attention(model, tp) if model.latent else _of_attention(model, tp)
-    yield from [_matrix(ffn, hidden, tp)] * model.up_matrices
-    yield _matrix(hidden, ffn, tp)
+    for width, number in _mlps(model):
+        yield from [_matrix(width, hidden, tp)] * (model.up_matrices * number)
+        yield from [_matrix(hidden, width, tp)] * number
+
+
+def _mlps(model: ModelConfig) -> list[tuple[int, int]]:
+    """Return the inner width and the number of a block's MLPs of each kind."""
+    if model.experts is None:
+        return [(model.ffn_width, 1)]
+    shared = model.shared_experts * model.expert_width
+    return [(model.expert_width, model.experts), *([(shared, 1)] if shared else [])]
 
 
 def _of_attention(model: ModelConfig, tp: int) -> Iterator[HiddenMatrix]:

@@ -373,7 +373,14 @@ class Runtime:
     def _context(self, micro_batch: int, now: _Iteration) -> Context:
         assert now.batch is not None
         own = now.batch.rows(micro_batch * self._micro_batch, (micro_batch + 1) * self._micro_batch)
-        return Context(own.targets, own.documents, samples=own.samples, seed=self._seed, record=own.record)
+        return Context(
+            own.targets,
+            own.documents,
+            samples=own.samples,
+            seed=self._seed,
+            record=own.record,
+            loss_scale=now.loss_scale,
+        )
 
     def _forward(self, action: Action, now: _Iteration) -> None:
         stage, micro_batch = key = action.stage, action.micro_batch

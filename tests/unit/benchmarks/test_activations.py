@@ -38,6 +38,15 @@ SHAPES: list[dict[str, Any]] = [
     {"embedding_scale": 8.0, "logit_scale": 0.5, "logit_softcap": 30.0},
     {"prediction_layers": 2, "kv_heads": 2, "dropout": 0.1, "tied": False},
     {"prediction_layers": 1, "norm": "layer", "window": 64, "block": "parallel"},
+    {"experts": 4, "expert_hidden": 32, "norm_placement": "after"},
+    {"experts": 8, "experts_per_token": 3, "shared_experts": 2, "router_scores": "sigmoid", "dropout": 0.1},
+    {
+        "experts": 4,
+        "experts_per_token": 1,
+        "router_normalized": False,
+        "router_z_loss": 0.1,
+        "balance_loss": 0,
+    },
 ]
 
 

@@ -7,8 +7,9 @@ from myriad.forecasts.planned_job import framework_profile_of
 from myriad.job import load_job
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Cluster
-from myriad.planner.cost.layer_costs import LayerContext, LayerTimes, block_times
+from myriad.planner.cost.layer_costs import LayerTimes, block_times
 from myriad.planner.cost.operator_costs import stream_seconds
+from myriad.planner.cost.product_costs import LayerContext
 from myriad.planner.validation import published_systems
 from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import MODEL, cluster_of
 
-from myriad.planner.cost.layer_costs import LayerContext, LayerTimes, block_times
+from myriad.planner.cost.layer_costs import LayerTimes, block_times
+from myriad.planner.cost.product_costs import LayerContext
 from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig
 

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from myriad.model.config import ModelConfig
 from myriad.model.overlap_parts import num_parts
 from myriad.planner.cluster_config import Accelerator, Cluster, Link, Links
-from myriad.planner.cost.layer_costs import LayerContext, block_times
+from myriad.planner.cost.layer_costs import block_times
 from myriad.planner.cost.operator_costs import flash_seconds, matmul_seconds
+from myriad.planner.cost.product_costs import LayerContext
 from myriad.planner.rehearsal.machine_fit import (
     AttentionTiming,
     LayerTiming,

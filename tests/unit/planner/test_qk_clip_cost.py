@@ -7,9 +7,10 @@ from myriad.comm.layout import Layout
 from myriad.forecasts.planned_job import problem_of
 from myriad.job import load_job
 from myriad.job.job_values import work_of
-from myriad.planner.cost.layer_costs import LayerContext, LayerTimes, block_times
+from myriad.planner.cost.layer_costs import LayerTimes, block_times
 from myriad.planner.cost.layout_costs import Costs, computed_pairs
 from myriad.planner.cost.operator_costs import peak_flops
+from myriad.planner.cost.product_costs import LayerContext
 from myriad.planner.search.layout_search import score_layout
 from myriad.planner.search.layout_space import LayoutCandidate
 from myriad.planner.simulation.simulation_cache import SimulationCache

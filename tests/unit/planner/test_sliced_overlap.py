@@ -14,7 +14,8 @@ from myriad.model.config import ModelConfig
 from myriad.model.overlap_parts import num_slices, part_sizes
 from myriad.parallel.sliced_products import rows_of_slices
 from myriad.planner.cluster_config import Cluster
-from myriad.planner.cost.layer_costs import OVERLAP_MODES, LayerContext, _behind_slices, block_times
+from myriad.planner.cost.layer_costs import _behind_slices, block_times
+from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext
 from myriad.planner.search.layout_search import score_layout
 from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem, layout_grids
 from myriad.planner.workload import FrameworkProfile

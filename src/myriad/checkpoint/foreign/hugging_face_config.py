@@ -19,7 +19,7 @@ from myriad.checkpoint.foreign.hugging_face_deepseek import LATENT_SIZES
 from myriad.checkpoint.foreign.hugging_face_families import FAMILIES
 from myriad.checkpoint.foreign.hugging_face_family import COMMON, Family
 from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, written_rotary
-from myriad.errors import BadInputError, plain_value
+from myriad.errors import BadInputError, need, plain_value
 from myriad.model.config import ModelConfig
 from myriad.system.whole_file import parse_json, read_regular
 
@@ -93,6 +93,8 @@ def kind_of(model: ModelConfig, asked: str | None = None) -> str:
     Raises `BadInputError` if it cannot be written."""
     if asked is not None and asked not in MODEL_TYPES:
         raise BadInputError("--model-type", asked, f"one of {', '.join(MODEL_TYPES)}")
+    allowed = "off: weights with experts cannot be written for Hugging Face"
+    need(model.experts is None, "model.experts", model.experts, allowed)
     own = _computed(model)
     differences: dict[str, list[str]] = {}
     others: dict[str, ModelConfig] = {}

@@ -19,13 +19,13 @@ Legend: t tokens of a micro-batch, s sequence, h hidden, f inner width of the ML
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from myriad.model.config import ModelConfig
 from myriad.model.overlap_parts import num_parts, num_slices
-from myriad.planner.cluster_config import Accelerator, Cluster
+from myriad.planner.cluster_config import Accelerator
 from myriad.planner.cost.collective_costs import (
     all_gather_seconds,
     all_reduce_seconds,
@@ -36,27 +36,28 @@ from myriad.planner.cost.operator_costs import (
     Number,
     TimeBreakdown,
     flash_seconds,
-    float8_traffic,
-    matmul_seconds,
     peak_flops,
     stream_seconds,
-    weights_seconds,
 )
-from myriad.planner.workload import FrameworkProfile
-from myriad.program.config import OverlapConfig
+from myriad.planner.cost.product_costs import (
+    OVERLAP_MODES,
+    LayerContext,
+    block_products,
+    block_shapes,
+    entry_rows,
+    expert_streams,
+    product_passes,
+    qkv_width,
+    three_passes,
+)
 
 __all__ = [
-    "OVERLAP_MODES",
-    "LayerContext",
     "LayerTimes",
-    "block_shares",
     "block_times",
     "embedding_times",
     "head_times",
 ]
 
-OVERLAP_MODES = {None: 0.0, "turns": 1.0, "slices": 2.0, "auto": 3.0}
-"""Value of `LayerContext.overlap_mode` for each value of overlap.tensor."""
 
 _FLASH_SPEED = {"flash": 0.55, "flash2": 1.0, "flash3": 1.4}
 """Speed relative to FlashAttention-2: the first version is 1.7 to 2 times slower (arXiv 2307.08691, figure
@@ -82,31 +83,6 @@ and maximum, difference, exponential, sum and quotient each pass over them (Mega
 vocab_parallel_cross_entropy)."""
 _UNFUSED = 2.2
 """Passes over memory of the unfused norm, activation and dropout for each pass of the fused ones."""
-
-
-@dataclass(frozen=True)
-class LayerContext:
-    """Everything except the model that a layer's seconds depend on; numbers or arrays."""
-
-    cluster: Cluster
-    profile: FrameworkProfile
-    tp: Number
-    micro_batch: Number
-    value_bytes: int
-    overlap: OverlapConfig
-    overlap_mode: Number
-    """How tensor-parallel communication overlaps with compute: a value of `OVERLAP_MODES`; 0: no overlap."""
-    float8_kept_over: int = 1
-    """Micro-batches for which a weight is converted to float8 once, as in `myriad.planner.workload.Workload`;
-    the search's closed form has 1."""
-    qk_clip: bool = False
-    """Whether forwards find the largest attention scores."""
-
-    @property
-    def accelerator(self) -> Accelerator:
-        accelerator = self.cluster.accelerator.of(self.value_bytes)
-        captured = self.profile.cuda_graphs and not self.cluster.on_cpu
-        return accelerator.captured() if captured else accelerator
 
 
 @dataclass(frozen=True)
@@ -141,11 +117,11 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
     """Return the seconds of a block. ``pairs``: query-key pairs that each sequence computes in this block."""
     tokens = context.micro_batch * model.sequence
     share = tokens / context.tp if context.profile.sequence_parallel else tokens
-    products = _product_passes(context, tokens, (*_shapes(model, context), *_up_shapes(model, context)))
+    products = block_products(model, context, tokens)
     passes = _UNFUSED if not context.profile.fused else 1.0
-    value, inner = context.value_bytes, tokens * model.ffn_width / context.tp
+    value, inner = context.value_bytes, tokens * model.active_width / context.tp
     ups = model.up_matrices
-    qkv = 2 * tokens * _qkv_width(model, context) / context.tp * value
+    qkv = 2 * tokens * qkv_width(model, context) / context.tp * value
     turned, normed = qkv * (model.position == "rotary"), qkv * (model.qk_norm != "none")
     normed = normed + (0 if model.latent is None else 2 * tokens * model.latent.normed * value)
     norms, residuals = (share * model.hidden * each for each in (model.num_branch_norms, model.num_scatters))
@@ -154,8 +130,12 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
     streamed = passes * value * (2 * norms + (ups + 1) * inner) + added * value * residuals + turned + normed
     backwards = passes * value * (3 * norms + (2 * ups + 1) * inner) + added_back * value * residuals
     backwards = backwards + turned + 2 * normed
+    ordered, ordered_back, ordering = expert_streams(model, context, tokens)
+    streamed, backwards = streamed + ordered, backwards + ordered_back
     operators = (3 if joined else model.num_branch_norms + 3) * (3 if not context.profile.fused else 1)
-    stream, back = (stream_seconds(context.accelerator, x, operators) for x in (streamed, backwards))
+    stream, back = (
+        stream_seconds(context.accelerator, x, operators + ordering) for x in (streamed, backwards)
+    )
     attend, attend_back = _attention(model, context, pairs)
     again = attend  # Megatron-LM's selective recomputation repeats the scores.
     if context.qk_clip:
@@ -187,112 +167,6 @@ def _norm_sums(model: ModelConfig, context: LayerContext, tokens: Number) -> Num
     if model.qk_norm != "all":
         return 0.0
     return all_gather_seconds(tensor_group(context.cluster, context.tp), 8.0 * tokens * context.tp)
-
-
-def _product_passes(
-    context: LayerContext, tokens: Number, shapes: Sequence[tuple[Number, Number]]
-) -> tuple[Number, Number, Number]:
-    """Return the seconds of the three passes for the matrices ``[out, in]`` given."""
-    if context.profile.float8 and context.accelerator.float8_flops_per_second:
-        return _in_float8(context, tokens, shapes)
-    return _three_passes(context, tokens, shapes)
-
-
-def _shapes(model: ModelConfig, context: LayerContext) -> tuple[tuple[Number, Number], ...]:
-    """Return the matrices ``[out, in]`` of a rank: queries, keys and values, or their latents; attention's
-    output; up; down."""
-    tp, hidden, width = context.tp, model.hidden, model.mixed_width
-    ups = model.up_matrices
-    return (
-        (_entry_rows(model, context), hidden),
-        (hidden, width / tp),
-        (ups * model.ffn_width / tp, hidden),
-        (hidden, model.ffn_width / tp),
-    )
-
-
-def _qkv_width(model: ModelConfig, context: LayerContext) -> Number:
-    """Return the width of queries, keys and values on all ranks, with the keys and values that several ranks
-    hold."""
-    copies = np.maximum(1.0, np.asarray(context.tp) / model.num_kv_heads)
-    return model.qkv_width + (copies - 1) * 2 * model.num_kv_heads * model.head_width
-
-
-def _entry_rows(model: ModelConfig, context: LayerContext) -> Number:
-    """Return the rows of a rank's first product in attention. Every rank computes the latents."""
-    if model.latent is None:
-        return _qkv_width(model, context) / context.tp
-    queries = 0 if model.latent.query_rank else model.heads * model.head_width
-    return model.latent.down_rows + queries / context.tp
-
-
-def _up_shapes(model: ModelConfig, context: LayerContext) -> tuple[tuple[Number, Number], ...]:
-    """Return the matrices ``[out, in]`` of a rank that compute queries, keys and values from latents."""
-    latent, heads = model.latent, model.heads / context.tp
-    if latent is None:
-        return ()
-    keys = heads * (latent.plain + latent.value), latent.key_value_rank
-    return (keys,) if latent.query_rank is None else ((heads * latent.head, latent.query_rank), keys)
-
-
-def block_shares(model: ModelConfig) -> dict[str, tuple[float, float]]:
-    """Return the elements of each matrix of a block, and its share of the block's products."""
-    width, ups, latent = model.mixed_width, model.up_matrices, model.latent
-    qkv = model.qkv_width * model.hidden
-    if latent is not None:
-        qkv = latent.down_rows * model.hidden + model.heads * latent.head_elements(model.hidden)
-    elements = {
-        "qkv": float(qkv),
-        "output": float(width * model.hidden),
-        "up": float(ups * model.ffn_width * model.hidden),
-        "down": float(model.ffn_width * model.hidden),
-    }
-    whole = sum(elements.values())
-    return {name: (count, count / whole) for name, count in elements.items()}
-
-
-def _in_float8(
-    context: LayerContext, tokens: Number, shapes: Sequence[tuple[Number, Number]]
-) -> tuple[Number, Number, Number]:
-    """Return the seconds of the three passes at the float8 rate, including the extra memory traffic of
-    float8."""
-    scaling, accelerator, value = context.profile.float8, context.accelerator, context.value_bytes
-    assert scaling is not None
-    quick = {"peak_flops_per_second": accelerator.float8_flops_per_second}
-    changed = context.cluster.model_copy(update={"accelerator": accelerator.model_copy(update=quick)})
-    sum_bytes = context.profile.gradient_bytes
-    written = None if scaling == "blocks" else float(value)
-    products = _three_passes(replace(context, cluster=changed), tokens, shapes, written)
-
-    found = list(products)
-    for n, k in shapes:
-        for turn, moved in enumerate(
-            float8_traffic(scaling, value, tokens * k, tokens * n, n * k, sum_bytes, context.float8_kept_over)
-        ):
-            found[turn] = found[turn] + stream_seconds(accelerator, *moved)
-    forward, inputs, weights = found
-    return forward, inputs, weights
-
-
-def _three_passes(
-    context: LayerContext,
-    tokens: Number,
-    shapes: Sequence[tuple[Number, Number]],
-    written: float | None = None,
-) -> tuple[Number, Number, Number]:
-    """Return the seconds of forward, input gradients and weight gradients of matrices ``[out, in]``.
-    ``written``: bytes that the product itself moves for each value of a weight's gradient; off: it reads and
-    writes the gradient buffer."""
-    accelerator, value = context.accelerator, context.value_bytes
-    summed = 2.0 * context.profile.gradient_bytes if written is None else written
-    forward = sum(matmul_seconds(accelerator, tokens, n, k, value_bytes=value) for n, k in shapes)
-    inputs = sum(matmul_seconds(accelerator, tokens, k, n, value_bytes=value) for n, k in shapes)
-    weights = sum(
-        matmul_seconds(accelerator, n, k, tokens, value_bytes=value, out_bytes=summed) for n, k in shapes
-    )
-    matrices = sum(n * k for n, k in shapes)
-    fetch, add = (weights_seconds(accelerator, each * matrices) for each in (float(value), summed))
-    return forward + fetch, inputs + fetch, weights + add
 
 
 def _attention(
@@ -376,13 +250,12 @@ def _in_slices(
 ) -> tuple[Number, Number] | None:
     """Return the exposed seconds in forward and backward where slices overlap with their own products;
     ``None`` where no layout uses slices."""
-    if context.profile.tensor_parts is not None or not np.any(
-        np.asarray(context.overlap_mode) >= OVERLAP_MODES["slices"]
-    ):
+    wanted = np.any(np.asarray(context.overlap_mode) >= OVERLAP_MODES["slices"])
+    if context.profile.tensor_parts is not None or model.experts is not None or not wanted:
         return None
-    group, shapes = tensor_group(context.cluster, context.tp), _shapes(model, context)
+    group, shapes = tensor_group(context.cluster, context.tp), block_shapes(model, context)
     crossings = (shapes[::2], shapes[1::2]) if model.block == "parallel" else [(own,) for own in shapes]
-    turns = [_product_passes(context, tokens, own) for own in crossings]
+    turns = [product_passes(context, tokens, own) for own in crossings]
     slices = _num_slices(model, context)
     again = (slices - 1) * np.where(np.asarray(context.tp) > 1, startup_seconds(group), 0.0)
     one, remote = comm / len(turns) + again, 1 - 1 / np.asarray(context.tp)
@@ -440,9 +313,8 @@ def _behind_weights(model: ModelConfig, context: LayerContext, comm: Number, wei
     communication overlaps with the gradient of the same entry's weight. That is all communication without
     sequence parallelism, and the reduce-scatters with it."""
     sums = comm / 2 if context.profile.sequence_parallel else comm
-    ups = model.up_matrices
-    entering = _entry_rows(model, context) * context.tp + ups * model.ffn_width
-    leaving = model.mixed_width + model.ffn_width
+    entering = entry_rows(model, context) * context.tp + model.up_matrices * model.active_width
+    leaving = model.mixed_width + model.active_width
     behind = np.minimum(sums, weights * entering / (entering + leaving))
     return comm - behind + tensor_group(context.cluster, context.tp).busy_ratio * behind
 
@@ -474,7 +346,7 @@ def _loss_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
     tokens = context.micro_batch * model.sequence
     share = tokens / context.tp if context.profile.sequence_parallel else tokens
     rows = np.ceil(model.padded_vocabulary() / np.asarray(context.tp))
-    products = _three_passes(context, tokens, ((rows, float(model.hidden)),))
+    products = three_passes(context, tokens, ((rows, float(model.hidden)),))
     value = context.value_bytes
     norm = 2 * share * model.hidden * value
     fused = context.profile.fused_loss
@@ -496,7 +368,7 @@ def _prediction_times(model: ModelConfig, context: LayerContext, pairs: float) -
     norms and the projection of both, which each rank computes for its share of the sequence."""
     tokens = context.micro_batch * model.sequence
     share = tokens / context.tp if context.profile.sequence_parallel else tokens
-    products = _three_passes(context, share, ((float(model.hidden), 2.0 * model.hidden),))
+    products = three_passes(context, share, ((float(model.hidden), 2.0 * model.hidden),))
     norms = 2 * share * model.hidden * context.value_bytes
     # Two norms read and write a stream each; concatenation does both with both.
     forward, backward = (stream_seconds(context.accelerator, n * norms, 3) for n in (4, 5))

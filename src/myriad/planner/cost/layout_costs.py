@@ -29,18 +29,11 @@ from myriad.planner.cost.collective_costs import (
     shard_group_comm,
     tensor_group,
 )
-from myriad.planner.cost.layer_costs import (
-    OVERLAP_MODES,
-    LayerContext,
-    LayerTimes,
-    block_shares,
-    block_times,
-    embedding_times,
-    head_times,
-)
+from myriad.planner.cost.layer_costs import LayerTimes, block_times, embedding_times, head_times
 from myriad.planner.cost.matrix_costs import MatrixCosts, matrix_costs
 from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_order, step_seconds
 from myriad.planner.cost.operator_costs import TimeBreakdown, sweep_seconds
+from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext, block_shares
 from myriad.planner.cost.snapshot_costs import SnapshotCosts, SnapshotSchedule, host_copy_rate
 from myriad.planner.memory.stage_memory import StageMemory
 from myriad.planner.workload import Workload

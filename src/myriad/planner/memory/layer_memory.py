@@ -132,7 +132,8 @@ def _again(
     if kind == "block":
         ups = model.up_matrices
         whole = part.value_bytes * part.tokens(model)
-        forward = whole * (2 * model.hidden + (ups + 1) * model.ffn_width / part.tp)
+        forward = whole * (2 * model.hidden + (ups + 1) * model.active_width / part.tp)
+        forward = forward + _ordered_tokens(model, part) * 2 * part.value_bytes
     return LayerBytes(kept, forward, none.kept - kept + none.backward)
 
 
@@ -189,7 +190,7 @@ def _published_kept(
     ups = model.up_matrices
     queries, keys = model.heads * model.head_width, _key_width(model, part.tp)
     latent = 0 if model.latent is None else model.latent.down_rows + model.latent.normed
-    inner = tokens / part.tp * value * (2 * queries + 2 * keys + (ups + 1) * model.ffn_width)
+    inner = tokens / part.tp * value * (2 * queries + 2 * keys + (ups + 1) * model.active_width)
     inner = inner + tokens * value * latent
     if profile.attention != "plain" or recompute == "selective":
         return stream + inner
@@ -207,14 +208,18 @@ def _block_passing(
     value, tokens = part.value_bytes, part.tokens(model)
     stream = message_bytes(model, profile, part)
     whole = value * tokens * model.hidden
-    inner = value * tokens * model.ffn_width / part.tp
+    inner = value * tokens * model.active_width / part.tp
     ups = model.up_matrices
     gathered = np.where(np.asarray(part.tp) > 1, whole, 0.0)
     again = inner if recompute == "selective" else 0.0
-    product = _product_bytes(model.hidden * model.ffn_width / part.tp, part)
+    product = _product_bytes(model.hidden * model.mlp_width / part.tp, part)
     at_down = inner + again + product
     at_activation = inner * (ups + (1 if ups == 2 else 0)) + again
     backward = stream + gathered + np.maximum(at_down, at_activation)
+    # Results of experts in the order of tokens, times their gates in float32; and their gradients.
+    ordered = _ordered_tokens(model, part)
+    forward = whole + gathered + ordered * (value + 4)
+    backward = backward + ordered * (2 * value + 4)
     if model.latent is not None:
         # The gradients of padded queries, keys and values, and of the products that they were joined from.
         joined = model.qkv_width + model.heads * (model.head_width + model.latent.plain + model.latent.value)
@@ -222,7 +227,13 @@ def _block_passing(
     if profile.attention == "plain":
         scores = part.micro_batch * model.sequence**2 * model.heads / part.tp * value
         backward = np.maximum(backward, stream + 2 * scores)
-    return whole + gathered, backward
+    return forward, backward
+
+
+def _ordered_tokens(model: ModelConfig, part: MicroBatchShard) -> Number:
+    """Return the number of values of the tokens that a block orders by expert, one copy for each expert of a
+    token."""
+    return part.tokens(model) * model.hidden * (model.experts_per_token if model.experts else 0)
 
 
 def _product_bytes(elements: Number, part: MicroBatchShard) -> Number:
@@ -277,12 +288,14 @@ def product_inputs(model: ModelConfig, part: MicroBatchShard) -> Number:
     tokens = part.tokens(model) * part.value_bytes
     ups = model.up_matrices
     width, keys = model.heads * model.head_width, _key_width(model, part.tp)
-    cut = 2 * width + 2 * keys + (ups + 1) * model.ffn_width
+    cut = 2 * width + 2 * keys + (ups + 1) * model.active_width
     whole = (model.num_gathers + model.num_scatters) * model.hidden
+    if model.experts is not None:  # copies of tokens and the gradients of their results
+        whole += 2 * model.experts_per_token * model.hidden
     if model.latent is not None:  # the latents' gradients, normalized latents, and the heads' gradients
         latent = model.latent
         whole += latent.down_rows + latent.normed
-        cut = model.heads * (latent.head + latent.plain + 2 * latent.value) + (ups + 1) * model.ffn_width
+        cut = model.heads * (latent.head + latent.plain + 2 * latent.value) + (ups + 1) * model.active_width
     return tokens * (whole + cut / part.tp)
 
 

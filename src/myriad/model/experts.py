@@ -1,0 +1,202 @@
+"""A mixture of experts: a router chooses a few MLPs for each token, and sums what they compute.
+
+    scores = softmax or sigmoid of x W       float32, [tokens, E]
+    chosen = the k largest scores of a token, gates their values (divided by their sum, times a factor)
+    y      = sum over the chosen experts of gate x expert(x)  + the shared experts
+
+Routing is dropless: no token is left out, whatever the load of its expert (MegaBlocks, arXiv 2211.15841), so
+the result depends on nothing but the token. Tokens are ordered by expert, and each expert multiplies its
+tokens at once. Tensor-parallel ranks share every expert's width, and each routes all tokens of its gathered
+sequence: all compute the same scores, and gradients of scores are partial sums as those of other parameters
+that every rank holds.
+
+Training adds two terms to the loss, of each sequence alone, so that no layout changes them: the balance loss
+of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2, equations 17 to 20; with the same two factors as in Switch,
+arXiv 2101.03961), and the z-loss of the router (ST-MoE, arXiv 2202.08906). They are added where they arise:
+the reported loss has neither.
+
+Legend: B batch, S sequence, H hidden, E experts, k experts of a token, T = B S tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from myriad.kernels.gradient import LaterProducts
+from myriad.kernels.linear import weight_gradient
+from myriad.model.boundary import Boundary
+from myriad.model.config import ModelConfig
+from myriad.model.mlp import MLP
+
+__all__ = ["Experts"]
+
+
+class Router(nn.Module):
+    """The matrix ``[E, H]`` that gives each expert a score. Products and scores are in float32."""
+
+    def __init__(self, config: ModelConfig, boundary: Boundary) -> None:
+        super().__init__()
+        assert config.experts is not None
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
+        self._later, self._num_ranks, self._kind = boundary.later, boundary.size, config.router_scores
+        self._num_chosen, self._scale = config.experts_per_token, config.router_scale
+        self._normalizes = config.router_normalized
+        self._balance, self._z_loss = config.balance_loss, config.router_z_loss
+
+    def forward(self, x: torch.Tensor, loss_factor: float) -> torch.Tensor:
+        """Return the logits ``[B, S, E]`` of whole sequences ``[B, S, H]``. In training their gradient
+        includes that of the two losses. ``loss_factor``: factor of the loss of the micro-batch."""
+        logits: torch.Tensor = _Logits.apply(x, self.weight, self._later)
+        if not (self.training and torch.is_grad_enabled() and (self._balance or self._z_loss)):
+            return logits
+        # every tensor-parallel rank computes the whole loss, and gradients are summed over them
+        added: torch.Tensor = _WithLoss.apply(logits, self.loss(logits), loss_factor / self._num_ranks)
+        return added
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the positive scores of all experts."""
+        return logits.softmax(-1) if self._kind == "softmax" else logits.sigmoid()
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gates ``[T, k]`` and the chosen experts ``[T, k]`` of logits ``[..., E]``."""
+        gates, chosen = self.scores(logits.flatten(0, -2)).topk(self._num_chosen, -1)
+        if self._normalizes:
+            gates = gates / gates.sum(-1, keepdim=True)
+        return gates * self._scale, chosen
+
+    def loss(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the balance loss and the z-loss, summed over the tokens of whole sequences ``[B, S, E]``."""
+        _, tokens, experts = logits.shape
+        found = logits.new_zeros(())
+        if self._z_loss:
+            found = found + self._z_loss * logits.logsumexp(-1).square().sum()
+        if self._balance:
+            scores = self.scores(logits)
+            chosen = scores.detach().topk(self._num_chosen, -1).indices.flatten(1)
+            counts = scores.new_zeros(len(scores), experts)
+            counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=scores.dtype))
+            shares = scores / scores.sum(-1, keepdim=True) if self._kind == "sigmoid" else scores
+            load = counts * (experts / (self._num_chosen * tokens))
+            found = found + self._balance * tokens * (load * shares.mean(1)).sum()
+        return found
+
+
+class Experts(nn.Module):
+    """The experts of a block, and their router: ``[B, S, H]`` to this rank's partial sum, ``[B, S, H]``."""
+
+    def __init__(self, config: ModelConfig, boundary: Boundary) -> None:
+        super().__init__()
+        assert config.experts is not None
+        self.router = Router(config, boundary)
+        width = config.expert_width
+        self.experts = nn.ModuleList(MLP(config, boundary, width) for _ in range(config.experts))
+        for expert in self.experts:
+            assert isinstance(expert, MLP)
+            expert.has_place = False  # parts of a micro-batch give it different numbers of tokens
+        shared = config.shared_experts
+        self.shared = MLP(config, boundary, shared * width) if shared else None
+
+    def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what the chosen and the shared experts compute, this rank's part."""
+        gates, chosen = self.router.choose(logits)
+        places = Places.of(chosen, len(self.experts))
+        entering: torch.Tensor = _Dispatch.apply(x.flatten(0, -2), places)
+        parts = zip(entering.split(places.counts.tolist()), self.experts, strict=True)
+        leaving = torch.cat([expert(rows) for rows, expert in parts if len(rows)])
+        out: torch.Tensor = _Combine.apply(leaving, gates, places)
+        out = out.view(x.shape)
+        return out if self.shared is None else out + self.shared(x)
+
+
+class Places(NamedTuple):
+    """Where each pair of a token and one of its experts is, if pairs are ordered by expert: int64 ``[T k]``.
+    The tokens of an expert stay in their order."""
+
+    counts: torch.Tensor
+    """Tokens of each expert, ``[E]``."""
+    pairs: torch.Tensor
+    """Number of each pair, expert by expert: pair ``k t + i`` is of token t and its i-th expert."""
+    tokens: torch.Tensor
+    """Token of each pair, expert by expert."""
+    back: torch.Tensor
+    """Place of each pair, token by token."""
+
+    @classmethod
+    def of(cls, chosen: torch.Tensor, num_experts: int) -> "Places":
+        """Order the chosen experts ``[T, k]`` of all tokens."""
+        experts = chosen.flatten()
+        pairs = experts.argsort(stable=True)
+        back = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
+        tokens = pairs.div(chosen.shape[1], rounding_mode="floor")
+        return cls(torch.bincount(experts, minlength=num_experts), pairs, tokens, back)
+
+
+def _by_token(rows: torch.Tensor, back: torch.Tensor, num_chosen: int) -> torch.Tensor:
+    """Return rows that are ordered by expert as ``[T, k, ...]``."""
+    return rows.index_select(0, back).unflatten(0, (-1, num_chosen))
+
+
+class _Logits(torch.autograd.Function):
+    """The router's product in float32. It keeps its input as it is, not a copy in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, later: LaterProducts | None) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.later = weight, later
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        grad_rows = grads[0].flatten(0, -2)
+        grad_x = (grad_rows @ ctx.weight.float()).view(x.shape).to(x.dtype)
+        grad_weight = weight_gradient(ctx.weight, grad_rows, x.flatten(0, -2).float(), ctx.later)
+        return grad_x, grad_weight, None
+
+
+class _WithLoss(torch.autograd.Function):
+    """The values unchanged. The backward also differentiates a loss that was computed from them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return grads[0], grads[0].new_full((), ctx.factor), None
+
+
+class _Dispatch(torch.autograd.Function):
+    """Tokens ``[T, H]`` to ``[T k, H]``, ordered by expert. Gradients are summed in the order of the chosen
+    experts, not as they happen to arrive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, places: Places) -> torch.Tensor:
+        ctx.save_for_backward(places.back)
+        ctx.num_chosen = len(places.back) // len(x)
+        return x.index_select(0, places.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (back,) = ctx.saved_tensors
+        return _by_token(grads[0], back, ctx.num_chosen).sum(1), None
+
+
+class _Combine(torch.autograd.Function):
+    """Results ``[T k, H]``, ordered by expert, times their gates ``[T, k]``, summed for each token."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, gates: torch.Tensor, places: Places) -> torch.Tensor:
+        ctx.save_for_backward(rows, gates, places.pairs, places.tokens, places.back)
+        return (_by_token(rows, places.back, gates.shape[1]) * gates[..., None]).sum(1).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        rows, gates, pairs, tokens, back = ctx.saved_tensors
+        grad = grads[0].index_select(0, tokens)
+        of_pairs = gates.flatten().index_select(0, pairs)[:, None]
+        grad_gates = (rows.float() * grad).sum(-1).index_select(0, back).view_as(gates)
+        return (grad * of_pairs).to(rows.dtype), grad_gates, None

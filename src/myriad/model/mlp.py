@@ -1,0 +1,61 @@
+"""The MLP of a block, with the shapes of one tensor-parallel rank.
+
+Legend: B batch, S sequence, H hidden.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from myriad.kernels.activation import activate, takes_bias
+from myriad.kernels.linear import Linear, linear
+from myriad.kernels.remade import Remade
+from myriad.model.boundary import Boundary
+from myriad.model.config import ModelConfig
+
+__all__ = ["MLP"]
+
+
+class MLP(nn.Module):
+    """MLP branch: ``[B, S, H]`` to this rank's partial sum, ``[B, S, H]``, without the last bias."""
+
+    def __init__(self, config: ModelConfig, boundary: Boundary, width: int) -> None:
+        """``width``: of the inner values, those of all ranks together."""
+        super().__init__()
+        width //= boundary.size
+        up_rows = config.up_matrices * width
+        self.activation, self.kernels = config.activation, boundary.kernels
+        self.later, self.remakes, self.boundary = boundary.later, boundary.remakes, boundary
+        self.has_place = True
+        """Whether the parts of a micro-batch write what they keep side by side (`Boundary.place`)."""
+        self.up = Linear(config.hidden, up_rows, bias=config.bias, later=boundary.later)
+        self.down = Linear(width, config.hidden, bias=config.bias)
+
+    def forward(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
+        return self.out(*self.inner(x, remade))
+
+    def inner(self, x: torch.Tensor, remade: Remade | None = None) -> tuple[torch.Tensor, Remade | None]:
+        """Map ``[B, S, H]`` to this rank's part of the inner width. The second result recomputes it in the
+        backward."""
+        return self.activate(self.first(x, remade))
+
+    def first(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
+        """Return the first product, the input of the activation."""
+        return linear(x, self.up.weight, self.bias_of_product(x), self.later, remade)
+
+    def bias_of_product(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the bias that the first product adds; None if the activation adds it."""
+        return None if takes_bias(x, self.kernels) else self.up.bias
+
+    def activate(self, up: torch.Tensor) -> tuple[torch.Tensor, Remade | None]:
+        """Apply the activation to the first product, and return the results of `inner`."""
+        bias = self.up.bias if takes_bias(up, self.kernels) else None
+        function = partial(activate, self.activation, bias=bias, kernels=self.kernels)
+        if self.remakes:
+            return function(up), Remade(function, up)
+        return function(up, place=self.boundary.place if self.has_place else None), None
+
+    def out(self, inner: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
+        """Multiply the inner values to this rank's partial sum."""
+        return linear(inner, self.down.weight, later=self.later, remade=remade)

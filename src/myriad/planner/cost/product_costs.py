@@ -1,0 +1,206 @@
+"""Seconds of a block's matrix products on one rank: forward, gradient of the input, gradient of the weight.
+
+A matrix product has three passes of equal FLOPs; the weight's gradient is added to a float32 buffer. With k
+experts a token, each of E experts multiplies k / E of the tokens: as many FLOPs as one MLP of the width of k
+experts, and the weights of all. The router is in float32. Ordering the tokens by expert and summing their
+results moves memory only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from myriad.model.config import ModelConfig
+from myriad.planner.cluster_config import Accelerator, Cluster
+from myriad.planner.cost.operator_costs import (
+    Number,
+    float8_traffic,
+    matmul_seconds,
+    stream_seconds,
+    weights_seconds,
+)
+from myriad.planner.workload import FrameworkProfile
+from myriad.program.config import OverlapConfig
+
+__all__ = [
+    "OVERLAP_MODES",
+    "LayerContext",
+    "block_products",
+    "block_shapes",
+    "block_shares",
+    "entry_rows",
+    "expert_streams",
+    "product_passes",
+    "qkv_width",
+    "three_passes",
+]
+
+OVERLAP_MODES = {None: 0.0, "turns": 1.0, "slices": 2.0, "auto": 3.0}
+"""Value of `LayerContext.overlap_mode` for each value of overlap.tensor."""
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Everything except the model that a layer's seconds depend on; numbers or arrays."""
+
+    cluster: Cluster
+    profile: FrameworkProfile
+    tp: Number
+    micro_batch: Number
+    value_bytes: int
+    overlap: OverlapConfig
+    overlap_mode: Number
+    """How tensor-parallel communication overlaps with compute: a value of `OVERLAP_MODES`; 0: no overlap."""
+    float8_kept_over: int = 1
+    """Micro-batches for which a weight is converted to float8 once, as in `myriad.planner.workload.Workload`;
+    the search's closed form has 1."""
+    qk_clip: bool = False
+    """Whether forwards find the largest attention scores."""
+
+    @property
+    def accelerator(self) -> Accelerator:
+        accelerator = self.cluster.accelerator.of(self.value_bytes)
+        captured = self.profile.cuda_graphs and not self.cluster.on_cpu
+        return accelerator.captured() if captured else accelerator
+
+
+def block_products(
+    model: ModelConfig, context: LayerContext, tokens: Number
+) -> tuple[Number, Number, Number]:
+    """Return the seconds of the three passes of all matrix products of a block, without attention's own."""
+    shapes = (*block_shapes(model, context), *_up_shapes(model, context))
+    products = product_passes(context, tokens, shapes)
+    if model.experts is None:
+        return products
+    width, each = model.expert_width / context.tp, tokens * model.experts_per_token / model.experts
+    own = three_passes(context, each, _mlp_shapes(model, width))
+    wide = replace(context, value_bytes=4)
+    router = three_passes(wide, tokens, ((float(model.experts), model.hidden),))
+    forward, inputs, weights = (
+        mine + model.experts * one + score for mine, one, score in zip(products, own, router, strict=True)
+    )
+    return forward, inputs, weights
+
+
+def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, float]:
+    """Return the bytes that a block moves in the forward and in the backward to order tokens by expert and to
+    sum what experts compute, and the operators of each: with k experts a token, copies of k tokens (read and
+    written), their results in the order of tokens (read and written), and times their gates in float32."""
+    if model.experts is None:
+        return 0.0, 0.0, 0.0
+    value = context.value_bytes
+    values = tokens * model.experts_per_token * model.hidden
+    scores = 4.0 * 6 * tokens * model.experts
+    forward = values * (4 * value + (value + 4) + 4) + scores
+    backward = values * (5 * value + (2 * value + 8) + (2 * value + 8)) + scores
+    return forward, backward, 16.0 + model.experts
+
+
+def product_passes(
+    context: LayerContext, tokens: Number, shapes: Sequence[tuple[Number, Number]]
+) -> tuple[Number, Number, Number]:
+    """Return the seconds of the three passes for the matrices ``[out, in]`` given."""
+    if context.profile.float8 and context.accelerator.float8_flops_per_second:
+        return _in_float8(context, tokens, shapes)
+    return three_passes(context, tokens, shapes)
+
+
+def block_shapes(model: ModelConfig, context: LayerContext) -> tuple[tuple[Number, Number], ...]:
+    """Return the matrices ``[out, in]`` of a rank: queries, keys and values, or their latents; attention's
+    output; up; down. With experts, up and down are those of the shared experts, if there are any."""
+    tp, hidden = context.tp, model.hidden
+    every = model.ffn_width if model.experts is None else model.shared_experts * model.expert_width
+    mlp = _mlp_shapes(model, every / tp) if every else ()
+    return (entry_rows(model, context), hidden), (hidden, model.mixed_width / tp), *mlp
+
+
+def _mlp_shapes(model: ModelConfig, width: Number) -> tuple[tuple[Number, Number], ...]:
+    """Return the matrices ``[out, in]`` of an MLP whose inner width on a rank is ``width``."""
+    return (model.up_matrices * width, model.hidden), (model.hidden, width)
+
+
+def qkv_width(model: ModelConfig, context: LayerContext) -> Number:
+    """Return the width of queries, keys and values on all ranks, with the keys and values that several ranks
+    hold."""
+    copies = np.maximum(1.0, np.asarray(context.tp) / model.num_kv_heads)
+    return model.qkv_width + (copies - 1) * 2 * model.num_kv_heads * model.head_width
+
+
+def entry_rows(model: ModelConfig, context: LayerContext) -> Number:
+    """Return the rows of a rank's first product in attention. Every rank computes the latents."""
+    if model.latent is None:
+        return qkv_width(model, context) / context.tp
+    queries = 0 if model.latent.query_rank else model.heads * model.head_width
+    return model.latent.down_rows + queries / context.tp
+
+
+def _up_shapes(model: ModelConfig, context: LayerContext) -> tuple[tuple[Number, Number], ...]:
+    """Return the matrices ``[out, in]`` of a rank that compute queries, keys and values from latents."""
+    latent, heads = model.latent, model.heads / context.tp
+    if latent is None:
+        return ()
+    keys = heads * (latent.plain + latent.value), latent.key_value_rank
+    return (keys,) if latent.query_rank is None else ((heads * latent.head, latent.query_rank), keys)
+
+
+def block_shares(model: ModelConfig) -> dict[str, tuple[float, float]]:
+    """Return the elements of each matrix of a block, and its share of the block's products."""
+    width, latent = model.mixed_width, model.latent
+    qkv = model.qkv_width * model.hidden
+    if latent is not None:
+        qkv = latent.down_rows * model.hidden + model.heads * latent.head_elements(model.hidden)
+    elements = {
+        "qkv": float(qkv),
+        "output": float(width * model.hidden),
+        "up": float(model.up_matrices * model.stored_width * model.hidden),
+        "down": float(model.stored_width * model.hidden),
+    }
+    active = model.active_width / model.stored_width
+    products = {name: count * (active if name in ("up", "down") else 1.0) for name, count in elements.items()}
+    whole = sum(products.values())
+    return {name: (count, products[name] / whole) for name, count in elements.items()}
+
+
+def _in_float8(
+    context: LayerContext, tokens: Number, shapes: Sequence[tuple[Number, Number]]
+) -> tuple[Number, Number, Number]:
+    """Return the seconds of the three passes at the float8 rate, including the extra memory traffic of
+    float8."""
+    scaling, accelerator, value = context.profile.float8, context.accelerator, context.value_bytes
+    assert scaling is not None
+    quick = {"peak_flops_per_second": accelerator.float8_flops_per_second}
+    changed = context.cluster.model_copy(update={"accelerator": accelerator.model_copy(update=quick)})
+    sum_bytes = context.profile.gradient_bytes
+    written = None if scaling == "blocks" else float(value)
+    products = three_passes(replace(context, cluster=changed), tokens, shapes, written)
+
+    found = list(products)
+    for n, k in shapes:
+        for turn, moved in enumerate(
+            float8_traffic(scaling, value, tokens * k, tokens * n, n * k, sum_bytes, context.float8_kept_over)
+        ):
+            found[turn] = found[turn] + stream_seconds(accelerator, *moved)
+    forward, inputs, weights = found
+    return forward, inputs, weights
+
+
+def three_passes(
+    context: LayerContext,
+    tokens: Number,
+    shapes: Sequence[tuple[Number, Number]],
+    written: float | None = None,
+) -> tuple[Number, Number, Number]:
+    """Return the seconds of forward, input gradients and weight gradients of matrices ``[out, in]``.
+    ``written``: bytes that the product itself moves for each value of a weight's gradient; off: it reads and
+    writes the gradient buffer."""
+    accelerator, value = context.accelerator, context.value_bytes
+    summed = 2.0 * context.profile.gradient_bytes if written is None else written
+    forward = sum(matmul_seconds(accelerator, tokens, n, k, value_bytes=value) for n, k in shapes)
+    inputs = sum(matmul_seconds(accelerator, tokens, k, n, value_bytes=value) for n, k in shapes)
+    weights = sum(
+        matmul_seconds(accelerator, n, k, tokens, value_bytes=value, out_bytes=summed) for n, k in shapes
+    )
+    matrices = sum(n * k for n, k in shapes)
+    fetch, add = (weights_seconds(accelerator, each * matrices) for each in (float(value), summed))
+    return forward + fetch, inputs + fetch, weights + add

@@ -1,0 +1,142 @@
+"""If these fail, experts compute another function of a token than their definition, or the router has another
+loss than the documented one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from myriad.model.boundary import Boundary
+from myriad.model.config import ModelConfig
+from myriad.model.experts import Experts, Router
+from myriad.model.gpt import GPT, build_full
+
+SHAPES: list[dict[str, Any]] = [
+    {"experts": 4},
+    {
+        "experts": 6,
+        "experts_per_token": 3,
+        "router_scores": "sigmoid",
+        "router_scale": 2.5,
+        "shared_experts": 2,
+    },
+    {"experts": 3, "experts_per_token": 1, "router_normalized": False, "activation": "swiglu"},
+    {"experts": 5, "experts_per_token": 5, "balance_loss": 0.0},
+]
+FACTOR = 0.3
+
+
+def config_of(keys: dict[str, Any]) -> ModelConfig:
+    base: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 2, "expert_hidden": 8, "vocabulary": 64}
+    return ModelConfig(**(base | {"balance_loss": 0.2, "router_z_loss": 0.1} | keys))
+
+
+def new_experts(config: ModelConfig) -> Experts:
+    torch.manual_seed(0)
+    experts = Experts(config, Boundary())
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return experts
+
+
+def by_definition(
+    config: ModelConfig, experts: Experts, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum for each token of its experts, every expert computing every token, and the two losses."""
+    k, count = config.experts_per_token, config.experts or 0
+    logits = F.linear(x, experts.router.weight)
+    scores = logits.softmax(-1) if config.router_scores == "softmax" else logits.sigmoid()
+    chosen = scores >= scores.topk(k, -1).values[..., -1:]
+    gates = torch.where(chosen, scores, 0.0)
+    if config.router_normalized:
+        gates = gates / gates.sum(-1, keepdim=True)
+    each = torch.stack([expert(x) for expert in experts.experts], -1)
+    y = (each * gates[..., None, :]).sum(-1) * config.router_scale
+    shares = scores / scores.sum(-1, keepdim=True)
+    load = chosen.float().mean(1) * count / k
+    balance = (load * shares.mean(1)).sum() * x.shape[1]
+    z_loss = logits.exp().sum(-1).log().square().sum()
+    y = y if experts.shared is None else y + experts.shared(x)
+    return y, config.balance_loss * balance + config.router_z_loss * z_loss
+
+
+@pytest.mark.parametrize("keys", SHAPES, ids=str)
+def test_values_and_gradients_are_those_of_the_definition(keys: dict[str, Any]) -> None:
+    config = config_of(keys)
+    experts = new_experts(config)
+    x, weights = torch.randn(3, 7, 16, requires_grad=True), torch.randn(3, 7, 16)
+    y = experts(x, experts.router(x, FACTOR))
+    (y * weights).sum().backward()
+    found = [x.grad, *(parameter.grad for parameter in experts.parameters())]
+    x.grad = None
+    experts.zero_grad(set_to_none=True)
+    expected, loss = by_definition(config, experts, x)
+    ((expected * weights).sum() + FACTOR * loss).backward()
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    for own, reference in zip(found, [x.grad, *(one.grad for one in experts.parameters())], strict=True):
+        assert own is not None and reference is not None
+        torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_neither_evaluation_nor_recomputation_without_a_graph_adds_the_losses() -> None:
+    experts = new_experts(config_of({"experts": 4}))
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    experts.eval()
+    experts.router(x, FACTOR).sum().backward()
+    evaluated, x.grad = x.grad, None
+    F.linear(x, experts.router.weight).sum().backward()
+    assert evaluated is not None and x.grad is not None
+    torch.testing.assert_close(evaluated, x.grad)
+
+
+def test_the_balance_loss_is_least_where_all_experts_have_equal_scores_and_tokens() -> None:
+    router = Router(config_of({"experts": 4, "experts_per_token": 1, "router_z_loss": 0.0}), Boundary())
+    turns = 1e-4 * F.one_hot(torch.arange(8) % 4, 4).float()[None]
+    assert float(router.loss(turns)) == pytest.approx(0.2 * 8, rel=1e-3), "the weight, for each token"
+    one = 10.0 * F.one_hot(torch.zeros(8, dtype=torch.int64), 4).float()[None]
+    assert float(router.loss(one)) == pytest.approx(0.2 * 8 * 4, rel=1e-2), (
+        "all tokens at one of four experts"
+    )
+
+
+def test_a_sequence_has_the_same_loss_beside_any_other() -> None:
+    """Else another micro-batch, and so another layout, would train another model."""
+    router = Router(config_of({"experts": 4}), Boundary())
+    logits = torch.randn(3, 9, 4)
+    torch.testing.assert_close(router.loss(logits), sum(router.loss(one[None]) for one in logits))
+
+
+def test_an_expert_without_tokens_costs_nothing_and_gets_no_gradient() -> None:
+    config = config_of({"experts": 4, "experts_per_token": 1, "router_normalized": False})
+    experts = new_experts(config)
+    with torch.no_grad():
+        experts.router.weight.zero_()
+        experts.router.weight[2] = 1.0
+    x = torch.rand(2, 5, 16)
+    experts(x, experts.router(x, FACTOR)).sum().backward()
+    used = [all(one.grad is not None for one in expert.parameters()) for expert in experts.experts]
+    assert used == [False, False, True, False]
+
+
+@pytest.mark.parametrize("keys", SHAPES, ids=str)
+def test_parameters_and_flops_are_counted(keys: dict[str, Any]) -> None:
+    config = config_of(keys | {"vocabulary_multiple": 1})
+    layers = build_full(config, 0)
+    parameters = {id(one): one for one in layers.parameters()}.values()
+    assert sum(one.numel() for one in parameters) == config.num_parameters()
+    each = config.hidden * config.expert_width * (config.up_matrices + 1)
+    unused = (config.experts or 0) - config.experts_per_token
+    dense = ModelConfig(**(config.model_dump() | {"experts": None, "ffn_hidden": config.active_width}))
+    routers = 6.0 * config.layers * config.hidden * (config.experts or 0)
+    assert config.flops_per_token() == dense.flops_per_token() + routers
+    assert config.num_parameters() == dense.num_parameters() + config.layers * (
+        unused * each + config.hidden * (config.experts or 0)
+    )
+
+
+def test_muon_orthogonalizes_experts_and_not_the_router() -> None:
+    definition = GPT(config_of({"experts": 4, "shared_experts": 1}), 0)
+    assert definition.is_hidden("blocks.0.mlp.experts.3.up.weight")
+    assert definition.is_hidden("blocks.0.mlp.shared.down.weight")
+    assert not definition.is_hidden("blocks.0.mlp.router.weight")
