@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-import myriad.parallel.engine as engine_module
+import myriad.parallel.forward_engine as engine_module
 from digests import make_engine, seconds_of
 from myriad.comm.groups import close_world
 from myriad.job import Job

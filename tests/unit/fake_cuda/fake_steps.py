@@ -25,7 +25,7 @@ from myriad.comm.layout import check_layout
 from myriad.data.config import DataConfig
 from myriad.model.gpt import GPT
 from myriad.optim.precision import resolve_float8
-from myriad.parallel import engine as engine_module
+from myriad.parallel import trial_steps
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
 from myriad.program.partition import partition_layers
@@ -126,8 +126,10 @@ def measure(case: StepCase, *, captures: bool = False) -> Measured:
 
         if captures:
             with (  # there are no values to compare, and none to add up over ranks
-                mock.patch.object(engine_module, "_difference", lambda *_: ""),
-                mock.patch.object(Engine, "_fails_anywhere", lambda engine, problem: bool(problem)),
+                mock.patch.object(trial_steps, "_difference", lambda *_: ""),
+                mock.patch.object(
+                    trial_steps.TrialSteps, "_fails_anywhere", lambda trial, problem: bool(problem)
+                ),
             ):
                 engine.capture(graphs, load, rows * model.sequence)
         chunks = engine.model.chunks

@@ -119,13 +119,13 @@ def indices_on_host() -> Iterator[None]:
     """Where the number of indices depends on data they are made without FakeTensors inside."""
     from myriad.kernels.triton import optimizer_kernels
     from myriad.optim import parameter_norms
-    from myriad.parallel import engine
+    from myriad.parallel import forward_engine
 
     with ExitStack() as stack:
         for module, name in (
             (parameter_norms, "_cut"),
             (optimizer_kernels, "cut_blocks"),
-            (engine, "shapes_between_stages"),
+            (forward_engine, "shapes_between_stages"),
         ):
             stack.enter_context(mock.patch.object(module, name, _on_host(getattr(module, name))))
         yield
