@@ -32,10 +32,14 @@ def run(*ranks: list[Any], show: Any = lambda *progress: None) -> Any:
     return run_ranks_here("rank_stub", len(ranks), request, show)
 
 
-def test_the_result_of_the_first_rank_ends_all_ranks_and_leaves_nothing(folders: Path) -> None:
+def test_the_result_of_the_first_rank_ends_all_ranks_and_leaves_nothing(
+    folders: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shown: list[tuple[str, int, int]] = []
     progress = {"progress": ["computing", 1, 2]}
-    found = run([progress, {"result": [1, 2]}, "wait"], ["wait"], show=lambda *one: shown.append(one))
+    said = [progress, {"warning": "on the CPU"}, {"result": [1, 2]}]
+    found = run([*said, "wait"], ["wait"], show=lambda *one: shown.append(one))
+    assert caplog.messages == ["on the CPU"]
     assert found == [1, 2] and shown == [("computing", 1, 2)]
     assert descendants() == [] and list(folders.iterdir()) == []
 

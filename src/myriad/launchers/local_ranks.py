@@ -1,7 +1,7 @@
 """Run a module as the ranks of this machine, once, for a command that computes in ranks without a run.
 
     command ──request, an unnamed file──► python -Pm MODULE    one process a rank
-    command ◄──lines of JSON── rank       {"progress": ...}, {"result": ...} of rank 0
+    command ◄──lines of JSON── rank       {"progress": ...}, {"warning": text}, {"result": ...} of rank 0
                                           {"refused": [key, value, allowed]}, {"failed": text} of any rank
 
 Ranks have sessions of their own, so a Ctrl-C in the terminal reaches the command alone, which kills them.
@@ -10,6 +10,7 @@ rank that fails ends all. What a rank prints is shown only if it ends without a 
 """
 
 import json
+import logging
 import os
 import selectors
 import signal
@@ -31,6 +32,8 @@ from myriad.supervise.exit_causes import count_memory_kills, error_excerpt, is_s
 from myriad.system import child_process
 
 __all__ = ["run_ranks_here"]
+
+_LOG = logging.getLogger(__name__)
 
 _CAUSE_SECONDS = 1.0
 """How long the others' messages are awaited after a rank has failed: the first to be noticed may have failed
@@ -129,6 +132,8 @@ def _watch(ranks: list[_Rank], show: Callable[[str, int, int], None]) -> Any:
                         return message["result"]
                     if "progress" in message:
                         show(*message["progress"])
+                    elif "warning" in message:
+                        _LOG.warning("%s", message["warning"])
                     else:
                         key.data.outcome = message
             if failed_at is None and any(rank.has_failed for rank in ranks):

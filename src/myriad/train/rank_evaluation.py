@@ -2,7 +2,7 @@
 
     command    tasks ──► pieces and prompts ──► `EvaluationRequest`, to every rank on its standard input
     rank       its shards of the weights, no gradients, no optimizer ──► `LayoutScorer`
-    rank 0     progress and `EvaluationResult`, as lines of JSON on its standard output
+    rank 0     progress, warnings and `EvaluationResult`, as lines of JSON on its standard output
 
 `myriad.launchers.local_ranks` starts the ranks. They compute in float32, on GPUs if the machine has one for
 each of them, else on the CPU.
@@ -10,6 +10,7 @@ each of them, else on the CPU.
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import time
@@ -145,13 +146,21 @@ def check_tasks(model: ModelConfig, layout: Layout, tasks: Sequence[Task]) -> No
     scaling = model.rotary_scaling
     for task in tasks:
         for one in task.documents if task.request_type == "generate_until" else ():
-            length = one.generation.max_new_tokens
+            length, texts = one.generation.max_new_tokens, (one.context, *one.generation.until)
+            if lone := next((text for text in texts if _has_lone_surrogate(text)), None):
+                allowed = f"text that UTF-8 can encode, in ranks; {other}"
+                raise BadInputError(f"{one.where}: arguments", lone, allowed)
             if length >= model.sequence:
                 allowed = f"below model.sequence = {model.sequence} in ranks; {other}"
                 raise BadInputError(f"{one.where}: max_gen_toks", length, allowed)
             if scaling.decisive_length(model.sequence):
                 allowed = f"no text to generate in ranks: {scaling.kind} changes with its length; {other}"
                 raise BadInputError(f"{one.where}: request_type", "generate_until", allowed)
+
+
+def _has_lone_surrogate(text: str) -> bool:
+    """Return whether UTF-8 cannot encode the text, as JSON may write it."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 @dataclass(frozen=True)
@@ -202,7 +211,8 @@ def evaluate_rank(
         where = _load(request, engine)
         each, replica = shape.micro_batch * shape.num_micro_batches, engine.groups.grid.index("dp")
         rows = range(replica * each, (replica + 1) * each)
-        batches = WindowBatches(shape.window, layout.dp * each, rows, device)
+        shrinks = layout.pp == 1  # messages between stages have fixed shapes
+        batches = WindowBatches(shape.window, layout.dp * each, rows, device, layout.dp if shrinks else None)
         sequence = request.model.sequence
         scorer = LayoutScorer(request.pieces, request.prompts, tokenizer, sequence, batches, show)
         results = scorer.results(engine)
@@ -270,12 +280,26 @@ class _Channel:
             self.send("progress", [stage, done, total])
 
 
+class _Warnings(logging.Handler):
+    """Sends warnings to the command, which shows them."""
+
+    def __init__(self, channel: _Channel) -> None:
+        super().__init__(logging.WARNING)
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a warning."""
+        self._channel.send("warning", record.getMessage())
+
+
 def main() -> NoReturn:
     """Evaluate as one rank, send the result and exit."""
     channel, code = _Channel(), 0
     try:
         request = _REQUEST.validate_json(_read_all(0))
         is_first = os.environ["RANK"] == "0"
+        if is_first:
+            logging.getLogger().addHandler(_Warnings(channel))
         result = evaluate_rank(request, channel.show) if is_first else evaluate_rank(request)
         if is_first:
             channel.send("result", _RESULT.dump_python(result, mode="json"))

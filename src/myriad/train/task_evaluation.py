@@ -49,6 +49,17 @@ class WindowBatches:
     rows: range
     """This replica's rows of a batch."""
     device: torch.device
+    num_replicas: int | None = None
+    """Replicas that share what is left of the windows, where a batch may have fewer rows than `batch_rows`;
+    ``None``: each batch has all rows."""
+
+    def rows_from(self, start: int, num_windows: int) -> range:
+        """Return this replica's windows of the batch that begins with window ``start``."""
+        if self.num_replicas is None or num_windows - start >= self.batch_rows:
+            return range(start + self.rows.start, start + self.rows.stop)
+        each = -(-(num_windows - start) // self.num_replicas)
+        first = start + self.rows.start // len(self.rows) * each
+        return range(first, first + each)
 
 
 class LayoutScorer:
@@ -90,9 +101,9 @@ class LayoutScorer:
         """Find the results of all pieces, on all ranks; return False if a rank was asked to stop."""
         if packed.num_windows == 0:
             return True
-        each, own = self._batches.batch_rows, self._batches.rows
+        each = self._batches.batch_rows
         for start in range(0, packed.num_windows, each):
-            rows = range(start + own.start, start + own.stop)
+            rows = self._batches.rows_from(start, packed.num_windows)
             batch = packed.batch(rows, self._batches.device)
             _, stopped = engine.evaluate(partial(_same, batch), stops=stops())
             if stopped:
