@@ -121,7 +121,7 @@ def _move_by_parameter(self: Moments, indices: Sequence[int], *, decays: bool) -
 OPERATORS: dict[str, dict[str, Any]] = {
     "attention in blocks": {"myriad.model.self_attention.attention": _attention},
     "gradients added in place": {
-        "myriad.model.layers.linear": _linear,
+        "myriad.model.mlp.linear": _linear,
         "myriad.model.self_attention.linear": _linear,
         "myriad.kernels.linear.linear": _linear,
         "myriad.model.layers.linear_pair": _linear_pair,
