@@ -22,6 +22,7 @@ from myriad.recipes.cluster import load_cluster
 from myriad.reports.charts.pareto_chart import pareto_svg
 
 SMALL = ("--what-if", "accelerator.memory_bytes=4GiB")
+ON_DEVICE = ("--layout.offload_activations", "0", "--layout.offload_optimizer", "false")
 
 
 def _plan(*arguments: str) -> int:
@@ -222,7 +223,7 @@ def test_what_is_printed_has_every_part(tmp_path: Path, capsys: pytest.CaptureFi
         (["tiny", "--gpus", "1..4", "--picture", "plan.svg"], "needs one number of accelerators"),
         (["llama3-405b", "--cluster", "one-node-8xh100"], "GiB of the 80.0 GiB of H100 SXM 80 GB, "),
         (
-            ["gpt2-1558m", "--cluster", "h200-512xh200", "--gpus", "8", *SMALL],
+            ["gpt2-1558m", "--cluster", "h200-512xh200", "--gpus", "8", *SMALL, *ON_DEVICE],
             "with 32 of them something does (dp",
         ),
         (
@@ -290,8 +291,9 @@ def test_nothing_is_measured_for_a_question_that_makes_no_sense(
 
 @pytest.mark.slow
 def test_a_narrow_spine_costs_and_a_wide_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
-    """Four nodes in two pods."""
-    arguments = ("gpt2-124m", "--cluster", "llama3-24576xh100", "--gpus", "32", "--top", "1", "--what-if")
+    """Four nodes in two pods, and replicas on all of them."""
+    arguments = ("gpt2-124m", "--cluster", "llama3-24576xh100", "--gpus", "32", "--top", "1")
+    arguments += ("--layout.dp", "32", "--layout.zero", "1", "--what-if")
     pods = ("nodes_per_switch=2", "--what-if", "accelerator.memory_bytes=10GiB", "--what-if")
     found = [
         _told(capsys, *arguments, *pods, f"links.spine={rate}")["plans"][0]["seconds"]
