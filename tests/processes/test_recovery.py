@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from same_run import assert_same_run, train_undisturbed
+from same_run import assert_same_run, slow_steps, train_undisturbed
 from tiny_corpora import make_corpus
 from watching import process_of
 
@@ -16,7 +16,7 @@ from myriad.launchers.local import run_local
 from myriad.run import Run
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=40"]
-FOUR = ["layout.dp=4", "layout.zero=3", "layout.micro_batch=2", "checkpoint.memory_seconds=0"]
+TWO = ["layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "checkpoint.memory_seconds=0"]
 
 
 def make_run(path: Path, corpus: Path, *overrides: str) -> Run:
@@ -32,7 +32,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
-    return train_undisturbed(make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus, *FOUR))
+    return train_undisturbed(make_run(tmp_path_factory.mktemp("undisturbed") / "run", corpus, *TWO))
 
 
 class Acts:
@@ -61,22 +61,24 @@ def kill(what: str, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def test_a_killed_driver_node_agent_and_rank_and_a_stopped_rank_cost_a_step_at_most_and_not_a_bit(
-    tmp_path: Path, corpus: Path, undisturbed: Run
+    tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One after the other. Training continues without its driver."""
-    run = make_run(tmp_path / "run", corpus, *FOUR)
+    for name, value in slow_steps(tmp_path / "faults", 5.0).items():
+        monkeypatch.setenv(name, value)
+    run = make_run(tmp_path / "run", corpus, *TWO)
     acts = Acts(
         run,
         at_4=lambda: kill("driver"),
         at_20=lambda: kill("agent_process"),
-        at_27=lambda: kill("rank-2"),
-        at_34=lambda: kill("rank-1", signal.SIGSTOP),
+        at_27=lambda: kill("rank-1"),
+        at_34=lambda: kill("rank-0", signal.SIGSTOP),
     )
-    assert run_local(run, 4, observer=acts) == "finished"
+    assert run_local(run, 2, observer=acts) == "finished"
     lost, killed, stopped = events(run, "fault")
-    assert lost["cause"] == "node" and lost["problem"] == "node 0 with ranks 0 to 3 was lost"
-    assert (killed["cause"], killed["rank"]) == ("killed", 2)
-    assert (stopped["cause"], stopped["rank"]) == ("stopped", 1)
+    assert lost["cause"] == "node" and lost["problem"] == "node 0 with ranks 0 and 1 was lost"
+    assert (killed["cause"], killed["rank"]) == ("killed", 1)
+    assert (stopped["cause"], stopped["rank"]) == ("stopped", 0)
     assert len(events(run, "start")) == 4, "the driver's death ended nothing"
     _, *resumes = events(run, "resume")
     for fault, resume in zip((killed, stopped), resumes, strict=True):
