@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from same_run import slow_steps
 from tiny_corpora import make_corpus
 from watching import process_of, wait_until
 
@@ -23,7 +24,7 @@ SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.thread
 
 def launch(folder: Path, url: str) -> "tuple[Run, subprocess.Popen[bytes]]":
     run, hangs = Run(folder / "run"), [sys.executable, "-c", "import time; time.sleep(600)"]
-    given = [*SMALL, f"data.corpus={make_corpus(folder, count=300)}", "train.steps=150"]
+    given = [*SMALL, f"data.corpus={make_corpus(folder, count=300)}", "train.steps=80"]
     given += ["checkpoint.memory_seconds=0", f"alerts.webhook.url={url}", f"alerts.exec.command={hangs}"]
     given += [
         "alerts.exec.seconds=2",
@@ -33,7 +34,8 @@ def launch(folder: Path, url: str) -> "tuple[Run, subprocess.Popen[bytes]]":
     given += ["alerts.log_patterns=['scale [0-9]+ is too small']"]
     options = [word for one in given for word in (f"--{one.partition('=')[0]}", one.partition("=")[2])]
     command = [sys.executable, "-m", "myriad.cli.main", "train", "tiny", "--run", str(run.path), *options]
-    return run, subprocess.Popen([*command, "--oversubscribe"], stdout=subprocess.DEVNULL)
+    around = os.environ | slow_steps(folder / "faults", 6.0)  # the run lasts until it was broken
+    return run, subprocess.Popen([*command, "--oversubscribe"], stdout=subprocess.DEVNULL, env=around)
 
 
 def events(run: Run, name: str) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from same_run import slow_steps
 from tiny_corpora import make_corpus
 from watching import wait_until
 
@@ -18,7 +19,7 @@ from myriad.launchers.kubernetes.cluster_settings import PodSettings
 from myriad.launchers.kubernetes.jobset_manifests import make_manifests
 from myriad.run import Run
 
-_KEYS = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=200"]
+_KEYS = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=60"]
 _KEYS += ["layout.dp=2", "layout.micro_batch=2", "resilience.nodes=2", "resilience.spares=1"]
 _KEYS += ["resilience.engine=kubernetes", "checkpoint.linger_seconds=5", "checkpoint.memory_seconds=0"]
 
@@ -75,7 +76,10 @@ class Pods:
 
 
 @pytest.fixture
-def pods(tmp_path: Path) -> Any:
+def pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Their ranks sleep for most of each step, so that the run lasts until a pod has died."""
+    for name, value in slow_steps(tmp_path / "faults", 6.0).items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "corpus").mkdir()
     corpus = make_corpus(tmp_path / "corpus", count=300)
     job = load_job("tiny", [f"data.corpus={corpus}", *_KEYS])
@@ -101,4 +105,4 @@ def test_pods_train_and_one_that_dies_is_replaced(pods: Pods, tmp_path: Path) ->
     assert events.count("restart") == 1 and events[-1] == "finish"
     assert not (run.path / "secret").exists(), "the secret lies in the shared folder"
     steps = [line["step"] for line in run.read_metrics()]
-    assert steps == list(range(1, 201))
+    assert steps == list(range(1, 61))
