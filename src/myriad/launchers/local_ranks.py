@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -169,6 +169,7 @@ def _end(ranks: list[_Rank]) -> None:
     for rank in ranks:
         rank.process.kill()
     for rank in ranks:
-        rank.process.wait(_END_SECONDS)
+        with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, for example in a disk access
+            rank.process.wait(_END_SECONDS)
         assert rank.process.stdout is not None
         rank.process.stdout.close()
