@@ -166,6 +166,9 @@ class RunCollector(Collector):
         if "max_attention_logit" in self._last:
             documentation = "Largest attention score of the newest step."
             yield _gauge("myriad_max_attention_logit", documentation, self._last["max_attention_logit"])
+        if "expert_load" in self._last:
+            documentation = "Tokens of the busiest expert over those of the mean expert of its block."
+            yield _gauge("myriad_expert_load_ratio", documentation, self._last["expert_load"])
         if norms := self._layer_norms:
             documentation = "Newest L2 norms of each layer: gradient, parameter, update."
             gauge = GaugeMetricFamily("myriad_layer_norm", documentation, labels=["of", "layer"])

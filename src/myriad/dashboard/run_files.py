@@ -42,6 +42,7 @@ COLUMNS = (
     "step_seconds",
     "noise_scale",
     "max_attention_logit",
+    "expert_load",
 )
 _KEPT_PER_STRETCH = 5
 

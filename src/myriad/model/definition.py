@@ -27,6 +27,7 @@ from myriad.model.token_record import TokenRecord
 __all__ = [
     "Context",
     "Definition",
+    "HasExperts",
     "NamesHidden",
     "ScalesRates",
     "Shard",
@@ -34,6 +35,7 @@ __all__ = [
     "StatesShapes",
     "full_shape",
     "is_hidden_matrix",
+    "num_experts_of",
     "rate_of",
     "shard_of",
     "values_of_rank",
@@ -214,6 +216,21 @@ class StatesShapes(Protocol):
         """Return the shape of layer ``index``'s output on one rank. ``inputs``: shape of one micro-batch as
         the first layer takes it."""
         ...
+
+
+@runtime_checkable
+class HasExperts(Protocol):
+    """A model whose blocks may be mixtures of experts."""
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of each block; 0: none."""
+        ...
+
+
+def num_experts_of(definition: Definition) -> int:
+    """Return the experts of each block of a model; 0: it has none."""
+    return definition.num_experts if isinstance(definition, HasExperts) else 0
 
 
 def rate_of(definition: Definition, name: str, shape: torch.Size) -> float:

@@ -97,11 +97,15 @@ class Experts(nn.Module):
             expert.has_place = False  # parts of a micro-batch give it different numbers of tokens
         shared = config.shared_experts
         self.shared = MLP(config, boundary, shared * width) if shared else None
+        self.loads: torch.Tensor | None = None
+        """Where training adds up the tokens of each expert, ``[E]``; ``None``: they are not counted."""
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return the sum of what the chosen and the shared experts compute, this rank's part."""
         gates, chosen = self.router.choose(logits)
         places = Places.of(chosen, len(self.experts))
+        if self.training and self.loads is not None:
+            self.loads += places.counts
         entering: torch.Tensor = _Dispatch.apply(x.flatten(0, -2), places)
         parts = zip(entering.split(places.counts.tolist()), self.experts, strict=True)
         leaving = torch.cat([expert(rows) for rows, expert in parts if len(rows)])

@@ -86,6 +86,11 @@ class GPT:
         return {f"head.{name}.weight": "embedding.tokens.weight" for name in shared}
 
     @property
+    def num_experts(self) -> int:
+        """Experts of each block; 0: none."""
+        return self.config.experts or 0
+
+    @property
     def sequence_parallel(self) -> bool:
         """Whether the residual stream is cut along the sequence: always."""
         return True

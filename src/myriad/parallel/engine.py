@@ -19,7 +19,7 @@ from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
 from myriad.kernels.config import Kernels
 from myriad.kernels.float8 import Float8
-from myriad.model.definition import Definition
+from myriad.model.definition import Definition, num_experts_of
 from myriad.model.tensor_shard import TensorShard
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.loss_scale import LossScaler
@@ -124,6 +124,7 @@ class Engine(ForwardEngine):
                 groups,
                 definition.names,
                 layout.shares or (1,) * layout.dp,
+                num_experts_of(definition),
             ),
             before_update=lambda: self.before_update(),
         )

@@ -33,7 +33,7 @@ from myriad.parallel.matrix_exchange import MatrixExchange, MatrixPeers, make_ex
 from myriad.parallel.model_state import ModelState
 from myriad.parallel.qk_clip import QKClip
 from myriad.parallel.rank_model import RankModel
-from myriad.parallel.step_statistics import LayerNorms, StepStatistics
+from myriad.parallel.step_statistics import ExpertLoad, LayerNorms, StepStatistics
 from myriad.program.actions import Kind
 from myriad.telemetry.spans import Recorder
 
@@ -74,6 +74,8 @@ class StepResult:
     """The averages of the gradient noise scale, if the job asks for them and the step was not skipped."""
     max_attention_score: float | None = None
     """Largest attention score of the step, if the job bounds it."""
+    expert_load: ExpertLoad | None = None
+    """The expert with most tokens, if the model has experts."""
     layer_norms: LayerNorms | None = None
     """Norms of each layer, in the steps for which the job asks for them."""
 
@@ -241,6 +243,7 @@ class OptimizerStep:
             tuple(further),
             loss_scale=None if self._scaler is None else scale,
             max_attention_score=max(sums[slots_from:], default=None),
+            expert_load=self.statistics.load_of(sums[sums_from:slots_from]),
             data_digest=sum(int(one) << part * _DIGEST_BITS for part, one in enumerate(parts)) % 2**64,
         )
         self._result = self._decide(result)

@@ -1,9 +1,11 @@
-"""Optional statistics of a step: the gradient noise scale, and norms of each layer.
+"""Optional statistics of a step: the gradient noise scale, norms of each layer, and the loads of experts.
 
     noise scale    before a chunk is reduced, add up the squared norm of this replica's own gradients; the
                    sum and its counterpart after the reduction are two more numbers in the message of CLIP
     layer norms    every n steps: squared norms of gradients (before clipping), of the new parameters and of
                    their changes, each element counted once, in one message of 3 numbers a layer after UPDATE
+    expert loads   tokens of each expert, counted in the forwards of all micro-batches: a number for each
+                   block and expert in the message of CLIP
 
 The noise scale counts the matrices that tensor parallelism cuts, without tied ones: only their gradients are
 whole on a rank before the reduction, in every layout, so that the estimate is the same in each layout with
@@ -17,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from myriad.comm.groups import Groups
+from myriad.model.experts import Experts
 from myriad.optim.gradient_noise import GradientNoise, NoiseEstimate
 from myriad.optim.parameter_norms import sums_of_squares
 from myriad.optim.region import ParameterSlice
@@ -26,7 +29,7 @@ from myriad.parallel.parameter_table import Row
 from myriad.parallel.rank_model import RankModel
 from myriad.telemetry.config import TelemetryConfig
 
-__all__ = ["LayerNorms", "StepStatistics"]
+__all__ = ["ExpertLoad", "LayerNorms", "StepStatistics"]
 
 
 class LayerNorms(NamedTuple):
@@ -40,6 +43,15 @@ class LayerNorms(NamedTuple):
     """Norms of the change of the parameters."""
 
 
+class ExpertLoad(NamedTuple):
+    """The expert that computed most tokens of a step."""
+
+    layer: str
+    expert: int
+    ratio: float
+    """Its tokens over those of the mean expert of its block: 1 if all have equally many."""
+
+
 class StepStatistics:
     """Collects the statistics of one rank."""
 
@@ -51,8 +63,10 @@ class StepStatistics:
         groups: Groups,
         layers: Sequence[str],
         shares: Sequence[int],
+        num_experts: int = 0,
     ) -> None:
-        """``layers``: names of all layers of the model. ``shares``: micro-batches of each replica."""
+        """``layers``: names of all layers of the model. ``shares``: micro-batches of each replica.
+        ``num_experts``: experts of each block."""
         self._state, self._groups, self._layers = state, groups, tuple(layers)
         device = state.counts.device
         self.change_shares(shares)
@@ -73,6 +87,14 @@ class StepStatistics:
             self._of_layers = one_hot.to(device) * state.counts
             self._squares = torch.zeros(2, len(state.rows), dtype=torch.float64, device=device)
         self._is_due = False
+        self._loads = torch.zeros(len(self._layers), num_experts, dtype=torch.int64, device=device)
+        """Tokens of each expert in this rank's part of the step, by layer."""
+        self._counts_loads = groups.grid.index("tp") == 0  # tensor-parallel ranks route the same tokens
+        for stage in model.stages.values() if num_experts else ():
+            for number, layer in stage.layers.items():
+                for module in layer.modules():
+                    if isinstance(module, Experts):
+                        module.loads = self._loads[number]
 
     def change_shares(self, shares: Sequence[int]) -> None:
         """Use other numbers of micro-batches of the replicas from the next iteration on."""
@@ -81,6 +103,7 @@ class StepStatistics:
     def begin(self, step: int) -> None:
         """Begin an iteration; ``step`` 0 is none of training."""
         self._is_due = self._every > 0 and step > 0 and step % self._every == 0
+        self._loads.zero_()
         if self.noise is not None:
             self._small.zero_()
         if self._is_due:
@@ -88,7 +111,11 @@ class StepStatistics:
 
     @property
     def num_sums(self) -> int:
-        """Numbers that `sums` adds to the message of CLIP."""
+        """Numbers that `write_sums` adds to the message of CLIP."""
+        return self._num_noise + self._loads.numel()
+
+    @property
+    def _num_noise(self) -> int:
         return 0 if self.noise is None else 2
 
     def _add_own(self, chunk: Chunk) -> None:
@@ -100,13 +127,28 @@ class StepStatistics:
         if self.noise is not None:
             into[0] = self._small
             into[1] = (squares * self._counted).sum()
+        if self._counts_loads:
+            into[self._num_noise :] = self._loads.flatten()
 
     def noise_of(self, sums: Sequence[float], scale: float, num_targets: int) -> NoiseEstimate | None:
         """Add a step's sums over all ranks. ``scale``: of the loss. ``None``: there is one replica."""
+        sums = sums[: self._num_noise]
         if self.noise is None or self._shares >= 1 or not all(map(math.isfinite, sums)):
             return None
         small, big = (one / scale**2 for one in sums)
         return self.noise.add(small, big, self._shares, num_targets)
+
+    def load_of(self, sums: Sequence[float]) -> ExpertLoad | None:
+        """Return the expert with the largest load, from a step's sums over all ranks; ``None`` without
+        experts."""
+        number, found = self._loads.shape[1], list[ExpertLoad]()
+        for index, layer in enumerate(self._layers) if number else ():
+            start = self._num_noise + index * number
+            loads = sums[start : start + number]
+            if any(loads):  # recomputed layers count their tokens twice, all alike
+                most = max(loads)
+                found.append(ExpertLoad(layer, loads.index(most), most * number / sum(loads)))
+        return max(found, key=lambda one: one.ratio, default=None)
 
     def before_update(self, chunk: Chunk) -> list[torch.Tensor]:
         """Return copies of a chunk's values, if the step's norms are due."""

@@ -61,13 +61,18 @@ STEP_FIELDS = {
     "its covariance).",
     "layer_norms": "With telemetry.layer_norms_every, L2 norms by layer: `gradient` (before clipping), "
     "`parameter` (after the update), `update` (the change).",
+    "expert_load": "Tokens of the busiest expert over those of the mean expert of its block, with "
+    "model.experts.",
+    "busiest_expert": "Block and number, from 0, of that expert.",
     "max_attention_logit": "Largest attention score of any head before the softmax, with optimizer.qk_clip.",
     "loss_scale": "Loss scale of the step, with float16.",
     "skipped": "1 if the batch was skipped.",
     "overflow": "1 if gradients overflowed, with float16.",
 }
 """Fields of a step, with their meaning."""
-_FIGURES = tuple({*STEP_FIELDS} - {"step", "skipped", "overflow", "data_digest", "layer_norms"})
+_FIGURES = tuple(
+    {*STEP_FIELDS} - {"step", "skipped", "overflow", "data_digest", "layer_norms", "busiest_expert"}
+)
 _MOST_STEP, _LARGEST = 2**53, 1e100
 _MOST_SECONDS = 2**33
 """Latest valid time, in seconds since the epoch: the year 2242."""

@@ -123,6 +123,8 @@ def _statistics(result: StepResult) -> dict[str, Any]:
         found["noise_variance"] = noise.variance
     if result.max_attention_score is not None:
         found["max_attention_logit"] = _finite(result.max_attention_score)
+    if (load := result.expert_load) is not None:
+        found |= {"expert_load": load.ratio, "busiest_expert": f"{load.layer}, expert {load.expert}"}
     if (norms := result.layer_norms) is not None:
         found["layer_norms"] = {
             name: {layer: _finite(norm) for layer, norm in of_layers.items()}

@@ -1,0 +1,36 @@
+"""If these fail, the load of experts that a run shows depends on its layout."""
+
+from typing import Any
+
+import pytest
+from parity_case import Case, batch_of_rank, make_engine
+from ranks import run_ranks
+
+from myriad.comm.groups import close_world
+
+MODEL: dict[str, Any] = {"experts": 4, "expert_hidden": 16, "layers": 3}
+
+
+def loads(case: Case) -> list[tuple[str, int, float]]:
+    engine = make_engine(case)
+    found = []
+    for step in range(2):
+        batch = batch_of_rank(case, engine, step)
+        result = engine.train_step(lambda batch=batch: batch, 1e-3, case.global_batch * 16)
+        assert result.expert_load is not None
+        found.append(tuple(result.expert_load))
+        engine.evaluate(lambda batch=batch: batch)
+    engine.close()
+    close_world()
+    return found
+
+
+def test_the_busiest_expert_is_that_of_all_ranks_and_micro_batches() -> None:
+    (alone,) = run_ranks(1, loads, Case({}, MODEL))
+    for layer, expert, ratio in alone:
+        assert layer.startswith("blocks.") and 0 <= expert < 4
+        assert 1 < ratio <= 2, "of two experts a token, one can have at most all tokens"
+    cut = {"tp": 2, "pp": 2, "dp": 2, "micro_batch": 2, "recompute": "full"}
+    for rank in run_ranks(8, loads, Case(cut, MODEL)):
+        assert [one[:2] for one in rank] == [one[:2] for one in alone]
+        assert [one[2] for one in rank] == pytest.approx([one[2] for one in alone])
