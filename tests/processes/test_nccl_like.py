@@ -29,7 +29,7 @@ from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.launchers.local import run_local
 from myriad.model.config import ModelConfig
-from myriad.planner.memory.rank_memory import count_communicators
+from myriad.planner.memory.constant_memory import count_communicators
 
 CPU = torch.device("cpu")
 PATIENCE = {"timeout_seconds": 60}

@@ -33,12 +33,9 @@ from functools import cached_property
 from itertools import islice
 from typing import Generic, TypeVar
 
-from myriad.comm.config import CommConfig
-from myriad.comm.hierarchy import count_shard_levels
-from myriad.comm.layout import Layout
-from myriad.optim.config import OptimizerName
 from myriad.planner.cost.layout_costs import stage_layers
-from myriad.planner.memory.closed_form_memory import PeakMemory, count_groups, expected_margin
+from myriad.planner.memory.closed_form_memory import PeakMemory
+from myriad.planner.memory.constant_memory import ConstantMemory
 from myriad.planner.memory.matrix_memory import matrix_bytes
 from myriad.planner.memory.stage_memory import MicroBatchBytes, StageMemory, captured_bytes
 from myriad.planner.simulation.steady_state import SteadyState
@@ -58,12 +55,12 @@ from myriad.program.actions import (
     output_of,
 )
 from myriad.program.build import build_program, count_chunks
-from myriad.program.in_flight import most_offloaded, next_is_backward
+from myriad.program.in_flight import next_is_backward
 from myriad.program.partition import cut_ranges
 from myriad.program.static_buffers import BufferAssignment, assign_buffers
 from myriad.program.warm_up import warm_up_actions
 
-__all__ = ["count_communicators", "memory_of_ranks", "memory_of_repeating_ranks"]
+__all__ = ["memory_of_ranks", "memory_of_repeating_ranks"]
 
 _REDUCES = kinds_where(lambda does: does.starts is Collective.REDUCE)
 _REDUCING = 2
@@ -113,36 +110,6 @@ def memory_of_repeating_ranks(
     found = [walk.peak_repeating(part) for walk, part in zip(walks, steady, strict=True)]
     known = [memory for memory in found if memory is not None]
     return known if len(known) == len(found) else None
-
-
-def count_communicators(
-    layout: Layout,
-    program: Program,
-    rank: int,
-    comm: CommConfig,
-    *,
-    optimizer: OptimizerName,
-    kv_heads: int,
-    node_size: int | None = None,
-) -> tuple[int, int]:
-    """Return the numbers of NCCL communicators of a pipeline rank: for groups, and for pairs, which have one
-    for each neighbour, payload and direction (`myriad.comm.connection_setup`)."""
-    transfers = [transfer for action in program.ranks[rank] for transfer in action.transfers]
-    pairs = {(one.payload, one.peer, (one.peer > rank) == one.sends) for one in transfers}
-    holds_tied = rank in (program.stage_rank[0], program.stage_rank[-1])
-    syncs_tied = float(program.syncs_tied and holds_tied)
-    groups = count_groups(
-        layout.dp,
-        layout.tp,
-        layout.pp,
-        kv_heads=kv_heads,
-        syncs_tied=syncs_tied,
-        levels=count_shard_levels(comm, layout, node_size),
-        across=float(layout.reduces_across),
-        lamb_over_zero=float(optimizer == "lamb" and layout.zero > 0),
-        matrices=float(optimizer == "muon" and (comm.sync_every == 1 or layout.tp > 1)),
-    )
-    return int(groups), len(pairs)
 
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -195,7 +162,7 @@ class _MemoryWalk:
     """Walk over the actions of one rank that tracks what it holds."""
 
     def __init__(self, model: StageMemory, program: Program, rank: int, node_size: int | None) -> None:
-        self.model, self.workload, self.node_size = model, model.workload, node_size
+        self.model, self.workload = model, model.workload
         self.program, self.rank, self.actions = program, rank, program.ranks[rank]
         self.stages = [stage for stage, owner in enumerate(program.stage_rank) if owner == rank]
         self.chunks = {stage: model.chunk(stage) for stage in self.stages}
@@ -206,6 +173,7 @@ class _MemoryWalk:
         layers = [model.layers[stage] for stage in self.stages]
         every = matrix_bytes(self.workload, layers, [self.chunks[stage] for stage in self.stages])
         self.matrices = dict(zip(self.stages, every, strict=True))
+        self.constant = ConstantMemory(model, program, rank, node_size, self.chunks, self.matrices)
         self.users: dict[int, set[int]] = {key: set() for key in self.chunks}
         self.now = _HeldBytes()
         self.reduced_keys: dict[int, list[int]] = {}
@@ -264,7 +232,7 @@ class _MemoryWalk:
         """Return the memory with larger buffers."""
         buffers = memory.buffers + num_bytes
         coming = float(memory.activations + memory.logits + buffers)
-        return replace(memory, buffers=buffers, margin=self._margin(coming))
+        return replace(memory, buffers=buffers, margin=self.constant.margin(coming))
 
     @property
     def _zero(self) -> int:
@@ -303,69 +271,17 @@ class _MemoryWalk:
         """Whether `myriad.parallel.chunk` frees gradient buffers at the update."""
         return self._zero < 2 and self.workload.overlap.updates_early and self.workload.num_micro_batches == 1
 
-    @cached_property
-    def _elements(self) -> float:
-        """Number of elements of this rank's part of parameters and optimizer."""
-        elements = sum(self.chunks.values())
-        return elements / self.workload.layout.num_shards
-
-    @cached_property
-    def _moments(self) -> float:
-        """Bytes of moments on the data-parallel rank with the fewest elements of matrices that are
-        orthogonalized, which have one moment instead of two: that with the last slice of each chunk."""
-        return sum(map(self._moments_of, self.chunks))
-
-    def _moments_of(self, key: int) -> float:
-        """Return the bytes of moments of a chunk."""
-        elements = self.chunks[key]
-        matrices = self.matrices[key].elements if key in self.matrices else 0.0
-        held = elements / self.workload.layout.num_shards
-        return 4 * held + 4 * min(held, elements - matrices)
-
     @property
     def _optimizer(self) -> float:
         """Bytes of moments on the device now, and of the moving average, which stays there."""
-        average = 4 * self._elements if self.workload.ema_every else 0.0
-        return average + (self.now.states.total if self.offloads_state else self._moments)
-
-    @cached_property
-    def _host_bytes(self) -> float:
-        """Bytes of host memory: a buffer for each micro-batch of a stage that is offloaded at once, and the
-        optimizer state."""
-        buffers = most_offloaded(self.actions)
-        found = self._moments if self.offloads_state else 0.0
-        for stage, count in buffers.items():
-            held = self.model.held(stage, turns=False)
-            found += count * (held.kept + held.head_bytes)
-        return found
-
-    @cached_property
-    def _batch(self) -> float:
-        """Bytes of tokens and targets."""
-        workload = self.workload
-        return 2.0 * 8 * workload.num_micro_batches * workload.layout.micro_batch * workload.model.sequence
-
-    @cached_property
-    def _communicators(self) -> tuple[int, int]:
-        workload = self.workload
-        return count_communicators(
-            workload.layout,
-            self.program,
-            self.rank,
-            workload.comm,
-            optimizer=workload.optimizer,
-            kv_heads=workload.model.num_kv_heads,
-            node_size=self.node_size,
-        )
+        average = 4 * self.constant.elements if self.workload.ema_every else 0.0
+        return average + (self.now.states.total if self.offloads_state else self.constant.moments)
 
     def _buffers(self) -> float:
         now = self.now
         rooms = sum(islice(reversed(now.rooms), _REDUCING))
         rooms += sum(islice(reversed(now.rooms_across), _REDUCING))
-        return now.arriving.total + now.leaving.total + now.matrices.total + rooms + self._batch
-
-    def _margin(self, coming: float) -> float:
-        return float(expected_margin(coming, *self._communicators, on_cpu=self.model.on_cpu))
+        return now.arriving.total + now.leaving.total + now.matrices.total + rooms + self.constant.batch
 
     def _total(self, passing: float) -> float:
         """Return the bytes of everything that changes during an iteration; the rest is constant."""
@@ -373,10 +289,10 @@ class _MemoryWalk:
         coming = now.kept.total + now.products.total + now.head_bytes.total + passing + self._buffers()
         coming += self.captured or 0.0
         staying = now.values.total + now.grad_buffers.total + now.states.total
-        return staying + coming + self._margin(coming)
+        return staying + coming + self.constant.margin(coming)
 
     def _memory(self, passing: float, head_bytes: float) -> PeakMemory:
-        now, part = self.now, self._elements
+        now, part = self.now, self.constant.elements
         master = 0.0 if self.workload.value_bytes == 4 and self._zero < 3 else 4 * part
         activations = (self.captured or 0.0) + now.kept.total + now.products.total + passing - head_bytes
         logits, buffers = now.head_bytes.total + head_bytes, self._buffers()
@@ -387,8 +303,8 @@ class _MemoryWalk:
             activations=activations,
             logits=logits,
             buffers=buffers,
-            margin=self._margin(activations + logits + buffers),
-            host=self._host_bytes,
+            margin=self.constant.margin(activations + logits + buffers),
+            host=self.constant.host_bytes,
         )
 
     # Parameters and messages.
@@ -418,7 +334,7 @@ class _MemoryWalk:
         if does.starts_copy is Copy.FETCH:
             self._keep(action)
         elif does.starts_copy is Copy.FETCH_STATE:
-            now.states.put(stage, sum(map(self._moments_of, self._updated_with(stage))))
+            now.states.put(stage, sum(map(self.constant.moments_of, self._updated_with(stage))))
         for transfer in action.transfers if does.posts else ():
             if not transfer.sends:
                 payload = (transfer.payload, transfer.stage, transfer.micro_batch)

@@ -1,0 +1,119 @@
+"""What a pipeline rank holds during a whole iteration: its part of the optimizer, host buffers and the batch;
+and the margin for the driver, communicators and the allocator.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from myriad.comm.config import CommConfig
+from myriad.comm.hierarchy import count_shard_levels
+from myriad.comm.layout import Layout
+from myriad.optim.config import OptimizerName
+from myriad.planner.memory.closed_form_memory import count_groups, expected_margin
+from myriad.planner.memory.matrix_memory import MatrixBytes
+from myriad.planner.memory.stage_memory import StageMemory
+from myriad.program.actions import Program
+from myriad.program.in_flight import most_offloaded
+
+__all__ = ["ConstantMemory", "count_communicators"]
+
+
+def count_communicators(
+    layout: Layout,
+    program: Program,
+    rank: int,
+    comm: CommConfig,
+    *,
+    optimizer: OptimizerName,
+    kv_heads: int,
+    node_size: int | None = None,
+) -> tuple[int, int]:
+    """Return the numbers of NCCL communicators of a pipeline rank: for groups, and for pairs, which have one
+    for each neighbour, payload and direction (`myriad.comm.connection_setup`)."""
+    transfers = [transfer for action in program.ranks[rank] for transfer in action.transfers]
+    pairs = {(one.payload, one.peer, (one.peer > rank) == one.sends) for one in transfers}
+    holds_tied = rank in (program.stage_rank[0], program.stage_rank[-1])
+    syncs_tied = float(program.syncs_tied and holds_tied)
+    groups = count_groups(
+        layout.dp,
+        layout.tp,
+        layout.pp,
+        kv_heads=kv_heads,
+        syncs_tied=syncs_tied,
+        levels=count_shard_levels(comm, layout, node_size),
+        across=float(layout.reduces_across),
+        lamb_over_zero=float(optimizer == "lamb" and layout.zero > 0),
+        matrices=float(optimizer == "muon" and (comm.sync_every == 1 or layout.tp > 1)),
+    )
+    return int(groups), len(pairs)
+
+
+class ConstantMemory:
+    """What one rank holds at every moment, or a share of whatever it holds."""
+
+    def __init__(
+        self,
+        model: StageMemory,
+        program: Program,
+        rank: int,
+        node_size: int | None,
+        chunks: Mapping[int, float],
+        matrices: Mapping[int, MatrixBytes],
+    ) -> None:
+        """``chunks``: elements of each chunk. ``matrices``: what Muon orthogonalizes of the chunks."""
+        self._model, self._workload, self._node_size = model, model.workload, node_size
+        self._program, self._rank, self._actions = program, rank, program.ranks[rank]
+        self._chunks, self._matrices = chunks, matrices
+
+    @cached_property
+    def elements(self) -> float:
+        """Number of elements of this rank's part of parameters and optimizer."""
+        elements = sum(self._chunks.values())
+        return elements / self._workload.layout.num_shards
+
+    @cached_property
+    def moments(self) -> float:
+        """Bytes of moments on the data-parallel rank with the fewest elements of matrices that are
+        orthogonalized, which have one moment instead of two: that with the last slice of each chunk."""
+        return sum(map(self.moments_of, self._chunks))
+
+    def moments_of(self, key: int) -> float:
+        """Return the bytes of moments of a chunk."""
+        elements = self._chunks[key]
+        matrices = self._matrices[key].elements if key in self._matrices else 0.0
+        held = elements / self._workload.layout.num_shards
+        return 4 * held + 4 * min(held, elements - matrices)
+
+    @cached_property
+    def host_bytes(self) -> float:
+        """Bytes of host memory: a buffer for each micro-batch of a stage that is offloaded at once, and the
+        optimizer state."""
+        buffers = most_offloaded(self._actions)
+        found = self.moments if self._workload.layout.offload_optimizer else 0.0
+        for stage, count in buffers.items():
+            held = self._model.held(stage, turns=False)
+            found += count * (held.kept + held.head_bytes)
+        return found
+
+    @cached_property
+    def batch(self) -> float:
+        """Bytes of tokens and targets."""
+        workload = self._workload
+        return 2.0 * 8 * workload.num_micro_batches * workload.layout.micro_batch * workload.model.sequence
+
+    @cached_property
+    def _communicators(self) -> tuple[int, int]:
+        workload = self._workload
+        return count_communicators(
+            workload.layout,
+            self._program,
+            self._rank,
+            workload.comm,
+            optimizer=workload.optimizer,
+            kv_heads=workload.model.num_kv_heads,
+            node_size=self._node_size,
+        )
+
+    def margin(self, coming: float) -> float:
+        """Return the bytes beyond what is counted, when ``coming`` bytes come and go."""
+        return float(expected_margin(coming, *self._communicators, on_cpu=self._model.on_cpu))
