@@ -27,14 +27,19 @@ def load_benchmark() -> ModuleType:
 
 
 BENCHMARK: Any = load_benchmark()
+SMALL = BENCHMARK.GPT2.model_copy(update={"layers": 2, "vocabulary": 1024})
+BENCHMARK.MODELS["small"] = SMALL
 CASES: list[tuple[dict[str, Any], str, int, int]] = [
-    ({}, "llama", 2, 2),
-    ({"micro_batch": 2, "recompute": "full"}, "serial", 2, 2),
+    ({}, "llama", 2, 4),
+    ({"micro_batch": 2, "recompute": "full"}, "gpt2", 2, 4),
     ({"pp": 2, "schedule": "zero-bubble"}, "gpt2", 4, 4),
-    ({"dp": 2, "pp": 2, "zero": 2, "reduce": "each", "virtual_stages": 2}, "gpt2", 2, 2),
-    ({"dp": 2, "zero": 3}, "llama", 2, 2),
-    ({"tp": 2, "micro_batch": 2}, "parallel", 2, 2),
+    ({"dp": 2, "pp": 2, "zero": 2, "reduce": "each", "virtual_stages": 2}, "gpt2", 2, 4),
+    ({"tp": 2}, "parallel", 2, 4),
+    ({}, "small", 2, 2),
+    ({"dp": 2, "zero": 3}, "small", 2, 2),
 ]
+"""Layout, model, micro-batches, and bytes of a value. Cores without instructions for bfloat16 multiply it ten
+times as slowly, so these cases are small, and closer to what is predicted."""
 
 
 @pytest.mark.parametrize(("layout", "model", "micro_batches", "value_bytes"), CASES, ids=str)
@@ -43,4 +48,5 @@ def test_a_rank_needs_what_the_planner_predicts(
 ) -> None:
     case = BENCHMARK.Case(layout, model, micro_batches, value_bytes)
     ranks = run_ranks(case.work.layout.world, BENCHMARK.measure, case)
-    assert all(abs(error) < 0.05 for error in BENCHMARK.errors_of(case, ranks)), case
+    most = 0.01 if value_bytes == 2 else 0.05
+    assert all(abs(error) < most for error in BENCHMARK.errors_of(case, ranks)), case
