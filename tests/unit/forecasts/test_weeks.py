@@ -154,7 +154,7 @@ many_faults = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(many_faults, st.integers(0, 3), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.1, 0.5]))
 def test_whatever_comes_every_second_is_accounted_for_and_training_continues(faults, spares, shown, slower):
     told = {"corrupt_shown_ratio": shown, "slower_ratio": slower}

@@ -28,7 +28,7 @@ from myriad.recipes.cluster import load_cluster
 ANY = settings(
     derandomize=True,
     deadline=None,
-    max_examples=16,
+    max_examples=8,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 BAD = st.sampled_from(
