@@ -19,7 +19,8 @@ from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig, Precision, float8_scaling
 from myriad.parallel.runtime import Batch
 from myriad.planner.cluster_config import Accelerator, Cluster, Link, Links
-from myriad.planner.cost.layout_costs import Costs, computed_pairs
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.cost.stage_layers import computed_pairs
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.simulation.simulator import simulate
 from myriad.planner.workload import FrameworkProfile, Workload

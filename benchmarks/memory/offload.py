@@ -29,7 +29,8 @@ from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
-from myriad.planner.cost.layout_costs import Costs, stage_layers
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.memory.closed_form_memory import PeakMemory, fits_probability
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.simulation.simulation_cache import SimulationCache

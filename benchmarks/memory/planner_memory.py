@@ -27,7 +27,7 @@ from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
-from myriad.planner.cost.layout_costs import stage_layers
+from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.workload import Workload
 from myriad.program.config import OverlapConfig

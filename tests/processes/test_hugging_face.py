@@ -40,7 +40,7 @@ from myriad.model.tensor_shard import TensorShard
 from myriad.optim.config import OptimizerConfig
 from myriad.parallel.engine import Engine
 from myriad.parallel.runtime import Batch
-from myriad.planner.cost.layout_costs import stage_layers
+from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.workload import Workload
 from myriad.run import Run
 from myriad.telemetry.spans import Recorder

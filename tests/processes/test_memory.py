@@ -16,7 +16,7 @@ from ranks import run_ranks
 from myriad.comm.groups import close_world
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
-from myriad.planner.cost.layout_costs import cut_layers
+from myriad.planner.cost.stage_layers import cut_layers
 from myriad.planner.memory.matrix_memory import matrix_bytes
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.memory.stage_memory import StageMemory

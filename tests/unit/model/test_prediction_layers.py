@@ -10,7 +10,7 @@ from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
 from myriad.model.gpt import GPT, build_full
 from myriad.model.residual import Residual
-from myriad.planner.cost.layout_costs import layer_parameters
+from myriad.planner.cost.stage_layers import layer_parameters
 from myriad.planner.memory.layer_memory import layer_elements
 
 MODEL = ModelConfig(

@@ -8,9 +8,10 @@ from myriad.forecasts.planned_job import problem_of
 from myriad.job import load_job
 from myriad.job.job_values import work_of
 from myriad.planner.cost.layer_costs import LayerTimes, block_times
-from myriad.planner.cost.layout_costs import Costs, computed_pairs
+from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.operator_costs import peak_flops
 from myriad.planner.cost.product_costs import LayerContext
+from myriad.planner.cost.stage_layers import computed_pairs
 from myriad.planner.search.layout_search import score_layout
 from myriad.planner.search.layout_space import LayoutCandidate
 from myriad.planner.simulation.simulation_cache import SimulationCache

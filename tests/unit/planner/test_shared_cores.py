@@ -5,7 +5,8 @@ import pytest
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Accelerator, Cluster, Link, Links
-from myriad.planner.cost.layout_costs import Costs, layer_parameters
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.cost.stage_layers import layer_parameters
 from myriad.planner.rehearsal.shared_core_simulator import predict_iteration
 from myriad.planner.workload import Workload
 from myriad.program.config import OverlapConfig

@@ -35,53 +35,20 @@ from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_ord
 from myriad.planner.cost.operator_costs import TimeBreakdown, sweep_seconds
 from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext, block_shares
 from myriad.planner.cost.snapshot_costs import SnapshotCosts, SnapshotSchedule, host_copy_rate
+from myriad.planner.cost.stage_layers import computed_pairs, layer_parameters, prediction_pairs, stage_layers
 from myriad.planner.memory.stage_memory import StageMemory
 from myriad.planner.workload import Workload
 from myriad.program.actions import Copy
 from myriad.program.build import count_chunks
-from myriad.program.partition import cut_ranges, num_recomputed, partition_layers
+from myriad.program.partition import cut_ranges, num_recomputed
 from myriad.program.schedules import stage_owners
 
 __all__ = [
     "Costs",
     "StageCosts",
-    "computed_pairs",
     "copied_sum_seconds",
-    "cut_layers",
-    "layer_parameters",
     "optimizer_bytes",
-    "prediction_pairs",
-    "stage_layers",
 ]
-
-
-def layer_parameters(model: ModelConfig, tp: int = 1) -> list[int]:
-    """Return the number of parameters of the embedding, each block and the head, on all of ``tp`` ranks:
-    copies of key/value heads and padding count. Tied parameters count in both layers."""
-    rows = model.vocabulary_rows(tp) * tp * model.hidden
-    positions = model.sequence * model.hidden if model.position == "learned" else 0
-    copied = model.copied_parameters(tp)
-    further = model.prediction_layers
-    head = rows + model.norm_size + further * (model.prediction_parameters + copied)
-    head += rows if further and not model.tied else 0
-    return [rows + positions, *([model.block_parameters + copied] * model.layers), head]
-
-
-def cut_layers(model: ModelConfig, partition: str, num_stages: int) -> list[range]:
-    """Return the layers of each of so many stages, as the runtime partitions them. Raises `BadInputError`."""
-    return list(_cut_layers(model, partition, num_stages))
-
-
-@lru_cache(maxsize=256)
-def _cut_layers(model: ModelConfig, partition: str, num_stages: int) -> tuple[range, ...]:
-    kinds = model.layer_kinds
-    costs = None if partition == "uniform" else [float(count) for count in layer_parameters(model)]
-    return tuple(partition_layers(partition, num_stages, kinds, costs))
-
-
-def stage_layers(workload: Workload) -> list[range]:
-    """Return the layers of each stage of the layout."""
-    return cut_layers(workload.model, workload.layout.partition, workload.layout.num_stages)
 
 
 @lru_cache(maxsize=16)
@@ -470,17 +437,3 @@ def copied_sum_seconds(model: ModelConfig, cluster: Cluster, tp: int, pp: int, p
         return 0.0
     num_bytes = 4 * model.kv_parameters / model.num_kv_heads / parts
     return float(-(-model.layers // pp) * all_reduce_seconds(tensor_group(cluster, float(copies)), num_bytes))
-
-
-def computed_pairs(model: ModelConfig, layer: int) -> float:
-    """Return the query-key pairs of a sequence that a causal kernel computes: half of all, and with a window
-    only the band."""
-    sequence, window = model.sequence, model.layer_window(layer)
-    if window is None or window >= sequence:
-        return sequence * (sequence + 1) / 2
-    return window * sequence - window * (window - 1) / 2
-
-
-def prediction_pairs(model: ModelConfig) -> list[float]:
-    """Return the query-key pairs of each prediction layer."""
-    return [computed_pairs(model, model.layers + number) for number in range(model.prediction_layers)]

@@ -13,7 +13,7 @@ counts all of them.
 
 from collections.abc import Sequence
 
-from myriad.planner.cost.layout_costs import stage_layers
+from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.memory.stage_memory import StageMemory
 from myriad.planner.workload import Workload
 from myriad.program.build import count_chunks

@@ -33,7 +33,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Generic, TypeVar
 
-from myriad.planner.cost.layout_costs import stage_layers
+from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.memory.closed_form_memory import PeakMemory
 from myriad.planner.memory.constant_memory import ConstantMemory
 from myriad.planner.memory.matrix_memory import matrix_bytes

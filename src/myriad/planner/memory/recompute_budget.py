@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
-from myriad.planner.cost.layout_costs import stage_layers
+from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.workload import Workload
 from myriad.units import format_bytes

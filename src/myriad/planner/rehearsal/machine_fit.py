@@ -29,8 +29,8 @@ import numpy.typing as npt
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Accelerator, Cluster, Float32, Link, Links
 from myriad.planner.cost.layer_costs import LayerTimes, block_times, head_times
-from myriad.planner.cost.layout_costs import computed_pairs
 from myriad.planner.cost.product_costs import LayerContext
+from myriad.planner.cost.stage_layers import computed_pairs
 from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig
 

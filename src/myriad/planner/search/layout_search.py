@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from myriad.comm.hierarchy import count_shard_levels
 from myriad.comm.layout import Layout
-from myriad.planner.cost.layout_costs import cut_layers
+from myriad.planner.cost.stage_layers import cut_layers
 from myriad.planner.memory.closed_form_memory import PeakMemory, fits_probability, worst_stage_memory
 from myriad.planner.memory.layer_memory import RECOMPUTE
 from myriad.planner.search.closed_form_times import grid_seconds

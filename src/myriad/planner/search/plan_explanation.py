@@ -16,7 +16,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from myriad.planner.cluster_config import Cluster, Link, SlowNodes
-from myriad.planner.cost.layout_costs import Costs, StageCosts, cut_layers
+from myriad.planner.cost.layout_costs import Costs, StageCosts
+from myriad.planner.cost.stage_layers import cut_layers
 from myriad.planner.search.layout_space import (
     LayoutCandidate,
     LayoutGrid,

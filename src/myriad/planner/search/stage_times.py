@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.planner.cost.layer_costs import LayerTimes, block_times, embedding_times, head_times
-from myriad.planner.cost.layout_costs import computed_pairs, cut_layers, layer_parameters, prediction_pairs
 from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext
+from myriad.planner.cost.stage_layers import computed_pairs, cut_layers, layer_parameters, prediction_pairs
 from myriad.planner.search.layout_space import (
     LayoutGrid,
     LayoutProblem,

@@ -120,7 +120,7 @@ class LayerMove:
 
 def _parameters(model: "ModelConfig") -> list[float]:
     """Return the parameters of each layer; shared ones count where they are first."""
-    from myriad.planner.cost.layout_costs import layer_parameters  # a driver does without numpy where it can
+    from myriad.planner.cost.stage_layers import layer_parameters  # a driver does without numpy where it can
 
     *others, head = map(float, layer_parameters(model))
     return [*others, head - model.padded_vocabulary() * model.hidden if model.shares_embedding else head]

@@ -1,0 +1,58 @@
+"""The layers of each stage of a layout; the parameters of a layer, and its query-key pairs."""
+
+from functools import lru_cache
+
+from myriad.model.config import ModelConfig
+from myriad.planner.workload import Workload
+from myriad.program.partition import partition_layers
+
+__all__ = [
+    "computed_pairs",
+    "cut_layers",
+    "layer_parameters",
+    "prediction_pairs",
+    "stage_layers",
+]
+
+
+def layer_parameters(model: ModelConfig, tp: int = 1) -> list[int]:
+    """Return the number of parameters of the embedding, each block and the head, on all of ``tp`` ranks:
+    copies of key/value heads and padding count. Tied parameters count in both layers."""
+    rows = model.vocabulary_rows(tp) * tp * model.hidden
+    positions = model.sequence * model.hidden if model.position == "learned" else 0
+    copied = model.copied_parameters(tp)
+    further = model.prediction_layers
+    head = rows + model.norm_size + further * (model.prediction_parameters + copied)
+    head += rows if further and not model.tied else 0
+    return [rows + positions, *([model.block_parameters + copied] * model.layers), head]
+
+
+def cut_layers(model: ModelConfig, partition: str, num_stages: int) -> list[range]:
+    """Return the layers of each of so many stages, as the runtime partitions them. Raises `BadInputError`."""
+    return list(_cut_layers(model, partition, num_stages))
+
+
+@lru_cache(maxsize=256)
+def _cut_layers(model: ModelConfig, partition: str, num_stages: int) -> tuple[range, ...]:
+    kinds = model.layer_kinds
+    costs = None if partition == "uniform" else [float(count) for count in layer_parameters(model)]
+    return tuple(partition_layers(partition, num_stages, kinds, costs))
+
+
+def stage_layers(workload: Workload) -> list[range]:
+    """Return the layers of each stage of the layout."""
+    return cut_layers(workload.model, workload.layout.partition, workload.layout.num_stages)
+
+
+def computed_pairs(model: ModelConfig, layer: int) -> float:
+    """Return the query-key pairs of a sequence that a causal kernel computes: half of all, and with a window
+    only the band."""
+    sequence, window = model.sequence, model.layer_window(layer)
+    if window is None or window >= sequence:
+        return sequence * (sequence + 1) / 2
+    return window * sequence - window * (window - 1) / 2
+
+
+def prediction_pairs(model: ModelConfig) -> list[float]:
+    """Return the query-key pairs of each prediction layer."""
+    return [computed_pairs(model, model.layers + number) for number in range(model.prediction_layers)]
