@@ -23,7 +23,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -92,15 +92,23 @@ class Pools:
         self._stack = stack
         self._pools: dict[int, RankPool] = {}
 
-    def train(self, case: Case, *, resumes: bool = False) -> Trained:
+    def train(self, case: Case) -> Trained:
+        """Train a job on its ranks."""
+        with tempfile.TemporaryDirectory() as folder:
+            return self._run(run_case, case, Path(folder))
+
+    def train_twice(self, case: Case) -> tuple[Trained, Trained]:
+        """Train a job, and the second half of its steps again from what it had stored before."""
+        with tempfile.TemporaryDirectory() as folder:
+            return self._run(run_and_store, case, Path(folder)), self._run(resume, case, Path(folder))
+
+    def _run(self, function: Callable[[Case, Path], Any], case: Case, folder: Path) -> Trained:
         if case.world not in self._pools:
             self._pools[case.world] = self._stack.enter_context(RankPool(case.world))
-        with tempfile.TemporaryDirectory() as folder:
-            ranks = self._pools[case.world].run(
-                run_and_resume if resumes else run_case, case, Path(folder), timeout=TIMEOUT_SECONDS
-            )
+        ranks = self._pools[case.world].run(function, case, folder, timeout=TIMEOUT_SECONDS)
         assert all(losses == ranks[0][0] for losses, _ in ranks), "ranks of one run disagree on the loss"
-        return ranks[0]
+        found: Trained = ranks[0]
+        return found
 
 
 def num_ranks(features: Features) -> int:
@@ -116,23 +124,24 @@ def case_of(features: Features, steps: int) -> Case:
     )
 
 
-def run_and_resume(case: Case, folder: Path) -> tuple[list[tuple[float, float]], dict[str, Any] | None]:
-    """One rank's side: as `run_case`, but the second half is trained again by another engine, which starts
-    from what was stored. Its final tensors are named ``resumed.NAME``."""
+def run_and_store(case: Case, folder: Path) -> tuple[list[tuple[float, float]], dict[str, Any] | None]:
+    """One rank's side: as `run_case`, and the state after half of the steps is stored in ``folder``."""
     folders, half = CheckpointFolder(folder), case.steps // 2
     engine = make_engine(case)
     found = train_steps(case, engine, 0, half)
     save(folders, half, list(engine.shards()), engine.progress())
     found += train_steps(case, engine, half, case.steps)
-    tensors = stored_tensors(folders, case.steps, engine)
+    return found, stored_tensors(folders, case.steps, engine)
+
+
+def resume(case: Case, folder: Path) -> tuple[list[tuple[float, float]], dict[str, Any] | None]:
+    """One rank's side: train the second half of the steps again, from what `run_and_store` stored."""
+    folders, half = CheckpointFolder(folder), case.steps // 2
     engine = make_engine(case)
     engine.load_progress(load(folders.of_step(half), list(engine.all_shards())))
     engine.loaded()
-    train_steps(case, engine, half, case.steps)
-    resumed = stored_tensors(folders, case.steps + 1, engine)
-    if tensors is not None and resumed is not None:
-        tensors |= {f"resumed.{name}": values for name, values in resumed.items()}
-    return found, tensors
+    found = train_steps(case, engine, half, case.steps)
+    return found, stored_tensors(folders, case.steps + 1, engine)
 
 
 def stored_tensors(folders: CheckpointFolder, step: int, engine: Engine) -> dict[str, Any] | None:
@@ -150,24 +159,24 @@ def compare(features: Features, steps: int, pools: Pools) -> Compared:
     case = case_of(features, steps)
     try:
         alone = Case({}, case.model, case.optimizer, case.steps, GLOBAL_BATCH, packed=case.packed)
-        expected, found = pools.train(alone), pools.train(case, resumes=True)
+        expected = pools.train(alone)
+        found, resumed = pools.train_twice(case)
         loss, parameter, difference = differences(found, expected)
         rounding = None
         if loss <= TOLERANCE < difference:
             _, _, rounding = differences(pools.train(replace(alone, nudge=HALF_UNIT)), expected)
     except AssertionError as error:
         return Compared(features, case.world, 0.0, 0.0, "", str(error))
-    same = resumes_alike(found[1])
+    same = found[0][steps // 2 :] == resumed[0] and have_same_bits(found[1], resumed[1])
     return Compared(
         features, case.world, loss, difference, parameter, resumes=same, rounding_difference=rounding
     )
 
 
-def resumes_alike(tensors: dict[str, np.ndarray]) -> bool:
-    """Whether each tensor has the same bits as the one that resumed ranks stored."""
-    stored = {name: values for name, values in tensors.items() if not name.startswith("resumed.")}
-    assert len(tensors) == 2 * len(stored), "resumed ranks store the same names"
-    return all(values.tobytes() == tensors[f"resumed.{name}"].tobytes() for name, values in stored.items())
+def have_same_bits(tensors: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> bool:
+    """Whether all tensors are equal, bit for bit."""
+    assert tensors.keys() == others.keys(), "resumed ranks store the same names"
+    return all(values.tobytes() == others[name].tobytes() for name, values in tensors.items())
 
 
 def differences(found: Trained, wanted: Trained) -> tuple[float, str, float]:
@@ -175,7 +184,6 @@ def differences(found: Trained, wanted: Trained) -> tuple[float, str, float]:
     much."""
     (losses, parameters), (expected, reference) = found, wanted
     loss = max(abs(a - b) / abs(b) for (a, _), (b, _) in zip(losses, expected, strict=True))
-    parameters = {name: values for name, values in parameters.items() if not name.startswith("resumed.")}
     assert parameters.keys() == reference.keys()
     each = {
         name: float(np.linalg.norm(parameters[name] - whole) / max(np.linalg.norm(whole), 1e-30))
