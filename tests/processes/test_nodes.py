@@ -158,7 +158,8 @@ def test_a_node_that_a_person_wants_to_leave_gives_way_after_its_step(
     assert len(left) > 8
     # a server waits 30 s for its first rank, and 10 s if no rank has ended its session
     wait_until(lambda: not any(map(is_alive, left)), 120)
-    assert server_names(run.path) == [] and list_in_memory(run.path) == []
+    wait_until(lambda: server_names(run.path) == [], 120)
+    assert list_in_memory(run.path) == []
 
 
 def test_a_spare_that_the_doctor_finds_unfit_gets_no_ranks(

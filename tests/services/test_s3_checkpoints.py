@@ -31,6 +31,7 @@ from watched_runs import (
 
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
+from myriad.comm.typed_collectives import gather_values
 from myriad.data.bad_blocks import BadBlockError
 from myriad.data.config import DataConfig
 from myriad.data.corpus import read_batch
@@ -163,6 +164,7 @@ def load_and_compare(run: Run, expected: dict[str, np.ndarray]) -> tuple[int, in
     for part in trainer.engine.all_shards():
         inside = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.values.shape, strict=True))
         wrong += int((part.values.detach().numpy() != expected[part.name][inside]).sum())
+    gather_values(wrong, int, trainer.engine.groups.world)  # the first to end takes the node's loader with it
     trainer.close()
     return trainer.step, wrong
 
