@@ -80,6 +80,12 @@ OURS = {
     "llama 3.1": LLAMA | {"rotary_scaling": LLAMA3_SCALING, "attention_bias": "all"},
     "qwen 2": LLAMA | {"attention_bias": "qkv", "window": 5, "window_pattern": (False, True)},
     "qwen 3": LLAMA | {"qk_norm": "head", "head_dim": 16, "rotary_scaling": YARN},
+    "mixtral": LLAMA | {"experts": 4, "tied": False},
+    "qwen 3 moe": LLAMA | {
+        "qk_norm": "head", "head_dim": 16, "experts": 6, "experts_per_token": 3, "expert_hidden": 40,
+        "ffn_hidden": None, "router_normalized": False,
+    },
+    "olmoe": LLAMA | {"qk_norm": "all", "experts": 5, "experts_per_token": 1, "router_normalized": False},
     "gemma 2": GEMMA | {"attention_softcap": 5.0, "logit_softcap": 3.0, "window": 5},
     "gemma 3": GEMMA | {
         "qk_norm": "head", "window": 5, "window_pattern": (True, False), "window_rotary_base": 1e3,
@@ -153,7 +159,7 @@ def test_a_model_that_left_comes_back_with_its_bits(keys: dict[str, Any], tmp_pa
     assert back.shapes == weights.shapes
     for name in weights.shapes:
         assert torch.equal(back.read(name), weights.read(name)), name
-    kept = {"num_kv_heads", "head_width", "ffn_width", "norm_epsilon", "activation", "sequence", "vocabulary"}
+    kept = {"num_kv_heads", "head_width", "mlp_width", "norm_epsilon", "activation", "sequence", "vocabulary"}
     for key in kept | {"tied"} | ({"rotary_base"} if weights.model.position == "rotary" else set()):
         assert getattr(back.model, key) == getattr(weights.model, key), key
     windows = [[model.layer_window(layer) for layer in range(2)] for model in (back.model, weights.model)]
@@ -231,6 +237,13 @@ THEIRS: dict[str, Callable[[], Any]] = {
         **without_head_dim(ROTARY), use_sliding_window=True, sliding_window=6, max_window_layers=1
     ),
     "qwen 3": lambda: transformers.Qwen3Config(**(ROTARY | {"head_dim": 12})),
+    "mixtral": lambda: transformers.MixtralConfig(**ROTARY, num_local_experts=4, sliding_window=None),
+    "qwen 3 moe": lambda: transformers.Qwen3MoeConfig(
+        **ROTARY, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=True
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(
+        **without_head_dim(ROTARY), num_experts=5, num_experts_per_tok=2, pad_token_id=None
+    ),
     "gemma 2": lambda: transformers.Gemma2Config(
         **ROTARY, sliding_window=6, query_pre_attn_scalar=16, pad_token_id=None
     ),

@@ -155,6 +155,31 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         596_049_920,
     ),
     "Qwen3-8B": (sized(QWEN3, 4096, 12288, 32, 36, max_window_layers=36), 8_190_735_360),
+    "Mixtral-8x7B-v0.1": (
+        MISTRAL
+        | {
+            "model_type": "mixtral", "sliding_window": None, "rope_theta": 1000000.0, "num_local_experts": 8,
+            "num_experts_per_tok": 2, "output_router_logits": False, "router_aux_loss_coef": 0.02,
+        },
+        46_702_792_704,
+    ),
+    "Qwen3-30B-A3B-Base": (
+        sized(
+            QWEN3, 2048, 6144, 32, 48, model_type="qwen3_moe", max_window_layers=48, num_key_value_heads=4,
+            decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True,
+            num_experts=128, num_experts_per_tok=8, output_router_logits=False, router_aux_loss_coef=0.001,
+        ),
+        30_532_122_624,
+    ),
+    "OLMoE-1B-7B-0924": (
+        sized(
+            RMS, 2048, 1024, 16, 16, model_type="olmoe", attention_bias=False, clip_qkv=None,
+            max_position_embeddings=4096, norm_topk_prob=False, num_experts=64, num_experts_per_tok=8,
+            num_key_value_heads=16, output_router_logits=False, rope_scaling=None, rope_theta=10000.0,
+            router_aux_loss_coef=0.01, vocab_size=50304,
+        ),
+        6_919_161_856,
+    ),
     "gemma-2-2b": (sized(GEMMA2, 2304, 9216, 8, 26, num_key_value_heads=4), 2_614_341_888),
     "gemma-2-9b": (
         sized(GEMMA2, 3584, 14336, 16, 42, num_key_value_heads=8, sliding_window_size=4096),

@@ -39,6 +39,11 @@ EXACT = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "olmoe-7b-a1b": 6_919_161_856,
     "gemma2-2b": 2_614_341_888,
     "gemma2-9b": 9_241_705_984,
     "gemma2-27b": 27_227_128_320,
@@ -94,8 +99,9 @@ def test_every_published_model_has_a_hugging_face_family(name):
     families |= {"olmo2": "olmo2", "phi3": "mistral", "phi4": "llama", "smollm2": "llama"}
     families |= {"smollm3": "smollm3", "pythia": "gpt_neox", "granite3": "granite"}
     families |= {"stablelm2": "stablelm", "falcon": "falcon", "minicpm": "granite", "olmo3": "olmo3"}
-    families |= {"afm": "arcee"}
-    assert kind_of(model(name)) == families[name.rpartition("-")[0]]
+    families |= {"afm": "arcee", "mixtral": "mixtral", "olmoe": "olmoe"}
+    families |= dict.fromkeys(("qwen3-30b-a3b", "qwen3-235b-a22b"), "qwen3_moe")
+    assert kind_of(model(name)) == families.get(name, families[name.partition("-")[0]])
 
 
 def test_a_model_s_name_is_a_job_that_trains_it():

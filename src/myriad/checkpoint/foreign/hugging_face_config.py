@@ -19,7 +19,7 @@ from myriad.checkpoint.foreign.hugging_face_deepseek import LATENT_SIZES
 from myriad.checkpoint.foreign.hugging_face_families import FAMILIES
 from myriad.checkpoint.foreign.hugging_face_family import COMMON, Family
 from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, written_rotary
-from myriad.errors import BadInputError, need, plain_value
+from myriad.errors import BadInputError, plain_value
 from myriad.model.config import ModelConfig
 from myriad.system.whole_file import parse_json, read_regular
 
@@ -93,8 +93,6 @@ def kind_of(model: ModelConfig, asked: str | None = None) -> str:
     Raises `BadInputError` if it cannot be written."""
     if asked is not None and asked not in MODEL_TYPES:
         raise BadInputError("--model-type", asked, f"one of {', '.join(MODEL_TYPES)}")
-    allowed = "off: weights with experts cannot be written for Hugging Face"
-    need(model.experts is None, "model.experts", model.experts, allowed)
     own = _computed(model)
     differences: dict[str, list[str]] = {}
     others: dict[str, ModelConfig] = {}
@@ -157,8 +155,10 @@ def _other_attention(model: ModelConfig, asked: str, has_latent: Sequence[str]) 
 
 
 def _candidates(model: ModelConfig) -> list[str]:
-    """Return the model types that a model may be: those with latent attention for a model with it."""
-    return [kind for kind in MODEL_TYPES if model.latent is None or _has_latent(kind)]
+    """Return the model types that a model may be: those with latent attention, or with experts, for a model
+    with it."""
+    found = [kind for kind in MODEL_TYPES if model.latent is None or _has_latent(kind)]
+    return [kind for kind in found if (model.experts is not None) == ("experts" in family_of(kind).sizes)]
 
 
 def _computed(model: ModelConfig) -> dict[str, Any]:
@@ -171,7 +171,9 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         "kv_heads": model.num_kv_heads,
         "head_dim": model.head_width,
         **{key: getattr(model, key) for key in LATENT_SIZES},
-        "ffn_hidden": model.ffn_width,
+        "ffn_hidden": model.mlp_width,
+        "experts": model.experts,
+        **({} if model.experts is None else {key: getattr(model, key) for key in _ROUTING}),
         "vocabulary": model.vocabulary,
         "sequence": model.sequence,
         "block": model.block,
@@ -199,6 +201,10 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         "window": [model.layer_window(layer) for layer in layers],
         "rotary_base": [model.layer_rotary(layer) for layer in layers],
     }
+
+
+_ROUTING = ("experts_per_token", "shared_experts", "router_scores", "router_normalized", "router_scale")
+"""Keys that decide what experts compute."""
 
 
 def _rounded(value: float) -> float:
@@ -341,15 +347,21 @@ def model_of(config: Mapping[str, Any], vocabulary_multiple: int = 64) -> ModelC
     return model.model_copy(update={"vocabulary_multiple": vocabulary_multiple})
 
 
-_MOST_HEADS = 2**18
+_MOST_HEADS = _MOST_EXPERTS = 2**18
 
 
 def _check_heads(model: ModelConfig) -> None:
-    """Refuse heads that have no size, or do not share key/value heads evenly, and more of them than a list
-    should hold: a few words of a file would take all memory."""
+    """Refuse heads that have no size, or do not share key/value heads evenly, and more of them, or of
+    experts, than a list should hold: a few words of a file would take all memory."""
     if model.layers * model.heads > _MOST_HEADS:
         allowed = f"at most {_MOST_HEADS:,} in the {model.layers:,} layers of config.json together"
         raise BadInputError("heads", model.heads, allowed)
+    if model.layers * (model.experts or 0) > _MOST_EXPERTS:
+        allowed = f"at most {_MOST_EXPERTS:,} in the {model.layers:,} layers of config.json together"
+        raise BadInputError("experts", model.experts, allowed)
+    if model.experts is not None and model.experts_per_token > model.experts:
+        allowed = f"at most the {model.experts} experts of config.json"
+        raise BadInputError("experts_per_token", model.experts_per_token, allowed)
     if model.head_dim is None and model.latent is None and model.hidden % model.heads:
         raise BadInputError("heads", model.heads, f"a divisor of hidden = {model.hidden} in config.json")
     if model.heads % model.num_kv_heads:

@@ -14,6 +14,15 @@ from myriad.checkpoint.foreign.hugging_face_deepseek import (
     write_deepseek,
     write_minicpm3,
 )
+from myriad.checkpoint.foreign.hugging_face_experts import (
+    MIXTRAL_NAMES,
+    ROUTER_FIELDS,
+    read_olmoe,
+    read_qwen3_moe,
+    write_mixtral,
+    write_olmoe,
+    write_qwen3_moe,
+)
 from myriad.checkpoint.foreign.hugging_face_family import Family, TensorNames
 from myriad.checkpoint.foreign.hugging_face_fields import (
     falcon_names,
@@ -142,6 +151,50 @@ FAMILIES: dict[str, Family] = {
             *(*_ROTARY, "attention_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
             "layer_types",
         ),
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        fixed=_ROTARY_MODEL | {"qk_norm": "head"},
+        sizes=_HEAD_DIM | {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"},
+        defaults=_DEFAULTS
+        | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "attention_bias": False}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"intermediate_size": 6144, "norm_topk_prob": False},
+        must_be={
+            "decoder_sparse_step": (None, 1),
+            "mlp_only_layers": (None, []),
+            "use_sliding_window": _NO_BIAS,
+        },
+        read=read_qwen3_moe,
+        write=write_qwen3_moe,
+        fields=(
+            *(*_ROTARY, *ROUTER_FIELDS, "attention_bias", "moe_intermediate_size", "sliding_window"),
+            *("max_window_layers", "num_local_experts"),
+        ),
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        fixed=_ROTARY_MODEL,
+        sizes=_HEAD_DIM | {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+        defaults=_DEFAULTS
+        | {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6},
+        read=read_mistral,
+        write=write_mixtral,
+        fields=(*_ROTARY, *ROUTER_FIELDS, "sliding_window", "router_jitter_noise"),
+        names=lambda model: MIXTRAL_NAMES,
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        fixed=_ROTARY_MODEL | {"qk_norm": "all"},
+        sizes={"experts": "num_experts", "experts_per_token": "num_experts_per_tok"},
+        defaults=_DEFAULTS
+        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}
+        | {"norm_topk_prob": False, "attention_bias": False},
+        must_be={"clip_qkv": (None,)},
+        read=read_olmoe,
+        write=write_olmoe,
+        fields=(*_ROTARY, *ROUTER_FIELDS, "attention_bias"),
     ),
     "gemma2": Family(
         architecture="Gemma2ForCausalLM",

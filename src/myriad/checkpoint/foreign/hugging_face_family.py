@@ -37,9 +37,12 @@ class TensorNames:
     latent_pairs: Literal["adjacent", "halves"] = "adjacent"
     """Rows of a rotary pair in latent attention: beside each other, or half of the rotated rows apart."""
     output: str = "o_proj"
+    mlp: str = "mlp"
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     """The tensors of the MLP's first product; a single one with a gate holds the gate first."""
     down: str = "down_proj"
+    router: str = "gate"
+    """The matrix that chooses experts, which are named by their numbers."""
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,8 @@ def _decoder(model: ModelConfig, names: TensorNames) -> Iterator[TensorMapping]:
             yield from _attention(model, names, *attention, rotated)
         else:
             yield from _latent_attention(model, names, *attention)
-        yield from _mlp(model, names, f"{ours}.mlp", f"{theirs}.mlp")
+        mlp = f"{ours}.mlp", f"{theirs}.{names.mlp}"
+        yield from _mlp(model, names, *mlp) if model.experts is None else _experts(model, names, *mlp)
     yield from _norm(model, "head.norm", f"{names.base}.{names.final_norm}")
     if not model.tied:
         yield _table(model, "head.output.weight", f"{names.head}.weight")
@@ -250,7 +251,7 @@ def _qkv_slices(
 
 
 def _mlp(model: ModelConfig, names: TensorNames, ours: str, theirs: str) -> Iterator[TensorMapping]:
-    inner, hidden = model.ffn_width, model.hidden
+    inner, hidden = model.mlp_width, model.hidden
     each = inner * model.up_matrices // len(names.up)
     yield _rows(f"{ours}.up.weight", hidden, *((f"{theirs}.{name}.weight", each, 0) for name in names.up))
     yield _rows(f"{ours}.down.weight", inner, (f"{theirs}.{names.down}.weight", hidden, 0))
@@ -258,6 +259,14 @@ def _mlp(model: ModelConfig, names: TensorNames, ours: str, theirs: str) -> Iter
         slices = tuple(RowSlice(f"{theirs}.{name}.bias", each) for name in names.up)
         yield TensorMapping(f"{ours}.up.bias", (inner * model.up_matrices,), slices)
         yield _vector(f"{ours}.down.bias", f"{theirs}.{names.down}.bias", hidden)
+
+
+def _experts(model: ModelConfig, names: TensorNames, ours: str, theirs: str) -> Iterator[TensorMapping]:
+    assert model.experts is not None
+    router = f"{theirs}.{names.router}.weight", model.experts, 0
+    yield _rows(f"{ours}.router.weight", model.hidden, router)
+    for number in range(model.experts):
+        yield from _mlp(model, names, f"{ours}.experts.{number}", f"{theirs}.experts.{number}")
 
 
 def _gpt2(model: ModelConfig) -> Iterator[TensorMapping]:

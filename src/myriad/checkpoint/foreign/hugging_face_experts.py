@@ -1,0 +1,59 @@
+"""Fields of ``config.json`` of families with experts: Mixtral, Qwen 3 MoE and OLMoE. Without torch.
+
+All of them choose a token's experts by a softmax over all experts, in every block, and each expert has
+matrices of its own. ``router_aux_loss_coef`` matters in training only: it is written, and not read back. The
+inner width of an expert is read as `ModelConfig.ffn_hidden`, whichever field has it.
+"""
+
+from myriad.checkpoint.foreign.hugging_face_family import TensorNames, Values
+from myriad.checkpoint.foreign.hugging_face_fields import read_decoder, write_decoder, write_mistral
+from myriad.checkpoint.foreign.hugging_face_values import ConfigValues
+from myriad.model.config import ModelConfig
+
+__all__ = [
+    "MIXTRAL_NAMES",
+    "ROUTER_FIELDS",
+    "read_olmoe",
+    "read_qwen3_moe",
+    "write_mixtral",
+    "write_olmoe",
+    "write_qwen3_moe",
+]
+
+ROUTER_FIELDS = ("router_aux_loss_coef", "output_router_logits", "norm_topk_prob")
+MIXTRAL_NAMES = TensorNames(mlp="block_sparse_moe", up=("w1", "w3"), down="w2")
+
+
+def _write_router(model: ModelConfig) -> Values:
+    return {"router_aux_loss_coef": model.balance_loss, "output_router_logits": False}
+
+
+def write_mixtral(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: Mixtral."""
+    return write_mistral(model) | _write_router(model)
+
+
+def read_olmoe(theirs: ConfigValues, values: Values) -> Values:
+    """Return the values of a ``config.json`` beyond the copied fields: OLMoE."""
+    return read_decoder(theirs, values) | {"router_normalized": theirs.flag("norm_topk_prob")}
+
+
+def write_olmoe(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: OLMoE."""
+    return write_decoder(model) | _write_router(model) | {"norm_topk_prob": model.router_normalized}
+
+
+def read_qwen3_moe(theirs: ConfigValues, values: Values) -> Values:
+    """Return the values of a ``config.json`` beyond the copied fields: Qwen 3 MoE."""
+    found = read_olmoe(theirs, values) | {"ffn_hidden": theirs.size("moe_intermediate_size")}
+    experts = theirs.size_or_none("num_local_experts")
+    if experts is None:
+        return found
+    theirs.must_be("num_experts", theirs.defaults["num_experts"], experts)
+    return found | {"experts": experts}  # the name that version 5 of transformers writes
+
+
+def write_qwen3_moe(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: Qwen 3 MoE."""
+    sparse: Values = {"moe_intermediate_size": model.mlp_width, "decoder_sparse_step": 1}
+    return write_olmoe(model) | sparse | {"mlp_only_layers": [], "use_sliding_window": False}
