@@ -91,10 +91,9 @@ class Experts(nn.Module):
         assert config.experts is not None
         self.router = Router(config, boundary)
         width = config.expert_width
-        self.experts = nn.ModuleList(MLP(config, boundary, width) for _ in range(config.experts))
-        for expert in self.experts:
-            assert isinstance(expert, MLP)
-            expert.has_place = False  # parts of a micro-batch give it different numbers of tokens
+        # no place: parts of a micro-batch give an expert different numbers of tokens
+        experts = (MLP(config, boundary, width, has_place=False) for _ in range(config.experts))
+        self.experts = nn.ModuleList(experts)
         shared = config.shared_experts
         self.shared = MLP(config, boundary, shared * width) if shared else None
         self.loads: torch.Tensor | None = None

@@ -20,15 +20,17 @@ __all__ = ["MLP"]
 class MLP(nn.Module):
     """MLP branch: ``[B, S, H]`` to this rank's partial sum, ``[B, S, H]``, without the last bias."""
 
-    def __init__(self, config: ModelConfig, boundary: Boundary, width: int) -> None:
-        """``width``: of the inner values, those of all ranks together."""
+    def __init__(
+        self, config: ModelConfig, boundary: Boundary, width: int, *, has_place: bool = True
+    ) -> None:
+        """``width``: of the inner values, those of all ranks together. ``has_place``: the parts of a
+        micro-batch write what they keep side by side (`Boundary.place`)."""
         super().__init__()
         width //= boundary.size
         up_rows = config.up_matrices * width
         self.activation, self.kernels = config.activation, boundary.kernels
         self.later, self.remakes, self.boundary = boundary.later, boundary.remakes, boundary
-        self.has_place = True
-        """Whether the parts of a micro-batch write what they keep side by side (`Boundary.place`)."""
+        self._has_place = has_place
         self.up = Linear(config.hidden, up_rows, bias=config.bias, later=boundary.later)
         self.down = Linear(width, config.hidden, bias=config.bias)
 
@@ -54,7 +56,7 @@ class MLP(nn.Module):
         function = partial(activate, self.activation, bias=bias, kernels=self.kernels)
         if self.remakes:
             return function(up), Remade(function, up)
-        return function(up, place=self.boundary.place if self.has_place else None), None
+        return function(up, place=self.boundary.place if self._has_place else None), None
 
     def out(self, inner: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
         """Multiply the inner values to this rank's partial sum."""

@@ -288,7 +288,7 @@ class _Warnings(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a warning."""
+        """Send the text of a warning to the command."""
         self._channel.send("warning", record.getMessage())
 
 

@@ -401,3 +401,22 @@ def test_odd_values_of_a_familys_fields_are_read_or_refused_in_a_line(config: di
                 model_of(config | {key: value})
             except BadInputError as error:
                 assert "\n" not in str(error) and len(str(error)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("Mixtral-8x7B-v0.1", "norm_topk_prob", True),
+        ("Mixtral-8x7B-v0.1", "num_experts_per_tok", 9),
+        ("Mixtral-8x7B-v0.1", "num_hidden_layers", 10_000),
+        ("Qwen3-30B-A3B-Base", "mlp_only_layers", [0]),
+        ("Qwen3-30B-A3B-Base", "num_local_experts", 64),
+        ("OLMoE-1B-7B-0924", "clip_qkv", 8.0),
+    ],
+)
+def test_experts_that_would_be_read_as_others_are_refused(name: str, field: str, value: object) -> None:
+    config = PUBLISHED[name][0]
+    if field == "num_hidden_layers":
+        config = config | {"num_local_experts": 4096}
+    with pytest.raises(BadInputError):
+        model_of(config | {field: value})

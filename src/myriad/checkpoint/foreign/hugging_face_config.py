@@ -339,6 +339,7 @@ def model_of(config: Mapping[str, Any], vocabulary_multiple: int = 64) -> ModelC
         values |= family.read(theirs, values)
         model = ModelConfig(**family.fixed | values)
         _check_heads(model)
+        _check_experts(model)
         _check_rotary(model)
     except ValidationError as error:
         first = error.errors()[0]
@@ -351,23 +352,29 @@ _MOST_HEADS = _MOST_EXPERTS = 2**18
 
 
 def _check_heads(model: ModelConfig) -> None:
-    """Refuse heads that have no size, or do not share key/value heads evenly, and more of them, or of
-    experts, than a list should hold: a few words of a file would take all memory."""
+    """Refuse heads that have no size, or do not share key/value heads evenly, and more of them than a list
+    should hold: a few words of a file would take all memory."""
     if model.layers * model.heads > _MOST_HEADS:
         allowed = f"at most {_MOST_HEADS:,} in the {model.layers:,} layers of config.json together"
         raise BadInputError("heads", model.heads, allowed)
-    if model.layers * (model.experts or 0) > _MOST_EXPERTS:
-        allowed = f"at most {_MOST_EXPERTS:,} in the {model.layers:,} layers of config.json together"
-        raise BadInputError("experts", model.experts, allowed)
-    if model.experts is not None and model.experts_per_token > model.experts:
-        allowed = f"at most the {model.experts} experts of config.json"
-        raise BadInputError("experts_per_token", model.experts_per_token, allowed)
     if model.head_dim is None and model.latent is None and model.hidden % model.heads:
         raise BadInputError("heads", model.heads, f"a divisor of hidden = {model.hidden} in config.json")
     if model.heads % model.num_kv_heads:
         raise BadInputError(
             "kv_heads", model.num_kv_heads, f"a divisor of {model.heads} heads in config.json"
         )
+
+
+def _check_experts(model: ModelConfig) -> None:
+    """Refuse more experts than a list should hold, and tokens that choose more experts than there are."""
+    if model.experts is None:
+        return
+    if model.layers * model.experts > _MOST_EXPERTS:
+        allowed = f"at most {_MOST_EXPERTS:,} in the {model.layers:,} layers of config.json together"
+        raise BadInputError("experts", model.experts, allowed)
+    if model.experts_per_token > model.experts:
+        allowed = f"at most the {model.experts} experts of config.json"
+        raise BadInputError("experts_per_token", model.experts_per_token, allowed)
 
 
 def _check_rotary(model: ModelConfig) -> None:

@@ -20,7 +20,8 @@ __all__ = [
     "write_qwen3_moe",
 ]
 
-ROUTER_FIELDS = ("router_aux_loss_coef", "output_router_logits", "norm_topk_prob")
+ROUTER_FIELDS = ("router_aux_loss_coef", "output_router_logits")
+"""Fields of a router that matter in training only."""
 MIXTRAL_NAMES = TensorNames(mlp="block_sparse_moe", up=("w1", "w3"), down="w2")
 
 
@@ -46,11 +47,12 @@ def write_olmoe(model: ModelConfig) -> Values:
 def read_qwen3_moe(theirs: ConfigValues, values: Values) -> Values:
     """Return the values of a ``config.json`` beyond the copied fields: Qwen 3 MoE."""
     found = read_olmoe(theirs, values) | {"ffn_hidden": theirs.size("moe_intermediate_size")}
-    experts = theirs.size_or_none("num_local_experts")
+    experts = theirs.size_or_none("num_local_experts")  # the name that version 5 of transformers writes
     if experts is None:
         return found
-    theirs.must_be("num_experts", theirs.defaults["num_experts"], experts)
-    return found | {"experts": experts}  # the name that version 5 of transformers writes
+    if "num_experts" in theirs.values:
+        theirs.must_be("num_experts", experts)
+    return found | {"experts": experts}
 
 
 def write_qwen3_moe(model: ModelConfig) -> Values:

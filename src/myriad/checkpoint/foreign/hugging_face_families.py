@@ -168,8 +168,8 @@ FAMILIES: dict[str, Family] = {
         read=read_qwen3_moe,
         write=write_qwen3_moe,
         fields=(
-            *(*_ROTARY, *ROUTER_FIELDS, "attention_bias", "moe_intermediate_size", "sliding_window"),
-            *("max_window_layers", "num_local_experts"),
+            *(*_ROTARY, *ROUTER_FIELDS, "norm_topk_prob", "attention_bias", "moe_intermediate_size"),
+            *("sliding_window", "max_window_layers", "num_local_experts"),
         ),
     ),
     "mixtral": Family(
@@ -194,7 +194,7 @@ FAMILIES: dict[str, Family] = {
         must_be={"clip_qkv": (None,)},
         read=read_olmoe,
         write=write_olmoe,
-        fields=(*_ROTARY, *ROUTER_FIELDS, "attention_bias"),
+        fields=(*_ROTARY, *ROUTER_FIELDS, "norm_topk_prob", "attention_bias"),
     ),
     "gemma2": Family(
         architecture="Gemma2ForCausalLM",

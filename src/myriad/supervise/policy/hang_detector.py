@@ -174,7 +174,7 @@ class Deadlines:
 
     def __init__(self, patience: float, saving_seconds: float, longer_steps: Sequence[int] = ()) -> None:
         """``saving_seconds``: how long a rank itself waits for a save. ``longer_steps``: the steps that get
-        much more tokens than the step before."""
+        at least twice the tokens of the step before."""
         self._patience, self._saving, self._longer_steps = patience, saving_seconds, longer_steps
         self._samples: dict[str, deque[float]] = defaultdict(partial(deque, maxlen=_SAMPLES))
         self._phase, self._step = "starting", -1
