@@ -17,9 +17,10 @@ from typing import Any, Self
 
 import torch
 import torch._dynamo
+import torch.distributed as dist
 
 from myriad.comm.free_port import free_port
-from myriad.comm.groups import local_rank
+from myriad.comm.groups import close_world, local_rank
 from myriad.comm.rendezvous.store_secret import new_store_secret
 
 
@@ -34,6 +35,13 @@ def enter(
         results.put((rank, function(*arguments), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
+
+
+def leave_world() -> None:
+    """Leave the world once all ranks are here: rank 0 keeps the store, which others may still need to make
+    their groups."""
+    dist.barrier()
+    close_world()
 
 
 def environments(world: int) -> list[dict[str, str]]:

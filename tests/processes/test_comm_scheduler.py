@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity_case import Case, run_case
-from ranks import free_port, run_ranks
+from ranks import free_port, leave_world, run_ranks
 
 from myriad.comm.comm_scheduler import CommScheduler
 from myriad.comm.config import CommConfig
@@ -235,7 +235,7 @@ def kind_on_unequal_nodes(hierarchy: str) -> str:
     except BadInputError as error:
         return str(error)
     scheduler.close()
-    close_world()
+    leave_world()
     return scheduler.hierarchy
 
 

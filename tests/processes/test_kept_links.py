@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import leave_world, run_ranks
 
-from myriad.comm.groups import close_world, open_world
+from myriad.comm.groups import open_world
 from myriad.job import load_job
 from myriad.train.engine_setup import choose_links
 
@@ -19,7 +19,7 @@ FAST_NODES = ["comm.node_bandwidth=50 Gbit/s", "comm.network_bandwidth=1 Gbit/s"
 def settle(overrides: list[str], kept: Path) -> str:
     job = load_job("tiny", overrides)
     chosen = choose_links(job, open_world(job.layout, CPU), CPU, kept).hierarchy
-    close_world()
+    leave_world()
     return chosen
 
 
