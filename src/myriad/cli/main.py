@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from myriad.system.quick_process import start_quickly
+
 if TYPE_CHECKING:
     import typer
 
@@ -40,6 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if arguments is None:  # this process is the command: no process of it imports from its folder
         os.environ.setdefault("PYTHONSAFEPATH", "1")
+        start_quickly()
     set_up_output()
     with _sigterm_interrupts():
         try:

@@ -33,7 +33,7 @@ import stat
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,28 +95,23 @@ class Run:
         """Return the job of this run. Raises `BadInputError` if the folder holds no run."""
         if not self.exists:
             raise BadInputError("run", str(self.path), "no run here (no job.toml)")
-        from myriad.job import load_job  # slow import: processes that only watch ranks need the paths alone
-
-        self.check_job_file()
+        text = self.check_job_file()
         try:
-            return load_job(str(self.job_path))
+            return _read_job(text, str(self.job_path))
         except BadInputError as error:  # the error names a key that the user did not type
             allowed = f"has {error}; correct it, or use the version of Myriad that wrote it"
             raise BadInputError("run", str(self.job_path), allowed) from None
 
-    def check_job_file(self) -> None:
-        """Raise `BadInputError` if job.toml is damaged or incomplete; the message names a copy to restore.
+    def check_job_file(self) -> str:
+        """Return the text of job.toml. Raise `BadInputError` if it is damaged or incomplete; the message
+        names a copy to restore.
 
         A missing section would otherwise silently get its default values. A file that a user wrote (for
         torchrun) may omit sections."""
-        from myriad.job import Job
-
+        text = ""
         try:
             text = self.job_path.read_text()
-            tree = tomllib.loads(text)
-            needed = Job.model_fields if text.startswith(_HEADER) else ()
-            missing = [name for name in needed if name not in tree and name not in _LATER_SECTIONS]
-            problem = f"it has no {', '.join(missing)}" if missing else "" if tree else "it is empty"
+            problem = _problem_of_job_file(text)
         except (OSError, ValueError) as error:
             problem = str(error)
         if problem:
@@ -126,6 +121,7 @@ class Run:
             source = copies[-1] if copies else "BACKUP"
             allowed = f"is damaged ({problem}); restore it: cp {source} {self.job_path}"
             raise BadInputError("run", str(self.job_path), allowed)
+        return text
 
     def checkpoints(self, job: "Job | None" = None) -> str:
         """Return the path or URL of durable checkpoints: the job's, or else a folder of the run."""
@@ -362,3 +358,29 @@ def _refuse_unwritable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise BadInputError("run", str(path), f"must be a writable folder ({error.strerror})") from None
+
+
+@lru_cache(maxsize=16)
+def _problem_of_job_file(text: str) -> str:
+    """Return what a job.toml lacks, or an empty string. Raises ``ValueError`` if it is not TOML."""
+    from myriad.job import Job  # slow import: processes that only watch ranks need the paths alone
+
+    tree = tomllib.loads(text)
+    needed = Job.model_fields if text.startswith(_HEADER) else ()
+    missing = [name for name in needed if name not in tree and name not in _LATER_SECTIONS]
+    return f"it has no {', '.join(missing)}" if missing else "" if tree else "it is empty"
+
+
+def _read_job(text: str, path: str) -> "Job":
+    """Return the job of a job.toml. A text that a user wrote may refer to files, so it is read again."""
+    from myriad.job import load_job
+
+    return _resolved_job(text, path) if text.startswith(_HEADER) else load_job(path)
+
+
+@lru_cache(maxsize=16)
+def _resolved_job(text: str, path: str) -> "Job":
+    """Return the job of a resolved text, which depends on nothing else. A command asks a dozen times."""
+    from myriad.job import parse_job
+
+    return parse_job(text, path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from myriad.config import dump_toml
 from myriad.errors import BadInputError
 from myriad.job import job_keys, load_job
 from myriad.job.job_changes import RESUME_RULES, ResumeRule
@@ -28,6 +29,18 @@ def test_a_new_run_keeps_its_whole_job(run):
     assert run.create_or_resume(job) is False
     assert run.job() == job
     assert run.create_or_resume(job) is True
+
+
+def test_a_changed_job_file_is_read_again_and_so_is_a_model_that_it_names(run, tmp_path):
+    for steps in (300, 400):
+        run.create_or_resume(load_job("tiny", [f"train.steps={steps}"]))
+        assert run.job().train.steps == steps
+    own = load_job("tiny").model
+    text = 'model = "{}"\ndata = {{ vocabulary = 512 }}\ntrain = {{ global_batch = 8, steps = 300 }}\n'
+    for hidden in (64, 128):
+        (tmp_path / "own.toml").write_text(dump_toml(own.model_copy(update={"hidden": hidden})))
+        run.job_path.write_text(text.format(tmp_path / "own.toml"))
+        assert run.job().model.hidden == hidden
 
 
 def test_weights_and_logs_of_a_new_run_can_be_read_by_its_user_alone(run):

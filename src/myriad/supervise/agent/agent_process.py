@@ -14,6 +14,7 @@ from myriad.checkpoint.snapshots.server_start import node_server_name, start_sna
 from myriad.run import Run
 from myriad.supervise.agent.fork_server import ForkServer
 from myriad.system.child_process import die_with_parent
+from myriad.system.quick_process import start_quickly
 from myriad.telemetry.progress.progress_page import ProgressPage
 from myriad.telemetry.span_io.span_ring import SpanRings
 
@@ -43,6 +44,7 @@ def run_node(
 
 def main(arguments: list[str]) -> int:
     """Run an agent that ends with its launcher."""
+    start_quickly()
     die_with_parent(int(os.environ.get("MYRIAD_ENGINE_PID", os.getppid())))
     run, node, threads, *command = arguments
     problem = run_node(Path(run), int(node), int(threads), command)

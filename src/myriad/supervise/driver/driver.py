@@ -60,6 +60,7 @@ from myriad.supervise.policy.decisions import Decider
 from myriad.supervise.policy.health import ClockCheck
 from myriad.supervise.policy.policy_actions import EndRun, PolicyAction
 from myriad.system.child_process import die_with_parent
+from myriad.system.quick_process import start_quickly
 from myriad.wire.framing import Refused
 from myriad.wire.listener import Listener, raise_file_limit
 from myriad.wire.pending_connections import AUTHENTICATION_SECONDS, PendingConnections
@@ -326,6 +327,7 @@ class Driver:
 
 def main(arguments: list[str]) -> int:
     """Drive a run: the program of the driver process."""
+    start_quickly()
     if engine := os.environ.get("MYRIAD_ENGINE_PID"):
         die_with_parent(int(engine))
     given = _parser().parse_args(arguments)
