@@ -1,8 +1,9 @@
 """A parallel layout: how many ranks share which dimension of the work. This module does not import torch.
 
-The rank grid is one array with axes ``dp pp cp tp ep``, the last one varying fastest. Neighbours in rank
+The rank grid is one array with axes ``dp pp cp tp``, the last one varying fastest. Neighbours in rank
 number are tensor-parallel peers (they communicate most and should share a node), then pipeline neighbours,
-then data-parallel replicas.
+then data-parallel replicas. Experts see the same ranks as a second grid (`myriad.comm.grid`): ``ep`` ranks,
+which differ in ``dp``, hold different experts.
 """
 
 from typing import Literal
@@ -20,7 +21,7 @@ ScheduleName = Literal[
     "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "eager-zero-bubble"
 ]
 
-AXES = ("dp", "pp", "cp", "tp", "ep")
+AXES = ("dp", "pp", "cp", "tp")
 """Axes of the rank grid, slowest first."""
 
 MOST_RANKS = 2**20
@@ -39,7 +40,9 @@ class Layout(Config):
     cp: int = Field(1, ge=1, le=MOST_RANKS)
     """Context-parallel ranks; only 1 for now."""
     ep: int = Field(1, ge=1, le=MOST_RANKS)
-    """Expert-parallel ranks; only 1 for now."""
+    """Neighbouring replicas that share the experts of each block: every one holds 1/ep of them, and tokens
+    travel to their experts and back. It must divide layout.dp and model.experts, and does not multiply the
+    number of ranks. 1: each replica holds all experts."""
     virtual_stages: int = Field(1, ge=1, le=2**14)
     """Model pieces (stages) per pipeline rank."""
     zero: int = Field(0, ge=0, le=3)
@@ -81,7 +84,7 @@ class Layout(Config):
     @property
     def world(self) -> int:
         """Number of ranks in the layout."""
-        return self.dp * self.pp * self.cp * self.tp * self.ep
+        return self.dp * self.pp * self.cp * self.tp
 
     @property
     def num_shards(self) -> int:
@@ -93,6 +96,11 @@ class Layout(Config):
         """Groups of replicas that each hold the whole state, sharded inside the group; with ZeRO 0 each
         replica is one."""
         return self.dp // self.num_shards
+
+    @property
+    def num_expert_replicas(self) -> int:
+        """Data-parallel replicas that hold the same experts."""
+        return self.dp // self.ep
 
     @property
     def reduces_across(self) -> bool:
@@ -135,8 +143,6 @@ def check_layout(layout: Layout) -> None:
     """Check every rule that spans several fields of a layout. Raises `BadInputError`."""
     if layout.cp > 1:
         raise BadInputError("layout.cp", layout.cp, "only 1: context parallelism is not built yet")
-    if layout.ep > 1:
-        raise BadInputError("layout.ep", layout.ep, "only 1: expert parallelism is not built yet")
     if layout.world > MOST_RANKS:
         key = "layout.dp x layout.tp x layout.pp"
         raise BadInputError(key, layout.world, f"at most {MOST_RANKS:,} ranks: tables hold an entry for each")
@@ -145,6 +151,7 @@ def check_layout(layout: Layout) -> None:
     if shares is not None and (len(shares) != layout.dp or min(shares) < 1):
         allowed = f"{layout.dp} numbers of at least 1, one for each replica (layout.dp), or off"
         raise BadInputError("layout.shares", list(shares), allowed)
+    _check_experts(layout)
     group = layout.shard_group
     if group is not None and layout.zero == 0:
         raise BadInputError("layout.shard_group", group, "needs layout.zero = 1, 2 or 3, or off")
@@ -154,6 +161,18 @@ def check_layout(layout: Layout) -> None:
     if layout.reduce == "each" and layout.zero < 2:
         allowed = "needs layout.zero = 2 or 3, where a reduced gradient is kept apart from the sum; or last"
         raise BadInputError("layout.reduce", layout.reduce, allowed)
+
+
+def _check_experts(layout: Layout) -> None:
+    """Check the replicas that share experts: they exchange tokens in every micro-batch."""
+    ep, shares = layout.ep, layout.shares
+    if layout.dp % ep:
+        raise BadInputError("layout.ep", ep, f"must divide layout.dp = {layout.dp}")
+    if ep > 1 and layout.shard_group is not None:
+        raise BadInputError("layout.shard_group", layout.shard_group, "off with layout.ep > 1")
+    if ep > 1 and shares is not None and len({*shares}) > 1:
+        allowed = "equal numbers, or off, with layout.ep > 1: replicas exchange tokens in each micro-batch"
+        raise BadInputError("layout.shares", list(shares), allowed)
 
 
 def lacks_for_graphs(layout: Layout, overlap: OverlapConfig) -> str:

@@ -65,6 +65,18 @@ def _check_batch(job: JobValues) -> None:
     need(not alone, "layout.shares", list(shares), allowed)
 
 
+def _check_expert_ranks(job: JobValues) -> None:
+    layout, experts, comm = job.layout, job.model.experts, job.comm
+    if layout.ep == 1:
+        return
+    need(experts is not None, "layout.ep", layout.ep, "needs model.experts, or 1")
+    number = experts or 1
+    need(number % layout.ep == 0, "layout.ep", layout.ep, f"must divide model.experts = {number}")
+    alone = comm.sync_every > 1
+    allowed = "1 with layout.ep > 1: with DiLoCo replicas do not exchange tokens"
+    need(not alone, "comm.sync_every", comm.sync_every, allowed)
+
+
 def _check_vocabulary(job: JobValues) -> None:
     embedded = job.data.corpus == "embedded" and not job.data.mixture
     trained, vocabulary = job.data.vocabulary, job.model.vocabulary
@@ -324,6 +336,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_stages,
     _check_partition,
     _check_batch,
+    _check_expert_ranks,
     _check_vocabulary,
     _check_streams,
     _check_evaluation,
@@ -355,6 +368,7 @@ _LAYOUT_RULES = frozenset(
         _check_stages,
         _check_partition,
         _check_batch,
+        _check_expert_ranks,
         _check_steps,
         check_precision,
         _check_recompute_ratio,

@@ -95,6 +95,10 @@ class Boundary:
     (``layout.recompute = "selective"``)."""
     kernels: Kernels = "auto"
     """Choice of the kernels that compute the operators (``train.kernels``)."""
+    expert_rank: int = 0
+    """Index among the ranks that share the experts of a block."""
+    expert_ranks: int = 1
+    """Number of ranks that share the experts of a block."""
 
     def start_all_gather(self, x: torch.Tensor) -> Arriving:
         """Gather ``[B, S/size, H]`` to ``[B, S, H]``. The result is differentiable."""
@@ -135,6 +139,16 @@ class Boundary:
         """Sum ``x`` over the peers forward, and pass its gradient backward. For models that keep the residual
         stream whole."""
         return x
+
+    def start_counts(self, counts: torch.Tensor) -> Arriving:
+        """Exchange the numbers of tokens for each expert ``[E]`` with the ranks that share experts. The
+        result ``[ranks, E/ranks]`` has the tokens of each rank for the experts of this one."""
+        return Arrived(counts[None])
+
+    def start_exchange(self, rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Arriving:
+        """Send ``leaving[r]`` of the rows ``[N, H]``, in order, to each rank r of those that share experts.
+        The result has the ``arriving[r]`` rows of each, in order of the ranks. It is differentiable."""
+        return Arrived(rows)
 
     def start_stack(self, x: torch.Tensor) -> Arriving:
         """Stack every rank's ``x``: ``[...]`` to ``[size, ...]``. The result is not differentiable; operators

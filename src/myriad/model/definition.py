@@ -34,6 +34,7 @@ __all__ = [
     "ShardSpan",
     "StatesShapes",
     "full_shape",
+    "is_expert",
     "is_hidden_matrix",
     "num_experts_of",
     "rate_of",
@@ -226,6 +227,16 @@ class HasExperts(Protocol):
     def num_experts(self) -> int:
         """Experts of each block; 0: none."""
         ...
+
+    def is_expert(self, name: str) -> bool:
+        """Return whether the parameter with this full name belongs to one of them, so that ranks that share
+        experts hold different ones."""
+        ...
+
+
+def is_expert(definition: Definition, name: str) -> bool:
+    """Return whether the parameter with this full name belongs to one of the experts of a block."""
+    return isinstance(definition, HasExperts) and definition.is_expert(name)
 
 
 def num_experts_of(definition: Definition) -> int:

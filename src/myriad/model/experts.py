@@ -10,6 +10,11 @@ tokens at once. Tensor-parallel ranks share every expert's width, and each route
 sequence: all compute the same scores, and gradients of scores are partial sums as those of other parameters
 that every rank holds.
 
+With expert parallelism (GShard, arXiv 2006.16668) each of several replicas holds some of the experts. Tokens,
+ordered by expert, travel to the ranks of their experts (dispatch), and results back to the ranks of their
+tokens (combine): two all-to-alls in the forward, and two in the backward. A rank learns first how many tokens
+each other one has for its experts. Shared experts compute while results travel.
+
 Training adds two terms to the loss, of each sequence alone, so that no layout changes them: the balance loss
 of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2, equations 17 to 20; with the same two factors as in Switch,
 arXiv 2101.03961), and the z-loss of the router (ST-MoE, arXiv 2202.08906). They are added where they arise:
@@ -18,6 +23,7 @@ the reported loss has neither.
 Legend: B batch, S sequence, H hidden, E experts, k experts of a token, T = B S tokens.
 """
 
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +34,7 @@ from myriad.kernels.gradient import LaterProducts
 from myriad.kernels.linear import weight_gradient
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
+from myriad.model.interleave import Steps, finish
 from myriad.model.mlp import MLP
 
 __all__ = ["Experts"]
@@ -90,27 +97,78 @@ class Experts(nn.Module):
         super().__init__()
         assert config.experts is not None
         self.router = Router(config, boundary)
-        width = config.expert_width
+        self.boundary, self.num_experts, width = boundary, config.experts, config.expert_width
+        held = self.num_experts // boundary.expert_ranks
+        first = boundary.expert_rank * held
         # no place: parts of a micro-batch give an expert different numbers of tokens
-        experts = (MLP(config, boundary, width, has_place=False) for _ in range(config.experts))
-        self.experts = nn.ModuleList(experts)
+        self.experts = nn.ModuleDict(
+            {
+                str(number): MLP(config, boundary, width, has_place=False)
+                for number in range(first, first + held)
+            }
+        )
+        """The experts of this rank, by number."""
         shared = config.shared_experts
         self.shared = MLP(config, boundary, shared * width) if shared else None
         self.loads: torch.Tensor | None = None
         """Where training adds up the tokens of each expert, ``[E]``; ``None``: they are not counted."""
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return the sum of what the chosen and the shared experts compute, this rank's part."""
+        return finish(self.steps(x, logits))
+
+    def steps(self, x: torch.Tensor, logits: torch.Tensor) -> Steps:
+        """Return the sum of what the chosen and the shared experts compute, this rank's part. Yields where
+        tokens travel."""
         gates, chosen = self.router.choose(logits)
-        places = Places.of(chosen, len(self.experts))
+        places = Places.of(chosen, self.num_experts)
         if self.training and self.loads is not None:
             self.loads += places.counts
         entering: torch.Tensor = _Dispatch.apply(x.flatten(0, -2), places)
-        parts = zip(entering.split(places.counts.tolist()), self.experts, strict=True)
-        leaving = torch.cat([expert(rows) for rows, expert in parts if len(rows)])
+        if self.boundary.expert_ranks == 1:
+            leaving, shared = self._results(entering, places.counts), self._shared_result(x)
+        else:
+            leaving, shared = yield from self._travel(entering, places.counts, x)
         out: torch.Tensor = _Combine.apply(leaving, gates, places)
         out = out.view(x.shape)
-        return out if self.shared is None else out + self.shared(x)
+        return out if shared is None else out + shared
+
+    def _travel(
+        self, entering: torch.Tensor, counts: torch.Tensor, x: torch.Tensor
+    ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None]]:
+        """Send tokens ``[T k, H]``, ordered by expert, to their experts, and return the results in the same
+        order. Also return what the shared experts compute of ``x`` while the results travel."""
+        boundary = self.boundary
+        counting = boundary.start_counts(counts)
+        yield None
+        arrived = counting.wait()
+        sizes, arriving_sizes = (
+            counts.view(boundary.expert_ranks, -1).sum(1).tolist(),
+            arrived.sum(1).tolist(),
+        )
+        arriving = boundary.start_exchange(entering, sizes, arriving_sizes)
+        del entering
+        yield None
+        order, back = _by_expert(arrived)
+        rows: torch.Tensor = _Reordered.apply(arriving.wait(), order, back)
+        rows = self._results(rows, arrived.sum(0))
+        arriving = boundary.start_exchange(_Reordered.apply(rows, back, order), arriving_sizes, sizes)
+        del rows
+        # here and not earlier: in the backward too, it then comes between an all-to-all and its end
+        shared = self._shared_result(x)
+        yield None
+        return arriving.wait(), shared
+
+    def _results(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return what this rank's experts compute of tokens ``[N, H]`` that are ordered by expert."""
+        parts = zip(rows.split(counts.tolist()), self.experts.values(), strict=True)
+        found = [expert(part) for part, expert in parts if len(part)]
+        return torch.cat(found) if found else rows
+
+    def _shared_result(self, x: torch.Tensor) -> torch.Tensor | None:
+        if self.shared is None:
+            return None
+        result: torch.Tensor = self.shared(x)
+        return result
 
 
 class Places(NamedTuple):
@@ -139,6 +197,16 @@ class Places(NamedTuple):
 def _by_token(rows: torch.Tensor, back: torch.Tensor, num_chosen: int) -> torch.Tensor:
     """Return rows that are ordered by expert as ``[T, k, ...]``."""
     return rows.index_select(0, back).unflatten(0, (-1, num_chosen))
+
+
+def _by_expert(arrived: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the order of rows by expert, and its inverse, if they arrive by rank and then by expert.
+    ``arrived`` ``[ranks, experts]``: numbers of rows."""
+    ranks, experts = arrived.shape
+    numbers = torch.arange(experts, device=arrived.device).repeat(ranks)
+    order = numbers.repeat_interleave(arrived.flatten()).argsort(stable=True)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return order, back
 
 
 class _Logits(torch.autograd.Function):
@@ -203,3 +271,17 @@ class _Combine(torch.autograd.Function):
         of_pairs = gates.flatten().index_select(0, pairs)[:, None]
         grad_gates = (rows.float() * grad).sum(-1).index_select(0, back).view_as(gates)
         return (grad * of_pairs).to(rows.dtype), grad_gates, None
+
+
+class _Reordered(torch.autograd.Function):
+    """Rows in another order, whose inverse the backward uses."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return grads[0].index_select(0, back), None, None

@@ -90,6 +90,10 @@ class GPT:
         """Experts of each block; 0: none."""
         return self.config.experts or 0
 
+    def is_expert(self, name: str) -> bool:
+        """Return whether a parameter belongs to an expert that a router chooses."""
+        return ".mlp.experts." in name
+
     @property
     def sequence_parallel(self) -> bool:
         """Whether the residual stream is cut along the sequence: always."""

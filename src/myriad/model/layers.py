@@ -187,7 +187,7 @@ class Block(SteppedLayer):
         routed = Whole(partial(self.mlp.router, loss_factor=context.loss_scale), x)
         yield routed
         yield None
-        return self.mlp(x, routed.result)
+        return (yield from self.mlp.steps(x, routed.result))
 
     def _in_slices(
         self, x: torch.Tensor, branch: torch.Tensor | None, context: Context, mix: _Mix

@@ -69,6 +69,12 @@ class Sharing:
     """The communication scheduler between the ranks of all groups that hold the same slice; ``None``: there
     is one group."""
     num_groups: int = 1
+    copy: int = 0
+    """Index of this rank among those that hold the same slice."""
+    num_copies: int = 1
+    """Number of ranks that hold the same slice."""
+    of_experts: bool = False
+    """The chunk holds experts, of which other ranks have different ones."""
 
 
 @dataclass(frozen=True)

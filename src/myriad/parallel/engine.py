@@ -266,18 +266,20 @@ class Engine(ForwardEngine):
         """Return the tensors that data-parallel replicas hold bit for bit alike just before an update
         (replicas that train alone: after an agreement). With ZeRO 1 and 2 these are the gathered parameters;
         with ZeRO 3 they are the shards of the state, which the groups of ``layout.shard_group`` hold alike;
-        with one group the list is empty."""
+        with one group the list is empty. With ``layout.ep`` > 1 they do not include experts, which are alike
+        in fewer replicas."""
         layout = self.layout
         if layout.num_shard_groups == 1 and (layout.dp == 1 or layout.zero == 3):
             return []
         whole = layout.zero < 3
-        found = [chunk.values for chunk in self.model.chunks if whole]
+        chunks = [chunk for chunk in self.model.chunks if not chunk.sharing.of_experts]
+        found = [chunk.values for chunk in chunks if whole]
         if layout.zero in (0, 3):
-            found += [chunk.master for chunk in self.model.chunks if not (whole and chunk.master_is_values)]
+            found += [chunk.master for chunk in chunks if not (whole and chunk.master_is_values)]
         if layout.zero in (0, 3) and self._model_state.is_replicated:
-            found += [
-                tensor for tensors in self._optimizer_step.optimizer_state().values() for tensor in tensors
-            ]
+            indices = [index for chunk in chunks for index in self._model_state.regions_of[chunk]]
+            states = self._optimizer_step.optimizer_state().values()
+            found += [tensors[index] for tensors in states for index in indices]
         return found
 
     def gather(self) -> None:

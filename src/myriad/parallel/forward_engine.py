@@ -27,6 +27,7 @@ from myriad.parallel.model_state import ModelState
 from myriad.parallel.optimizer_step import loss_weight, sum_over_world
 from myriad.parallel.rank_model import (
     build_rank_model,
+    make_expert_sharing,
     make_sharing,
     mark_float8_weights,
     shape_of_loss,
@@ -94,7 +95,7 @@ class ForwardEngine:
         self._definition, self._dtype, self._device = definition, dtype, device
         self._trains_alone = needs is not None and comm.sync_every > 1 and self.layout.dp > 1
         self._build_programs(layers_of_stage, num_micro_batches, overlap, comm, needs)
-        self.boundary: Boundary = make_boundary(groups, overlap, recorder, kernels)
+        self.boundary: Boundary = make_boundary(groups, overlap, recorder, kernels, device)
         if needs is not None and needs.float8 is not None:
             self.boundary.token_multiple = needs.float8.token_multiple
         one_backward = needs is not None and needs.most_micro_batches == 1
@@ -107,6 +108,9 @@ class ForwardEngine:
             has_gradients=needs is not None,
             frees_grad_buffer=one_backward and overlap.updates_early and self.layout.zero < 2,
         )
+        self._expert_sharing = None
+        if self.layout.ep > 1:
+            self._expert_sharing = make_expert_sharing(self._sharing, groups, overlap, comm, device)
         self._build_model(needs)
         self._start_runtime(sample, seed)
         self._model_state = ModelState(self.model, groups, device, trains_alone=self._trains_alone)
@@ -163,6 +167,7 @@ class ForwardEngine:
             self.groups,
             self.boundary,
             self._sharing,
+            self._expert_sharing,
             self._dtype,
             self._device,
             runs if needs is not None and needs.keeps_addresses else (),
@@ -230,6 +235,8 @@ class ForwardEngine:
         for chunk in self.model.chunks:
             chunk.await_gather()
         self._sharing.scheduler.close()
+        if self._expert_sharing is not None:
+            self._expert_sharing.scheduler.close()
         if self._sharing.across is not None:
             self._sharing.across.close()
 

@@ -58,15 +58,21 @@ class MatrixPeers:
     """Consecutive replicas that the state is sharded over."""
 
     @classmethod
-    def of(cls, groups: Groups, device: torch.device, *, trains_alone: bool) -> "MatrixPeers":
-        """Return the peers of a rank. ``trains_alone``: data-parallel replicas have different parameters."""
-        layout, axes = groups.grid.layout, ("tp",) if trains_alone else ("dp", "tp")
-        group = groups.along(*axes, purpose="matrices")
+    def of(
+        cls, groups: Groups, device: torch.device, *, trains_alone: bool = False, of_experts: bool = False
+    ) -> "MatrixPeers":
+        """Return the peers of a rank. ``trains_alone``: data-parallel replicas have different parameters.
+        ``of_experts``: the peers for experts that this rank does not share with all replicas."""
+        layout, axis = groups.grid.layout, "expert_dp" if of_experts else "dp"
+        group = groups.along(*(("tp",) if trains_alone else (axis, "tp")), purpose="matrices")
         open_collectives(group, device, all_to_all=True)
-        replicas = range(1 if trains_alone else layout.dp)
+        replicas = range(1 if trains_alone else groups.grid.size(axis))
         members = tuple((replica, tp) for replica in replicas for tp in range(layout.tp))
-        own = (0 if trains_alone else groups.grid.index("dp"), groups.grid.index("tp"))
-        return cls(group, members, members.index(own), layout.tp, layout.num_shards)
+        own = (0 if trains_alone else groups.grid.index(axis), groups.grid.index("tp"))
+        shards = layout.num_shards
+        if of_experts:
+            shards = layout.num_expert_replicas if layout.zero else 1
+        return cls(group, members, members.index(own), layout.tp, shards)
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,7 @@ class ModelState:
         once."""
 
     def _counts_row(self, chunk: Chunk, row: Row) -> float:
-        copy_over_dp = self.is_replicated and self._grid.index("dp_replicate") > 0
-        return 0.0 if copy_over_dp or self._is_copy(chunk, row) else 1.0
+        return 0.0 if chunk.sharing.copy > 0 or self._is_copy(chunk, row) else 1.0
 
     def _is_copy(self, chunk: Chunk, row: Row) -> bool:
         """Return whether another tensor- or pipeline-parallel rank holds the same elements and counts
@@ -61,9 +60,9 @@ class ModelState:
         one tensor per region, shaped like the region's values, or empty. ``owned_only``: a tensor that
         several ranks hold is yielded by one of them only; data-parallel replicas yield one share each."""
         for index, region in enumerate(self.regions):
-            low, high = self._share(region) if owned_only else (0, region.values.numel())
             for piece in region.pieces:
                 chunk, row = self.rows[piece.parameter]
+                low, high = _share(region, chunk) if owned_only else (0, region.values.numel())
                 first, stop = max(piece.start, low), min(piece.stop, high)
                 if first >= stop or (owned_only and self._is_copy(chunk, row)):
                     continue
@@ -82,12 +81,12 @@ class ModelState:
                         self._layout.tp,
                     )
 
-    def _share(self, region: Region) -> tuple[int, int]:
-        """Return the span of a region that this rank writes: the whole region, or its share if other
-        replicas hold the same."""
-        size = region.values.numel()
-        rank, ranks = self._grid.index("dp_replicate"), self._layout.num_shard_groups
-        return (size * rank // ranks, size * (rank + 1) // ranks) if self.is_replicated else (0, size)
+
+def _share(region: Region, chunk: Chunk) -> tuple[int, int]:
+    """Return the span of a chunk's region that this rank writes: the whole region, or its share if other
+    ranks hold the same."""
+    size, copy, copies = region.values.numel(), chunk.sharing.copy, chunk.sharing.num_copies
+    return size * copy // copies, size * (copy + 1) // copies
 
 
 def _nothing(device: torch.device) -> Region:

@@ -134,14 +134,19 @@ class OptimizerStep:
         firsts = torch.tensor([first.setdefault(name, number) for number, name in rows])
         self._first_rows = firsts.to(device) if self._copy_groups else None
         """``[rows]``: the first row of each row's parameter, if a parameter has several rows."""
-        axes = ("dp_shard", "tp") if layout.zero else ("tp",)
-        self._table_group = groups.along(*axes) if config.name == "lamb" else None
+        self._tables = _table_groups(state, groups) if config.name == "lamb" else []
+        """Rows of the table of parameters, and the group that shares their elements."""
         num_rows = len(state.rows)
         self._exchanges: dict[Chunk, MatrixExchange] = {}
         if config.orthogonalizes:
-            peers = MatrixPeers.of(groups, device, trains_alone=trains_alone)
             sent = newton_schulz_dtype(config.muon_precision, dtype)
-            self._exchanges = make_exchanges(model.chunks, peers, config, sent)
+            of_experts = [chunk for chunk in model.chunks if chunk.sharing.of_experts]
+            others = [chunk for chunk in model.chunks if not chunk.sharing.of_experts]
+            peers = MatrixPeers.of(groups, device, trains_alone=trains_alone)
+            self._exchanges = make_exchanges(others, peers, config, sent)
+            if layout.ep > 1:
+                peers = MatrixPeers.of(groups, device, of_experts=True)
+                self._exchanges |= make_exchanges(of_experts, peers, config, sent)
         self.optimizer = build_optimizer(
             config,
             state.regions,
@@ -397,10 +402,23 @@ class OptimizerStep:
         """Sum each parameter's table row over the ranks (LAMB's norms), so that each element counts once."""
         if self._groups.grid.index("tp") > 0:
             table.masked_fill_(self._copies, 0.0)
-        table = all_reduce(table, self._table_group)
+        for rows, group in self._tables:
+            table[rows] = all_reduce(table[rows], group)
         if self._first_rows is None:
             return table
         return torch.zeros_like(table).index_add_(0, self._first_rows, table)[self._first_rows]
+
+
+def _table_groups(state: ModelState, groups: Groups) -> list[tuple[torch.Tensor, Group | None]]:
+    """Return the rows of the table of parameters that ranks share alike, with the group of these ranks: those
+    of experts that not all replicas hold, and all others."""
+    found = []
+    for of_experts in (False, True):
+        rows = [row for row, (chunk, _) in enumerate(state.rows) if chunk.sharing.of_experts == of_experts]
+        axes = ("expert_dp" if of_experts else "dp_shard", "tp") if groups.grid.layout.zero else ("tp",)
+        if groups.grid.layout.ep > 1 or not of_experts:
+            found.append((torch.tensor(rows, device=state.counts.device), groups.along(*axes)))
+    return found
 
 
 def _copy_group(groups: Groups, copies: int) -> Group | None:

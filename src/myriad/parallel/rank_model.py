@@ -26,6 +26,7 @@ from myriad.model.definition import (
     Context,
     Definition,
     StatesShapes,
+    is_expert,
     is_hidden_matrix,
     rate_of,
     shard_of,
@@ -43,6 +44,7 @@ __all__ = [
     "Stage",
     "build_rank_model",
     "draw_initial",
+    "make_expert_sharing",
     "make_sharing",
     "mark_float8_weights",
     "shape_of_loss",
@@ -89,6 +91,7 @@ def make_sharing(
 ) -> Sharing:
     """Return how this rank shares its chunks, and open the communication. A collective call of all ranks."""
     grid, zero = groups.grid, groups.grid.layout.zero
+    num_groups = grid.layout.num_shard_groups
     axis = "dp_shard" if zero else "dp"
     scheduler = CommScheduler(groups, None if trains_alone else axis, overlap, comm, device)
     across = None
@@ -103,7 +106,27 @@ def make_sharing(
         has_gradients=has_gradients,
         frees_grad_buffer=frees_grad_buffer,
         across=across,
-        num_groups=grid.layout.num_shard_groups if zero else 1,
+        num_groups=num_groups if zero else 1,
+        copy=0 if trains_alone else grid.index("dp_replicate"),
+        num_copies=1 if trains_alone else num_groups,
+    )
+
+
+def make_expert_sharing(
+    others: Sharing, groups: Groups, overlap: OverlapConfig, comm: CommConfig, device: torch.device
+) -> Sharing:
+    """Return how this rank shares the chunks of its experts with the ranks that hold the same ones, and open
+    the communication. A collective call of all ranks. ``others``: how it shares the other chunks."""
+    axis, grid = "expert_dp", groups.grid
+    index, size = grid.index(axis), grid.size(axis)
+    return replace(
+        others,
+        scheduler=CommScheduler(groups, axis if size > 1 else None, overlap, comm, device),
+        group_rank=index,
+        group_size=size,
+        copy=0 if others.zero else index,
+        num_copies=1 if others.zero else size,
+        of_experts=True,
     )
 
 
@@ -114,13 +137,15 @@ def build_rank_model(
     groups: Groups,
     boundary: Boundary,
     sharing: Sharing,
+    expert_sharing: Sharing | None,
     dtype: torch.dtype,
     device: torch.device,
     static_runs: Sequence[Sequence[Action]] = (),
     *,
     orthogonalizes: bool = False,
 ) -> RankModel:
-    """Build this rank's layers on the meta device and allocate their memory, without values. ``static_runs``:
+    """Build this rank's layers on the meta device and allocate their memory, without values.
+    ``expert_sharing``: how experts are shared; ``None``: as other parameters. ``static_runs``:
     action lists of this rank for which temporary memory must be at fixed addresses; empty: addresses may
     change. ``orthogonalizes``: the optimizer orthogonalizes the updates of matrices between hidden values."""
     mine = [stage for stage, rank in enumerate(stage_rank) if rank == groups.grid.index("pp")]
@@ -138,16 +163,19 @@ def build_rank_model(
     holders = _tied_stages(definition, layers_of_stage)
     places = _chunk_memory(static_runs, mine, holders if tied_entries else set(), sharing.zero)
 
-    def add(group_of_entries: list[Entry], key: int) -> Chunk:
+    def add(group_of_entries: list[Entry], key: int, how: Sharing = sharing) -> Chunk:
         first_row = sum(len(chunk.rows) for chunk in chunks)
-        chunks.append(Chunk(group_of_entries, sharing, dtype, device, first_row, places.get(key)))
+        chunks.append(Chunk(group_of_entries, how, dtype, device, first_row, places.get(key)))
         return chunks[-1]
 
     for stage in mine:
         own = [entry for index in layers_of_stage[stage] for entry in entries[index]]
-        stages[stage] = Stage(
-            stage, {i: layers[i] for i in layers_of_stage[stage]}, [add(own, stage)] if own else []
-        )
+        routed = [entry for entry in own if expert_sharing and is_expert(definition, entry.name)]
+        rest = [entry for entry in own if entry not in routed]
+        of_stage = [add(rest, stage)] if rest else []
+        if expert_sharing is not None and routed:
+            of_stage.append(add(routed, stage, expert_sharing))
+        stages[stage] = Stage(stage, {i: layers[i] for i in layers_of_stage[stage]}, of_stage)
     tied = add(tied_entries, TIED) if tied_entries else None
     tied_stages = tuple(sorted(holders & set(mine)))
     for stage in tied_stages:

@@ -24,6 +24,7 @@ from myriad.kernels.config import Kernels
 from myriad.kernels.gradient import LaterProducts, apply_deferred
 from myriad.kernels.remade import Remade
 from myriad.model.boundary import Arrived, Arriving, Boundary, Factors
+from myriad.parallel.expert_exchange import ExpertPeers, start_counts, start_rows
 from myriad.parallel.sliced_products import (
     GlooSliceTransport,
     SliceTransport,
@@ -60,14 +61,19 @@ class GroupBoundary(Boundary):
         remakes: bool = False,
         on_nccl: bool = False,
         kernels: Kernels = "auto",
+        experts: ExpertPeers | None = None,
     ) -> None:
+        """``experts``: the ranks that share the experts of a block; ``None``: this one has all."""
         self.group, self.rank, self.size, self.recorder = group, rank, size, recorder
         self.chunks, self.message_bytes, self.remakes = chunks, message_bytes, remakes
         self.kernels = kernels
         self.sequence_first = on_nccl and size > 1
         self.joins_parts = self.sequence_first and not remakes  # recomputed activations have their own memory
         self.in_slices = slices > 0 and size > 1
-        hides = size > 1 and (chunks > 1 or slices > 0)
+        self._experts = experts
+        if experts is not None:
+            self.expert_rank, self.expert_ranks = experts.rank, experts.size
+        hides = (size > 1 and (chunks > 1 or slices > 0)) or self.expert_ranks > 1
         self.later: LaterProducts | None = LaterProducts() if hides else None
         self._slices = slices
 
@@ -112,6 +118,14 @@ class GroupBoundary(Boundary):
     def join(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.size == 1 else _Join.apply(x, self)
 
+    def start_counts(self, counts: torch.Tensor) -> Arriving:
+        return super().start_counts(counts) if self._experts is None else start_counts(counts, self._experts)
+
+    def start_exchange(self, rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Arriving:
+        if self._experts is None:
+            return super().start_exchange(rows, leaving, arriving)
+        return start_rows(rows, self._experts, leaving, arriving, self.later)
+
     def start_stack(self, x: torch.Tensor) -> Arriving:
         return Arrived(x[None]) if self.size == 1 else AsyncStack(x, self)
 
@@ -124,10 +138,12 @@ class GroupBoundary(Boundary):
 
 
 def make_boundary(
-    groups: Groups, overlap: OverlapConfig, recorder: Recorder, kernels: Kernels
+    groups: Groups, overlap: OverlapConfig, recorder: Recorder, kernels: Kernels, device: torch.device
 ) -> GroupBoundary:
-    """Return the boundary of this rank's tensor-parallel group, in the layout of ``groups``."""
+    """Return the boundary of this rank's tensor-parallel group, in the layout of ``groups``. A collective
+    call of all ranks."""
     group = groups.along("tp")
+    experts = ExpertPeers.of(groups, recorder, device) if groups.grid.layout.ep > 1 else None
     return GroupBoundary(
         group,
         groups.grid.index("tp"),
@@ -139,6 +155,7 @@ def make_boundary(
         remakes=groups.grid.layout.recompute == "selective",
         on_nccl=group is not None and dist.get_backend(group) != "gloo",
         kernels=kernels,
+        experts=experts,
     )
 
 

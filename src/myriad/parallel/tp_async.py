@@ -34,7 +34,16 @@ from myriad.kernels.memory_order import is_sequence_first
 from myriad.kernels.side_by_side import PartSlots, Slot
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["AsyncStack", "Direction", "Peers", "start_async", "sum_in_rank_order"]
+__all__ = [
+    "AsyncCollective",
+    "AsyncStack",
+    "AsyncState",
+    "Direction",
+    "Peers",
+    "issue",
+    "start_async",
+    "sum_in_rank_order",
+]
 
 # torch 2.13 renamed these functions; 2.11 has the old names only
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -53,13 +62,16 @@ class Peers(Protocol):
 class AsyncCollective:
     """A collective in flight. It keeps the memory that the transport reads alive."""
 
+    span = "tensor_comm"
+    """Name of the span of `wait`."""
+
     def __init__(self, peers: Peers, kept: torch.Tensor) -> None:
         self._peers, self._kept = peers, kept
         self._works: list[dist.Work] = []
 
     def wait(self) -> torch.Tensor:
         """Wait for the collective and return its result. Call it once."""
-        with self._peers.recorder.span("tensor_comm"):
+        with self._peers.recorder.span(self.span):
             for work in self._works:
                 work.wait()
         return self._arrived()
@@ -174,33 +186,51 @@ class _Boundary(Peers, Protocol):
     place: PartSlots | None
 
 
-class _AsyncState:
-    """The state that the two autograd nodes share."""
+class AsyncState:
+    """The state that the two autograd nodes of a differentiable collective share."""
 
-    def __init__(self, peers: _Boundary, direction: Direction) -> None:
-        self._peers, self._forward = peers, direction
-        self._slot = None if peers.place is None else peers.place.slot()  # of the gather, either way
+    def __init__(self, later: LaterProducts | None) -> None:
+        """``later``: weight products that the backward computes when it has issued its collective."""
+        self._later = later
         self._collective: AsyncCollective | None = None
 
     def post(self, x: torch.Tensor, *, forward: bool) -> None:
-        gathers = (self._forward is Direction.GATHER) == forward
-        self._collective = (
-            AsyncAllGather(x, self._peers, self._slot) if gathers else AsyncReduceScatter(x, self._peers)
-        )
+        """Issue the collective of the forward, or that of the backward."""
+        self._collective = self._start(x, forward=forward)
+
+    def _start(self, x: torch.Tensor, *, forward: bool) -> AsyncCollective:
+        raise NotImplementedError
 
     def arrive(self) -> torch.Tensor:
+        """Wait for the collective and return its result."""
         assert self._collective is not None, "waited for twice, or never posted"
         collective, self._collective = self._collective, None
         return collective.wait()
 
     def use_the_wait(self) -> None:
-        if self._peers.later is not None:
-            self._peers.later.apply_complete()
+        """Compute the weight products that were deferred."""
+        if self._later is not None:
+            self._later.apply_complete()
+
+
+class _TensorParallelState(AsyncState):
+    """The state of a gather or a reduce-scatter."""
+
+    def __init__(self, peers: _Boundary, direction: Direction) -> None:
+        super().__init__(peers.later)
+        self._peers, self._forward = peers, direction
+        self._slot = None if peers.place is None else peers.place.slot()  # of the gather, either way
+
+    def _start(self, x: torch.Tensor, *, forward: bool) -> AsyncCollective:
+        gathers = (self._forward is Direction.GATHER) == forward
+        if gathers:
+            return AsyncAllGather(x, self._peers, self._slot)
+        return AsyncReduceScatter(x, self._peers)
 
 
 class _Issue(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, state: _AsyncState) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, state: AsyncState) -> torch.Tensor:
         ctx.state = state
         state.post(x, forward=True)
         return x.new_empty(0)
@@ -212,7 +242,7 @@ class _Issue(torch.autograd.Function):
 
 class _Complete(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, state: _AsyncState) -> torch.Tensor:
+    def forward(ctx: Any, token: torch.Tensor, state: AsyncState) -> torch.Tensor:
         ctx.state = state
         return state.arrive()
 
@@ -226,7 +256,7 @@ class _Complete(torch.autograd.Function):
 class _PendingTensor:
     """A tensor in flight; an implementation of `myriad.model.boundary.Arriving`."""
 
-    def __init__(self, token: torch.Tensor, state: _AsyncState) -> None:
+    def __init__(self, token: torch.Tensor, state: AsyncState) -> None:
         self._token, self._state = token, state
 
     def wait(self) -> torch.Tensor:
@@ -234,7 +264,11 @@ class _PendingTensor:
         return y
 
 
-def start_async(x: torch.Tensor, peers: _Boundary, direction: Direction) -> _PendingTensor:
-    """Issue the collective of ``x``. The result that arrives is differentiable."""
-    state = _AsyncState(peers, direction)
+def issue(x: torch.Tensor, state: AsyncState) -> _PendingTensor:
+    """Issue the collective of ``x`` that ``state`` describes. The result that arrives is differentiable."""
     return _PendingTensor(_Issue.apply(x, state), state)
+
+
+def start_async(x: torch.Tensor, peers: _Boundary, direction: Direction) -> _PendingTensor:
+    """Issue a gather or a reduce-scatter of ``x``. The result that arrives is differentiable."""
+    return issue(x, _TensorParallelState(peers, direction))

@@ -45,6 +45,7 @@ COMMUNICATION = frozenset(
         "await_scatter",
         "clip",
         "tensor_comm",
+        "expert_comm",
     }
 )
 """Span names in which a rank waits for others."""
@@ -57,6 +58,7 @@ _OPERATIONS = {
     "await_across": collective("dp"),
     "sync_tied": collective("tied"),
     "tensor_comm": collective("tp"),
+    "expert_comm": collective("dp"),
     "all_reduce": collective("world"),
 }
 """Operation for each span name. For messages between stages, the caller passes the operation."""

@@ -1,4 +1,5 @@
-"""If these fail, ranks shard their state with others than they sum gradients with."""
+"""If these fail, ranks shard their state with others than they sum gradients with, or send tokens to ranks
+that do not hold their experts."""
 
 import pytest
 
@@ -15,6 +16,16 @@ def test_groups_are_neighbours_and_meet_rank_by_rank() -> None:
     assert rank.peers("dp") == (1, 3, 5, 7)
     assert rank.peers("dp_shard", "tp") == (0, 1, 2, 3)
     assert RankGrid(GROUPED, 0).rows("dp_replicate") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_neighbouring_replicas_share_experts_and_others_hold_the_same() -> None:
+    layout = Layout(dp=4, pp=2, tp=2, ep=2)
+    assert layout.world == 16
+    rank = RankGrid(layout, 5)
+    assert (rank.peers("ep"), rank.peers("expert_dp")) == ((1, 5), (5, 13))
+    assert rank.peers("expert_dp", "tp") == (4, 5, 12, 13)
+    places = [RankGrid(layout, rank) for rank in range(16)]
+    assert all(one.index("dp") == 2 * one.index("expert_dp") + one.index("ep") for one in places)
 
 
 @pytest.mark.parametrize(

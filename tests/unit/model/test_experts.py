@@ -51,7 +51,7 @@ def by_definition(
     gates = torch.where(chosen, scores, 0.0)
     if config.router_normalized:
         gates = gates / gates.sum(-1, keepdim=True)
-    each = torch.stack([expert(x) for expert in experts.experts], -1)
+    each = torch.stack([expert(x) for expert in experts.experts.values()], -1)
     y = (each * gates[..., None, :]).sum(-1) * config.router_scale
     shares = scores / scores.sum(-1, keepdim=True)
     load = chosen.float().mean(1) * count / k
@@ -115,7 +115,7 @@ def test_an_expert_without_tokens_costs_nothing_and_gets_no_gradient() -> None:
         experts.router.weight[2] = 1.0
     x = torch.rand(2, 5, 16)
     experts(x, experts.router(x, FACTOR)).sum().backward()
-    used = [all(one.grad is not None for one in expert.parameters()) for expert in experts.experts]
+    used = [all(one.grad is not None for one in expert.parameters()) for expert in experts.experts.values()]
     assert used == [False, False, True, False]
 
 

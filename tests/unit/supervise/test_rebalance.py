@@ -269,3 +269,6 @@ def test_what_a_job_allows() -> None:
     gpipe = load_job("tiny", [*keys, "layout.schedule=gpipe"])
     assert StepWork.of(gpipe).most_share == 8, "memory grows with every micro-batch"
     assert StepWork.of(load_job("tiny", [*keys, "resilience.on_slow=report"])).on_slow == "report"
+    shared = StepWork.of(load_job("tiny-moe", ["layout.dp=4", "layout.ep=2", "train.global_batch=16"]))
+    assert shared.most_share == 4, "replicas that share experts exchange tokens in each micro-batch"
+    assert shared.in_attempt(AttemptLayout(dp=2)).most_share == 8

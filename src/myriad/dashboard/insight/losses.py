@@ -4,8 +4,8 @@
     slower than peak      mean own seconds of compute actions - ideal: kernels, and recomputation
     bubble                waits for another place of the pipeline that had not sent yet
     slower ranks          waits for the last arriver of a collective whose members do the same work
-    tensor, pipeline,     waits while the message or the collective was in flight: exposed communication
-      data parallel
+    tensor, experts,      waits while the message or the collective was in flight: exposed communication
+      pipeline, data parallel
     data, optimizer, checkpoint, garbage, evaluation
     other                 the rest: nothing was recorded, or spans that a job added
 
@@ -28,6 +28,7 @@ LOSSES = (
     "bubble",
     "slower ranks",
     "tensor",
+    "experts",
     "pipeline",
     "data parallel",
     "data",
@@ -39,6 +40,7 @@ LOSSES = (
 )
 _OF_CLASS = {
     "tp": "tensor",
+    "ep": "experts",
     "pp": "pipeline",
     "dp": "data parallel",
     "data": "data",

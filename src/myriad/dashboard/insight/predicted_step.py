@@ -50,7 +50,7 @@ def predicted_records(
         records[field] = [row[at] for row in rows]
     records["name"] = [code[row[3]] for row in rows]
     records["step"] = step
-    sharers = layout.cp * layout.tp * layout.ep
+    sharers = layout.cp * layout.tp
     everyone = np.repeat(records[None], sharers, axis=0)
     everyone["rank"] += np.arange(sharers, dtype=np.int32)[:, None]
     flat = everyone.reshape(-1)
@@ -63,7 +63,7 @@ def _rows(prediction: Prediction, costs: Costs, shift: float) -> Iterator[_Row]:
     first = _first_free(prediction, layout)
     for span in prediction.spans:
         replica = first if span.replica < 0 else span.replica
-        rank = (replica * layout.pp + span.rank) * layout.cp * layout.tp * layout.ep
+        rank = (replica * layout.pp + span.rank) * layout.cp * layout.tp
         action, begin = span.action, span.start + shift
         end = begin + span.duration
         chunk = chunk_of(action, prediction.program.num_stages)

@@ -69,13 +69,13 @@ class Ranks:
     def first_of_pipeline(self) -> Array:
         """First rank of each replica and pipeline place, ``[replica, place]``."""
         layout = self.layout
-        size = layout.cp * layout.tp * layout.ep
+        size = layout.cp * layout.tp
         return np.arange(layout.dp * layout.pp).reshape(layout.dp, layout.pp) * size
 
     @property
     def sharers(self) -> int:
         """Number of ranks that share a pipeline place of a replica; their numbers are consecutive."""
-        return self.layout.cp * self.layout.tp * self.layout.ep
+        return self.layout.cp * self.layout.tp
 
     def group(self, rank: int, *axes: str) -> Array:
         """Return the ranks that differ from ``rank`` only along ``axes``, including it, ascending."""

@@ -27,6 +27,7 @@ const SPAN_COLOURS = {
   update: "#909fb2",
   orthogonalize: "#909fb2",
   tensor_comm: "#7a4fa3",
+  expert_comm: "#84180f",
   checkpoint_copy: "#8c6d4f",
   collect_garbage: "#e75d9e",
   evaluate: "#87c7d1",
@@ -50,6 +51,7 @@ const OTHERS = ["#5f8aa6", "#9c7b55", "#6f8f4f", "#a86a8f", "#7580a8"];
 const CLASS_COLOURS = {
   compute: "#5ea1ff",
   tp: "#7a4fa3",
+  ep: "#84180f",
   pp: "#dd7f52",
   dp: "#f2cda9",
   bubble: "#cba305",
@@ -83,6 +85,7 @@ export const SPAN_LEGEND = [
   ["backward, input half", "backward_input"],
   ["backward, weight half", "backward_weight"],
   ["tensor", "tensor_comm"],
+  ["experts", "expert_comm"],
   ["pipeline wait", PIPELINE],
   ["replica wait", DATA],
   ["posting", POSTS],

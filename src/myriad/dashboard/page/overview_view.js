@@ -25,7 +25,7 @@ const OPTIONAL = new Set(["noise_scale", "max_attention_logit", "expert_load"]);
 const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "skip", "bad_block", "health", "job_changed", "phase", "start_over", "held"]);
 const NEWEST_EVENTS = 200;
 /** Losses whose colours are those of a class of time. */
-const LOSS_CLASSES = { "slower than peak": "compute", "slower ranks": "slow", tensor: "tp", pipeline: "pp", "data parallel": "dp", evaluation: "validating" };
+const LOSS_CLASSES = { "slower than peak": "compute", "slower ranks": "slow", tensor: "tp", experts: "ep", pipeline: "pp", "data parallel": "dp", evaluation: "validating" };
 
 /** @param {{run: any, version: number, theme: import("./colours.js").Theme}} props */
 export function OverviewView({ run, version, theme }) {

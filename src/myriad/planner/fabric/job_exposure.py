@@ -184,7 +184,7 @@ class FabricJob:
         pipeline's rate."""
         layout = self.costs.workload.layout
         pairs: defaultdict[tuple[int, int], Numbers] = defaultdict(lambda: np.ones(layout.dp))
-        width = layout.pp * layout.tp * layout.cp * layout.ep
+        width = layout.pp * layout.tp * layout.cp
         for part, own in self._by_part("pp", slower):
             replicas = part.exchange.source // width
             np.maximum.at(pairs[part.rank, part.peer], replicas, own)

@@ -161,7 +161,7 @@ class NetworkEvents:
 
     @property
     def _width(self) -> int:
-        return self.layout.cp * self.layout.tp * self.layout.ep
+        return self.layout.cp * self.layout.tp
 
     def _places(self, lane: tuple[int, int]) -> tuple[int, ...]:
         """Return the nodes of the lane's ranks."""
@@ -227,7 +227,7 @@ def parse_stragglers(
     for one in given:
         ranks, factor = _parse(one, layout, accelerators_per_node, order)
         for rank in ranks:
-            lane = divmod(rank // (layout.cp * layout.tp * layout.ep), layout.pp)
+            lane = divmod(rank // (layout.cp * layout.tp), layout.pp)
             found[lane] = max(found.get(lane, 0.0), factor)
     return found
 

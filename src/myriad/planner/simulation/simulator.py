@@ -202,7 +202,7 @@ def predicted_spans(prediction: Prediction, layout: Layout) -> Mapping[int, list
     found: defaultdict[int, list[Span]] = defaultdict(list)
     for span in prediction.spans:
         replica = first if span.replica < 0 else span.replica
-        rank = (replica * layout.pp + span.rank) * layout.cp * layout.tp * layout.ep
+        rank = (replica * layout.pp + span.rank) * layout.cp * layout.tp
         action, begin = span.action, span.start - start
         chunk = chunk_of(action, prediction.program.num_stages)
         found[rank].append(

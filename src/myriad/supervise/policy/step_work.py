@@ -258,13 +258,17 @@ class StepWork:
     steps: int
     """Steps of the run."""
     on_slow: Literal["move", "swap", "report"]
+    shares_stay: bool = False
+    """Replicas that share experts exchange tokens in each micro-batch, so all have equally many."""
     pipeline: Pipeline | None = None
     """Pipeline if layers can be moved; else ``None``."""
 
     @staticmethod
     def of(job: "Job", num_nodes: int = 1) -> "StepWork":
         """Build the work of a job with known nodes and layout."""
-        layout, shares, fixed = job.layout, job.shares, shares_are_fixed(job)
+        layout, shares = job.layout, job.shares
+        stay = layout.ep > 1
+        fixed = stay or shares_are_fixed(job)
         equal = -(-sum(shares) // layout.dp)
         return StepWork(
             dp=layout.dp,
@@ -275,6 +279,7 @@ class StepWork:
             most_share=max(shares) if fixed else max(*shares, _MAX_SHARE_RATIO * equal),
             steps=job.train.steps,
             on_slow=job.resilience.on_slow,
+            shares_stay=stay,
             pipeline=Pipeline.of(job),
         )
 
@@ -283,7 +288,7 @@ class StepWork:
         if layout.dp is None:
             return self
         shares = equal_shares(sum(self.shares), layout.dp)
-        most = max(self.most_share, _MAX_SHARE_RATIO * shares[0])
+        most = shares[0] if self.shares_stay else max(self.most_share, _MAX_SHARE_RATIO * shares[0])
         return replace(self, dp=layout.dp, shares=shares, most_share=most, node_order=())
 
     def place(self, rank: int, world: int) -> tuple[int, int]:

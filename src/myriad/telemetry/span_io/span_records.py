@@ -45,6 +45,7 @@ _OF_A_STEP = {
     "exchange": ("receive wait", "pp"),
     "wait": ("receive wait", "pp"),
     "tensor_comm": ("tensor", "tp"),
+    "expert_comm": ("experts", "ep"),
     "gather": ("gather", "dp"),
     "start_gather": ("gather", "dp"),
     "await_gather": ("gather", "dp"),
@@ -91,7 +92,19 @@ PHASES: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Phase and class of each span that Myriad records. The phase is shown; the class is one of `CLASSES`."""
 
-CLASSES = ("compute", "tp", "pp", "dp", "optimizer", "data", "offload", "checkpoint", "garbage", "other")
+CLASSES = (
+    "compute",
+    "tp",
+    "ep",
+    "pp",
+    "dp",
+    "optimizer",
+    "data",
+    "offload",
+    "checkpoint",
+    "garbage",
+    "other",
+)
 
 
 def phase_of(name: str) -> str:

@@ -126,7 +126,7 @@ def measure_kinds(where: TuningContext, kinds: Sequence[Kind]) -> dict[Kind, flo
     blocks: list[nn.Module] = []
     for kind in kinds:
         own = overlap.model_copy(update={"tensor": kind})
-        boundary = make_boundary(groups, own, Recorder(), where.kernels)
+        boundary = make_boundary(groups, own, Recorder(), where.kernels, device)
         blocks = _build(where, boundary, blocks)
         iterations[kind] = _iteration(where, blocks, boundary)
     found: dict[Kind, list[float]] = {kind: [] for kind in kinds}
