@@ -97,10 +97,17 @@ without a section stand for several keys (`job_of`)."""
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 EXPERTS: dict[str, dict[str, Any]] = {
     "none": {},
-    "softmax": {"experts": 4, "expert_hidden": 32, "balance_loss": 0.1, "router_z_loss": 0.01},
+    "softmax": {
+        "experts": 4,
+        "dense_layers": 1,
+        "expert_hidden": 32,
+        "balance_loss": 0.1,
+        "router_z_loss": 0.01,
+    },
     "sigmoid and shared": {
         "experts": 6,
         "experts_per_token": 3,
+        "expert_every": 2,
         "expert_hidden": 16,
         "shared_experts": 1,
         "router_scores": "sigmoid",

@@ -83,7 +83,7 @@ OURS = {
     "mixtral": LLAMA | {"experts": 4, "tied": False},
     "qwen 3 moe": LLAMA | {
         "qk_norm": "head", "head_dim": 16, "experts": 6, "experts_per_token": 3, "expert_hidden": 40,
-        "ffn_hidden": None, "router_normalized": False,
+        "ffn_hidden": 48, "dense_layers": 1, "router_normalized": False,
     },
     "olmoe": LLAMA | {"qk_norm": "all", "experts": 5, "experts_per_token": 1, "router_normalized": False},
     "gemma 2": GEMMA | {"attention_softcap": 5.0, "logit_softcap": 3.0, "window": 5},
@@ -239,7 +239,12 @@ THEIRS: dict[str, Callable[[], Any]] = {
     "qwen 3": lambda: transformers.Qwen3Config(**(ROTARY | {"head_dim": 12})),
     "mixtral": lambda: transformers.MixtralConfig(**ROTARY, num_local_experts=4, sliding_window=None),
     "qwen 3 moe": lambda: transformers.Qwen3MoeConfig(
-        **ROTARY, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=True
+        **ROTARY,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
     ),
     "olmoe": lambda: transformers.OlmoeConfig(
         **without_head_dim(ROTARY), num_experts=5, num_experts_per_tok=2, pad_token_id=None

@@ -119,6 +119,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {
         "activation": "swiglu",
         "experts": 4,
+        "dense_layers": 1,
         "expert_hidden": 24,
         "balance_loss": 0.1,
         "router_z_loss": 0.01,
@@ -129,6 +130,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 4,
         "v_head_dim": 6,
         "experts": 6,
+        "expert_every": 2,
         "experts_per_token": 3,
         "shared_experts": 2,
         "expert_hidden": 16,

@@ -41,8 +41,9 @@ def _check_tensor_parallel(job: JobValues) -> None:
         f"or be a multiple of it: one of {degrees}"
     )
     need(tp in model.head_degrees, "layout.tp", tp, allowed)
-    key = "ffn_hidden" if model.expert_hidden is None else "expert_hidden"
-    need(model.mlp_width % tp == 0, "layout.tp", tp, f"must divide model.{key} = {model.mlp_width}")
+    for width in model.mlp_widths:
+        key = "expert_hidden" if width == model.expert_hidden else "ffn_hidden"
+        need(width % tp == 0, "layout.tp", tp, f"must divide model.{key} = {width}")
     need(model.sequence % tp == 0, "layout.tp", tp, f"must divide model.sequence = {model.sequence}")
 
 

@@ -58,7 +58,7 @@ def _check_heads(job: JobValues) -> None:
 
 _EXPERT_KEYS = (
     *("experts_per_token", "expert_hidden", "shared_experts", "router_scores", "router_normalized"),
-    *("router_scale", "balance_loss", "router_z_loss"),
+    *("router_scale", "balance_loss", "router_z_loss", "dense_layers", "expert_every"),
 )
 
 
@@ -72,7 +72,12 @@ def _check_experts(job: JobValues) -> None:
     _refuse_set(model, "model", ("block", "bias", "mup_base_width"), "{default} with model.experts")
     learns = chosen > 1 or not model.router_normalized
     need(learns, "model.experts_per_token", chosen, "2 or more, or set model.router_normalized = false")
-    if model.expert_hidden is not None:
+    every, dense = model.expert_every, model.dense_layers
+    has_any = any(map(model.has_experts, range(model.layers)))
+    allowed = f"at most model.layers = {model.layers}: a block with experts follows model.dense_layers"
+    need(has_any or every == 1, "model.expert_every", every, allowed)
+    need(has_any, "model.dense_layers", dense, f"below model.layers = {model.layers}")
+    if model.expert_hidden is not None and not model.has_dense_blocks:
         _refuse_set(model, "model", ("ffn_hidden",), "{default} with model.expert_hidden: no MLP has it")
 
 

@@ -59,6 +59,7 @@ def kept_bytes_per_token(
     stream = model.hidden * bytes_per_value / tp
     if recompute == "full":
         return 0.0 if layer_kind == "embedding" else stream
+    block = model.of_block(layer)
     mask = stream if model.dropout else 0.0
     if layer_kind == "embedding":
         # int64 row and bool for each token; without tp these belong to the batch
@@ -73,14 +74,14 @@ def kept_bytes_per_token(
             for number in range(1, model.prediction_layers + 1)
         )
     gathered = 0 if recompute == "selective" else model.hidden * bytes_per_value
-    mlp = _mlp_values(model, recompute) * bytes_per_value / tp
+    mlp = _mlp_values(block, recompute) * bytes_per_value / tp
     attention = _attention_bytes(model, layer, tp, bytes_per_value, softmax_block, recompute)
     streams = 1 if model.block == "parallel" else model.num_branch_norms  # two norms share one input
     norms = stream * streams + statistics * model.num_branch_norms
     if model.norm_placement == "after" and model.block == "serial":
         # The stream itself is gathered: there is no norm that the backward could recompute.
         gathered = model.hidden * bytes_per_value
-    experts = _expert_bytes(model, bytes_per_value, input_is_kept=gathered > 0)
+    experts = _expert_bytes(block, bytes_per_value, input_is_kept=gathered > 0)
     return norms + gathered * model.num_gathers + mask * model.num_scatters + attention + mlp + experts
 
 

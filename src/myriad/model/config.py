@@ -14,7 +14,9 @@ forward + backward, no recomputation; of experts, those that compute a token. Fo
 attention they are ``72 B s L h^2 (1 + s/6h + V/12Lh)``; with windows only attended pairs count.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 from pydantic import Field
@@ -60,6 +62,10 @@ class ModelConfig(Config):
     experts: int | None = Field(None, ge=2, le=4096)
     """Experts of each block: MLPs of which every token takes a few (mixture of experts); off: one MLP, which
     every token takes."""
+    dense_layers: int = Field(0, ge=0, le=10_000)
+    """Blocks at the start that have one MLP in place of experts (with model.experts; DeepSeek-V3: 3)."""
+    expert_every: int = Field(1, ge=1, le=10_000)
+    """Every so many-th block has experts, the others one MLP (with model.experts). 1: every block."""
     experts_per_token: int = Field(2, ge=1, le=256)
     """Experts that compute each token (with model.experts)."""
     expert_hidden: int | None = Field(None, ge=8, le=2**24)
@@ -177,6 +183,32 @@ class ModelConfig(Config):
         """Kind of each layer, in order, as ``layout.partition = "type:REGEX"`` matches it."""
         return ("Embedding", *(("Block",) * self.layers), "Head")
 
+    def has_experts(self, layer: int) -> bool:
+        """Return whether block ``layer`` has experts. Prediction layers are numbered on after the blocks."""
+        if self.experts is None or layer < self.dense_layers:
+            return False
+        return (layer + 1) % self.expert_every == 0
+
+    @property
+    def has_dense_blocks(self) -> bool:
+        """Whether a model with experts also has blocks without them."""
+        return self.experts is not None and (self.dense_layers > 0 or self.expert_every > 1)
+
+    def of_block(self, layer: int) -> "ModelConfig":
+        """Return the model all of whose blocks are like block ``layer``, with experts or without, for the
+        properties below that are of one block."""
+        if not self.has_dense_blocks:
+            return self
+        return _every_block_with(self) if self.has_experts(layer) else _every_block_without(self)
+
+    def block_counts(self, layers: range) -> list[tuple["ModelConfig", int]]:
+        """Return each distinct `of_block` of these blocks, with their number."""
+        if not self.has_dense_blocks:
+            return [(self, len(layers))]
+        counts = Counter(map(self.has_experts, layers))
+        blocks = {True: _every_block_with(self), False: _every_block_without(self)}
+        return [(blocks[kind], number) for kind, number in counts.items()]
+
     @property
     def num_kv_heads(self) -> int:
         """Number of key/value heads."""
@@ -258,6 +290,11 @@ class ModelConfig(Config):
     def mlp_width(self) -> int:
         """Inner width of each MLP: of an expert, if a block has any."""
         return self.ffn_width if self.experts is None else self.expert_width
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Inner widths that tensor-parallel ranks share: of each expert, and of the MLP of other blocks."""
+        return (self.mlp_width, self.ffn_width) if self.has_dense_blocks else (self.mlp_width,)
 
     @property
     def active_width(self) -> int:
@@ -382,7 +419,8 @@ class ModelConfig(Config):
 
     @property
     def prediction_parameters(self) -> int:
-        """Parameters of one prediction layer: a block, three norms and a projection."""
+        """Parameters of one prediction layer: a block, three norms and a projection. Those with and without
+        experts differ, as for `block_parameters`."""
         return self.block_parameters + 3 * self.norm_size + 2 * self.hidden**2
 
     def without_predictions(self) -> "ModelConfig":
@@ -425,7 +463,7 @@ class ModelConfig(Config):
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block; all blocks have the same number."""
+        """Parameters of one block. Those with and without experts differ: `of_block` says which."""
         queries, keys = self.heads * self.head_width, self.num_kv_heads * self.head_width
         cut = self._block_matrices(self.stored_width) - self._shared_matrices
         if self.has_qkv_bias:
@@ -439,8 +477,10 @@ class ModelConfig(Config):
     def num_parameters(self, *, embeddings: bool = True) -> int:
         """Return the number of parameters of the whole model, without padding of the vocabulary."""
         h = self.hidden
-        total = self.layers * self.block_parameters + self.norm_size
-        total += self.prediction_layers * self.prediction_parameters
+        further = range(self.layers, self.layers + self.prediction_layers)
+        blocks = self.block_counts(range(self.layers))
+        total = sum(count * block.block_parameters for block, count in blocks) + self.norm_size
+        total += sum(count * block.prediction_parameters for block, count in self.block_counts(further))
         if embeddings:
             total += self.vocabulary * h * (1 if self.tied else 2)
             total += self.sequence * h if self.position == "learned" else 0
@@ -454,18 +494,22 @@ class ModelConfig(Config):
             return float(s * s)
         return window * s - window * (window - 1) / 2
 
+    def _active_matrices(self, layer: int) -> int:
+        """Return the number of elements in the matrices of block ``layer`` that compute a token."""
+        block = self.of_block(layer)
+        return block._block_matrices(block.active_width)
+
     def layer_flops_per_token(self) -> list[float]:
         """Return the FLOPs per token of the embedding (0: rows are looked up), the blocks and the head with
         its prediction layers, counted as in `flops_per_token`."""
         width = (self.heads * self.head_width + self.mixed_width) / self.sequence
-        period = range(min(self.layers, len(self.window_pattern)))
-        matrices = self._block_matrices(self.active_width)
-        each = [matrices + width * self.attended_pairs(layer) for layer in period]
+        alike = self.layers if self.has_dense_blocks else min(self.layers, len(self.window_pattern))
+        each = [self._active_matrices(n) + width * self.attended_pairs(n) for n in range(alike)]
         blocks = [each[layer % len(each)] for layer in range(self.layers)]
         head = float(self.hidden * self.vocabulary)
         for layer in range(self.layers, self.layers + self.prediction_layers):
-            pairs = self.attended_pairs(layer)
-            head += matrices + width * pairs + self.hidden * (2 * self.hidden + self.vocabulary)
+            head += self._active_matrices(layer) + width * self.attended_pairs(layer)
+            head += self.hidden * (2 * self.hidden + self.vocabulary)
         return [6.0 * one for one in (0.0, *blocks, head)]
 
     def flops_per_token(self) -> float:
@@ -481,3 +525,15 @@ class ModelConfig(Config):
         joined = each / self.sequence * sum(self.attended_pairs(layer) for layer in layers)
         attended = sum(pairs if self.layer_window(layer) is None else window_pairs for layer in layers)
         return (self.flops_per_token() - joined) * tokens + each * attended
+
+
+@lru_cache(maxsize=64)
+def _every_block_with(model: ModelConfig) -> ModelConfig:
+    """Return a model with experts in every block."""
+    return model.model_copy(update={"dense_layers": 0, "expert_every": 1})
+
+
+@lru_cache(maxsize=64)
+def _every_block_without(model: ModelConfig) -> ModelConfig:
+    """Return a model with an MLP in every block."""
+    return model.model_copy(update={"experts": None})

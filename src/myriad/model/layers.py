@@ -114,8 +114,10 @@ class Embedding(SteppedLayer):
         return stream + F.embedding(context.documents.positions[:, share], self.positions.weight)
 
 
-def _new_mlp(config: ModelConfig, boundary: Boundary) -> MLP | Experts:
-    return MLP(config, boundary, config.ffn_width) if config.experts is None else Experts(config, boundary)
+def _new_mlp(config: ModelConfig, layer: int, boundary: Boundary) -> MLP | Experts:
+    if config.has_experts(layer):
+        return Experts(config, boundary)
+    return MLP(config, boundary, config.ffn_width)
 
 
 _Mix = Callable[[torch.Tensor], torch.Tensor]
@@ -136,7 +138,7 @@ class Block(SteppedLayer):
         kind = Attention if config.latent is None else LatentAttention
         self.attention = kind(config, layer, boundary)
         self.norm2 = new_norm(config, boundary) if before and not shares_norm else None
-        self.mlp = _new_mlp(config, boundary)
+        self.mlp = _new_mlp(config, layer, boundary)
         self.post_norm1 = new_norm(config, boundary) if after else None
         self.post_norm2 = new_norm(config, boundary) if after else None
         self.dropout1 = _Dropout(config, boundary, f"blocks.{layer}.attention")

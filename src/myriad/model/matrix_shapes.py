@@ -23,11 +23,13 @@ class HiddenMatrix(NamedTuple):
 def hidden_matrices(model: ModelConfig, layer: int, tp: int = 1) -> list[HiddenMatrix]:
     """Return the matrices of a layer of the pipeline: 0 is the embedding, and the head comes last."""
     if 0 < layer <= model.layers:
-        return list(_of_block(model, tp))
+        return list(_of_block(model.of_block(layer - 1), tp))
     if layer == 0:
         return []
     projection = HiddenMatrix(model.hidden, 2 * model.hidden, 2.0 * model.hidden**2)
-    return [projection, *_of_block(model, tp)] * model.prediction_layers
+    further = range(model.layers, model.layers + model.prediction_layers)
+    blocks = ([projection, *_of_block(model.of_block(number), tp)] for number in further)
+    return [matrix for block in blocks for matrix in block]
 
 
 def _of_block(model: ModelConfig, tp: int) -> Iterator[HiddenMatrix]:

@@ -39,6 +39,7 @@ SHAPES: list[dict[str, Any]] = [
     {"prediction_layers": 2, "kv_heads": 2, "dropout": 0.1, "tied": False},
     {"prediction_layers": 1, "norm": "layer", "window": 64, "block": "parallel"},
     {"experts": 4, "expert_hidden": 32, "norm_placement": "after"},
+    {"experts": 4, "expert_hidden": 96, "dense_layers": 1, "prediction_layers": 1},
     {"experts": 8, "experts_per_token": 3, "shared_experts": 2, "router_scores": "sigmoid", "dropout": 0.1},
     {
         "experts": 4,

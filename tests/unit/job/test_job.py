@@ -308,6 +308,17 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
             "off with model.expert_hidden",
         ),
         (["model.expert_hidden=64"], "model.expert_hidden", "only with model.experts"),
+        (["model.dense_layers=1"], "model.dense_layers", "only with model.experts"),
+        (["model.experts=4", "model.dense_layers=4"], "model.dense_layers", "below model.layers = 4"),
+        (["model.experts=4", "model.expert_every=5"], "model.expert_every", "at most model.layers = 4"),
+        (
+            [
+                *("model.experts=4", "model.dense_layers=1", "model.expert_hidden=64"),
+                *("model.ffn_hidden=9", "layout.tp=2"),
+            ],
+            "layout.tp",
+            "model.ffn_hidden = 9",
+        ),
         (["model.experts=4", "model.expert_hidden=9", "layout.tp=2"], "layout.tp", "model.expert_hidden = 9"),
         ([GRAPHS, "data.documents=packed"], "train.cuda_graphs", "needs data.documents = joined"),
         ([GRAPHS, *EARLY], "train.cuda_graphs", "needs overlap.optimizer_in_backward = false"),

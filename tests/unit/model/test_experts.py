@@ -11,6 +11,8 @@ from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.experts import Experts, Router
 from myriad.model.gpt import GPT, build_full
+from myriad.planner.cost.stage_layers import layer_parameters
+from myriad.planner.memory.layer_memory import layer_elements
 
 SHAPES: list[dict[str, Any]] = [
     {"experts": 4},
@@ -133,6 +135,25 @@ def test_parameters_and_flops_are_counted(keys: dict[str, Any]) -> None:
     assert config.num_parameters() == dense.num_parameters() + config.layers * (
         unused * each + config.hidden * (config.experts or 0)
     )
+
+
+def test_blocks_without_experts_are_counted_each_as_what_it_is() -> None:
+    """Else a plan gives a stage another memory or time than its blocks have."""
+    keys = {"layers": 6, "experts": 4, "shared_experts": 1, "prediction_layers": 2, "vocabulary_multiple": 1}
+    config = config_of(keys | {"dense_layers": 2, "expert_every": 2, "ffn_hidden": 24})
+    layers = build_full(config, 0)
+    assert [config.has_experts(layer) for layer in range(8)] == [layer in (3, 5, 7) for layer in range(8)]
+    kinds = {True: config_of(keys), False: config_of(keys | {"experts": None, "ffn_hidden": 24})}
+    sizes, flops = layer_parameters(config), config.layer_flops_per_token()
+    for index in range(1, 7):
+        alike = kinds[config.has_experts(index - 1)]
+        held = sum(one.numel() for one in layers[index].parameters())
+        assert held == sizes[index] == layer_elements(config, "block", 1.0, index - 1)
+        assert flops[index] == alike.layer_flops_per_token()[index]
+    parameters = {id(one): one for one in layers.parameters()}.values()
+    assert sum(one.numel() for one in parameters) == config.num_parameters()
+    dense_head, sparse_head = (kinds[kind].layer_flops_per_token()[-1] for kind in (False, True))
+    assert flops[-1] == (dense_head + sparse_head) / 2, "one prediction layer of each kind"
 
 
 def test_muon_orthogonalizes_experts_and_not_the_router() -> None:

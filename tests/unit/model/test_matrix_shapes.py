@@ -18,7 +18,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "predictions": {"prediction_layers": 2},
     "latent": LATENT | {"q_lora_rank": 12},
     "latent-plain-queries": LATENT,
-}
+    "experts in some blocks": {
+        "experts": 4, "shared_experts": 2, "expert_hidden": 8, "expert_every": 2, "prediction_layers": 2,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("tp", [1, 4])

@@ -10,8 +10,12 @@ from hypothesis import strategies as st
 from planned import candidates, problem_of
 
 from myriad.cli.main import main
+from myriad.job import load_job
+from myriad.job.job_values import work_of
 from myriad.planner.cluster_config import Cluster
-from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.cost.layout_costs import Costs, StageCosts
+from myriad.planner.memory.closed_form_memory import PeakMemory
+from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.search.layout_search import layout_memory, score_layout
 from myriad.planner.search.layout_space import LayoutCandidate
 from myriad.planner.search.plan_ranking import simulate_candidates
@@ -19,12 +23,27 @@ from myriad.planner.search.planning import best_plan
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.simulation.simulator import simulate
 from myriad.planner.simulation.steady_state import short_run_lengths
+from myriad.recipes.cluster import load_cluster
 
 SOME = settings(derandomize=True, max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def seconds_on(candidate: LayoutCandidate, cluster: Cluster) -> float:
     return SimulationCache().seconds(Costs(candidate.workload(problem_of()), cluster))
+
+
+def test_a_stage_of_blocks_without_experts_is_planned_as_one_of_a_dense_model() -> None:
+    """In time, parameters and memory; and one of blocks with experts as where all have them."""
+
+    def stages(*keys: str) -> tuple[list[StageCosts], list[PeakMemory]]:
+        base = ["layout.pp=2", "layout.recompute=selective", "layout.schedule=zero-bubble"]
+        workload = work_of(load_job("tiny-moe", [*base, "model.expert_every=1", *keys]), 2)
+        cluster = load_cluster("laptop", ["accelerators_per_node=2"])
+        return Costs(workload, cluster).stages, memory_of_ranks(workload, on_cpu=True)
+
+    mixed, dense, sparse = stages("model.dense_layers=2"), stages("model.experts=off"), stages()
+    assert mixed[0] == [dense[0][0], sparse[0][1]] and dense[0][0] != sparse[0][0]
+    assert mixed[1] == [dense[1][0], sparse[1][1]] and dense[1][0] != sparse[1][0]
 
 
 @SOME

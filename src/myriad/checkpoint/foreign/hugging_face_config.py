@@ -123,6 +123,7 @@ def kind_of(model: ModelConfig, asked: str | None = None) -> str:
 
 _FIELDS = {
     "window": ("window", "window_pattern"),
+    "dense_layers": ("dense_layers", "expert_every"),
     "rotary_base": ("rotary_base", "rotary_fraction", "rotary_pattern", "window_rotary_base"),
 }
 """Keys that decide an entry of `_computed`, if there are several."""
@@ -171,9 +172,9 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         "kv_heads": model.num_kv_heads,
         "head_dim": model.head_width,
         **{key: getattr(model, key) for key in LATENT_SIZES},
-        "ffn_hidden": model.mlp_width,
+        "ffn_hidden": model.mlp_widths[-1],
         "experts": model.experts,
-        **({} if model.experts is None else {key: getattr(model, key) for key in _ROUTING}),
+        **({} if model.experts is None else _computed_by_experts(model)),
         "vocabulary": model.vocabulary,
         "sequence": model.sequence,
         "block": model.block,
@@ -203,8 +204,15 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _computed_by_experts(model: ModelConfig) -> dict[str, Any]:
+    """Return everything that decides what experts compute, by job key."""
+    blocks = [model.has_experts(layer) for layer in range(model.layers)]
+    routing = {key: getattr(model, key) for key in _ROUTING}
+    return {"expert_hidden": model.expert_width, "dense_layers": blocks} | routing
+
+
 _ROUTING = ("experts_per_token", "shared_experts", "router_scores", "router_normalized", "router_scale")
-"""Keys that decide what experts compute."""
+"""Keys of the router, and of the experts that each token takes."""
 
 
 def _rounded(value: float) -> float:
@@ -371,6 +379,9 @@ def _check_experts(model: ModelConfig) -> None:
         return
     if model.layers * model.experts > _MOST_EXPERTS:
         allowed = f"at most {_MOST_EXPERTS:,} in the {model.layers:,} layers of config.json together"
+        raise BadInputError("experts", model.experts, allowed)
+    if not any(map(model.has_experts, range(model.layers))):
+        allowed = f"fewer layers without experts than the {model.layers} layers of config.json"
         raise BadInputError("experts", model.experts, allowed)
     if model.experts_per_token > model.experts:
         allowed = f"at most the {model.experts} experts of config.json"

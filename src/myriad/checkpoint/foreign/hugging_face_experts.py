@@ -1,13 +1,14 @@
 """Fields of ``config.json`` of families with experts: Mixtral, Qwen 3 MoE and OLMoE. Without torch.
 
-All of them choose a token's experts by a softmax over all experts, in every block, and each expert has
-matrices of its own. ``router_aux_loss_coef`` matters in training only: it is written, and not read back. The
-inner width of an expert is read as `ModelConfig.ffn_hidden`, whichever field has it.
+All of them choose a token's experts by a softmax over all experts, and each expert has matrices of its own.
+``router_aux_loss_coef`` matters in training only: it is written, and not read back. If all blocks have
+experts, the inner width of an expert is read as `ModelConfig.ffn_hidden`, whichever field has it.
 """
 
 from myriad.checkpoint.foreign.hugging_face_family import TensorNames, Values
 from myriad.checkpoint.foreign.hugging_face_fields import read_decoder, write_decoder, write_mistral
 from myriad.checkpoint.foreign.hugging_face_values import ConfigValues
+from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 
 __all__ = [
@@ -46,7 +47,7 @@ def write_olmoe(model: ModelConfig) -> Values:
 
 def read_qwen3_moe(theirs: ConfigValues, values: Values) -> Values:
     """Return the values of a ``config.json`` beyond the copied fields: Qwen 3 MoE."""
-    found = read_olmoe(theirs, values) | {"ffn_hidden": theirs.size("moe_intermediate_size")}
+    found = read_olmoe(theirs, values) | _read_blocks(theirs, values)
     experts = theirs.size_or_none("num_local_experts")  # the name that version 5 of transformers writes
     if experts is None:
         return found
@@ -55,7 +56,21 @@ def read_qwen3_moe(theirs: ConfigValues, values: Values) -> Values:
     return found | {"experts": experts}
 
 
+def _read_blocks(theirs: ConfigValues, values: Values) -> Values:
+    """Return which blocks have experts, and the widths of both kinds of MLP."""
+    every = theirs.size_or_none("decoder_sparse_step") or 1
+    plain = theirs.get("mlp_only_layers") or []
+    allowed = "the first layers in config.json, in order: [0, 1, ...]"
+    if not isinstance(plain, list) or plain != list(range(min(len(plain), values["layers"]))):
+        raise BadInputError("mlp_only_layers", plain, allowed)
+    width = theirs.size("moe_intermediate_size")
+    if every == 1 and not plain:
+        return {"ffn_hidden": width}
+    return {"expert_hidden": width, "dense_layers": len(plain), "expert_every": every}
+
+
 def write_qwen3_moe(model: ModelConfig) -> Values:
     """Return the fields beyond the copied ones: Qwen 3 MoE."""
-    sparse: Values = {"moe_intermediate_size": model.mlp_width, "decoder_sparse_step": 1}
-    return write_olmoe(model) | sparse | {"mlp_only_layers": [], "use_sliding_window": False}
+    sparse: Values = {"moe_intermediate_size": model.mlp_width, "decoder_sparse_step": model.expert_every}
+    plain = list(range(model.dense_layers))
+    return write_olmoe(model) | sparse | {"mlp_only_layers": plain, "use_sliding_window": False}

@@ -160,16 +160,13 @@ FAMILIES: dict[str, Family] = {
         | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "attention_bias": False}
         | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
         | {"intermediate_size": 6144, "norm_topk_prob": False},
-        must_be={
-            "decoder_sparse_step": (None, 1),
-            "mlp_only_layers": (None, []),
-            "use_sliding_window": _NO_BIAS,
-        },
+        must_be={"use_sliding_window": _NO_BIAS},
         read=read_qwen3_moe,
         write=write_qwen3_moe,
         fields=(
             *(*_ROTARY, *ROUTER_FIELDS, "norm_topk_prob", "attention_bias", "moe_intermediate_size"),
-            *("sliding_window", "max_window_layers", "num_local_experts"),
+            *("sliding_window", "max_window_layers", "num_local_experts", "decoder_sparse_step"),
+            "mlp_only_layers",
         ),
     ),
     "mixtral": Family(

@@ -145,8 +145,8 @@ def _decoder(model: ModelConfig, names: TensorNames) -> Iterator[TensorMapping]:
             yield from _attention(model, names, *attention, rotated)
         else:
             yield from _latent_attention(model, names, *attention)
-        mlp = f"{ours}.mlp", f"{theirs}.{names.mlp}"
-        yield from _mlp(model, names, *mlp) if model.experts is None else _experts(model, names, *mlp)
+        mlp, block = (f"{ours}.mlp", f"{theirs}.{names.mlp}"), model.of_block(layer)
+        yield from _mlp(block, names, *mlp) if block.experts is None else _experts(block, names, *mlp)
     yield from _norm(model, "head.norm", f"{names.base}.{names.final_norm}")
     if not model.tied:
         yield _table(model, "head.output.weight", f"{names.head}.weight")

@@ -18,7 +18,6 @@ whether the backward's reductions overlap with the weights' gradients.
 Legend: t tokens of a micro-batch, s sequence, h hidden, f inner width of the MLP, V vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +49,7 @@ from myriad.planner.cost.product_costs import (
     qkv_width,
     three_passes,
 )
+from myriad.planner.cost.stage_layers import computed_pairs
 
 __all__ = [
     "LayerTimes",
@@ -114,7 +114,8 @@ class LayerTimes:
 
 
 def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> LayerTimes:
-    """Return the seconds of a block. ``pairs``: query-key pairs that each sequence computes in this block."""
+    """Return the seconds of a block of a model whose blocks are alike (`ModelConfig.of_block`). ``pairs``:
+    query-key pairs that each sequence computes in this block."""
     tokens = context.micro_batch * model.sequence
     share = tokens / context.tp if context.profile.sequence_parallel else tokens
     products = block_products(model, context, tokens)
@@ -335,11 +336,12 @@ def embedding_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
     )
 
 
-def head_times(model: ModelConfig, context: LayerContext, pairs: Sequence[float] = ()) -> LayerTimes:
+def head_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
     """Return the seconds of the head: norm, logits and the loss, which is computed in float32 together with
-    the logits. ``pairs``: query-key pairs of each of its prediction layers, as for `block_times`."""
+    the logits; and its prediction layers."""
     one = _loss_times(model, context)
-    return sum((_prediction_times(model, context, own) + one for own in pairs), one)
+    further = range(model.layers, model.layers + model.prediction_layers)
+    return sum((_prediction_times(model, context, layer) + one for layer in further), one)
 
 
 def _loss_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
@@ -363,7 +365,7 @@ def _loss_times(model: ModelConfig, context: LayerContext) -> LayerTimes:
     )
 
 
-def _prediction_times(model: ModelConfig, context: LayerContext, pairs: float) -> LayerTimes:
+def _prediction_times(model: ModelConfig, context: LayerContext, layer: int) -> LayerTimes:
     """Return the seconds of one prediction layer without its loss: a block, the lookup of its tokens, two
     norms and the projection of both, which each rank computes for its share of the sequence."""
     tokens = context.micro_batch * model.sequence
@@ -378,7 +380,8 @@ def _prediction_times(model: ModelConfig, context: LayerContext, pairs: float) -
         TimeBreakdown(products[2]),
         TimeBreakdown(),
     )
-    return embedding_times(model, context) + projected + block_times(model, context, pairs)
+    block = block_times(model.of_block(layer), context, computed_pairs(model, layer))
+    return embedding_times(model, context) + projected + block
 
 
 def _loss_seconds(accelerator: Accelerator, norm: Number, scores: Number, num_operators: float) -> Number:

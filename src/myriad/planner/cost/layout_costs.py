@@ -35,7 +35,7 @@ from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_ord
 from myriad.planner.cost.operator_costs import TimeBreakdown, sweep_seconds
 from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext, block_shares
 from myriad.planner.cost.snapshot_costs import SnapshotCosts, SnapshotSchedule, host_copy_rate
-from myriad.planner.cost.stage_layers import computed_pairs, layer_parameters, prediction_pairs, stage_layers
+from myriad.planner.cost.stage_layers import computed_pairs, first_alike, layer_parameters, stage_layers
 from myriad.planner.memory.stage_memory import StageMemory
 from myriad.planner.workload import Workload
 from myriad.program.actions import Copy
@@ -54,7 +54,12 @@ __all__ = [
 @lru_cache(maxsize=16)
 def _layer_kinds(model: ModelConfig) -> tuple[str, ...]:
     """Return the kind of each layer (embedding, blocks, head); layers of one kind cost the same."""
-    return ("embedding", *(f"block {model.layer_window(i)}" for i in range(model.layers)), "head")
+    return ("embedding", *(f"block {first}" for first in first_alike(model)), "head")
+
+
+def _block_of(kind: str) -> int:
+    """Return the first block of a kind of `_layer_kinds`."""
+    return int(kind.removeprefix("block "))
 
 
 def optimizer_bytes(optimizer: str, value_bytes: int, ema_every: int = 0) -> float:
@@ -183,12 +188,11 @@ class Costs:
     @cached_property
     def _times(self) -> dict[str, LayerTimes]:
         model = self.workload.model
-        head = head_times(model, self.slice, prediction_pairs(model))
+        head = head_times(model, self.slice)
         times = {"embedding": embedding_times(model, self.slice), "head": head}
-        for layer in range(min(model.layers, len(model.window_pattern))):
-            kind = f"block {model.layer_window(layer)}"
-            if kind not in times:
-                times[kind] = block_times(model, self.slice, computed_pairs(model, layer))
+        for layer in dict.fromkeys(first_alike(model)):
+            block = model.of_block(layer)
+            times[f"block {layer}"] = block_times(block, self.slice, computed_pairs(model, layer))
         return times
 
     def _stage(self, own: Sequence[int]) -> StageCosts:
@@ -248,7 +252,8 @@ class Costs:
         model, layout = self.workload.model, self.workload.layout
         if not self.workload.orthogonalizes:
             return []
-        layer = {"embedding": 0, "head": model.layers + 1}.get(kind, 1)
+        ends = {"embedding": 0, "head": model.layers + 1}
+        layer = ends[kind] if kind in ends else 1 + _block_of(kind)
         return hidden_matrices(model, layer, layout.tp)
 
     @property
@@ -278,7 +283,7 @@ class Costs:
             parameters = layer_parameters(model)[0 if kind == "embedding" else -1]
             shares = {kind: (float(parameters), 1.0)}
         else:
-            shares = block_shares(model)
+            shares = block_shares(model.of_block(_block_of(kind)))
         selective = self.workload.recompute == "selective"
         backward = times.backward_input + times.backward_weight
         backward = backward + (times.selective_recompute if selective else TimeBreakdown())

@@ -9,8 +9,8 @@ from myriad.program.partition import partition_layers
 __all__ = [
     "computed_pairs",
     "cut_layers",
+    "first_alike",
     "layer_parameters",
-    "prediction_pairs",
     "stage_layers",
 ]
 
@@ -21,10 +21,22 @@ def layer_parameters(model: ModelConfig, tp: int = 1) -> list[int]:
     rows = model.vocabulary_rows(tp) * tp * model.hidden
     positions = model.sequence * model.hidden if model.position == "learned" else 0
     copied = model.copied_parameters(tp)
-    further = model.prediction_layers
-    head = rows + model.norm_size + further * (model.prediction_parameters + copied)
+    further = range(model.layers, model.layers + model.prediction_layers)
+    head = rows + model.norm_size
+    head += sum(number * (one.prediction_parameters + copied) for one, number in model.block_counts(further))
     head += rows if further and not model.tied else 0
-    return [rows + positions, *([model.block_parameters + copied] * model.layers), head]
+    firsts = first_alike(model)
+    each = {first: model.of_block(first).block_parameters + copied for first in set(firsts)}
+    return [rows + positions, *(each[first] for first in firsts), head]
+
+
+@lru_cache(maxsize=16)
+def first_alike(model: ModelConfig) -> tuple[int, ...]:
+    """Return for each block the first block that costs the same: with the same window, and experts or
+    none."""
+    firsts: dict[tuple[int | None, bool], int] = {}
+    kinds = ((model.layer_window(layer), model.has_experts(layer)) for layer in range(model.layers))
+    return tuple(firsts.setdefault(kind, layer) for layer, kind in enumerate(kinds))
 
 
 def cut_layers(model: ModelConfig, partition: str, num_stages: int) -> list[range]:
@@ -51,8 +63,3 @@ def computed_pairs(model: ModelConfig, layer: int) -> float:
     if window is None or window >= sequence:
         return sequence * (sequence + 1) / 2
     return window * sequence - window * (window - 1) / 2
-
-
-def prediction_pairs(model: ModelConfig) -> list[float]:
-    """Return the query-key pairs of each prediction layer."""
-    return [computed_pairs(model, model.layers + number) for number in range(model.prediction_layers)]

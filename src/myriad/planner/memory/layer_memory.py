@@ -21,7 +21,8 @@ micro-batch, h hidden, a heads, f width of the MLP.
 a layout, so each distinct combination is computed once.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import get_args
@@ -33,6 +34,7 @@ from myriad.model.activation_memory import LayerKind, kept_bytes_per_micro_batch
 from myriad.model.config import ModelConfig
 from myriad.model.matrix_shapes import hidden_matrices
 from myriad.planner.cost.operator_costs import Number
+from myriad.planner.cost.stage_layers import first_alike
 from myriad.planner.workload import FrameworkProfile, Recompute
 
 __all__ = [
@@ -118,7 +120,7 @@ def layer_bytes(
     if kind == "head":
         return _head_held(model, profile, part, recompute)
     kept = _block_kept(model, profile, layer, part, recompute)
-    return LayerBytes(kept, *_block_passing(model, profile, part, recompute))
+    return LayerBytes(kept, *_block_passing(model.of_block(layer), profile, part, recompute))
 
 
 def _again(
@@ -130,10 +132,10 @@ def _again(
     kept = 0.0 if kind == "embedding" else message_bytes(model, profile, part)
     forward = none.forward
     if kind == "block":
-        ups = model.up_matrices
+        ups, block = model.up_matrices, model.of_block(layer)
         whole = part.value_bytes * part.tokens(model)
-        forward = whole * (2 * model.hidden + (ups + 1) * model.active_width / part.tp)
-        forward = forward + _ordered_tokens(model, part) * 2 * part.value_bytes
+        forward = whole * (2 * model.hidden + (ups + 1) * block.active_width / part.tp)
+        forward = forward + _ordered_tokens(block, part) * 2 * part.value_bytes
     return LayerBytes(kept, forward, none.kept - kept + none.backward)
 
 
@@ -190,7 +192,8 @@ def _published_kept(
     ups = model.up_matrices
     queries, keys = model.heads * model.head_width, _key_width(model, part.tp)
     latent = 0 if model.latent is None else model.latent.down_rows + model.latent.normed
-    inner = tokens / part.tp * value * (2 * queries + 2 * keys + (ups + 1) * model.active_width)
+    active = model.of_block(layer).active_width
+    inner = tokens / part.tp * value * (2 * queries + 2 * keys + (ups + 1) * active)
     inner = inner + tokens * value * latent
     if profile.attention != "plain" or recompute == "selective":
         return stream + inner
@@ -277,14 +280,16 @@ def _head_held(
     product = _product_bytes(rows * model.hidden, part)
     forward, backward = whole + logits + product, whole + np.where(several, whole, 0.0)
     if model.prediction_layers:  # their blocks run in the same forward and backward
-        in_block = _block_passing(model, profile, part, recompute)
-        forward, backward = np.maximum(forward, in_block[0]), np.maximum(backward, in_block[1])
+        for block, _ in model.block_counts(range(model.layers, model.layers + model.prediction_layers)):
+            in_block = _block_passing(block, profile, part, recompute)
+            forward, backward = np.maximum(forward, in_block[0]), np.maximum(backward, in_block[1])
     return LayerBytes(kept, forward, backward)
 
 
-def product_inputs(model: ModelConfig, part: MicroBatchShard) -> Number:
-    """Return the bytes that the weight products of one block and micro-batch still need after the gradient of
-    its input is computed: inputs and gradients of the outputs."""
+def product_inputs(model: ModelConfig, layer: int, part: MicroBatchShard) -> Number:
+    """Return the bytes that the weight products of block ``layer`` and one micro-batch still need after the
+    gradient of its input is computed: inputs and gradients of the outputs."""
+    model = model.of_block(layer)
     tokens = part.tokens(model) * part.value_bytes
     ups = model.up_matrices
     width, keys = model.heads * model.head_width, _key_width(model, part.tp)
@@ -329,19 +334,22 @@ class LayerMemory:
         return LayerMemory(*(np.asarray(getattr(self, one.name))[index] for one in fields(self)))
 
 
-def layer_elements(model: ModelConfig, kind: LayerKind, tp: Number) -> Number:
+def layer_elements(model: ModelConfig, kind: LayerKind, tp: Number, layer: int = 0) -> Number:
     """Return the number of parameters of one layer on one rank; a tied table counts in the embedding and in
-    the head."""
+    the head. ``layer``: index of the block."""
     table = _of_each(tp, model.vocabulary_rows) * model.hidden
     if kind == "embedding":
         return table + (model.sequence * model.hidden if model.position == "learned" else 0)
     if kind == "head":
         copied = table if model.prediction_layers and not model.tied else 0.0
-        further = model.prediction_parameters - model.block_parameters + layer_elements(model, "block", tp)
-        return table + copied + model.norm_size + model.prediction_layers * further
-    shared = model.block_shared_parameters
+        own = model.prediction_parameters - model.block_parameters
+        further = range(model.layers, model.layers + model.prediction_layers)
+        blocks = sum(own + layer_elements(model, "block", tp, number) for number in further)
+        return table + copied + model.norm_size + blocks
+    block = model.of_block(layer)
+    shared = block.block_shared_parameters
     copied = _of_each(tp, model.copied_parameters)
-    return (model.block_parameters - shared + copied) / tp + shared
+    return (block.block_parameters - shared + copied) / tp + shared
 
 
 def _matrix_elements(model: ModelConfig, layer: int, tp: Number) -> Number:
@@ -377,20 +385,26 @@ _MORE = 2.0**25
 def _memory_of(
     model: ModelConfig, profile: FrameworkProfile, part: MicroBatchShard, recompute: Recompute
 ) -> LayerMemory:
-    """Return the layer memory of one combination; the bytes of blocks are averages over windows."""
+    """Return the layer memory of one combination; elements and bytes of blocks are averages."""
     windows = range(min(model.layers, len(model.window_pattern)))
-    blocks = [layer_bytes(model, profile, "block", layer, part, recompute) for layer in windows]
+    counts = Counter(first_alike(model) if model.has_dense_blocks else windows)
+    blocks = [layer_bytes(model, profile, "block", layer, part, recompute) for layer in counts]
+
+    def mean(each: Iterable[Number]) -> Number:
+        weighted = [count * one for count, one in zip(counts.values(), each, strict=True)]
+        return sum(weighted) / counts.total()
+
     embedding = layer_bytes(model, profile, "embedding", 0, part, recompute)
     head = layer_bytes(model, profile, "head", 0, part, recompute)
     return LayerMemory(
-        layer_elements(model, "block", part.tp),
+        mean(layer_elements(model, "block", part.tp, layer) for layer in counts),
         layer_elements(model, "embedding", part.tp),
         layer_elements(model, "head", part.tp),
-        _matrix_elements(model, 1, part.tp),
+        mean(_matrix_elements(model, 1 + layer, part.tp) for layer in counts),
         _matrix_elements(model, model.layers + 1, part.tp),
-        sum(one.kept for one in blocks) / len(blocks),
+        mean(one.kept for one in blocks),
         max(max(one.forward, one.backward) for one in blocks),
-        product_inputs(model, part),
+        mean(product_inputs(model, layer, part) for layer in counts),
         embedding.kept,
         head.kept + head.forward,
         message_bytes(model, profile, part),

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from myriad.model.activation_memory import LayerKind
+from myriad.planner.cost.stage_layers import first_alike
 from myriad.planner.memory.layer_memory import (
     MicroBatchShard,
     layer_bytes,
@@ -70,6 +71,8 @@ class StageMemory:
         self.message = float(message_bytes(workload.model, workload.profile, self.part))
         self._layers_held: dict[tuple[LayerKind, int, Recompute], _LayerHeld] = {}
         self._stages_held: dict[tuple[int, bool], MicroBatchBytes] = {}
+        self._layer_elements: dict[tuple[LayerKind, int], float] = {}
+        self._block_operands: dict[int, float] = {}
 
     def kind(self, layer: int) -> LayerKind:
         """Return the kind of a layer of the pipeline: the blocks are between embedding and head."""
@@ -106,7 +109,7 @@ class StageMemory:
             on_the_way_back.append((one.backward - gone, in_head))
             in_halves.append((one.backward - gone + left, in_head))
             gone += one.kept
-            left += self._operands if self.kind(layer) == "block" else 0.0
+            left += self._operands(layer)
         return MicroBatchBytes(
             kept=sum(one.kept for one, is_head in zip(held, heads, strict=True) if not is_head),
             head_bytes=sum(one.kept for one, is_head in zip(held, heads, strict=True) if is_head),
@@ -117,7 +120,7 @@ class StageMemory:
 
     def _layer_held(self, layer: int, recompute: Recompute) -> _LayerHeld:
         model, profile, kind = self.workload.model, self.workload.profile, self.kind(layer)
-        block = (layer - 1) % len(model.window_pattern) if kind == "block" else 0
+        block = first_alike(model)[layer - 1] if kind == "block" else 0
         key = kind, block, recompute
         if key not in self._layers_held:
             found = layer_bytes(model, profile, kind, block, self.part, recompute)
@@ -138,18 +141,21 @@ class StageMemory:
         rows = model.vocabulary_rows(self.workload.layout.tp) if model.shares_embedding else 0
         return float(rows * model.hidden)
 
-    @cached_property
-    def _elements_of(self) -> dict[LayerKind, float]:
-        kinds: tuple[LayerKind, ...] = ("embedding", "block", "head")
-        tp = self.workload.layout.tp
-        return {kind: float(layer_elements(self.workload.model, kind, tp)) for kind in kinds}
+    def _elements(self, layer: int) -> float:
+        """Return the number of elements of a layer of the pipeline on one rank, shared ones included."""
+        kind, model = self.kind(layer), self.workload.model
+        block = first_alike(model)[layer - 1] if kind == "block" else 0
+        if (kind, block) not in self._layer_elements:
+            elements = layer_elements(model, kind, self.workload.layout.tp, block)
+            self._layer_elements[kind, block] = float(elements)
+        return self._layer_elements[kind, block]
 
     def chunk(self, stage: int) -> float:
         """Return the number of elements of a stage of the program, without shared ones."""
         every = 0.0
-        for kind in map(self.kind, self.layers[stage]):
-            every += self._elements_of[kind]
-            every -= self.table if kind != "block" else 0.0
+        for layer in self.layers[stage]:
+            every += self._elements(layer)
+            every -= self.table if self.kind(layer) != "block" else 0.0
         return self.padded(every)
 
     def float8_forms(self, stage: int) -> float:
@@ -157,20 +163,22 @@ class StageMemory:
         they are converted for each."""
         if self.workload.float8_kept_over == 1:
             return 0.0
-        blocks = sum(self.kind(layer) == "block" for layer in self.layers[stage])
-        return 2.0 * blocks * self._elements_of["block"]
+        return 2.0 * sum(self._elements(layer) for layer in self.layers[stage] if self.kind(layer) == "block")
 
     def products(self, stage: int) -> float:
         """Return the bytes of one micro-batch that are kept from the first half of a backward to the
         second."""
-        blocks = sum(self.kind(layer) == "block" for layer in self.layers[stage])
-        return blocks * self._operands
+        return sum(map(self._operands, self.layers[stage]))
 
-    @cached_property
-    def _operands(self) -> float:
-        """Bytes of one micro-batch and block that the weights' products need after the rest of the
-        backward."""
-        return float(product_inputs(self.workload.model, self.part))
+    def _operands(self, layer: int) -> float:
+        """Return the bytes of one micro-batch that the weights' products of a layer need after the rest of
+        the backward; 0 for embedding and head."""
+        if self.kind(layer) != "block":
+            return 0.0
+        block = first_alike(self.workload.model)[layer - 1]
+        if block not in self._block_operands:
+            self._block_operands[block] = float(product_inputs(self.workload.model, block, self.part))
+        return self._block_operands[block]
 
     def room(self, elements: float) -> float:
         """Return the bytes of the receive buffers for other ranks' gradients while a chunk is reduced."""

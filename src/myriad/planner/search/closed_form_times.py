@@ -30,6 +30,7 @@ The data-parallel part uses these symbols:
 Overlapped communication slows the compute that it overlaps with (`busy_ratio` of its link).
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -47,6 +48,7 @@ from myriad.planner.cost.layout_costs import Costs, copied_sum_seconds, optimize
 from myriad.planner.cost.matrix_costs import newton_schulz_seconds
 from myriad.planner.cost.operator_costs import sweep_seconds
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
+from myriad.planner.cost.stage_layers import first_alike
 from myriad.planner.search.layout_space import LayoutCandidate, LayoutGrid, Sharding
 from myriad.planner.search.stage_times import Array, GridTimes
 from myriad.program.build import count_chunks
@@ -370,17 +372,16 @@ class _DpForm:
         if problem.optimizer != "muon":
             return 0.0
         iterations, value_bytes = problem.newton_schulz.iterations, problem.newton_schulz.value_bytes
-        seconds = sum(
-            newton_schulz_seconds(
-                problem.cluster.accelerator,
-                one.rows,
-                one.columns,
-                iterations,
-                value_bytes or problem.value_bytes,
-            )
-            for one in hidden_matrices(problem.model, 1)
-        )
-        return seconds * problem.model.layers / grid.pp / (grid.dp * grid.tp)
+        accelerator, value_bytes = problem.cluster.accelerator, value_bytes or problem.value_bytes
+
+        def seconds(block: int) -> float:
+            matrices = hidden_matrices(problem.model, 1 + block)
+            every = ((one.rows, one.columns, iterations, value_bytes) for one in matrices)
+            return sum(newton_schulz_seconds(accelerator, *one) for one in every)
+
+        blocks = Counter(first_alike(problem.model))
+        total = sum(seconds(block) * number for block, number in blocks.items())
+        return total / grid.pp / (grid.dp * grid.tp)
 
 
 def _tied_seconds(grid: LayoutGrid) -> float:

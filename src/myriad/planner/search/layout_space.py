@@ -323,7 +323,7 @@ def tensor_overlaps(overlap: OverlapConfig) -> tuple[TensorOverlap, ...]:
 
 def tensor_degrees(model: ModelConfig) -> list[int]:
     """Return the tensor-parallel degrees that `Job.check` accepts."""
-    shared = (model.mlp_width, model.sequence)
+    shared = (*model.mlp_widths, model.sequence)
     return [tp for tp in model.head_degrees if not any(number % tp for number in shared)]
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from myriad.planner.cost.layer_costs import LayerTimes, block_times, embedding_times, head_times
 from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext
-from myriad.planner.cost.stage_layers import computed_pairs, cut_layers, layer_parameters, prediction_pairs
+from myriad.planner.cost.stage_layers import computed_pairs, cut_layers, first_alike, layer_parameters
 from myriad.planner.search.layout_space import (
     LayoutGrid,
     LayoutProblem,
@@ -47,11 +47,10 @@ class LayerTable:
         self._cuts: dict[tuple[int, int, int, bool], LayerAssignment] = {}
 
     def _layer_kinds(self) -> list[int]:
-        """Return the kind of each layer: 0 embedding, 1 head, then one for each window."""
-        model = self.problem.model
-        windows = [model.layer_window(layer) for layer in range(model.layers)]
-        numbers = {window: 2 + number for number, window in enumerate(dict.fromkeys(windows))}
-        return [0, *(numbers[window] for window in windows), 1]
+        """Return the kind of each layer: 0 embedding, 1 head, then one for each kind of block."""
+        firsts = first_alike(self.problem.model)
+        numbers = {first: 2 + number for number, first in enumerate(dict.fromkeys(firsts))}
+        return [0, *(numbers[first] for first in firsts), 1]
 
     @cached_property
     def seconds(self) -> Array:
@@ -70,10 +69,9 @@ class LayerTable:
             overlap_mode,
             qk_clip=problem.qk_clip,
         )
-        first = {kind: layer - 1 for layer, kind in reversed(list(enumerate(self.layer_kinds.tolist())))}
-        kinds = [embedding_times(model, where), head_times(model, where, prediction_pairs(model))]
-        for kind in range(2, self.num_kinds):
-            kinds.append(block_times(model, where, computed_pairs(model, first[kind])))
+        kinds = [embedding_times(model, where), head_times(model, where)]
+        for layer in dict.fromkeys(first_alike(model)):
+            kinds.append(block_times(model.of_block(layer), where, computed_pairs(model, layer)))
         shape = grid[0].shape
         turns = [[np.broadcast_to(turn, shape) for turn in _turns(times)] for times in kinds]
         cluster = problem.cluster
