@@ -112,6 +112,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "shared_experts": 1,
         "router_scores": "sigmoid",
         "router_scale": 2.5,
+        "balance_bias_rate": 0.01,
     },
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {

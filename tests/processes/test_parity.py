@@ -136,6 +136,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "expert_hidden": 16,
         "router_scores": "sigmoid",
         "router_scale": 2.5,
+        "balance_bias_rate": 0.01,
         "dropout": 0.1,
     },
 }

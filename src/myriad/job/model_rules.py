@@ -59,6 +59,7 @@ def _check_heads(job: JobValues) -> None:
 _EXPERT_KEYS = (
     *("experts_per_token", "expert_hidden", "shared_experts", "router_scores", "router_normalized"),
     *("router_scale", "balance_loss", "router_z_loss", "dense_layers", "expert_every"),
+    "balance_bias_rate",
 )
 
 

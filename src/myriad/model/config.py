@@ -83,6 +83,10 @@ class ModelConfig(Config):
     balance_loss: float = Field(0.01, ge=0, le=100)
     """Weight of the loss that training adds so that experts get equally many tokens of each sequence (with
     model.experts). 0: none."""
+    balance_bias_rate: float | None = Field(None, ge=0, le=1)
+    """Balance without a loss: each expert has a bias, which counts only where experts are chosen, and which
+    each step raises by this much if the expert had fewer tokens of the global batch than the mean, or lowers
+    (with model.experts; DeepSeek-V3: 0.001, at last 0). 0: biases stay as they are; off: none."""
     router_z_loss: float = Field(0.0, ge=0, le=100)
     """Weight of the square of each token's log-sum-exp of the router's products, which training adds to the
     loss (with model.experts; ST-MoE: 0.001)."""
@@ -311,6 +315,16 @@ class ModelConfig(Config):
         return (self.experts + self.shared_experts) * self.expert_width
 
     @property
+    def has_router_bias(self) -> bool:
+        """Whether each expert has a bias, which only the choice of experts sees."""
+        return self.experts is not None and self.balance_bias_rate is not None
+
+    @property
+    def mixture_blocks(self) -> list[int]:
+        """Blocks with experts, prediction layers included."""
+        return [n for n in range(self.layers + self.prediction_layers) if self.has_experts(n)]
+
+    @property
     def router_elements(self) -> int:
         """Elements of a block's router, which every tensor-parallel rank has."""
         return self.hidden * (self.experts or 0)
@@ -442,10 +456,11 @@ class ModelConfig(Config):
     @property
     def block_shared_parameters(self) -> int:
         """Parameters of a block that every tensor-parallel rank has: norms, biases of the products whose
-        results are summed over the ranks, and the projection to latents."""
+        results are summed over the ranks, the projection to latents, and the router."""
         shared = self.norm_size * self.num_branch_norms + self._shared_matrices
         shared += 0 if self.latent is None else self.latent.normed
         shared += self.hidden * (self.has_output_bias + self.bias)
+        shared += (self.experts or 0) * self.has_router_bias
         return shared + (2 * self.head_width * (1 + self.qk_norm_bias) if self.qk_norm == "head" else 0)
 
     @property

@@ -36,6 +36,7 @@ __all__ = [
     "full_shape",
     "is_expert",
     "is_hidden_matrix",
+    "mixtures_of",
     "num_experts_of",
     "rate_of",
     "shard_of",
@@ -233,10 +234,25 @@ class HasExperts(Protocol):
         experts hold different ones."""
         ...
 
+    @property
+    def mixtures(self) -> Sequence[str]:
+        """Full name of each module that holds a router and its experts."""
+        ...
+
+    @property
+    def balance_bias_rate(self) -> float | None:
+        """Change of an expert's bias in a step (`myriad.parallel.router_biases`); ``None``: no biases."""
+        ...
+
 
 def is_expert(definition: Definition, name: str) -> bool:
     """Return whether the parameter with this full name belongs to one of the experts of a block."""
     return isinstance(definition, HasExperts) and definition.is_expert(name)
+
+
+def mixtures_of(definition: Definition) -> Sequence[str]:
+    """Return the full name of each module of a model that holds a router and its experts."""
+    return definition.mixtures if isinstance(definition, HasExperts) else ()
 
 
 def num_experts_of(definition: Definition) -> int:

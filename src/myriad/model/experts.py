@@ -2,6 +2,7 @@
 
     scores = softmax or sigmoid of x W       float32, [tokens, E]
     chosen = the k largest scores of a token, gates their values (divided by their sum, times a factor)
+             (with a bias of each expert: the k largest of score + bias, `myriad.parallel.router_biases`)
     y      = sum over the chosen experts of gate x expert(x)  + the shared experts
 
 Routing is dropless: no token is left out, whatever the load of its expert (MegaBlocks, arXiv 2211.15841), so
@@ -37,7 +38,7 @@ from myriad.model.config import ModelConfig
 from myriad.model.interleave import Steps, finish
 from myriad.model.mlp import MLP
 
-__all__ = ["Experts"]
+__all__ = ["Experts", "Router"]
 
 
 class Router(nn.Module):
@@ -51,6 +52,9 @@ class Router(nn.Module):
         self._num_chosen, self._scale = config.experts_per_token, config.router_scale
         self._normalizes = config.router_normalized
         self._balance, self._z_loss = config.balance_loss, config.router_z_loss
+        self.bias = nn.Parameter(torch.empty(config.experts)) if config.has_router_bias else None
+        self.exact_bias: torch.Tensor | None = None
+        """The values of the bias in float32, if the parameter may have fewer digits."""
 
     def forward(self, x: torch.Tensor, loss_factor: float) -> torch.Tensor:
         """Return the logits ``[B, S, E]`` of whole sequences ``[B, S, H]``. In training their gradient
@@ -68,10 +72,22 @@ class Router(nn.Module):
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gates ``[T, k]`` and the chosen experts ``[T, k]`` of logits ``[..., E]``."""
-        gates, chosen = self.scores(logits.flatten(0, -2)).topk(self._num_chosen, -1)
+        scores = self.scores(logits.flatten(0, -2))
+        if self.bias is None:
+            gates, chosen = scores.topk(self._num_chosen, -1)
+        else:
+            chosen = self._preferences(scores).topk(self._num_chosen, -1).indices
+            gates = scores.gather(-1, chosen)
         if self._normalizes:
             gates = gates / gates.sum(-1, keepdim=True)
         return gates * self._scale, chosen
+
+    @torch.no_grad()
+    def _preferences(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the values ``[T, E]`` of which the largest decide the chosen experts."""
+        if self.bias is None:
+            return scores
+        return scores + (self.bias.float() if self.exact_bias is None else self.exact_bias)
 
     def loss(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the balance loss and the z-loss, summed over the tokens of whole sequences ``[B, S, E]``."""
@@ -111,7 +127,8 @@ class Experts(nn.Module):
         shared = config.shared_experts
         self.shared = MLP(config, boundary, shared * width) if shared else None
         self.loads: torch.Tensor | None = None
-        """Where training adds up the tokens of each expert, ``[E]``; ``None``: they are not counted."""
+        """Where training adds up the tokens of each expert, ``[E]``, once for each backward, whether it
+        recomputes the experts or not; ``None``: they are not counted."""
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return finish(self.steps(x, logits))
@@ -121,7 +138,7 @@ class Experts(nn.Module):
         tokens travel."""
         gates, chosen = self.router.choose(logits)
         places = Places.of(chosen, self.num_experts)
-        if self.training and self.loads is not None:
+        if self.training and torch.is_grad_enabled() and self.loads is not None:
             self.loads += places.counts
         entering: torch.Tensor = _Dispatch.apply(x.flatten(0, -2), places)
         if self.boundary.expert_ranks == 1:

@@ -94,6 +94,21 @@ class GPT:
         """Return whether a parameter belongs to an expert that a router chooses."""
         return ".mlp.experts." in name
 
+    @cached_property
+    def mixtures(self) -> Sequence[str]:
+        """Full name of each module that holds a router and its experts."""
+        first = self.config.layers
+        names = (
+            f"blocks.{block}" if block < first else f"head.predictions.{block - first}.block"
+            for block in self.config.mixture_blocks
+        )
+        return tuple(f"{name}.mlp" for name in names)
+
+    @property
+    def balance_bias_rate(self) -> float | None:
+        """Change of an expert's bias in a step; ``None``: experts have no biases."""
+        return self.config.balance_bias_rate
+
     @property
     def sequence_parallel(self) -> bool:
         """Whether the residual stream is cut along the sequence: always."""

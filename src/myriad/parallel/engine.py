@@ -19,7 +19,7 @@ from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
 from myriad.kernels.config import Kernels
 from myriad.kernels.float8 import Float8
-from myriad.model.definition import Definition, num_experts_of
+from myriad.model.definition import Definition, mixtures_of, num_experts_of
 from myriad.model.tensor_shard import TensorShard
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.loss_scale import LossScaler
@@ -124,8 +124,10 @@ class Engine(ForwardEngine):
                 groups,
                 definition.names,
                 layout.shares or (1,) * layout.dp,
+                mixtures_of(definition),
                 num_experts_of(definition),
             ),
+            biases=self._biases,
             before_update=lambda: self.before_update(),
         )
         self._trial = TrialSteps(self._runtime, self._optimizer_step, groups, device, recorder)
@@ -184,6 +186,7 @@ class Engine(ForwardEngine):
         at the loss scale, all ranks skip the step and lower the scale instead.
         """
         number = self.optimizer.steps_done + 1 if step is None else step
+        self._refresh()
         loss_factor = self._optimizer_step.begin(
             num_targets,
             learning_rate=learning_rate,
@@ -291,6 +294,7 @@ class Engine(ForwardEngine):
     def draw_initial(self, names: Collection[str] | None = None) -> None:
         """Set the parameters, or those of these full names, to the values of the definition's seed."""
         draw_initial(self._definition, self.model, self.boundary, names)
+        self._mark_stale()
         self.restart_average()
         if self._diloco is not None:
             self._diloco.restart()
@@ -316,6 +320,7 @@ class Engine(ForwardEngine):
         self._optimizer_step.average.swap()
         for chunk in self.model.chunks:
             chunk.mark_stale()
+        self._mark_stale()
 
     def loaded(self) -> None:
         """Mark the state as loaded: the parameters must be gathered again."""

@@ -33,6 +33,7 @@ from myriad.parallel.rank_model import (
     shape_of_loss,
     shapes_between_stages,
 )
+from myriad.parallel.router_biases import make_biases
 from myriad.parallel.runtime import Batch, Runtime
 from myriad.parallel.tensor_parallel import make_boundary
 from myriad.program.actions import Program
@@ -114,6 +115,7 @@ class ForwardEngine:
         self._build_model(needs)
         self._start_runtime(sample, seed)
         self._model_state = ModelState(self.model, groups, device, trains_alone=self._trains_alone)
+        self._biases = make_biases(definition, self.model, self._model_state, groups)
 
     def _build_programs(
         self,
@@ -202,6 +204,7 @@ class ForwardEngine:
     def evaluate(self, load: Callable[[], Batch], *, stops: bool = False) -> tuple[float, bool]:
         """Return the sum of losses over the batch of all data-parallel ranks, and whether any rank set
         ``stops``. No state changes."""
+        self._refresh()
         with self.recorder.evaluating():
             loss_sum = self._runtime.run(self._plans[False], load, None)
         # filled: a copy from the host would wait for the device
@@ -229,6 +232,17 @@ class ForwardEngine:
         """Mark the state as loaded: the parameters must be gathered again."""
         for chunk in self.model.chunks:
             chunk.restart()
+        self._mark_stale()
+
+    def _mark_stale(self) -> None:
+        """Mark what is computed from the parameters as stale: they were set."""
+        if self._biases is not None:
+            self._biases.mark_stale()
+
+    def _refresh(self) -> None:
+        """Compute what is stale. A collective call of all ranks."""
+        if self._biases is not None:
+            self._biases.refresh()
 
     def close(self) -> None:
         """Wait for the collectives in flight. The engine cannot be used afterwards."""

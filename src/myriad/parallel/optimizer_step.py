@@ -33,6 +33,7 @@ from myriad.parallel.matrix_exchange import MatrixExchange, MatrixPeers, make_ex
 from myriad.parallel.model_state import ModelState
 from myriad.parallel.qk_clip import QKClip
 from myriad.parallel.rank_model import RankModel
+from myriad.parallel.router_biases import RouterBiases
 from myriad.parallel.step_statistics import ExpertLoad, LayerNorms, StepStatistics
 from myriad.program.actions import Kind
 from myriad.telemetry.spans import Recorder
@@ -109,6 +110,7 @@ class OptimizerStep:
         kernels: Kernels,
         recorder: Recorder,
         statistics: StepStatistics,
+        biases: RouterBiases | None,
         before_update: Callable[[], None],
     ) -> None:
         """``outputs``: sums of the iteration's outputs, from which a non-finite value is located.
@@ -120,6 +122,8 @@ class OptimizerStep:
         self._model, self._state, self._groups, self._outputs = model, state, groups, outputs
         self._clip_norm, self._updates_early, self._scaler = config.clip_norm, updates_early, loss_scaler
         self._recorder, self._before_update, self.statistics = recorder, before_update, statistics
+        assert biases is None or not (updates_early or trains_alone), "a job's rule"
+        self._biases = biases
         layout, device = groups.grid.layout, state.counts.device
         self._num_replicas = layout.dp if trains_alone else 1
         """Number of replicas that have their own gradients at the step."""
@@ -238,6 +242,7 @@ class OptimizerStep:
         sums = sum_over_world(own, self._groups, self._recorder)
         signal, norms, parts = sums[0], sums[1:losses_from], sums[digest_from:sums_from]
         loss, *further = sums[losses_from:digest_from]
+        loads = self.statistics.loads_in(sums[sums_from:slots_from])
         scale = self._loss_scale
         norms = [norm / scale**2 for norm in norms]
         whole_norm = math.sqrt(sum(norms) / self._num_replicas)
@@ -248,13 +253,15 @@ class OptimizerStep:
             tuple(further),
             loss_scale=None if self._scaler is None else scale,
             max_attention_score=max(sums[slots_from:], default=None),
-            expert_load=self.statistics.load_of(sums[sums_from:slots_from]),
+            expert_load=self.statistics.largest_load(loads),
             data_digest=sum(int(one) << part * _DIGEST_BITS for part, one in enumerate(parts)) % 2**64,
         )
         self._result = self._decide(result)
         if not self._result.skipped:
             noise = self.statistics.noise_of(sums[sums_from:slots_from], scale, self._now.num_targets)
             self._result = replace(self._result, noise=noise)
+        if self._biases is not None and not self._skips:
+            self._biases.move(loads)
         if not (self._skips or self._updates_early):
             norm = math.sqrt(norms[replica])
             self.optimizer.begin(self._now.learning_rate, clip_scale(norm, self._clip_norm) / scale)
@@ -326,6 +333,8 @@ class OptimizerStep:
                 self.optimizer.update(self._state.regions_of[chunk], stays)
                 if self._qk_clip is not None:
                     self._qk_clip.clip(chunk)
+                if self._biases is not None:
+                    self._biases.write(chunk)
                 self.statistics.after_update(chunk, before)
                 if self.average is not None:
                     self.average.update(self._state.regions_of[chunk], self.optimizer.steps_done + 1)

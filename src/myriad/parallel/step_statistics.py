@@ -4,8 +4,8 @@
                    sum and its counterpart after the reduction are two more numbers in the message of CLIP
     layer norms    every n steps: squared norms of gradients (before clipping), of the new parameters and of
                    their changes, each element counted once, in one message of 3 numbers a layer after UPDATE
-    expert loads   tokens of each expert, counted in the forwards of all micro-batches: a number for each
-                   block and expert in the message of CLIP
+    expert loads   tokens of each expert in all micro-batches: a number for each block and expert in the
+                   message of CLIP
 
 The noise scale counts the matrices that tensor parallelism cuts, without tied ones: only their gradients are
 whole on a rank before the reduction, in every layout, so that the estimate is the same in each layout with
@@ -63,10 +63,11 @@ class StepStatistics:
         groups: Groups,
         layers: Sequence[str],
         shares: Sequence[int],
+        mixtures: Sequence[str] = (),
         num_experts: int = 0,
     ) -> None:
         """``layers``: names of all layers of the model. ``shares``: micro-batches of each replica.
-        ``num_experts``: experts of each block."""
+        ``mixtures``: full names of the modules that hold experts, ``num_experts`` each."""
         self._state, self._groups, self._layers = state, groups, tuple(layers)
         device = state.counts.device
         self.change_shares(shares)
@@ -87,14 +88,15 @@ class StepStatistics:
             self._of_layers = one_hot.to(device) * state.counts
             self._squares = torch.zeros(2, len(state.rows), dtype=torch.float64, device=device)
         self._is_due = False
-        self._loads = torch.zeros(len(self._layers), num_experts, dtype=torch.int64, device=device)
-        """Tokens of each expert in this rank's part of the step, by layer."""
+        self._mixtures = tuple(mixtures)
+        self._loads = torch.zeros(len(mixtures), num_experts, dtype=torch.int64, device=device)
+        """Tokens of each expert in this rank's part of the step."""
         self._counts_loads = groups.grid.index("tp") == 0  # tensor-parallel ranks route the same tokens
-        for stage in model.stages.values() if num_experts else ():
+        for stage in model.stages.values() if mixtures else ():
             for number, layer in stage.layers.items():
-                for module in layer.modules():
+                for path, module in layer.named_modules(prefix=self._layers[number]):
                     if isinstance(module, Experts):
-                        module.loads = self._loads[number]
+                        module.loads = self._loads[self._mixtures.index(path)]
 
     def change_shares(self, shares: Sequence[int]) -> None:
         """Use other numbers of micro-batches of the replicas from the next iteration on."""
@@ -138,16 +140,19 @@ class StepStatistics:
         small, big = (one / scale**2 for one in sums)
         return self.noise.add(small, big, self._shares, num_targets)
 
-    def load_of(self, sums: Sequence[float]) -> ExpertLoad | None:
-        """Return the expert with the largest load, from a step's sums over all ranks; ``None`` without
-        experts."""
-        number, found = self._loads.shape[1], list[ExpertLoad]()
-        for index, layer in enumerate(self._layers) if number else ():
-            start = self._num_noise + index * number
-            loads = sums[start : start + number]
-            if any(loads):  # recomputed layers count their tokens twice, all alike
-                most = max(loads)
-                found.append(ExpertLoad(layer, loads.index(most), most * number / sum(loads)))
+    def loads_in(self, sums: Sequence[float]) -> list[Sequence[float]]:
+        """Return the tokens of each expert, from a step's sums over all ranks, by mixture."""
+        number = self._loads.shape[1]
+        starts = range(self._num_noise, self.num_sums, number) if number else ()
+        return [sums[start : start + number] for start in starts]
+
+    def largest_load(self, loads: Sequence[Sequence[float]]) -> ExpertLoad | None:
+        """Return the expert with the largest of these loads; ``None`` without experts."""
+        found = []
+        for name, own in zip(self._mixtures, loads, strict=True):
+            if any(own):
+                layer, most = name.rpartition(".")[0], max(own)
+                found.append(ExpertLoad(layer, own.index(most), most * len(own) / sum(own)))
         return max(found, key=lambda one: one.ratio, default=None)
 
     def before_update(self, chunk: Chunk) -> list[torch.Tensor]:

@@ -309,6 +309,16 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         ),
         (["model.expert_hidden=64"], "model.expert_hidden", "only with model.experts"),
         (["model.dense_layers=1"], "model.dense_layers", "only with model.experts"),
+        (
+            ["model.experts=4", "model.balance_bias_rate=0.001", *EARLY],
+            "model.balance_bias_rate",
+            "needs overlap.optimizer_in_backward = false",
+        ),
+        (
+            ["model.experts=4", "model.balance_bias_rate=0.001", "comm.sync_every=2", "layout.dp=2"],
+            "model.balance_bias_rate",
+            "needs comm.sync_every = 1",
+        ),
         (["model.experts=4", "model.dense_layers=4"], "model.dense_layers", "below model.layers = 4"),
         (["model.experts=4", "model.expert_every=5"], "model.expert_every", "at most model.layers = 4"),
         (

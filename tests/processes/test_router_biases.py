@@ -1,0 +1,94 @@
+"""If these fail, the biases that balance experts do not follow the loads of the whole batch, or depend on the
+layout or on an interruption."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from parity_case import Case, batch_of_rank, make_engine
+from ranks import run_ranks
+from tiny_corpora import make_corpus
+
+from myriad.checkpoint.checkpoint_files import load_model, save
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
+from myriad.comm.groups import close_world
+from myriad.job import load_job
+from myriad.run import Run
+from myriad.train import worker
+
+RATE = 0.0625
+MODEL: dict[str, Any] = {
+    "experts": 4,
+    "expert_hidden": 16,
+    "layers": 3,
+    "dense_layers": 1,
+    "prediction_layers": 1,
+    "balance_bias_rate": RATE,
+}
+Step = tuple[tuple[str, int, float], dict[str, np.ndarray]]
+
+
+def biases_of(path: Path) -> dict[str, np.ndarray]:
+    found = {name: tensor.numpy() for name, tensor in load_model(path, "").items()}
+    return {name: values for name, values in found.items() if name.endswith("router.bias")}
+
+
+def steps(case: Case, folder: Path) -> list[Step]:
+    """The busiest expert and all stored biases and moments of biases, after each step."""
+    engine, found = make_engine(case), list[Step]()
+    for step in range(3):
+        batch = batch_of_rank(case, engine, step)
+        result = engine.train_step(lambda batch=batch: batch, 1e-3, case.global_batch * 16)
+        assert result.expert_load is not None
+        path = save(CheckpointFolder(folder), step + 1, list(engine.shards()), {})
+        found.append((tuple(result.expert_load), biases_of(path)))
+        engine.evaluate(lambda batch=batch: batch)
+    engine.close()
+    close_world()
+    return found
+
+
+def test_they_are_moved_against_the_load_of_all_ranks_alike(tmp_path: Path) -> None:
+    alone = run_ranks(1, steps, Case({}, MODEL), tmp_path / "alone")[0]
+    (layer, expert, _), first = alone[0]
+    places = ["blocks.1", "blocks.2", "head.predictions.0.block"]
+    names = {f"model.{place}.mlp.router.bias" for place in places}
+    assert names == {name for name in first if name.startswith("model.")}
+    assert first[f"model.{layer}.mlp.router.bias"][expert] == -RATE
+    for name, values in alone[-1][1].items():
+        if name.startswith("model."):
+            assert np.array_equal(values % RATE, np.zeros(4)) and abs(values).max() <= 3 * RATE
+            assert values.min() < 0 < values.max()
+        else:
+            assert not values.any(), "an optimizer moved them"
+    for layout in (
+        {"tp": 2, "pp": 2, "dp": 2, "micro_batch": 2, "recompute": "full", "zero": 3},
+        {"dp": 4, "zero": 0, "recompute": "full", "recompute_ratio": 0.5, "micro_batch": 2},
+    ):
+        case = Case(layout, MODEL, {"ema_decay": 0.5})
+        ranks = run_ranks(case.world, steps, case, tmp_path / f"zero-{layout['zero']}")
+        for (_, found), (_, expected) in zip(ranks[0], alone, strict=True):
+            for name, values in expected.items():
+                assert np.array_equal(found[name], values), name
+
+
+def test_a_resumed_run_goes_on_with_their_bits_in_half_precision(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path, count=100)
+
+    def run_to(name: str, last: int) -> dict[str, torch.Tensor]:
+        run = Run(tmp_path / name)
+        keys = ["layout.dp=2", "layout.zero=2", "train.precision=bfloat16", f"train.steps={last}"]
+        keys += ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1"]
+        keys += [f"data.corpus={corpus}", "model.balance_bias_rate=0.003", "train.global_batch=4"]
+        keys += ["optimizer.final_learning_rate_ratio=1", "optimizer.warmup_steps=0"]
+        job = load_job("tiny-moe", keys)
+        run.create_or_resume(job)
+        assert run_ranks(2, worker.main, [str(run.path)]) == [0, 0]
+        return load_model(CheckpointFolder(run.checkpoints_path).of_step(last), "")
+
+    run_to("killed", 2)
+    resumed, whole = run_to("killed", 4), run_to("whole", 4)
+    bias = whole["model.blocks.1.mlp.router.bias"]
+    assert bias.dtype == torch.float32 and not torch.equal(bias, bias.bfloat16().float())
+    assert all(torch.equal(resumed[name], values) for name, values in whole.items())
