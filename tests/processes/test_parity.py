@@ -137,6 +137,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "router_scores": "sigmoid",
         "router_scale": 2.5,
         "balance_bias_rate": 0.01,
+        "router_groups": 3,
+        "router_group_limit": 2,
+        "router_group_score": "two_largest",
         "dropout": 0.1,
     },
 }

@@ -59,7 +59,7 @@ def _check_heads(job: JobValues) -> None:
 _EXPERT_KEYS = (
     *("experts_per_token", "expert_hidden", "shared_experts", "router_scores", "router_normalized"),
     *("router_scale", "balance_loss", "router_z_loss", "dense_layers", "expert_every"),
-    "balance_bias_rate",
+    *("balance_bias_rate", "router_groups", "router_group_limit", "router_group_score"),
 )
 
 
@@ -80,6 +80,24 @@ def _check_experts(job: JobValues) -> None:
     need(has_any, "model.dense_layers", dense, f"below model.layers = {model.layers}")
     if model.expert_hidden is not None and not model.has_dense_blocks:
         _refuse_set(model, "model", ("ffn_hidden",), "{default} with model.expert_hidden: no MLP has it")
+
+
+def _check_router_groups(job: JobValues) -> None:
+    model, groups, limit = job.model, job.model.router_groups, job.model.router_group_limit
+    if groups == 1 or model.experts is None:
+        keys = ("router_group_limit", "router_group_score")
+        _refuse_set(model, "model", keys, "only with model.router_groups above 1, else {default}")
+        return
+    allowed = f"a divisor of model.experts = {model.experts}"
+    need(model.experts % groups == 0, "model.router_groups", groups, allowed)
+    each, chosen = model.experts // groups, model.experts_per_token
+    needed = -(-chosen // each)
+    allowed = f"{needed} to {groups}: a group has {each} experts, of which a token takes {chosen}"
+    need(needed <= limit <= groups, "model.router_group_limit", limit, allowed)
+    allowed = "largest where a group has one expert"
+    need(
+        each > 1 or model.router_group_score == "largest", "model.router_group_score", "two_largest", allowed
+    )
 
 
 def _check_norms(job: JobValues) -> None:
@@ -218,6 +236,7 @@ MODEL_RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_latent,
     _check_heads,
     _check_experts,
+    _check_router_groups,
     _check_norms,
     _check_base_width,
     _check_predictions,

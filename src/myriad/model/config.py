@@ -80,6 +80,14 @@ class ModelConfig(Config):
     """Divide the scores of a token's experts by their sum (with model.experts)."""
     router_scale: float = Field(1.0, gt=0, le=1e6)
     """Factor of what the chosen experts compute (with model.experts; DeepSeek-V3: 2.5)."""
+    router_groups: int = Field(1, ge=1, le=4096)
+    """Groups of consecutive experts, of which a token chooses some before it chooses experts (with
+    model.experts; DeepSeek-V3: 8). 1: all experts are one group."""
+    router_group_limit: int = Field(1, ge=1, le=4096)
+    """Groups of which each token's experts are (with model.router_groups; DeepSeek-V3: 4)."""
+    router_group_score: Literal["largest", "two_largest"] = "largest"
+    """What groups are chosen by (with model.router_groups): the score of their best expert (DeepSeek-V2), or
+    the sum of their two best, biases included (DeepSeek-V3)."""
     balance_loss: float = Field(0.01, ge=0, le=100)
     """Weight of the loss that training adds so that experts get equally many tokens of each sequence (with
     model.experts). 0: none."""

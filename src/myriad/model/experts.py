@@ -2,7 +2,8 @@
 
     scores = softmax or sigmoid of x W       float32, [tokens, E]
     chosen = the k largest scores of a token, gates their values (divided by their sum, times a factor)
-             (with a bias of each expert: the k largest of score + bias, `myriad.parallel.router_biases`)
+             (with a bias of each expert: the k largest of score + bias, `myriad.parallel.router_biases`;
+             with groups of experts: those of the best groups only)
     y      = sum over the chosen experts of gate x expert(x)  + the shared experts
 
 Routing is dropless: no token is left out, whatever the load of its expert (MegaBlocks, arXiv 2211.15841), so
@@ -53,6 +54,8 @@ class Router(nn.Module):
         self._normalizes = config.router_normalized
         self._balance, self._z_loss = config.balance_loss, config.router_z_loss
         self.bias = nn.Parameter(torch.empty(config.experts)) if config.has_router_bias else None
+        self._groups, self._group_limit = config.router_groups, config.router_group_limit
+        self._sums_two = config.router_group_score == "two_largest"
         self.exact_bias: torch.Tensor | None = None
         """The values of the bias in float32, if the parameter may have fewer digits."""
 
@@ -73,7 +76,7 @@ class Router(nn.Module):
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gates ``[T, k]`` and the chosen experts ``[T, k]`` of logits ``[..., E]``."""
         scores = self.scores(logits.flatten(0, -2))
-        if self.bias is None:
+        if self.bias is None and self._groups == 1:
             gates, chosen = scores.topk(self._num_chosen, -1)
         else:
             chosen = self._preferences(scores).topk(self._num_chosen, -1).indices
@@ -85,9 +88,16 @@ class Router(nn.Module):
     @torch.no_grad()
     def _preferences(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the values ``[T, E]`` of which the largest decide the chosen experts."""
-        if self.bias is None:
-            return scores
-        return scores + (self.bias.float() if self.exact_bias is None else self.exact_bias)
+        preferred = scores
+        if self.bias is not None:
+            preferred = scores + (self.bias.float() if self.exact_bias is None else self.exact_bias)
+        if self._groups == 1:
+            return preferred
+        groups = preferred.unflatten(-1, (self._groups, -1))
+        of_groups = groups.topk(2, -1).values.sum(-1) if self._sums_two else groups.amax(-1)
+        others = torch.ones_like(of_groups, dtype=torch.bool)
+        others.scatter_(-1, of_groups.topk(self._group_limit, -1).indices, value=False)
+        return groups.masked_fill(others[..., None], -torch.inf).flatten(-2)
 
     def loss(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the balance loss and the z-loss, summed over the tokens of whole sequences ``[B, S, E]``."""

@@ -42,6 +42,7 @@ SHAPES: list[dict[str, Any]] = [
     {"experts": 4, "expert_hidden": 96, "dense_layers": 1, "prediction_layers": 1},
     {"experts": 8, "experts_per_token": 3, "shared_experts": 2, "router_scores": "sigmoid", "dropout": 0.1},
     {"experts": 8, "router_scores": "sigmoid", "balance_bias_rate": 0.1, "router_normalized": False},
+    {"experts": 8, "experts_per_token": 3, "router_groups": 4, "router_group_limit": 2},
     {
         "experts": 4,
         "experts_per_token": 1,

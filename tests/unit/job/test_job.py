@@ -309,6 +309,9 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         ),
         (["model.expert_hidden=64"], "model.expert_hidden", "only with model.experts"),
         (["model.dense_layers=1"], "model.dense_layers", "only with model.experts"),
+        (["model.experts=4", "model.router_group_limit=2"], "model.router_group_limit", "only with"),
+        (["model.experts=4", "model.router_groups=3"], "model.router_groups", "a divisor of model.experts"),
+        (["model.experts=4", "model.router_groups=4"], "model.router_group_limit", "2 to 4: a group has 1"),
         (
             ["model.experts=4", "model.balance_bias_rate=0.001", *EARLY],
             "model.balance_bias_rate",

@@ -26,6 +26,14 @@ SHAPES: list[dict[str, Any]] = [
     {"experts": 3, "experts_per_token": 1, "router_normalized": False, "activation": "swiglu"},
     {"experts": 5, "experts_per_token": 5, "balance_loss": 0.0},
     {"experts": 8, "experts_per_token": 3, "router_scores": "sigmoid", "balance_bias_rate": 0.1},
+    {"experts": 8, "router_groups": 4, "router_group_limit": 2, "router_normalized": False},
+    {
+        "experts": 9,
+        "router_groups": 3,
+        "router_group_limit": 1,
+        "router_group_score": "two_largest",
+        "balance_bias_rate": 0.1,
+    },
 ]
 FACTOR = 0.3
 
@@ -52,6 +60,10 @@ def by_definition(
     scores = logits.softmax(-1) if config.router_scores == "softmax" else logits.sigmoid()
     largest = scores >= scores.topk(k, -1).values[..., -1:]
     preferred = scores if experts.router.bias is None else scores + experts.router.bias
+    groups = preferred.unflatten(-1, (config.router_groups, -1)).sort(-1, descending=True).values
+    best = groups[..., 0] if config.router_group_score == "largest" else groups[..., :2].sum(-1)
+    inside = best >= best.topk(config.router_group_limit, -1).values[..., -1:]
+    preferred = torch.where(inside.repeat_interleave(groups.shape[-1], -1), preferred, -1e9)
     chosen = preferred >= preferred.topk(k, -1).values[..., -1:]
     gates = torch.where(chosen, scores, 0.0)
     if config.router_normalized:
