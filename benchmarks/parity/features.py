@@ -110,6 +110,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "expert_every": 2,
         "expert_hidden": 16,
         "shared_experts": 1,
+        "shared_expert_gate": True,
         "router_scores": "sigmoid",
         "router_scale": 2.5,
         "balance_bias_rate": 0.01,

@@ -133,6 +133,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "expert_every": 2,
         "experts_per_token": 3,
         "shared_experts": 2,
+        "shared_expert_gate": True,
         "expert_hidden": 16,
         "router_scores": "sigmoid",
         "router_scale": 2.5,

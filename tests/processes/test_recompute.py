@@ -215,7 +215,7 @@ SHAPES: list[dict[str, Any]] = [
     {"sequence": 512, "window": 200, "heads": 2},
     {"sequence": 256, "kv_heads": 2},
     {"sequence": 256, "window": 100, "dropout": 0.1},
-    {"experts": 4, "expert_hidden": 32, "shared_experts": 1, "activation": "swiglu"},
+    {"experts": 4, "expert_hidden": 32, "shared_experts": 1, "shared_expert_gate": True},
 ]
 """Library's attention and blocks, in causal, windowed and masked form."""
 

@@ -59,7 +59,7 @@ def _check_heads(job: JobValues) -> None:
 _EXPERT_KEYS = (
     *("experts_per_token", "expert_hidden", "shared_experts", "router_scores", "router_normalized"),
     *("router_scale", "balance_loss", "router_z_loss", "dense_layers", "expert_every"),
-    *("balance_bias_rate", "router_groups", "router_group_limit", "router_group_score"),
+    *("shared_expert_gate", "balance_bias_rate", "router_groups", "router_group_limit", "router_group_score"),
 )
 
 
@@ -71,6 +71,8 @@ def _check_experts(job: JobValues) -> None:
     allowed = f"at most model.experts = {model.experts}"
     need(chosen <= model.experts, "model.experts_per_token", chosen, allowed)
     _refuse_set(model, "model", ("block", "bias", "mup_base_width"), "{default} with model.experts")
+    gate = model.shared_expert_gate
+    need(not gate or model.shared_experts > 0, "model.shared_expert_gate", gate, "needs model.shared_experts")
     learns = chosen > 1 or not model.router_normalized
     need(learns, "model.experts_per_token", chosen, "2 or more, or set model.router_normalized = false")
     every, dense = model.expert_every, model.dense_layers
@@ -248,6 +250,7 @@ _OFF = (None, "off", "none", 0, False)
 _SETTINGS = {
     "window": ("window_pattern", "window_rotary_base"),
     "experts": _EXPERT_KEYS,
+    "shared_experts": ("shared_expert_gate",),
     "prediction_layers": ("prediction_weight",),
     "kv_lora_rank": _LATENT_KEYS,
     "qk_norm": ("qk_norm_kind", "qk_norm_bias"),

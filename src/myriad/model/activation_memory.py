@@ -149,7 +149,8 @@ def _mlp_values(model: ModelConfig, recompute: Recompute) -> int:
 def _expert_bytes(model: ModelConfig, bytes_per_value: int, *, input_is_kept: bool) -> float:
     """Return bytes per token of a mixture of experts, beside the inner values of the experts: the input of
     the router if nothing else keeps it; for each chosen expert its copy of the token, its result, four
-    indices of 8 bytes and a gate; and the scores. Tensor parallelism divides none of it."""
+    indices of 8 bytes and a gate; the scores; and the result of shared experts with a gate. Tensor
+    parallelism divides none of it."""
     if model.experts is None:
         return 0.0
     chosen, scores = model.experts_per_token, _FLOAT32 * model.experts
@@ -159,6 +160,8 @@ def _expert_bytes(model: ModelConfig, bytes_per_value: int, *, input_is_kept: bo
         found += (chosen + 1) * _FLOAT32
     if model.balance_loss:  # the scores again, with their sum if they have none, and a sequence's load
         found += scores + scores / model.sequence + (_FLOAT32 if model.router_scores == "sigmoid" else 0)
+    if model.shared_expert_gate:
+        found += (model.hidden + 1) * bytes_per_value
     if model.router_z_loss:
         found += scores + _FLOAT32
     return found

@@ -73,6 +73,9 @@ class ModelConfig(Config):
     shared_experts: int = Field(0, ge=0, le=64)
     """Experts that every token takes besides (with model.experts), as one MLP of their joint width
     (DeepSeek)."""
+    shared_expert_gate: bool = False
+    """Multiply what the shared experts compute of a token by the sigmoid of a product of its own (with
+    model.shared_experts; Qwen 2 MoE)."""
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
     """What makes positive scores of the router's products (with model.experts): softmax over all experts, or
     sigmoid of each (DeepSeek-V3)."""
@@ -335,7 +338,12 @@ class ModelConfig(Config):
     @property
     def router_elements(self) -> int:
         """Elements of a block's router, which every tensor-parallel rank has."""
-        return self.hidden * (self.experts or 0)
+        return self.hidden * self.router_rows
+
+    @property
+    def router_rows(self) -> int:
+        """Products of each token with a router: a score of each expert, and the gate of the shared ones."""
+        return 0 if self.experts is None else self.experts + self.shared_expert_gate
 
     def padded_vocabulary(self) -> int:
         """Return the rows of the embedding in memory without tensor parallelism."""

@@ -37,7 +37,7 @@ from myriad.kernels.linear import weight_gradient
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.interleave import Steps, finish
-from myriad.model.mlp import MLP
+from myriad.model.mlp import MLP, GatedMLP
 
 __all__ = ["Experts", "Router"]
 
@@ -135,7 +135,8 @@ class Experts(nn.Module):
         )
         """The experts of this rank, by number."""
         shared = config.shared_experts
-        self.shared = MLP(config, boundary, shared * width) if shared else None
+        kind = GatedMLP if config.shared_expert_gate else MLP
+        self.shared = kind(config, boundary, shared * width) if shared else None
         self.loads: torch.Tensor | None = None
         """Where training adds up the tokens of each expert, ``[E]``, once for each backward, whether it
         recomputes the experts or not; ``None``: they are not counted."""

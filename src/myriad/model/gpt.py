@@ -152,9 +152,10 @@ class GPT:
 
     def is_hidden(self, name: str) -> bool:
         """Return whether both dimensions of a matrix grow with the width. Those of the embedding and the
-        output projection include the vocabulary or the positions, those of a router the experts."""
+        output projection include the vocabulary or the positions, those of a router the experts, and the
+        gate of shared experts is a row."""
         outside = name.startswith(("embedding.", "head.output.", "head.tokens."))
-        return not outside and not name.endswith("mlp.router.weight")
+        return not outside and not name.endswith(("mlp.router.weight", "mlp.shared.gate.weight"))
 
     def _initial_values(self, name: str, shape: torch.Size) -> torch.Tensor:
         if name.endswith((".bias", ".sinks")) or (len(shape) == 1 and self.config.norm_zero_centered):

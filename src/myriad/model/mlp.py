@@ -14,7 +14,7 @@ from myriad.kernels.remade import Remade
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 
-__all__ = ["MLP"]
+__all__ = ["MLP", "GatedMLP"]
 
 
 class MLP(nn.Module):
@@ -61,3 +61,16 @@ class MLP(nn.Module):
     def out(self, inner: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
         """Multiply the inner values to this rank's partial sum."""
         return linear(inner, self.down.weight, later=self.later, remade=remade)
+
+
+class GatedMLP(MLP):
+    """An MLP whose result for a token is multiplied by the sigmoid of another product of the token, which
+    every tensor-parallel rank computes."""
+
+    def __init__(self, config: ModelConfig, boundary: Boundary, width: int) -> None:
+        super().__init__(config, boundary, width)
+        self.gate = Linear(config.hidden, 1, later=boundary.later)
+
+    def forward(self, x: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
+        gate: torch.Tensor = self.gate(x).sigmoid()
+        return super().forward(x, remade) * gate

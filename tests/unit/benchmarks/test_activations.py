@@ -43,6 +43,7 @@ SHAPES: list[dict[str, Any]] = [
     {"experts": 8, "experts_per_token": 3, "shared_experts": 2, "router_scores": "sigmoid", "dropout": 0.1},
     {"experts": 8, "router_scores": "sigmoid", "balance_bias_rate": 0.1, "router_normalized": False},
     {"experts": 8, "experts_per_token": 3, "router_groups": 4, "router_group_limit": 2},
+    {"experts": 4, "shared_experts": 1, "shared_expert_gate": True, "activation": "swiglu"},
     {
         "experts": 4,
         "experts_per_token": 1,

@@ -11,6 +11,7 @@ from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.experts import Experts, Router
 from myriad.model.gpt import GPT, build_full
+from myriad.model.mlp import MLP, GatedMLP
 from myriad.planner.cost.stage_layers import layer_parameters
 from myriad.planner.memory.layer_memory import layer_elements
 
@@ -23,6 +24,7 @@ SHAPES: list[dict[str, Any]] = [
         "router_scale": 2.5,
         "shared_experts": 2,
     },
+    {"experts": 4, "shared_experts": 2, "shared_expert_gate": True},
     {"experts": 3, "experts_per_token": 1, "router_normalized": False, "activation": "swiglu"},
     {"experts": 5, "experts_per_token": 5, "balance_loss": 0.0},
     {"experts": 8, "experts_per_token": 3, "router_scores": "sigmoid", "balance_bias_rate": 0.1},
@@ -74,7 +76,9 @@ def by_definition(
     load = largest.float().mean(1) * count / k
     balance = (load * shares.mean(1)).sum() * x.shape[1]
     z_loss = logits.exp().sum(-1).log().square().sum()
-    y = y if experts.shared is None else y + experts.shared(x)
+    if experts.shared is not None:
+        gate = experts.shared.gate(x).sigmoid() if isinstance(experts.shared, GatedMLP) else 1.0
+        y = y + gate * MLP.forward(experts.shared, x)
     return y, config.balance_loss * balance + config.router_z_loss * z_loss
 
 
@@ -147,9 +151,10 @@ def test_parameters_and_flops_are_counted(keys: dict[str, Any]) -> None:
     each = config.hidden * config.expert_width * (config.up_matrices + 1)
     unused = (config.experts or 0) - config.experts_per_token
     dense = ModelConfig(**(config.model_dump() | {"experts": None, "ffn_hidden": config.active_width}))
-    routers = 6.0 * config.layers * config.hidden * (config.experts or 0)
+    rows = (config.experts or 0) + config.shared_expert_gate
+    routers = 6.0 * config.layers * config.hidden * rows
     assert config.flops_per_token() == dense.flops_per_token() + routers
-    router = (config.experts or 0) * (config.hidden + config.has_router_bias)
+    router = rows * config.hidden + (config.experts or 0) * config.has_router_bias
     assert config.num_parameters() == dense.num_parameters() + config.layers * (unused * each + router)
 
 

@@ -76,7 +76,7 @@ def block_products(
     width, each = model.expert_width / context.tp, tokens * model.experts_per_token / model.experts
     own = three_passes(context, each, _mlp_shapes(model, width))
     wide = replace(context, value_bytes=4)
-    router = three_passes(wide, tokens, ((float(model.experts), model.hidden),))
+    router = three_passes(wide, tokens, ((float(model.router_rows), model.hidden),))
     forward, inputs, weights = (
         mine + model.experts * one + score for mine, one, score in zip(products, own, router, strict=True)
     )
