@@ -64,7 +64,7 @@ def test_they_are_moved_against_the_load_of_all_ranks_alike(tmp_path: Path) -> N
             assert not values.any(), "an optimizer moved them"
     for layout in (
         {"tp": 2, "pp": 2, "dp": 2, "micro_batch": 2, "recompute": "full", "zero": 3},
-        {"dp": 4, "zero": 0, "recompute": "full", "recompute_ratio": 0.5, "micro_batch": 2},
+        {"dp": 4, "zero": 0, "ep": 2, "recompute": "full", "recompute_ratio": 0.5, "micro_batch": 2},
     ):
         case = Case(layout, MODEL, {"ema_decay": 0.5})
         ranks = run_ranks(case.world, steps, case, tmp_path / f"zero-{layout['zero']}")
