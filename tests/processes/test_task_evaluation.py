@@ -26,7 +26,7 @@ TASKS: list[dict[str, Any]] = [
     *({"task": "text", "arguments": [f"{a} text, longer than a window. " * 6]} for a in ("one", "two")),
 ]  # fmt: skip
 STEPS = ("train.steps=2", "optimizer.warmup_steps=1")
-TURNS = ("overlap.tensor=turns", "overlap.message_bytes=1")
+TURNS = ("overlap.tensor=turns", "overlap.tensor_message=1")
 
 
 @pytest.fixture(scope="module")
