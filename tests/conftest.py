@@ -1,6 +1,7 @@
 """Lets tests of several processes share their harness, and holds for every test what time must not decide,
 nor the GPUs of the machine: tests outside of `tests/gpu` are about CPUs, and see none."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,10 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _VISIBLE_BEFORE = os.environ.get(_VISIBLE)
 
 sys.path.insert(0, str(_TESTS / "processes"))
+
+# Thousands of tests and their modules stay in memory: with Python's thresholds, collections of garbage that
+# look at all of them took one fifteenth of the time of the unit tests.
+gc.set_threshold(20_000, 50, 100)
 
 # No deadline: how long an example takes depends on what else this machine runs. Each run has the same
 # examples, so a change alone decides what fails; `pytest --hypothesis-profile explore` draws others. A
