@@ -65,6 +65,19 @@ DEEPSEEK = TINY | {
 OURS = {
     "deepseek 3": DEEPSEEK | {"rotary_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
     "deepseek 2 lite": DEEPSEEK | {"q_lora_rank": None, "tied": True},
+    "deepseek 3, experts": DEEPSEEK | {
+        "layers": 3, "dense_layers": 1, "experts": 8, "experts_per_token": 3, "expert_hidden": 16,
+        "shared_experts": 2, "router_scores": "sigmoid", "router_scale": 2.5, "balance_bias_rate": 0.001,
+        "router_groups": 4, "router_group_limit": 2, "router_group_score": "two_largest",
+    },
+    "deepseek 2, experts": DEEPSEEK | {
+        "experts": 6, "experts_per_token": 2, "shared_experts": 1, "router_normalized": False,
+        "router_groups": 3, "router_group_limit": 2, "router_scale": 16.0,
+    },
+    "qwen 2 moe": LLAMA | {
+        "attention_bias": "qkv", "experts": 6, "experts_per_token": 3, "expert_hidden": 16, "ffn_hidden": 48,
+        "expert_every": 2, "shared_experts": 2, "shared_expert_gate": True, "router_normalized": False,
+    },
     "minicpm 3": DEEPSEEK | {"embedding_scale": 12.0, "residual_scale": 0.3, "logit_scale": 0.75},
     "llama, shared heads": LLAMA,
     "llama, untied": LLAMA | {"tied": False},
@@ -194,6 +207,10 @@ LATENT = SMALL | {
         "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.9,
     },
 }  # fmt: skip
+EXPERTS = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 20,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
 MINICPM3 = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"} | {
     "max_position_embeddings": 48, "scale_emb": 3, "scale_depth": 0.9, "dim_model_base": 8,
     "rope_parameters": {
@@ -205,6 +222,18 @@ SHORT = SMALL | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
 THEIRS: dict[str, Callable[[], Any]] = {
     "deepseek 3": lambda: transformers.DeepseekV3Config(**LATENT),
     "deepseek 2 lite": lambda: transformers.DeepseekV2Config(**LATENT | {"q_lora_rank": None}),
+    "deepseek 3, experts": lambda: transformers.DeepseekV3Config(
+        **LATENT | EXPERTS | {"first_k_dense_replace": 1}, n_group=3, topk_group=2
+    ),
+    "deepseek 2, experts": lambda: transformers.DeepseekV2Config(
+        **LATENT | EXPERTS | {"first_k_dense_replace": 0},
+        topk_method="group_limited_greedy",
+        n_group=3,
+        topk_group=1,
+    ),
+    "deepseek 2, greedy": lambda: transformers.DeepseekV2Config(
+        **LATENT | EXPERTS | {"first_k_dense_replace": 1}
+    ),
     "minicpm 3": lambda: transformers.MiniCPM3Config(**MINICPM3),
     "minicpm 3, whole queries": lambda: transformers.MiniCPM3Config(
         **MINICPM3 | {"q_lora_rank": None, "v_head_dim": None, "scale_depth": None}, tie_word_embeddings=False
@@ -235,6 +264,14 @@ THEIRS: dict[str, Callable[[], Any]] = {
     "qwen 2.5": lambda: transformers.Qwen2Config(**without_head_dim(ROTARY), tie_word_embeddings=True),
     "qwen 2, window": lambda: transformers.Qwen2Config(
         **without_head_dim(ROTARY), use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
+    "qwen 2 moe": lambda: transformers.Qwen2MoeConfig(
+        **without_head_dim(ROTARY),
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[0],
     ),
     "qwen 3": lambda: transformers.Qwen3Config(**(ROTARY | {"head_dim": 12})),
     "mixtral": lambda: transformers.MixtralConfig(**ROTARY, num_local_experts=4, sliding_window=None),
@@ -614,6 +651,27 @@ def test_weights_that_are_not_those_of_the_config_are_refused_with_the_tensor(tm
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(BadInputError, match="not readable"):
         HuggingFaceWeights(out)
+
+
+def test_prediction_layers_of_a_deepseek_are_not_read(tmp_path: Path) -> None:
+    out = exported(random_weights(**OURS["deepseek 3"]), tmp_path / "out")
+    file, config = out / "model.safetensors", out / "config.json"
+    table = torch.ones(90, 32)
+    save_file(load_file(file) | {"model.layers.2.embed_tokens.weight": table}, file)
+    with pytest.raises(BadInputError, match=r"does not name: model\.layers\.2\.embed_tokens\.weight"):
+        HuggingFaceWeights(out)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    assert HuggingFaceWeights(out).shapes
+    save_file(load_file(file) | {"model.layers.3.embed_tokens.weight": table}, file)
+    with pytest.raises(BadInputError, match=r"does not name: model\.layers\.3\.embed_tokens\.weight"):
+        HuggingFaceWeights(out)
+
+
+def test_biases_of_a_router_keep_float32_in_an_export_in_half_precision(tmp_path: Path) -> None:
+    out = exported(random_weights(**OURS["deepseek 3, experts"]), tmp_path / "out", dtype="bfloat16")
+    dtypes = {name: tensor.dtype for name, tensor in load_file(out / "model.safetensors").items()}
+    biases = {name for name in dtypes if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 2 and {name for name in dtypes if dtypes[name] == torch.float32} == biases
 
 
 def test_tensors_that_would_be_dropped_are_refused_by_name(tmp_path: Path) -> None:

@@ -110,10 +110,10 @@ DEEPSEEK = {
 }  # fmt: skip
 
 
-def test_experts_are_refused_unless_all_layers_are_dense() -> None:
-    assert model_of(DEEPSEEK).latent is not None
+def test_fields_of_experts_have_no_effect_if_all_layers_are_dense() -> None:
+    assert model_of(DEEPSEEK).latent is not None and model_of(DEEPSEEK).experts is None
     for wrong, error in (
-        ({"first_k_dense_replace": 1}, "first_k_dense_replace = 1: at least num_hidden_layers = 2"),
+        ({"first_k_dense_replace": 1, "n_group": 512}, "router_groups = 512: a divisor of the 256 experts"),
         ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),
         ({"rope_interleave": False}, "rope_interleave"),
     ):

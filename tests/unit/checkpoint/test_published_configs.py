@@ -46,6 +46,16 @@ QWEN3 = RMS | {
     "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
     "use_sliding_window": False, "vocab_size": 151936, "num_key_value_heads": 8,
 }  # fmt: skip
+DEEPSEEK = RMS | {
+    "attention_bias": False, "aux_loss_alpha": 0.001, "ep_size": 1, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "moe_layer_freq": 1, "pretraining_tp": 1, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+    "seq_aux": True, "v_head_dim": 128,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+}  # fmt: skip
 GEMMA2 = PLAIN | {
     "model_type": "gemma2", "attention_bias": False, "attn_logit_softcapping": 50.0,
     "cache_implementation": "hybrid", "final_logit_softcapping": 30.0, "head_dim": 256,
@@ -170,6 +180,34 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             num_experts=128, num_experts_per_tok=8, output_router_logits=False, router_aux_loss_coef=0.001,
         ),
         30_532_122_624,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        sized(
+            RMS, 2048, 5632, 16, 24, model_type="qwen2_moe", max_window_layers=21, num_key_value_heads=16,
+            decoder_sparse_step=1, moe_intermediate_size=1408, norm_topk_prob=False, num_experts=60,
+            num_experts_per_tok=4, output_router_logits=False, router_aux_loss_coef=0.001, rms_norm_eps=1e-6,
+            rope_theta=1000000.0, shared_expert_intermediate_size=5632, sliding_window=32768,
+            use_sliding_window=False, vocab_size=151936, max_position_embeddings=8192,
+        ),
+        14_315_784_192,
+    ),
+    "DeepSeek-V2": (
+        sized(
+            DEEPSEEK, 5120, 12288, 128, 60, model_type="deepseek_v2", num_key_value_heads=128,
+            first_k_dense_replace=1, moe_intermediate_size=1536, n_routed_experts=160, n_shared_experts=2,
+            n_group=8, topk_group=3, topk_method="group_limited_greedy", num_experts_per_tok=6,
+            scoring_func="softmax", norm_topk_prob=False, routed_scaling_factor=16.0, vocab_size=102400,
+        ),
+        235_741_434_880,
+    ),
+    "DeepSeek-V3, not quantized": (
+        sized(
+            DEEPSEEK, 7168, 18432, 128, 61, model_type="deepseek_v3", num_key_value_heads=128,
+            first_k_dense_replace=3, moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1,
+            n_group=8, topk_group=4, topk_method="noaux_tc", num_experts_per_tok=8, scoring_func="sigmoid",
+            norm_topk_prob=True, routed_scaling_factor=2.5, num_nextn_predict_layers=1, vocab_size=129280,
+        ),
+        671_026_419_200,
     ),
     "OLMoE-1B-7B-0924": (
         sized(
@@ -414,6 +452,17 @@ def test_odd_values_of_a_familys_fields_are_read_or_refused_in_a_line(config: di
         ("Qwen3-30B-A3B-Base", "decoder_sparse_step", 49),
         ("Qwen3-30B-A3B-Base", "num_local_experts", 64),
         ("OLMoE-1B-7B-0924", "clip_qkv", 8.0),
+        ("Qwen1.5-MoE-A2.7B", "shared_expert_intermediate_size", 5633),
+        ("Qwen1.5-MoE-A2.7B", "qkv_bias", False),
+        ("DeepSeek-V2", "topk_method", "noaux_tc"),
+        ("DeepSeek-V2", "norm_topk_prob", True),
+        ("DeepSeek-V3, not quantized", "scoring_func", "softmax"),
+        ("DeepSeek-V3, not quantized", "n_group", 7),
+        ("DeepSeek-V3, not quantized", "n_group", 256),
+        ("DeepSeek-V3, not quantized", "topk_group", 9),
+        ("DeepSeek-V3, not quantized", "moe_layer_freq", 2),
+        ("DeepSeek-V3, not quantized", "first_k_dense_replace", -1),
+        ("DeepSeek-V3, not quantized", "num_local_experts", 64),
     ],
 )
 def test_experts_that_would_be_read_as_others_are_refused(name: str, field: str, value: object) -> None:

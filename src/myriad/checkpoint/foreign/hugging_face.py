@@ -100,7 +100,7 @@ class HuggingFaceWeights:
         found = {name: file.tensors[own].shape for name, (file, own) in self._places.items()}
         if problem := next(missing_or_other(mappings, found), None):
             raise BadInputError("weights", str(path), f"does not match its config.json: {problem}")
-        self._refuse_others(mappings)
+        self._refuse_others(mappings, _prediction_layers(config, self.model.layers))
         self.shapes: Shapes = {mapping.name: mapping.shape for mapping in mappings}
 
     @property
@@ -117,11 +117,16 @@ class HuggingFaceWeights:
         for box in boxes:
             yield self._mappings[name].read_box(self._read_theirs, box)
 
-    def _refuse_others(self, mappings: Sequence[TensorMapping]) -> None:
-        """Raise `BadInputError` for tensors that would be dropped, unless the model does not need them."""
+    def _refuse_others(self, mappings: Sequence[TensorMapping], unused: tuple[str, ...]) -> None:
+        """Raise `BadInputError` for tensors that would be dropped, unless the model does not need them.
+        ``unused``: beginnings of the names of some that it does not need."""
         used = {self._places[name] for mapping in mappings for name in mapping.their_shapes()}
         others = {place[1] for place in self._places.values() if place not in used}
-        left = [name for name in sorted(others) if not name.endswith(_DERIVED) and not self._is_tied(name)]
+        left = [
+            name
+            for name in sorted(others)
+            if not name.endswith(_DERIVED) and not name.startswith(unused) and not self._is_tied(name)
+        ]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             problem = f"holds tensors that its config.json does not name: {', '.join(left[:3])}{more}"
@@ -145,6 +150,18 @@ class HuggingFaceWeights:
     def _read_theirs(self, name: str, box: Box) -> torch.Tensor:
         file, own_name = self._places[name]
         return file.read(own_name, box)
+
+
+_MOST_PREDICTION_LAYERS = 16
+
+
+def _prediction_layers(config: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    """Return the beginnings of the names of the prediction layers that a ``config.json`` names, which follow
+    the model's layers in DeepSeek's files and which no import reads."""
+    number = config.get("num_nextn_predict_layers")
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= _MOST_PREDICTION_LAYERS:
+        return ()
+    return tuple(f"model.layers.{layer}." for layer in range(layers, layers + number))
 
 
 _Place = tuple[SafetensorsFile, str]
@@ -331,7 +348,7 @@ def _rounded(weights: Weights, name: str, dtype: torch.dtype) -> torch.Tensor:
     values = weights.read(name)
     if dtype == torch.float16 and float(values.abs().max()) > torch.finfo(dtype).max:
         raise BadInputError("--dtype", "float16", f"float32 or bfloat16: {name} has values beyond 65,504")
-    return values.to(dtype)
+    return values if name.endswith(".router.bias") else values.to(dtype)  # transformers keeps them, too
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:

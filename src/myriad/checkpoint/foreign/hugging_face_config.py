@@ -159,7 +159,7 @@ def _candidates(model: ModelConfig) -> list[str]:
     """Return the model types that a model may be: those with latent attention, or with experts, for a model
     with it."""
     found = [kind for kind in MODEL_TYPES if model.latent is None or _has_latent(kind)]
-    return [kind for kind in found if (model.experts is not None) == ("experts" in family_of(kind).sizes)]
+    return [kind for kind in found if family_of(kind).allows(experts=model.experts is not None)]
 
 
 def _computed(model: ModelConfig) -> dict[str, Any]:
@@ -207,12 +207,19 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
 def _computed_by_experts(model: ModelConfig) -> dict[str, Any]:
     """Return everything that decides what experts compute, by job key."""
     blocks = [model.has_experts(layer) for layer in range(model.layers)]
-    routing = {key: getattr(model, key) for key in _ROUTING}
+    keys = (*_ROUTING, *_GROUPS) if model.router_groups > 1 else _ROUTING
+    routing = {key: getattr(model, key) for key in keys}
+    routing |= {"balance_bias_rate": model.has_router_bias}
     return {"expert_hidden": model.expert_width, "dense_layers": blocks} | routing
 
 
-_ROUTING = ("experts_per_token", "shared_experts", "router_scores", "router_normalized", "router_scale")
+_ROUTING = (
+    *("experts_per_token", "shared_experts", "shared_expert_gate", "router_scores", "router_normalized"),
+    *("router_scale", "router_groups"),
+)
 """Keys of the router, and of the experts that each token takes."""
+_GROUPS = ("router_group_limit", "router_group_score")
+"""Keys that matter if there are groups of experts."""
 
 
 def _rounded(value: float) -> float:
@@ -386,6 +393,15 @@ def _check_experts(model: ModelConfig) -> None:
     if model.experts_per_token > model.experts:
         allowed = f"at most the {model.experts} experts of config.json"
         raise BadInputError("experts_per_token", model.experts_per_token, allowed)
+    each, odd = divmod(model.experts, model.router_groups)
+    if odd:
+        allowed = f"a divisor of the {model.experts} experts of config.json"
+        raise BadInputError("router_groups", model.router_groups, allowed)
+    fits = model.experts_per_token <= model.router_group_limit * each
+    enough = each > 1 or model.router_groups == 1 or model.router_group_score == "largest"
+    if not (fits and enough and model.router_group_limit <= model.router_groups):
+        allowed = f"at most router_groups = {model.router_groups}, with enough experts for a token"
+        raise BadInputError("router_group_limit", model.router_group_limit, allowed)
 
 
 def _check_rotary(model: ModelConfig) -> None:

@@ -1,5 +1,9 @@
-"""Fields of ``config.json`` of the families with latent attention: DeepSeek-V2 and V3 whose layers are all
-dense, and MiniCPM 3, which scales embedding, residuals and logits as MiniCPM 1 and 2 do.
+"""Fields of ``config.json`` of the families with latent attention: DeepSeek-V2 and V3, with experts in all
+layers but the first ones or in none, and MiniCPM 3, which scales embedding, residuals and logits as MiniCPM 1
+and 2 do. Prediction layers (``num_nextn_predict_layers``) are not exchanged.
+
+    V2    softmax of all scores; groups, if any, by their best expert; gates as they are
+    V3    sigmoids; groups by their two best experts, biases included; gates divided by their sum
 
 DeepSeek's rotary pairs are adjacent rows, as in Myriad, so that no rows are permuted; MiniCPM 3's are half of
 the rotated rows apart.
@@ -19,9 +23,11 @@ from myriad.model.config import ModelConfig
 __all__ = [
     "DEEPSEEK_EXPERTS",
     "LATENT_SIZES",
-    "read_deepseek",
+    "read_deepseek2",
+    "read_deepseek3",
     "read_minicpm3",
-    "write_deepseek",
+    "write_deepseek2",
+    "write_deepseek3",
     "write_minicpm3",
 ]
 
@@ -38,13 +44,57 @@ DEEPSEEK_EXPERTS = (
 """Fields of layers with experts, which matter only if there is such a layer."""
 
 
-def read_deepseek(theirs: ConfigValues, values: Values) -> Values:
-    """Read what DeepSeek-V2 and V3 have beyond the copied fields. A layer with experts is refused."""
+def read_deepseek2(theirs: ConfigValues, values: Values) -> Values:
+    """Read what DeepSeek-V2 has beyond the copied fields."""
+    found = _read_latent(theirs, values)
+    if (experts := _read_experts(theirs, values)) is None:
+        return found
+    theirs.must_be("scoring_func", None, "softmax")
+    theirs.must_be("norm_topk_prob", None, False)  # transformers ignores it
+    theirs.must_be("topk_method", "greedy", "group_limited_greedy")
+    groups = {} if theirs.get("topk_method") == "greedy" else _read_groups(theirs)
+    return found | experts | groups | {"router_normalized": False}
+
+
+def read_deepseek3(theirs: ConfigValues, values: Values) -> Values:
+    """Read what DeepSeek-V3 has beyond the copied fields."""
+    found = _read_latent(theirs, values)
+    if (experts := _read_experts(theirs, values)) is None:
+        return found
+    theirs.must_be("scoring_func", None, "sigmoid")
+    theirs.must_be("topk_method", None, "noaux_tc")
+    experts |= {"router_scores": "sigmoid", "router_normalized": theirs.flag("norm_topk_prob")}
+    experts |= {"router_group_score": "two_largest", "balance_bias_rate": _BIAS_RATE}
+    return found | experts | _read_groups(theirs)
+
+
+_BIAS_RATE = 0.001
+"""Rate of the biases in most of the training of DeepSeek-V3 (arXiv 2412.19437, section 4.2). No field has
+it."""
+
+
+def _read_experts(theirs: ConfigValues, values: Values) -> Values | None:
+    """Return the values that DeepSeek-V2 and V3 read alike; ``None``: no layer has experts."""
     layers, dense = values["layers"], theirs.get("first_k_dense_replace")
-    if isinstance(dense, bool) or not isinstance(dense, int) or dense < layers:
-        allowed = f"at least num_hidden_layers = {layers} in config.json: layers with experts cannot be read"
-        raise BadInputError("first_k_dense_replace", dense, allowed)
-    return _read_latent(theirs, values)
+    if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
+        raise BadInputError("first_k_dense_replace", dense, "a whole number of at least 0 in config.json")
+    if dense >= layers:
+        return None
+    experts, width = theirs.size("n_routed_experts"), theirs.size("moe_intermediate_size")
+    for other in ("num_experts", "num_local_experts"):
+        theirs.must_be(other, None, experts)
+    theirs.must_be("moe_layer_freq", None, 1)
+    return {
+        "experts": experts,
+        "experts_per_token": theirs.size("num_experts_per_tok"),
+        "shared_experts": theirs.size("n_shared_experts"),
+        "router_scale": theirs.number("routed_scaling_factor"),
+        **({"expert_hidden": width, "dense_layers": dense} if dense else {"ffn_hidden": width}),
+    }
+
+
+def _read_groups(theirs: ConfigValues) -> Values:
+    return {"router_groups": theirs.size("n_group"), "router_group_limit": theirs.size("topk_group")}
 
 
 def _read_latent(theirs: ConfigValues, values: Values) -> Values:
@@ -67,8 +117,40 @@ def _read_latent(theirs: ConfigValues, values: Values) -> Values:
     return {"kv_heads": None, "rotary_base": base, "rotary_scaling": scaling}
 
 
-def write_deepseek(model: ModelConfig) -> Values:
-    """Return the fields beyond the copied ones: DeepSeek-V2 and V3 with dense layers only."""
+def write_deepseek2(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: DeepSeek-V2."""
+    if model.experts is None:
+        return _write_deepseek(model)
+    method = "greedy" if model.router_groups == 1 else "group_limited_greedy"
+    own: Values = {"topk_method": method, "scoring_func": "softmax", "norm_topk_prob": False}
+    return _write_deepseek(model) | _write_experts(model) | own
+
+
+def write_deepseek3(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: DeepSeek-V3."""
+    if model.experts is None:
+        return _write_deepseek(model)
+    own: Values = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    own |= {"norm_topk_prob": model.router_normalized}
+    return _write_deepseek(model) | _write_experts(model) | own
+
+
+def _write_experts(model: ModelConfig) -> Values:
+    return {
+        "first_k_dense_replace": model.dense_layers,
+        "n_routed_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "n_shared_experts": model.shared_experts,
+        "moe_intermediate_size": model.expert_width,
+        "routed_scaling_factor": model.router_scale,
+        "n_group": model.router_groups,
+        "topk_group": model.router_group_limit,
+        "moe_layer_freq": 1,
+    }
+
+
+def _write_deepseek(model: ModelConfig) -> Values:
+    """Return the fields that DeepSeek-V2 and V3 have alike, of a model without experts."""
     return {
         "rope_theta": model.rotary_base,
         "rope_parameters": written_rotary(model.rotary_base, model.rotary_scaling),

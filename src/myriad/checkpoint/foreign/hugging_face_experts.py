@@ -1,4 +1,4 @@
-"""Fields of ``config.json`` of families with experts: Mixtral, Qwen 3 MoE and OLMoE. Without torch.
+"""Fields of ``config.json`` of families with experts: Mixtral, Qwen 2 and 3 MoE, and OLMoE. Without torch.
 
 All of them choose a token's experts by a softmax over all experts, and each expert has matrices of its own.
 ``router_aux_loss_coef`` matters in training only: it is written, and not read back. If all blocks have
@@ -13,16 +13,20 @@ from myriad.model.config import ModelConfig
 
 __all__ = [
     "MIXTRAL_NAMES",
+    "QWEN2_MOE_NAMES",
     "ROUTER_FIELDS",
     "read_olmoe",
+    "read_qwen2_moe",
     "read_qwen3_moe",
     "write_mixtral",
     "write_olmoe",
+    "write_qwen2_moe",
     "write_qwen3_moe",
 ]
 
 ROUTER_FIELDS = ("router_aux_loss_coef", "output_router_logits")
 """Fields of a router that matter in training only."""
+QWEN2_MOE_NAMES = TensorNames(shared="shared_expert")
 MIXTRAL_NAMES = TensorNames(mlp="block_sparse_moe", up=("w1", "w3"), down="w2")
 
 
@@ -74,3 +78,22 @@ def write_qwen3_moe(model: ModelConfig) -> Values:
     sparse: Values = {"moe_intermediate_size": model.mlp_width, "decoder_sparse_step": model.expert_every}
     plain = list(range(model.dense_layers))
     return write_olmoe(model) | sparse | {"mlp_only_layers": plain, "use_sliding_window": False}
+
+
+def read_qwen2_moe(theirs: ConfigValues, values: Values) -> Values:
+    """Return the values of a ``config.json`` beyond the copied fields: Qwen 2 MoE. Its shared expert is read
+    as several, of the width of the others."""
+    theirs.names("layer_types", values["layers"], "full_attention")
+    width, shared = theirs.size("moe_intermediate_size"), theirs.size("shared_expert_intermediate_size")
+    if shared % width:
+        allowed = f"a multiple of moe_intermediate_size = {width} in config.json"
+        raise BadInputError("shared_expert_intermediate_size", shared, allowed)
+    own = {"shared_experts": shared // width, "router_normalized": theirs.flag("norm_topk_prob")}
+    return read_decoder(theirs, values) | {"attention_bias": "qkv"} | _read_blocks(theirs, values) | own
+
+
+def write_qwen2_moe(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: Qwen 2 MoE."""
+    found = write_qwen3_moe(model) | {"qkv_bias": True}
+    del found["attention_bias"]
+    return found | {"shared_expert_intermediate_size": model.shared_experts * model.expert_width}

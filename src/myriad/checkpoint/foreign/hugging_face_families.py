@@ -9,18 +9,23 @@ from typing import Any
 from myriad.checkpoint.foreign.hugging_face_deepseek import (
     DEEPSEEK_EXPERTS,
     LATENT_SIZES,
-    read_deepseek,
+    read_deepseek2,
+    read_deepseek3,
     read_minicpm3,
-    write_deepseek,
+    write_deepseek2,
+    write_deepseek3,
     write_minicpm3,
 )
 from myriad.checkpoint.foreign.hugging_face_experts import (
     MIXTRAL_NAMES,
+    QWEN2_MOE_NAMES,
     ROUTER_FIELDS,
     read_olmoe,
+    read_qwen2_moe,
     read_qwen3_moe,
     write_mixtral,
     write_olmoe,
+    write_qwen2_moe,
     write_qwen3_moe,
 )
 from myriad.checkpoint.foreign.hugging_face_family import Family, TensorNames
@@ -95,8 +100,7 @@ _DEEPSEEK: dict[str, Any] = {
         "mlp_bias": _NO_BIAS,
         "rope_interleave": (None, True),
     },
-    "read": read_deepseek,
-    "write": write_deepseek,
+    "may_have_experts": True,
     "fields": (*_ROTARY, *DEEPSEEK_EXPERTS, "qk_head_dim", "num_nextn_predict_layers"),
 }
 _DEEPSEEK_DEFAULTS = _DEFAULTS | {
@@ -151,6 +155,24 @@ FAMILIES: dict[str, Family] = {
             *(*_ROTARY, "attention_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
             "layer_types",
         ),
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM",
+        fixed=_ROTARY_MODEL | {"shared_expert_gate": True},
+        sizes=_HEAD_DIM | {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"},
+        defaults=_DEFAULTS
+        | {"max_position_embeddings": 32768, "num_key_value_heads": 16, "intermediate_size": 5632}
+        | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+        | {"shared_expert_intermediate_size": 5632, "norm_topk_prob": False, "qkv_bias": True},
+        must_be={"use_sliding_window": _NO_BIAS, "qkv_bias": (True,)},
+        read=read_qwen2_moe,
+        write=write_qwen2_moe,
+        fields=(
+            *(*_ROTARY, *ROUTER_FIELDS, "norm_topk_prob", "moe_intermediate_size", "layer_types"),
+            *("shared_expert_intermediate_size", "sliding_window", "max_window_layers"),
+            *("decoder_sparse_step", "mlp_only_layers"),
+        ),
+        names=lambda model: QWEN2_MOE_NAMES,
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
@@ -343,12 +365,22 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",
-        defaults=_DEEPSEEK_DEFAULTS | {"max_position_embeddings": 4096, "first_k_dense_replace": 3},
+        defaults=_DEEPSEEK_DEFAULTS
+        | {"max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_routed_experts": 256}
+        | {"num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048, "n_group": 8}
+        | {"topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+        read=read_deepseek3,
+        write=write_deepseek3,
         **_DEEPSEEK,
     ),
     "deepseek_v2": Family(
         architecture="DeepseekV2ForCausalLM",
-        defaults=_DEEPSEEK_DEFAULTS | {"max_position_embeddings": 2048, "first_k_dense_replace": 0},
+        defaults=_DEEPSEEK_DEFAULTS
+        | {"max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_routed_experts": 64}
+        | {"n_shared_experts": 2, "moe_intermediate_size": 1407, "routed_scaling_factor": 1.0}
+        | {"topk_method": "greedy"},
+        read=read_deepseek2,
+        write=write_deepseek2,
         **_DEEPSEEK,
     ),
     "minicpm": Family(

@@ -43,6 +43,9 @@ class TensorNames:
     down: str = "down_proj"
     router: str = "gate"
     """The matrix that chooses experts, which are named by their numbers."""
+    router_bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,16 @@ class Family:
     """Return further values of `ModelConfig`, given those of the fields that are copied."""
     write: Callable[[ModelConfig], Values] = lambda model: {}
     """Return the fields of ``config.json`` that are not copied."""
+    may_have_experts: bool = False
+    """Whether models with and without experts are of the family. Otherwise all have them if `sizes` names
+    their number, else none."""
     fields: tuple[str, ...] = ()
     """Fields that `read` reads."""
     names: Callable[[ModelConfig], TensorNames] = lambda model: TensorNames()
+
+    def allows(self, *, experts: bool) -> bool:
+        """Return whether models with experts, or without, may be of the family."""
+        return self.may_have_experts or experts == ("experts" in self.sizes)
 
     def known_fields(self) -> set[str]:
         """Return all fields that are read, or must have one value."""

@@ -146,7 +146,10 @@ def _decoder(model: ModelConfig, names: TensorNames) -> Iterator[TensorMapping]:
         else:
             yield from _latent_attention(model, names, *attention)
         mlp, block = (f"{ours}.mlp", f"{theirs}.{names.mlp}"), model.of_block(layer)
-        yield from _mlp(block, names, *mlp) if block.experts is None else _experts(block, names, *mlp)
+        if block.experts is None:
+            yield from _mlp(block, names, *mlp, block.ffn_width)
+        else:
+            yield from _experts(block, names, *mlp)
     yield from _norm(model, "head.norm", f"{names.base}.{names.final_norm}")
     if not model.tied:
         yield _table(model, "head.output.weight", f"{names.head}.weight")
@@ -250,8 +253,11 @@ def _qkv_slices(
             yield RowSlice(fused, rows, number * group + start, rotary_width, rotated)
 
 
-def _mlp(model: ModelConfig, names: TensorNames, ours: str, theirs: str) -> Iterator[TensorMapping]:
-    inner, hidden = model.mlp_width, model.hidden
+def _mlp(
+    model: ModelConfig, names: TensorNames, ours: str, theirs: str, inner: int
+) -> Iterator[TensorMapping]:
+    """Yield the mappings of an MLP of this inner width."""
+    hidden = model.hidden
     each = inner * model.up_matrices // len(names.up)
     yield _rows(f"{ours}.up.weight", hidden, *((f"{theirs}.{name}.weight", each, 0) for name in names.up))
     yield _rows(f"{ours}.down.weight", inner, (f"{theirs}.{names.down}.weight", hidden, 0))
@@ -265,8 +271,17 @@ def _experts(model: ModelConfig, names: TensorNames, ours: str, theirs: str) -> 
     assert model.experts is not None
     router = f"{theirs}.{names.router}.weight", model.experts, 0
     yield _rows(f"{ours}.router.weight", model.hidden, router)
+    if model.has_router_bias:
+        yield _vector(f"{ours}.router.bias", f"{theirs}.{names.router_bias}", model.experts)
+    width = model.expert_width
     for number in range(model.experts):
-        yield from _mlp(model, names, f"{ours}.experts.{number}", f"{theirs}.experts.{number}")
+        yield from _mlp(model, names, f"{ours}.experts.{number}", f"{theirs}.experts.{number}", width)
+    if model.shared_experts:
+        shared = f"{ours}.shared", f"{theirs}.{names.shared}"
+        yield from _mlp(model, names, *shared, model.shared_experts * width)
+    if model.shared_expert_gate:
+        gate = f"{theirs}.{names.shared_gate}.weight", 1, 0
+        yield _rows(f"{ours}.shared.gate.weight", model.hidden, gate)
 
 
 def _gpt2(model: ModelConfig) -> Iterator[TensorMapping]:
