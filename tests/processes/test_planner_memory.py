@@ -27,14 +27,15 @@ def load_benchmark() -> ModuleType:
 
 
 BENCHMARK: Any = load_benchmark()
-SMALL = BENCHMARK.GPT2.model_copy(update={"layers": 2, "vocabulary": 1024})
-BENCHMARK.MODELS["small"] = SMALL
+SMALL = BENCHMARK.GPT2.model_copy(update={"layers": 2, "vocabulary": 512, "sequence": 128})
+SHORT = BENCHMARK.PARALLEL.model_copy(update={"layers": 2, "sequence": 512, "window": 128})
+BENCHMARK.MODELS |= {"small": SMALL, "short parallel": SHORT}
 CASES: list[tuple[dict[str, Any], str, int, int]] = [
     ({}, "llama", 2, 4),
     ({"micro_batch": 2, "recompute": "full"}, "gpt2", 2, 4),
     ({"pp": 2, "schedule": "zero-bubble"}, "gpt2", 4, 4),
     ({"dp": 2, "pp": 2, "zero": 2, "reduce": "each", "virtual_stages": 2}, "gpt2", 2, 4),
-    ({"tp": 2}, "parallel", 2, 4),
+    ({"tp": 2}, "short parallel", 2, 4),
     ({}, "small", 2, 2),
     ({"dp": 2, "zero": 3}, "small", 2, 2),
 ]
