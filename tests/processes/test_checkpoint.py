@@ -41,6 +41,11 @@ def optimizer_of(model: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "ema_decay": 0.8, "ema_every": 2 if model is SWIGLU else 1, **clips}
 
 
+def shortened(model: dict[str, Any], *layouts: dict[str, Any]) -> dict[str, Any]:
+    """The model with as few layers as the layouts allow."""
+    return model if any("pp" in layout for layout in layouts) else model | {"layers": 2}
+
+
 def go(case: Case, read: Path | None, write: Path, steps: tuple[int, ...]) -> list[tuple[float, float]]:
     """One rank's side: from the checkpoint after ``steps[0]`` in ``read`` (else from the start), saving after
     each of ``steps``."""
@@ -94,6 +99,7 @@ def test_a_run_moves_to_another_layout_and_continues_as_if_nothing_had_happened(
 ) -> None:
     optimizer = optimizer_of(model)
     steps = 3, 4  # the moving average of each second step is updated in the last one
+    model = shortened(model, before, after)
     first, second = (Case(layout, model, optimizer, 4, 12) for layout in (before, after))
     stayed = run_ranks(first.world, go, first, None, tmp_path / "stayed", steps)[0]
     moved = run_ranks(second.world, go, second, tmp_path / "stayed", tmp_path / "moved", steps)[0]
@@ -119,7 +125,7 @@ def test_a_run_moves_to_another_layout_and_continues_as_if_nothing_had_happened(
 def test_a_run_that_was_stopped_and_continues_has_the_bits_of_one_that_was_not(
     model: dict[str, Any], layout: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    case = Case(layout, model, optimizer_of(model), 4, 8, dtype)
+    case = Case(layout, shortened(model, layout), optimizer_of(model), 4, 8, dtype)
     undisturbed = run_ranks(case.world, go, case, None, tmp_path / "undisturbed", (4,))
     begun = run_ranks(case.world, go, case, None, tmp_path / "stopped", (2,))
     resumed = run_ranks(case.world, go, case, tmp_path / "stopped", tmp_path / "stopped", (2, 4))

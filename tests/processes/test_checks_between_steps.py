@@ -10,7 +10,7 @@ from myriad.run import Run
 from myriad.train import training_checks, worker
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=16"]
-LAYOUT = ["layout.dp=2", "layout.pp=2", "train.validate_every=2", "train.sample_prompt=off"]
+LAYOUT = ["layout.dp=2", "layout.pp=2", "train.validate_every=8", "train.sample_prompt=off"]
 
 
 def rank(path: str) -> int:

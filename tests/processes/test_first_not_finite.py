@@ -12,6 +12,8 @@ from myriad.comm.groups import close_world
 from myriad.errors import RunFailedError
 from myriad.parallel.engine import Engine
 
+SMALL = {"layers": 2}
+
 
 def poison_gradient(engine: Engine, *, partial: bool) -> None:
     """Of this rank, just before it is reduced: of a matrix, or (``partial``) of a vector that
@@ -69,7 +71,8 @@ def trains(case: Case, culprit: int, partial: bool = False) -> tuple[str, bool]:
 def test_the_rank_that_made_it_is_named_by_all_and_nothing_has_moved(
     layout: dict[str, Any], culprit: int
 ) -> None:
-    case = Case(layout=layout, steps=2, global_batch=12)
+    batch = 2 * layout.get("dp", 1) * layout.get("micro_batch", 1)
+    case = Case(layout=layout, model=SMALL, steps=2, global_batch=batch)
     told = run_ranks(case.world, trains, case, culprit)
     assert {said for said, _ in told} == {told[0][0]}, "all say the same"
     assert told[0][0].startswith("step 2: loss is ")
@@ -81,7 +84,8 @@ def test_the_rank_that_made_it_is_named_by_all_and_nothing_has_moved(
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_gradient_that_tensor_parallel_ranks_add_up_is_its_makers(zero: int, culprit: int) -> None:
     """After the sum both have it."""
-    case = Case(layout={"dp": 2, "tp": 2, "zero": zero, "micro_batch": 2}, steps=2, global_batch=12)
+    layout = {"dp": 2, "tp": 2, "zero": zero, "micro_batch": 2}
+    case = Case(layout=layout, model=SMALL, steps=2, global_batch=8)
     told = run_ranks(case.world, trains, case, culprit, True)
     assert {said for said, _ in told} == {told[0][0]}
     assert told[0][0].endswith(f", on rank {culprit}") and "gradient of" in told[0][0]
@@ -89,6 +93,6 @@ def test_a_gradient_that_tensor_parallel_ranks_add_up_is_its_makers(zero: int, c
 
 def test_levels_of_a_hierarchy_which_leave_partial_sums_name_the_rank() -> None:
     levels = {"hierarchy": "node", "node_size": 2}
-    case = Case(layout={"dp": 4, "zero": 1}, steps=2, global_batch=8, comm=levels)
+    case = Case(layout={"dp": 4, "zero": 1}, model=SMALL, steps=2, global_batch=8, comm=levels)
     told = run_ranks(case.world, trains, case, 3)
     assert {said.partition(", on ")[2] for said, _ in told} == {"rank 3"}

@@ -11,8 +11,16 @@ from ranks import run_ranks
 
 from myriad.comm.groups import close_world
 
-GROUPED = {"kv_heads": 2, "activation": "swiglu", "bias": True, "attention_bias": "all", "window": 6}
+GROUPED = {
+    "layers": 2,
+    "kv_heads": 2,
+    "activation": "swiglu",
+    "bias": True,
+    "attention_bias": "all",
+    "window": 6,
+}
 LATENT = {
+    "layers": 2,
     "activation": "swiglu",
     "q_lora_rank": 12,
     "kv_lora_rank": 10,

@@ -87,11 +87,8 @@ def test_what_is_computed_again_has_the_same_bits(
     model: str, layout: dict[str, Any], overlap: dict[str, Any]
 ) -> None:
     def with_mode(mode: str) -> Bits:
-        keys = {
-            "overlap": overlap,
-            "steps": 2,
-            "global_batch": 4 if "tp" in layout and layout["micro_batch"] < 4 else 8,
-        }
+        rows = layout.get("dp", 1) * layout.get("micro_batch", 1)
+        keys = {"overlap": overlap, "steps": 2, "global_batch": 4 if rows < 4 else 8}
         layers = {} if {"pp", "virtual_stages"} & layout.keys() else {"layers": 2}
         return train(Case(layout | {"recompute": mode}, MODELS[model] | layers, **keys))
 

@@ -13,7 +13,7 @@ from myriad.optim.gradient_noise import GradientNoise
 from myriad.parallel.step_statistics import LayerNorms
 from myriad.telemetry.config import TelemetryConfig
 
-CASE = Case({}, {"kv_heads": 2, "activation": "swiglu", "bias": True}, {"epsilon": 1e-3})
+CASE = Case({}, {"layers": 2, "kv_heads": 2, "activation": "swiglu", "bias": True}, {"epsilon": 1e-3})
 TELEMETRY = TelemetryConfig(noise_scale=True, noise_scale_decay=0.5, layer_norms_every=2)
 TARGETS = 8 * 16
 
