@@ -57,41 +57,36 @@ def test_json_is_one_object_and_nothing_else(myriad):
     assert summary["run"] == "other/place" and Path("other/place/job.toml").exists()
 
 
+def files() -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+
+
+REFUSED = [
+    ("layout.pp", ["--layout.pp", "2"]),
+    ("optimizer.learning_rate", ["--optimizer.learning_rate", "1e-4"]),
+    ("train.steps", ["--train.steps", "10"]),
+    ("checkpoint.restart_from_scratch", ["--checkpoint.restart-from-scratch"]),
+]
+
+
 def test_a_finished_run_is_left_alone_and_can_be_made_longer(myriad):
-    myriad("train", "tiny")
-    before = Path("runs/tiny/metrics.jsonl").read_bytes()
-    code, out, _ = myriad("train", "tiny")
+    assert myriad("train", "tiny", "--run", "runs/my run")[0] == 0
+    before = files()
+    code, out, _ = myriad("train", "my run")
     assert code == 0 and "already finished" in out and "--train.steps 40" in out
-    assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
-    code, out, _ = myriad("train", "tiny", "--train.steps", "25")
+    for key, keys in REFUSED:  # it would ignore them
+        code, out, err = myriad("train", "my run", *keys)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"myriad: error: {key} = ") and "was not used" in err
+        assert "--train.steps 40" in err and "--run NAME" in err
+    code, _, err = myriad("train", "my run", "--train.seed", "9")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "train.seed = 9" in err and "which a resume cannot change" in err
+    assert files() == before
+    code, out, _ = myriad("train", "my run", "--train.steps", "25")
     assert code == 0 and "resuming from step 20" in out
-    assert [line["step"] for line in Run("runs/tiny").read_metrics()] == list(range(1, 26))
-
-
-@pytest.mark.parametrize(
-    "keys", [["--layout.pp", "2"], ["--optimizer.learning_rate", "1e-4"], ["--train.steps", "10"],
-             ["--checkpoint.restart-from-scratch"]],
-)  # fmt: skip
-def test_keys_that_a_finished_run_would_ignore_are_refused(myriad, keys):
-    myriad("train", "tiny")
-    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
-    code, out, err = myriad("train", "tiny", *keys)
-    key = keys[0].removeprefix("--").replace("-", "_")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"myriad: error: {key} = ") and "was not used" in err
-    assert "--train.steps 40" in err and "--run NAME" in err
-    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
-
-
-def test_a_changed_key_is_shown_and_kept(myriad, monkeypatch):
-    monkeypatch.setenv("FAKE_STOP_STEP", "7")
-    myriad("train", "tiny")
-    monkeypatch.delenv("FAKE_STOP_STEP")
-    was = Run("runs/tiny").job().optimizer.learning_rate
-    code, out, err = myriad("train", "tiny", "--optimizer.learning_rate", "0.0005")
-    assert (code, err) == (0, "")
-    assert f"changed after step 7: optimizer.learning_rate = {was} -> 0.0005" in out
-    assert Run("runs/tiny").job().optimizer.learning_rate == 0.0005
+    assert "myriad train 'runs/my run' --train.steps 50" in out
+    assert [line["step"] for line in Run("runs/my run").read_metrics()] == list(range(1, 26))
 
 
 def test_a_start_over_is_allowed_on_the_command_line_alone(myriad):
@@ -102,34 +97,24 @@ def test_a_start_over_is_allowed_on_the_command_line_alone(myriad):
     assert not Run("runs/tiny").job().checkpoint.restart_from_scratch
 
 
-def test_a_place_without_the_checkpoints_of_the_run_is_refused(myriad, monkeypatch):
-    monkeypatch.setenv("FAKE_STOP_STEP", "7")
-    myriad("train", "tiny")
-    monkeypatch.delenv("FAKE_STOP_STEP")
-    Run("runs/tiny").append_event("checkpoint", step=7)
-    before = Run("runs/tiny").job_path.read_bytes()
-    code, _, err = myriad("train", "tiny", "--checkpoint.url", "wrong")
-    assert code == 2 and "which stored step 7 in runs/tiny/checkpoints" in err and err.count("\n") == 1
-    assert Run("runs/tiny").job_path.read_bytes() == before
-
-
 def test_ctrl_c_saves_and_prints_a_command_that_resumes(myriad, monkeypatch):
     monkeypatch.setenv("FAKE_STOP_STEP", "7")
     code, out, _ = myriad("train", "tiny", "--train.seed", "3")
     assert code == 130
     assert "saving" in out and "stopped at step 7; `myriad train runs/tiny` resumes from there" in out
     monkeypatch.delenv("FAKE_STOP_STEP")
-    code, out, _ = myriad("train", "runs/tiny")
-    assert code == 0 and "resuming from step 7" in out
+    run = Run("runs/tiny")
+    before, was = run.job_path.read_bytes(), run.job().optimizer.learning_rate
+    code, _, err = myriad("train", "tiny", "--train.seed", "3", "--checkpoint.url", "wrong")
+    assert code == 2 and "which stored step 7 in runs/tiny/checkpoints" in err and err.count("\n") == 1
+    assert run.job_path.read_bytes() == before
+
+    code, out, err = myriad("train", "runs/tiny", "--optimizer.learning_rate", "0.0005")
+    assert (code, err) == (0, "") and "resuming from step 7" in out
+    assert f"changed after step 7: optimizer.learning_rate = {was} -> 0.0005" in out
     assert "myriad train runs/tiny --train.steps 40" in out
-    assert Run("runs/tiny").job().train.seed == 3
-
-
-def test_a_run_continues_by_its_name_and_what_may_be_typed_next_can_be(myriad, monkeypatch):
-    assert myriad("train", "tiny", "--run", "runs/my run")[0] == 0
-    code, out, _ = myriad("train", "my run", "--train.steps", "25")
-    assert code == 0 and "resuming from step 20" in out
-    assert "myriad train 'runs/my run' --train.steps 50" in out
+    job = run.job()
+    assert (job.train.seed, job.optimizer.learning_rate) == (3, 0.0005)
 
 
 @pytest.mark.slow
@@ -176,19 +161,6 @@ def test_bad_input_gets_one_line_exit_code_2_and_leaves_no_trace(myriad, monkeyp
     assert (code, out) == (2, "")
     assert err.startswith("myriad: error: ") and told in err and err.count("\n") == 1
     assert not Path("runs").exists()
-
-
-def test_a_run_folder_of_another_job_is_refused_and_kept(myriad):
-    myriad("train", "tiny")
-    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
-    code, _, err = myriad("train", "tiny", "--train.seed", "9")
-    assert (
-        code == 2
-        and "train.seed = 9" in err
-        and "which a resume cannot change" in err
-        and err.count("\n") == 1
-    )
-    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
 
 
 def test_more_ranks_than_cores_run_when_asked_for(myriad, monkeypatch):
