@@ -29,13 +29,20 @@ def load_benchmark() -> ModuleType:
 BENCHMARK: Any = load_benchmark()
 SMALL = BENCHMARK.GPT2.model_copy(update={"layers": 2, "vocabulary": 512, "sequence": 128})
 SHORT = BENCHMARK.PARALLEL.model_copy(update={"layers": 2, "sequence": 512, "window": 128})
-BENCHMARK.MODELS |= {"small": SMALL, "short parallel": SHORT}
+EXPERTS: dict[str, Any] = {
+    "layers": 4, "position": "rotary", "norm": "rms", "bias": False, "experts": 8, "expert_hidden": 512,
+    "dense_layers": 1, "router_groups": 4, "router_group_limit": 2, "balance_bias_rate": 0.001,
+    "shared_experts": 1, "shared_expert_gate": True,
+}  # fmt: skip
+MIXED = BENCHMARK.GPT2.model_copy(update=EXPERTS)
+BENCHMARK.MODELS |= {"small": SMALL, "short parallel": SHORT, "experts": MIXED}
 CASES: list[tuple[dict[str, Any], str, int, int]] = [
     ({}, "llama", 2, 4),
     ({"micro_batch": 2, "recompute": "full"}, "gpt2", 2, 4),
     ({"pp": 2, "schedule": "zero-bubble"}, "gpt2", 4, 4),
     ({"dp": 2, "pp": 2, "zero": 2, "reduce": "each", "virtual_stages": 2}, "gpt2", 2, 4),
     ({"tp": 2}, "short parallel", 2, 4),
+    ({"pp": 2}, "experts", 2, 4),
     ({}, "small", 2, 2),
     ({"dp": 2, "zero": 3}, "small", 2, 2),
 ]
