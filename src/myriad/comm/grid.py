@@ -11,10 +11,12 @@ group of its own:
 
     dp=4 zero=3 shard_group=2      rank 1: peers("dp_shard") = (0, 1)    peers("dp_replicate") = (1, 3)
 
-For experts it is cut in two another way: ``ep`` numbers neighbouring replicas that hold different experts,
-``expert_dp`` the groups of these, so its peers hold the same experts:
+Experts see the ranks of a stage, in their order, as a second grid: ``ep`` numbers neighbours that hold
+different experts, ``expert_dp`` those that hold the same. If tensor-parallel ranks share each expert, both
+are parts of ``dp``; if experts are whole (``layout.etp = 1``), of ``dp`` and ``tp`` together:
 
     dp=4 ep=2                      rank 1: peers("ep") = (0, 1)          peers("expert_dp") = (1, 3)
+    dp=2 tp=2 ep=2 etp=1           rank 1: peers("ep") = (0, 1)          peers("expert_dp") = (1, 3)
 """
 
 from dataclasses import dataclass
@@ -25,14 +27,10 @@ from myriad.comm.layout import AXES, Layout
 
 __all__ = ["RankGrid"]
 
-_CUTS = (("dp_replicate", "dp_shard"), ("expert_dp", "ep"))
+_EXPERT = ("expert_dp", "ep")
+"""Axes of the experts' grid, the slower one first."""
+_CUTS = (("dp_replicate", "dp_shard"), _EXPERT)
 """The ways to cut the axis ``dp`` in two, the slower part first."""
-
-
-def _fine(*axes: str) -> tuple[str, ...]:
-    """Return the axes of the grid; if one of ``axes`` is a part of ``dp``, that is cut in two."""
-    cut = next((cut for cut in _CUTS if {*cut} & {*axes}), AXES[:1])
-    return (*cut, *AXES[1:])
 
 
 @dataclass(frozen=True)
@@ -59,21 +57,39 @@ class RankGrid:
 
     def index(self, axis: str) -> int:
         """Return this rank's coordinate along ``axis``."""
-        axes = _fine(axis)
-        return int(np.unravel_index(self.rank, self._shape(axes))[axes.index(axis)])
-
-    def _shape(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        return tuple(self.size(axis) for axis in axes)
+        names = self._names(axis)
+        return self._place(names)[names.index(axis)]
 
     def peers(self, *axes: str) -> tuple[int, ...]:
         """Return the ranks that differ from this one along ``axes`` only, itself included, ascending."""
-        fine = _fine(*axes)
-        where = tuple(slice(None) if axis in axes else self.index(axis) for axis in fine)
-        return tuple(int(rank) for rank in self.ranks.reshape(self._shape(fine))[where].ravel())
+        names = self._names(*axes)
+        own = zip(names, self._place(names), strict=True)
+        where = tuple(slice(None) if axis in axes else index for axis, index in own)
+        return tuple(int(rank) for rank in self._ranks_along(names)[where].ravel())
 
     def rows(self, axis: str) -> list[list[int]]:
         """Return the peers along ``axis`` of every rank; each rank is in one row."""
-        axes = _fine(axis)
-        ranks = np.moveaxis(self.ranks.reshape(self._shape(axes)), axes.index(axis), -1)
+        names = self._names(axis)
+        ranks = np.moveaxis(self._ranks_along(names), names.index(axis), -1)
         rows: list[list[int]] = ranks.reshape(-1, self.size(axis)).tolist()
         return rows
+
+    def _names(self, *axes: str) -> tuple[str, ...]:
+        """Return the axes of the grid that has all of ``axes``, slowest first."""
+        if {*_EXPERT} & {*axes} and self.layout.expert_tp != self.layout.tp:
+            return ("pp", *_EXPERT)
+        cut = next((cut for cut in _CUTS if {*cut} & {*axes}), AXES[:1])
+        return (*cut, *AXES[1:])
+
+    def _ranks_along(self, names: tuple[str, ...]) -> np.ndarray:
+        """Return all ranks, one array dimension for each of ``names``."""
+        ranks = np.moveaxis(self.ranks, AXES.index("pp"), 0) if names[0] == "pp" else self.ranks
+        return ranks.reshape([self.size(axis) for axis in names])
+
+    def _place(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """Return this rank's coordinates along ``names``."""
+        if names[0] == "pp":
+            layout = self.layout
+            dp, pp, cp, tp = self._place(AXES)
+            return pp, *divmod((dp * layout.cp + cp) * layout.tp + tp, layout.ep)
+        return tuple(int(one) for one in np.unravel_index(self.rank, [self.size(axis) for axis in names]))

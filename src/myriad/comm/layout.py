@@ -3,7 +3,7 @@
 The rank grid is one array with axes ``dp pp cp tp``, the last one varying fastest. Neighbours in rank
 number are tensor-parallel peers (they communicate most and should share a node), then pipeline neighbours,
 then data-parallel replicas. Experts see the same ranks as a second grid (`myriad.comm.grid`): ``ep`` ranks,
-which differ in ``dp``, hold different experts.
+neighbours in rank number within a stage, hold different experts.
 """
 
 from typing import Literal
@@ -40,9 +40,13 @@ class Layout(Config):
     cp: int = Field(1, ge=1, le=MOST_RANKS)
     """Context-parallel ranks; only 1 for now."""
     ep: int = Field(1, ge=1, le=MOST_RANKS)
-    """Neighbouring replicas that share the experts of each block: every one holds 1/ep of them, and tokens
-    travel to their experts and back. It must divide layout.dp and model.experts, and does not multiply the
-    number of ranks. 1: each replica holds all experts."""
+    """Ranks that share the experts of each block: every one holds 1/ep of them, and tokens travel to their
+    experts and back. It must divide layout.dp (with layout.etp = 1: layout.dp x layout.tp) and model.experts,
+    and does not multiply the number of ranks. 1: each replica holds all experts."""
+    etp: int | None = Field(None, ge=1, le=MOST_RANKS)
+    """Tensor-parallel ranks that share the width of each expert: layout.tp, or 1. With 1 experts are whole,
+    layout.ep also counts tensor-parallel ranks, and each rank sends the tokens of its own part of the
+    sequence only. off: layout.tp."""
     virtual_stages: int = Field(1, ge=1, le=2**14)
     """Model pieces (stages) per pipeline rank."""
     zero: int = Field(0, ge=0, le=3)
@@ -98,9 +102,19 @@ class Layout(Config):
         return self.dp // self.num_shards
 
     @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel ranks that share the width of each expert."""
+        return self.etp or self.tp
+
+    @property
     def num_expert_replicas(self) -> int:
-        """Data-parallel replicas that hold the same experts."""
-        return self.dp // self.ep
+        """Ranks that hold the same part of the same experts."""
+        return self.dp * self.tp // (self.ep * self.expert_tp)
+
+    @property
+    def folds_experts(self) -> bool:
+        """Whether experts lie on other ranks than the other parameters of their block."""
+        return self.ep > 1 or self.expert_tp != self.tp
 
     @property
     def reduces_across(self) -> bool:
@@ -164,13 +178,16 @@ def check_layout(layout: Layout) -> None:
 
 
 def _check_experts(layout: Layout) -> None:
-    """Check the replicas that share experts: they exchange tokens in every micro-batch."""
-    ep, shares = layout.ep, layout.shares
-    if layout.dp % ep:
-        raise BadInputError("layout.ep", ep, f"must divide layout.dp = {layout.dp}")
-    if ep > 1 and layout.shard_group is not None:
-        raise BadInputError("layout.shard_group", layout.shard_group, "off with layout.ep > 1")
-    if ep > 1 and shares is not None and len({*shares}) > 1:
+    """Check the ranks that share experts: they exchange tokens in every micro-batch."""
+    ep, shares, whole = layout.ep, layout.shares, layout.expert_tp != layout.tp
+    if layout.expert_tp not in (1, layout.tp):
+        raise BadInputError("layout.etp", layout.etp, f"1, or layout.tp = {layout.tp}, or off")
+    if layout.dp * layout.tp % (ep * layout.expert_tp):
+        sharers = f"layout.dp x layout.tp = {layout.dp * layout.tp}" if whole else f"layout.dp = {layout.dp}"
+        raise BadInputError("layout.ep", ep, f"must divide {sharers}")
+    if layout.folds_experts and layout.shard_group is not None:
+        raise BadInputError("layout.shard_group", layout.shard_group, "off with layout.ep or layout.etp")
+    if layout.folds_experts and shares is not None and len({*shares}) > 1:
         allowed = "equal numbers, or off, with layout.ep > 1: replicas exchange tokens in each micro-batch"
         raise BadInputError("layout.shares", list(shares), allowed)
 

@@ -68,13 +68,14 @@ def _check_batch(job: JobValues) -> None:
 
 def _check_expert_ranks(job: JobValues) -> None:
     layout, experts, comm = job.layout, job.model.experts, job.comm
-    if layout.ep == 1:
+    need(layout.etp is None or experts is not None, "layout.etp", layout.etp, "needs model.experts, or off")
+    need(layout.ep == 1 or experts is not None, "layout.ep", layout.ep, "needs model.experts, or 1")
+    if not layout.folds_experts:
         return
-    need(experts is not None, "layout.ep", layout.ep, "needs model.experts, or 1")
     number = experts or 1
     need(number % layout.ep == 0, "layout.ep", layout.ep, f"must divide model.experts = {number}")
     alone = comm.sync_every > 1
-    allowed = "1 with layout.ep > 1: with DiLoCo replicas do not exchange tokens"
+    allowed = "1 with layout.ep or layout.etp: with DiLoCo replicas do not exchange tokens"
     need(not alone, "comm.sync_every", comm.sync_every, allowed)
 
 

@@ -20,8 +20,9 @@ layer then calls `Boundary.gather_products` and `Boundary.scatter_products` inst
 Legend: B batch, S sequence, H hidden, V vocabulary.
 """
 
+import copy
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -99,6 +100,20 @@ class Boundary:
     """Index among the ranks that share the experts of a block."""
     expert_ranks: int = 1
     """Number of ranks that share the experts of a block."""
+    whole_experts: bool = False
+    """Whether each expert is whole on its rank, not shared by the tensor-parallel peers, so that every rank
+    sends the tokens of its own part of the sequence."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether layers exchange tensors with other ranks."""
+        return self.size > 1 or self.expert_ranks > 1
+
+    def alone(self) -> Self:
+        """Return this boundary without tensor-parallel peers."""
+        found = copy.copy(self)
+        found.rank, found.size, found.in_slices = 0, 1, False
+        return found
 
     def start_all_gather(self, x: torch.Tensor) -> Arriving:
         """Gather ``[B, S/size, H]`` to ``[B, S, H]``. The result is differentiable."""

@@ -17,6 +17,11 @@ ordered by expert, travel to the ranks of their experts (dispatch), and results 
 tokens (combine): two all-to-alls in the forward, and two in the backward. A rank learns first how many tokens
 each other one has for its experts. Shared experts compute while results travel.
 
+Experts may be whole on a rank although other matrices are shared by tensor-parallel ranks
+(`Boundary.whole_experts`): a rank then routes and sends the tokens of its part of the sequence, and gets
+their whole results, so that nothing is gathered before and summed after. Only the router's products are
+gathered, for the two losses, which are of whole sequences.
+
 Training adds two terms to the loss, of each sequence alone, so that no layout changes them: the balance loss
 of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2, equations 17 to 20; with the same two factors as in Switch,
 arXiv 2101.03961), and the z-loss of the router (ST-MoE, arXiv 2202.08906). They are added where they arise:
@@ -26,6 +31,7 @@ Legend: B batch, S sequence, H hidden, E experts, k experts of a token, T = B S 
 """
 
 from collections.abc import Generator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +42,7 @@ from myriad.kernels.gradient import LaterProducts
 from myriad.kernels.linear import weight_gradient
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
-from myriad.model.interleave import Steps, finish
+from myriad.model.interleave import Steps, Whole, finish
 from myriad.model.mlp import MLP, GatedMLP
 
 __all__ = ["Experts", "Router"]
@@ -62,8 +68,21 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor, loss_factor: float) -> torch.Tensor:
         """Return the logits ``[B, S, E]`` of whole sequences ``[B, S, H]``. In training their gradient
         includes that of the two losses. ``loss_factor``: factor of the loss of the micro-batch."""
+        return self.with_losses(self.products(x), loss_factor)
+
+    def products(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of tokens ``[..., H]``."""
         logits: torch.Tensor = _Logits.apply(x, self.weight, self._later)
-        if not (self.training and torch.is_grad_enabled() and (self._balance or self._z_loss)):
+        return logits
+
+    @property
+    def adds_losses(self) -> bool:
+        """Whether the two losses are computed: only in training, where a gradient is."""
+        return self.training and torch.is_grad_enabled() and bool(self._balance or self._z_loss)
+
+    def with_losses(self, logits: torch.Tensor, loss_factor: float) -> torch.Tensor:
+        """Return the logits ``[B, S, E]`` of whole sequences. Their gradient includes that of the losses."""
+        if not self.adds_losses:
             return logits
         # every tensor-parallel rank computes the whole loss, and gradients are summed over them
         added: torch.Tensor = _WithLoss.apply(logits, self.loss(logits), loss_factor / self._num_ranks)
@@ -126,12 +145,10 @@ class Experts(nn.Module):
         self.boundary, self.num_experts, width = boundary, config.experts, config.expert_width
         held = self.num_experts // boundary.expert_ranks
         first = boundary.expert_rank * held
+        own = boundary.alone() if boundary.whole_experts else boundary
         # no place: parts of a micro-batch give an expert different numbers of tokens
         self.experts = nn.ModuleDict(
-            {
-                str(number): MLP(config, boundary, width, has_place=False)
-                for number in range(first, first + held)
-            }
+            {str(number): MLP(config, own, width, has_place=False) for number in range(first, first + held)}
         )
         """The experts of this rank, by number."""
         shared = config.shared_experts
@@ -144,9 +161,31 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return finish(self.steps(x, logits))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether `steps` takes and returns this rank's part of the sequence, with whole results."""
+        return self.boundary.whole_experts
+
+    def route(self, x: torch.Tensor, loss_factor: float) -> Steps:
+        """Return the logits ``[B, S, E]`` of tokens ``[B, S, H]``: of whole sequences, or with whole experts
+        of this rank's part. ``loss_factor``: factor of the loss of the micro-batch."""
+        router, boundary = self.router, self.boundary
+        if not self.is_whole:
+            whole = Whole(partial(router, loss_factor=loss_factor), x)
+            yield whole
+            return whole.result
+        logits = router.products(x)
+        if not router.adds_losses:
+            return logits
+        arriving = boundary.start_all_gather(logits)
+        yield None
+        whole = Whole(partial(router.with_losses, loss_factor=loss_factor), arriving.wait())
+        yield whole
+        return whole.result.unflatten(1, (boundary.size, -1))[:, boundary.rank]
+
     def steps(self, x: torch.Tensor, logits: torch.Tensor) -> Steps:
-        """Return the sum of what the chosen and the shared experts compute, this rank's part. Yields where
-        tokens travel."""
+        """Return the sum of what the chosen and the shared experts compute: this rank's partial sum, or with
+        whole experts the sum for its part of the sequence. Yields where tokens travel."""
         gates, chosen = self.router.choose(logits)
         places = Places.of(chosen, self.num_experts)
         if self.training and torch.is_grad_enabled() and self.loads is not None:
@@ -195,8 +234,11 @@ class Experts(nn.Module):
     def _shared_result(self, x: torch.Tensor) -> torch.Tensor | None:
         if self.shared is None:
             return None
-        result: torch.Tensor = self.shared(x)
-        return result
+        if not self.is_whole:
+            result: torch.Tensor = self.shared(x)
+            return result
+        partial_sum = self.shared(self.boundary.start_all_gather(x).wait())
+        return self.boundary.start_reduce_scatter(partial_sum).wait()
 
 
 class Places(NamedTuple):

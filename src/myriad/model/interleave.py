@@ -258,7 +258,7 @@ def _choose_cut(layer: SteppedLayer, x: torch.Tensor) -> Cut | None:
     """Choose the cut: by sequences if there are several; ``None`` if there is nothing to overlap or to
     cut."""
     boundary = layer.boundary
-    if boundary.chunks == 1 or boundary.size == 1 or x.is_meta:
+    if boundary.chunks == 1 or not boundary.communicates or x.is_meta:
         return None
     share = x.shape[1] // boundary.size if layer.takes_tokens else x.shape[1]
     chunks, least = boundary.chunks, boundary.message_bytes

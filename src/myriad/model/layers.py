@@ -170,6 +170,10 @@ class Block(SteppedLayer):
         yield None
         out = yield from self._attend(arriving.wait(), remade, mix)
         out = self._branch(out, 1, context, attention_bias)
+        if isinstance(self.mlp, Experts) and self.mlp.is_whole:
+            x, normed, _ = self._normed(self.norm2, x, out)
+            del out
+            return Residual(x, self._branch((yield from self._routed(normed, context)), 2, context))
         x, arriving, remade = self._start_gather(self.norm2, x, out)
         del out
         yield None
@@ -180,16 +184,20 @@ class Block(SteppedLayer):
         return Residual(x, self._branch(arriving.wait(), 2, context, mlp_bias))
 
     def _mlp_sum(self, x: torch.Tensor, remade: Remade | None, context: Context) -> Steps:
-        """Return this rank's partial sum of the MLP, or of the experts. The router sees whole sequences."""
+        """Return this rank's partial sum of the MLP, or of the experts."""
         if isinstance(self.mlp, MLP):
             inner = self.mlp.inner(x, remade)
             del x
             yield None
             return self.mlp.out(*inner)
-        routed = Whole(partial(self.mlp.router, loss_factor=context.loss_scale), x)
-        yield routed
+        return (yield from self._routed(x, context))
+
+    def _routed(self, x: torch.Tensor, context: Context) -> Steps:
+        """Return what the experts of this block compute."""
+        assert isinstance(self.mlp, Experts)
+        logits = yield from self.mlp.route(x, context.loss_scale)
         yield None
-        return (yield from self.mlp.steps(x, routed.result))
+        return (yield from self.mlp.steps(x, logits))
 
     def _in_slices(
         self, x: torch.Tensor, branch: torch.Tensor | None, context: Context, mix: _Mix

@@ -293,7 +293,7 @@ class Engine(ForwardEngine):
 
     def draw_initial(self, names: Collection[str] | None = None) -> None:
         """Set the parameters, or those of these full names, to the values of the definition's seed."""
-        draw_initial(self._definition, self.model, self.boundary, names)
+        draw_initial(self._definition, self.model, names)
         self._mark_stale()
         self.restart_average()
         if self._diloco is not None:

@@ -110,7 +110,7 @@ class ForwardEngine:
             frees_grad_buffer=one_backward and overlap.updates_early and self.layout.zero < 2,
         )
         self._expert_sharing = None
-        if self.layout.ep > 1:
+        if self.layout.folds_experts:
             self._expert_sharing = make_expert_sharing(self._sharing, groups, overlap, comm, device)
         self._build_model(needs)
         self._start_runtime(sample, seed)

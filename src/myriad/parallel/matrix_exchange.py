@@ -63,16 +63,18 @@ class MatrixPeers:
     ) -> "MatrixPeers":
         """Return the peers of a rank. ``trains_alone``: data-parallel replicas have different parameters.
         ``of_experts``: the peers for experts that this rank does not share with all replicas."""
-        layout, axis = groups.grid.layout, "expert_dp" if of_experts else "dp"
-        group = groups.along(*(("tp",) if trains_alone else (axis, "tp")), purpose="matrices")
+        grid, layout = groups.grid, groups.grid.layout
+        axis, cut = ("expert_dp", layout.expert_tp) if of_experts else ("dp", layout.tp)
+        axes = (*(() if trains_alone else (axis,)), *(("tp",) if cut == layout.tp else ()))
+        group = groups.along(*axes, purpose="matrices")
         open_collectives(group, device, all_to_all=True)
-        replicas = range(1 if trains_alone else groups.grid.size(axis))
-        members = tuple((replica, tp) for replica in replicas for tp in range(layout.tp))
-        own = (0 if trains_alone else groups.grid.index(axis), groups.grid.index("tp"))
+        replicas = range(1 if trains_alone else grid.size(axis))
+        members = tuple((replica, tp) for replica in replicas for tp in range(cut))
+        own = (0 if trains_alone else grid.index(axis), grid.index("tp") % cut)
         shards = layout.num_shards
         if of_experts:
             shards = layout.num_expert_replicas if layout.zero else 1
-        return cls(group, members, members.index(own), layout.tp, shards)
+        return cls(group, members, members.index(own), cut, shards)
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,8 @@ class ModelState:
                         start,
                         tensors[index][first:stop],
                         entry.cut,
-                        self._grid.index("tp"),
-                        self._layout.tp,
+                        entry.rank,
+                        entry.size,
                     )
 
 

@@ -148,7 +148,7 @@ class OptimizerStep:
             others = [chunk for chunk in model.chunks if not chunk.sharing.of_experts]
             peers = MatrixPeers.of(groups, device, trains_alone=trains_alone)
             self._exchanges = make_exchanges(others, peers, config, sent)
-            if layout.ep > 1:
+            if layout.folds_experts:
                 peers = MatrixPeers.of(groups, device, of_experts=True)
                 self._exchanges |= make_exchanges(of_experts, peers, config, sent)
         self.optimizer = build_optimizer(
@@ -421,12 +421,13 @@ class OptimizerStep:
 def _table_groups(state: ModelState, groups: Groups) -> list[tuple[torch.Tensor, Group | None]]:
     """Return the rows of the table of parameters that ranks share alike, with the group of these ranks: those
     of experts that not all replicas hold, and all others."""
-    found = []
-    for of_experts in (False, True):
+    layout, found = groups.grid.layout, []
+    for of_experts in (False, True) if layout.folds_experts else (False,):
         rows = [row for row, (chunk, _) in enumerate(state.rows) if chunk.sharing.of_experts == of_experts]
-        axes = ("expert_dp" if of_experts else "dp_shard", "tp") if groups.grid.layout.zero else ("tp",)
-        if groups.grid.layout.ep > 1 or not of_experts:
-            found.append((torch.tensor(rows, device=state.counts.device), groups.along(*axes)))
+        cut = not of_experts or layout.expert_tp == layout.tp
+        axes = ("expert_dp" if of_experts else "dp_shard",) if layout.zero else ()
+        group = groups.along(*axes, *(("tp",) if cut else ()))
+        found.append((torch.tensor(rows, dtype=torch.int64, device=state.counts.device), group))
     return found
 
 

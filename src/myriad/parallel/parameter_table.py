@@ -27,6 +27,10 @@ class Entry:
     """How tensor-parallel ranks shard the parameter; ``None``: each rank holds the whole."""
     is_partial_over_tp: bool
     """Whether every tensor-parallel rank holds the whole parameter, with gradients that are partial sums."""
+    rank: int = 0
+    """Index of this rank among those that shard the parameter."""
+    size: int = 1
+    """Number of ranks that shard the parameter."""
     rate: float = 1.0
     """Factor of the learning rate."""
     spans: tuple[ShardSpan, ...] = ()

@@ -223,10 +223,12 @@ def _entries(
         cut = shard_of(definition, name)
         partial = definition.sequence_parallel and cut is None
         rate, rank, size = rate_of(definition, name, parameter.shape), boundary.rank, boundary.size
+        if boundary.whole_experts and is_expert(definition, name):
+            rank, size = 0, 1
         spans = () if cut is None else cut.spans_of_shard(parameter.shape[cut.dim], rank, size)
         home = layer.get_submodule(owner), attribute
         kind = orthogonalizes and is_hidden_matrix(definition, index, name, parameter.shape)
-        found.append(Entry(name, (home,), parameter.shape, cut, partial, rate, spans, kind))
+        found.append(Entry(name, (home,), parameter.shape, cut, partial, rank, size, rate, spans, kind))
     return found
 
 
@@ -261,9 +263,7 @@ def _tied_peers(groups: Groups, stage_rank: Sequence[int], holders: set[int]) ->
     return tuple(sorted({pipeline[stage_rank[stage]] for stage in holders}))
 
 
-def draw_initial(
-    definition: Definition, model: RankModel, boundary: Boundary, names: Collection[str] | None = None
-) -> None:
+def draw_initial(definition: Definition, model: RankModel, names: Collection[str] | None = None) -> None:
     """Set this rank's parameters, or those of ``names``, to the values of the definition's seed. Tensors with
     no part in this rank's slices are not drawn."""
     where = {
@@ -279,7 +279,8 @@ def draw_initial(
         for path, full in definition.initial(index, own).items():
             name = f"{prefix}.{path}"
             chunk, position = where[name]
-            chunk.load(position, values_of_rank(definition, name, full, boundary.rank, boundary.size))
+            entry = chunk.entries[position]
+            chunk.load(position, values_of_rank(definition, name, full, entry.rank, entry.size))
     for chunk in model.chunks:
         chunk.mark_stale()
 

@@ -91,7 +91,8 @@ class StepStatistics:
         self._mixtures = tuple(mixtures)
         self._loads = torch.zeros(len(mixtures), num_experts, dtype=torch.int64, device=device)
         """Tokens of each expert in this rank's part of the step."""
-        self._counts_loads = groups.grid.index("tp") == 0  # tensor-parallel ranks route the same tokens
+        cut = groups.grid.layout.expert_tp  # tensor-parallel ranks that share experts route the same tokens
+        self._counts_loads = groups.grid.index("tp") % cut == 0
         for stage in model.stages.values() if mixtures else ():
             for number, layer in stage.layers.items():
                 for path, module in layer.named_modules(prefix=self._layers[number]):

@@ -62,15 +62,17 @@ class GroupBoundary(Boundary):
         on_nccl: bool = False,
         kernels: Kernels = "auto",
         experts: ExpertPeers | None = None,
+        whole_experts: bool = False,
     ) -> None:
-        """``experts``: the ranks that share the experts of a block; ``None``: this one has all."""
+        """``experts``: the ranks that share the experts of a block; ``None``: this one has all.
+        ``whole_experts``: `Boundary.whole_experts`."""
         self.group, self.rank, self.size, self.recorder = group, rank, size, recorder
         self.chunks, self.message_bytes, self.remakes = chunks, message_bytes, remakes
         self.kernels = kernels
         self.sequence_first = on_nccl and size > 1
         self.joins_parts = self.sequence_first and not remakes  # recomputed activations have their own memory
         self.in_slices = slices > 0 and size > 1
-        self._experts = experts
+        self._experts, self.whole_experts = experts, whole_experts and size > 1
         if experts is not None:
             self.expert_rank, self.expert_ranks = experts.rank, experts.size
         hides = (size > 1 and (chunks > 1 or slices > 0)) or self.expert_ranks > 1
@@ -156,6 +158,7 @@ def make_boundary(
         on_nccl=group is not None and dist.get_backend(group) != "gloo",
         kernels=kernels,
         experts=experts,
+        whole_experts=groups.grid.layout.expert_tp == 1,
     )
 
 

@@ -28,6 +28,18 @@ def test_neighbouring_replicas_share_experts_and_others_hold_the_same() -> None:
     assert all(one.index("dp") == 2 * one.index("expert_dp") + one.index("ep") for one in places)
 
 
+def test_whole_experts_lie_on_all_ranks_of_a_stage() -> None:
+    layout = Layout(dp=2, pp=2, tp=4, ep=2, etp=1)
+    assert layout.num_expert_replicas == 4
+    rank = RankGrid(layout, 6)  # replica 0, stage 1, third of its tensor-parallel ranks
+    assert (rank.peers("ep"), rank.peers("expert_dp")) == ((6, 7), (4, 6, 12, 14))
+    across = Layout(dp=2, pp=2, tp=2, ep=4, etp=1)
+    assert RankGrid(across, 0).rows("ep") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    for one in (RankGrid(layout, rank) for rank in range(16)):
+        own = (one.peers("ep")[one.index("ep")], one.peers("expert_dp")[one.index("expert_dp")])
+        assert own == (one.rank, one.rank)
+
+
 @pytest.mark.parametrize(
     ("layout", "shards", "groups"),
     [

@@ -267,7 +267,7 @@ class StepWork:
     def of(job: "Job", num_nodes: int = 1) -> "StepWork":
         """Build the work of a job with known nodes and layout."""
         layout, shares = job.layout, job.shares
-        stay = layout.ep > 1
+        stay = layout.folds_experts
         fixed = stay or shares_are_fixed(job)
         equal = -(-sum(shares) // layout.dp)
         return StepWork(

@@ -1,0 +1,263 @@
+"""Mixtures of experts in every layout of eight ranks at most, in real processes, against one process.
+
+    python benchmarks/parity/expert_layouts.py --folder FOLDER [--steps 3] [--every N]
+
+`layouts` lists every grid of dp, tp, pp, ep and etp with two to eight ranks in which experts lie on several
+ranks, each with all ZeRO levels and two schedules; recomputation, micro-batch, overlap, router and optimizer
+take turns. Each job trains on ranks that gloo joins and is compared with one process on the same tokens, in
+float32: losses, gradient norms and every whole parameter must agree within 1e-5, and the load of the busiest
+expert of each step must be the same number. Finished jobs are kept in FOLDER, and a command that was
+interrupted continues there. ``--every N`` trains each N-th job only. Ends with 1 if a job failed or differs.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from myriad.checkpoint.checkpoint_files import MODEL_PREFIX, load_model, save
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
+from myriad.cli.progress_bar import count_bar
+from myriad.comm.groups import close_world
+from myriad.comm.layout import Layout, check_layout
+from myriad.errors import BadInputError
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "processes"))
+
+from parity_case import Case, batch_of_rank, make_engine
+from ranks import RankPool
+
+MOST_RANKS, GLOBAL_BATCH, TOLERANCE = 8, 8, 1e-5
+TIMEOUT_SECONDS = 300
+MODELS: dict[str, dict[str, Any]] = {
+    "softmax": {"experts": 8, "expert_hidden": 16, "balance_loss": 0.1, "router_z_loss": 0.01},
+    "sigmoid": {
+        "experts": 8,
+        "experts_per_token": 3,
+        "expert_hidden": 16,
+        "shared_experts": 1,
+        "router_scores": "sigmoid",
+        "router_scale": 2.5,
+        "activation": "swiglu",
+    },
+}
+OPTIMIZERS = ("adamw", "muon", "lamb")
+RECOMPUTE = ("none", "selective", "full")
+PARTS = (2, 4)
+SCHEDULES = {1: ("1f1b",), 2: ("1f1b", "zero-bubble"), 4: ("eager-1f1b", "zero-bubble-v")}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of the list."""
+
+    layout: dict[str, Any]
+    model: str
+    optimizer: str
+    overlap: dict[str, Any]
+
+    def case(self, steps: int) -> Case:
+        """The job as the parity tests describe it."""
+        model = {"layers": 2 if self.layout["pp"] < 4 else 6} | MODELS[self.model]
+        return Case(self.layout, model, {"name": self.optimizer}, steps, GLOBAL_BATCH, overlap=self.overlap)
+
+    @property
+    def name(self) -> str:
+        """The job as text."""
+        layout = " ".join(f"{key}={value}" for key, value in self.layout.items())
+        return f"{layout} {self.model} {self.optimizer} {json.dumps(self.overlap)}"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a job computed: of each step loss, gradient norm and the load of the busiest expert; and the final
+    whole parameters on rank 0."""
+
+    steps: list[tuple[float, float, float]]
+    parameters: dict[str, np.ndarray] | None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A job beside one process."""
+
+    name: str
+    world: int
+    loss: float = 0.0
+    """Largest relative difference of a step's loss."""
+    norm: float = 0.0
+    """Largest relative difference of a gradient norm."""
+    parameter: float = 0.0
+    """Largest relative difference of a whole parameter."""
+    same_loads: bool = True
+    error: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all values agree."""
+        near = max(self.loss, self.norm, self.parameter) <= TOLERANCE
+        return near and self.same_loads and not self.error
+
+
+def grids() -> Iterator[dict[str, int | None]]:
+    """Every grid of at most eight ranks in which experts lie otherwise than the rest."""
+    sizes = (1, 2, 4, 8)
+    for dp, tp, pp, ep, whole in product(sizes, (1, 2, 4), (1, 2, 4), sizes, (False, True)):
+        layout = {"dp": dp, "tp": tp, "pp": pp, "ep": ep, "etp": 1 if whole else None}
+        if 1 < dp * tp * pp <= MOST_RANKS and Layout(**layout).folds_experts and not (whole and tp == 1):
+            yield layout
+
+
+def layouts() -> list[Job]:
+    """The jobs of the list."""
+    found: list[Job] = []
+    for grid, zero in product(grids(), range(4)):
+        for schedule in SCHEDULES[grid["pp"] or 1]:
+            turn = len(found)
+            layout = {
+                **grid,
+                "zero": zero,
+                "schedule": schedule,
+                "virtual_stages": 2 if schedule == "zero-bubble-v" else 1,
+                "recompute": RECOMPUTE[turn % 3],
+                "micro_batch": 1 + turn % 2 if grid["dp"] in (1, 2) else 1,
+            }
+            try:
+                check_layout(Layout(**layout))
+            except BadInputError:
+                continue
+            overlap = {"tensor_chunks": PARTS[turn % 2]} if turn % 5 else {"tensor": None, "data": False}
+            model = ("softmax", "sigmoid")[turn // 3 % 2]
+            found.append(Job(layout, model, OPTIMIZERS[turn % 7 % 3], overlap))
+    return found
+
+
+def train(case: Case, folder: Path) -> Trained:
+    """One rank's side."""
+    engine = make_engine(case)
+    steps = []
+    for step in range(case.steps):
+        targets = case.global_batch * 16
+        result = engine.train_step(lambda step=step: batch_of_rank(case, engine, step), 1e-3, targets)
+        assert result.expert_load is not None
+        steps.append((result.loss, result.grad_norm, result.expert_load.ratio))
+    path = save(CheckpointFolder(folder), case.steps, list(engine.shards()), {})
+    parameters = None
+    if os.environ["RANK"] == "0":
+        stored = load_model(path, "").items()
+        parameters = {name: tensor.numpy() for name, tensor in stored if name.startswith(MODEL_PREFIX)}
+    engine.close()
+    close_world()
+    return Trained(steps, parameters)
+
+
+class Pools:
+    """Processes for each size of world, started when a job first needs them."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._pools: dict[int, RankPool] = {}
+
+    def train(self, case: Case) -> Trained:
+        """Train a job on its ranks."""
+        if case.world not in self._pools:
+            self._pools[case.world] = self._stack.enter_context(RankPool(case.world))
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = self._pools[case.world].run(train, case, Path(folder), timeout=TIMEOUT_SECONDS)
+        assert all(one.steps == ranks[0].steps for one in ranks), "ranks of one run report different steps"
+        found: Trained = ranks[0]
+        return found
+
+
+def compare(name: str, case: Case, pools: Pools, alone: dict[str, Trained]) -> Compared:
+    """Train a job, and its model as one process unless that is in ``alone``."""
+    key = json.dumps([case.model, case.optimizer], sort_keys=True)
+    try:
+        if key not in alone:
+            alone[key] = pools.train(Case({}, case.model, case.optimizer, case.steps, GLOBAL_BATCH))
+        return differences(name, case.world, pools.train(case), alone[key])
+    except AssertionError as error:
+        return Compared(name, case.world, error=str(error))
+
+
+def differences(name: str, world: int, found: Trained, wanted: Trained) -> Compared:
+    """What differs between a job and one process."""
+    pairs = list(zip(found.steps, wanted.steps, strict=True))
+    loss, norm = (max(abs(a[i] - b[i]) / abs(b[i]) for a, b in pairs) for i in range(2))
+    assert found.parameters is not None and wanted.parameters is not None
+    assert found.parameters.keys() == wanted.parameters.keys()
+    parameter = max(
+        float(np.linalg.norm(found.parameters[key] - whole) / max(np.linalg.norm(whole), 1e-30))
+        for key, whole in wanted.parameters.items()
+    )
+    return Compared(name, world, loss, norm, parameter, all(a[2] == b[2] for a, b in pairs))
+
+
+def run(jobs: list[Job], steps: int, path: Path) -> list[Compared]:
+    """Train every job that is not among the results in ``path``."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    done = {one.name: one for one in (Compared(**json.loads(line)) for line in lines)}
+    found, alone = list[Compared](), dict[str, Trained]()
+    with ExitStack() as stack, count_bar("training") as show, path.open("a") as file:
+        pools = Pools(stack)
+        for number, job in enumerate(jobs):
+            show("training", number, len(jobs))
+            name = f"{job.name} {steps} steps"
+            if name not in done:
+                done[name] = compare(name, job.case(steps), pools, alone)
+                file.write(json.dumps(asdict(done[name])) + "\n")
+                file.flush()
+            found.append(done[name])
+    return found
+
+
+def print_table(found: list[Compared]) -> bool:
+    """Print the jobs by size of world, and what differs. Return whether all agree."""
+    print("| ranks | layouts | agree | largest difference of a loss | of a gradient norm | of a parameter |")
+    print("|---|---|---|---|---|---|")
+    for world in sorted({one.world for one in found}):
+        jobs = [one for one in found if one.world == world]
+        agree = [one for one in jobs if one.agrees]
+        largest = [
+            max((getattr(one, key) for one in agree), default=0.0) for key in ("loss", "norm", "parameter")
+        ]
+        print(
+            f"| {world} | {len(jobs)} | {len(agree)} | " + " | ".join(f"{one:.1e}" for one in largest) + " |"
+        )
+    wrong = [one for one in found if not one.agrees]
+    for one in wrong:
+        loads = "" if one.same_loads else ", other loads of experts"
+        values = f"loss {one.loss:.1e}, norm {one.norm:.1e}, parameter {one.parameter:.1e}"
+        print(f"\nDIFFERS: {one.name}\n  {values}{loads}")
+        print("".join(f"  {line}\n" for line in one.error.splitlines()[-12:]), end="")
+    print(f"\n{len(found) - len(wrong)} of {len(found)} layouts agree")
+    return not wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Mixtures of experts in every layout against one process.")
+    parser.add_argument("--folder", type=Path, help="keep finished jobs here, and continue from them")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--every", type=int, default=1, help="train each N-th job only")
+    options = parser.parse_args()
+    jobs = layouts()[:: options.every]
+    print(f"{len(jobs)} layouts", flush=True)
+    with tempfile.TemporaryDirectory() as made:
+        folder = options.folder or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        found = run(jobs, options.steps, folder / "expert_layouts.jsonl")
+    if not print_table(found):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
