@@ -119,7 +119,9 @@ class _Case:
         return [Segment([self.layer], self.x, y)], y
 
 
-def formula(model: ModelConfig, index: int, tp: int, dtype: torch.dtype, recompute: Recompute) -> float:
+def formula(
+    model: ModelConfig, index: int, tp: int, dtype: torch.dtype, recompute: Recompute, ep: int = 1
+) -> float:
     """What `measure` must find."""
     kind: LayerKind = "embedding" if index == 0 else "head" if index > model.layers else "block"
     fused = torch.empty(1, model.sequence, 1, dtype=dtype)
@@ -128,7 +130,7 @@ def formula(model: ModelConfig, index: int, tp: int, dtype: torch.dtype, recompu
     )
     keys: dict[str, Any] = {"tp": tp, "bytes_per_value": dtype.itemsize, "recompute": recompute}
     keys["softmax_block"] = BLOCK if in_blocks else None
-    per_token = kept_bytes_per_token(model, kind, index - 1, **keys)
+    per_token = kept_bytes_per_token(model, kind, index - 1, ep=ep, **keys)
     held = BATCH * model.sequence * per_token
     return round(held + kept_bytes_per_micro_batch(model, kind, index - 1, **keys))
 

@@ -42,8 +42,12 @@ LLAMA = ModelConfig(
     activation="swiglu", tied=False,
 )  # fmt: skip
 PARALLEL = MODEL.model_copy(update={"block": "parallel", "layers": 6, "window": 256})
+MOE = ModelConfig(
+    layers=4, hidden=256, heads=4, sequence=256, vocabulary=4096, activation="swiglu", experts=8,
+    expert_hidden=256, balance_loss=0.1,
+)  # fmt: skip
 LARGE = ModelConfig(layers=12, hidden=768, heads=12, sequence=1024, vocabulary=16384)
-MODELS = {"large": LARGE, "serial": MODEL, "gpt2": GPT2, "llama": LLAMA, "parallel": PARALLEL}
+MODELS = {"large": LARGE, "serial": MODEL, "gpt2": GPT2, "llama": LLAMA, "parallel": PARALLEL, "moe": MOE}
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,9 @@ CASES = (
     Case({"tp": 2, "pp": 2, "micro_batch": 2}, "parallel", value_bytes=2),
     Case({"dp": 4, "zero": 2}, "serial", 2),
     Case({"tp": 4, "recompute": "selective"}, "llama", 2),
+    Case({"micro_batch": 2}, "moe", 2),
+    Case({"dp": 2, "ep": 2, "zero": 1, "micro_batch": 2}, "moe", 2),
+    Case({"dp": 2, "ep": 2, "zero": 3, "micro_batch": 2}, "moe", 2),
 )
 
 
@@ -135,7 +142,10 @@ def measure(case: Case) -> Measured:
     rows = layout.micro_batch * work.num_micro_batches
     live = LiveBytes()
     with live:
-        tokens = torch.zeros(rows, work.model.sequence, dtype=torch.int64)
+        # Random tokens: equal ones would all take the same experts.
+        generator = torch.Generator().manual_seed(groups.grid.index("dp"))
+        shape = rows, work.model.sequence
+        tokens = torch.randint(work.model.vocabulary, shape, generator=generator)
         batch = Batch(tokens, torch.zeros_like(tokens), tokens[:, 0].contiguous())
         engine = Engine(
             definition, groups, stage_layers(work), _rows(batch, layout.micro_batch),

@@ -50,6 +50,9 @@ CASES = {
     "nodes-of-all": Case({"dp": 2}, comm={"hierarchy": "node", "node_size": 2}),
     "lamb": Case({"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro_batch": 4}, optimizer={"name": "lamb"}),
     "muon": Case({"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro_batch": 4}, optimizer={"name": "muon"}),
+    "experts": Case(
+        {"dp": 4, "ep": 2, "zero": 1}, {"experts": 4, "expert_hidden": 32}, optimizer={"name": "muon"}
+    ),
     "tensor": Case({"tp": 2, "pp": 2, "micro_batch": 4}),
     "copies-of-heads": Case({"tp": 4, "micro_batch": 4}, {"kv_heads": 2}),
     "diloco": Case({"dp": 2}, comm={"sync_every": 2}),

@@ -35,7 +35,8 @@ EXPERTS: dict[str, Any] = {
     "shared_experts": 1, "shared_expert_gate": True,
 }  # fmt: skip
 MIXED = BENCHMARK.GPT2.model_copy(update=EXPERTS)
-BENCHMARK.MODELS |= {"small": SMALL, "short parallel": SHORT, "experts": MIXED}
+SMALL_MOE = BENCHMARK.MOE.model_copy(update={"layers": 2})
+BENCHMARK.MODELS |= {"small": SMALL, "short parallel": SHORT, "experts": MIXED, "small-moe": SMALL_MOE}
 CASES: list[tuple[dict[str, Any], str, int, int]] = [
     ({}, "llama", 2, 4),
     ({"micro_batch": 2, "recompute": "full"}, "gpt2", 2, 4),
@@ -45,6 +46,7 @@ CASES: list[tuple[dict[str, Any], str, int, int]] = [
     ({"pp": 2}, "experts", 2, 4),
     ({}, "small", 2, 2),
     ({"dp": 2, "zero": 3}, "small", 2, 2),
+    ({"dp": 2, "ep": 2, "zero": 1, "micro_batch": 2}, "small-moe", 2, 4),
 ]
 """Layout, model, micro-batches, and bytes of a value. Cores without instructions for bfloat16 multiply it ten
 times as slowly, so these cases are small, and closer to what is predicted."""

@@ -26,6 +26,7 @@ from myriad.model.activation_memory import kept_bytes_per_micro_batch, kept_byte
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerConfig
 from myriad.parallel.custom import Layer, LayerList
+from myriad.parallel.expert_exchange import ExpertPeers
 from myriad.parallel.runtime import Batch
 from myriad.parallel.tensor_parallel import GroupBoundary
 from myriad.telemetry.spans import Recorder
@@ -236,6 +237,31 @@ def test_layers_of_tensor_parallel_ranks_keep_to_the_byte_what_the_formula_predi
     for rank in run_ranks(2, measured_and_formula, 2):
         for name, kept, expected in rank:
             assert kept == expected, name
+
+
+EXPERTS = {"experts": 4, "expert_hidden": 32, "shared_experts": 1, "activation": "swiglu"}
+
+
+def measured_and_formula_of_experts(ep: int) -> list[tuple[str, float, float]]:
+    """The same of a rank that shares experts: the tokens that it gets are not those that it sends."""
+    groups = open_world(Layout(dp=ep, ep=ep), torch.device("cpu"))
+    peers = ExpertPeers.of(groups, Recorder(), torch.device("cpu"))
+    boundary = GroupBoundary(None, 0, 1, Recorder(), experts=peers)
+    torch.manual_seed(groups.grid.rank)
+    base = {"layers": 1, "hidden": 64, "heads": 4, "sequence": 640, "vocabulary": 300, "prediction_layers": 1}
+    model, found = ModelConfig(**(base | EXPERTS)), []
+    for index, dtype, mode in product((1, 2), BENCHMARK.DTYPES, BENCHMARK.MODES):
+        kept = BENCHMARK.measure(model, index, boundary, dtype, mode)
+        found.append(
+            (f"layer {index} {dtype} {mode}", kept, BENCHMARK.formula(model, index, 1, dtype, mode, ep))
+        )
+    close_world()
+    return found
+
+
+def test_ranks_that_share_experts_keep_together_what_the_formula_predicts() -> None:
+    for ranks in zip(*run_ranks(2, measured_and_formula_of_experts, 2), strict=True):
+        assert sum(kept for _, kept, _ in ranks) == sum(expected for *_, expected in ranks), ranks[0][0]
 
 
 class Noisy(nn.Module):

@@ -89,7 +89,8 @@ class ExplainedPlan:
     """Neighbouring layouts and the parts of their iterations."""
     improvements: Sequence[Improvement]
     placement: PlacementResult | None
-    """Order of the best plan's nodes; ``None``: there is one node, or the plan does not fill whole nodes."""
+    """Order of the best plan's nodes; ``None``: there is one node, the plan does not fill whole nodes, or
+    ranks share experts."""
     top: int
     """Number of rows of the ranking."""
     slower: Mapping[int, float] = field(default_factory=dict)
@@ -129,7 +130,7 @@ class ExplainedPlan:
         alike: Counter[tuple[int, ...]] = Counter()
         for plan in self.answer.plans:
             layout = plan.candidate.layout
-            grid = (layout.dp, layout.tp, layout.pp, layout.micro_batch)
+            grid = (layout.dp, layout.tp, layout.pp, layout.ep, layout.micro_batch)
             key = grid if layout.pp == 1 else (*grid, layout.virtual_stages, layout.schedule_name)
             if key not in distinct and alike[grid] < _MOST_ALIKE:
                 distinct[key] = plan
@@ -223,6 +224,8 @@ def plan_and_explain(
     ``top``: rows of the ranking; ``on_switches``: simulate the cluster's switches, too."""
     job, simulations = question.job, SimulationCache()
     problem = problem_of(job, question.cluster)
+    if on_switches and job.model.experts and problem.fixed.get("ep") != 1:
+        raise BadInputError("layout.ep", problem.fixed.get("ep"), "1 with --fabric: its flows lack tokens")
     found = find_plans(problem, objective=objective, simulations=simulations, progress=progress)
     before = None
     if question.plain is not None:
@@ -309,7 +312,7 @@ def _placed(problem: LayoutProblem, best: SimulatedPlan, slower: dict[int, float
     """Order the nodes, where there is more than one and the plan fills them."""
     cluster, layout = problem.cluster, best.candidate.layout
     fills = layout.world == cluster.world and fills_nodes(layout, cluster.accelerators_per_node)
-    if cluster.nodes == 1 or not fills:
+    if cluster.nodes == 1 or not fills or layout.ep > 1:
         return None
     return place_nodes(cluster, traffic_of(Costs(best.candidate.workload(problem), cluster)), slower)
 

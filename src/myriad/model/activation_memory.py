@@ -52,8 +52,10 @@ def kept_bytes_per_token(
     bytes_per_value: int = 2,
     recompute: Recompute = "none",
     softmax_block: int | None = None,
+    ep: int = 1,
 ) -> float:
-    """Return the bytes per token that one layer keeps on one rank. ``layer``: index of the block.
+    """Return the bytes per token that one layer keeps on one rank. ``layer``: index of the block. ``ep``:
+    ranks that share its experts, each of which gets as many tokens as it sends.
     ``bytes_per_value``: of the compute type. ``softmax_block``: positions of a block of queries if the
     softmax is kept (64 on a CPU in float32 with short spans); ``None``: the library's attention."""
     stream = model.hidden * bytes_per_value / tp
@@ -70,7 +72,7 @@ def kept_bytes_per_token(
         own = stream + statistics + model.hidden * bytes_per_value  # plus the gradient of its gathered input
         options: _Options = {"tp": tp, "bytes_per_value": bytes_per_value, "softmax_block": softmax_block}
         return own + sum(
-            _prediction_bytes(model, number, recompute, statistics, options)
+            _prediction_bytes(model, number, recompute, statistics, options, ep)
             for number in range(1, model.prediction_layers + 1)
         )
     gathered = 0 if recompute == "selective" else model.hidden * bytes_per_value
@@ -81,7 +83,7 @@ def kept_bytes_per_token(
     if model.norm_placement == "after" and model.block == "serial":
         # The stream itself is gathered: there is no norm that the backward could recompute.
         gathered = model.hidden * bytes_per_value
-    experts = _expert_bytes(block, bytes_per_value, input_is_kept=gathered > 0)
+    experts = _expert_bytes(block, bytes_per_value, ep, input_is_kept=gathered > 0)
     return norms + gathered * model.num_gathers + mask * model.num_scatters + attention + mlp + experts
 
 
@@ -121,7 +123,7 @@ class _Options(TypedDict):
 
 
 def _prediction_bytes(
-    model: ModelConfig, number: int, recompute: Recompute, statistics: float, options: _Options
+    model: ModelConfig, number: int, recompute: Recompute, statistics: float, options: _Options, ep: int
 ) -> float:
     """Return the bytes per token of the ``number``-th prediction layer, from 1, without its input, which the
     norm before it keeps: the embedded tokens and their rows, the input of the projection, the block, and the
@@ -129,7 +131,8 @@ def _prediction_bytes(
     tp, bytes_per_value = options["tp"], options["bytes_per_value"]
     stream = model.hidden * bytes_per_value / tp
     rows = 8 + 1 if tp > 1 else 8 * (number > 1)  # one token farther than the targets is a copy of them
-    block = kept_bytes_per_token(model, "block", model.layers + number - 1, recompute=recompute, **options)
+    layer = model.layers + number - 1
+    block = kept_bytes_per_token(model, "block", layer, recompute=recompute, ep=ep, **options)
     gathered = model.hidden * bytes_per_value * (model.sequence - number) / model.sequence
     return rows + 4 * stream + 3 * statistics + block + gathered
 
@@ -146,16 +149,18 @@ def _mlp_values(model: ModelConfig, recompute: Recompute) -> int:
     return up if recompute == "selective" else up + model.active_width
 
 
-def _expert_bytes(model: ModelConfig, bytes_per_value: int, *, input_is_kept: bool) -> float:
+def _expert_bytes(model: ModelConfig, bytes_per_value: int, ep: int, *, input_is_kept: bool) -> float:
     """Return bytes per token of a mixture of experts, beside the inner values of the experts: the input of
     the router if nothing else keeps it; for each chosen expert its copy of the token, its result, four
     indices of 8 bytes and a gate; the scores; and the result of shared experts with a gate. Tensor
-    parallelism divides none of it."""
+    parallelism divides none of it. If ``ep`` ranks share the experts, also the order of the tokens that
+    arrive, and its inverse."""
     if model.experts is None:
         return 0.0
     chosen, scores = model.experts_per_token, _FLOAT32 * model.experts
     found = 0.0 if input_is_kept else float(model.hidden * bytes_per_value)
-    found += chosen * (2 * model.hidden * bytes_per_value + 4 * 8 + _FLOAT32) + scores
+    indices = 4 if ep == 1 else 6
+    found += chosen * (2 * model.hidden * bytes_per_value + indices * 8 + _FLOAT32) + scores
     if model.router_normalized:
         found += (chosen + 1) * _FLOAT32
     if model.balance_loss:  # the scores again, with their sum if they have none, and a sequence's load

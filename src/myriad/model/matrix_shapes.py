@@ -3,12 +3,12 @@
 No torch here: `myriad.model.gpt` builds the same matrices, and Muon orthogonalizes them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from myriad.model.config import ModelConfig
 
-__all__ = ["HiddenMatrix", "hidden_matrices"]
+__all__ = ["HiddenMatrix", "hidden_matrices", "matrices_of_rank"]
 
 
 class HiddenMatrix(NamedTuple):
@@ -18,6 +18,8 @@ class HiddenMatrix(NamedTuple):
     columns: int
     local: float
     """Elements that each tensor-parallel rank holds."""
+    of_expert: bool = False
+    """Whether it is of a routed expert."""
 
 
 def hidden_matrices(model: ModelConfig, layer: int, tp: int = 1) -> list[HiddenMatrix]:
@@ -32,20 +34,27 @@ def hidden_matrices(model: ModelConfig, layer: int, tp: int = 1) -> list[HiddenM
     return [matrix for block in blocks for matrix in block]
 
 
+def matrices_of_rank(matrices: Sequence[HiddenMatrix], ep: int, *, of_experts: bool) -> list[HiddenMatrix]:
+    """Return those of a stage's matrices that a rank holds: of routed experts, or all others. ``ep``: ranks
+    that share experts."""
+    found = [one for one in matrices if one.of_expert == of_experts]
+    return found[: len(found) // ep] if of_experts else found
+
+
 def _of_block(model: ModelConfig, tp: int) -> Iterator[HiddenMatrix]:
-    hidden = model.hidden
     yield from _of_latent_attention(model, tp) if model.latent else _of_attention(model, tp)
-    for width, number in _mlps(model):
-        yield from [_matrix(width, hidden, tp)] * (model.up_matrices * number)
-        yield from [_matrix(hidden, width, tp)] * number
-
-
-def _mlps(model: ModelConfig) -> list[tuple[int, int]]:
-    """Return the inner width and the number of a block's MLPs of each kind."""
     if model.experts is None:
-        return [(model.ffn_width, 1)]
-    shared = model.shared_experts * model.expert_width
-    return [(model.expert_width, model.experts), *([(shared, 1)] if shared else [])]
+        yield from _of_mlp(model, model.ffn_width, tp)
+        return
+    experts = (_of_mlp(model, model.expert_width, tp) for _ in range(model.experts))
+    yield from (matrix._replace(of_expert=True) for expert in experts for matrix in expert)
+    if model.shared_experts:
+        yield from _of_mlp(model, model.shared_experts * model.expert_width, tp)
+
+
+def _of_mlp(model: ModelConfig, width: int, tp: int) -> Iterator[HiddenMatrix]:
+    yield from [_matrix(width, model.hidden, tp)] * model.up_matrices
+    yield _matrix(model.hidden, width, tp)
 
 
 def _of_attention(model: ModelConfig, tp: int) -> Iterator[HiddenMatrix]:

@@ -63,7 +63,9 @@ def _show_placement(console: "Console", found: ExplainedPlan) -> None:
     placed = found.placement
     if placed is None:
         if found.slower:
-            console.print("nodes: the plan does not fill whole nodes, so --straggler changes nothing")
+            shares = found.best.candidate.layout.ep > 1
+            why = "has layout.ep > 1" if shares else "does not fill whole nodes"
+            console.print(f"nodes: the plan {why}, so --straggler changes nothing", highlight=False)
         return
     if placed.is_plain:
         console.print("nodes: in their own order; no other order that was tried is quicker", highlight=False)

@@ -152,7 +152,7 @@ class _ChunkSeconds:
     reduce_across: float
     gather_momentum: float
     scatter_update: float
-    parameters: float = 0.0
+    own_parameters: float = 0.0
     """Not used, as the seconds of the norm were measured."""
 
     def copy_seconds(self, copy: Copy) -> float:
@@ -173,7 +173,7 @@ class _TravelSeconds:
     def message_between(self, source: int, target: int) -> float:
         return self.message
 
-    def clip(self, parameters: float) -> float:
+    def clip(self, own: float) -> float:
         return self.clipping
 
 

@@ -53,6 +53,7 @@ __all__ = [
     "DpCollectives",
     "all_gather_seconds",
     "all_reduce_seconds",
+    "all_to_all_seconds",
     "group_along",
     "message_seconds",
     "shard_group_comm",
@@ -132,6 +133,25 @@ def all_gather_seconds(group: CommGroup, num_bytes: Number) -> Number:
     moved = num_bytes * steps / group.size / group.bytes_per_second
     begun = startup_seconds(group) + group.skew_seconds
     return np.where(steps > 0, begun + moved, 0.0)
+
+
+def all_to_all_seconds(cluster: Cluster, size: Number, stride: Number, num_bytes: Number) -> Number:
+    """Return the seconds in which each of ``size`` ranks, ``stride`` apart, sends ``num_bytes`` in equal
+    parts to all of them, itself included. What stays in the node, what leaves it and what leaves its switch
+    travel at the same time, each rank on its own share of the links."""
+    node, network, spine = (cluster.link(level) for level in ("node", "network", "spine"))
+    group, per_node = group_along(cluster, size, stride), cluster.accelerators_per_node
+    inside = np.clip(np.floor(per_node / np.asarray(stride)), 1, size)
+    rate = node.bytes_per_second if cluster.inside is None else _local_rates(cluster, inside, stride)
+    near = (inside - 1) / (rate * cluster.ratio("node"))
+    far = (np.asarray(size) - inside) / (network.bytes_per_second * cluster.ratio("network"))
+    if cluster.links.spine is not None and cluster.nodes_per_switch is not None:
+        under = np.clip(np.floor(per_node * cluster.nodes_per_switch / np.asarray(stride)), 1, size)
+        beyond = (np.asarray(size) - under) / (spine.bytes_per_second * cluster.ratio("spine"))
+        far = np.maximum(far, beyond)
+    moved = num_bytes / size * np.maximum(near, far)
+    begun = group.launch_seconds + group.latency_seconds
+    return np.where(np.asarray(size) > 1, begun + moved, 0.0)
 
 
 def startup_seconds(group: CommGroup) -> Number:

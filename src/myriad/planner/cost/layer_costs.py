@@ -15,6 +15,9 @@ these. In slices (``overlap.tensor = "slices"``) each overlaps with its own prod
 also with a weight's gradient. Without overlap.tensor, `FrameworkProfile.hides_input_grad_comm` decides
 whether the backward's reductions overlap with the weights' gradients.
 
+Where ranks share experts (``layout.ep``), tokens travel to their experts and back: two all-to-alls in each
+direction, and in the forward one of their numbers.
+
 Legend: t tokens of a micro-batch, s sequence, h hidden, f inner width of the MLP, V vocabulary.
 """
 
@@ -28,6 +31,8 @@ from myriad.planner.cluster_config import Accelerator
 from myriad.planner.cost.collective_costs import (
     all_gather_seconds,
     all_reduce_seconds,
+    all_to_all_seconds,
+    group_along,
     startup_seconds,
     tensor_group,
 )
@@ -41,12 +46,15 @@ from myriad.planner.cost.operator_costs import (
 from myriad.planner.cost.product_costs import (
     OVERLAP_MODES,
     LayerContext,
+    attention_products,
     block_products,
     block_shapes,
     entry_rows,
+    expert_products,
     expert_streams,
     product_passes,
     qkv_width,
+    shared_products,
     three_passes,
 )
 from myriad.planner.cost.stage_layers import computed_pairs
@@ -155,12 +163,55 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
         behind = _behind_weights(model, context, comm, products[2])
         exposed_back = np.where(context.overlap_mode, exposed_back, behind)
     sums = _norm_sums(model, context, tokens)
+    rooms = (
+        np.maximum(0.0, products[0] + attend.attention - comm),
+        np.maximum(0.0, products[1] + attend_back.attention - comm),
+    )
+    travel, travel_back = _expert_exchange(model, context, tokens, rooms)
     return LayerTimes(
-        TimeBreakdown(products[0], memory=stream, tensor=exposed + sums) + attend,
-        TimeBreakdown(products[1], memory=back, tensor=exposed_back + rest + sums) + attend_back,
+        TimeBreakdown(products[0], memory=stream, tensor=exposed + sums, experts=travel) + attend,
+        TimeBreakdown(products[1], memory=back, tensor=exposed_back + rest + sums, experts=travel_back)
+        + attend_back,
         TimeBreakdown(products[2]),
         again,
     )
+
+
+def _expert_exchange(
+    model: ModelConfig, context: LayerContext, tokens: Number, rooms: tuple[Number, Number]
+) -> tuple[Number, Number]:
+    """Return the exposed seconds of the exchanges of tokens between ranks that share experts, forward and
+    backward. While results return, shared experts compute; in the backward they do so while the gradients of
+    results travel, with the weight products of attention that are still to do (tensor-parallel ranks compute
+    those behind a reduce-scatter). The other gradients travel behind the weight products of experts.
+
+    Where parts of a micro-batch take turns, all but one of them travel behind what others compute. ``rooms``:
+    seconds of compute in each direction behind which nothing else travels."""
+    if model.experts is None or context.ep == 1:
+        return 0.0, 0.0
+    where = context.cluster, float(context.ep), float(context.replica_stride)
+    counts = all_to_all_seconds(*where, 8.0 * model.experts)
+    values = tokens * model.experts_per_token * model.hidden
+    one = all_to_all_seconds(*where, values * context.value_bytes)
+    busy_ratio = group_along(*where).busy_ratio
+    own, shared = (found(model, context, tokens) for found in (expert_products, shared_products))
+    later = np.where(np.asarray(context.tp) > 1, 0.0, attention_products(model, context, tokens)[2])
+
+    def exposed(behind: Number) -> Number:
+        hidden = np.minimum(one, behind)
+        return one - hidden + busy_ratio * hidden
+
+    parts = _parts(model, context)
+
+    def in_turns(whole: Number, num_exchanges: int, room: Number) -> Number:
+        cut = whole + (parts - 1) * num_exchanges * all_to_all_seconds(*where, 0.0)
+        hidden = np.minimum(cut * (1 - 1 / parts), room)
+        return np.where(context.overlap_mode, cut - hidden + busy_ratio * hidden, whole)
+
+    forward = counts + one + exposed(shared[0])
+    backward = exposed(shared[1] + later) + exposed(shared[2] + own[2])
+    room, room_back = (np.maximum(0.0, rooms[turn] - shared[turn]) for turn in range(2))
+    return in_turns(forward, 3, room), in_turns(backward, 2, room_back)
 
 
 def _norm_sums(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:

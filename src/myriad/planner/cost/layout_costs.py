@@ -19,7 +19,7 @@ from itertools import groupby
 from operator import add
 
 from myriad.model.config import ModelConfig
-from myriad.model.matrix_shapes import HiddenMatrix, hidden_matrices
+from myriad.model.matrix_shapes import HiddenMatrix, hidden_matrices, matrices_of_rank
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.collective_costs import (
     DpCollectives,
@@ -35,7 +35,13 @@ from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_ord
 from myriad.planner.cost.operator_costs import TimeBreakdown, sweep_seconds
 from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext, block_shares
 from myriad.planner.cost.snapshot_costs import SnapshotCosts, SnapshotSchedule, host_copy_rate
-from myriad.planner.cost.stage_layers import computed_pairs, first_alike, layer_parameters, stage_layers
+from myriad.planner.cost.stage_layers import (
+    computed_pairs,
+    first_alike,
+    layer_parameters,
+    routed_parameters,
+    stage_layers,
+)
 from myriad.planner.memory.stage_memory import StageMemory
 from myriad.planner.workload import Workload
 from myriad.program.actions import Copy
@@ -84,7 +90,9 @@ class StageCosts:
     again: TimeBreakdown
     """Seconds that its backward recomputes."""
     parameters: float
-    """Number of parameters on one tensor-parallel rank."""
+    """Number of parameters on one rank."""
+    own_parameters: float
+    """Number of those whose gradients it reduces and that it updates."""
     forward: float
     backward_input: float
     """Seconds of the input gradients, including recomputation."""
@@ -99,6 +107,8 @@ class StageCosts:
     """Seconds to copy what the stage keeps of one micro-batch to host memory, or back."""
     copy_state: float = 0.0
     """Seconds to copy its optimizer state to host memory, or back."""
+    copied_parameters: float = 0.0
+    """Number of parameters that this rank adds to snapshots."""
 
     def copy_seconds(self, copy: Copy) -> float:
         """Return the seconds of a copy between device and host."""
@@ -141,6 +151,9 @@ class Costs:
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self.workload, self.cluster = workload, cluster
         layout, overlap, profile = workload.layout, workload.overlap, workload.profile
+        replica_stride, stage_stride = layout.tp * layout.pp, layout.tp
+        if profile.pp_outermost:
+            replica_stride, stage_stride = layout.tp, layout.tp * layout.dp
         self.slice = LayerContext(
             cluster,
             profile,
@@ -151,10 +164,9 @@ class Costs:
             OVERLAP_MODES[overlap.tensor],
             workload.float8_kept_over,
             workload.qk_clip,
+            layout.ep,
+            replica_stride,
         )
-        replica_stride, stage_stride = layout.tp * layout.pp, layout.tp
-        if profile.pp_outermost:
-            replica_stride, stage_stride = layout.tp, layout.tp * layout.dp
         self.pipeline = group_along(cluster, float(layout.pp), float(stage_stride))
         comm, size = shard_group_comm(workload.comm, layout), layout.num_shards if layout.zero else layout.dp
         self.dp_collectives = DpCollectives(cluster, comm, size, replica_stride)
@@ -169,6 +181,11 @@ class Costs:
         """All data-parallel replicas as one flat ring."""
         if self.across_groups is not None:
             self.replicas = group_along(cluster, float(layout.dp), float(replica_stride))
+        self.expert_collectives: DpCollectives | None = None
+        """Collectives of the ranks that hold the same experts, where not all replicas do."""
+        if layout.ep > 1:
+            expert_stride = replica_stride * layout.ep
+            self.expert_collectives = DpCollectives(cluster, comm, layout.num_expert_replicas, expert_stride)
         self.layers_of_stage = stage_layers(workload)
         self.num_chunks = count_chunks(layout, overlap, self.layers_of_stage)
 
@@ -199,23 +216,26 @@ class Costs:
         kinds, workload = _layer_kinds(self.workload.model), self.workload
         counts = {kind: len(list(group)) for kind, group in groupby(sorted(kinds[i] for i in own))}
         times = reduce(add, (self._times[kind].times(float(n)) for kind, n in counts.items()))
-        every = layer_parameters(workload.model, workload.layout.tp)
-        parameters = sum(every[layer] for layer in own) / workload.layout.tp
+        others, experts = self._parameters(own)
+        parameters = others + experts
         again = self._again([kinds[layer] for layer in own])
         inputs = float(times.backward_input.total + again.total)
-        gather, reduced, update = self._data_parallel(parameters)
+        gather, reduced, update = self._data_parallel(others, experts)
+        updated = self._own_parameters(others, experts)
         across = self._across_seconds(parameters)
         shapes = [matrix for layer in own for matrix in self._matrices_of(kinds[layer])]
-        matrices = matrix_costs(shapes, workload, self.cluster, self.replicas)
-        copies = self._copies(own, parameters, shapes)
+        matrices = self._matrices(shapes)
+        copies = self._copies(own, others, experts, shapes)
         if self._by_module:
             forward, backward = self._module_seconds([kinds[layer] for layer in own])
-            found = StageCosts(times, again, parameters, forward, backward, 0.0, 0.0, 0.0, update, matrices)
+            passes = forward, backward, 0.0
+            found = StageCosts(times, again, parameters, updated, *passes, 0.0, 0.0, update, matrices)
             return replace(found, copy_activations=copies[0], copy_state=copies[1])
         return StageCosts(
             times=times,
             again=again,
             parameters=parameters,
+            own_parameters=updated,
             forward=float(times.forward.total),
             backward_input=inputs,
             backward_weight=float(times.backward_weight.total),
@@ -226,10 +246,33 @@ class Costs:
             reduce_across=across,
             copy_activations=copies[0],
             copy_state=copies[1],
+            copied_parameters=others / workload.layout.dp + experts / workload.layout.num_expert_replicas,
         )
 
+    def _parameters(self, own: Sequence[int]) -> tuple[float, float]:
+        """Return the numbers of parameters of some layers on one rank, and of experts that not all replicas
+        hold."""
+        model, layout = self.workload.model, self.workload.layout
+        every, routed = layer_parameters(model, layout.tp), routed_parameters(model)
+        whole, experts = (sum(found[layer] for layer in own) / layout.tp for found in (every, routed))
+        return (whole, 0.0) if layout.ep == 1 else (whole - experts, experts / layout.ep)
+
+    def _own_parameters(self, others: float, experts: float) -> float:
+        """Return the number of parameters that a rank updates, of so many that it holds."""
+        return others / self.workload.layout.num_shards + experts / self.workload.num_expert_shards
+
+    def _matrices(self, shapes: Sequence[HiddenMatrix]) -> MatrixCosts:
+        """Return the costs of a stage's matrices."""
+        workload, ep = self.workload, self.workload.layout.ep
+        if self.expert_collectives is None:
+            return matrix_costs(shapes, workload, self.cluster, self.replicas)
+        others, experts = (matrices_of_rank(shapes, ep, of_experts=which) for which in (False, True))
+        ring = self.expert_collectives.ring
+        found = matrix_costs(experts, workload, self.cluster, ring, of_experts=True)
+        return matrix_costs(others, workload, self.cluster, self.replicas) + found
+
     def _copies(
-        self, own: Sequence[int], parameters: float, matrices: Sequence[HiddenMatrix]
+        self, own: Sequence[int], others: float, experts: float, matrices: Sequence[HiddenMatrix]
     ) -> tuple[float, float]:
         """Return the seconds to copy a stage's activations of one micro-batch, and its optimizer state."""
         workload, layout = self.workload, self.workload.layout
@@ -237,8 +280,9 @@ class Costs:
             return 0.0, 0.0
         layers = range(own[0], own[-1] + 1)
         held = StageMemory(workload, [layers], self.cluster.on_cpu).held(0, turns=False)
-        one_moment = sum(one.local for one in matrices)
-        state = (8.0 * parameters - 4.0 * one_moment) / layout.num_shards
+        routed = sum(one.local for one in matrices if one.of_expert) / layout.ep if layout.ep > 1 else 0.0
+        one_moment = sum(one.local for one in matrices) - layout.ep * routed
+        state = 8.0 * self._own_parameters(others, experts) - 4.0 * self._own_parameters(one_moment, routed)
         rate = host_copy_rate(self.cluster)
         return (held.kept + held.head_bytes) / rate, state / rate
 
@@ -328,15 +372,23 @@ class Costs:
         workload = self.workload
         return optimizer_bytes(workload.optimizer, workload.value_bytes, workload.ema_every)
 
-    def _data_parallel(self, parameters: float) -> tuple[float, float, float]:
-        workload, sums = self.workload, self.dp_collectives
+    def _data_parallel(self, others: float, experts: float) -> tuple[float, float, float]:
+        """Return the seconds of gather, reduction and update of a stage. Where its experts have a chunk of
+        their own, it is communicated behind the rest."""
+        gather, reduced = self._gather_and_reduce(self.dp_collectives, others)
+        if experts and self.expert_collectives is not None:
+            further = self._gather_and_reduce(self.expert_collectives, experts)
+            gather, reduced = gather + further[0], reduced + further[1]
+        own = self._own_parameters(others, experts)
+        update = sweep_seconds(self.cluster.accelerator, own * self.optimizer_bytes, 2.0)
+        return gather, reduced, float(update)
+
+    def _gather_and_reduce(self, sums: DpCollectives, parameters: float) -> tuple[float, float]:
+        workload, zero = self.workload, self.workload.layout.zero
         gradients = parameters * workload.profile.gradient_bytes
-        zero = workload.layout.zero
         gather = sums.all_gather_seconds(parameters * workload.value_bytes) if zero else 0.0
         reduced = sums.all_gather_seconds(gradients) if zero else sums.all_reduce_seconds(gradients)
-        own = parameters / workload.layout.num_shards
-        update = sweep_seconds(self.cluster.accelerator, own * self.optimizer_bytes, 2.0)
-        return float(gather), float(reduced), float(update)
+        return float(gather), float(reduced)
 
     def _across_seconds(self, parameters: float) -> float:
         if self.across_groups is None:
@@ -372,24 +424,25 @@ class Costs:
         )
 
     @cached_property
-    def most_parameters(self) -> float:
-        """Largest number of parameters on a rank."""
+    def most_parameters(self) -> tuple[float, float]:
+        """Largest numbers of parameters that a rank updates, and that it adds to snapshots."""
         layout = self.workload.layout
         owners = stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)
-        held = [0.0] * layout.pp
+        held = [[0.0, 0.0] for _ in range(layout.pp)]
         for index, stage in enumerate(self.stages):
-            held[owners[index // self.num_chunks]] += stage.parameters
-        return max(held)
+            held[owners[index // self.num_chunks]][0] += stage.own_parameters
+            held[owners[index // self.num_chunks]][1] += stage.copied_parameters
+        updated, copied = map(max, zip(*held, strict=True))
+        return updated, copied
 
     def stall(self, seconds: float) -> float:
         """Return the seconds that snapshots add to an iteration of ``seconds``."""
         workload = self.workload
         if workload.snapshots == SnapshotSchedule():
             return 0.0
-        held = self.most_parameters
-        updated = held / workload.layout.num_shards
+        updated, copied = self.most_parameters
         update = sweep_seconds(self.cluster.accelerator, updated * self.optimizer_bytes, 2.0)
-        return float(self.snapshot_costs.stall_seconds(seconds, float(update), held / workload.layout.dp))
+        return float(self.snapshot_costs.stall_seconds(seconds, float(update), copied))
 
     @cached_property
     def message(self) -> float:
@@ -412,11 +465,10 @@ class Costs:
         """Seconds until the batch is there."""
         return self.workload.profile.host_seconds
 
-    def clip(self, parameters: float) -> float:
-        """Return the seconds of the gradient norm: the pass over a rank's gradients, the all-reduce over all
-        ranks, and before it the sums of copied key/value heads."""
+    def clip(self, own: float) -> float:
+        """Return the seconds of the gradient norm: the pass over a rank's ``own`` gradients, the all-reduce
+        over all ranks, and before it the sums of copied key/value heads."""
         workload, layout = self.workload, self.workload.layout
-        own = parameters / layout.num_shards
         everybody = group_along(self.cluster, float(layout.world), 1.0)
         copied = copied_sum_seconds(workload.model, self.cluster, layout.tp, layout.pp, layout.num_shards)
         return float(

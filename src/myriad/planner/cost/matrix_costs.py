@@ -16,6 +16,7 @@ from myriad.optim.matrix_owners import assign_owners, newton_schulz_flops
 from myriad.planner.cluster_config import Accelerator, Cluster
 from myriad.planner.cost.collective_costs import CommGroup, tensor_group
 from myriad.planner.cost.operator_costs import matmul_seconds
+from myriad.planner.memory.matrix_memory import MatrixSharers
 from myriad.planner.workload import Workload
 
 __all__ = ["MatrixCosts", "matrix_costs", "newton_schulz_seconds"]
@@ -29,20 +30,33 @@ class MatrixCosts:
     orthogonalize: float = 0.0
     scatter: float = 0.0
 
+    def __add__(self, other: "MatrixCosts") -> "MatrixCosts":
+        """Return the seconds of both, one after the other."""
+        return MatrixCosts(
+            self.gather + other.gather,
+            self.orthogonalize + other.orthogonalize,
+            self.scatter + other.scatter,
+        )
+
 
 def matrix_costs(
-    matrices: Sequence[HiddenMatrix], workload: Workload, cluster: Cluster, data: CommGroup
+    matrices: Sequence[HiddenMatrix],
+    workload: Workload,
+    cluster: Cluster,
+    data: CommGroup,
+    *,
+    of_experts: bool = False,
 ) -> MatrixCosts:
-    """Return the costs of one stage's matrices. ``data``: the group of data-parallel replicas."""
+    """Return the costs of one stage's matrices. ``data``: the group of the replicas that hold them.
+    ``of_experts``: they are of experts that not all replicas hold."""
     if not matrices:
         return MatrixCosts()
     layout = workload.layout
-    replicas = layout.dp if workload.comm.sync_every == 1 else 1
+    replicas, shards = MatrixSharers.of(workload, of_experts=of_experts)
     sharers = replicas * layout.tp
     seconds = _orthogonalization(matrices, workload, cluster.accelerator, sharers)
     group = data if replicas > 1 else tensor_group(cluster, float(layout.tp))
     held = sum(matrix.local for matrix in matrices) * workload.matrix_bytes
-    shards = min(layout.num_shards, replicas)
     sent = held / replicas * (1 - 1 / (shards * layout.tp))
     received = held / shards * (1 - 1 / sharers)
     return MatrixCosts(_all_to_all(group, sent), seconds, _all_to_all(group, received))

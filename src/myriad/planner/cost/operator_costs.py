@@ -188,7 +188,7 @@ def float8_traffic(
 
 @dataclass(frozen=True)
 class TimeBreakdown:
-    """Seconds of compute by kind of operator, with the tensor-parallel communication inside it."""
+    """Seconds of compute by kind of operator, with the communication of layers inside it."""
 
     matmul: Number = 0.0
     attention: Number = 0.0
@@ -196,6 +196,8 @@ class TimeBreakdown:
     """Memory-bound operators: norms, activations, residuals."""
     tensor: Number = 0.0
     """Exposed tensor-parallel communication, and the slowdown of compute by the overlapped part."""
+    experts: Number = 0.0
+    """The same of the exchanges of tokens between ranks that share experts."""
 
     def __add__(self, other: "TimeBreakdown") -> "TimeBreakdown":
         return TimeBreakdown(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
@@ -207,4 +209,4 @@ class TimeBreakdown:
     @property
     def total(self) -> Number:
         """Sum of all parts."""
-        return self.matmul + self.attention + self.memory + self.tensor
+        return self.matmul + self.attention + self.memory + self.tensor + self.experts

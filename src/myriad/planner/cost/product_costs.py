@@ -26,13 +26,16 @@ from myriad.program.config import OverlapConfig
 __all__ = [
     "OVERLAP_MODES",
     "LayerContext",
+    "attention_products",
     "block_products",
     "block_shapes",
     "block_shares",
     "entry_rows",
+    "expert_products",
     "expert_streams",
     "product_passes",
     "qkv_width",
+    "shared_products",
     "three_passes",
 ]
 
@@ -57,6 +60,10 @@ class LayerContext:
     the search's closed form has 1."""
     qk_clip: bool = False
     """Whether forwards find the largest attention scores."""
+    ep: int = 1
+    """Ranks that share the experts of a block."""
+    replica_stride: int = 1
+    """Distance of two data-parallel replicas in rank number."""
 
     @property
     def accelerator(self) -> Accelerator:
@@ -73,20 +80,47 @@ def block_products(
     products = product_passes(context, tokens, shapes)
     if model.experts is None:
         return products
-    width, each = model.expert_width / context.tp, tokens * model.experts_per_token / model.experts
-    own = three_passes(context, each, _mlp_shapes(model, width))
-    wide = replace(context, value_bytes=4)
+    own, wide = expert_products(model, context, tokens), replace(context, value_bytes=4)
     router = three_passes(wide, tokens, ((float(model.router_rows), model.hidden),))
-    forward, inputs, weights = (
-        mine + model.experts * one + score for mine, one, score in zip(products, own, router, strict=True)
-    )
+    forward, inputs, weights = map(sum, zip(products, own, router, strict=True))
     return forward, inputs, weights
+
+
+def expert_products(
+    model: ModelConfig, context: LayerContext, tokens: Number
+) -> tuple[Number, Number, Number]:
+    """Return the seconds of the three passes of the routed experts of a rank, each of which has equally many
+    tokens of all ranks that share experts."""
+    assert model.experts is not None
+    each = context.ep * tokens * model.experts_per_token / model.experts
+    one = three_passes(context, each, _mlp_shapes(model, model.expert_width / context.tp))
+    held = model.experts / context.ep
+    return held * one[0], held * one[1], held * one[2]
+
+
+def shared_products(
+    model: ModelConfig, context: LayerContext, tokens: Number
+) -> tuple[Number, Number, Number]:
+    """Return the seconds of the three passes of the shared experts."""
+    if not model.shared_experts:
+        return 0.0, 0.0, 0.0
+    width = model.shared_experts * model.expert_width / context.tp
+    return product_passes(context, tokens, _mlp_shapes(model, width))
+
+
+def attention_products(
+    model: ModelConfig, context: LayerContext, tokens: Number
+) -> tuple[Number, Number, Number]:
+    """Return the seconds of the three passes of the matrices before and after attention."""
+    shapes = (*block_shapes(model, context)[:2], *_up_shapes(model, context))
+    return product_passes(context, tokens, shapes)
 
 
 def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, float]:
     """Return the bytes that a block moves in the forward and in the backward to order tokens by expert and to
     sum what experts compute, and the operators of each: with k experts a token, copies of k tokens (read and
-    written), their results in the order of tokens (read and written), and times their gates in float32."""
+    written), their results in the order of tokens (read and written), and times their gates in float32. Where
+    ranks share experts, copies that arrive are ordered again, and their results back."""
     if model.experts is None:
         return 0.0, 0.0, 0.0
     value = context.value_bytes
@@ -94,7 +128,10 @@ def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) ->
     scores = 4.0 * 6 * tokens * model.experts
     forward = values * (4 * value + (value + 4) + 4) + scores
     backward = values * (5 * value + (2 * value + 8) + (2 * value + 8)) + scores
-    return forward, backward, 16.0 + model.experts
+    if context.ep == 1:
+        return forward, backward, 16.0 + model.experts
+    again = values * 4 * value
+    return forward + again, backward + again, 24.0 + model.experts / context.ep
 
 
 def product_passes(

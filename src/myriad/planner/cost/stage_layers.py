@@ -11,6 +11,7 @@ __all__ = [
     "cut_layers",
     "first_alike",
     "layer_parameters",
+    "routed_parameters",
     "stage_layers",
 ]
 
@@ -28,6 +29,20 @@ def layer_parameters(model: ModelConfig, tp: int = 1) -> list[int]:
     firsts = first_alike(model)
     each = {first: model.of_block(first).block_parameters + copied for first in set(firsts)}
     return [rows + positions, *(each[first] for first in firsts), head]
+
+
+@lru_cache(maxsize=16)
+def routed_parameters(model: ModelConfig) -> tuple[int, ...]:
+    """Return the number of parameters of the routed experts of the embedding, each block and the head: those
+    of `layer_parameters` that the ranks of ``layout.ep`` divide among them."""
+    further = range(model.layers, model.layers + model.prediction_layers)
+    blocks = (_routed(model, layer) for layer in range(model.layers))
+    return (0, *blocks, sum(_routed(model, layer) for layer in further))
+
+
+def _routed(model: ModelConfig, layer: int) -> int:
+    experts = model.experts if model.has_experts(layer) else None
+    return (experts or 0) * (model.up_matrices + 1) * model.hidden * model.expert_width
 
 
 @lru_cache(maxsize=16)

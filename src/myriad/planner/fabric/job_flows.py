@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.comm.layout import AXES
+from myriad.errors import BadInputError
 from myriad.network.rank_transfers import RankTransfers
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.simulation.simulator import Prediction, SimulatedSpan, simulate
@@ -190,7 +191,10 @@ def rank_grid(costs: Costs) -> _Ints:
 
 def transfer_phases(costs: Costs, prediction: Prediction | None = None) -> list[TransferPhase]:
     """Return all transfer phases of an iteration. ``prediction``: a simulated iteration with spans; off:
-    simulated here."""
+    simulated here. Raises `BadInputError` where ranks share experts: their tokens are not counted."""
+    if (layout := costs.workload.layout).folds_experts:
+        allowed = "1, without layout.etp: the flows of a job lack the tokens that travel to experts"
+        raise BadInputError("layout.ep", layout.ep, allowed)
     prediction = prediction or simulate(costs)
     maker = _Maker(costs, prediction)
     return [*maker.pipeline(), *maker.data(), *maker.tied(), *maker.tensor()]

@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.layout_costs import Costs
 from myriad.program.schedules import stage_owners
@@ -90,6 +91,9 @@ def fills_nodes(layout: Layout, per_node: int) -> bool:
 def traffic_of(costs: Costs) -> SlotTraffic:
     """Return the slot traffic of a layout that fills nodes."""
     workload, layout, per_node = costs.workload, costs.workload.layout, costs.cluster.accelerators_per_node
+    if layout.ep > 1:
+        allowed = "1: the traffic of a placement lacks the tokens that travel to experts"
+        raise BadInputError("layout.ep", layout.ep, allowed)
     width = max(1, layout.tp // per_node)
     parts = max(1, layout.tp * layout.pp // (per_node * width))
     part_of = [rank * parts // layout.pp for rank in range(layout.pp)]

@@ -109,6 +109,7 @@ def count_groups(
     lamb_over_zero: Number,
     matrices: Number = 0.0,
     across: Number = 0.0,
+    ep: int = 1,
 ) -> Number:
     """Return the number of NCCL communicators of a rank for collectives: the world's, those of tensor and
     data parallelism where they differ from the world's, and that of the two ranks with tied parameters
@@ -117,13 +118,20 @@ def count_groups(
     The ranks that hold the same of ``kv_heads`` heads have one where they are not all tensor-parallel ranks.
     Each of the ``levels`` of a hierarchy adds one. LAMB's norms with ZeRO (``lamb_over_zero``, 0 or 1) add
     one where their ranks are neither an axis nor the world. Muon's ``matrices`` (0 or 1) have one. Groups of
-    ``layout.shard_group`` (``across``, 0 or 1) have two instead of that of data parallelism."""
+    ``layout.shard_group`` (``across``, 0 or 1) have two instead of that of data parallelism. ``ep`` ranks
+    that share experts have one for tokens; those that hold the same experts have another one, and more for
+    LAMB's norms and Muon's matrices of experts."""
     axes = np.where(np.asarray(dp) > 1, 1.0, 0.0) + np.where(np.asarray(tp) > 1, 1.0, 0.0)
     apart = (np.asarray(pp) > 1) | (np.asarray(across) > 0)
     world = np.where(apart | (axes > 1), 1.0, 0.0)
     norms = np.where((axes > 1) & apart, lamb_over_zero, 0.0)
     copies = np.where((np.asarray(tp) > kv_heads) & (kv_heads > 1), 1.0, 0.0)
-    return axes + across + world + syncs_tied + levels + norms + copies + np.where(axes > 0, matrices, 0.0)
+    found = axes + across + world + syncs_tied + levels + norms + copies + np.where(axes > 0, matrices, 0.0)
+    if ep == 1:
+        return found
+    several, sharded = np.asarray(dp) > ep, np.asarray(tp) > 1
+    found = found + 1 + several + np.where(several | sharded, matrices, 0.0)
+    return found + np.where(several & sharded, lamb_over_zero, 0.0)
 
 
 def expected_margin(coming: Number, groups: Number, pairs: Number, *, on_cpu: bool) -> Number:
@@ -157,7 +165,12 @@ class _Layouts:
     optimizer: OptimizerName
     averages: bool
     on_cpu: bool
+    ep: int
     last: bool = False
+
+    @property
+    def num_expert_shards(self) -> Number:
+        return np.where(self.zero > 0, self.dp / self.ep, 1.0)
 
     @cached_property
     def blocks(self) -> Number:
@@ -215,17 +228,17 @@ def worst_stage_memory(
     averages: bool = False,
     on_cpu: bool = False,
     shard_group: Number = 0.0,
+    ep: int = 1,
 ) -> PeakMemory:
     """Return the memory of the rank that needs the most, with the default overlaps. ``recompute``: 0 none, 1
     selective, 2 full. ``reduce_each``, ``eager``, ``zero_bubble`` and ``gpipe``: 0 or 1. ``levels``: from
     `myriad.comm.hierarchy.count_shard_levels`. ``shard_group``: 0 means all replicas. ``averages``: keep a
-    moving average of the parameters."""
+    moving average of the parameters. ``ep``: ranks that share experts, which divide ``dp``."""
+    where = value_bytes, on_cpu, ep
     first = _Layouts(
         model,
         profile,
-        layer_memory(
-            model, profile, _floats(tp), _floats(micro_batch), _floats(recompute), (value_bytes, on_cpu)
-        ),
+        layer_memory(model, profile, _floats(tp), _floats(micro_batch), _floats(recompute), where),
         value_bytes,
         dp=_floats(dp),
         num_shards=np.where(_floats(zero) > 0, np.where(_floats(shard_group) > 0, shard_group, dp), 1.0),
@@ -242,6 +255,7 @@ def worst_stage_memory(
         optimizer=optimizer,
         averages=averages,
         on_cpu=on_cpu,
+        ep=ep,
     )
     one, other = _rank_memory(first), _rank_memory(replace(first, last=True))
     return one.where(np.asarray(one.total >= other.total), other)
@@ -275,6 +289,7 @@ def _communicators(where: _Layouts) -> tuple[Number, Number]:
         lamb_over_zero=np.where((where.optimizer == "lamb") & (where.zero > 0), 1.0, 0.0),
         matrices=1.0 if where.optimizer == "muon" else 0.0,
         across=np.where((where.zero > 0) & (where.num_shards < where.dp), 1.0, 0.0),
+        ep=where.ep,
     )
     return groups, pairs
 
@@ -295,12 +310,14 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
         table = np.ceil(where.model.padded_vocabulary() / where.tp) * where.model.hidden
         both = ends > np.maximum(layers.embedding_elements, layers.head_elements)
         ends = ends - np.where(both, table, 0.0)
+    experts = where.blocks * layers.block_experts + _ends(where, 0.0, layers.head_experts)
     elements = where.blocks * layers.block_elements + ends
-    part = elements / where.num_shards
-    stage = where.blocks / where.virtual_stages
-    widest = stage * layers.block_elements + ends
+    part = elements / where.num_shards + experts / where.num_expert_shards
+    elements, ends = elements + experts, ends + _ends(where, 0.0, layers.head_experts)
+    stage, block = where.blocks / where.virtual_stages, layers.block_elements + layers.block_experts
+    widest = stage * block + ends
     num_chunks = np.where(dp > 1, np.clip(np.floor(stage), 1, _MOST_CHUNKS), 1)
-    chunk = np.minimum(np.maximum(stage * layers.block_elements / num_chunks, ends), elements)
+    chunk = np.minimum(np.maximum(stage * block / num_chunks, ends), elements)
     b = where.value_bytes
     values = b * np.where(zero == 3, np.minimum(widest + _AHEAD * chunk, elements), elements)
     master = np.where((b == 4) & (zero < 3), 0.0, 4 * part)
@@ -316,8 +333,8 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
     keeps = where.profile.float8 is not None and where.profile.keeps_float8
     keeps = keeps and not where.profile.cuda_graphs
     forms = np.where(keeps & (where.num_micro_batches > 1) & (zero < 3), 2.0, 0.0)
-    weights = values + master + forms * where.blocks * layers.block_elements
-    return weights, sums, _moments(where, part, ends)
+    weights = values + master + forms * where.blocks * block
+    return weights, sums, _moments(where, part, ends - _ends(where, 0.0, layers.head_experts))
 
 
 def _moments(where: _Layouts, part: Number, ends: Number) -> Number:

@@ -2,7 +2,7 @@
 and the margin for the driver, communicators and the allocator.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 
 from myriad.comm.config import CommConfig
@@ -10,7 +10,6 @@ from myriad.comm.hierarchy import count_shard_levels
 from myriad.comm.layout import Layout
 from myriad.optim.config import OptimizerName
 from myriad.planner.memory.closed_form_memory import count_groups, expected_margin
-from myriad.planner.memory.matrix_memory import MatrixBytes
 from myriad.planner.memory.stage_memory import StageMemory
 from myriad.program.actions import Program
 from myriad.program.in_flight import most_offloaded
@@ -44,6 +43,7 @@ def count_communicators(
         across=float(layout.reduces_across),
         lamb_over_zero=float(optimizer == "lamb" and layout.zero > 0),
         matrices=float(optimizer == "muon" and (comm.sync_every == 1 or layout.tp > 1)),
+        ep=layout.ep,
     )
     return int(groups), len(pairs)
 
@@ -58,18 +58,25 @@ class ConstantMemory:
         rank: int,
         node_size: int | None,
         chunks: Mapping[int, float],
-        matrices: Mapping[int, MatrixBytes],
+        matrices: Mapping[int, float],
+        expert_chunks: Collection[int],
     ) -> None:
-        """``chunks``: elements of each chunk. ``matrices``: what Muon orthogonalizes of the chunks."""
+        """``chunks``: elements of each chunk. ``matrices``: those that Muon orthogonalizes.
+        ``expert_chunks``: the chunks of experts that not all replicas hold."""
         self._model, self._workload, self._node_size = model, model.workload, node_size
         self._program, self._rank, self._actions = program, rank, program.ranks[rank]
-        self._chunks, self._matrices = chunks, matrices
+        self._chunks, self._matrices, self._expert_chunks = chunks, matrices, expert_chunks
 
     @cached_property
     def elements(self) -> float:
         """Number of elements of this rank's part of parameters and optimizer."""
-        elements = sum(self._chunks.values())
-        return elements / self._workload.layout.num_shards
+        return sum(map(self._part, self._chunks))
+
+    def _part(self, key: int) -> float:
+        """Return the number of elements of this rank's part of a chunk."""
+        workload = self._workload
+        of_experts = key in self._expert_chunks
+        return self._chunks[key] / (workload.num_expert_shards if of_experts else workload.layout.num_shards)
 
     @cached_property
     def moments(self) -> float:
@@ -79,10 +86,8 @@ class ConstantMemory:
 
     def moments_of(self, key: int) -> float:
         """Return the bytes of moments of a chunk."""
-        elements = self._chunks[key]
-        matrices = self._matrices[key].elements if key in self._matrices else 0.0
-        held = elements / self._workload.layout.num_shards
-        return 4 * held + 4 * min(held, elements - matrices)
+        held, others = self._part(key), self._chunks[key] - self._matrices.get(key, 0.0)
+        return 4 * held + 4 * min(held, others)
 
     @cached_property
     def host_bytes(self) -> float:

@@ -34,7 +34,7 @@ from myriad.model.activation_memory import LayerKind, kept_bytes_per_micro_batch
 from myriad.model.config import ModelConfig
 from myriad.model.matrix_shapes import hidden_matrices
 from myriad.planner.cost.operator_costs import Number
-from myriad.planner.cost.stage_layers import first_alike
+from myriad.planner.cost.stage_layers import first_alike, routed_parameters
 from myriad.planner.workload import FrameworkProfile, Recompute
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "LayerBytes",
     "LayerMemory",
     "MicroBatchShard",
+    "expert_elements",
     "is_myriad",
     "layer_bytes",
     "layer_elements",
@@ -69,6 +70,8 @@ class MicroBatchShard:
     micro_batch: Number
     value_bytes: int
     on_cpu: bool = False
+    ep: int = 1
+    """Ranks that share the experts of a block."""
 
     def tokens(self, model: ModelConfig) -> Number:
         return self.micro_batch * model.sequence
@@ -168,7 +171,7 @@ def _ours_kept(
         return _of_each(part.tp, lambda tp: own(tp=tp))
 
     tokens = part.tokens(model)
-    return tokens * each(kept_bytes_per_token) + each(kept_bytes_per_micro_batch)
+    return tokens * each(partial(kept_bytes_per_token, ep=part.ep)) + each(kept_bytes_per_micro_batch)
 
 
 def _of_each(tp: Number, function: Callable[[int], float]) -> Number:
@@ -328,6 +331,10 @@ class LayerMemory:
     head: Number
     """Bytes of the head, logits included."""
     message: Number
+    block_experts: Number
+    """Elements of routed experts, which the other numbers of elements do not include; 0: they include them,
+    since every replica has all. So does the next one."""
+    head_experts: Number
 
     def take(self, index: npt.NDArray[np.intp]) -> "LayerMemory":
         """Expand arrays of distinct combinations to one entry for each layout."""
@@ -352,6 +359,13 @@ def layer_elements(model: ModelConfig, kind: LayerKind, tp: Number, layer: int =
     return (block.block_parameters - shared + copied) / tp + shared
 
 
+def expert_elements(model: ModelConfig, layer: int, tp: Number, ep: int) -> Number:
+    """Return the number of elements of the routed experts of a layer of the pipeline on one rank, if ``ep``
+    ranks share them, and ``tp`` each of them; 0 if each has all, which `layer_elements` counts with the
+    rest."""
+    return routed_parameters(model)[layer] / tp / ep if ep > 1 else 0.0 * tp
+
+
 def _matrix_elements(model: ModelConfig, layer: int, tp: Number) -> Number:
     """Return the elements of the matrices between hidden values in a layer of the pipeline, on one rank."""
     return _of_each(tp, lambda ranks: sum(one.local for one in hidden_matrices(model, layer, ranks)))
@@ -363,10 +377,10 @@ def layer_memory(
     tp: npt.NDArray[np.float64],
     micro_batch: npt.NDArray[np.float64],
     recompute: npt.NDArray[np.float64],
-    where: tuple[int, bool],
+    where: tuple[int, bool, int],
 ) -> LayerMemory:
     """Return the layer memory of every layout, computed once for each distinct combination. ``where``: bytes
-    of a value, and whether the device is a CPU."""
+    of a value, whether the device is a CPU, and the ranks that share experts."""
     keys, index = np.unique((tp * _MORE + micro_batch) * 4 + recompute, return_inverse=True)
     found = [
         _memory_of(model, profile, MicroBatchShard(tp_, micro_batch_, *where), RECOMPUTE[int(key % 4)])
@@ -396,16 +410,20 @@ def _memory_of(
 
     embedding = layer_bytes(model, profile, "embedding", 0, part, recompute)
     head = layer_bytes(model, profile, "head", 0, part, recompute)
+    experts = mean(expert_elements(model, 1 + layer, part.tp, part.ep) for layer in counts)
+    in_head = expert_elements(model, model.layers + 1, part.tp, part.ep)
     return LayerMemory(
-        mean(layer_elements(model, "block", part.tp, layer) for layer in counts),
+        mean(layer_elements(model, "block", part.tp, layer) for layer in counts) - part.ep * experts,
         layer_elements(model, "embedding", part.tp),
-        layer_elements(model, "head", part.tp),
-        mean(_matrix_elements(model, 1 + layer, part.tp) for layer in counts),
-        _matrix_elements(model, model.layers + 1, part.tp),
+        layer_elements(model, "head", part.tp) - part.ep * in_head,
+        mean(_matrix_elements(model, 1 + layer, part.tp) for layer in counts) - part.ep * experts,
+        _matrix_elements(model, model.layers + 1, part.tp) - part.ep * in_head,
         mean(one.kept for one in blocks),
         max(max(one.forward, one.backward) for one in blocks),
         mean(product_inputs(model, layer, part) for layer in counts),
         embedding.kept,
         head.kept + head.forward,
         message_bytes(model, profile, part),
+        experts,
+        in_head,
     )

@@ -11,14 +11,15 @@ its matrices with no other rank has only these. Every number is that of the rank
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
-from myriad.model.matrix_shapes import HiddenMatrix, hidden_matrices
+from myriad.model.matrix_shapes import HiddenMatrix, hidden_matrices, matrices_of_rank
 from myriad.optim.matrix_owners import assign_owners, newton_schulz_flops
 from myriad.planner.workload import Workload
 from myriad.program.actions import Kind
 
-__all__ = ["MatrixBytes", "matrix_bytes"]
+__all__ = ["MatrixBytes", "MatrixSharers", "matrix_bytes"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,12 @@ class MatrixBytes:
     results: float = 0.0
     returning: float = 0.0
     workspace: float = 0.0
+
+    def __add__(self, other: "MatrixBytes") -> "MatrixBytes":
+        """Return the bytes of both, whose messages are in flight together."""
+        pairs = {one.name: (getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
+        workspace = max(pairs.pop("workspace"))
+        return MatrixBytes(**{name: sum(pair) for name, pair in pairs.items()}, workspace=workspace)
 
     def after_begin_of(self, kind: Kind) -> float | None:
         """Return the bytes in messages from an action's begin on; ``None``: the action changes nothing."""
@@ -57,30 +64,55 @@ class MatrixBytes:
 
 
 def matrix_bytes(
-    workload: Workload, stages: Sequence[Sequence[int]], sizes: Sequence[float]
+    workload: Workload,
+    stages: Sequence[Sequence[int]],
+    sizes: Sequence[float],
+    *,
+    of_experts: bool = False,
 ) -> list[MatrixBytes]:
     """Return the bytes of each stage of a pipeline rank. ``stages``: their layers, in the order of the rank's
-    chunks. ``sizes``: elements of these chunks."""
+    chunks. ``sizes``: elements of these chunks. ``of_experts``: the chunks of experts, which have their own
+    where ranks share experts (`StageMemory.expert_chunk`)."""
     if not workload.orthogonalizes:
         return [MatrixBytes() for _ in stages]
-    tp = workload.layout.tp
-    loads = [0.0] * (_replicas(workload) * tp)
+    tp, ep = workload.layout.tp, workload.layout.ep
+    sharers = MatrixSharers.of(workload, of_experts=of_experts)
+    loads = [0.0] * (sharers.replicas * tp)
     found = []
     for layers, size in zip(stages, sizes, strict=True):
         matrices = [one for layer in layers for one in hidden_matrices(workload.model, layer, tp)]
-        found.append(_of_stage(workload, matrices, size, loads))
+        if workload.layout.folds_experts:
+            matrices = matrices_of_rank(matrices, ep, of_experts=of_experts)
+        found.append(_of_stage(workload, sharers, matrices, size, loads))
     return found
 
 
-def _replicas(workload: Workload) -> int:
-    return workload.layout.dp if workload.comm.sync_every == 1 else 1
+class MatrixSharers(NamedTuple):
+    """The data-parallel ranks that share the orthogonalization of matrices."""
+
+    replicas: int
+    shards: int
+    """Consecutive ones that the state is sharded over."""
+
+    @classmethod
+    def of(cls, workload: Workload, *, of_experts: bool) -> "MatrixSharers":
+        """Return those of a rank's matrices. ``of_experts``: of experts that not all replicas hold."""
+        layout = workload.layout
+        if of_experts:
+            return cls(layout.num_expert_replicas, workload.num_expert_shards)
+        replicas = layout.dp if workload.comm.sync_every == 1 else 1
+        return cls(replicas, min(layout.num_shards, replicas))
 
 
 def _of_stage(
-    workload: Workload, matrices: Sequence[HiddenMatrix], size: float, loads: list[float]
+    workload: Workload,
+    sharers: MatrixSharers,
+    matrices: Sequence[HiddenMatrix],
+    size: float,
+    loads: list[float],
 ) -> MatrixBytes:
-    layout, replicas, each = workload.layout, _replicas(workload), workload.matrix_bytes
-    iterations, shards = workload.newton_schulz.iterations, min(layout.num_shards, replicas)
+    layout, each, (replicas, shards) = workload.layout, workload.matrix_bytes, sharers
+    iterations = workload.newton_schulz.iterations
     elements = sum(one.local for one in matrices)
     workspace = each * max(map(_workspace, matrices), default=0.0)
     if len(loads) == 1:

@@ -41,8 +41,10 @@ def least_bytes(workload: Workload, *, on_cpu: bool) -> float:
 
 def _always_held(model: StageMemory, stages: Sequence[int]) -> float:
     """Return the bytes of values, master values, gradients and moments that are never freed."""
-    workload, elements = model.workload, sum(map(model.chunk, stages))
-    zero, part = workload.layout.zero, elements / workload.layout.num_shards
+    workload, zero = model.workload, model.workload.layout.zero
+    elements, experts = sum(map(model.chunk, stages)), sum(map(model.expert_chunk, stages))
+    part = elements / workload.layout.num_shards + experts / workload.num_expert_shards
+    elements += experts
     values = elements * workload.value_bytes if zero < 3 else 0.0
     master = 0.0 if workload.value_bytes == 4 and zero < 3 else 4 * part
     moments = 0.0 if workload.layout.offload_optimizer else 4 * part * (1 if workload.orthogonalizes else 2)
@@ -53,7 +55,7 @@ def _always_held(model: StageMemory, stages: Sequence[int]) -> float:
 def _one_compute(model: StageMemory, stage: int) -> float:
     """Return the bytes of one micro-batch at the higher peak of its forward and backward in a stage, and of
     temporary parameters and gradients."""
-    zero, elements = model.workload.layout.zero, model.chunk(stage)
+    zero, elements = model.workload.layout.zero, model.chunk(stage) + model.expert_chunk(stage)
     every = [model.held(stage, turns=turns) for turns in (False, True)]
     values = elements * model.workload.value_bytes if zero == 3 else 0.0
     backward = [

@@ -158,6 +158,11 @@ _FLOAT8 = -2
 """Key of the weights' float8 forms, of all stages."""
 
 
+def _experts_of(stage: int) -> int:
+    """Return the key of a stage's experts, where not all replicas hold them."""
+    return -3 - stage
+
+
 class _MemoryWalk:
     """Walk over the actions of one rank that tracks what it holds."""
 
@@ -170,10 +175,22 @@ class _MemoryWalk:
         self.tied_stages = sorted(ends & set(self.stages)) if model.workload.model.shares_embedding else []
         if self.tied_stages:
             self.chunks[_TIED] = model.padded(model.table)
+        experts = {_experts_of(stage): model.expert_chunk(stage) for stage in self.stages}
+        self.expert_chunks = {key: elements for key, elements in experts.items() if elements}
+        """Elements of experts that not all replicas hold."""
+        self.chunks |= self.expert_chunks
         layers = [model.layers[stage] for stage in self.stages]
         every = matrix_bytes(self.workload, layers, [self.chunks[stage] for stage in self.stages])
         self.matrices = dict(zip(self.stages, every, strict=True))
-        self.constant = ConstantMemory(model, program, rank, node_size, self.chunks, self.matrices)
+        elements = {stage: one.elements for stage, one in self.matrices.items()}
+        if self.expert_chunks:
+            every = matrix_bytes(self.workload, layers, [*experts.values()], of_experts=True)
+            for stage, one in zip(self.stages, every, strict=True):
+                elements[_experts_of(stage)] = one.elements
+                self.matrices[stage] += one
+        self.constant = ConstantMemory(
+            model, program, rank, node_size, self.chunks, elements, self.expert_chunks.keys()
+        )
         self.users: dict[int, set[int]] = {key: set() for key in self.chunks}
         self.now = _HeldBytes()
         self.reduced_keys: dict[int, list[int]] = {}
@@ -309,8 +326,16 @@ class _MemoryWalk:
 
     # Parameters and messages.
 
+    def _own_chunks(self, stage: int) -> list[int]:
+        experts = _experts_of(stage)
+        return [stage, experts] if experts in self.expert_chunks else [stage]
+
     def _chunks_of(self, stage: int) -> list[int]:
-        return [stage, _TIED] if stage in self.tied_stages else [stage]
+        own = self._own_chunks(stage)
+        return [*own, _TIED] if stage in self.tied_stages else own
+
+    def _room(self, key: int) -> float:
+        return self.model.room(self.chunks[key], of_experts=key in self.expert_chunks)
 
     def _before(self, index: int, action: Action) -> None:
         now, stage, does = self.now, action.stage, SEMANTICS[action.kind]
@@ -323,9 +348,9 @@ class _MemoryWalk:
             for key in self._chunks_of(stage):
                 now.grad_buffers.put(key, 4 * self.chunks[key])
         if does.starts is Collective.REDUCE and self.workload.layout.dp > 1:
-            self.reduced_keys[stage] = [stage, _TIED] if index == self.last_reduce else [stage]
-            rooms = (self.model.room(self.chunks[key]) for key in self.reduced_keys[stage])
-            now.rooms.append(sum(rooms))
+            own = self._own_chunks(stage)
+            self.reduced_keys[stage] = [*own, _TIED] if index == self.last_reduce else own
+            now.rooms.append(sum(map(self._room, self.reduced_keys[stage])))
         if does.starts is Collective.REDUCE_ACROSS:
             rooms = (self.model.room_across(self.chunks[key]) for key in self.reduced_keys[stage])
             now.rooms_across.append(sum(rooms))
@@ -377,7 +402,8 @@ class _MemoryWalk:
         if self.now.rooms:
             self.now.rooms.popleft()
         if self._comes_and_goes[1] and self._zero >= 2:
-            self.now.grad_buffers.drop(stage)
+            for key in self._own_chunks(stage):
+                self.now.grad_buffers.drop(key)
 
     def _updated(self, stage: int) -> None:
         for key in self._updated_with(stage):
@@ -385,7 +411,7 @@ class _MemoryWalk:
 
     def _updated_with(self, stage: int) -> list[int]:
         """Return the chunks that are updated with a stage."""
-        return self._chunks_of(stage) if stage in self.tied_stages[:1] else [stage]
+        return self._chunks_of(stage) if stage in self.tied_stages[:1] else self._own_chunks(stage)
 
     def _after_compute(self, action: Action, does: Semantics) -> None:
         now, micro_batch, where = self.now, action.micro_batch, (action.stage, action.micro_batch)

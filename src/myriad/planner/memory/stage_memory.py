@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from myriad.model.activation_memory import LayerKind
-from myriad.planner.cost.stage_layers import first_alike
+from myriad.planner.cost.stage_layers import first_alike, routed_parameters
 from myriad.planner.memory.layer_memory import (
     MicroBatchShard,
     layer_bytes,
@@ -66,7 +66,8 @@ class StageMemory:
     def __init__(self, workload: Workload, layers: Sequence[range], on_cpu: bool) -> None:
         self.workload, self.layers, self.on_cpu = workload, layers, on_cpu
         layout = workload.layout
-        self.part = MicroBatchShard(float(layout.tp), float(layout.micro_batch), workload.value_bytes, on_cpu)
+        micro_batch, value_bytes = float(layout.micro_batch), workload.value_bytes
+        self.part = MicroBatchShard(float(layout.tp), micro_batch, value_bytes, on_cpu, layout.ep)
         self.full = workload.recompute == "full"
         self.message = float(message_bytes(workload.model, workload.profile, self.part))
         self._layers_held: dict[tuple[LayerKind, int, Recompute], _LayerHeld] = {}
@@ -129,9 +130,10 @@ class StageMemory:
             )
         return self._layers_held[key]
 
-    def padded(self, elements: float) -> float:
-        """Round up to a multiple of the number of replicas."""
-        ranks = self.workload.layout.dp
+    def padded(self, elements: float, *, of_experts: bool = False) -> float:
+        """Round up to a multiple of the number of replicas that hold these elements."""
+        layout = self.workload.layout
+        ranks = layout.num_expert_replicas if of_experts else layout.dp
         return -(-int(elements) // ranks) * ranks
 
     @cached_property
@@ -151,12 +153,24 @@ class StageMemory:
         return self._layer_elements[kind, block]
 
     def chunk(self, stage: int) -> float:
-        """Return the number of elements of a stage of the program, without shared ones."""
-        every = 0.0
+        """Return the number of elements of a stage of the program, without shared ones, and without those of
+        `expert_chunk`."""
+        every, layout = 0.0, self.workload.layout
         for layer in self.layers[stage]:
             every += self._elements(layer)
+            if layout.folds_experts:
+                every -= routed_parameters(self.workload.model)[layer] / layout.tp
             every -= self.table if self.kind(layer) != "block" else 0.0
         return self.padded(every)
+
+    def expert_chunk(self, stage: int) -> float:
+        """Return the number of elements of a stage's routed experts on one rank, where ranks share experts;
+        0 elsewhere."""
+        layout, routed = self.workload.layout, routed_parameters(self.workload.model)
+        if not layout.folds_experts:
+            return 0.0
+        held = sum(routed[layer] for layer in self.layers[stage]) / (layout.expert_tp * layout.ep)
+        return self.padded(held, of_experts=True)
 
     def float8_forms(self, stage: int) -> float:
         """Return the bytes of a stage's float8 weights that are kept from one micro-batch to the next; 0:
@@ -180,9 +194,11 @@ class StageMemory:
             self._block_operands[block] = float(product_inputs(self.workload.model, block, self.part))
         return self._block_operands[block]
 
-    def room(self, elements: float) -> float:
+    def room(self, elements: float, *, of_experts: bool = False) -> float:
         """Return the bytes of the receive buffers for other ranks' gradients while a chunk is reduced."""
         layout = self.workload.layout
+        if of_experts:
+            return self._room(elements, layout.num_expert_replicas)
         return self._room(elements, layout.num_shards if layout.zero else layout.dp)
 
     def room_across(self, elements: float) -> float:

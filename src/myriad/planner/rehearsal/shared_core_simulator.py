@@ -195,12 +195,16 @@ class _SharingRun(CostModelRun):
 
     def _idle_seconds(self, action: Action) -> float:
         """Return the seconds of a compute action in which its ranks wait for each other's messages."""
-        if action.kind not in COMPUTE or self.costs.workload.layout.tp == 1:
+        layout = self.costs.workload.layout
+        if action.kind not in COMPUTE or layout.tp * layout.ep == 1:
             return 0.0
         times = self.costs.stages[action.stage].times
-        inputs, weights = times.backward_input.tensor, times.backward_weight.tensor
+        forward, inputs, weights = (
+            part.tensor + part.experts
+            for part in (times.forward, times.backward_input, times.backward_weight)
+        )
         tensor = {
-            Kind.FORWARD: times.forward.tensor,
+            Kind.FORWARD: forward,
             Kind.BACKWARD: inputs + weights,
             Kind.BACKWARD_INPUT: inputs,
             Kind.BACKWARD_WEIGHT: weights,

@@ -78,14 +78,15 @@ def _stalls(times: GridTimes, seconds: Array) -> Array | float:
     grid, problem = times.grid, times.grid.problem
     if problem.snapshots == SnapshotSchedule():
         return 0.0
-    held = np.array([cut.parameters for cut in times.cuts])[times.cut_of] / grid.tp
+    others, experts = times.held
     shards = np.array([_num_shards(grid, shard) for shard in grid.shards])
+    of_experts = np.array([_num_expert_shards(grid, shard) for shard in grid.shards])
     layout, overlap = grid.at((0,) * 7)
     costs = Costs(LayoutCandidate(layout, overlap, 0.0, 0.0, 1.0).workload(problem), problem.cluster)
-    updated = held[:, None] / shards * costs.optimizer_bytes
+    updated = (others[:, None] / shards + experts[:, None] / of_experts) * costs.optimizer_bytes
     update = np.asarray(sweep_seconds(problem.cluster.accelerator, updated, 2.0))
     wide = (slice(None), slice(None), *(None,) * 4)
-    copied = held[:, None, None, None, None, None] / grid.dp
+    copied = (others + grid.ep * experts)[:, None, None, None, None, None] / grid.dp
     return np.asarray(costs.snapshot_costs.stall_seconds(seconds, update[wide], copied))
 
 
@@ -213,9 +214,10 @@ def dp_seconds(times: GridTimes) -> Array:
     switches]``."""
     grid = times.grid
     groups = {size: _group_collectives(grid, size) for _, _, size in grid.shards}
+    of_experts = _expert_collectives(grid)
     forms = [
         [
-            _DpForm(times, groups[shard.shard_group], shard, data).seconds(optimizer)
+            _DpForm(times, groups[shard.shard_group], of_experts, shard, data).seconds(optimizer)
             for data, optimizer in grid.switches
         ]
         for shard in grid.shards
@@ -230,8 +232,20 @@ def _num_shards(grid: LayoutGrid, shard: Sharding) -> int:
     return (shard.shard_group or grid.dp) if shard.zero else 1
 
 
+def _num_expert_shards(grid: LayoutGrid, shard: Sharding) -> int:
+    return grid.dp // grid.ep if shard.zero else 1
+
+
 _Groups = tuple[DpCollectives, DpCollectives | None]
 """Collectives inside the groups that share the state, and across such groups, if there are several."""
+
+
+def _expert_collectives(grid: LayoutGrid) -> DpCollectives | None:
+    """Return the collectives of the ranks that hold the same experts; ``None``: all replicas do."""
+    if grid.ep == 1:
+        return None
+    problem, stride = grid.problem, grid.tp * grid.pp * grid.ep
+    return DpCollectives(problem.cluster, problem.comm, grid.dp // grid.ep, stride)
 
 
 def _group_collectives(grid: LayoutGrid, size: int | None) -> _Groups:
@@ -247,7 +261,14 @@ class _DpForm:
     """Data-parallel seconds of one sharding, with overlap.data on or off; arrays are ``[micro-batch,
     schedule]``."""
 
-    def __init__(self, times: GridTimes, groups: _Groups, shard: Sharding, data: bool) -> None:
+    def __init__(
+        self,
+        times: GridTimes,
+        groups: _Groups,
+        of_experts: DpCollectives | None,
+        shard: Sharding,
+        data: bool,
+    ) -> None:
         grid, problem = times.grid, times.grid.problem
         self.times, self.grid = times, grid
         self.sums, self.sums_across = groups
@@ -258,10 +279,13 @@ class _DpForm:
         self.m = (problem.global_batch / grid.dp / np.array(grid.micro_batches, dtype=float))[:, None]
         self.chunks = self._num_chunks()
         self.n = self.v * self.chunks
-        held = np.array([cut.parameters for cut in times.cuts])[times.cut_of] / grid.tp
-        self.own = held / self.num_shards
-        self.gather, self.reduce = self._collectives(held / self.n)
-        self.across = self._across_seconds(held / self.n)
+        others, experts = times.held
+        self.own = others / self.num_shards + experts / _num_expert_shards(grid, shard)
+        self.gather, self.reduce = self._collectives(self.sums, others / self.n)
+        if of_experts is not None and np.any(experts):
+            gather, reduce = self._collectives(of_experts, experts / self.n)
+            self.gather, self.reduce = self.gather + gather, self.reduce + reduce
+        self.across = self._across_seconds(others / self.n)
         forward, inputs, weights, _ = times.mean
         self.forward = forward[:, :1] / self.n
         self.backward = (inputs + weights)[:, :1] / self.n
@@ -272,8 +296,8 @@ class _DpForm:
         counts = [count_chunks(layout, overlap, [range(cut.fewest_layers)]) for cut in self.times.cuts]
         return np.array(counts, dtype=float)[self.times.cut_of]
 
-    def _collectives(self, parameters: Array) -> tuple[Array, Array]:
-        problem, sums = self.grid.problem, self.sums
+    def _collectives(self, sums: DpCollectives, parameters: Array) -> tuple[Array, Array]:
+        problem = self.grid.problem
         gradients = parameters * problem.profile.gradient_bytes
         if not self.zero:
             return np.zeros_like(parameters), np.asarray(sums.all_reduce_seconds(gradients))

@@ -285,7 +285,8 @@ def _single(problem: LayoutProblem, candidate: LayoutCandidate) -> tuple[LayoutG
         searches_groups=False,
         recomputes=(again,),
     )
-    grid = LayoutGrid(problem, layout.tp, layout.pp, layout.dp, (layout.micro_batch,), (schedule,))
+    degrees, sizes = (layout.tp, layout.pp, layout.dp), (layout.micro_batch,)
+    grid = LayoutGrid(problem, *degrees, sizes, (schedule,), layout.ep)
     switches = (overlap.data, overlap.optimizer and overlap.data)
     index = (
         0,
@@ -329,6 +330,7 @@ def _grid_memory(grid: LayoutGrid) -> tuple[PeakMemory, tuple[int, ...]]:
         averages=problem.ema_every > 0,
         value_bytes=problem.value_bytes,
         on_cpu=problem.cluster.on_cpu,
+        ep=grid.ep,
     )
     return memory, shape
 

@@ -4,6 +4,7 @@
     pp            any divisor of the rest, up to a stage for each layer, embedding and head
     stages        of a pipeline rank: each number up to 128, above it the fewest for each size of a stage
     dp            the rest; it divides the batch, and replicas are on nodes as comm.hierarchy needs it
+    ep            with experts: divides them and dp
     micro_batch   divides a replica's share of the batch
     schedule      `interleaved` with one stage a rank is 1f1b; on one pipeline rank all schedules of one stage
                   are the same, and several stages differ only under ZeRO 3, which gathers them one at a
@@ -14,14 +15,14 @@
 
 `LayoutProblem.fixed` holds the layout keys that the job gives: only layouts with these values are searched.
 
-A `LayoutGrid` is the part with one (tp, pp): its other axes are independent of each other, so its layouts are
-a grid.
+A `LayoutGrid` is the part with one (tp, pp, ep): its other axes are independent of each other, so its layouts
+are a grid.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isqrt
+from math import gcd, isqrt
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -107,7 +108,7 @@ class LayoutProblem:
     offloads: tuple[Offload, ...] = ((0.0, False),)
     """Allowed values of `offload_activations` with `offload_optimizer`."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Given keys of the layout: `tp`, `pp`, `dp`, `micro_batch`, `schedule`, `virtual_stages`, `zero`,
+    """Given keys of the layout: `tp`, `pp`, `dp`, `ep`, `micro_batch`, `schedule`, `virtual_stages`, `zero`,
     `shard_group`."""
 
     def allows(self, key: str, value: object) -> bool:
@@ -156,7 +157,7 @@ class LayoutCandidate:
 
 @dataclass(frozen=True)
 class LayoutGrid:
-    """All layouts of one (tp, pp)."""
+    """All layouts of one (tp, pp, ep)."""
 
     problem: LayoutProblem
     tp: int
@@ -166,6 +167,7 @@ class LayoutGrid:
     """Sizes of a micro-batch."""
     schedules: tuple[tuple[str, int], ...]
     """Name and virtual stages of each schedule."""
+    ep: int = 1
 
     @cached_property
     def shards(self) -> tuple[Sharding, ...]:
@@ -174,6 +176,8 @@ class LayoutGrid:
         plain = problem.shards if self.dp > 1 or "zero" in problem.fixed else (Sharding(0, "last"),)
         if not problem.searches_groups:
             return plain
+        if self.ep > 1:
+            return () if problem.fixed.get("shard_group") else plain
         given = problem.fixed.get("shard_group")
         groups = _shard_groups(problem.cluster, self.dp, self.tp * self.pp) if given is None else [given]
         fits = [size for size in groups if self.dp % size == 0]
@@ -241,6 +245,7 @@ class LayoutGrid:
                 "dp": self.dp,
                 "tp": self.tp,
                 "pp": self.pp,
+                "ep": self.ep,
                 "virtual_stages": virtual_stages,
                 "zero": zero,
                 "reduce": reduce,
@@ -266,8 +271,9 @@ def layout_grids(problem: LayoutProblem) -> Iterator[LayoutGrid]:
         sizes = _micro_batches(problem, dp)
         if sizes and _can_be_summed(problem, dp, tp * pp):
             schedules = tuple(_schedules(problem, pp))
-            if schedules and (grid := LayoutGrid(problem, tp, pp, dp, sizes, schedules)).shards:
-                yield grid
+            for ep in _expert_degrees(problem, dp) if schedules else ():
+                if (grid := LayoutGrid(problem, tp, pp, dp, sizes, schedules, ep)).shards:
+                    yield grid
 
 
 def has_layout(problem: LayoutProblem) -> bool:
@@ -275,6 +281,7 @@ def has_layout(problem: LayoutProblem) -> bool:
     return any(
         _micro_batches(problem, dp)
         and _can_be_summed(problem, dp, tp * pp)
+        and _expert_degrees(problem, dp)
         and next(_schedules(problem, pp), None) is not None
         for tp, pp, dp in parallel_degrees(problem)
     )
@@ -290,6 +297,13 @@ def parallel_degrees(problem: LayoutProblem) -> Iterator[tuple[int, int, int]]:
             dp = world // (tp * pp)
             if pp <= most and problem.allows("pp", pp) and problem.allows("dp", dp):
                 yield tp, pp, dp
+
+
+def _expert_degrees(problem: LayoutProblem, dp: int) -> list[int]:
+    """Return the numbers of replicas that may share experts. Replicas that train alone share none."""
+    shares = problem.model.experts is not None and problem.comm.sync_every == 1
+    every = divisors(gcd(dp, problem.model.experts or 1)) if shares else [1]
+    return [ep for ep in every if problem.allows("ep", ep)]
 
 
 def _shard_groups(cluster: Cluster, dp: int, stride: int) -> list[int]:

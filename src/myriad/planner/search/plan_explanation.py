@@ -39,6 +39,7 @@ WATERFALL_PARTS = (
     "attention",
     "memory-bound",
     "tensor parallelism",
+    "expert parallelism",
     "recomputation",
     "pipeline bubble",
     "pipeline messages",
@@ -75,8 +76,8 @@ class _Without(Costs):
     def message(self) -> float:
         return 0.0 if "messages" in self._gone else super().message
 
-    def clip(self, parameters: float) -> float:
-        return 0.0 if "optimizer" in self._gone else super().clip(parameters)
+    def clip(self, own: float) -> float:
+        return 0.0 if "optimizer" in self._gone else super().clip(own)
 
     @cached_property
     def tied(self) -> float:
@@ -111,6 +112,7 @@ def waterfall(
         float(operators.attention),
         float(operators.memory),
         float(operators.tensor),
+        float(operators.experts),
         again,
         steps[-1] - compute - slow,
         saved["messages"],
@@ -203,8 +205,8 @@ def neighbour_layouts(
 
 
 def _steps(problem: LayoutProblem, candidate: LayoutCandidate) -> Iterator[tuple[str, LayoutCandidate]]:
-    every = {(grid.tp, grid.pp): grid for grid in layout_grids(problem)}
-    home = every.get((candidate.layout.tp, candidate.layout.pp))
+    every = {(grid.tp, grid.pp, grid.ep): grid for grid in layout_grids(problem)}
+    home = every.get((candidate.layout.tp, candidate.layout.pp, candidate.layout.ep))
     if home is None:
         return
     yield from _other_grids(every, home, candidate)
@@ -223,14 +225,17 @@ def _changed(candidate: LayoutCandidate, **values: object) -> LayoutCandidate:
 
 
 def _other_grids(
-    every: dict[tuple[int, int], LayoutGrid], home: LayoutGrid, candidate: LayoutCandidate
+    every: dict[tuple[int, int, int], LayoutGrid], home: LayoutGrid, candidate: LayoutCandidate
 ) -> Iterator[tuple[str, LayoutCandidate]]:
-    tps = sorted({tp for tp, pp in every if pp == home.pp})
-    pps = sorted({pp for tp, pp in every if tp == home.tp})
+    tps = sorted({tp for tp, pp, ep in every if (pp, ep) == (home.pp, home.ep)})
+    pps = sorted({pp for tp, pp, ep in every if (tp, ep) == (home.tp, home.ep)})
+    eps = sorted({ep for tp, pp, ep in every if (tp, pp) == (home.tp, home.pp)})
     for tp in _beside(tps, home.tp):
-        yield from _moved(every[tp, home.pp], candidate, f"tp {tp}")
+        yield from _moved(every[tp, home.pp, home.ep], candidate, f"tp {tp}")
     for pp in _beside(pps, home.pp):
-        yield from _moved(every[home.tp, pp], candidate, f"pp {pp}")
+        yield from _moved(every[home.tp, pp, home.ep], candidate, f"pp {pp}")
+    for ep in _beside(eps, home.ep):
+        yield from _moved(every[home.tp, home.pp, ep], candidate, f"ep {ep}")
 
 
 def _moved(grid: LayoutGrid, candidate: LayoutCandidate, what: str) -> Iterator[tuple[str, LayoutCandidate]]:
@@ -254,6 +259,7 @@ def _moved(grid: LayoutGrid, candidate: LayoutCandidate, what: str) -> Iterator[
         dp=grid.dp,
         tp=grid.tp,
         pp=grid.pp,
+        ep=grid.ep,
         virtual_stages=v,
         schedule=name,
         micro_batch=size,

@@ -168,7 +168,8 @@ def describe_layout(candidate: LayoutCandidate) -> str:
     layout = candidate.layout
     several = layout.virtual_stages > 1
     pipeline = f"pp {layout.pp}" + (f" x {layout.virtual_stages}" if several and layout.pp > 1 else "")
-    words = [f"dp {layout.dp} tp {layout.tp} {pipeline}"]
+    experts = f"ep {layout.ep} " if layout.ep > 1 else ""
+    words = [f"dp {layout.dp} {experts}tp {layout.tp} {pipeline}"]
     if layout.pp > 1:
         words[0] += f" {layout.schedule_name}"
     words.append(f"micro-batch {layout.micro_batch}")

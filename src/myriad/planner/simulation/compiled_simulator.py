@@ -125,7 +125,7 @@ class CompiledProgram:
             costs.workload.profile.exchange_seconds,
             *(sum(stage.whole_update for stage in own) for own in held),
         )
-        clip = max(costs.clip(sum(stage.parameters for stage in own)) for own in held)
+        clip = max(costs.clip(sum(stage.own_parameters for stage in own)) for own in held)
         messages = tuple(costs.message_between(*ends) for ends in self.channels)
         across = 0.0 if costs.across_groups is None else float(costs.across_groups.ring.busy_ratio)
         return ProgramCosts(

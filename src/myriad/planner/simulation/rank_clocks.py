@@ -50,8 +50,8 @@ class StageCommCosts(Protocol):
     """Data-parallel communication costs of one stage's parameters."""
 
     @property
-    def parameters(self) -> float:
-        """Number of the stage's parameters."""
+    def own_parameters(self) -> float:
+        """Number of the stage's parameters whose gradients a rank reduces."""
 
     @property
     def gather(self) -> float:
@@ -95,8 +95,8 @@ class CommCosts(Protocol):
     def message_between(self, source: int, target: int) -> float:
         """Return the seconds of a micro-batch's activations or gradients between two pipeline ranks."""
 
-    def clip(self, parameters: float) -> float:
-        """Seconds to compute the global gradient norm, for a rank with so many parameters."""
+    def clip(self, own: float) -> float:
+        """Seconds to compute the global gradient norm, for a rank with so many gradients."""
 
 
 @dataclass
@@ -154,7 +154,7 @@ class RankClocks(ABC):
         """The collective that each lane issued last; ``done`` has its end."""
         self.ahead: set[tuple[str, int, int]] = set()
         self.updated: set[tuple[int, int]] = set()
-        self.chunk_parameters = [stage.parameters for stage in travel.stages]
+        self.own_parameters = [stage.own_parameters for stage in travel.stages]
 
     def iterate(self) -> list[float]:
         """Run the program once more, and return the clock of each lane at its end."""
@@ -276,7 +276,7 @@ class RankClocks(ABC):
     @cached_property
     def _clip_seconds(self) -> float:
         """Seconds of the norm on the rank with the most gradients: all ranks wait for it."""
-        held = (sum(self.chunk_parameters[s] for s in self._stages_of(r)) for r in range(self.num_ranks))
+        held = (sum(self.own_parameters[s] for s in self._stages_of(r)) for r in range(self.num_ranks))
         return max(map(self.travel.clip, held))
 
     def _join(self, lane: int, key: Place, lanes: Sequence[int], seconds: float) -> float | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.simulation.rank_clocks import RankClocks, SimulatedSpan
 from myriad.program.actions import COMPUTE, SEMANTICS, Action, Kind, Program, chunk_of
@@ -62,7 +63,10 @@ def simulate(
     is simulated. ``program``: a result of `iteration_program` for a layout of the same shape, with any number
     of micro-batches, used for all replicas; off: built here, with the job's micro-batches per replica.
     ``network``: network events in the iteration."""
-    dp = costs.workload.layout.dp
+    dp, ep = costs.workload.layout.dp, costs.workload.layout.ep
+    if ep > 1 and (slower or jitter or every_replica or network is not None):
+        allowed = "1 with stragglers, jitter or faults: replicas that share experts would wait for each other"
+        raise BadInputError("layout.ep", ep, allowed)
     programs = [program] * dp if program else replica_programs(costs)
     replicas = list(range(dp))
     if not (every_replica or jitter):

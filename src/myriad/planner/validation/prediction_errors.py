@@ -182,6 +182,7 @@ def probability_of_fit(workload: Workload, cluster: Cluster) -> float:
         optimizer=workload.optimizer,
         averages=workload.ema_every > 0,
         value_bytes=workload.value_bytes,
+        ep=layout.ep,
     )
     return float(fits_probability(memory, float(cluster.accelerator.memory_bytes)))
 
@@ -202,8 +203,9 @@ def _parts(costs: Costs, seconds: float) -> tuple[float, ...]:
     parts, again = costs.busiest_rank
     parts = parts + again
     slowdown = costs.cluster.expected_slowdown
+    comm = parts.tensor + parts.experts
     products, streams, tensor = (
-        float(one) * slowdown for one in (parts.matmul, parts.attention + parts.memory, parts.tensor)
+        float(one) * slowdown for one in (parts.matmul, parts.attention + parts.memory, comm)
     )
     return products, streams, tensor, max(0.0, seconds - products - streams - tensor)
 

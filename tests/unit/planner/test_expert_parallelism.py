@@ -1,0 +1,196 @@
+"""If these fail, a plan for a mixture of experts does not fit, or is slower than another one."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
+from myriad.forecasts.planned_job import problem_of
+from myriad.job import load_job_to_plan
+from myriad.model.config import ModelConfig
+from myriad.optim.config import OptimizerName
+from myriad.planner.cost.collective_costs import all_to_all_seconds
+from myriad.planner.cost.layout_costs import Costs, StageCosts
+from myriad.planner.cost.stage_layers import layer_parameters, routed_parameters
+from myriad.planner.fabric.job_flows import transfer_phases
+from myriad.planner.fabric.placement_cost import traffic_of
+from myriad.planner.memory.memory_bound import least_bytes
+from myriad.planner.memory.rank_memory import memory_of_ranks
+from myriad.planner.search.layout_search import layout_memory, score_layout
+from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem, layout_grids
+from myriad.planner.search.plan_explanation import neighbour_layouts, waterfall
+from myriad.planner.search.plan_ranking import simulate_candidates
+from myriad.planner.search.planning import describe_layout
+from myriad.planner.simulation.simulation_cache import SimulationCache
+from myriad.planner.simulation.simulator import simulate
+from myriad.planner.workload import Workload
+from myriad.program.config import OverlapConfig
+from myriad.recipes.cluster import load_cluster
+
+MODEL = ModelConfig(
+    layers=6, hidden=1024, heads=8, sequence=1024, vocabulary=8192, activation="swiglu", experts=16,
+    experts_per_token=2, expert_hidden=1024, shared_experts=1, dense_layers=1,
+)  # fmt: skip
+BATCH = 64
+PROBLEM = LayoutProblem(MODEL, BATCH, load_cluster("eos-3072xh100", ["nodes=2"]))
+
+
+def candidate_of(**keys: Any) -> LayoutCandidate:
+    return LayoutCandidate(Layout(**keys), OverlapConfig(), 0.0, 0.0, 0.0)
+
+
+def costs_of(**keys: Any) -> Costs:
+    return Costs(candidate_of(**keys).workload(PROBLEM), PROBLEM.cluster)
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("keys", [{"dp": 8, "ep": 4, "tp": 2}, {"dp": 4, "ep": 4, "pp": 4}], ids=str)
+def test_the_three_memory_models_agree(keys: dict[str, Any], zero: int, optimizer: OptimizerName) -> None:
+    candidate = candidate_of(zero=zero, micro_batch=1, **keys)
+    problem = replace(PROBLEM, optimizer=optimizer)
+    workload = candidate.workload(problem)
+    ranks = memory_of_ranks(workload, node_size=8)
+    exact = max(float(one.total) for one in ranks)
+    assert float(layout_memory(problem, candidate).total) == pytest.approx(exact, rel=0.1)
+    peak = max(float(one.total) - float(one.margin) for one in ranks)
+    assert 0.3 * peak < least_bytes(workload, on_cpu=False) <= peak
+
+
+def test_a_rank_has_its_share_of_the_experts_and_of_their_state() -> None:
+    def memory(**keys: Any) -> Any:
+        (found,) = memory_of_ranks(Workload(MODEL, Layout(dp=8, zero=1, **keys), BATCH))
+        return found
+
+    experts = sum(routed_parameters(MODEL))
+    assert experts == 5 * 16 * 3 * 1024 * 1024
+    whole, shared = memory(), memory(ep=4)
+    assert whole.gradients - shared.gradients == 4 * experts * 3 / 4
+    # an eighth of the state either way: the fewer experts are shared by fewer replicas
+    assert whole.optimizer == pytest.approx(shared.optimizer, rel=1e-6)
+    assert whole.weights - shared.weights == pytest.approx(2 * experts * 3 / 4, rel=1e-6)
+    alone = memory(ep=8)
+    assert alone.optimizer == pytest.approx(whole.optimizer, rel=1e-6)
+
+
+def test_tokens_travel_over_the_slowest_links_that_they_must_take() -> None:
+    cluster = PROBLEM.cluster
+    node, network = cluster.link("node"), cluster.link("network")
+    size = 2.0**30
+
+    def travel(ranks: float, stride: float) -> float:
+        seconds = float(all_to_all_seconds(cluster, ranks, stride, size))
+        link = node if ranks * stride <= 8 else network
+        return seconds - link.launch_seconds - link.latency_seconds
+
+    assert float(all_to_all_seconds(cluster, 1.0, 1.0, size)) == 0
+    inside = node.bytes_per_second * cluster.ratio("node")
+    outside = network.bytes_per_second * cluster.ratio("network")
+    assert travel(8.0, 1.0) == pytest.approx(size * 7 / 8 / inside)
+    assert travel(4.0, 2.0) == pytest.approx(size * 3 / 4 / inside)
+    assert travel(16.0, 1.0) == pytest.approx(size * 8 / 16 / outside)
+    assert travel(2.0, 8.0) == pytest.approx(size * 1 / 2 / outside)
+
+
+def test_experts_are_gathered_and_reduced_among_the_ranks_that_hold_them() -> None:
+    def stage(**keys: Any) -> StageCosts:
+        return costs_of(dp=16, zero=1, micro_batch=1, **keys).stages[-2]
+
+    whole, shared, alone = stage(), stage(ep=4), stage(ep=16)
+    held = layer_parameters(MODEL)[MODEL.layers]
+    experts = routed_parameters(MODEL)[MODEL.layers]
+    assert [one.parameters for one in (whole, shared, alone)] == [
+        held, held - experts * 3 / 4, held - experts * 15 / 16,
+    ]  # fmt: skip
+    assert whole.own_parameters == shared.own_parameters == alone.own_parameters == held / 16
+    assert whole.copied_parameters == shared.copied_parameters == alone.copied_parameters == held / 16
+    assert whole.reduce > shared.reduce > alone.reduce > 0
+    assert whole.update == shared.update
+
+
+def test_an_exchange_hides_behind_what_the_backward_computes_meanwhile() -> None:
+    def exposed(model: ModelConfig, **keys: Any) -> tuple[float, float, float]:
+        workload = replace(candidate_of(dp=16, micro_batch=1, **keys).workload(PROBLEM), model=model)
+        times = Costs(workload, PROBLEM.cluster).stages[-2].times
+        parts = times.forward, times.backward_input, times.backward_weight
+        forward, inputs, weights = (float(part.experts) for part in parts)
+        return forward, inputs, weights
+
+    assert exposed(MODEL) == (0.0, 0.0, 0.0)
+    forward, inputs, weights = exposed(MODEL, ep=8)
+    assert forward > inputs > 0 and weights == 0
+    # without shared experts nothing is computed while results travel
+    assert exposed(MODEL.model_copy(update={"shared_experts": 0}), ep=8)[0] > forward
+    assert exposed(MODEL, ep=16)[0] > forward
+
+
+def test_parts_of_a_micro_batch_travel_while_others_compute() -> None:
+    def exposed(**overlap: Any) -> float:
+        workload = candidate_of(dp=16, micro_batch=2, ep=16).workload(PROBLEM)
+        wide = MODEL.model_copy(update={"hidden": 4096, "expert_hidden": 4096})
+        workload = replace(workload, model=wide, overlap=OverlapConfig(**overlap))
+        return float(Costs(workload, PROBLEM.cluster).stages[-2].times.forward.experts)
+
+    off = exposed(tensor=False)
+    assert 0 < exposed(tensor_message=2**40) == off  # too small for parts
+    assert exposed(tensor_message=1) < off
+
+
+def test_the_search_divides_experts_among_replicas() -> None:
+    grids = list(layout_grids(PROBLEM))
+    assert {grid.ep for grid in grids if (grid.tp, grid.pp) == (1, 1)} == {1, 2, 4, 8, 16}
+    assert {grid.ep for grid in grids if (grid.tp, grid.pp) == (2, 2)} == {1, 2, 4}
+    assert all(shard.shard_group is None for grid in grids if grid.ep > 1 for shard in grid.shards)
+    fixed = list(layout_grids(replace(PROBLEM, fixed={"ep": 8})))
+    assert fixed and {grid.ep for grid in fixed} == {8}
+    dense = replace(PROBLEM, model=MODEL.model_copy(update={"experts": None, "dense_layers": 0}))
+    assert {grid.ep for grid in layout_grids(dense)} == {1}
+
+
+def test_the_closed_form_is_near_the_simulator_with_experts_on_other_ranks() -> None:
+    rng = np.random.default_rng(3)
+    grids = [grid for grid in layout_grids(PROBLEM) if grid.ep > 1]
+    errors = []
+    for _ in range(60):
+        grid = grids[rng.integers(len(grids))]
+        layout, overlap = grid.at(tuple(int(rng.integers(count)) for count in grid.axes))
+        candidate = score_layout(PROBLEM, LayoutCandidate(layout, overlap, 0.0, 0.0, 0.0))
+        (plan,) = simulate_candidates(PROBLEM, [candidate])
+        errors.append(abs(candidate.seconds / plan.seconds - 1))
+    assert np.median(errors) < 0.02 and max(errors) < 0.5
+
+
+def test_a_plan_is_explained_with_its_experts() -> None:
+    candidate = candidate_of(dp=8, ep=4, tp=2, micro_batch=1, zero=1)
+    assert describe_layout(candidate).startswith("dp 8 ep 4 tp 2 pp 1")
+    parts = waterfall(PROBLEM, candidate, SimulationCache())
+    assert parts["expert parallelism"] > 0
+    (plan,) = simulate_candidates(PROBLEM, [candidate])
+    assert sum(parts.values()) == pytest.approx(plan.seconds, rel=1e-3)
+    near = {what: other.layout for what, other in neighbour_layouts(PROBLEM, candidate)}
+    assert {layout.ep for what, layout in near.items() if what.startswith("ep ")} == {2, 8}
+    assert all(layout.dp % layout.ep == 0 for layout in near.values())
+
+
+def test_what_does_not_know_the_tokens_that_travel_is_refused() -> None:
+    costs = costs_of(dp=16, ep=4, micro_batch=1)
+    for refused in (
+        lambda: transfer_phases(costs),
+        lambda: traffic_of(costs),
+        lambda: simulate(costs, slower={(0, 0): 2.0}),
+        lambda: simulate(costs, jitter=0.1),
+    ):
+        with pytest.raises(BadInputError, match=r"layout\.ep"):
+            refused()
+    assert simulate(costs).seconds > 0
+
+
+def test_a_given_number_of_ranks_is_planned() -> None:
+    cluster = load_cluster("eos-3072xh100", ["nodes=1"])
+    with pytest.raises(BadInputError, match=r"layout\.etp"):
+        problem_of(load_job_to_plan("tiny-moe", ["layout.tp=2", "layout.etp=1"]), cluster)
+    problem = problem_of(load_job_to_plan("tiny-moe", ["layout.ep=4"]), cluster)
+    assert problem.fixed["ep"] == 4 and {grid.ep for grid in layout_grids(problem)} == {4}
