@@ -185,8 +185,8 @@ def compare(name: str, case: Case, pools: Pools, alone: dict[str, Trained]) -> C
         if key not in alone:
             alone[key] = pools.train(Case({}, case.model, case.optimizer, case.steps, GLOBAL_BATCH))
         return differences(name, case.world, pools.train(case), alone[key])
-    except AssertionError as error:
-        return Compared(name, case.world, error=str(error))
+    except (AssertionError, EOFError) as error:
+        return Compared(name, case.world, error=str(error) or "a rank ended")
 
 
 def differences(name: str, world: int, found: Trained, wanted: Trained) -> Compared:

@@ -177,6 +177,30 @@ def test_the_hierarchy_is_chosen_alike_by_all():
     assert {kind for kind, _ in run_ranks(4, bytes_to_peers, declared)} == {"node"}
 
 
+def in_other_orders() -> bool:
+    """The ranks that share an expert may be those that share all else, and each reduces when it is ready."""
+    groups = open_world(Layout(dp=2), CPU)
+    schedulers = [
+        CommScheduler(groups, axis, SMALL, CommConfig(), CPU, purpose=purpose)
+        for axis, purpose in (("dp", ""), ("expert_dp", "experts"))
+    ]
+    sizes = (200, 600)
+    sums = [numbers(dist.get_rank(), size) for size in sizes]
+    turns = (0, 1) if dist.get_rank() == 0 else (1, 0)
+    exchanges = [schedulers[turn].bucket_collective(sizes[turn], torch.float32) for turn in turns]
+    for pending in [one.all_reduce(sums[turn], 0) for one, turn in zip(exchanges, turns, strict=True)]:
+        pending.wait()
+    for scheduler in schedulers:
+        scheduler.close()
+    leave_world()
+    wanted = [numbers(0, size) + numbers(1, size) for size in sizes]
+    return all(torch.allclose(one, other) for one, other in zip(sums, wanted, strict=True))
+
+
+def test_schedulers_of_the_same_ranks_do_not_take_each_others_messages() -> None:
+    assert run_ranks(2, in_other_orders) == [True, True]
+
+
 def lossy(world: int, codec: str, digits: tuple[int, ...] | None, comm: dict[str, Any]) -> list[torch.Tensor]:
     """Twenty times the same gradients and parameters that stay: what is lost once must come later."""
     compress = {"compress_gradients": codec, "compress_parameters": codec}

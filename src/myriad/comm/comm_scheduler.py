@@ -38,10 +38,18 @@ class CommScheduler:
     """Create the collectives of one axis. Call `close` after waiting for the last delivery."""
 
     def __init__(
-        self, groups: Groups, axis: str | None, overlap: OverlapConfig, comm: CommConfig, device: torch.device
+        self,
+        groups: Groups,
+        axis: str | None,
+        overlap: OverlapConfig,
+        comm: CommConfig,
+        device: torch.device,
+        *,
+        purpose: str = "",
     ) -> None:
-        """Without ``axis``, this rank has no peers."""
-        self._group = None if axis is None else groups.along(axis)
+        """Without ``axis``, this rank has no peers. Schedulers whose peers may be the same ranks need groups
+        of their own, each with its ``purpose``: their messages are not told apart."""
+        self._group = None if axis is None else groups.along(axis, purpose=purpose)
         self._cut_bytes = overlap.message_bytes
         self._compress = (comm.compress_gradients, comm.compress_parameters)
         self._queue: SendQueue | None = None

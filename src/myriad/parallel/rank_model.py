@@ -121,7 +121,9 @@ def make_expert_sharing(
     index, size = grid.index(axis), grid.size(axis)
     return replace(
         others,
-        scheduler=CommScheduler(groups, axis if size > 1 else None, overlap, comm, device),
+        scheduler=CommScheduler(
+            groups, axis if size > 1 else None, overlap, comm, device, purpose="experts' replicas"
+        ),
         group_rank=index,
         group_size=size,
         copy=0 if others.zero else index,
