@@ -5,15 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from parity_case import Case, batch_of_rank, make_engine
 from ranks import run_ranks
 from tiny_corpora import make_corpus
 
-from myriad.checkpoint.checkpoint_files import load_model, save
+from myriad.checkpoint.checkpoint_files import load, load_model, save
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.groups import close_world
 from myriad.job import load_job
+from myriad.model.boundary import Boundary
+from myriad.model.config import ModelConfig
+from myriad.model.experts import Router
 from myriad.run import Run
 from myriad.train import worker
 
@@ -64,13 +68,60 @@ def test_they_are_moved_against_the_load_of_all_ranks_alike(tmp_path: Path) -> N
             assert not values.any(), "an optimizer moved them"
     for layout in (
         {"tp": 2, "pp": 2, "dp": 2, "micro_batch": 2, "recompute": "full", "zero": 3},
+        {"pp": 2, "zero": 1, "schedule": "gpipe", "recompute": "full", "micro_batch": 2},
         {"dp": 4, "zero": 0, "ep": 2, "recompute": "full", "recompute_ratio": 0.5, "micro_batch": 2},
     ):
         case = Case(layout, MODEL, {"ema_decay": 0.5})
         ranks = run_ranks(case.world, steps, case, tmp_path / f"zero-{layout['zero']}")
-        for (_, found), (_, expected) in zip(ranks[0], alone, strict=True):
+        for (most, found), (largest, expected) in zip(ranks[0], alone, strict=True):
+            assert most[:2] == largest[:2] and most[2] == pytest.approx(largest[2])
             for name, values in expected.items():
                 assert np.array_equal(found[name], values), name
+
+
+def choices_after_changes(case: Case, folder: Path) -> None:
+    """Every router of the rank chooses by the float32 values of what was trained, averaged or loaded."""
+    engine, names = make_engine(case), list[str]()
+
+    def check(path: Path, prefix: str) -> None:
+        batch = batch_of_rank(case, engine, 0)
+        engine.evaluate(lambda: batch)
+        stored = biases_of(path)
+        for stage in engine.model.stages.values():
+            for index, layer in stage.layers.items():
+                for name, router in layer.named_modules(prefix=engine._definition.names[index]):
+                    if isinstance(router, Router):
+                        assert router.bias is not None and router.exact_bias is not None
+                        values = torch.from_numpy(stored[f"{prefix}{name}.bias"])
+                        assert torch.equal(router.exact_bias, values)
+                        names.append(name)
+
+    paths = []
+    for step in range(3):
+        batch = batch_of_rank(case, engine, step)
+        engine.train_step(lambda batch=batch: batch, 1e-3, case.global_batch * 16)
+        paths.append(save(CheckpointFolder(folder), step + 1, list(engine.shards()), {}))
+    check(paths[2], "model.")
+    with engine.averaged():
+        check(paths[2], "optimizer.ema.")
+    check(paths[2], "model.")
+    load(paths[0], list(engine.all_shards()))
+    engine.loaded()
+    check(paths[0], "model.")
+    assert names
+    engine.close()
+    close_world()
+
+
+def test_half_precision_chooses_by_their_float32_values(tmp_path: Path) -> None:
+    layout, optimizer = {"dp": 2, "zero": 3}, {"ema_decay": 0.5}
+    model = MODEL | {"balance_bias_rate": 0.003}
+    run_ranks(2, choices_after_changes, Case(layout, model, optimizer, dtype=torch.bfloat16), tmp_path)
+    router = Router(ModelConfig(experts=4, balance_bias_rate=0.0, hidden=8), Boundary())
+    assert router.bias is not None
+    torch.nn.init.zeros_(router.bias)
+    router.exact_bias = torch.tensor([0.0, 0.0, 9.0, 8.0])
+    assert router.choose(torch.zeros(1, 4))[1].tolist() == [[2, 3]]
 
 
 def test_a_resumed_run_goes_on_with_their_bits_in_half_precision(tmp_path: Path) -> None:

@@ -113,6 +113,20 @@ def test_neither_evaluation_nor_recomputation_without_a_graph_adds_the_losses() 
     torch.testing.assert_close(evaluated, x.grad)
 
 
+def test_tokens_are_counted_once_whether_the_experts_are_recomputed_or_not() -> None:
+    """Else the balance would weight the micro-batches whose layers are recomputed twice."""
+    experts, x = new_experts(config_of({"experts": 4})), torch.randn(2, 5, 16)
+    experts.loads = torch.zeros(4, dtype=torch.int64)
+    with torch.no_grad():  # as a forward that keeps only its input
+        experts(x, experts.router(x, FACTOR))
+    assert not experts.loads.any()
+    experts(x, experts.router(x, FACTOR))
+    assert int(experts.loads.sum()) == 2 * 5 * 2
+    experts.eval()
+    experts(x, experts.router(x, FACTOR))
+    assert int(experts.loads.sum()) == 2 * 5 * 2, "evaluation counts none"
+
+
 def test_the_balance_loss_is_least_where_all_experts_have_equal_scores_and_tokens() -> None:
     router = Router(config_of({"experts": 4, "experts_per_token": 1, "router_z_loss": 0.0}), Boundary())
     turns = 1e-4 * F.one_hot(torch.arange(8) % 4, 4).float()[None]
