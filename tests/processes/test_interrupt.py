@@ -116,7 +116,9 @@ def test_ctrl_c_twice_ends_with_130_and_names_the_step_that_the_next_start_conti
     wait_until(lambda: len(events(tmp_path, "start")) == 4)
     fourth.signal()
     assert f"stopped at step {last};" in fourth.end()
-    assert [event["step"] for event in events(tmp_path, "interrupted")] == [second, last, last]
+    stops = [event["step"] for event in events(tmp_path, "interrupted")]
+    # the first save may end before the second signal arrives
+    assert stops[-3:] == [second, last, last] and stops[:-3] in ([], [first])
 
 
 def _imports(command: Command, folder: Path) -> None:
