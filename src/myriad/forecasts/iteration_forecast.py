@@ -171,7 +171,7 @@ class IterationForecast:
             lines.append(
                 f"snapshots add {_seconds(found.stall_seconds)} to an iteration, averaged over steps"
             )
-        if said := describe_interval(self.cluster):
+        if said := describe_interval(self.cluster, has_experts=self.job.model.experts is not None):
             lines.append(said)
         return lines
 

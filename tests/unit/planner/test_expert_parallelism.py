@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from myriad.comm.layout import Layout
+from myriad.dashboard.insight.predicted_step import predicted_losses
 from myriad.errors import BadInputError
+from myriad.forecasts.iteration_forecast import costs_of as costs_of_job
 from myriad.forecasts.planned_job import problem_of
-from myriad.job import load_job_to_plan
+from myriad.job import load_job, load_job_to_plan
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
 from myriad.planner.cost.collective_costs import all_to_all_seconds
@@ -173,6 +175,15 @@ def test_a_plan_is_explained_with_its_experts() -> None:
     near = {what: other.layout for what, other in neighbour_layouts(PROBLEM, candidate)}
     assert {layout.ep for what, layout in near.items() if what.startswith("ep ")} == {2, 8}
     assert all(layout.dp % layout.ep == 0 for layout in near.values())
+
+
+def test_exposed_exchanges_are_a_kind_of_their_own() -> None:
+    job = load_job("tiny-moe", ["layout.dp=4", "layout.ep=4"])
+    costs = costs_of_job(job, load_cluster("one-node-8xh100"))
+    exposed = costs.workload.num_micro_batches * sum(float(one.parts.experts) for one in costs.stages)
+    found = predicted_losses(costs)
+    assert exposed > 0 and found.seconds["experts"] == pytest.approx(exposed, rel=0.01)
+    assert sum(found.seconds.values()) + found.ideal_seconds == pytest.approx(found.step_seconds)
 
 
 def test_what_does_not_know_the_tokens_that_travel_is_refused() -> None:

@@ -129,7 +129,7 @@ def show_ranking(
 
 
 def _show_promise(console: "Console", problem: LayoutProblem) -> None:
-    if said := describe_interval(problem.cluster):
+    if said := describe_interval(problem.cluster, has_experts=problem.model.experts is not None):
         console.print(said, style="dim", highlight=False)
 
 

@@ -20,7 +20,7 @@ from myriad.dashboard.insight.step_spans import step_spans
 from myriad.planner import Costs, Prediction, simulate
 from myriad.planner.cost.layout_costs import StageCosts
 from myriad.planner.cost.operator_costs import peak_flops
-from myriad.planner.simulation.iteration_summary import tensor_seconds
+from myriad.planner.simulation.iteration_summary import exposed_in_layers
 from myriad.program.actions import COMPUTE, Action, Kind, chunk_of
 from myriad.telemetry.span_io.span_records import RECORD, Records
 
@@ -68,11 +68,14 @@ def _rows(prediction: Prediction, costs: Costs, shift: float) -> Iterator[_Row]:
         end = begin + span.duration
         chunk = chunk_of(action, prediction.program.num_stages)
         yield begin, end, rank, str(action.kind), action.stage, action.micro_batch, chunk
-        if action.kind in COMPUTE and layout.tp > 1:
+        if action.kind in COMPUTE and layout.tp * layout.ep > 1:
             stage = costs.stages[action.stage]
-            tensor = tensor_seconds(stage, action, recompute) / _planned_seconds(stage, action)
-            inside = min(1.0, tensor) * (span.duration - span.waited)
-            yield end - inside, end, rank, "tensor_comm", action.stage, -1, -1
+            seconds = exposed_in_layers(stage, action, recompute)
+            for name, exposed in zip(("tensor_comm", "expert_comm"), seconds, strict=True):
+                inside = min(1.0, exposed / _planned_seconds(stage, action)) * (span.duration - span.waited)
+                if exposed:
+                    yield end - inside, end, rank, name, action.stage, -1, -1
+                end -= inside
 
 
 def _planned_seconds(stage: StageCosts, action: Action) -> float:

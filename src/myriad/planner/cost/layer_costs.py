@@ -201,7 +201,8 @@ def _expert_exchange(
         hidden = np.minimum(one, behind)
         return one - hidden + busy_ratio * hidden
 
-    parts = _parts(model, context)
+    # Other frameworks cut tensor-parallel products only.
+    parts = _parts(model, context) if context.profile.tensor_parts is None else 1.0
 
     def in_turns(whole: Number, num_exchanges: int, room: Number) -> Number:
         cut = whole + (parts - 1) * num_exchanges * all_to_all_seconds(*where, 0.0)

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from myriad.planner.cost.layout_costs import Costs, StageCosts
-from myriad.planner.cost.operator_costs import peak_flops
+from myriad.planner.cost.operator_costs import TimeBreakdown, peak_flops
 from myriad.planner.memory.closed_form_memory import PeakMemory
 from myriad.planner.simulation.simulator import Prediction, SimulatedSpan
 from myriad.planner.workload import Recompute
 from myriad.program.actions import COMPUTE, SEMANTICS, Action, Collective, Kind, kinds_where
 
-__all__ = ["EXPOSED_KINDS", "IterationSummary", "RankSummary", "summarize_iteration", "tensor_seconds"]
+__all__ = ["EXPOSED_KINDS", "IterationSummary", "RankSummary", "exposed_in_layers", "summarize_iteration"]
 
 _REDUCTIONS = {Collective.REDUCE, Collective.REDUCE_ACROSS}
 _WAITS = {
@@ -30,7 +30,7 @@ _WAITS = {
 """Causes of waiting: other stages and their messages, parameter gathers, gradient reductions, the reduction
 of tied gradients, the global norm, copies between device and host."""
 _WAIT_OF = {kind: name for name, kinds in _WAITS.items() for kind in kinds}
-EXPOSED_KINDS = ("tensor", *_WAITS)
+EXPOSED_KINDS = ("tensor", "experts", *_WAITS)
 """Communication by kind, in the order of reports."""
 
 
@@ -106,8 +106,8 @@ def _ranks(
         lanes[span.replica, span.rank].append(span)
     others = costs.workload.layout.dp - len({replica for replica, _ in lanes if replica >= 0})
     for (replica, rank), spans in sorted(lanes.items()):
-        computing, tensor = _computing(costs, spans)
-        exposed = dict.fromkeys(EXPOSED_KINDS, 0.0) | {"tensor": tensor}
+        computing, tensor, experts = _computing(costs, spans)
+        exposed = dict.fromkeys(EXPOSED_KINDS, 0.0) | {"tensor": tensor, "experts": experts}
         for span in spans:
             if span.action.kind in _WAIT_OF:
                 exposed[_WAIT_OF[span.action.kind]] += span.waited
@@ -123,23 +123,27 @@ def _ranks(
         )
 
 
-def _computing(costs: Costs, spans: Sequence[SimulatedSpan]) -> tuple[float, float]:
-    """Return the seconds of compute, and of the exposed tensor-parallel communication in it."""
+def _computing(costs: Costs, spans: Sequence[SimulatedSpan]) -> tuple[float, float, float]:
+    """Return the seconds of compute, and of the exposed communication in it: of tensor parallelism, and of
+    tokens with the ranks of their experts."""
     computes = [span for span in spans if span.action.kind in COMPUTE]
     everything = sum(span.duration - span.waited for span in computes)
     recompute = costs.workload.recompute
-    tensor = sum(tensor_seconds(costs.stages[span.action.stage], span.action, recompute) for span in computes)
-    return everything - tensor, tensor
+    each = [exposed_in_layers(costs.stages[span.action.stage], span.action, recompute) for span in computes]
+    tensor, experts = (sum(parts) for parts in zip(*each, strict=True)) if each else (0.0, 0.0)
+    return everything - tensor - experts, tensor, experts
 
 
-def tensor_seconds(stage: StageCosts, action: Action, recompute: Recompute) -> float:
-    """Return the seconds of exposed tensor-parallel communication in a compute action."""
+def exposed_in_layers(stage: StageCosts, action: Action, recompute: Recompute) -> tuple[float, float]:
+    """Return the seconds of exposed communication in a compute action: of tensor parallelism, and of tokens
+    with the ranks of their experts."""
     times = stage.times
-    forward, inputs = float(times.forward.tensor), float(times.backward_input.tensor)
-    again = float(stage.again.tensor) if recompute == "full" else 0.0
-    return {
-        Kind.FORWARD: forward,
-        Kind.BACKWARD: inputs + again + float(times.backward_weight.tensor),
-        Kind.BACKWARD_INPUT: inputs + again,
-        Kind.BACKWARD_WEIGHT: float(times.backward_weight.tensor),
+    again = stage.again if recompute == "full" else TimeBreakdown()
+    inputs, weights = times.backward_input + again, times.backward_weight
+    found = {
+        Kind.FORWARD: times.forward,
+        Kind.BACKWARD: inputs + weights,
+        Kind.BACKWARD_INPUT: inputs,
+        Kind.BACKWARD_WEIGHT: weights,
     }[action.kind]
+    return float(found.tensor), float(found.experts)

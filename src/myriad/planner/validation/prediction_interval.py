@@ -34,9 +34,11 @@ def interval_ratio(cluster: Cluster) -> float | None:
     return None if cluster.on_cpu else INTERVAL_RATIO
 
 
-def describe_interval(cluster: Cluster) -> str:
+def describe_interval(cluster: Cluster, *, has_experts: bool) -> str:
     """Return a line that describes the interval, or an empty string where none is known."""
     ratio = interval_ratio(cluster)
+    if has_experts and ratio is not None:
+        return "with experts, published times are farther from the predicted ones than without"
     return "" if ratio is None else f"nine of ten predicted times are within {ratio:.0%} (myriad validate)"
 
 
