@@ -58,7 +58,7 @@ class CommScheduler:
         if axis is None or self._group is None:
             return
         ranks = groups.grid.peers(axis)
-        self.hierarchy, radices = agree_on_hierarchy(groups, axis, comm, device)
+        self.hierarchy, radices = agree_on_hierarchy(groups, axis, comm, device, purpose=purpose)
         self._levels = make_levels(self._group.rank(), radices)
         if dist.get_backend(self._group) == "gloo":
             self._queue = SendQueue(self._group, overlap.max_in_flight_bytes)

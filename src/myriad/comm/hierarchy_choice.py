@@ -32,14 +32,15 @@ __all__ = ["agree_on_hierarchy"]
 
 
 def agree_on_hierarchy(
-    groups: Groups, axis: str, comm: CommConfig, device: torch.device
+    groups: Groups, axis: str, comm: CommConfig, device: torch.device, *, purpose: str = ""
 ) -> tuple[Hierarchy, tuple[int, ...]]:
-    """Return the hierarchy of ``comm.hierarchy``, and the radices of the group along ``axis``.
+    """Return the hierarchy of ``comm.hierarchy``, and the radices of the group along ``axis`` (and of this
+    ``purpose``, as `Groups.along` has it).
 
     For "auto" it is the fastest hierarchy. All ranks of the world call this together and get the same one:
     among the choices of all groups, the one with the fewest levels.
     """
-    group, ranks = groups.along(axis), groups.grid.peers(axis)
+    group, ranks = groups.along(axis, purpose=purpose), groups.grid.peers(axis)
     if group is None:
         return "flat", (1,)
     placement = _find_placement(groups, group, comm, device)
