@@ -1,0 +1,222 @@
+"""Expert parallelism over shaped links: the all-to-all beside gloo's own, and a step with and without turns.
+
+    python benchmarks/links/expert_exchange.py [--rates unshaped 1gbit 200mbit 50mbit] [--hosts 2 4] [--quick]
+
+Each rank is one thread in a host of its own (`hosts.py`), pinned to a core.
+
+    exchange  rows to the ranks of their experts, as training sends them (`myriad.parallel.expert_exchange`),
+              beside ``torch.distributed.all_to_all_single`` with the same sizes. uniform: equally many rows
+              for each rank; skewed: rank 0 gets half of every rank's rows
+    step      a training iteration of a mixture of experts on two hosts: parts of the micro-batch take turns
+              (``overlap.tensor``), or each exchange is waited for
+    compute   the same step with every exchange of rows left out (results are wrong, shapes right)
+    wire      bytes that one rank has to send in a step, at the nominal rate of the link
+    bound     the larger of the two
+
+A figure is the quickest repeat, of the slower rank; the contenders take turns within each repeat.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from myriad.comm.groups import close_world, open_world
+from myriad.comm.layout import Layout
+from myriad.model.boundary import Arrived, Arriving
+from myriad.model.config import ModelConfig
+from myriad.model.experts import Experts
+from myriad.model.gpt import GPT
+from myriad.optim.config import OptimizerConfig
+from myriad.parallel.engine import Engine
+from myriad.parallel.expert_exchange import ExpertPeers, start_rows
+from myriad.parallel.runtime import Batch
+from myriad.program.config import OverlapConfig
+from myriad.telemetry.spans import Recorder
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+
+from hosts import Hosts, bits_per_second
+
+CPU = torch.device("cpu")
+STEPS_OF = {"compute": None, "off": None, "turns 2": 2, "turns 4": 4}
+"""Parts of the micro-batch of each contender of `step_seconds`."""
+
+
+def sizes_of(rank: int, ranks: int, rows: int, kind: str) -> list[int]:
+    """Rows of one rank for each rank."""
+    if kind == "uniform":
+        return [rows // ranks] * ranks
+    others = rows // 2 // (ranks - 1)
+    return [rows - others * (ranks - 1), *[others] * (ranks - 1)]
+
+
+def exchange_seconds(ranks: int, rows: int, hidden: int, repeats: int) -> dict[str, float]:
+    """One rank's side: seconds of each exchange."""
+    groups = open_world(Layout(dp=ranks, ep=ranks), CPU)
+    peers = ExpertPeers.of(groups, Recorder(), CPU)
+    found: dict[str, float] = {}
+    x = torch.randn(rows, hidden)
+    for kind in ("uniform", "skewed"):
+        leaving = sizes_of(peers.rank, ranks, rows, kind)
+        arriving = [sizes_of(rank, ranks, rows, kind)[peers.rank] for rank in range(ranks)]
+        out = torch.empty(sum(arriving), hidden)
+
+        def ours(leaving: Sequence[int] = leaving, arriving: Sequence[int] = arriving) -> object:
+            with torch.no_grad():
+                return start_rows(x, peers, leaving, arriving, None).wait()
+
+        def theirs(
+            out: torch.Tensor = out, sizes: tuple[list[int], list[int]] = (arriving, leaving)
+        ) -> object:
+            return dist.all_to_all_single(out, x, *sizes, group=peers.group)
+
+        contenders: dict[str, Callable[[], object]] = {f"{kind} myriad": ours, f"{kind} gloo": theirs}
+        for _ in range(repeats + 1):
+            for name, contender in contenders.items():
+                dist.barrier()
+                start = time.perf_counter()
+                contender()
+                seconds = torch.tensor(time.perf_counter() - start)
+                dist.all_reduce(seconds, dist.ReduceOp.MAX)
+                found[name] = min(found.get(name, 1e9), float(seconds))
+    dist.barrier()
+    close_world()
+    return found
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every contender of a step computes."""
+
+    model: ModelConfig
+    sequences: int
+
+    def batch(self, rank: int) -> Batch:
+        """The micro-batch of a rank."""
+        generator = torch.Generator().manual_seed(rank)
+        shape = (self.sequences, self.model.sequence + 1)
+        tokens = torch.randint(self.model.vocabulary, shape, generator=generator)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return Batch(inputs, targets, torch.arange(self.sequences))
+
+    def wire_seconds(self, rate: str) -> float:
+        """Seconds to send what a rank sends to one other in a step, if experts are equally loaded."""
+        if rate == "unshaped":
+            return 0.0
+        model = self.model
+        tokens = self.sequences * model.sequence * model.experts_per_token
+        return 8 * 4 * model.layers * tokens / 2 * model.hidden * 4 / bits_per_second(rate)
+
+
+def _stays(rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Arriving:
+    """As many rows as would arrive, of which none travelled."""
+    number = sum(arriving)
+    repeated = rows if number <= len(rows) else rows.repeat(-(-number // max(1, len(rows))), 1)
+    return Arrived(repeated[:number])
+
+
+def step_seconds(work: Work, repeats: int) -> dict[str, float]:
+    """One rank's side: seconds of a step of each contender."""
+    groups = open_world(Layout(dp=2, ep=2, micro_batch=work.sequences), CPU)
+    batch, engines, found = work.batch(groups.grid.rank), {}, dict[str, float]()
+    for name, parts in STEPS_OF.items():
+        keys = {"tensor": None} if parts is None else {"tensor_chunks": parts, "tensor_message": 1}
+        engine = engines[name] = Engine(
+            GPT(work.model, 1),
+            groups,
+            [range(work.model.layers + 2)],
+            batch,
+            1,
+            OptimizerConfig(learning_rate=1e-3),
+            seed=1,
+            dtype=torch.float32,
+            device=CPU,
+            recorder=Recorder(),
+            overlap=OverlapConfig.model_validate(keys),
+        )
+        for module in engine.model.stages[0].layers.values() if name == "compute" else ():
+            for experts in (one for one in module.modules() if isinstance(one, Experts)):
+                experts.boundary.start_exchange = _stays  # type: ignore[method-assign]
+    for _ in range(repeats + 1):
+        for name, engine in engines.items():
+            dist.barrier()
+            start = time.perf_counter()
+            engine.train_step(lambda: batch, 1e-3, 2 * work.sequences * work.model.sequence)
+            seconds = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            found[name] = min(found.get(name, 1e9), float(seconds))
+    dist.barrier()
+    for engine in engines.values():
+        engine.close()
+    close_world()
+    return found
+
+
+def print_exchanges(rates: Sequence[str], hosts: Sequence[int], rows: int, hidden: int, repeats: int) -> None:
+    """Time the exchanges, and print the table."""
+    print(f"exchange of {rows} rows of {hidden} values\n")
+    print("| hosts | link | sizes | Myriad, ms | gloo, ms | gloo / Myriad |")
+    print("|---|---|---|---|---|---|")
+    for number in hosts:
+        for rate in rates:
+            with Hosts(number, None if rate == "unshaped" else rate) as made:
+                ranks = made.run_ranks(exchange_seconds, number, rows, hidden, repeats, timeout_seconds=600)
+            for kind in ("uniform", "skewed"):
+                own, other = (1e3 * ranks[0][f"{kind} {name}"] for name in ("myriad", "gloo"))
+                line = f"| {number} | {rate} | {kind} | {own:.1f} | {other:.1f} | {other / own:.2f} |"
+                print(line, flush=True)
+
+
+def print_steps(rates: Sequence[str], work: Work, repeats: int) -> None:
+    """Time the steps, and print the table."""
+    model = work.model
+    shape = f"{model.layers} layers of {model.hidden}, {model.experts} experts"
+    print(f"\nstep of {work.sequences} x {model.sequence} tokens a rank, {shape}, two hosts\n")
+    print(
+        "| link | compute, s | wire, s | each waited for, s | turns 2, s | turns 4, s | speed-up | of bound |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for rate in rates:
+        with Hosts(2, None if rate == "unshaped" else rate) as made:
+            found = made.run_ranks(step_seconds, work, repeats, timeout_seconds=900)[0]
+        wire, turns = work.wire_seconds(rate), min(found["turns 2"], found["turns 4"])
+        bound = max(wire, found["compute"]) / turns
+        times = [found["compute"], wire, found["off"], found["turns 2"], found["turns 4"]]
+        cells = " | ".join(f"{one:.3f}" for one in times)
+        print(f"| {rate} | {cells} | {found['off'] / turns:.2f} x | {bound:.0%} |", flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rates", nargs="+", default=["unshaped", "1gbit", "200mbit", "50mbit"])
+    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4])
+    for name, default in (("rows", 4096), ("hidden", 256), ("repeats", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--quick", action="store_true", help="two rates, two hosts, two repeats")
+    options = parser.parse_args()
+    if options.quick:
+        options.rates, options.hosts, options.repeats = ["1gbit", "200mbit"], [2], 2
+    print_exchanges(options.rates, options.hosts, options.rows, options.hidden, options.repeats)
+    model = ModelConfig(
+        layers=4,
+        hidden=options.hidden,
+        heads=4,
+        sequence=256,
+        vocabulary=1024,
+        experts=8,
+        expert_hidden=2 * options.hidden,
+    )
+    print_steps(options.rates, Work(model, 8), options.repeats)
+
+
+if __name__ == "__main__":
+    main()
