@@ -1,6 +1,7 @@
-"""Blocks of Qwen 3 and Gemma 3 beside a GPT, with AdamW and Muon: bits per byte at equal training FLOPs.
+"""Blocks of Qwen 3, of Gemma 3 and with experts beside a GPT: bits per byte at equal training FLOPs.
 
     python benchmarks/training/families.py --runs FOLDER [--flops 3e12] [--seeds 3] [--optimizer muon]
+                                           [--shapes "GPT (squared ReLU)" "GPT, experts in every block"]
 
 Every shape has about the size of the GPT of the job `embedded-gpt` and trains on the same text for the same
 FLOPs, one process of one thread, with that job's batch and sequence. A seed fixes the initial weights and the
@@ -45,8 +46,12 @@ QWEN: dict[str, Any] = {
     "norm_epsilon": 1e-6,
     "rotary_base": 1e6,
 }
+EXPERTS: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "expert_hidden": 256}
+"""Two of eight experts compute as many FLOPs as the MLP that they replace."""
 SHAPES: dict[str, dict[str, Any]] = {
     "GPT (squared ReLU)": {},
+    "GPT, experts in every second block": EXPERTS | {"expert_every": 2},
+    "GPT, experts in every block": EXPERTS,
     "Qwen 3": QWEN,
     "Gemma 3, 6 layers, windows 5:1": {
         **GEMMA,

@@ -14,7 +14,7 @@ CHECK = ROOT / "scripts" / "check_imports.py"
 
 
 def check(*arguments: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, CHECK, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, CHECK, *arguments], capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 
