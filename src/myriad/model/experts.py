@@ -190,11 +190,13 @@ class Experts(nn.Module):
         places = Places.of(chosen, self.num_experts)
         if self.training and torch.is_grad_enabled() and self.loads is not None:
             self.loads += places.counts
-        entering: torch.Tensor = _Dispatch.apply(x.flatten(0, -2), places)
         if self.boundary.expert_ranks == 1:
+            entering: torch.Tensor = _Dispatch.apply(x.flatten(0, -2), places)
             leaving, shared = self._results(entering, places.counts), self._shared_result(x)
-        else:
-            leaving, shared = yield from self._travel(entering, places.counts, x)
+        else:  # no name for the tokens here: they are freed once they have left
+            leaving, shared = yield from self._travel(
+                _Dispatch.apply(x.flatten(0, -2), places), places.counts, x
+            )
         out: torch.Tensor = _Combine.apply(leaving, gates, places)
         out = out.view(x.shape)
         return out if shared is None else out + shared
