@@ -219,7 +219,12 @@ class Folder:
         place.mkdir()
         began = time.monotonic()
         words = check.command or self._training(check, place)
-        around = {**NCCL, **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *_python_path()])}
+        around = {
+            **NCCL,
+            "PYTHONUNBUFFERED": "1",
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *_python_path()]),
+        }
         with (place / "output.txt").open("wb") as output:
             status = _run_for(words, check.seconds, output, around, place)
         result = Result(check.name, "passed", round(time.monotonic() - began, 1))
