@@ -15,6 +15,7 @@ from myriad.comm.groups import close_world
 from myriad.comm.layout import Layout
 from myriad.train.replica_digests import digest_of, reduce_bits
 
+EXPERTS = {"experts": 4, "expert_hidden": 16}
 CASES = [
     *(Case(layout={"dp": 4, "zero": zero}, steps=2) for zero in (0, 1, 2)),
     *(Case(layout={"dp": 4, "zero": zero, "shard_group": 2}, steps=2) for zero in (1, 3)),
@@ -28,18 +29,21 @@ CASES = [
     Case(layout={"dp": 2, "zero": 0}, steps=4, comm={"sync_every": 2}, optimizer={"name": "muon"}),
     Case(layout={"dp": 2, "zero": 0}, steps=2, optimizer={"name": "lamb"}),
     Case(layout={"dp": 2, "zero": 0, "tp": 2, "micro_batch": 2}, steps=2, optimizer={"name": "muon"}),
+    *(Case(layout={"dp": 4, "zero": zero, "ep": 2}, model=EXPERTS, steps=2) for zero in (0, 2)),
 ]
 
 
-def digests(case: Case) -> list[tuple[int, int]]:
-    """One rank's, by either way, before each update that replicas come to with the same."""
+def digests(case: Case) -> list[tuple[int, ...]]:
+    """One rank's, by either way, before each update that replicas come to with the same; then the experts'
+    that it does not share with all of them."""
     engine = make_engine(case)
     every, found = case.comm.get("sync_every", 1), []
 
     def take() -> None:
         if engine.optimizer.steps_done % every == 0:
-            held = engine.replicated()
-            found.append((int(digest_of(held)), int(reduce_bits(held))))
+            held, experts = engine.replicated(), engine.replicated(of_experts=True)
+            own = (int(digest_of(held)), int(reduce_bits(held)))
+            found.append((*own, int(digest_of(experts))) if experts else own)
 
     engine.before_update = take
     train_steps(case, engine, 0, case.steps)
@@ -53,10 +57,14 @@ def digests(case: Case) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.layout}-{case.dtype}-{case.comm}")
 def test_replicas_report_the_same_after_every_step(case: Case) -> None:
     layout = Layout(**case.layout)
-    case = replace(case, model={"layers": 2}, global_batch=2 * layout.dp * layout.micro_batch)
+    model = {"layers": 2} | case.model
+    case = replace(case, model=model, global_batch=2 * layout.dp * layout.micro_batch)
     told: list[Any] = run_ranks(layout.world, digests, case)
     for group in RankGrid(layout, 0).rows("dp_replicate" if layout.zero == 3 else "dp"):
+        assert all([one[:2] for one in told[rank]] == [one[:2] for one in told[group[0]]] for rank in group)
+    for group in RankGrid(layout, 0).rows("expert_dp") if layout.ep > 1 else ():
         assert all(told[rank] == told[group[0]] for rank in group)
+        assert len(told[group[0]][0]) == 3, "experts are compared too"
     assert all(len(set(each)) == len(each) > 1 for each in told), "of each step another"
 
 

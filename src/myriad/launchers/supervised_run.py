@@ -88,6 +88,7 @@ def supervise_run(
         late_seconds=_LATE_SECONDS,
         listen=listen,
         replicas=replica_groups(job),
+        expert_replicas=expert_replica_groups(job),
         doctor=how.doctor,
         on_nan=how.on_nan,
         spike_steps=(SPIKE_STEPS_BEFORE, SPIKE_STEPS_AFTER),
@@ -306,3 +307,13 @@ def replica_groups(job: Job) -> tuple[tuple[int, ...], ...]:
     index. Empty if replicas are not compared: the comparison is off, or no two ranks hold the same state."""
     axis = "dp_replicate" if job.layout.zero == 3 else "dp"
     return tuple(tuple(row) for row in RankGrid(job.layout, 0).rows(axis)) if job.compares_replicas else ()
+
+
+def expert_replica_groups(job: Job) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of ranks that hold the same experts. Empty if replicas are not compared, if those of
+    `replica_groups` hold the same experts too, or if no two ranks hold the same."""
+    layout = job.layout
+    apart = layout.folds_experts and layout.zero < 3 and layout.num_expert_replicas > 1
+    if not (apart and job.compares_replicas):
+        return ()
+    return tuple(tuple(row) for row in RankGrid(layout, 0).rows("expert_dp"))

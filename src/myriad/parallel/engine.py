@@ -265,17 +265,17 @@ class Engine(ForwardEngine):
         if (noise := self._optimizer_step.statistics.noise) is not None and "noise_scale" in progress:
             noise.load(progress["noise_scale"])
 
-    def replicated(self) -> list[torch.Tensor]:
+    def replicated(self, *, of_experts: bool = False) -> list[torch.Tensor]:
         """Return the tensors that data-parallel replicas hold bit for bit alike just before an update
         (replicas that train alone: after an agreement). With ZeRO 1 and 2 these are the gathered parameters;
         with ZeRO 3 they are the shards of the state, which the groups of ``layout.shard_group`` hold alike;
-        with one group the list is empty. With ``layout.ep`` > 1 they do not include experts, which are alike
-        in fewer replicas."""
+        with one group the list is empty. They do not include experts that lie on other ranks than the rest:
+        ``of_experts`` returns these, which the ranks of ``expert_dp`` hold alike."""
         layout = self.layout
         if layout.num_shard_groups == 1 and (layout.dp == 1 or layout.zero == 3):
             return []
         whole = layout.zero < 3
-        chunks = [chunk for chunk in self.model.chunks if not chunk.sharing.of_experts]
+        chunks = [chunk for chunk in self.model.chunks if chunk.sharing.of_experts == of_experts]
         found = [chunk.values for chunk in chunks if whole]
         if layout.zero in (0, 3):
             found += [chunk.master for chunk in chunks if not (whole and chunk.master_is_values)]

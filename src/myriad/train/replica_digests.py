@@ -21,7 +21,7 @@ import xxhash
 
 from myriad.job import Job
 from myriad.parallel.engine import Engine
-from myriad.telemetry.progress.progress_page import ProgressRow
+from myriad.telemetry.progress.progress_page import EXPERT_DIGEST, ProgressRow
 
 __all__ = ["DigestPublisher", "digest_of", "reduce_bits"]
 
@@ -46,7 +46,10 @@ class DigestPublisher:
         if self._every and step % self._agree_every == 0 and (step % self._every == 0 or self._is_first):
             self._is_first = False
             if tensors := self._engine.replicated():
-                self._taken = step, digest_of(tensors)
+                value = digest_of(tensors)
+                if experts := self._engine.replicated(of_experts=True):
+                    value = value & ~EXPERT_DIGEST | digest_of(experts) & EXPERT_DIGEST
+                self._taken = step, value
 
     def publish(self) -> None:
         """Publish the digest after the step, when the device has already computed it."""

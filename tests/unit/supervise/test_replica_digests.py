@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from test_decisions import World, kinds, seen
 
 from myriad.job import load_job
-from myriad.launchers.supervised_run import replica_groups
+from myriad.launchers.supervised_run import expert_replica_groups, replica_groups
 from myriad.supervise.messages import Beat
 from myriad.supervise.observations import Digest, RankExited
 from myriad.supervise.policy.numeric_faults import ReplicaDifference, ReplicaDigests
@@ -38,6 +38,21 @@ def test_of_two_that_differ_both_are_suspect() -> None:
 
 def test_two_against_two_are_four_suspects() -> None:
     assert told(ReplicaDigests(FOUR), 10, {0: 7, 1: 7, 2: 8, 3: 8}) == ReplicaDifference(10, (0, 1, 2, 3), ())
+
+
+def test_experts_are_compared_among_the_ranks_that_hold_the_same() -> None:
+    job = load_job("tiny-moe", ["layout.dp=4", "layout.ep=2", "resilience.verify_every=1"])
+    assert expert_replica_groups(job) == ((0, 2), (1, 3))
+    assert expert_replica_groups(load_job("tiny-moe", ["layout.dp=4", "resilience.verify_every=1"])) == ()
+    dense, experts = 5 << 32, (1, 2)
+    same = {rank: dense | experts[rank % 2] for rank in range(4)}
+    compared = ReplicaDigests(FOUR, expert_replica_groups(job), splits=True)
+    assert told(compared, 10, same) is None and compared.agreed == 10
+    assert told(compared, 20, same | {3: dense | 9}) == ReplicaDifference(20, (1, 3), ())
+    compared = ReplicaDigests(FOUR, expert_replica_groups(job), splits=True)
+    assert told(compared, 10, same | {2: 6 << 32 | 1}) == ReplicaDifference(10, (2,), (0, 1, 3))
+    fewer = ReplicaDigests(FOUR, splits=True)  # with another number of replicas
+    assert told(fewer, 10, same) is None and fewer.agreed == 10
 
 
 def test_digests_of_different_steps_are_never_compared() -> None:

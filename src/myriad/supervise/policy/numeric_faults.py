@@ -8,12 +8,13 @@ Pure.
 
 Ranks report digests of the state that their replicas share. The digests of a step are compared once all ranks
 of a group have reported theirs, however late; digests of different steps are never compared. If only two
-replicas exist and differ, both are suspects. `Decider` passes on observations, and starts and ends
-attempts; the state that must outlive a driver is in `RunState`.
+replicas exist and differ, both are suspects. Where replicas hold different experts, some bits of a digest are
+those of the experts, and are compared among the ranks that hold the same. `Decider` passes on observations,
+and starts and ends attempts; the state that must outlive a driver is in `RunState`.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from myriad.supervise.observations import Digest
@@ -21,6 +22,7 @@ from myriad.supervise.policy.incidents import CORRUPTION, NOT_FINITE, Incident
 from myriad.supervise.policy.nan_trial import NanTrial, Verdict, moved, next_trial
 from myriad.supervise.policy.policy_actions import Diagnose, EndRun, Evict, PolicyAction
 from myriad.supervise.policy.run_state import RunPlan, RunState
+from myriad.telemetry.progress.progress_page import EXPERT_DIGEST
 from myriad.units import format_ranks
 
 __all__ = ["NumericFaults"]
@@ -35,7 +37,10 @@ class NumericFaults:
 
     def begin(self) -> None:
         """Begin an attempt: digests of earlier attempts no longer count."""
-        self._replicas = ReplicaDigests(self._plan.replicas_of(self._state.layout))
+        layout, plan = self._state.layout, self._plan
+        splits = bool(plan.expert_replicas)
+        experts = plan.expert_replicas_of(layout)
+        self._replicas = ReplicaDigests(plan.replicas_of(layout), experts, splits=splits)
 
     # Replicas that differ
 
@@ -163,35 +168,48 @@ class ReplicaDifference:
 class ReplicaDigests:
     """The digests of an attempt's ranks, compared per replica group."""
 
-    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        self._groups = [tuple(group) for group in groups]
-        self._world = {rank for group in groups for rank in group}
+    def __init__(
+        self,
+        groups: Sequence[Sequence[int]],
+        expert_groups: Sequence[Sequence[int]] = (),
+        *,
+        splits: bool = False,
+    ) -> None:
+        """``splits``: digests have a part of experts (`EXPERT_DIGEST`), which ``expert_groups`` compare."""
+        self._groups = [tuple(group) for group in (*groups, *expert_groups)]
+        rest = ~EXPERT_DIGEST if splits else -1
+        self._bits = [rest] * len(groups) + [EXPERT_DIGEST] * len(expert_groups)
+        """The bits of a digest that each group compares."""
+        self._groups_of: dict[int, list[int]] = defaultdict(list)
+        for index, group in enumerate(self._groups):
+            for rank in group:
+                self._groups_of[rank].append(index)
         self._values: dict[int, dict[int, int]] = defaultdict(dict)
         self._has_news = False
         """Whether a group became complete since the last poll. With 12,288 ranks, comparing at every
         heartbeat would be too slow."""
         self._missing: dict[tuple[int, int], int] = {}
         """Number of ranks, by step and group, that have not reported a digest yet."""
-        self._group_of = {rank: index for index, group in enumerate(self._groups) for rank in group}
         self.agreed = -1
         """Newest step after which all ranks reported equal digests."""
 
     def observe(self, rank: int, digests: Iterable[Digest]) -> None:
         """Take the digests that a rank reported."""
-        if rank in self._world:
+        if rank in self._groups_of:
             for one in digests:
                 if one.step > self.agreed and rank not in self._values[one.step]:
                     self._values[one.step][rank] = one.value
-                    self._count(one.step, self._group_of[rank])
+                    self._count(one.step, self._groups_of[rank])
 
-    def _count(self, step: int, group: int) -> None:
+    def _count(self, step: int, groups: Sequence[int]) -> None:
         if len(self._values) > _KEPT_STEPS:
             self._forget(oldest := min(self._values))
             if oldest == step:
                 return
-        left = self._missing.get((step, group), len(self._groups[group])) - 1
-        self._missing[step, group] = left
-        self._has_news |= left == 0
+        for group in groups:
+            left = self._missing.get((step, group), len(self._groups[group])) - 1
+            self._missing[step, group] = left
+            self._has_news |= left == 0
 
     def find_difference(self) -> ReplicaDifference | None:
         """Compare the complete groups, the earliest step first."""
@@ -200,9 +218,13 @@ class ReplicaDigests:
         self._has_news = False
         for step in sorted(self._values):
             values = self._values[step]
-            complete = [group for group in self._groups if all(rank in values for rank in group)]
-            if differing := [group for group in complete if len({values[rank] for rank in group}) > 1]:
-                return _difference(step, differing, values)
+            complete = [
+                {rank: values[rank] & bits for rank in group}
+                for group, bits in zip(self._groups, self._bits, strict=True)
+                if all(rank in values for rank in group)
+            ]
+            if differing := [held for held in complete if len({*held.values()}) > 1]:
+                return _difference(step, differing)
             if len(complete) == len(self._groups):
                 self.agreed = step
         for step in [step for step in self._values if step <= self.agreed]:
@@ -215,14 +237,13 @@ class ReplicaDigests:
             self._missing.pop((step, group), None)
 
 
-def _difference(step: int, groups: Sequence[Sequence[int]], values: dict[int, int]) -> ReplicaDifference:
-    """Return the members outside the majority of each differing group; all members if there is no
-    majority."""
-    suspects: list[int] = []
-    others: list[int] = []
-    for group in groups:
-        value, count = Counter(values[rank] for rank in group).most_common(1)[0]
-        is_majority = 2 * count > len(group)
-        suspects += [rank for rank in group if values[rank] != value or not is_majority]
-        others += [rank for rank in group if values[rank] == value and is_majority]
-    return ReplicaDifference(step, tuple(sorted(suspects)), tuple(sorted(others)))
+def _difference(step: int, groups: Sequence[Mapping[int, int]]) -> ReplicaDifference:
+    """Return the members outside the majority of each differing group; all members if there is no majority.
+    ``groups``: what each member holds."""
+    suspects, others = set[int](), set[int]()
+    for held in groups:
+        value, count = Counter(held.values()).most_common(1)[0]
+        is_majority = 2 * count > len(held)
+        suspects |= {rank for rank, own in held.items() if own != value or not is_majority}
+        others |= {rank for rank, own in held.items() if own == value and is_majority}
+    return ReplicaDifference(step, tuple(sorted(suspects)), tuple(sorted(others - suspects)))

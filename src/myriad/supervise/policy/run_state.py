@@ -34,6 +34,8 @@ class RunPlan:
     """ADDRESS or ADDRESS:PORT on which the driver listens."""
     replicas: tuple[tuple[int, ...], ...] = ()
     """Groups of ranks that must hold bitwise equal parameters; empty: replicas are not compared."""
+    expert_replicas: tuple[tuple[int, ...], ...] = ()
+    """Groups of ranks that must hold bitwise equal experts, if not all replicas do."""
     on_nan: OnNan = "replay"
     spike_steps: tuple[int, int] = (0, 0)
     """How many steps before a spike the run restarts, and up to how many steps after it batches are
@@ -73,6 +75,11 @@ class RunPlan:
         if world % stride or world == stride:
             return ()  # one replica, or state that all remaining replicas shard
         return [range(rank, world, stride) for rank in range(stride)]
+
+    def expert_replicas_of(self, layout: AttemptLayout) -> Sequence[Sequence[int]]:
+        """Return the groups of ranks of an attempt that must hold equal experts; with another number of
+        replicas these are not compared."""
+        return self.expert_replicas if layout.dp is None else ()
 
 
 @dataclass

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from myriad.telemetry.progress.device_clock import DevicePosition
 
 __all__ = [
+    "EXPERT_DIGEST",
     "IN_MEMORY_ONLY",
     "PROGRESS",
     "TRAINING_CHECKS",
@@ -78,6 +79,9 @@ assert _ROW.size == ROW_BYTES and _NUM == _WAITS - _COUNTERS
 TRAINING_CHECKS = ("product", "memory", "copy", "all-reduce", "all-to-all")
 """Checks that run during training (`myriad.train.training_checks`), in the order of their bits on a row."""
 _ONE = struct.Struct("q")
+EXPERT_DIGEST = 2**32 - 1
+"""Bits of a digest that are those of the experts, if ranks that hold the same parameters hold different
+experts."""
 TURNED_CODE = 75
 """Exit code of a rank that ended for a step-boundary restart (sysexits.h: EX_TEMPFAIL, retry later)."""
 IN_MEMORY_ONLY = "the last checkpoint is in memory only"
