@@ -18,7 +18,13 @@ def loads(case: Case) -> list[tuple[str, int, float]]:
         batch = batch_of_rank(case, engine, step)
         result = engine.train_step(lambda batch=batch: batch, 1e-3, case.global_batch * 16)
         assert result.expert_load is not None
-        found.append(tuple(result.expert_load))
+        layer, expert, ratio = result.expert_load
+        found.append((layer, expert, ratio))
+        if step == 0:
+            assert result.expert_loads is not None and result.expert_loads[layer][expert] == ratio
+            assert all(sum(own) == pytest.approx(4) for own in result.expert_loads.values())
+        else:
+            assert result.expert_loads is None, "they are of the first step, and of each 50th"
         engine.evaluate(lambda batch=batch: batch)
     engine.close()
     close_world()

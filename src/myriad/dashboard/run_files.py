@@ -121,6 +121,9 @@ class RunFiles:
     """Peak FLOP/s for the MFU of each step."""
     layout_since_ns: int = field(init=False)
     """Time since which ranks have their current places in the grid; 0 if they never moved."""
+    expert_loads: Record | None = field(init=False)
+    """The newest step with loads of experts: ``step``, ``blocks``, and the ``loads`` of each; ``None``: there
+    is none."""
     is_gone: bool = field(init=False, default=False)
     """Whether the folder existed before and is now missing."""
     num_runs: int = field(init=False, default=0)
@@ -134,6 +137,7 @@ class RunFiles:
         self._has_looked, self._first_line = False, b""
         self._steps, self._events_tail = StepLines(self.run.metrics_path), EventLines(self.run.events_path)
         self.metrics, self.curves, self.events = self._steps.lines, Curves(), []
+        self.expert_loads = None
         self.peaks, self.layout_since_ns = Peaks(), 0
         self.num_runs += 1
 
@@ -155,6 +159,9 @@ class RunFiles:
         if events and self._events_tail.offset < before:  # cut short, and read from its beginning
             self.events.clear()
         self.curves.add(lines)
+        if (line := next((one for one in reversed(lines) if one.get("expert_loads")), None)) is not None:
+            loads = line["expert_loads"]
+            self.expert_loads = {"step": line["step"], "blocks": [*loads], "loads": [*loads.values()]}
         self.events[:] = late_events(self.events + events) if events else self.events
         if events:
             self.peaks = Peaks(self.events)

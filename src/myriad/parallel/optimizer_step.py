@@ -77,6 +77,8 @@ class StepResult:
     """Largest attention score of the step, if the job bounds it."""
     expert_load: ExpertLoad | None = None
     """The expert with most tokens, if the model has experts."""
+    expert_loads: Mapping[str, tuple[float, ...]] | None = None
+    """Load of each expert by block, in the steps for which the job asks for them."""
     layer_norms: LayerNorms | None = None
     """Norms of each layer, in the steps for which the job asks for them."""
 
@@ -254,6 +256,7 @@ class OptimizerStep:
             loss_scale=None if self._scaler is None else scale,
             max_attention_score=max(sums[slots_from:], default=None),
             expert_load=self.statistics.largest_load(loads),
+            expert_loads=self.statistics.all_loads(loads),
             data_digest=sum(int(one) << part * _DIGEST_BITS for part, one in enumerate(parts)) % 2**64,
         )
         self._result = self._decide(result)

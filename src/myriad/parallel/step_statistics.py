@@ -88,6 +88,7 @@ class StepStatistics:
             self._of_layers = one_hot.to(device) * state.counts
             self._squares = torch.zeros(2, len(state.rows), dtype=torch.float64, device=device)
         self._is_due = False
+        self._loads_every, self._loads_due = config.expert_loads_every, False
         self._mixtures = tuple(mixtures)
         self._loads = torch.zeros(len(mixtures), num_experts, dtype=torch.int64, device=device)
         """Tokens of each expert in this rank's part of the step."""
@@ -106,6 +107,8 @@ class StepStatistics:
     def begin(self, step: int) -> None:
         """Begin an iteration; ``step`` 0 is none of training."""
         self._is_due = self._every > 0 and step > 0 and step % self._every == 0
+        every = self._loads_every
+        self._loads_due = every > 0 and (step == 1 or (step > 0 and step % every == 0))
         self._loads.zero_()
         if self.noise is not None:
             self._small.zero_()
@@ -155,6 +158,16 @@ class StepStatistics:
                 layer, most = name.rpartition(".")[0], max(own)
                 found.append(ExpertLoad(layer, own.index(most), most * len(own) / sum(own)))
         return max(found, key=lambda one: one.ratio, default=None)
+
+    def all_loads(self, loads: Sequence[Sequence[float]]) -> dict[str, tuple[float, ...]] | None:
+        """Return the load of each expert, 1 for the mean of its block, by block; ``None`` if they are not due
+        or there are no experts."""
+        if not (self._loads_due and self._mixtures):
+            return None
+        return {
+            name.rpartition(".")[0]: tuple(len(own) * one / max(1.0, sum(own)) for one in own)
+            for name, own in zip(self._mixtures, loads, strict=True)
+        }
 
     def before_update(self, chunk: Chunk) -> list[torch.Tensor]:
         """Return copies of a chunk's values, if the step's norms are due."""

@@ -64,6 +64,8 @@ STEP_FIELDS = {
     "expert_load": "Tokens of the busiest expert over those of the mean expert of its block, with "
     "model.experts.",
     "busiest_expert": "Block and number, from 0, of that expert.",
+    "expert_loads": "With telemetry.expert_loads_every, the load of each expert by block: its tokens over "
+    "those of the mean expert.",
     "max_attention_logit": "Largest attention score of any head before the softmax, with optimizer.qk_clip.",
     "loss_scale": "Loss scale of the step, with float16.",
     "skipped": "1 if the batch was skipped.",
@@ -71,7 +73,8 @@ STEP_FIELDS = {
 }
 """Fields of a step, with their meaning."""
 _FIGURES = tuple(
-    {*STEP_FIELDS} - {"step", "skipped", "overflow", "data_digest", "layer_norms", "busiest_expert"}
+    {*STEP_FIELDS}
+    - {"step", "skipped", "overflow", "data_digest", "layer_norms", "busiest_expert", "expert_loads"}
 )
 _MOST_STEP, _LARGEST = 2**53, 1e100
 _MOST_SECONDS = 2**33
@@ -116,6 +119,11 @@ def _are_figures(value: object) -> bool:
 
 def _are_layer_norms(value: object) -> bool:
     return value is None or (isinstance(value, Mapping) and all(map(_are_figures, value.values())))
+
+
+def _are_expert_loads(value: object) -> bool:
+    are_figures = _is_list_of(_is_figure)
+    return value is None or (isinstance(value, Mapping) and all(map(are_figures, value.values())))
 
 
 def _is_change(value: object) -> bool:
@@ -217,6 +225,8 @@ def step_line(line: Record) -> Record | None:
         wrong["time"] = None
     if not _are_layer_norms(line.get("layer_norms")):
         wrong["layer_norms"] = None
+    if not _are_expert_loads(line.get("expert_loads")):
+        wrong["expert_loads"] = None
     return line | wrong if wrong else line
 
 

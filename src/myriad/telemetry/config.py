@@ -50,6 +50,9 @@ class TelemetryConfig(Config):
     layer_norms_every: int = Field(0, ge=0)
     """Steps between norms of the gradient, the parameters and their change in each layer. On these steps the
     host waits once more for the device, and one chunk's parameters are copied at a time. 0: never."""
+    expert_loads_every: int = Field(50, ge=0)
+    """Steps between loads of all experts in metrics.jsonl, which the page draws (with model.experts); also
+    those of the first step. 0: never."""
     loggers: tuple[LoggerName, ...] = ()
     """Experiment trackers that receive each step's metrics: tensorboard (RUN/tensorboard), wandb (RUN/wandb
     without an API key), mlflow (RUN/mlflow.db without MLFLOW_TRACKING_URI). Each runs in its own process

@@ -100,7 +100,8 @@ def _doubts(watched: WatchedRun) -> list[str]:
 
 
 def overview(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the curves, the scores on tasks, the account of time and the newest events."""
+    """Return the curves, the loads of experts, the scores on tasks, the account of time and the newest
+    events."""
     points = as_int(query, "points", 2000, 2, 20_000)
     account, events = watched.account, watched.files.events
     scores = score_histories(events)
@@ -110,6 +111,7 @@ def overview(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
         "ledger": account.get("classes", {}),
         "ettr": account.get("effective_ratio"),
         "goodput": account.get("goodput_tokens_per_second"),
+        "expert_loads": watched.files.expert_loads,
         "scores": [_score(one) for one in scores[:_MOST_SCORES]],
         "num_scores": len(scores),
         "num_events": len(events),

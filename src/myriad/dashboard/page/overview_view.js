@@ -4,6 +4,7 @@ import { askJson } from "./api.js";
 import { Chart } from "./chart.js";
 import { classColour } from "./colours.js";
 import { isBad, nameOf } from "./event_names.js";
+import { Experts } from "./experts.js";
 import { count, percent, plain, plural, seconds } from "./format.js";
 import { html, useMemo, useState } from "./html.js";
 import { useAnswer } from "./query.js";
@@ -51,6 +52,7 @@ export function OverviewView({ run, version, theme }) {
         <ul>${run.problems.toReversed().map((text, i) => html`<li key=${i}>${text}</li>`)}</ul></details>`}
       <div class="charts">${it?.step.length > 0 && CURVES.filter(([, name]) => !OPTIONAL.has(name) || it[name]?.some((value) => value !== null)).map(([title, name, show]) => html`
         <${Chart} key=${name} title=${title} at=${it.step} values=${it[name]} show=${show} marks=${marks} theme=${theme} ...${shared} />`)}</div>
+      ${it?.expert_loads && html`<${Experts} found=${it.expert_loads} />`}
       ${it?.scores.length > 0 && html`<${Scores} scores=${it.scores} total=${it.num_scores} />`}
       <div class="columns">
         <div class="card wide">
