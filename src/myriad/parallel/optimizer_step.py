@@ -430,7 +430,7 @@ def _table_groups(state: ModelState, groups: Groups) -> list[tuple[torch.Tensor,
         cut = not of_experts or layout.expert_tp == layout.tp
         axes = ("expert_dp" if of_experts else "dp_shard",) if layout.zero else ()
         group = groups.along(*axes, *(("tp",) if cut else ()))
-        found.append((torch.tensor(rows, dtype=torch.int64, device=state.counts.device), group))
+        found.append((torch.tensor(rows, dtype=torch.int64).to(state.counts.device), group))
     return found
 
 
