@@ -55,7 +55,7 @@ def note_copies(case: Case) -> tuple[list[str], int]:
     copies: list[str] = []
     count = 0
 
-    class Noted(tp_async._AsyncState):
+    class Noted(tp_async._TensorParallelState):
         def post(self, x: torch.Tensor, *, forward: bool) -> None:
             nonlocal count
             super().post(x, forward=forward)
@@ -72,7 +72,7 @@ def note_copies(case: Case) -> tuple[list[str], int]:
                 copies.append(f"copies {tuple(y.shape)} after a gather")
             return y
 
-    tp_async._AsyncState = Noted
+    tp_async._TensorParallelState = Noted
     engine = make_engine(case)
     engine.train_step(lambda: batch_of_rank(case, engine, 0), 1e-3, 100)
     engine.close()

@@ -68,7 +68,7 @@ def note_one_step(case: Case) -> tuple[Notes, int, float]:
     weight products it left over; and the seconds it waited."""
     notes: Notes = []
     numbers: dict[int, int] = {}
-    post, arrive = tp_async._AsyncState.post, tp_async._AsyncState.arrive
+    post, arrive = tp_async.AsyncState.post, tp_async.AsyncState.arrive
 
     def noting_post(self: Any, x: torch.Tensor, *, forward: bool) -> None:
         number = numbers.setdefault(id(self), len(numbers))
@@ -80,7 +80,7 @@ def note_one_step(case: Case) -> tuple[Notes, int, float]:
         notes.append(("arrive back" if back else "arrive", numbers[id(self)]))
         return arrive(self)
 
-    tp_async._AsyncState.post, tp_async._AsyncState.arrive = noting_post, noting_arrive
+    tp_async.AsyncState.post, tp_async.AsyncState.arrive = noting_post, noting_arrive
     recorder = Recorder()
     engine = make_engine(case, recorder)
     engine.train_step(lambda: batch_of_rank(case, engine, 0), 1e-3, 100)
