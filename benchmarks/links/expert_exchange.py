@@ -140,8 +140,9 @@ def step_seconds(work: Work, repeats: int) -> dict[str, float]:
             recorder=Recorder(),
             overlap=OverlapConfig.model_validate(keys),
         )
-        for module in engine.model.stages[0].layers.values() if name == "compute" else ():
-            for experts in (one for one in module.modules() if isinstance(one, Experts)):
+        layers = [layer for stage in engine.model.stages.values() for layer in stage.layers.values()]
+        for layer in layers if name == "compute" else ():
+            for experts in (one for one in layer.modules() if isinstance(one, Experts)):
                 experts.boundary.start_exchange = _stays  # type: ignore[method-assign]
     for _ in range(repeats + 1):
         for name, engine in engines.items():
