@@ -100,6 +100,9 @@ class Boundary:
     """Index among the ranks that share the experts of a block."""
     expert_ranks: int = 1
     """Number of ranks that share the experts of a block."""
+    has_posted: bool = False
+    """Whether tokens were sent to their experts, or results back, since a part of the micro-batch began its
+    turn."""
     whole_experts: bool = False
     """Whether each expert is whole on its rank, not shared by the tensor-parallel peers, so that every rank
     sends the tokens of its own part of the sequence."""

@@ -111,6 +111,8 @@ def _run_stepped(layers: Sequence[SteppedLayer], x: torch.Tensor, context: Conte
     inputs = [_input(part, lies_first) for part in cut.inputs(x, takes_tokens=layers[0].takes_tokens)]
     pairs = zip(inputs, cut.contexts(context, x), strict=True)
     parts = [_through(layers, *pair) for pair in pairs]
+    if layers[0].boundary.size == 1:
+        parts = [_where_posted(part, layers[0].boundary) for part in parts]
     if layers[0].boundary.joins_parts:
         places = places_of([part.shape[0] * part.shape[1] for part in inputs])
         parts = [_at(*pair, layers[0].boundary) for pair in zip(places, parts, strict=True)]
@@ -118,6 +120,20 @@ def _run_stepped(layers: Sequence[SteppedLayer], x: torch.Tensor, context: Conte
     if outputs[0].ndim < 2:
         return torch.stack(outputs).sum(0)
     return torch.cat([_output(part, lies_first) for part in outputs], cut.dim)
+
+
+def _where_posted(steps: LayerSteps, boundary: Boundary) -> LayerSteps:
+    """Yield only where tokens have left for experts: without tensor parallelism nothing else travels, and a
+    turn then takes from one exchange to the next, while that of the other part arrives."""
+    while True:
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            output: torch.Tensor | Residual = end.value
+            return output
+        if step is not None or boundary.has_posted:
+            boundary.has_posted = False
+            yield step
 
 
 def _at(place: PartSlots, steps: LayerSteps, boundary: Boundary) -> LayerSteps:

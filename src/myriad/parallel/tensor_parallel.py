@@ -126,6 +126,7 @@ class GroupBoundary(Boundary):
     def start_exchange(self, rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Arriving:
         if self._experts is None:
             return super().start_exchange(rows, leaving, arriving)
+        self.has_posted = True
         return start_rows(rows, self._experts, leaving, arriving, self.later)
 
     def start_stack(self, x: torch.Tensor) -> Arriving:
