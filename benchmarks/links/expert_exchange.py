@@ -57,7 +57,7 @@ def sizes_of(rank: int, ranks: int, rows: int, kind: str) -> list[int]:
 
 
 def exchange_seconds(ranks: int, rows: int, hidden: int, repeats: int) -> dict[str, float]:
-    """One rank's side: seconds of each exchange."""
+    """Return the seconds of each exchange, measured on one rank."""
     groups = open_world(Layout(dp=ranks, ep=ranks), CPU)
     peers = ExpertPeers.of(groups, Recorder(), CPU)
     found: dict[str, float] = {}
@@ -122,7 +122,7 @@ def _stays(rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int]) 
 
 
 def step_seconds(work: Work, repeats: int) -> dict[str, float]:
-    """One rank's side: seconds of a step of each contender."""
+    """Return the seconds of a step of each contender, measured on one rank."""
     groups = open_world(Layout(dp=2, ep=2, micro_batch=work.sequences), CPU)
     batch, engines, found = work.batch(groups.grid.rank), {}, dict[str, float]()
     for name, parts in STEPS_OF.items():
@@ -194,7 +194,7 @@ def print_steps(rates: Sequence[str], work: Work, repeats: int) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the exchanges and the steps, and print a table of each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -30,14 +30,13 @@ from myriad.cli.progress_bar import count_bar
 from myriad.comm.groups import close_world
 from myriad.comm.layout import Layout, check_layout
 from myriad.errors import BadInputError
+from pairs import Pools
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "processes"))
 
 from parity_case import Case, batch_of_rank, make_engine
-from ranks import RankPool
 
 MOST_RANKS, GLOBAL_BATCH, TOLERANCE = 8, 8, 1e-5
-TIMEOUT_SECONDS = 300
 MODELS: dict[str, dict[str, Any]] = {
     "softmax": {"experts": 8, "expert_hidden": 16, "balance_loss": 0.1, "router_z_loss": 0.01},
     "sigmoid": {
@@ -77,13 +76,8 @@ class Job:
         return f"{layout} {self.model} {self.optimizer} {json.dumps(self.overlap)}"
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a job computed: of each step loss, gradient norm and the load of the busiest expert; and the final
-    whole parameters on rank 0."""
-
-    steps: list[tuple[float, float, float]]
-    parameters: dict[str, np.ndarray] | None
+Trained = tuple[list[tuple[float, float, float]], dict[str, np.ndarray]]
+"""Loss, gradient norm and load of the busiest expert of each step, and the final whole parameters."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +135,8 @@ def layouts() -> list[Job]:
     return found
 
 
-def train(case: Case, folder: Path) -> Trained:
-    """One rank's side."""
+def train(case: Case, folder: Path) -> tuple[list[tuple[float, float, float]], dict[str, np.ndarray] | None]:
+    """Train a job on one rank. Only rank 0 returns parameters."""
     engine = make_engine(case)
     steps = []
     for step in range(case.steps):
@@ -157,25 +151,14 @@ def train(case: Case, folder: Path) -> Trained:
         parameters = {name: tensor.numpy() for name, tensor in stored if name.startswith(MODEL_PREFIX)}
     engine.close()
     close_world()
-    return Trained(steps, parameters)
+    return steps, parameters
 
 
-class Pools:
-    """Processes for each size of world, started when a job first needs them."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._pools: dict[int, RankPool] = {}
-
-    def train(self, case: Case) -> Trained:
-        """Train a job on its ranks."""
-        if case.world not in self._pools:
-            self._pools[case.world] = self._stack.enter_context(RankPool(case.world))
-        with tempfile.TemporaryDirectory() as folder:
-            ranks = self._pools[case.world].run(train, case, Path(folder), timeout=TIMEOUT_SECONDS)
-        assert all(one.steps == ranks[0].steps for one in ranks), "ranks of one run report different steps"
-        found: Trained = ranks[0]
-        return found
+def train_in(pools: Pools, case: Case) -> Trained:
+    """Train a job on its ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        found: Trained = pools.run(train, case, Path(folder))
+    return found
 
 
 def compare(name: str, case: Case, pools: Pools, alone: dict[str, Trained]) -> Compared:
@@ -183,21 +166,21 @@ def compare(name: str, case: Case, pools: Pools, alone: dict[str, Trained]) -> C
     key = json.dumps([case.model, case.optimizer], sort_keys=True)
     try:
         if key not in alone:
-            alone[key] = pools.train(Case({}, case.model, case.optimizer, case.steps, GLOBAL_BATCH))
-        return differences(name, case.world, pools.train(case), alone[key])
+            alone[key] = train_in(pools, Case({}, case.model, case.optimizer, case.steps, GLOBAL_BATCH))
+        return differences(name, case.world, train_in(pools, case), alone[key])
     except (AssertionError, EOFError) as error:
         return Compared(name, case.world, error=str(error) or "a rank ended")
 
 
 def differences(name: str, world: int, found: Trained, wanted: Trained) -> Compared:
     """What differs between a job and one process."""
-    pairs = list(zip(found.steps, wanted.steps, strict=True))
+    (steps, parameters), (expected, reference) = found, wanted
+    pairs = list(zip(steps, expected, strict=True))
     loss, norm = (max(abs(a[i] - b[i]) / abs(b[i]) for a, b in pairs) for i in range(2))
-    assert found.parameters is not None and wanted.parameters is not None
-    assert found.parameters.keys() == wanted.parameters.keys()
+    assert parameters.keys() == reference.keys()
     parameter = max(
-        float(np.linalg.norm(found.parameters[key] - whole) / max(np.linalg.norm(whole), 1e-30))
-        for key, whole in wanted.parameters.items()
+        float(np.linalg.norm(parameters[key] - whole) / max(np.linalg.norm(whole), 1e-30))
+        for key, whole in reference.items()
     )
     return Compared(name, world, loss, norm, parameter, all(a[2] == b[2] for a, b in pairs))
 

@@ -303,7 +303,7 @@ class CheckpointSession:
     def _peers(self, rank: int) -> frozenset[int]:
         """Return all ranks that share a parallel group with ``rank``, without ``rank`` itself."""
         grid = RankGrid(self._grid.layout, rank)
-        return frozenset(peer for axis in AXES for peer in grid.peers(axis)) - {rank}
+        return frozenset(peer for axis in (*AXES, "ep", "expert_dp") for peer in grid.peers(axis)) - {rank}
 
     def purpose(
         self, step: int, *, is_last: bool, due: bool, memory_due: bool = True

@@ -47,8 +47,8 @@ class CommScheduler:
         *,
         purpose: str = "",
     ) -> None:
-        """Without ``axis``, this rank has no peers. Schedulers whose peers may be the same ranks need groups
-        of their own, each with its ``purpose``: their messages are not told apart."""
+        """Without ``axis``, this rank has no peers. ``purpose``: as for `Groups.of`. Two schedulers with the
+        same peers need different ones, because a group does not distinguish their messages."""
         self._group = None if axis is None else groups.along(axis, purpose=purpose)
         self._cut_bytes = overlap.message_bytes
         self._compress = (comm.compress_gradients, comm.compress_parameters)

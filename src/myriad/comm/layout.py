@@ -186,9 +186,13 @@ def _check_experts(layout: Layout) -> None:
         sharers = f"layout.dp x layout.tp = {layout.dp * layout.tp}" if whole else f"layout.dp = {layout.dp}"
         raise BadInputError("layout.ep", ep, f"must divide {sharers}")
     if layout.folds_experts and layout.shard_group is not None:
-        raise BadInputError("layout.shard_group", layout.shard_group, "off with layout.ep or layout.etp")
+        raise BadInputError(
+            "layout.shard_group", layout.shard_group, "off with layout.ep > 1 or layout.etp = 1"
+        )
     if layout.folds_experts and shares is not None and len({*shares}) > 1:
-        allowed = "equal numbers, or off, with layout.ep > 1: replicas exchange tokens in each micro-batch"
+        allowed = (
+            "equal numbers, or off, with layout.ep > 1 or layout.etp = 1: tokens travel in each micro-batch"
+        )
         raise BadInputError("layout.shares", list(shares), allowed)
 
 

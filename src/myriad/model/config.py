@@ -22,7 +22,7 @@ __all__ = ["ModelConfig"]
 
 
 class ModelConfig(ModelKeys):
-    """A decoder transformer."""
+    """The architecture of a decoder transformer: its keys, and what follows from them."""
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ class ModelKeys(Config):
     hidden: int = Field(128, ge=8, le=2**20)
     """Width of the residual stream."""
     heads: int = Field(4, ge=1, le=2**16)
-    """Attention (query) heads."""
+    """Number of attention (query) heads."""
     kv_heads: int | None = Field(None, ge=1, le=2**16)
     """Key/value heads (grouped-query attention); off: as many as query heads. With fewer heads than
     layout.tp, several ranks hold each head."""
@@ -97,7 +97,7 @@ class ModelKeys(Config):
     """In memory the embedding is padded to a multiple of this number, for faster products. Checkpoints,
     losses and norms have no padding, and layout.tp need not divide it."""
     sequence: int = Field(256, ge=2, le=2**30)
-    """Tokens per sequence."""
+    """Number of tokens in a sequence."""
     block: Literal["serial", "parallel"] = "serial"
     """serial: attention, then MLP; parallel: y = x + MLP(LN(x)) + Attention(LN(x))."""
     parallel_norms: Literal[1, 2] = 1
@@ -134,7 +134,7 @@ class ModelKeys(Config):
     other layers."""
     rotary_scaling: RotaryScaling = RotaryScaling()
     norm: Literal["rms", "layer"] = "rms"
-    """RMSNorm or LayerNorm."""
+    """Kind of the norms. rms: RMSNorm; layer: LayerNorm."""
     norm_epsilon: float = Field(1e-5, gt=0)
     """Added under the square root of each norm; the norms of latents (model.kv_lora_rank) add 1e-6."""
     norm_placement: Literal["before", "after", "both"] = "before"
