@@ -3,8 +3,9 @@
 import { count, plain } from "./format.js";
 import { html, useMemo } from "./html.js";
 
+/** Load, over the mean, from which a cell has the full colour; and the opacity of an expert without tokens. */
 const [MOST, NONE] = [2.5, 0.04];
-/** Load, over the mean, from which a cell has the full colour; opacity of an expert without tokens. */
+/** Pixels: width of the map, least side of a cell, largest height of a row, height of the map. */
 const [WIDTH, LEAST, TALLEST, TALL] = [900, 2, 14, 420];
 
 /**
