@@ -37,7 +37,8 @@ def work(time: str, folder: str, start: Barrier) -> None:
     start.wait(60)
     for kernel, constants in KERNELS:
         compile_kernel(kernel, constants, "bf16")
-    print(time, *own, flush=True)
+    # In one write: with PYTHONUNBUFFERED, print would write the end of the line apart, and the lines would mix.
+    os.write(sys.stdout.fileno(), (" ".join((time, *own)) + "\n").encode())
 
 
 if __name__ == "__main__":
