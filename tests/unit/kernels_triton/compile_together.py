@@ -37,7 +37,7 @@ def work(time: str, folder: str, start: Barrier) -> None:
     start.wait(60)
     for kernel, constants in KERNELS:
         compile_kernel(kernel, constants, "bf16")
-    # In one write: with PYTHONUNBUFFERED, print would write the end of the line apart, and the lines would mix.
+    # In one write: with PYTHONUNBUFFERED, print writes the end of a line apart, and lines mix.
     os.write(sys.stdout.fileno(), (" ".join((time, *own)) + "\n").encode())
 
 
