@@ -143,6 +143,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "router_group_score": "two_largest",
         "dropout": 0.1,
     },
+    "gpt-oss": {
+        "activation": "clamped_swiglu",
+        "kv_heads": 2,
+        "bias": True,
+        "attention_bias": "all",
+        "attention_sinks": True,
+        "window": 6,
+        "window_pattern": (True, False),
+        "rotary_scaling": {"kind": "yarn", "factor": 4.0, "original_sequence": 8, "truncate": False},
+        "experts": 4,
+        "expert_hidden": 24,
+        "router_logit_bias": True,
+        "tied": False,
+    },
 }
 
 
@@ -245,6 +259,10 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("latent-experts", "adamw", {"tp": 4, "micro_batch": 4, "recompute": "full"}),
     ("latent-experts", "lamb", {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "zero": 3}),
     ("latent-experts", "adamw", {"pp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "recompute": "full"}),
+    ("gpt-oss", "adamw", {"tp": 2, "micro_batch": 2, "recompute": "selective"}),
+    ("gpt-oss", "adamw", {"tp": 2, "dp": 2, "zero": 3, "ep": 2, "micro_batch": 2}),
+    ("gpt-oss", "lamb", {"tp": 2, "dp": 2, "zero": 2, "ep": 4, "etp": 1}),
+    ("gpt-oss", "muon", {"pp": 2, "dp": 2, "ep": 2, "schedule": "zero-bubble", "micro_batch": 2}),
     ("serial", "muon", {"dp": 3, "zero": 0, "shares": (4, 3, 1)}),
     ("serial", "muon", {"dp": 2, "pp": 2, "zero": 2, "virtual_stages": 2}),
     ("few-kv-heads", "muon", {"tp": 4, "micro_batch": 4}),

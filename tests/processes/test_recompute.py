@@ -214,6 +214,8 @@ SHAPES: list[dict[str, Any]] = [
     {"sequence": 256, "kv_heads": 2},
     {"sequence": 256, "window": 100, "dropout": 0.1},
     {"experts": 4, "expert_hidden": 32, "shared_experts": 1, "shared_expert_gate": True},
+    {"experts": 4, "bias": True, "router_logit_bias": True, "activation": "clamped_swiglu", "window": 64}
+    | {"attention_sinks": True, "attention_bias": "all", "kv_heads": 2},
 ]
 """Library's attention and blocks, in causal, windowed and masked form."""
 

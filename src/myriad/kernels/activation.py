@@ -15,11 +15,21 @@ import torch
 from torch.nn import functional as F
 
 from myriad.kernels.choice import runs_triton
-from myriad.kernels.config import Kernels
+from myriad.kernels.config import CLAMPED_SWIGLU_ALPHA, CLAMPED_SWIGLU_LIMIT, Kernels
 from myriad.kernels.memory_order import as_rows_lie
 from myriad.kernels.side_by_side import PartSlots
 
-__all__ = ["ACTIVATIONS", "activate", "geglu", "gelu", "gelu_tanh", "relu2", "swiglu", "takes_bias"]
+__all__ = [
+    "ACTIVATIONS",
+    "activate",
+    "clamped_swiglu",
+    "geglu",
+    "gelu",
+    "gelu_tanh",
+    "relu2",
+    "swiglu",
+    "takes_bias",
+]
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -53,6 +63,43 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """Compute ``silu(gate) * up`` of ``[..., 2 F]``, with the gate in the first half."""
     y: torch.Tensor = _SwiGLU.apply(x)
+    return y
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        gate, up = _clamped(x)
+        gate.mul_((gate * CLAMPED_SWIGLU_ALPHA).sigmoid_())
+        return gate.mul_(up.add_(1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = _clamped(x)
+        share = (gate * CLAMPED_SWIGLU_ALPHA).sigmoid_()
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, -1)
+        torch.mul(grads[0], gate * share, out=grad_up)
+        slope = gate.mul_(CLAMPED_SWIGLU_ALPHA).mul_(1 - share).add_(1).mul_(share)
+        torch.mul(grads[0], up.add_(1).mul_(slope), out=grad_gate)
+        own_gate, own_up = x.chunk(2, -1)
+        grad_gate.masked_fill_(own_gate > CLAMPED_SWIGLU_LIMIT, 0)
+        grad_up.masked_fill_(own_up.abs() > CLAMPED_SWIGLU_LIMIT, 0)
+        return grad_x
+
+
+def _clamped(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of gate and value within their bounds."""
+    gate, up = x.chunk(2, -1)
+    return gate.clamp(max=CLAMPED_SWIGLU_LIMIT), up.clamp(-CLAMPED_SWIGLU_LIMIT, CLAMPED_SWIGLU_LIMIT)
+
+
+def clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Compute ``g sigmoid(1.702 g) (v + 1)`` of ``[..., 2 F]``, where ``g`` is the first half up to 7, and
+    ``v`` the second half between -7 and 7 (GPT-OSS)."""
+    y: torch.Tensor = _ClampedSwiGLU.apply(x)
     return y
 
 
@@ -105,6 +152,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": gelu_tanh,
     "relu2": relu2,
     "swiglu": swiglu,
+    "clamped_swiglu": clamped_swiglu,
     "geglu": geglu,
     "geglu_tanh": partial(geglu, approximate="tanh"),
 }

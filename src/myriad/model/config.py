@@ -303,11 +303,11 @@ class ModelConfig(ModelKeys):
     @property
     def block_shared_parameters(self) -> int:
         """Parameters of a block that every tensor-parallel rank has: norms, biases of the products whose
-        results are summed over the ranks, the projection to latents, and the router."""
+        results are summed over the ranks (each expert's too), the projection to latents, and the router."""
         shared = self.norm_size * self.num_branch_norms + self._shared_matrices
         shared += 0 if self.latent is None else self.latent.normed
-        shared += self.hidden * (self.has_output_bias + self.bias)
-        shared += (self.experts or 0) * self.has_router_bias
+        shared += self.hidden * (self.has_output_bias + self.bias * (self.experts or 1))
+        shared += (self.experts or 0) * (self.has_router_bias + self.router_logit_bias)
         return shared + (2 * self.head_width * (1 + self.qk_norm_bias) if self.qk_norm == "head" else 0)
 
     @property
@@ -331,7 +331,7 @@ class ModelConfig(ModelKeys):
         if self.has_qkv_bias:
             cut += queries + keys * (2 if self.has_key_bias else 1)
         if self.bias:
-            cut += self.ffn_width * self.up_matrices
+            cut += self.stored_width * self.up_matrices
         if self.qk_norm in ("heads", "all"):
             cut += (queries + keys) * (1 + self.qk_norm_bias)
         return cut + self.block_shared_parameters + (self.heads if self.attention_sinks else 0)

@@ -1,6 +1,6 @@
 """A mixture of experts: a router chooses a few MLPs for each token, and sums what they compute.
 
-    scores = softmax or sigmoid of x W       float32, [tokens, E]
+    scores = softmax or sigmoid of x W (+ b) float32, [tokens, E]
     chosen = the k largest scores of a token, gates their values (divided by their sum, times a factor)
              (with a bias of each expert: the k largest of score + bias, `myriad.parallel.router_biases`;
              with groups of experts: those of the best groups only)
@@ -43,7 +43,7 @@ from myriad.kernels.linear import weight_gradient
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.interleave import Steps, Whole, finish
-from myriad.model.mlp import MLP, GatedMLP
+from myriad.model.mlp import MLP, ExpertMLP, GatedMLP
 
 __all__ = ["Experts", "Router"]
 
@@ -55,6 +55,7 @@ class Router(nn.Module):
         super().__init__()
         assert config.experts is not None
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
+        self.logit_bias = nn.Parameter(torch.empty(config.experts)) if config.router_logit_bias else None
         self._later, self._num_ranks, self._kind = boundary.later, boundary.size, config.router_scores
         self._num_chosen, self._scale = config.experts_per_token, config.router_scale
         self._normalizes = config.router_normalized
@@ -72,7 +73,7 @@ class Router(nn.Module):
 
     def products(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits of tokens ``[..., H]``."""
-        logits: torch.Tensor = _Logits.apply(x, self.weight, self._later)
+        logits: torch.Tensor = _Logits.apply(x, self.weight, self.logit_bias, self._later)
         return logits
 
     @property
@@ -148,7 +149,10 @@ class Experts(nn.Module):
         own = boundary.alone() if boundary.whole_experts else boundary
         # no place: parts of a micro-batch give an expert different numbers of tokens
         self.experts = nn.ModuleDict(
-            {str(number): MLP(config, own, width, has_place=False) for number in range(first, first + held)}
+            {
+                str(number): ExpertMLP(config, own, width, has_place=False)
+                for number in range(first, first + held)
+            }
         )
         """The experts of this rank, by number."""
         shared = config.shared_experts
@@ -285,10 +289,16 @@ class _Logits(torch.autograd.Function):
     """The router's product in float32. It keeps its input as it is, not a copy in float32."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, later: LaterProducts | None) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        later: LaterProducts | None,
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.later = weight, later
-        return F.linear(x.float(), weight.float())
+        ctx.weight, ctx.later, ctx.bias_type = weight, later, None if bias is None else bias.dtype
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -296,7 +306,8 @@ class _Logits(torch.autograd.Function):
         grad_rows = grads[0].flatten(0, -2)
         grad_x = (grad_rows @ ctx.weight.float()).view(x.shape).to(x.dtype)
         grad_weight = weight_gradient(ctx.weight, grad_rows, x.flatten(0, -2).float(), ctx.later)
-        return grad_x, grad_weight, None
+        grad_bias = None if ctx.bias_type is None else grad_rows.sum(0).to(ctx.bias_type)
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _WithLoss(torch.autograd.Function):

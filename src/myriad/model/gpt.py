@@ -65,7 +65,7 @@ class GPT:
             "attention.output.weight": Shard(1),
             "mlp.up.*": up(config.ffn_width),
             "mlp.down.weight": Shard(1),
-            "mlp.experts.*.up.weight": up(config.expert_width),
+            "mlp.experts.*.up.*": up(config.expert_width),
             "mlp.experts.*.down.weight": Shard(1),
             "mlp.shared.up.weight": up(config.shared_experts * config.expert_width),
             "mlp.shared.down.weight": Shard(1),
@@ -158,10 +158,9 @@ class GPT:
         return not outside and not name.endswith(("mlp.router.weight", "mlp.shared.gate.weight"))
 
     def _initial_values(self, name: str, shape: torch.Size) -> torch.Tensor:
-        if name.endswith((".bias", ".sinks")) or (len(shape) == 1 and self.config.norm_zero_centered):
-            return torch.zeros(shape, device="cpu")
         if len(shape) == 1:
-            return torch.ones(shape, device="cpu")
+            is_zero = name.endswith((".bias", ".logit_bias", ".sinks")) or self.config.norm_zero_centered
+            return torch.full(shape, 0.0 if is_zero else 1.0, device="cpu")
         deviation = self.config.initial_deviation
         if name.endswith(("attention.output.weight", ".down.weight")):
             deviation /= (2 * self.config.layers) ** 0.5

@@ -14,7 +14,7 @@ from myriad.kernels.remade import Remade
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 
-__all__ = ["MLP", "GatedMLP"]
+__all__ = ["MLP", "ExpertMLP", "GatedMLP"]
 
 
 class MLP(nn.Module):
@@ -61,6 +61,16 @@ class MLP(nn.Module):
     def out(self, inner: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
         """Multiply the inner values to this rank's partial sum."""
         return linear(inner, self.down.weight, later=self.later, remade=remade)
+
+
+class ExpertMLP(MLP):
+    """An expert. Its last bias belongs to its partial sum, as results of experts are multiplied before they
+    are summed over ranks: the first tensor-parallel rank adds it."""
+
+    def out(self, inner: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
+        """Multiply the inner values to this rank's partial sum."""
+        bias = self.down.bias if self.boundary.rank == 0 else None
+        return linear(inner, self.down.weight, bias, self.later, remade)
 
 
 class GatedMLP(MLP):

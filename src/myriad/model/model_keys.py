@@ -71,6 +71,9 @@ class ModelKeys(Config):
     sigmoid of each (DeepSeek-V3)."""
     router_normalized: bool = True
     """Divide the scores of a token's experts by their sum (with model.experts)."""
+    router_logit_bias: bool = False
+    """Add a learned bias of each expert to the router's products (with model.experts; GPT-OSS). It counts in
+    scores, unlike the bias of model.balance_bias_rate."""
     router_scale: float = Field(1.0, gt=0, le=1e6)
     """Factor of what the chosen experts compute (with model.experts; DeepSeek-V3: 2.5)."""
     router_groups: int = Field(1, ge=1, le=4096)
@@ -146,10 +149,12 @@ class ModelKeys(Config):
     """Add biases to LayerNorms even if model.bias is off."""
     activation: Activation = "gelu"
     """Activation function of the MLP (gelu_tanh: GPT-2's approximation; relu2: max(x, 0)^2; swiglu, geglu:
-    with a gate)."""
+    with a gate; clamped_swiglu: g sigmoid(1.702 g) (v + 1) of a gate up to 7 and a value between -7 and 7,
+    GPT-OSS)."""
     bias: bool = False
-    """Add biases to linear layers and LayerNorms. Key projections have none: without rotary positions softmax
-    cancels it, so its gradient would be rounding noise."""
+    """Add biases to linear layers, experts' too, and LayerNorms. Key projections have none: without rotary
+    positions softmax cancels it, so its gradient would be rounding noise. Routers have one of their own,
+    model.router_logit_bias. Not with model.shared_experts."""
     attention_bias: Literal["default", "qkv", "all"] = "default"
     """Biases of attention: default: as model.bias; qkv: of queries, keys and values (Qwen 2); all: of the
     output projection too."""

@@ -25,6 +25,7 @@ from myriad.model.boundary import Boundary
 from myriad.model.definition import (
     Context,
     Definition,
+    Shard,
     StatesShapes,
     is_expert,
     is_hidden_matrix,
@@ -223,10 +224,10 @@ def _entries(
         owner, _, attribute = path.rpartition(".")
         name = f"{prefix}.{path}"
         cut = shard_of(definition, name)
-        partial = definition.sequence_parallel and cut is None
         rate, rank, size = rate_of(definition, name, parameter.shape), boundary.rank, boundary.size
-        if boundary.whole_experts and is_expert(definition, name):
-            rank, size = 0, 1
+        if boundary.whole_experts and is_expert(definition, name):  # no other rank holds a part of it
+            cut, rank, size = cut or Shard(0), 0, 1
+        partial = definition.sequence_parallel and cut is None
         spans = () if cut is None else cut.spans_of_shard(parameter.shape[cut.dim], rank, size)
         home = layer.get_submodule(owner), attribute
         kind = orthogonalizes and is_hidden_matrix(definition, index, name, parameter.shape)

@@ -46,6 +46,18 @@ SHAPES: list[dict[str, Any]] = [
     {"experts": 4, "shared_experts": 1, "shared_expert_gate": True, "activation": "swiglu"},
     {
         "experts": 4,
+        "expert_hidden": 32,
+        "bias": True,
+        "router_logit_bias": True,
+        "activation": "clamped_swiglu",
+        "attention_bias": "all",
+        "attention_sinks": True,
+        "window": 64,
+        "window_pattern": (True, False),
+        "kv_heads": 2,
+    },
+    {
+        "experts": 4,
         "experts_per_token": 1,
         "router_normalized": False,
         "router_z_loss": 0.1,

@@ -388,6 +388,7 @@ def test_activations():
         "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5)),
         "gelu_tanh": lambda x: x * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
         "swiglu": lambda x: x[..., :5] * torch.sigmoid(x[..., :5]) * x[..., 5:],
+        "clamped_swiglu": lambda x: _silu_like(x[..., :5].clamp(max=7)) * (x[..., 5:].clamp(-7, 7) + 1),
         "geglu": lambda x: F.gelu(x[..., :5]) * x[..., 5:],
         "geglu_tanh": lambda x: F.gelu(x[..., :5], approximate="tanh") * x[..., 5:],
         "relu2": lambda x: x.clamp(min=0) ** 2,
@@ -395,6 +396,12 @@ def test_activations():
     assert references.keys() == ACTIVATIONS.keys()
     for name, reference in references.items():
         assert_same(ACTIVATIONS[name], reference, x)
+    beyond = torch.tensor([[8.0, 6.0, -9.0, 1.0, 2.0, 9.0, -8.0, 3.0, 6.5, -6.5]])  # bounds are 7
+    assert_same(ACTIVATIONS["clamped_swiglu"], references["clamped_swiglu"], beyond)
+
+
+def _silu_like(gate: torch.Tensor) -> torch.Tensor:
+    return gate * torch.sigmoid(1.702 * gate)
 
 
 def test_dropout_keeps_the_mean_and_depends_on_sample_and_position_alone():

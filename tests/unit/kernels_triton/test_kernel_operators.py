@@ -22,11 +22,19 @@ from myriad.model.boundary import Boundary
 TYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Of the largest difference, as a share of the largest value: about two roundings."""
+
+
+def clamped(gate: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    gate = gate.clamp(max=7)
+    return gate * (1.702 * gate).sigmoid() * (value.clamp(-7, 7) + 1)
+
+
 FORMULAS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: x.clamp(min=0) ** 2,
     "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "clamped_swiglu": lambda x: clamped(*x.chunk(2, -1)),
     "geglu": lambda x: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     "geglu_tanh": lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1],
 }
@@ -204,7 +212,8 @@ def test_a_nan_spoils_its_own_row_only() -> None:
 def test_activation(name: str, rows: int, width: int, dtype: torch.dtype, has_bias: bool) -> None:
     if width > 100:
         rows = min(rows, 2)  # two stripes of columns
-    x = normal(rows, 2 * width, dtype=dtype)[:, :width] * 2  # rows further apart than they are wide
+    x = normal(rows, 2 * width, dtype=dtype)[:, :width]  # rows further apart than they are wide
+    x = x * (6 if name == "clamped_swiglu" else 2)  # some beyond its bounds
     inputs = [x, normal(width, dtype=dtype, seed=1)][: 1 + has_bias]
     found = results(lambda *inputs: activate(name, *inputs, kernels="triton"), *inputs)
     expected = results(lambda x, bias=0.0: FORMULAS[name](x + bias), *doubles(*inputs))

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from myriad.model.activation_memory import LayerKind
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.experts import Experts, Router
 from myriad.model.gpt import GPT, build_full
-from myriad.model.mlp import MLP, GatedMLP
+from myriad.model.mlp import MLP, ExpertMLP, GatedMLP
 from myriad.planner.cost.stage_layers import layer_parameters
-from myriad.planner.memory.layer_memory import layer_elements
+from myriad.planner.memory.layer_memory import expert_elements, layer_elements
 
 SHAPES: list[dict[str, Any]] = [
     {"experts": 4},
@@ -29,6 +30,8 @@ SHAPES: list[dict[str, Any]] = [
     {"experts": 5, "experts_per_token": 5, "balance_loss": 0.0},
     {"experts": 8, "experts_per_token": 3, "router_scores": "sigmoid", "balance_bias_rate": 0.1},
     {"experts": 8, "router_groups": 4, "router_group_limit": 2, "router_normalized": False},
+    {"experts": 4, "bias": True, "router_logit_bias": True, "activation": "clamped_swiglu"},
+    {"experts": 4, "router_logit_bias": True, "balance_bias_rate": 0.1, "router_scores": "sigmoid"},
     {
         "experts": 9,
         "router_groups": 3,
@@ -58,7 +61,7 @@ def by_definition(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum for each token of its experts, every expert computing every token, and the two losses."""
     k, count = config.experts_per_token, config.experts or 0
-    logits = F.linear(x, experts.router.weight)
+    logits = F.linear(x, experts.router.weight, experts.router.logit_bias)
     scores = logits.softmax(-1) if config.router_scores == "softmax" else logits.sigmoid()
     largest = scores >= scores.topk(k, -1).values[..., -1:]
     preferred = scores if experts.router.bias is None else scores + experts.router.bias
@@ -168,7 +171,12 @@ def test_parameters_and_flops_are_counted(keys: dict[str, Any]) -> None:
     rows = (config.experts or 0) + config.shared_expert_gate
     routers = 6.0 * config.layers * config.hidden * rows
     assert config.flops_per_token() == dense.flops_per_token() + routers
-    router = rows * config.hidden + (config.experts or 0) * config.has_router_bias
+    router = rows * config.hidden + (config.experts or 0) * (
+        config.has_router_bias + config.router_logit_bias
+    )
+    if config.bias:  # each expert has its last bias, the dense MLP one in all
+        each += config.expert_width * config.up_matrices
+        router += ((config.experts or 0) - 1) * config.hidden
     assert config.num_parameters() == dense.num_parameters() + config.layers * (unused * each + router)
 
 
@@ -189,6 +197,42 @@ def test_blocks_without_experts_are_counted_each_as_what_it_is() -> None:
     assert sum(one.numel() for one in parameters) == config.num_parameters()
     dense_head, sparse_head = (kinds[kind].layer_flops_per_token()[-1] for kind in (False, True))
     assert flops[-1] == (dense_head + sparse_head) / 2, "one prediction layer of each kind"
+
+
+def test_the_bias_of_an_expert_is_added_by_one_of_the_ranks_that_share_it() -> None:
+    """Else a sum over two ranks has it twice."""
+    config, x = config_of({"experts": 4, "bias": True}), torch.randn(5, 16)
+    boundaries = [Boundary(), Boundary()]
+    for rank, boundary in enumerate(boundaries):
+        boundary.rank, boundary.size = rank, 2
+    first, other = (ExpertMLP(config, boundary, config.expert_width) for boundary in boundaries)
+    for expert in (first, other):
+        for parameter in expert.parameters():
+            torch.nn.init.normal_(parameter)
+    assert other.down.bias is not None and first.down.bias is not None
+    other.down.bias.data.copy_(first.down.bias)
+    found, saved = first(x) + other(x), first.down.bias.detach().clone()
+    first.down.bias.data.zero_()
+    other.down.bias.data.zero_()
+    torch.testing.assert_close(found - first(x) - other(x), saved.expand_as(found))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_planner_counts_the_parameters_that_a_rank_holds(tp: int) -> None:
+    """An expert's last bias is whole on each of the ranks that share it."""
+    keys = {"bias": True, "router_logit_bias": True, "attention_bias": "all", "tied": False}
+    config = config_of(keys | {"experts": 4, "dense_layers": 1, "ffn_hidden": 24, "prediction_layers": 1})
+    boundary = Boundary()
+    boundary.size = tp
+    for index in (1, 2, 3):
+        layer = GPT(config, 0).build(index, boundary)
+        held = {name: one.numel() for name, one in layer.named_parameters()}
+        kind: LayerKind = "head" if index == 3 else "block"
+        assert sum(held.values()) == layer_elements(config, kind, tp, index - 1)
+        routed = {name: size for name, size in held.items() if ".experts." in name}
+        assert sum(routed.values()) == 2 * expert_elements(config, index, tp, 2)
+        matrices = sum(size for name, size in routed.items() if name.endswith("weight"))
+        assert matrices == 2 * expert_elements(config, index, tp, 2, matrices_only=True)
 
 
 def test_muon_orthogonalizes_experts_and_not_the_router() -> None:

@@ -5,7 +5,7 @@
 
 The functions are GELU by the error function or by tanh (Hendrycks & Gimpel, arXiv 1606.08415, section 2),
 ReLU^2 (So et al., arXiv 2109.08668), and the gated functions SwiGLU and GeGLU (Shazeer, arXiv 2002.05202) of
-``[..., 2 F]`` with the gate in the first half.
+``[..., 2 F]`` with the gate in the first half, and GPT-OSS's SwiGLU with bounds.
 
 A program processes a stripe of columns and every P-th row.
 
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from myriad.kernels.config import GATED
+from myriad.kernels.config import CLAMPED_SWIGLU_ALPHA, CLAMPED_SWIGLU_LIMIT, GATED
 from myriad.kernels.side_by_side import Slot
 from myriad.kernels.triton.launch import block_of, launch, num_programs, rows_of
 
@@ -33,6 +33,8 @@ _ROOT_OF_8_BY_PI: tl.constexpr = tl.constexpr(1.5957691216057308)
 _ONE_BY_ROOT_2_PI: tl.constexpr = tl.constexpr(0.3989422804014327)
 _CUBIC: tl.constexpr = tl.constexpr(0.044715)
 """Constant of GELU's tanh form (arXiv 1606.08415, section 2)."""
+_ALPHA: tl.constexpr = tl.constexpr(CLAMPED_SWIGLU_ALPHA)
+_LIMIT: tl.constexpr = tl.constexpr(CLAMPED_SWIGLU_LIMIT)
 
 
 @triton.jit
@@ -67,11 +69,29 @@ def _value_and_slope(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
         share = _sigmoid(x)
         value = x * share
         slope = share * (1.0 + x * (1.0 - share))
+    elif NAME == "clamped_swiglu":
+        inside = tl.where(x > _LIMIT, _LIMIT, x)  # not minimum, which would drop a NaN
+        share = _sigmoid(inside * _ALPHA)
+        value = inside * share
+        slope = tl.where(x > _LIMIT, 0.0, share * (1.0 + inside * _ALPHA * (1.0 - share)))
     else:
         value = tl.where(x <= 0.0, 0.0, x)  # not maximum, which would drop a NaN
         slope = 2.0 * value
         value *= value
     return value, slope
+
+
+@triton.jit
+def _factor_and_slope(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
+    """Return the factor of a gated function's gate, given its second half, and the factor's slope."""
+    if NAME == "clamped_swiglu":
+        beyond = tl.abs(x) > _LIMIT
+        factor = tl.where(beyond, tl.where(x > 0.0, _LIMIT, -_LIMIT), x) + 1.0
+        slope = tl.where(beyond, 0.0, 1.0)
+    else:
+        factor = x
+        slope = tl.full(x.shape, 1.0, tl.float32)
+    return factor, slope
 
 
 @triton.jit
@@ -109,7 +129,9 @@ def forward_kernel(
         first = _with_bias(x, bias, start + column, column, inside, HAS_BIAS)
         value, _ = _value_and_slope(first, NAME)
         if IS_GATED:
-            value *= _with_bias(x, bias, start + width + column, width + column, inside, HAS_BIAS)
+            second = _with_bias(x, bias, start + width + column, width + column, inside, HAS_BIAS)
+            factor, _ = _factor_and_slope(second, NAME)
+            value *= factor
         at = tl.cast(index, tl.int64) * width + column
         tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
 
@@ -145,8 +167,10 @@ def backward_kernel(
         value, slope = _value_and_slope(first, NAME)
         first_grad = g * slope
         if IS_GATED:
-            first_grad *= _with_bias(x, bias, start + width + column, width + column, inside, HAS_BIAS)
-            second_grad = g * value
+            second = _with_bias(x, bias, start + width + column, width + column, inside, HAS_BIAS)
+            factor, factor_slope = _factor_and_slope(second, NAME)
+            first_grad *= factor
+            second_grad = g * value * factor_slope
             tl.store(out + width, second_grad.to(grad.dtype.element_ty), mask=inside)
             second_sum += second_grad
         tl.store(out, first_grad.to(grad.dtype.element_ty), mask=inside)

@@ -11,6 +11,7 @@ __all__ = [
     "cut_layers",
     "first_alike",
     "layer_parameters",
+    "routed_elements",
     "routed_parameters",
     "stage_layers",
 ]
@@ -42,7 +43,23 @@ def routed_parameters(model: ModelConfig) -> tuple[int, ...]:
 
 def _routed(model: ModelConfig, layer: int) -> int:
     experts = model.experts if model.has_experts(layer) else None
-    return (experts or 0) * (model.up_matrices + 1) * model.hidden * model.expert_width
+    width = model.expert_width
+    found = (experts or 0) * (model.up_matrices + 1) * model.hidden * width
+    return found + (experts or 0) * (model.up_matrices * width + model.hidden) * model.bias
+
+
+def routed_elements(model: ModelConfig, layer: int, tp: float, *, matrices_only: bool = False) -> float:
+    """Return those of `routed_parameters` of a layer of the pipeline that each of ``tp`` ranks holds, if
+    they share each expert: its last bias is whole on all of them."""
+    blocks = range(model.layers, model.layers + model.prediction_layers)
+    if layer <= model.layers:
+        blocks = range(layer - 1, layer) if layer else range(0)
+    biased = (model.experts or 0) * model.bias * sum(map(model.has_experts, blocks))
+    whole = biased * model.hidden
+    cut = routed_parameters(model)[layer] - whole
+    if matrices_only:
+        return (cut - biased * model.up_matrices * model.expert_width) / tp
+    return cut / tp + whole
 
 
 @lru_cache(maxsize=16)

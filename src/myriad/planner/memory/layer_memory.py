@@ -34,7 +34,7 @@ from myriad.model.activation_memory import LayerKind, kept_bytes_per_micro_batch
 from myriad.model.config import ModelConfig
 from myriad.model.matrix_shapes import hidden_matrices
 from myriad.planner.cost.operator_costs import Number
-from myriad.planner.cost.stage_layers import first_alike, routed_parameters
+from myriad.planner.cost.stage_layers import first_alike, routed_elements
 from myriad.planner.workload import FrameworkProfile, Recompute
 
 __all__ = [
@@ -359,16 +359,25 @@ def layer_elements(model: ModelConfig, kind: LayerKind, tp: Number, layer: int =
     return (block.block_parameters - shared + copied) / tp + shared
 
 
-def expert_elements(model: ModelConfig, layer: int, tp: Number, ep: int) -> Number:
+def expert_elements(
+    model: ModelConfig, layer: int, tp: Number, ep: int, *, matrices_only: bool = False
+) -> Number:
     """Return the number of elements of the routed experts of a layer of the pipeline on one rank, if ``ep``
     ranks share them, and ``tp`` each of them; 0 if each has all, which `layer_elements` counts with the
     rest."""
-    return routed_parameters(model)[layer] / tp / ep if ep > 1 else 0.0 * tp
+    if ep == 1:
+        return 0.0 * tp
+    return _of_each(tp, lambda ranks: routed_elements(model, layer, ranks, matrices_only=matrices_only)) / ep
 
 
 def _matrix_elements(model: ModelConfig, layer: int, tp: Number) -> Number:
     """Return the elements of the matrices between hidden values in a layer of the pipeline, on one rank."""
     return _of_each(tp, lambda ranks: sum(one.local for one in hidden_matrices(model, layer, ranks)))
+
+
+def _routed_matrices(model: ModelConfig, layer: int, part: "MicroBatchShard") -> Number:
+    """Return those of `_matrix_elements` that are of routed experts which ranks share, of all these ranks."""
+    return part.ep * expert_elements(model, layer, part.tp, part.ep, matrices_only=True)
 
 
 def layer_memory(
@@ -416,8 +425,11 @@ def _memory_of(
         mean(layer_elements(model, "block", part.tp, layer) for layer in counts) - part.ep * experts,
         layer_elements(model, "embedding", part.tp),
         layer_elements(model, "head", part.tp) - part.ep * in_head,
-        mean(_matrix_elements(model, 1 + layer, part.tp) for layer in counts) - part.ep * experts,
-        _matrix_elements(model, model.layers + 1, part.tp) - part.ep * in_head,
+        mean(
+            _matrix_elements(model, 1 + layer, part.tp) - _routed_matrices(model, 1 + layer, part)
+            for layer in counts
+        ),
+        _matrix_elements(model, model.layers + 1, part.tp) - _routed_matrices(model, model.layers + 1, part),
         mean(one.kept for one in blocks),
         max(max(one.forward, one.backward) for one in blocks),
         mean(product_inputs(model, layer, part) for layer in counts),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from myriad.model.activation_memory import LayerKind
-from myriad.planner.cost.stage_layers import first_alike, routed_parameters
+from myriad.planner.cost.stage_layers import first_alike, routed_elements
 from myriad.planner.memory.layer_memory import (
     MicroBatchShard,
     layer_bytes,
@@ -159,18 +159,18 @@ class StageMemory:
         for layer in self.layers[stage]:
             every += self._elements(layer)
             if layout.folds_experts:
-                every -= routed_parameters(self.workload.model)[layer] / layout.tp
+                every -= routed_elements(self.workload.model, layer, layout.tp)
             every -= self.table if self.kind(layer) != "block" else 0.0
         return self.padded(every)
 
     def expert_chunk(self, stage: int) -> float:
         """Return the number of elements of a stage's routed experts on one rank, where ranks share experts;
         0 elsewhere."""
-        layout, routed = self.workload.layout, routed_parameters(self.workload.model)
+        layout, model = self.workload.layout, self.workload.model
         if not layout.folds_experts:
             return 0.0
-        held = sum(routed[layer] for layer in self.layers[stage]) / (layout.expert_tp * layout.ep)
-        return self.padded(held, of_experts=True)
+        held = sum(routed_elements(model, layer, layout.expert_tp) for layer in self.layers[stage])
+        return self.padded(held / layout.ep, of_experts=True)
 
     def float8_forms(self, stage: int) -> float:
         """Return the bytes of a stage's float8 weights that are kept from one micro-batch to the next; 0:
