@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from myriad.comm.layout import Layout
 from myriad.optim.config import OptimizerConfig
+from myriad.parallel.batch import Batch
 from myriad.parallel.custom import Layer, LayerList
-from myriad.parallel.runtime import Batch
 from myriad.train.fit import fit
 from myriad.train.worker import one_line_errors
 

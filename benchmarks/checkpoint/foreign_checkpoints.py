@@ -37,8 +37,8 @@ from myriad.job import Job
 from myriad.model.definition import Context, values_of_rank
 from myriad.model.gpt import GPT, build_full
 from myriad.optim.precision import resolve_precision
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.run import Run
 from myriad.telemetry.spans import Recorder
 from myriad.train.checkpoint_tools.foreign_checkpoints import foreign_state, import_foreign

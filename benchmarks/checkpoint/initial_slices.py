@@ -36,8 +36,8 @@ from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.model.tensor_shard import TensorShard
 from myriad.optim.config import OptimizerConfig
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.workload import Workload
 from myriad.telemetry.spans import Recorder

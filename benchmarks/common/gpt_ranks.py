@@ -25,8 +25,8 @@ from myriad.data.loader import LoaderClient, LoaderSpec
 from myriad.job import Job, load_job
 from myriad.model.gpt import GPT
 from myriad.optim.schedule import learning_rate
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.telemetry.span_io.span_ring import SpanRing
 from myriad.telemetry.spans import Recorder, Span
 from myriad.train.data_loader import rank_rows, to_batch

@@ -17,7 +17,7 @@ from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig, Precision, float8_scaling
-from myriad.parallel.runtime import Batch
+from myriad.parallel.batch import Batch
 from myriad.planner.cluster_config import Accelerator, Cluster, Link, Links
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.stage_layers import computed_pairs

@@ -33,9 +33,9 @@ from myriad.model.config import ModelConfig
 from myriad.model.experts import Experts
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
 from myriad.parallel.expert_exchange import ExpertPeers, start_rows
-from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
 

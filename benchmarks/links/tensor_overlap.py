@@ -34,8 +34,8 @@ from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.model.interleave import SteppedLayer
 from myriad.optim.config import OptimizerConfig
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
 

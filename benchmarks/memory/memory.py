@@ -26,9 +26,9 @@ from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
+from myriad.parallel.batch import Batch
 from myriad.parallel.chunk import Chunk
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
 from myriad.program.partition import partition_layers
 from myriad.telemetry.spans import Recorder

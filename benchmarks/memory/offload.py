@@ -27,8 +27,8 @@ from myriad.job import load_job
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.memory.closed_form_memory import PeakMemory, fits_probability

@@ -25,8 +25,8 @@ from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.workload import Workload

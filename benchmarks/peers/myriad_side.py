@@ -12,8 +12,8 @@ from myriad.comm.layout import Layout, check_layout
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
 from myriad.program.partition import partition_layers
 from myriad.telemetry.spans import Recorder

@@ -21,8 +21,8 @@ from myriad.comm.layout import Layout
 from myriad.job import load_job
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig, OptimizerName
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.program.partition import partition_layers
 from myriad.telemetry.spans import Recorder
 

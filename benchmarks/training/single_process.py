@@ -30,7 +30,7 @@ from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.precision import resolve_precision
-from myriad.parallel.runtime import Batch
+from myriad.parallel.batch import Batch
 from myriad.train.fit import fit
 from myriad.train.metrics import find_peak
 

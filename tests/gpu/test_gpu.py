@@ -20,9 +20,9 @@ from myriad.model.gpt import GPT
 from myriad.model.tensor_shard import TensorShard
 from myriad.optim.config import LossScaleConfig, OptimizerConfig
 from myriad.optim.loss_scale import LossScaler
+from myriad.parallel.batch import Batch
 from myriad.parallel.cuda_graphs import CudaGraphs
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.program.partition import partition_layers
 from myriad.telemetry.progress.device_clock import cuda_clock
 from myriad.telemetry.progress.device_progress import DeviceProgress

@@ -16,7 +16,7 @@ from myriad.comm.layout import Layout, lacks_for_graphs
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
-from myriad.parallel.runtime import Batch
+from myriad.parallel.batch import Batch
 from myriad.program.config import OverlapConfig
 from myriad.train.fit import fit
 

@@ -14,8 +14,8 @@ from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.parallel.symmetric_memory import lacks_symmetric_memory
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder

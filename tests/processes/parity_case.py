@@ -27,8 +27,8 @@ from myriad.model.gpt import GPT
 from myriad.optim.config import LossScaleConfig, OptimizerConfig
 from myriad.optim.loss_scale import LossScaler
 from myriad.optim.schedule import learning_rate
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
 from myriad.program.partition import partition_layers
 from myriad.telemetry.config import TelemetryConfig

@@ -38,8 +38,8 @@ from myriad.model.gpt import GPT
 from myriad.model.self_attention import Attention
 from myriad.model.tensor_shard import TensorShard
 from myriad.optim.config import OptimizerConfig
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.workload import Workload
 from myriad.run import Run

@@ -18,8 +18,8 @@ from torch import nn
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.optim.config import OptimizerConfig
+from myriad.parallel.batch import Batch
 from myriad.parallel.custom import Layer, LayerList
-from myriad.parallel.runtime import Batch
 from myriad.train.fit import fit
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"

@@ -25,9 +25,9 @@ from myriad.comm.layout import Layout
 from myriad.model.activation_memory import kept_bytes_per_micro_batch, kept_bytes_per_token
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerConfig
+from myriad.parallel.batch import Batch
 from myriad.parallel.custom import Layer, LayerList
 from myriad.parallel.expert_exchange import ExpertPeers
-from myriad.parallel.runtime import Batch
 from myriad.parallel.tensor_parallel import GroupBoundary
 from myriad.telemetry.spans import Recorder
 from myriad.train.fit import fit

@@ -18,7 +18,7 @@ from myriad.data.windows import PackedRows, PackedWindows, fill_padding, pack_do
 from myriad.evaluation.token_requests import Piece
 from myriad.kernels.documents import Documents
 from myriad.model.token_record import TokenRecord
-from myriad.parallel.runtime import Batch
+from myriad.parallel.batch import Batch
 
 __all__ = ["PackedPieces", "PieceScore", "window_length"]
 

@@ -23,6 +23,7 @@ from myriad.model.definition import Definition, mixtures_of, num_experts_of
 from myriad.model.tensor_shard import TensorShard
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.loss_scale import LossScaler
+from myriad.parallel.batch import Batch
 from myriad.parallel.cuda_graphs import Capturer
 from myriad.parallel.diloco import DiLoCo
 from myriad.parallel.forward_engine import ForwardEngine, TrainingNeeds, check_on_device
@@ -32,7 +33,6 @@ from myriad.parallel.rank_model import (
     draw_initial,
     shape_of_loss,
 )
-from myriad.parallel.runtime import Batch
 from myriad.parallel.step_statistics import StepStatistics
 from myriad.parallel.trial_steps import TrialSteps
 from myriad.program.config import OverlapConfig

@@ -23,6 +23,7 @@ from myriad.kernels.host_memory import keep_freed_memory
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
 from myriad.model.tensor_shard import TensorShard
+from myriad.parallel.batch import Batch
 from myriad.parallel.model_state import ModelState
 from myriad.parallel.optimizer_step import loss_weight, sum_over_world
 from myriad.parallel.rank_model import (
@@ -34,7 +35,7 @@ from myriad.parallel.rank_model import (
     shapes_between_stages,
 )
 from myriad.parallel.router_biases import make_biases
-from myriad.parallel.runtime import Batch, Runtime
+from myriad.parallel.runtime import Runtime
 from myriad.parallel.tensor_parallel import make_boundary
 from myriad.program.actions import Program
 from myriad.program.build import build_program, count_chunks

@@ -12,10 +12,11 @@ import torch
 from myriad.comm.collectives import all_reduce_max
 from myriad.comm.groups import Groups
 from myriad.errors import BadInputError
+from myriad.parallel.batch import Batch
 from myriad.parallel.cuda_graphs import Capturer
 from myriad.parallel.optimizer_step import OptimizerStep
 from myriad.parallel.recompute import RandomState
-from myriad.parallel.runtime import Batch, Runtime
+from myriad.parallel.runtime import Runtime
 from myriad.program.actions import Program
 from myriad.program.in_flight import RankProgram
 from myriad.program.warm_up import warm_up_actions

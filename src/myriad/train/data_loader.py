@@ -29,8 +29,8 @@ from myriad.errors import BadInputError
 from myriad.job import Job
 from myriad.job.job_steps import JobSteps
 from myriad.kernels.documents import Documents
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.run import Run
 from myriad.train.device_setup import RankEnvironment
 from myriad.train.inputs import BadBlocks

@@ -28,8 +28,8 @@ from myriad.model.definition import Definition
 from myriad.model.gpt import GPT
 from myriad.optim.loss_scale import LossScaler
 from myriad.optim.precision import resolve_float8
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.program.partition import partition_layers
 from myriad.train.autotune.layer_profile import parameters_per_layer, seconds_per_layer
 from myriad.train.autotune.measurement_files import keep_measured, read_measured

@@ -25,10 +25,10 @@ from myriad.optim.config import LossScaleConfig, OptimizerConfig, Precision, che
 from myriad.optim.loss_scale import LossScaler
 from myriad.optim.precision import resolve_float8, resolve_precision
 from myriad.optim.schedule import learning_rate
+from myriad.parallel.batch import Batch
 from myriad.parallel.cuda_graphs import CudaGraphs
 from myriad.parallel.engine import Engine
 from myriad.parallel.optimizer_step import StepResult
-from myriad.parallel.runtime import Batch
 from myriad.program.config import OverlapConfig
 from myriad.program.device_needs import posts_early
 from myriad.system.spin_control import control_spinning

@@ -24,8 +24,8 @@ from myriad.evaluation.task_requests import TaskRequests
 from myriad.evaluation.task_scores import TaskScores
 from myriad.evaluation.token_requests import Piece, RequestEncoder
 from myriad.job import Job
+from myriad.parallel.batch import Batch
 from myriad.parallel.forward_engine import ForwardEngine
-from myriad.parallel.runtime import Batch
 from myriad.train.data_loader import rank_rows
 from myriad.train.inputs import read_job_tasks
 

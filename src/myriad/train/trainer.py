@@ -27,9 +27,9 @@ from myriad.data.windows import BatchWords
 from myriad.errors import MyriadError, RunFailedError
 from myriad.job import dump_toml
 from myriad.job.job_steps import JobSteps
+from myriad.parallel.batch import Batch
 from myriad.parallel.cuda_graphs import CudaGraphs
 from myriad.parallel.optimizer_step import StepResult
-from myriad.parallel.runtime import Batch
 from myriad.program.device_needs import posts_early
 from myriad.run import Run
 from myriad.telemetry.progress.progress_page import IN_MEMORY_ONLY, TURNED_CODE

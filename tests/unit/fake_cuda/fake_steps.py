@@ -26,8 +26,8 @@ from myriad.data.config import DataConfig
 from myriad.model.gpt import GPT
 from myriad.optim.precision import resolve_float8
 from myriad.parallel import trial_steps
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
 from myriad.program.partition import partition_layers
 from myriad.telemetry.spans import Recorder
 from myriad.train.data_loader import to_batch

@@ -27,7 +27,7 @@ from myriad.kernels.triton import rotary_kernels as triton_rotary
 from myriad.model.config import ModelConfig
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
-from myriad.parallel.runtime import Batch
+from myriad.parallel.batch import Batch
 from myriad.train.fit import fit
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.precision import resolve_precision
 from myriad.parallel import engine
-from myriad.parallel.runtime import Batch
+from myriad.parallel.batch import Batch
 from myriad.train.device_setup import (
     choose_kernels,
     describe_precision,

@@ -12,7 +12,7 @@ from torch import nn
 
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Context, Definition, values_of_rank
-from myriad.parallel.runtime import Batch
+from myriad.parallel.batch import Batch
 
 __all__ = ["parameters_per_layer", "seconds_per_layer"]
 
