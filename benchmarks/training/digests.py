@@ -22,9 +22,9 @@ from myriad.comm.groups import close_world, open_world
 from myriad.job import Job, load_job
 from myriad.model.gpt import GPT
 from myriad.optim.precision import resolve_precision
-from myriad.parallel.chunk import Chunk
+from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
-from myriad.parallel.runtime import Batch
+from myriad.parallel.own_gradients import OwnGradients
 from myriad.program.partition import partition_layers
 from myriad.telemetry.spans import Recorder
 from myriad.train.device_setup import pick_device, read_rank_environment
@@ -84,9 +84,9 @@ def measure(job: Job, steps: int) -> dict[str, float]:
     engine.before_update = lambda: digests.append(
         seconds_of(lambda: int(digest_of(held)) if (held := engine.replicated()) else None, device)
     )
-    add_up = Chunk._add_up
-    Chunk._add_up = lambda self, spans: spent.append(  # type: ignore[method-assign]
-        seconds_of(lambda: add_up(self, spans), device)
+    add = OwnGradients._add
+    OwnGradients._add = lambda self, spans: spent.append(  # type: ignore[method-assign]
+        seconds_of(lambda: add(self, spans), device)
     )
     taken, sums = list[float](), list[float]()
     targets = job.train.global_batch * job.model.sequence

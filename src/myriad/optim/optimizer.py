@@ -82,7 +82,7 @@ def build_optimizer(
     config: OptimizerConfig,
     regions: Sequence[Region],
     num_parameters: int,
-    reduce_table: Callable[[torch.Tensor], torch.Tensor],
+    reduce_table: Callable[[torch.Tensor], torch.Tensor] | None,
     kernels: Kernels = "auto",
     matrix_parts: Sequence[Sequence[MatrixPart]] = (),
     *,
@@ -92,7 +92,7 @@ def build_optimizer(
     the device).
 
     ``reduce_table`` gets ``[num_parameters, 2]`` float64 sums of squares of what this rank holds and returns
-    those of whole parameters. LAMB calls it once a step on every rank, AdamW never. ``matrix_parts``: for
+    those of whole parameters. LAMB needs it, and calls it once a step on every rank. ``matrix_parts``: for
     Muon, the parts of matrices in each region. ``on_host``: keep the state in host memory between updates.
     LAMB cannot: it begins the updates of all regions at once.
     """
@@ -101,6 +101,7 @@ def build_optimizer(
         return Muon(config, regions, matrix_parts, kernels, on_host=on_host)
     if config.name == "lamb":
         assert not on_host, "a job's rule"
+        assert reduce_table is not None, "LAMB needs the norms of whole parameters"
         return _Lamb(config, regions, num_parameters, reduce_table, kernels)
     return AdamW(config, regions, kernels, on_host=on_host)
 

@@ -37,6 +37,7 @@ from myriad.comm.comm_scheduler import BucketCollective, CommScheduler, PendingC
 from myriad.comm.groups import Group
 from myriad.kernels.gradient import GradientSink, PendingRows, set_sink
 from myriad.optim.region import ParameterSlice, Region
+from myriad.parallel.own_gradients import OwnGradients
 from myriad.parallel.parameter_table import Entry, Row
 from myriad.parallel.transient_buffer import FixedMemory, TransientBuffer, make_buffer
 
@@ -136,8 +137,8 @@ class Chunk:
         added to zeros."""
         self.before_reduce: Callable[[Chunk], None] | None = None
         """Called before this rank's own gradients are reduced."""
-        self._own_total: torch.Tensor | None = None
-        self._is_mixed = self._was_mixed = self._has_reduced = False
+        self.own_gradients = OwnGradients(self.grad_buffer, self.rows, self._kept_gradients())
+        self._has_reduced = False
         self._users: set[int] = set()
         self._stale = self._fresh = True
         self._free_values()
@@ -301,8 +302,8 @@ class Chunk:
         """Prepare `grad_buffer` for accumulation. The first call of an iteration starts from zero."""
         is_new = self._grad_buffer_memory is not None and self._grad_buffer_memory.allocate()
         if self._fresh:
-            self._own_total = None
-            self._was_mixed = self._has_reduced = False
+            self.own_gradients.begin()
+            self._has_reduced = False
         if self._fresh or is_new:
             self._begin_accumulation()
         self._fresh = False
@@ -331,64 +332,27 @@ class Chunk:
         """Sum the gradients with the other stage that holds the same (tied) parameters."""
         self.start_gradients()
         self.settle_gradients()
-        self._add_up([(0, self.size)])
-        self._is_mixed = self._was_mixed = True
+        self.own_gradients.count_before_mixing()
         all_reduce(self.grad_buffer, group)
 
-    def _add_up(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Add up this rank's own gradients before they are communicated. The total shows later which rank
-        produced a NaN."""
-        for start, stop in spans:
-            total = self.grad_buffer[start:stop].sum()
-            self._own_total = total if self._own_total is None else self._own_total + total
-
-    @cached_property
-    def _keeps_own(self) -> bool:
-        """Whether memory still holds this rank's own gradients after the reduction. ZeRO 1 keeps them in the
-        slices of other ranks; with one data-parallel rank all of them stay."""
+    def _kept_gradients(self) -> list[torch.Tensor] | None:
+        """Return views of the memory that holds this rank's own gradients after the reduction too, apart from
+        partial ones; ``None``: they are lost. ZeRO 1 keeps them in the slices of other ranks; with one
+        data-parallel rank all of them stay."""
         sharing = self.sharing
         if sharing.zero >= 2 or sharing.frees_grad_buffer:
-            return False
-        return sharing.group_size == 1 or (sharing.zero == 1 and self._collective.keeps_other_slices)
-
-    @cached_property
-    def _partial_spans(self) -> list[tuple[int, int]]:
-        """The spans of the gradients that tensor-parallel ranks sum after the reduction; adjacent spans are
-        joined."""
-        found: list[tuple[int, int]] = []
-        for row in self.rows:
-            if row.is_partial and found and found[-1][1] == row.start:
-                found[-1] = (found[-1][0], row.stop)
-            elif row.is_partial:
-                found.append((row.start, row.stop))
-        return found
-
-    @property
-    def was_non_finite(self) -> bool:
-        """Whether this rank's own gradients of the iteration were non-finite before they were reduced.
-
-        Read it before the next iteration, and only if the norm is non-finite: it reads the gradients that
-        memory still holds.
-        """
-        grad_buffer = [] if self._own_total is None else [self._own_total]
-        if self._keeps_own and not self._was_mixed:
-            grad_buffer += [part.sum() for part in self._own_parts()]
-        return not all(bool(torch.isfinite(total)) for total in grad_buffer)
-
-    def _own_parts(self) -> list[torch.Tensor]:
-        """Return views of the memory that holds this rank's own gradients, except for those that `_add_up`
-        has counted."""
-        if self.sharing.group_size > 1:
+            return None
+        if sharing.group_size == 1:
+            return [self.grad_buffer[row.start : row.stop] for row in self.rows if not row.is_partial]
+        if sharing.zero == 1 and self._collective.keeps_other_slices:
             return [self.grad_buffer[: self.start], self.grad_buffer[self.stop :]]
-        return [self.grad_buffer[row.start : row.stop] for row in self.rows if not row.is_partial]
+        return None
 
     def start_reduce(self) -> None:
         """Issue the sum over data-parallel ranks of the gradients added since the last reduction."""
         self.start_gradients()
         self.settle_gradients()
-        if not self._is_mixed:
-            self._add_up(self._partial_spans if self._keeps_own else [(0, self.size)])
-        self._is_mixed = False
+        self.own_gradients.count()
         if self.before_reduce is not None:
             self.before_reduce(self)
         if self.sharing.zero == 0:
@@ -418,18 +382,11 @@ class Chunk:
             self._summing.wait()
             self._summing = None
 
-    def partial_gradients(self) -> list[torch.Tensor]:
-        """Return views of this rank's reduced gradients that all tensor-parallel ranks still have to sum."""
-        return [part for _, part in self._gradients_of(row for row in self.rows if row.copies == 1)]
-
-    def copied_gradients(self) -> list[tuple[Row, torch.Tensor]]:
-        """Return views of this rank's reduced gradients that some tensor-parallel ranks still have to sum,
-        those that hold copies."""
-        return self._gradients_of(row for row in self.rows if row.copies > 1)
-
-    def _gradients_of(self, rows: Iterable[Row]) -> list[tuple[Row, torch.Tensor]]:
+    def partial_gradients(self) -> list[tuple[Row, torch.Tensor]]:
+        """Return views of this rank's reduced gradients that tensor-parallel ranks still have to sum, each
+        with its row."""
         spans = (
-            (row, max(row.start, self.start), min(row.stop, self.stop)) for row in rows if row.is_partial
+            (row, max(row.start, self.start), min(row.stop, self.stop)) for row in self.rows if row.is_partial
         )
         return [(row, self.gradients[a - self.start : b - self.start]) for row, a, b in spans if a < b]
 

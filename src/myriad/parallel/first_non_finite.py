@@ -73,7 +73,7 @@ def _bad_output(outputs: _Outputs, last_stage: int) -> _Finding | None:
 
 
 def _bad_gradient(model: RankModel, rows: _Rows, squares: torch.Tensor) -> _Finding | None:
-    own = [chunk for chunk in model.chunks if chunk.was_non_finite]
+    own = [chunk for chunk in model.chunks if chunk.own_gradients.was_non_finite]
     bad = [rows[number] for number in non_finite_rows(squares)]
     if not own and not bad:
         return None

@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from myriad.comm.groups import Groups
+from myriad.comm.collectives import all_reduce
+from myriad.comm.groups import Group, Groups
 from myriad.model.tensor_shard import TensorShard, shards_of_flat
 from myriad.optim.region import Region
 from myriad.parallel.chunk import Chunk
 from myriad.parallel.parameter_table import Row
 from myriad.parallel.rank_model import RankModel
 
-__all__ = ["ModelState"]
+__all__ = ["ModelState", "ParameterSums"]
 
 
 class ModelState:
@@ -80,6 +81,48 @@ class ModelState:
                         entry.rank,
                         entry.size,
                     )
+
+
+class ParameterSums:
+    """Sums over ranks by parameter: from what each rank holds of the parameters, those of whole ones. Each
+    element counts once."""
+
+    def __init__(self, state: ModelState, groups: Groups) -> None:
+        """A collective call of all ranks."""
+        device = state.counts.device
+        copies = torch.tensor([state.is_copy_over_tp(row) for _, row in state.rows], dtype=torch.bool)
+        self._copies = copies[:, None].to(device) if groups.grid.index("tp") > 0 else None
+        """``[rows, 1]``: whether an earlier tensor-parallel rank holds the row's elements too."""
+        self._parts = _row_groups(state, groups)
+        first: dict[str, int] = {}
+        names = [row.entry.name for _, row in state.rows]
+        firsts = [first.setdefault(name, number) for number, name in enumerate(names)]
+        self._firsts = torch.tensor(firsts).to(device) if len(first) < len(names) else None
+        """``[rows]``: the first row of each row's parameter, if a parameter has several rows."""
+
+    def __call__(self, table: torch.Tensor) -> torch.Tensor:
+        """Return the sums for a table with what this rank holds of each row of the table of parameters. All
+        rows of a parameter get the parameter's sum."""
+        if self._copies is not None:
+            table.masked_fill_(self._copies, 0.0)
+        for rows, group in self._parts:
+            table[rows] = all_reduce(table[rows], group)
+        if self._firsts is None:
+            return table
+        return torch.zeros_like(table).index_add_(0, self._firsts, table)[self._firsts]
+
+
+def _row_groups(state: ModelState, groups: Groups) -> list[tuple[torch.Tensor, Group | None]]:
+    """Return the rows of the table of parameters that ranks share alike, with the group of these ranks: those
+    of experts that not all replicas hold, and all others."""
+    layout, found = groups.grid.layout, []
+    for of_experts in (False, True) if layout.folds_experts else (False,):
+        rows = [row for row, (chunk, _) in enumerate(state.rows) if chunk.sharing.of_experts == of_experts]
+        cut = not of_experts or layout.expert_tp == layout.tp
+        axes = ("expert_dp" if of_experts else "dp_shard",) if layout.zero else ()
+        group = groups.along(*axes, *(("tp",) if cut else ()))
+        found.append((torch.tensor(rows, dtype=torch.int64).to(state.counts.device), group))
+    return found
 
 
 def _share(region: Region, chunk: Chunk) -> tuple[int, int]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from myriad.comm.collectives import all_reduce, start_all_reduce, sum_in_order
-from myriad.comm.groups import Group, Groups
+from myriad.comm.collectives import all_reduce
+from myriad.comm.groups import Groups
 from myriad.errors import RunFailedError
 from myriad.kernels.config import Kernels
 from myriad.optim.config import OptimizerConfig
@@ -30,7 +30,8 @@ from myriad.optim.weight_average import WeightAverage
 from myriad.parallel.chunk import Chunk
 from myriad.parallel.first_non_finite import describe_first_non_finite
 from myriad.parallel.matrix_exchange import MatrixExchange, MatrixPeers, make_exchanges
-from myriad.parallel.model_state import ModelState
+from myriad.parallel.model_state import ModelState, ParameterSums
+from myriad.parallel.partial_gradients import PartialGradients
 from myriad.parallel.qk_clip import QKClip
 from myriad.parallel.rank_model import RankModel
 from myriad.parallel.router_biases import RouterBiases
@@ -129,19 +130,8 @@ class OptimizerStep:
         layout, device = groups.grid.layout, state.counts.device
         self._num_replicas = layout.dp if trains_alone else 1
         """Number of replicas that have their own gradients at the step."""
-        self._copies = torch.tensor([[state.is_copy_over_tp(row)] for _, row in state.rows]).to(device)
-        """``[rows, 1]``: whether an earlier tensor-parallel rank holds the row's elements too."""
-        self._copy_groups = {
-            row.copies: _copy_group(groups, row.copies) for _, row in state.rows if row.copies > 1
-        }
-        """Groups of the ranks that hold the same copies, by their number."""
-        first: dict[str, int] = {}
-        rows = enumerate(row.entry.name for _, row in state.rows)
-        firsts = torch.tensor([first.setdefault(name, number) for number, name in rows])
-        self._first_rows = firsts.to(device) if self._copy_groups else None
-        """``[rows]``: the first row of each row's parameter, if a parameter has several rows."""
-        self._tables = _table_groups(state, groups) if config.name == "lamb" else []
-        """Rows of the table of parameters, and the group that shares their elements."""
+        self._partial_gradients = PartialGradients([row for _, row in state.rows], groups)
+        parameter_sums = ParameterSums(state, groups) if config.name == "lamb" else None
         num_rows = len(state.rows)
         self._exchanges: dict[Chunk, MatrixExchange] = {}
         if config.orthogonalizes:
@@ -157,7 +147,7 @@ class OptimizerStep:
             config,
             state.regions,
             num_rows,
-            self._reduce_table,
+            parameter_sums,
             kernels,
             self._matrix_parts(),
             on_host=layout.offload_optimizer,
@@ -370,28 +360,10 @@ class OptimizerStep:
             self._completes = True
             self._before_update()
             self.squares.zero_()
-        self._sum_over_tp(chunks)
+        self._partial_gradients.sum(chunks)
         state = self._state
         if regions := [state.regions[index] for chunk in chunks for index in state.regions_of[chunk]]:
             self.squares += squared_norms(regions, len(state.rows))
-
-    def _sum_over_tp(self, chunks: Sequence[Chunk]) -> None:
-        """Sum the partial gradients of elements that several tensor-parallel ranks hold.
-
-        Parameters that every rank holds whole are summed in one message. So are vectors of which some ranks
-        hold copies; matrices are reduced in place, one by one, so that the bits of a sum do not depend on the
-        chunks that are summed together.
-        """
-        _sum_in_one_message(
-            [part for chunk in chunks for part in chunk.partial_gradients()], self._groups.along("tp")
-        )
-        copied = [one for chunk in chunks for one in chunk.copied_gradients()]
-        for copies, group in self._copy_groups.items():
-            own = [(row, part) for row, part in copied if row.copies == copies]
-            pending = [start_all_reduce(part, group) for row, part in own if row.entry.decays]
-            for one in pending:
-                one.wait()
-            _sum_in_one_message([part for row, part in own if not row.entry.decays], group)
 
     def _skip_overflow(self, loss: float) -> None:
         """Handle a non-finite gradient or loss. All ranks skip the step if the loss scale explains it; the
@@ -409,43 +381,6 @@ class OptimizerStep:
             self._model, self._state.rows, self._outputs, self.squares, self._groups
         )
         raise RunFailedError(f"step {self._now.number}: loss is {loss}; {where}")
-
-    def _reduce_table(self, table: torch.Tensor) -> torch.Tensor:
-        """Sum each parameter's table row over the ranks (LAMB's norms), so that each element counts once."""
-        if self._groups.grid.index("tp") > 0:
-            table.masked_fill_(self._copies, 0.0)
-        for rows, group in self._tables:
-            table[rows] = all_reduce(table[rows], group)
-        if self._first_rows is None:
-            return table
-        return torch.zeros_like(table).index_add_(0, self._first_rows, table)[self._first_rows]
-
-
-def _table_groups(state: ModelState, groups: Groups) -> list[tuple[torch.Tensor, Group | None]]:
-    """Return the rows of the table of parameters that ranks share alike, with the group of these ranks: those
-    of experts that not all replicas hold, and all others."""
-    layout, found = groups.grid.layout, []
-    for of_experts in (False, True) if layout.folds_experts else (False,):
-        rows = [row for row, (chunk, _) in enumerate(state.rows) if chunk.sharing.of_experts == of_experts]
-        cut = not of_experts or layout.expert_tp == layout.tp
-        axes = ("expert_dp" if of_experts else "dp_shard",) if layout.zero else ()
-        group = groups.along(*axes, *(("tp",) if cut else ()))
-        found.append((torch.tensor(rows, dtype=torch.int64).to(state.counts.device), group))
-    return found
-
-
-def _copy_group(groups: Groups, copies: int) -> Group | None:
-    """Return the group of so many consecutive tensor-parallel ranks, which hold the same elements."""
-    first = groups.grid.index("tp") // copies * copies
-    return groups.of(groups.grid.peers("tp")[first : first + copies])
-
-
-def _sum_in_one_message(parts: list[torch.Tensor], group: Group | None) -> None:
-    """Sum vectors over the ranks of a group, in place."""
-    if group is None or not parts:
-        return
-    flat = sum_in_order(torch.cat(parts), group)
-    torch._foreach_copy_(parts, flat.split([len(part) for part in parts]))
 
 
 def sum_over_world(own: torch.Tensor, groups: Groups, recorder: Recorder) -> list[float]:
