@@ -10,10 +10,8 @@
 These calls are collective: every rank makes them in the same order. `settle` alone is local.
 """
 
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from myriad.checkpoint.blocking_store import BlockingStore
 from myriad.checkpoint.checkpoint_files import constant_manifest
 from myriad.checkpoint.checkpoint_world import (
     CheckpointWorld,
@@ -70,12 +69,6 @@ _Known = TypeVar("_Known")
 _NO_HISTORY = RunHistory()
 _ACQUIRE_SECONDS = 60.0
 """How long a start waits for storage to answer. An error that the storage reports sooner ends the wait."""
-
-
-_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 30.0
-"""First and longest pause between attempts to store the last step."""
-_FINISH_TRIES, _POLL_SECONDS = 4, 0.5
-"""Tries of the last checkpoint if snapshot servers die, and the interval at which ranks check for that."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +131,8 @@ class CheckpointSession:
         shared = shares_machine(machines, self._world)
         name = node_server_name(settings.run, self._world.node if shared else None)
         self._client = SnapshotClient(name, starts=self._first, log=settings.log, start=settings.start)
+        timeout_seconds = settings.config.timeout_seconds
+        self._blocking_store = BlockingStore(self._client, self._world, self._events, timeout_seconds)
         self._progress = progress_shard({})
         self._random = random_shard(grid.rank, device)
         self._snapshots: SnapshotTaker | None = None
@@ -146,7 +141,6 @@ class CheckpointSession:
         self.attempt, self._acquired = 0, AcquiredFolder(0)
         self._resumed: int | None = None
         self._newest: int | None = None
-        self._retries: _Retries | None = None
         self.set_aside_wrong: list[str] = []
         """New names of checkpoints that `exclude_after` has ruled out."""
 
@@ -357,54 +351,11 @@ class CheckpointSession:
         The state must not change meanwhile: if a snapshot server dies, all ranks copy it to the new one.
         ``retry``: retry a failed store until ``checkpoint.timeout_seconds`` have passed."""
         assert self._snapshots is not None, "begin comes first"
-        deadline = time.monotonic() + self._settings.config.timeout_seconds
-        lost = 0
-        self._retries = _Retries(self._client, step, deadline, self._report_retry) if retry else None
-        while lost < _FINISH_TRIES:
-            self._snapshots.await_reported()
-            own = self._outcome_by(step, deadline) if self._grid.rank == 0 else None
-            outcome = self._world.from_first(own, StoreOutcome | None)
-            # Checked after the outcome: the death of the server may be the cause of a failed outcome.
-            is_gone = self._snapshots.lost_step == step or not self._client.is_alive()
-            if any(self._world.gather(is_gone, bool)):
-                lost += 1
-                self._snapshots.take(step, SnapshotPurpose(durable=True, last=True), self._write_progress)
-            elif outcome is not None:
-                return outcome.problem
-        return f"the snapshot server died {lost} times while step {step} was stored"
-
-    def _report_retry(self, step: int, problem: str, seconds: float) -> None:
-        line = {"time": time.time(), "event": "retry", "step": step, "problem": problem, "seconds": seconds}
-        self._events.append(line)
+        return self._blocking_store.finish(step, self._snapshots, self._write_progress, retry=retry)
 
     def hold(self, step: int, problem: str) -> None:
-        """Have all snapshot servers keep a last step that could not be stored after the ranks exit.
-
-        Writes a `held` event that lists the nodes, hosts and process ids of the servers."""
-        pid: int | None = None
-        if self._first:
-            with suppress(OSError):
-                pid = self._client.hold(step)
-        own = (socket.gethostname(), pid, self._world.node) if self._first else None
-        servers = [
-            {"node": node, "host": host, "pid": pid}
-            for host, pid, node in filter(None, self._world.gather(own, tuple[str, int | None, int] | None))
-        ]
-        if self._grid.rank == 0:
-            line = {"time": time.time(), "event": "held", "step": step, "problem": problem}
-            self._events.append(line | {"servers": servers})
-
-    def _outcome_by(self, step: int, deadline: float) -> StoreOutcome | None:
-        """Wait briefly for the storage outcome of a step; ``None``: ask again."""
-        with suppress(Closed):
-            outcome = self._client.wait_stored(step, _POLL_SECONDS)
-            if outcome is not None and self._retries is not None and self._retries.should_retry(outcome):
-                return None
-            if outcome is None and time.monotonic() > deadline:
-                seconds = self._settings.config.timeout_seconds
-                return StoreOutcome(f"not stored after {seconds:g} s", time.monotonic())
-            return outcome
-        return None
+        """Have all snapshot servers keep a last step that could not be stored after the ranks exit."""
+        self._blocking_store.hold(step, problem)
 
     def leave(self) -> None:
         """End this rank's session after an error: the snapshot server stores the newest snapshot."""
@@ -418,37 +369,3 @@ class CheckpointSession:
             self._snapshots.close()
         if for_good:
             self._client.bye()
-
-
-class _Retries:
-    """Retries storing the last step at growing intervals until the deadline."""
-
-    def __init__(
-        self,
-        client: SnapshotClient,
-        step: int,
-        deadline: float,
-        report: Callable[[int, str, float], None],
-    ) -> None:
-        """``report(step, problem, seconds)`` reports the problem and the remaining retry time once."""
-        self._client, self._step, self._deadline, self._report = client, step, deadline, report
-        self._is_reported = False
-        self._pause, self._next = _FIRST_RETRY_SECONDS, 0.0
-
-    def should_retry(self, outcome: StoreOutcome) -> bool:
-        """Whether the step is being retried or will be, so that ``outcome`` is not final."""
-        now = time.monotonic()
-        if outcome.problem is None or outcome.is_final or now >= self._deadline:
-            return False
-        if not self._is_reported:
-            self._is_reported = True
-            with suppress(OSError):
-                self._report(self._step, outcome.problem, self._deadline - now)
-        if not self._next:
-            self._next, self._pause = now + self._pause, min(2 * self._pause, _LAST_RETRY_SECONDS)
-        if now >= self._next:
-            self._next = 0.0
-            self._client.retry_store(self._step)
-        else:
-            time.sleep(min(_POLL_SECONDS, self._next - now, self._deadline - now))
-        return True
