@@ -14,7 +14,7 @@ from myriad.checkpoint.foreign.hugging_face_fields import minicpm_scales, writte
 from myriad.checkpoint.foreign.hugging_face_values import (
     ConfigValues,
     read_mscales,
-    read_rotary,
+    read_whole_rotary,
     written_rotary,
 )
 from myriad.errors import BadInputError
@@ -105,16 +105,15 @@ def _read_latent(theirs: ConfigValues, values: Values) -> Values:
     if values["v_head_dim"] > values["qk_nope_head_dim"] + values["qk_rope_head_dim"]:
         allowed = "at most qk_nope_head_dim + qk_rope_head_dim in config.json"
         raise BadInputError("v_head_dim", values["v_head_dim"], allowed)
-    base, scaling, fraction = read_rotary(theirs, "rope_theta", 1e4)
-    if fraction not in (None, 1.0):
-        raise BadInputError("partial_rotary_factor", fraction, "1 in config.json of this model type")
+    rotary = read_whole_rotary(theirs)
+    scaling = rotary["rotary_scaling"]
     if scaling.kind == "yarn":
         found, given = read_mscales(theirs)
         if given or "mscale_all_dim" not in found:
             found.pop("mscale", None)  # without effect
         derived = {"attention_factor": None} if len(found) == 2 else {}
         scaling = scaling.model_copy(update=found | derived)
-    return {"kv_heads": None, "rotary_base": base, "rotary_scaling": scaling}
+    return {"kv_heads": None, **rotary, "rotary_scaling": scaling}
 
 
 def write_deepseek2(model: ModelConfig) -> Values:

@@ -1,7 +1,8 @@
 """The model families that are exchanged with Hugging Face, as a table, without torch.
 
 To add one, add an entry to `FAMILIES`, and a reader and a writer of its own fields to
-`myriad.checkpoint.foreign.hugging_face_fields`. The tests compare its logits with those of transformers.
+`myriad.checkpoint.foreign.hugging_face_fields` or a module beside it. The tests compare its logits with those
+of transformers.
 """
 
 from typing import Any
@@ -30,34 +31,37 @@ from myriad.checkpoint.foreign.hugging_face_experts import (
 )
 from myriad.checkpoint.foreign.hugging_face_family import Family, TensorNames
 from myriad.checkpoint.foreign.hugging_face_fields import (
-    falcon_names,
     read_decoder,
-    read_falcon,
     read_gemma2,
     read_gemma3,
     read_granite,
     read_minicpm,
     read_mistral,
-    read_neox,
     read_olmo3,
     read_phi3,
     read_qwen,
     read_smollm3,
-    read_stablelm,
-    stablelm_names,
     write_decoder,
-    write_falcon,
     write_gemma,
     write_gemma3,
     write_granite,
     write_minicpm,
     write_mistral,
-    write_neox,
     write_olmo3,
     write_phi3,
     write_qwen,
     write_qwen2,
     write_smollm3,
+)
+from myriad.checkpoint.foreign.hugging_face_parallel import (
+    falcon_names,
+    neox_names,
+    read_falcon,
+    read_neox,
+    read_stablelm,
+    stablelm_names,
+    write_falcon,
+    write_neox,
     write_stablelm,
 )
 
@@ -321,18 +325,7 @@ FAMILIES: dict[str, Family] = {
         read=read_neox,
         write=write_neox,
         fields=(*_ROTARY, "rotary_pct", "rotary_emb_base", "use_parallel_residual"),
-        names=lambda model: TensorNames(
-            base="gpt_neox",
-            tokens="embed_in",
-            final_norm="final_layer_norm",
-            head="embed_out",
-            attention="attention",
-            qkv=("query_key_value",),
-            qkv_order="groups",
-            output="dense",
-            up=("dense_h_to_4h",),
-            down="dense_4h_to_h",
-        ),
+        names=neox_names,
     ),
     "falcon": Family(
         architecture="FalconForCausalLM",

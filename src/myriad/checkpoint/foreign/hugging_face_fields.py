@@ -6,53 +6,44 @@ writer returns further fields. A written file that is read back gives the same m
 
 from collections.abc import Callable
 
-from myriad.checkpoint.foreign.hugging_face_family import TensorNames, Values
-from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, read_rotary, written_rotary
+from myriad.checkpoint.foreign.hugging_face_family import Values
+from myriad.checkpoint.foreign.hugging_face_values import (
+    ConfigValues,
+    read_partial_rotary,
+    read_rotary,
+    read_whole_rotary,
+    written_rotary,
+)
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 
 __all__ = [
-    "falcon_names",
     "minicpm_scales",
     "read_decoder",
-    "read_falcon",
     "read_gemma2",
     "read_gemma3",
     "read_granite",
     "read_minicpm",
     "read_mistral",
-    "read_neox",
     "read_olmo3",
     "read_phi3",
     "read_qwen",
     "read_smollm3",
-    "read_stablelm",
-    "stablelm_names",
     "write_decoder",
-    "write_falcon",
     "write_gemma",
     "write_gemma3",
     "write_granite",
     "write_minicpm",
     "write_mistral",
-    "write_neox",
     "write_olmo3",
     "write_phi3",
     "write_qwen",
     "write_qwen2",
     "write_smollm3",
-    "write_stablelm",
     "written_minicpm_scales",
 ]
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
-def _rotary(theirs: ConfigValues, default_base: float = 1e4) -> Values:
-    base, scaling, fraction = read_rotary(theirs, "rope_theta", default_base)
-    if fraction not in (None, 1.0):
-        raise BadInputError("partial_rotary_factor", fraction, "1 in config.json of this model type")
-    return {"rotary_base": base, "rotary_scaling": scaling}
 
 
 def _attention_bias(theirs: ConfigValues) -> Values:
@@ -61,7 +52,7 @@ def _attention_bias(theirs: ConfigValues) -> Values:
 
 def read_decoder(theirs: ConfigValues, values: Values) -> Values:
     """Read what Llama and its descendants have in common."""
-    return _rotary(theirs) | _attention_bias(theirs)
+    return read_whole_rotary(theirs) | _attention_bias(theirs)
 
 
 def write_decoder(model: ModelConfig) -> Values:
@@ -113,7 +104,7 @@ def _written_types(model: ModelConfig) -> list[str]:
 def read_mistral(theirs: ConfigValues, values: Values) -> Values:
     """Return the values of a ``config.json`` beyond the copied fields: Mistral."""
     window = _windowed(theirs.size_or_none("sliding_window"), values, (True,))
-    return _rotary(theirs) | window
+    return read_whole_rotary(theirs) | window
 
 
 def _without_attention_bias(written: Values) -> Values:
@@ -132,7 +123,7 @@ def read_qwen(theirs: ConfigValues, values: Values) -> Values:
     first = 0 if no_full else theirs.size_or_none("max_window_layers") or values["layers"]
     types = _layer_types(theirs, values, lambda layer: layer >= first, window)
     bias = _attention_bias(theirs) if "attention_bias" in theirs.defaults else {}
-    return _rotary(theirs) | types | bias
+    return read_whole_rotary(theirs) | types | bias
 
 
 def write_qwen(model: ModelConfig) -> Values:
@@ -165,7 +156,7 @@ def read_gemma2(theirs: ConfigValues, values: Values) -> Values:
     window = theirs.size_or_none("sliding_window")
     theirs.must_be("sliding_window_size", None, window)
     types = _layer_types(theirs, values, lambda layer: layer % 2 == 0, window)
-    return _rotary(theirs) | _read_gemma(theirs, values) | types
+    return read_whole_rotary(theirs) | _read_gemma(theirs, values) | types
 
 
 def read_gemma3(theirs: ConfigValues, values: Values) -> Values:
@@ -240,12 +231,8 @@ def write_olmo3(model: ModelConfig) -> Values:
 
 def read_phi3(theirs: ConfigValues, values: Values) -> Values:
     """Return the values of a ``config.json`` beyond the copied fields: Phi 3 and 4."""
-    base, scaling, fraction = read_rotary(theirs, "rope_theta", 1e4)
-    outer = theirs.number_or_none("partial_rotary_factor")
-    fraction = outer if fraction is None else fraction
     window = _windowed(theirs.size_or_none("sliding_window"), values, (True,))
-    fraction = 1.0 if fraction is None else fraction
-    return {"rotary_base": base, "rotary_scaling": scaling, "rotary_fraction": fraction} | window
+    return read_partial_rotary(theirs, 1.0) | window
 
 
 def write_phi3(model: ModelConfig) -> Values:
@@ -336,7 +323,7 @@ def read_smollm3(theirs: ConfigValues, values: Values) -> Values:
     rotates = tuple(map(bool, listed or [(layer + 1) % every for layer in range(layers)]))
     window = theirs.size_or_none("sliding_window") if theirs.flag("use_sliding_window") else None
     types = _layer_types(theirs, values, lambda layer: not rotates[layer], window)
-    found = _rotary(theirs, 2e6) | _attention_bias(theirs) | types
+    found = read_whole_rotary(theirs, 2e6) | _attention_bias(theirs) | types
     return found | {"rotary_pattern": _repeated(rotates)}
 
 
@@ -344,110 +331,3 @@ def write_smollm3(model: ModelConfig) -> Values:
     """Return the fields beyond the copied ones: SmolLM 3."""
     rotates = [int(model.layer_rotary(layer) is not None) for layer in range(model.layers)]
     return write_qwen(model) | {"no_rope_layers": rotates, "mlp_bias": False}
-
-
-def read_neox(theirs: ConfigValues, values: Values) -> Values:
-    """Return the values of a ``config.json`` beyond the copied fields: GPT-NeoX and Pythia."""
-    base, scaling, fraction = read_rotary(theirs, "rotary_emb_base", 1e4)
-    theirs.must_be("rope_theta", None, base)
-    outer = theirs.number_or_none("rotary_pct")
-    fraction = next((one for one in (fraction, outer) if one is not None), 0.25)
-    found: Values = {"rotary_base": base, "rotary_scaling": scaling, "rotary_fraction": fraction}
-    if theirs.flag("use_parallel_residual"):
-        found |= {"block": "parallel", "parallel_norms": 2}
-    return found
-
-
-def write_neox(model: ModelConfig) -> Values:
-    """Return the fields beyond the copied ones: GPT-NeoX and Pythia."""
-    rotary = written_rotary(model.rotary_base, model.rotary_scaling, model.rotary_fraction)
-    return {
-        "rope_parameters": rotary,
-        "rotary_emb_base": model.rotary_base,
-        "rotary_pct": model.rotary_fraction,
-        "use_parallel_residual": model.block == "parallel",
-        "attention_bias": True,
-        "hidden_dropout": model.dropout,
-        "attention_dropout": 0.0,
-    }
-
-
-def read_stablelm(theirs: ConfigValues, values: Values) -> Values:
-    """Return the values of a ``config.json`` beyond the copied fields: StableLM."""
-    base, scaling, fraction = read_rotary(theirs, "rope_theta", 1e4)
-    outer = theirs.number_or_none("partial_rotary_factor")
-    fraction = next((one for one in (fraction, outer) if one is not None), 0.25)
-    found: Values = {"rotary_base": base, "rotary_scaling": scaling, "rotary_fraction": fraction}
-    found |= {"attention_bias": "qkv" if theirs.flag("use_qkv_bias") else "default"}
-    found |= {"qk_norm": "heads", "qk_norm_kind": "layer"} if theirs.flag("qk_layernorm") else {}
-    return found | ({"block": "parallel"} if theirs.flag("use_parallel_residual") else {})
-
-
-def write_stablelm(model: ModelConfig) -> Values:
-    """Return the fields beyond the copied ones: StableLM."""
-    return {
-        "rope_theta": model.rotary_base,
-        "rope_parameters": written_rotary(model.rotary_base, model.rotary_scaling, model.rotary_fraction),
-        "partial_rotary_factor": model.rotary_fraction,
-        "use_parallel_residual": model.block == "parallel",
-        "use_qkv_bias": model.attention_bias == "qkv",
-        "qk_layernorm": model.qk_norm == "heads",
-    }
-
-
-def stablelm_names(model: ModelConfig) -> TensorNames:
-    """Return the names of the tensors of StableLM."""
-    by_head = ("q_layernorm.norms", "k_layernorm.norms")
-    if model.block == "parallel":
-        return TensorNames(norms={"norm1": "input_layernorm"}, qk_norms=by_head)
-    return TensorNames(qk_norms=by_head)
-
-
-def read_falcon(theirs: ConfigValues, values: Values) -> Values:
-    """Return the values of a ``config.json`` beyond the copied fields: Falcon."""
-    new = theirs.flag("new_decoder_architecture")
-    theirs.must_be("parallel_attn", True)
-    norms = theirs.size_or_none("num_ln_in_parallel_attn") or 2
-    if not new:
-        theirs.must_be("multi_query", True)
-        norms = 1
-    heads = (theirs.size_or_none("num_kv_heads") or values["heads"]) if new else 1
-    inner = theirs.size_or_none("ffn_hidden_size") or 4 * values["hidden"]
-    return _rotary(theirs) | {"parallel_norms": norms, "kv_heads": heads, "ffn_hidden": inner}
-
-
-def write_falcon(model: ModelConfig) -> Values:
-    """Return the fields beyond the copied ones: Falcon."""
-    new = model.parallel_norms == 2 or model.num_kv_heads > 1
-    return {
-        "rope_theta": model.rotary_base,
-        "rope_parameters": written_rotary(model.rotary_base, model.rotary_scaling),
-        "new_decoder_architecture": new,
-        "num_ln_in_parallel_attn": model.parallel_norms if new else None,
-        "multi_query": True,
-        "parallel_attn": True,
-        "alibi": False,
-        "bias": False,
-        "num_kv_heads": model.num_kv_heads,
-        "ffn_hidden_size": model.ffn_width,
-        "hidden_dropout": model.dropout,
-        "attention_dropout": 0.0,
-    }
-
-
-def falcon_names(model: ModelConfig) -> TensorNames:
-    """Return the names of the tensors of Falcon."""
-    two = {"norm1": "ln_attn", "norm2": "ln_mlp"}
-    return TensorNames(
-        base="transformer",
-        tokens="word_embeddings",
-        layers="h",
-        final_norm="ln_f",
-        norms=two if model.parallel_norms == 2 else {"norm1": "input_layernorm"},
-        attention="self_attention",
-        qkv=("query_key_value",),
-        qkv_order="groups",
-        output="dense",
-        up=("dense_h_to_4h",),
-        down="dense_4h_to_h",
-    )

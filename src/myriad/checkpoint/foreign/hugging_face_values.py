@@ -150,6 +150,28 @@ def read_rotary(
     return given[0] if given else default_base, scalings[0] if scalings else RotaryScaling(), fraction
 
 
+def read_whole_rotary(theirs: ConfigValues, default_base: float = 1e4) -> dict[str, Any]:
+    """Return the values of `ModelConfig` for rotary positions that rotate whole heads."""
+    base, scaling, fraction = read_rotary(theirs, "rope_theta", default_base)
+    if fraction not in (None, 1.0):
+        raise BadInputError("partial_rotary_factor", fraction, "1 in config.json of this model type")
+    return {"rotary_base": base, "rotary_scaling": scaling}
+
+
+def read_partial_rotary(
+    theirs: ConfigValues,
+    default_fraction: float,
+    base_key: str = "rope_theta",
+    fraction_key: str = "partial_rotary_factor",
+) -> dict[str, Any]:
+    """Return the values of `ModelConfig` for rotary positions that may rotate a part of each head.
+    ``base_key``, ``fraction_key``: fields outside of the objects that `read_rotary` reads."""
+    base, scaling, fraction = read_rotary(theirs, base_key, 1e4)
+    outer = theirs.number_or_none(fraction_key)
+    fraction = next((one for one in (fraction, outer) if one is not None), default_fraction)
+    return {"rotary_base": base, "rotary_scaling": scaling, "rotary_fraction": fraction}
+
+
 def read_mscales(theirs: ConfigValues) -> tuple[dict[str, float], bool]:
     """Return DeepSeek's factors of yarn by their keys in `RotaryScaling`, without those that are 0, and
     whether the file has an attention factor beside them."""
