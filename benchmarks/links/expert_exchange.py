@@ -2,11 +2,15 @@
 
     python benchmarks/links/expert_exchange.py [--rates unshaped 1gbit 200mbit 50mbit] [--hosts 2 4] [--quick]
 
-Each rank is one thread in a host of its own (`hosts.py`), pinned to a core.
+Each rank is one thread in a host of its own (`hosts.py`), pinned to a core; for ``dispatch`` a host has two.
 
     exchange  rows to the ranks of their experts, as training sends them (`myriad.parallel.expert_exchange`),
               beside ``torch.distributed.all_to_all_single`` with the same sizes. uniform: equally many rows
               for each rank; skewed: rank 0 gets half of every rank's rows
+    dispatch  tokens to their experts and the sums of the results back, without what the experts compute: a row
+              for each expert, rank or node (``layout.expert_dispatch``), beside the same with torch's index
+              operators and two ``all_to_all_single``. uniform: experts are drawn evenly; skewed: half of all
+              choices are the experts of rank 0
     step      a training iteration of a mixture of experts on two hosts: parts of the micro-batch take turns
               (``overlap.tensor``), or each exchange is waited for
     compute   the same step with every exchange of rows left out (results are wrong, shapes right)

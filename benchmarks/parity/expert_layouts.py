@@ -3,8 +3,8 @@
     python benchmarks/parity/expert_layouts.py --folder FOLDER [--steps 3] [--every N]
 
 `layouts` lists every grid of dp, tp, pp, ep and etp with two to eight ranks in which experts lie on several
-ranks, each with all ZeRO levels and two schedules; recomputation, micro-batch, overlap, router and optimizer
-take turns. Each job trains on ranks that gloo joins and is compared with one process on the same tokens, in
+ranks, each with all ZeRO levels and two schedules; recomputation, micro-batch, overlap, router, optimizer and
+how often a token travels (``layout.expert_dispatch``, on nodes of two ranks) take turns. Each job trains on ranks that gloo joins and is compared with one process on the same tokens, in
 float32: losses, gradient norms and every whole parameter must agree within 1e-5, and the load of the busiest
 expert of each step must be the same number. Finished jobs are kept in FOLDER, and a command that was
 interrupted continues there. ``--every N`` trains each N-th job only. Ends with 1 if a job failed or differs.
@@ -52,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
 OPTIMIZERS = ("adamw", "muon", "lamb")
 RECOMPUTE = ("none", "selective", "full")
 PARTS = (2, 4)
+DISPATCH = ("expert", "rank", "node")
 SCHEDULES = {1: ("1f1b",), 2: ("1f1b", "zero-bubble"), 4: ("eager-1f1b", "zero-bubble-v")}
 
 
@@ -67,7 +68,8 @@ class Job:
     def case(self, steps: int) -> Case:
         """The job as the parity tests describe it."""
         model = {"layers": 2 if self.layout["pp"] < 4 else 6} | MODELS[self.model]
-        return Case(self.layout, model, {"name": self.optimizer}, steps, GLOBAL_BATCH, overlap=self.overlap)
+        optimizer, nodes = {"name": self.optimizer}, {"node_size": 2}
+        return Case(self.layout, model, optimizer, steps, GLOBAL_BATCH, overlap=self.overlap, comm=nodes)
 
     @property
     def name(self) -> str:
@@ -123,6 +125,7 @@ def layouts() -> list[Job]:
                 "schedule": schedule,
                 "virtual_stages": 2 if schedule == "zero-bubble-v" else 1,
                 "recompute": RECOMPUTE[turn % 3],
+                "expert_dispatch": DISPATCH[turn // 4 % 3] if grid["ep"] != 1 else "expert",
                 "micro_batch": 1 + turn % 2 if grid["dp"] in (1, 2) else 1,
             }
             try:

@@ -286,6 +286,39 @@ def test_layout_gives_the_loss_and_parameters_of_one_process(
     assert_equal(case, one_process(model, optimizer, steps=FEW, layers=layers))
 
 
+DISPATCH: list[tuple[str, str, dict[str, Any]]] = [
+    (
+        "latent-experts",
+        "adamw",
+        {"tp": 2, "dp": 2, "ep": 2, "expert_dispatch": "rank", "recompute": "selective"},
+    ),
+    ("experts", "adamw", {"dp": 4, "zero": 3, "ep": 4, "expert_dispatch": "node", "recompute": "full"}),
+    ("experts", "lamb", {"tp": 2, "dp": 2, "ep": 4, "etp": 1, "expert_dispatch": "node"}),
+    (
+        "experts",
+        "muon",
+        {"tp": 2, "pp": 2, "dp": 2, "ep": 4, "etp": 1, "expert_dispatch": "node", "micro_batch": 2},
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "layout"), DISPATCH, ids=name_of)
+def test_a_token_may_travel_once_for_several_experts(
+    model: str, optimizer: str, layout: dict[str, Any]
+) -> None:
+    """Nodes of two ranks: with "node", a token goes to one rank of a node, and from there to the other."""
+    overlap = {"tensor_chunks": 2}
+    case = Case(
+        layout,
+        MODELS[model] | {"layers": 2},
+        {"name": optimizer},
+        FEW,
+        overlap=overlap,
+        comm={"node_size": 2},
+    )
+    assert_equal(case, one_process(model, optimizer, steps=FEW, layers=2))
+
+
 PAIRS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "pairs.json").read_text())
 """Jobs of many features at once, chosen by ``benchmarks/parity/pairs.py --sample``; it trains all of them."""
 

@@ -67,7 +67,7 @@ def open_world(layout: Layout, device: torch.device, *, comm: CommConfig = _COMM
     A world of one needs none of the variables. Raises `RunFailedError` when the ranks do not meet.
     """
     rank, world = grid_rank(comm, layout.world), layout.world
-    groups = Groups(RankGrid(layout, rank), device, max_ctas=comm.max_ctas)
+    groups = Groups(RankGrid(layout, rank), device, comm=comm)
     if world == 1:
         return groups
     launched = int(os.environ.get("RANK", "0"))
@@ -123,9 +123,9 @@ def close_world() -> None:
 class Groups:
     """The groups of one rank, by the axes along which their members differ."""
 
-    def __init__(self, grid: RankGrid, device: torch.device = _CPU, *, max_ctas: int | None = None) -> None:
-        """``device`` is where this rank computes; ``max_ctas`` is an argument of `nccl_options`."""
-        self.grid, self._device, self._max_ctas = grid, device, max_ctas
+    def __init__(self, grid: RankGrid, device: torch.device = _CPU, *, comm: CommConfig = _COMM) -> None:
+        """``device`` is where this rank computes."""
+        self.grid, self.comm, self._device = grid, comm, device
         self._made: dict[tuple[tuple[int, ...], str], Group] = {}
 
     def along(self, *axes: str, purpose: str = "", pairwise: bool = False) -> Group | None:
@@ -159,7 +159,7 @@ class Groups:
         if not (purpose or backend) and self._is_world(ranks):
             return self.world
         if (ranks, purpose) not in self._made:
-            group = _make_group(tuple(sorted(ranks)), self.grid.rank, purpose, backend, self._max_ctas)
+            group = _make_group(tuple(sorted(ranks)), self.grid.rank, purpose, backend, self.comm.max_ctas)
             self._made[ranks, purpose] = group
             if not pairwise:
                 open_collectives(group, self._device)
@@ -186,7 +186,7 @@ class Groups:
             peers = self.grid.peers(axis)
             if len(peers) > 1 and not self._is_world(peers):
                 rows = self.grid.rows(axis)
-                options = nccl_options("nccl", self._max_ctas)
+                options = nccl_options("nccl", self.comm.max_ctas)
                 group = dist.split_group(
                     split_ranks=rows, timeout=timeout, pg_options=options, group_desc=axis
                 )

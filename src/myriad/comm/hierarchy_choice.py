@@ -28,7 +28,7 @@ from myriad.comm.hierarchy import (
 )
 from myriad.errors import BadInputError
 
-__all__ = ["agree_on_hierarchy"]
+__all__ = ["agree_on_hierarchy", "find_placement"]
 
 
 def agree_on_hierarchy(
@@ -43,7 +43,7 @@ def agree_on_hierarchy(
     group, ranks = groups.along(axis, purpose=purpose), groups.grid.peers(axis)
     if group is None:
         return "flat", (1,)
-    placement = _find_placement(groups, group, comm, device)
+    placement = find_placement(groups, group, comm, device)
     hierarchy = comm.hierarchy
     if hierarchy == "auto":
         chosen = HIERARCHIES.index(_fastest(group, ranks, placement, comm))
@@ -56,8 +56,9 @@ def agree_on_hierarchy(
     return hierarchy, radices
 
 
-def _find_placement(groups: Groups, group: Group, comm: CommConfig, device: torch.device) -> RankPlacement:
-    """Return the job's placement, else the launcher's if it is the same for all ranks."""
+def find_placement(groups: Groups, group: Group, comm: CommConfig, device: torch.device) -> RankPlacement:
+    """Return the job's placement, else the launcher's if it is the same for all ranks of ``group``. A
+    collective call of the group."""
     if comm.node_size is not None:
         return RankPlacement(comm.node_size, comm.switch_size, comm.island_size)
     world = groups.grid.layout.world

@@ -47,6 +47,11 @@ class Layout(Config):
     """Tensor-parallel ranks that share the width of each expert: layout.tp, or 1. With 1 experts are whole,
     layout.ep also counts tensor-parallel ranks, and each rank sends the tokens of its own part of the
     sequence only. off: layout.tp."""
+    expert_dispatch: Literal["expert", "rank", "node"] = "expert"
+    """How often a token travels with layout.ep > 1. expert: once for each of its experts. rank: once for each
+    rank that holds some of them. node: once for each node (comm.node_size), and from there to the ranks of
+    that node, which suits slow links between nodes and many experts for each token. With rank and node the
+    sums of a token's experts are added in another order."""
     virtual_stages: int = Field(1, ge=1, le=2**14)
     """Model pieces (stages) per pipeline rank."""
     zero: int = Field(0, ge=0, le=3)

@@ -100,6 +100,9 @@ class Boundary:
     """Index among the ranks that share the experts of a block."""
     expert_ranks: int = 1
     """Number of ranks that share the experts of a block."""
+    expert_hops: tuple[tuple[int, int], ...] = ()
+    """Where tokens travel once for several experts (`myriad.model.expert_dispatch`), for each hop of their
+    way this rank's index and the number of destinations; empty: a token travels once for each expert."""
     has_posted: bool = False
     """Whether tokens were sent to their experts, or results back, since a part of the micro-batch began its
     turn."""
@@ -158,14 +161,18 @@ class Boundary:
         stream whole."""
         return x
 
-    def start_counts(self, counts: torch.Tensor) -> Arriving:
-        """Exchange the numbers of tokens for each expert ``[E]`` with the ranks that share experts. The
-        result ``[ranks, E/ranks]`` has the tokens of each rank for the experts of this one."""
+    def start_counts(self, counts: torch.Tensor, hop: int | None = None) -> Arriving:
+        """Exchange the numbers of tokens for each expert ``[E]`` with the ranks that share experts, or for
+        each destination of one of `expert_hops` with those. The result ``[ranks, E/ranks]`` has the tokens of
+        each rank for the experts of this one."""
         return Arrived(counts[None])
 
-    def start_exchange(self, rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Arriving:
-        """Send ``leaving[r]`` of the rows ``[N, H]``, in order, to each rank r of those that share experts.
-        The result has the ``arriving[r]`` rows of each, in order of the ranks. It is differentiable."""
+    def start_exchange(
+        self, rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int], hop: int | None = None
+    ) -> Arriving:
+        """Send ``leaving[r]`` of the rows ``[N, H]``, in order, to each rank r of those that share experts,
+        or to each destination r of one of `expert_hops`. The result has the ``arriving[r]`` rows of each, in
+        order of the ranks. It is differentiable."""
         return Arrived(rows)
 
     def start_stack(self, x: torch.Tensor) -> Arriving:

@@ -32,7 +32,7 @@ Legend: B batch, S sequence, H hidden, E experts, k experts of a token, T = B S 
 
 from collections.abc import Generator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,6 +42,15 @@ from myriad.kernels.gradient import LaterProducts
 from myriad.kernels.linear import weight_gradient
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
+from myriad.model.expert_dispatch import (
+    Combine,
+    Dispatch,
+    Places,
+    Reordered,
+    RoutedTokens,
+    by_expert,
+    travel_once,
+)
 from myriad.model.interleave import Steps, Whole, finish
 from myriad.model.mlp import MLP, ExpertMLP, GatedMLP
 
@@ -191,19 +200,25 @@ class Experts(nn.Module):
         """Return the sum of what the chosen and the shared experts compute: this rank's partial sum, or with
         whole experts the sum for its part of the sequence. Yields where tokens travel."""
         gates, chosen = self.router.choose(logits)
+        if self.boundary.expert_hops:
+            return (yield from self._travel_once(x, gates, chosen))
         places = Places.of(chosen, self.num_experts)
-        if self.training and torch.is_grad_enabled() and self.loads is not None:
-            self.loads += places.counts
+        self._count(places.counts)
         if self.boundary.expert_ranks == 1:
-            entering: torch.Tensor = _Dispatch.apply(x.flatten(0, -2), places)
+            entering: torch.Tensor = Dispatch.apply(x.flatten(0, -2), places)
             leaving, shared = self._results(entering, places.counts), self._shared_result(x)
         else:  # no name for the tokens here: they are freed once they have left
             leaving, shared = yield from self._travel(
-                _Dispatch.apply(x.flatten(0, -2), places), places.counts, x
+                Dispatch.apply(x.flatten(0, -2), places), places.counts, x
             )
-        out: torch.Tensor = _Combine.apply(leaving, gates, places)
+        out: torch.Tensor = Combine.apply(leaving, gates, places)
         out = out.view(x.shape)
         return out if shared is None else out + shared
+
+    def _count(self, counts: torch.Tensor) -> None:
+        """Add to the loads the tokens of each expert ``[E]``, in training."""
+        if self.training and torch.is_grad_enabled() and self.loads is not None:
+            self.loads += counts
 
     def _travel(
         self, entering: torch.Tensor, counts: torch.Tensor, x: torch.Tensor
@@ -221,15 +236,37 @@ class Experts(nn.Module):
         arriving = boundary.start_exchange(entering, sizes, arriving_sizes)
         del entering
         yield None
-        order, back = _by_expert(arrived)
-        rows: torch.Tensor = _Reordered.apply(arriving.wait(), order, back)
+        order, back = by_expert(arrived)
+        rows: torch.Tensor = Reordered.apply(arriving.wait(), order, back)
         rows = self._results(rows, arrived.sum(0))
-        arriving = boundary.start_exchange(_Reordered.apply(rows, back, order), arriving_sizes, sizes)
+        arriving = boundary.start_exchange(Reordered.apply(rows, back, order), arriving_sizes, sizes)
         del rows
         # here and not earlier: in the backward too, it then comes between an all-to-all and its end
         shared = self._shared_result(x)
         yield None
         return arriving.wait(), shared
+
+    def _travel_once(self, x: torch.Tensor, gates: torch.Tensor, chosen: torch.Tensor) -> Steps:
+        """Return the result where a token travels once for several experts."""
+        self._count(torch.bincount(chosen.flatten(), minlength=self.num_experts))
+        shared: list[torch.Tensor | None] = []
+        routed = RoutedTokens(x.flatten(0, -2), gates, chosen)
+        out = yield from travel_once(
+            self.boundary,
+            routed,
+            self.num_experts,
+            self._gated_sums,
+            lambda: shared.append(self._shared_result(x)),
+        )
+        out = out.view(x.shape)
+        return out if shared[0] is None else out + shared[0]
+
+    def _gated_sums(self, tokens: RoutedTokens) -> torch.Tensor:
+        """Return the sum ``[n, H]`` of what this rank's experts compute of each token, times their gates."""
+        places = Places.of_some(tokens.chosen, len(self.experts))
+        rows = self._results(Dispatch.apply(tokens.x, places), places.counts)
+        found: torch.Tensor = Combine.apply(rows, tokens.gates, places)
+        return found
 
     def _results(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return what this rank's experts compute of tokens ``[N, H]`` that are ordered by expert."""
@@ -245,44 +282,6 @@ class Experts(nn.Module):
             return result
         partial_sum = self.shared(self.boundary.start_all_gather(x).wait())
         return self.boundary.start_reduce_scatter(partial_sum).wait()
-
-
-class Places(NamedTuple):
-    """Where each pair of a token and one of its experts is, if pairs are ordered by expert: int64 ``[T k]``.
-    The tokens of an expert stay in their order."""
-
-    counts: torch.Tensor
-    """Tokens of each expert, ``[E]``."""
-    pairs: torch.Tensor
-    """Number of each pair, expert by expert: pair ``k t + i`` is of token t and its i-th expert."""
-    tokens: torch.Tensor
-    """Token of each pair, expert by expert."""
-    back: torch.Tensor
-    """Place of each pair, token by token."""
-
-    @classmethod
-    def of(cls, chosen: torch.Tensor, num_experts: int) -> "Places":
-        """Order the chosen experts ``[T, k]`` of all tokens."""
-        experts = chosen.flatten()
-        pairs = experts.argsort(stable=True)
-        back = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
-        tokens = pairs.div(chosen.shape[1], rounding_mode="floor")
-        return cls(torch.bincount(experts, minlength=num_experts), pairs, tokens, back)
-
-
-def _by_token(rows: torch.Tensor, back: torch.Tensor, num_chosen: int) -> torch.Tensor:
-    """Return rows that are ordered by expert as ``[T, k, ...]``."""
-    return rows.index_select(0, back).unflatten(0, (-1, num_chosen))
-
-
-def _by_expert(arrived: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the order of rows by expert, and its inverse, if they arrive by rank and then by expert.
-    ``arrived`` ``[ranks, experts]``: numbers of rows."""
-    ranks, experts = arrived.shape
-    numbers = torch.arange(experts, device=arrived.device).repeat(ranks)
-    order = numbers.repeat_interleave(arrived.flatten()).argsort(stable=True)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return order, back
 
 
 class _Logits(torch.autograd.Function):
@@ -321,50 +320,3 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         return grads[0], grads[0].new_full((), ctx.factor), None
-
-
-class _Dispatch(torch.autograd.Function):
-    """Tokens ``[T, H]`` to ``[T k, H]``, ordered by expert. Gradients are summed in the order of the chosen
-    experts, not as they happen to arrive."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, places: Places) -> torch.Tensor:
-        ctx.save_for_backward(places.back)
-        ctx.num_chosen = len(places.back) // len(x)
-        return x.index_select(0, places.tokens)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (back,) = ctx.saved_tensors
-        return _by_token(grads[0], back, ctx.num_chosen).sum(1), None
-
-
-class _Combine(torch.autograd.Function):
-    """Results ``[T k, H]``, ordered by expert, times their gates ``[T, k]``, summed for each token."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, gates: torch.Tensor, places: Places) -> torch.Tensor:
-        ctx.save_for_backward(rows, gates, places.pairs, places.tokens, places.back)
-        return (_by_token(rows, places.back, gates.shape[1]) * gates[..., None]).sum(1).to(rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        rows, gates, pairs, tokens, back = ctx.saved_tensors
-        grad = grads[0].index_select(0, tokens)
-        of_pairs = gates.flatten().index_select(0, pairs)[:, None]
-        grad_gates = (rows.float() * grad).sum(-1).index_select(0, back).view_as(gates)
-        return (grad * of_pairs).to(rows.dtype), grad_gates, None
-
-
-class _Reordered(torch.autograd.Function):
-    """Rows in another order, whose inverse the backward uses."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(back)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        return grads[0].index_select(0, back), None, None

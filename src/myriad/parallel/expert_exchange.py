@@ -21,6 +21,8 @@ import torch.distributed as dist
 from myriad.comm.collectives import Pending, start_all_to_all
 from myriad.comm.connection_setup import open_collectives
 from myriad.comm.groups import Group, Groups
+from myriad.comm.hierarchy import make_levels
+from myriad.comm.hierarchy_choice import find_placement
 from myriad.kernels.gradient import LaterProducts
 from myriad.model.boundary import Arriving
 from myriad.parallel.tp_async import AsyncCollective, AsyncState, issue
@@ -44,6 +46,28 @@ class ExpertPeers:
         group = groups.along("ep", purpose="experts")
         open_collectives(group, device, all_to_all=True)
         return cls(group, groups.grid.index("ep"), groups.grid.layout.ep, recorder)
+
+    def hops(self, groups: Groups, device: torch.device) -> tuple["ExpertPeers", ...]:
+        """Return the destinations of each hop of ``layout.expert_dispatch``, and open their connections. A
+        collective call of all ranks.
+
+        rank: all peers. node: the peers with this one's place in each node, then the peers of this node;
+        where nodes hold unequal numbers of the peers, or one each, or there is one node: all peers."""
+        if self.group is None or groups.grid.layout.expert_dispatch == "expert":
+            return ()
+        if groups.grid.layout.expert_dispatch == "rank":
+            return (self,)
+        ranks = groups.grid.peers("ep")
+        nodes = find_placement(groups, self.group, groups.comm, device).radices(ranks, "node")
+        if nodes is None or nodes[0] in (1, self.size):
+            return (self,)
+        levels = make_levels(self.rank, (nodes[0], self.size // nodes[0]))
+        found = []
+        for level, purpose in zip(reversed(levels), ("experts of nodes", "experts of a node"), strict=True):
+            group = groups.of(tuple(ranks[member] for member in level.members), purpose)
+            open_collectives(group, device, all_to_all=True)
+            found.append(ExpertPeers(group, level.own, len(level.members), self.recorder))
+        return tuple(found)
 
 
 class _Counts:

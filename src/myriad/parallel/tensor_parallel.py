@@ -62,10 +62,12 @@ class GroupBoundary(Boundary):
         on_nccl: bool = False,
         kernels: Kernels = "auto",
         experts: ExpertPeers | None = None,
+        expert_hops: Sequence[ExpertPeers] = (),
         whole_experts: bool = False,
     ) -> None:
         """``experts``: the ranks that share the experts of a block; ``None``: this one has all.
-        ``whole_experts``: `Boundary.whole_experts`."""
+        ``expert_hops``: the destinations of each of `Boundary.expert_hops`. ``whole_experts``:
+        `Boundary.whole_experts`."""
         self.group, self.rank, self.size, self.recorder = group, rank, size, recorder
         self.chunks, self.message_bytes, self.remakes = chunks, message_bytes, remakes
         self.kernels = kernels
@@ -75,6 +77,7 @@ class GroupBoundary(Boundary):
         self._experts, self.whole_experts = experts, whole_experts and size > 1
         if experts is not None:
             self.expert_rank, self.expert_ranks = experts.rank, experts.size
+        self._hops, self.expert_hops = expert_hops, tuple((one.rank, one.size) for one in expert_hops)
         hides = (size > 1 and (chunks > 1 or slices > 0)) or self.expert_ranks > 1
         self.later: LaterProducts | None = LaterProducts() if hides else None
         self._slices = slices
@@ -120,14 +123,18 @@ class GroupBoundary(Boundary):
     def join(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.size == 1 else _Join.apply(x, self)
 
-    def start_counts(self, counts: torch.Tensor) -> Arriving:
-        return super().start_counts(counts) if self._experts is None else start_counts(counts, self._experts)
+    def start_counts(self, counts: torch.Tensor, hop: int | None = None) -> Arriving:
+        peers = self._experts if hop is None else self._hops[hop]
+        return super().start_counts(counts, hop) if peers is None else start_counts(counts, peers)
 
-    def start_exchange(self, rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Arriving:
-        if self._experts is None:
-            return super().start_exchange(rows, leaving, arriving)
+    def start_exchange(
+        self, rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int], hop: int | None = None
+    ) -> Arriving:
+        peers = self._experts if hop is None else self._hops[hop]
+        if peers is None:
+            return super().start_exchange(rows, leaving, arriving, hop)
         self.has_posted = True
-        return start_rows(rows, self._experts, leaving, arriving, self.later)
+        return start_rows(rows, peers, leaving, arriving, self.later)
 
     def start_stack(self, x: torch.Tensor) -> Arriving:
         return Arrived(x[None]) if self.size == 1 else AsyncStack(x, self)
@@ -147,6 +154,7 @@ def make_boundary(
     call of all ranks."""
     group = groups.along("tp")
     experts = ExpertPeers.of(groups, recorder, device) if groups.grid.layout.ep > 1 else None
+    hops = () if experts is None else experts.hops(groups, device)
     return GroupBoundary(
         group,
         groups.grid.index("tp"),
@@ -159,6 +167,7 @@ def make_boundary(
         on_nccl=group is not None and dist.get_backend(group) != "gloo",
         kernels=kernels,
         experts=experts,
+        expert_hops=hops,
         whole_experts=groups.grid.layout.expert_tp == 1,
     )
 

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from myriad.model.activation_memory import LayerKind
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
+from myriad.model.expert_dispatch import Places
 from myriad.model.experts import Experts, Router
 from myriad.model.gpt import GPT, build_full
 from myriad.model.mlp import MLP, ExpertMLP, GatedMLP
@@ -103,6 +106,39 @@ def test_values_and_gradients_are_those_of_the_definition(keys: dict[str, Any]) 
         assert reference is not None
         own = torch.zeros_like(reference) if own is None else own  # an expert without tokens
         torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_gates_and_gradients_travel_with_their_token_to_the_bit(dtype: torch.dtype) -> None:
+    """Both hops lead to this rank, so nothing is added in another order."""
+    config = config_of({"experts": 6, "experts_per_token": 3, "shared_experts": 1})
+    experts = new_experts(config).to(dtype)
+    x, weights = torch.randn(3, 7, 16, dtype=dtype), torch.randn(3, 7, 16, dtype=dtype)
+    found: list[list[torch.Tensor | None]] = []
+    for hops in ((), ((0, 1), (0, 1))):
+        experts.boundary.expert_hops = hops
+        own = x.clone().requires_grad_()
+        experts.zero_grad(set_to_none=True)
+        y = experts(own, experts.router(own, FACTOR))
+        (y * weights).sum().backward()
+        found.append([y, own.grad, *(one.grad for one in experts.parameters())])
+    assert all(one is not None and torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@given(most=st.integers(1, 4), data=st.data())
+def test_each_present_pair_has_a_place_with_its_destination(most: int, data: st.DataObject) -> None:
+    row = st.lists(st.integers(-1, 4), min_size=most, max_size=most)
+    chosen = data.draw(st.lists(row, max_size=9))
+    places = Places.of_some(torch.tensor(chosen, dtype=torch.int64).view(-1, most), 5)
+    expected = [
+        (end, token) for end in range(5) for token, ends in enumerate(chosen) for e in ends if e == end
+    ]
+    assert places.tokens.tolist() == [token for _, token in expected]
+    assert places.counts.tolist() == [sum(end == one for one, _ in expected) for end in range(5)]
+    rows = torch.tensor([[1.0 + end, token] for end, token in expected]).view(-1, 2)
+    for token, ends in enumerate(chosen):
+        wanted = [[1.0 + end, token] if end >= 0 else [0.0, 0.0] for end in ends]
+        assert places.by_token(rows)[token].tolist() == wanted
 
 
 def test_neither_evaluation_nor_recomputation_without_a_graph_adds_the_losses() -> None:
