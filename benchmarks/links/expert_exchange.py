@@ -1,16 +1,17 @@
 """Expert parallelism over shaped links: the all-to-all beside gloo's own, and a step with and without turns.
 
     python benchmarks/links/expert_exchange.py [--rates unshaped 1gbit 200mbit 50mbit] [--hosts 2 4] [--quick]
+        [--parts exchange dispatch step]
 
 Each rank is one thread in a host of its own (`hosts.py`), pinned to a core; for ``dispatch`` a host has two.
 
     exchange  rows to the ranks of their experts, as training sends them (`myriad.parallel.expert_exchange`),
               beside ``torch.distributed.all_to_all_single`` with the same sizes. uniform: equally many rows
               for each rank; skewed: rank 0 gets half of every rank's rows
-    dispatch  tokens to their experts and the sums of the results back, without what the experts compute: a row
-              for each expert, rank or node (``layout.expert_dispatch``), beside the same with torch's index
-              operators and two ``all_to_all_single``. uniform: experts are drawn evenly; skewed: half of all
-              choices are the experts of rank 0
+    dispatch  tokens to their experts and the sums of the results back, without what the experts compute: a
+              row for each expert, rank or node (``layout.expert_dispatch``), beside the same written with
+              torch's operators and `all_to_all_single`. uniform: experts are drawn evenly; skewed: about half
+              of all choices are experts of rank 0
     step      a training iteration of a mixture of experts on two hosts: parts of the micro-batch take turns
               (``overlap.tensor``), or each exchange is waited for
     compute   the same step with every exchange of rows left out (results are wrong, shapes right)
@@ -21,6 +22,7 @@ A figure is the quickest repeat, of the slower rank; the contenders take turns w
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,8 +31,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from myriad.comm.groups import close_world, open_world
+from myriad.comm.config import CommConfig
+from myriad.comm.grid import RankGrid
+from myriad.comm.groups import Groups, close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.model.boundary import Arrived, Arriving
 from myriad.model.config import ModelConfig
@@ -40,6 +45,7 @@ from myriad.optim.config import OptimizerConfig
 from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
 from myriad.parallel.expert_exchange import ExpertPeers, start_rows
+from myriad.parallel.tensor_parallel import make_boundary
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
 
@@ -95,6 +101,79 @@ def exchange_seconds(ranks: int, rows: int, hidden: int, repeats: int) -> dict[s
 
 
 @dataclass(frozen=True)
+class Dispatched:
+    """What every contender of a dispatch sends."""
+
+    tokens: int
+    model: ModelConfig
+
+    def logits(self, rank: int, ranks: int, kind: str) -> torch.Tensor:
+        """Products of the router for the tokens of a rank."""
+        assert self.model.experts is not None
+        generator = torch.Generator().manual_seed(rank)
+        found = torch.randn(1, self.tokens, self.model.experts, generator=generator)
+        if kind == "skewed":
+            found[..., : self.model.experts // ranks] += 0.75
+        return found
+
+
+@torch.no_grad()
+def dispatch_plainly(experts: Experts, x: torch.Tensor, logits: torch.Tensor, peers: ExpertPeers) -> None:
+    """Send a row for each expert, and sum what comes back, as it is written with torch alone."""
+    gates, chosen = experts.router.choose(logits)
+    wanted = chosen.flatten()
+    order = wanted.argsort()
+    rows = x[0].index_select(0, order // chosen.shape[1])
+    counts = torch.bincount(wanted, minlength=experts.num_experts)
+    found = torch.empty_like(counts)
+    dist.all_to_all_single(found, counts, group=peers.group)
+    leaving, arriving = (one.view(peers.size, -1).sum(1).tolist() for one in (counts, found))
+    arrived = rows.new_empty(sum(arriving), rows.shape[1])
+    dist.all_to_all_single(arrived, rows, arriving, leaving, group=peers.group)
+    numbers = torch.arange(len(counts) // peers.size).repeat(peers.size).repeat_interleave(found)
+    by_expert = numbers.argsort()
+    results = torch.empty_like(arrived).index_copy_(0, by_expert, arrived.index_select(0, by_expert))
+    back = torch.empty_like(rows)
+    dist.all_to_all_single(back, results, leaving, arriving, group=peers.group)
+    of_tokens = torch.empty_like(back).index_copy_(0, order, back).view(*chosen.shape, -1)
+    (of_tokens * gates[..., None]).sum(1)
+
+
+def dispatch_seconds(work: Dispatched, ranks_per_host: int, repeats: int) -> dict[str, float]:
+    """Return the seconds of each way to the experts and back, measured on one rank."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    world = open_world(Layout(dp=ranks, ep=ranks), CPU)
+    rank, comm = world.grid.rank, CommConfig(node_size=ranks_per_host)
+    found, contenders = dict[str, float](), dict[str, Callable[[torch.Tensor, torch.Tensor], object]]()
+    for mode in ("expert", "rank", "node"):
+        grid = RankGrid(Layout(dp=ranks, ep=ranks, expert_dispatch=mode), rank)
+        groups = Groups(grid, CPU, comm=comm)
+        boundary = make_boundary(groups, OverlapConfig(), Recorder(), "auto", CPU)
+        experts = Experts(work.model, boundary)
+        for number in experts.experts:
+            experts.experts[number] = nn.Identity()
+        contenders[mode] = experts
+    peers = ExpertPeers.of(world, Recorder(), CPU)
+    contenders["torch"] = lambda x, logits: dispatch_plainly(experts, x, logits, peers)
+    x = torch.randn(1, work.tokens, work.model.hidden)
+    for kind in ("uniform", "skewed"):
+        logits = work.logits(rank, ranks, kind)
+        for _ in range(repeats + 1):
+            for name, contender in contenders.items():
+                dist.barrier()
+                start = time.perf_counter()
+                with torch.no_grad():
+                    contender(x, logits)
+                seconds = torch.tensor(time.perf_counter() - start)
+                dist.all_reduce(seconds, dist.ReduceOp.MAX)
+                key = f"{kind} {name}"
+                found[key] = min(found.get(key, 1e9), float(seconds))
+    dist.barrier()
+    close_world()
+    return found
+
+
+@dataclass(frozen=True)
 class Work:
     """What every contender of a step computes."""
 
@@ -118,7 +197,9 @@ class Work:
         return 8 * 4 * model.layers * tokens / 2 * model.hidden * 4 / bits_per_second(rate)
 
 
-def _stays(rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Arriving:
+def _stays(
+    rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int], hop: int | None = None
+) -> Arriving:
     """As many rows as would arrive, of which none travelled."""
     number = sum(arriving)
     repeated = rows if number <= len(rows) else rows.repeat(-(-number // max(1, len(rows))), 1)
@@ -178,6 +259,35 @@ def print_exchanges(rates: Sequence[str], hosts: Sequence[int], rows: int, hidde
                 print(line, flush=True)
 
 
+def print_dispatches(rates: Sequence[str], hosts: Sequence[int], work: Dispatched, repeats: int) -> None:
+    """Time the ways to the experts and back, and print the table."""
+    model = work.model
+    choice = f"{model.experts_per_token} of {model.experts} experts"
+    print(f"\ndispatch and return of {work.tokens} tokens a rank, {model.hidden} values, {choice}\n")
+    print("| hosts x ranks | link | experts | torch, ms | expert | rank | node | torch / node |")
+    print("|---|---|---|---|---|---|---|---|")
+    for number in hosts:
+        each = 2 if number == 2 else 1
+        for rate in rates:
+            with Hosts(number, None if rate == "unshaped" else rate) as made:
+                found = made.run_ranks(
+                    dispatch_seconds,
+                    work,
+                    each,
+                    repeats,
+                    world=number * each,
+                    ranks_per_host=each,
+                    timeout_seconds=900,
+                )[0]
+            for kind in ("uniform", "skewed"):
+                times = [1e3 * found[f"{kind} {name}"] for name in ("torch", "expert", "rank", "node")]
+                cells = " | ".join(f"{one:.0f}" for one in times)
+                print(
+                    f"| {number} x {each} | {rate} | {kind} | {cells} | {times[0] / times[3]:.2f} |",
+                    flush=True,
+                )
+
+
 def print_steps(rates: Sequence[str], work: Work, repeats: int) -> None:
     """Time the steps, and print the table."""
     model = work.model
@@ -203,6 +313,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rates", nargs="+", default=["unshaped", "1gbit", "200mbit", "50mbit"])
+    parts = ("exchange", "dispatch", "step")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4])
     for name, default in (("rows", 4096), ("hidden", 256), ("repeats", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -210,7 +322,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.rates, options.hosts, options.repeats = ["1gbit", "200mbit"], [2], 2
-    print_exchanges(options.rates, options.hosts, options.rows, options.hidden, options.repeats)
+    if "exchange" in options.parts:
+        print_exchanges(options.rates, options.hosts, options.rows, options.hidden, options.repeats)
+    if "dispatch" in options.parts:
+        model = ModelConfig(hidden=options.hidden, experts=64, experts_per_token=8, expert_hidden=8)
+        print_dispatches(options.rates, options.hosts, Dispatched(options.rows // 2, model), options.repeats)
+    if "step" not in options.parts:
+        return
     model = ModelConfig(
         layers=4,
         hidden=options.hidden,

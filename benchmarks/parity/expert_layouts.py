@@ -4,9 +4,10 @@
 
 `layouts` lists every grid of dp, tp, pp, ep and etp with two to eight ranks in which experts lie on several
 ranks, each with all ZeRO levels and two schedules; recomputation, micro-batch, overlap, router, optimizer and
-how often a token travels (``layout.expert_dispatch``, on nodes of two ranks) take turns. Each job trains on ranks that gloo joins and is compared with one process on the same tokens, in
-float32: losses, gradient norms and every whole parameter must agree within 1e-5, and the load of the busiest
-expert of each step must be the same number. Finished jobs are kept in FOLDER, and a command that was
+how often a token travels (``layout.expert_dispatch``, on nodes of two ranks) take turns. Each job trains on
+ranks that gloo joins and is compared with one process on the same tokens, in float32: losses, gradient norms
+and every whole parameter must agree within 1e-5, and the load of the busiest expert of each step must be the
+same number. Finished jobs are kept in FOLDER, and a command that was
 interrupted continues there. ``--every N`` trains each N-th job only. Ends with 1 if a job failed or differs.
 """
 
