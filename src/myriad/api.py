@@ -77,28 +77,15 @@ def _begin(run: Run, job: Job) -> None:
     """Check everything that the run needs, then make its folder, or note what a resume changes."""
     from myriad.launchers.launcher import check_engine
     from myriad.train.device_setup import check_device_here
-    from myriad.train.inputs import (
-        check_streams,
-        keep_streams,
-        keep_tokenizer,
-        note_corpus,
-        open_inputs,
-        refuse_no_documents,
-        refuse_other_tokenizer,
-    )
+    from myriad.train.inputs import keep_inputs, open_run_inputs
 
     run.check(job)
     check_engine(job)
     check_device_here(job)
-    inputs = open_inputs(job, lambda stage: None, run)
-    check_streams(run, job, inputs)
-    refuse_no_documents(inputs)
-    refuse_other_tokenizer(run, job, inputs)
+    inputs = open_run_inputs(run, job, lambda stage: None)
     run.create_or_resume(job)
     run.allow_restart(allowed=job.checkpoint.restart_from_scratch)
-    keep_tokenizer(run, inputs)
-    keep_streams(run, job, inputs)
-    note_corpus(run, inputs)
+    keep_inputs(run, job, inputs)
 
 
 def _do_nothing() -> None:

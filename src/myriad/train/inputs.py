@@ -32,12 +32,11 @@ __all__ = [
     "JobInputs",
     "bad_blocks_of",
     "check_streams",
-    "keep_streams",
-    "keep_tokenizer",
+    "keep_inputs",
     "note_corpus",
     "open_inputs",
+    "open_run_inputs",
     "read_job_tasks",
-    "refuse_no_documents",
     "refuse_other_tokenizer",
     "refuse_replaced_corpus",
     "tokenizer_of",
@@ -105,6 +104,24 @@ def open_inputs(job: Job, report_stage: Callable[[str], None], run: Run | None =
     return JobInputs(tuple(found))
 
 
+def open_run_inputs(run: Run, job: Job, report_stage: Callable[[str], None]) -> JobInputs:
+    """Open the inputs of a run, as `open_inputs` does, and check them before its ranks start. Raises
+    `BadInputError` for those that the run cannot train on, or not continue with."""
+    inputs = open_inputs(job, report_stage, run)
+    check_streams(run, job, inputs)
+    _refuse_no_documents(inputs)
+    refuse_other_tokenizer(run, job, inputs)
+    return inputs
+
+
+def keep_inputs(run: Run, job: Job, inputs: JobInputs) -> list[JobChange]:
+    """Store what a run needs of its inputs, and note the corpus of a start. Return what has changed in files
+    of the same name."""
+    _keep_tokenizer(run, inputs)
+    _keep_streams(run, job, inputs)
+    return note_corpus(run, inputs)
+
+
 def _open_phase(job: Job, report_stage: Callable[[str], None], run: Run | None) -> Corpora:
     paths = [share.path for share in job.data.mixture] or [job.data.corpus]
     if EMBEDDED in paths:
@@ -151,7 +168,7 @@ def read_job_tasks(job: Job, tokenizer: "Tokenizer | None") -> "list[Task]":
     return tasks
 
 
-def refuse_no_documents(inputs: JobInputs) -> None:
+def _refuse_no_documents(inputs: JobInputs) -> None:
     """Pack the documents of corpora, if the job packs them. Raises `BadInputError` for a damaged index, and
     for a corpus without a document of two tokens."""
     for corpora in inputs.phases:
@@ -185,7 +202,7 @@ def _kept_fingerprint(run: Run) -> str | None:
     return None
 
 
-def keep_tokenizer(run: Run, inputs: JobInputs) -> None:
+def _keep_tokenizer(run: Run, inputs: JobInputs) -> None:
     """Write the tokenizer into the run folder, because the weights are useless without it.
 
     A tokenizer that is missing, damaged or not the corpus's is replaced; `refuse_other_tokenizer` has
@@ -204,7 +221,7 @@ def check_streams(run: Run, job: Job, inputs: JobInputs) -> None:
         corpus.check_sources()
 
 
-def keep_streams(run: Run, job: Job, inputs: JobInputs) -> None:
+def _keep_streams(run: Run, job: Job, inputs: JobInputs) -> None:
     """Write the lists of the files of streamed corpora into the run, once."""
     for corpus in _streamed(run, job, inputs):
         corpus.keep_sources()

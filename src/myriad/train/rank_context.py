@@ -49,9 +49,7 @@ from myriad.train.device_setup import (
 )
 from myriad.train.inputs import (
     check_streams,
-    keep_streams,
-    keep_tokenizer,
-    note_corpus,
+    keep_inputs,
     open_inputs,
     refuse_other_tokenizer,
     refuse_replaced_corpus,
@@ -167,9 +165,7 @@ def _open_inputs(
     refuse_other_tokenizer(run, job, inputs)
     if place.rank == 0:
         check_streams(run, job, inputs)
-        keep_tokenizer(run, inputs)
-        keep_streams(run, job, inputs)
-        for change in note_corpus(run, inputs):
+        for change in keep_inputs(run, job, inputs):
             _LOG.warning("changed: %s", change)
     return inputs.contents, inputs.first.tokenizer
 

@@ -39,7 +39,7 @@ def find_run_folder(job: str) -> Path | None:
     return by_name if (by_name / "job.toml").is_file() and job not in recipe_names("jobs") else None
 
 
-def check_standby_options(job: str, run: Run, resolved: Job, overrides: list[str]) -> None:
+def check_standby_options(job: str, run: Run, resolved: Job, overrides: Sequence[str]) -> None:
     """Refuse a standby for anything but a run that is training, with keys other than this machine's."""
     if find_run_folder(job) is None:
         raise BadInputError("--standby", job, "must be the folder of a run that is training")
@@ -73,7 +73,7 @@ def redis_exposures(job: Job) -> list[str]:
 
 
 def check_storage(
-    run: Run, job: Job, changes: Sequence[JobChange], overrides: list[str], warn: Callable[[str], None]
+    run: Run, job: Job, changes: Sequence[JobChange], overrides: Sequence[str], warn: Callable[[str], None]
 ) -> None:
     """Refuse a place for checkpoints that cannot be written, before hours of training depend on it. Refuse
     also another run's place, and one that lacks the run's stored checkpoints. A run whose state is still in
@@ -105,7 +105,7 @@ def check_storage(
 
 
 def _check_newer_elsewhere(
-    run: Run, folder: CheckpointFolder, job: Job, overrides: list[str], warn: Callable[[str], None]
+    run: Run, folder: CheckpointFolder, job: Job, overrides: Sequence[str], warn: Callable[[str], None]
 ) -> None:
     """Refuse to resume from an older step than the newest one of this run in another place, as after `myriad
     checkpoint save`. If the place was given on the command line, ``warn`` the user instead."""
@@ -135,7 +135,7 @@ def _check_newer_elsewhere(
         return
 
 
-def check_restart(job: Job, overrides: list[str]) -> None:
+def check_restart(job: Job, overrides: Sequence[str]) -> None:
     """Refuse a permission for a single start in a file that every start reads."""
     typed = any(one.startswith("checkpoint.restart_from_scratch=") for one in overrides)
     if job.checkpoint.restart_from_scratch and not typed:

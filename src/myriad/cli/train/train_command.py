@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from myriad.job.job_changes import JobChange
     from myriad.reports.run_report.run_summary import Summary
     from myriad.run import Run
+    from myriad.train.inputs import JobInputs
 
 __all__ = ["register", "train"]
 
@@ -92,101 +94,136 @@ def train(
     from rich.console import Console
 
     from myriad.cli.train import start_checks
-    from myriad.launchers.launcher import check_engine
-    from myriad.launchers.run_start import check_journal
-    from myriad.launchers.slurm import in_allocation
-    from myriad.reports.run_report.run_summary import is_done
-    from myriad.train.inputs import (
-        check_streams,
-        keep_streams,
-        keep_tokenizer,
-        note_corpus,
-        open_inputs,
-        refuse_no_documents,
-        refuse_other_tokenizer,
-    )
 
-    given = {"train.init_from": init_from, "resilience.engine": engine}
-    short = [f"{key}={value}" for key, value in given.items() if value is not None]
-    resolved, folder = _resolve(job, run, [*OverrideCommand.of(context), *short], spread=not in_process)
+    overrides = OverrideCommand.of(context)
+    short = {"train.init_from": init_from, "resilience.engine": engine}
+    given = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
+    resolved, folder = _resolve(job, run, given, spread=not in_process)
     console = None if as_json else Console()
-    start_checks.check_restart(resolved, OverrideCommand.of(context))
+    start_checks.check_restart(resolved, overrides)
     if standby:
-        start_checks.check_standby_options(job, folder, resolved, OverrideCommand.of(context))
+        start_checks.check_standby_options(job, folder, resolved, overrides)
         _end(folder, _stand_by(folder, resolved, console), console, oversubscribe)
         return
-    folder.check(resolved)
-    check_engine(resolved, oversubscribe=oversubscribe)
-    start_checks.check_device(resolved)
-    if in_process:
-        from myriad.train.in_process import check_in_process
-
-        check_in_process(resolved)
-    is_queued = start_checks.is_queued(resolved, submit)
-    changes = folder.changes(resolved) if folder.exists else []
-    if is_done(folder, resolved.train.steps):
-        start_checks.refuse_unused(folder, changes, resolved)
-        if console:
-            steps = resolved.train.steps
-            text = f"{folder.path} is already finished ({steps} of {steps} steps)"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+    start = _Start(folder, resolved, overrides, console, oversubscribe, in_process, submit)
+    is_queued, changes = start.check()
+    if start.is_done(changes):
         _report(folder, console, oversubscribe)
         return
-    for warning in start_checks.redis_exposures(resolved):
-        sys.stderr.write(f"myriad: WARNING: {warning}\n")
-    if not is_queued:
-        check_journal(folder, resolved.resilience)
-    overrides = OverrideCommand.of(context)
-    start_checks.check_storage(folder, resolved, changes, overrides, partial(_print_note, console))
-    show_stage = (lambda stage: console.print(f"{stage} ...")) if console else (lambda stage: None)
-    inputs = open_inputs(resolved, show_stage, folder)
-    check_streams(folder, resolved, inputs)
-    refuse_no_documents(inputs)
-    if console:
-        for name in inputs.unchecked:
-            text = (
-                f"{name} has no block hashes: tokens are read unchecked (myriad data hash {name} adds them)"
-            )
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-    refuse_other_tokenizer(folder, resolved, inputs)
-    if resolved.train.init_from is not None:
-        from myriad.train.checkpoint_tools.initial_weights import check_initial
-
-        check_initial(folder, resolved)
+    inputs = start.open_inputs(changes, is_queued)
     if is_queued:
-        with folder.lock():
-            folder.create_or_resume(resolved)
-            folder.allow_restart(allowed=resolved.checkpoint.restart_from_scratch)
-        with folder.shared_as_folder():
-            _queue(folder, resolved, submit, console)
-        return
-    with folder.lock():
-        step = folder.last_step()
-        folder.create_or_resume(resolved)
-        if resolved.checkpoint.restart_from_scratch or not in_allocation():  # A batch job asked earlier.
-            folder.allow_restart(allowed=resolved.checkpoint.restart_from_scratch)
-        keep_tokenizer(folder, inputs)
-        keep_streams(folder, resolved, inputs)
-        _show_changes(console, [*changes, *note_corpus(folder, inputs)], step)
-        try:
-            train = _train_here if in_process else _launch
-            ended = train(folder, resolved, console)
-        except RunFailedError as error:  # The rest of the run is reported all the same.
-            if console is None or NO_STATE not in str(error):  # Otherwise there is no state to resume from.
-                _report(folder, console, oversubscribe, error)
-            if console is None:
-                sys.stderr.write(f"myriad: error: {error}\n")
-                raise typer.Exit(error.exit_code) from None
-            raise
-    _end(folder, ended, console, oversubscribe)
+        start.queue()
+    else:
+        _end(folder, start.train(inputs, changes), console, oversubscribe)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A start of a run, as the command line asks for it."""
+
+    run: "Run"
+    job: "Job"
+    overrides: Sequence[str]
+    console: "Console | None"
+    """``None``: with --json, which prints nothing before the end."""
+    oversubscribe: bool
+    in_process: bool
+    submit: bool
+
+    def check(self) -> "tuple[bool, Sequence[JobChange]]":
+        """Refuse what this machine or the run cannot do. Return whether Slurm starts the run later, and the
+        keys that change."""
+        from myriad.cli.train import start_checks
+        from myriad.launchers.launcher import check_engine
+
+        self.run.check(self.job)
+        check_engine(self.job, oversubscribe=self.oversubscribe)
+        start_checks.check_device(self.job)
+        if self.in_process:
+            from myriad.train.in_process import check_in_process
+
+            check_in_process(self.job)
+        is_queued = start_checks.is_queued(self.job, self.submit)
+        return is_queued, self.run.changes(self.job) if self.run.exists else []
+
+    def is_done(self, changes: "Sequence[JobChange]") -> bool:
+        """Return whether the run has trained all of its steps; refuse keys that it would ignore."""
+        from myriad.cli.train.start_checks import refuse_unused
+        from myriad.reports.run_report.run_summary import is_done
+
+        steps = self.job.train.steps
+        if not is_done(self.run, steps):
+            return False
+        refuse_unused(self.run, changes, self.job)
+        _print_line(self.console, f"{self.run.path} is already finished ({steps} of {steps} steps)")
+        return True
+
+    def open_inputs(self, changes: "Sequence[JobChange]", is_queued: bool) -> "JobInputs":
+        """Check the services and folders of the run, and open its training text."""
+        from myriad.cli.train import start_checks
+        from myriad.launchers.run_start import check_journal
+        from myriad.train.inputs import open_run_inputs
+
+        for warning in start_checks.redis_exposures(self.job):
+            sys.stderr.write(f"myriad: WARNING: {warning}\n")
+        if not is_queued:
+            check_journal(self.run, self.job.resilience)
+        warn = partial(_print_line, self.console, style="yellow")
+        start_checks.check_storage(self.run, self.job, changes, self.overrides, warn)
+        inputs = open_run_inputs(self.run, self.job, lambda stage: _print_line(self.console, f"{stage} ..."))
+        for name in inputs.unchecked:
+            reason = f"tokens are read unchecked (myriad data hash {name} adds them)"
+            _print_line(self.console, f"{name} has no block hashes: {reason}")
+        if self.job.train.init_from is not None:
+            from myriad.train.checkpoint_tools.initial_weights import check_initial
+
+            check_initial(self.run, self.job)
+        return inputs
+
+    def queue(self) -> None:
+        """Write the script of a Slurm job, and submit it with --submit."""
+        with self.run.lock():
+            self.run.create_or_resume(self.job)
+            self.run.allow_restart(allowed=self.job.checkpoint.restart_from_scratch)
+        with self.run.shared_as_folder():
+            _queue(self.run, self.job, self.submit, self.console)
+
+    def train(self, inputs: "JobInputs", changes: "Sequence[JobChange]") -> str:
+        """Train until the run ends, and return how it ended."""
+        from myriad.launchers.slurm import in_allocation
+        from myriad.train.inputs import keep_inputs
+
+        run, job, console = self.run, self.job, self.console
+        with run.lock():
+            step = run.last_step()
+            run.create_or_resume(job)
+            if job.checkpoint.restart_from_scratch or not in_allocation():  # A batch job asked earlier.
+                run.allow_restart(allowed=job.checkpoint.restart_from_scratch)
+            for change in (*changes, *keep_inputs(run, job, inputs)):
+                _print_line(console, f"changed after step {step}: {change}", style="yellow")
+            try:
+                return (_train_here if self.in_process else _launch)(run, job, console)
+            except RunFailedError as error:  # The rest of the run is reported all the same.
+                if console is None or NO_STATE not in str(
+                    error
+                ):  # Otherwise there is no state to resume from.
+                    _report(run, console, self.oversubscribe, error)
+                if console is None:
+                    sys.stderr.write(f"myriad: error: {error}\n")
+                    raise typer.Exit(error.exit_code) from None
+                raise
+
+
+def _print_line(console: "Console | None", text: str, style: str | None = None) -> None:
+    """Print one line as it is; nothing without a console."""
+    if console is not None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
 
 
 def _end(run: "Run", ended: str, console: "Console | None", oversubscribe: bool) -> None:
     """Report how the run ended, also by the exit code."""
     if ended == "left":
-        if console:
-            text = f"standby ended: another driver is training {run.path}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        _print_line(console, f"standby ended: another driver is training {run.path}")
         raise typer.Exit(_INTERRUPTED)
     if _report(run, console, oversubscribe, ended=ended):
         return
@@ -200,9 +237,8 @@ def _stand_by(run: "Run", job: "Job", console: "Console | None") -> str:
     from myriad.cli.train.train_screen import open_screen
     from myriad.launchers.external_nodes import stand_by
 
-    if console:
-        text = f"standby for {run.path}: takes over if its driver is lost; Ctrl-C ends the standby"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    text = f"standby for {run.path}: takes over if its driver is lost; Ctrl-C ends the standby"
+    _print_line(console, text)
     screen = open_screen(console, run, job.train.steps)
     try:
         return stand_by(run, job, screen)
@@ -219,22 +255,9 @@ def _queue(run: "Run", job: "Job", submit: bool, console: "Console | None") -> N
     if console is None:
         typer.echo(json.dumps({"run": str(run.path), "script": str(script), "job": number}))
     elif number is None:
-        console.print(f"sbatch {script}", markup=False, highlight=False, soft_wrap=True)
+        _print_line(console, f"sbatch {script}")
     else:
-        line = f"job {number}: {script} (logs in {run.logs_path})"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _show_changes(console: "Console | None", changes: "Sequence[JobChange]", step: int) -> None:
-    for change in changes:
-        text = f"changed after step {step}: {change}"
-        if console:
-            console.print(text, markup=False, highlight=False, soft_wrap=True, style="yellow")
-
-
-def _print_note(console: "Console | None", text: str) -> None:
-    if console:
-        console.print(text, markup=False, highlight=False, style="yellow")
+        _print_line(console, f"job {number}: {script} (logs in {run.logs_path})")
 
 
 def _resolve(job: str, run: str | None, overrides: list[str], *, spread: bool) -> "tuple[Job, Run]":
@@ -290,11 +313,10 @@ def _launch(run: "Run", job: "Job", console: "Console | None") -> Literal["finis
     from myriad.cli.train.train_screen import open_screen
     from myriad.launchers.launcher import train_on
 
-    if console and job.resilience.engine == "join":
+    if job.resilience.engine == "join":
         nodes = f"{job.resilience.nodes} node{'' if job.resilience.nodes == 1 else 's'}"
         join = f"{_program()} join {shlex.quote(str(run.path.resolve()))}"
-        line = f"starts when {nodes} have joined; on each, run `{join}`"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _print_line(console, f"starts when {nodes} have joined; on each, run `{join}`")
     screen = open_screen(console, run, job.train.steps)
     try:
         return train_on(job)(run, job.layout.world, threads=job.train.threads, observer=screen)
@@ -337,7 +359,7 @@ def _report(
         if summary.held is not None:
             _report_held(console, summary.held, path, again)
             return False
-        console.print(_stopped(run, summary, again), markup=False, highlight=False, soft_wrap=True)
+        _print_line(console, _stopped(run, summary, again))
         return False
     longer = f"{again} --train.steps {2 * summary.steps_planned}"
     prompt = "def " if run.job().data.corpus == EMBEDDED else "The "
@@ -362,7 +384,7 @@ def _report_held(console: "Console", held: dict[str, Any], path: str, again: str
         f"or give it up:      {checkpoint} release {path}",
     ]
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _print_line(console, line)
 
 
 def _stopped(run: "Run", summary: "Summary", again: str) -> str:
