@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from myriad.cli.job_key_options import OverrideCommand
-from myriad.cli.run_argument import RunName, existing_run
+from myriad.cli.shared_options import AsJson, RunName, existing_run
 from myriad.errors import BadInputError, RunFailedError
 
 if TYPE_CHECKING:
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from myriad.alerts.senders import Sender
 
 __all__ = ["register"]
-
-_AS_JSON = typer.Option("--json", help="Print one JSON object on standard output.")
 
 
 def register(app: typer.Typer) -> None:
@@ -41,7 +39,7 @@ def _test(
             help="Test only this receiver: webhook, slack, feishu, mail or exec. Default: all.",
         ),
     ] = None,
-    as_json: Annotated[bool, _AS_JSON] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Send a test alarm and its end to each receiver of the job.
 
@@ -110,7 +108,7 @@ def _print_problems(problems: dict[str, str], as_json: bool) -> None:
 
 def _show(
     run: RunName,
-    as_json: Annotated[bool, _AS_JSON] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the alarms of a run: which are open, and what each receiver got or still has to get.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from myriad.cli.progress_bar import bytes_bar, count_bar
-from myriad.cli.run_argument import RunName, existing_run
+from myriad.cli.shared_options import AsJson, RunName, existing_run
 
 if TYPE_CHECKING:
     from myriad.data.corpus import Corpus
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 _Corpus = Annotated[
     Path,
     typer.Argument(
@@ -83,7 +82,7 @@ def _prepare(
         int | None, typer.Option(min=1, help="Number of tokenizing processes. Default: one for each core.")
     ] = None,
     shard_size: Annotated[str, typer.Option(help='Largest shard, e.g. "256 MiB".')] = "256 MiB",
-    json: _Json = False,
+    json: AsJson = False,
 ) -> None:
     """Tokenize text into shards in Megatron's format, with a manifest of hashes.
 
@@ -134,7 +133,7 @@ def _form(
     return RecordForm(key) if prompt_key is None else RecordForm(prompt_key, completion_key)
 
 
-def _verify(folder: _Corpus, json: _Json = False) -> None:
+def _verify(folder: _Corpus, json: AsJson = False) -> None:
     """Read every byte and list damaged files; exit code 1 if there are any."""
     from myriad.data.block_hashes import verify_corpus, verify_prefix
 
@@ -151,7 +150,7 @@ def _verify(folder: _Corpus, json: _Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _hash(corpus: _Corpus, json: _Json = False) -> None:
+def _hash(corpus: _Corpus, json: AsJson = False) -> None:
     """Add block hashes to a corpus that has none, so that training checks tokens as it reads them.
 
     A folder of an earlier version is first compared with its manifest. Megatron's files have no manifest:
@@ -177,7 +176,7 @@ def _certify(
     every: Annotated[
         int, typer.Option(min=1, help="Read the tokens of each N-th step and of the last one again.")
     ] = 1,
-    json: _Json = False,
+    json: AsJson = False,
 ) -> None:
     """Show that each planned sample was trained on exactly once; exit code 1 if not.
 
@@ -227,7 +226,7 @@ def _info(
     vocabulary: Annotated[
         int, typer.Option(min=257, max=2**24, help="Vocabulary size, for `embedded`.")
     ] = 4096,
-    json: _Json = False,
+    json: AsJson = False,
 ) -> None:
     """Show the sizes of a corpus and the beginnings of a few documents."""
     from myriad.data.corpus_opening import open_corpus

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from myriad.cli.progress_bar import share_bar
+from myriad.cli.shared_options import AsJson
 from myriad.errors import BadInputError, RunFailedError
 from myriad.units import format_bytes, format_count
 
@@ -130,7 +131,7 @@ def doctor(
     no_collectives: _NoCollectives = False,
     per_switch: _PerSwitch = _NODES_PER_SWITCH,
     rails: _Rails = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Test this node within seconds and report what is wrong with it.
 

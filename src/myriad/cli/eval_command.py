@@ -8,7 +8,7 @@ import typer
 from myriad.cli.job_key_options import OverrideCommand
 from myriad.cli.json_output import print_json
 from myriad.cli.progress_bar import Counted, count_bar
-from myriad.cli.run_argument import UsesAverage
+from myriad.cli.shared_options import Oversubscribes, UsesAverage
 from myriad.errors import BadInputError
 from myriad.units import format_number
 
@@ -73,9 +73,7 @@ def evaluate(
             help="Compute in ranks, in the layout that the run was trained in; --layout keys change it.",
         ),
     ] = False,
-    oversubscribe: Annotated[
-        bool, typer.Option("--oversubscribe", help="Allow more ranks than cores; ranks then share cores.")
-    ] = False,
+    oversubscribe: Oversubscribes = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the table.")
     ] = False,

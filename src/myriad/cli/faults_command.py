@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from myriad.cli.progress_bar import Counted, count_bar
+from myriad.cli.shared_options import AsJson, Oversubscribes
 from myriad.errors import BadInputError, MyriadError
 from myriad.run.run_lines import StepLines
 from myriad.units import format_duration
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _LOG = logging.getLogger(__name__)
-
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -74,13 +73,11 @@ def _run(
             metavar="FOLDER", help="Folder for the runs; undisturbed runs are kept there for later calls."
         ),
     ] = Path("runs/faults"),
-    oversubscribe: Annotated[
-        bool, typer.Option("--oversubscribe", help="Allow more ranks than cores; ranks then share cores.")
-    ] = False,
+    oversubscribe: Oversubscribes = False,
     markdown: Annotated[
         Path | None, typer.Option(metavar="FILE.md", help="Write the table to this file as well.")
     ] = None,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Start a run for each scenario, inject its faults, and grade the recovery: detection time, suspect, time
     until it trains again, lost steps, and whether the final state equals the undisturbed run's bit for
@@ -237,7 +234,7 @@ def _print_grades(reports: "list[Report]", drawn: bool, markdown: Path | None, *
     return met
 
 
-def _list(as_json: _Json = False) -> None:
+def _list(as_json: AsJson = False) -> None:
     """List the faults that can be injected (what they are, how they are caused, the expected reaction), and
     the built-in scenarios."""
     from myriad.faults.fault_kinds import KINDS

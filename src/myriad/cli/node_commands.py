@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from myriad.cli.run_argument import existing_run
+from myriad.cli.shared_options import AsJson, existing_run
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def evict(
         ),
     ] = False,
     pardon: Annotated[str | None, typer.Option(metavar="HOST", help="Clear the record of a machine.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Remove a node from a running job; a spare replaces it.
 

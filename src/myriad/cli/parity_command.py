@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from myriad.cli.job_key_options import OverrideCommand
+from myriad.cli.shared_options import Oversubscribes
 from myriad.errors import BadInputError
 from myriad.system.spin_control import spinning_controlled
 from myriad.units import format_ranges
@@ -68,9 +69,7 @@ def parity(
         Path | None,
         typer.Option(metavar="FOLDER", help="Keep the runs in this folder. Default: remove them afterwards."),
     ] = None,
-    oversubscribe: Annotated[
-        bool, typer.Option("--oversubscribe", help="Allow more ranks than cores; ranks then share cores.")
-    ] = False,
+    oversubscribe: Oversubscribes = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train a job in two or more layouts and compare all losses and parameters.

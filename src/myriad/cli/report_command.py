@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from myriad.cli.run_argument import RunName, WithoutRanks, existing_run
+from myriad.cli.shared_options import AsJson, RunName, WithoutRanks, existing_run
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -45,9 +45,7 @@ def _report(
         ),
     ] = None,
     without: WithoutRanks = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Report where a run's time went, slow ranks, and every fault; write an HTML page.
 

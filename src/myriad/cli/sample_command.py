@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from myriad.cli.progress_bar import count_bar
-from myriad.cli.run_argument import CHECKPOINTS, UsesAverage
+from myriad.cli.shared_options import CheckpointPath, UsesAverage
 from myriad.cli.terminal_text import terminal_text
 
 __all__ = ["register", "sample"]
@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 
 def sample(
-    run: Annotated[str, typer.Argument(metavar="PATH", help=f"{CHECKPOINTS} Of several, the newest.")],
+    run: CheckpointPath,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate.")] = 200,
     temperature: Annotated[

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from myriad.cli.run_argument import RunName, existing_run
+from myriad.cli.shared_options import AsJson, RunName, existing_run
 from myriad.errors import BadInputError
 from myriad.telemetry.traces.trace_request import What
 from myriad.units import parse_bytes, parse_ranges
@@ -80,7 +80,7 @@ def _spans(
         typer.Option(metavar="SIZE", help="Memory that a query and its answer may take."),
     ] = "4 GiB",
     csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values with a header.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Query the spans of a run with SQL, or export them as a trace.
 
@@ -284,7 +284,7 @@ def trace(
             "has ended.",
         ),
     ] = "profile",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Capture profiles, collectives, stacks or link counters of ranks while they train.
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from myriad.cli.json_output import print_json
+from myriad.cli.shared_options import AsJson
 from myriad.errors import BadInputError
 
 __all__ = ["register"]
@@ -32,7 +33,7 @@ def _translate(
         Path | None, typer.Option("--out", help="Job file to write. Default: standard output.")
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the job.")] = "translated",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Translate Megatron-LM arguments or a DeepSpeed configuration into a job file.
 

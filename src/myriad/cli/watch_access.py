@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
 __all__ = [
+    "PageTls",
     "entry_page",
     "forget_token",
     "given_token",
@@ -146,7 +147,7 @@ _WILDCARDS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
-class _PageTls:
+class PageTls:
     """The certificate and key of a page."""
 
     certificate: Path
@@ -159,7 +160,7 @@ class _PageTls:
     """File with the certificate that clients can be given."""
 
 
-def page_tls(host: str, certificate: Path | None, key: Path | None, wanted: bool | None) -> _PageTls | None:
+def page_tls(host: str, certificate: Path | None, key: Path | None, wanted: bool | None) -> PageTls | None:
     """Return the certificate for a page at ``host``; ``None`` without TLS.
 
     ``wanted`` is --tls or --no-tls; ``None``: TLS if other machines can reach the page. Raises
@@ -175,7 +176,7 @@ def page_tls(host: str, certificate: Path | None, key: Path | None, wanted: bool
     return _own(host)
 
 
-def _given(certificate: Path, key: Path | None) -> _PageTls:
+def _given(certificate: Path, key: Path | None) -> PageTls:
     key_file = key or certificate
     option, file = ("--tls-cert", certificate) if key is None else ("--tls-key", key)
     try:
@@ -192,7 +193,7 @@ def _given(certificate: Path, key: Path | None) -> _PageTls:
         why = getattr(error, "reason", None) or str(error)
         allowed = f"a certificate and its key without a passphrase, in PEM ({why})"
         raise BadInputError("--tls-cert", str(certificate), allowed) from None
-    return _PageTls(certificate, key_file, fingerprint_of(ssl.PEM_cert_to_DER_cert(first)), certificate)
+    return PageTls(certificate, key_file, fingerprint_of(ssl.PEM_cert_to_DER_cert(first)), certificate)
 
 
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
@@ -202,7 +203,7 @@ def _no_password() -> str:
     raise ValueError("the key has a passphrase")
 
 
-def _own(host: str) -> _PageTls:
+def _own(host: str) -> PageTls:
     """Return the certificate of this machine, which is made if there is none that is valid for ``host``."""
     try:
         from cryptography import x509
@@ -222,7 +223,7 @@ def _own(host: str) -> _PageTls:
             f"a certificate cannot be kept ({error}); --tls-cert FILE, or --no-tls behind a proxy with TLS"
         )
         raise BadInputError("--host", host, allowed) from None
-    return _PageTls(own, own, fingerprint_of(found.public_bytes(Encoding.DER)), public)
+    return PageTls(own, own, fingerprint_of(found.public_bytes(Encoding.DER)), public)
 
 
 def _is_valid(own: Path, host: str) -> bool:

@@ -1,18 +1,21 @@
 """``myriad watch``: a run in the browser."""
 
 import json
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from myriad.cli.run_argument import existing_run
+from myriad.cli.shared_options import AsJson, existing_run
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from myriad.cli.watch_access import PageTls
+    from myriad.dashboard.request_guard import Guard
     from myriad.dashboard.watched_run import MakePlan, WatchedRun
     from myriad.run import Run
 
@@ -104,9 +107,7 @@ def _watch(
     open_page: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the page in the browser of this machine.")
     ] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Serve the dashboard of a run, while it trains or afterwards.
 
@@ -126,14 +127,7 @@ def _watch(
 
     Exit code: 0 stopped, 2 bad input.
     """
-    from myriad.cli.watch_access import (
-        entry_page,
-        forget_token,
-        given_token,
-        keep_token,
-        page_tls,
-        shown_path,
-    )
+    from myriad.cli.watch_access import given_token, page_tls
 
     given = given_token(token, token_file)
     if remote is not None:
@@ -141,42 +135,73 @@ def _watch(
     if run is None:
         raise BadInputError("run", "", "a run folder, or the name of one under runs/; or --remote URL")
     _check_installed()
-    import secrets
-
-    from myriad.dashboard.api.export_api import more_routes
-    from myriad.dashboard.app import build_app, listen_at, serve
-    from myriad.dashboard.request_guard import Access
-    from myriad.supervise.driver_requests import tracer
-    from myriad.telemetry.shipping.page_token import LOOPBACK, span_token
-
     path, size = existing_run(run), _memory_bytes(memory)
     certificate = page_tls(host, tls_cert, tls_key, tls)
-    secret = given or secrets.token_urlsafe(_TOKEN_BYTES)
     _check_collect(collect, path)
-    watched = _watched(path, size, cluster)
-    listener = listen_at(host, port)
-    number = listener.getsockname()[1]
-    file = keep_token(number, secret)
-    # A server with a given token may have a proxy in front of it, with a name of its own.
-    is_local = host in LOOPBACK and given is None
-    access = Access(secret, shown_path(file), is_local, partial(span_token, path))
-    app = build_app(watched, access, collect, more_routes(watched, tracer(watched.files.run)))
-    address = f"{'https' if certificate else 'http'}://{_in_address(host)}:{number}"
-    fingerprint = None if certificate is None else certificate.fingerprint
-    files = None if certificate is None else (certificate.certificate, certificate.key)
+    page = _Page(_watched(path, size, cluster), host, given, certificate, collect, open_page, as_json)
+    page.serve(port)
 
-    def ready() -> None:
-        _announce(address, secret, open_page, as_json, entry_page(file), fingerprint)
-        if certificate is None and host not in LOOPBACK:
+
+@dataclass(frozen=True)
+class _Page:
+    """The page of a run, served from this machine."""
+
+    watched: "WatchedRun"
+    host: str
+    given_token: str | None
+    """The token that the user gave; ``None``: a new one is drawn."""
+    certificate: "PageTls | None"
+    collect: Path | None
+    open_page: bool
+    as_json: bool
+
+    def serve(self, port: int) -> None:
+        """Serve the page until a signal ends the process."""
+        import secrets
+
+        from myriad.cli.watch_access import forget_token, keep_token
+        from myriad.dashboard.app import listen_at, serve
+
+        listener = listen_at(self.host, port)
+        number = listener.getsockname()[1]
+        secret = self.given_token or secrets.token_urlsafe(_TOKEN_BYTES)
+        file = keep_token(number, secret)
+
+        def end() -> None:
+            forget_token(file)  # here: the process ends by the signal that stops the server
+            self.watched.end()
+
+        tls = self.certificate
+        files = None if tls is None else (tls.certificate, tls.key)
+        serve(self._app(secret, file), listener, lambda: self._announce(number, secret, file), end, files)
+
+    def _app(self, secret: str, file: Path | None) -> "Guard":
+        from myriad.cli.watch_access import shown_path
+        from myriad.dashboard.api.export_api import more_routes
+        from myriad.dashboard.app import build_app
+        from myriad.dashboard.request_guard import Access
+        from myriad.supervise.driver_requests import tracer
+        from myriad.telemetry.shipping.page_token import LOOPBACK, span_token
+
+        run = self.watched.files.run
+        # A server with a given token may have a proxy in front of it, with a name of its own.
+        is_local = self.host in LOOPBACK and self.given_token is None
+        access = Access(secret, shown_path(file), is_local, partial(span_token, run.path))
+        return build_app(self.watched, access, self.collect, more_routes(self.watched, tracer(run)))
+
+    def _announce(self, port: int, secret: str, file: Path | None) -> None:
+        """Print the address of the page, and a warning if its token can be read on the way."""
+        from myriad.cli.watch_access import entry_page
+        from myriad.telemetry.shipping.page_token import LOOPBACK
+
+        tls = self.certificate
+        address = f"{'https' if tls else 'http'}://{_in_address(self.host)}:{port}"
+        fingerprint = None if tls is None else tls.fingerprint
+        _announce(address, secret, self.open_page, self.as_json, entry_page(file), fingerprint)
+        if tls is None and self.host not in LOOPBACK:
             typer.echo(_IN_CLEAR, err=True)
-        elif certificate is not None and not as_json:
-            typer.echo(f"certificate {certificate.public}, {fingerprint}", err=True)
-
-    def end() -> None:
-        forget_token(file)  # here: the process ends by the signal that stops the server
-        watched.end()
-
-    serve(app, listener, ready, end, files)
+        elif tls is not None and not self.as_json:
+            typer.echo(f"certificate {tls.public}, {tls.fingerprint}", err=True)
 
 
 def _check_installed() -> None:

@@ -14,7 +14,7 @@ import typer
 from myriad.cli.job_key_options import OverrideCommand
 from myriad.cli.json_output import print_json
 from myriad.cli.progress_bar import bytes_bar
-from myriad.cli.run_argument import CHECKPOINTS, RunName, UsesAverage, existing_run
+from myriad.cli.shared_options import CHECKPOINTS, AsJson, CheckpointPath, RunName, UsesAverage, existing_run
 from myriad.cli.terminal_text import terminal_text
 from myriad.errors import BadInputError
 from myriad.system.spin_control import spinning_controlled
@@ -22,9 +22,7 @@ from myriad.units import format_bytes
 
 __all__ = ["register"]
 
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 _Path = Annotated[str, typer.Argument(metavar="PATH", help=CHECKPOINTS)]
-_One = Annotated[str, typer.Argument(metavar="PATH", help=f"{CHECKPOINTS} Of several, the newest.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -50,7 +48,7 @@ def _list(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every byte instead of comparing sizes.")
     ] = False,
-    json: _Json = False,
+    json: AsJson = False,
 ) -> None:
     """List checkpoints: step, time, size, location, and whether they are complete.
 
@@ -99,7 +97,7 @@ def _verify(
             "signed with. PATH may then be a signed folder of another format.",
         ),
     ] = None,
-    json: _Json = False,
+    json: AsJson = False,
 ) -> None:
     """Read every byte and list damaged chunks; exit code 1 if there are any.
 
@@ -136,7 +134,7 @@ def _verify(
 
 
 def _sign(
-    path: _One,
+    path: CheckpointPath,
     key: Annotated[
         Path,
         typer.Option(
@@ -145,7 +143,7 @@ def _sign(
             "32 bytes, such as RUN/secret.",
         ),
     ],
-    json: _Json = False,
+    json: AsJson = False,
 ) -> None:
     """Sign all files of a checkpoint, for `verify --key` and `import --key`.
 
@@ -162,7 +160,7 @@ def _sign(
         typer.echo(f"{checkpoint.where}: {files} files signed with the key {known.key_id}")
 
 
-def _diff(first: _One, second: _One, json: _Json = False) -> None:
+def _diff(first: CheckpointPath, second: CheckpointPath, json: AsJson = False) -> None:
     """Compare two checkpoints tensor by tensor; exit code 1 if any differ."""
     from myriad.train.checkpoint_tools.locate_checkpoint import locate, newest_whole
 
@@ -197,7 +195,7 @@ def _prune(
         bool,
         typer.Option("--damaged", help="Remove checkpoints as well that a load found damaged and set aside."),
     ] = False,
-    json: _Json = False,
+    json: AsJson = False,
 ) -> None:
     """Remove all but the newest checkpoints; the newest complete one always stays."""
     from myriad.run import Run
@@ -222,7 +220,7 @@ def _save(
         str | None,
         typer.Option(metavar="PLACE", help="Folder or URL without checkpoints. Default: the run's own."),
     ] = None,
-    json: _Json = False,
+    json: AsJson = False,
 ) -> None:
     """Store the newest step of an ended run that this machine holds in memory.
 
@@ -242,7 +240,7 @@ def _save(
     typer.echo(f"resume with: myriad train {shlex.quote(run)}{url}")
 
 
-def _release(run: RunName, json: _Json = False) -> None:
+def _release(run: RunName, json: AsJson = False) -> None:
     """Discard the unstored steps that an ended run holds in this machine's memory."""
     from myriad.train.checkpoint_tools.memory_rescue import release_memory
 
@@ -275,7 +273,7 @@ def _register_conversions(verb: typer.Typer) -> None:
 
 
 def _export(
-    path: Annotated[str, typer.Argument(metavar="PATH", help=f"{CHECKPOINTS} Of several, the newest.")],
+    path: CheckpointPath,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Output folder: new or empty.")],
     format: Annotated[
         _Format, typer.Option(help="hf: Hugging Face format, for transformers' from_pretrained.")
@@ -296,7 +294,7 @@ def _export(
             "Default: no signature.",
         ),
     ] = None,
-    json: _Json = False,
+    json: AsJson = False,
 ) -> None:
     """Write a checkpoint for other tools, as a model of a family that transformers has.
 
@@ -346,7 +344,7 @@ def _import(
             "secret. Default: signatures are not read.",
         ),
     ] = None,
-    json: _Json = False,
+    json: AsJson = False,
 ) -> None:
     """Make a run from another system's checkpoint, to sample from or to train further.
 
@@ -406,12 +404,9 @@ def _show_foreign(run: Path, done: Mapping[str, Any]) -> None:
 
 def _reshard(
     context: typer.Context,
-    path: Annotated[
-        str,
-        typer.Argument(metavar="PATH", help=f"{CHECKPOINTS} Of several, the newest."),
-    ],
+    path: CheckpointPath,
     out: Annotated[str, typer.Argument(metavar="OUT", help="Folder or URL to write step-N to.")],
-    json: _Json = False,
+    json: AsJson = False,
 ) -> None:
     """Rewrite a checkpoint for another layout, e.g. --layout.tp 2 --layout.dp 4.
 

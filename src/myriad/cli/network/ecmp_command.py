@@ -10,6 +10,7 @@ import typer
 from myriad.cli.json_output import print_json
 from myriad.cli.output_files import check_picture, write_picture
 from myriad.cli.progress_bar import share_bar
+from myriad.cli.shared_options import ClusterChanges
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -49,10 +50,7 @@ def ecmp(
     gpus: Annotated[
         int | None, typer.Option(metavar="N", help="Number of the cluster's accelerators to use.")
     ] = None,
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Change the cluster, e.g. fabric.split=1; repeatable."),
-    ] = None,
+    what_if: ClusterChanges = None,
     placement: Annotated[
         str | None,
         typer.Option(

@@ -9,6 +9,7 @@ import typer
 from myriad.cli.json_output import print_json
 from myriad.cli.output_files import check_picture, write_picture
 from myriad.cli.progress_bar import count_bar
+from myriad.cli.shared_options import ClusterFile, HasDriver
 from myriad.errors import BadInputError
 from myriad.forecasts.flap_answer import DEAD_PER_MONTH, FLAPS_PER_MONTH, QUEUE_PAIRS
 
@@ -29,9 +30,7 @@ def flap(
         str | None,
         typer.Argument(metavar="[JOB]", help="Job file or recipe, to show the effect on its iteration."),
     ] = None,
-    cluster: Annotated[
-        str, typer.Option(metavar="CLUSTER", help="Cluster file or recipe.")
-    ] = "megascale-12288xa100",
+    cluster: ClusterFile = "megascale-12288xa100",
     down: Annotated[
         str,
         typer.Option(
@@ -68,10 +67,7 @@ def flap(
     adaptive: Annotated[
         bool, typer.Option("--adaptive/--no-adaptive", help="Whether NICs support adaptive retransmission.")
     ] = True,
-    driver: Annotated[
-        bool,
-        typer.Option("--driver/--no-driver", help="Whether `myriad train` watches links and restarts ranks."),
-    ] = True,
+    driver: HasDriver = True,
     patience: Annotated[
         float | None,
         typer.Option(

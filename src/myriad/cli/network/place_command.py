@@ -9,6 +9,7 @@ import typer
 from myriad.cli.job_key_options import OverrideCommand
 from myriad.cli.json_output import print_json
 from myriad.cli.output_files import check_output, check_picture, write_picture
+from myriad.cli.shared_options import ClusterChanges, ClusterFile
 from myriad.errors import BadInputError
 from myriad.system.whole_file import write_whole
 from myriad.units import format_number
@@ -37,13 +38,8 @@ def place(
         list[str],
         typer.Argument(metavar="JOB...", help="Job files or recipes; several jobs run at the same time."),
     ],
-    cluster: Annotated[
-        str, typer.Option(metavar="CLUSTER", help="Cluster file or recipe.")
-    ] = "megascale-12288xa100",
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Change the cluster, e.g. fabric.split=1; repeatable."),
-    ] = None,
+    cluster: ClusterFile = "megascale-12288xa100",
+    what_if: ClusterChanges = None,
     nodes: Annotated[
         list[str] | None,
         typer.Option(

@@ -10,6 +10,7 @@ import typer
 
 from myriad.cli.output_files import check_picture, write_picture
 from myriad.cli.progress_bar import count_bar
+from myriad.cli.shared_options import ClusterFile, HasDriver
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 
 def tune(
-    cluster: Annotated[str, typer.Option(metavar="CLUSTER", help="Cluster file or recipe.")],
+    cluster: ClusterFile,
     what_if: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Change the cluster, e.g. nics.transport=roce; repeatable."),
@@ -36,10 +37,7 @@ def tune(
         str,
         typer.Option(metavar="TIMES", help="Down times of links, as for `myriad network flap`."),
     ] = "lognormal:2:1",
-    driver: Annotated[
-        bool,
-        typer.Option("--driver/--no-driver", help="Whether `myriad train` watches links and restarts ranks."),
-    ] = True,
+    driver: HasDriver = True,
     patience: Annotated[float, typer.Option(help="resilience.timeout_scale of the job.")] = 1.0,
     export: Annotated[
         Literal["sh", "env", "json"] | None,

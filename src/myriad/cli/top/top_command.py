@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from myriad.cli.run_argument import RunName, WithoutRanks, existing_run
+from myriad.cli.shared_options import RunName, WithoutRanks, existing_run
 from myriad.errors import BadInputError
 from myriad.units import parse_ranges
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from myriad.cli.job_key_options import OverrideCommand
+from myriad.cli.shared_options import Oversubscribes
 from myriad.errors import NO_STATE, BadInputError, RunFailedError
 
 if TYPE_CHECKING:
@@ -68,9 +69,7 @@ def train(
             help="Run a standby driver for the run folder JOB; it takes over when the driver is lost.",
         ),
     ] = False,
-    oversubscribe: Annotated[
-        bool, typer.Option("--oversubscribe", help="Allow more ranks than cores; ranks then share cores.")
-    ] = False,
+    oversubscribe: Oversubscribes = False,
     in_process: Annotated[
         bool,
         typer.Option(
