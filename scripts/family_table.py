@@ -36,6 +36,7 @@ _ROWS = (
     _Row("Qwen 3 MoE", "qwen3_moe", "qwen 3 moe", "qwen 3 moe", ("qwen3-30b", "qwen3-235b")),
     _Row("Mixtral", "mixtral", "mixtral", "mixtral", ("mixtral-",)),
     _Row("OLMoE", "olmoe", "olmoe", "olmoe", ("olmoe-",)),
+    _Row("GPT-OSS", "gpt_oss", "gpt-oss", "gpt-oss", ("gpt-oss-",)),
     _Row("Gemma 2", "gemma2", "gemma 2", "gemma 2", ("gemma2-",)),
     _Row("Gemma 3 (text)", "gemma3_text", "gemma 3", "gemma 3", ("gemma3-",)),
     _Row("OLMo 2", "olmo2", "olmo 2", "olmo 2", ("olmo2-",)),

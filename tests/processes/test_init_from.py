@@ -15,7 +15,7 @@ from tiny_corpora import make_corpus
 from typer.testing import CliRunner
 
 from myriad.checkpoint.checkpoint_files import load_model
-from myriad.checkpoint.foreign.safetensors_file import Box, SafetensorsFile
+from myriad.checkpoint.foreign.safetensors_file import Box, SafetensorsFile, StoredTensor
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
 from myriad.data.corpus import read_batch
@@ -60,9 +60,9 @@ def counted(arguments: list[str]) -> tuple[int, int]:
     files: set[SafetensorsFile] = set()
     read = SafetensorsFile.read
 
-    def kept(self: SafetensorsFile, name: str, box: Box) -> torch.Tensor:
+    def kept(self: SafetensorsFile, name: str, box: Box, view: StoredTensor | None = None) -> torch.Tensor:
         files.add(self)
-        return read(self, name, box)
+        return read(self, name, box, view)
 
     SafetensorsFile.read = kept  # type: ignore[method-assign]
     return worker.main(arguments), sum(file.bytes_read for file in files)

@@ -56,6 +56,23 @@ DEEPSEEK = RMS | {
         "original_max_position_embeddings": 4096, "type": "yarn",
     },
 }  # fmt: skip
+GPT_OSS = RMS | {
+    "model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64,
+    "initial_context_length": 4096, "max_position_embeddings": 131072, "num_experts_per_tok": 4,
+    "num_key_value_heads": 8, "output_router_logits": False, "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "vocab_size": 201088,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+}  # fmt: skip
 GEMMA2 = PLAIN | {
     "model_type": "gemma2", "attention_bias": False, "attn_logit_softcapping": 50.0,
     "cache_implementation": "hybrid", "final_logit_softcapping": 30.0, "head_dim": 256,
@@ -200,12 +217,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         ),
         235_741_434_880,
     ),
-    "DeepSeek-V3, not quantized": (
+    "DeepSeek-V3": (
         sized(
             DEEPSEEK, 7168, 18432, 128, 61, model_type="deepseek_v3", num_key_value_heads=128,
             first_k_dense_replace=3, moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1,
             n_group=8, topk_group=4, topk_method="noaux_tc", num_experts_per_tok=8, scoring_func="sigmoid",
             norm_topk_prob=True, routed_scaling_factor=2.5, num_nextn_predict_layers=1, vocab_size=129280,
+            quantization_config={
+                "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+            },
         ),
         671_026_419_200,
     ),
@@ -218,6 +239,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         ),
         6_919_161_856,
     ),
+    "gpt-oss-20b": (sized(GPT_OSS, 2880, 2880, 64, 24, num_local_experts=32), 20_914_757_184),
+    "gpt-oss-120b": (sized(GPT_OSS, 2880, 2880, 64, 36, num_local_experts=128), 116_829_156_672),
     "gemma-2-2b": (sized(GEMMA2, 2304, 9216, 8, 26, num_key_value_heads=4), 2_614_341_888),
     "gemma-2-9b": (
         sized(GEMMA2, 3584, 14336, 16, 42, num_key_value_heads=8, sliding_window_size=4096),
@@ -454,15 +477,22 @@ def test_odd_values_of_a_familys_fields_are_read_or_refused_in_a_line(config: di
         ("OLMoE-1B-7B-0924", "clip_qkv", 8.0),
         ("Qwen1.5-MoE-A2.7B", "shared_expert_intermediate_size", 5633),
         ("Qwen1.5-MoE-A2.7B", "qkv_bias", False),
+        ("gpt-oss-20b", "attention_bias", False),
+        ("gpt-oss-20b", "swiglu_limit", 6.0),
+        ("gpt-oss-20b", "swiglu_alpha", 1.0),
+        ("gpt-oss-20b", "hidden_act", "gelu"),
+        ("gpt-oss-20b", "experts_per_token", 3),
+        ("gpt-oss-20b", "num_experts_per_tok", 40),
+        ("gpt-oss-20b", "initial_context_length", 8192),
         ("DeepSeek-V2", "topk_method", "noaux_tc"),
         ("DeepSeek-V2", "norm_topk_prob", True),
-        ("DeepSeek-V3, not quantized", "scoring_func", "softmax"),
-        ("DeepSeek-V3, not quantized", "n_group", 7),
-        ("DeepSeek-V3, not quantized", "n_group", 256),
-        ("DeepSeek-V3, not quantized", "topk_group", 9),
-        ("DeepSeek-V3, not quantized", "moe_layer_freq", 2),
-        ("DeepSeek-V3, not quantized", "first_k_dense_replace", -1),
-        ("DeepSeek-V3, not quantized", "num_local_experts", 64),
+        ("DeepSeek-V3", "scoring_func", "softmax"),
+        ("DeepSeek-V3", "n_group", 7),
+        ("DeepSeek-V3", "n_group", 256),
+        ("DeepSeek-V3", "topk_group", 9),
+        ("DeepSeek-V3", "moe_layer_freq", 2),
+        ("DeepSeek-V3", "first_k_dense_replace", -1),
+        ("DeepSeek-V3", "num_local_experts", 64),
     ],
 )
 def test_experts_that_would_be_read_as_others_are_refused(name: str, field: str, value: object) -> None:

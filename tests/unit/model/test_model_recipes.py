@@ -47,6 +47,8 @@ EXACT = {
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_419_200,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "gemma2-2b": 2_614_341_888,
     "gemma2-9b": 9_241_705_984,
     "gemma2-27b": 27_227_128_320,
@@ -105,6 +107,7 @@ def test_every_published_model_has_a_hugging_face_family(name):
     families |= {"afm": "arcee", "mixtral": "mixtral", "olmoe": "olmoe"}
     families |= dict.fromkeys(("qwen3-30b-a3b", "qwen3-235b-a22b"), "qwen3_moe")
     families |= {"qwen1.5": "qwen2_moe", "deepseek-v2-lite": "deepseek_v2", "deepseek": "deepseek_v3"}
+    families |= {"gpt": "gpt_oss"}
     assert kind_of(model(name)) == families.get(name, families[name.partition("-")[0]])
 
 

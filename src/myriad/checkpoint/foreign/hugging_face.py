@@ -9,8 +9,9 @@ A folder is written beside its final path and renamed, so a kill leaves no parti
 """
 
 import json
+import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ from safetensors.torch import save_file
 from myriad.checkpoint.checkpoint_files import Shapes, Weights
 from myriad.checkpoint.foreign.hugging_face_config import config_of, model_of, read_json
 from myriad.checkpoint.foreign.hugging_face_names import TensorMapping, missing_or_other, tensor_mappings
+from myriad.checkpoint.foreign.hugging_face_sources import Place, is_readable, sources_of, stack_of
+from myriad.checkpoint.foreign.hugging_face_values import Quantization, quantization_of
 from myriad.checkpoint.foreign.safetensors_file import Box, SafetensorsFile, whole_box
 from myriad.checkpoint.storage.staged_folder import staged_folder
 from myriad.data.tokenizer import Tokenizer
@@ -63,8 +66,6 @@ _DERIVED = (
 )
 """Suffixes of tensors that follow from config.json: rotary frequencies, causal masks of GPT-2 and of
 GPT-NeoX."""
-_READ_TYPES = ("F32", "F16", "BF16")
-"""Dtypes whose values float32 represents exactly."""
 _BASES = ("model.", "transformer.", "gpt_neox.")
 """Prefixes of all names except the output projection. Files of a base model omit them."""
 
@@ -96,8 +97,11 @@ class HuggingFaceWeights:
         mappings = tensor_mappings(self.model, config["model_type"])
         self._mappings = {mapping.name: mapping for mapping in mappings}
         self._compare_tied = compare_tied
-        self._places = _find_tensors(path)
-        found = {name: file.tensors[own].shape for name, (file, own) in self._places.items()}
+        quantization = quantization_of(config)
+        self._places = _find_tensors(path, quantization)
+        names = [name for mapping in mappings for name in mapping.their_shapes()]
+        self._sources = sources_of(self._places, names, quantization)
+        found = {name: source.shape for name, source in self._sources.items()}
         if problem := next(missing_or_other(mappings, found), None):
             raise BadInputError("weights", str(path), f"does not match its config.json: {problem}")
         self._refuse_others(mappings, _prediction_layers(config, self.model.layers))
@@ -106,22 +110,23 @@ class HuggingFaceWeights:
     @property
     def bytes_read(self) -> int:
         """Bytes of values that were read so far."""
-        return sum(file.bytes_read for file in {file for file, _ in self._places.values()})
+        return sum(file.bytes_read for file in {place.file for place in self._places.values()})
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor by Myriad's name."""
-        return self._mappings[name].read_box(self._read_theirs, whole_box(self.shapes[name]))
+        return self._mappings[name].read_box(_read_once(self._read_theirs), whole_box(self.shapes[name]))
 
     def read_parts(self, name: str, boxes: Sequence[Box]) -> Iterator[torch.Tensor]:
         """Yield parts of one tensor, and read no others."""
+        theirs = _read_once(self._read_theirs)
         for box in boxes:
-            yield self._mappings[name].read_box(self._read_theirs, box)
+            yield self._mappings[name].read_box(theirs, box)
 
     def _refuse_others(self, mappings: Sequence[TensorMapping], unused: tuple[str, ...]) -> None:
         """Raise `BadInputError` for tensors that would be dropped, unless the model does not need them.
         ``unused``: beginnings of the names of some that it does not need."""
-        used = {self._places[name] for mapping in mappings for name in mapping.their_shapes()}
-        others = {place[1] for place in self._places.values() if place not in used}
+        used = {place for source in self._sources.values() for place in source.places}
+        others = {place.name for place in self._places.values() if place not in used}
         left = [
             name
             for name in sorted(others)
@@ -137,8 +142,10 @@ class HuggingFaceWeights:
     def _is_tied(self, name: str) -> bool:
         """Whether a tensor is an output projection that equals the embedding."""
         table = self._mappings["embedding.tokens.weight"].row_slices[0].name
-        output, tokens = (file.tensors[own] for file, own in (self._places[name], self._places[table]))
-        if name not in _OUTPUTS or (output.dtype, output.shape) != (tokens.dtype, tokens.shape):
+        output, tokens = (self._places[one].stored for one in (name, table))
+        if name not in _OUTPUTS or not is_readable(name, output.dtype, None):
+            return False
+        if (output.dtype, output.shape) != (tokens.dtype, tokens.shape):
             return False
         rows, columns = tokens.shape
         boxes = [
@@ -148,8 +155,28 @@ class HuggingFaceWeights:
         return all(torch.equal(self._read_theirs(name, box), self._read_theirs(table, box)) for box in boxes)
 
     def _read_theirs(self, name: str, box: Box) -> torch.Tensor:
-        file, own_name = self._places[name]
-        return file.read(own_name, box)
+        if name in self._sources:
+            return self._sources[name].read(box)
+        place = self._places[name]
+        return place.file.read(place.name, box)
+
+
+_Read = Callable[[str, Box], torch.Tensor]
+
+
+def _read_once(theirs: _Read) -> _Read:
+    """Return a function that reads parts, and the same part only once in a row: gates and values that take
+    turns are of one part."""
+    kept: dict[tuple[str, str], torch.Tensor] = {}
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        key = name, str(box)
+        if key not in kept:
+            kept.clear()
+            kept[key] = theirs(name, box)
+        return kept[key]
+
+    return read
 
 
 _MOST_PREDICTION_LAYERS = 16
@@ -164,26 +191,25 @@ def _prediction_layers(config: Mapping[str, Any], layers: int) -> tuple[str, ...
     return tuple(f"model.layers.{layer}." for layer in range(layers, layers + number))
 
 
-_Place = tuple[SafetensorsFile, str]
-"""File, name in the file."""
 _COMPARED_ROWS = 1024
 """Rows of two tables in memory while they are compared."""
 
 
-def _find_tensors(path: Path) -> Mapping[str, _Place]:
+def _find_tensors(path: Path, quantization: Quantization | None) -> Mapping[str, Place]:
     """Return the location of every tensor, by full name."""
-    places: dict[str, _Place] = {}
+    places: dict[str, Place] = {}
     for file_path in _weight_files(path):
         file = SafetensorsFile(file_path)
         for name, stored in file.tensors.items():
-            if stored.dtype not in _READ_TYPES and not name.endswith(_DERIVED):
-                allowed = (
-                    f"{name} is stored as {stored.dtype}: one of {', '.join(_READ_TYPES)} (not quantized)"
-                )
+            if not is_readable(name, stored.dtype, quantization) and not name.endswith(_DERIVED):
+                allowed = f"{name} is stored as {stored.dtype}: one of F32, F16, BF16, or quantized as its "
+                allowed += "config.json says (quantization_config: fp8 or mxfp4)"
                 raise BadInputError("weights", str(file_path), allowed)
             if name in places:
-                raise BadInputError("weights", str(file_path), f"{name} is in {places[name][0].path} as well")
-            places[name] = (file, name)
+                raise BadInputError(
+                    "weights", str(file_path), f"{name} is in {places[name].file.path} as well"
+                )
+            places[name] = Place(file, name)
     _refuse_other_index(path, places)
     if any(name.startswith(_BASES) for name in places):
         return places
@@ -216,14 +242,14 @@ def _weight_map(path: Path) -> dict[str, str]:
     return places
 
 
-def _refuse_other_index(path: Path, places: Mapping[str, "_Place"]) -> None:
+def _refuse_other_index(path: Path, places: Mapping[str, Place]) -> None:
     """Raise `BadInputError` if files do not match their index: some may be of another model or version."""
     for tensor, name in _weight_map(path).items():
         found = places.get(tensor)
         if found is None and tensor.endswith(_DERIVED):
             continue
-        if found is None or found[0].path.name != name:
-            there = "is not there" if found is None else f"is in {found[0].path.name}"
+        if found is None or found.file.path.name != name:
+            there = "is not there" if found is None else f"is in {found.file.path.name}"
             raise BadInputError("weights", str(path / _INDEX), f"{tensor} should be in {name}, {there}")
 
 
@@ -311,37 +337,63 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence: int) -> None:
     )
 
 
-def _in_shards(
-    mappings: Sequence[TensorMapping], item_bytes: int, shard_bytes: int
-) -> list[list[TensorMapping]]:
-    shards: list[list[TensorMapping]] = [[]]
-    filled = 0
+def _units(mappings: Sequence[TensorMapping]) -> list[list[TensorMapping]]:
+    """Return mappings in groups that are written together: the entries of a stack, or one mapping."""
+    found: dict[str, list[TensorMapping]] = {}
     for mapping in mappings:
-        size = item_bytes * sum(torch.Size(shape).numel() for shape in mapping.their_shapes().values())
+        stack = stack_of(mapping.row_slices[0].name)
+        found.setdefault(mapping.name if stack is None else stack[0], []).append(mapping)
+    return list(found.values())
+
+
+_Unit = Sequence[TensorMapping]
+
+
+def _in_shards(mappings: Sequence[TensorMapping], item_bytes: int, shard_bytes: int) -> list[list[_Unit]]:
+    shards: list[list[_Unit]] = [[]]
+    filled = 0
+    for unit in _units(mappings):
+        shapes = [shape for mapping in unit for shape in mapping.their_shapes().values()]
+        size = item_bytes * sum(math.prod(shape) for shape in shapes)
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(mapping)
+        shards[-1].append(unit)
         filled += size
     return shards
 
 
 def _write_weights(
-    folder: Path, weights: Weights, shards: Sequence[Sequence[TensorMapping]], dtype: torch.dtype
+    folder: Path, weights: Weights, shards: Sequence[Sequence[_Unit]], dtype: torch.dtype
 ) -> None:
     total = 0
     places: dict[str, str] = {}
-    for number, mappings in enumerate(shards, 1):
+    for number, units in enumerate(shards, 1):
         name = _WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors: dict[str, torch.Tensor] = {}
-        for mapping in mappings:
-            tensors |= mapping.write(_rounded(weights, mapping.name, dtype))
+        for unit in units:
+            tensors |= _written(weights, unit, dtype)
         _save(tensors, folder / name)
         shutil.copymode(folder / _CONFIG, folder / name)  # safetensors makes it readable by its owner only
         total += sum(tensor.nbytes for tensor in tensors.values())
         places |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _written(weights: Weights, unit: _Unit, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors of the files that a unit is written to."""
+    found: dict[str, torch.Tensor] = {}
+    for mapping in unit:
+        for name, values in mapping.write(_rounded(weights, mapping.name, dtype)).items():
+            stack = stack_of(name)
+            if stack is None:
+                found[name] = values
+                continue
+            if stack[0] not in found:
+                found[stack[0]] = values.new_empty(len(unit), *values.shape)
+            found[stack[0]][stack[1]] = values
+    return found
 
 
 def _rounded(weights: Weights, name: str, dtype: torch.dtype) -> torch.Tensor:

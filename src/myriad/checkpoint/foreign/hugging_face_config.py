@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from myriad.checkpoint.foreign.hugging_face_deepseek import LATENT_SIZES
 from myriad.checkpoint.foreign.hugging_face_families import FAMILIES
 from myriad.checkpoint.foreign.hugging_face_family import COMMON, Family
-from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, written_rotary
+from myriad.checkpoint.foreign.hugging_face_values import ConfigValues, quantization_of, written_rotary
 from myriad.errors import BadInputError, plain_value
 from myriad.model.config import ModelConfig
 from myriad.system.whole_file import parse_json, read_regular
@@ -43,6 +43,8 @@ _READ = {
 rounding."""
 _GATED = {"gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 """The same activations as the gate of a family whose MLP has one."""
+_CLAMPED = "clamped_swiglu"
+"""The activation that GPT-OSS names ``silu``."""
 _GPT2 = Family(
     architecture="GPT2LMHeadModel",
     fixed={"norm": "layer", "position": "learned", "bias": True},
@@ -215,7 +217,7 @@ def _computed_by_experts(model: ModelConfig) -> dict[str, Any]:
 
 _ROUTING = (
     *("experts_per_token", "shared_experts", "shared_expert_gate", "router_scores", "router_normalized"),
-    *("router_scale", "router_groups"),
+    *("router_scale", "router_groups", "router_logit_bias"),
 )
 """Keys of the router, and of the experts that each token takes."""
 _GROUPS = ("router_group_limit", "router_group_score")
@@ -322,7 +324,7 @@ _NOT_COMPUTED = {
 
 
 def _refuse_unknown(config: Mapping[str, Any], family: Family) -> None:
-    known = family.known_fields() | _NOT_COMPUTED | {"head_dim"}
+    known = family.known_fields() | _NOT_COMPUTED | {"head_dim", "quantization_config"}
     for key, value in config.items():
         if key in known or key.startswith("_") or not value:
             continue
@@ -343,6 +345,7 @@ def model_of(config: Mapping[str, Any], vocabulary_multiple: int = 64) -> ModelC
         raise BadInputError("model_type", kind, f"one of {', '.join(MODEL_TYPES)} in config.json")
     family = family_of(kind)
     _refuse_unknown(config, family)
+    quantization_of(config)  # raises for a kind that cannot be read
     theirs = ConfigValues(config, family.defaults)
     for key, allowed in family.must_be.items():
         theirs.must_be(key, *allowed)
@@ -440,6 +443,9 @@ def _copied(theirs: ConfigValues, family: Family) -> dict[str, Any]:
 
 def _activation(theirs: ConfigValues, family: Family) -> str:
     """Return Myriad's name of the activation function."""
+    if _CLAMPED in family.activations:
+        theirs.must_be(family.activation_field, "silu")
+        return _CLAMPED
     gates = {ours for ours in family.activations if ours in ("swiglu", *_GATED.values())}
     names = {name: _GATED.get(ours, ours) if gates else ours for name, ours in _READ.items()}
     allowed = [name for name, ours in names.items() if ours in family.activations]

@@ -1,23 +1,36 @@
-"""Fields of ``config.json`` of families with experts: Mixtral, Qwen 2 and 3 MoE, and OLMoE. Without torch.
+"""Fields of ``config.json`` of families with experts: Mixtral, Qwen 2 and 3 MoE, OLMoE, and GPT-OSS. Without
+torch.
 
-All of them choose a token's experts by a softmax over all experts, and each expert has matrices of its own.
+All of them choose a token's experts by a softmax over all experts. GPT-OSS has a softmax over the chosen
+ones, which are the same gates as a softmax over all, divided by the sum of the chosen.
 ``router_aux_loss_coef`` matters in training only: it is written, and not read back. If all blocks have
 experts, the inner width of an expert is read as `ModelConfig.ffn_hidden`, whichever field has it.
 """
 
 from myriad.checkpoint.foreign.hugging_face_family import TensorNames, Values
-from myriad.checkpoint.foreign.hugging_face_fields import read_decoder, write_decoder, write_mistral
+from myriad.checkpoint.foreign.hugging_face_fields import (
+    layer_types,
+    read_decoder,
+    write_decoder,
+    write_mistral,
+    written_types,
+)
 from myriad.checkpoint.foreign.hugging_face_values import ConfigValues
 from myriad.errors import BadInputError
+from myriad.kernels.config import CLAMPED_SWIGLU_ALPHA, CLAMPED_SWIGLU_LIMIT
+from myriad.kernels.rotary_scaling import RotaryScaling
 from myriad.model.config import ModelConfig
 
 __all__ = [
+    "GPT_OSS_NAMES",
     "MIXTRAL_NAMES",
     "QWEN2_MOE_NAMES",
     "ROUTER_FIELDS",
+    "read_gpt_oss",
     "read_olmoe",
     "read_qwen2_moe",
     "read_qwen3_moe",
+    "write_gpt_oss",
     "write_mixtral",
     "write_olmoe",
     "write_qwen2_moe",
@@ -27,6 +40,7 @@ __all__ = [
 ROUTER_FIELDS = ("router_aux_loss_coef", "output_router_logits")
 """Fields of a router that matter in training only."""
 QWEN2_MOE_NAMES = TensorNames(shared="shared_expert")
+GPT_OSS_NAMES = TensorNames(router="router", stacked=("gate_up_proj", "down_proj"))
 MIXTRAL_NAMES = TensorNames(mlp="block_sparse_moe", up=("w1", "w3"), down="w2")
 
 
@@ -97,3 +111,25 @@ def write_qwen2_moe(model: ModelConfig) -> Values:
     found = write_qwen3_moe(model) | {"qkv_bias": True}
     del found["attention_bias"]
     return found | {"shared_expert_intermediate_size": model.shared_experts * model.expert_width}
+
+
+_GPT_OSS_SCALING = RotaryScaling(kind="yarn", factor=32.0, original_sequence=4096, truncate=False)
+"""What transformers takes if a ``config.json`` describes no rotary positions."""
+
+
+def read_gpt_oss(theirs: ConfigValues, values: Values) -> Values:
+    """Return the values of a ``config.json`` beyond the copied fields: GPT-OSS."""
+    window = theirs.size_or_none("sliding_window")
+    found = read_decoder(theirs, values, 1.5e5)
+    if not (theirs.get("rope_parameters") or theirs.get("rope_scaling")):
+        found |= {"rotary_scaling": _GPT_OSS_SCALING}
+    theirs.must_be("experts_per_token", None, values["experts_per_token"])
+    theirs.must_be("initial_context_length", None, found["rotary_scaling"].original_sequence)
+    return found | layer_types(theirs, values, lambda layer: layer % 2 == 0, window)
+
+
+def write_gpt_oss(model: ModelConfig) -> Values:
+    """Return the fields beyond the copied ones: GPT-OSS."""
+    bounds = {"swiglu_alpha": CLAMPED_SWIGLU_ALPHA, "swiglu_limit": CLAMPED_SWIGLU_LIMIT}
+    windows = {"sliding_window": model.window or model.sequence, "layer_types": written_types(model)}
+    return write_decoder(model) | _write_router(model) | bounds | windows

@@ -18,12 +18,15 @@ from myriad.checkpoint.foreign.hugging_face_deepseek import (
     write_minicpm3,
 )
 from myriad.checkpoint.foreign.hugging_face_experts import (
+    GPT_OSS_NAMES,
     MIXTRAL_NAMES,
     QWEN2_MOE_NAMES,
     ROUTER_FIELDS,
+    read_gpt_oss,
     read_olmoe,
     read_qwen2_moe,
     read_qwen3_moe,
+    write_gpt_oss,
     write_mixtral,
     write_olmoe,
     write_qwen2_moe,
@@ -64,6 +67,7 @@ from myriad.checkpoint.foreign.hugging_face_parallel import (
     write_neox,
     write_stablelm,
 )
+from myriad.kernels.config import CLAMPED_SWIGLU_ALPHA, CLAMPED_SWIGLU_LIMIT
 
 __all__ = ["FAMILIES"]
 
@@ -218,6 +222,28 @@ FAMILIES: dict[str, Family] = {
         read=read_olmoe,
         write=write_olmoe,
         fields=(*_ROTARY, *ROUTER_FIELDS, "norm_topk_prob", "attention_bias"),
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        fixed=_ROTARY_MODEL | {"bias": True, "attention_sinks": True, "router_logit_bias": True},
+        sizes=_HEAD_DIM | {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+        activations={"clamped_swiglu": "silu"},
+        defaults=_DEFAULTS
+        | {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 64}
+        | {"num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128}
+        | {"attention_bias": True},
+        must_be={
+            "attention_bias": (True,),
+            "swiglu_alpha": (None, CLAMPED_SWIGLU_ALPHA),
+            "swiglu_limit": (None, CLAMPED_SWIGLU_LIMIT),
+        },
+        read=read_gpt_oss,
+        write=write_gpt_oss,
+        fields=(
+            *(*_ROTARY, *ROUTER_FIELDS, "sliding_window", "layer_types", "experts_per_token"),
+            "initial_context_length",
+        ),
+        names=lambda model: GPT_OSS_NAMES,
     ),
     "gemma2": Family(
         architecture="Gemma2ForCausalLM",

@@ -44,6 +44,10 @@ class TensorNames:
     router: str = "gate"
     """The matrix that chooses experts, which are named by their numbers."""
     router_bias: str = "gate.e_score_correction_bias"
+    router_logit_bias: str = "router.bias"
+    stacked: tuple[str, str] | None = None
+    """Names of two tensors that hold the first and the second products of all experts, transposed, gates and
+    values in turns, and of their biases with ``_bias``; ``None``: each expert has its own tensors."""
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
 

@@ -18,6 +18,7 @@ from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 
 __all__ = [
+    "layer_types",
     "minicpm_scales",
     "read_decoder",
     "read_gemma2",
@@ -41,6 +42,7 @@ __all__ = [
     "write_qwen2",
     "write_smollm3",
     "written_minicpm_scales",
+    "written_types",
 ]
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -50,9 +52,9 @@ def _attention_bias(theirs: ConfigValues) -> Values:
     return {"attention_bias": "all" if theirs.flag("attention_bias") else "default"}
 
 
-def read_decoder(theirs: ConfigValues, values: Values) -> Values:
+def read_decoder(theirs: ConfigValues, values: Values, default_base: float = 1e4) -> Values:
     """Read what Llama and its descendants have in common."""
-    return read_whole_rotary(theirs) | _attention_bias(theirs)
+    return read_whole_rotary(theirs, default_base) | _attention_bias(theirs)
 
 
 def write_decoder(model: ModelConfig) -> Values:
@@ -86,7 +88,7 @@ def _window_in(theirs: ConfigValues, values: Values) -> int:
     return min(theirs.size_or_none("sliding_window") or values["sequence"], values["sequence"])
 
 
-def _layer_types(
+def layer_types(
     theirs: ConfigValues, values: Values, slides: Callable[[int], bool], window: int | None
 ) -> Values:
     """Read which layers have a window: those of ``layer_types``, or those by the family's rule."""
@@ -97,7 +99,8 @@ def _layer_types(
     return _windowed(window, values, tuple(found))
 
 
-def _written_types(model: ModelConfig) -> list[str]:
+def written_types(model: ModelConfig) -> list[str]:
+    """Return the field ``layer_types``."""
     return [_SLIDING if model.layer_window(layer) else _FULL for layer in range(model.layers)]
 
 
@@ -121,7 +124,7 @@ def read_qwen(theirs: ConfigValues, values: Values) -> Values:
     window = theirs.size_or_none("sliding_window") if theirs.flag("use_sliding_window") else None
     no_full = theirs.get("max_window_layers") == 0
     first = 0 if no_full else theirs.size_or_none("max_window_layers") or values["layers"]
-    types = _layer_types(theirs, values, lambda layer: layer >= first, window)
+    types = layer_types(theirs, values, lambda layer: layer >= first, window)
     bias = _attention_bias(theirs) if "attention_bias" in theirs.defaults else {}
     return read_whole_rotary(theirs) | types | bias
 
@@ -132,7 +135,7 @@ def write_qwen(model: ModelConfig) -> Values:
     return write_decoder(model) | {
         "use_sliding_window": slides,
         "sliding_window": model.window if slides else None,
-        "layer_types": _written_types(model),
+        "layer_types": written_types(model),
     }
 
 
@@ -155,7 +158,7 @@ def read_gemma2(theirs: ConfigValues, values: Values) -> Values:
     """Return the values of a ``config.json`` beyond the copied fields: Gemma 2."""
     window = theirs.size_or_none("sliding_window")
     theirs.must_be("sliding_window_size", None, window)
-    types = _layer_types(theirs, values, lambda layer: layer % 2 == 0, window)
+    types = layer_types(theirs, values, lambda layer: layer % 2 == 0, window)
     return read_whole_rotary(theirs) | _read_gemma(theirs, values) | types
 
 
@@ -163,7 +166,7 @@ def read_gemma3(theirs: ConfigValues, values: Values) -> Values:
     """Return the values of a ``config.json`` beyond the copied fields: Gemma 3."""
     every = theirs.size_or_none("sliding_window_pattern") or 6
     window = _window_in(theirs, values)
-    types = _layer_types(theirs, values, lambda layer: (layer + 1) % every != 0, window)
+    types = layer_types(theirs, values, lambda layer: (layer + 1) % every != 0, window)
     return (
         _by_layer_type(theirs, types, 1e6, "rope_local_base_freq", 1e4) | _read_gemma(theirs, values) | types
     )
@@ -193,7 +196,7 @@ def write_gemma(model: ModelConfig) -> Values:
         "attn_logit_softcapping": model.attention_softcap,
         "final_logit_softcapping": model.logit_softcap,
         "sliding_window": model.window or model.sequence,
-        "layer_types": _written_types(model),
+        "layer_types": written_types(model),
     }
 
 
@@ -214,7 +217,7 @@ def write_gemma3(model: ModelConfig) -> Values:
 def read_olmo3(theirs: ConfigValues, values: Values) -> Values:
     """Return the values of a ``config.json`` beyond the copied fields: OLMo 3."""
     window = _window_in(theirs, values)
-    types = _layer_types(theirs, values, lambda layer: (layer + 1) % 4 != 0, window)
+    types = layer_types(theirs, values, lambda layer: (layer + 1) % 4 != 0, window)
     base = theirs.number_or_none("rope_theta") or 5e5
     return _by_layer_type(theirs, types, base, "rope_theta", base) | types | _attention_bias(theirs)
 
@@ -226,7 +229,7 @@ def write_olmo3(model: ModelConfig) -> Values:
     written = (
         written if len(bases) == 1 else {key: one for key, one in written.items() if key != "rope_theta"}
     )
-    return written | {"sliding_window": model.window or model.sequence, "layer_types": _written_types(model)}
+    return written | {"sliding_window": model.window or model.sequence, "layer_types": written_types(model)}
 
 
 def read_phi3(theirs: ConfigValues, values: Values) -> Values:
@@ -322,7 +325,7 @@ def read_smollm3(theirs: ConfigValues, values: Values) -> Values:
     listed = theirs.names("no_rope_layers", layers, 0, 1)
     rotates = tuple(map(bool, listed or [(layer + 1) % every for layer in range(layers)]))
     window = theirs.size_or_none("sliding_window") if theirs.flag("use_sliding_window") else None
-    types = _layer_types(theirs, values, lambda layer: not rotates[layer], window)
+    types = layer_types(theirs, values, lambda layer: not rotates[layer], window)
     found = read_whole_rotary(theirs, 2e6) | _attention_bias(theirs) | types
     return found | {"rotary_pattern": _repeated(rotates)}
 

@@ -3,6 +3,8 @@
     Myriad (fused)               Hugging Face
     qkv [q | k | v]              q_proj, k_proj, v_proj        c_attn (GPT-2's Conv1D is [in, out])
     up [gate | up] (SwiGLU)      gate_proj, up_proj
+    experts.3.up [gate | up]     gate_up_proj[3]: the fourth entry of a stack [E, in, out] (GPT-OSS), in whose
+                                 columns gates and values take turns
     embedding, padded rows       the first rows, as many as the vocabulary has; padding is zero
     bias of qkv [q | v]          c_attn's, without the keys': softmax does not depend on it
 
@@ -38,6 +40,14 @@ class RowSlice:
     """Head size of rows that are rotary pairs, head by head; 0: the rows keep their order."""
     rotary_width: int = 0
     """Number of leading rows of each head that are rotary pairs; 0: all."""
+    step: int = 1
+    """Distance of the rows; above 1 without heads, for as many slices that take turns from the start of the
+    tensor."""
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the source tensor."""
+        return slice(self.first_row, self.first_row + (self.num_rows - 1) * self.step + 1, self.step)
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ class TensorMapping:
         """Return the shape of every source tensor that this tensor is made of."""
         ends: dict[str, int] = {}
         for row_slice in self.row_slices:
-            ends[row_slice.name] = max(ends.get(row_slice.name, 0), row_slice.first_row + row_slice.num_rows)
+            ends[row_slice.name] = max(ends.get(row_slice.name, 0), row_slice.rows.stop)
         shapes = {name: (rows, *self.shape[1:]) for name, rows in ends.items()}
         return {name: shape[::-1] if self.transposed else shape for name, shape in shapes.items()}
 
@@ -82,10 +92,13 @@ class TensorMapping:
         self, theirs: Callable[[str, Box], torch.Tensor], row_slice: RowSlice, rows: slice, columns: Box
     ) -> torch.Tensor:
         """Return rows of a slice, counted from its first one, in Myriad's order."""
-        unit, start = row_slice.head_width or 1, row_slice.first_row
+        unit, start, step = row_slice.head_width or 1, row_slice.first_row, row_slice.step
         first, last = rows.start // unit * unit, -(-rows.stop // unit) * unit
         box = (slice(start + first, start + last), *columns)
+        if step > 1:
+            box = (slice(first * step, last * step), *columns)
         found = theirs(row_slice.name, box[::-1]).T if self.transposed else theirs(row_slice.name, box)
+        found = found[start::step] if step > 1 else found
         ordered = _neighbours(found, row_slice.head_width, row_slice.rotary_width)
         return ordered[rows.start - first : rows.stop - first]
 
@@ -96,9 +109,7 @@ class TensorMapping:
         for row_slice in self.row_slices:
             target = self._rows_first(theirs[row_slice.name])
             rows = ours[row : row + row_slice.num_rows]
-            target[row_slice.first_row : row_slice.first_row + row_slice.num_rows] = _halves(
-                rows, row_slice.head_width, row_slice.rotary_width
-            )
+            target[row_slice.rows] = _halves(rows, row_slice.head_width, row_slice.rotary_width)
             row += row_slice.num_rows
         return theirs
 
@@ -174,6 +185,8 @@ def _attention(
     yield _rows(f"{ours}.output.weight", q, (f"{theirs}.{names.output}.weight", model.hidden, 0))
     if model.has_output_bias:
         yield _vector(f"{ours}.output.bias", f"{theirs}.{names.output}.bias", model.hidden)
+    if model.attention_sinks:
+        yield _vector(f"{ours}.sinks", f"{theirs}.sinks", model.heads)
     yield from _query_key_norms(model, names, ours, theirs, rotated)
 
 
@@ -273,15 +286,34 @@ def _experts(model: ModelConfig, names: TensorNames, ours: str, theirs: str) -> 
     yield _rows(f"{ours}.router.weight", model.hidden, router)
     if model.has_router_bias:
         yield _vector(f"{ours}.router.bias", f"{theirs}.{names.router_bias}", model.experts)
+    if model.router_logit_bias:
+        yield _vector(f"{ours}.router.logit_bias", f"{theirs}.{names.router_logit_bias}", model.experts)
     width = model.expert_width
     for number in range(model.experts):
-        yield from _mlp(model, names, f"{ours}.experts.{number}", f"{theirs}.experts.{number}", width)
+        expert = f"{ours}.experts.{number}"
+        if names.stacked is None:
+            yield from _mlp(model, names, expert, f"{theirs}.experts.{number}", width)
+        else:
+            yield from _stacked_expert(model, names.stacked, expert, f"{theirs}.experts", number)
     if model.shared_experts:
         shared = f"{ours}.shared", f"{theirs}.{names.shared}"
         yield from _mlp(model, names, *shared, model.shared_experts * width)
     if model.shared_expert_gate:
         gate = f"{theirs}.{names.shared_gate}.weight", 1, 0
         yield _rows(f"{ours}.shared.gate.weight", model.hidden, gate)
+
+
+def _stacked_expert(
+    model: ModelConfig, names: tuple[str, str], ours: str, theirs: str, number: int
+) -> Iterator[TensorMapping]:
+    """Yield the mappings of an expert whose tensors are entries of stacks."""
+    hidden, width, (up, down) = model.hidden, model.expert_width, names
+    for kind, suffix, columns in (("weight", "", (hidden,)), ("bias", "_bias", ())):
+        slices = [RowSlice(f"{theirs}.{up}{suffix}[{number}]", width, first, step=2) for first in (0, 1)]
+        shape = (2 * width, *columns)
+        yield TensorMapping(f"{ours}.up.{kind}", shape, tuple(slices), transposed=kind == "weight")
+    yield _transposed(f"{ours}.down.weight", f"{theirs}.{down}[{number}]", hidden, width)
+    yield _vector(f"{ours}.down.bias", f"{theirs}.{down}_bias[{number}]", hidden)
 
 
 def _gpt2(model: ModelConfig) -> Iterator[TensorMapping]:

@@ -1,14 +1,15 @@
-"""A ``config.json`` of Hugging Face as typed values, and the rotary positions that it describes."""
+"""A ``config.json`` of Hugging Face as typed values, the rotary positions that it describes, and how weights
+are quantized."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from myriad.errors import BadInputError, plain_value
 from myriad.kernels.rotary_scaling import RotaryScaling
 
-__all__ = ["ConfigValues", "read_mscales", "read_rotary", "written_rotary"]
+__all__ = ["ConfigValues", "Quantization", "quantization_of", "read_mscales", "read_rotary", "written_rotary"]
 
 _LARGEST = 1e300
 """Largest number that is read: JSON has integers that no float can hold."""
@@ -233,3 +234,47 @@ def written_rotary(base: float, scaling: RotaryScaling, fraction: float | None =
     mscales = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
     written |= {key: value for key, value in mscales.items() if value is not None}
     return written if fraction is None else written | {"partial_rotary_factor": fraction}
+
+
+class Quantization(NamedTuple):
+    """How some of the stored weights are quantized (`myriad.checkpoint.foreign.hugging_face_sources`)."""
+
+    kind: Literal["fp8", "mxfp4"]
+    block: tuple[int, int] = (1, 1)
+    """Rows and columns that have one factor in fp8."""
+
+
+_QUANTIZATION = "quantization_config"
+_QUANTIZATION_FIELDS = {
+    "mxfp4": {"quant_method", "modules_to_not_convert", "dequantize"},
+    "fp8": {"quant_method", "modules_to_not_convert", "dequantize", "activation_scheme", "fmt", "scale_fmt"}
+    | {"weight_block_size"},
+}
+"""Fields that are read, or do not change the values: the stored tensors show which modules are converted."""
+_MOST_BLOCK = 2**16
+
+
+def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
+    """Return how the weights of a ``config.json`` are quantized; ``None``: not at all. Raises
+    `BadInputError`."""
+    found = config.get(_QUANTIZATION)
+    if not found:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if not isinstance(method, str) or method not in _QUANTIZATION_FIELDS:
+        allowed = "quant_method fp8 or mxfp4 in config.json: any other quantization is not understood"
+        raise BadInputError(_QUANTIZATION, found, allowed)
+    if other := next((key for key in found if key not in _QUANTIZATION_FIELDS[method] and found[key]), None):
+        allowed = f"a field that is not understood with quant_method {method}, in config.json"
+        raise BadInputError(f"{_QUANTIZATION}.{other}", found[other], allowed)
+    if method == "mxfp4":
+        return Quantization("mxfp4")
+    values = ConfigValues(found, {})
+    values.must_be("fmt", None, "e4m3")
+    values.must_be("activation_scheme", None, "dynamic")
+    block = found.get("weight_block_size")
+    sizes = [one for one in block if type(one) is int] if isinstance(block, list) else []
+    if len(sizes) != 2 or block != sizes or not all(1 <= one <= _MOST_BLOCK for one in sizes):
+        allowed = f"two whole numbers up to {_MOST_BLOCK:,}, rows and columns, in config.json"
+        raise BadInputError(f"{_QUANTIZATION}.weight_block_size", block, allowed)
+    return Quantization("fp8", (sizes[0], sizes[1]))

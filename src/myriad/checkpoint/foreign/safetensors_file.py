@@ -13,7 +13,7 @@ the process.
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,10 @@ _BYTES = (
     | dict.fromkeys(("U64", "I64", "F64", "C64"), 8)
 )
 """Bytes of an element of each dtype."""
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16} | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+}
 """Dtypes of the tensors that can be read."""
 
 
@@ -54,6 +57,15 @@ class StoredTensor:
     def num_bytes(self) -> int:
         """Size of the values in bytes."""
         return math.prod(self.shape) * _BYTES[self.dtype]
+
+    def entry(self, index: int) -> "StoredTensor":
+        """Return an entry along the first dimension."""
+        found = StoredTensor(self.dtype, self.shape[1:], self.start)
+        return replace(found, start=self.start + index * found.num_bytes)
+
+    def as_matrix(self) -> "StoredTensor":
+        """Return the same values as rows along the first dimension."""
+        return replace(self, shape=(self.shape[0], math.prod(self.shape[1:])))
 
 
 def whole_box(shape: Sequence[int]) -> Box:
@@ -81,11 +93,12 @@ class SafetensorsFile:
         except (OSError, ValueError) as error:
             raise BadInputError("weights", str(path), f"not readable ({str(error)[:300]})") from None
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return a part of a tensor of one or two dimensions whose dtype is float32, float16 or bfloat16.
+    def read(self, name: str, box: Box, view: StoredTensor | None = None) -> torch.Tensor:
+        """Return a part of a tensor of one or two dimensions, whose dtype is float32, float16, bfloat16,
+        float8 (e4m3) or uint8. ``view``: an entry of the tensor to read from, or its values in another shape.
 
         Raises `BadInputError` if the file was changed since its header was read."""
-        stored = self.tensors[name]
+        stored = self.tensors[name] if view is None else view
         assert 1 <= len(stored.shape) == len(box) <= 2, "rows, or rows and columns"
         assert all(0 <= one.start <= one.stop <= size for one, size in zip(box, stored.shape, strict=True))
         part = torch.empty([one.stop - one.start for one in box], dtype=_DTYPES[stored.dtype])
