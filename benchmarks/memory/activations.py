@@ -120,7 +120,13 @@ class _Case:
 
 
 def formula(
-    model: ModelConfig, index: int, tp: int, dtype: torch.dtype, recompute: Recompute, ep: int = 1
+    model: ModelConfig,
+    index: int,
+    tp: int,
+    dtype: torch.dtype,
+    recompute: Recompute,
+    ep: int = 1,
+    whole_experts: bool = False,
 ) -> float:
     """What `measure` must find."""
     kind: LayerKind = "embedding" if index == 0 else "head" if index > model.layers else "block"
@@ -130,7 +136,7 @@ def formula(
     )
     keys: dict[str, Any] = {"tp": tp, "bytes_per_value": dtype.itemsize, "recompute": recompute}
     keys["softmax_block"] = BLOCK if in_blocks else None
-    per_token = kept_bytes_per_token(model, kind, index - 1, ep=ep, **keys)
+    per_token = kept_bytes_per_token(model, kind, index - 1, ep=ep, whole_experts=whole_experts, **keys)
     held = BATCH * model.sequence * per_token
     return round(held + kept_bytes_per_micro_batch(model, kind, index - 1, **keys))
 

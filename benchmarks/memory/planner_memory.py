@@ -120,6 +120,9 @@ CASES = (
     Case({"micro_batch": 2}, "moe", 2),
     Case({"dp": 2, "ep": 2, "zero": 1, "micro_batch": 2}, "moe", 2),
     Case({"dp": 2, "ep": 2, "zero": 3, "micro_batch": 2}, "moe", 2),
+    Case({"tp": 2, "micro_batch": 2}, "moe", 2),
+    Case({"tp": 2, "ep": 2, "etp": 1, "micro_batch": 2}, "moe", 2),
+    Case({"tp": 2, "etp": 1, "zero": 1, "micro_batch": 2}, "moe", 2),
 )
 
 

@@ -53,6 +53,16 @@ CASES = {
     "experts": Case(
         {"dp": 4, "ep": 2, "zero": 1}, {"experts": 4, "expert_hidden": 32}, optimizer={"name": "muon"}
     ),
+    "whole-experts": Case(
+        {"dp": 2, "tp": 2, "ep": 2, "etp": 1, "zero": 1},
+        {"experts": 4, "expert_hidden": 32},
+        optimizer={"name": "muon"},
+    ),
+    "whole-experts-of-tensor-ranks": Case(
+        {"tp": 4, "ep": 2, "etp": 1, "zero": 1},
+        {"experts": 4, "expert_hidden": 32},
+        optimizer={"name": "lamb"},
+    ),
     "tensor": Case({"tp": 2, "pp": 2, "micro_batch": 4}),
     "copies-of-heads": Case({"tp": 4, "micro_batch": 4}, {"kv_heads": 2}),
     "diloco": Case({"dp": 2}, comm={"sync_every": 2}),

@@ -47,6 +47,7 @@ CASES: list[tuple[dict[str, Any], str, int, int]] = [
     ({}, "small", 2, 2),
     ({"dp": 2, "zero": 3}, "small", 2, 2),
     ({"dp": 2, "ep": 2, "zero": 1, "micro_batch": 2}, "small-moe", 2, 4),
+    ({"tp": 2, "ep": 2, "etp": 1, "micro_batch": 2}, "small-moe", 2, 4),
 ]
 """Layout, model, micro-batches, and bytes of a value. Cores without instructions for bfloat16 multiply it ten
 times as slowly, so these cases are small, and closer to what is predicted."""

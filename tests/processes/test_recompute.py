@@ -242,27 +242,50 @@ def test_layers_of_tensor_parallel_ranks_keep_to_the_byte_what_the_formula_predi
 
 
 EXPERTS = {"experts": 4, "expert_hidden": 32, "shared_experts": 1, "activation": "swiglu"}
+MIXTURES: list[dict[str, Any]] = [
+    {"prediction_layers": 1},
+    {"shared_expert_gate": True, "router_z_loss": 0.1, "norm_placement": "after"},
+    {"shared_experts": 0, "router_scores": "sigmoid", "experts_per_token": 3},
+    {"shared_experts": 0, "balance_loss": 0, "router_normalized": False, "norm_placement": "both"},
+]
 
 
-def measured_and_formula_of_experts(ep: int) -> list[tuple[str, float, float]]:
+def measured_and_formula_of_experts(
+    layout: Layout, mixtures: list[dict[str, Any]]
+) -> list[tuple[str, float, float]]:
     """The same of a rank that shares experts: the tokens that it gets are not those that it sends."""
-    groups = open_world(Layout(dp=ep, ep=ep), torch.device("cpu"))
-    peers = ExpertPeers.of(groups, Recorder(), torch.device("cpu"))
-    boundary = GroupBoundary(None, 0, 1, Recorder(), experts=peers)
+    groups, found = open_world(layout, torch.device("cpu")), []
+    peers = ExpertPeers.of(groups, Recorder(), torch.device("cpu")) if layout.ep > 1 else None
+    tp, whole = layout.tp, layout.has_whole_experts
+    boundary = GroupBoundary(
+        groups.along("tp"), groups.grid.index("tp"), tp, Recorder(), experts=peers, whole_experts=whole
+    )
     torch.manual_seed(groups.grid.rank)
-    base = {"layers": 1, "hidden": 64, "heads": 4, "sequence": 640, "vocabulary": 300, "prediction_layers": 1}
-    model, found = ModelConfig(**(base | EXPERTS)), []
-    for index, dtype, mode in product((1, 2), BENCHMARK.DTYPES, BENCHMARK.MODES):
-        kept = BENCHMARK.measure(model, index, boundary, dtype, mode)
-        found.append(
-            (f"layer {index} {dtype} {mode}", kept, BENCHMARK.formula(model, index, 1, dtype, mode, ep))
-        )
+    base = {"layers": 1, "hidden": 64, "heads": 4, "sequence": 640, "vocabulary": 300}
+    for keys in mixtures:
+        model = ModelConfig(**(base | EXPERTS | keys))
+        layers = (1, 2) if model.prediction_layers else (1,)
+        for index, dtype, mode in product(layers, BENCHMARK.DTYPES, BENCHMARK.MODES):
+            kept = BENCHMARK.measure(model, index, boundary, dtype, mode)
+            expected = BENCHMARK.formula(model, index, tp, dtype, mode, layout.ep, whole)
+            found.append((f"{keys} layer {index} {dtype} {mode}", kept, expected))
     close_world()
     return found
 
 
-def test_ranks_that_share_experts_keep_together_what_the_formula_predicts() -> None:
-    for ranks in zip(*run_ranks(2, measured_and_formula_of_experts, 2), strict=True):
+@pytest.mark.parametrize(
+    ("layout", "mixtures"),
+    [
+        (Layout(dp=2, ep=2), MIXTURES[:1]),
+        (Layout(tp=2, ep=2, etp=1), MIXTURES),
+        (Layout(tp=2, etp=1), MIXTURES[:2]),
+    ],
+    ids=("replicas", "whole experts", "whole experts of each rank"),
+)
+def test_ranks_that_share_experts_keep_together_what_the_formula_predicts(
+    layout: Layout, mixtures: list[dict[str, Any]]
+) -> None:
+    for ranks in zip(*run_ranks(2, measured_and_formula_of_experts, layout, mixtures), strict=True):
         assert sum(kept for _, kept, _ in ranks) == sum(expected for *_, expected in ranks), ranks[0][0]
 
 

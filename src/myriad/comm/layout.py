@@ -112,6 +112,11 @@ class Layout(Config):
         return self.etp or self.tp
 
     @property
+    def has_whole_experts(self) -> bool:
+        """Whether each expert is whole on a rank although tensor-parallel ranks share other matrices."""
+        return self.expert_tp != self.tp
+
+    @property
     def num_expert_replicas(self) -> int:
         """Ranks that hold the same part of the same experts."""
         return self.dp * self.tp // (self.ep * self.expert_tp)
@@ -119,7 +124,7 @@ class Layout(Config):
     @property
     def folds_experts(self) -> bool:
         """Whether experts lie on other ranks than the other parameters of their block."""
-        return self.ep > 1 or self.expert_tp != self.tp
+        return self.ep > 1 or self.has_whole_experts
 
     @property
     def reduces_across(self) -> bool:
@@ -184,7 +189,7 @@ def check_layout(layout: Layout) -> None:
 
 def _check_experts(layout: Layout) -> None:
     """Check the ranks that share experts: they exchange tokens in every micro-batch."""
-    ep, shares, whole = layout.ep, layout.shares, layout.expert_tp != layout.tp
+    ep, shares, whole = layout.ep, layout.shares, layout.has_whole_experts
     if layout.expert_tp not in (1, layout.tp):
         raise BadInputError("layout.etp", layout.etp, f"1, or layout.tp = {layout.tp}, or off")
     if layout.dp * layout.tp % (ep * layout.expert_tp):

@@ -227,11 +227,9 @@ def predict_iteration(job: "Job", cluster: "Cluster") -> float:
 def costs_of(job: "Job", cluster: "Cluster") -> "Costs":
     """Return the costs of a job's actions on a cluster. Raises `BadInputError` where the cluster is too
     small."""
-    from myriad.forecasts.planned_job import check_planned
     from myriad.planner import Costs
 
     check_world(job, cluster)
-    check_planned(job.layout)
     return Costs(_workload(job, cluster), cluster)
 
 

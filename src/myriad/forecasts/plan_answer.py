@@ -130,7 +130,8 @@ class ExplainedPlan:
         alike: Counter[tuple[int, ...]] = Counter()
         for plan in self.answer.plans:
             layout = plan.candidate.layout
-            grid = (layout.dp, layout.tp, layout.pp, layout.ep, layout.micro_batch)
+            experts = (layout.ep, layout.expert_tp)
+            grid = (layout.dp, layout.tp, layout.pp, *experts, layout.micro_batch)
             key = grid if layout.pp == 1 else (*grid, layout.virtual_stages, layout.schedule_name)
             if key not in distinct and alike[grid] < _MOST_ALIKE:
                 distinct[key] = plan
@@ -226,6 +227,8 @@ def plan_and_explain(
     problem = problem_of(job, question.cluster)
     if on_switches and job.model.experts and problem.fixed.get("ep") != 1:
         raise BadInputError("layout.ep", problem.fixed.get("ep"), "1 with --fabric: its flows lack tokens")
+    if on_switches:
+        problem = replace(problem, searches_whole_experts=False)
     found = find_plans(problem, objective=objective, simulations=simulations, progress=progress)
     before = None
     if question.plain is not None:
@@ -312,7 +315,7 @@ def _placed(problem: LayoutProblem, best: SimulatedPlan, slower: dict[int, float
     """Order the nodes, where there is more than one and the plan fills them."""
     cluster, layout = problem.cluster, best.candidate.layout
     fills = layout.world == cluster.world and fills_nodes(layout, cluster.accelerators_per_node)
-    if cluster.nodes == 1 or not fills or layout.ep > 1:
+    if cluster.nodes == 1 or not fills or layout.folds_experts:
         return None
     return place_nodes(cluster, traffic_of(Costs(best.candidate.workload(problem), cluster)), slower)
 

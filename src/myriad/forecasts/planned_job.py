@@ -28,7 +28,6 @@ from myriad.units import format_bytes, format_number
 __all__ = [
     "PLAN_HEAD",
     "as_written",
-    "check_planned",
     "framework_profile_of",
     "given_layout",
     "job_of",
@@ -124,14 +123,6 @@ _NOT_SEARCHED = ("shares", "recompute_ratio")
 _GRID = ("dp", "tp", "pp")
 
 
-def check_planned(layout: Layout) -> None:
-    """Raise `BadInputError` for a layout whose experts the planner does not know."""
-    if layout.expert_tp != layout.tp:
-        raise BadInputError(
-            "layout.etp", layout.etp, "off here: plans and predictions share each expert by tp"
-        )
-
-
 def given_layout(job: Job) -> dict[str, Any]:
     """Return the keys of the layout that were given, checked as far as the model alone decides. Raises
     `BadInputError`."""
@@ -140,13 +131,14 @@ def given_layout(job: Job) -> dict[str, Any]:
     keys = layout.model_fields_set
     if not {"dp", "zero"} <= keys and (layout.zero or "zero" not in keys):
         searched["shard_group"] = None
-    if "dp" not in keys:
+    if not {"dp", "tp"} <= keys:
         searched["ep"] = 1
+    if "tp" not in keys:
+        searched["etp"] = None
+    elif "etp" not in keys and layout.ep > 1:
+        searched["etp"] = 1
     check_layout(layout.model_copy(update=searched))
-    check_planned(layout)
-    given = {
-        key: getattr(layout, key) for key in sorted(layout.model_fields_set - {"partition", "cp", "etp"})
-    }
+    given = {key: getattr(layout, key) for key in sorted(layout.model_fields_set - {"partition", "cp"})}
     given = {key: value for key, value in given.items() if value is not None}
     for key in _NOT_SEARCHED:
         if given.pop(key, None) not in (None, 1.0):

@@ -53,9 +53,11 @@ def kept_bytes_per_token(
     recompute: Recompute = "none",
     softmax_block: int | None = None,
     ep: int = 1,
+    whole_experts: bool = False,
 ) -> float:
     """Return the bytes per token that one layer keeps on one rank. ``layer``: index of the block. ``ep``:
-    ranks that share its experts, each of which gets as many tokens as it sends.
+    ranks that share its experts, each of which gets as many tokens as it sends. ``whole_experts``: experts
+    are whole on a rank, although ``tp`` ranks share other matrices.
     ``bytes_per_value``: of the compute type. ``softmax_block``: positions of a block of queries if the
     softmax is kept (64 on a CPU in float32 with short spans); ``None``: the library's attention."""
     stream = model.hidden * bytes_per_value / tp
@@ -71,8 +73,9 @@ def kept_bytes_per_token(
     if layer_kind == "head":
         own = stream + statistics + model.hidden * bytes_per_value  # plus the gradient of its gathered input
         options: _Options = {"tp": tp, "bytes_per_value": bytes_per_value, "softmax_block": softmax_block}
+        held = ep, whole_experts
         return own + sum(
-            _prediction_bytes(model, number, recompute, statistics, options, ep)
+            _prediction_bytes(model, number, recompute, statistics, options, held)
             for number in range(1, model.prediction_layers + 1)
         )
     gathered = 0 if recompute == "selective" else model.hidden * bytes_per_value
@@ -83,6 +86,9 @@ def kept_bytes_per_token(
     if model.norm_placement == "after" and model.block == "serial":
         # The stream itself is gathered: there is no norm that the backward could recompute.
         gathered = model.hidden * bytes_per_value
+    if block.experts is not None and whole_experts:
+        experts = _whole_expert_bytes(block, bytes_per_value, tp, ep)
+        return norms + gathered + mask * model.num_scatters + attention + mlp + experts
     experts = _expert_bytes(block, bytes_per_value, ep, input_is_kept=gathered > 0)
     return norms + gathered * model.num_gathers + mask * model.num_scatters + attention + mlp + experts
 
@@ -123,16 +129,25 @@ class _Options(TypedDict):
 
 
 def _prediction_bytes(
-    model: ModelConfig, number: int, recompute: Recompute, statistics: float, options: _Options, ep: int
+    model: ModelConfig,
+    number: int,
+    recompute: Recompute,
+    statistics: float,
+    options: _Options,
+    experts: tuple[int, bool],
 ) -> float:
     """Return the bytes per token of the ``number``-th prediction layer, from 1, without its input, which the
     norm before it keeps: the embedded tokens and their rows, the input of the projection, the block, and the
-    last norm with the gradient of its gathered output."""
+    last norm with the gradient of its gathered output. ``experts``: ranks that share them, and whether they
+    are whole."""
     tp, bytes_per_value = options["tp"], options["bytes_per_value"]
     stream = model.hidden * bytes_per_value / tp
     rows = 8 + 1 if tp > 1 else 8 * (number > 1)  # one token farther than the targets is a copy of them
     layer = model.layers + number - 1
-    block = kept_bytes_per_token(model, "block", layer, recompute=recompute, ep=ep, **options)
+    ep, whole = experts
+    block = kept_bytes_per_token(
+        model, "block", layer, recompute=recompute, ep=ep, whole_experts=whole, **options
+    )
     gathered = model.hidden * bytes_per_value * (model.sequence - number) / model.sequence
     return rows + 4 * stream + 3 * statistics + block + gathered
 
@@ -157,12 +172,34 @@ def _expert_bytes(model: ModelConfig, bytes_per_value: int, ep: int, *, input_is
     arrive, and its inverse."""
     if model.experts is None:
         return 0.0
-    chosen, scores = model.experts_per_token, _FLOAT32 * model.experts
     found = 0.0 if input_is_kept else float(model.hidden * bytes_per_value)
-    indices = 4 if ep == 1 else 6
-    found += chosen * (2 * model.hidden * bytes_per_value + indices * 8 + _FLOAT32) + scores
-    if model.router_normalized:
-        found += (chosen + 1) * _FLOAT32
+    return found + _routed_bytes(model, bytes_per_value, ep) + _sequence_bytes(model, bytes_per_value)
+
+
+def _whole_expert_bytes(model: ModelConfig, bytes_per_value: int, tp: int, ep: int) -> float:
+    """Return the same of a mixture whose experts are whole on one of ``tp`` ranks: each routes the tokens of
+    its part of the sequence, and keeps them as the router's input. Gathered are the inputs of the shared
+    experts, and the scores for the losses."""
+    stream = model.hidden * bytes_per_value
+    gathered = stream if model.shared_experts else 0
+    routed = stream + _routed_bytes(model, bytes_per_value, ep)
+    return routed / tp + gathered + _sequence_bytes(model, bytes_per_value)
+
+
+def _routed_bytes(model: ModelConfig, bytes_per_value: int, ep: int) -> float:
+    """Return the bytes of each token that a rank routes, beside the router's input."""
+    assert model.experts is not None
+    chosen, indices = model.experts_per_token, 4 if ep == 1 else 6
+    found = chosen * (2 * model.hidden * bytes_per_value + indices * 8 + _FLOAT32)
+    found += (chosen + 1) * _FLOAT32 if model.router_normalized else 0
+    return float(found + _FLOAT32 * model.experts)
+
+
+def _sequence_bytes(model: ModelConfig, bytes_per_value: int) -> float:
+    """Return the bytes per token of what needs whole sequences: the losses of the router, and the gate of
+    shared experts."""
+    assert model.experts is not None
+    scores, found = _FLOAT32 * model.experts, 0.0
     if model.balance_loss:  # the scores again, with their sum if they have none, and a sequence's load
         found += scores + scores / model.sequence + (_FLOAT32 if model.router_scores == "sigmoid" else 0)
     if model.shared_expert_gate:

@@ -22,15 +22,19 @@ class HiddenMatrix(NamedTuple):
     """Whether it is of a routed expert."""
 
 
-def hidden_matrices(model: ModelConfig, layer: int, tp: int = 1) -> list[HiddenMatrix]:
-    """Return the matrices of a layer of the pipeline: 0 is the embedding, and the head comes last."""
+def hidden_matrices(
+    model: ModelConfig, layer: int, tp: int = 1, *, whole_experts: bool = False
+) -> list[HiddenMatrix]:
+    """Return the matrices of a layer of the pipeline: 0 is the embedding, and the head comes last.
+    ``whole_experts``: those of routed experts are whole on a rank."""
+    expert_tp = 1 if whole_experts else tp
     if 0 < layer <= model.layers:
-        return list(_of_block(model.of_block(layer - 1), tp))
+        return list(_of_block(model.of_block(layer - 1), tp, expert_tp))
     if layer == 0:
         return []
     projection = HiddenMatrix(model.hidden, 2 * model.hidden, 2.0 * model.hidden**2)
     further = range(model.layers, model.layers + model.prediction_layers)
-    blocks = ([projection, *_of_block(model.of_block(number), tp)] for number in further)
+    blocks = ([projection, *_of_block(model.of_block(number), tp, expert_tp)] for number in further)
     return [matrix for block in blocks for matrix in block]
 
 
@@ -41,12 +45,12 @@ def matrices_of_rank(matrices: Sequence[HiddenMatrix], ep: int, *, of_experts: b
     return found[: len(found) // ep] if of_experts else found
 
 
-def _of_block(model: ModelConfig, tp: int) -> Iterator[HiddenMatrix]:
+def _of_block(model: ModelConfig, tp: int, expert_tp: int) -> Iterator[HiddenMatrix]:
     yield from _of_latent_attention(model, tp) if model.latent else _of_attention(model, tp)
     if model.experts is None:
         yield from _of_mlp(model, model.ffn_width, tp)
         return
-    experts = (_of_mlp(model, model.expert_width, tp) for _ in range(model.experts))
+    experts = (_of_mlp(model, model.expert_width, expert_tp) for _ in range(model.experts))
     yield from (matrix._replace(of_expert=True) for expert in experts for matrix in expert)
     if model.shared_experts:
         yield from _of_mlp(model, model.shared_experts * model.expert_width, tp)

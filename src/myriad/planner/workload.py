@@ -60,6 +60,10 @@ class FrameworkProfile:
     """Settings of ZeRO 3 that gathers the parameters of one module at a time and waits for the device, as
     DeepSpeed does; off: chunk by chunk, by the program. It describes other systems; the search's closed form
     ignores it."""
+    gathers_arrived: bool = False
+    """Whether tensor-parallel ranks that share the width of experts route a part of the sequence each, and
+    gather the tokens that arrive for an expert (Megatron-Core's all-to-all dispatcher), where ranks share
+    experts. Otherwise each routes the whole sequence. It describes other systems."""
     tensor_parts: int | None = None
     """Number of parts into which a micro-batch's products are cut so that tensor-parallel communication
     overlaps with them; off: the number of `myriad.model.overlap_parts`."""

@@ -15,9 +15,10 @@ from myriad.model.config import ModelConfig
 from myriad.model.expert_dispatch import Places
 from myriad.model.experts import Experts, Router
 from myriad.model.gpt import GPT, build_full
+from myriad.model.matrix_shapes import hidden_matrices
 from myriad.model.mlp import MLP, ExpertMLP, GatedMLP
-from myriad.planner.cost.stage_layers import layer_parameters
-from myriad.planner.memory.layer_memory import expert_elements, layer_elements
+from myriad.planner.cost.stage_layers import layer_parameters, routed_elements
+from myriad.planner.memory.layer_memory import layer_elements
 
 SHAPES: list[dict[str, Any]] = [
     {"experts": 4},
@@ -266,9 +267,9 @@ def test_the_planner_counts_the_parameters_that_a_rank_holds(tp: int) -> None:
         kind: LayerKind = "head" if index == 3 else "block"
         assert sum(held.values()) == layer_elements(config, kind, tp, index - 1)
         routed = {name: size for name, size in held.items() if ".experts." in name}
-        assert sum(routed.values()) == 2 * expert_elements(config, index, tp, 2)
+        assert sum(routed.values()) == routed_elements(config, index, tp)
         matrices = sum(size for name, size in routed.items() if name.endswith("weight"))
-        assert matrices == 2 * expert_elements(config, index, tp, 2, matrices_only=True)
+        assert matrices == sum(one.local for one in hidden_matrices(config, index, tp) if one.of_expert)
 
 
 def test_muon_orthogonalizes_experts_and_not_the_router() -> None:

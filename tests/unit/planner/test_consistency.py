@@ -13,7 +13,8 @@ from myriad.cli.main import main
 from myriad.job import load_job
 from myriad.job.job_values import work_of
 from myriad.planner.cluster_config import Cluster
-from myriad.planner.cost.layout_costs import Costs, StageCosts
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.memory.closed_form_memory import PeakMemory
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.search.layout_search import layout_memory, score_layout

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from myriad.comm.grid import RankGrid
 from myriad.comm.layout import Layout
 from myriad.dashboard.insight.predicted_step import predicted_losses
 from myriad.errors import BadInputError
@@ -15,7 +16,9 @@ from myriad.job import load_job, load_job_to_plan
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
 from myriad.planner.cost.collective_costs import all_to_all_seconds
-from myriad.planner.cost.layout_costs import Costs, StageCosts
+from myriad.planner.cost.expert_ranks import ExpertGrid
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.cost.stage_layers import layer_parameters, routed_parameters
 from myriad.planner.fabric.job_flows import transfer_phases
 from myriad.planner.fabric.placement_cost import traffic_of
@@ -50,7 +53,16 @@ def costs_of(**keys: Any) -> Costs:
 
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("keys", [{"dp": 8, "ep": 4, "tp": 2}, {"dp": 4, "ep": 4, "pp": 4}], ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"dp": 8, "ep": 4, "tp": 2},
+        {"dp": 4, "ep": 4, "pp": 4},
+        {"dp": 4, "tp": 4, "ep": 8, "etp": 1},
+        {"pp": 2, "tp": 8, "ep": 4, "etp": 1},
+    ],
+    ids=str,
+)
 def test_the_three_memory_models_agree(keys: dict[str, Any], zero: int, optimizer: OptimizerName) -> None:
     candidate = candidate_of(zero=zero, micro_batch=1, **keys)
     problem = replace(PROBLEM, optimizer=optimizer)
@@ -144,19 +156,28 @@ def test_parts_of_a_micro_batch_travel_while_others_compute() -> None:
 def test_the_search_divides_experts_among_replicas() -> None:
     grids = list(layout_grids(PROBLEM))
     assert {grid.ep for grid in grids if (grid.tp, grid.pp) == (1, 1)} == {1, 2, 4, 8, 16}
-    assert {grid.ep for grid in grids if (grid.tp, grid.pp) == (2, 2)} == {1, 2, 4}
-    assert all(shard.shard_group is None for grid in grids if grid.ep > 1 for shard in grid.shards)
+    cut, whole = (
+        {grid.ep for grid in grids if (grid.tp, grid.pp, grid.whole_experts) == (2, 2, kind)}
+        for kind in (False, True)
+    )
+    assert (cut, whole) == ({1, 2, 4}, {1, 2, 4, 8})
+    assert not any(grid.whole_experts for grid in grids if grid.tp == 1)
+    assert all(shard.shard_group is None for grid in grids if grid.experts.folds for shard in grid.shards)
     fixed = list(layout_grids(replace(PROBLEM, fixed={"ep": 8})))
     assert fixed and {grid.ep for grid in fixed} == {8}
+    given = list(layout_grids(replace(PROBLEM, fixed={"etp": 1, "tp": 4})))
+    assert given and all(grid.whole_experts for grid in given)
+    given = list(layout_grids(replace(PROBLEM, fixed={"etp": 4})))
+    assert {(grid.tp, grid.whole_experts) for grid in given} == {(4, False)}
     dense = replace(PROBLEM, model=MODEL.model_copy(update={"experts": None, "dense_layers": 0}))
-    assert {grid.ep for grid in layout_grids(dense)} == {1}
+    assert {(grid.ep, grid.whole_experts) for grid in layout_grids(dense)} == {(1, False)}
 
 
 def test_the_closed_form_is_near_the_simulator_with_experts_on_other_ranks() -> None:
     rng = np.random.default_rng(3)
-    grids = [grid for grid in layout_grids(PROBLEM) if grid.ep > 1]
+    grids = [grid for grid in layout_grids(PROBLEM) if grid.experts.folds]
     errors = []
-    for _ in range(60):
+    for _ in range(80):
         grid = grids[rng.integers(len(grids))]
         layout, overlap = grid.at(tuple(int(rng.integers(count)) for count in grid.axes))
         candidate = score_layout(PROBLEM, LayoutCandidate(layout, overlap, 0.0, 0.0, 0.0))
@@ -201,7 +222,108 @@ def test_what_does_not_know_the_tokens_that_travel_is_refused() -> None:
 
 def test_a_given_number_of_ranks_is_planned() -> None:
     cluster = load_cluster("eos-3072xh100", ["nodes=1"])
-    with pytest.raises(BadInputError, match=r"layout\.etp"):
-        problem_of(load_job_to_plan("tiny-moe", ["layout.tp=2", "layout.etp=1"]), cluster)
     problem = problem_of(load_job_to_plan("tiny-moe", ["layout.ep=4"]), cluster)
     assert problem.fixed["ep"] == 4 and {grid.ep for grid in layout_grids(problem)} == {4}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=4, pp=2, tp=2, ep=2),
+        Layout(dp=4, pp=2, tp=2, ep=2, etp=1),
+        Layout(dp=2, pp=2, tp=4, ep=8, etp=1),
+        Layout(dp=4, pp=1, tp=4, ep=8, etp=1),
+        Layout(dp=2, pp=4, tp=8, ep=2, etp=1),
+        Layout(dp=8, pp=1, tp=2, ep=1, etp=1),
+    ],
+    ids=str,
+)
+def test_groups_of_experts_are_those_of_the_grid(layout: Layout) -> None:
+    """Else tokens are planned to travel over links that they do not take."""
+    experts = ExpertGrid.of(layout, layout.tp * layout.pp)
+    for axis, group in (("ep", experts.sharing), ("expert_dp", experts.alike)):
+        peers = RankGrid(layout, 0).peers(axis)
+        assert len(peers) == group.size
+        for place in (1, 2, 4, 8, 16, 64):
+            inside = sum(rank < place for rank in peers)
+            assert group.run.within(place, group.size, group.stride) == inside, (axis, place)
+            if group.size > 1:
+                beyond = group.run.reaches_beyond(place, group.size, group.stride)
+                assert beyond == (inside < group.size), (axis, place)
+
+
+def test_whole_experts_are_shared_by_the_ranks_of_a_stage() -> None:
+    def memory(**keys: Any) -> Any:
+        (found,) = memory_of_ranks(Workload(MODEL, Layout(dp=4, tp=4, zero=1, **keys), BATCH))
+        return found
+
+    experts = sum(routed_parameters(MODEL))
+    cut, whole = memory(ep=4), memory(ep=4, etp=1)
+    # whole experts are cut by ep only, and their state over all ranks of the stage that hold the same
+    assert whole.gradients - cut.gradients == 4 * experts * (1 / 4 - 1 / 16)
+    assert whole.optimizer == pytest.approx(cut.optimizer, rel=1e-6)
+    assert memory(ep=16, etp=1).gradients == pytest.approx(cut.gradients, rel=1e-6)
+    # a rank keeps the copies of its own tokens only
+    assert whole.activations < cut.activations
+
+
+def test_whole_experts_send_each_token_once_and_gather_no_sequence() -> None:
+    def of_block(model: ModelConfig = MODEL, **keys: Any) -> tuple[float, float]:
+        workload = replace(candidate_of(tp=4, micro_batch=1, **keys).workload(PROBLEM), model=model)
+        times = (
+            Costs(replace(workload, overlap=OverlapConfig(tensor=False)), PROBLEM.cluster).stages[-2].times
+        )
+        return float(times.forward.experts), float(times.forward.tensor)
+
+    alone = MODEL.model_copy(update={"hidden": 8192, "shared_experts": 0, "balance_loss": 0.0})
+    (cut, gathered), (whole, own) = of_block(alone, dp=4, ep=4), of_block(alone, dp=4, ep=16, etp=1)
+    assert 0 < whole < 0.4 * cut
+    assert own == pytest.approx(gathered / 2)
+    in_node = of_block(alone, dp=4, ep=4, etp=1)
+    assert 0 < in_node[0] < whole, "four tensor-parallel ranks are neighbours"
+    # shared experts gather the sequence for themselves, and the losses of the router gather scores
+    assert of_block(alone.model_copy(update={"shared_experts": 1}), dp=4, ep=4, etp=1)[1] == gathered
+    assert of_block(alone.model_copy(update={"balance_loss": 0.1}), dp=4, ep=4, etp=1)[1] > own
+    assert of_block(alone, dp=4, ep=1, etp=1) == (0.0, own)
+
+
+def test_ranks_with_whole_experts_reduce_them_without_other_replicas() -> None:
+    (alone, cut), (experts, whole) = (
+        (costs.expert_collectives, costs.stages[-2])
+        for costs in (
+            costs_of(dp=1, pp=2, tp=8, micro_batch=1),
+            costs_of(dp=1, pp=2, tp=8, etp=1, micro_batch=1),
+        )
+    )
+    assert alone is None and cut.reduce == 0
+    assert experts is not None and experts.size == 8 and whole.reduce > 0
+    assert whole.copied_parameters == pytest.approx(cut.copied_parameters)
+    assert simulate(costs_of(dp=1, pp=2, tp=8, etp=1, micro_batch=1)).seconds > 0
+
+
+def test_an_explained_plan_names_whole_experts() -> None:
+    candidate = candidate_of(dp=4, ep=8, tp=4, etp=1, micro_batch=1, zero=1)
+    assert describe_layout(candidate).startswith("dp 4 ep 8 etp 1 tp 4 pp 1")
+    near = {what: other.layout for what, other in neighbour_layouts(PROBLEM, candidate)}
+    assert not any(what.startswith("etp") for what in near), "eight ranks cannot share experts cut by tp"
+    assert {near[what].ep for what in near if what.startswith("ep ")} == {4, 16}
+    candidate = replace(candidate, layout=candidate.layout.model_copy(update={"ep": 4}))
+    near = {what: other.layout for what, other in neighbour_layouts(PROBLEM, candidate)}
+    (other,) = (layout for what, layout in near.items() if what.startswith("etp 4"))
+    assert other.etp is None and other.ep == 4
+    assert {layout.expert_tp for layout in near.values() if layout.tp == 4} == {1, 4}
+
+
+def test_a_given_etp_is_planned() -> None:
+    cluster = load_cluster("eos-3072xh100", ["nodes=1"])
+
+    def grids(*keys: str) -> set[tuple[int, int, bool]]:
+        problem = problem_of(load_job_to_plan("tiny-moe", list(keys)), cluster)
+        return {(grid.tp, grid.ep, grid.whole_experts) for grid in layout_grids(problem)}
+
+    assert all(whole for *_, whole in grids("layout.tp=2", "layout.etp=1"))
+    assert {tp for tp, *_ in grids("layout.etp=2")} == {2}
+    # eight ranks share experts only if these are whole
+    assert grids("layout.tp=2", "layout.dp=4", "layout.ep=8") == {(2, 8, True)}
+    with pytest.raises(BadInputError, match=r"layout\.ep"):
+        grids("layout.tp=2", "layout.dp=2", "layout.ep=8")

@@ -63,8 +63,8 @@ def _show_placement(console: "Console", found: ExplainedPlan) -> None:
     placed = found.placement
     if placed is None:
         if found.slower:
-            shares = found.best.candidate.layout.ep > 1
-            why = "has layout.ep > 1" if shares else "does not fill whole nodes"
+            folds = found.best.candidate.layout.folds_experts
+            why = "has layout.ep > 1 or layout.etp = 1" if folds else "does not fill whole nodes"
             console.print(f"nodes: the plan {why}, so --straggler changes nothing", highlight=False)
         return
     if placed.is_plain:

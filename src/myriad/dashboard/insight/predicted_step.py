@@ -18,8 +18,8 @@ from myriad.dashboard.insight.phase_table import phase_table
 from myriad.dashboard.insight.rank_arrays import Ranks
 from myriad.dashboard.insight.step_spans import step_spans
 from myriad.planner import Costs, Prediction, simulate
-from myriad.planner.cost.layout_costs import StageCosts
 from myriad.planner.cost.operator_costs import peak_flops
+from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.simulation.iteration_summary import exposed_in_layers
 from myriad.program.actions import COMPUTE, Action, Kind, chunk_of
 from myriad.telemetry.span_io.span_records import RECORD, Records

@@ -1,8 +1,9 @@
 """Seconds of collectives among ranks of the grid, by size, level and algorithm.
 
-A group along an axis has ``size`` ranks, ``stride`` apart in rank number. ``inside`` of them share a node,
-and the ring crosses from node to node once for each node. All groups of one kind communicate at the same
-time, each accelerator with its share of the NICs. So a group with several ranks in a node has several shares.
+A group along an axis has ``size`` ranks, ``stride`` apart in rank number, or in runs of neighbours that are
+``stride`` apart (`Run`). ``inside`` of them share a node, and the ring crosses from node to node once for
+each node. All groups of one kind communicate at the same time, each accelerator with its share of the NICs.
+So a group with several ranks in a node has several shares.
 
     ring   (n - 1) steps, each rank sends (n - 1)/n of the bytes   all-gather, reduce-scatter
     tree   2 log2(n) steps, each rank sends all bytes twice        small all-reduces
@@ -29,10 +30,13 @@ forwarded when it arrives; with NCCL each level is a collective of its own.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from myriad.comm.config import CommConfig
 from myriad.comm.hierarchy import (
@@ -51,6 +55,7 @@ from myriad.planner.cost.operator_costs import Number
 __all__ = [
     "CommGroup",
     "DpCollectives",
+    "Run",
     "all_gather_seconds",
     "all_reduce_seconds",
     "all_to_all_seconds",
@@ -77,17 +82,43 @@ class CommGroup:
     """Seconds that the group waits for its last rank, once for each tensor."""
 
 
-def group_along(cluster: Cluster, size: Number, stride: Number) -> CommGroup:
-    """Return the group of ``size`` ranks that are ``stride`` apart in a grid that fills nodes in order."""
+class Run(NamedTuple):
+    """Ranks of a group that are nearer to each other than to the others."""
+
+    length: int = 1
+    stride: int = 1
+
+    def within(self, place: float, size: Number, stride: Number) -> Number:
+        """Return how many of ``size`` ranks, in runs that are ``stride`` apart, are among ``place``
+        consecutive ranks from the first of them on."""
+        runs = np.clip(np.floor(place / np.asarray(stride)), 1, np.asarray(size) / self.length)
+        return runs * min(max(place // self.stride, 1), self.length)
+
+    def reaches_beyond(self, place: float, size: Number, stride: Number) -> npt.NDArray[np.bool_]:
+        """Return whether such a group needs more than ``place`` consecutive ranks."""
+        sizes = np.asarray(size, dtype=float)
+        alone = (sizes <= self.length) & (self.length > 1)
+        needed = np.where(alone, self.length * self.stride, sizes / self.length * stride)
+        return np.asarray(needed > place)
+
+
+_APART = Run()
+"""Each rank is as far from its neighbours as any other."""
+
+
+def group_along(cluster: Cluster, size: Number, stride: Number, run: Run = _APART) -> CommGroup:
+    """Return the group of ``size`` ranks that are ``stride`` apart in a grid that fills nodes in order, in
+    runs or one by one."""
     node, network, spine = (cluster.link(level) for level in ("node", "network", "spine"))
     per_node = cluster.accelerators_per_node
-    inside = np.clip(np.floor(per_node / np.asarray(stride)), 1, size)
-    crosses = np.asarray(size) * stride > per_node
-    rate = node.bytes_per_second if cluster.inside is None else _local_rates(cluster, inside, stride)
+    inside = run.within(per_node, size, stride)
+    crosses = run.reaches_beyond(per_node, size, stride)
+    nearest = stride if run.length == 1 else run.stride
+    rate = node.bytes_per_second if cluster.inside is None else _local_rates(cluster, inside, nearest)
     within = rate * cluster.ratio("node") * (1 - node.small_group_loss / np.asarray(size))
     across = inside * network.bytes_per_second * cluster.ratio("network")
     if cluster.links.spine is not None and cluster.nodes_per_switch is not None:
-        beyond = np.asarray(size) * stride > per_node * cluster.nodes_per_switch
+        beyond = run.reaches_beyond(per_node * cluster.nodes_per_switch, size, stride)
         up = inside * spine.bytes_per_second * cluster.ratio("spine")
         across = np.where(beyond, np.minimum(across, up), across)
     return CommGroup(
@@ -135,18 +166,21 @@ def all_gather_seconds(group: CommGroup, num_bytes: Number) -> Number:
     return np.where(steps > 0, begun + moved, 0.0)
 
 
-def all_to_all_seconds(cluster: Cluster, size: Number, stride: Number, num_bytes: Number) -> Number:
-    """Return the seconds in which each of ``size`` ranks, ``stride`` apart, sends ``num_bytes`` in equal
-    parts to all of them, itself included. What stays in the node, what leaves it and what leaves its switch
-    travel at the same time, each rank on its own share of the links."""
+def all_to_all_seconds(
+    cluster: Cluster, size: Number, stride: Number, num_bytes: Number, run: Run = _APART
+) -> Number:
+    """Return the seconds in which each of ``size`` ranks, ``stride`` apart, in runs or one by one, sends
+    ``num_bytes`` in equal parts to all of them, itself included. What stays in the node, what leaves it and
+    what leaves its switch travel at the same time, each rank on its own share of the links."""
     node, network, spine = (cluster.link(level) for level in ("node", "network", "spine"))
-    group, per_node = group_along(cluster, size, stride), cluster.accelerators_per_node
-    inside = np.clip(np.floor(per_node / np.asarray(stride)), 1, size)
-    rate = node.bytes_per_second if cluster.inside is None else _local_rates(cluster, inside, stride)
+    group, per_node = group_along(cluster, size, stride, run), cluster.accelerators_per_node
+    inside = run.within(per_node, size, stride)
+    nearest = stride if run.length == 1 else run.stride
+    rate = node.bytes_per_second if cluster.inside is None else _local_rates(cluster, inside, nearest)
     near = (inside - 1) / (rate * cluster.ratio("node"))
     far = (np.asarray(size) - inside) / (network.bytes_per_second * cluster.ratio("network"))
     if cluster.links.spine is not None and cluster.nodes_per_switch is not None:
-        under = np.clip(np.floor(per_node * cluster.nodes_per_switch / np.asarray(stride)), 1, size)
+        under = run.within(per_node * cluster.nodes_per_switch, size, stride)
         beyond = (np.asarray(size) - under) / (spine.bytes_per_second * cluster.ratio("spine"))
         far = np.maximum(far, beyond)
     moved = num_bytes / size * np.maximum(near, far)
@@ -190,17 +224,18 @@ class SliceCounts:
 
 
 class DpCollectives:
-    """Costs of the data-parallel groups of a layout: ``size`` ranks, ``stride`` apart."""
+    """Costs of the data-parallel groups of a layout: ``size`` ranks, ``stride`` apart, in runs or one by
+    one."""
 
-    def __init__(self, cluster: Cluster, comm: CommConfig, size: int, stride: int) -> None:
+    def __init__(self, cluster: Cluster, comm: CommConfig, size: int, stride: int, run: Run = _APART) -> None:
         """Prepare the costs. Raises `BadInputError` where replicas do not fit the hierarchy that ``comm``
         asks for."""
         self.cluster, self.size = cluster, size
-        self.ring = group_along(cluster, float(size), float(stride))
+        self.ring = group_along(cluster, float(size), float(stride), run)
         """The group as one flat ring."""
         self.sites = self._sites(comm)
         """Nodes and switches as the runtime sees them."""
-        self._groups = _groups(size, stride, _physical(cluster))
+        self._groups = _groups(size, stride, run, _physical(cluster))
         self.hierarchy: Hierarchy = self._settle(comm)
         self.sent = self._sent(comm)
 
@@ -276,7 +311,7 @@ class DpCollectives:
             chosen.append(_choose(sites, ranks, tuple(known.items())))
         return min(chosen, key=HIERARCHIES.index)
 
-    def _measured(self, sites: RankPlacement, ranks: range) -> dict[int, float]:
+    def _measured(self, sites: RankPlacement, ranks: Sequence[int]) -> dict[int, float]:
         """Return the rates to the first rank at each distance, as the runtime would measure them."""
         found: dict[int, float] = {}
         real = _physical(self.cluster)
@@ -312,26 +347,34 @@ def _physical(cluster: Cluster) -> RankPlacement:
 
 
 @lru_cache(maxsize=4096)
-def _groups(size: int, stride: int, sites: RankPlacement) -> tuple[range, ...]:
+def _groups(size: int, stride: int, run: Run, sites: RankPlacement) -> tuple[Sequence[int], ...]:
     """Return the data-parallel groups with different positions on nodes: one, where groups and nodes divide
-    each other."""
+    each other, or where groups have runs."""
+    if run.length > 1:
+        return (
+            tuple(
+                first * stride + one * run.stride
+                for first in range(size // run.length)
+                for one in range(run.length)
+            ),
+        )
     units = (sites.node_size, sites.node_size * (sites.switch_size or 1))
     alike = all(unit % stride == 0 or stride % unit == 0 for unit in units)
     return tuple(range(first, first + size * stride, stride) for first in range(1 if alike else stride))
 
 
 @lru_cache(maxsize=4096)
-def _radices(sites: RankPlacement, ranks: range, hierarchy: Hierarchy) -> tuple[int, ...] | None:
+def _radices(sites: RankPlacement, ranks: Sequence[int], hierarchy: Hierarchy) -> tuple[int, ...] | None:
     return sites.radices(ranks, hierarchy)
 
 
 @lru_cache(maxsize=4096)
-def _choose(sites: RankPlacement, ranks: range, rates: tuple[tuple[int, float], ...]) -> Hierarchy:
+def _choose(sites: RankPlacement, ranks: Sequence[int], rates: tuple[tuple[int, float], ...]) -> Hierarchy:
     return choose_hierarchy(sites, ranks, dict(rates))
 
 
 @lru_cache(maxsize=4096)
-def _count(ranks: range, radices: tuple[int, ...], real: RankPlacement) -> SliceCounts:
+def _count(ranks: Sequence[int], radices: tuple[int, ...], real: RankPlacement) -> SliceCounts:
     """Count the slices that the rank with the fewest peers in its node sends, by the links that they use."""
     in_node = Counter(map(real.node, ranks))
     here = min(range(len(ranks)), key=lambda place: in_node[real.node(ranks[place])])

@@ -15,8 +15,7 @@ these. In slices (``overlap.tensor = "slices"``) each overlaps with its own prod
 also with a weight's gradient. Without overlap.tensor, `FrameworkProfile.hides_input_grad_comm` decides
 whether the backward's reductions overlap with the weights' gradients.
 
-Where ranks share experts (``layout.ep``), tokens travel to their experts and back: two all-to-alls in each
-direction, and in the forward one of their numbers.
+`expert_costs` has what travels between the ranks that share experts.
 
 Legend: t tokens of a micro-batch, s sequence, h hidden, f inner width of the MLP, V vocabulary.
 """
@@ -31,11 +30,10 @@ from myriad.planner.cluster_config import Accelerator
 from myriad.planner.cost.collective_costs import (
     all_gather_seconds,
     all_reduce_seconds,
-    all_to_all_seconds,
-    group_along,
     startup_seconds,
     tensor_group,
 )
+from myriad.planner.cost.expert_costs import expert_exchange, expert_streams, score_gather_seconds
 from myriad.planner.cost.operator_costs import (
     Number,
     TimeBreakdown,
@@ -46,15 +44,11 @@ from myriad.planner.cost.operator_costs import (
 from myriad.planner.cost.product_costs import (
     OVERLAP_MODES,
     LayerContext,
-    attention_products,
     block_products,
     block_shapes,
     entry_rows,
-    expert_products,
-    expert_streams,
     product_passes,
     qkv_width,
-    shared_products,
     three_passes,
 )
 from myriad.planner.cost.stage_layers import computed_pairs
@@ -167,7 +161,10 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
         np.maximum(0.0, products[0] + attend.attention - comm),
         np.maximum(0.0, products[1] + attend_back.attention - comm),
     )
-    travel, travel_back = _expert_exchange(model, context, tokens, rooms)
+    # Other frameworks cut tensor-parallel products only.
+    parts = _parts(model, context) if context.profile.tensor_parts is None else 1.0
+    travel, travel_back = expert_exchange(model, context, tokens, rooms, parts)
+    sums = sums + score_gather_seconds(model, context, tokens)
     return LayerTimes(
         TimeBreakdown(products[0], memory=stream, tensor=exposed + sums, experts=travel) + attend,
         TimeBreakdown(products[1], memory=back, tensor=exposed_back + rest + sums, experts=travel_back)
@@ -175,44 +172,6 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
         TimeBreakdown(products[2]),
         again,
     )
-
-
-def _expert_exchange(
-    model: ModelConfig, context: LayerContext, tokens: Number, rooms: tuple[Number, Number]
-) -> tuple[Number, Number]:
-    """Return the exposed seconds of the exchanges of tokens between ranks that share experts, forward and
-    backward. While results return, shared experts compute; in the backward they do so while the gradients of
-    results travel, with the weight products of attention that are still to do (tensor-parallel ranks compute
-    those behind a reduce-scatter). The other gradients travel behind the weight products of experts.
-
-    Where parts of a micro-batch take turns, all but one of them travel behind what others compute. ``rooms``:
-    seconds of compute in each direction behind which nothing else travels."""
-    if model.experts is None or context.ep == 1:
-        return 0.0, 0.0
-    where = context.cluster, float(context.ep), float(context.replica_stride)
-    counts = all_to_all_seconds(*where, 8.0 * model.experts)
-    values = tokens * model.experts_per_token * model.hidden
-    one = all_to_all_seconds(*where, values * context.value_bytes)
-    busy_ratio = group_along(*where).busy_ratio
-    own, shared = (found(model, context, tokens) for found in (expert_products, shared_products))
-    later = np.where(np.asarray(context.tp) > 1, 0.0, attention_products(model, context, tokens)[2])
-
-    def exposed(behind: Number) -> Number:
-        hidden = np.minimum(one, behind)
-        return one - hidden + busy_ratio * hidden
-
-    # Other frameworks cut tensor-parallel products only.
-    parts = _parts(model, context) if context.profile.tensor_parts is None else 1.0
-
-    def in_turns(whole: Number, num_exchanges: int, room: Number) -> Number:
-        cut = whole + (parts - 1) * num_exchanges * all_to_all_seconds(*where, 0.0)
-        hidden = np.minimum(cut * (1 - 1 / parts), room)
-        return np.where(context.overlap_mode, cut - hidden + busy_ratio * hidden, whole)
-
-    forward = counts + one + exposed(shared[0])
-    backward = exposed(shared[1] + later) + exposed(shared[2] + own[2])
-    room, room_back = (np.maximum(0.0, rooms[turn] - shared[turn]) for turn in range(2))
-    return in_turns(forward, 3, room), in_turns(backward, 2, room_back)
 
 
 def _norm_sums(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:
@@ -261,10 +220,18 @@ def _tensor(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[
     with a product. Third, that all-gather without overlap."""
     group = tensor_group(context.cluster, context.tp)
     num_bytes = tokens * model.hidden * context.value_bytes
+    gathers, scatters = _crossings(model, context)
     if not context.profile.sequence_parallel:
-        return model.num_scatters * all_reduce_seconds(group, num_bytes), 0.0, 0.0
-    one, gathers = all_gather_seconds(group, num_bytes), model.num_gathers
-    return (gathers + model.num_scatters) * one, gathers * one * group.busy_ratio, gathers * one
+        return scatters * all_reduce_seconds(group, num_bytes), 0.0, 0.0
+    one = all_gather_seconds(group, num_bytes)
+    return (gathers + scatters) * one, gathers * one * group.busy_ratio, gathers * one
+
+
+def _crossings(model: ModelConfig, context: LayerContext) -> tuple[int, int]:
+    """Return the numbers of times that tensor-parallel ranks gather the sequence, and sum and scatter a
+    product, in a block's forward."""
+    apart = not context.gathers_mlp(model)
+    return model.num_gathers - apart, model.num_scatters - apart
 
 
 def _exposed(model: ModelConfig, context: LayerContext, comm: Number, behind: Number) -> Number:
@@ -274,7 +241,8 @@ def _exposed(model: ModelConfig, context: LayerContext, comm: Number, behind: Nu
     (`FrameworkProfile.tensor_parts`)."""
     group, parts, cut = tensor_group(context.cluster, context.tp), _parts(model, context), comm
     if context.profile.tensor_parts is None:
-        crossings = model.num_scatters + (model.num_gathers if context.profile.sequence_parallel else 0)
+        gathers, scatters = _crossings(model, context)
+        crossings = scatters + (gathers if context.profile.sequence_parallel else 0)
         again = np.where(np.asarray(context.tp) > 1, crossings * startup_seconds(group), 0.0)
         cut = comm + (parts - 1) * again
     hidden = np.minimum(cut * (1 - 1 / parts), behind)
@@ -366,8 +334,9 @@ def _behind_weights(model: ModelConfig, context: LayerContext, comm: Number, wei
     communication overlaps with the gradient of the same entry's weight. That is all communication without
     sequence parallelism, and the reduce-scatters with it."""
     sums = comm / 2 if context.profile.sequence_parallel else comm
-    entering = entry_rows(model, context) * context.tp + model.up_matrices * model.active_width
-    leaving = model.mixed_width + model.active_width
+    width = model.active_width if context.gathers_mlp(model) else 0
+    entering = entry_rows(model, context) * context.tp + model.up_matrices * width
+    leaving = model.mixed_width + width
     behind = np.minimum(sums, weights * entering / (entering + leaving))
     return comm - behind + tensor_group(context.cluster, context.tp).busy_ratio * behind
 

@@ -13,7 +13,7 @@ orthogonalize            Newton-Schulz on the rank with the most work, and messa
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache, reduce
 from itertools import groupby
 from operator import add
@@ -29,12 +29,14 @@ from myriad.planner.cost.collective_costs import (
     shard_group_comm,
     tensor_group,
 )
+from myriad.planner.cost.expert_ranks import ExpertGrid
 from myriad.planner.cost.layer_costs import LayerTimes, block_times, embedding_times, head_times
 from myriad.planner.cost.matrix_costs import MatrixCosts, matrix_costs
 from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_order, step_seconds
 from myriad.planner.cost.operator_costs import TimeBreakdown, sweep_seconds
 from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext, block_shares
 from myriad.planner.cost.snapshot_costs import SnapshotCosts, SnapshotSchedule, host_copy_rate
+from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.cost.stage_layers import (
     computed_pairs,
     first_alike,
@@ -44,14 +46,12 @@ from myriad.planner.cost.stage_layers import (
 )
 from myriad.planner.memory.stage_memory import StageMemory
 from myriad.planner.workload import Workload
-from myriad.program.actions import Copy
 from myriad.program.build import count_chunks
 from myriad.program.partition import cut_ranges, num_recomputed
 from myriad.program.schedules import stage_owners
 
 __all__ = [
     "Costs",
-    "StageCosts",
     "copied_sum_seconds",
     "optimizer_bytes",
 ]
@@ -78,73 +78,6 @@ def optimizer_bytes(optimizer: str, value_bytes: int, ema_every: int = 0) -> flo
     return 24.0 + 4.0 + value_bytes + {"lamb": 16.0, "muon": 8.0}.get(optimizer, 0.0) + average
 
 
-_NO_MATRICES = MatrixCosts()
-
-
-@dataclass(frozen=True)
-class StageCosts:
-    """Costs of one stage of the program (a chunk of a stage of the layout)."""
-
-    times: LayerTimes
-    """Seconds of one micro-batch."""
-    again: TimeBreakdown
-    """Seconds that its backward recomputes."""
-    parameters: float
-    """Number of parameters on one rank."""
-    own_parameters: float
-    """Number of those whose gradients it reduces and that it updates."""
-    forward: float
-    backward_input: float
-    """Seconds of the input gradients, including recomputation."""
-    backward_weight: float
-    gather: float
-    reduce: float
-    update: float
-    matrices: MatrixCosts = _NO_MATRICES
-    reduce_across: float = 0.0
-    """Seconds of the sum across groups of ranks."""
-    copy_activations: float = 0.0
-    """Seconds to copy what the stage keeps of one micro-batch to host memory, or back."""
-    copy_state: float = 0.0
-    """Seconds to copy its optimizer state to host memory, or back."""
-    copied_parameters: float = 0.0
-    """Number of parameters that this rank adds to snapshots."""
-
-    def copy_seconds(self, copy: Copy) -> float:
-        """Return the seconds of a copy between device and host."""
-        return self.copy_activations if copy in (Copy.OFFLOAD, Copy.FETCH) else self.copy_state
-
-    @property
-    def parts(self) -> TimeBreakdown:
-        """Seconds of one micro-batch, forward and backward."""
-        return self.times.forward + self.times.backward_input + self.times.backward_weight
-
-    @property
-    def backward(self) -> float:
-        """Seconds of both halves of the backward."""
-        return self.backward_input + self.backward_weight
-
-    @property
-    def gather_momentum(self) -> float:
-        """Seconds in which matrices' momentum comes to the ranks that orthogonalize it."""
-        return self.matrices.gather
-
-    @property
-    def orthogonalize(self) -> float:
-        """Seconds of the orthogonalization."""
-        return self.matrices.orthogonalize
-
-    @property
-    def scatter_update(self) -> float:
-        """Seconds in which orthogonalized updates return."""
-        return self.matrices.scatter
-
-    @property
-    def whole_update(self) -> float:
-        """Seconds of the update with all that precedes it, one after the other."""
-        return self.matrices.gather + self.matrices.orthogonalize + self.matrices.scatter + self.update
-
-
 class Costs:
     """The costs of every action of one layout on one cluster."""
 
@@ -164,8 +97,7 @@ class Costs:
             OVERLAP_MODES[overlap.tensor],
             workload.float8_kept_over,
             workload.qk_clip,
-            layout.ep,
-            replica_stride,
+            ExpertGrid.of(layout, replica_stride),
         )
         self.pipeline = group_along(cluster, float(layout.pp), float(stage_stride))
         comm, size = shard_group_comm(workload.comm, layout), layout.num_shards if layout.zero else layout.dp
@@ -183,9 +115,8 @@ class Costs:
             self.replicas = group_along(cluster, float(layout.dp), float(replica_stride))
         self.expert_collectives: DpCollectives | None = None
         """Collectives of the ranks that hold the same experts, where not all replicas do."""
-        if layout.ep > 1:
-            expert_stride = replica_stride * layout.ep
-            self.expert_collectives = DpCollectives(cluster, comm, layout.num_expert_replicas, expert_stride)
+        if layout.folds_experts:
+            self.expert_collectives = DpCollectives(cluster, comm, *self.slice.experts.alike)
         self.layers_of_stage = stage_layers(workload)
         self.num_chunks = count_chunks(layout, overlap, self.layers_of_stage)
 
@@ -254,8 +185,10 @@ class Costs:
         hold."""
         model, layout = self.workload.model, self.workload.layout
         every, routed = layer_parameters(model, layout.tp), routed_parameters(model)
-        whole, experts = (sum(found[layer] for layer in own) / layout.tp for found in (every, routed))
-        return (whole, 0.0) if layout.ep == 1 else (whole - experts, experts / layout.ep)
+        whole, experts = (float(sum(found[layer] for layer in own)) for found in (every, routed))
+        if not layout.folds_experts:
+            return whole / layout.tp, 0.0
+        return (whole - experts) / layout.tp, experts / (layout.ep * layout.expert_tp)
 
     def _own_parameters(self, others: float, experts: float) -> float:
         """Return the number of parameters that a rank updates, of so many that it holds."""
@@ -279,12 +212,14 @@ class Costs:
         if not layout.offloads:
             return 0.0, 0.0
         layers = range(own[0], own[-1] + 1)
-        held = StageMemory(workload, [layers], self.cluster.on_cpu).held(0, turns=False)
-        routed = sum(one.local for one in matrices if one.of_expert) / layout.ep if layout.ep > 1 else 0.0
-        one_moment = sum(one.local for one in matrices) - layout.ep * routed
+        kept = StageMemory(workload, [layers], self.cluster.on_cpu).held(0, turns=False)
+        held = [matrices_of_rank(matrices, layout.ep, of_experts=which) for which in (False, True)]
+        one_moment, routed = (sum(one.local for one in found) for found in held)
+        if not layout.folds_experts:
+            one_moment, routed = one_moment + routed, 0.0
         state = 8.0 * self._own_parameters(others, experts) - 4.0 * self._own_parameters(one_moment, routed)
         rate = host_copy_rate(self.cluster)
-        return (held.kept + held.head_bytes) / rate, state / rate
+        return (kept.kept + kept.head_bytes) / rate, state / rate
 
     @property
     def copies_block(self) -> bool:
@@ -298,7 +233,7 @@ class Costs:
             return []
         ends = {"embedding": 0, "head": model.layers + 1}
         layer = ends[kind] if kind in ends else 1 + _block_of(kind)
-        return hidden_matrices(model, layer, layout.tp)
+        return hidden_matrices(model, layer, layout.tp, whole_experts=layout.has_whole_experts)
 
     @property
     def _by_module(self) -> bool:

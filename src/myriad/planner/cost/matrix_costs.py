@@ -51,13 +51,12 @@ def matrix_costs(
     ``of_experts``: they are of experts that not all replicas hold."""
     if not matrices:
         return MatrixCosts()
-    layout = workload.layout
-    replicas, shards = MatrixSharers.of(workload, of_experts=of_experts)
-    sharers = replicas * layout.tp
+    replicas, shards, tp = MatrixSharers.of(workload, of_experts=of_experts)
+    sharers = replicas * tp
     seconds = _orthogonalization(matrices, workload, cluster.accelerator, sharers)
-    group = data if replicas > 1 else tensor_group(cluster, float(layout.tp))
+    group = data if replicas > 1 else tensor_group(cluster, float(tp))
     held = sum(matrix.local for matrix in matrices) * workload.matrix_bytes
-    sent = held / replicas * (1 - 1 / (shards * layout.tp))
+    sent = held / replicas * (1 - 1 / (shards * tp))
     received = held / shards * (1 - 1 / sharers)
     return MatrixCosts(_all_to_all(group, sent), seconds, _all_to_all(group, received))
 

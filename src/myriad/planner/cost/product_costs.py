@@ -1,9 +1,7 @@
 """Seconds of a block's matrix products on one rank: forward, gradient of the input, gradient of the weight.
 
-A matrix product has three passes of equal FLOPs; the weight's gradient is added to a float32 buffer. With k
-experts a token, each of E experts multiplies k / E of the tokens: as many FLOPs as one MLP of the width of k
-experts, and the weights of all. The router is in float32. Ordering the tokens by expert and summing their
-results moves memory only.
+A matrix product has three passes of equal FLOPs; the weight's gradient is added to a float32 buffer. With
+experts, the router is in float32, and each expert multiplies its tokens.
 """
 
 from collections.abc import Sequence
@@ -13,6 +11,7 @@ import numpy as np
 
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Accelerator, Cluster
+from myriad.planner.cost.expert_ranks import ONE_RANK, ExpertGrid
 from myriad.planner.cost.operator_costs import (
     Number,
     float8_traffic,
@@ -32,7 +31,6 @@ __all__ = [
     "block_shares",
     "entry_rows",
     "expert_products",
-    "expert_streams",
     "product_passes",
     "qkv_width",
     "shared_products",
@@ -60,16 +58,29 @@ class LayerContext:
     the search's closed form has 1."""
     qk_clip: bool = False
     """Whether forwards find the largest attention scores."""
-    ep: int = 1
-    """Ranks that share the experts of a block."""
-    replica_stride: int = 1
-    """Distance of two data-parallel replicas in rank number."""
+    experts: ExpertGrid = ONE_RANK
+    """The ranks of a stage as experts see them."""
 
     @property
     def accelerator(self) -> Accelerator:
         accelerator = self.cluster.accelerator.of(self.value_bytes)
         captured = self.profile.cuda_graphs and not self.cluster.on_cpu
         return accelerator.captured() if captured else accelerator
+
+    @property
+    def gathers_arrived(self) -> bool:
+        """Whether tensor-parallel ranks gather the tokens that arrive for the experts that they share."""
+        return self.profile.gathers_arrived and self.experts.ep > 1 and not self.experts.whole
+
+    def routed(self, tokens: Number) -> Number:
+        """Return the tokens that this rank routes to experts, of so many in a micro-batch."""
+        return tokens / self.tp if self.experts.whole or self.gathers_arrived else tokens
+
+    def gathers_mlp(self, model: ModelConfig) -> bool:
+        """Return whether tensor-parallel ranks gather the sequence for the MLP of a block, or for its shared
+        experts."""
+        routes_part = self.experts.whole or self.gathers_arrived
+        return model.experts is None or model.shared_experts > 0 or not routes_part
 
 
 def block_products(
@@ -81,7 +92,7 @@ def block_products(
     if model.experts is None:
         return products
     own, wide = expert_products(model, context, tokens), replace(context, value_bytes=4)
-    router = three_passes(wide, tokens, ((float(model.router_rows), model.hidden),))
+    router = three_passes(wide, context.routed(tokens), ((float(model.router_rows), model.hidden),))
     forward, inputs, weights = map(sum, zip(products, own, router, strict=True))
     return forward, inputs, weights
 
@@ -92,9 +103,11 @@ def expert_products(
     """Return the seconds of the three passes of the routed experts of a rank, each of which has equally many
     tokens of all ranks that share experts."""
     assert model.experts is not None
-    each = context.ep * tokens * model.experts_per_token / model.experts
-    one = three_passes(context, each, _mlp_shapes(model, model.expert_width / context.tp))
-    held = model.experts / context.ep
+    experts = context.experts
+    cut = 1.0 if experts.whole else context.tp
+    each = experts.ep * tokens * model.experts_per_token / model.experts * (cut / context.tp)
+    one = three_passes(context, each, _mlp_shapes(model, model.expert_width / cut))
+    held = model.experts / experts.ep
     return held * one[0], held * one[1], held * one[2]
 
 
@@ -114,24 +127,6 @@ def attention_products(
     """Return the seconds of the three passes of the matrices before and after attention."""
     shapes = (*block_shapes(model, context)[:2], *_up_shapes(model, context))
     return product_passes(context, tokens, shapes)
-
-
-def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, float]:
-    """Return the bytes that a block moves in the forward and in the backward to order tokens by expert and to
-    sum what experts compute, and the operators of each: with k experts a token, copies of k tokens (read and
-    written), their results in the order of tokens (read and written), and times their gates in float32. Where
-    ranks share experts, copies that arrive are ordered again, and their results back."""
-    if model.experts is None:
-        return 0.0, 0.0, 0.0
-    value = context.value_bytes
-    values = tokens * model.experts_per_token * model.hidden
-    scores = 4.0 * 6 * tokens * model.experts
-    forward = values * (4 * value + (value + 4) + 4) + scores
-    backward = values * (5 * value + (2 * value + 8) + (2 * value + 8)) + scores
-    if context.ep == 1:
-        return forward, backward, 16.0 + model.experts
-    again = values * 4 * value
-    return forward + again, backward + again, 24.0 + model.experts / context.ep
 
 
 def product_passes(

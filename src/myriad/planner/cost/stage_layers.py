@@ -48,7 +48,7 @@ def _routed(model: ModelConfig, layer: int) -> int:
     return found + (experts or 0) * (model.up_matrices * width + model.hidden) * model.bias
 
 
-def routed_elements(model: ModelConfig, layer: int, tp: float, *, matrices_only: bool = False) -> float:
+def routed_elements(model: ModelConfig, layer: int, tp: float) -> float:
     """Return those of `routed_parameters` of a layer of the pipeline that each of ``tp`` ranks holds, if
     they share each expert: its last bias is whole on all of them."""
     blocks = range(model.layers, model.layers + model.prediction_layers)
@@ -57,8 +57,6 @@ def routed_elements(model: ModelConfig, layer: int, tp: float, *, matrices_only:
     biased = (model.experts or 0) * model.bias * sum(map(model.has_experts, blocks))
     whole = biased * model.hidden
     cut = routed_parameters(model)[layer] - whole
-    if matrices_only:
-        return (cut - biased * model.up_matrices * model.expert_width) / tp
     return cut / tp + whole
 
 

@@ -38,7 +38,8 @@ from myriad.network.rank_transfers import (
 )
 from myriad.network.routing import Routes, adaptive, ecmp
 from myriad.planner.cluster_config import Cluster
-from myriad.planner.cost.layout_costs import Costs, StageCosts
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.fabric.job_flows import Axis, TransferPhase, transfer_phases
 from myriad.planner.workload import Workload
 from myriad.program.schedules import stage_owners

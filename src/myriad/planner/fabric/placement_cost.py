@@ -91,7 +91,7 @@ def fills_nodes(layout: Layout, per_node: int) -> bool:
 def traffic_of(costs: Costs) -> SlotTraffic:
     """Return the slot traffic of a layout that fills nodes."""
     workload, layout, per_node = costs.workload, costs.workload.layout, costs.cluster.accelerators_per_node
-    if layout.ep > 1:
+    if layout.folds_experts:
         allowed = "1: the traffic of a placement lacks the tokens that travel to experts"
         raise BadInputError("layout.ep", layout.ep, allowed)
     width = max(1, layout.tp // per_node)

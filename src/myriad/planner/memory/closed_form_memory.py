@@ -25,7 +25,8 @@ import numpy.typing as npt
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
 from myriad.planner.cost.operator_costs import Number
-from myriad.planner.memory.layer_memory import LayerMemory, is_myriad, layer_memory
+from myriad.planner.memory.layer_memory import is_myriad
+from myriad.planner.memory.rank_layers import LayerMemory, layer_memory
 from myriad.planner.workload import FrameworkProfile
 
 __all__ = ["PeakMemory", "count_groups", "expected_margin", "fits_probability", "worst_stage_memory"]
@@ -110,6 +111,7 @@ def count_groups(
     matrices: Number = 0.0,
     across: Number = 0.0,
     ep: int = 1,
+    whole_experts: bool = False,
 ) -> Number:
     """Return the number of NCCL communicators of a rank for collectives: the world's, those of tensor and
     data parallelism where they differ from the world's, and that of the two ranks with tied parameters
@@ -120,13 +122,19 @@ def count_groups(
     one where their ranks are neither an axis nor the world. Muon's ``matrices`` (0 or 1) have one. Groups of
     ``layout.shard_group`` (``across``, 0 or 1) have two instead of that of data parallelism. ``ep`` ranks
     that share experts have one for tokens; those that hold the same experts have another one, and more for
-    LAMB's norms and Muon's matrices of experts."""
+    LAMB's norms and Muon's matrices of experts. ``whole_experts``: tensor-parallel ranks are among them."""
     axes = np.where(np.asarray(dp) > 1, 1.0, 0.0) + np.where(np.asarray(tp) > 1, 1.0, 0.0)
     apart = (np.asarray(pp) > 1) | (np.asarray(across) > 0)
     world = np.where(apart | (axes > 1), 1.0, 0.0)
     norms = np.where((axes > 1) & apart, lamb_over_zero, 0.0)
     copies = np.where((np.asarray(tp) > kv_heads) & (kv_heads > 1), 1.0, 0.0)
     found = axes + across + world + syncs_tied + levels + norms + copies + np.where(axes > 0, matrices, 0.0)
+    if whole_experts:
+        several = np.asarray(dp) * np.asarray(tp) > ep
+        if ep == 1:
+            return found + several
+        # where ep is tp, the ranks that hold the same experts are replicas: LAMB's norms have their group
+        return found + 1 + several * (1 + matrices + np.where(np.asarray(tp) == ep, 0.0, lamb_over_zero))
     if ep == 1:
         return found
     several, sharded = np.asarray(dp) > ep, np.asarray(tp) > 1
@@ -166,11 +174,13 @@ class _Layouts:
     averages: bool
     on_cpu: bool
     ep: int
+    whole_experts: bool
     last: bool = False
 
     @property
     def num_expert_shards(self) -> Number:
-        return np.where(self.zero > 0, self.dp / self.ep, 1.0)
+        expert_tp = 1.0 if self.whole_experts else self.tp
+        return np.where(self.zero > 0, self.dp * self.tp / (self.ep * expert_tp), 1.0)
 
     @cached_property
     def blocks(self) -> Number:
@@ -229,12 +239,14 @@ def worst_stage_memory(
     on_cpu: bool = False,
     shard_group: Number = 0.0,
     ep: int = 1,
+    whole_experts: bool = False,
 ) -> PeakMemory:
     """Return the memory of the rank that needs the most, with the default overlaps. ``recompute``: 0 none, 1
     selective, 2 full. ``reduce_each``, ``eager``, ``zero_bubble`` and ``gpipe``: 0 or 1. ``levels``: from
     `myriad.comm.hierarchy.count_shard_levels`. ``shard_group``: 0 means all replicas. ``averages``: keep a
-    moving average of the parameters. ``ep``: ranks that share experts, which divide ``dp``."""
-    where = value_bytes, on_cpu, ep
+    moving average of the parameters. ``ep``: ranks that share experts, and ``whole_experts``, as in
+    `Layout`."""
+    where = value_bytes, on_cpu, ep, whole_experts
     first = _Layouts(
         model,
         profile,
@@ -256,6 +268,7 @@ def worst_stage_memory(
         averages=averages,
         on_cpu=on_cpu,
         ep=ep,
+        whole_experts=whole_experts,
     )
     one, other = _rank_memory(first), _rank_memory(replace(first, last=True))
     return one.where(np.asarray(one.total >= other.total), other)
@@ -290,6 +303,7 @@ def _communicators(where: _Layouts) -> tuple[Number, Number]:
         matrices=1.0 if where.optimizer == "muon" else 0.0,
         across=np.where((where.zero > 0) & (where.num_shards < where.dp), 1.0, 0.0),
         ep=where.ep,
+        whole_experts=where.whole_experts,
     )
     return groups, pairs
 

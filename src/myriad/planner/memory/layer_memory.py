@@ -16,38 +16,29 @@ dropout and two bytes a value has:
 
 Every function takes numbers or arrays. Legend: t tensor-parallel ranks, s sequence, b sequences of a
 micro-batch, h hidden, a heads, f width of the MLP.
-
-`layer_memory` computes the layers of one rank for any number of layouts at once. It depends on few values of
-a layout, so each distinct combination is computed once.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from functools import lru_cache, partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from myriad.model.activation_memory import LayerKind, kept_bytes_per_micro_batch, kept_bytes_per_token
 from myriad.model.config import ModelConfig
-from myriad.model.matrix_shapes import hidden_matrices
 from myriad.planner.cost.operator_costs import Number
-from myriad.planner.cost.stage_layers import first_alike, routed_elements
 from myriad.planner.workload import FrameworkProfile, Recompute
 
 __all__ = [
     "RECOMPUTE",
     "LayerBytes",
-    "LayerMemory",
     "MicroBatchShard",
-    "expert_elements",
     "is_myriad",
     "layer_bytes",
     "layer_elements",
-    "layer_memory",
     "message_bytes",
+    "of_each_degree",
     "product_inputs",
     "softmax_block",
 ]
@@ -72,9 +63,26 @@ class MicroBatchShard:
     on_cpu: bool = False
     ep: int = 1
     """Ranks that share the experts of a block."""
+    whole_experts: bool = False
+    """Whether experts are whole on a rank, although tensor-parallel ranks share other matrices."""
 
     def tokens(self, model: ModelConfig) -> Number:
         return self.micro_batch * model.sequence
+
+    @property
+    def expert_tp(self) -> Number:
+        """Tensor-parallel ranks that share the width of each expert."""
+        return 1.0 if self.whole_experts else self.tp
+
+    @property
+    def folds_experts(self) -> bool:
+        """Whether experts lie on other ranks than the other parameters of their block."""
+        return self.ep > 1 or self.whole_experts
+
+    def routed_tokens(self, model: ModelConfig) -> Number:
+        """Return the tokens that the rank routes to experts: with whole experts those of its part of the
+        sequence."""
+        return self.tokens(model) / (self.tp / self.expert_tp)
 
 
 @dataclass(frozen=True)
@@ -136,9 +144,11 @@ def _again(
     forward = none.forward
     if kind == "block":
         ups, block = model.up_matrices, model.of_block(layer)
-        whole = part.value_bytes * part.tokens(model)
-        forward = whole * (2 * model.hidden + (ups + 1) * block.active_width / part.tp)
-        forward = forward + _ordered_tokens(block, part) * 2 * part.value_bytes
+        value = part.value_bytes
+        entering = part.tokens(model) if _gathers_mlp(block, part) else part.routed_tokens(model)
+        inner = part.tokens(model) * (ups + 1) * block.active_width / part.tp
+        forward = value * (2 * model.hidden * entering + inner) + _ordered_tokens(block, part) * 2 * value
+        forward = np.maximum(forward, value * 2 * model.hidden * part.tokens(model))  # of attention
     return LayerBytes(kept, forward, none.kept - kept + none.backward)
 
 
@@ -147,6 +157,11 @@ def _block_kept(
 ) -> Number:
     if not is_myriad(profile):
         return _published_kept(model, profile, layer, part, recompute)
+    if profile.gathers_arrived and part.ep > 1 and not part.whole_experts:
+        # Of the copies of a rank's own part only the inputs of experts are gathered.
+        own = _ours_kept(model, "block", layer, replace(part, whole_experts=True), recompute)
+        copies = _ordered_tokens(model.of_block(layer), part) * part.value_bytes
+        return own + copies * (1 - 1 / part.tp)
     return _ours_kept(model, "block", layer, part, recompute)
 
 
@@ -168,13 +183,14 @@ def _ours_kept(
             recompute=recompute,
             softmax_block=block,
         )
-        return _of_each(part.tp, lambda tp: own(tp=tp))
+        return of_each_degree(part.tp, lambda tp: own(tp=tp))
 
     tokens = part.tokens(model)
-    return tokens * each(partial(kept_bytes_per_token, ep=part.ep)) + each(kept_bytes_per_micro_batch)
+    per_token = partial(kept_bytes_per_token, ep=part.ep, whole_experts=part.whole_experts)
+    return tokens * each(per_token) + each(kept_bytes_per_micro_batch)
 
 
-def _of_each(tp: Number, function: Callable[[int], float]) -> Number:
+def of_each_degree(tp: Number, function: Callable[[int], float]) -> Number:
     """Return a function of the tensor-parallel degree for one degree or an array of them."""
     if np.ndim(tp) == 0:
         return float(function(int(tp)))
@@ -218,13 +234,15 @@ def _block_passing(
     ups = model.up_matrices
     gathered = np.where(np.asarray(part.tp) > 1, whole, 0.0)
     again = inner if recompute == "selective" else 0.0
-    product = _product_bytes(model.hidden * model.mlp_width / part.tp, part)
+    product = _product_bytes(model.hidden * model.mlp_width / _mlp_ranks(model, part), part)
     at_down = inner + again + product
     at_activation = inner * (ups + (1 if ups == 2 else 0)) + again
-    backward = stream + gathered + np.maximum(at_down, at_activation)
+    entering = gathered if _gathers_mlp(model, part) else 0.0
+    backward = stream + entering + np.maximum(at_down, at_activation)
     # Results of experts in the order of tokens, times their gates in float32; and their gradients.
     ordered = _ordered_tokens(model, part)
-    forward = whole + gathered + ordered * (value + 4)
+    forward = entering + ordered * (value + 4) + (whole if _gathers_mlp(model, part) else stream)
+    forward = np.maximum(forward, whole + gathered)  # of attention
     backward = backward + ordered * (2 * value + 4)
     if model.latent is not None:
         # The gradients of padded queries, keys and values, and of the products that they were joined from.
@@ -239,7 +257,18 @@ def _block_passing(
 def _ordered_tokens(model: ModelConfig, part: MicroBatchShard) -> Number:
     """Return the number of values of the tokens that a block orders by expert, one copy for each expert of a
     token."""
-    return part.tokens(model) * model.hidden * (model.experts_per_token if model.experts else 0)
+    copies = model.experts_per_token if model.experts else 0
+    return part.routed_tokens(model) * model.hidden * copies
+
+
+def _gathers_mlp(model: ModelConfig, part: MicroBatchShard) -> bool:
+    """Return whether tensor-parallel ranks gather the sequence for a block's MLP, or its shared experts."""
+    return model.experts is None or not part.whole_experts or model.shared_experts > 0
+
+
+def _mlp_ranks(model: ModelConfig, part: MicroBatchShard) -> Number:
+    """Return the tensor-parallel ranks that share a block's MLP, or each of its routed experts."""
+    return part.tp if model.experts is None else part.expert_tp
 
 
 def _product_bytes(elements: Number, part: MicroBatchShard) -> Number:
@@ -255,7 +284,7 @@ def _embedding_held(model: ModelConfig, profile: FrameworkProfile, part: MicroBa
     # A CPU adds rows to the buffer in float32; a GPU writes the gradient of the whole table.
     wide = tokens * model.hidden * (4.0 if part.value_bytes == 2 else 0.0)
     if not part.on_cpu:
-        wide = _of_each(part.tp, model.vocabulary_rows) * model.hidden * part.value_bytes
+        wide = of_each_degree(part.tp, model.vocabulary_rows) * model.hidden * part.value_bytes
     gathered = np.where(np.asarray(part.tp) > 1, whole, 0.0)
     stream = message_bytes(model, profile, part)
     return LayerBytes(kept, gathered, stream + gathered + wide)
@@ -268,7 +297,7 @@ def _head_held(
     time. Others keep all logits in float32, and the product's input. Prediction layers are Myriad's only."""
     value, tokens = part.value_bytes, part.tokens(model)
     whole = value * tokens * model.hidden
-    rows = _of_each(part.tp, model.vocabulary_rows)
+    rows = of_each_degree(part.tp, model.vocabulary_rows)
     if not (is_myriad(profile) and profile.fused_loss):
         stream = message_bytes(model, profile, part)
         logits = tokens * rows
@@ -297,54 +326,28 @@ def product_inputs(model: ModelConfig, layer: int, part: MicroBatchShard) -> Num
     ups = model.up_matrices
     width, keys = model.heads * model.head_width, _key_width(model, part.tp)
     cut = 2 * width + 2 * keys + (ups + 1) * model.active_width
-    whole = (model.num_gathers + model.num_scatters) * model.hidden
+    whole: Number = (model.num_gathers + model.num_scatters) * model.hidden
     if model.experts is not None:  # copies of tokens and the gradients of their results
-        whole += 2 * model.experts_per_token * model.hidden
+        if not _gathers_mlp(model, part):  # only the router's input, of this rank's part
+            whole = 2 * model.hidden
+        copies = 2 * model.experts_per_token + part.whole_experts
+        whole = whole + copies * model.hidden * part.routed_tokens(model) / part.tokens(model)
     if model.latent is not None:  # the latents' gradients, normalized latents, and the heads' gradients
         latent = model.latent
-        whole += latent.down_rows + latent.normed
+        whole = whole + latent.down_rows + latent.normed
         cut = model.heads * (latent.head + latent.plain + 2 * latent.value) + (ups + 1) * model.active_width
     return tokens * (whole + cut / part.tp)
 
 
 def _key_width(model: ModelConfig, tp: Number) -> Number:
     """Return the width of keys on all tensor-parallel ranks, copies included."""
-    return model.num_kv_heads * model.head_width * _of_each(tp, model.kv_copies)
-
-
-@dataclass(frozen=True)
-class LayerMemory:
-    """Bytes and elements of a rank's layers; numbers or arrays."""
-
-    block_elements: Number
-    embedding_elements: Number
-    head_elements: Number
-    block_matrices: Number
-    """Elements of the matrices that Muon orthogonalizes, like the next one."""
-    head_matrices: Number
-    block_kept: Number
-    block_passing: Number
-    """Peak temporary bytes of one block, forward or backward."""
-    block_products: Number
-    """Inputs and gradients that the weight products still need."""
-    embedding_kept: Number
-    head: Number
-    """Bytes of the head, logits included."""
-    message: Number
-    block_experts: Number
-    """Elements of routed experts, which the other numbers of elements do not include; 0: they include them,
-    since every replica has all. So does the next one."""
-    head_experts: Number
-
-    def take(self, index: npt.NDArray[np.intp]) -> "LayerMemory":
-        """Expand arrays of distinct combinations to one entry for each layout."""
-        return LayerMemory(*(np.asarray(getattr(self, one.name))[index] for one in fields(self)))
+    return model.num_kv_heads * model.head_width * of_each_degree(tp, model.kv_copies)
 
 
 def layer_elements(model: ModelConfig, kind: LayerKind, tp: Number, layer: int = 0) -> Number:
     """Return the number of parameters of one layer on one rank; a tied table counts in the embedding and in
     the head. ``layer``: index of the block."""
-    table = _of_each(tp, model.vocabulary_rows) * model.hidden
+    table = of_each_degree(tp, model.vocabulary_rows) * model.hidden
     if kind == "embedding":
         return table + (model.sequence * model.hidden if model.position == "learned" else 0)
     if kind == "head":
@@ -355,87 +358,5 @@ def layer_elements(model: ModelConfig, kind: LayerKind, tp: Number, layer: int =
         return table + copied + model.norm_size + blocks
     block = model.of_block(layer)
     shared = block.block_shared_parameters
-    copied = _of_each(tp, model.copied_parameters)
+    copied = of_each_degree(tp, model.copied_parameters)
     return (block.block_parameters - shared + copied) / tp + shared
-
-
-def expert_elements(
-    model: ModelConfig, layer: int, tp: Number, ep: int, *, matrices_only: bool = False
-) -> Number:
-    """Return the number of elements of the routed experts of a layer of the pipeline on one rank, if ``ep``
-    ranks share them, and ``tp`` each of them; 0 if each has all, which `layer_elements` counts with the
-    rest."""
-    if ep == 1:
-        return 0.0 * tp
-    return _of_each(tp, lambda ranks: routed_elements(model, layer, ranks, matrices_only=matrices_only)) / ep
-
-
-def _matrix_elements(model: ModelConfig, layer: int, tp: Number) -> Number:
-    """Return the elements of the matrices between hidden values in a layer of the pipeline, on one rank."""
-    return _of_each(tp, lambda ranks: sum(one.local for one in hidden_matrices(model, layer, ranks)))
-
-
-def _routed_matrices(model: ModelConfig, layer: int, part: "MicroBatchShard") -> Number:
-    """Return those of `_matrix_elements` that are of routed experts which ranks share, of all these ranks."""
-    return part.ep * expert_elements(model, layer, part.tp, part.ep, matrices_only=True)
-
-
-def layer_memory(
-    model: ModelConfig,
-    profile: FrameworkProfile,
-    tp: npt.NDArray[np.float64],
-    micro_batch: npt.NDArray[np.float64],
-    recompute: npt.NDArray[np.float64],
-    where: tuple[int, bool, int],
-) -> LayerMemory:
-    """Return the layer memory of every layout, computed once for each distinct combination. ``where``: bytes
-    of a value, whether the device is a CPU, and the ranks that share experts."""
-    keys, index = np.unique((tp * _MORE + micro_batch) * 4 + recompute, return_inverse=True)
-    found = [
-        _memory_of(model, profile, MicroBatchShard(tp_, micro_batch_, *where), RECOMPUTE[int(key % 4)])
-        for key in keys
-        for tp_, micro_batch_ in [divmod(key // 4, _MORE)]
-    ]
-    columns = (np.array([getattr(one, field.name) for one in found]) for field in fields(LayerMemory))
-    return LayerMemory(*columns).take(index.reshape(np.shape(tp)))
-
-
-_MORE = 2.0**25
-"""A number larger than the sequences of any micro-batch: tp and micro-batch are packed into one number."""
-
-
-@lru_cache(maxsize=2**14)
-def _memory_of(
-    model: ModelConfig, profile: FrameworkProfile, part: MicroBatchShard, recompute: Recompute
-) -> LayerMemory:
-    """Return the layer memory of one combination; elements and bytes of blocks are averages."""
-    windows = range(min(model.layers, len(model.window_pattern)))
-    counts = Counter(first_alike(model) if model.has_dense_blocks else windows)
-    blocks = [layer_bytes(model, profile, "block", layer, part, recompute) for layer in counts]
-
-    def mean(each: Iterable[Number]) -> Number:
-        weighted = [count * one for count, one in zip(counts.values(), each, strict=True)]
-        return sum(weighted) / counts.total()
-
-    embedding = layer_bytes(model, profile, "embedding", 0, part, recompute)
-    head = layer_bytes(model, profile, "head", 0, part, recompute)
-    experts = mean(expert_elements(model, 1 + layer, part.tp, part.ep) for layer in counts)
-    in_head = expert_elements(model, model.layers + 1, part.tp, part.ep)
-    return LayerMemory(
-        mean(layer_elements(model, "block", part.tp, layer) for layer in counts) - part.ep * experts,
-        layer_elements(model, "embedding", part.tp),
-        layer_elements(model, "head", part.tp) - part.ep * in_head,
-        mean(
-            _matrix_elements(model, 1 + layer, part.tp) - _routed_matrices(model, 1 + layer, part)
-            for layer in counts
-        ),
-        _matrix_elements(model, model.layers + 1, part.tp) - _routed_matrices(model, model.layers + 1, part),
-        mean(one.kept for one in blocks),
-        max(max(one.forward, one.backward) for one in blocks),
-        mean(product_inputs(model, layer, part) for layer in counts),
-        embedding.kept,
-        head.kept + head.forward,
-        message_bytes(model, profile, part),
-        experts,
-        in_head,
-    )

@@ -75,33 +75,39 @@ def matrix_bytes(
     where ranks share experts (`StageMemory.expert_chunk`)."""
     if not workload.orthogonalizes:
         return [MatrixBytes() for _ in stages]
-    tp, ep = workload.layout.tp, workload.layout.ep
+    layout = workload.layout
     sharers = MatrixSharers.of(workload, of_experts=of_experts)
-    loads = [0.0] * (sharers.replicas * tp)
+    loads = [0.0] * (sharers.replicas * sharers.tp)
     found = []
     for layers, size in zip(stages, sizes, strict=True):
-        matrices = [one for layer in layers for one in hidden_matrices(workload.model, layer, tp)]
-        if workload.layout.folds_experts:
-            matrices = matrices_of_rank(matrices, ep, of_experts=of_experts)
+        every = (
+            hidden_matrices(workload.model, layer, layout.tp, whole_experts=layout.has_whole_experts)
+            for layer in layers
+        )
+        matrices = [one for of_layer in every for one in of_layer]
+        if layout.folds_experts:
+            matrices = matrices_of_rank(matrices, layout.ep, of_experts=of_experts)
         found.append(_of_stage(workload, sharers, matrices, size, loads))
     return found
 
 
 class MatrixSharers(NamedTuple):
-    """The data-parallel ranks that share the orthogonalization of matrices."""
+    """The ranks that share the orthogonalization of matrices."""
 
     replicas: int
     shards: int
     """Consecutive ones that the state is sharded over."""
+    tp: int
+    """Tensor-parallel ranks of each replica that share the matrices."""
 
     @classmethod
     def of(cls, workload: Workload, *, of_experts: bool) -> "MatrixSharers":
         """Return those of a rank's matrices. ``of_experts``: of experts that not all replicas hold."""
         layout = workload.layout
         if of_experts:
-            return cls(layout.num_expert_replicas, workload.num_expert_shards)
+            return cls(layout.num_expert_replicas, workload.num_expert_shards, layout.expert_tp)
         replicas = layout.dp if workload.comm.sync_every == 1 else 1
-        return cls(replicas, min(layout.num_shards, replicas))
+        return cls(replicas, min(layout.num_shards, replicas), layout.tp)
 
 
 def _of_stage(
@@ -111,7 +117,7 @@ def _of_stage(
     size: float,
     loads: list[float],
 ) -> MatrixBytes:
-    layout, each, (replicas, shards) = workload.layout, workload.matrix_bytes, sharers
+    each, (replicas, shards, tp) = workload.matrix_bytes, sharers
     iterations = workload.newton_schulz.iterations
     elements = sum(one.local for one in matrices)
     workspace = each * max(map(_workspace, matrices), default=0.0)
@@ -121,8 +127,8 @@ def _of_stage(
     owned, returned, offered = ([0.0] * len(loads) for _ in range(3))
     for owner, one in zip(assign_owners(flops, loads), matrices, strict=True):
         owned[owner] += one.rows * one.columns
-        returned[owner] += one.local * layout.tp * (replicas // shards)
-        offered[owner // (layout.tp * shards)] += one.local
+        returned[owner] += one.local * tp * (replicas // shards)
+        offered[owner // (tp * shards)] += one.local
     # matrices come first in a chunk, so the first slices hold nothing else
     held = min(size / shards, elements)
     sent = min(held, max(offered))

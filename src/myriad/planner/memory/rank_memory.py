@@ -26,16 +26,14 @@ Chunks are those of the program, with the layers that the runtime assigns to the
 of their own. Totals are updated at each change, so the run time is linear in the number of actions.
 """
 
-from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
-from itertools import islice
-from typing import Generic, TypeVar
 
 from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.memory.closed_form_memory import PeakMemory
 from myriad.planner.memory.constant_memory import ConstantMemory
+from myriad.planner.memory.held_bytes import HeldBytes
 from myriad.planner.memory.matrix_memory import matrix_bytes
 from myriad.planner.memory.stage_memory import MicroBatchBytes, StageMemory, captured_bytes
 from myriad.planner.simulation.steady_state import SteadyState
@@ -63,8 +61,6 @@ from myriad.program.warm_up import warm_up_actions
 __all__ = ["memory_of_ranks", "memory_of_repeating_ranks"]
 
 _REDUCES = kinds_where(lambda does: does.starts is Collective.REDUCE)
-_REDUCING = 2
-"""Number of chunks in reduction at a time: earlier reductions have finished."""
 _HIGHER = 1 + 1e-12
 """Factor by which a state must exceed the earlier peak: smaller differences may be rounding."""
 
@@ -112,46 +108,6 @@ def memory_of_repeating_ranks(
     return known if len(known) == len(found) else None
 
 
-_Key = TypeVar("_Key", bound=Hashable)
-
-
-class _ByteSum(Generic[_Key]):
-    """Bytes of several objects, and their sum."""
-
-    __slots__ = ("bytes_of", "total")
-
-    def __init__(self) -> None:
-        self.bytes_of: dict[_Key, float] = {}
-        self.total = 0.0
-
-    def put(self, key: _Key, num_bytes: float) -> None:
-        self.drop(key)
-        self.bytes_of[key] = num_bytes
-        self.total += num_bytes
-
-    def drop(self, key: _Key) -> None:
-        """Remove an object, if it is present."""
-        self.total -= self.bytes_of.pop(key, 0.0)
-
-
-@dataclass
-class _HeldBytes:
-    """The bytes that a rank holds at one time, by purpose."""
-
-    values: _ByteSum[int] = field(default_factory=_ByteSum)
-    grad_buffers: _ByteSum[int] = field(default_factory=_ByteSum)
-    rooms: deque[float] = field(default_factory=deque)
-    rooms_across: deque[float] = field(default_factory=deque)
-    kept: _ByteSum[tuple[int, int]] = field(default_factory=_ByteSum)
-    head_bytes: _ByteSum[tuple[int, int]] = field(default_factory=_ByteSum)
-    products: _ByteSum[tuple[int, int]] = field(default_factory=_ByteSum)
-    arriving: _ByteSum[tuple[Payload, int, int]] = field(default_factory=_ByteSum)
-    leaving: _ByteSum[tuple[Payload, int, int]] = field(default_factory=_ByteSum)
-    matrices: _ByteSum[int] = field(default_factory=_ByteSum)
-    states: _ByteSum[int] = field(default_factory=_ByteSum)
-    """Optimizer state on the device, where it rests in host memory."""
-
-
 _TIED = -1
 """Key of the chunk that the first and the last stage share."""
 _FLOAT8 = -2
@@ -192,7 +148,7 @@ class _MemoryWalk:
             model, program, rank, node_size, self.chunks, elements, self.expert_chunks.keys()
         )
         self.users: dict[int, set[int]] = {key: set() for key in self.chunks}
-        self.now = _HeldBytes()
+        self.now = HeldBytes()
         self.reduced_keys: dict[int, list[int]] = {}
         """The chunks that each stage's newest reduction sums."""
         self.turns = next_is_backward(self.actions)
@@ -216,22 +172,15 @@ class _MemoryWalk:
         the peak is before the second repetition, or in the last one or later."""
         self._begin()
         second = steady.start + steady.length
-        before, held = self._peak_of(0, second), self._held_now()
+        before, held = self._peak_of(0, second), self.now.by_purpose
         again = self._peak_of(second, second + steady.length)
-        grown = [now - then for now, then in zip(self._held_now(), held, strict=True)]
+        grown = [now - then for now, then in zip(self.now.by_purpose, held, strict=True)]
         if any(grown[1:]):
             return None
         rest = self._peak_of(second + steady.length, len(self.actions))
         times = (self.workload.num_micro_batches - self.program.num_micro_batches) / steady.num_micro_batches
         last = [self._with_more(one, grown[0] * times) for one in (again, rest)]
         return max([before, *last], key=lambda memory: float(memory.total))
-
-    def _held_now(self) -> tuple[float, ...]:
-        """Return the held bytes by purpose; those kept until the iteration's end come first."""
-        now = self.now
-        piles = (now.values, now.grad_buffers, now.kept, now.head_bytes, now.products, now.arriving)
-        rooms = sum(now.rooms) + sum(now.rooms_across)
-        return now.leaving.total, *(pile.total for pile in piles), rooms
 
     def _peak_of(self, start: int, stop: int) -> PeakMemory:
         best, highest = None, -1.0
@@ -295,10 +244,7 @@ class _MemoryWalk:
         return average + (self.now.states.total if self.offloads_state else self.constant.moments)
 
     def _buffers(self) -> float:
-        now = self.now
-        rooms = sum(islice(reversed(now.rooms), _REDUCING))
-        rooms += sum(islice(reversed(now.rooms_across), _REDUCING))
-        return now.arriving.total + now.leaving.total + now.matrices.total + rooms + self.constant.batch
+        return self.now.buffers + self.constant.batch
 
     def _total(self, passing: float) -> float:
         """Return the bytes of everything that changes during an iteration; the rest is constant."""
@@ -347,7 +293,8 @@ class _MemoryWalk:
         if grad_buffers and Resource.GRADIENTS in does.allocates:
             for key in self._chunks_of(stage):
                 now.grad_buffers.put(key, 4 * self.chunks[key])
-        if does.starts is Collective.REDUCE and self.workload.layout.dp > 1:
+        layout = self.workload.layout
+        if does.starts is Collective.REDUCE and (layout.dp > 1 or layout.has_whole_experts):
             own = self._own_chunks(stage)
             self.reduced_keys[stage] = [*own, _TIED] if index == self.last_reduce else own
             now.rooms.append(sum(map(self._room, self.reduced_keys[stage])))

@@ -61,10 +61,6 @@ def layout_within(
 def _steps(workload: Workload) -> Iterator[Layout]:
     """Yield the layout as it is, then with more and more recomputation."""
     layout = workload.layout
-    if layout.expert_tp != layout.tp:
-        raise BadInputError(
-            "layout.etp", layout.etp, "off with train.memory_budget: activations are not known"
-        )
     yield layout
     if layout.recompute == "none":
         yield layout.model_copy(update={"recompute": "selective"})

@@ -86,7 +86,8 @@ def _stalls(times: GridTimes, seconds: Array) -> Array | float:
     updated = (others[:, None] / shards + experts[:, None] / of_experts) * costs.optimizer_bytes
     update = np.asarray(sweep_seconds(problem.cluster.accelerator, updated, 2.0))
     wide = (slice(None), slice(None), *(None,) * 4)
-    copied = (others + grid.ep * experts)[:, None, None, None, None, None] / grid.dp
+    copied = others / grid.dp + experts / grid.experts.num_replicas
+    copied = copied[:, None, None, None, None, None]
     return np.asarray(costs.snapshot_costs.stall_seconds(seconds, update[wide], copied))
 
 
@@ -233,7 +234,7 @@ def _num_shards(grid: LayoutGrid, shard: Sharding) -> int:
 
 
 def _num_expert_shards(grid: LayoutGrid, shard: Sharding) -> int:
-    return grid.dp // grid.ep if shard.zero else 1
+    return grid.experts.num_replicas if shard.zero else 1
 
 
 _Groups = tuple[DpCollectives, DpCollectives | None]
@@ -242,10 +243,9 @@ _Groups = tuple[DpCollectives, DpCollectives | None]
 
 def _expert_collectives(grid: LayoutGrid) -> DpCollectives | None:
     """Return the collectives of the ranks that hold the same experts; ``None``: all replicas do."""
-    if grid.ep == 1:
+    if not grid.experts.folds:
         return None
-    problem, stride = grid.problem, grid.tp * grid.pp * grid.ep
-    return DpCollectives(problem.cluster, problem.comm, grid.dp // grid.ep, stride)
+    return DpCollectives(grid.problem.cluster, grid.problem.comm, *grid.experts.alike)
 
 
 def _group_collectives(grid: LayoutGrid, size: int | None) -> _Groups:
@@ -314,7 +314,7 @@ class _DpForm:
     def seconds(self, optimizer: bool) -> Array:
         """Return the sum of the exposed seconds, the slowdown of compute and the update."""
         update = self._update()
-        if self.grid.dp == 1:
+        if self.grid.dp == 1 and not self.grid.whole_experts:
             return np.broadcast_to(update, (len(self.m), len(self.v)))
         gathers = self._runs() * self.chunks * self.gather
         reduces = (self.m if self.each else 1.0) * self.n * self.reduce

@@ -286,7 +286,7 @@ def _single(problem: LayoutProblem, candidate: LayoutCandidate) -> tuple[LayoutG
         recomputes=(again,),
     )
     degrees, sizes = (layout.tp, layout.pp, layout.dp), (layout.micro_batch,)
-    grid = LayoutGrid(problem, *degrees, sizes, (schedule,), layout.ep)
+    grid = LayoutGrid(problem, *degrees, sizes, (schedule,), layout.ep, layout.has_whole_experts)
     switches = (overlap.data, overlap.optimizer and overlap.data)
     index = (
         0,
@@ -331,6 +331,7 @@ def _grid_memory(grid: LayoutGrid) -> tuple[PeakMemory, tuple[int, ...]]:
         value_bytes=problem.value_bytes,
         on_cpu=problem.cluster.on_cpu,
         ep=grid.ep,
+        whole_experts=grid.whole_experts,
     )
     return memory, shape
 

@@ -4,7 +4,7 @@
     pp            any divisor of the rest, up to a stage for each layer, embedding and head
     stages        of a pipeline rank: each number up to 128, above it the fewest for each size of a stage
     dp            the rest; it divides the batch, and replicas are on nodes as comm.hierarchy needs it
-    ep            with experts: divides them and dp
+    ep, etp       with experts: ep divides them and dp, or with whole experts (etp = 1) dp x tp
     micro_batch   divides a replica's share of the batch
     schedule      `interleaved` with one stage a rank is 1f1b; on one pipeline rank all schedules of one stage
                   are the same, and several stages differ only under ZeRO 3, which gathers them one at a
@@ -15,8 +15,8 @@
 
 `LayoutProblem.fixed` holds the layout keys that the job gives: only layouts with these values are searched.
 
-A `LayoutGrid` is the part with one (tp, pp, ep): its other axes are independent of each other, so its layouts
-are a grid.
+A `LayoutGrid` is the part with one (tp, pp, ep, etp): its other axes are independent of each other, so its
+layouts are a grid.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,6 +35,7 @@ from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.collective_costs import DpCollectives
+from myriad.planner.cost.expert_ranks import ExpertGrid
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.planner.memory.layer_memory import RECOMPUTE
 from myriad.planner.workload import FrameworkProfile, NewtonSchulz, Recompute, Workload
@@ -102,14 +103,16 @@ class LayoutProblem:
     partition: str = "uniform"
     shards: tuple[Sharding, ...] = _SHARDS
     """Shardings that the rest of the job allows."""
+    searches_whole_experts: bool = True
+    """Whether layouts with whole experts (`etp` = 1) are searched."""
     searches_groups: bool = True
     """Whether groups of replicas (`shard_group`) are added to ``shards``."""
     recomputes: tuple[Recompute, ...] = RECOMPUTE
     offloads: tuple[Offload, ...] = ((0.0, False),)
     """Allowed values of `offload_activations` with `offload_optimizer`."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Given keys of the layout: `tp`, `pp`, `dp`, `ep`, `micro_batch`, `schedule`, `virtual_stages`, `zero`,
-    `shard_group`."""
+    """Given keys of the layout: `tp`, `pp`, `dp`, `ep`, `etp`, `micro_batch`, `schedule`, `virtual_stages`,
+    `zero`, `shard_group`."""
 
     def allows(self, key: str, value: object) -> bool:
         """Return whether a key of the layout may have this value."""
@@ -157,7 +160,7 @@ class LayoutCandidate:
 
 @dataclass(frozen=True)
 class LayoutGrid:
-    """All layouts of one (tp, pp, ep)."""
+    """All layouts of one (tp, pp, ep, etp)."""
 
     problem: LayoutProblem
     tp: int
@@ -168,6 +171,13 @@ class LayoutGrid:
     schedules: tuple[tuple[str, int], ...]
     """Name and virtual stages of each schedule."""
     ep: int = 1
+    whole_experts: bool = False
+    """Whether experts are whole on a rank, although tensor-parallel ranks share other matrices."""
+
+    @property
+    def experts(self) -> ExpertGrid:
+        """The ranks of a stage as experts see them."""
+        return ExpertGrid(self.dp, self.tp, self.ep, self.whole_experts, self.tp * self.pp)
 
     @cached_property
     def shards(self) -> tuple[Sharding, ...]:
@@ -176,7 +186,7 @@ class LayoutGrid:
         plain = problem.shards if self.dp > 1 or "zero" in problem.fixed else (Sharding(0, "last"),)
         if not problem.searches_groups:
             return plain
-        if self.ep > 1:
+        if self.experts.folds:
             return () if problem.fixed.get("shard_group") else plain
         given = problem.fixed.get("shard_group")
         groups = _shard_groups(problem.cluster, self.dp, self.tp * self.pp) if given is None else [given]
@@ -246,6 +256,7 @@ class LayoutGrid:
                 "tp": self.tp,
                 "pp": self.pp,
                 "ep": self.ep,
+                "etp": 1 if self.whole_experts else None,
                 "virtual_stages": virtual_stages,
                 "zero": zero,
                 "reduce": reduce,
@@ -271,8 +282,8 @@ def layout_grids(problem: LayoutProblem) -> Iterator[LayoutGrid]:
         sizes = _micro_batches(problem, dp)
         if sizes and _can_be_summed(problem, dp, tp * pp):
             schedules = tuple(_schedules(problem, pp))
-            for ep in _expert_degrees(problem, dp) if schedules else ():
-                if (grid := LayoutGrid(problem, tp, pp, dp, sizes, schedules, ep)).shards:
+            for ep, whole in _expert_degrees(problem, dp, tp) if schedules else ():
+                if (grid := LayoutGrid(problem, tp, pp, dp, sizes, schedules, ep, whole)).shards:
                     yield grid
 
 
@@ -281,7 +292,7 @@ def has_layout(problem: LayoutProblem) -> bool:
     return any(
         _micro_batches(problem, dp)
         and _can_be_summed(problem, dp, tp * pp)
-        and _expert_degrees(problem, dp)
+        and _expert_degrees(problem, dp, tp)
         and next(_schedules(problem, pp), None) is not None
         for tp, pp, dp in parallel_degrees(problem)
     )
@@ -299,11 +310,21 @@ def parallel_degrees(problem: LayoutProblem) -> Iterator[tuple[int, int, int]]:
                 yield tp, pp, dp
 
 
-def _expert_degrees(problem: LayoutProblem, dp: int) -> list[int]:
-    """Return the numbers of replicas that may share experts. Replicas that train alone share none."""
-    shares = problem.model.experts is not None and problem.comm.sync_every == 1
-    every = divisors(gcd(dp, problem.model.experts or 1)) if shares else [1]
-    return [ep for ep in every if problem.allows("ep", ep)]
+def _expert_degrees(problem: LayoutProblem, dp: int, tp: int) -> list[tuple[int, bool]]:
+    """Return the numbers of ranks that may share experts, and whether these are whole. Replicas that train
+    alone share none."""
+    experts = problem.model.experts
+    if experts is None:
+        return [(1, False)]
+    shares = problem.comm.sync_every == 1
+    found = [(ep, False) for ep in (divisors(gcd(dp, experts)) if shares else [1])]
+    if shares and tp > 1 and problem.searches_whole_experts:
+        found += [(ep, True) for ep in divisors(gcd(dp * tp, experts))]
+    return [
+        (ep, whole)
+        for ep, whole in found
+        if problem.allows("ep", ep) and problem.allows("etp", 1 if whole else tp)
+    ]
 
 
 def _shard_groups(cluster: Cluster, dp: int, stride: int) -> list[int]:

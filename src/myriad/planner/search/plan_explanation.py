@@ -16,7 +16,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from myriad.planner.cluster_config import Cluster, Link, SlowNodes
-from myriad.planner.cost.layout_costs import Costs, StageCosts
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.cost.stage_layers import cut_layers
 from myriad.planner.search.layout_space import (
     LayoutCandidate,
@@ -205,8 +206,9 @@ def neighbour_layouts(
 
 
 def _steps(problem: LayoutProblem, candidate: LayoutCandidate) -> Iterator[tuple[str, LayoutCandidate]]:
-    every = {(grid.tp, grid.pp, grid.ep): grid for grid in layout_grids(problem)}
-    home = every.get((candidate.layout.tp, candidate.layout.pp, candidate.layout.ep))
+    layout = candidate.layout
+    every = {(grid.tp, grid.pp, grid.ep, grid.whole_experts): grid for grid in layout_grids(problem)}
+    home = every.get((layout.tp, layout.pp, layout.ep, layout.has_whole_experts))
     if home is None:
         return
     yield from _other_grids(every, home, candidate)
@@ -225,17 +227,20 @@ def _changed(candidate: LayoutCandidate, **values: object) -> LayoutCandidate:
 
 
 def _other_grids(
-    every: dict[tuple[int, int, int], LayoutGrid], home: LayoutGrid, candidate: LayoutCandidate
+    every: dict[tuple[int, int, int, bool], LayoutGrid], home: LayoutGrid, candidate: LayoutCandidate
 ) -> Iterator[tuple[str, LayoutCandidate]]:
-    tps = sorted({tp for tp, pp, ep in every if (pp, ep) == (home.pp, home.ep)})
-    pps = sorted({pp for tp, pp, ep in every if (tp, ep) == (home.tp, home.ep)})
-    eps = sorted({ep for tp, pp, ep in every if (tp, pp) == (home.tp, home.pp)})
-    for tp in _beside(tps, home.tp):
-        yield from _moved(every[tp, home.pp, home.ep], candidate, f"tp {tp}")
-    for pp in _beside(pps, home.pp):
-        yield from _moved(every[home.tp, pp, home.ep], candidate, f"pp {pp}")
-    for ep in _beside(eps, home.ep):
-        yield from _moved(every[home.tp, home.pp, ep], candidate, f"ep {ep}")
+    """Yield the layouts that differ in one degree, with experts whole or shared as here if such a layout is
+    legal."""
+    own = home.tp, home.pp, home.ep
+    degrees = {key[:3] for key in every}
+    for place, name in enumerate(("tp", "pp", "ep")):
+        others = [one for one in degrees if all(one[i] == own[i] for i in range(3) if i != place)]
+        for value in _beside(sorted(one[place] for one in others), own[place]):
+            key = next(one for one in others if one[place] == value)
+            grid = every.get((*key, home.whole_experts)) or every[*key, not home.whole_experts]
+            yield from _moved(grid, candidate, f"{name} {value}")
+    if other := every.get((*own, not home.whole_experts)):
+        yield from _moved(other, candidate, f"etp {other.experts.expert_tp}")
 
 
 def _moved(grid: LayoutGrid, candidate: LayoutCandidate, what: str) -> Iterator[tuple[str, LayoutCandidate]]:
@@ -260,6 +265,7 @@ def _moved(grid: LayoutGrid, candidate: LayoutCandidate, what: str) -> Iterator[
         tp=grid.tp,
         pp=grid.pp,
         ep=grid.ep,
+        etp=1 if grid.whole_experts else None,
         virtual_stages=v,
         schedule=name,
         micro_batch=size,

@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from myriad.planner.cost.expert_ranks import ONE_RANK, ExpertGrid
 from myriad.planner.cost.layer_costs import LayerTimes, block_times, embedding_times, head_times
 from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext
 from myriad.planner.cost.stage_layers import (
@@ -50,7 +51,7 @@ class LayerTable:
         self._tp = {degree: index for index, degree in enumerate(self.degrees)}
         self._size = {size: index for index, size in enumerate(self.sizes)}
         self._lengths: dict[int, npt.NDArray[np.int64]] = {}
-        self._cuts: dict[tuple[int, int, int, bool, int], LayerAssignment] = {}
+        self._cuts: dict[tuple[int, int, bool, ExpertGrid], LayerAssignment] = {}
 
     def _layer_kinds(self) -> list[int]:
         """Return the kind of each layer: 0 embedding, 1 head, then one for each kind of block."""
@@ -63,9 +64,8 @@ class LayerTable:
         """Seconds of each pass where no ranks share experts, ``[pass, kind, tp, micro-batch, tensor]``."""
         return self._seconds(self.degrees, self.sizes)
 
-    def _seconds(self, degrees: Sequence[int], sizes: Sequence[int], ep: int = 1, stride: int = 1) -> Array:
-        """Return the seconds ``[pass, kind, tp, micro-batch, tensor]``. ``ep``: ranks that share experts,
-        ``stride`` apart."""
+    def _seconds(self, degrees: Sequence[int], sizes: Sequence[int], experts: ExpertGrid = ONE_RANK) -> Array:
+        """Return the seconds ``[pass, kind, tp, micro-batch, tensor]``."""
         problem, model = self.problem, self.problem.model
         grid = np.meshgrid(degrees, sizes, self.overlap_mode, indexing="ij")
         tp, size, overlap_mode = (axis.astype(float) for axis in grid)
@@ -79,8 +79,7 @@ class LayerTable:
             problem.overlap,
             overlap_mode,
             qk_clip=problem.qk_clip,
-            ep=ep,
-            replica_stride=stride,
+            experts=experts,
         )
         kinds = [embedding_times(model, where), head_times(model, where)]
         for layer in dict.fromkeys(first_alike(model)):
@@ -94,12 +93,11 @@ class LayerTable:
         found[4, 1] = 0.0  # The head is not recomputed.
         return found
 
-    def at(self, tp: int, sizes: Sequence[int], ep: int, stride: int) -> Array:
-        """Return the seconds ``[pass, kind, micro-batch, tensor]``. ``ep``: ranks that share experts,
-        ``stride`` apart."""
-        if ep > 1:
-            return self._seconds([tp], sizes, ep, stride)[:, :, 0]
-        found: Array = self.seconds[:, :, self._tp[tp], [self._size[size] for size in sizes]]
+    def at(self, experts: ExpertGrid, sizes: Sequence[int]) -> Array:
+        """Return the seconds ``[pass, kind, micro-batch, tensor]`` on ranks with these experts."""
+        if experts.folds:
+            return self._seconds([experts.tp], sizes, experts)[:, :, 0]
+        found: Array = self.seconds[:, :, self._tp[experts.tp], [self._size[size] for size in sizes]]
         return found
 
     def lengths_of_stages(self, num_stages: int) -> npt.NDArray[np.int64]:
@@ -109,25 +107,24 @@ class LayerTable:
             self._lengths[num_stages] = np.array([len(own) for own in stages])
         return self._lengths[num_stages]
 
-    def cut(self, tp: int, pp: int, virtual_stages: int, vee: bool, ep: int) -> "LayerAssignment":
+    def cut(self, pp: int, virtual_stages: int, vee: bool, experts: ExpertGrid) -> "LayerAssignment":
         """Return the assignment of layers to so many pipeline ranks."""
-        key = tp, pp, virtual_stages, vee, ep
+        key = pp, virtual_stages, vee, experts
         if key not in self._cuts:
             self._cuts[key] = self._cut(*key)
         return self._cuts[key]
 
-    def _cut(self, tp: int, pp: int, virtual_stages: int, vee: bool, ep: int) -> "LayerAssignment":
+    def _cut(self, pp: int, virtual_stages: int, vee: bool, experts: ExpertGrid) -> "LayerAssignment":
         lengths = self.lengths_of_stages(pp * virtual_stages)
         owner = np.repeat(_owners(pp, virtual_stages, vee), lengths)
         places = owner * self.num_kinds + self.layer_kinds
         counts = np.bincount(places, minlength=pp * self.num_kinds).reshape(pp, self.num_kinds)
-        parameters = np.array(layer_parameters(self.problem.model, tp), dtype=float)
-        routed = np.array(routed_parameters(self.problem.model), dtype=float) * (ep > 1)
-        held, experts = (
-            np.bincount(owner, weights=each, minlength=pp) for each in (parameters - routed, routed / ep)
-        )
-        rows, fullest = np.unique(counts.astype(float), axis=0), int(np.argmax(held + experts))
-        return LayerAssignment(rows, float(held[fullest]), float(experts[fullest]), int(lengths.min()))
+        parameters = np.array(layer_parameters(self.problem.model, experts.tp), dtype=float)
+        routed = np.array(routed_parameters(self.problem.model), dtype=float) * experts.folds
+        others, own = (parameters - routed) / experts.tp, routed / (experts.ep * experts.expert_tp)
+        held, in_experts = (np.bincount(owner, weights=each, minlength=pp) for each in (others, own))
+        rows, fullest = np.unique(counts.astype(float), axis=0), int(np.argmax(held + in_experts))
+        return LayerAssignment(rows, float(held[fullest]), float(in_experts[fullest]), int(lengths.min()))
 
 
 def _turns(times: LayerTimes) -> list[Array]:
@@ -153,10 +150,9 @@ class LayerAssignment:
     layers: Array
     """Number of layers, ``[distinct rank, kind]``."""
     parameters: float
-    """Parameters of the pipeline rank with most of them, on all its tensor-parallel ranks, without the next
-    ones."""
+    """Parameters of a rank of the stage with most of them, without the next ones."""
     expert_parameters: float
-    """Those of its experts, where ranks share experts."""
+    """Those of its experts, where these lie on other ranks than the rest of their block."""
     fewest_layers: int
     """Fewest layers in a stage."""
 
@@ -170,8 +166,8 @@ class GridTimes:
         distinct = list(dict.fromkeys(keys))
         self.cut_of = np.array([distinct.index(key) for key in keys])
         """Index of each schedule's layer assignment."""
-        self.cuts = [table.cut(grid.tp, grid.pp, *key, grid.ep) for key in distinct]
-        turns = table.at(grid.tp, grid.micro_batches, grid.ep, grid.tp * grid.pp)
+        self.cuts = [table.cut(grid.pp, *key, grid.experts) for key in distinct]
+        turns = table.at(grid.experts, grid.micro_batches)
         self.turns = turns[..., : len(grid.tensors)]
 
     @cached_property
@@ -179,7 +175,7 @@ class GridTimes:
         """Parameters of the fullest rank by schedule: those that all replicas hold, and of experts that not
         all replicas do."""
         numbers = np.array([(cut.parameters, cut.expert_parameters) for cut in self.cuts])
-        others, experts = numbers[self.cut_of].T / self.grid.tp
+        others, experts = numbers[self.cut_of].T
         return others, experts
 
     @cached_property

@@ -9,8 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from myriad.planner.cost.layout_costs import Costs, StageCosts
+from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.operator_costs import TimeBreakdown, peak_flops
+from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.memory.closed_form_memory import PeakMemory
 from myriad.planner.simulation.simulator import Prediction, SimulatedSpan
 from myriad.planner.workload import Recompute

@@ -183,6 +183,7 @@ def probability_of_fit(workload: Workload, cluster: Cluster) -> float:
         averages=workload.ema_every > 0,
         value_bytes=workload.value_bytes,
         ep=layout.ep,
+        whole_experts=layout.has_whole_experts,
     )
     return float(fits_probability(memory, float(cluster.accelerator.memory_bytes)))
 

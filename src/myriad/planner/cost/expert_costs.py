@@ -1,0 +1,107 @@
+"""Seconds of what experts add to a block beside products: the order of tokens, and their way to the experts.
+
+Ordering the tokens by expert and summing their results moves memory only. Where ranks share experts
+(``layout.ep``), tokens travel to their experts and back: two all-to-alls in each direction, and in the
+forward one of their numbers. A tensor-parallel rank sends, of T tokens of a micro-batch:
+
+    experts cut by tp      all T, and its peers send the same to other parts of the same experts
+    whole experts          T / tp: nothing is gathered before experts or summed after them, apart from shared
+                           experts, and the scores for the losses of the router
+    gathered on arrival    T / tp: the ranks that share an expert gather what arrives, and sum what they
+                           computed of it (`FrameworkProfile.gathers_arrived`)
+"""
+
+import numpy as np
+
+from myriad.model.config import ModelConfig
+from myriad.planner.cost.collective_costs import (
+    all_gather_seconds,
+    all_to_all_seconds,
+    group_along,
+    tensor_group,
+)
+from myriad.planner.cost.operator_costs import Number
+from myriad.planner.cost.product_costs import (
+    LayerContext,
+    attention_products,
+    expert_products,
+    shared_products,
+)
+
+__all__ = ["expert_exchange", "expert_streams", "score_gather_seconds"]
+
+
+def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, float]:
+    """Return the bytes that a block moves in the forward and in the backward to order tokens by expert and to
+    sum what experts compute, and the operators of each: with k experts a token, copies of k tokens (read and
+    written), their results in the order of tokens (read and written), and times their gates in float32. Where
+    ranks share experts, copies that arrive are ordered again, and their results back."""
+    if model.experts is None:
+        return 0.0, 0.0, 0.0
+    value = context.value_bytes
+    values = context.routed(tokens) * model.experts_per_token * model.hidden
+    scores = 4.0 * 6 * tokens * model.experts
+    forward = values * (4 * value + (value + 4) + 4) + scores
+    backward = values * (5 * value + (2 * value + 8) + (2 * value + 8)) + scores
+    if context.experts.ep == 1:
+        return forward, backward, 16.0 + model.experts
+    arrived = values * (context.tp if context.gathers_arrived else 1.0)
+    again = arrived * 4 * value
+    return forward + again, backward + again, 24.0 + model.experts / context.experts.ep
+
+
+def score_gather_seconds(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:
+    """Return the seconds in which tensor-parallel ranks that each route a part of the sequence gather the
+    scores for the losses of the router: in the backward, sum their gradients."""
+    has_losses = model.balance_loss or model.router_z_loss
+    if model.experts is None or not context.experts.whole or not has_losses:
+        return 0.0
+    return all_gather_seconds(tensor_group(context.cluster, context.tp), 4.0 * tokens * model.experts)
+
+
+def expert_exchange(
+    model: ModelConfig, context: LayerContext, tokens: Number, rooms: tuple[Number, Number], parts: Number
+) -> tuple[Number, Number]:
+    """Return the exposed seconds of the exchanges of tokens between ranks that share experts, forward and
+    backward. While results return, shared experts compute; in the backward they do so while the gradients of
+    results travel, with the weight products of attention that are still to do (tensor-parallel ranks compute
+    those behind a reduce-scatter). The other gradients travel behind the weight products of experts.
+
+    Where ``parts`` of a micro-batch take turns, all but one of them travel behind what others compute.
+    ``rooms``: seconds of compute in each direction behind which nothing else travels."""
+    if model.experts is None or context.experts.ep == 1:
+        return 0.0, 0.0
+    ranks = context.experts.sharing
+
+    def all_to_all(num_bytes: Number) -> Number:
+        return all_to_all_seconds(context.cluster, ranks.size, ranks.stride, num_bytes, ranks.run)
+
+    counts = all_to_all(8.0 * model.experts)
+    values = context.routed(tokens) * model.experts_per_token * model.hidden
+    one = all_to_all(values * context.value_bytes)
+    busy_ratio = group_along(context.cluster, ranks.size, ranks.stride, ranks.run).busy_ratio
+    own, shared = (found(model, context, tokens) for found in (expert_products, shared_products))
+    later = np.where(np.asarray(context.tp) > 1, 0.0, attention_products(model, context, tokens)[2])
+
+    def exposed(behind: Number) -> Number:
+        hidden = np.minimum(one, behind)
+        return one - hidden + busy_ratio * hidden
+
+    def in_turns(whole: Number, num_exchanges: int, room: Number) -> Number:
+        cut = whole + (parts - 1) * num_exchanges * all_to_all(0.0)
+        hidden = np.minimum(cut * (1 - 1 / parts), room)
+        return np.where(context.overlap_mode, cut - hidden + busy_ratio * hidden, whole)
+
+    forward = counts + one + exposed(shared[0])
+    backward = exposed(shared[1] + later) + exposed(shared[2] + own[2])
+    room, room_back = (np.maximum(0.0, rooms[turn] - shared[turn]) for turn in range(2))
+    gathered = _gathered_on_arrival(model, context, tokens)
+    return in_turns(forward, 3, room) + gathered, in_turns(backward, 2, room_back) + gathered
+
+
+def _gathered_on_arrival(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:
+    """Return the seconds in which tensor-parallel ranks gather the tokens that arrived, and sum results."""
+    if not context.gathers_arrived:
+        return 0.0
+    num_bytes = tokens * model.experts_per_token * model.hidden * context.value_bytes
+    return 2 * all_gather_seconds(tensor_group(context.cluster, context.tp), num_bytes)

@@ -1,0 +1,76 @@
+"""Seconds of the actions of one stage of a program, as the simulators read them."""
+
+from dataclasses import dataclass
+
+from myriad.planner.cost.layer_costs import LayerTimes
+from myriad.planner.cost.matrix_costs import MatrixCosts
+from myriad.planner.cost.operator_costs import TimeBreakdown
+from myriad.program.actions import Copy
+
+__all__ = ["StageCosts"]
+
+_NO_MATRICES = MatrixCosts()
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Costs of one stage of the program (a chunk of a stage of the layout)."""
+
+    times: LayerTimes
+    """Seconds of one micro-batch."""
+    again: TimeBreakdown
+    """Seconds that its backward recomputes."""
+    parameters: float
+    """Number of parameters on one rank."""
+    own_parameters: float
+    """Number of those whose gradients it reduces and that it updates."""
+    forward: float
+    backward_input: float
+    """Seconds of the input gradients, including recomputation."""
+    backward_weight: float
+    gather: float
+    reduce: float
+    update: float
+    matrices: MatrixCosts = _NO_MATRICES
+    reduce_across: float = 0.0
+    """Seconds of the sum across groups of ranks."""
+    copy_activations: float = 0.0
+    """Seconds to copy what the stage keeps of one micro-batch to host memory, or back."""
+    copy_state: float = 0.0
+    """Seconds to copy its optimizer state to host memory, or back."""
+    copied_parameters: float = 0.0
+    """Number of parameters that this rank adds to snapshots."""
+
+    def copy_seconds(self, copy: Copy) -> float:
+        """Return the seconds of a copy between device and host."""
+        return self.copy_activations if copy in (Copy.OFFLOAD, Copy.FETCH) else self.copy_state
+
+    @property
+    def parts(self) -> TimeBreakdown:
+        """Seconds of one micro-batch, forward and backward."""
+        return self.times.forward + self.times.backward_input + self.times.backward_weight
+
+    @property
+    def backward(self) -> float:
+        """Seconds of both halves of the backward."""
+        return self.backward_input + self.backward_weight
+
+    @property
+    def gather_momentum(self) -> float:
+        """Seconds in which matrices' momentum comes to the ranks that orthogonalize it."""
+        return self.matrices.gather
+
+    @property
+    def orthogonalize(self) -> float:
+        """Seconds of the orthogonalization."""
+        return self.matrices.orthogonalize
+
+    @property
+    def scatter_update(self) -> float:
+        """Seconds in which orthogonalized updates return."""
+        return self.matrices.scatter
+
+    @property
+    def whole_update(self) -> float:
+        """Seconds of the update with all that precedes it, one after the other."""
+        return self.matrices.gather + self.matrices.orthogonalize + self.matrices.scatter + self.update

@@ -1,0 +1,144 @@
+"""Bytes and elements of the layers of a rank, for any number of layouts at once.
+
+They depend on few values of a layout, so each distinct combination is computed once (`layer_memory`).
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from myriad.model.activation_memory import LayerKind
+from myriad.model.config import ModelConfig
+from myriad.model.matrix_shapes import hidden_matrices
+from myriad.planner.cost.operator_costs import Number
+from myriad.planner.cost.stage_layers import first_alike, routed_elements
+from myriad.planner.memory.layer_memory import (
+    RECOMPUTE,
+    MicroBatchShard,
+    layer_bytes,
+    layer_elements,
+    message_bytes,
+    of_each_degree,
+    product_inputs,
+)
+from myriad.planner.workload import FrameworkProfile, Recompute
+
+__all__ = ["LayerMemory", "layer_memory"]
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes and elements of a rank's layers; numbers or arrays."""
+
+    block_elements: Number
+    embedding_elements: Number
+    head_elements: Number
+    block_matrices: Number
+    """Elements of the matrices that Muon orthogonalizes, like the next one."""
+    head_matrices: Number
+    block_kept: Number
+    block_passing: Number
+    """Peak temporary bytes of one block, forward or backward."""
+    block_products: Number
+    """Inputs and gradients that the weight products still need."""
+    embedding_kept: Number
+    head: Number
+    """Bytes of the head, logits included."""
+    message: Number
+    block_experts: Number
+    """Elements of routed experts, which the other numbers of elements do not include; 0: they include them,
+    since every replica has all. So does the next one."""
+    head_experts: Number
+
+    def take(self, index: npt.NDArray[np.intp]) -> "LayerMemory":
+        """Expand arrays of distinct combinations to one entry for each layout."""
+        return LayerMemory(*(np.asarray(getattr(self, one.name))[index] for one in fields(self)))
+
+
+def _expert_elements(model: ModelConfig, layer: int, part: MicroBatchShard) -> Number:
+    """Return the number of elements of the routed experts of a layer of the pipeline on one rank, if experts
+    lie on other ranks than the rest of the layer; 0 if they do not: `layer_elements` counts them with it."""
+    if not part.folds_experts:
+        return 0.0 * part.tp
+    return of_each_degree(part.expert_tp, lambda tp: routed_elements(model, layer, tp)) / part.ep
+
+
+def _other_elements(model: ModelConfig, layer: int, part: MicroBatchShard) -> Number:
+    """Return the number of elements of a layer of the pipeline on one rank, without `_expert_elements`."""
+    kind: LayerKind = "head" if layer > model.layers else "block"
+    every = layer_elements(model, kind, part.tp, layer - 1)
+    if not part.folds_experts:
+        return every
+    return every - of_each_degree(part.tp, lambda tp: routed_elements(model, layer, tp))
+
+
+def _matrix_elements(model: ModelConfig, layer: int, part: MicroBatchShard) -> Number:
+    """Return the elements of the matrices between hidden values in a layer of the pipeline, on one rank,
+    without those of `_expert_elements`."""
+
+    def of_rank(tp: int) -> float:
+        matrices = hidden_matrices(model, layer, tp)
+        return sum(one.local for one in matrices if not (one.of_expert and part.folds_experts))
+
+    return of_each_degree(part.tp, of_rank)
+
+
+def layer_memory(
+    model: ModelConfig,
+    profile: FrameworkProfile,
+    tp: npt.NDArray[np.float64],
+    micro_batch: npt.NDArray[np.float64],
+    recompute: npt.NDArray[np.float64],
+    where: tuple[int, bool, int, bool],
+) -> LayerMemory:
+    """Return the layer memory of every layout, computed once for each distinct combination. ``where``: bytes
+    of a value, whether the device is a CPU, the ranks that share experts, and whether these are whole."""
+    keys, index = np.unique((tp * _MORE + micro_batch) * 4 + recompute, return_inverse=True)
+    found = [
+        _memory_of(model, profile, MicroBatchShard(tp_, micro_batch_, *where), RECOMPUTE[int(key % 4)])
+        for key in keys
+        for tp_, micro_batch_ in [divmod(key // 4, _MORE)]
+    ]
+    columns = (np.array([getattr(one, field.name) for one in found]) for field in fields(LayerMemory))
+    return LayerMemory(*columns).take(index.reshape(np.shape(tp)))
+
+
+_MORE = 2.0**25
+"""A number larger than the sequences of any micro-batch: tp and micro-batch are packed into one number."""
+
+
+@lru_cache(maxsize=2**14)
+def _memory_of(
+    model: ModelConfig, profile: FrameworkProfile, part: MicroBatchShard, recompute: Recompute
+) -> LayerMemory:
+    """Return the layer memory of one combination; elements and bytes of blocks are averages."""
+    windows = range(min(model.layers, len(model.window_pattern)))
+    counts = Counter(first_alike(model) if model.has_dense_blocks else windows)
+    blocks = [layer_bytes(model, profile, "block", layer, part, recompute) for layer in counts]
+
+    def mean(each: Iterable[Number]) -> Number:
+        weighted = [count * one for count, one in zip(counts.values(), each, strict=True)]
+        return sum(weighted) / counts.total()
+
+    embedding = layer_bytes(model, profile, "embedding", 0, part, recompute)
+    head = layer_bytes(model, profile, "head", 0, part, recompute)
+    last = model.layers + 1
+    return LayerMemory(
+        mean(_other_elements(model, 1 + layer, part) for layer in counts),
+        layer_elements(model, "embedding", part.tp),
+        _other_elements(model, last, part),
+        mean(_matrix_elements(model, 1 + layer, part) for layer in counts),
+        _matrix_elements(model, last, part),
+        mean(one.kept for one in blocks),
+        max(max(one.forward, one.backward) for one in blocks),
+        mean(product_inputs(model, layer, part) for layer in counts),
+        embedding.kept,
+        head.kept + head.forward,
+        message_bytes(model, profile, part),
+        mean(_expert_elements(model, 1 + layer, part) for layer in counts),
+        _expert_elements(model, last, part),
+    )
