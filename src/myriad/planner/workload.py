@@ -64,6 +64,9 @@ class FrameworkProfile:
     """Whether tensor-parallel ranks that share the width of experts route a part of the sequence each, and
     gather the tokens that arrive for an expert (Megatron-Core's all-to-all dispatcher), where ranks share
     experts. Otherwise each routes the whole sequence. It describes other systems."""
+    grouped_experts: bool = False
+    """Whether one kernel multiplies the tokens of all experts of a rank (Megatron-Core's grouped GEMM),
+    instead of one for each expert. It describes other systems."""
     tensor_parts: int | None = None
     """Number of parts into which a micro-batch's products are cut so that tensor-parallel communication
     overlaps with them; off: the number of `myriad.model.overlap_parts`."""

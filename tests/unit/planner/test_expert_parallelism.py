@@ -18,12 +18,14 @@ from myriad.optim.config import OptimizerName
 from myriad.planner.cost.collective_costs import all_to_all_seconds
 from myriad.planner.cost.expert_ranks import ExpertGrid
 from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.cost.operator_costs import matmul_seconds
 from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.cost.stage_layers import layer_parameters, routed_parameters
 from myriad.planner.fabric.job_flows import transfer_phases
 from myriad.planner.fabric.placement_cost import traffic_of
 from myriad.planner.memory.memory_bound import least_bytes
 from myriad.planner.memory.rank_memory import memory_of_ranks
+from myriad.planner.memory.stage_memory import StageMemory
 from myriad.planner.search.layout_search import layout_memory, score_layout
 from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem, layout_grids
 from myriad.planner.search.plan_explanation import neighbour_layouts, waterfall
@@ -31,7 +33,7 @@ from myriad.planner.search.plan_ranking import simulate_candidates
 from myriad.planner.search.planning import describe_layout
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.simulation.simulator import simulate
-from myriad.planner.workload import Workload
+from myriad.planner.workload import FrameworkProfile, Workload
 from myriad.program.config import OverlapConfig
 from myriad.recipes.cluster import load_cluster
 
@@ -327,3 +329,41 @@ def test_a_given_etp_is_planned() -> None:
     assert grids("layout.tp=2", "layout.dp=4", "layout.ep=8") == {(2, 8, True)}
     with pytest.raises(BadInputError, match=r"layout\.ep"):
         grids("layout.tp=2", "layout.dp=2", "layout.ep=8")
+
+
+def test_ranks_that_gather_arrived_tokens_send_a_part_over_the_network() -> None:
+    """As Megatron-Core does: published rows are several times slower if each rank sends all tokens."""
+    model = MODEL.model_copy(update={"hidden": 8192, "shared_experts": 0})
+
+    def of_block(profile: FrameworkProfile) -> tuple[float, float, float]:
+        workload = candidate_of(tp=4, dp=4, ep=4, micro_batch=1).workload(PROBLEM)
+        workload = replace(workload, model=model, profile=profile, overlap=OverlapConfig(tensor=False))
+        times = Costs(workload, PROBLEM.cluster).stages[-2].times.forward
+        kept = StageMemory(workload, [range(model.layers, model.layers + 1)], on_cpu=False).held(
+            0, turns=False
+        )
+        return float(times.experts), float(times.tensor), kept.kept
+
+    (own, gathered, kept), theirs = (of_block(FrameworkProfile(gathers_arrived=way)) for way in (False, True))
+    assert 0.25 * own < theirs[0] < 0.75 * own, "the network has a quarter, the node gathers all"
+    assert theirs[1] == pytest.approx(gathered / 2)
+    copies = 2.0 * model.sequence * model.experts_per_token * model.hidden
+    assert kept - theirs[2] > copies * 3 / 4, "results are kept for a part only"
+    alone = candidate_of(tp=4, dp=4, micro_batch=1).workload(PROBLEM)
+    theirs_alone = replace(alone, profile=FrameworkProfile(gathers_arrived=True))
+    assert Costs(alone, PROBLEM.cluster).stages == Costs(theirs_alone, PROBLEM.cluster).stages
+
+
+def test_one_kernel_for_all_experts_fills_its_waves() -> None:
+    def products(**profile: bool) -> float:
+        workload = candidate_of(dp=16, micro_batch=1).workload(PROBLEM)
+        workload = replace(workload, profile=FrameworkProfile(**profile))
+        return float(Costs(workload, PROBLEM.cluster).stages[-2].times.forward.matmul)
+
+    accelerator = PROBLEM.cluster.accelerator
+    one, many = (
+        float(matmul_seconds(accelerator, 256.0, 2048.0, 1024.0, value_bytes=2, num_in_kernel=count))
+        for count in (1.0, 16.0)
+    )
+    assert accelerator.launch_seconds * 15 / 16 < one - many < 0.8 * one
+    assert products(grouped_experts=True) < products() - 16 * accelerator.launch_seconds

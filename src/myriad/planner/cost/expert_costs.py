@@ -43,11 +43,12 @@ def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) ->
     scores = 4.0 * 6 * tokens * model.experts
     forward = values * (4 * value + (value + 4) + 4) + scores
     backward = values * (5 * value + (2 * value + 8) + (2 * value + 8)) + scores
+    kernels = 1.0 if context.profile.grouped_experts else model.experts / context.experts.ep
     if context.experts.ep == 1:
-        return forward, backward, 16.0 + model.experts
+        return forward, backward, 16.0 + kernels
     arrived = values * (context.tp if context.gathers_arrived else 1.0)
     again = arrived * 4 * value
-    return forward + again, backward + again, 24.0 + model.experts / context.experts.ep
+    return forward + again, backward + again, 24.0 + kernels
 
 
 def score_gather_seconds(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:

@@ -69,14 +69,16 @@ def matmul_seconds(
     *,
     value_bytes: int,
     out_bytes: float | None = None,
+    num_in_kernel: Number = 1.0,
 ) -> Number:
     """Return the seconds of ``[m, k] x [k, n]``. ``out_bytes``: bytes moved for each element of the result,
     where it is not written once in the type of the inputs (a gradient buffer is read and written in float32:
-    8)."""
+    8). ``num_in_kernel``: products of this shape that one kernel computes; their tiles share waves, and the
+    launch."""
     tile, units = accelerator.tile, accelerator.num_units
     rows, columns = np.ceil(np.asarray(m) / tile), np.ceil(np.asarray(n) / tile)
     filled = (m / (rows * tile)) * (n / (columns * tile))
-    waves = rows * columns / units
+    waves = rows * columns / units * num_in_kernel
     busy = waves / (np.maximum(waves, 1.0) + _WAVE_LOSS) if units > 1 else 1.0
     inner = k / (k + accelerator.saturation)
     # The achievable rate was measured at 8,192 cubed and includes both losses.
@@ -91,7 +93,7 @@ def matmul_seconds(
     written = value_bytes if out_bytes is None else out_bytes
     moved = value_bytes * (m * k + k * n) + written * m * n
     memory = moved / (accelerator.memory_bytes_per_second * accelerator.memory_ratio)
-    return _join(compute, memory) + accelerator.launch_seconds
+    return _join(compute, memory) + accelerator.launch_seconds / num_in_kernel
 
 
 def _reference_waves(accelerator: Accelerator) -> float:

@@ -6,6 +6,7 @@ experts, the router is in float32, and each expert multiplies its tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -106,8 +107,10 @@ def expert_products(
     experts = context.experts
     cut = 1.0 if experts.whole else context.tp
     each = experts.ep * tokens * model.experts_per_token / model.experts * (cut / context.tp)
-    one = three_passes(context, each, _mlp_shapes(model, model.expert_width / cut))
     held = model.experts / experts.ep
+    num_in_kernel = held if context.profile.grouped_experts else 1.0
+    shapes = _mlp_shapes(model, model.expert_width / cut)
+    one = three_passes(context, each, shapes, num_in_kernel=num_in_kernel)
     return held * one[0], held * one[1], held * one[2]
 
 
@@ -222,17 +225,16 @@ def three_passes(
     tokens: Number,
     shapes: Sequence[tuple[Number, Number]],
     written: float | None = None,
+    num_in_kernel: Number = 1.0,
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of forward, input gradients and weight gradients of matrices ``[out, in]``.
     ``written``: bytes that the product itself moves for each value of a weight's gradient; off: it reads and
-    writes the gradient buffer."""
+    writes the gradient buffer. ``num_in_kernel``: as for `matmul_seconds`."""
     accelerator, value = context.accelerator, context.value_bytes
     summed = 2.0 * context.profile.gradient_bytes if written is None else written
-    forward = sum(matmul_seconds(accelerator, tokens, n, k, value_bytes=value) for n, k in shapes)
-    inputs = sum(matmul_seconds(accelerator, tokens, k, n, value_bytes=value) for n, k in shapes)
-    weights = sum(
-        matmul_seconds(accelerator, n, k, tokens, value_bytes=value, out_bytes=summed) for n, k in shapes
-    )
+    one = partial(matmul_seconds, accelerator, value_bytes=value, num_in_kernel=num_in_kernel)
+    forward, inputs = sum(one(tokens, n, k) for n, k in shapes), sum(one(tokens, k, n) for n, k in shapes)
+    weights = sum(one(n, k, tokens, out_bytes=summed) for n, k in shapes)
     matrices = sum(n * k for n, k in shapes)
     fetch, add = (weights_seconds(accelerator, each * matrices) for each in (float(value), summed))
     return forward + fetch, inputs + fetch, weights + add
