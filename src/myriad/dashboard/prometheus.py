@@ -169,6 +169,9 @@ class RunCollector(Collector):
         if "expert_load" in self._last:
             documentation = "Tokens of the busiest expert over those of the mean expert of its block."
             yield _gauge("myriad_expert_load_ratio", documentation, self._last["expert_load"])
+        if "router_entropy" in self._last:
+            documentation = "Mean entropy of routers' scores over that of equal scores."
+            yield _gauge("myriad_router_entropy_ratio", documentation, self._last["router_entropy"])
         if norms := self._layer_norms:
             documentation = "Newest L2 norms of each layer: gradient, parameter, update."
             gauge = GaugeMetricFamily("myriad_layer_norm", documentation, labels=["of", "layer"])

@@ -43,6 +43,7 @@ COLUMNS = (
     "noise_scale",
     "max_attention_logit",
     "expert_load",
+    "router_entropy",
 )
 _KEPT_PER_STRETCH = 5
 

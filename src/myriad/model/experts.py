@@ -66,7 +66,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
         self.logit_bias = nn.Parameter(torch.empty(config.experts)) if config.router_logit_bias else None
         self._later, self._num_ranks, self._kind = boundary.later, boundary.size, config.router_scores
-        self._num_chosen, self._scale = config.experts_per_token, config.router_scale
+        self.num_chosen, self._scale = config.experts_per_token, config.router_scale
         self._normalizes = config.router_normalized
         self._balance, self._z_loss = config.balance_loss, config.router_z_loss
         self.bias = nn.Parameter(torch.empty(config.experts)) if config.has_router_bias else None
@@ -102,13 +102,20 @@ class Router(nn.Module):
         """Return the positive scores of all experts."""
         return logits.softmax(-1) if self._kind == "softmax" else logits.sigmoid()
 
+    def entropies(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the entropy of each token's scores, divided by their sum, in nats: ``[..., E]`` to
+        ``[...]``."""
+        scores = self.scores(logits)
+        shares = scores if self._kind == "softmax" else scores / scores.sum(-1, keepdim=True)
+        return torch.special.entr(shares).sum(-1)
+
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gates ``[T, k]`` and the chosen experts ``[T, k]`` of logits ``[..., E]``."""
         scores = self.scores(logits.flatten(0, -2))
         if self.bias is None and self._groups == 1:
-            gates, chosen = scores.topk(self._num_chosen, -1)
+            gates, chosen = scores.topk(self.num_chosen, -1)
         else:
-            chosen = self._preferences(scores).topk(self._num_chosen, -1).indices
+            chosen = self._preferences(scores).topk(self.num_chosen, -1).indices
             gates = scores.gather(-1, chosen)
         if self._normalizes:
             gates = gates / gates.sum(-1, keepdim=True)
@@ -136,11 +143,11 @@ class Router(nn.Module):
             found = found + self._z_loss * logits.logsumexp(-1).square().sum()
         if self._balance:
             scores = self.scores(logits)
-            chosen = scores.detach().topk(self._num_chosen, -1).indices.flatten(1)
+            chosen = scores.detach().topk(self.num_chosen, -1).indices.flatten(1)
             counts = scores.new_zeros(len(scores), experts)
             counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=scores.dtype))
             shares = scores / scores.sum(-1, keepdim=True) if self._kind == "sigmoid" else scores
-            load = counts * (experts / (self._num_chosen * tokens))
+            load = counts * (experts / (self.num_chosen * tokens))
             found = found + self._balance * tokens * (load * shares.mean(1)).sum()
         return found
 
@@ -170,6 +177,9 @@ class Experts(nn.Module):
         self.loads: torch.Tensor | None = None
         """Where training adds up the tokens of each expert, ``[E]``, once for each backward, whether it
         recomputes the experts or not; ``None``: they are not counted."""
+        self.entropy: torch.Tensor | None = None
+        """Where it adds up the tokens' `Router.entropies` at the same time, once for each chosen expert,
+        float64 ``[]``."""
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return finish(self.steps(x, logits))
@@ -201,9 +211,10 @@ class Experts(nn.Module):
         whole experts the sum for its part of the sequence. Yields where tokens travel."""
         gates, chosen = self.router.choose(logits)
         if self.boundary.expert_hops:
+            self._count(logits, torch.bincount(chosen.flatten(), minlength=self.num_experts))
             return (yield from self._travel_once(x, gates, chosen))
         places = Places.of(chosen, self.num_experts)
-        self._count(places.counts)
+        self._count(logits, places.counts)
         if self.boundary.expert_ranks == 1:
             entering: torch.Tensor = Dispatch.apply(x.flatten(0, -2), places)
             leaving, shared = self._results(entering, places.counts), self._shared_result(x)
@@ -215,10 +226,15 @@ class Experts(nn.Module):
         out = out.view(x.shape)
         return out if shared is None else out + shared
 
-    def _count(self, counts: torch.Tensor) -> None:
-        """Add to the loads the tokens of each expert ``[E]``, in training."""
-        if self.training and torch.is_grad_enabled() and self.loads is not None:
+    def _count(self, logits: torch.Tensor, counts: torch.Tensor) -> None:
+        """Add up the tokens of each expert ``[E]``, and the entropies of all tokens, in training."""
+        if not (self.training and torch.is_grad_enabled()):
+            return
+        if self.loads is not None:
             self.loads += counts
+        if self.entropy is not None:
+            chosen = self.router.num_chosen
+            self.entropy += chosen * self.router.entropies(logits.detach()).sum(dtype=torch.float64)
 
     def _travel(
         self, entering: torch.Tensor, counts: torch.Tensor, x: torch.Tensor
@@ -248,7 +264,6 @@ class Experts(nn.Module):
 
     def _travel_once(self, x: torch.Tensor, gates: torch.Tensor, chosen: torch.Tensor) -> Steps:
         """Return the result where a token travels once for several experts."""
-        self._count(torch.bincount(chosen.flatten(), minlength=self.num_experts))
         shared: list[torch.Tensor | None] = []
         routed = RoutedTokens(x.flatten(0, -2), gates, chosen)
         out = yield from travel_once(

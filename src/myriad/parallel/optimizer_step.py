@@ -80,6 +80,8 @@ class StepResult:
     """The expert with most tokens, if the model has experts."""
     expert_loads: Mapping[str, tuple[float, ...]] | None = None
     """Load of each expert by block, in the steps for which the job asks for them."""
+    router_entropy: float | None = None
+    """Mean entropy of routers' scores, 1 if all experts have equal ones, if the model has experts."""
     layer_norms: LayerNorms | None = None
     """Norms of each layer, in the steps for which the job asks for them."""
 
@@ -247,6 +249,7 @@ class OptimizerStep:
             max_attention_score=max(sums[slots_from:], default=None),
             expert_load=self.statistics.largest_load(loads),
             expert_loads=self.statistics.all_loads(loads),
+            router_entropy=self.statistics.router_entropy(sums[sums_from:slots_from]),
             data_digest=sum(int(one) << part * _DIGEST_BITS for part, one in enumerate(parts)) % 2**64,
         )
         self._result = self._decide(result)

@@ -1,4 +1,5 @@
-"""Optional statistics of a step: the gradient noise scale, norms of each layer, and the loads of experts.
+"""Optional statistics of a step: the gradient noise scale, norms of each layer, the loads of experts, and the
+entropy of routers.
 
     noise scale    before a chunk is reduced, add up the squared norm of this replica's own gradients; the
                    sum and its counterpart after the reduction are two more numbers in the message of CLIP
@@ -6,6 +7,7 @@
                    their changes, each element counted once, in one message of 3 numbers a layer after UPDATE
     expert loads   tokens of each expert in all micro-batches: a number for each block and expert in the
                    message of CLIP
+    entropy        of the scores of each token, summed over the same tokens: a number for each block there
 
 The noise scale counts the matrices that tensor parallelism cuts, without tied ones: only their gradients are
 whole on a rank before the reduction, in every layout, so that the estimate is the same in each layout with
@@ -92,13 +94,17 @@ class StepStatistics:
         self._mixtures = tuple(mixtures)
         self._loads = torch.zeros(len(mixtures), num_experts, dtype=torch.int64, device=device)
         """Tokens of each expert in this rank's part of the step."""
+        self._entropies = torch.zeros(len(mixtures), dtype=torch.float64, device=device)
+        """Sums of the entropies of the routers' scores in this rank's part of the step, once for each pair of
+        a token and an expert."""
         cut = groups.grid.layout.expert_tp  # tensor-parallel ranks that share experts route the same tokens
         self._counts_loads = groups.grid.index("tp") % cut == 0
         for stage in model.stages.values() if mixtures else ():
             for number, layer in stage.layers.items():
                 for path, module in layer.named_modules(prefix=self._layers[number]):
                     if isinstance(module, Experts):
-                        module.loads = self._loads[self._mixtures.index(path)]
+                        own = self._mixtures.index(path)
+                        module.loads, module.entropy = self._loads[own], self._entropies[own]
 
     def change_shares(self, shares: Sequence[int]) -> None:
         """Use other numbers of micro-batches of the replicas from the next iteration on."""
@@ -110,6 +116,7 @@ class StepStatistics:
         every = self._loads_every
         self._loads_due = every > 0 and (step == 1 or (step > 0 and step % every == 0))
         self._loads.zero_()
+        self._entropies.zero_()
         if self.noise is not None:
             self._small.zero_()
         if self._is_due:
@@ -118,6 +125,10 @@ class StepStatistics:
     @property
     def num_sums(self) -> int:
         """Numbers that `write_sums` adds to the message of CLIP."""
+        return self._entropies_from + self._entropies.numel()
+
+    @property
+    def _entropies_from(self) -> int:
         return self._num_noise + self._loads.numel()
 
     @property
@@ -134,7 +145,8 @@ class StepStatistics:
             into[0] = self._small
             into[1] = (squares * self._counted).sum()
         if self._counts_loads:
-            into[self._num_noise :] = self._loads.flatten()
+            into[self._num_noise : self._entropies_from] = self._loads.flatten()
+            into[self._entropies_from :] = self._entropies
 
     def noise_of(self, sums: Sequence[float], scale: float, num_targets: int) -> NoiseEstimate | None:
         """Add a step's sums over all ranks. ``scale``: of the loss. ``None``: there is one replica."""
@@ -147,8 +159,17 @@ class StepStatistics:
     def loads_in(self, sums: Sequence[float]) -> list[Sequence[float]]:
         """Return the tokens of each expert, from a step's sums over all ranks, by mixture."""
         number = self._loads.shape[1]
-        starts = range(self._num_noise, self.num_sums, number) if number else ()
+        starts = range(self._num_noise, self._entropies_from, number) if number else ()
         return [sums[start : start + number] for start in starts]
+
+    def router_entropy(self, sums: Sequence[float]) -> float | None:
+        """Return the mean entropy of the scores of a token, over tokens and routers, from a step's sums over
+        all ranks: 1 if all experts have equal scores, 0 if one has all. ``None`` without experts, and if no
+        token was counted."""
+        num_scores, pairs = self._loads.shape[1], sum(sums[self._num_noise : self._entropies_from])
+        if not pairs:
+            return None
+        return sum(sums[self._entropies_from : self.num_sums]) / (pairs * math.log(num_scores))
 
     def largest_load(self, loads: Sequence[Sequence[float]]) -> ExpertLoad | None:
         """Return the expert with the largest of these loads; ``None`` without experts."""

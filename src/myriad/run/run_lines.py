@@ -66,6 +66,8 @@ STEP_FIELDS = {
     "busiest_expert": "Block and number, from 0, of that expert.",
     "expert_loads": "With telemetry.expert_loads_every, the load of each expert by block: its tokens over "
     "those of the mean expert.",
+    "router_entropy": "Entropy of routers' scores over ln(model.experts), mean over tokens and blocks: 1 if "
+    "all experts have equal scores, 0 if one has all.",
     "max_attention_logit": "Largest attention score of any head before the softmax, with optimizer.qk_clip.",
     "loss_scale": "Loss scale of the step, with float16.",
     "skipped": "1 if the batch was skipped.",

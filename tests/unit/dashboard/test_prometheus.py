@@ -78,7 +78,14 @@ def run(tmp_path: Path) -> Run:
     run.append_event("fault", problem="a disk was full")
     run.append_event("restart", epoch=2)
     run.append_event("eviction", node=1, accused="hang")
-    step(run, 3, noise_scale=4096.0, expert_load=1.5, layer_norms={"update": {"blocks.0": 0.5}})
+    step(
+        run,
+        3,
+        noise_scale=4096.0,
+        expert_load=1.5,
+        router_entropy=0.75,
+        layer_norms={"update": {"blocks.0": 0.5}},
+    )
     run.append_event("validation", step=3, loss=2.25, ema_loss=2.125)
     run.append_event("validation_set", step=3, name="books", loss=1.25)
     run.append_event("evaluation", step=3, scores={"choice/acc": 0.75, "text/bits_per_byte": None})
@@ -122,6 +129,7 @@ def test_a_report_covers_the_whole_run(run: Run) -> None:
     assert found["myriad_validation_ema_loss", ()] == 2.125
     assert found["myriad_noise_scale_tokens", ()] == 4096.0
     assert found["myriad_expert_load_ratio", ()] == 1.5
+    assert found["myriad_router_entropy_ratio", ()] == 0.75
     assert found["myriad_layer_norm", (("layer", "blocks.0"), ("of", "update"))] == 0.5
     assert found["myriad_evaluation_score", (("score", "choice/acc"),)] == 0.75
     assert found["myriad_faults_total", (("cause", "hang"),)] == 1

@@ -1,6 +1,7 @@
 """If these fail, experts compute another function of a token than their definition, or the router has another
 loss than the documented one."""
 
+import math
 from typing import Any
 
 import pytest
@@ -156,15 +157,28 @@ def test_neither_evaluation_nor_recomputation_without_a_graph_adds_the_losses() 
 def test_tokens_are_counted_once_whether_the_experts_are_recomputed_or_not() -> None:
     """Else the balance would weight the micro-batches whose layers are recomputed twice."""
     experts, x = new_experts(config_of({"experts": 4})), torch.randn(2, 5, 16)
-    experts.loads = torch.zeros(4, dtype=torch.int64)
+    experts.loads, experts.entropy = torch.zeros(4, dtype=torch.int64), torch.zeros((), dtype=torch.float64)
     with torch.no_grad():  # as a forward that keeps only its input
         experts(x, experts.router(x, FACTOR))
-    assert not experts.loads.any()
+    assert not experts.loads.any() and not experts.entropy
     experts(x, experts.router(x, FACTOR))
     assert int(experts.loads.sum()) == 2 * 5 * 2
+    once = float(experts.entropy)
+    shares = F.linear(x, experts.router.weight.detach()).softmax(-1)
+    assert once == pytest.approx(2 * float(-(shares * shares.log()).sum()), rel=1e-5), (
+        "for each of two experts"
+    )
     experts.eval()
     experts(x, experts.router(x, FACTOR))
-    assert int(experts.loads.sum()) == 2 * 5 * 2, "evaluation counts none"
+    assert int(experts.loads.sum()) == 2 * 5 * 2 and float(experts.entropy) == once, "evaluation counts none"
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_the_entropy_is_that_of_equal_scores_at_most_and_zero_where_one_expert_has_all(kind: str) -> None:
+    router = Router(config_of({"experts": 4, "router_scores": kind}), Boundary())
+    one = torch.tensor([200.0, -200.0, -200.0, -200.0])
+    found = router.entropies(torch.stack((torch.zeros(4), one)))
+    torch.testing.assert_close(found, torch.tensor([math.log(4), 0.0]), atol=1e-6, rtol=1e-6)
 
 
 def test_the_balance_loss_is_least_where_all_experts_have_equal_scores_and_tokens() -> None:

@@ -18,10 +18,11 @@ const CURVES = [
   ["Step time", "step_seconds", seconds],
   ["Largest attention logit", "max_attention_logit", plain],
   ["Load of the busiest expert", "expert_load", plain],
+  ["Entropy of routers", "router_entropy", plain],
   ["Gradient noise scale (tokens)", "noise_scale", count],
 ];
 /** Curves that are shown only if the run has them. */
-const OPTIONAL = new Set(["noise_scale", "max_attention_logit", "expert_load"]);
+const OPTIONAL = new Set(["noise_scale", "max_attention_logit", "expert_load", "router_entropy"]);
 /** Events that are marked on the curves, because they often explain a change. */
 const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "skip", "bad_block", "health", "job_changed", "phase", "start_over", "held"]);
 const NEWEST_EVENTS = 200;
