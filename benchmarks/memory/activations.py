@@ -127,6 +127,7 @@ def formula(
     recompute: Recompute,
     ep: int = 1,
     whole_experts: bool = False,
+    expert_load: float = 1.0,
 ) -> float:
     """What `measure` must find."""
     kind: LayerKind = "embedding" if index == 0 else "head" if index > model.layers else "block"
@@ -136,7 +137,8 @@ def formula(
     )
     keys: dict[str, Any] = {"tp": tp, "bytes_per_value": dtype.itemsize, "recompute": recompute}
     keys["softmax_block"] = BLOCK if in_blocks else None
-    per_token = kept_bytes_per_token(model, kind, index - 1, ep=ep, whole_experts=whole_experts, **keys)
+    of_experts: dict[str, Any] = {"ep": ep, "whole_experts": whole_experts, "expert_load": expert_load}
+    per_token = kept_bytes_per_token(model, kind, index - 1, **keys, **of_experts)
     held = BATCH * model.sequence * per_token
     return round(held + kept_bytes_per_micro_batch(model, kind, index - 1, **keys))
 

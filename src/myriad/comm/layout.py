@@ -52,6 +52,10 @@ class Layout(Config):
     rank that holds some of them. node: once for each node (comm.node_size), and from there to the ranks of
     that node, which suits slow links between nodes and many experts for each token. With rank and node the
     sums of a token's experts are added in another order."""
+    expert_load: float = Field(1.0, ge=1, le=MOST_RANKS)
+    """Tokens that the busiest of the layout.ep ranks gets for its experts, over those of the mean rank.
+    Plans, predictions and train.memory_budget count on it; training is the same for any value. The
+    expert_loads in a run's metrics.jsonl show it. 1: all ranks get equally many."""
     virtual_stages: int = Field(1, ge=1, le=2**14)
     """Model pieces (stages) per pipeline rank."""
     zero: int = Field(0, ge=0, le=3)
@@ -115,6 +119,11 @@ class Layout(Config):
     def has_whole_experts(self) -> bool:
         """Whether each expert is whole on a rank although tensor-parallel ranks share other matrices."""
         return self.expert_tp != self.tp
+
+    @property
+    def busiest_load(self) -> float:
+        """Tokens of the busiest rank that shares experts over those of the mean one: at most all tokens."""
+        return min(self.expert_load, float(self.ep))
 
     @property
     def num_expert_replicas(self) -> int:

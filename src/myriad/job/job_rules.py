@@ -70,6 +70,8 @@ def _check_expert_ranks(job: JobValues) -> None:
     layout, experts, comm = job.layout, job.model.experts, job.comm
     need(layout.etp is None or experts is not None, "layout.etp", layout.etp, "needs model.experts, or off")
     need(layout.ep == 1 or experts is not None, "layout.ep", layout.ep, "needs model.experts, or 1")
+    load = layout.expert_load
+    need(load == 1 or experts is not None, "layout.expert_load", load, "needs model.experts, or 1")
     once = layout.expert_dispatch != "expert"
     need(
         not once or layout.ep > 1,

@@ -54,10 +54,11 @@ def kept_bytes_per_token(
     softmax_block: int | None = None,
     ep: int = 1,
     whole_experts: bool = False,
+    expert_load: float = 1.0,
 ) -> float:
     """Return the bytes per token that one layer keeps on one rank. ``layer``: index of the block. ``ep``:
-    ranks that share its experts, each of which gets as many tokens as it sends. ``whole_experts``: experts
-    are whole on a rank, although ``tp`` ranks share other matrices.
+    ranks that share its experts. ``whole_experts``: experts are whole on a rank, although ``tp`` ranks share
+    other matrices. ``expert_load``: tokens that this rank gets for its experts over those that it sends.
     ``bytes_per_value``: of the compute type. ``softmax_block``: positions of a block of queries if the
     softmax is kept (64 on a CPU in float32 with short spans); ``None``: the library's attention."""
     stream = model.hidden * bytes_per_value / tp
@@ -73,7 +74,7 @@ def kept_bytes_per_token(
     if layer_kind == "head":
         own = stream + statistics + model.hidden * bytes_per_value  # plus the gradient of its gathered input
         options: _Options = {"tp": tp, "bytes_per_value": bytes_per_value, "softmax_block": softmax_block}
-        held = ep, whole_experts
+        held = ep, whole_experts, expert_load
         return own + sum(
             _prediction_bytes(model, number, recompute, statistics, options, held)
             for number in range(1, model.prediction_layers + 1)
@@ -86,6 +87,7 @@ def kept_bytes_per_token(
     if model.norm_placement == "after" and model.block == "serial":
         # The stream itself is gathered: there is no norm that the backward could recompute.
         gathered = model.hidden * bytes_per_value
+    mlp += (expert_load - 1) * _arrived_bytes(block, bytes_per_value, tp, recompute, whole=whole_experts)
     if block.experts is not None and whole_experts:
         experts = _whole_expert_bytes(block, bytes_per_value, tp, ep)
         return norms + gathered + mask * model.num_scatters + attention + mlp + experts
@@ -134,19 +136,19 @@ def _prediction_bytes(
     recompute: Recompute,
     statistics: float,
     options: _Options,
-    experts: tuple[int, bool],
+    experts: tuple[int, bool, float],
 ) -> float:
     """Return the bytes per token of the ``number``-th prediction layer, from 1, without its input, which the
     norm before it keeps: the embedded tokens and their rows, the input of the projection, the block, and the
-    last norm with the gradient of its gathered output. ``experts``: ranks that share them, and whether they
-    are whole."""
+    last norm with the gradient of its gathered output. ``experts``: ranks that share them, whether they are
+    whole, and this rank's load."""
     tp, bytes_per_value = options["tp"], options["bytes_per_value"]
     stream = model.hidden * bytes_per_value / tp
     rows = 8 + 1 if tp > 1 else 8 * (number > 1)  # one token farther than the targets is a copy of them
     layer = model.layers + number - 1
-    ep, whole = experts
+    ep, whole, load = experts
     block = kept_bytes_per_token(
-        model, "block", layer, recompute=recompute, ep=ep, whole_experts=whole, **options
+        model, "block", layer, recompute=recompute, ep=ep, whole_experts=whole, expert_load=load, **options
     )
     gathered = model.hidden * bytes_per_value * (model.sequence - number) / model.sequence
     return rows + 4 * stream + 3 * statistics + block + gathered
@@ -184,6 +186,19 @@ def _whole_expert_bytes(model: ModelConfig, bytes_per_value: int, tp: int, ep: i
     gathered = stream if model.shared_experts else 0
     routed = stream + _routed_bytes(model, bytes_per_value, ep)
     return routed / tp + gathered + _sequence_bytes(model, bytes_per_value)
+
+
+def _arrived_bytes(
+    model: ModelConfig, bytes_per_value: int, tp: int, recompute: Recompute, *, whole: bool
+) -> float:
+    """Return the bytes for each token that a rank sends of what it gets for its experts, where ranks share
+    them: inputs, inner values, and two indices."""
+    if model.experts is None:
+        return 0.0
+    inner = model.up_matrices + (recompute != "selective")
+    each = inner * model.expert_width * bytes_per_value / tp
+    copy = model.hidden * bytes_per_value + 2 * 8
+    return model.experts_per_token * (each + copy / (tp if whole else 1))
 
 
 def _routed_bytes(model: ModelConfig, bytes_per_value: int, ep: int) -> float:

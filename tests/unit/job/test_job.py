@@ -152,6 +152,7 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["layout.dp=2", "layout.ep=2"], "layout.ep", "needs model.experts"),
         (["model.experts=4", "layout.expert_dispatch=node"], "layout.expert_dispatch", "layout.ep = 1"),
         (["layout.tp=2", "layout.etp=1"], "layout.etp", "needs model.experts"),
+        (["layout.expert_load=1.5"], "layout.expert_load", "needs model.experts"),
         (["layout.tp=4", "layout.etp=2", "model.experts=4"], "layout.etp", "1, or layout.tp = 4"),
         (["layout.dp=2", "layout.ep=2", "model.experts=3"], "layout.ep", "must divide model.experts = 3"),
         (["model.heads=3"], "model.hidden", "divisible by model.heads = 3"),

@@ -19,6 +19,7 @@ from myriad.planner.cost.collective_costs import all_to_all_seconds
 from myriad.planner.cost.expert_ranks import ExpertGrid
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.operator_costs import matmul_seconds
+from myriad.planner.cost.product_costs import expert_products
 from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.cost.stage_layers import layer_parameters, routed_parameters
 from myriad.planner.fabric.job_flows import transfer_phases
@@ -28,7 +29,7 @@ from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.memory.stage_memory import StageMemory
 from myriad.planner.search.layout_search import layout_memory, score_layout
 from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem, layout_grids
-from myriad.planner.search.plan_explanation import neighbour_layouts, waterfall
+from myriad.planner.search.plan_explanation import improvements, neighbour_layouts, waterfall
 from myriad.planner.search.plan_ranking import simulate_candidates
 from myriad.planner.search.planning import describe_layout
 from myriad.planner.simulation.simulation_cache import SimulationCache
@@ -367,3 +368,52 @@ def test_one_kernel_for_all_experts_fills_its_waves() -> None:
     )
     assert accelerator.launch_seconds * 15 / 16 < one - many < 0.8 * one
     assert products(grouped_experts=True) < products() - 16 * accelerator.launch_seconds
+
+
+@pytest.mark.parametrize("keys", [{"dp": 16}, {"dp": 4, "tp": 4, "etp": 1}], ids=str)
+def test_all_ranks_wait_for_the_busiest_which_needs_most_memory(keys: dict[str, Any]) -> None:
+    shared = keys | {"ep": 16, "micro_batch": 4, "zero": 1}
+
+    def of(load: float, **changes: Any) -> tuple[Costs, float, float]:
+        candidate = candidate_of(**(shared | changes), expert_load=load)
+        workload = replace(candidate.workload(PROBLEM), overlap=OverlapConfig(tensor=False))
+        costs = Costs(workload, PROBLEM.cluster)
+        exact = max(float(one.total) for one in memory_of_ranks(costs.workload, node_size=8))
+        return costs, exact, float(layout_memory(PROBLEM, candidate).total)
+
+    (even, least, estimate), (uneven, most, higher) = of(1.0), of(2.0)
+    before, after = (costs.stages[-2].times.forward for costs in (even, uneven))
+    products = expert_products(MODEL.of_block(1), even.slice, 4.0 * MODEL.sequence)[0]
+    doubled = expert_products(MODEL.of_block(1), uneven.slice, 4.0 * MODEL.sequence)[0]
+    assert 1.3 * products < doubled < 2.1 * products
+    assert float(after.matmul - before.matmul) == pytest.approx(float(doubled - products))
+    assert after.experts > 1.2 * before.experts and after.memory > before.memory
+    assert after.tensor == before.tensor and after.attention == before.attention
+    assert simulate(uneven).seconds > simulate(even).seconds
+    assert most > least and higher - estimate == pytest.approx(most - least, rel=0.25)
+    # each rank has all its tokens where none shares experts
+    alone = [of(load, ep=1, micro_batch=1) for load in (1.0, 2.0)]
+    assert alone[0][1:] == alone[1][1:] and alone[0][0].stages == alone[1][0].stages
+
+
+def test_no_rank_gets_more_than_all_tokens() -> None:
+    assert Layout(dp=4, ep=4, expert_load=9.0).busiest_load == 4.0
+    many, all_tokens = (costs_of(dp=4, ep=4, micro_batch=1, pp=4, expert_load=load) for load in (9.0, 4.0))
+    assert many.stages == all_tokens.stages
+
+
+def test_a_given_load_is_planned_and_explained() -> None:
+    problem = problem_of(
+        load_job_to_plan("tiny-moe", ["layout.expert_load=1.5"]), load_cluster("eos-3072xh100", ["nodes=1"])
+    )
+    assert {grid.at((0,) * 7)[0].expert_load for grid in layout_grids(problem)} == {1.5}
+    given = replace(PROBLEM, fixed={"expert_load": 1.5})
+    candidate = score_layout(given, candidate_of(dp=16, ep=16, micro_batch=1, zero=1, expert_load=1.5))
+    even = score_layout(PROBLEM, candidate_of(dp=16, ep=16, micro_batch=1, zero=1))
+    assert candidate.seconds > even.seconds and candidate.memory_bytes > even.memory_bytes
+    (plan,) = simulate_candidates(given, [candidate])
+    assert candidate.seconds == pytest.approx(plan.seconds, rel=0.1)
+    parts = waterfall(given, candidate, SimulationCache())
+    found = {one.what: one.seconds for one in improvements(given, plan, parts, SimulationCache())}
+    (balanced,) = simulate_candidates(PROBLEM, [even])
+    assert found["equally loaded experts"] == pytest.approx(balanced.seconds)

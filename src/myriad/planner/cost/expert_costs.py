@@ -9,6 +9,9 @@ forward one of their numbers. A tensor-parallel rank sends, of T tokens of a mic
                            experts, and the scores for the losses of the router
     gathered on arrival    T / tp: the ranks that share an expert gather what arrives, and sum what they
                            computed of it (`FrameworkProfile.gathers_arrived`)
+
+All ranks that share experts wait for the busiest of them, which gets ``layout.expert_load`` as many tokens as
+the mean one.
 """
 
 import numpy as np
@@ -46,7 +49,7 @@ def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) ->
     kernels = 1.0 if context.profile.grouped_experts else model.experts / context.experts.ep
     if context.experts.ep == 1:
         return forward, backward, 16.0 + kernels
-    arrived = values * (context.tp if context.gathers_arrived else 1.0)
+    arrived = values * context.experts.load * (context.tp if context.gathers_arrived else 1.0)
     again = arrived * 4 * value
     return forward + again, backward + again, 24.0 + kernels
 
@@ -79,7 +82,7 @@ def expert_exchange(
 
     counts = all_to_all(8.0 * model.experts)
     values = context.routed(tokens) * model.experts_per_token * model.hidden
-    one = all_to_all(values * context.value_bytes)
+    one = all_to_all(context.experts.load * values * context.value_bytes)
     busy_ratio = group_along(context.cluster, ranks.size, ranks.stride, ranks.run).busy_ratio
     own, shared = (found(model, context, tokens) for found in (expert_products, shared_products))
     later = np.where(np.asarray(context.tp) > 1, 0.0, attention_products(model, context, tokens)[2])
@@ -104,5 +107,6 @@ def _gathered_on_arrival(model: ModelConfig, context: LayerContext, tokens: Numb
     """Return the seconds in which tensor-parallel ranks gather the tokens that arrived, and sum results."""
     if not context.gathers_arrived:
         return 0.0
-    num_bytes = tokens * model.experts_per_token * model.hidden * context.value_bytes
+    copies = context.experts.load * tokens * model.experts_per_token
+    num_bytes = copies * model.hidden * context.value_bytes
     return 2 * all_gather_seconds(tensor_group(context.cluster, context.tp), num_bytes)

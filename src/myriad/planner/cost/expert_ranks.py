@@ -37,10 +37,13 @@ class ExpertGrid:
     """Whether experts are whole on a rank, although tensor-parallel ranks share other matrices."""
     replica_stride: int = 1
     """Distance of two data-parallel replicas in rank number."""
+    load: float = 1.0
+    """Tokens that the busiest of the ranks that share experts gets over those of the mean rank."""
 
     @classmethod
     def of(cls, layout: Layout, replica_stride: int) -> "ExpertGrid":
-        return cls(layout.dp, layout.tp, layout.ep, layout.has_whole_experts, replica_stride)
+        whole, load = layout.has_whole_experts, layout.busiest_load
+        return cls(layout.dp, layout.tp, layout.ep, whole, replica_stride, load)
 
     @property
     def expert_tp(self) -> int:

@@ -101,12 +101,13 @@ def block_products(
 def expert_products(
     model: ModelConfig, context: LayerContext, tokens: Number
 ) -> tuple[Number, Number, Number]:
-    """Return the seconds of the three passes of the routed experts of a rank, each of which has equally many
-    tokens of all ranks that share experts."""
+    """Return the seconds of the three passes of the routed experts of the busiest rank, each of which has
+    equally many tokens of all ranks that share experts."""
     assert model.experts is not None
     experts = context.experts
     cut = 1.0 if experts.whole else context.tp
-    each = experts.ep * tokens * model.experts_per_token / model.experts * (cut / context.tp)
+    arriving = experts.load * experts.ep * tokens * model.experts_per_token
+    each = arriving / model.experts * (cut / context.tp)
     held = model.experts / experts.ep
     num_in_kernel = held if context.profile.grouped_experts else 1.0
     shapes = _mlp_shapes(model, model.expert_width / cut)

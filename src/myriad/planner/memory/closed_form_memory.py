@@ -240,13 +240,14 @@ def worst_stage_memory(
     shard_group: Number = 0.0,
     ep: int = 1,
     whole_experts: bool = False,
+    expert_load: float = 1.0,
 ) -> PeakMemory:
     """Return the memory of the rank that needs the most, with the default overlaps. ``recompute``: 0 none, 1
     selective, 2 full. ``reduce_each``, ``eager``, ``zero_bubble`` and ``gpipe``: 0 or 1. ``levels``: from
     `myriad.comm.hierarchy.count_shard_levels`. ``shard_group``: 0 means all replicas. ``averages``: keep a
-    moving average of the parameters. ``ep``: ranks that share experts, and ``whole_experts``, as in
-    `Layout`."""
-    where = value_bytes, on_cpu, ep, whole_experts
+    moving average of the parameters. ``ep``: ranks that share experts; ``whole_experts`` and
+    ``expert_load``: of `Layout`."""
+    where = value_bytes, on_cpu, ep, whole_experts, min(expert_load, float(ep))
     first = _Layouts(
         model,
         profile,

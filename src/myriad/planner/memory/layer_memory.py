@@ -65,6 +65,8 @@ class MicroBatchShard:
     """Ranks that share the experts of a block."""
     whole_experts: bool = False
     """Whether experts are whole on a rank, although tensor-parallel ranks share other matrices."""
+    expert_load: float = 1.0
+    """Tokens that the busiest of the ranks that share experts gets over those of the mean rank."""
 
     def tokens(self, model: ModelConfig) -> Number:
         return self.micro_batch * model.sequence
@@ -146,7 +148,7 @@ def _again(
         ups, block = model.up_matrices, model.of_block(layer)
         value = part.value_bytes
         entering = part.tokens(model) if _gathers_mlp(block, part) else part.routed_tokens(model)
-        inner = part.tokens(model) * (ups + 1) * block.active_width / part.tp
+        inner = part.tokens(model) * (ups + 1) * _inner_width(block, part) / part.tp
         forward = value * (2 * model.hidden * entering + inner) + _ordered_tokens(block, part) * 2 * value
         forward = np.maximum(forward, value * 2 * model.hidden * part.tokens(model))  # of attention
     return LayerBytes(kept, forward, none.kept - kept + none.backward)
@@ -160,7 +162,7 @@ def _block_kept(
     if profile.gathers_arrived and part.ep > 1 and not part.whole_experts:
         # Of the copies of a rank's own part only the inputs of experts are gathered.
         own = _ours_kept(model, "block", layer, replace(part, whole_experts=True), recompute)
-        copies = _ordered_tokens(model.of_block(layer), part) * part.value_bytes
+        copies = part.expert_load * _ordered_tokens(model.of_block(layer), part) * part.value_bytes
         return own + copies * (1 - 1 / part.tp)
     return _ours_kept(model, "block", layer, part, recompute)
 
@@ -186,7 +188,9 @@ def _ours_kept(
         return of_each_degree(part.tp, lambda tp: own(tp=tp))
 
     tokens = part.tokens(model)
-    per_token = partial(kept_bytes_per_token, ep=part.ep, whole_experts=part.whole_experts)
+    per_token = partial(
+        kept_bytes_per_token, ep=part.ep, whole_experts=part.whole_experts, expert_load=part.expert_load
+    )
     return tokens * each(per_token) + each(kept_bytes_per_micro_batch)
 
 
@@ -230,7 +234,7 @@ def _block_passing(
     value, tokens = part.value_bytes, part.tokens(model)
     stream = message_bytes(model, profile, part)
     whole = value * tokens * model.hidden
-    inner = value * tokens * model.active_width / part.tp
+    inner = value * tokens * _inner_width(model, part) / part.tp
     ups = model.up_matrices
     gathered = np.where(np.asarray(part.tp) > 1, whole, 0.0)
     again = inner if recompute == "selective" else 0.0
@@ -259,6 +263,12 @@ def _ordered_tokens(model: ModelConfig, part: MicroBatchShard) -> Number:
     token."""
     copies = model.experts_per_token if model.experts else 0
     return part.routed_tokens(model) * model.hidden * copies
+
+
+def _inner_width(model: ModelConfig, part: MicroBatchShard) -> float:
+    """Return the inner width of a block's MLPs that compute a token, by the tokens of the busiest rank."""
+    routed = 0 if model.experts is None else model.experts_per_token * model.expert_width
+    return model.active_width + (part.expert_load - 1) * routed
 
 
 def _gathers_mlp(model: ModelConfig, part: MicroBatchShard) -> bool:
@@ -325,17 +335,18 @@ def product_inputs(model: ModelConfig, layer: int, part: MicroBatchShard) -> Num
     tokens = part.tokens(model) * part.value_bytes
     ups = model.up_matrices
     width, keys = model.heads * model.head_width, _key_width(model, part.tp)
-    cut = 2 * width + 2 * keys + (ups + 1) * model.active_width
+    inner = (ups + 1) * _inner_width(model, part)
+    cut = 2 * width + 2 * keys + inner
     whole: Number = (model.num_gathers + model.num_scatters) * model.hidden
     if model.experts is not None:  # copies of tokens and the gradients of their results
         if not _gathers_mlp(model, part):  # only the router's input, of this rank's part
             whole = 2 * model.hidden
-        copies = 2 * model.experts_per_token + part.whole_experts
+        copies = 2 * part.expert_load * model.experts_per_token + part.whole_experts
         whole = whole + copies * model.hidden * part.routed_tokens(model) / part.tokens(model)
     if model.latent is not None:  # the latents' gradients, normalized latents, and the heads' gradients
         latent = model.latent
         whole = whole + latent.down_rows + latent.normed
-        cut = model.heads * (latent.head + latent.plain + 2 * latent.value) + (ups + 1) * model.active_width
+        cut = model.heads * (latent.head + latent.plain + 2 * latent.value) + inner
     return tokens * (whole + cut / part.tp)
 
 

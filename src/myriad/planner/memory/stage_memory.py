@@ -67,9 +67,8 @@ class StageMemory:
         self.workload, self.layers, self.on_cpu = workload, layers, on_cpu
         layout = workload.layout
         micro_batch, value_bytes = float(layout.micro_batch), workload.value_bytes
-        self.part = MicroBatchShard(
-            float(layout.tp), micro_batch, value_bytes, on_cpu, layout.ep, layout.has_whole_experts
-        )
+        experts = layout.ep, layout.has_whole_experts, layout.busiest_load
+        self.part = MicroBatchShard(float(layout.tp), micro_batch, value_bytes, on_cpu, *experts)
         self.full = workload.recompute == "full"
         self.message = float(message_bytes(workload.model, workload.profile, self.part))
         self._layers_held: dict[tuple[LayerKind, int, Recompute], _LayerHeld] = {}

@@ -284,6 +284,7 @@ def _single(problem: LayoutProblem, candidate: LayoutCandidate) -> tuple[LayoutG
         shards=(shard,),
         searches_groups=False,
         recomputes=(again,),
+        fixed={**problem.fixed, "expert_load": layout.expert_load},
     )
     degrees, sizes = (layout.tp, layout.pp, layout.dp), (layout.micro_batch,)
     grid = LayoutGrid(problem, *degrees, sizes, (schedule,), layout.ep, layout.has_whole_experts)
@@ -332,6 +333,7 @@ def _grid_memory(grid: LayoutGrid) -> tuple[PeakMemory, tuple[int, ...]]:
         on_cpu=problem.cluster.on_cpu,
         ep=grid.ep,
         whole_experts=grid.whole_experts,
+        expert_load=grid.problem.expert_load,
     )
     return memory, shape
 

@@ -112,11 +112,16 @@ class LayoutProblem:
     """Allowed values of `offload_activations` with `offload_optimizer`."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Given keys of the layout: `tp`, `pp`, `dp`, `ep`, `etp`, `micro_batch`, `schedule`, `virtual_stages`,
-    `zero`, `shard_group`."""
+    `zero`, `shard_group`; and `expert_load`, which all layouts have."""
 
     def allows(self, key: str, value: object) -> bool:
         """Return whether a key of the layout may have this value."""
         return bool(self.fixed.get(key, value) == value)
+
+    @property
+    def expert_load(self) -> float:
+        """Value of `Layout.expert_load` of every layout."""
+        return float(self.fixed.get("expert_load", 1.0))
 
     def with_cluster(self, cluster: Cluster) -> "LayoutProblem":
         """Return the same problem on another cluster."""
@@ -177,7 +182,8 @@ class LayoutGrid:
     @property
     def experts(self) -> ExpertGrid:
         """The ranks of a stage as experts see them."""
-        return ExpertGrid(self.dp, self.tp, self.ep, self.whole_experts, self.tp * self.pp)
+        load = min(self.problem.expert_load, float(self.ep))
+        return ExpertGrid(self.dp, self.tp, self.ep, self.whole_experts, self.tp * self.pp, load)
 
     @cached_property
     def shards(self) -> tuple[Sharding, ...]:
@@ -257,6 +263,7 @@ class LayoutGrid:
                 "pp": self.pp,
                 "ep": self.ep,
                 "etp": 1 if self.whole_experts else None,
+                "expert_load": self.problem.expert_load,
                 "virtual_stages": virtual_stages,
                 "zero": zero,
                 "reduce": reduce,

@@ -143,6 +143,10 @@ def improvements(
 ) -> list[Improvement]:
     """Return the seconds of the same layout with one improvement each, the largest saving first."""
     found = [Improvement("no pipeline bubble", plan.seconds - max(0.0, parts["pipeline bubble"]))]
+    if plan.candidate.layout.busiest_load > 1:
+        balanced = _changed(plan.candidate, expert_load=1.0)
+        costs = Costs(balanced.workload(problem), problem.cluster)
+        found.append(Improvement("equally loaded experts", simulations.seconds(costs)))
     for what, cluster in _better(problem.cluster):
         costs = Costs(plan.candidate.workload(problem), cluster)
         found.append(Improvement(what, simulations.seconds(costs)))

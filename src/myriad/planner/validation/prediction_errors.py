@@ -184,6 +184,7 @@ def probability_of_fit(workload: Workload, cluster: Cluster) -> float:
         value_bytes=workload.value_bytes,
         ep=layout.ep,
         whole_experts=layout.has_whole_experts,
+        expert_load=layout.expert_load,
     )
     return float(fits_probability(memory, float(cluster.accelerator.memory_bytes)))
 
