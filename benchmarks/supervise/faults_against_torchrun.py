@@ -257,7 +257,7 @@ def try_myriad(kind: str, folder: Path) -> Row:
     elif report.outcome == "finished":
         row.back_seconds = 0.0
     row.person = report.outcome != "finished" or report.equal is not True
-    row.said = grade.told if report.outcome == "finished" else "stopped with the reason"
+    row.said = grade.report if report.outcome == "finished" else "stopped with the reason"
     return row
 
 

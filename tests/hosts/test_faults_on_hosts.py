@@ -39,6 +39,6 @@ def test_the_node_whose_link_stays_down_is_named_with_the_link_and_a_spare_takes
     (report,) = json.loads(done.stdout)["scenarios"]
     assert report["outcome"] == "finished" and report["equal"] is True, done.stderr
     (grade,) = report["grades"]
-    assert grade["told"] == "link eth1 of node 1 is down" and grade["culprit_right"]
+    assert grade["report"] == "link eth1 of node 1 is down" and grade["culprit_right"]
     assert not [text for text in grade["missed"] if "after" not in text], "all but seconds"
     assert (report["evicted_healthy"], report["false_alarms"]) == (0, 0)

@@ -14,7 +14,7 @@ from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
 from myriad.supervise.authenticated_link import AuthenticatedLink
 from myriad.supervise.clock_exchange import ClockComparison, answer_clock
-from myriad.supervise.messages import ClockAsked, ClockTold
+from myriad.supervise.messages import ClockAnswer, ClockAsked
 
 SHIFT_NS = 2_500_000_000
 SECRET = b"s" * 64
@@ -85,7 +85,7 @@ async def execute(folder: Path) -> tuple[int, float] | None:
         clocks = ClockComparison(0, shifted, boot="another machine")
         for _ in range(8):
             link.send(clocks.ask())
-            clocks.receive(await link.receive((ClockTold,)))
+            clocks.receive(await link.receive((ClockAnswer,)))
         link.close()
     return clocks.offset.at(shifted())
 

@@ -37,8 +37,8 @@ def test_a_killed_and_a_stopped_rank_are_graded_as_recovered_to_the_bit(tmp_path
     (report,) = json.loads(done.stdout)["scenarios"]
     assert report["outcome"] == "finished" and report["equal"] is True, done.stderr
     killed, stopped = report["grades"]
-    assert killed["told"] == "rank 1 was killed by SIGKILL"
-    assert stopped["told"].startswith("rank 0 was stopped (SIGSTOP)")
+    assert killed["report"] == "rank 1 was killed by SIGKILL"
+    assert stopped["report"].startswith("rank 0 was stopped (SIGSTOP)")
     for grade in (killed, stopped):
         assert grade["culprit_right"] and grade["steps_lost"] <= 1
     assert (report["evicted_healthy"], report["false_alarms"]) == (0, 0)

@@ -15,7 +15,7 @@ from myriad.run import Run
 from myriad.supervise.authenticated_link import AuthenticatedLink
 from myriad.supervise.driver.journal import Journal
 from myriad.supervise.driver_address import read_address
-from myriad.supervise.messages import ORDERS, ClockAsked, ClockTold, NodeJoined, Start
+from myriad.supervise.messages import ORDERS, ClockAnswer, ClockAsked, NodeJoined, Start
 from myriad.supervise.policy.run_state import RunPlan
 from myriad.wire.framing import FrameKind, Refused, pack_header
 from myriad.wire.message_codec import write_message
@@ -52,7 +52,7 @@ def injected(message: object) -> bytes:
     return pack_header(FrameKind.MESSAGE, len(text)) + text + bytes(32)
 
 
-ANSWERS = (*ORDERS, ClockTold)
+ANSWERS = (*ORDERS, ClockAnswer)
 CLOCK = ClockAsked(0, 7)
 ATTACKS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "a flipped byte of a body": lambda frames: [flipped(frames[0], 20), frames[1]],
@@ -93,7 +93,7 @@ async def _is_served(run: Run) -> bool:
     captured.link.send(JOINED)
     captured.link.send(CLOCK)
     heard: set[type] = set()
-    while not heard >= {Start, ClockTold}:
+    while not heard >= {Start, ClockAnswer}:
         heard.add(type(await captured.link.receive(ANSWERS)))
     captured.link.close()
     return True
@@ -120,7 +120,7 @@ def test_no_attack_on_an_authenticated_connection_reaches_the_driver(
         async with asyncio.timeout(SECONDS):
             for name, change in ATTACKS.items():
                 heard = await attack(change)
-                assert heard.count(ClockTold) <= (name == "a replayed frame"), (name, heard)
+                assert heard.count(ClockAnswer) <= (name == "a replayed frame"), (name, heard)
 
     asyncio.run(drive())
     assert process.poll() is None

@@ -358,7 +358,7 @@ def _row(report: "Report", grade: "Grade") -> tuple[str, ...]:
     culprit = {True: "right", False: "wrong", None: "-"}[grade.culprit_right]
     equal = {True: "yes", False: "no", None: "-"}[report.equal]
     met = "met" if not grade.missed and not report.missed else "missed"
-    reported = grade.told if len(grade.told) <= 60 else f"{grade.told[:57]}..."
+    reported = grade.report if len(grade.report) <= 60 else f"{grade.report[:57]}..."
     return (
         report.scenario,
         grade.fault,

@@ -68,7 +68,7 @@ def evict(
         )
     else:
         answer = _evict(existing_run(run), node, reason, anyway=anyway)
-    typer.echo(json_format.dumps(answer) if json else answer["told"])
+    typer.echo(json_format.dumps(answer) if json else answer["message"])
 
 
 def _refuse_both(run: str | None, *, show: bool, pardon: str | None) -> None:
@@ -82,33 +82,33 @@ def _evict(run: Path, node: int, reason: str, *, anyway: bool) -> dict[str, Any]
     from myriad.run import Run
     from myriad.supervise.driver_requests import evict as have_leave
 
-    return {"node": node, "told": have_leave(Run(run), node, reason=reason, anyway=anyway)}
+    return {"node": node, "message": have_leave(Run(run), node, reason=reason, anyway=anyway)}
 
 
 def _list() -> dict[str, Any]:
     from dataclasses import asdict
 
-    lemons, now = _read(), time.time()
+    offenders, now = _read(), time.time()
     machines, lines = [], []
-    for machine, accused in sorted(lemons.accused.items()):
-        found = lemons.quarantine(machine, now)
+    for machine, accused in sorted(offenders.accused.items()):
+        found = offenders.quarantine(machine, now)
         free_at = None if found is None else found.until
         machines.append({"machine": machine, "quarantine_until": free_at, "accused": [*map(asdict, accused)]})
         lines.append(f"{machine}: " + ("not in quarantine" if found is None else f"until {_at(found.until)}"))
         lines += [
             f"    {_at(one.time)}  {one.kind}, node {one.node} of {one.run}: {one.reason}" for one in accused
         ]
-    return {"machines": machines, "told": "\n".join(lines) or "No machine is suspected of faults."}
+    return {"machines": machines, "message": "\n".join(lines) or "No machine is suspected of faults."}
 
 
 def _clear_record(name: str) -> dict[str, Any]:
     from myriad.supervise.driver.admission import clear, offenders_path
     from myriad.supervise.driver_requests import person
 
-    lemons = _read()
-    machines = lemons.named(name)
+    offenders = _read()
+    machines = offenders.named(name)
     if not machines:
-        known = ", ".join(sorted(lemons.accused)) or "none"
+        known = ", ".join(sorted(offenders.accused)) or "none"
         raise BadInputError("--pardon", name, f"must be a machine with records: {known}")
     try:
         for machine in machines:
@@ -117,7 +117,7 @@ def _clear_record(name: str) -> dict[str, Any]:
         raise BadInputError(
             "--pardon", name, f"{offenders_path()} cannot be written: {error.strerror}"
         ) from None
-    return {"pardoned": machines, "told": f"{', '.join(machines)}: pardoned"}
+    return {"pardoned": machines, "message": f"{', '.join(machines)}: pardoned"}
 
 
 def _read() -> "RepeatOffenders":

@@ -52,7 +52,7 @@ class Grade:
     """Target for the time to detection."""
     detected_seconds: float | None = None
     """Time to detection; ``None``: it was not detected."""
-    told: str = ""
+    report: str = ""
     """Report of the run about the fault."""
     culprit_right: bool | None = None
     """Whether the right suspect was named; ``None``: no suspect is expected."""
@@ -74,7 +74,7 @@ class Grade:
 
     def detected(self, seconds: float, report: str) -> None:
         """Record the report of the run, which came ``seconds`` after the fault."""
-        self.detected_seconds, self.told = seconds, report
+        self.detected_seconds, self.report = seconds, report
 
 
 @dataclass(kw_only=True)
@@ -337,7 +337,7 @@ class _Grader:
             return
         fenced = (one for one in self._evidence.caused if one["number"] == number and "fenced" in one)
         seconds = next((one["fenced"] - line["time"] for one in fenced), float("inf"))
-        grade.told += f"; its own ranks ended after {seconds:.2f} s"
+        grade.report += f"; its own ranks ended after {seconds:.2f} s"
         if seconds > aim.fenced_seconds:
             grade.missed.append(f"its own side ended after {seconds:.2f} s, not {aim.fenced_seconds:.2f} s")
 
@@ -440,7 +440,7 @@ def _judged(grade: Grade, aim: RecoveryTarget) -> Grade:
     if grade.detected_seconds > grade.aim_seconds:
         missed.append(f"detected after {grade.detected_seconds:.2f} s, not {grade.aim_seconds:.2f} s")
     if grade.culprit_right is False:
-        missed.append(f"wrong culprit: {grade.told}")
+        missed.append(f"wrong culprit: {grade.report}")
     if aim.restarts and not aim.stops and grade.trains_seconds is None:
         missed.append("did not train again")
     if aim.trains_seconds is not None and (grade.trains_seconds or 0.0) > aim.trains_seconds:

@@ -1,6 +1,6 @@
 """Compares the clocks of agents with the driver's, over their existing connection.
 
-    agent ──ClockAsked──► driver ──ClockTold──► agent: its offset (`myriad.telemetry.shipping.clock_offset`)
+    agent ──ClockAsked──► driver ──ClockAnswer──► agent: its offset (`myriad.telemetry.shipping.clock_offset`)
 
 Clocks are compared a few times after connecting, then at intervals, because they drift. On one machine both
 have the same clock.
@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from myriad.supervise.messages import ClockAsked, ClockTold
+from myriad.supervise.messages import ClockAnswer, ClockAsked
 from myriad.telemetry.shipping.clock_offset import ClockOffset, boot_id, compare
 
 __all__ = ["ClockComparison", "answer_clock"]
@@ -18,9 +18,9 @@ __all__ = ["ClockComparison", "answer_clock"]
 _FIRST, _FIRST_SECONDS, _LATER_SECONDS = 8, 0.05, 10.0
 
 
-def answer_clock(asked: ClockAsked, heard_ns: int) -> ClockTold:
+def answer_clock(asked: ClockAsked, heard_ns: int) -> ClockAnswer:
     """Return the driver's answer, to be sent at once. ``heard_ns``: time at which the question arrived."""
-    return ClockTold(asked.asked_ns, heard_ns, time.time_ns(), boot_id())
+    return ClockAnswer(asked.asked_ns, heard_ns, time.time_ns(), boot_id())
 
 
 class ClockComparison:
@@ -42,9 +42,9 @@ class ClockComparison:
         self._asked += 1
         return ClockAsked(self._node, self._now_ns())
 
-    def receive(self, answer: ClockTold) -> None:
+    def receive(self, answer: ClockAnswer) -> None:
         """Record the driver's answer."""
-        compared = compare(answer.asked_ns, answer.heard_ns, answer.told_ns, self._now_ns())
+        compared = compare(answer.asked_ns, answer.heard_ns, answer.answered_ns, self._now_ns())
         self.offset.add(compared)
         # copied virtual machines have the same boot id, but their clocks differ
         if answer.boot and answer.boot == self._boot and compared.may_be_same:

@@ -117,4 +117,4 @@ def evict(run: Run, node: int, *, reason: str = "", anyway: bool = False) -> str
     answer = ask_driver(run, EvictionAsked(node, person(), reason, anyway), EvictionAnswer)
     if answer.refused:
         raise BadInputError("NODE", node, answer.refused)
-    return answer.told
+    return answer.message

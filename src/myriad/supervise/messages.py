@@ -1,7 +1,7 @@
 """The messages of a run: plain values, the same on the wire, in the journal and in the decisions.
 
     agent ──NodeJoined, RankExited, Beat, StopAsked, Examined, ClockAsked──► driver
-    driver ──Start, End, Turn, Dump, Agreed, ExamineNode, Stop, ClockTold, Leave──► agent
+    driver ──Start, End, Turn, Dump, Agreed, ExamineNode, Stop, ClockAnswer, Leave──► agent
     a machine that joins       ──NodeWanted──► driver ──NodeNumber──► the machine, which starts an agent
     a person who evicts a node ──EvictionAsked──► driver ──EvictionAnswer──► the person
     a person who traces ranks  ──TraceAsked──► driver ──Trace──► agents ──► ranks
@@ -34,8 +34,8 @@ __all__ = [
     "STOP_ASKED",
     "Agreed",
     "Beat",
+    "ClockAnswer",
     "ClockAsked",
-    "ClockTold",
     "Dump",
     "End",
     "EvictionAnswer",
@@ -159,7 +159,7 @@ class EvictionAnswer:
 
     refused: str
     """Why the request is refused; empty: it is accepted."""
-    told: str
+    message: str
     """Description of what happens next."""
 
 
@@ -327,13 +327,13 @@ class Agreed:
 
 
 @dataclass(frozen=True)
-class ClockTold:
+class ClockAnswer:
     """The driver's clock readings around a question."""
 
     asked_ns: int
     """The time that the agent sent."""
     heard_ns: int
-    told_ns: int
+    answered_ns: int
     boot: str
     """Boot id of the driver's machine; on the same machine the clocks are equal."""
 
@@ -349,7 +349,7 @@ Order = (
     | NodeTaken
     | NodeRefused
     | Leave
-    | ClockTold
+    | ClockAnswer
     | KeepCounters
     | Trace
 )

@@ -82,14 +82,14 @@ def test_two_faults_at_once_are_one_incident_and_a_third_later_is_its_own() -> N
     events = [told(), *again(), told("stopped", 0, 111.7), *again(112.3, 29)]
     report = graded(KILL, other, later, lines=lines, events=events)
     assert report.met
-    assert [grade.told for grade in report.grades] == ["rank 1", "rank 1", "rank 0"]
+    assert [grade.report for grade in report.grades] == ["rank 1", "rank 1", "rank 0"]
 
 
 def test_a_fault_during_the_recovery_of_another_is_reported_by_itself() -> None:
     other = Fault(kind="kill", where="rank", rank=0, step=20, during="loading")
     events = [told(), again()[0], told(rank=0, at=100.42), *again(101.0)]
     report = graded(KILL, other, lines=[caused(0), caused(1, 100.4)], events=events)
-    assert [grade.told for grade in report.grades] == ["rank 1", "rank 0"]
+    assert [grade.report for grade in report.grades] == ["rank 1", "rank 0"]
     assert all(grade.culprit_right for grade in report.grades)
 
 

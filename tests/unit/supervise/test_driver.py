@@ -27,7 +27,7 @@ from myriad.supervise.driver.driver import Driver
 from myriad.supervise.driver.journal import Journal
 from myriad.supervise.driver.leadership import SoleLeadership
 from myriad.supervise.driver_address import read_address
-from myriad.supervise.messages import ORDERS, Beat, ClockTold, End, NodeJoined, Start, StopAsked
+from myriad.supervise.messages import ORDERS, Beat, ClockAnswer, End, NodeJoined, Start, StopAsked
 from myriad.supervise.observations import DeviceTrouble, LinkStatus, RankExited, RankStatus
 from myriad.supervise.policy.run_state import RunPlan
 from myriad.wire.frame_codes import MESSAGE_CODE_BYTES
@@ -128,8 +128,8 @@ def test_the_driver_answers_clock_requests_without_a_decision(tmp_path: Path) ->
             executor.join()
             clocks, before = ClockComparison(0), time.time_ns()
             executor.link.send(clocks.ask())
-            told = await executor.order(ClockTold)
-            assert before <= told.asked_ns <= told.heard_ns <= told.told_ns <= time.time_ns()
+            told = await executor.order(ClockAnswer)
+            assert before <= told.asked_ns <= told.heard_ns <= told.answered_ns <= time.time_ns()
             clocks.receive(told)
             assert clocks.offset.at(time.time_ns()) == (0, 0.0), "it is this machine"
 

@@ -134,7 +134,7 @@ def test_the_command_lists_and_pardons(monkeypatch: pytest.MonkeyPatch) -> None:
     app, call = build_app(), CliRunner().invoke
     listed = json.loads(call(app, ["evict", "--list", "--json"]).stdout)
     assert [one["machine"] for one in listed["machines"]] == ["rack1/ab12"]
-    assert listed["machines"][0]["quarantine_until"] > time.time() and "wrong sums" in listed["told"]
+    assert listed["machines"][0]["quarantine_until"] > time.time() and "wrong sums" in listed["message"]
     assert "must be a machine with records" in str(call(app, ["evict", "--pardon", "rack7"]).exception)
     assert call(app, ["evict", "--pardon", "rack1"]).stdout == "rack1/ab12: pardoned\n"
     assert read_offenders().accused == {}

@@ -159,7 +159,7 @@ def fault_cells(faults: Sequence[FaultRecord]) -> list[list[str]]:
     """Return a row for each fault under `FAULT_HEADINGS`."""
     return [
         [
-            at_clock(fault.told),
+            at_clock(fault.reported),
             fault.cause or "storage",
             _culprit(fault),
             _after(fault.detected_seconds) if fault.cause else "-",

@@ -140,7 +140,7 @@ class _Reader:
         self._ledger.attempt = moment.count("epoch", self._ledger.attempt)
         for fault in self._open:
             if fault.ending_seconds is None:
-                fault.ending_seconds = at - (fault.told - self.account.began)
+                fault.ending_seconds = at - (fault.reported - self.account.began)
 
     def _end(self, at: float, moment: Moment) -> None:
         outcome = moment.fields.get("outcome")
@@ -174,7 +174,7 @@ class _Reader:
         self._note_done(step)
         for index, fault in enumerate(self._open):
             fault.steps_lost = 0 if index else lost
-            begun = fault.told - self.account.began + (fault.ending_seconds or 0.0)
+            begun = fault.reported - self.account.began + (fault.ending_seconds or 0.0)
             fault.ending_seconds = fault.ending_seconds or 0.0
             fault.starting_seconds, fault.loading_seconds = max(0.0, at - begun), 0.0
         self._announced, self._saving, self._validating = bool(self._open), 0.0, 0.0
@@ -248,7 +248,7 @@ class _Reader:
     def _fault(self, at: float, moment: Moment) -> None:
         fields = moment.fields
         fault = FaultRecord(
-            told=moment.time, problem=str(fields.get("problem", "")), cause=str(fields.get("cause", ""))
+            reported=moment.time, problem=str(fields.get("problem", "")), cause=str(fields.get("cause", ""))
         )
         for name in ("rank", "node", "step"):
             setattr(fault, name, moment.count(name, -1) if name in fields else None)

@@ -222,7 +222,7 @@ def _lost(shares: Mapping[Kind, float]) -> Mapping[Kind, float]:
 class FaultRecord:
     """A fault that the run reported, and its outcome. Times are in seconds since 1970."""
 
-    told: float
+    reported: float
     problem: str
     cause: str = ""
     """Cause according to the driver; empty: a checkpoint process reported it, and training continued."""

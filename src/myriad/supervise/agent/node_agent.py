@@ -42,7 +42,7 @@ from myriad.supervise.messages import (
     STOP_ASKED,
     Agreed,
     Beat,
-    ClockTold,
+    ClockAnswer,
     Dump,
     End,
     ExamineNode,
@@ -370,7 +370,7 @@ class NodeAgent:
                 self.monitor.begin_attempt()
                 self._logs.begin(order.epoch, order.ranks)
             self.rank_processes.start(order)
-        elif isinstance(order, ClockTold):
+        elif isinstance(order, ClockAnswer):
             self._clocks.receive(order)
         elif isinstance(order, ExamineNode):
             self._examination.begin(order.how, self._send)
