@@ -24,7 +24,7 @@ from myriad.errors import BadInputError, MyriadError
 from myriad.evaluation.full_model import FullModel
 from myriad.evaluation.packed_pieces import PieceScore
 from myriad.evaluation.task_files import parse_generation
-from myriad.evaluation.token_requests import Piece
+from myriad.evaluation.token_requests import RequestPiece
 from myriad.train.checkpoint_tools.whole_model import open_model
 
 __all__ = ["MyriadLM", "main"]
@@ -77,7 +77,7 @@ class MyriadLM(LM):
         prompts = [(request.args[0], parse_generation(request.args[1], "gen_kwargs")) for request in requests]
         return self._model.generate(prompts, self._batch_tokens)
 
-    def _score(self, pieces: Sequence[Piece]) -> list[PieceScore]:
+    def _score(self, pieces: Sequence[RequestPiece]) -> list[PieceScore]:
         return self._model.score(pieces, self._batch_tokens)
 
 

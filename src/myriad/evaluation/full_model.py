@@ -14,7 +14,7 @@ from torch import nn
 from myriad.data.tokenizer import Tokenizer
 from myriad.evaluation.greedy_texts import GreedyTexts, Prompt
 from myriad.evaluation.packed_pieces import PackedPieces, PieceScore, window_length
-from myriad.evaluation.token_requests import Piece, RequestEncoder
+from myriad.evaluation.token_requests import RequestEncoder, RequestPiece
 from myriad.model.definition import Context
 from myriad.model.generate import longrope_length
 from myriad.model.interleave import run_layers
@@ -37,7 +37,7 @@ class FullModel:
     @torch.no_grad()
     def score(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[RequestPiece],
         batch_tokens: int,
         show: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[PieceScore]:

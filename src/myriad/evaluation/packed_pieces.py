@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from myriad.data.windows import PackedRows, PackedWindows, fill_padding, pack_documents
-from myriad.evaluation.token_requests import Piece
+from myriad.evaluation.token_requests import RequestPiece
 from myriad.kernels.documents import Documents
 from myriad.model.token_record import TokenRecord
 from myriad.parallel.batch import Batch
@@ -49,7 +49,7 @@ def window_length(longest: int, sequence: int, *, keeps_length: bool) -> int:
 class PackedPieces:
     """Pieces of text in windows of ``sequence`` tokens, and what was found of each so far."""
 
-    def __init__(self, pieces: Sequence[Piece], sequence: int) -> None:
+    def __init__(self, pieces: Sequence[RequestPiece], sequence: int) -> None:
         self._sequence = sequence
         self._tokens = np.array([token for piece in pieces for token in piece.tokens], np.int32)
         counts = [np.arange(len(tokens), 0, -1) <= scored for tokens, scored in pieces]

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from myriad.errors import BadInputError
 
-__all__ = ["Document", "Generation", "RequestType", "Task", "parse_generation", "read_tasks"]
+__all__ = ["Generation", "RequestType", "Task", "TaskDocument", "parse_generation", "read_tasks"]
 
 RequestType = Literal["multiple_choice", "loglikelihood", "loglikelihood_rolling", "generate_until"]
 
@@ -46,7 +46,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Document:
+class TaskDocument:
     """One line of a task."""
 
     where: str
@@ -68,7 +68,7 @@ class Task:
 
     name: str
     request_type: RequestType
-    documents: list[Document] = field(default_factory=list)
+    documents: list[TaskDocument] = field(default_factory=list)
 
 
 def read_tasks(paths: Sequence[str], limit: int | None = None) -> list[Task]:
@@ -151,7 +151,7 @@ def _logged_id(record: Mapping[str, Any]) -> str | None:
     return str(record["doc_id"]) if "filter" in record and "doc_id" in record else None
 
 
-def _document(record: Mapping[str, Any], where: str) -> tuple[RequestType, Document]:
+def _document(record: Mapping[str, Any], where: str) -> tuple[RequestType, TaskDocument]:
     if "arguments" not in record:
         found = ", ".join(list(record)[:8]) or "nothing"
         allowed = f"an object with a field `arguments`; it has {found}"
@@ -163,13 +163,13 @@ def _document(record: Mapping[str, Any], where: str) -> tuple[RequestType, Docum
     target, context = record.get("target"), requests[0][0]
     if request_type == "multiple_choice":
         gold = _choice(target, len(requests), where)
-        return request_type, Document(where, context, tuple((one[0], one[1]) for one in requests), gold)
+        return request_type, TaskDocument(where, context, tuple((one[0], one[1]) for one in requests), gold)
     if request_type == "loglikelihood":
-        return request_type, Document(where, context, ((context, requests[0][1]),))
+        return request_type, TaskDocument(where, context, ((context, requests[0][1]),))
     if request_type == "loglikelihood_rolling":
-        return request_type, Document(where, context)
+        return request_type, TaskDocument(where, context)
     generation = parse_generation(requests[0][1], where)
-    return request_type, Document(where, context, generation=generation, answers=_answers(target, where))
+    return request_type, TaskDocument(where, context, generation=generation, answers=_answers(target, where))
 
 
 def _requests(arguments: object, where: str) -> list[list[Any]]:

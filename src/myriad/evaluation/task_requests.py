@@ -6,7 +6,7 @@ from itertools import islice
 from myriad.evaluation.packed_pieces import PieceScore
 from myriad.evaluation.task_files import Generation, Task
 from myriad.evaluation.task_scores import TaskScores, score_task
-from myriad.evaluation.token_requests import Piece, RequestEncoder, encode_task
+from myriad.evaluation.token_requests import RequestEncoder, RequestPiece, encode_task
 
 __all__ = ["TaskRequests"]
 
@@ -20,7 +20,7 @@ class TaskRequests:
         self._requests = [encode_task(task, encoder) for task in tasks]
         """Pieces of each request, of each document, of each task."""
         every = (request for documents in self._requests for document in documents for request in document)
-        self.pieces: list[Piece] = [piece for request in every for piece in request]
+        self.pieces: list[RequestPiece] = [piece for request in every for piece in request]
 
     @property
     def prompts(self) -> list[tuple[str, Generation]]:

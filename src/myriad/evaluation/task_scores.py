@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from myriad.evaluation.packed_pieces import PieceScore
-from myriad.evaluation.task_files import Document, RequestType, Task
+from myriad.evaluation.task_files import RequestType, Task, TaskDocument
 
 __all__ = ["Score", "TaskScores", "is_exact", "score_task"]
 
@@ -64,7 +64,7 @@ def is_exact(text: str, answers: Sequence[str]) -> bool:
 
 
 def _columns(
-    kind: RequestType, document: Document, result: Sequence[PieceScore] | str
+    kind: RequestType, document: TaskDocument, result: Sequence[PieceScore] | str
 ) -> list[tuple[float, float]]:
     """Return a numerator and a denominator of the document for each score."""
     if isinstance(result, str):

@@ -21,10 +21,10 @@ from myriad.evaluation.task_files import Task
 if TYPE_CHECKING:
     from myriad.data.tokenizer import Tokenizer
 
-__all__ = ["Piece", "RequestEncoder", "encode_task"]
+__all__ = ["RequestEncoder", "RequestPiece", "encode_task"]
 
 
-class Piece(NamedTuple):
+class RequestPiece(NamedTuple):
     """Tokens that one forward pass reads. At least one is context, and at least one is scored."""
 
     tokens: Sequence[int]
@@ -38,7 +38,7 @@ class RequestEncoder:
     def __init__(self, tokenizer: "Tokenizer", sequence: int) -> None:
         self._tokenizer, self._sequence, self._end = tokenizer, sequence, tokenizer.end_of_document
 
-    def pairs(self, pairs: Sequence[tuple[str, str]], where: Sequence[str]) -> list[Piece]:
+    def pairs(self, pairs: Sequence[tuple[str, str]], where: Sequence[str]) -> list[RequestPiece]:
         """Encode contexts with continuations. ``where`` names each request, for messages. Raises
         `BadInputError` for a continuation that is longer than a window."""
         split = [_without_end_spaces(*pair) for pair in pairs]
@@ -46,7 +46,7 @@ class RequestEncoder:
         wholes = self._tokenizer.encode_batch(["".join(both) for both in split])
         return [self._piece(*one) for one in zip(contexts, wholes, where, strict=True)]
 
-    def _piece(self, context: list[int], whole: list[int], where: str) -> Piece:
+    def _piece(self, context: list[int], whole: list[int], where: str) -> RequestPiece:
         starts_with_end = not context and whole[:1] == [self._end]
         cut = 1 if starts_with_end else min(len(context), max(len(whole) - 1, 0))
         continuation = whole[cut:]
@@ -55,18 +55,18 @@ class RequestEncoder:
             allowed = f"at most model.sequence = {self._sequence} tokens, and it has {num_scored}"
             raise BadInputError("tasks", f"{where}: continuation", allowed)
         tokens = [*(whole[:1] if starts_with_end else context or [self._end]), *continuation]
-        return Piece(tokens[-(self._sequence + 1) :], num_scored)
+        return RequestPiece(tokens[-(self._sequence + 1) :], num_scored)
 
-    def texts(self, texts: Sequence[str]) -> list[list[Piece]]:
+    def texts(self, texts: Sequence[str]) -> list[list[RequestPiece]]:
         """Encode whole texts; each becomes one piece or several."""
         return [self._windows(tokens) for tokens in self._tokenizer.encode_batch(texts)]
 
-    def _windows(self, tokens: list[int]) -> list[Piece]:
+    def _windows(self, tokens: list[int]) -> list[RequestPiece]:
         size = self._sequence
-        pieces = [Piece([self._end, *tokens[:size]], min(size, len(tokens)))] if tokens else []
+        pieces = [RequestPiece([self._end, *tokens[:size]], min(size, len(tokens)))] if tokens else []
         for done in range(size, len(tokens), size):
             end = min(done + size, len(tokens))
-            pieces.append(Piece(tokens[end - size - 1 : end], end - done))
+            pieces.append(RequestPiece(tokens[end - size - 1 : end], end - done))
         return pieces
 
 
@@ -76,7 +76,7 @@ def _without_end_spaces(context: str, continuation: str) -> tuple[str, str]:
     return kept, context[len(kept) :] + continuation
 
 
-def encode_task(task: Task, encoder: RequestEncoder) -> list[list[list[Piece]]]:
+def encode_task(task: Task, encoder: RequestEncoder) -> list[list[list[RequestPiece]]]:
     """Return the pieces of each request of each document; none for text to generate. Raises
     `BadInputError`."""
     if task.request_type == "generate_until":

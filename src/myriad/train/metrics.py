@@ -28,10 +28,10 @@ from myriad.system.machine import num_cores, processor_name
 from myriad.system.whole_file import write_whole
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["PeakFlopsTracker", "StepMeter", "StepWork", "find_peak"]
+__all__ = ["BatchWork", "PeakFlopsTracker", "StepMeter", "find_peak"]
 
 
-class StepWork(NamedTuple):
+class BatchWork(NamedTuple):
     """The work of one step, on all ranks."""
 
     num_tokens: int
@@ -39,15 +39,15 @@ class StepWork(NamedTuple):
     num_targets: int
     """Predicted tokens that have a loss; at least 1, by which the loss is divided."""
     flops: float
-    """Model FLOPs."""
+    """Model FLOPs of the step."""
 
     @classmethod
-    def of_windows(cls, job: Job) -> "StepWork":
+    def of_windows(cls, job: Job) -> "BatchWork":
         """Return the work of a step whose windows are sequences."""
         return cls(job.targets, job.targets, job.model.flops_per_token() * job.targets)
 
     @classmethod
-    def of_documents(cls, words: BatchWords, model: ModelConfig) -> "StepWork":
+    def of_documents(cls, words: BatchWords, model: ModelConfig) -> "BatchWork":
         """Return the work of a step with packed documents: attention inside documents."""
         pairs = (words.num_pairs, words.num_window_pairs)
         flops = model.flops_of_documents(words.num_tokens, *pairs)
@@ -67,7 +67,7 @@ class StepMeter:
         self,
         step: int,
         tokens: int,
-        work: StepWork,
+        work: BatchWork,
         result: StepResult,
         learning_rate: float,
         seconds: float,

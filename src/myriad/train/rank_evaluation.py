@@ -34,7 +34,7 @@ from myriad.evaluation.greedy_texts import Prompt, open_texts
 from myriad.evaluation.packed_pieces import PieceScore, window_length
 from myriad.evaluation.task_files import Task
 from myriad.evaluation.task_requests import TaskRequests
-from myriad.evaluation.token_requests import Piece
+from myriad.evaluation.token_requests import RequestPiece
 from myriad.job import Job, TrainConfig
 from myriad.job.scoring_layout import check_scoring
 from myriad.model.config import ModelConfig
@@ -77,7 +77,7 @@ class EvaluationRequest:
     """The content of ``tokenizer.json``."""
     batch_tokens: int
     """Tokens of one forward pass."""
-    pieces: list[Piece]
+    pieces: list[RequestPiece]
     prompts: list[Prompt]
 
     @classmethod

@@ -22,7 +22,7 @@ from myriad.evaluation.greedy_texts import Prompt, open_texts
 from myriad.evaluation.packed_pieces import PackedPieces, PieceScore
 from myriad.evaluation.task_requests import TaskRequests
 from myriad.evaluation.task_scores import TaskScores
-from myriad.evaluation.token_requests import Piece, RequestEncoder
+from myriad.evaluation.token_requests import RequestEncoder, RequestPiece
 from myriad.job import Job
 from myriad.parallel.batch import Batch
 from myriad.parallel.forward_engine import ForwardEngine
@@ -67,7 +67,7 @@ class LayoutScorer:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[RequestPiece],
         prompts: Sequence[Prompt],
         tokenizer: Tokenizer,
         sequence: int,
@@ -122,7 +122,7 @@ class LayoutScorer:
         growing = texts
         while growing:
             tokens = [[*text.prompt, *text.made][-window:] for text in growing]
-            packed = PackedPieces([Piece([*one, _ANY], 1) for one in tokens], window)
+            packed = PackedPieces([RequestPiece([*one, _ANY], 1) for one in tokens], window)
             if not self._compute(packed, engine, stops):
                 return None
             taken = zip(growing, packed.likeliest(), strict=True)

@@ -42,7 +42,7 @@ from myriad.train.inputs import (
     bad_blocks_of,
 )
 from myriad.train.loss_spikes import SpikePolicy
-from myriad.train.metrics import PeakFlopsTracker, StepMeter, StepWork
+from myriad.train.metrics import BatchWork, PeakFlopsTracker, StepMeter
 from myriad.train.phase_changes import PhaseChanges
 from myriad.train.rank_context import open_rank
 from myriad.train.rank_profiler import Tracer
@@ -286,7 +286,7 @@ class Trainer:
         """Return the peak FLOP/s of all ranks together."""
         return self.peak_tracker.peak.flops_per_second * self.place.world
 
-    def _measure_peak(self, step_seconds: float, work: StepWork) -> None:
+    def _measure_peak(self, step_seconds: float, work: BatchWork) -> None:
         """Raise the peak if this step, or a measurement after it, was faster."""
         rate = work.flops / step_seconds / self.place.world
         if self.peak_tracker.after_step(self.step, rate):
@@ -334,11 +334,11 @@ class Trainer:
         """Whether all ranks end after this step, so that the next attempt resumes from their memory."""
         return self.clock.restart_due and self._agrees and self.step < self.job.train.steps
 
-    def _work_of_step(self) -> StepWork:
+    def _work_of_step(self) -> BatchWork:
         """Return the work of the next step. With packed documents it waits for the step's batch."""
         if self.job.data.documents == "joined":
-            return StepWork.of_windows(self.phases.now)
-        return StepWork.of_documents(BatchWords.read(self.feed.get(self.step)[0]), self.phases.now.model)
+            return BatchWork.of_windows(self.phases.now)
+        return BatchWork.of_documents(BatchWords.read(self.feed.get(self.step)[0]), self.phases.now.model)
 
     def _load(self) -> Batch:
         job, grid = self.phases.now, self.groups.grid

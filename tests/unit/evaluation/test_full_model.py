@@ -15,9 +15,9 @@ from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.evaluation.full_model import FullModel
 from myriad.evaluation.packed_pieces import PieceScore
-from myriad.evaluation.task_files import Document, Generation, Task
+from myriad.evaluation.task_files import Generation, Task, TaskDocument
 from myriad.evaluation.task_scores import score_task
-from myriad.evaluation.token_requests import Piece, RequestEncoder
+from myriad.evaluation.token_requests import RequestEncoder, RequestPiece
 from myriad.kernels.rotary_scaling import RotaryScaling
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
@@ -38,7 +38,7 @@ def full_model(tokenizer: Tokenizer, **keys: object) -> FullModel:
     return FullModel(build_full(config, 1), tokenizer, config.sequence)
 
 
-def alone(model: FullModel, piece: Piece) -> PieceScore:
+def alone(model: FullModel, piece: RequestPiece) -> PieceScore:
     """Score a piece in a forward pass of its own."""
     tokens = torch.tensor(piece.tokens)
     x = tokens[None, :-1]
@@ -62,11 +62,12 @@ def test_requests_in_one_window_have_the_scores_that_each_has_alone(
     draw = np.random.default_rng(1)
     lengths = [25, 2, 9, 3, 17, 25, 4, 11]
     pieces = [
-        Piece(draw.integers(300, size=length).tolist(), int(draw.integers(1, length))) for length in lengths
+        RequestPiece(draw.integers(300, size=length).tolist(), int(draw.integers(1, length)))
+        for length in lengths
     ]
-    first = alone(model, Piece([5, 0], 1))  # the likeliest token after 5 is greedy, and no other
-    best = max(range(300), key=lambda token: alone(model, Piece([5, token], 1)).log_likelihood)
-    pieces += [Piece([5, best], 1), Piece([5, 0], 1)]
+    first = alone(model, RequestPiece([5, 0], 1))  # the likeliest token after 5 is greedy, and no other
+    best = max(range(300), key=lambda token: alone(model, RequestPiece([5, token], 1)).log_likelihood)
+    pieces += [RequestPiece([5, best], 1), RequestPiece([5, 0], 1)]
     found = model.score(pieces, batch_tokens=48)
     expected = [alone(model, piece) for piece in pieces]
     assert [one.is_greedy for one in found] == [one.is_greedy for one in expected]
@@ -81,7 +82,7 @@ def test_a_text_is_scored_once_with_as_much_before_it_as_a_window_holds(tokenize
     text = "print(f(i))" * 3
     tokens, end = tokenizer.encode(text), tokenizer.end_of_document
     (pieces,) = encoder.texts([text])
-    assert pieces[0] == Piece([end, *tokens[:4]], 4)
+    assert pieces[0] == RequestPiece([end, *tokens[:4]], 4)
     assert [token for tokens, scored in pieces for token in tokens[-scored:]] == tokens
     assert all(len(piece.tokens) == 5 for piece in pieces)
 
@@ -158,8 +159,8 @@ def check_batches(model: FullModel) -> None:
     assert model.generate(prompts, 24 * 5) == alone  # some wait, and join the others
 
 
-def documents(count: int, **keys: object) -> list[Document]:
-    return [Document("x", "ab cd", **keys) for _ in range(count)]  # type: ignore[arg-type]
+def documents(count: int, **keys: object) -> list[TaskDocument]:
+    return [TaskDocument("x", "ab cd", **keys) for _ in range(count)]  # type: ignore[arg-type]
 
 
 def test_scores_are_those_of_the_definitions() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
-from myriad.evaluation.task_files import Document, Generation, Task
+from myriad.evaluation.task_files import Generation, Task, TaskDocument
 from myriad.kernels.rotary_scaling import RotaryScaling
 from myriad.model.config import ModelConfig
 from myriad.train.rank_evaluation import check_tasks
@@ -15,7 +15,7 @@ MODEL = ModelConfig(layers=2, hidden=32, heads=2, sequence=32, vocabulary=64)
 
 
 def made(length: int) -> list[Task]:
-    document = Document("tasks.jsonl:3", "a prompt", generation=Generation(max_new_tokens=length))
+    document = TaskDocument("tasks.jsonl:3", "a prompt", generation=Generation(max_new_tokens=length))
     return [Task("made", "generate_until", [document])]
 
 
@@ -23,7 +23,7 @@ def test_texts_that_one_process_would_generate_otherwise_are_refused() -> None:
     check_tasks(MODEL, Layout(tp=2), made(31))
     with pytest.raises(BadInputError, match=r"tasks\.jsonl:3: max_gen_toks = 32: below model\.sequence = 32"):
         check_tasks(MODEL, Layout(tp=2), made(32))
-    lone = [Task("made", "generate_until", [Document("tasks.jsonl:1", "a \ud800")])]
+    lone = [Task("made", "generate_until", [TaskDocument("tasks.jsonl:1", "a \ud800")])]
     with pytest.raises(BadInputError, match="text that UTF-8 can encode"):
         check_tasks(MODEL, Layout(tp=2), lone)
     scaling = RotaryScaling(kind="longrope", original_sequence=16)
