@@ -95,7 +95,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """A number with so many significant digits and never an exponent: ``0.00042``, ``3.42``, ``12,300``."""
+    """A number with this many significant digits and never an exponent: ``0.00042``, ``3.42``, ``12,300``."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     if abs(value) >= _LARGEST_WRITTEN:

@@ -113,15 +113,15 @@ class AlertsConfig(Config):
     """Alarms: which log lines and events raise one, and where they are sent."""
 
     webhook: WebhookConfig = WebhookConfig()
-    """Any HTTP server that takes a JSON object."""
+    """Alarms to an HTTP server, as JSON objects."""
     slack: SlackConfig = SlackConfig()
-    """An incoming webhook of Slack."""
+    """Alarms to Slack, through an incoming webhook."""
     feishu: FeishuConfig = FeishuConfig()
-    """A custom bot of Feishu or Lark."""
+    """Alarms to Feishu or Lark, through a custom bot."""
     mail: MailConfig = MailConfig()
     """Alarms by e-mail, sent to an SMTP server."""
     exec: ExecConfig = ExecConfig()
-    """A program on the machine of the driver."""
+    """Alarms to a program that is started on the driver's machine."""
     group_seconds: float = Field(10.0, ge=0, le=3600)
     """Events of one cause within this many seconds become one message."""
     repeat_seconds: float = Field(300.0, ge=1, le=86400)

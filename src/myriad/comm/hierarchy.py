@@ -56,8 +56,8 @@ class Level:
     members: tuple[int, ...]
     """Group ranks of the members."""
     slices: tuple[tuple[int, ...], ...]
-    """Slices of each member: those whose sums it has after a reduction at this level, and which it has
-    before a gather."""
+    """Slices of each member: a reduction at this level leaves their sums there, and a gather starts from
+    them."""
     own: int
     """This rank's index among the members."""
 

@@ -62,9 +62,9 @@ class Layout(Config):
     """State that data-parallel ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
     parameters."""
     shard_group: int | None = Field(None, ge=2, le=MOST_RANKS)
-    """Replicas that layout.zero = 1, 2 or 3 shards state over: groups of so many neighbours, which must
-    divide layout.dp. Gradients are also summed across groups, and nothing else crosses between them. Set it
-    to the replicas of a node where links between nodes are slow and memory allows. off: all replicas."""
+    """Number of neighbouring replicas over which layout.zero = 1, 2 or 3 shards state; it must divide
+    layout.dp. Gradients are also summed across groups, and nothing else crosses between them. Set it to the
+    replicas of a node where links between nodes are slow and memory allows. off: all replicas."""
     reduce: Literal["last", "each"] = "last"
     """When gradients are reduced: last, after a chunk's last backward; each, after every backward, which
     needs the least memory and layout.zero = 2 or 3."""

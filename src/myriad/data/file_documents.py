@@ -56,7 +56,8 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class FileRange(NamedTuple):
-    """A part of a file: bytes, or row groups of Parquet; with ``stop`` None, up to the end."""
+    """A part of a file: a range of bytes, or of Parquet's row groups. ``stop`` is ``None`` if it extends to
+    the end of the file."""
 
     url: str
     kind: Kind

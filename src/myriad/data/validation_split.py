@@ -42,7 +42,8 @@ class HoldingOut(NamedTuple):
     def splits(
         self, piece: Piece, form: RecordForm, skipped: "Counter[str] | None" = None
     ) -> Iterator[tuple[Split, str]]:
-        """Yield the documents of a piece with their split; one of them may come in two parts.
+        """Yield each document of a piece with its split. The document in which the held-out end begins is
+        yielded in two parts.
 
         Records without text are counted in ``skipped``.
         """

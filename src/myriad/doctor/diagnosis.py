@@ -27,7 +27,7 @@ SLOW_RATIO, BAD_RATIO = 0.8, 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The result of a probe before the comparison."""
+    """The result of a probe, not yet compared with the baseline."""
 
     name: str
     value: float | str | None = None

@@ -107,7 +107,7 @@ def _four_digits(value: object) -> object:
 
 
 class RunConfig(Config):
-    """The run's folder."""
+    """Access to the run's folder."""
 
     mode: Annotated[Literal["0700", "0750", "0755"], BeforeValidator(_four_digits)] = "0700"
     """Who may read the run's folder and what the run writes: weights, logs, traces. 0700: only the user who
@@ -123,13 +123,13 @@ class JobValues(Config):
     model: ModelConfig = ModelConfig()
     """The transformer; in a job file also the name of a recipe: model = "gpt2-124m"."""
     data: DataConfig = DataConfig()
-    """The training data."""
+    """Training text: corpora, mixture, order of samples."""
     layout: Layout = Layout()
     """The parallel layout: how an iteration is divided among ranks."""
     overlap: OverlapConfig = OverlapConfig()
     """Overlap of communication with computation."""
     comm: CommConfig = CommConfig()
-    """Rendezvous and collectives."""
+    """Communication: rendezvous, collectives, compression."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and the learning-rate schedule."""
     loss_scale: LossScaleConfig = LossScaleConfig()
@@ -149,7 +149,7 @@ class JobValues(Config):
     alerts: AlertsConfig = AlertsConfig()
     """Which events and log lines raise an alarm, and where alarms are sent."""
     run: RunConfig = RunConfig()
-    """The run's folder."""
+    """Access to the run's folder."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """Spans and metrics: what ranks record, and where it goes."""
 

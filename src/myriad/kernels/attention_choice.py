@@ -70,9 +70,9 @@ class AttentionShape(NamedTuple):
     """The values that the choice depends on."""
 
     device: str
-    """"cpu" or "cuda"."""
+    """Device type, "cpu" or "cuda"."""
     dtype: str
-    """"float32", "bfloat16", "float16"."""
+    """Data type of queries, keys and values: "float32", "bfloat16" or "float16"."""
     sequence: int
     width: int
     """Head size in values."""

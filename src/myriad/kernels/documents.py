@@ -28,10 +28,11 @@ _BLOCK = 64
 
 
 class _Group(NamedTuple):
-    """Documents that attend together: consecutive rows of the regrouped positions."""
+    """Documents that one call of the attention kernel computes together: consecutive rows of the regrouped
+    positions. Each document attends to itself."""
 
     size: int
-    """Number of documents that attend together."""
+    """Number of documents."""
     length: int
     """Positions of each document, with its padding."""
 

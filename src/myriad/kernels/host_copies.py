@@ -113,7 +113,7 @@ class SavedStorages:
         return x
 
     def add(self, x: torch.Tensor, num_holders: int = 1) -> None:
-        """Record that so many tensors keep the storage of ``x`` until the backward."""
+        """Record that this many tensors keep the storage of ``x`` until the backward."""
         storage = x.untyped_storage()
         _, holders = self._found.get(storage._cdata, (storage, 0))
         self._found[storage._cdata] = storage, holders + num_holders
@@ -130,7 +130,7 @@ def _saved(x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_private(storage: torch.UntypedStorage, holders: int) -> bool:
-    """Return whether no more than so many tensors, and one Python object, refer to a storage of some size
+    """Return whether no more than this many tensors, and one Python object, refer to a storage of some size
     that can be freed."""
     references: int = torch._C._storage_Use_Count(storage._cdata)
     return references <= holders + 1 and storage.nbytes() > 0 and storage.resizable()

@@ -11,7 +11,7 @@ from functools import cache
 __all__ = ["keep_freed_memory"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt(3)."""
+"""Numbers of M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, parameters of mallopt(3)."""
 _NEVER, _LARGE_BYTES = 2**31 - 1, 2**30
 """Values of the parameters. Larger allocations (parameters, states) are made once and keep their own
 pages."""

@@ -123,7 +123,8 @@ class RotaryScaling(Config):
         return scaled
 
     def _yarn_bounds(self, base: float, pairs: int) -> tuple[float, float]:
-        """Return the pairs between which the frequencies go from kept to divided."""
+        """Return the indices of the rotary pairs between which scaling sets in: frequencies of pairs below
+        the first are kept, those above the second are divided by the factor."""
         original = self.original_sequence or 2
 
         def pair_with(rotations: float) -> float:
@@ -155,7 +156,7 @@ class Rotary:
 
     base: float
     width: int
-    """Head size."""
+    """Head size in values."""
     rotated: int | None = None
     """Number of leading values of a head that are rotated, an even number; ``None``: all."""
     scaling: RotaryScaling = _UNSCALED

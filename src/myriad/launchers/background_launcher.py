@@ -46,7 +46,7 @@ class BackgroundLauncher:
         self._requests.put(self._launcher.start)
 
     def poll(self) -> None:
-        """Have agents restarted that died. Raises the first exception of the thread."""
+        """Restart agents that died, in the thread. Raises the first exception of the thread."""
         if self._error is not None:
             raise self._error
         if self._is_polled.is_set():
@@ -60,11 +60,11 @@ class BackgroundLauncher:
             self._is_polled.set()
 
     def replace(self, node: int) -> None:
-        """Have a node replaced that the driver has given up."""
+        """Replace a node that the driver has given up, in the thread."""
         self._requests.put(partial(self._launcher.replace, node))
 
     def ask_to_stop(self) -> None:
-        """Have ranks save and stop."""
+        """Ask the ranks to save and stop, in the thread."""
         self._requests.put(self._launcher.ask_to_stop)
 
     def wait(self, seconds: float) -> None:
@@ -80,7 +80,7 @@ class BackgroundLauncher:
         self._requests.put(None)
 
     def _do(self, request: Callable[[], None], seconds: float) -> bool:
-        """Have the thread execute a request; return whether that took less than ``seconds``."""
+        """Execute a request in the thread. Return whether that took less than ``seconds``."""
         done = threading.Event()
 
         def execute() -> None:

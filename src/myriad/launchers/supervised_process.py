@@ -95,7 +95,7 @@ class SupervisedProcess:
             self.end(signal.SIGKILL)
 
     def end_if_silent(self, seconds: float) -> None:
-        """Kill the process if it has written nothing for so long: it is stopped or hung."""
+        """Kill the process if it has written nothing for this long, because it is stopped or hangs."""
         if self._clock.read() - self._heard_at > seconds:
             self.end(signal.SIGKILL)
 

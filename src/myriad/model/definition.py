@@ -138,7 +138,7 @@ class Context:
     """Position at which this rank's share of the sequence (or of its computed part) begins; ``None``:
     directly after the equally long shares of the ranks before it."""
     seed: int = 0
-    """Seed of dropout."""
+    """Seed from which dropout draws its masks."""
     record: TokenRecord | None = None
     """Where the last layer writes the loss of each target, for evaluation. ``samples`` are then the record's
     rows. ``None``: only the sum is needed."""

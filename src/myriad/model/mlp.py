@@ -23,8 +23,8 @@ class MLP(nn.Module):
     def __init__(
         self, config: ModelConfig, boundary: Boundary, width: int, *, has_place: bool = True
     ) -> None:
-        """``width``: of the inner values, those of all ranks together. ``has_place``: the parts of a
-        micro-batch write what they keep side by side (`Boundary.place`)."""
+        """``width``: number of inner values, on all ranks together. ``has_place``: the parts of a micro-batch
+        store what the backward needs side by side (`Boundary.place`)."""
         super().__init__()
         width //= boundary.size
         up_rows = config.up_matrices * width

@@ -55,7 +55,8 @@ class ModelKeys(Config):
     dense_layers: int = Field(0, ge=0, le=10_000)
     """Blocks at the start that have one MLP in place of experts (with model.experts; DeepSeek-V3: 3)."""
     expert_every: int = Field(1, ge=1, le=10_000)
-    """Every so many-th block has experts, the others one MLP (with model.experts). 1: every block."""
+    """Distance between blocks with experts (with model.experts); the blocks between have one MLP. 1: every
+    block has experts."""
     experts_per_token: int = Field(2, ge=1, le=256)
     """Experts that compute each token (with model.experts)."""
     expert_hidden: int | None = Field(None, ge=8, le=2**24)

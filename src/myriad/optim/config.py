@@ -42,7 +42,7 @@ def float8_scaling(precision: Precision) -> Literal["tensor", "blocks"] | None:
 
 
 OptimizerName = Literal["adamw", "lamb", "muon"]
-"""Values of ``optimizer.name``."""
+"""Optimizers that ``optimizer.name`` may name."""
 
 NewtonSchulzPrecision = Literal["auto", "float32", "bfloat16"]
 """Number formats of Muon's Newton-Schulz iteration."""

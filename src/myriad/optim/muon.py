@@ -39,7 +39,7 @@ class MatrixPart:
     """A box of a matrix that this rank holds."""
 
     values: torch.Tensor
-    """Master values, a view."""
+    """View of the box's master values."""
     update: torch.Tensor
     """View of the gradients' memory: the gradient, then the direction, then the orthogonalized update."""
     shape: tuple[int, int]

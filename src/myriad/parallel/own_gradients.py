@@ -36,7 +36,7 @@ class OwnGradients:
         self._is_mixed = self._was_mixed = False
 
     def begin(self) -> None:
-        """Begin an iteration."""
+        """Forget the gradients of the iteration before."""
         self._total = None
         self._is_mixed = self._was_mixed = False
 

@@ -1,7 +1,7 @@
 """Partial gradients: those of elements that several tensor-parallel ranks hold, each with a part of the sum.
 
     norms, biases after a row-parallel product    all tensor-parallel ranks hold them
-    heads of keys and values, if fewer than tp    so many consecutive ranks hold copies (`Row.copies`)
+    heads of keys and values, if fewer than tp    `Row.copies` consecutive ranks hold copies
 
 They are summed once a step, after the reduction over data-parallel ranks.
 """
@@ -45,7 +45,7 @@ class PartialGradients:
 
 
 def _copy_group(groups: Groups, copies: int) -> Group | None:
-    """Return the group of so many consecutive tensor-parallel ranks, which hold the same elements."""
+    """Return the group of ``copies`` consecutive tensor-parallel ranks, which hold the same elements."""
     first = groups.grid.index("tp") // copies * copies
     return groups.of(groups.grid.peers("tp")[first : first + copies])
 

@@ -69,7 +69,8 @@ _REPLACED = frozenset({Kind.GATHER, Kind.RELEASE})
 _MOVED = COMPUTE | {Kind.LOAD, Kind.EXCHANGE}
 """Actions that `decouple` places around the receives and sends."""
 _REDUCE_BEHIND = 1
-"""Compute actions that a reduction overlaps with if reductions follow each backward (which saves memory)."""
+"""Number of compute actions for which a reduction is in flight, if gradients are reduced after each backward
+to save memory."""
 
 
 def apply_passes(program: Program, overlap: OverlapConfig, num_chunks: int = 1) -> Program:

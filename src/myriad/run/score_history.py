@@ -15,7 +15,7 @@ class ScoreHistory:
     document has none."""
 
     name: str
-    """``TASK/SCORE``."""
+    """Names of the task and of the score, as ``TASK/SCORE``."""
     num_documents: int | None = None
     """Number of documents of the newest evaluation."""
     steps: list[int] = field(default_factory=list)

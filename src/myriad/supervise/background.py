@@ -83,7 +83,7 @@ class AsyncLogHandler(logging.StreamHandler):  # type: ignore[type-arg]
         self._disk_writer = disk_writer
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Have the record written by the writer thread."""
+        """Write the record in the writer thread."""
         self._disk_writer.enter("", lambda: super(AsyncLogHandler, self).emit(record))
 
 

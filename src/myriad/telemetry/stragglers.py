@@ -194,7 +194,8 @@ class PeerScores:
 
     @cached_property
     def z(self) -> Array:
-        """Distance from the peers, in spreads of their ratios."""
+        """Robust z-score: how much slower the rank is than its peers, in standard deviations of the peers'
+        ratios."""
         centre = self.groups.medians(self.ratio[None])[0]
         spread = _MAD_TO_DEVIATION * _peer_deviations(self.ratio, centre, self.groups)
         spread = np.fmax(spread, _LEAST_SPREAD)

@@ -55,7 +55,7 @@ class Certificate:
     num_problems: int = 0
 
     def add_problem(self, text: str) -> None:
-        """Count a problem."""
+        """Count a problem, and keep its text if it is among the first 20."""
         self.num_problems += 1
         if len(self.problems) < _MOST_PROBLEMS:
             self.problems.append(text)

@@ -62,7 +62,7 @@ class SaveClock:
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     def signal(self, stop: bool, agreed_step: int = -1, *, turn: bool = False, check: bool = False) -> float:
-        """Return the value that this rank adds to the signal in the next iteration."""
+        """Return what this rank adds to the next iteration's signal, in which all ranks see what is due."""
         if not self._decides:
             return float(stop)
         now, save = time.monotonic(), self.save_comes
@@ -109,8 +109,8 @@ class StopSignal:
 
 _YOUNG, _EVERYTHING = 1, 2
 _EVERYTHING_EVERY = 100
-"""Every so many collections, one is full. Cycles among old objects are rare, but they must not fill memory
-over weeks."""
+"""Number of collections after which one is full. Cycles among old objects are rare, but they must not fill
+memory over weeks."""
 
 
 class GarbageSchedule:

@@ -158,7 +158,8 @@ class SocketChannel:
         return self._socket.sendmsg([data], rights)
 
     def _send_payload(self, content: memoryview) -> None:
-        """Send the pieces; the code of one goes with the header of the next."""
+        """Send the payload in pieces. The authentication code of a piece is sent together with the header of
+        the next one, to save a system call."""
         before = b""
         for start in range(0, len(content), _PIECE_BYTES):
             piece = content[start : start + _PIECE_BYTES]

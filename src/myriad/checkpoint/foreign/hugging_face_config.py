@@ -417,7 +417,9 @@ def _check_rotary(model: ModelConfig) -> None:
         raise BadInputError("head_dim", model.head_width, allowed)
     for key, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
         if scaling.kind == "longrope" and len(factors) != pairs:
-            raise BadInputError(key, list(factors), f"{pairs} numbers in config.json, one for each pair")
+            raise BadInputError(
+                key, list(factors), f"{pairs} numbers in config.json, one for each rotary pair"
+            )
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     if high <= low:
         raise BadInputError("high_freq_factor", high, f"above low_freq_factor = {low} in config.json")

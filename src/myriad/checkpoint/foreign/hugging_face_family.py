@@ -61,7 +61,8 @@ class Family:
     fixed: Values = field(default_factory=dict)
     """Values of `ModelConfig` that all models of the family have."""
     sizes: Mapping[str, str] = field(default_factory=dict)
-    """Fields that are copied: their name by the name in `ModelConfig`, in addition to `COMMON`."""
+    """Fields whose values are copied, in addition to `COMMON`: their names in ``config.json``, by the names
+    in `ModelConfig`."""
     activations: Mapping[str, str] = field(default_factory=lambda: {"swiglu": "silu"})
     """Activation functions: their name by the name in `ModelConfig`."""
     activation_field: str = "hidden_act"

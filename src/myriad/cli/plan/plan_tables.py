@@ -222,7 +222,7 @@ def _timed(seconds: float, total: float, sign: str = "") -> str:
 
 
 def _most(parts: Mapping[str, float], theirs: Mapping[str, float]) -> str:
-    """Return the part that differs most."""
+    """Return the part of the step time that differs most between two plans, with the difference."""
     total = sum(parts.values())
     gap, name = max(((theirs[name] - parts[name], name) for name in parts), key=lambda gap: abs(gap[0]))
     if abs(gap) <= 1e-4 * total:

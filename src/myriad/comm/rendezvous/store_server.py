@@ -38,7 +38,7 @@ _NO_DESCRIPTOR_SECONDS = 0.05
 
 @dataclass(eq=False)
 class _Peer:
-    """One connection."""
+    """A client's connection to the store."""
 
     connection: socket.socket
     handshake: ListenerHandshake

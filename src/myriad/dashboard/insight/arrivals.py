@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 NOT_BEFORE_NS = 1_000_000
-"""A post that begins so much later than the end of a wait is not its cause: the clocks of nodes agree better,
-and a gather of parameters that are already complete does nothing."""
+"""A post that begins later than the end of a wait by more than this is not its cause: the clocks of nodes
+agree better, and a gather of parameters that are already complete does nothing."""
 SEND, LAST_ARRIVER = 0, 1
 """Kinds of arrows: a message between stages, and the last rank to reach a collective."""
 

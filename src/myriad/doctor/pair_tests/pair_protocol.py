@@ -11,7 +11,7 @@ __all__ = ["MOST_BYTES", "PROTOCOL", "Message", "pair_protocol"]
 Message = dict[str, Any]
 PROTOCOL = "doctor"
 MOST_BYTES = 2**16
-"""Largest message."""
+"""Size of the largest message that is accepted."""
 
 
 def pair_protocol(token: str) -> str:

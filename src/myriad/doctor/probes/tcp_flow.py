@@ -100,7 +100,7 @@ def trickle(connection: socket.socket) -> tuple[int, int]:
 
 
 def _trickle_out(connection: socket.socket, packets_before: int) -> None:
-    """Send until `_TRICKLE` packets have left, not so many writes: the kernel joins writes that wait for the
+    """Send until `_TRICKLE` packets have left. Writes do not count: the kernel joins those that wait for the
     processor or for a lost packet, and few large packets would meet few losses."""
     packet, end = bytes(_TRICKLE_BYTES), time.perf_counter() + _MOST_TRICKLE_SECONDS
     with suppress(OSError):

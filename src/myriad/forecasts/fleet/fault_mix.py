@@ -46,7 +46,7 @@ class Mix(Config):
     kinds: dict[str, FaultKindShare] = Field(min_length=1)
 
     def per_day(self, accelerators: int) -> float:
-        """Return the faults a day on so many accelerators."""
+        """Return the faults a day on this many accelerators."""
         return self.faults * accelerators / (self.accelerators * self.days)
 
 

@@ -221,7 +221,7 @@ def _ramp(made: Translation, arguments: Mapping[str, Any]) -> None:
 
 
 def _steps_of(samples: int, batch: int, ramp: Sequence[int]) -> int:
-    """Return the number of steps that take so many samples, with a ramp. Raises `BadInputError`."""
+    """Return the number of steps that take this many samples, with a ramp. Raises `BadInputError`."""
     values = dict(zip(_RAMP_KEYS, ramp, strict=True))
     train = TrainConfig(steps=samples, global_batch=batch, batch_ramp=BatchRamp(**values))
     segments = JobSteps(JobValues(train=train)).segments

@@ -114,7 +114,7 @@ class KubernetesLauncher:
         """Do nothing: Kubernetes restarts containers and pods."""
 
     def replace(self, node: int) -> None:
-        """Have the thread replace the machine of a node."""
+        """Replace the machine of a node, in the thread."""
         self._given_up.put(node)
 
     def ask_to_stop(self) -> None:

@@ -350,7 +350,8 @@ def next_place(net: Net, place: int) -> int:
 
 @compiled_inside
 def _update_pause_request(net: Net, queues: Queues, link: int, settings: Any, step: int) -> None:
-    """Pause or resume the source of a link from its far end; the order takes as long as a packet."""
+    """Have the receiver of a link send a PFC frame that pauses or resumes the sender. The frame arrives after
+    the link's latency."""
     held = queues.held[link]
     queues.most_held[link] = max(queues.most_held[link], held)
     slot = (step + net.ahead[link]) % len(queues.order)

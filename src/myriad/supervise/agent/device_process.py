@@ -53,7 +53,7 @@ class DeviceWarning:
     kind: str
     words: str
     over: bool | None = None
-    """Whether the sign has ended; ``None``: it occurred once."""
+    """Whether the condition has ended; ``None``: it is an event that occurred once."""
 
 
 @dataclass

@@ -270,7 +270,7 @@ def new_stacks(log: Path, log_bytes: int) -> bytes:
 
 
 def _spied(pid: int) -> tuple[str, str]:
-    """Return what py-spy reads of a process without stopping it, and else why it could not."""
+    """Return the stacks that py-spy reads from a process without stopping it, and the reason if it cannot."""
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:

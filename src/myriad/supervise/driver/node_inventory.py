@@ -42,7 +42,7 @@ class NodeInventory:
         self._notices: list[Notice] = []
 
     def enter(self, facts: NodeFacts) -> None:
-        """Have the facts of a node compared and written, in another thread; `take` returns the result."""
+        """Compare and store the facts of a node, in another thread. `take` returns what changed."""
         with self._lock:
             is_idle = not self._waiting
             self._waiting[facts.node] = facts

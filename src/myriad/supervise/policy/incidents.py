@@ -57,7 +57,7 @@ class Incident:
         return f"{self.cause} of rank {self.rank} on node {self.node}"
 
     def blame(self, **evidence: object) -> ReportFault:
-        """Build the report of this fault to the user."""
+        """Build the command that reports this fault to the user."""
         return ReportFault(
             rule=self.rule,
             evidence=dict(evidence),

@@ -161,7 +161,7 @@ class StragglerDetector:
         return np.array([list(sample.seconds.values()) for sample in self._samples])
 
     def _comparison(self) -> "Comparison":
-        """Compare the newest steps, once."""
+        """Compare the ranks in the newest steps. The result is kept until another step arrives."""
         if self._compared is None:
             from myriad.telemetry.stragglers import Comparison
 
