@@ -17,6 +17,7 @@ from hugging_face_case import GPT2, LLAMA, TINY, Kept, exported, loaded, our_log
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_corpora import make_corpus
+from transformers.modeling_layers import MtpModel
 from typer.testing import CliRunner, Result
 
 from myriad.checkpoint.checkpoint_files import load_model, save
@@ -31,6 +32,7 @@ from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.model.config import ModelConfig
+from myriad.model.definition import Context
 from myriad.model.generate import generate
 from myriad.model.gpt import GPT
 from myriad.model.tensor_shard import TensorShard
@@ -629,7 +631,101 @@ def test_weights_that_are_not_those_of_the_config_are_refused_with_the_tensor(tm
         HuggingFaceWeights(out)
 
 
-def test_prediction_layers_of_a_deepseek_are_not_read(tmp_path: Path) -> None:
+def with_predictions(folder: Path) -> tuple[Any, MtpModel]:
+    """Write a DeepSeek-V3 with two prediction layers, and return both models of transformers."""
+    config = transformers.DeepseekV3Config(
+        **LATENT | EXPERTS | {"first_k_dense_replace": 1}, n_group=3, topk_group=2, num_nextn_predict_layers=2
+    )
+    main = random_theirs(config)
+    main.save_pretrained(folder)
+    further = MtpModel(main, 2).eval()
+    with torch.no_grad():
+        for layer in further.layers:
+            for parameter in layer.parameters():
+                parameter.copy_(0.3 * torch.randn_like(parameter) + (parameter.ndim == 1))
+    tensors = load_file(folder / "model.safetensors")
+    for number, layer in enumerate(further.layers, 2):
+        for name, values in layer.state_dict().items():
+            whole = f"model.layers.{number}.{name.removeprefix('mtp_block.')}"
+            tensors |= unstacked(whole.replace(".post_norm.", ".shared_head.norm."), values)
+        tensors[f"model.layers.{number}.embed_tokens.weight"] = (
+            main.model.embed_tokens.weight.detach().clone()
+        )
+        tensors[f"model.layers.{number}.shared_head.head.weight"] = main.lm_head.weight.detach().clone()
+    save_file({name: values.contiguous() for name, values in tensors.items()}, folder / "model.safetensors")
+    written = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 2}
+    (folder / "config.json").write_text(json.dumps(written))
+    return main, further
+
+
+def unstacked(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors of each expert, as DeepSeek's files have them."""
+    if name.endswith("experts.down_proj"):
+        base = name.removesuffix("down_proj")
+        return {f"{base}{expert}.down_proj.weight": one for expert, one in enumerate(values)}
+    if name.endswith("experts.gate_up_proj"):
+        base = name.removesuffix("gate_up_proj")
+        halves = {"gate_proj": 0, "up_proj": 1}
+        return {
+            f"{base}{expert}.{own}.weight": one.chunk(2)[half].clone()
+            for expert, one in enumerate(values)
+            for own, half in halves.items()
+        }
+    return {name: values}
+
+
+@torch.no_grad()
+def test_prediction_layers_of_a_deepseek_predict_what_they_predict_in_transformers(tmp_path: Path) -> None:
+    main, further = with_predictions(tmp_path / "theirs")
+    weights = HuggingFaceWeights(tmp_path / "theirs")
+    model = weights.model
+    assert model is not None and (model.prediction_layers, model.prediction_input) == (2, "normed")
+    tokens = torch.randint(90, (1, model.sequence + 1), generator=torch.Generator().manual_seed(6))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    hidden, expected = main.model(inputs).last_hidden_state, []
+    for number in range(2):
+        ahead = torch.nn.functional.pad(targets[:, number:], (0, number))  # token i + 1 + number
+        places = torch.arange(model.sequence)[None]
+        hidden = further.forward_layer(number, hidden, places, None, input_ids=ahead)
+        logits, count = main.lm_head(hidden)[:, : model.sequence - 1 - number], 1 + number
+        expected.append(
+            float(torch.nn.functional.cross_entropy(logits[0], targets[0, count:], reduction="sum"))
+        )
+    layers = loaded(weights)
+    x = inputs
+    for layer in layers[:-1]:
+        x = layer(x, Context())
+    layers[-1].train()
+    _, *found = layers[-1](x, Context(targets=targets)).tolist()
+    share = model.prediction_weight / 2
+    assert found == pytest.approx([share * one for one in expected], rel=1e-5)
+    assert weights.read("head.predictions.0.projection.weight").shape == (32, 64)
+    whole = weights.read("head.predictions.0.projection.weight")
+    boxes = [(slice(3, 9), slice(5, 50)), (slice(0, 32), slice(40, 64))]
+    for part, box in zip(
+        weights.read_parts("head.predictions.0.projection.weight", boxes), boxes, strict=True
+    ):
+        assert torch.equal(part, whole[box])
+
+
+def test_prediction_layers_that_do_not_fit_are_left_out_with_a_line(tmp_path: Path) -> None:
+    with_predictions(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(32, 60)
+    save_file(tensors, file)
+    weights = HuggingFaceWeights(tmp_path / "theirs")
+    assert weights.model is not None and weights.model.prediction_layers == 0 and weights.num_left_out == 2
+    assert not any(name.startswith("head.predictions.") for name in weights.shapes)
+    done = CliRunner().invoke(
+        build_app(), ["checkpoint", "import", str(tmp_path / "theirs"), str(tmp_path / "run")]
+    )
+    assert done.exit_code == 0, done.output
+    told = "left out: the prediction layers of num_nextn_predict_layers = 2: model.layers.3.eh_proj.weight"
+    assert f"{told} should be (32, 64), is (32, 60)" in done.output
+
+
+def test_tensors_after_the_prediction_layers_are_refused(tmp_path: Path) -> None:
     out = exported(random_weights(**OURS["deepseek 3"]), tmp_path / "out")
     file, config = out / "model.safetensors", out / "config.json"
     table = torch.ones(90, 32)
@@ -637,7 +733,7 @@ def test_prediction_layers_of_a_deepseek_are_not_read(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"does not name: model\.layers\.2\.embed_tokens\.weight"):
         HuggingFaceWeights(out)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
-    assert HuggingFaceWeights(out).shapes
+    assert HuggingFaceWeights(out).num_left_out == 1
     save_file(load_file(file) | {"model.layers.3.embed_tokens.weight": table}, file)
     with pytest.raises(BadInputError, match=r"does not name: model\.layers\.3\.embed_tokens\.weight"):
         HuggingFaceWeights(out)

@@ -75,6 +75,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "prediction_layers": 1,
     },
     "predictions": {"prediction_layers": 2, "prediction_weight": 0.5, "tied": False, "dropout": 0.1},
+    "normed predictions": {"prediction_layers": 2, "prediction_input": "normed", "activation": "swiglu"},
     "neox": {
         "block": "parallel",
         "parallel_norms": 2,
@@ -250,6 +251,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("latent-plain-queries", "adamw", {"tp": 4, "micro_batch": 4, "recompute": "selective"}),
     ("predictions", "adamw", {"tp": 2, "pp": 2, "micro_batch": 2, "recompute": "full"}),
     ("predictions", "adamw", {"dp": 2, "pp": 2, "zero": 3, "virtual_stages": 2}),
+    ("normed predictions", "adamw", {"tp": 2, "pp": 2, "micro_batch": 2, "recompute": "selective"}),
     ("granite-sinks", "adamw", {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "micro_batch": 2}),
     ("experts", "adamw", {"tp": 2, "micro_batch": 1}),
     ("experts", "adamw", {"tp": 2, "dp": 2, "zero": 3, "ep": 2, "micro_batch": 2}),

@@ -146,7 +146,7 @@ def _check_predictions(job: JobValues) -> None:
     need(further < sequence, "model.prediction_layers", further, allowed)
     if not further:
         allowed = "only with model.prediction_layers, else {default}"
-        _refuse_set(job.model, "model", ("prediction_weight",), allowed)
+        _refuse_set(job.model, "model", ("prediction_weight", "prediction_input"), allowed)
 
 
 def _check_window(job: JobValues) -> None:
@@ -254,7 +254,7 @@ _SETTINGS = {
     "window": ("window_pattern", "window_rotary_base"),
     "experts": _EXPERT_KEYS,
     "shared_experts": ("shared_expert_gate",),
-    "prediction_layers": ("prediction_weight",),
+    "prediction_layers": ("prediction_weight", "prediction_input"),
     "kv_lora_rank": _LATENT_KEYS,
     "qk_norm": ("qk_norm_kind", "qk_norm_bias"),
     "rotary_scaling.kind": tuple(f"rotary_scaling.{key}" for key in _KINDS_OF_KEY),

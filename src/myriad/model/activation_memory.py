@@ -151,7 +151,8 @@ def _prediction_bytes(
         model, "block", layer, recompute=recompute, ep=ep, whole_experts=whole, expert_load=load, **options
     )
     gathered = model.hidden * bytes_per_value * (model.sequence - number) / model.sequence
-    return rows + 4 * stream + 3 * statistics + block + gathered
+    streams = 5 if model.prediction_input == "normed" else 4  # the first norm's input, if not the last one's
+    return rows + streams * stream + 3 * statistics + block + gathered
 
 
 def _norm_statistics(model: ModelConfig, bytes_per_value: int) -> int:

@@ -52,7 +52,8 @@ class Head(SteppedLayer):
         layer 1       t1  t2  t3  t4        embedded
                       t2  t3  t4  -         predicted
 
-    The result is then a vector: the sum of the losses, and each prediction layer's times its weight.
+    With ``prediction_input = "normed"`` a layer gets the input of the output projection before it, not the
+    stream. The result is then a vector: the sum of the losses, and each prediction layer's times its weight.
     """
 
     def __init__(self, config: ModelConfig, boundary: Boundary) -> None:
@@ -65,6 +66,7 @@ class Head(SteppedLayer):
         self.first_row, self.vocabulary_size = boundary.rank * rows, rows * boundary.size
         self.embedding_scale, further = config.embedding_scale, config.prediction_layers
         self.weight = config.prediction_weight / max(further, 1)
+        self.passes_normed = config.prediction_input == "normed"
         self.tokens = Table(rows, config.hidden) if further else None
         layers = range(config.layers, config.layers + further)
         self.predictions = nn.ModuleList([_Prediction(config, layer, boundary) for layer in layers])
@@ -95,7 +97,7 @@ class Head(SteppedLayer):
             yield None
             embedded = arriving.wait()
             embedded = embedded if self.embedding_scale == 1 else embedded * self.embedding_scale
-            output = yield from layer.steps(x, embedded, context)
+            output = yield from layer.steps(normed if self.passes_normed else x, embedded, context)
             stream, last = (output.stream, output.branch) if isinstance(output, Residual) else (output, None)
             x, normed = layer.norm.add(stream, last)
             targets, num_valid = _ahead(context, number)

@@ -175,6 +175,9 @@ class ModelKeys(Config):
     prediction_layers: int = Field(0, ge=0, le=16)
     """Blocks after the last one that learn to predict the tokens after the next one, each one token farther
     (multi-token prediction, DeepSeek-V3). Only training computes them."""
+    prediction_input: Literal["stream", "normed"] = "stream"
+    """What a prediction layer gets of the layer before (with model.prediction_layers): its output, or that
+    output after the norm of its own predictions (the published weights of DeepSeek-V3)."""
     prediction_weight: float = Field(0.1, gt=0, le=10)
     """Weight of the mean loss of the prediction layers, which training adds to the loss (DeepSeek-V3: 0.3,
     later 0.1)."""

@@ -37,6 +37,7 @@ SHAPES: list[dict[str, Any]] = [
     {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16, "sequence": 256},
     {"embedding_scale": 8.0, "logit_scale": 0.5, "logit_softcap": 30.0},
     {"prediction_layers": 2, "kv_heads": 2, "dropout": 0.1, "tied": False},
+    {"prediction_layers": 2, "prediction_input": "normed", "kv_heads": 2},
     {"prediction_layers": 1, "norm": "layer", "window": 64, "block": "parallel"},
     {"experts": 4, "expert_hidden": 32, "norm_placement": "after"},
     {"experts": 4, "expert_hidden": 96, "dense_layers": 1, "prediction_layers": 1},

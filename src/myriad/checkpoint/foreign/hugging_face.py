@@ -21,8 +21,13 @@ from safetensors.torch import save_file
 
 from myriad.checkpoint.checkpoint_files import Shapes, Weights
 from myriad.checkpoint.foreign.hugging_face_config import config_of, model_of, read_json
-from myriad.checkpoint.foreign.hugging_face_names import TensorMapping, missing_or_other, tensor_mappings
-from myriad.checkpoint.foreign.hugging_face_sources import Place, is_readable, sources_of, stack_of
+from myriad.checkpoint.foreign.hugging_face_names import (
+    TensorMapping,
+    missing_or_other,
+    prediction_mappings,
+    tensor_mappings,
+)
+from myriad.checkpoint.foreign.hugging_face_sources import Place, Source, is_readable, sources_of, stack_of
 from myriad.checkpoint.foreign.hugging_face_values import Quantization, quantization_of
 from myriad.checkpoint.foreign.safetensors_file import Box, SafetensorsFile, whole_box
 from myriad.checkpoint.storage.staged_folder import staged_folder
@@ -93,19 +98,37 @@ class HuggingFaceWeights:
         self.path, self.where = path, str(path)
         self.run: Path | None = None
         config = read_json(path / _CONFIG)
-        self.model: ModelConfig | None = model_of(config, vocabulary_multiple)
-        mappings = tensor_mappings(self.model, config["model_type"])
-        self._mappings = {mapping.name: mapping for mapping in mappings}
-        self._compare_tied = compare_tied
-        quantization = quantization_of(config)
-        self._places = _find_tensors(path, quantization)
-        names = [name for mapping in mappings for name in mapping.their_shapes()]
-        self._sources = sources_of(self._places, names, quantization)
-        found = {name: source.shape for name, source in self._sources.items()}
-        if problem := next(missing_or_other(mappings, found), None):
+        model = model_of(config, vocabulary_multiple)
+        self.model: ModelConfig | None = model
+        self._mappings: dict[str, TensorMapping] = {}
+        self._sources: dict[str, Source] = {}
+        self._compare_tied, self._quantization = compare_tied, quantization_of(config)
+        self._places = _find_tensors(path, self._quantization)
+        if problem := self._add(tensor_mappings(model, config["model_type"])):
             raise BadInputError("weights", str(path), f"does not match its config.json: {problem}")
-        self._refuse_others(mappings, _prediction_layers(config, self.model.layers))
-        self.shapes: Shapes = {mapping.name: mapping.shape for mapping in mappings}
+        further = _num_predictions(config)
+        self.num_left_out = further
+        """Prediction layers that ``config.json`` names and that are not read."""
+        self.why_left_out: str | None = None
+        """The tensor for which they are not read; ``None``: there are none."""
+        if further:
+            whole = model.model_copy(update={"prediction_layers": further, "prediction_input": "normed"})
+            self.why_left_out = self._add(prediction_mappings(whole, config["model_type"]))
+            if self.why_left_out is None:
+                self.model, self.num_left_out = whole, 0
+        self._refuse_others(_names_of_predictions(further, model.layers))
+        self.shapes: Shapes = {name: mapping.shape for name, mapping in self._mappings.items()}
+
+    def _add(self, mappings: Sequence[TensorMapping]) -> str | None:
+        """Add the tensors of these mappings, or return why they cannot be read."""
+        names = [name for mapping in mappings for name in mapping.their_shapes()]
+        sources = sources_of(self._places, names, self._quantization)
+        found = {name: source.shape for name, source in sources.items()}
+        if problem := next(missing_or_other(mappings, found), None):
+            return problem
+        self._mappings |= {mapping.name: mapping for mapping in mappings}
+        self._sources |= sources
+        return None
 
     @property
     def bytes_read(self) -> int:
@@ -122,7 +145,7 @@ class HuggingFaceWeights:
         for box in boxes:
             yield self._mappings[name].read_box(theirs, box)
 
-    def _refuse_others(self, mappings: Sequence[TensorMapping], unused: tuple[str, ...]) -> None:
+    def _refuse_others(self, unused: tuple[str, ...]) -> None:
         """Raise `BadInputError` for tensors that would be dropped, unless the model does not need them.
         ``unused``: beginnings of the names of some that it does not need."""
         used = {place for source in self._sources.values() for place in source.places}
@@ -182,12 +205,18 @@ def _read_once(theirs: _Read) -> _Read:
 _MOST_PREDICTION_LAYERS = 16
 
 
-def _prediction_layers(config: Mapping[str, Any], layers: int) -> tuple[str, ...]:
-    """Return the beginnings of the names of the prediction layers that a ``config.json`` names, which follow
-    the model's layers in DeepSeek's files and which no import reads."""
+def _num_predictions(config: Mapping[str, Any]) -> int:
+    """Return the number of prediction layers that a ``config.json`` of DeepSeek names; 0 for any other
+    value."""
     number = config.get("num_nextn_predict_layers")
     if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= _MOST_PREDICTION_LAYERS:
-        return ()
+        return 0
+    return number
+
+
+def _names_of_predictions(number: int, layers: int) -> tuple[str, ...]:
+    """Return the beginnings of the names of prediction layers, which follow the model's layers. Their copies
+    of the embedding and the output projection are not read: these are shared."""
     return tuple(f"model.layers.{layer}." for layer in range(layers, layers + number))
 
 

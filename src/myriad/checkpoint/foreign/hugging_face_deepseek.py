@@ -1,6 +1,6 @@
 """Fields of ``config.json`` of the families with latent attention: DeepSeek-V2 and V3, with experts in all
 layers but the first ones or in none, and MiniCPM 3, which scales embedding, residuals and logits as MiniCPM 1
-and 2 do. Prediction layers (``num_nextn_predict_layers``) are not exchanged.
+and 2 do. Prediction layers (``num_nextn_predict_layers``) are read, and not written.
 
     V2    softmax of all scores; groups, if any, by their best expert; gates as they are
     V3    sigmoids; groups by their two best experts, biases included; gates divided by their sum

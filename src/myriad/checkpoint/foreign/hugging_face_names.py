@@ -16,7 +16,7 @@ Legend: H hidden, D head size, F width of the MLP, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,7 +26,7 @@ from myriad.checkpoint.foreign.hugging_face_family import TensorNames
 from myriad.checkpoint.foreign.safetensors_file import Box, whole_box
 from myriad.model.config import ModelConfig
 
-__all__ = ["RowSlice", "TensorMapping", "missing_or_other", "tensor_mappings"]
+__all__ = ["RowSlice", "TensorMapping", "missing_or_other", "prediction_mappings", "tensor_mappings"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class TensorMapping:
     row_slices: tuple[RowSlice, ...]
     transposed: bool = False
     """Whether the source tensor has shape ``[in, out]``."""
+    swaps_halves: bool = False
+    """Whether the two halves of the columns change places. Such a tensor is only read."""
 
     def their_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every source tensor that this tensor is made of."""
@@ -76,6 +78,8 @@ class TensorMapping:
     def read_box(self, theirs: Callable[[str, Box], torch.Tensor], box: Box) -> torch.Tensor:
         """Return a part of Myriad's tensor. ``theirs`` is called for those parts of source tensors that it is
         made of, and for the other rows of a head of which it has some. Missing rows are zero."""
+        if self.swaps_halves:
+            return self._read_swapped(theirs, box)
         ours, row = torch.empty(0), 0
         for row_slice in self.row_slices:
             low, high = max(box[0].start, row), min(box[0].stop, row + row_slice.num_rows)
@@ -87,6 +91,16 @@ class TensorMapping:
                 ours[low - box[0].start : high - box[0].start] = rows
             row += row_slice.num_rows
         return ours if ours.numel() else torch.zeros([one.stop - one.start for one in box])
+
+    def _read_swapped(self, theirs: Callable[[str, Box], torch.Tensor], box: Box) -> torch.Tensor:
+        rows, columns = box
+        plain, half = replace(self, swaps_halves=False), self.shape[1] // 2
+        found = []
+        for low, moved in ((0, half), (half, -half)):
+            first, last = max(columns.start, low), min(columns.stop, low + half)
+            if first < last:
+                found.append(plain.read_box(theirs, (rows, slice(first + moved, last + moved))))
+        return torch.cat(found, 1)
 
     def _read_rows(
         self, theirs: Callable[[str, Box], torch.Tensor], row_slice: RowSlice, rows: slice, columns: Box
@@ -104,6 +118,7 @@ class TensorMapping:
 
     def write(self, ours: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the source tensors from Myriad's tensor. Missing rows are zero."""
+        assert not self.swaps_halves, "exports have no prediction layers"
         theirs = {name: ours.new_zeros(shape) for name, shape in self.their_shapes().items()}
         row = 0
         for row_slice in self.row_slices:
@@ -147,23 +162,48 @@ def tensor_mappings(model: ModelConfig, kind: str | None = None) -> Sequence[Ten
 def _decoder(model: ModelConfig, names: TensorNames) -> Iterator[TensorMapping]:
     yield _table(model, "embedding.tokens.weight", f"{names.base}.{names.tokens}.weight")
     for layer in range(model.layers):
-        ours, theirs = f"blocks.{layer}", f"{names.base}.{names.layers}.{layer}"
-        for own, name in names.norms.items():
-            yield from _norm(model, f"{ours}.{own}", f"{theirs}.{name}")
-        rotated = 0 if model.layer_rotary(layer) is None else model.rotary_width
-        attention = f"{ours}.attention", f"{theirs}.{names.attention}"
-        if model.latent is None:
-            yield from _attention(model, names, *attention, rotated)
-        else:
-            yield from _latent_attention(model, names, *attention)
-        mlp, block = (f"{ours}.mlp", f"{theirs}.{names.mlp}"), model.of_block(layer)
-        if block.experts is None:
-            yield from _mlp(block, names, *mlp, block.ffn_width)
-        else:
-            yield from _experts(block, names, *mlp)
+        yield from _block(model, names, layer, f"blocks.{layer}", f"{names.base}.{names.layers}.{layer}")
     yield from _norm(model, "head.norm", f"{names.base}.{names.final_norm}")
     if not model.tied:
         yield _table(model, "head.output.weight", f"{names.head}.weight")
+
+
+def _block(
+    model: ModelConfig, names: TensorNames, layer: int, ours: str, theirs: str
+) -> Iterator[TensorMapping]:
+    """Yield the mappings of block ``layer``, or of the block of a prediction layer."""
+    for own, name in names.norms.items():
+        yield from _norm(model, f"{ours}.{own}", f"{theirs}.{name}")
+    rotated = 0 if model.layer_rotary(layer) is None else model.rotary_width
+    attention = f"{ours}.attention", f"{theirs}.{names.attention}"
+    if model.latent is None:
+        yield from _attention(model, names, *attention, rotated)
+    else:
+        yield from _latent_attention(model, names, *attention)
+    mlp, block = (f"{ours}.mlp", f"{theirs}.{names.mlp}"), model.of_block(layer)
+    if block.experts is None:
+        yield from _mlp(block, names, *mlp, block.ffn_width)
+    else:
+        yield from _experts(block, names, *mlp)
+
+
+def prediction_mappings(model: ModelConfig, kind: str) -> Sequence[TensorMapping]:
+    """Return a mapping for every tensor of the model's prediction layers, which follow its blocks in
+    DeepSeek's files. ``kind``: model type of the files."""
+    return tuple(_predictions(model, FAMILIES[kind].names(model)))
+
+
+def _predictions(model: ModelConfig, names: TensorNames) -> Iterator[TensorMapping]:
+    hidden = model.hidden
+    for number in range(model.prediction_layers):
+        layer = model.layers + number
+        ours, theirs = f"head.predictions.{number}", f"{names.base}.{names.layers}.{layer}"
+        norms = {"stream_norm": "hnorm", "token_norm": "enorm", "norm": "shared_head.norm"}
+        for own, name in norms.items():
+            yield from _norm(model, f"{ours}.{own}", f"{theirs}.{name}")
+        rows = (RowSlice(f"{theirs}.eh_proj.weight", hidden),)  # columns of the token first
+        yield TensorMapping(f"{ours}.projection.weight", (hidden, 2 * hidden), rows, swaps_halves=True)
+        yield from _block(model, names, layer, f"{ours}.block", theirs)
 
 
 def _norm(model: ModelConfig, ours: str, theirs: str) -> Iterator[TensorMapping]:

@@ -384,6 +384,8 @@ def _show_hugging_face(run: Path, done: Mapping[str, Any]) -> None:
     typer.echo(f"{run}: {done['parameters']:,} parameters, {tokenizer}")
     if done["other_end"]:
         typer.echo(f"note: {done['other_end']}")
+    for why in done["left_out"]:
+        typer.echo(f"left out: the prediction layers of {why}")
     job, weights = shlex.quote(f"{run}/job.toml"), shlex.quote(str(run))
     typer.echo(f"train from it: myriad train {job} --run NAME --init-from {weights} --data.corpus CORPUS")
 

@@ -255,7 +255,10 @@ def import_hugging_face(folder: Path, out: Path) -> dict[str, Any]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     parameters = weights.model.num_parameters()
     made = {"source": str(folder), "run": str(out), "parameters": parameters, "tokenizer": has_tokenizer}
-    return {**made, "other_end": other_end}
+    left_out = []
+    if weights.why_left_out is not None:
+        left_out = [f"num_nextn_predict_layers = {weights.num_left_out}: {weights.why_left_out}"]
+    return {**made, "other_end": other_end, "left_out": left_out}
 
 
 def _save_model(weights: HuggingFaceWeights, folder: CheckpointFolder) -> int:

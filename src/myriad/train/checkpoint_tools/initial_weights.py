@@ -69,6 +69,7 @@ _SAME = {
 _REPORTED = (
     *("vocabulary", "norm_epsilon", "window", "window_pattern", "rotary_base", "rotary_fraction"),
     *("rotary_pattern", "window_rotary_base", "rotary_scaling", "attention_scale", "attention_softcap"),
+    "prediction_input",
     *("embedding_scale", "residual_scale", "logit_scale", "logit_softcap", "mup_base_width"),
 )
 """Fields whose differences are reported, not refused: the user may intend them."""
@@ -104,6 +105,8 @@ def fill_initial(run: Run, job: Job, engine: Engine) -> dict[str, Any] | None:
     description = {"source": weights.where, "kind": kind, "tensors": len(weights.shapes.keys() - unused)}
     counts = {"drawn_prediction_layers": lacking, "unused_prediction_layers": unused}
     description |= {key: len(_predictions_of(names)) for key, names in counts.items() if names}
+    if isinstance(weights, HuggingFaceWeights) and weights.num_left_out:
+        description["unused_prediction_layers"] = weights.num_left_out
     differs = _differences(weights.model, job.model)
     if engine.groups.grid.rank == 0:
         differs |= _other_tokenizer(weights, job)

@@ -74,7 +74,8 @@ def open_model(name: str, key: str, *, ema: bool = False) -> WholeModel:
         return open_checkpoint_model(name, key, ema=ema)
     assert weights.model is not None, "config.json says what the model is"
     tokenizer = Tokenizer.load(Path(weights.where))
-    return WholeModel(_build(weights.model, 1, weights.read), tokenizer, weights.model, weights.where)
+    model = weights.model.without_predictions()
+    return WholeModel(_build(model, 1, weights.read), tokenizer, model, weights.where)
 
 
 def open_checkpoint_model(name: str, key: str = "run", *, ema: bool = False) -> WholeModel:
@@ -98,7 +99,8 @@ def describe_weights(name: str, key: str, *, ema: bool = False) -> DescribedWeig
     weights = open_weights(name, key, ema=ema)
     if isinstance(weights, HuggingFaceWeights):
         assert weights.model is not None, "config.json says what the model is"
-        return DescribedWeights(weights, weights.model, Tokenizer.load(Path(weights.where)), None)
+        model = weights.model.without_predictions()
+        return DescribedWeights(weights, model, Tokenizer.load(Path(weights.where)), None)
     checkpoint = open_checkpoint(weights.where)
     job, tokenizer = _job_and_tokenizer(checkpoint, weights.run, key, name)
     return DescribedWeights(weights, model_of(checkpoint, job).without_predictions(), tokenizer, job)
