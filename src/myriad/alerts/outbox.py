@@ -41,8 +41,8 @@ class Outbox:
         report: Callable[[str, str], None],
         first_wait_seconds: float = _FIRST_WAIT_SECONDS,
     ) -> None:
-        """``changed``: called when there is something to store; ``report``: with the place's name and what is
-        wrong with it, when that begins, and "" when it is over."""
+        """``changed``: called when there is something to store. ``report``: called with the place's name and
+        its problem when one begins, and with "" when it is over."""
         self.name, self._sender, self._level = sender.name, sender, sender.level
         self._per_hour, self._changed, self._report = per_hour, changed, report
         self._first_wait = first_wait_seconds

@@ -267,7 +267,7 @@ class CheckpointWeights:
         model: ModelConfig | None,
         prefix: str = MODEL_PREFIX,
     ) -> None:
-        """Read names and shapes, but no values. ``prefix``: of the names of the stored tensors."""
+        """Read names and shapes, but no values. ``prefix``: prefix of the names of the stored tensors."""
         self.where, self.run, self.model, self._prefix = checkpoint.where, run, model, prefix
         tensors = {
             name.removeprefix(prefix): tensor

@@ -49,7 +49,7 @@ LONGEST_LINE_BYTES = 1 << 28
 """Largest line of JSONL; a longer one is refused, because a line is in memory as a whole."""
 
 END_OF_FILE = 2**62
-"""`Found.next` after a file that cannot be read on."""
+"""Value of `Found.next` if the rest of the file cannot be read."""
 _BLOCK_BYTES = 1 << 20
 """Bytes of one request to a server."""
 _HALF_PAIR = re.compile("[\ud800-\udfff]")

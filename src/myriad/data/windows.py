@@ -259,9 +259,9 @@ def balanced_order(costs: Sequence[int], shares: Sequence[int], micro_batch: int
     """Return the order in which the rows of a global batch are computed, so that micro-batches take about
     equally long, and replicas too.
 
-    ``costs``: of each row. ``shares``: micro-batches of each replica. Rows go to micro-batches, and these to
-    replicas, from the most expensive one on, each to where the sum is least. A replica begins with its most
-    expensive micro-batch, so that micro-batches of one number are alike on all replicas.
+    ``costs``: cost of each row. ``shares``: micro-batches of each replica. Rows go to micro-batches, and
+    these to replicas, from the most expensive one on, each to where the sum is least. A replica begins with
+    its most expensive micro-batch, so that micro-batches of one number are alike on all replicas.
     """
     groups = _balanced(costs, [micro_batch] * sum(shares))
     sums = [sum(costs[row] for row in group) for group in groups]

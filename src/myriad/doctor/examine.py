@@ -93,7 +93,7 @@ def diagnose(
     probes: Sequence[str] = tuple(PROBES),
 ) -> Diagnosis:
     """Diagnose this node. ``folder``: where the run writes; ``expected``: the cluster's baseline;
-    ``provider``: of device states, by default that of the driver; ``probes``: names from `PROBES`, by
+    ``provider``: reads device states, by default from the driver; ``probes``: names from `PROBES`, by
     default all."""
     start, clocks, expected = time.perf_counter(), read_clocks(), expected or {}
     readings: list[Reading] = [*check_limits(), *check_versions()]

@@ -29,8 +29,8 @@ class TaskRequests:
         return [(one.context, one.generation) for task in tasks for one in task.documents]
 
     def scores(self, found: Sequence[PieceScore], made: Sequence[str]) -> list[TaskScores]:
-        """Return the scores of each task. ``found``: of each of `pieces`; ``made``: the text of each of
-        `prompts`."""
+        """Return the scores of each task. ``found``: the score of each of `pieces`; ``made``: the text of
+        each of `prompts`."""
         scores, texts = iter(found), iter(made)
         results = []
         for task, documents in zip(self._tasks, self._requests, strict=True):

@@ -52,8 +52,8 @@ class Documents:
     """The documents in the windows of a micro-batch ``[B, S]``; each window is full."""
 
     def __init__(self, positions: torch.Tensor, lengths: Sequence[Sequence[int]]) -> None:
-        """``positions``: of each token in its document, ``[B, S]`` int64. ``lengths``: of the documents of
-        each window, on the host, so that no operator waits for the device."""
+        """``positions``: position of each token in its document, ``[B, S]`` int64. ``lengths``: lengths of
+        the documents of each window, on the host, so that no operator waits for the device."""
         self.positions, self.lengths = positions, tuple(map(tuple, lengths))
 
     @classmethod
@@ -67,11 +67,11 @@ class Documents:
         return cls(on(torch.from_numpy(positions.astype(np.int64))), lengths)
 
     def rows(self, start: int, stop: int) -> "Documents":
-        """Return those of some of the windows."""
+        """Return the documents of some of the windows."""
         return Documents(self.positions[start:stop], self.lengths[start:stop])
 
     def split(self, sizes: Sequence[int]) -> "list[Documents]":
-        """Return those of consecutive windows."""
+        """Return the documents of consecutive windows, a value for each of ``sizes``."""
         ends = list(accumulate(sizes))
         return [self.rows(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 

@@ -59,7 +59,7 @@ def kept_bytes_per_token(
     """Return the bytes per token that one layer keeps on one rank. ``layer``: index of the block. ``ep``:
     ranks that share its experts. ``whole_experts``: experts are whole on a rank, although ``tp`` ranks share
     other matrices. ``expert_load``: tokens that this rank gets for its experts over those that it sends.
-    ``bytes_per_value``: of the compute type. ``softmax_block``: positions of a block of queries if the
+    ``bytes_per_value``: size of the compute type. ``softmax_block``: positions of a block of queries if the
     softmax is kept (64 on a CPU in float32 with short spans); ``None``: the library's attention."""
     stream = model.hidden * bytes_per_value / tp
     if recompute == "full":

@@ -39,7 +39,7 @@ def hidden_matrices(
 
 
 def matrices_of_rank(matrices: Sequence[HiddenMatrix], ep: int, *, of_experts: bool) -> list[HiddenMatrix]:
-    """Return those of a stage's matrices that a rank holds: of routed experts, or all others. ``ep``: ranks
+    """Return the matrices of a stage that a rank holds: those of routed experts, or all others. ``ep``: ranks
     that share experts."""
     found = [one for one in matrices if one.of_expert == of_experts]
     return found[: len(found) // ep] if of_experts else found

@@ -184,7 +184,8 @@ class OptimizerStep:
         refuses: Refuses | None = None,
     ) -> float:
         """Set the arguments of the next iteration (`Engine.train_step` has them), and return the factor by
-        which each micro-batch's sum of losses is multiplied before the backward. ``number``: for messages."""
+        which each micro-batch's sum of losses is multiplied before the backward. ``number``: number of the
+        step, which messages name."""
         self._now = _Arguments(num_targets, learning_rate, signal, number, refuses)
         self._skips, self._completes, self._result = skip, False, None
         self.statistics.begin(0 if skip else number)

@@ -59,7 +59,7 @@ class PipelineTransfers:
         *,
         stream_is_sharded: bool,
     ) -> None:
-        """``shapes``: of the tensor that each stage but the last sends to the next one.
+        """``shapes``: shape of the tensor that each stage but the last sends to the next one.
         ``stream_is_sharded``: the tensors between stages differ among tensor-parallel ranks. If not, these
         ranks hold equal tensors and share the transfer."""
         self.shapes, self._num_stages, self._device, self._recorder = shapes, num_stages, device, recorder

@@ -44,7 +44,8 @@ class Finisher(Protocol):
     """The end of an iteration: what the runtime calls when the gradients are complete."""
 
     def clip(self, loss_sum: torch.Tensor, digest: int) -> None:
-        """Compute the global gradient norm and begin the optimizer step. ``digest``: of this rank's batch."""
+        """Compute the global gradient norm and begin the optimizer step. ``digest``: hash of this rank's
+        batch."""
         ...
 
     @property

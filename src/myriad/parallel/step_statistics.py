@@ -140,7 +140,7 @@ class StepStatistics:
         self._small += sums_of_squares([chunk.grad_buffer], [self._pieces[chunk]], 1)[0]
 
     def write_sums(self, into: torch.Tensor, squares: torch.Tensor) -> None:
-        """Write this rank's part of the sums. ``squares``: of the reduced gradients, by row."""
+        """Write this rank's part of the sums. ``squares``: squared norms of the reduced gradients, by row."""
         if self.noise is not None:
             into[0] = self._small
             into[1] = (squares * self._counted).sum()
@@ -149,7 +149,7 @@ class StepStatistics:
             into[self._entropies_from :] = self._entropies
 
     def noise_of(self, sums: Sequence[float], scale: float, num_targets: int) -> NoiseEstimate | None:
-        """Add a step's sums over all ranks. ``scale``: of the loss. ``None``: there is one replica."""
+        """Add a step's sums over all ranks. ``scale``: loss scale. ``None``: there is one replica."""
         sums = sums[: self._num_noise]
         if self.noise is None or self._shares >= 1 or not all(map(math.isfinite, sums)):
             return None
@@ -211,11 +211,12 @@ class StepStatistics:
         return self._is_due
 
     def layer_sums(self, squares: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the squared norms, ``[3 x layers]``. ``squares``: of the gradients."""
+        """Return this rank's part of the squared norms, ``[3 x layers]``. ``squares``: squared norms of the
+        gradients, by row."""
         return (torch.cat((squares[None], self._squares)) @ self._of_layers.T).flatten()
 
     def layer_norms(self, sums: Sequence[float], scale: float) -> LayerNorms:
-        """Return the norms from the sums over all ranks. ``scale``: of the loss."""
+        """Return the norms from the sums over all ranks. ``scale``: loss scale."""
         number = len(self._layers)
         norms = [math.sqrt(one) for one in sums]
         gradient = [norm / scale for norm in norms[:number]]

@@ -248,7 +248,7 @@ class Baseline:
     """The seconds that each rank took in the first steps of an attempt."""
 
     def __init__(self, groups: PeerGroups, seconds: Array | None = None) -> None:
-        """``seconds``: by rank, as known from an earlier attempt; ``None``: not known."""
+        """``seconds``: seconds per step of each rank, from an earlier attempt; ``None``: not known."""
         self._groups, self.seconds = groups, None if seconds is None else seconds.copy()
 
     def learn(self, steps: Array) -> bool:

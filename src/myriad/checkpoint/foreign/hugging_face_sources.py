@@ -28,7 +28,7 @@ __all__ = ["Place", "Source", "is_readable", "sources_of", "stack_of"]
 _READ_TYPES = ("F32", "F16", "BF16")
 """Dtypes whose values float32 represents exactly."""
 _GROUP = 32
-"""Values that have one exponent in mxfp4."""
+"""Number of values that share an exponent in mxfp4."""
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the 4-bit floats, by their lower three bits; the highest bit is the sign."""
 _BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"

@@ -100,7 +100,7 @@ def check_restart(
 ) -> None:
     """Return if a run that loaded no state may start at step 1.
 
-    ``problems``: of states that could not be loaded. ``in_memory``: descriptions of the nodes' snapshots.
+    ``problems``: reasons why states could not be loaded. ``in_memory``: descriptions of the nodes' snapshots.
     ``committed`` and ``damaged``: steps of the folder's checkpoints, and of those set aside. ``unreadable``:
     some state could not be read and may be good. ``newest``: the step that the driver rolls back to. Raises
     `NoStateError` if the operator must decide, and `RunFailedError` if a later attempt may succeed."""

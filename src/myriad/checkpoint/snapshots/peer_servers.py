@@ -61,7 +61,7 @@ class PeerServers:
         encrypts: bool = False,
     ) -> None:
         """``nodes``: host and port of each server. ``token``: secret of the attempt. ``target_of``: node that
-        stores the copy of each rank. ``encrypts``: with TLS."""
+        stores the copy of each rank. ``encrypts``: whether connections have TLS."""
         self._addresses: list[Address] = [(host, port) for host, port in nodes]
         self._node, self._token, self._target_of = node, token, dict(target_of)
         self._encrypts = encrypts

@@ -187,7 +187,7 @@ class SnapshotClient:
 
     def port(self, host: str, wanted: int = 0, *, encrypts: bool = False) -> int:
         """Return the port for other nodes' servers, on this node's address ``host``; ``wanted`` is the port
-        to use if it is free; ``encrypts``: with TLS."""
+        to use if it is free; ``encrypts``: whether connections have TLS."""
         return int(self._ask({"op": "port", "host": host, "wanted": wanted, "encrypt": encrypts})[0]["port"])
 
     def report_complete(self, slot: int, step: int, *, durable: bool, copies: bool) -> None:

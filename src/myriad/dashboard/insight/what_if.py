@@ -216,7 +216,7 @@ class _MeasuredRun(RankClocks):
         replicas: Sequence[int],
         seconds: Sequence[Array],
     ) -> None:
-        """``seconds``: by lane and action."""
+        """``seconds``: seconds of each action, by lane."""
         super().__init__([one.program for one in programs], travel, replicas)
         self.seconds = [row.tolist() for row in seconds]
 

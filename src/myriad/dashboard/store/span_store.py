@@ -54,7 +54,7 @@ class OwnSeconds:
         self._carried: Records = np.zeros(0, RECORD)
 
     def of(self, records: Records, computing: Array) -> Timed:
-        """Return the new spans with their own seconds. ``computing``: by name, whether its spans may have
+        """Return the new spans with their own seconds. ``computing``: whether spans of a name may have
         children."""
         ranks_in_batch = np.zeros(self._world, bool)
         ranks_in_batch[records["rank"]] = True

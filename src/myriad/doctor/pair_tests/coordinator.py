@@ -71,7 +71,7 @@ class _PairResult:
 
     @property
     def lost_ratio(self) -> float:
-        """Share of lost packets, of those sent without a full queue."""
+        """Share of packets lost, among those sent while no queue was full."""
         return self.lost / self.trickled if self.trickled else 0.0
 
     @property

@@ -150,8 +150,8 @@ class KubernetesLauncher:
             self._restarts[node] = _num_restarts(pod)
 
     def _pods(self, node: int | None = None) -> dict[int, dict[str, Any]]:
-        """Return the newest running pod of each node that is not being deleted; ``node``: of this node
-        only."""
+        """Return the newest running pod of each node that is not being deleted; ``node``: only this
+        node's."""
         selector = f"{RUN_LABEL}={self._name},{ROLE_LABEL}={NODE_ROLE}"
         selector += "" if node is None else f",{INDEX_LABEL}={node}"
         found = self._api.get(f"/api/v1/namespaces/{self._namespace}/pods", labelSelector=selector)

@@ -79,7 +79,7 @@ def text(
 ) -> str:
     """Return a line of text whose ``anchor`` (start, middle, end) is at ``x``.
 
-    ``upright``: written from bottom to top; ``halo``: with an outline that keeps it readable on lines."""
+    ``upright``: write from bottom to top; ``halo``: draw an outline that keeps text readable on lines."""
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size:g}"'
     style = f'{_class(ink)} fill="{ink}"'
     style += f' font-weight="{weight}"' if weight != 400 else ""

@@ -46,8 +46,8 @@ _MEMORY_SHARE = 0.01
 def node_facts(
     node: int, address: str, *, root: Path = Path("/"), environment: Mapping[str, str] = os.environ
 ) -> NodeFacts:
-    """Read the facts of this node. ``address``: at which the driver reaches it. ``root``: folder of /sys and
-    /proc."""
+    """Read the facts of this node. ``address``: address at which the driver reaches it. ``root``: folder of
+    /sys and /proc."""
     sys, proc = root / "sys", root / "proc"
     return NodeFacts(
         node=node,

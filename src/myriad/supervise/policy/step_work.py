@@ -162,7 +162,7 @@ def best_cuts(
     pipeline: Pipeline, seconds: Sequence[float], times: Sequence[float], share: int
 ) -> tuple[int, ...]:
     """Return the cuts with the shortest step of ``share`` micro-batches, or one that is hardly longer.
-    ``seconds``: of each layer. ``times``: slowdown of each rank."""
+    ``seconds``: seconds of each layer. ``times``: slowdown of each rank."""
 
     def cost(cuts: Sequence[int]) -> float:
         paces = [one * total for one, total in zip(times, pipeline.sums(seconds, cuts), strict=True)]

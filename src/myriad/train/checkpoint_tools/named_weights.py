@@ -55,8 +55,8 @@ def _open_checkpoint(checkpoint: Checkpoint, run: Path | None, *, ema: bool) -> 
 
 
 def prefix_of(checkpoint: Checkpoint, *, ema: bool) -> str:
-    """Return the prefix of the weights' names. ``ema``: of their moving average. Raises `BadInputError` for a
-    checkpoint without one."""
+    """Return the prefix of the weights' names. ``ema``: the prefix of their moving average. Raises
+    `BadInputError` for a checkpoint without one."""
     if not ema:
         return MODEL_PREFIX
     if not any(name.startswith(AVERAGE_PREFIX) for name in checkpoint.manifest().tensors):
