@@ -51,6 +51,9 @@ def test_experts_are_compared_among_the_ranks_that_hold_the_same() -> None:
     assert told(compared, 20, same | {3: dense | 9}) == ReplicaDifference(20, (1, 3), ())
     compared = ReplicaDigests(FOUR, expert_replica_groups(job), splits=True)
     assert told(compared, 10, same | {2: 6 << 32 | 1}) == ReplicaDifference(10, (2,), (0, 1, 3))
+    apart = load_job("tiny-moe", ["layout.dp=4", "layout.ep=4", "resilience.verify_every=1"])
+    compared = ReplicaDigests(FOUR, expert_replica_groups(apart), splits=bool(expert_replica_groups(apart)))
+    assert told(compared, 10, {rank: dense | rank for rank in range(4)}) is None, "no two hold the same"
     fewer = ReplicaDigests(FOUR, splits=True)  # with another number of replicas
     assert told(fewer, 10, same) is None and fewer.agreed == 10
 

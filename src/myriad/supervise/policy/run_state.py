@@ -35,7 +35,7 @@ class RunPlan:
     replicas: tuple[tuple[int, ...], ...] = ()
     """Groups of ranks that must hold bitwise equal parameters; empty: replicas are not compared."""
     expert_replicas: tuple[tuple[int, ...], ...] = ()
-    """Groups of ranks that must hold bitwise equal experts, if not all replicas do."""
+    """Groups of ranks that must hold bitwise equal experts; empty: those of ``replicas`` must."""
     on_nan: OnNan = "replay"
     spike_steps: tuple[int, int] = (0, 0)
     """How many steps before a spike the run restarts, and up to how many steps after it batches are
