@@ -29,6 +29,7 @@ from myriad.optim.loss_scale import LossScaler
 from myriad.optim.schedule import learning_rate
 from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
+from myriad.parallel.routing_tape import RoutingFolders
 from myriad.program.config import OverlapConfig
 from myriad.program.partition import partition_layers
 from myriad.telemetry.config import TelemetryConfig
@@ -91,6 +92,7 @@ def make_engine(
     float8: Float8 | None = None,
     keeps_float8: bool = True,
     telemetry: TelemetryConfig = TelemetryConfig(),
+    routing: RoutingFolders = RoutingFolders(),
 ) -> Engine:
     layout = Layout(**case.layout)
     config = ModelConfig(**(TINY | case.model))
@@ -120,6 +122,7 @@ def make_engine(
         loss_scaler=scaler,
         keeps_addresses=case.keeps_addresses,
         telemetry=telemetry,
+        routing=routing,
     )
 
 

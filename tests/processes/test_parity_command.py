@@ -53,6 +53,20 @@ def test_bfloat16_is_compared_in_bfloat16_and_every_step_is_stored(tmp_path: Pat
     assert compare_runs(*runs, Tolerance(1e-3, 3e-2)).parted_step == 2
 
 
+def test_chosen_experts_are_compared_and_replayed(tmp_path: Path) -> None:
+    """Two replicas of which each has half of the experts: no two ranks hold the same ones."""
+    layouts = ("--layout", "dp=2,ep=2", "--layout", "tp=2", "--replay-routing")
+    options = ("--steps", "2", "--keep-every", "2", "--folder", str(tmp_path / "runs"), "--json")
+    experts = ("--model.experts", "4", "--model.expert_hidden", "16", "--optimizer.warmup_steps", "1")
+    code, output = run_parity(*layouts, *TINY, *experts, *options)
+    compared = json.loads(output)["comparisons"][0]
+    assert code == 0 and compared["agrees"]
+    assert compared["num_choices"] == 2 * 8 * 32 * 2 * 2 and compared["other_choices"] == 0
+    assert Run(tmp_path / "runs" / "layout-1").job().train.replay_routing
+    with pytest.raises(BadInputError, match=r"needs model\.experts"):
+        run_parity(*LAYOUTS, "--replay-routing")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -65,6 +65,13 @@ def parity(
             help="Steps between comparisons of parameters; the last step is always compared.", min=1
         ),
     ] = 1,
+    replay_routing: Annotated[
+        bool,
+        typer.Option(
+            help="Give every token the experts that it got in the first layout, for models with experts: "
+            "rounding may choose others where scores are equal."
+        ),
+    ] = False,
     folder: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Keep the runs in this folder. Default: remove them afterwards."),
@@ -78,7 +85,8 @@ def parity(
     with a smaller one, Adam moves elements whose gradient is only rounding noise by the full learning rate,
     and layouts differ.
 
-    Prints the largest relative difference, or the first step and the first tensor that differ.
+    Prints the largest relative difference, or the first step and the first tensor that differ. For a model
+    with experts, prints also how many of the chosen experts differ.
 
     Exit code: 0 the layouts agree, 1 they differ or a step could not be compared, 2 bad input.
     """
@@ -91,6 +99,8 @@ def parity(
         raise BadInputError("--layout", len(layouts), "give at least two")
     overrides = OverrideCommand.of(context)
     jobs = [_job(job, text, overrides, steps, keep_every) for text in layouts]
+    if replay_routing and jobs[0].model.experts is None:
+        raise BadInputError("--replay-routing", "true", "needs model.experts")
     precision = jobs[0].train.precision
     allowed = _tolerance(precision, steps, tolerance)
     for resolved in jobs:
@@ -100,10 +110,11 @@ def parity(
         console.print(f"compared in {precision}: {allowed} (relative)")
         console.print(*_changes(job, overrides, steps, keep_every), sep="\n", end="")
     with tempfile.TemporaryDirectory() as temporary:
-        runs = [
-            _train(resolved, Path(folder or temporary) / f"layout-{number}", text, console)
-            for number, (resolved, text) in enumerate(zip(jobs, layouts, strict=True))
-        ]
+        where = Path(folder or temporary).absolute()
+        runs: list[Run] = []
+        for number, (resolved, text) in enumerate(zip(jobs, layouts, strict=True)):
+            replayed = where / "layout-0" / "routing" if replay_routing and number else None
+            runs.append(_train(resolved, where / f"layout-{number}", text, console, replayed))
         found = _compare(runs, allowed)
     if console is None:
         typer.echo(json.dumps({"precision": precision, **_as_json(layouts, found, allowed)}))
@@ -135,7 +146,8 @@ def _fixed_keys(
     asked = dict(override.partition("=")[::2] for override in overrides).get("train.precision")
     precision = asked if asked in _PRECISIONS else "float32"
     here, kept = "runs on this machine", "parameters of each compared step are stored before the next step"
-    return {
+    routing = {"telemetry.routing": ("true", "chosen experts are compared")} if given.model.experts else {}
+    return routing | {
         "train.precision": (precision, f"one of {', '.join(_PRECISIONS)}"),
         "train.threads": ("1", "sums of several threads differ in their order"),
         "train.steps": (f"{steps}", "--steps sets them"),
@@ -182,7 +194,8 @@ def _changes(name: str, overrides: list[str], steps: int, keep_every: int) -> li
     return lines
 
 
-def _train(job: "Job", path: Path, layout: str, console: "Console | None") -> "Run":
+def _train(job: "Job", path: Path, layout: str, console: "Console | None", replayed: Path | None) -> "Run":
+    """Train a layout; ``replayed``: the routing that it uses, if not its own."""
     from myriad.cli.train.train_screen import open_screen
     from myriad.launchers.local import run_local
     from myriad.run import Run
@@ -192,6 +205,8 @@ def _train(job: "Job", path: Path, layout: str, console: "Console | None") -> "R
     run = Run(path)
     if run.exists:
         raise BadInputError("--folder", str(path.parent), "must not hold earlier runs")
+    if replayed is not None:
+        job = job.model_copy(update={"train": job.train.model_copy(update={"replay_routing": str(replayed)})})
     run.create_or_resume(job)
     # Each step writes one checkpoint.
     screen = open_screen(console, run, job.train.steps, quiet=("checkpoint",))
@@ -237,11 +252,21 @@ def _as_json(layouts: list[str], found: list["RunComparison"], tolerance: "Toler
     return {"reference": layouts[0], "tolerance": tolerance._asdict(), "comparisons": rows}
 
 
+def _routing(found: "RunComparison") -> str:
+    """Return a phrase with the chosen experts that differ; empty if none were compared."""
+    if not found.num_choices:
+        return ""
+    return f"; {found.other_choices:,} of {found.num_choices:,} chosen experts differ"
+
+
 def _show(
     console: "Console", layouts: list[str], found: list["RunComparison"], tolerance: "Tolerance"
 ) -> None:
     for text, comparison in zip(layouts[1:], found, strict=True):
-        console.print(f"[bold]{layouts[0]}[/bold] and [bold]{text}[/bold]: {_verdict(comparison, tolerance)}")
+        console.print(
+            f"[bold]{layouts[0]}[/bold] and [bold]{text}[/bold]: "
+            f"{_verdict(comparison, tolerance)}{_routing(comparison)}"
+        )
 
 
 def _verdict(found: "RunComparison", tolerance: "Tolerance") -> str:

@@ -111,6 +111,11 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         False,
         "each replica holds state of its own for lossy communication",
     ),
+    ResumeRule(
+        ("train.replay_routing",),
+        True,
+        "whose experts tokens get from the next step on",
+    ),
     ResumeRule(("name", "train.init_from"), False, "they say how the run began"),
 )  # fmt: skip
 """Every key of a job is in exactly one rule; one that names a key comes before that of its section."""

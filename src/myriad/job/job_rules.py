@@ -79,6 +79,9 @@ def _check_expert_ranks(job: JobValues) -> None:
         layout.expert_dispatch,
         "expert with layout.ep = 1",
     )
+    replay, telemetry = job.train.replay_routing, job.telemetry
+    need(replay is None or experts is not None, "train.replay_routing", replay, "needs model.experts, or off")
+    need(not telemetry.routing or experts is not None, "telemetry.routing", True, "needs model.experts")
     if not layout.folds_experts:
         return
     number = experts or 1

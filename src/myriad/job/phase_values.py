@@ -97,6 +97,9 @@ class TrainConfig(Config):
     Python."""
     init_from: str | None = None
     """Initial weights: a run, a checkpoint or a Hugging Face folder. off: random, from train.seed."""
+    replay_routing: str | None = None
+    """Folder RUN/routing of another run (telemetry.routing) with the same data: its tokens' experts are used
+    in each step instead of those that the router would choose. off: the router chooses."""
     sample_prompt: str | None = None
     """Text that the model continues after the last step; off: no sample."""
 

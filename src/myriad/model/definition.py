@@ -146,6 +146,11 @@ class Context:
     """Factor of the loss: gradients are those of (sum of losses) x this, 1 / number of targets in the global
     batch."""
 
+    def first_of_share(self, length: int, rank: int) -> int:
+        """Return the position in the sequence at which the share of a tensor-parallel rank begins, if each
+        has ``length`` positions."""
+        return rank * length if self.first_position is None else self.first_position
+
 
 class Definition(Protocol):
     """A model as a list of layers."""

@@ -32,7 +32,7 @@ Legend: B batch, S sequence, H hidden, E experts, k experts of a token, T = B S 
 
 from collections.abc import Generator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ from myriad.kernels.gradient import LaterProducts
 from myriad.kernels.linear import weight_gradient
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
+from myriad.model.definition import Context
 from myriad.model.expert_dispatch import (
     Combine,
     Dispatch,
@@ -55,6 +56,16 @@ from myriad.model.interleave import Steps, Whole, finish
 from myriad.model.mlp import MLP, ExpertMLP, GatedMLP
 
 __all__ = ["Experts", "Router"]
+
+
+class Routing(Protocol):
+    """Records the chosen experts of tokens, and may choose others."""
+
+    def __call__(self, purpose: str, chosen: torch.Tensor, samples: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the experts ``[B, S, k]`` to use instead of ``chosen``. ``purpose``: "gates", or "balance"
+        for the balance loss. ``samples`` ``[B]``: global indices of the sequences. ``first``: position of
+        their first token here."""
+        ...
 
 
 class Router(nn.Module):
@@ -74,11 +85,16 @@ class Router(nn.Module):
         self._sums_two = config.router_group_score == "two_largest"
         self.exact_bias: torch.Tensor | None = None
         """The values of the bias in float32, if the parameter may have fewer digits."""
+        self.routing: Routing | None = None
+        """What records the chosen experts in training, and may choose others."""
 
-    def forward(self, x: torch.Tensor, loss_factor: float) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, loss_factor: float, samples: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the logits ``[B, S, E]`` of whole sequences ``[B, S, H]``. In training their gradient
-        includes that of the two losses. ``loss_factor``: factor of the loss of the micro-batch."""
-        return self.with_losses(self.products(x), loss_factor)
+        includes that of the two losses. ``loss_factor``: factor of the loss of the micro-batch. ``samples``:
+        global indices of the sequences, for `routing`."""
+        return self.with_losses(self.products(x), loss_factor, samples)
 
     def products(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits of tokens ``[..., H]``."""
@@ -90,12 +106,15 @@ class Router(nn.Module):
         """Whether the two losses are computed: only in training, where a gradient is."""
         return self.training and torch.is_grad_enabled() and bool(self._balance or self._z_loss)
 
-    def with_losses(self, logits: torch.Tensor, loss_factor: float) -> torch.Tensor:
+    def with_losses(
+        self, logits: torch.Tensor, loss_factor: float, samples: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the logits ``[B, S, E]`` of whole sequences. Their gradient includes that of the losses."""
         if not self.adds_losses:
             return logits
         # every tensor-parallel rank computes the whole loss, and gradients are summed over them
-        added: torch.Tensor = _WithLoss.apply(logits, self.loss(logits), loss_factor / self._num_ranks)
+        factor = loss_factor / self._num_ranks
+        added: torch.Tensor = _WithLoss.apply(logits, self.loss(logits, samples), factor)
         return added
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
@@ -109,13 +128,20 @@ class Router(nn.Module):
         shares = scores if self._kind == "softmax" else scores / scores.sum(-1, keepdim=True)
         return torch.special.entr(shares).sum(-1)
 
-    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gates ``[T, k]`` and the chosen experts ``[T, k]`` of logits ``[..., E]``."""
+    def choose(
+        self, logits: torch.Tensor, samples: torch.Tensor | None = None, first: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gates ``[T, k]`` and the chosen experts ``[T, k]`` of logits ``[..., E]``. ``samples``
+        and ``first`` are for `routing`: global indices of the sequences, and the first position."""
         scores = self.scores(logits.flatten(0, -2))
         if self.bias is None and self._groups == 1:
             gates, chosen = scores.topk(self.num_chosen, -1)
         else:
             chosen = self._preferences(scores).topk(self.num_chosen, -1).indices
+            gates = scores.gather(-1, chosen)
+        if self.routing is not None and samples is not None and self.training:
+            whole = chosen.view(*logits.shape[:-1], -1)
+            chosen = self.routing("gates", whole, samples, first).view_as(chosen)
             gates = scores.gather(-1, chosen)
         if self._normalizes:
             gates = gates / gates.sum(-1, keepdim=True)
@@ -135,7 +161,7 @@ class Router(nn.Module):
         others.scatter_(-1, of_groups.topk(self._group_limit, -1).indices, value=False)
         return groups.masked_fill(others[..., None], -torch.inf).flatten(-2)
 
-    def loss(self, logits: torch.Tensor) -> torch.Tensor:
+    def loss(self, logits: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
         """Return the balance loss and the z-loss, summed over the tokens of whole sequences ``[B, S, E]``."""
         _, tokens, experts = logits.shape
         found = logits.new_zeros(())
@@ -143,7 +169,10 @@ class Router(nn.Module):
             found = found + self._z_loss * logits.logsumexp(-1).square().sum()
         if self._balance:
             scores = self.scores(logits)
-            chosen = scores.detach().topk(self.num_chosen, -1).indices.flatten(1)
+            largest = scores.detach().topk(self.num_chosen, -1).indices
+            if self.routing is not None and samples is not None:
+                largest = self.routing("balance", largest, samples, 0)
+            chosen = largest.flatten(1)
             counts = scores.new_zeros(len(scores), experts)
             counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=scores.dtype))
             shares = scores / scores.sum(-1, keepdim=True) if self._kind == "sigmoid" else scores
@@ -182,19 +211,20 @@ class Experts(nn.Module):
         float64 ``[]``."""
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return finish(self.steps(x, logits))
+        return finish(self.steps(x, logits, Context()))
 
     @property
     def is_whole(self) -> bool:
         """Whether `steps` takes and returns this rank's part of the sequence, with whole results."""
         return self.boundary.whole_experts
 
-    def route(self, x: torch.Tensor, loss_factor: float) -> Steps:
+    def route(self, x: torch.Tensor, context: Context) -> Steps:
         """Return the logits ``[B, S, E]`` of tokens ``[B, S, H]``: of whole sequences, or with whole experts
-        of this rank's part. ``loss_factor``: factor of the loss of the micro-batch."""
+        of this rank's part."""
         router, boundary = self.router, self.boundary
+        factor, samples = context.loss_scale, context.samples
         if not self.is_whole:
-            whole = Whole(partial(router, loss_factor=loss_factor), x)
+            whole = Whole(partial(router, loss_factor=factor, samples=samples), x)
             yield whole
             return whole.result
         logits = router.products(x)
@@ -202,14 +232,18 @@ class Experts(nn.Module):
             return logits
         arriving = boundary.start_all_gather(logits)
         yield None
-        whole = Whole(partial(router.with_losses, loss_factor=loss_factor), arriving.wait())
+        with_losses = partial(router.with_losses, loss_factor=factor, samples=samples)
+        whole = Whole(with_losses, arriving.wait())
         yield whole
         return whole.result.unflatten(1, (boundary.size, -1))[:, boundary.rank]
 
-    def steps(self, x: torch.Tensor, logits: torch.Tensor) -> Steps:
+    def steps(self, x: torch.Tensor, logits: torch.Tensor, context: Context) -> Steps:
         """Return the sum of what the chosen and the shared experts compute: this rank's partial sum, or with
         whole experts the sum for its part of the sequence. Yields where tokens travel."""
-        gates, chosen = self.router.choose(logits)
+        first = context.first_target
+        if self.is_whole:
+            first = context.first_of_share(x.shape[1], self.boundary.rank)
+        gates, chosen = self.router.choose(logits, context.samples, first)
         if self.boundary.expert_hops:
             self._count(logits, torch.bincount(chosen.flatten(), minlength=self.num_experts))
             return (yield from self._travel_once(x, gates, chosen))

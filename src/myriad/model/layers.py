@@ -54,12 +54,8 @@ class _Dropout:
             return x
         assert context.samples is not None, "dropout needs the indices of the micro-batch's samples"
         key = key_of(context.seed, self.place)
-        return dropout(x, self.ratio, key, context.samples, _first_position(x, context, self.rank))
-
-
-def _first_position(x: torch.Tensor, context: Context, rank: int) -> int:
-    """Return the position in the sequence of ``x[:, 0]``, the start of this rank's share."""
-    return rank * x.shape[1] if context.first_position is None else context.first_position
+        first = context.first_of_share(x.shape[1], self.rank)
+        return dropout(x, self.ratio, key, context.samples, first)
 
 
 class Table(nn.Module):
@@ -107,7 +103,7 @@ class Embedding(SteppedLayer):
             stream = stream * self.scale
         if self.positions is None:
             return stream
-        first = _first_position(stream, context, self.boundary.rank)
+        first = context.first_of_share(stream.shape[1], self.boundary.rank)
         share = slice(first, first + stream.shape[1])
         if context.documents is None:
             return stream + self.positions.weight[share]
@@ -195,9 +191,9 @@ class Block(SteppedLayer):
     def _routed(self, x: torch.Tensor, context: Context) -> Steps:
         """Return what the experts of this block compute."""
         assert isinstance(self.mlp, Experts)
-        logits = yield from self.mlp.route(x, context.loss_scale)
+        logits = yield from self.mlp.route(x, context)
         yield None
-        return (yield from self.mlp.steps(x, logits))
+        return (yield from self.mlp.steps(x, logits, context))
 
     def _in_slices(
         self, x: torch.Tensor, branch: torch.Tensor | None, context: Context, mix: _Mix

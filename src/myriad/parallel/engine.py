@@ -33,6 +33,7 @@ from myriad.parallel.rank_model import (
     draw_initial,
     shape_of_loss,
 )
+from myriad.parallel.routing_tape import RoutingFolders, RoutingTape
 from myriad.parallel.step_statistics import StepStatistics
 from myriad.parallel.trial_steps import TrialSteps
 from myriad.program.config import OverlapConfig
@@ -70,6 +71,7 @@ class Engine(ForwardEngine):
         keeps_addresses: bool = False,
         telemetry: TelemetryConfig = _TELEMETRY,
         most_micro_batches: int = 0,
+        routing: RoutingFolders = RoutingFolders(),
     ) -> None:
         """Build this rank's layers, memory, programs and optimizer. Raises `BadInputError` for programs that
         may deadlock on this rank's GPU.
@@ -81,7 +83,7 @@ class Engine(ForwardEngine):
         is loaded or `draw_initial` is called. ``keeps_addresses``: allocate temporary memory at fixed
         addresses, as `capture` needs it. ``telemetry``: which statistics of a step to collect.
         ``most_micro_batches``: the largest number of any replica in any iteration, if `change_batches` will
-        change it.
+        change it. ``routing``: where the chosen experts of tokens are written and read.
         """
         layout = groups.grid.layout
         most_micro_batches = max(most_micro_batches, *(layout.shares or (num_micro_batches,)))
@@ -130,6 +132,9 @@ class Engine(ForwardEngine):
             biases=self._biases,
             before_update=lambda: self.before_update(),
         )
+        self._routing = None
+        if any(routing):
+            self._routing = RoutingTape(routing, self.model, definition.names, groups)
         self._trial = TrialSteps(self._runtime, self._optimizer_step, groups, device, recorder)
         self.optimizer = self._optimizer_step.optimizer
         if draws_initial:
@@ -195,8 +200,12 @@ class Engine(ForwardEngine):
             skip=skip,
             refuses=refuses,
         )
+        if self._routing is not None:
+            self._routing.begin(number)
         self._runtime.run(self._plans[True], load, self._optimizer_step, loss_factor)
         self._optimizer_step.end()
+        if self._routing is not None:
+            self._routing.end(number)
         if self._diloco is not None and self._diloco.is_due(number):
             self._diloco.agree()
             for chunk in self.model.chunks:

@@ -12,6 +12,7 @@
               profile.json, hierarchy.json, tensor_overlap.json
                             measured once, so that a resumed run computes the same way
               traces/             traces of ranks that a user requested
+              routing/            experts of every token: step-S-rank-R.npz (telemetry.routing)
               counters/           of the nodes' links, each second; around/: each 10 ms, around anomalies
               nodes/              node-N.json: the hardware and software of each node
               lock                held (flock) by the launcher while ranks run

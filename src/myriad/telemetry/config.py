@@ -53,6 +53,9 @@ class TelemetryConfig(Config):
     expert_loads_every: int = Field(50, ge=0)
     """Steps between loads of all experts in metrics.jsonl, which the page draws (with model.experts); also
     those of the first step. 0: never."""
+    routing: bool = False
+    """Write the chosen experts of every token of each step to RUN/routing (with model.experts), for
+    train.replay_routing and `myriad parity`. For short runs: two bytes for each token, block and expert."""
     loggers: tuple[LoggerName, ...] = ()
     """Experiment trackers that receive each step's metrics: tensorboard (RUN/tensorboard), wandb (RUN/wandb
     without an API key), mlflow (RUN/mlflow.db without MLFLOW_TRACKING_URI). Each runs in its own process

@@ -30,6 +30,7 @@ from myriad.optim.loss_scale import LossScaler
 from myriad.optim.precision import resolve_float8
 from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
+from myriad.parallel.routing_tape import RoutingFolders
 from myriad.program.partition import partition_layers
 from myriad.train.autotune.layer_profile import parameters_per_layer, seconds_per_layer
 from myriad.train.autotune.measurement_files import keep_measured, read_measured
@@ -74,6 +75,10 @@ def build_engine(rank: RankContext, append_event: Callable[..., None]) -> Engine
         keeps_addresses=job.train.cuda_graphs and device.type == "cuda",
         telemetry=job.telemetry,
         most_micro_batches=JobSteps(job).most_micro_batches,
+        routing=RoutingFolders(
+            folder / "routing" if job.telemetry.routing else None,
+            None if job.train.replay_routing is None else Path(job.train.replay_routing),
+        ),
     )
 
 

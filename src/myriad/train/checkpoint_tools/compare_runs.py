@@ -17,6 +17,7 @@ from myriad.errors import RunFailedError
 from myriad.job import Job
 from myriad.model.boundary import Boundary
 from myriad.model.gpt import GPT
+from myriad.parallel.routing_tape import read_routing
 from myriad.run import Run
 
 __all__ = ["RunComparison", "Tolerance", "compare_runs"]
@@ -57,6 +58,10 @@ class RunComparison:
     """First parameter of the model beyond the tolerance in that step; ``None`` if only the loss is."""
     losses: tuple[tuple[float, float], ...]
     """Losses (reference, other) of each step."""
+    num_choices: int = 0
+    """Experts that were chosen for tokens, if both runs recorded them (``telemetry.routing``)."""
+    other_choices: int = 0
+    """Choices of them that the other run did not make for the same token."""
 
     @property
     def agrees(self) -> bool:
@@ -96,6 +101,7 @@ def compare_runs(reference: Run, other: Run, tolerance: Tolerance) -> RunCompari
             parted, parted_tensor = step, beyond[0]
             break
     worst = max(last, key=lambda name: _nan_last(last[name]))
+    num_choices, other_choices = _count_choices(reference, other, measured)
     return RunComparison(
         num_steps=len(losses),
         num_kept=len(kept),
@@ -107,7 +113,26 @@ def compare_runs(reference: Run, other: Run, tolerance: Tolerance) -> RunCompari
         parted_step=parted,
         parted_tensor=parted_tensor,
         losses=tuple(losses),
+        num_choices=num_choices,
+        other_choices=other_choices,
     )
+
+
+def _count_choices(reference: Run, other: Run, steps: Sequence[int]) -> tuple[int, int]:
+    """Return how many experts both runs chose in these steps, and how many of them not for the same token.
+    Both are 0 if a run has not recorded them."""
+    folders = [run.path / "routing" for run in (reference, other)]
+    if not all(folder.is_dir() for folder in folders):
+        return 0, 0
+    number = differ = 0
+    for step in steps:
+        own, others = (read_routing(folder, step) for folder in folders)
+        for name in (name for name in own if name.endswith(".gates")):
+            chosen = own[name].chosen
+            again = others[name].of(torch.from_numpy(own[name].samples), 0, chosen.shape[1]).numpy()
+            number += chosen.size
+            differ += int((chosen[..., None] != again[..., None, :]).all(-1).sum())
+    return number, differ
 
 
 def _losses(run: Run) -> dict[int, float]:

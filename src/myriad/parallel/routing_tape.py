@@ -1,0 +1,143 @@
+"""Which experts each token got: recorded by one run, and used again by another.
+
+Two layouts may differ in the last bit of a router's input. Where two experts have equal scores but for that
+bit, a token then gets another expert, and everything after it differs by more than rounding. A run that
+replays the routing of another computes with the same experts, so that all else can be compared
+(``myriad parity --replay-routing``).
+
+    FOLDER/step-3-rank-0.npz     for each mixture of experts of this rank: the chosen experts of its tokens,
+                                 with the sequence and the position of each
+
+A token is known by the global index of its sequence and its position, which no layout changes. Experts that
+the balance loss counts are recorded apart, as they may be others (`myriad.model.experts.Router`).
+"""
+
+import io
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from myriad.comm.groups import Groups
+from myriad.errors import RunFailedError
+from myriad.model.experts import Experts
+from myriad.parallel.rank_model import RankModel
+from myriad.system.whole_file import write_whole
+
+__all__ = ["Routing", "RoutingFolders", "RoutingTape", "read_routing"]
+
+
+class RoutingFolders(NamedTuple):
+    """Where routing is written, and whence it is read; ``None``: it is not."""
+
+    record: Path | None = None
+    replay: Path | None = None
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The chosen experts of all tokens of a step at one place of the model."""
+
+    samples: np.ndarray
+    """Global indices of the sequences, ascending, int64 ``[N]``."""
+    chosen: np.ndarray
+    """Experts of each token, int64 ``[N, S, k]``."""
+
+    def of(self, samples: torch.Tensor, first: int, length: int) -> torch.Tensor:
+        """Return the experts ``[B, S, k]`` of ``length`` positions from ``first`` on. Raises
+        `RunFailedError` for tokens that were not recorded."""
+        wanted = samples.cpu().numpy()
+        rows = np.searchsorted(self.samples, wanted).clip(max=len(self.samples) - 1)
+        if (self.samples[rows] != wanted).any() or first + length > self.chosen.shape[1]:
+            missing = f"sequence {int(wanted[0])}, positions {first} to {first + length - 1}"
+            raise RunFailedError(f"train.replay_routing lacks the experts of {missing}")
+        return torch.from_numpy(self.chosen[rows, first : first + length]).to(samples.device)
+
+
+class RoutingTape:
+    """Records and replays the routing of a rank's mixtures of experts."""
+
+    def __init__(
+        self, folders: RoutingFolders, model: RankModel, layers: Sequence[str], groups: Groups
+    ) -> None:
+        """``layers``: names of all layers of the model."""
+        self._folders, self._rank = folders, groups.grid.rank
+        routes_alone = groups.grid.index("tp") % groups.grid.layout.expert_tp == 0
+        self._records = folders.record is not None and routes_alone
+        if folders.record is not None:
+            folders.record.mkdir(exist_ok=True)
+        self._found: dict[str, list[tuple[np.ndarray, np.ndarray, int]]] = {}
+        self._replayed: Mapping[str, Routing] = {}
+        for stage in model.stages.values():
+            for number, layer in stage.layers.items():
+                for path, module in layer.named_modules(prefix=layers[number]):
+                    if isinstance(module, Experts):
+                        module.router.routing = partial(self._route, path)
+
+    def _route(
+        self, path: str, purpose: str, chosen: torch.Tensor, samples: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        """Return the experts ``[B, S, k]`` to use instead of the chosen ones, and record them."""
+        name = f"{path}.{purpose}"
+        if self._folders.replay is not None:
+            if name not in self._replayed:
+                raise RunFailedError(f"train.replay_routing = {self._folders.replay}: nothing of {name}")
+            chosen = self._replayed[name].of(samples, first, chosen.shape[1])
+        if self._records and torch.is_grad_enabled():  # a recomputed layer has its second pass with gradients
+            rows = samples.cpu().numpy(), chosen.to(torch.int16).cpu().numpy(), first
+            self._found.setdefault(name, []).append(rows)
+        return chosen
+
+    def begin(self, step: int) -> None:
+        """Begin an iteration. Raises `RunFailedError` if the routing to replay cannot be read."""
+        if self._folders.replay is not None:
+            self._replayed = read_routing(self._folders.replay, step)
+
+    def end(self, step: int) -> None:
+        """Write what was recorded in the iteration."""
+        if not self._records:
+            return
+        assert self._folders.record is not None
+        arrays: dict[str, np.ndarray] = {}
+        for name, parts in self._found.items():
+            number = len(parts)
+            arrays |= {f"{name}:{part}:samples": parts[part][0] for part in range(number)}
+            arrays |= {f"{name}:{part}:chosen": parts[part][1] for part in range(number)}
+            arrays |= {f"{name}:{part}:first": np.array(parts[part][2]) for part in range(number)}
+        self._found.clear()
+        content = io.BytesIO()
+        np.savez(content, **arrays)  # type: ignore[arg-type]  # it takes one more keyword
+        write_whole(self._folders.record / f"step-{step}-rank-{self._rank}.npz", content.getvalue())
+
+
+def read_routing(folder: Path, step: int) -> dict[str, Routing]:
+    """Return what all ranks recorded in a step, by mixture and purpose. Raises `RunFailedError` if a file is
+    not readable or there is none."""
+    parts: dict[str, list[tuple[np.ndarray, np.ndarray, int]]] = {}
+    paths = sorted(folder.glob(f"step-{step}-rank-*.npz"))
+    if not paths:
+        raise RunFailedError(f"{folder}: no recorded routing of step {step}")
+    for path in paths:
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                for name in (key for key in arrays.files if key.endswith(":chosen")):
+                    whole, begin = name.rsplit(":", 2)[0], name.removesuffix("chosen")
+                    samples, first = arrays[f"{begin}samples"], int(arrays[f"{begin}first"])
+                    parts.setdefault(whole, []).append((samples, arrays[name].astype(np.int64), first))
+        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            raise RunFailedError(f"{path}: not a file of recorded routing ({error})") from None
+    return {name: _joined(found) for name, found in parts.items()}
+
+
+def _joined(parts: Sequence[tuple[np.ndarray, np.ndarray, int]]) -> Routing:
+    samples = np.unique(np.concatenate([own for own, _, _ in parts]))
+    length = max(first + chosen.shape[1] for _, chosen, first in parts)
+    whole = np.full((len(samples), length, parts[0][1].shape[2]), -1, dtype=np.int64)
+    for own, chosen, first in parts:
+        whole[np.searchsorted(samples, own), first : first + chosen.shape[1]] = chosen
+    return Routing(samples, whole)
