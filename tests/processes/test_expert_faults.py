@@ -111,8 +111,8 @@ def each_tensor_parallel_rank_adds_the_whole_balance_loss() -> None:
     """Megatron-LM#7452: the auxiliary loss counts once for each tensor-parallel rank."""
     add = Router.with_losses
 
-    def more(self: Router, logits: torch.Tensor, loss_factor: float) -> torch.Tensor:
-        return add(self, logits, loss_factor * self._num_ranks)
+    def more(self: Router, logits: torch.Tensor, loss_factor: float, samples: Any = None) -> torch.Tensor:
+        return add(self, logits, loss_factor * self._num_ranks, samples)
 
     Router.with_losses = more  # type: ignore[method-assign]
 
