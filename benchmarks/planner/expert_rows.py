@@ -12,12 +12,12 @@ dgxc-benchmarking v25.02 (Grok-1 with fewer layers; micro-batch 1, no recomputat
 Megatron-MoE-ModelZoo at e865051 (Qwen3-235B: all is stated), and Megatron-LM as the baseline of MegaScale-MoE
 (arXiv 2505.11432, table 3).
 
-Four facts of these systems differ from Myriad. Megatron-Core's tensor-parallel ranks send the tokens of
-their part of the sequence and gather what arrives (`FrameworkProfile.gathers_arrived`), and one kernel
-multiplies the tokens of all experts of a rank (`grouped_experts`). Its FSDP gathers a layer at a time in each
-forward and backward and reduces its gradients after each backward, which is ZeRO 3 with a stage for each
-layer. DeepEP (in three of Qwen3's rows) sends a token once to each node, however many
-of its experts are there, which is not modelled.
+Five facts of these systems differ from Myriad. Megatron-Core's pipeline stages are the outermost axis of its
+grid (tp-cp-ep-dp-pp), so that the ranks that share experts are neighbours (`FrameworkProfile.pp_outermost`).
+Its tensor-parallel ranks send the tokens of their part of the sequence and gather what arrives
+(`gathers_arrived`), and one kernel multiplies the tokens of all experts of a rank (`grouped_experts`). Its
+FSDP gathers a layer at a time in each forward and backward and reduces its gradients after each backward,
+which is ZeRO 3 with a stage for each layer. DeepEP (three of Qwen3's rows) sends a token once to each node.
 """
 
 from collections.abc import Iterator
@@ -94,14 +94,14 @@ ROWS = (
         {"tp": 2, "pp": 32, "dp": 4, "ep": 8, "etp": 1, "zero": 1, "micro_batch": 1, "virtual_stages": 3,
          "recompute": "selective"}, None, 24.2),
     Row("Qwen3-235B, DeepEP in a node", QWEN3, 2048,
-        {"tp": 4, "pp": 8, "dp": 8, "ep": 8, "etp": 1, "zero": 1, "micro_batch": 1, "virtual_stages": 4,
-         "recompute": "none"}, None, 29.0),
+        {"tp": 4, "pp": 8, "dp": 8, "ep": 8, "etp": 1, "expert_dispatch": "node", "zero": 1, "micro_batch": 1,
+         "virtual_stages": 4, "recompute": "none"}, None, 29.0),
     Row("Qwen3-235B, DeepEP", QWEN3, 2048,
-        {"tp": 2, "pp": 8, "dp": 16, "ep": 32, "etp": 1, "zero": 1, "micro_batch": 1, "virtual_stages": 4,
-         "recompute": "selective"}, None, 19.7),
+        {"tp": 2, "pp": 8, "dp": 16, "ep": 32, "etp": 1, "expert_dispatch": "node", "zero": 1,
+         "micro_batch": 1, "virtual_stages": 4, "recompute": "selective"}, None, 19.7),
     Row("Qwen3-235B, DeepEP and FSDP", QWEN3, 2048,
-        {"tp": 2, "dp": 128, "ep": 8, "etp": 1, "zero": 3, "micro_batch": 4, "recompute": "full"},
-        None, 17.6),
+        {"tp": 2, "dp": 128, "ep": 8, "etp": 1, "expert_dispatch": "node", "zero": 3, "micro_batch": 4,
+         "recompute": "full"}, None, 17.6),
     Row("Grok-1, 2 layers", GROK | {"layers": 2}, 1024,
         {"tp": 4, "dp": 2, "ep": 2, "zero": 1, **STATED}, None, 24.0),
     Row("Grok-1, 4 layers", GROK | {"layers": 4}, 1024,
@@ -111,7 +111,7 @@ ROWS = (
     Row("352B, Megatron-LM", MEGASCALE, 720, {"tp": 8, "pp": 15, "dp": 2, "zero": 1}, None, 39.035, H800),
     Row("352B, Megatron-LM", MEGASCALE, 720, {"tp": 8, "pp": 15, "dp": 12, "zero": 1}, None, 7.9, H800),
 )  # fmt: skip
-PROFILE = replace(MEGATRON_CORE.profile, gathers_arrived=True, grouped_experts=True)
+PROFILE = replace(MEGATRON_CORE.profile, gathers_arrived=True, grouped_experts=True, pp_outermost=True)
 
 
 def open_values(row: Row, model: ModelConfig) -> Iterator[dict[str, Any]]:

@@ -15,11 +15,21 @@ from myriad.errors import BadInputError
 from myriad.program.config import OverlapConfig
 from myriad.program.schedules import check_virtual_stages
 
-__all__ = ["AXES", "MOST_RANKS", "Layout", "check_layout", "lacks_for_graphs", "lacks_for_offload"]
+__all__ = [
+    "AXES",
+    "MOST_RANKS",
+    "ExpertDispatch",
+    "Layout",
+    "check_layout",
+    "lacks_for_graphs",
+    "lacks_for_offload",
+]
 
 ScheduleName = Literal[
     "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "eager-zero-bubble"
 ]
+
+ExpertDispatch = Literal["expert", "rank", "node"]
 
 AXES = ("dp", "pp", "cp", "tp")
 """Axes of the rank grid, slowest first."""
@@ -47,7 +57,7 @@ class Layout(Config):
     """Tensor-parallel ranks that share the width of each expert: layout.tp, or 1. With 1 experts are whole,
     layout.ep also counts tensor-parallel ranks, and each rank sends the tokens of its own part of the
     sequence only. off: layout.tp."""
-    expert_dispatch: Literal["expert", "rank", "node"] = "expert"
+    expert_dispatch: ExpertDispatch = "expert"
     """How often a token travels with layout.ep > 1. expert: once for each of its experts. rank: once for each
     rank that holds some of them. node: once for each node (comm.node_size), and from there to the ranks of
     that node, which suits slow links between nodes and many experts for each token. With rank and node the

@@ -417,3 +417,44 @@ def test_a_given_load_is_planned_and_explained() -> None:
     found = {one.what: one.seconds for one in improvements(given, plan, parts, SimulationCache())}
     (balanced,) = simulate_candidates(PROBLEM, [even])
     assert found["equally loaded experts"] == pytest.approx(balanced.seconds)
+
+
+def test_a_token_that_travels_once_takes_each_link_once() -> None:
+    grid = ExpertGrid(dp=8, tp=4, ep=32, whole=True, replica_stride=4)
+    ((everyone, rows),) = grid.hops(64, 8, 8)
+    assert (everyone.size, rows) == (32, 8.0)
+    ((everyone, of_ranks),) = replace(grid, dispatch="rank").hops(64, 8, 8)
+    # 64 experts of which 32 ranks hold two each: the chance that a rank holds none of 8
+    alone = np.prod([(62 - one) / (64 - one) for one in range(8)])
+    assert everyone.size == 32 and of_ranks == pytest.approx(32 * (1 - alone))
+    (between, of_nodes), (inside, again) = replace(grid, dispatch="node").hops(64, 8, 8)
+    assert (between.size, inside.size, again) == (4, 8, of_ranks) and 3 < of_nodes < 4
+    assert between.run.within(8, between.size, between.stride) == 1
+    assert inside.run.within(8, inside.size, inside.stride) == 8
+    # a node alone, or one rank in each node, leaves one hop
+    assert len(replace(grid, ep=8, dispatch="node").hops(64, 8, 8)) == 1
+    assert len(replace(grid, whole=False, ep=8, replica_stride=8, dispatch="node").hops(64, 8, 8)) == 1
+
+
+def test_a_dispatch_by_node_is_quicker_where_links_between_nodes_are_slow() -> None:
+    slow = load_cluster("eos-3072xh100", ["nodes=2", "links.network.bytes_per_second=5e9"])
+    model = MODEL.model_copy(update={"hidden": 8192, "experts": 64, "experts_per_token": 8})
+
+    def exposed(dispatch: str) -> float:
+        workload = candidate_of(dp=16, ep=16, micro_batch=1, expert_dispatch=dispatch).workload(PROBLEM)
+        return float(Costs(replace(workload, model=model), slow).stages[-2].times.forward.experts)
+
+    assert exposed("node") < 0.5 * exposed("rank") < 0.5 * exposed("expert")
+
+
+def test_a_given_dispatch_is_planned_and_others_are_neighbours() -> None:
+    given = replace(PROBLEM, fixed={"expert_dispatch": "node"})
+    found = {(grid.ep > 1, grid.at((0,) * 7)[0].expert_dispatch) for grid in layout_grids(given)}
+    assert found == {(True, "node"), (False, "expert")}
+    candidate = candidate_of(dp=16, ep=16, micro_batch=1, zero=1, expert_dispatch="node")
+    assert "ep 16 by node" in describe_layout(candidate)
+    near = {what: other.layout for what, other in neighbour_layouts(given, candidate)}
+    assert near["expert_dispatch rank"].expert_dispatch == "rank" and "expert_dispatch expert" in near
+    assert all(layout.expert_dispatch == "expert" for layout in near.values() if layout.ep == 1)
+    (plan,) = simulate_candidates(given, [score_layout(given, candidate)])
+    assert plan.candidate.seconds == pytest.approx(plan.seconds, rel=0.1)

@@ -10,9 +10,14 @@ forward one of their numbers. A tensor-parallel rank sends, of T tokens of a mic
     gathered on arrival    T / tp: the ranks that share an expert gather what arrives, and sum what they
                            computed of it (`FrameworkProfile.gathers_arrived`)
 
+With ``layout.expert_dispatch`` = rank or node a token travels once for its experts on a rank, or on a node
+and from there to its ranks (`ExpertGrid.hops`).
+
 All ranks that share experts wait for the busiest of them, which gets ``layout.expert_load`` as many tokens as
 the mean one.
 """
+
+from functools import partial
 
 import numpy as np
 
@@ -23,6 +28,7 @@ from myriad.planner.cost.collective_costs import (
     group_along,
     tensor_group,
 )
+from myriad.planner.cost.expert_ranks import RankGroup
 from myriad.planner.cost.operator_costs import Number
 from myriad.planner.cost.product_costs import (
     LayerContext,
@@ -49,6 +55,12 @@ def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) ->
     kernels = 1.0 if context.profile.grouped_experts else model.experts / context.experts.ep
     if context.experts.ep == 1:
         return forward, backward, 16.0 + kernels
+    if context.experts.dispatch != "expert":  # the order by expert is on arrival, and each hop has its own
+        hops = _hops(model, context)
+        rows = sum(count for _, count in hops) / model.experts_per_token
+        packed, load = values * rows * 8 * value, context.experts.load
+        operators = 16.0 + 12.0 * len(hops) + kernels
+        return load * forward + packed, load * backward + packed, operators
     arrived = values * context.experts.load * (context.tp if context.gathers_arrived else 1.0)
     again = arrived * 4 * value
     return forward + again, backward + again, 24.0 + kernels
@@ -75,32 +87,52 @@ def expert_exchange(
     ``rooms``: seconds of compute in each direction behind which nothing else travels."""
     if model.experts is None or context.experts.ep == 1:
         return 0.0, 0.0
+    sent, returned, begun = _travel(model, context, tokens)
     ranks = context.experts.sharing
-
-    def all_to_all(num_bytes: Number) -> Number:
-        return all_to_all_seconds(context.cluster, ranks.size, ranks.stride, num_bytes, ranks.run)
-
-    counts = all_to_all(8.0 * model.experts)
-    values = context.routed(tokens) * model.experts_per_token * model.hidden
-    one = all_to_all(context.experts.load * values * context.value_bytes)
     busy_ratio = group_along(context.cluster, ranks.size, ranks.stride, ranks.run).busy_ratio
     own, shared = (found(model, context, tokens) for found in (expert_products, shared_products))
     later = np.where(np.asarray(context.tp) > 1, 0.0, attention_products(model, context, tokens)[2])
 
-    def exposed(behind: Number) -> Number:
+    def exposed(one: Number, behind: Number) -> Number:
         hidden = np.minimum(one, behind)
         return one - hidden + busy_ratio * hidden
 
     def in_turns(whole: Number, num_exchanges: int, room: Number) -> Number:
-        cut = whole + (parts - 1) * num_exchanges * all_to_all(0.0)
+        cut = whole + (parts - 1) * num_exchanges * begun
         hidden = np.minimum(cut * (1 - 1 / parts), room)
         return np.where(context.overlap_mode, cut - hidden + busy_ratio * hidden, whole)
 
-    forward = counts + one + exposed(shared[0])
-    backward = exposed(shared[1] + later) + exposed(shared[2] + own[2])
+    forward = begun + sent + exposed(returned, shared[0])
+    backward = exposed(returned, shared[1] + later) + exposed(sent, shared[2] + own[2])
     room, room_back = (np.maximum(0.0, rooms[turn] - shared[turn]) for turn in range(2))
     gathered = _gathered_on_arrival(model, context, tokens)
     return in_turns(forward, 3, room) + gathered, in_turns(backward, 2, room_back) + gathered
+
+
+def _travel(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, Number]:
+    """Return the seconds in which tokens travel to their experts, in which results return, and in which
+    nothing but their numbers travels. A token that travels once for several experts has its gates and their
+    numbers with it."""
+    experts, value = context.experts, context.value_bytes
+    assert model.experts is not None
+    arriving = experts.load * context.routed(tokens)
+    behind = 0.0 if experts.dispatch == "expert" else 8.0 * model.experts_per_token
+    sent: Number = 0.0
+    returned: Number = 0.0
+    begun: Number = 0.0
+    for ranks, rows in _hops(model, context):
+        to_all = partial(all_to_all_seconds, context.cluster, ranks.size, ranks.stride, run=ranks.run)
+        sent = sent + to_all(num_bytes=arriving * rows * (model.hidden * value + behind))
+        returned = returned + to_all(num_bytes=arriving * rows * model.hidden * value)
+        begun = begun + to_all(num_bytes=8.0 * model.experts)
+    return sent, returned, begun
+
+
+def _hops(model: ModelConfig, context: LayerContext) -> tuple[tuple[RankGroup, float], ...]:
+    """Return the groups among which tokens travel, and the rows of each token there."""
+    assert model.experts is not None
+    per_node = context.cluster.accelerators_per_node
+    return context.experts.hops(model.experts, model.experts_per_token, per_node)
 
 
 def _gathered_on_arrival(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-from myriad.comm.layout import Layout
+from myriad.comm.layout import ExpertDispatch, Layout
 from myriad.planner.cost.collective_costs import Run
 
 __all__ = ["ONE_RANK", "ExpertGrid", "RankGroup"]
@@ -39,11 +39,14 @@ class ExpertGrid:
     """Distance of two data-parallel replicas in rank number."""
     load: float = 1.0
     """Tokens that the busiest of the ranks that share experts gets over those of the mean rank."""
+    dispatch: ExpertDispatch = "expert"
+    """How often a token travels (``layout.expert_dispatch``)."""
 
     @classmethod
     def of(cls, layout: Layout, replica_stride: int) -> "ExpertGrid":
         whole, load = layout.has_whole_experts, layout.busiest_load
-        return cls(layout.dp, layout.tp, layout.ep, whole, replica_stride, load)
+        dispatch = layout.expert_dispatch
+        return cls(layout.dp, layout.tp, layout.ep, whole, replica_stride, load, dispatch)
 
     @property
     def expert_tp(self) -> int:
@@ -66,6 +69,22 @@ class ExpertGrid:
         near = gcd(self.ep, self.tp) if self.whole else 1
         return RankGroup(self.ep, self.replica_stride, Run(near))
 
+    def hops(self, num_experts: int, num_chosen: int, per_node: int) -> tuple[tuple[RankGroup, float], ...]:
+        """Return the groups of ranks among which a token travels to its experts, one after the other, and the
+        rows that each token has there. Rows of the same token are those of the distinct places that hold some
+        of ``num_chosen`` among ``num_experts`` experts, each as likely as any other."""
+        everyone = self.sharing
+        if self.dispatch == "expert":
+            return ((everyone, float(num_chosen)),)
+        rows = _distinct(num_experts, num_chosen, self.ep)
+        near = int(everyone.run.within(per_node, self.ep, everyone.stride))
+        if self.dispatch == "rank" or near in (1, self.ep) or self.ep % near:
+            return ((everyone, rows),)
+        nodes, length = self.ep // near, everyone.run.length
+        between = RankGroup(nodes, max(per_node, everyone.stride * near // length), Run())
+        inside = RankGroup(near, everyone.stride, Run(min(length, near)))
+        return (between, _distinct(num_experts, num_chosen, nodes)), (inside, rows)
+
     @property
     def alike(self) -> RankGroup:
         """The ranks that hold the same experts."""
@@ -74,6 +93,14 @@ class ExpertGrid:
         near = gcd(self.ep, self.tp)
         run = Run(gcd(self.tp // near, self.num_replicas), near)
         return RankGroup(self.num_replicas, self.replica_stride * (self.ep // near), run)
+
+
+def _distinct(num_experts: int, num_chosen: int, num_places: int) -> float:
+    """Return the mean number of places, of those that share experts equally, that hold some of a token's."""
+    elsewhere, held = 1.0, num_experts // num_places
+    for number in range(num_chosen):
+        elsewhere *= max(0, num_experts - held - number) / (num_experts - number)
+    return num_places * (1 - elsewhere)
 
 
 ONE_RANK = ExpertGrid()

@@ -284,7 +284,11 @@ def _single(problem: LayoutProblem, candidate: LayoutCandidate) -> tuple[LayoutG
         shards=(shard,),
         searches_groups=False,
         recomputes=(again,),
-        fixed={**problem.fixed, "expert_load": layout.expert_load},
+        fixed={
+            **problem.fixed,
+            "expert_load": layout.expert_load,
+            "expert_dispatch": layout.expert_dispatch,
+        },
     )
     degrees, sizes = (layout.tp, layout.pp, layout.dp), (layout.micro_batch,)
     grid = LayoutGrid(problem, *degrees, sizes, (schedule,), layout.ep, layout.has_whole_experts)

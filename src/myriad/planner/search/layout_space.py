@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.comm.config import CommConfig
-from myriad.comm.layout import Layout, lacks_for_graphs
+from myriad.comm.layout import ExpertDispatch, Layout, lacks_for_graphs
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
@@ -112,7 +112,7 @@ class LayoutProblem:
     """Allowed values of `offload_activations` with `offload_optimizer`."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Given keys of the layout: `tp`, `pp`, `dp`, `ep`, `etp`, `micro_batch`, `schedule`, `virtual_stages`,
-    `zero`, `shard_group`; and `expert_load`, which all layouts have."""
+    `zero`, `shard_group`; and `expert_load` and `expert_dispatch`, which all layouts have."""
 
     def allows(self, key: str, value: object) -> bool:
         """Return whether a key of the layout may have this value."""
@@ -122,6 +122,12 @@ class LayoutProblem:
     def expert_load(self) -> float:
         """Value of `Layout.expert_load` of every layout."""
         return float(self.fixed.get("expert_load", 1.0))
+
+    @property
+    def expert_dispatch(self) -> ExpertDispatch:
+        """Value of `Layout.expert_dispatch` where ranks share experts."""
+        given: ExpertDispatch = self.fixed.get("expert_dispatch", "expert")
+        return given
 
     def with_cluster(self, cluster: Cluster) -> "LayoutProblem":
         """Return the same problem on another cluster."""
@@ -182,8 +188,11 @@ class LayoutGrid:
     @property
     def experts(self) -> ExpertGrid:
         """The ranks of a stage as experts see them."""
-        load = min(self.problem.expert_load, float(self.ep))
-        return ExpertGrid(self.dp, self.tp, self.ep, self.whole_experts, self.tp * self.pp, load)
+        load, dispatch = min(self.problem.expert_load, float(self.ep)), self.problem.expert_dispatch
+        whole, stride = self.whole_experts, self.tp * self.pp
+        return ExpertGrid(
+            self.dp, self.tp, self.ep, whole, stride, load, dispatch if self.ep > 1 else "expert"
+        )
 
     @cached_property
     def shards(self) -> tuple[Sharding, ...]:
@@ -264,6 +273,7 @@ class LayoutGrid:
                 "ep": self.ep,
                 "etp": 1 if self.whole_experts else None,
                 "expert_load": self.problem.expert_load,
+                "expert_dispatch": self.experts.dispatch,
                 "virtual_stages": virtual_stages,
                 "zero": zero,
                 "reduce": reduce,

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import get_args
 
+from myriad.comm.layout import ExpertDispatch
 from myriad.planner.cluster_config import Cluster, Link, SlowNodes
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.stage_costs import StageCosts
@@ -222,6 +224,9 @@ def _steps(problem: LayoutProblem, candidate: LayoutCandidate) -> Iterator[tuple
     for again in problem.recomputes:
         if again != candidate.layout.recompute:
             yield f"recompute {again}", _changed(candidate, recompute=again)
+    for dispatch in get_args(ExpertDispatch) if layout.ep > 1 else ():
+        if dispatch != layout.expert_dispatch:
+            yield f"expert_dispatch {dispatch}", _changed(candidate, expert_dispatch=dispatch)
     yield from _other_offloads(problem, candidate)
     yield from _other_overlaps(home, candidate)
 
@@ -270,6 +275,7 @@ def _moved(grid: LayoutGrid, candidate: LayoutCandidate, what: str) -> Iterator[
         pp=grid.pp,
         ep=grid.ep,
         etp=1 if grid.whole_experts else None,
+        expert_dispatch=grid.experts.dispatch,
         virtual_stages=v,
         schedule=name,
         micro_batch=size,

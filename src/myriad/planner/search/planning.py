@@ -170,6 +170,7 @@ def describe_layout(candidate: LayoutCandidate) -> str:
     pipeline = f"pp {layout.pp}" + (f" x {layout.virtual_stages}" if several and layout.pp > 1 else "")
     experts = f"ep {layout.ep} " if layout.folds_experts else ""
     experts += "etp 1 " if layout.has_whole_experts else ""
+    experts += f"by {layout.expert_dispatch} " if layout.expert_dispatch != "expert" else ""
     words = [f"dp {layout.dp} {experts}tp {layout.tp} {pipeline}"]
     if layout.pp > 1:
         words[0] += f" {layout.schedule_name}"
