@@ -375,6 +375,67 @@ def _safetensors_examples() -> list[bytes]:
     return [save({name: torch.ones(shape) for name, shape in shapes.items()}, {"format": "pt"})]
 
 
+_MXFP4 = _ROPE | {
+    "model_type": "gpt_oss",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "attention_bias": True,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+_FP8 = {**_ROPE, **_DEEPSEEK} | {
+    "num_nextn_predict_layers": 1,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 4]},
+}
+_QUANTIZED = {"fp8": _FP8, "mxfp4": _MXFP4}
+
+
+def _quantized_folder(data: bytes, kind: str) -> None:
+    from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights
+
+    if not (scratch() / kind).is_dir():
+        write_scratch(f"{kind}/config.json", dump_json(_QUANTIZED[kind]))
+    write_scratch(f"{kind}/model.safetensors", data)
+    weights = HuggingFaceWeights(scratch() / kind)
+    for one in weights.shapes:
+        weights.read(one)
+
+
+def _quantized_examples(kind: str) -> list[bytes]:
+    """Return a file in which every matrix that may be quantized is."""
+    import torch
+    from safetensors.torch import save
+
+    from myriad.checkpoint.foreign.hugging_face_config import model_of
+    from myriad.checkpoint.foreign.hugging_face_names import prediction_mappings, tensor_mappings
+    from myriad.checkpoint.foreign.hugging_face_sources import stack_of
+
+    config = _QUANTIZED[kind]
+    further = config.get("num_nextn_predict_layers", 0)
+    model = model_of(config).model_copy(update={"prediction_layers": further})
+    mappings = (
+        *tensor_mappings(model, config["model_type"]),
+        *prediction_mappings(model, config["model_type"]),
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in {key: one for own in mappings for key, one in own.their_shapes().items()}.items():
+        stack = stack_of(name)
+        if stack is not None and len(shape) == 2:
+            groups = (config["num_local_experts"], shape[1], shape[0] // 32)
+            tensors[f"{stack[0]}_blocks"] = torch.full((*groups, 16), 0x21, dtype=torch.uint8)
+            tensors[f"{stack[0]}_scales"] = torch.full(groups, 127, dtype=torch.uint8)
+        elif stack is not None:
+            tensors[stack[0]] = torch.ones(config["num_local_experts"], *shape)
+        elif kind == "fp8" and len(shape) == 2:
+            tensors[name] = torch.ones(shape).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.ones(-(-shape[0] // 4), -(-shape[1] // 4))
+        else:
+            tensors[name] = torch.ones(shape)
+    return [save(tensors, {"format": "pt"})]
+
+
 def _load_safetensors(data: bytes) -> Any:
     (size,) = struct.unpack_from("<Q", data)
     return {"head": json.loads(data[8 : 8 + size]), "rest": data[8 + size :].hex()}
@@ -429,6 +490,16 @@ CHECKPOINT_TARGETS: tuple[Target, ...] = (
         _safetensors_examples,
         Codec(_load_safetensors, _dump_safetensors, sealed=True),
         slow=True,
+    ),
+    *(
+        Target(
+            f"Hugging Face: safetensors in {kind}",
+            partial(_quantized_folder, kind=kind),
+            partial(_quantized_examples, kind=kind),
+            Codec(_load_safetensors, _dump_safetensors, sealed=True),
+            slow=True,
+        )
+        for kind in _QUANTIZED
     ),
     Target(
         "Hugging Face: index",

@@ -36,6 +36,11 @@ EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 MIXED = BENCHMARK.GPT2.model_copy(update=EXPERTS)
 SMALL_MOE = BENCHMARK.MOE.model_copy(update={"layers": 2})
+OSS: dict[str, Any] = {
+    "bias": True, "attention_bias": "all", "router_logit_bias": True, "attention_sinks": True,
+    "activation": "clamped_swiglu", "window": 64, "window_pattern": (True, False), "kv_heads": 2,
+}  # fmt: skip
+BENCHMARK.MODELS |= {"gpt-oss": SMALL_MOE.model_copy(update=OSS)}
 BENCHMARK.MODELS |= {"small": SMALL, "short parallel": SHORT, "experts": MIXED, "small-moe": SMALL_MOE}
 CASES: list[tuple[dict[str, Any], str, int, int]] = [
     ({}, "llama", 2, 4),
@@ -48,6 +53,7 @@ CASES: list[tuple[dict[str, Any], str, int, int]] = [
     ({"dp": 2, "zero": 3}, "small", 2, 2),
     ({"dp": 2, "ep": 2, "zero": 1, "micro_batch": 2}, "small-moe", 2, 4),
     ({"tp": 2, "ep": 2, "etp": 1, "micro_batch": 2}, "small-moe", 2, 4),
+    ({"dp": 2, "ep": 2, "zero": 1, "micro_batch": 2}, "gpt-oss", 2, 4),
 ]
 """Layout, model, micro-batches, and bytes of a value. Cores without instructions for bfloat16 multiply it ten
 times as slowly, so these cases are small, and closer to what is predicted."""
