@@ -115,6 +115,10 @@ def test_values_that_once_ended_in_a_traceback(name: str, path: tuple[Any, ...],
 
 
 def test_files_that_once_ended_in_a_traceback() -> None:
+    config = BY_NAME["Hugging Face: config.json"]
+    kept = next(one for one in map(json.loads, config.examples()) if one["model_type"] == "deepseek_v3")
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1e300}
+    assert not check(config, json.dumps(kept | {"rope_parameters": rope}).encode())
     check(BY_NAME["corpus: manifest"], b'["text"]')
     archive = bytearray(BY_NAME["torch.save archive"].examples()[0])
     place = archive.index(b"PK\x01\x02")

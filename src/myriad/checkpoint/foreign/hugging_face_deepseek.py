@@ -18,6 +18,7 @@ from myriad.checkpoint.foreign.hugging_face_values import (
     written_rotary,
 )
 from myriad.errors import BadInputError
+from myriad.kernels.rotary_scaling import RotaryScaling
 from myriad.model.config import ModelConfig
 
 __all__ = [
@@ -112,7 +113,7 @@ def _read_latent(theirs: ConfigValues, values: Values) -> Values:
         if given or "mscale_all_dim" not in found:
             found.pop("mscale", None)  # without effect
         derived = {"attention_factor": None} if len(found) == 2 else {}
-        scaling = scaling.model_copy(update=found | derived)
+        scaling = RotaryScaling(**(dict(scaling) | found | derived))
     return {"kv_heads": None, **rotary, "rotary_scaling": scaling}
 
 
