@@ -5,7 +5,7 @@ A screen is an `Observer` of the launcher. It only reads the run's files, so it 
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -178,76 +178,78 @@ class LiveScreen:
 
 
 def _event_line(event: Record) -> Text | None:
-    name, step = event.get("event"), event.get("step")
-    if name == "start":
-        return _start_line(event)
-    if name in ("validation", "validation_set"):
-        of_set = f" of {event.get('name')}" if name == "validation_set" else ""
-        loss, bits = event.get("loss"), event.get("bits_per_byte")
-        text = f"step {step}: validation loss{of_set} " + ("nan" if loss is None else f"{loss:.4f}")
-        text += "" if bits is None else f", {bits:.3f} bits per byte"
-        average = event.get("ema_loss")
-        return Text(
-            text + ("" if average is None else f"; {average:.4f} with the moving average"), style="cyan"
-        )
-    if name == "phase":
-        return Text(f"step {step}: phase {event_text(event)}", style="cyan")
-    if name == "evaluation":
-        return Text(f"step {step}: {event_text(event)}", style="cyan")
-    if name == "checkpoint":
-        return Text(f"step {step}: checkpoint saved", style="dim")
-    if name == "weights":
-        text = event_text(event)
-        return Text(text, style="yellow" if text != f"weights from {event.get('source')}" else "dim")
-    if name == "overflow":
-        return Text(f"step {step}: {event_text(event)}", style="dim")
-    if name == "fault":
-        return _fault_line(event)
-    if name == "retry":
-        seconds = format_seconds(event.get("seconds", 0.0))
-        return Text(f"step {step} is in memory only; retrying to store it for {seconds}", style="yellow")
-    if name == "diagnosis" and "problem" in event:
-        label = f"node {event.get('node')} is {event['verdict']}" if "verdict" in event else "slow"
-        return Text(f"{label}: {event['problem']}", style="yellow")
-    # A bad block that stops the run is also reported as a fault.
-    if name in ("reread", "bad_record") or (name == "bad_block" and event.get("action") == "skip"):
-        ending = "; samples in it are replaced" if name == "bad_block" else ""
-        return Text(f"data: {event.get('problem')}{ending}", style="yellow")
-    if name == "health":
-        return Text(f"{event.get('what')}: {event.get('problem')}", style="yellow")
-    if name == "telemetry":
-        if "node" not in event:
-            return Text(_delayed_lines(event), style="yellow")
-        status = event.get("problem") or "it works again"
-        lost = f"; {event['num_dropped']} spans are lost" if event.get("num_dropped") else ""
-        return Text(
-            f"spans of node {event.get('node')} to {event.get('place')}: {status}{lost}", style="yellow"
-        )
-    if name == "restart":
-        other = [f"{event['dp']} replicas"] if event.get("dp") else []
-        other += [f"shares {event['shares']}"] if event.get("shares") else []
-        other += [f"layers cut at {event['partition']}"] if event.get("partition") else []
-        changes = f" with {', '.join(other)}" if other else ""
-        return Text(f"attempt {event.get('epoch')} starts{changes}", style="yellow")
-    if name == "taken_over":
-        owner = f"{event.get('url')} belonged to the run {event.get('run')}, which cannot be found from here"
-        return Text(f"{owner}; this run stores there from now on", style="yellow")
-    if name == "journal":
-        return Text(str(event.get("problem")), style="yellow")
-    if name == "older_state":
-        newer = f"step {event.get('newer_step')} is in {event.get('url')}"
-        return Text(f"resumes from step {step}; {newer} (--checkpoint.url)", style="yellow")
-    if name == "start_over":
-        return Text(
-            f"starts at step 1 again; {event.get('steps_done')} steps were done before", style="yellow"
-        )
-    if name == "restart_from_scratch" and step is not None:
-        return Text(f"checkpoint.restart_from_scratch was not used: step {step} was loaded", style="yellow")
-    if name == "resume":
-        return Text(
-            f"step {step}: state from {event.get('source')} in {event.get('seconds', 0.0):.2f} s", style="dim"
-        )
-    return None
+    """Return the line that shows an event; ``None``: the event is not shown."""
+    make = _LINES.get(str(event.get("event")))
+    line = None if make is None else make(event)
+    return None if line is None else Text(line[0], style=line[1])
+
+
+_Line = tuple[str, str]
+"""A text and its style."""
+
+
+def _at_step(event: Record) -> str:
+    return f"step {event.get('step')}: "
+
+
+def _start_line(event: Record) -> _Line:
+    world, parameters = event.get("world"), event.get("parameters")
+    parts = [f"{world} rank{'' if world == 1 else 's'} on {event.get('device')}", str(event.get("precision"))]
+    if parameters:
+        parts.append(f"{format_count(parameters)} parameters")
+    if resumed := event.get("resumed_from"):
+        parts.append(f"resuming from step {resumed}")
+    return " · ".join(parts), "dim"
+
+
+def _validation_line(event: Record) -> _Line:
+    of_set = f" of {event.get('name')}" if event.get("event") == "validation_set" else ""
+    loss, bits, average = event.get("loss"), event.get("bits_per_byte"), event.get("ema_loss")
+    text = f"{_at_step(event)}validation loss{of_set} " + ("nan" if loss is None else f"{loss:.4f}")
+    text += "" if bits is None else f", {bits:.3f} bits per byte"
+    return text + ("" if average is None else f"; {average:.4f} with the moving average"), "cyan"
+
+
+def _weights_line(event: Record) -> _Line:
+    text = event_text(event)
+    return text, "yellow" if text != f"weights from {event.get('source')}" else "dim"
+
+
+def _fault_line(event: Record) -> _Line:
+    loud, failures = bool(event.get("alarm")), event.get("failures", 1)
+    at = "" if event.get("step") is None else f" at step {event['step']}"
+    again = f" ({failures} in a row)" if failures != 1 else ""
+    line = f"{'ALARM' if loud else 'fault'}{at}: {event.get('problem')}{again}"
+    if gone := event.get("set_aside"):
+        line += f"; set aside: {', '.join(map(str, gone))}"
+    return line, "bold red" if loud else "yellow"
+
+
+def _retry_line(event: Record) -> _Line:
+    seconds = format_seconds(event.get("seconds", 0.0))
+    return f"step {event.get('step')} is in memory only; retrying to store it for {seconds}", "yellow"
+
+
+def _diagnosis_line(event: Record) -> _Line | None:
+    if "problem" not in event:
+        return None
+    label = f"node {event.get('node')} is {event['verdict']}" if "verdict" in event else "slow"
+    return f"{label}: {event['problem']}", "yellow"
+
+
+def _data_line(event: Record) -> _Line | None:
+    is_block = event.get("event") == "bad_block"
+    if is_block and event.get("action") != "skip":
+        return None  # A bad block that stops the run is also reported as a fault.
+    return f"data: {event.get('problem')}{'; samples in it are replaced' if is_block else ''}", "yellow"
+
+
+def _telemetry_line(event: Record) -> _Line:
+    if "node" not in event:
+        return _delayed_lines(event), "yellow"
+    status = event.get("problem") or "it works again"
+    lost = f"; {event['num_dropped']} spans are lost" if event.get("num_dropped") else ""
+    return f"spans of node {event.get('node')} to {event.get('place')}: {status}{lost}", "yellow"
 
 
 def _delayed_lines(event: Record) -> str:
@@ -259,24 +261,63 @@ def _delayed_lines(event: Record) -> str:
     return f"{place} is written again: {event.get('num_late', 0)} lines late{lost}"
 
 
-def _fault_line(event: Record) -> Text:
-    loud, failures = bool(event.get("alarm")), event.get("failures", 1)
-    at = "" if event.get("step") is None else f" at step {event['step']}"
-    again = f" ({failures} in a row)" if failures != 1 else ""
-    line = f"{'ALARM' if loud else 'fault'}{at}: {event.get('problem')}{again}"
-    if gone := event.get("set_aside"):
-        line += f"; set aside: {', '.join(map(str, gone))}"
-    return Text(line, style="bold red" if loud else "yellow")
+def _restart_line(event: Record) -> _Line:
+    other = [f"{event['dp']} replicas"] if event.get("dp") else []
+    other += [f"shares {event['shares']}"] if event.get("shares") else []
+    other += [f"layers cut at {event['partition']}"] if event.get("partition") else []
+    changes = f" with {', '.join(other)}" if other else ""
+    return f"attempt {event.get('epoch')} starts{changes}", "yellow"
 
 
-def _start_line(event: Record) -> Text:
-    world, parameters = event.get("world"), event.get("parameters")
-    parts = [f"{world} rank{'' if world == 1 else 's'} on {event.get('device')}", str(event.get("precision"))]
-    if parameters:
-        parts.append(f"{format_count(parameters)} parameters")
-    if resumed := event.get("resumed_from"):
-        parts.append(f"resuming from step {resumed}")
-    return Text(" · ".join(parts), style="dim")
+def _taken_over_line(event: Record) -> _Line:
+    owner = f"{event.get('url')} belonged to the run {event.get('run')}, which cannot be found from here"
+    return f"{owner}; this run stores there from now on", "yellow"
+
+
+def _older_state_line(event: Record) -> _Line:
+    newer = f"step {event.get('newer_step')} is in {event.get('url')}"
+    return f"resumes from step {event.get('step')}; {newer} (--checkpoint.url)", "yellow"
+
+
+def _unused_permission_line(event: Record) -> _Line | None:
+    step = event.get("step")
+    if step is None:
+        return None
+    return f"checkpoint.restart_from_scratch was not used: step {step} was loaded", "yellow"
+
+
+_LINES: Mapping[str, Callable[[Record], _Line | None]] = {
+    "start": _start_line,
+    "validation": _validation_line,
+    "validation_set": _validation_line,
+    "phase": lambda event: (f"{_at_step(event)}phase {event_text(event)}", "cyan"),
+    "evaluation": lambda event: (f"{_at_step(event)}{event_text(event)}", "cyan"),
+    "checkpoint": lambda event: (f"{_at_step(event)}checkpoint saved", "dim"),
+    "weights": _weights_line,
+    "overflow": lambda event: (f"{_at_step(event)}{event_text(event)}", "dim"),
+    "fault": _fault_line,
+    "retry": _retry_line,
+    "diagnosis": _diagnosis_line,
+    "reread": _data_line,
+    "bad_record": _data_line,
+    "bad_block": _data_line,
+    "health": lambda event: (f"{event.get('what')}: {event.get('problem')}", "yellow"),
+    "telemetry": _telemetry_line,
+    "restart": _restart_line,
+    "taken_over": _taken_over_line,
+    "journal": lambda event: (str(event.get("problem")), "yellow"),
+    "older_state": _older_state_line,
+    "start_over": lambda event: (
+        f"starts at step 1 again; {event.get('steps_done')} steps were done before",
+        "yellow",
+    ),
+    "restart_from_scratch": _unused_permission_line,
+    "resume": lambda event: (
+        f"{_at_step(event)}state from {event.get('source')} in {event.get('seconds', 0.0):.2f} s",
+        "dim",
+    ),
+}
+"""The line of each event that is shown."""
 
 
 def save_plot(run: Run) -> None:
