@@ -13,6 +13,7 @@ With early updates, a stage is updated as soon as its gradients are complete, so
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -215,53 +216,64 @@ class OptimizerStep:
         updates the parameters are updated already, and no step begins."""
         if not self._updates_early:
             self._complete(self._model.chunks)
-        squares, replica = self.squares, self._state.replica
-        # Replicas that train alone have a norm each; one message carries all of them.
-        num_losses, num_sums = loss_sum.numel(), self.statistics.num_sums
-        num_slots = 0 if self._qk_clip is None else self._qk_clip.num_slots
-        own = squares.new_zeros(1 + self._num_replicas + num_losses + _DIGEST_PARTS + num_sums + num_slots)
-        own[0].fill_(self._now.signal)  # An assignment would copy from the host and wait for the device.
-        own[1 + replica] = (squares * self._state.counts).sum()
-        losses_from = 1 + self._num_replicas
-        digest_from = losses_from + num_losses
-        sums_from = digest_from + _DIGEST_PARTS
-        losses = (loss_sum / self._now.num_targets).double() * loss_weight(self._groups)
-        own[losses_from:digest_from] = losses
-        if self._groups.grid.index("tp") == self._groups.grid.index("pp") == 0:
-            for part in range(_DIGEST_PARTS):
-                own[digest_from + part].fill_(digest >> part * _DIGEST_BITS & 2**_DIGEST_BITS - 1)
-        slots_from = sums_from + num_sums
-        self.statistics.write_sums(own[sums_from:slots_from], squares)
-        if self._qk_clip is not None:
-            self._qk_clip.reduce(own[slots_from:])
-        sums = sum_over_world(own, self._groups, self._recorder)
-        signal, norms, parts = sums[0], sums[1:losses_from], sums[digest_from:sums_from]
-        loss, *further = sums[losses_from:digest_from]
-        loads = self.statistics.loads_in(sums[sums_from:slots_from])
+        at = self._sections(loss_sum.numel())
+        sums = sum_over_world(self._own_sums(at, loss_sum, digest), self._groups, self._recorder)
+        found = {name: sums[place] for name, place in at.items()}
+        loads = self.statistics.loads_in(found["statistics"])
         scale = self._loss_scale
-        norms = [norm / scale**2 for norm in norms]
-        whole_norm = math.sqrt(sum(norms) / self._num_replicas)
+        norms = [norm / scale**2 for norm in found["norms"]]
+        loss, *further = found["losses"]
+        whole = (int(one) << part * _DIGEST_BITS for part, one in enumerate(found["digest"]))
         result = StepResult(
             loss,
-            whole_norm,
-            signal,
+            math.sqrt(sum(norms) / self._num_replicas),
+            found["signal"][0],
             tuple(further),
             loss_scale=None if self._scaler is None else scale,
-            max_attention_score=max(sums[slots_from:], default=None),
+            max_attention_score=max(found["scores"], default=None),
             expert_load=self.statistics.largest_load(loads),
             expert_loads=self.statistics.all_loads(loads),
-            router_entropy=self.statistics.router_entropy(sums[sums_from:slots_from]),
-            data_digest=sum(int(one) << part * _DIGEST_BITS for part, one in enumerate(parts)) % 2**64,
+            router_entropy=self.statistics.router_entropy(found["statistics"]),
+            data_digest=sum(whole) % 2**64,
         )
         self._result = self._decide(result)
         if not self._result.skipped:
-            noise = self.statistics.noise_of(sums[sums_from:slots_from], scale, self._now.num_targets)
+            noise = self.statistics.noise_of(found["statistics"], scale, self._now.num_targets)
             self._result = replace(self._result, noise=noise)
         if self._biases is not None and not self._skips:
             self._biases.move(loads)
         if not (self._skips or self._updates_early):
-            norm = math.sqrt(norms[replica])
+            norm = math.sqrt(norms[self._state.replica])
             self.optimizer.begin(self._now.learning_rate, clip_scale(norm, self._clip_norm) / scale)
+
+    def _sections(self, num_losses: int) -> dict[str, slice]:
+        """Return the places of the values that CLIP sums over all ranks in one message."""
+        sizes = {
+            "signal": 1,
+            "norms": self._num_replicas,  # replicas that train alone have a norm each
+            "losses": num_losses,
+            "digest": _DIGEST_PARTS,
+            "statistics": self.statistics.num_sums,
+            "scores": 0 if self._qk_clip is None else self._qk_clip.num_slots,
+        }
+        ends = accumulate(sizes.values(), initial=0)
+        return {name: slice(start, stop) for name, (start, stop) in zip(sizes, pairwise(ends), strict=True)}
+
+    def _own_sums(self, at: Mapping[str, slice], loss_sum: torch.Tensor, digest: int) -> torch.Tensor:
+        """Return this rank's part of the message of CLIP."""
+        own = self.squares.new_zeros(at["scores"].stop)
+        # Assigning a number would copy it from the host and wait for the device; fill_ does not.
+        own[at["signal"]].fill_(self._now.signal)
+        own[at["norms"]][self._state.replica] = (self.squares * self._state.counts).sum()
+        losses = (loss_sum / self._now.num_targets).double() * loss_weight(self._groups)
+        own[at["losses"]] = losses
+        if self._groups.grid.index("tp") == self._groups.grid.index("pp") == 0:
+            for part in range(_DIGEST_PARTS):
+                own[at["digest"]][part].fill_(digest >> part * _DIGEST_BITS & 2**_DIGEST_BITS - 1)
+        self.statistics.write_sums(own[at["statistics"]], self.squares)
+        if self._qk_clip is not None:
+            self._qk_clip.reduce(own[at["scores"]])
+        return own
 
     def _decide(self, result: StepResult) -> StepResult:
         """Decide whether the step is skipped, and return the result that says so."""
