@@ -264,7 +264,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt-oss", "adamw", {"tp": 2, "micro_batch": 2, "recompute": "selective"}),
     ("gpt-oss", "adamw", {"tp": 2, "dp": 2, "zero": 3, "ep": 2, "micro_batch": 2}),
     ("gpt-oss", "lamb", {"tp": 2, "dp": 2, "zero": 2, "ep": 4, "etp": 1}),
-    ("gpt-oss", "muon", {"pp": 2, "dp": 2, "ep": 2, "schedule": "zero-bubble", "micro_batch": 2}),
+    ("gpt-oss", "muon", {"pp": 2, "dp": 2, "ep": 2, "schedule": "zero-bubble", "expert_dispatch": "rank"}),
     ("serial", "muon", {"dp": 3, "zero": 0, "shares": (4, 3, 1)}),
     ("serial", "muon", {"dp": 2, "pp": 2, "zero": 2, "virtual_stages": 2}),
     ("few-kv-heads", "muon", {"tp": 4, "micro_batch": 4}),
