@@ -254,8 +254,9 @@ class _Grader:
         self._follow(grade, incident, line)
 
     def _attribute(self) -> dict[float, int]:
-        """Assign each incident to the fault that came before it, unless ranks had restarted by then; such a
-        fault joins the incident in progress."""
+        """Return the index of the incident that each fault caused, by the fault's time. It is the first one
+        reported after the fault. If none was reported before the incident in progress ended, the fault is a
+        part of that incident."""
         found: dict[float, int] = {}
         for line in self._caused:
             fault, at = self._faults[line["number"]], line["time"]

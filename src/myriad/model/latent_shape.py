@@ -34,7 +34,7 @@ class LatentShape(NamedTuple):
 
     @property
     def normed(self) -> int:
-        """Values of a token that are normalized: those of the latents."""
+        """Number of values of a token that are normalized: the widths of its latents."""
         return (self.query_rank or 0) + self.key_value_rank
 
     @property

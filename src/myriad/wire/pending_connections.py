@@ -36,7 +36,7 @@ class PendingConnections:
     """Unauthenticated connections of one listener. Thread-safe."""
 
     def __init__(self, most: int | None = None, most_of_an_address: int | None = None) -> None:
-        """``None``: as many as the files that this process can open allow."""
+        """``None``: limits that follow from the number of files that this process may open."""
         share = _most_by_files()
         self._most = min(_MOST, share) if most is None else most
         self._most_of_an_address = (

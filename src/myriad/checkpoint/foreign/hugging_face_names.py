@@ -270,8 +270,8 @@ def _latent_attention(
 
 
 def _plain_and_rotated(name: str, heads: int, plain: int, rotated: int, halves: bool) -> Iterator[RowSlice]:
-    """Yield the rows of heads that are ``plain`` rows and then ``rotated`` ones. ``halves``: a pair is half
-    of these apart."""
+    """Yield the row slices of heads that have ``plain`` rows first and ``rotated`` rows after them.
+    ``halves``: the two rows of a rotary pair are half of the rotated rows apart, not adjacent."""
     if not halves:
         yield RowSlice(name, heads * (plain + rotated))
         return

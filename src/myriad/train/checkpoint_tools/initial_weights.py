@@ -145,7 +145,7 @@ def refuse_other_run(run: Run, job: Job, step: int, engine: Engine) -> None:
 
 
 def _open(source: str, job: Job, *, every_byte: bool = False, verified: bool = False) -> Weights:
-    """Open weights that fit the model. ``verified``: another rank has done it."""
+    """Open weights that fit the model. ``verified``: another rank has verified them."""
     weights = open_weights(
         source,
         _KEY,
