@@ -5,13 +5,13 @@ Faults that come before the run has recovered from the previous one are one inci
 naming any of its suspects counts as right.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
 
 from myriad.faults.fault_kinds import recovery_target
 from myriad.faults.recovery_targets import RecoveryTarget
+from myriad.faults.reported_incidents import Line, ReportedIncident, reported_incidents
 from myriad.faults.scenario import Fault
 from myriad.faults.simulated_devices import DEVICE_FAULTS
 
@@ -19,7 +19,6 @@ __all__ = ["OVERDUE", "Evidence", "Grade", "Report", "failed_report", "grade_end
 
 OVERDUE = "it was ended after"
 """Start of the outcome of a run that exceeded its time limit."""
-Line = Mapping[str, Any]
 _OWN_AIMS = ("detected_seconds", "trains_seconds", "steps_lost")
 """Aims that a fault of a scenario can set."""
 
@@ -156,23 +155,10 @@ def failed_report(scenario: str, problem: str) -> Report:
     )
 
 
-@dataclass
-class _Incident:
-    """A fault that the driver reported, and what followed."""
-
-    fault: Line
-    named: float
-    """Time at which a suspect was named: for a hang, when the stacks were written, before the end."""
-    ended: float = float("inf")
-    """Time at which the next attempt was requested."""
-    started: float | None = None
-    resumed: Line | None = None
-
-
 class _Grader:
     def __init__(self, faults: Sequence[Fault], evidence: Evidence) -> None:
         self._faults, self._evidence = faults, evidence
-        self._incidents = _incidents(evidence.events)
+        self._incidents = reported_incidents(evidence.events)
         caused = (line for line in evidence.caused if "time" in line)
         self._caused = sorted(caused, key=lambda line: line["time"])
         self._of = self._attribute()
@@ -274,7 +260,7 @@ class _Grader:
                 found[at] = (own or under_way)[0]
         return found
 
-    def _is_culprit(self, incident: _Incident, line: Line) -> bool:
+    def _is_culprit(self, incident: ReportedIncident, line: Line) -> bool:
         fault = self._faults[line["number"]]
         aim = recovery_target(fault.kind, fault.where)
         seen = incident.fault
@@ -283,7 +269,7 @@ class _Grader:
         same &= fault.node is None or seen.get("node") == fault.node
         return seen["cause"] in aim.causes and same
 
-    def _follow(self, grade: Grade, incident: _Incident, line: Line) -> None:
+    def _follow(self, grade: Grade, incident: ReportedIncident, line: Line) -> None:
         if incident.started is not None:
             before = (one.fault["time"] for one in self._incidents if one.fault["time"] < incident.started)
             grade.trains_seconds = incident.started - max(before)  # another incident may have come in between
@@ -380,34 +366,6 @@ class _Grader:
             grade.detected(reports[0]["time"] - line["time"], reports[0]["problem"])
         if aim.seen == "storage":
             grade.steps_lost = 0
-
-
-def _incidents(events: Sequence[Line]) -> list[_Incident]:
-    """Return the faults that the driver reported, each with the next start."""
-    found: list[_Incident] = []
-    diagnosed: float | None = None
-    down: dict[int, float] = {}
-    for event in events:
-        if event["event"] == "diagnosis" and event.keys().isdisjoint(("verdict", "culprit")):
-            diagnosed = event["time"]
-        elif event["event"] == "fault" and "cause" in event:
-            named = diagnosed if event["cause"] == "hang" and diagnosed is not None else event["time"]
-            if event["cause"] == "link":
-                named = down.get(event["node"], named)
-            found.append(_Incident(event, named))
-            diagnosed = None
-        elif event["event"] == "health" and event["what"] == "link":
-            down[event["node"]] = event["time"]
-        elif event["event"] == "restart":
-            for incident in found:
-                incident.ended = min(incident.ended, event["time"])
-        elif event["event"] == "start":
-            for incident in found:
-                incident.started = incident.started or event["time"]
-        elif event["event"] == "resume":
-            for incident in found:
-                incident.resumed = incident.resumed or event
-    return found
 
 
 def _in_words(fault: Fault, step: int) -> str:
