@@ -344,6 +344,12 @@ def odd_run(path: Path) -> Run:
         odd = {"loss": 3.25 if step == 2 else None, "tokens_per_second": 1e16 + 2 * step, "mfu": 0.5}
         if step == 4:
             odd["expert_loads"] = {"blocks.0": [0.5, 1.5], "<b>": [1, None]}
+        if step in (3, 5):
+            odd["layer_norms"] = {
+                "gradient": {"<b>": step / 2, "head": None},
+                "parameter": {"<b>": 4.0, "head": 2.0},
+                "update": {"<b>": 0.5, "head": 1.0},
+            }
         run.append_metrics(lines[0] | {"step": step, "step_seconds": 1e-12 * step} | odd)
     changed = {"key": "optimizer.learning_rate", "before": 0.0025, "after": 0.0005}
     run.append_event("job_changed", step=3, **changed)
@@ -386,8 +392,14 @@ def test_events_have_words_and_steps_and_what_is_no_number_is_no_line(tmp_path: 
             "step 4: 0.500 ± 0.0625",
         ]
         page.get_by_text("Busiest: blocks.0, expert 1, 1.500.").wait_for()
-        cells = page.locator(".loads rect title").all_text_contents()
+        cells = page.locator(".experts rect title").all_text_contents()
         assert cells[::3] == ["blocks.0, expert 0: 0.500", "<b>, expert 1: –"], "of step 4"
+        norms = page.locator(".norms")
+        norms.get_by_text("Largest now: head, 0.500.").wait_for()
+        norms.get_by_label("Show").select_option("gradient")
+        norms.get_by_text("Largest now: <b>, 2.500.").wait_for()
+        cells = norms.locator("rect title").all_text_contents()
+        assert [cells[0], cells[-1]] == ["<b>, step 3: 1.500", "head, step 5: –"]
         drawn = page.locator(".chart canvas").first.evaluate(LINE_PIXELS)
         assert 4 <= drawn <= 40, "a dot"
         events.get_by_role("link", name="rank 9").click()

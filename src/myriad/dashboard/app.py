@@ -56,6 +56,7 @@ _Answer = Callable[[WatchedRun, Analyst, Mapping[str, str]], Any]
 _ANSWERS: dict[str, _Answer] = {
     "run": run_api.run,
     "overview": lambda watched, analyst, query: run_api.overview(watched, query),
+    "norms": lambda watched, analyst, query: run_api.norms(watched, query),
     "faults": lambda watched, analyst, query: run_api.faults(watched, query),
     "heat": lambda watched, analyst, query: span_api.heat(watched, query),
     "steps": lambda watched, analyst, query: span_api.steps(watched, query),

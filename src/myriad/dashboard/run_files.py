@@ -125,6 +125,8 @@ class RunFiles:
     expert_loads: Record | None = field(init=False)
     """The newest step with loads of experts: ``step``, ``blocks``, and the ``loads`` of each; ``None``: there
     is none."""
+    norms_step: int | None = field(init=False)
+    """The newest step with norms of layers; ``None``: there is none."""
     is_gone: bool = field(init=False, default=False)
     """Whether the folder existed before and is now missing."""
     num_runs: int = field(init=False, default=0)
@@ -138,7 +140,7 @@ class RunFiles:
         self._has_looked, self._first_line = False, b""
         self._steps, self._events_tail = StepLines(self.run.metrics_path), EventLines(self.run.events_path)
         self.metrics, self.curves, self.events = self._steps.lines, Curves(), []
-        self.expert_loads = None
+        self.expert_loads = self.norms_step = None
         self.peaks, self.layout_since_ns = Peaks(), 0
         self.num_runs += 1
 
@@ -163,6 +165,8 @@ class RunFiles:
         if (line := next((one for one in reversed(lines) if one.get("expert_loads")), None)) is not None:
             loads = line["expert_loads"]
             self.expert_loads = {"step": line["step"], "blocks": [*loads], "loads": [*loads.values()]}
+        if (line := next((one for one in reversed(lines) if one.get("layer_norms")), None)) is not None:
+            self.norms_step = line["step"]
         self.events[:] = late_events(self.events + events) if events else self.events
         if events:
             self.peaks = Peaks(self.events)

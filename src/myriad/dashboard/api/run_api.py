@@ -18,10 +18,11 @@ from myriad.run.score_history import ScoreHistory, score_histories
 from myriad.system.jsonl import Record
 from myriad.units import format_seconds
 
-__all__ = ["faults", "overview", "run"]
+__all__ = ["faults", "norms", "overview", "run"]
 
 _MOST_EVENTS, _MOST_NUMBER = 500, 2**53
 _MOST_SCORES, _MOST_EVALUATIONS = 200, 200
+_MOST_NORMS, _MOST_LAYERS = 60, 400
 _BEHIND_SECONDS = 10.0
 _ABOUT_LAST_STEP = ("held", "checkpoint", "finish", "start")
 _DECISIONS = (
@@ -112,10 +113,24 @@ def overview(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
         "ettr": account.get("effective_ratio"),
         "goodput": account.get("goodput_tokens_per_second"),
         "expert_loads": watched.files.expert_loads,
+        "norms_step": watched.files.norms_step,
         "scores": [_score(one) for one in scores[:_MOST_SCORES]],
         "num_scores": len(scores),
         "num_events": len(events),
         "events": [_event(event, place) for place, event in enumerate(events[first:], first)],
+    }
+
+
+def norms(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the norms of layers: for each kind a row for each layer of the newest step that has norms, with
+    a value for each such step. Some steps are left out evenly."""
+    lines = [line for line in watched.files.metrics if line.get("layer_norms")]
+    apart = -(-len(lines) // _MOST_NORMS)
+    lines = lines[::-1][::apart][::-1] if lines else []
+    layers = [*lines[-1]["layer_norms"].get("gradient", {})][:_MOST_LAYERS] if lines else []
+    return {"step": [line["step"] for line in lines], "layers": layers} | {
+        kind: [[line["layer_norms"].get(kind, {}).get(layer) for line in lines] for layer in layers]
+        for kind in ("gradient", "parameter", "update")
     }
 
 

@@ -7,6 +7,7 @@ import { isBad, nameOf } from "./event_names.js";
 import { Experts } from "./experts.js";
 import { count, percent, plain, plural, seconds } from "./format.js";
 import { html, useMemo, useState } from "./html.js";
+import { LayerNorms } from "./norms.js";
 import { useAnswer } from "./query.js";
 import { Scores } from "./scores.js";
 import { Figure, Problem, Time, Where } from "./widgets.js";
@@ -54,6 +55,7 @@ export function OverviewView({ run, version, theme }) {
       <div class="charts">${it?.step.length > 0 && CURVES.filter(([, name]) => !OPTIONAL.has(name) || it[name]?.some((value) => value !== null)).map(([title, name, show]) => html`
         <${Chart} key=${name} title=${title} at=${it.step} values=${it[name]} show=${show} marks=${marks} theme=${theme} ...${shared} />`)}</div>
       ${it?.expert_loads && html`<${Experts} found=${it.expert_loads} />`}
+      ${it?.norms_step && html`<${LayerNorms} newest=${it.norms_step} />`}
       ${it?.scores.length > 0 && html`<${Scores} scores=${it.scores} total=${it.num_scores} />`}
       <div class="columns">
         <div class="card wide">
