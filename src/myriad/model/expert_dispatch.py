@@ -22,6 +22,7 @@ from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from myriad.model.boundary import Boundary
 
@@ -39,9 +40,9 @@ class Places(NamedTuple):
     tokens: torch.Tensor
     """Token of each pair, destination by destination."""
     back: torch.Tensor
-    """Place of each pair, token by token, ``[T, m]``; 0 for those that are absent."""
-    present: torch.Tensor | None = None
-    """Which pairs are present, ``[T, m]``; ``None``: all."""
+    """Place of each pair, token by token."""
+    begins: torch.Tensor | None = None
+    """Where the pairs of each token begin in ``back``, ``[T]``; ``None``: each token has m."""
 
     @classmethod
     def of(cls, chosen: torch.Tensor, number: int) -> "Places":
@@ -50,27 +51,36 @@ class Places(NamedTuple):
         pairs = wanted.argsort(stable=True)
         back = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
         tokens = pairs.div(chosen.shape[1], rounding_mode="floor")
-        return cls(torch.bincount(wanted, minlength=number), pairs, tokens, back.view_as(chosen))
+        return cls(torch.bincount(wanted, minlength=number), pairs, tokens, back)
 
     @classmethod
     def of_some(cls, chosen: torch.Tensor, number: int) -> "Places":
         """Order tokens by those of their destinations ``[T, m]`` that are not negative."""
         present = chosen >= 0
-        places = cls.of(torch.where(present, chosen, number), number + 1)
-        counts, back = places.counts[:number], places.back.masked_fill(~present, 0)
-        last = int(counts.sum())
-        return cls(counts, places.pairs[:last], places.tokens[:last], back, present)
+        whole = cls.of(torch.where(present, chosen, number), number + 1)
+        counts, back = whole.counts[:number], whole.back[present.flatten()]
+        of_tokens, last = present.sum(1), len(back)
+        return cls(counts, whole.pairs[:last], whole.tokens[:last], back, of_tokens.cumsum(0) - of_tokens)
 
-    def by_token(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows ``[P, ...]`` that are ordered by destination as ``[T, m, ...]``; pairs that are absent
-        are zeros."""
-        shape = *self.back.shape, *rows.shape[1:]
+    def sum_by_token(
+        self, rows: torch.Tensor, num_tokens: int, gates: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the sums ``[T, ...]`` of the rows ``[P, ...]`` of each token, which are ordered by
+        destination; ``gates`` ``[T, m]`` multiply them, in float32."""
         if not len(rows):
-            return rows.new_zeros(shape)
-        found = rows.index_select(0, self.back.flatten()).view(shape)
-        if self.present is not None:
-            found.masked_fill_(~self.present.view(*self.back.shape, *[1] * (rows.ndim - 1)), 0)
-        return found
+            return rows.new_zeros(num_tokens, *rows.shape[1:])
+        begins, weights = self.begins, None
+        if begins is None:
+            begins = torch.arange(0, len(rows), len(rows) // num_tokens, device=rows.device)
+        if gates is not None and rows.dtype.itemsize >= gates.dtype.itemsize:
+            weights = gates.flatten().index_select(0, self.pairs.index_select(0, self.back)).to(rows.dtype)
+        elif gates is not None:
+            rows = rows * gates.flatten().index_select(0, self.pairs)[:, None]
+        return F.embedding_bag(self.back, rows, begins, mode="sum", per_sample_weights=weights)
+
+    def to_tokens(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return values of the pairs ``[P]`` as ``[T, m]``, with zeros for pairs that are absent."""
+        return values.new_zeros(shape.numel()).index_copy_(0, self.pairs, values).view(shape)
 
 
 def by_expert(arrived: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,7 +122,8 @@ def travel_once(
     if hop == len(boundary.expert_hops):
         return compute(tokens)
     own, number = boundary.expert_hops[hop]
-    held, hidden, most = num_experts // number, *tokens.x.shape[1:], *tokens.chosen.shape[1:]
+    num_tokens, hidden, most = *tokens.x.shape, tokens.chosen.shape[1]
+    held = num_experts // number
     places = Places.of_some(_destinations(tokens.chosen, held, number), number)
     counting = boundary.start_counts(places.counts, hop)
     yield None
@@ -130,7 +141,7 @@ def travel_once(
     del results
     meanwhile()
     yield None
-    total: torch.Tensor = _Sum.apply(arriving.wait(), places)
+    total: torch.Tensor = _Sum.apply(arriving.wait(), num_tokens, places)
     return total
 
 
@@ -151,11 +162,12 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, places: Places) -> torch.Tensor:
         _keep(ctx, places)
+        ctx.num_tokens = len(x)
         return x.index_select(0, places.tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _kept(ctx).by_token(grads[0]).sum(1), None
+        return _kept(ctx).sum_by_token(grads[0], ctx.num_tokens), None
 
 
 class Combine(torch.autograd.Function):
@@ -164,38 +176,38 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, gates: torch.Tensor, places: Places) -> torch.Tensor:
         _keep(ctx, places, rows, gates)
-        return (places.by_token(rows) * gates[..., None]).sum(1).to(rows.dtype)
+        return places.sum_by_token(rows, len(gates), gates).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         places, (rows, gates) = _kept(ctx), ctx.saved_tensors[4:]
         grad = grads[0].index_select(0, places.tokens)
         of_pairs = gates.flatten().index_select(0, places.pairs)[:, None]
-        grad_gates = places.by_token((rows.float() * grad).sum(-1))
+        grad_gates = places.to_tokens((rows.float() * grad).sum(-1), gates.shape)
         return (grad * of_pairs).to(rows.dtype), grad_gates, None
 
 
 class _Sum(torch.autograd.Function):
-    """Results ``[P, H]``, ordered by destination, summed for each token."""
+    """Results ``[P, H]``, ordered by destination, summed for each of ``num_tokens`` tokens."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: Places) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, num_tokens: int, places: Places) -> torch.Tensor:
         ctx.save_for_backward(places.tokens)
-        return places.by_token(rows).sum(1)
+        return places.sum_by_token(rows, num_tokens)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (tokens,) = ctx.saved_tensors
-        return grads[0].index_select(0, tokens), None
+        return grads[0].index_select(0, tokens), None, None
 
 
 def _keep(ctx: Any, places: Places, *others: torch.Tensor) -> None:
-    ctx.save_for_backward(places.pairs, places.tokens, places.back, places.present, *others)
+    ctx.save_for_backward(places.pairs, places.tokens, places.back, places.begins, *others)
 
 
 def _kept(ctx: Any) -> Places:
-    pairs, tokens, back, present = ctx.saved_tensors[:4]
-    return Places(tokens, pairs, tokens, back, present)  # nothing asks for the counts
+    pairs, tokens, back, begins = ctx.saved_tensors[:4]
+    return Places(tokens, pairs, tokens, back, begins)  # nothing asks for the counts
 
 
 class _Leave(torch.autograd.Function):
@@ -207,7 +219,7 @@ class _Leave(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, gates: torch.Tensor, chosen: torch.Tensor, places: Places
     ) -> torch.Tensor:
         _keep(ctx, places)
-        ctx.ends = x.shape[1], gates.shape[1]
+        ctx.ends, ctx.num_tokens = (x.shape[1], gates.shape[1]), len(x)
         of_tokens = (one.index_select(0, places.tokens) for one in (x, gates, chosen.int()))
         return _packed(*of_tokens)
 
@@ -215,7 +227,8 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         places = _kept(ctx)
         grad_x, grad_gates, _ = _unpacked(grads[0], *ctx.ends)
-        return places.by_token(grad_x).sum(1), places.by_token(grad_gates).sum(1), None, None
+        found = (places.sum_by_token(grad, ctx.num_tokens) for grad in (grad_x, grad_gates))
+        return *found, None, None
 
 
 class _Arrive(torch.autograd.Function):

@@ -138,9 +138,13 @@ def test_each_present_pair_has_a_place_with_its_destination(most: int, data: st.
     assert places.tokens.tolist() == [token for _, token in expected]
     assert places.counts.tolist() == [sum(end == one for one, _ in expected) for end in range(5)]
     rows = torch.tensor([[1.0 + end, token] for end, token in expected]).view(-1, 2)
-    for token, ends in enumerate(chosen):
-        wanted = [[1.0 + end, token] if end >= 0 else [0.0, 0.0] for end in ends]
-        assert places.by_token(rows)[token].tolist() == wanted
+    sums = places.sum_by_token(rows, len(chosen)).view(-1, 2).tolist()
+    assert sums == [
+        [sum(1.0 + end for end in ends if end >= 0), token * sum(end >= 0 for end in ends)]
+        for token, ends in enumerate(chosen)
+    ]
+    found = places.to_tokens(rows[:, 0], torch.Size((len(chosen), most)))
+    assert found.tolist() == [[1.0 + end if end >= 0 else 0.0 for end in ends] for ends in chosen]
 
 
 def test_neither_evaluation_nor_recomputation_without_a_graph_adds_the_losses() -> None:
