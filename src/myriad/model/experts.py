@@ -58,7 +58,7 @@ from myriad.model.mlp import MLP, ExpertMLP, GatedMLP
 __all__ = ["Experts", "Router"]
 
 
-class Routing(Protocol):
+class RoutingHook(Protocol):
     """Records the chosen experts of tokens, and may choose others."""
 
     def __call__(self, purpose: str, chosen: torch.Tensor, samples: torch.Tensor, first: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ class Router(nn.Module):
         self._sums_two = config.router_group_score == "two_largest"
         self.exact_bias: torch.Tensor | None = None
         """The values of the bias in float32, if the parameter may have fewer digits."""
-        self.routing: Routing | None = None
+        self.routing: RoutingHook | None = None
         """What records the chosen experts in training, and may choose others."""
 
     def forward(

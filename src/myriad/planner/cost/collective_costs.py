@@ -1,7 +1,7 @@
 """Seconds of collectives among ranks of the grid, by size, level and algorithm.
 
 A group along an axis has ``size`` ranks, ``stride`` apart in rank number, or in runs of neighbours that are
-``stride`` apart (`Run`). ``inside`` of them share a node, and the ring crosses from node to node once for
+``stride`` apart (`RankRun`). ``inside`` of them share a node, and the ring crosses from node to node once for
 each node. All groups of one kind communicate at the same time, each accelerator with its share of the NICs.
 So a group with several ranks in a node has several shares.
 
@@ -55,7 +55,7 @@ from myriad.planner.cost.operator_costs import Number
 __all__ = [
     "CommGroup",
     "DpCollectives",
-    "Run",
+    "RankRun",
     "all_gather_seconds",
     "all_reduce_seconds",
     "all_to_all_seconds",
@@ -82,7 +82,7 @@ class CommGroup:
     """Seconds that the group waits for its last rank, once for each tensor."""
 
 
-class Run(NamedTuple):
+class RankRun(NamedTuple):
     """Ranks of a group that are nearer to each other than to the others."""
 
     length: int = 1
@@ -102,11 +102,11 @@ class Run(NamedTuple):
         return np.asarray(needed > place)
 
 
-_APART = Run()
+_APART = RankRun()
 """Each rank is as far from its neighbours as any other."""
 
 
-def group_along(cluster: Cluster, size: Number, stride: Number, run: Run = _APART) -> CommGroup:
+def group_along(cluster: Cluster, size: Number, stride: Number, run: RankRun = _APART) -> CommGroup:
     """Return the group of ``size`` ranks that are ``stride`` apart in a grid that fills nodes in order, in
     runs or one by one."""
     node, network, spine = (cluster.link(level) for level in ("node", "network", "spine"))
@@ -167,7 +167,7 @@ def all_gather_seconds(group: CommGroup, num_bytes: Number) -> Number:
 
 
 def all_to_all_seconds(
-    cluster: Cluster, size: Number, stride: Number, num_bytes: Number, run: Run = _APART
+    cluster: Cluster, size: Number, stride: Number, num_bytes: Number, run: RankRun = _APART
 ) -> Number:
     """Return the seconds in which each of ``size`` ranks, ``stride`` apart, in runs or one by one, sends
     ``num_bytes`` in equal parts to all of them, itself included. What stays in the node, what leaves it and
@@ -227,7 +227,9 @@ class DpCollectives:
     """Costs of the data-parallel groups of a layout: ``size`` ranks, ``stride`` apart, in runs or one by
     one."""
 
-    def __init__(self, cluster: Cluster, comm: CommConfig, size: int, stride: int, run: Run = _APART) -> None:
+    def __init__(
+        self, cluster: Cluster, comm: CommConfig, size: int, stride: int, run: RankRun = _APART
+    ) -> None:
         """Prepare the costs. Raises `BadInputError` where replicas do not fit the hierarchy that ``comm``
         asks for."""
         self.cluster, self.size = cluster, size
@@ -347,7 +349,7 @@ def _physical(cluster: Cluster) -> RankPlacement:
 
 
 @lru_cache(maxsize=4096)
-def _groups(size: int, stride: int, run: Run, sites: RankPlacement) -> tuple[Sequence[int], ...]:
+def _groups(size: int, stride: int, run: RankRun, sites: RankPlacement) -> tuple[Sequence[int], ...]:
     """Return the data-parallel groups with different positions on nodes: one, where groups and nodes divide
     each other, or where groups have runs."""
     if run.length > 1:

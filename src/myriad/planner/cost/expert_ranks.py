@@ -13,7 +13,7 @@ from math import gcd
 from typing import NamedTuple
 
 from myriad.comm.layout import ExpertDispatch, Layout
-from myriad.planner.cost.collective_costs import Run
+from myriad.planner.cost.collective_costs import RankRun
 
 __all__ = ["ONE_RANK", "ExpertGrid", "RankGroup"]
 
@@ -23,7 +23,7 @@ class RankGroup(NamedTuple):
 
     size: int
     stride: int
-    run: Run
+    run: RankRun
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ExpertGrid:
     def sharing(self) -> RankGroup:
         """The ranks that share experts."""
         near = gcd(self.ep, self.tp) if self.whole else 1
-        return RankGroup(self.ep, self.replica_stride, Run(near))
+        return RankGroup(self.ep, self.replica_stride, RankRun(near))
 
     def hops(self, num_experts: int, num_chosen: int, per_node: int) -> tuple[tuple[RankGroup, float], ...]:
         """Return the groups of ranks among which a token travels to its experts, one after the other, and the
@@ -81,17 +81,17 @@ class ExpertGrid:
         if self.dispatch == "rank" or near in (1, self.ep) or self.ep % near:
             return ((everyone, rows),)
         nodes, length = self.ep // near, everyone.run.length
-        between = RankGroup(nodes, max(per_node, everyone.stride * near // length), Run())
-        inside = RankGroup(near, everyone.stride, Run(min(length, near)))
+        between = RankGroup(nodes, max(per_node, everyone.stride * near // length), RankRun())
+        inside = RankGroup(near, everyone.stride, RankRun(min(length, near)))
         return (between, _distinct(num_experts, num_chosen, nodes)), (inside, rows)
 
     @property
     def alike(self) -> RankGroup:
         """The ranks that hold the same experts."""
         if not self.whole:
-            return RankGroup(self.num_replicas, self.replica_stride * self.ep, Run())
+            return RankGroup(self.num_replicas, self.replica_stride * self.ep, RankRun())
         near = gcd(self.ep, self.tp)
-        run = Run(gcd(self.tp // near, self.num_replicas), near)
+        run = RankRun(gcd(self.tp // near, self.num_replicas), near)
         return RankGroup(self.num_replicas, self.replica_stride * (self.ep // near), run)
 
 
