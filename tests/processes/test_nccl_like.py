@@ -54,12 +54,12 @@ CASES = {
         {"dp": 4, "ep": 2, "zero": 1}, {"experts": 4, "expert_hidden": 32}, optimizer={"name": "muon"}
     ),
     "whole-experts": Case(
-        {"dp": 2, "tp": 2, "ep": 2, "etp": 1, "zero": 1},
+        {"dp": 2, "tp": 2, "ep": 2, "etp": 1, "zero": 1, "micro_batch": 2},
         {"experts": 4, "expert_hidden": 32},
         optimizer={"name": "muon"},
     ),
     "whole-experts-of-tensor-ranks": Case(
-        {"tp": 4, "ep": 2, "etp": 1, "zero": 1},
+        {"tp": 4, "ep": 2, "etp": 1, "zero": 1, "micro_batch": 4},
         {"experts": 4, "expert_hidden": 32},
         optimizer={"name": "lamb"},
     ),

@@ -259,8 +259,12 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("experts", "muon", {"dp": 4, "zero": 2, "ep": 2}),
     ("experts", "muon", {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "micro_batch": 2, "recompute": "selective"}),
     ("latent-experts", "adamw", {"tp": 4, "micro_batch": 4, "recompute": "full"}),
-    ("latent-experts", "lamb", {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "zero": 3}),
-    ("latent-experts", "adamw", {"pp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "recompute": "full"}),
+    ("latent-experts", "lamb", {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "zero": 3, "micro_batch": 2}),
+    (
+        "latent-experts",
+        "adamw",
+        {"pp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "recompute": "full", "micro_batch": 2},
+    ),
     ("gpt-oss", "adamw", {"tp": 2, "micro_batch": 2, "recompute": "selective"}),
     ("gpt-oss", "adamw", {"tp": 2, "dp": 2, "zero": 3, "ep": 2, "micro_batch": 2}),
     ("gpt-oss", "lamb", {"tp": 2, "dp": 2, "zero": 2, "ep": 4, "etp": 1}),
@@ -292,7 +296,7 @@ DISPATCH: list[tuple[str, str, dict[str, Any]]] = [
     (
         "latent-experts",
         "adamw",
-        {"tp": 2, "dp": 2, "ep": 2, "expert_dispatch": "rank", "recompute": "selective"},
+        {"tp": 2, "dp": 2, "ep": 2, "expert_dispatch": "rank", "recompute": "selective", "micro_batch": 2},
     ),
     ("experts", "adamw", {"dp": 4, "zero": 3, "ep": 4, "expert_dispatch": "node", "recompute": "full"}),
     ("experts", "lamb", {"tp": 2, "dp": 2, "ep": 4, "etp": 1, "expert_dispatch": "node"}),
