@@ -97,7 +97,7 @@ class RoutedTokens(NamedTuple):
     """Tokens, and what was chosen for them."""
 
     x: torch.Tensor
-    """``[T, H]``."""
+    """The values of the tokens, ``[T, H]``."""
     gates: torch.Tensor
     """Factor of the result of each chosen expert, float32 ``[T, k]``."""
     chosen: torch.Tensor
