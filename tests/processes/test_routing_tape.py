@@ -80,13 +80,27 @@ def test_replayed_experts_compute_every_token(
     assert found[0][0] != pytest.approx(losses({}, RoutingFolders())[0][0], rel=2e-5), "the router's own"
 
 
+def test_routing_of_another_model_is_refused(alone: Path) -> None:
+    case = Case({}, MODEL | {"experts": 2, "experts_per_token": 1}, steps=1)
+    with pytest.raises(AssertionError, match="has 1 of 2 experts a token here"):
+        run_ranks(1, train, case, RoutingFolders(replay=alone))
+
+
 def test_routing_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> None:
     routing = Routing(np.array([3, 5]), np.zeros((2, 4, 1), dtype=np.int64))
     with pytest.raises(RunFailedError, match="lacks the experts of sequence 4, positions 0 to 3"):
         routing.of(torch.tensor([4]), 0, 4)
     with pytest.raises(RunFailedError, match="no recorded routing of step 7"):
         read_routing(tmp_path, 7)
-    (tmp_path / "step-7-rank-0.npz").write_bytes(b"PK no archive")
+    path, none = tmp_path / "step-7-rank-0.npz", np.zeros((1, 2, 1), dtype=np.int16)
+    whole = {"a:0:samples": np.array([3]), "a:0:chosen": none, "a:0:first": np.array(2**40)}
+    np.savez(path, **whole)  # type: ignore[arg-type]
+    with pytest.raises(RunFailedError, match="is incomplete"):
+        read_routing(tmp_path, 7)
+    np.savez(path, **(whole | {"a:0:chosen": none[0]}))  # type: ignore[arg-type]
+    with pytest.raises(RunFailedError, match="other shapes"):
+        read_routing(tmp_path, 7)
+    path.write_bytes(b"PK no archive")
     with pytest.raises(RunFailedError, match="not a file of recorded routing") as caught:
         read_routing(tmp_path, 7)
     assert "\n" not in str(caught.value)

@@ -13,6 +13,7 @@ the balance loss counts are recorded apart, as they may be others (`myriad.model
 """
 
 import io
+import math
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,10 +54,11 @@ class Routing:
         `RunFailedError` for tokens that were not recorded."""
         wanted = samples.cpu().numpy()
         rows = np.searchsorted(self.samples, wanted).clip(max=len(self.samples) - 1)
-        if (self.samples[rows] != wanted).any() or first + length > self.chosen.shape[1]:
+        found = self.chosen[rows, first : first + length]
+        if (self.samples[rows] != wanted).any() or found.shape[1] < length or (found < 0).any():
             missing = f"sequence {int(wanted[0])}, positions {first} to {first + length - 1}"
             raise RunFailedError(f"train.replay_routing lacks the experts of {missing}")
-        return torch.from_numpy(self.chosen[rows, first : first + length]).to(samples.device)
+        return torch.from_numpy(found).to(samples.device)
 
 
 class RoutingTape:
@@ -77,17 +79,28 @@ class RoutingTape:
             for number, layer in stage.layers.items():
                 for path, module in layer.named_modules(prefix=layers[number]):
                     if isinstance(module, Experts):
-                        module.router.routing = partial(self._route, path)
+                        module.router.routing = partial(self._route, path, module.num_experts)
 
     def _route(
-        self, path: str, purpose: str, chosen: torch.Tensor, samples: torch.Tensor, first: int
+        self,
+        path: str,
+        num_experts: int,
+        purpose: str,
+        chosen: torch.Tensor,
+        samples: torch.Tensor,
+        first: int,
     ) -> torch.Tensor:
-        """Return the experts ``[B, S, k]`` to use instead of the chosen ones, and record them."""
+        """Return the experts ``[B, S, k]`` to use instead of the chosen ones, and record them. Raises
+        `RunFailedError` for routing of another model."""
         name = f"{path}.{purpose}"
         if self._folders.replay is not None:
+            where = f"train.replay_routing = {self._folders.replay}"
             if name not in self._replayed:
-                raise RunFailedError(f"train.replay_routing = {self._folders.replay}: nothing of {name}")
-            chosen = self._replayed[name].of(samples, first, chosen.shape[1])
+                raise RunFailedError(f"{where}: nothing of {name}")
+            replayed, most = self._replayed[name], chosen.shape[2]
+            if replayed.chosen.shape[2] != most or replayed.chosen.max() >= num_experts:
+                raise RunFailedError(f"{where}: {name} has {most} of {num_experts} experts a token here")
+            chosen = replayed.of(samples, first, chosen.shape[1])
         if self._records and torch.is_grad_enabled():  # a recomputed layer has its second pass with gradients
             rows = samples.cpu().numpy(), chosen.to(torch.int16).cpu().numpy(), first
             self._found.setdefault(name, []).append(rows)
@@ -128,16 +141,27 @@ def read_routing(folder: Path, step: int) -> dict[str, Routing]:
                 for name in (key for key in arrays.files if key.endswith(":chosen")):
                     whole, begin = name.rsplit(":", 2)[0], name.removesuffix("chosen")
                     samples, first = arrays[f"{begin}samples"], int(arrays[f"{begin}first"])
-                    parts.setdefault(whole, []).append((samples, arrays[name].astype(np.int64), first))
+                    chosen = arrays[name].astype(np.int64)
+                    if samples.ndim != 1 or chosen.ndim != 3 or len(samples) != len(chosen) or first < 0:
+                        raise ValueError(f"{whole} has other shapes")
+                    parts.setdefault(whole, []).append((samples, chosen, first))
         except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
             raise RunFailedError(f"{path}: not a file of recorded routing ({error})") from None
-    return {name: _joined(found) for name, found in parts.items()}
+    try:
+        return {name: _joined(found) for name, found in parts.items()}
+    except ValueError as error:
+        raise RunFailedError(f"{folder}: recorded routing of step {step} is incomplete ({error})") from None
 
 
 def _joined(parts: Sequence[tuple[np.ndarray, np.ndarray, int]]) -> Routing:
+    """Return the routing of all parts. Raises ``ValueError`` if they do not cover whole sequences, so that
+    few bytes of a file never take much memory."""
     samples = np.unique(np.concatenate([own for own, _, _ in parts]))
     length = max(first + chosen.shape[1] for _, chosen, first in parts)
-    whole = np.full((len(samples), length, parts[0][1].shape[2]), -1, dtype=np.int64)
+    shape = len(samples), length, parts[0][1].shape[2]
+    if math.prod(shape) > sum(chosen.size for _, chosen, _ in parts):
+        raise ValueError(f"{len(samples)} sequences of {length} positions are not all there")
+    whole = np.full(shape, -1, dtype=np.int64)
     for own, chosen, first in parts:
         whole[np.searchsorted(samples, own), first : first + chosen.shape[1]] = chosen
     return Routing(samples, whole)
