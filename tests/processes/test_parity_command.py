@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli import parity_command
 from myriad.errors import BadInputError
+from myriad.job import load_job
 from myriad.run import Run
 from myriad.train.checkpoint_tools.compare_runs import Tolerance, compare_runs
+from myriad.train.inputs import open_run_inputs
 
 LAYOUTS = ("--layout", "dp=1", "--layout", "pp=2", "--oversubscribe")
 TINY = ("--model.layers", "2", "--model.hidden", "32", "--model.heads", "2", "--model.sequence", "32")
@@ -65,6 +67,9 @@ def test_chosen_experts_are_compared_and_replayed(tmp_path: Path) -> None:
     assert Run(tmp_path / "runs" / "layout-1").job().train.replay_routing
     with pytest.raises(BadInputError, match=r"needs model\.experts"):
         run_parity(*LAYOUTS, "--replay-routing")
+    nowhere = load_job("tiny-moe", [f"train.replay_routing={tmp_path}"])
+    with pytest.raises(BadInputError, match=r"RUN/routing of a run with telemetry\.routing"):
+        open_run_inputs(Run(tmp_path / "new"), nowhere, str)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ and nothing was started.
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from myriad.data.config import DataConfig
@@ -107,11 +108,20 @@ def open_inputs(job: Job, report_stage: Callable[[str], None], run: Run | None =
 def open_run_inputs(run: Run, job: Job, report_stage: Callable[[str], None]) -> JobInputs:
     """Open the inputs of a run, as `open_inputs` does, and check them before its ranks start. Raises
     `BadInputError` for those that the run cannot train on, or not continue with."""
+    _refuse_no_routing(job)
     inputs = open_inputs(job, report_stage, run)
     check_streams(run, job, inputs)
     _refuse_no_documents(inputs)
     refuse_other_tokenizer(run, job, inputs)
     return inputs
+
+
+def _refuse_no_routing(job: Job) -> None:
+    """Raise `BadInputError` if there is no recorded routing to replay."""
+    folder = job.train.replay_routing
+    if folder is not None and not any(Path(folder).glob("step-*-rank-*.npz")):
+        allowed = "RUN/routing of a run with telemetry.routing = true"
+        raise BadInputError("train.replay_routing", folder, allowed)
 
 
 def keep_inputs(run: Run, job: Job, inputs: JobInputs) -> list[JobChange]:
