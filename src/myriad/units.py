@@ -10,6 +10,7 @@ __all__ = [
     "format_bytes",
     "format_count",
     "format_duration",
+    "format_flops",
     "format_number",
     "format_ranges",
     "format_ranks",
@@ -115,6 +116,15 @@ def format_count(count: float) -> str:
             return f"{count:.0f}" if unit == "" else f"{format_number(count)}{unit}"
         count /= 1000
     return f"{format_number(count)}T"
+
+
+def format_flops(flops_per_second: float) -> str:
+    """A rate as ``156 GFLOP/s`` or ``1.2 PFLOP/s``."""
+    prefixes = ("", "k", "M", "G", "T", "P", "E")
+    power = 0
+    while abs(flops_per_second) >= 999.5 and power < len(prefixes) - 1:
+        flops_per_second, power = flops_per_second / 1000, power + 1
+    return f"{format_number(flops_per_second)} {prefixes[power]}FLOP/s"
 
 
 def format_seconds(seconds: float) -> str:

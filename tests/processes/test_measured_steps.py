@@ -16,6 +16,7 @@ from myriad.dashboard.insight.phase_table import phase_table
 from myriad.job import Job, load_job
 from myriad.program.actions import Kind
 from myriad.run import Run
+from myriad.run.run_speed import Speed
 from myriad.telemetry.span_io.span_records import Records
 from myriad.telemetry.span_io.span_ring import SPANS, SpanRings
 from myriad.train import worker
@@ -50,7 +51,7 @@ def test_each_span_of_a_step_is_the_action_of_its_program(layout: list[str], tmp
         one.records["name"] = codes[one.records["name"]]
         parts.append(one.records)
     records = np.concatenate(parts)
-    found = SpanAnalysis(records, names, job, peak_flops=1e9)
+    found = SpanAnalysis(records, names, job, Speed(1, 3, 0.1, None, 0.5))
     assert found.losses is not None and found.losses.split and found.losses.mfu is not None
     assert sum(found.losses.shares.values()) + found.losses.mfu == pytest.approx(1.0)
     for number in (1, 2, 3):

@@ -28,7 +28,7 @@ from myriad.train import worker
 
 METRICS = {
     "time", "step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds",
-    "mfu", "memory_bytes", "data_wait_seconds", "checkpoint_wait_seconds", "exposed_comm_seconds",
+    "flops", "mfu", "memory_bytes", "data_wait_seconds", "checkpoint_wait_seconds", "exposed_comm_seconds",
     "data_digest",
 }  # fmt: skip
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1"]

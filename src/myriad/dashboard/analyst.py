@@ -13,7 +13,7 @@ import numpy as np
 
 from myriad.dashboard.insight.arrivals import Arrows, arrows
 from myriad.dashboard.insight.hang_analysis import HangAnalysis, analyze_hang
-from myriad.dashboard.insight.losses import Losses, losses
+from myriad.dashboard.insight.losses import Losses, losses_at_speed
 from myriad.dashboard.insight.needs import ProgramNeeds
 from myriad.dashboard.insight.nesting import nested
 from myriad.dashboard.insight.rank_arrays import Array
@@ -25,6 +25,8 @@ from myriad.dashboard.watched_run import WatchedRun
 from myriad.errors import MyriadError
 from myriad.job import Job
 from myriad.job.job_steps import JobSteps
+from myriad.run.run_lines import lines_of_steps
+from myriad.run.run_speed import run_speed
 from myriad.telemetry.span_io.span_records import RECORD, Records
 
 __all__ = ["Analyst"]
@@ -93,11 +95,13 @@ class Analyst:
         return self._suspects
 
     def losses(self, first: int | None, last: int | None) -> Losses | None:
-        """Return the time losses of some steps (default: the newest); ``None`` if they are unknown."""
+        """Return the time losses of some steps; ``None`` if they are unknown. Default: the losses of the run,
+        divided as in its newest steps."""
         watched = self._watched
         last = watched.last_step if last is None else last
         blocks = watched.store.blocks(last, last) if last is not None else []
-        key = (watched.store.generation, first, last, blocks[0][1].changes if blocks else 0)
+        news = (len(watched.files.metrics), len(watched.files.events), blocks[0][1].changes if blocks else 0)
+        key = (watched.store.generation, first, last, news)
         if self._losses[0] != key:
             self._losses = (key, self._losses_of(first, last))
         return self._losses[1]
@@ -109,15 +113,11 @@ class Analyst:
             return None
         table = table.window(0 if first is None else first, last)
         looked = self.step(last, at_once=False)
-        return losses(table, [] if looked is None else [looked], ideal_seconds=self._ideal_seconds)
-
-    @property
-    def _ideal_seconds(self) -> float | None:
-        """Seconds of a step at the peak."""
-        job, peak = self._job_at(self._watched.last_step), self._watched.files.peaks.flops_per_second
-        return (
-            job.model.flops_per_token() * job.model.sequence * job.train.global_batch / peak if peak else None
-        )
+        files, some = watched.files, [] if looked is None else [looked]
+        lines = lines_of_steps(files.metrics, int(table.steps[0]), last) if len(table.steps) else []
+        timed = {int(line["step"]): line.get("step_seconds") for line in lines}
+        speed = files.speed_meter.speed if first is None else run_speed(lines, files.peaks)
+        return losses_at_speed(table, some, speed, timed)
 
     def _find_suspects(self) -> list[Straggler]:
         watched = self._watched

@@ -21,7 +21,8 @@ from prometheus_client.registry import Collector
 
 from myriad.dashboard.node_measurements import GpuSample, GpuSampleReader, NodeCounters
 from myriad.run import Run
-from myriad.run.run_lines import EventLines, Peaks, step_line
+from myriad.run.run_lines import EventLines, step_line
+from myriad.run.run_speed import Peaks
 from myriad.system.jsonl import JsonlTail, Record
 
 __all__ = ["CONTENT_TYPE", "Account", "RunCollector", "RunMetrics", "Spans"]

@@ -25,7 +25,8 @@ from myriad.dashboard.insight.rank_arrays import Ranks
 from myriad.dashboard.run_view import attempt_of
 from myriad.errors import MyriadError
 from myriad.run import Run
-from myriad.run.run_lines import EventLines, Peaks, StepCount, StepLines, count_steps
+from myriad.run.run_lines import EventLines, StepCount, StepLines, count_steps
+from myriad.run.run_speed import Peaks, SpeedMeter, attempt_lines
 from myriad.system.jsonl import Record, late_events
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ class RunFiles:
     events: list[Record] = field(init=False)
     peaks: Peaks = field(init=False)
     """Peak FLOP/s for the MFU of each step."""
+    speed_meter: SpeedMeter = field(init=False)
+    """Speed of the newest attempt."""
     layout_since_ns: int = field(init=False)
     """Time since which ranks have their current places in the grid; 0 if they never moved."""
     expert_loads: Record | None = field(init=False)
@@ -142,6 +145,7 @@ class RunFiles:
         self.metrics, self.curves, self.events = self._steps.lines, Curves(), []
         self.expert_loads = self.norms_step = None
         self.peaks, self.layout_since_ns = Peaks(), 0
+        self.speed_meter = SpeedMeter(self.peaks)
         self.num_runs += 1
 
     @property
@@ -168,12 +172,23 @@ class RunFiles:
         if (line := next((one for one in reversed(lines) if one.get("layer_norms")), None)) is not None:
             self.norms_step = line["step"]
         self.events[:] = late_events(self.events + events) if events else self.events
-        if events:
-            self.peaks = Peaks(self.events)
+        self._measure_speed(lines, events)
         if begins := [event for event in events if event.get("event") in _BEGINS]:
             self._follow_job(begins)
         self._has_looked = True
         return bool(lines or events)
+
+    def _measure_speed(self, lines: list[Record], events: list[Record]) -> None:
+        """Add the new lines; after a start, all lines of the attempt."""
+        meter = self.speed_meter
+        if events:
+            meter.peaks = self.peaks = Peaks(self.events)
+        if any(event.get("event") == "start" for event in events):
+            meter = SpeedMeter(self.peaks)
+            lines = [*attempt_lines(self.metrics, self.peaks)]
+        for line in lines:
+            meter.add(line)
+        self.speed_meter = meter
 
     def _read_first_line(self) -> bytes:
         """Return the first line of events.jsonl, which identifies the run. The inode does not: rsync changes

@@ -23,7 +23,8 @@ from myriad.dashboard.node_measurements import GpuSample, GpuSampleReader
 from myriad.dashboard.run_status import State, is_at_work, run_state, state_sentence
 from myriad.errors import MyriadError
 from myriad.run import Run
-from myriad.run.run_lines import EventLines, Peaks, StepCount, StepLines, count_steps
+from myriad.run.run_lines import EventLines, StepCount, StepLines, count_steps
+from myriad.run.run_speed import Peaks, Speed, run_speed
 from myriad.system.jsonl import Record, late_events
 from myriad.telemetry.span_io.span_batch import BatchError, SpanBatch
 from myriad.telemetry.span_io.span_files import FileFacts, read_facts, read_span_file, span_files
@@ -126,6 +127,8 @@ class SpanFolder:
 
 
 _RECENT_STEPS = 20
+_TIMED_STEPS = 10_000
+"""Newest lines whose step times go with the spans."""
 
 
 def attempt_of(job: "Job", events: Sequence[Record]) -> "Job":
@@ -190,11 +193,15 @@ class RunView:
         """Median seconds of the newest steps; 0 if unknown."""
         return self._recent("step_seconds") or 0.0
 
+    @cached_property
+    def speed(self) -> Speed | None:
+        """Speed of the newest attempt; ``None`` if it has no step."""
+        return run_speed(self.metrics, self.peaks)
+
     @property
     def mfu(self) -> float | None:
-        """Median MFU of the newest steps, relative to the currently known peak."""
-        known = [mfu for mfu in map(self.peaks.mfu, self.metrics[-_RECENT_STEPS:]) if mfu is not None]
-        return median(known) if known else None
+        """MFU of the newest attempt, relative to the currently known peak."""
+        return self.speed.mfu if self.speed else None
 
     @cached_property
     def peaks(self) -> Peaks:
@@ -203,8 +210,8 @@ class RunView:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median tokens per second of the newest steps."""
-        return self._recent("tokens_per_second")
+        """Tokens per second of the newest attempt."""
+        return self.speed.tokens_per_second if self.speed else None
 
     @property
     def loss(self) -> float | None:
@@ -248,7 +255,8 @@ class RunView:
     @cached_property
     def findings(self) -> SpanAnalysis:
         """Findings from the spans."""
-        return SpanAnalysis(self.spans.records, self.spans.names, self.job, self.peak_flops)
+        timed = {int(line["step"]): line.get("step_seconds") for line in self.metrics[-_TIMED_STEPS:]}
+        return SpanAnalysis(self.spans.records, self.spans.names, self.job, self.speed, timed)
 
     @property
     def sentence(self) -> str:

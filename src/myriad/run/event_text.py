@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from myriad.system.jsonl import Record
-from myriad.units import format_bytes, format_count, format_number, format_seconds
+from myriad.units import format_bytes, format_count, format_flops, format_number, format_seconds
 
 __all__ = ["SENTENCES", "event_text"]
 
@@ -87,17 +87,8 @@ def _start(event: Record) -> str:
 
 
 def _peak(event: Record) -> str:
-    source, peak = event.get("peak_source"), _shown(event, "peak_flops", _flops, "peak ")
+    source, peak = event.get("peak_source"), _shown(event, "peak_flops", format_flops, "peak ")
     return f"{peak} ({source})" if peak and source else peak
-
-
-def _flops(value: float) -> str:
-    """Return a rate in FLOP/s with an SI prefix."""
-    prefixes = ("", "k", "M", "G", "T", "P", "E")
-    power = 0
-    while abs(value) >= 999.5 and power < len(prefixes) - 1:
-        value, power = value / 1000, power + 1
-    return f"{format_number(value)} {prefixes[power]}FLOP/s"
 
 
 def _resume(event: Record) -> str:

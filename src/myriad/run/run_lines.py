@@ -1,6 +1,6 @@
 """Meaning of the lines in metrics.jsonl and events.jsonl.
 
-This module determines the valid steps and events, how many steps are done, and the MFU of each step.
+This module determines the valid steps and events, and how many steps are done.
 
 A resumed run goes back to its checkpoint, so a step may be written twice. The newest attempt is valid: a line
 for step n invalidates every earlier line for a step >= n (`StepLines`). Lines may be missing, for example if
@@ -9,13 +9,10 @@ the disk was full and the writer was killed. So steps are counted by their numbe
 Lines may also be torn, or come from another version or program. Readers get only fields of the types below:
 an invalid field of a step becomes null, an invalid field of an event is dropped, and the line counts as
 invalid.
-
-A line has the MFU for the peak that was known when it was written, and a run may measure a higher peak later.
-So MFU is computed from the latest peak for the same ranks and device (`Peaks`), not read from the line.
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +24,12 @@ __all__ = [
     "EVENT_FIELDS",
     "STEP_FIELDS",
     "EventLines",
-    "Peaks",
     "StepCount",
     "StepLines",
     "count_steps",
     "event_line",
+    "figure_of",
+    "lines_of_steps",
     "loss_scale_text",
     "missing_lines_text",
     "step_line",
@@ -46,7 +44,9 @@ STEP_FIELDS = {
     "tokens": "Tokens since step 1.",
     "tokens_per_second": "Tokens of the step over its time, over all ranks.",
     "step_seconds": "Time of the step, without validation and checkpoints.",
-    "mfu": "Model FLOPs of the step over its time and the peak of all ranks.",
+    "flops": "Model FLOPs of the step, over all ranks.",
+    "mfu": "`flops` over step_seconds and the peak FLOP/s of all ranks that was known then; pages and "
+    "summaries use the latest peak.",
     "memory_bytes": "Highest memory of rank 0 so far: its device, or its process on a CPU.",
     "data_wait_seconds": "Time in which rank 0 waited for its batch.",
     "checkpoint_wait_seconds": "Time in which rank 0 waited for snapshots.",
@@ -90,12 +90,12 @@ def _is_figure(value: object) -> bool:
 
 
 def _is_time(value: object) -> bool:
-    found = _figure(value)
+    found = figure_of(value)
     return value is None or (found is not None and 0 <= found < _MOST_SECONDS)
 
 
 def _is_rate(value: object) -> bool:
-    found = _figure(value)
+    found = figure_of(value)
     return found is not None and found >= 1
 
 
@@ -236,7 +236,7 @@ def loss_scale_text(newest: Record, num_overflows: int) -> str:
     """Return float16's loss scale in the newest step, and the number of steps skipped for overflow.
 
     Return "" if the step has no loss scale."""
-    scale = _figure(newest.get("loss_scale"))
+    scale = figure_of(newest.get("loss_scale"))
     if scale is None:
         return ""
     steps = "step" if num_overflows == 1 else "steps"
@@ -305,11 +305,11 @@ def count_steps(lines: Sequence[Record], events: Sequence[Record]) -> StepCount:
     An event after the newest line may show that more steps are done, or that an attempt resumed from an
     earlier step. A step is lost if an attempt resumed before it and has not replaced its line."""
     done = int(lines[-1]["step"]) if lines else 0
-    times = (_figure(line.get("time")) for line in reversed(lines))
+    times = (figure_of(line.get("time")) for line in reversed(lines))
     newest = next((at for at in times if at is not None), math.inf if lines else -math.inf)
     lost: list[tuple[int, int]] = []
     for event in late_events(events):
-        name, at = event.get("event"), _figure(event.get("time"))
+        name, at = event.get("event"), figure_of(event.get("time"))
         if at is None or name not in ("start", "finish", "interrupted"):
             continue
         if name == "start":
@@ -335,83 +335,24 @@ def missing_lines_text(num_steps: int) -> str:
     return f"{num_steps} steps trained without a metrics line" if num_steps else ""
 
 
+def lines_of_steps(lines: Sequence[Record], first: int, last: int) -> Sequence[Record]:
+    """Return the lines of the steps from ``first`` to ``last``, inclusive."""
+    return lines[bisect_left(lines, first, key=_step_of) : bisect_right(lines, last, key=_step_of)]
+
+
 def _step_of(line: Record) -> int:
     return int(line["step"])
 
 
 def _time_of(line: Record) -> float:
-    return _figure(line.get("time")) or 0.0
+    return figure_of(line.get("time")) or 0.0
 
 
-def _figure(value: object) -> float | None:
+def figure_of(value: object) -> float | None:
+    """Return a valid figure of a line as a number, else ``None``."""
     return float(value) if isinstance(value, int | float) and _is_figure(value) else None
 
 
 def _count(value: object) -> int:
-    found = _figure(value)
+    found = figure_of(value)
     return 0 if found is None or not 0 <= found < _MOST_STEP else int(found)
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """Ranks, device, precision and threads, which together determine one peak."""
-
-    world: int
-    device: str
-    precision: str
-    threads: int
-
-
-class Peaks:
-    """The peak FLOP/s behind the MFU of a run's steps.
-
-    The MFU of an attempt uses the latest peak reported by any attempt with the same number of ranks, device,
-    threads and precision. Peaks of other settings do not apply."""
-
-    def __init__(self, events: Sequence[Record] = ()) -> None:
-        """``events``: all events, in order."""
-        self._known: dict[_Setting, tuple[float, str]] = {}
-        self._begins: list[float] = []
-        self._attempts: list[tuple[_Setting, float | None]] = []
-        """Setting and FLOPs per token of each attempt, in parallel with ``_begins``."""
-        for event in events:
-            self.add(event)
-
-    def add(self, event: Record) -> None:
-        """Process one more event."""
-        name = event.get("event")
-        if name == "start":
-            setting = _Setting(
-                _count(event.get("world")),
-                str(event.get("device")),
-                str(event.get("precision")),
-                _count(event.get("threads")),
-            )
-            began = _figure(event.get("time")) or 0.0
-            self._begins.append(max(began, self._begins[-1]) if self._begins else began)
-            self._attempts.append((setting, _figure(event.get("flops_per_token"))))
-        if name in ("start", "peak") and self._attempts and (flops := _figure(event.get("peak_flops"))):
-            self._known[self._attempts[-1][0]] = flops, str(event.get("peak_source") or "")
-
-    @property
-    def flops_per_second(self) -> float | None:
-        """Peak FLOP/s of all ranks of the newest attempt together; ``None``: unknown."""
-        return self._newest[0] or None
-
-    @property
-    def source(self) -> str:
-        """Source of the peak; "": unknown."""
-        return self._newest[1]
-
-    @property
-    def _newest(self) -> tuple[float, str]:
-        return self._known.get(self._attempts[-1][0], (0.0, "")) if self._attempts else (0.0, "")
-
-    def mfu(self, line: Record) -> float | None:
-        """Return the MFU of a step for the latest peak of its setting, else the MFU in the line."""
-        at = bisect_right(self._begins, _time_of(line)) - 1
-        setting, flops_per_token = self._attempts[max(0, at)] if self._attempts else (None, None)
-        speed, peak = _figure(line.get("tokens_per_second")), self._known.get(setting) if setting else None
-        if speed is None or flops_per_token is None or peak is None:
-            return _figure(line.get("mfu"))
-        return speed * flops_per_token / peak[0]

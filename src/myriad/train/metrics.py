@@ -4,7 +4,7 @@ Known accelerators have the peak of their data sheet (dense, no sparsity). On ot
 fastest matrix product ever measured there. Every rank multiplies at once, as in training, at the start and
 after a few early steps. A busy machine makes all of these slow. The best one is therefore stored for the
 user, by device, ranks, threads, type and version, and is never lowered. A step above the peak raises it,
-because no step can exceed the machine's real peak.
+because no step can exceed the machine's real peak, and starts one more measurement.
 """
 
 import json
@@ -90,6 +90,7 @@ class StepMeter:
             "tokens": tokens,
             "tokens_per_second": work.num_tokens / seconds,
             "step_seconds": seconds,
+            "flops": work.flops,
             "mfu": work.flops / seconds / self.peak_flops,
             "memory_bytes": self._memory_bytes(),
             "data_wait_seconds": data_wait,
@@ -209,12 +210,12 @@ class PeakFlopsTracker:
         return _PeakFlops(self._best["flops_per_second"], source)
 
     def after_step(self, step: int, flops_per_second: float) -> bool:
-        """Measure again after early steps, compare with the rate of this step, and return whether the peak
-        rose."""
+        """Compare the peak with the rate of this step, measure again after early steps and after a step that
+        is faster than the peak, and return whether the peak rose."""
         if self._sheet is not None:
             return False
         rose = self._take(flops_per_second, "training step")
-        if step in _TRY_STEPS:
+        if rose or step in _TRY_STEPS:
             rose |= self._take(_measure(self._device, self._dtype, _TRY_SECONDS), "matrix product")
         return rose
 

@@ -56,7 +56,7 @@ def test_at_80_columns_the_line_has_everything(run):
     screen.tick()
     screen.close()
     assert (
-        "1935/2000  loss 2.500  1.234 bits/byte  123k tokens/s  MFU 41%  1:05:00 left" in drawn(console)[-2]
+        "1935/2000  loss 2.500  1.234 bits/byte  123k tokens/s  MFU 41.0%  1:05:00 left" in drawn(console)[-2]
     )
     assert any("step 1: validation loss 2.5000, 1.234 bits per byte" in line for line in drawn(console))
 

@@ -44,7 +44,8 @@ from myriad.job import load_job
 from myriad.reports.run_report.run_facts import facts_of
 from myriad.reports.run_report.run_summary import is_done, summarize
 from myriad.run import Run
-from myriad.run.run_lines import EventLines, Peaks, StepLines
+from myriad.run.run_lines import EventLines, StepLines
+from myriad.run.run_speed import Peaks
 from myriad.supervise.driver.journal import Journal
 from myriad.supervise.driver_address import AddressFile, DriverConnection
 from myriad.supervise.policy.run_state import RunPlan

@@ -11,13 +11,14 @@ from myriad.comm.layout import Layout
 from myriad.dashboard.insight.arrivals import LAST_ARRIVER, SEND, arrows
 from myriad.dashboard.insight.critical_path import critical_path
 from myriad.dashboard.insight.hang_analysis import analyze_hang
-from myriad.dashboard.insight.losses import LOSSES, losses
+from myriad.dashboard.insight.losses import LOSSES, losses, losses_at_speed
 from myriad.dashboard.insight.phase_table import phase_table
 from myriad.dashboard.insight.predicted_step import predicted_losses
 from myriad.dashboard.insight.step_spans import programs_seen
 from myriad.dashboard.insight.what_if import what_if
 from myriad.planner.simulation.simulator import simulate
 from myriad.program.actions import Kind
+from myriad.run.run_speed import Speed
 
 layouts = st.sampled_from(
     [
@@ -51,8 +52,33 @@ def test_losses_and_the_mfu_are_the_whole_peak(layout: Layout, factor: float, ji
     assert found is not None and found.mfu is not None and found.split
     assert sum(found.shares.values()) + found.mfu == pytest.approx(1.0, abs=1e-12)
     assert set(found.shares) == set(LOSSES)
-    assert min(found.shares.values()) > -1e-3
+    assert min(found.shares.values()) >= 0
     assert found.waterfall()[-1][2] == pytest.approx(found.mfu, abs=1e-12)
+
+
+def test_what_happens_between_steps_is_no_loss_of_a_step() -> None:
+    run = simulated_run(Layout(dp=2, pp=2), steps=3)
+    speed = Speed(1, 90, step_seconds=0.8, tokens_per_second=None, mfu=0.3)
+
+    def found(spans: dict[str, int]) -> dict[str, float]:
+        names, parts = (*run.names, *spans), [run.records]
+        for code, seconds in enumerate(spans.values(), len(run.names)):
+            for rank in range(4):
+                own = run.records[(run.records["rank"] == rank) & (run.records["step"] == 3)]
+                last = own[-1:].copy()
+                last["start_ns"] = (own["start_ns"] + own["duration_ns"]).max() + code
+                last["duration_ns"], last["name"] = seconds * 10**9, code
+                parts.append(last)
+        table = phase_table(np.concatenate(parts), names, 4)
+        told = losses_at_speed(table, [run.step(1)], speed, {})
+        assert told is not None and told.mfu == pytest.approx(0.3)
+        return dict(told.shares)
+
+    usual = found({})
+    assert sum(usual.values()) == pytest.approx(0.7)
+    assert found({"evaluate": 40}) == pytest.approx(usual, abs=1e-6)
+    assert found({"collect_garbage": 5}) == pytest.approx(usual, abs=1e-6)
+    assert found({"my_span": 5})["other"] > usual["other"] + 0.1
 
 
 @settings(max_examples=25, deadline=None)

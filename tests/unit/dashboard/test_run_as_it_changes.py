@@ -16,7 +16,8 @@ from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.watched_run import Freshness, WatchedRun
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.run.run_lines import Peaks, StepCount, count_steps
+from myriad.run.run_lines import StepCount, count_steps
+from myriad.run.run_speed import Peaks
 from myriad.system.jsonl import JsonlTail
 
 

@@ -14,7 +14,7 @@ from myriad.dashboard.node_measurements import gpu_sentence
 from myriad.reports.charts.colours import COLOURS, USEFUL
 from myriad.run.event_text import event_text
 from myriad.run.run_lines import loss_scale_text, missing_lines_text
-from myriad.units import format_bytes, format_count, format_number, format_ranks, format_seconds
+from myriad.units import format_bytes, format_count, format_flops, format_number, format_ranks, format_seconds
 
 if TYPE_CHECKING:
     from myriad.dashboard.insight.findings import SpanAnalysis
@@ -63,7 +63,7 @@ def _figures(view: "RunView") -> Iterator[str]:
     if (speed := view.tokens_per_second) is not None:
         yield f"{format_count(speed)} tokens/s"
     if (mfu := view.mfu) is not None:
-        peak = f" of {format_number(view.peak_flops / 1e12, 4)} TFLOP/s" if view.peak_flops else ""
+        peak = f" of {format_flops(view.peak_flops)}" if view.peak_flops else ""
         source = f" ({view.peaks.source})" if view.peaks.source else ""
         yield f"MFU {mfu:.1%}{peak}{source}"
     layout = view.job.layout

@@ -7,7 +7,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from myriad.run import Run
-from myriad.run.run_lines import EventLines, Peaks, loss_scale_text, step_line
+from myriad.run.run_lines import EventLines, loss_scale_text, step_line
+from myriad.run.run_speed import Peaks, SpeedMeter
 from myriad.system.jsonl import JsonlTail, Record
 from myriad.units import format_count
 
@@ -39,22 +40,28 @@ class Progress:
         self._metrics = JsonlTail(run.metrics_path, from_end=True)
         self._events = EventLines(run.events_path, from_end=True)
         self._peaks = Peaks()
+        self._speed = SpeedMeter(self._peaks)
 
     def poll(self) -> list[Record]:
         """Read the new lines; return the new events."""
-        for record in filter(None, map(step_line, self._metrics.poll())):
-            self._recent.append(record)
-            self._num_overflows += record.get("overflow") == 1
-            self.step = int(record["step"])
+        records = [*filter(None, map(step_line, self._metrics.poll()))]
         events = self._events.poll()
         for event in events:
             self._peaks.add(event)
+            if event.get("event") == "start":
+                self._speed = SpeedMeter(self._peaks)
             if event.get("event") == "validation":
                 self.bits_per_byte = event.get("bits_per_byte", self.bits_per_byte)
             self._note_attempt(event.get("event"))
             if event.get("event") in ("start", "resume"):
                 self.first_step = event.get("resumed_from") or event.get("step") or self.first_step
                 self.step = max(self.step, self.first_step)
+        for record in records:
+            self._recent.append(record)
+            self._num_overflows += record.get("overflow") == 1
+            self.step = int(record["step"])
+            if self._peaks.is_of_newest(record):
+                self._speed.add(record)
         return [event for event in events if event.get("event") not in self._quiet]
 
     def _note_attempt(self, event: object) -> None:
@@ -90,10 +97,11 @@ class Progress:
         shown = ["loss nan" if loss is None else f"loss {loss:.3f}"]
         if self.bits_per_byte is not None:
             shown.append(f"{self.bits_per_byte:.3f} bits/byte")
-        if (speed := self._median("tokens_per_second")) is not None:
-            shown.append(f"{format_count(speed)} tokens/s")
-        if mfus := [mfu for mfu in map(self._peaks.mfu, self._recent) if mfu is not None]:
-            shown.append(f"MFU {median(mfus):.0%}")
+        speed = self._speed.speed
+        if speed is not None and speed.tokens_per_second is not None:
+            shown.append(f"{format_count(speed.tokens_per_second)} tokens/s")
+        if speed is not None and speed.mfu is not None:
+            shown.append(f"MFU {speed.mfu:.1%}")
         if (left := self.seconds_left) is not None and self.step < self.steps:
             shown.append(f"{_clock(left)} left")
         if scale := loss_scale_text(self._recent[-1], self._num_overflows):

@@ -23,7 +23,7 @@ from myriad.run.event_text import event_text
 from myriad.run.run_lines import missing_lines_text
 from myriad.system.jsonl import Record
 from myriad.system.whole_file import write_whole
-from myriad.units import format_count, format_seconds
+from myriad.units import format_count, format_flops, format_seconds
 
 __all__ = ["Screen", "open_screen", "save_plot", "show_summary"]
 
@@ -343,10 +343,6 @@ def show_summary(console: Console, run: Run, summary: Summary, go_on: str) -> No
     console.print(Panel(body, title=f"run {run.path.name}: {summary.state}", title_align="left"))
 
 
-def _format_flops(flops: float) -> str:
-    return f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
-
-
 def _rows(summary: Summary) -> list[tuple[str, str]]:
     steps = f"{summary.steps} of {summary.steps_planned} in {format_seconds(summary.seconds)}"
     if summary.tokens:
@@ -369,7 +365,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.tokens_per_second is not None:
         rows.append(("speed", f"{format_count(summary.tokens_per_second)} tokens/s"))
     if summary.mfu is not None and summary.peak_flops:
-        peak = _format_flops(summary.peak_flops)
+        peak = format_flops(summary.peak_flops)
         rows.append(("MFU", f"{summary.mfu:.1%} of {peak} ({summary.peak_source})"))
     rows += [("data", problem) for problem in summary.data_problems]
     rows.append(("run folder", summary.run))

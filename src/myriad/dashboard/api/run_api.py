@@ -3,6 +3,7 @@ goes."""
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from myriad.dashboard.analyst import Analyst
@@ -105,10 +106,11 @@ def overview(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
     events."""
     points = as_int(query, "points", 2000, 2, 20_000)
     account, events = watched.account, watched.files.events
-    scores = score_histories(events)
+    scores, speed = score_histories(events), watched.files.speed_meter.speed
     first = max(0, len(events) - _MOST_EVENTS)
     return {
         **watched.files.curves.thinned(points, watched.files.peaks),
+        "speed": None if speed is None else asdict(speed),
         "ledger": account.get("classes", {}),
         "ettr": account.get("effective_ratio"),
         "goodput": account.get("goodput_tokens_per_second"),

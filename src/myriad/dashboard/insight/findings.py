@@ -15,15 +15,15 @@ MegaScale (section 6.3) lost MFU slowly over weeks this way: pauses at different
 ranks.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from myriad.dashboard.insight.critical_path import CriticalPath, critical_path
 from myriad.dashboard.insight.hang_analysis import HangAnalysis, analyze_hang
-from myriad.dashboard.insight.losses import Losses, losses
+from myriad.dashboard.insight.losses import Losses, losses_at_speed
 from myriad.dashboard.insight.needs import ProgramNeeds
 from myriad.dashboard.insight.nesting import Nested, nested
 from myriad.dashboard.insight.phase_table import PhaseTable, table_of
@@ -35,6 +35,7 @@ from myriad.errors import MyriadError
 from myriad.job import Job
 from myriad.job.job_steps import JobSteps
 from myriad.run import Run
+from myriad.run.run_speed import Speed
 from myriad.telemetry.span_io.span_records import Records
 from myriad.telemetry.span_io.span_window import Arrow, Window
 from myriad.telemetry.stragglers import median_known
@@ -89,8 +90,10 @@ class SpanAnalysis:
     names: tuple[str, ...]
     job: "Job"
     """Job in the attempt's layout."""
-    peak_flops: float | None = None
-    """Peak FLOP/s of all ranks together."""
+    speed: Speed | None = None
+    """Speed of the run, whose MFU the losses end at; ``None``: unknown."""
+    timed: Mapping[int, float | None] = field(default_factory=dict)
+    """Seconds of steps by the run's metrics."""
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -172,14 +175,7 @@ class SpanAnalysis:
     def losses(self) -> Losses | None:
         """Time losses from the peak down to the MFU, over the whole steps."""
         looked = [self.step(int(step)) for step in self.whole_steps[-_LOOKED_AT:]] if self.programs else []
-        return losses(self.steady, looked, ideal_seconds=self._ideal_seconds)
-
-    @property
-    def _ideal_seconds(self) -> float | None:
-        if not self.peak_flops:
-            return None
-        job = self._newest_job
-        return job.model.flops_per_token() * job.model.sequence * job.train.global_batch / self.peak_flops
+        return losses_at_speed(self.steady, looked, self.speed, self.timed)
 
     @cached_property
     def stragglers(self) -> list[Straggler]:

@@ -1,27 +1,33 @@
-"""Divide a step's time into losses, from 100 % of the peak down to the measured MFU. The losses add up.
+"""Divide a step's time into losses, from 100 % of the peak down to the MFU. The losses add up.
 
-    T                     seconds of a step;   ideal = model FLOPs / (ranks x peak);   MFU = ideal / T
+    T                     mean seconds of the run's steps;   ideal = MFU x T: at the peak (`run_speed`)
     slower than peak      mean own seconds of compute actions - ideal: kernels, and recomputation
     bubble                waits for another place of the pipeline that had not sent yet
     slower ranks          waits for the last arriver of a collective whose members do the same work
     tensor, experts,      waits while the message or the collective was in flight: exposed communication
       pipeline, data parallel
-    data, optimizer, checkpoint, garbage, evaluation
+    data, optimizer
     other                 the rest: nothing was recorded, or spans that a job added
 
-Seconds are means over ranks and steps. The share of each wait before the last arriver follows from the
-program (`arrivals`) of a few steps; without it (``split`` false) the bubble is the whole pipeline wait."""
+Spans are known of some steps only, and a step's time by rank 0's clock is not the mean of its spans over
+ranks. So spans say how the time above the ideal is divided, as means over ranks and those steps; how much it
+is follows from T. What happens between steps (evaluation, checkpoints, garbage collection) is no part of a
+step, of its time or of the MFU.
+
+The share of each wait before the last arriver follows from the program (`arrivals`) of a few steps; without
+it (``split`` false) the bubble is the whole pipeline wait."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from myriad.dashboard.insight.arrivals import held_up
 from myriad.dashboard.insight.phase_table import PhaseTable
 from myriad.dashboard.insight.step_spans import StepSpans
+from myriad.run.run_speed import Speed
 
-__all__ = ["LOSSES", "Losses", "losses", "of_class"]
+__all__ = ["LOSSES", "Losses", "losses", "losses_at_speed", "of_class"]
 
 LOSSES = (
     "slower than peak",
@@ -33,9 +39,6 @@ LOSSES = (
     "data parallel",
     "data",
     "optimizer",
-    "checkpoint",
-    "garbage",
-    "evaluation",
     "other",
 )
 _OF_CLASS = {
@@ -45,10 +48,12 @@ _OF_CLASS = {
     "dp": "data parallel",
     "data": "data",
     "optimizer": "optimizer",
-    "checkpoint": "checkpoint",
-    "garbage": "garbage",
     "other": "other",
 }
+
+
+_BETWEEN_STEPS = ("checkpoint", "garbage")
+"""Classes of spans outside of steps, beside evaluations."""
 
 
 @dataclass(frozen=True)
@@ -94,29 +99,59 @@ def losses(
     *,
     ideal_seconds: float | None = None,
     step_seconds: float | None = None,
+    timed_seconds: float | None = None,
 ) -> Losses | None:
     """Return the losses of a table; ``None`` if it has no spans.
 
     ``steps``: some of the table's steps, matched to their programs. ``ideal_seconds``: a step's time at the
-    peak. ``step_seconds``: the step time, if it is known better than from spans."""
+    peak. ``step_seconds``: mean time of the steps that the losses are for. ``timed_seconds``: mean time of
+    the table's steps. Default of both: by the spans."""
     seen = table.seen
     if not seen.any():
         return None
     by_class = {name: float(values[seen].mean()) for name, values in table.by_class().items()}
-    whole = float(table.wall_seconds[seen].mean()) if step_seconds is None else step_seconds
+    idle = float(table.idle_seconds[seen].mean())
+    by_class["other"] -= idle + float(np.nan_to_num(table.of_phase("evaluate"))[seen].mean())
+    in_steps = {name: seconds for name, seconds in by_class.items() if name not in _BETWEEN_STEPS}
+    recorded, compute = sum(in_steps.values()), in_steps.pop("compute")
+    timed = recorded + idle if timed_seconds is None else timed_seconds
     found = dict.fromkeys(LOSSES, 0.0)
-    for kind, seconds in by_class.items():
-        if kind != "compute":
-            found[of_class(kind)] += seconds
-    found["other"] = 0.0  # what is left, below
-    found["evaluation"] = float(np.nan_to_num(table.of_phase("evaluate"))[seen].mean())
+    for kind, seconds in in_steps.items():
+        found[of_class(kind)] += seconds
+    found["other"] += max(0.0, timed - recorded)
     split = _split(found, steps)
     if not split:
         found["bubble"], found["pipeline"] = found["pipeline"], 0.0
-    found["slower than peak"] = 0.0 if ideal_seconds is None else by_class["compute"] - ideal_seconds
-    useful = by_class["compute"] if ideal_seconds is None else ideal_seconds
-    found["other"] = whole - useful - sum(found.values())
-    return Losses(whole, ideal_seconds, by_class["compute"], found, split)
+    whole = timed if step_seconds is None else step_seconds
+    if ideal_seconds is None:
+        compute *= whole / max(timed, recorded)
+    else:
+        found["slower than peak"] += max(0.0, compute - ideal_seconds)
+    return _closed(Losses(whole, ideal_seconds, compute, found, split))
+
+
+def losses_at_speed(
+    table: PhaseTable, steps: Sequence[StepSpans], speed: Speed | None, timed: Mapping[int, float | None]
+) -> Losses | None:
+    """Return the losses of a run whose MFU and step time are those of ``speed``. ``timed``: seconds of steps
+    by its metrics."""
+    known = [seconds for step in table.steps if (seconds := timed.get(int(step)))]
+    timed_seconds = float(np.mean(known)) if known else None
+    if speed is None:
+        return losses(table, steps, timed_seconds=timed_seconds)
+    ideal = None if speed.mfu is None else speed.mfu * speed.step_seconds
+    return losses(
+        table, steps, ideal_seconds=ideal, step_seconds=speed.step_seconds, timed_seconds=timed_seconds
+    )
+
+
+def _closed(found: Losses) -> Losses:
+    """Scale the losses to the time that is lost, so that they and the rest add up to the step."""
+    useful = found.compute_seconds if found.ideal_seconds is None else found.ideal_seconds
+    lost, known = max(0.0, found.step_seconds - useful), sum(found.seconds.values())
+    if known <= 0:
+        return replace(found, seconds=dict(found.seconds) | {"other": lost})
+    return replace(found, seconds={name: each * lost / known for name, each in found.seconds.items()})
 
 
 def _split(found: dict[str, float], steps: Sequence[StepSpans]) -> bool:

@@ -118,6 +118,7 @@ def predicted_losses(costs: Costs) -> Losses:
         [step_spans(records, names, ranks, programs)],
         ideal_seconds=ideal,
         step_seconds=prediction.seconds,
+        timed_seconds=prediction.seconds,
     )
     assert found is not None, "a program has spans"
     return found

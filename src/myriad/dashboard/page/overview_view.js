@@ -28,7 +28,7 @@ const OPTIONAL = new Set(["noise_scale", "max_attention_logit", "expert_load", "
 const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "skip", "bad_block", "health", "job_changed", "phase", "start_over", "held"]);
 const NEWEST_EVENTS = 200;
 /** Losses whose colours are those of a class of time. */
-const LOSS_CLASSES = { "slower than peak": "compute", "slower ranks": "slow", tensor: "tp", experts: "ep", pipeline: "pp", "data parallel": "dp", evaluation: "validating" };
+const LOSS_CLASSES = { "slower than peak": "compute", "slower ranks": "slow", tensor: "tp", experts: "ep", pipeline: "pp", "data parallel": "dp" };
 
 /** @param {{run: any, version: number, theme: import("./colours.js").Theme}} props */
 export function OverviewView({ run, version, theme }) {
@@ -37,15 +37,14 @@ export function OverviewView({ run, version, theme }) {
   const it = overview.value;
   const shared = useShared(it?.step.length ?? 0);
   const marks = useMemo(() => (it ? marksOf(it) : []), [it]);
-  const last = (name) => it?.[name]?.findLast((value) => value !== null);
   return html`
     <section class="overview scroll" tabindex="0" aria-label="Overview">
       <${Problem} error=${overview.error} />
       <div class="figures">
         <${Figure} name="Step" value=${count(it?.step.at(-1))} />
         <${Figure} name="Loss" ...${lossNow(it)} />
-        <${Figure} name="Tokens/s" value=${count(last("tokens_per_second"))} />
-        <${Figure} name="MFU" value=${percent(last("mfu"))} note=${run.peak_flops ? `of ${count(run.peak_flops)}FLOP/s, ${run.peak_source}` : run.peak_source} />
+        <${Figure} name="Tokens/s" value=${count(it?.speed?.tokens_per_second && Math.round(it.speed.tokens_per_second))} note=${meanOf(it?.speed)} />
+        <${Figure} name="MFU" value=${percent(it?.speed?.mfu)} note=${run.peak_flops ? `of ${count(run.peak_flops)}FLOP/s, ${run.peak_source}` : run.peak_source} />
         <${Figure} name="ETTR" value=${percent(it?.ettr)} note="effective training time" />
         <${Figure} name="Goodput" value=${`${count(it?.goodput)} tokens/s`} note="since the start, all stops counted" />
         <${Figure} name="Lost data" ...${notShown(run.dropped ?? {})} />
@@ -75,6 +74,8 @@ function lossNow(it) {
   if (i === it.loss.length - 1 || i < 0) return { value: plain(it.loss.at(-1)) };
   return { value: "NaN", note: `non-finite since step ${count(it.step[i + 1])}; ${plain(it.loss[i])} at step ${count(it.step[i])}` };
 }
+
+const meanOf = (speed) => (speed ? `mean of steps ${count(speed.first_step)} to ${count(speed.last_step)}` : "");
 
 /** Counters that the server reports beside the losses, but that count no loss. */
 const SHOWN = ["spans_kept", "batches_sent_again"];
@@ -122,18 +123,17 @@ function Waterfall({ answer }) {
   const lines = waterfallLines(answer.value);
   if (!lines.length) return null;
   const predicted = lines.some((line) => line.predicted !== undefined);
-  // A loss below zero goes beyond the peak: the whole of it is as wide as the table.
   const ends = lines.map((line) => [line.from, line.from + (line.measured || 0)]);
   const share = (value) => `${(100 * value) / Math.max(1, ...ends.flat())}%`;
   return html`
-    <h2>From the peak to the measured MFU</h2>
+    <h2>From the peak to the MFU</h2>
     <table class="waterfall"><thead><tr><th>Lost to</th><th class="n">Measured</th>${predicted && html`<th class="n">Predicted</th>`}<th><span class="unseen">Share</span></th></tr></thead>
       <tbody>${lines.map((line, i) => html`
         <tr key=${line.name} class=${line.total ? "total" : ""}><td>${line.name}</td><td class="n">${percent(line.measured)}</td>
           ${predicted && html`<td class="n dim">${percent(line.predicted)}</td>`}
           <td class="fall"><i style=${{ marginLeft: share(Math.max(0, Math.min(...ends[i]))), width: share(Math.min(1, Math.abs(line.measured || 0))),
             background: line.total ? "var(--dim)" : classColour(LOSS_CLASSES[line.name] ?? line.name, i) }}></i></td></tr>`)}</tbody></table>
-    ${lines.some((line) => line.measured < -5e-4) && html`<p class="dim">A negative loss means that ranks ran faster than the peak allows, or that spans overlap. The peak may be set or measured too low.</p>`}`;
+`;
 }
 
 /** @returns {{name: string, measured: number, predicted?: number, from: number, total?: boolean}[]} */

@@ -21,9 +21,6 @@ COLOURS = {
     "data parallel": "#f2cda9",
     "data": "#e9cd21",
     "optimizer": "#909fb2",
-    "checkpoint": "#8c6d4f",
-    "garbage": "#e75d9e",
-    "evaluation": "#87c7d1",
     "other": "#7d8894",
 }
 MEANING = {
@@ -36,9 +33,6 @@ MEANING = {
     "data parallel": "exposed data-parallel communication",
     "data": "waits for the batch",
     "optimizer": "the step of the optimizer, and the norm of all gradients",
-    "checkpoint": "training paused for a snapshot",
-    "garbage": "Python's garbage collector",
-    "evaluation": "the loss on held-out text",
     "other": "nothing was recorded, or the job's own spans",
 }
 

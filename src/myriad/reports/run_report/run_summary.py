@@ -1,11 +1,12 @@
 """The summary of a run: for the panel at its end, and for ``--json``."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from myriad.run import Run
-from myriad.run.run_lines import Peaks, count_steps, loss_scale_text
+from myriad.run.run_lines import count_steps, loss_scale_text
+from myriad.run.run_speed import Peaks, run_speed
 from myriad.system.jsonl import Record
 
 if TYPE_CHECKING:
@@ -13,9 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Summary", "finished_unwritten", "is_done", "lost_lines_warning", "summarize"]
 
-_STEADY_STEPS = 3
-"""Number of first steps of each attempt that speeds leave out: they include warm-up (allocation,
-compilation)."""
 _MOST_BLOCKS = 8
 """Largest number of bad blocks that are listed one by one."""
 
@@ -60,6 +58,7 @@ class Summary:
     validation_ema_loss: float | None
     """Loss of the moving average of the parameters."""
     tokens_per_second: float | None
+    """As the MFU, of the newest attempt: see `myriad.run.run_speed`."""
     mfu: float | None
     peak_flops: float | None
     peak_source: str | None
@@ -86,7 +85,7 @@ def summarize(
     state = _state(events, steps, planned)
     resumes_from_step, resumes_from = _resume_point(run, job) if state != "finished" else (None, None)
     seconds = sum(line.get("step_seconds") or 0.0 for line in metrics)
-    steady = metrics[min(_STEADY_STEPS, len(metrics) // 2) :]
+    speed = run_speed(metrics, peaks)
     return Summary(
         run=str(run.path),
         state=state,
@@ -110,8 +109,8 @@ def summarize(
         validation_loss=validation.get("loss"),
         validation_bits_per_byte=validation.get("bits_per_byte"),
         validation_ema_loss=validation.get("ema_loss"),
-        tokens_per_second=_time_mean(steady, lambda line: line.get("tokens_per_second")),
-        mfu=_time_mean(steady, peaks.mfu),
+        tokens_per_second=speed.tokens_per_second if speed else None,
+        mfu=speed.mfu if speed else None,
         peak_flops=peaks.flops_per_second,
         peak_source=peaks.source or None,
         plot=str(run.plot_path) if run.plot_path.exists() else None,
@@ -193,11 +192,3 @@ def _state(events: Sequence[Record], steps: int, planned: int) -> str:
         return "finished"
     ended = next((event for event in reversed(events) if event.get("event") in ("start", "interrupted")), {})
     return "interrupted" if ended.get("event") == "interrupted" else "unfinished"
-
-
-def _time_mean(lines: Sequence[Record], value_of: Callable[[Record], float | None]) -> float | None:
-    """Return the mean weighted by each step's time, as a wall clock would measure it."""
-    found = [(value_of(line), line.get("step_seconds") or 0.0) for line in lines]
-    pairs = [(value, seconds) for value, seconds in found if value is not None]
-    total = sum(seconds for _, seconds in pairs)
-    return sum(value * seconds for value, seconds in pairs) / total if total > 0 else None

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from myriad.reports.charts.colours import COLOURS, MEANING, USEFUL
 from myriad.reports.charts.svg import box, text
 from myriad.reports.run_report.report_page import html_table
-from myriad.units import format_number
+from myriad.units import format_flops, format_number
 
 if TYPE_CHECKING:
     from myriad.dashboard.insight.critical_path import CriticalPath
@@ -60,10 +60,13 @@ def _no_spans(view: "RunView") -> Iterator[str]:
 
 def _of_what(view: "RunView", losses: "Losses", count: int) -> str:
     steps, spans = view.findings.whole_steps, view.spans
-    text = f"mean of all ranks and of steps {steps[0]} to {steps[-1]}" if count > 1 else f"step {steps[0]}"
-    text += f", {format_number(losses.step_seconds, 4)} s each"
+    which = f"steps {steps[0]} to {steps[-1]}" if count > 1 else f"step {steps[0]}"
+    text = f"{format_number(losses.step_seconds, 4)} s a step"
+    if view.speed is not None:
+        text += f", mean of steps {view.speed.first_step} to {view.speed.last_step}"
+    text += f"; divided as in the spans of all ranks in {which}"
     if view.peak_flops:
-        text += f"; peak {format_number(view.peak_flops / 1e12, 4)} TFLOP/s of all ranks"
+        text += f"; peak {format_flops(view.peak_flops)} of all ranks"
         text += f" ({view.peaks.source})" if view.peaks.source else ""
     if spans.num_dropped:
         text += f"; {spans.num_dropped:,} spans were dropped"
@@ -146,7 +149,7 @@ def _loss_table(losses: "Losses", predicted: "Losses | None") -> str:
 
 
 def _path(found: "SpanAnalysis", path: "CriticalPath") -> Iterator[str]:
-    yield "<h2>What decided when a step ended</h2>"
+    yield "<h2>Critical path of a step</h2>"
     yield f'<p class="dim">the critical path of step {found.path_step}: '
     yield f"{format_number(path.seconds, 4)} s in "
     yield f"{len(path.links)} links, from its end back to its begin, over {len(path.by_rank())} ranks</p>"
