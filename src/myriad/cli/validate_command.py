@@ -11,13 +11,14 @@ import typer
 from myriad.cli.json_output import print_json
 from myriad.cli.output_files import check_picture, write_picture
 from myriad.cli.progress_bar import count_bar
+from myriad.errors import BadInputError
 from myriad.reports.charts.svg import GRID, INK, SERIES, SOFT, document, dot, polyline, rule, text
 from myriad.units import format_number
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from myriad.planner import ErrorScore, PublishedTable, SystemRatio, TableResult
+    from myriad.planner import ErrorScore, FrameworkErrors, PublishedTable, SystemRatio, TableResult
 
 __all__ = ["register", "validate"]
 
@@ -32,9 +33,32 @@ def validate(
         list[str] | None,
         typer.Argument(
             metavar="[TABLE.csv]...",
-            help="CSV files with the columns of one of Myriad's tables. Default: Myriad's tables.",
+            help="CSV files in the general form (docs/guide/validate.md), or with the columns of one of "
+            "Myriad's tables. Default: Myriad's tables.",
         ),
     ] = None,
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--columns",
+            metavar="NAME=YOURS",
+            help="Your file's name of a column of the general form, e.g. iteration_s=step_time; repeatable.",
+        ),
+    ] = None,
+    framework: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Predict all rows of the general form as this framework's. Default: each as its own.",
+        ),
+    ] = None,
+    skip_bad: Annotated[
+        bool,
+        typer.Option(
+            "--skip-bad",
+            help="Name rows that cannot be read or predicted, and leave them out. Default: refuse the table.",
+        ),
+    ] = False,
     rows: Annotated[bool, typer.Option("--rows", help="Print every row.")] = False,
     chart: Annotated[
         Path | None,
@@ -51,7 +75,7 @@ def validate(
     """
     if chart is not None:
         check_picture("--chart", chart)
-    results = _predict(tables)
+    results = _predict(tables, columns or [], framework, skip_bad=skip_bad)
     if chart is not None:
         write_picture("--chart", chart, _draw_chart(results))
     if as_json:
@@ -60,28 +84,46 @@ def validate(
         _print(results, rows=rows)
 
 
-def _predict(names: list[str] | None) -> "list[TableResult]":
-    """Predict every row of the tables."""
-    from myriad.planner import builtin_tables, predict_table, read_table
-    from myriad.recipes.cluster import load_cluster, scale_cluster
+def _predict(
+    names: list[str] | None, columns: Sequence[str], framework: str | None, *, skip_bad: bool
+) -> "list[TableResult]":
+    """Read all tables, then predict every row."""
+    from myriad.planner import TableOptions, builtin_tables, predict_table, read_table
+    from myriad.recipes.framework import ReadyRecipes, load_framework
 
-    read: list[PublishedTable] = [
-        read_table(name, lambda cluster, gpus: scale_cluster(load_cluster(cluster), gpus))
-        for name in names or builtin_tables()
-    ]
+    if framework is not None:
+        load_framework(framework)
+    options = TableOptions(_columns(columns), framework, skip_bad)
+    recipes = ReadyRecipes()
+    read: list[PublishedTable] = [read_table(name, recipes, options) for name in names or builtin_tables()]
+    for table in read:
+        for error in table.skipped:
+            typer.echo(f"skipped: {error}", err=True)
     total, done = sum(len(table.rows) for table in read), count(1)
     with count_bar("predicting") as show:
         show("predicting", 0, total)
         return [predict_table(table, lambda: show("predicting", next(done), total)) for table in read]
 
 
+def _columns(given: Sequence[str]) -> dict[str, str]:
+    """Return the file's column by the column of the general form. Raises `BadInputError`."""
+    found = {}
+    for one in given:
+        ours, equals, theirs = one.partition("=")
+        if not (ours and equals and theirs):
+            raise BadInputError("--columns", one, "NAME=YOURS, such as iteration_s=step_time")
+        found[ours] = theirs
+    return found
+
+
 def _as_json(results: "Sequence[TableResult]") -> dict[str, Any]:
-    from myriad.planner import interval, intervals, ratios
+    from myriad.planner import framework_errors, interval, intervals, ratios
 
     tables = []
     for result, (width, inside) in zip(results, intervals(results), strict=True):
         tables.append(
             {
+                "name": result.table.name,
                 "table": result.table.name,
                 "source": result.table.source,
                 "zero_shot": _score(result.zero_shot),
@@ -92,9 +134,11 @@ def _as_json(results: "Sequence[TableResult]") -> dict[str, Any]:
                 "interval_coverage_ratio": inside,
                 "rows": [_row(one) for one in result.rows],
                 "ratios": [_ratio(one) for one in ratios(result)],
+                "skipped": [str(error) for error in result.table.skipped],
             }
         )
-    return {"tables": tables, "interval_ratio": interval(results)}
+    frameworks = [_framework(one) for one in framework_errors(results)]
+    return {"tables": tables, "frameworks": frameworks, "interval_ratio": interval(results)}
 
 
 _FACTORS = ("matmul", "streams", "tensor", "rest")
@@ -103,15 +147,35 @@ _FACTORS = ("matmul", "streams", "tensor", "rest")
 def _row(one: Any) -> dict[str, Any]:
     layout = one.workload.layout
     return {
+        "name": one.row.name,
         "row": one.row.name,
+        "seconds": one.row.seconds,
         "published_seconds": one.row.seconds,
         "predicted_seconds": one.seconds,
+        "error": one.error,
         "error_ratio": one.error,
+        "framework": one.row.framework,
+        "experts": one.row.has_experts,
         "published_mfu": one.row.mfu(one.row.seconds),
         "predicted_mfu": one.row.mfu(one.seconds),
         "open": {"micro_batch": layout.micro_batch, "virtual_stages": layout.virtual_stages}
         if len(one.row.works) > 1
         else {},
+    }
+
+
+def _framework(one: "FrameworkErrors") -> dict[str, Any]:
+    return {
+        "framework": one.framework,
+        "experts": one.has_experts,
+        "rows": len(one.errors),
+        "mean_error_ratio": one.mean,
+        "median_error_ratio": one.median,
+        "p90_error_ratio": one.p90,
+        "bias_ratio": one.bias,
+        "within_10_percent_ratio": one.close,
+        "interval_ratio": one.interval,
+        "interval_coverage_ratio": one.coverage,
     }
 
 
@@ -171,8 +235,35 @@ def _print(results: "Sequence[TableResult]", *, rows: bool) -> None:
         )
     console.print(grid)
     console.print(_LEGEND, style="dim")
+    _print_frameworks(console, results)
     _print_ratios(console, results)
-    console.print(f"A system in none of these tables: 90 % of times within ±{interval(results):.0%}.")
+    if len(results) > 2:
+        console.print(f"A system in none of these tables: 90 % of times within ±{interval(results):.0%}.")
+
+
+def _print_frameworks(console: "Console", results: "Sequence[TableResult]") -> None:
+    """Print the errors of each framework, and the interval from the other frameworks."""
+    from rich.table import Table as Grid
+
+    from myriad.planner import framework_errors
+
+    title = "Zero-shot errors by framework"
+    grid = Grid(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    grid.add_column("framework", no_wrap=True)
+    for name in ("rows", "mean", "median", "p90", "bias", "in 10 %", "90 %", "held"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for one in framework_errors(results):
+        alone = isnan(one.interval)
+        grid.add_row(
+            one.framework + (", experts" if one.has_experts else ""),
+            str(len(one.errors)),
+            *(f"{value:.1%}" for value in (one.mean, one.median, one.p90)),
+            f"{one.bias:+.1%}",
+            f"{one.close:.0%}",
+            "" if alone else f"±{one.interval:.0%}",
+            "" if alone else f"{one.coverage:.0%}",
+        )
+    console.print("", grid, "")
 
 
 def _print_ratios(console: "Console", results: "Sequence[TableResult]") -> None:

@@ -3,7 +3,7 @@
     plan        find_plans(LayoutProblem(model, batch, cluster)).plans[0]       search, memory, simulator
     simulate    simulate(Costs(workload, cluster)).seconds                      one layout, action by action
     memory      memory_of_ranks(workload)                                       peak bytes of pipeline ranks
-    validate    predict_table(read_table("megascale_table2.csv", clusters))     against published runs
+    validate    predict_table(read_table("megascale_table2.csv", recipes))     against published runs
 
 Names are imported on first use, so that a command loads only the modules that it needs.
 """
@@ -12,11 +12,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from myriad.planner.cluster_config import Cluster
+    from myriad.planner.cluster_config import Accelerator, Cluster
     from myriad.planner.cost.layout_costs import Costs
     from myriad.planner.fabric.cluster_fabric import builder_of, shape_of
     from myriad.planner.fabric.fabric_forecast import FabricDistribution
     from myriad.planner.fabric.nccl_tuning import EnvAdvice, tune, tuning_evidence
+    from myriad.planner.frameworks import Framework, read_framework
     from myriad.planner.memory.closed_form_memory import fits_probability
     from myriad.planner.memory.rank_memory import memory_of_ranks
     from myriad.planner.memory.recompute_budget import layout_within
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from myriad.planner.simulation.iteration_summary import IterationSummary, summarize_iteration
     from myriad.planner.simulation.simulation_cache import SimulationCache
     from myriad.planner.simulation.simulator import Prediction, simulate
+    from myriad.planner.validation.framework_errors import FrameworkErrors, framework_errors
     from myriad.planner.validation.prediction_errors import (
         ErrorScore,
         SystemRatio,
@@ -45,18 +47,22 @@ if TYPE_CHECKING:
     from myriad.planner.validation.published_tables import (
         CurvePoint,
         PublishedTable,
+        TableOptions,
         builtin_tables,
         read_table,
     )
     from myriad.planner.workload import FrameworkProfile, Workload
 
 __all__ = [
+    "Accelerator",
     "Cluster",
     "Costs",
     "CurvePoint",
     "EnvAdvice",
     "ErrorScore",
     "FabricDistribution",
+    "Framework",
+    "FrameworkErrors",
     "FrameworkProfile",
     "IterationSummary",
     "LayoutCandidate",
@@ -67,6 +73,7 @@ __all__ = [
     "SimulatedPlan",
     "SimulationCache",
     "SystemRatio",
+    "TableOptions",
     "TableResult",
     "Workload",
     "best_plan",
@@ -77,12 +84,14 @@ __all__ = [
     "fewest_accelerators",
     "find_plans",
     "fits_probability",
+    "framework_errors",
     "interval",
     "intervals",
     "layout_within",
     "memory_of_ranks",
     "predict_table",
     "ratios",
+    "read_framework",
     "read_table",
     "shape_of",
     "simulate",
@@ -92,12 +101,15 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "Accelerator": "cluster_config",
     "Cluster": "cluster_config",
     "Costs": "cost.layout_costs",
     "CurvePoint": "validation.published_tables",
     "EnvAdvice": "fabric.nccl_tuning",
     "ErrorScore": "validation.prediction_errors",
     "FabricDistribution": "fabric.fabric_forecast",
+    "Framework": "frameworks",
+    "FrameworkErrors": "validation.framework_errors",
     "FrameworkProfile": "workload",
     "IterationSummary": "simulation.iteration_summary",
     "LayoutCandidate": "search.layout_space",
@@ -108,6 +120,7 @@ _MODULE_OF = {
     "SimulatedPlan": "search.plan_ranking",
     "SimulationCache": "simulation.simulation_cache",
     "SystemRatio": "validation.prediction_errors",
+    "TableOptions": "validation.published_tables",
     "TableResult": "validation.prediction_errors",
     "Workload": "workload",
     "best_plan": "search.planning",
@@ -118,12 +131,14 @@ _MODULE_OF = {
     "fewest_accelerators": "search.planning",
     "find_plans": "search.planning",
     "fits_probability": "memory.closed_form_memory",
+    "framework_errors": "validation.framework_errors",
     "interval": "validation.prediction_errors",
     "intervals": "validation.prediction_errors",
     "layout_within": "memory.recompute_budget",
     "memory_of_ranks": "memory.rank_memory",
     "predict_table": "validation.prediction_errors",
     "ratios": "validation.prediction_errors",
+    "read_framework": "frameworks",
     "read_table": "validation.published_tables",
     "shape_of": "fabric.cluster_fabric",
     "simulate": "simulation.simulator",

@@ -18,7 +18,7 @@ _MOST_BYTES = 2**24
 """A larger TOML file is refused."""
 MODEL_JOB_TOKENS = 2**22
 """Tokens of a step in the job that a model's name stands for."""
-Kind = Literal["accelerators", "clusters", "faults", "jobs", "mixes", "models"]
+Kind = Literal["accelerators", "clusters", "faults", "frameworks", "jobs", "mixes", "models"]
 
 
 def recipe_names(kind: Kind) -> list[str]:

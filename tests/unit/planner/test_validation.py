@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from myriad.errors import BadInputError
-from myriad.planner.cluster_config import Cluster
 from myriad.planner.validation.prediction_errors import (
     TableResult,
     interval,
@@ -24,16 +23,16 @@ from myriad.planner.validation.prediction_errors import (
 )
 from myriad.planner.validation.prediction_interval import INTERVAL_RATIO, interval_ratio, interval_width
 from myriad.planner.validation.published_tables import builtin_tables, read_table
-from myriad.recipes.cluster import load_cluster, scale_cluster
+from myriad.recipes.cluster import load_cluster
+from myriad.recipes.framework import ReadyRecipes
 
-
-def clusters(name: str, accelerators: int) -> Cluster:
-    return scale_cluster(load_cluster(name), accelerators)
+RECIPES = ReadyRecipes()
+clusters = RECIPES.cluster
 
 
 @cache
 def result(name: str) -> TableResult:
-    return predict_table(read_table(name, clusters))
+    return predict_table(read_table(name, RECIPES))
 
 
 ROWS = {
@@ -50,7 +49,7 @@ ROWS = {
 
 def test_every_published_row_is_predicted() -> None:
     assert builtin_tables() == sorted(ROWS)
-    assert {name: len(read_table(name, clusters).rows) for name in ROWS} == ROWS
+    assert {name: len(read_table(name, RECIPES).rows) for name in ROWS} == ROWS
 
 
 @pytest.mark.slow
@@ -165,7 +164,7 @@ def test_any_file_with_the_same_columns_is_taken(tmp_path) -> None:
     other.write_text(
         "note,system,gpus,batch_sequences,iteration_seconds\nx,MegaScale,512,768,17.1\n", encoding="utf-8"
     )
-    (row,) = read_table(str(other), clusters).rows
+    (row,) = read_table(str(other), RECIPES).rows
     assert row.cluster.world == 512 and row.works[0].layout.dp == 8 and row.seconds == 17.1
 
 
@@ -204,12 +203,12 @@ def test_a_table_that_cannot_be_read_is_refused(tmp_path, text: str, said: str) 
     path = tmp_path / "bad.csv"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(BadInputError, match=said):
-        read_table(str(path), clusters)
+        read_table(str(path), RECIPES)
 
 
 def test_a_table_that_is_not_there_is_refused() -> None:
     with pytest.raises(BadInputError, match=r"nowhere\.csv"):
-        read_table("nowhere.csv", clusters)
+        read_table("nowhere.csv", RECIPES)
 
 
 _CELL = st.one_of(
@@ -246,7 +245,7 @@ def test_any_cell_is_read_or_refused_with_its_place(tmp_path: Path, data: st.Dat
         writer.writeheader()
         writer.writerow(cells)
     try:
-        found = predict_table(read_table(str(path), clusters))
+        found = predict_table(read_table(str(path), RECIPES))
     except BadInputError as error:
         assert error.allowed and "\n" not in error.allowed
         return
@@ -269,10 +268,8 @@ _TABLE = (resources.files("myriad.planner.validation") / "tables" / "megascale_t
 def test_a_table_is_read_however_it_was_saved(tmp_path: Path, changed: str) -> None:
     path = tmp_path / "mine.csv"
     path.write_bytes(changed.encode())
-    plain = read_table("megascale_table2.csv", clusters)
-    assert [row.seconds for row in read_table(str(path), clusters).rows] == [
-        row.seconds for row in plain.rows
-    ]
+    plain = read_table("megascale_table2.csv", RECIPES)
+    assert [row.seconds for row in read_table(str(path), RECIPES).rows] == [row.seconds for row in plain.rows]
 
 
 @pytest.mark.parametrize(
@@ -289,11 +286,11 @@ def test_a_table_that_is_ambiguous_is_refused(tmp_path: Path, changed: str, said
     path = tmp_path / "mine.csv"
     path.write_bytes(changed.encode(errors="surrogateescape"))
     with pytest.raises(BadInputError, match=said) as refused:
-        read_table(str(path), clusters)
+        read_table(str(path), RECIPES)
     assert "\n" not in str(refused.value)
 
 
 def test_a_table_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.csv")
     with pytest.raises(BadInputError, match="regular file"):
-        read_table(str(tmp_path / "pipe.csv"), clusters)
+        read_table(str(tmp_path / "pipe.csv"), RECIPES)

@@ -102,6 +102,13 @@ class PublishedRow:
     """The system that was measured, where a table compares several."""
     setting: str = ""
     """The values that several systems of a table share: model, GPUs and batch."""
+    framework: str = ""
+    """Name of the framework whose profile predicts the row."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return self.works[0].model.experts is not None
 
     def mfu(self, seconds: float) -> float:
         """Return the MFU of an iteration that takes so long."""
@@ -116,6 +123,12 @@ class TableKind:
     columns: frozenset[str]
     """The columns by which the table is recognised."""
     read: Callable[[TableCells, Clusters], Iterator[PublishedRow]]
+    framework: str
+    """Name of the framework of rows whose system is not named."""
+
+    def framework_of(self, row: PublishedRow) -> str:
+        """Return the name of a row's framework."""
+        return "megascale" if row.system == "MegaScale" else self.framework
 
 
 def _gpt(hidden: int, heads: int, layers: int, sequence: int, vocabulary: int) -> ModelConfig:
@@ -359,18 +372,21 @@ TABLE_KINDS = (
         "arXiv 2402.15627, table 2",
         frozenset({"system", "gpus", "batch_sequences", "iteration_seconds"}),
         _megascale_175b,
+        "megatron-lm-2023",
     ),
     TableKind(
         "MegaScale, 530B",
         "arXiv 2402.15627, figure 9",
         frozenset({"system", "gpus", "batch_sequences", "mfu_percent"}),
         _megascale_530b,
+        "megatron-lm-2023",
     ),
     TableKind(
         "MegaScale, ablation",
         "arXiv 2402.15627, table 3",
         frozenset({"step", "mfu_percent"}),
         _megascale_step,
+        "megascale-ablation",
     ),
     TableKind(
         "Megatron-LM, A100",
@@ -379,29 +395,34 @@ TABLE_KINDS = (
             {"params_B", "heads", "hidden", "layers", "tp", "pp", "gpus", "batch", "pct_peak", "recompute"}
         ),
         _megatron_2021,
+        "megatron-lm-2021",
     ),
     TableKind(
         "Recomputation, A100",
         "arXiv 2205.05198, table 5",
         frozenset({"full_recompute_s", "seqpar_selective_s"}),
         _recomputation,
+        "megatron-lm-2022",
     ),
     TableKind(
         "Megatron-Core, H100",
         "README of Megatron-LM r0.8.0",
         frozenset({"params_B", "heads", "hidden", "layers", "tp", "pp", "dp", "tflops_per_gpu", "mfu_pct"}),
         _megatron_core,
+        "megatron-core-0.8",
     ),
     TableKind(
         "Llama 3 405B, H100",
         "arXiv 2407.21783, table 4",
         frozenset({"gpus", "tp", "cp", "pp", "dp", "seq", "batch_per_dp"}),
         _llama,
+        "llama-3",
     ),
     TableKind(
         "vTrain, A100",
         "github.com/VIA-Research/vTrain (MIT licence)",
         frozenset({"Parameters (billion)", "iteration time (ms)"}),
         _vtrain,
+        "megatron-lm-2021",
     ),
 )

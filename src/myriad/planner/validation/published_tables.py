@@ -1,14 +1,15 @@
 """Tables of published iteration times, and the published curve for a model.
 
 A table is recognised by its columns, so that other rows of the same kind can be compared as well
-(`published_rows`).
+(`published_rows`); a table of any framework's iterations has the `general_form`. All rows are read before the
+first is predicted.
 """
 
 import csv
 import io
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 
@@ -17,18 +18,39 @@ from pydantic import ValidationError
 from myriad.comm.layout import check_layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
+from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.validation.general_form import GENERAL_COLUMNS, Recipes, general_row, is_general
 from myriad.planner.validation.published_rows import (
     TABLE_KINDS,
-    Clusters,
     PublishedRow,
     TableCells,
     TableKind,
 )
 from myriad.system.whole_file import read_regular
 
-__all__ = ["CurvePoint", "PublishedTable", "builtin_tables", "curve_points", "read_table"]
+__all__ = ["CurvePoint", "PublishedTable", "TableOptions", "builtin_tables", "curve_points", "read_table"]
 
 _MOST_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """How tables are read."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The column of a file by the column of the general form that it gives."""
+    framework: str | None = None
+    """Framework as which all rows of the general form are predicted; off: each as its own."""
+    skip_bad: bool = False
+    """Whether rows that cannot be read or predicted are left out instead of refused."""
+
+    @property
+    def columns_back(self) -> dict[str, str]:
+        """The column of the general form by the column of a file. Raises `BadInputError`."""
+        for column in self.columns:
+            if column not in GENERAL_COLUMNS:
+                raise BadInputError("--columns", column, f"one of {', '.join(GENERAL_COLUMNS)}")
+        return {theirs: ours for ours, theirs in self.columns.items()}
 
 
 @dataclass(frozen=True)
@@ -39,6 +61,8 @@ class PublishedTable:
     title: str
     source: str
     rows: tuple[PublishedRow, ...]
+    skipped: tuple[BadInputError, ...] = ()
+    """Why rows were left out, one error for each."""
 
 
 def builtin_tables() -> list[str]:
@@ -52,32 +76,59 @@ def builtin_tables() -> list[str]:
     ]
 
 
-def read_table(name_or_path: str, clusters: Clusters) -> PublishedTable:
-    """Read a table that comes with the project, or a file with the same columns. Raises `BadInputError`."""
+def read_table(name_or_path: str, recipes: Recipes, options: TableOptions = TableOptions()) -> PublishedTable:
+    """Read a table that comes with the project, or a file with the columns of one of them or of the general
+    form. Raises `BadInputError`."""
     text = _text(name_or_path)
-    columns = _columns(text)
+    columns = [options.columns_back.get(column, column) for column in _columns(text)]
     kind = _kind_of(frozenset(columns))
     twice = sorted(column for column, count in Counter(columns).items() if count > 1)
-    if kind is not None and twice:
+    general = kind is None and is_general(frozenset(columns))
+    if (kind is not None or general) and twice:
         raise BadInputError("TABLE", name_or_path, f"each column once: {', '.join(twice)} occurs twice")
-    if kind is None and any(len(columns) == 1 and mark in columns[0] for mark in ";\t"):
-        raise BadInputError("TABLE", name_or_path, "must be separated by commas, not by ; or tabs")
-    if kind is None:
-        allowed = "; ".join(f"{known.title}: {', '.join(sorted(known.columns))}" for known in TABLE_KINDS)
-        raise BadInputError("TABLE", name_or_path, f"must have the columns of one of these tables: {allowed}")
+    if not general and kind is None:
+        raise _unknown_columns(name_or_path, columns)
+
+    def read(cells: TableCells) -> Iterator[PublishedRow]:
+        if kind is not None:
+            for row in kind.read(cells, recipes.cluster):
+                yield replace(row, framework=kind.framework_of(row))
+        else:
+            yield general_row(cells, recipes, options.framework)
+
     rows: list[PublishedRow] = []
-    for place, values in _lines(name_or_path, text):
-        rows += _rows_of(kind, TableCells(place, values), clusters)
-    if not rows:
+    skipped: list[BadInputError] = []
+    for place, values in _lines(name_or_path, text, columns):
+        try:
+            rows += _rows_of(read, TableCells(place, values))
+        except BadInputError as error:
+            if not options.skip_bad:
+                raise
+            skipped.append(error)
+    if not rows and not skipped:
         raise BadInputError("TABLE", name_or_path, "has no rows")
-    return PublishedTable(Path(name_or_path).stem, kind.title, kind.source, tuple(rows))
+    if not rows:
+        raise skipped[0]
+    title, source = (kind.title, kind.source) if kind else (Path(name_or_path).stem, "its column source")
+    return PublishedTable(Path(name_or_path).stem, title, source, tuple(rows), tuple(skipped))
 
 
-def _lines(name: str, text: str) -> Iterator[tuple[str, dict[str, str | None]]]:
-    """Yield the place and the cells of each line."""
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+def _unknown_columns(name_or_path: str, columns: list[str]) -> BadInputError:
+    if any(len(columns) == 1 and mark in columns[0] for mark in ";\t"):
+        return BadInputError("TABLE", name_or_path, "must be separated by commas, not by ; or tabs")
+    allowed = "; ".join(f"{known.title}: {', '.join(sorted(known.columns))}" for known in TABLE_KINDS)
+    allowed += "; any framework's: model, gpus, gpu_type and iteration_s, tokens_per_s_per_gpu, "
+    allowed += "tflops_per_gpu or mfu (--columns maps other names)"
+    return BadInputError("TABLE", name_or_path, f"must have the columns of one of these tables: {allowed}")
+
+
+def _lines(name: str, text: str, columns: list[str]) -> Iterator[tuple[str, dict[str, str | None]]]:
+    """Yield the place and the cells of each line below the header."""
+    reader = csv.DictReader(io.StringIO(text, newline=""), columns, strict=True)
     try:
-        for values in reader:
+        for number, values in enumerate(reader):
+            if number == 0:
+                continue
             place = f"{name}, line {reader.line_num}"
             if None in values:
                 raise BadInputError(place, values[None], "more cells than the header has columns")
@@ -86,10 +137,10 @@ def _lines(name: str, text: str) -> Iterator[tuple[str, dict[str, str | None]]]:
         raise BadInputError("TABLE", name, f"not CSV at line {reader.line_num}: {error}") from None
 
 
-def _rows_of(kind: TableKind, cells: TableCells, clusters: Clusters) -> list[PublishedRow]:
+def _rows_of(read: Callable[[TableCells], Iterator[PublishedRow]], cells: TableCells) -> list[PublishedRow]:
     """Return the rows of a line that can be planned. Raises `BadInputError` with the line's place."""
     try:
-        rows = list(kind.read(cells, clusters))
+        rows = list(read(cells))
         for row in rows:
             _check(row)
     except ValidationError as error:
@@ -119,6 +170,7 @@ def _check(row: PublishedRow) -> None:
         if workload.global_batch > _MOST_BATCH or workload.num_micro_batches > _MOST_MICRO_BATCHES:
             allowed = f"at most {_MOST_BATCH:,} sequences, {_MOST_MICRO_BATCHES:,} micro-batches of a replica"
             raise BadInputError("batch", workload.global_batch, allowed)
+    Costs(row.works[0], row.cluster)
 
 
 _MOST_BATCH, _MOST_MICRO_BATCHES = 2**24, 100_000

@@ -1,0 +1,147 @@
+"""Training frameworks as data: what each overlaps, fuses and launches, with a source for every value.
+
+A framework is a TOML file (`myriad.recipes.framework`). Each value is a table of the value and its source, so
+that a reader can check it, and a test finds a value without one:
+
+    title = "nanotron"
+    extends = "torch"                         # values that this file does not repeat
+    matches = ["nanotron"]                    # patterns of the source of a published row
+
+    [profile]                                 # keys of FrameworkProfile
+    fused_loss = {value = false, source = "src/nanotron/parallel/tensor_parallel/functional.py"}
+    [overlap]                                 # keys of OverlapConfig
+    [layout]                                  # keys of LayoutHabits
+
+A value that is fitted says so, with its rows: ``fitted_to = "rows of 8 GPUs"``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from myriad.comm.layout import ScheduleName
+from myriad.config import Config, explain
+from myriad.errors import BadInputError
+from myriad.planner.workload import FrameworkProfile
+from myriad.program.config import OverlapConfig
+
+__all__ = ["Framework", "FrameworkFile", "LayoutHabits", "read_framework"]
+
+_MOST_EXTENDED = 8
+_Section = TypeVar("_Section", bound=Config)
+
+
+class SourcedValue(Config):
+    """A value of a framework file."""
+
+    value: Any
+    source: str = Field(min_length=4)
+    """Where the value is from: documentation, source code, a paper; or "assumed", with the reason."""
+    fitted_to: str | None = None
+    """Rows that the value was fitted to; off: none."""
+
+
+class LayoutHabits(Config):
+    """What a framework does where a row of a table, or a user, does not say it."""
+
+    zero: Literal[0, 1, 2, 3] = 1
+    """Degree of ZeRO."""
+    by_layer: bool = False
+    """Whether ZeRO 3 gathers parameters layer by layer in each forward and backward (FSDP)."""
+    reduce_each: bool = False
+    """Whether ZeRO 2 and 3 reduce gradients after every micro-batch."""
+    shard_group: int | None = Field(None, ge=2)
+    """Largest number of replicas over which state is sharded (HSDP); off: all."""
+    recompute: Literal["none", "selective", "full"] | None = None
+    """Recomputation; off: the fastest that fits."""
+    schedule: ScheduleName | None = None
+    """Pipeline schedule; off: interleaved with virtual stages, else 1f1b."""
+
+
+class FrameworkFile(Config):
+    """A framework's TOML file."""
+
+    title: str
+    """Name and release, as tables print it."""
+    extends: str | None = None
+    """Another framework, whose values hold where this file has none."""
+    matches: tuple[str, ...] = ()
+    """Regular expressions of the source of a published row that name this framework."""
+    profile: dict[str, SourcedValue] = Field(default_factory=dict)
+    """Values of `FrameworkProfile`."""
+    overlap: dict[str, SourcedValue] = Field(default_factory=dict)
+    """Values of `OverlapConfig`."""
+    layout: dict[str, SourcedValue] = Field(default_factory=dict)
+    """Values of `LayoutHabits`."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A framework at one point in time."""
+
+    name: str
+    title: str
+    profile: FrameworkProfile
+    overlap: OverlapConfig
+    habits: LayoutHabits = field(default_factory=LayoutHabits)
+    matches: tuple[str, ...] = ()
+    sources: Mapping[str, SourcedValue] = field(default_factory=dict)
+    """Every value with its source, by its dotted key."""
+
+
+_OWN = Framework("myriad", "Myriad", FrameworkProfile(), OverlapConfig())
+"""What files extend that extend nothing: the defaults, which are Myriad's."""
+_PROFILE: TypeAdapter[FrameworkProfile] = TypeAdapter(FrameworkProfile)
+
+
+def read_framework(name: str, load: Callable[[str], Mapping[str, Any]], depth: int = 0) -> Framework:
+    """Return a framework from its file. ``load`` returns the tree of a file by its name. Raises
+    `BadInputError`."""
+    try:
+        file = FrameworkFile.model_validate(load(name))
+    except ValidationError as error:
+        raise _refused(name, error, "") from None
+    if depth == _MOST_EXTENDED:
+        raise BadInputError(f"{name}: extends", file.extends, f"at most {_MOST_EXTENDED} files in a row")
+    base = read_framework(file.extends, load, depth + 1) if file.extends else _OWN
+    sections = {"profile": file.profile, "overlap": file.overlap, "layout": file.layout}
+    sources = dict(base.sources)
+    for section, given in sections.items():
+        sources |= {f"{section}.{key}": one for key, one in given.items()}
+    return Framework(
+        name,
+        file.title,
+        _profile(name, base.profile, file.profile),
+        _updated(name, "overlap", base.overlap, file.overlap),
+        _updated(name, "layout", base.habits, file.layout),
+        file.matches,
+        sources,
+    )
+
+
+def _profile(name: str, base: FrameworkProfile, given: Mapping[str, SourcedValue]) -> FrameworkProfile:
+    known = {one.name for one in fields(FrameworkProfile)}
+    for key in given:
+        if key not in known:
+            raise BadInputError(f"{name}: profile", key, f"one of {', '.join(sorted(known))}")
+    values = {one: getattr(base, one) for one in known} | {key: one.value for key, one in given.items()}
+    try:
+        return _PROFILE.validate_python(values)
+    except ValidationError as error:
+        raise _refused(name, error, "profile.") from None
+
+
+def _updated(name: str, section: str, base: _Section, given: Mapping[str, SourcedValue]) -> _Section:
+    values = base.model_dump() | {key: one.value for key, one in given.items()}
+    try:
+        return type(base).model_validate(values)
+    except ValidationError as error:
+        raise _refused(name, error, f"{section}.") from None
+
+
+def _refused(name: str, error: ValidationError, prefix: str) -> BadInputError:
+    first = error.errors()[0]
+    key = prefix + ".".join(map(str, first["loc"]))
+    return BadInputError(f"{name}: {key}", first["input"], explain(first))

@@ -1,0 +1,94 @@
+"""The cluster of a row of the general form: its accelerator, and links by what the row says of them.
+
+What a row leaves open is the usual server of that accelerator: eight of them (`_NODES`), and a NIC for each.
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from myriad.planner.cluster_config import Accelerator, Cluster, Link, Links, SlowNodes
+from myriad.planner.validation.general_models import RowCells
+
+__all__ = ["cluster_of"]
+
+
+class _Node(NamedTuple):
+    """The usual server of an accelerator."""
+
+    node_bytes_per_second: float
+    """Of one accelerator in one direction, by the data sheet."""
+    network_bytes_per_second: float
+    """NICs' share of one accelerator."""
+    accelerators: int = 8
+
+
+_NODES = {
+    "v100": _Node(150e9, 3.125e9),
+    "a100": _Node(300e9, 25e9),
+    "a800": _Node(200e9, 25e9),
+    "h100": _Node(450e9, 50e9),
+    "h200": _Node(450e9, 50e9),
+    "h800": _Node(200e9, 50e9),
+    "b200": _Node(900e9, 50e9),
+    "gb200": _Node(900e9, 50e9, 64),
+    "mi300x": _Node(448e9, 50e9),
+}
+"""NVLink 2 to 5, Infinity Fabric (seven links of 64 GB/s); DGX V100, A100, H100, B200. Jobs use 64 of the 72
+GPUs of an NVL72."""
+_OTHER = _Node(32e9, 25e9)
+_SLOW = SlowNodes(ratio=0.005, slower_ratio=0.10)
+"""As in the recipes of large clusters (arXiv 2402.15627, sections 5.1 and 6.3)."""
+_NODE_LATENCY, _NETWORK_LATENCY = 2.8e-6, 10e-6
+
+
+def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[str, Accelerator]]) -> Cluster:
+    """Return the cluster of a row. Raises `BadInputError`."""
+    recipe, accelerator = accelerators(read.word("gpu_type"))
+    usual = next((node for key, node in _NODES.items() if recipe.startswith(key)), _OTHER)
+    said = read.word("interconnect")
+    per_node = _per_node(read, said, usual)
+    nodes = max(1, -(-gpus // per_node))
+    per_node = gpus if nodes == 1 else per_node
+    if gpus % per_node:
+        raise read.refused("gpus", f"a multiple of the {per_node} of a node, or fewer")
+    network = _network(said, max(per_node, 1)) or usual.network_bytes_per_second
+    inside = re.search(r"NVLink (\d+) GB/s in the node", said)
+    node_rate = float(inside[1]) * 0.5e9 if inside else usual.node_bytes_per_second
+    return Cluster(
+        name=recipe,
+        nodes=nodes,
+        accelerators_per_node=per_node,
+        accelerator=accelerator,
+        links=Links(
+            node=Link(bytes_per_second=node_rate, latency_seconds=_NODE_LATENCY),
+            network=Link(bytes_per_second=network, latency_seconds=_NETWORK_LATENCY),
+        ),
+        slow_nodes=_SLOW,
+    )
+
+
+def _per_node(read: RowCells, said: str, usual: _Node) -> int:
+    if read.has("gpus_per_node"):
+        return read.whole("gpus_per_node")
+    stated = re.search(r"(\d+) GPUs a node", said)
+    return int(stated[1]) if stated else usual.accelerators
+
+
+_RATES = (
+    (re.compile(r"(\d+) ?x ?(\d+) ?GB/s"), lambda m: float(m[1]) * float(m[2]) * 1e9),
+    (re.compile(r"(\d+) ?x ?(?:OmniPath )?(\d+) ?G"), lambda m: float(m[1]) * float(m[2]) * 1e9 / 8),
+    (re.compile(r"([\d.]+) ?G(?:bps|bit/s|b/s) (?:node-node|a node)"), lambda m: float(m[1]) * 1e9 / 8),
+)
+"""Phrases for the rate of all NICs of a node, in bytes per second."""
+_EACH = re.compile(r"(\d+)G (?:IB|RoCE) a GPU")
+
+
+def _network(said: str, per_node: int) -> float | None:
+    """Return the NICs' share of one accelerator, if the row states it. A node has eight accelerators."""
+    if each := _EACH.search(said):
+        return float(each[1]) * 1e9 / 8
+    for pattern, rate in _RATES:
+        if found := pattern.search(said):
+            return rate(found) / per_node
+    return None

@@ -1,0 +1,344 @@
+"""The general form of a table of iterations: any framework's runs, one a row, in the same columns.
+
+    model, layers, hidden, ffn, heads, kv_heads, vocab, seq       the model; empty where its name says it
+    experts, experts_per_token, expert_ffn, shared_experts        a mixture of experts
+    global_batch (sequences), gpus, gpu_type, interconnect        the job and its cluster
+    tp, pp, dp, cp, ep, etp, vpp, zero, micro_batch, recompute    the layout
+    dtype                                                         bf16, fp16, fp8, fp8-blocks
+    iteration_s, tokens_per_s_per_gpu, tflops_per_gpu, mfu        what was measured: the first that is given
+    flops                                                         what TFLOP/s and MFU count: `FLOP_COUNTS`
+    framework, source, table, notes                               who measured, and with what
+
+A cell may be empty where the rest of the row says it: ``dp`` follows from the GPUs, the framework from the
+source. What a source writes in its notes is read by a few phrases (`_PHRASES`), and a column of its own wins.
+What is open after that (micro-batch, virtual stages, recomputation) is the choice that is predicted to be the
+fastest of those that fit, as in other tables.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal, Protocol
+
+from myriad.comm.layout import Layout
+from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
+from myriad.planner.cluster_config import Accelerator, Cluster
+from myriad.planner.frameworks import Framework
+from myriad.planner.validation.general_clusters import cluster_of
+from myriad.planner.validation.general_models import model_of
+from myriad.planner.validation.published_rows import PublishedRow, TableCells
+from myriad.planner.workload import Recompute, Workload
+
+__all__ = ["FLOP_COUNTS", "GENERAL_COLUMNS", "Recipes", "general_row", "is_general"]
+
+GENERAL_COLUMNS = [
+    "source", "table", "model", "params_B", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab",
+    "seq", "experts", "experts_per_token", "expert_ffn", "shared_experts", "activation",
+    "global_batch", "gpus", "gpu_type", "interconnect", "gpus_per_node", "tp", "pp", "dp", "cp", "ep",
+    "etp", "vpp", "zero", "shard_group", "schedule", "micro_batch", "recompute", "dtype",
+    "expert_dispatch", "iteration_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "flops",
+    "framework", "notes",
+]  # fmt: skip
+"""Names of all columns; ``--columns`` maps others to them."""
+_NEEDED = frozenset({"model", "gpus", "gpu_type"})
+_MEASURED = frozenset({"iteration_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"})
+FlopCount = Literal["model", "causal", "6n", "hardware"]
+FLOP_COUNTS: tuple[FlopCount, ...] = ("model", "causal", "6n", "hardware")
+"""What TFLOP/s and MFU count. model: 3 forwards with full attention (Megatron-LM, PaLM). causal: half of the
+attention. 6n: 6 FLOPs for each parameter and token. hardware: what is computed, recomputation included."""
+
+
+class Recipes(Protocol):
+    """Ready-made data that a row names. All methods raise `BadInputError`."""
+
+    def cluster(self, name: str, accelerators: int) -> Cluster:
+        """Return a cluster with so many accelerators."""
+
+    def accelerator(self, gpu_type: str) -> tuple[str, Accelerator]:
+        """Return the accelerator that a table names, and the name of its recipe."""
+
+    def model(self, name: str) -> Mapping[str, Any] | None:
+        """Return the keys of a model; ``None``: there is no such recipe."""
+
+    def framework(self, name: str) -> Framework:
+        """Return a framework."""
+
+    def frameworks(self) -> Sequence[Framework]:
+        """Return all frameworks."""
+
+
+def is_general(columns: frozenset[str]) -> bool:
+    """Return whether a table has the columns of the general form."""
+    return columns >= _NEEDED and bool(columns & _MEASURED)
+
+
+def general_row(cells: TableCells, recipes: Recipes, framework: str | None = None) -> PublishedRow:
+    """Return a row's workloads. ``framework``: predict it as this one; off: as the row says. Raises
+    `BadInputError`."""
+    read = _GeneralCells(cells)
+    used = recipes.framework(framework) if framework else _framework_of(read, recipes)
+    cp = read.whole("cp", 1)
+    if cp > 1:
+        raise cells.refused("cp", "only 1: context parallelism cannot be predicted yet")
+    model = model_of(read, recipes.model)
+    gpus = read.whole("gpus")
+    cluster = cluster_of(read, gpus, recipes.accelerator)
+    works = tuple(_works(read, model, gpus, used))
+    seconds = _seconds(read, works[0], cluster)
+    return PublishedRow(
+        _row_name(read, model),
+        f"{read.word('source')} {read.word('model')}",
+        works,
+        cluster,
+        seconds,
+        works[0].model_flops,
+        framework=used.name,
+    )
+
+
+_PHRASES: Mapping[str, tuple[str, ...]] = {
+    "zero": (r"ZeRO[- ]?([0-3])\b", r"(FULL_SHARD|HSDP)", r"(FSDP)(?! column)"),
+    "schedule": (r"schedule ([\w-]+)",),
+    "experts": (r"(\d+) experts",),
+    "experts_per_token": (r"top-(\d+)",),
+    "expert_ffn": (r"experts of (\d+)",),
+    "shared_width": (r"shared (\d+)",),
+    "expert_dispatch": (r"(DeepEP|HybridEP)",),
+    "etp": (r"ETP (\d+)",),
+    "grad_accum": (r"grad accum (\d+)",),
+    "num_micro_batches": (r"(\d+) micro-batches",),
+}
+"""Phrases of the notes that fill a cell that is empty or has no column; the first that is found counts."""
+_ZERO_WORDS = dict.fromkeys(("FULL_SHARD", "HSDP", "FSDP"), 3)
+
+
+@dataclass(frozen=True)
+class _GeneralCells:
+    """A row, whose empty cells are filled from its notes."""
+
+    cells: TableCells
+
+    def word(self, column: str, default: str = "") -> str:
+        """Return the text of a cell or of its phrase, or the default."""
+        value = (self.cells.values.get(column) or "").strip()
+        if value or column not in _PHRASES:
+            return value or default
+        notes = f"{self.cells.values.get('notes') or ''}; {self.cells.values.get('table') or ''}"
+        found = (re.search(pattern, notes) for pattern in _PHRASES[column])
+        return next((one.group(1) for one in found if one), default)
+
+    def has(self, column: str) -> bool:
+        """Return whether a cell, or its phrase, says something."""
+        return bool(self.word(column))
+
+    def whole(self, column: str, default: int | None = None) -> int:
+        """Return a whole number of at least 1."""
+        return int(self._number(column, default, whole=True))
+
+    def number(self, column: str) -> float:
+        """Return a number above 0."""
+        return self._number(column, None, whole=False)
+
+    def refused(self, column: str, allowed: str) -> BadInputError:
+        """Return the error about a cell."""
+        return self.cells.refused(column, allowed)
+
+    def _number(self, column: str, default: int | None, *, whole: bool) -> float:
+        text = self.word(column)
+        if not text and default is not None:
+            return default
+        filled = TableCells(self.cells.place, {column: text})
+        return filled.whole(column) if whole else filled.number(column)
+
+
+def _framework_of(read: _GeneralCells, recipes: Recipes) -> Framework:
+    """Return the framework that a row names, or whose pattern its source, table, model or notes have."""
+    if named := read.word("framework"):
+        return recipes.framework(named)
+    said = " | ".join(read.word(column) for column in ("source", "table", "model", "notes"))
+    best: tuple[int, Framework] | None = None
+    for one in recipes.frameworks():
+        for pattern in one.matches:
+            if (found := re.search(pattern, said)) and (best is None or len(found[0]) > best[0]):
+                best = len(found[0]), one
+    return best[1] if best else recipes.framework("unknown")
+
+
+# Layout
+
+
+def _works(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Framework) -> Iterator[Workload]:
+    """Yield the workloads that a row may have been. Raises `BadInputError`."""
+    profile, overlap = framework.profile, framework.overlap
+    if float8 := _float8(read):
+        profile = replace(profile, float8=float8)
+    found = False
+    for layout in _layouts(read, model, gpus, framework):
+        batch = _batch(read, layout)
+        if batch % (layout.dp * layout.micro_batch):
+            continue
+        found = True
+        yield Workload(model, layout, batch, overlap, profile)
+    if not found:
+        allowed = "a number of sequences that replicas and micro-batches divide"
+        raise read.refused("global_batch", allowed)
+
+
+def _float8(read: _GeneralCells) -> Literal["tensor", "blocks"] | None:
+    dtype = read.word("dtype", "bf16").lower()
+    if dtype in ("fp8-blocks", "float8-blocks", "mxfp8", "fp8-mx"):
+        return "blocks"
+    if dtype.startswith(("fp8", "float8")):
+        return "tensor"
+    if not dtype.startswith(("bf16", "fp16", "bfloat16", "float16")):
+        raise read.refused("dtype", "bf16, fp16, fp8 or fp8-blocks")
+    return None
+
+
+def _batch(read: _GeneralCells, layout: Layout) -> int:
+    """Return the global batch; where it is not given, of so many micro-batches as are stated."""
+    if read.has("global_batch"):
+        return read.whole("global_batch")
+    if not (read.has("grad_accum") or read.has("num_micro_batches")):
+        raise read.refused("global_batch", "needed: the cell is empty")
+    count = read.whole("grad_accum") if read.has("grad_accum") else read.whole("num_micro_batches")
+    return count * layout.dp * layout.micro_batch
+
+
+def _layouts(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Framework) -> Iterator[Layout]:
+    tp, pp, ep = (read.whole(axis, 1) for axis in ("tp", "pp", "ep"))
+    if gpus % (tp * pp):
+        raise read.refused("gpus", f"a multiple of tp x pp = {tp * pp}")
+    dp, habits = gpus // (tp * pp), framework.habits
+    if read.has("dp") and read.whole("dp") != dp:
+        raise read.refused("dp", f"gpus / (tp x pp) = {dp}")
+    zero = _zero(read, habits.zero)
+    fixed: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "ep": ep, "zero": zero}
+    if model.experts is not None and tp > 1:
+        fixed["etp"] = read.whole("etp", 1 if dp % ep else tp)
+    if read.has("expert_dispatch") and ep > 1:
+        fixed["expert_dispatch"] = "node" if read.word("expert_dispatch") in _BY_NODE else "expert"
+    by_layer = zero == 3 and habits.by_layer and pp == 1
+    if zero == 3 and (habits.reduce_each or by_layer):
+        fixed["reduce"] = "each"
+    group = read.whole("shard_group") if read.has("shard_group") else habits.shard_group
+    if group and zero and group < dp and dp % group == 0:
+        fixed["shard_group"] = group
+    stages = [model.layers] if by_layer else _stages(read, model, pp)
+    for micro_batch, number, recompute in product(
+        _micro_batches(read), stages, _recomputes(read, habits.recompute)
+    ):
+        open_keys = {"micro_batch": micro_batch, "virtual_stages": number, "recompute": recompute}
+        schedule = {} if by_layer else _schedule(read, number, habits.schedule)
+        yield Layout(**(fixed | open_keys | schedule))
+
+
+_BY_NODE = ("DeepEP", "HybridEP", "node")
+
+
+def _zero(read: _GeneralCells, default: int) -> int:
+    said = read.word("zero", str(default))
+    if said in _ZERO_WORDS:
+        return _ZERO_WORDS[said]
+    if said not in ("0", "1", "2", "3"):
+        raise read.refused("zero", "0, 1, 2 or 3")
+    return int(said)
+
+
+def _micro_batches(read: _GeneralCells) -> Sequence[int]:
+    return [read.whole("micro_batch")] if read.has("micro_batch") else (1, 2, 4, 8)
+
+
+def _stages(read: _GeneralCells, model: ModelConfig, pp: int) -> Sequence[int]:
+    """Return the possible virtual stages."""
+    said = read.word("vpp")
+    if said == "one layer a chunk":
+        return [-(-(model.layers + 2) // pp)]
+    if said or pp == 1:
+        return [read.whole("vpp", 1)] if pp > 1 else [1]
+    if model.layers % pp:
+        return [1]
+    own = model.layers // pp
+    return [number for number in range(1, own + 1) if own % number == 0]
+
+
+def _recomputes(read: _GeneralCells, habit: Recompute | None) -> Sequence[Recompute]:
+    said = read.word("recompute").lower()
+    if said in ("none", "selective", "full"):
+        return (said,)  # type: ignore[return-value]
+    if not said or "policy" in said:
+        return ("none", "selective", "full") if habit is None else (habit,)
+    return ("selective",)
+
+
+_SCHEDULES = {
+    "1f1b": "1f1b",
+    "gpipe": "gpipe",
+    "interleaved": "interleaved",
+    "1f1b-i": "interleaved",
+    "zb-1p": "zero-bubble",
+    "zbb": "zero-bubble",
+    "zb-h1": "zero-bubble",
+    "zb-2p": "eager-zero-bubble",
+    "zb-h2": "eager-zero-bubble",
+    "zbv": "zero-bubble-v",
+    "zb-v": "zero-bubble-v",
+}
+"""Schedules of Myriad by their names elsewhere."""
+
+
+def _schedule(read: _GeneralCells, stages: int, habit: str | None) -> dict[str, str]:
+    said = read.word("schedule").lower()
+    if not said:
+        return {"schedule": habit} if habit and stages == 1 else {}
+    if said not in _SCHEDULES:
+        raise BadInputError(f"{read.cells.place}, schedule", said, f"one of {', '.join(_SCHEDULES)}")
+    return {"schedule": _SCHEDULES[said]}
+
+
+# Measured
+
+
+def _seconds(read: _GeneralCells, workload: Workload, cluster: Cluster) -> float:
+    """Return the seconds of an iteration, from the first measure that is given."""
+    if read.has("iteration_s"):
+        return read.number("iteration_s")
+    if read.has("tokens_per_s_per_gpu"):
+        tokens = workload.global_batch * workload.model.sequence
+        return tokens / (read.number("tokens_per_s_per_gpu") * cluster.world)
+    flops = _counted_flops(read, workload)
+    if read.has("tflops_per_gpu"):
+        return flops / (read.number("tflops_per_gpu") * 1e12 * cluster.world)
+    if not read.has("mfu"):
+        raise read.refused("iteration_s", f"needed, or one of {', '.join(sorted(_MEASURED))}")
+    percent = read.number("mfu")
+    return flops / (cluster.world * cluster.accelerator.peak_flops_per_second * percent / 100)
+
+
+def _counted_flops(read: _GeneralCells, workload: Workload) -> float:
+    """Return the FLOPs of an iteration as the row's source counts them."""
+    model, said = workload.model, read.word("flops", "model")
+    tokens = float(workload.global_batch * model.sequence)
+    full = workload.model_flops
+    attention = 12.0 * model.layers * model.heads * model.head_width * model.sequence * tokens
+    counts: dict[str, Callable[[], float]] = {
+        "model": lambda: full,
+        "causal": lambda: full - attention / 2,
+        "6n": lambda: full - attention,
+        "hardware": lambda: full * (4 / 3 if workload.recompute == "full" else 1.0),
+    }
+    if said not in counts:
+        raise read.refused("flops", f"one of {', '.join(FLOP_COUNTS)}")
+    return counts[said]()
+
+
+def _row_name(read: _GeneralCells, model: ModelConfig) -> str:
+    """Return a name that tells rows of a table apart."""
+    axes = " ".join(
+        f"{axis}{read.word(axis)}" for axis in ("tp", "pp", "dp", "ep", "vpp") if read.word(axis, "1") != "1"
+    )
+    parts = [read.word("model"), f"{read.whole('gpus')} GPUs", axes, f"s{model.sequence}"]
+    parts += [f"mb{read.word('micro_batch')}" if read.has("micro_batch") else "", read.word("dtype")]
+    return " ".join(part for part in parts if part)

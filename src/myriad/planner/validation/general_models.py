@@ -1,0 +1,111 @@
+"""The model of a row of the general form: by its recipe or name, with the row's own numbers on top."""
+
+import re
+from collections.abc import Callable, Mapping
+from importlib import resources
+from typing import Any, Protocol
+
+from myriad.config import parse_toml
+from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
+
+__all__ = ["RowCells", "model_of"]
+
+
+class RowCells(Protocol):
+    """Cells of a row, filled from its notes."""
+
+    def word(self, column: str, default: str = "") -> str:
+        """Return the text of a cell, or the default."""
+
+    def has(self, column: str) -> bool:
+        """Return whether a cell says something."""
+
+    def whole(self, column: str, default: int | None = None) -> int:
+        """Return a whole number of at least 1."""
+
+    def number(self, column: str) -> float:
+        """Return a number above 0."""
+
+    def refused(self, column: str, allowed: str) -> BadInputError:
+        """Return the error about a cell."""
+
+
+_KEYS = {
+    "layers": "layers",
+    "hidden": "hidden",
+    "ffn": "ffn_hidden",
+    "heads": "heads",
+    "kv_heads": "kv_heads",
+    "vocab": "vocabulary",
+    "seq": "sequence",
+    "experts": "experts",
+    "experts_per_token": "experts_per_token",
+    "expert_ffn": "expert_hidden",
+    "shared_experts": "shared_experts",
+}
+"""Keys of a model by the column that gives them."""
+_PLAIN = re.compile(r"gpt|mpt|bloom|opt\b|nemotron|falcon|pythia|megatron", re.IGNORECASE)
+"""Names of models whose MLP has no gate. Models with other names have Llama's blocks."""
+_GPT: Mapping[str, Any] = {"position": "learned", "norm": "layer", "bias": True, "activation": "gelu"}
+_MPT: dict[str, Any] = {"position": "none", "norm": "layer", "activation": "gelu"}
+_LLAMA: Mapping[str, Any] = {"position": "rotary", "norm": "rms", "activation": "swiglu", "tied": False}
+
+
+def model_of(read: RowCells, recipe: Callable[[str], Mapping[str, Any] | None]) -> ModelConfig:
+    """Return the model of a row. ``recipe`` returns the keys of a model by its name. Raises
+    `BadInputError`."""
+    name = re.sub(r"[ _]", "-", read.word("model").split("/")[0].strip().lower())
+    known = _known(name, recipe)
+    values: dict[str, Any] = dict(known or _family(name))
+    sparse = "experts" in values
+    if read.has("activation"):
+        values["activation"] = read.word("activation")
+    for column, key in _KEYS.items():
+        if not read.has(column) or (column.startswith("expert") and known and sparse):
+            continue
+        if column == "ffn" and sparse and "expert_hidden" in values:
+            continue  # Tables of experts give the width of one, which the recipe has.
+        values[key] = read.whole(column)
+    for column in ("layers", "hidden", "seq"):
+        if _KEYS[column] not in values:
+            raise read.refused(column, f"needed: there is no recipe of the model {read.word('model')!r}")
+    values.setdefault("heads", _usual_heads(values["hidden"], read.whole("tp", 1)))
+    if "vocabulary" not in values:
+        raise read.refused("vocab", f"needed: there is no recipe of the model {read.word('model')!r}")
+    if values.get("dense_layers", 0) >= values["layers"]:
+        values["dense_layers"] = values["layers"] - 1
+    _share_width(read, values)
+    return ModelConfig(**values)
+
+
+def _family(name: str) -> Mapping[str, Any]:
+    """Return the keys that models of a name have in common."""
+    if re.search(r"mpt|bloom", name):
+        return _MPT | {"bias": "bloom" in name}
+    return _GPT if _PLAIN.search(name) else _LLAMA
+
+
+def _usual_heads(hidden: int, tp: int) -> int:
+    """Return the number of heads whose width is nearest to 128, of those that ``tp`` ranks can share."""
+    possible = [number for number in range(tp, hidden + 1, tp) if hidden % number == 0] or [1]
+    return min(possible, key=lambda number: abs(number - hidden / 128))
+
+
+def _share_width(read: RowCells, values: dict[str, Any]) -> None:
+    """Read the width of all shared experts together, where the notes give that."""
+    if "experts" not in values or not read.has("shared_width") or "shared_experts" in values:
+        return
+    each = values.get("expert_hidden") or values.get("ffn_hidden", 0)
+    values["shared_experts"] = max(1, read.whole("shared_width") // max(1, each))
+
+
+def _known(name: str, recipe: Callable[[str], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    """Return the keys of a model by its recipe, or by the names of published tables."""
+    text = (resources.files("myriad.planner.validation") / "tables" / "models.toml").read_text("utf-8")
+    listed = parse_toml(text)
+    found = listed.get(name)
+    if found is None:
+        return recipe(name)
+    base = recipe(found["recipe"]) if "recipe" in found else {}
+    return {**(base or {}), **{key: value for key, value in found.items() if key != "recipe"}}

@@ -1,0 +1,59 @@
+"""Training frameworks by path or name (`myriad.planner.frameworks`), and what else tables name."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from myriad.errors import BadInputError
+from myriad.planner import Accelerator, Cluster, Framework, read_framework
+from myriad.recipes import read_recipe, recipe_names
+from myriad.recipes.cluster import load_cluster, scale_cluster
+
+__all__ = ["ReadyRecipes", "load_framework", "load_frameworks"]
+
+
+def load_framework(name_or_path: str) -> Framework:
+    """Return a framework from a file or recipe. Raises `BadInputError`."""
+
+    def load(name: str) -> Mapping[str, Any]:
+        return read_recipe("frameworks", name, "--framework")
+
+    return read_framework(name_or_path, load)
+
+
+@cache
+def load_frameworks() -> tuple[Framework, ...]:
+    """Return all frameworks that come with Myriad."""
+    return tuple(map(load_framework, recipe_names("frameworks")))
+
+
+class ReadyRecipes:
+    """The recipes that rows of tables name (`myriad.planner.validation.general_form.Recipes`)."""
+
+    def cluster(self, name: str, accelerators: int) -> Cluster:
+        """Return a cluster with so many accelerators. Raises `BadInputError`."""
+        return scale_cluster(load_cluster(name), accelerators)
+
+    def accelerator(self, gpu_type: str) -> tuple[str, Accelerator]:
+        """Return the accelerator that a table names, and its recipe: ``A100-SXM-40GB``, ``H100``. Raises
+        `BadInputError`."""
+        wanted = re.sub(r"[ _]", "-", gpu_type.strip().lower())
+        names = recipe_names("accelerators")
+        found = [name for name in names if name.startswith(wanted)]
+        if not found:
+            raise BadInputError("gpu_type", gpu_type, f"one of {', '.join(names)}")
+        name = found[-1]
+        return name, Accelerator.model_validate(read_recipe("accelerators", name, "gpu_type"))
+
+    def model(self, name: str) -> Mapping[str, Any] | None:
+        """Return the keys of a model; ``None``: there is no such recipe."""
+        return read_recipe("models", name, "model") if name in recipe_names("models") else None
+
+    def framework(self, name: str) -> Framework:
+        """Return a framework. Raises `BadInputError`."""
+        return load_framework(name)
+
+    def frameworks(self) -> Sequence[Framework]:
+        """Return all frameworks."""
+        return load_frameworks()

@@ -1,0 +1,125 @@
+"""If these fail, a user's own table of iterations is read as something that it is not."""
+
+from pathlib import Path
+
+import pytest
+
+from myriad.errors import BadInputError
+from myriad.planner import Framework, TableOptions, framework_errors, predict_table, read_table
+from myriad.planner.validation.published_rows import PublishedRow
+from myriad.recipes.framework import ReadyRecipes, load_framework, load_frameworks
+
+RECIPES = ReadyRecipes()
+HEADER = "model,gpus,gpu_type,tp,pp,micro_batch,global_batch,recompute,iteration_s,notes"
+GOOD = "llama3-8b,16,H100-SXM-80GB,2,1,1,128,none,4.0,"
+
+
+def rows(folder: Path, *lines: str, header: str = HEADER, **options: object) -> tuple[PublishedRow, ...]:
+    path = folder / "mine.csv"
+    path.write_text("\n".join((header, *lines)) + "\n")
+    return read_table(str(path), RECIPES, TableOptions(**options)).rows  # type: ignore[arg-type]
+
+
+def test_empty_cells_follow_from_the_rest_of_the_row(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, GOOD)
+    (work,) = row.works
+    assert (work.layout.dp, work.layout.tp, work.layout.zero) == (8, 2, 1)
+    assert (work.model.layers, work.model.hidden, work.model.vocabulary) == (32, 4096, 128256)
+    assert (row.cluster.nodes, row.cluster.accelerators_per_node) == (2, 8)
+    assert row.framework == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "seconds"),
+    [
+        ("iteration_s", "4.0", 4.0),
+        ("tokens_per_s_per_gpu", "16384", 128 * 8192 / 16384 / 16),
+    ],
+)
+def test_every_measure_gives_the_seconds(tmp_path: Path, column: str, value: str, seconds: float) -> None:
+    (row,) = rows(tmp_path, GOOD.replace("4.0", value), header=HEADER.replace("iteration_s", column))
+    assert row.seconds == pytest.approx(seconds)
+
+
+def test_mfu_counts_what_its_source_counts(tmp_path: Path) -> None:
+    header = HEADER.replace("iteration_s", "mfu") + ",flops"
+    found = {
+        count: rows(tmp_path, f"{GOOD.replace('4.0', '50')},{count}", header=header)[0].seconds
+        for count in ("model", "causal", "6n")
+    }
+    assert found["model"] > found["causal"] > found["6n"]
+    assert found["model"] - found["causal"] == pytest.approx(found["causal"] - found["6n"])
+    mine = rows(tmp_path, f"{GOOD.replace('4.0', '50')},model", header=header)[0]
+    assert mine.mfu(mine.seconds) == pytest.approx(0.5)
+
+
+def test_notes_fill_cells_and_a_column_wins(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, f"{GOOD}FSDP FULL_SHARD (ZeRO-3)")
+    assert row.works[0].layout.zero == 3
+    (row,) = rows(tmp_path, f"{GOOD}ZeRO-3,2", header=f"{HEADER},zero")
+    assert row.works[0].layout.zero == 2
+
+
+def test_columns_of_other_names_are_mapped(tmp_path: Path) -> None:
+    header = HEADER.replace("iteration_s", "step_time")
+    (row,) = rows(tmp_path, GOOD, header=header, columns={"iteration_s": "step_time"})
+    assert row.seconds == 4.0
+    with pytest.raises(BadInputError, match="one of source, table"):
+        rows(tmp_path, GOOD, header=header, columns={"seconds": "step_time"})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (GOOD.replace("4.0", "nan"), "iteration_s"),
+        (GOOD.replace("llama3-8b", "some-8b"), "no recipe of the model"),
+        (GOOD.replace("H100-SXM-80GB", "Z9"), "gpu_type"),
+        (GOOD.replace(",16,", ",17,"), "gpus"),
+        (f"{GOOD}schedule dual-pipe", "schedule"),
+        (GOOD.replace("128,none", "127,none"), "global_batch"),
+    ],
+)
+def test_a_bad_row_is_named_and_skipped_only_on_request(tmp_path: Path, line: str, said: str) -> None:
+    with pytest.raises(BadInputError) as refused:
+        rows(tmp_path, GOOD, line)
+    assert "line 3" in str(refused.value) and said in str(refused.value)
+    path = tmp_path / "mine.csv"
+    table = read_table(str(path), RECIPES, TableOptions(skip_bad=True))
+    assert len(table.rows) == 1 and str(table.skipped[0]) == str(refused.value)
+
+
+def test_context_parallel_rows_are_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="context parallelism"):
+        rows(tmp_path, f"{GOOD.replace(',16,', ',32,')},2", header=f"{HEADER},cp")
+
+
+def test_a_row_is_predicted_as_its_source_s_framework(tmp_path: Path) -> None:
+    header = f"{HEADER},source"
+    (row,) = rows(tmp_path, f"{GOOD},NVIDIA/NeMo@1:docs", header=header)
+    assert row.framework == "megatron-core"
+    (row,) = rows(tmp_path, f"{GOOD},NVIDIA/NeMo@1:docs", header=header, framework="nanotron")
+    assert row.framework == "nanotron" and row.works[0].profile == load_framework("nanotron").profile
+
+
+def test_the_published_iterations_are_read() -> None:
+    table = read_table("iterations.csv", RECIPES, TableOptions(skip_bad=True))
+    assert len(table.rows) + len(table.skipped) == 375
+    unread = [error for error in table.skipped if "context parallelism" not in str(error)]
+    assert len(unread) <= 8, unread
+    assert all(row.framework != "unknown" for row in table.rows if "DeepSeek-V3" not in row.model)
+
+
+@pytest.mark.parametrize("framework", load_frameworks(), ids=lambda one: one.name)
+def test_every_value_of_a_framework_has_a_source(framework: Framework) -> None:
+    assert framework.name == "myriad" or framework.sources
+    assert all(len(one.source) > 3 for one in framework.sources.values())
+
+
+def test_a_framework_s_interval_comes_from_the_others(tmp_path: Path) -> None:
+    header = f"{HEADER},framework"
+    lines = [f"{GOOD.replace('4.0', str(one))},{name}" for one, name in ((2, "nanotron"), (3, "myriad"))]
+    path = tmp_path / "mine.csv"
+    path.write_text("\n".join((header, *lines)) + "\n")
+    found = {one.framework: one for one in framework_errors([predict_table(read_table(str(path), RECIPES))])}
+    other = found["myriad"].errors[0]
+    assert found["nanotron"].interval == pytest.approx(max(1 + other, 1 / (1 + other)) - 1)
