@@ -91,7 +91,7 @@ def test_the_table_names_each_class_fault_and_attempt(run: Run, capsys: pytest.C
     assert report(str(run.path)) == 0
     told = capsys.readouterr().out
     assert "effective training time 50.0% of 12.0 s" in told
-    for word in ("restarting", "validating", "killed", "rank 0", "1.50 s", "100.00%", "report.html"):
+    for word in ("starting", "validating", "killed", "rank 0", "1.50 s", "100.00%", "report.html"):
         assert word in told
 
 

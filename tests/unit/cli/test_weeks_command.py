@@ -68,7 +68,7 @@ def test_without_faults_only_starting_and_saving_cost_time(capsys, tmp_path):
     how = ("--weeks", "1", *CLUSTER, "--runs", "1", "--json", "--mix", mix_of(tmp_path, "0"))
     for policy in json.loads(shown(capsys, *how))["policies"]:
         shares = policy["shares"]
-        spent = shares["saving"] + shares["restarting"]
+        spent = shares["saving"] + shares["starting"]
         assert policy["mean"] == pytest.approx(1 - spent, abs=1e-9)
         assert spent < 0.02 and policy["p5"] == policy["p95"]
 

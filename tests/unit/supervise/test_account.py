@@ -123,7 +123,7 @@ def test_a_hang_costs_its_detection_the_restart_and_the_steps_done_again() -> No
     story.end(144.5, "finished")
     account = story.account()
     assert spent(account) == {
-        "restarting": 5.5, "training": 20.0, "lost": 2.5, "detecting": 13.0, "diagnosing": 1.0, "saving": 2.5,
+        "starting": 3.0, "restarting": 2.5, "training": 20.0, "lost": 2.5, "detecting": 13.0, "diagnosing": 1.0, "saving": 2.5,
     }  # fmt: skip
     assert account.effective_ratio == pytest.approx(20.0 / 44.5)
     (fault,) = account.faults
@@ -150,7 +150,7 @@ def test_a_run_stopped_by_a_person_and_gone_on_with_days_later() -> None:
     story.event(200_008.0, "finish", step=10)
     story.end(200_008.0, "finished")
     account = story.account()
-    assert spent(account) == {"restarting": 4.0, "training": 10.0, "saving": 2.0, "planned": 199_992.0}
+    assert spent(account) == {"starting": 4.0, "training": 10.0, "saving": 2.0, "planned": 199_992.0}
     assert account.meant_ratio == pytest.approx(10 / 16)
     assert account.effective_ratio == pytest.approx(10 / 200_008)
 
@@ -169,7 +169,7 @@ def test_a_run_that_failed_or_was_killed_whole_waits_for_a_person(failed: bool) 
     story.event(1002.0, "start", resumed_from=4)
     story.steps(1002.0, 5, 6)
     found = spent(story.account())
-    assert found["training"] == 6.0 and found["restarting"] == 4.0
+    assert found["training"] == 6.0 and found["starting"] == 4.0
     assert (found["lost"], found["person"]) == ((1.0, 993.0) if failed else (0.5, 993.5))
 
 
@@ -183,7 +183,7 @@ def test_a_node_that_is_missing_is_waited_for() -> None:
     story.attempt(60.0, 2)
     story.event(62.0, "start", resumed_from=4)
     assert spent(story.account()) == {
-        "restarting": 4.0, "training": 4.0, "detecting": 3.5, "waiting": 50.5,
+        "starting": 2.0, "restarting": 2.0, "training": 4.0, "detecting": 3.5, "waiting": 50.5,
     }  # fmt: skip
     assert story.account().faults[0].ending_seconds == pytest.approx(50.5)
 
@@ -195,7 +195,7 @@ def test_evaluation_and_saves_are_distinguished_from_training() -> None:
     story.steps(2.0, 1, 3)
     story.event(8.0, "validation", step=3, seconds=3.0)
     story.steps(9.0, 4, 4, checkpoint_wait_seconds=1.0)
-    assert spent(story.account()) == {"restarting": 2.0, "training": 4.0, "validating": 3.0, "saving": 1.0}
+    assert spent(story.account()) == {"starting": 2.0, "training": 4.0, "validating": 3.0, "saving": 1.0}
 
 
 def test_checks_in_gaps_are_charged_to_the_step_that_they_delay() -> None:
@@ -205,7 +205,7 @@ def test_checks_in_gaps_are_charged_to_the_step_that_they_delay() -> None:
     story.steps(2.0, 1, 3)
     story.event(5.5, "check", step=3, seconds=0.5)
     story.steps(5.5, 4, 4)
-    assert spent(story.account()) == {"restarting": 2.0, "training": 4.0, "checking": 0.5}
+    assert spent(story.account()) == {"starting": 2.0, "training": 4.0, "checking": 0.5}
 
 
 def test_a_run_at_work_is_reported_up_to_now_and_its_step_under_way_is_not_lost_yet() -> None:
@@ -228,7 +228,7 @@ def test_a_line_of_a_step_that_was_done_while_its_neighbour_died_counts() -> Non
     story.attempt(7.5, 2)
     story.event(8.0, "start", resumed_from=5)
     account = story.account()
-    assert spent(account) == {"restarting": 3.0, "training": 5.0}
+    assert spent(account) == {"starting": 2.0, "restarting": 1.0, "training": 5.0}
     assert account.faults[0].steps_lost == 0 and account.steps == 5
 
 

@@ -202,7 +202,7 @@ def published_ledger(
     progress = RunProgress(times.model_copy(update={"saving_ratio": policy.saving_ratio}))
     events = [_Event(fault.at, order, fault) for order, fault in enumerate(faults)]
     progress.ledger.attempt = 1
-    _spend(progress, "restarting", times.cold_start_seconds, seconds, spares)
+    _spend(progress, "starting", times.cold_start_seconds, seconds, spares)
     while events:
         event = heapq.heappop(events)
         _spend(progress, "training", max(0.0, event.at - progress.ledger.now), seconds, spares)

@@ -21,7 +21,7 @@ class RunProgress:
     def __init__(self, times: PolicyTimes) -> None:
         self._times = times
         self.ledger = Ledger()
-        self.doing: Kind = "restarting"
+        self.doing: Kind = "starting"
         self.slower_ratio = 0.0
         """Relative increase of the step time by a straggler."""
         self.done = 0.0

@@ -202,7 +202,8 @@ class VirtualCluster:
 
     def _start(self, action: StartAttempt) -> None:
         replaced = set(self._placement) - set(action.placement)
-        self._do("planned" if self._work.doing == "planned" else "restarting")
+        begins = "starting" if self._cold else "restarting"
+        self._do("planned" if self._work.doing == "planned" else begins)
         times, work = self._times, self._work
         if action.newest_step is not None:
             trusted = action.newest_step * times.step_seconds

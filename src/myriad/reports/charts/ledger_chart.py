@@ -16,6 +16,7 @@ COLOURS: dict[Kind, str] = {
     "slow": "#8f7fc9",
     "detecting": "#1f5fa8",
     "diagnosing": "#348495",
+    "starting": "#96b4ff",
     "restarting": "#b07c1e",
     "planned": "#9fb3a4",
     "waiting": "#6b6b6b",

@@ -1,6 +1,6 @@
 """The account of a real run, from its files: the ledger of its time, its faults and its attempts.
 
-    launch ── restarting ──► start ── training, saving, validating ──► fault ── restarting ──► start ── ...
+    launch ── starting ──► start ── training, saving, validating ──► fault ── restarting ──► start ── ...
                                           last sign ── detecting ──┘
     finish or stop ── planned ──► launch            failed, or killed with its launcher ── person ──► launch
 
@@ -125,7 +125,7 @@ class _Reader:
             self._go_on(at)
         else:
             self._stand_still(at)
-        self._doing, self._launching = "restarting", moment.what == "corpus"
+        self._doing, self._launching = "starting", moment.what == "corpus"
         self._watched, self._evicted = moment.what == "launch", False
         if moment.what == "launch":
             self._ledger.attempt = moment.count("first_epoch", self._ledger.attempt)
@@ -136,7 +136,8 @@ class _Reader:
             self._stand_still(at)
         else:
             self._go_on(at)
-        self._doing, self._evicted, self._launching = "restarting", False, False
+        self._doing = "starting" if self._doing == "starting" else "restarting"
+        self._evicted, self._launching = False, False
         self._ledger.attempt = moment.count("epoch", self._ledger.attempt)
         for fault in self._open:
             if fault.ending_seconds is None:
@@ -241,7 +242,7 @@ class _Reader:
             self._diagnosed = at
 
     def _eviction(self, at: float, moment: Moment) -> None:
-        if self._doing == "restarting":
+        if self._doing in ("starting", "restarting"):
             self._go_on(at)
         self._evicted = True
 
@@ -295,7 +296,7 @@ class _Reader:
         """Charge the time until now to the present activity."""
         if self._doing == "training":
             self._train(at)
-        elif self._doing == "restarting" and self._evicted:
+        elif self._doing in ("starting", "restarting") and self._evicted:
             self._ledger.until(at, "waiting")
         else:
             self._ledger.until(at, self._doing)
