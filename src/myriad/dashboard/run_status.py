@@ -17,7 +17,7 @@ from myriad.units import format_number, format_seconds
 
 __all__ = ["State", "is_at_work", "run_state", "state_sentence"]
 
-State = Literal["starting", "training", "hangs", "finished", "stopped"]
+State = Literal["reading", "starting", "training", "hangs", "finished", "stopped"]
 _ENDS: Mapping[str, State] = {"finish": "finished", "interrupted": "stopped"}
 _BEGINS = ("start", "restart", "resume")
 _QUIET_SECONDS, _QUIET_STEPS = 10.0, 5.0
@@ -56,6 +56,9 @@ def state_sentence(state: State, step: int, steps: int, step_seconds: float, qui
     """Return the state as a sentence."""
     if state == "hangs":
         return f"hangs since {format_seconds(quiet_seconds)}, after step {step} of {steps}"
+    if state == "reading":
+        behind = f", {format_seconds(quiet_seconds)} behind" if quiet_seconds >= 1 else ""
+        return f"its files are being read: step {step} of {steps} so far{behind}"
     if state == "starting":
         return "starts: no step is done yet"
     progress = {"training": "trains: step", "finished": "finished: step", "stopped": "stopped after step"}[

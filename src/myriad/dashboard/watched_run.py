@@ -77,6 +77,11 @@ class Freshness:
         if len(self._ages) == _STEADY_LOOKS and max(self._ages) - min(self._ages) < _STEADY_SECONDS:
             self._offset = max(0.0, min(self._ages))
 
+    @property
+    def has_looked(self) -> bool:
+        """Whether all files were read once."""
+        return self._news_at is not None
+
     def quiet_seconds(self, newest: float) -> float:
         """Return the seconds since the newest sign of progress; 0 if there was none."""
         if newest <= 0:
@@ -300,20 +305,21 @@ class WatchedRun:
 
     @property
     def state(self) -> State:
-        """State of the run in a word.
+        """State of the run in a word; "reading" before all its files were read once.
 
         A run whose spans are sent here counts as running on the senders' machines. If the files of its node
         agents are here, they decide instead.
         """
         run, quiet, seconds = self.files.run, self.quiet_seconds, self.step_seconds
         sends = self.heard_of > 0
-        return run_state(
+        found = run_state(
             self.files.events,
             quiet_seconds=quiet,
             step_seconds=seconds,
             held=run.is_locked,
             at_work=is_at_work(run, sends=sends),
         )
+        return found if self._freshness.has_looked or found == "finished" else "reading"
 
     def steps_in(self, start_ns: int, stop_ns: int) -> list[int]:
         """Return the steps with a span in the window."""

@@ -12,6 +12,7 @@ from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.api.run_api import sentence
 from myriad.dashboard.app import Follower
 from myriad.dashboard.run_files import Curves, RunFiles
+from myriad.dashboard.run_status import state_sentence
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.watched_run import Freshness, WatchedRun
 from myriad.job import load_job
@@ -135,6 +136,22 @@ def test_a_run_that_is_removed_and_trained_again_is_another_run(tmp_path: Path) 
     assert files.curves.thinned(9, Peaks())["loss"] == [3.0] * 3
     assert files.job.train.steps == 7 and watched.store.world == watched.ranks.world == 1
     assert watched.state == "training"
+
+
+def test_a_run_is_not_judged_before_its_files_were_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("myriad.dashboard.watched_run.is_at_work", lambda run, sends: True)
+    run = new_run(tmp_path / "run", loss=2.0)
+    run.append_metrics({"time": time.time() - 600, "step": 4, "loss": 2.0})
+    watched, follower = watched_run(run)
+    assert watched.state == "reading"
+    watched.files.poll()  # steps are known, and spans are not read yet
+    assert watched.state == "reading"
+    told = state_sentence("reading", 4, 20, 1.0, quiet_seconds=600.0)
+    assert told == "its files are being read: step 4 of 20 so far, 10 min 00 s behind"
+    follower.poll()
+    assert watched.state == "hangs"
 
 
 def test_a_copy_that_is_written_again_is_the_same_run(tmp_path: Path) -> None:

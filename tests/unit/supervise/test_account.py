@@ -123,7 +123,8 @@ def test_a_hang_costs_its_detection_the_restart_and_the_steps_done_again() -> No
     story.end(144.5, "finished")
     account = story.account()
     assert spent(account) == {
-        "starting": 3.0, "restarting": 2.5, "training": 20.0, "lost": 2.5, "detecting": 13.0, "diagnosing": 1.0, "saving": 2.5,
+        "starting": 3.0, "restarting": 2.5, "training": 20.0, "lost": 2.5, "detecting": 13.0,
+        "diagnosing": 1.0, "saving": 2.5,
     }  # fmt: skip
     assert account.effective_ratio == pytest.approx(20.0 / 44.5)
     (fault,) = account.faults

@@ -3,7 +3,7 @@ fro; or a run that was only told of is restarted."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -135,6 +135,18 @@ def test_with_report_stragglers_are_only_reported() -> None:
     world = World(on_slow="report")
     world.train(100)
     assert kinds(world.train(900, node_1_is_slow)) == ["ReportSlow"]
+
+
+def test_a_rank_that_is_slow_now_and_then_is_reported_ever_more_rarely() -> None:
+    world = World(on_slow="report")
+    world.train(100)
+    reported = []
+    for _ in range(60):  # two hours of a busy machine
+        world.train(60)
+        reported += [world.now for _ in kinds(world.train(60, node_1_is_slow))]
+    assert len(reported) == 4, "at once, then after 10, 20 and 40 minutes"
+    pauses = [later - one for one, later in pairwise(reported)]
+    assert all(later > 1.5 * one for one, later in pairwise(pauses))
 
 
 def test_a_spare_takes_the_place_of_a_slow_node() -> None:

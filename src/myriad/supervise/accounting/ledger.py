@@ -120,8 +120,9 @@ Kind = Literal[
     "person",
 ]
 """Classes of time, in order: training that counts; training that was lost; stalls for saving; evaluation;
-checks in gaps; time lost to a straggler; a fault not yet detected; the search for its cause; from a launch
-to the first step; from the decision to restart to the first step; a requested stop; waiting for a node; stopped, waiting for an operator."""
+checks in gaps; time lost to a straggler; a fault not yet detected; the search for its cause; from a launch to
+the first step; from the decision to restart to the first step; a requested stop; waiting for a node; stopped,
+waiting for an operator."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _CLOSE = 1e-6
 

@@ -176,6 +176,8 @@ _BETWEEN_SECONDS = 300.0
 _POLL_SECONDS = 5.0
 """Seconds between two searches for better cuts: with many layers and stages a search takes a tenth of a
 second."""
+_QUIET_SECONDS = 600.0
+"""Seconds in which a finding is not reported again; they double with each report."""
 _LEAST_START_SECONDS, _PAYS_TIMES = 3.0, 2.0
 """A move must gain this many times the start time of an attempt; that time counts as at least this long."""
 
@@ -209,6 +211,8 @@ class Rebalancer:
         self._stragglers: StragglerDetector | None = None
         self._shares = work.shares
         self._reported: set[tuple[str, tuple[int, ...]]] = set()
+        self._quiet: dict[tuple[str, tuple[int, ...]], tuple[float, float]] = {}
+        """For each finding that was reported: until when it is not reported again, and for how long."""
         self._move_at, self._look_at, self._began = 0.0, 0.0, 0.0
         self._start_seconds: float | None = None
         self._placement: dict[int, tuple[int, ...]] = {}
@@ -258,22 +262,25 @@ class Rebalancer:
         if self._shifting is not None and self._shifting.evaluate(stragglers) == "layers":
             yield _report_layers(self._shifting, stragglers)
         finding = stragglers.found()
-        yield from self._report(finding, stragglers)
+        yield from self._report(finding, stragglers, now)
         if self._work.on_slow != "report" and now >= self._move_at:
             yield from self._act(finding, stragglers, now, epoch, spares=spares)
 
     def _report(
-        self, finding: StragglerFinding | None, stragglers: StragglerDetector
+        self, finding: StragglerFinding | None, stragglers: StragglerDetector, now: float
     ) -> Iterator[ReportSlow]:
-        """Report a finding once, until no rank is slow any more."""
+        """Report a finding once, until no rank is slow any more. A finding that comes and goes is reported
+        ever more rarely: other programs may use the same cores."""
         if finding is None:
             if stragglers.all_alike:
                 self._reported.clear()
             return
         key = finding.culprit, finding.ranks
-        if key in self._reported:
+        until, pause = self._quiet.get(key, (0.0, _QUIET_SECONDS * self._patience / 2))
+        if key in self._reported or now < until:
             return
         self._reported.add(key)
+        self._quiet[key] = now + 2 * pause, 2 * pause
         yield ReportSlow(
             rule=_rule(finding),
             evidence=_evidence(finding),

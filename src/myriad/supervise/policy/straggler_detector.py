@@ -63,6 +63,8 @@ class StragglerFinding:
     seconds: float
     """Measured seconds per micro-batch."""
     usual_seconds: float
+    one_machine: bool = False
+    """Whether all ranks are on one node."""
 
     @property
     def text(self) -> str:
@@ -72,7 +74,8 @@ class StragglerFinding:
             return f"a whole stage takes {self.ratio:.2f} times as long as before: {who}"
         what = f"node {self.node} ({who})" if self.culprit == "node" else f"{who} on node {self.node}"
         than = "before, as no other stage does" if self.alone else "others of the same stage"
-        return f"{what} computes {self.ratio:.2f} times as long as {than}"
+        cause = "; other programs may use the cores of this machine" if self.one_machine else ""
+        return f"{what} computes {self.ratio:.2f} times as long as {than}{cause}"
 
 
 @dataclass(frozen=True)
@@ -201,8 +204,8 @@ class StragglerDetector:
     def _finding(self, slow: "SlowRanks") -> StragglerFinding:
         first, last = self._samples[0].step, self._samples[-1].step
         ranks = tuple(self._ranks[at] for at in slow.ranks)
-        times = slow.seconds, slow.usual_seconds
-        return StragglerFinding(slow.kind, ranks, slow.node, slow.ratio, slow.alone, first, last, *times)
+        times, one = (slow.seconds, slow.usual_seconds), len(set(self._node_of.values())) == 1
+        return StragglerFinding(slow.kind, ranks, slow.node, slow.ratio, slow.alone, first, last, *times, one)
 
     def paces(self) -> list[float]:
         """Return the seconds per micro-batch of each replica, which are those of its slowest rank."""
