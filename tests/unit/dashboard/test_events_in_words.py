@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import myriad
-from myriad.dashboard.api.run_api import _event
+from myriad.dashboard.api.run_api import _event, grouped
 from myriad.run.event_text import SENTENCES, event_text
 
 
@@ -106,3 +106,22 @@ def test_a_line_with_any_values_has_a_text_of_one_line(name: str, fields: dict[s
     found = _event({**fields, "event": name}, 0)
     assert "\n" not in found["text"] and len(found["text"]) <= 300
     assert all(found[key] is None or found[key] >= 0 for key in ("step", "rank", "node"))
+
+
+def test_events_that_repeat_are_one_line() -> None:
+    def at(time: float, event: str = "diagnosis", rank: int = 1) -> dict[str, Any]:
+        return _event({"event": event, "time": time, "rank": rank, "problem": f"slow at {time}"}, 0)
+
+    found = grouped(
+        [at(0), at(60, "checkpoint"), at(100), at(150, rank=2), at(300), at(5000), at(5001, "fault")]
+    )
+    told = [
+        (one["event"], one["rank"], one["time"], one.get("times", 1), one.get("seconds")) for one in found
+    ]
+    assert told == [
+        ("checkpoint", 1, 60, 1, None),
+        ("diagnosis", 2, 150, 1, None),
+        ("diagnosis", 1, 300, 3, 300),
+        ("diagnosis", 1, 5000, 1, None),
+        ("fault", 1, 5001, 1, None),
+    ]

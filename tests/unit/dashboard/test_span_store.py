@@ -179,6 +179,8 @@ def test_the_slow_rank_has_the_highest_score_and_what_is_not_known_has_none() ->
     assert heat.missing == 1 and np.isnan(heat.z[3])
     figures = HeatMap(store, ranks).by_step("mine")
     assert figures.step.tolist() == [1, 2] and figures.worst_z.min() > 4
+    assert heat.deviation[6] == pytest.approx(0.2) and heat.deviation[5] == pytest.approx(0.0)
+    assert figures.worst_deviation.tolist() == pytest.approx([0.2, 0.2])
 
 
 def test_a_tile_comes_back_as_it_went_and_is_aligned_for_typed_arrays() -> None:

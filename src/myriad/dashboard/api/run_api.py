@@ -2,7 +2,7 @@
 goes."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,6 +25,10 @@ _MOST_EVENTS, _MOST_NUMBER = 500, 2**53
 _MOST_SCORES, _MOST_EVALUATIONS = 200, 200
 _MOST_NORMS, _MOST_LAYERS = 60, 400
 _BEHIND_SECONDS = 10.0
+_MOST_FEW = 5
+"""Stages of fewer ranks have no spread to speak of: deviations are shown in percent instead of scores."""
+_REPEATED = ("diagnosis", "log_match", "health", "spike", "overflow", "retry", "telemetry", "skip")
+_TOGETHER_SECONDS = 900.0
 _ABOUT_LAST_STEP = ("held", "checkpoint", "finish", "start")
 _DECISIONS = (
     *("fault", "diagnosis", "health", "refusal", "quarantine", "eviction", "restart", "move", "takeover"),
@@ -44,6 +48,7 @@ def run(watched: WatchedRun, analyst: Analyst, query: Mapping[str, str]) -> dict
         "world": ranks.world,
         "layout": layout,
         "node_size": ranks.node_size,
+        "few_peers": ranks.world // ranks.layout.pp < _MOST_FEW,
         "nodes": [f"node {node}" for node in range(-(-ranks.world // ranks.node_size))],
         "phases": store.names.phases_in_order(),
         "first_step": steps[0] if steps else None,
@@ -108,6 +113,7 @@ def overview(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
     account, events = watched.account, watched.files.events
     scores, speed = score_histories(events), watched.files.speed_meter.speed
     first = max(0, len(events) - _MOST_EVENTS)
+    shown = [_event(event, place) for place, event in enumerate(events[first:], first)]
     return {
         **watched.files.curves.thinned(points, watched.files.peaks),
         "speed": None if speed is None else asdict(speed),
@@ -119,8 +125,26 @@ def overview(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
         "scores": [_score(one) for one in scores[:_MOST_SCORES]],
         "num_scores": len(scores),
         "num_events": len(events),
-        "events": [_event(event, place) for place, event in enumerate(events[first:], first)],
+        "events": grouped(shown),
     }
+
+
+def grouped(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join events that repeat: the newest stands for all of the same kind, rank and node in which none comes
+    long after the one before. ``times``: their number; ``seconds``: from the first to the newest."""
+    found: list[dict[str, Any]] = []
+    newest: dict[tuple[Any, ...], int] = {}
+    for event in events:
+        key = (event["event"], event["rank"], event["node"])
+        before = found[newest[key]] if key in newest else None
+        if event["event"] in _REPEATED and before and None not in (event["time"], before["time"]):
+            passed = event["time"] - before["time"]
+            if 0 <= passed <= _TOGETHER_SECONDS:
+                event |= {"times": before.get("times", 1) + 1, "seconds": before.get("seconds", 0.0) + passed}
+                found[newest[key]] = {}
+        newest[key] = len(found)
+        found.append(event)
+    return [event for event in found if event]
 
 
 def norms(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:

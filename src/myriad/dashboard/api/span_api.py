@@ -44,7 +44,7 @@ _ARROW_COLUMNS = (
 def heat(watched: WatchedRun, query: Mapping[str, str]) -> bytes:
     """Return the seconds of a phase on all ranks, over some steps."""
     phase, found = _heat(watched, query)
-    arrays = {"seconds": found.seconds, "z": found.z}
+    arrays = {"seconds": found.seconds, "z": found.z, "deviation": found.deviation}
     return pack_tile(arrays, phase=phase, first=found.first, last=found.last, missing=found.missing)
 
 
@@ -52,7 +52,8 @@ def steps(watched: WatchedRun, query: Mapping[str, str]) -> bytes:
     """Return, for each step, the distance of the worst rank from its peers."""
     phase = _phase(watched, query)
     found = watched.heat.by_step(phase)
-    return pack_tile({"step": found.step, "worst_z": found.worst_z, "median": found.median}, phase=phase)
+    worst = {"worst_z": found.worst_z, "worst_deviation": found.worst_deviation}
+    return pack_tile({"step": found.step, **worst, "median": found.median}, phase=phase)
 
 
 def worst(watched: WatchedRun, analyst: Analyst, query: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -79,6 +80,7 @@ def _row(watched: WatchedRun, phase: str, found: Heat, number: int) -> dict[str,
         "node": node,
         "coordinates": watched.ranks.coordinates(number),
         "z": float(found.z[number]),
+        "deviation": seconds / peers - 1 if peers > 0 else None,
         "seconds": seconds,
         "peers_seconds": peers,
         "sentence": f"rank {number} on node {node}: {phase} {slower}",

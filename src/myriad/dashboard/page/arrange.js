@@ -19,6 +19,7 @@
  * @property {string} across what columns are
  */
 
+import { plural } from "./format.js";
 import { rankAt, sizeOf } from "./grid.js";
 import { lastNotAbove } from "./sorted.js";
 
@@ -55,7 +56,7 @@ export function byNode(world, nodeSize, width, height, names, scale = 1) {
     put(made, rank, row, (node % across) * wide + (place % wide));
   }
   for (let i = 0; i < down; i++) made.bands.push({ row: i * high, text: names[i * across] ?? `node ${i * across}` });
-  made.across = `${across} nodes in a row, ${nodeSize} ranks each`;
+  made.across = `${plural(across, "node")} in a row, ${plural(nodeSize, "rank")} each`;
   return made;
 }
 

@@ -142,17 +142,18 @@ export const unknownOf = (scale, theme) => UNKNOWN[scale][theme];
 /**
  * What colours mean now: symmetric for scores, and never so narrow that noise looks like a fault; from the
  * least to the largest for amounts.
- * @param {ArrayLike<number>} values @param {"z" | "ms"} scale @returns {[number, number]}
+ * @param {ArrayLike<number>} values @param {"z" | "ms"} scale @param {[number, number]} [limits] least and largest end of the scale of scores
+ * @returns {[number, number]}
  */
-export function domainOf(values, scale) {
+export function domainOf(values, scale, [least, most] = [6, 30]) {
   let [low, high] = [Infinity, -Infinity];
   for (let i = 0; i < values.length; i++) {
     if (values[i] < low) low = values[i];
     if (values[i] > high) high = values[i];
   }
   if (scale === "z") {
-    const limit = Math.min(Math.max(6, -low, high), 30);
-    return Number.isFinite(limit) ? [-limit, limit] : [-6, 6];
+    const limit = Math.min(Math.max(least, -low, high), most);
+    return Number.isFinite(limit) ? [-limit, limit] : [-least, least];
   }
   return low <= high ? [low, high > low ? high : low + 1e-9] : [0, 1];
 }

@@ -72,6 +72,9 @@ export function percent(ratio, more = 0) {
 /** @param {number} z */
 export const score = (z) => (unknown(z) ? "–" : `${z < 0 ? "−" : "+"}${Math.abs(z).toFixed(1)}`);
 
+/** A difference as a share. @param {number} ratio */
+export const deviation = (ratio) => (unknown(ratio) ? "–" : `${ratio < 0 ? "−" : "+"}${(Math.abs(ratio) * 100).toFixed(Math.abs(ratio) < 0.0995 ? 1 : 0)} %`);
+
 /** Seconds since the epoch as local time. @param {number} epoch */
 export function clock(epoch) {
   const time = new Date((epoch ?? NaN) * 1000);

@@ -47,7 +47,7 @@ export function OverviewView({ run, version, theme }) {
         <${Figure} name="MFU" value=${percent(it?.speed?.mfu)} note=${run.peak_flops ? `of ${count(run.peak_flops)}FLOP/s, ${run.peak_source}` : run.peak_source} />
         <${Figure} name="ETTR" value=${percent(it?.ettr)} note="effective training time" />
         <${Figure} name="Goodput" value=${`${count(it?.goodput)} tokens/s`} note="since the start, all stops counted" />
-        <${Figure} name="Lost data" ...${notShown(run.dropped ?? {})} />
+        <${LostData} dropped=${run.dropped ?? {}} />
       </div>
       ${run.problems?.length > 0 && html`<details class="doubts"><summary>${plural(run.problems.length, "file or batch", "files or batches")} could not be read</summary>
         <ul>${run.problems.toReversed().map((text, i) => html`<li key=${i}>${text}</li>`)}</ul></details>`}
@@ -80,11 +80,11 @@ const meanOf = (speed) => (speed ? `mean of steps ${count(speed.first_step)} to 
 /** Counters that the server reports beside the losses, but that count no loss. */
 const SHOWN = ["spans_kept", "batches_sent_again"];
 
-/** Return how many spans, batches and files were lost on the way to this page. @param {Record<string, number>} dropped */
-function notShown(dropped) {
+/** How many spans, batches and files were lost on the way to this page, if any. @param {{dropped: Record<string, number>}} props */
+function LostData({ dropped }) {
   const kinds = Object.entries(dropped).filter(([name, number]) => number > 0 && !SHOWN.includes(name));
   const texts = kinds.map(([name, number]) => `${count(number)} ${name.replaceAll("_", " ")}`);
-  return { value: kinds.length ? texts[0] : "nothing", note: texts.slice(1).join(", ") };
+  return texts.length > 0 && html`<${Figure} name="Lost data" value=${texts[0]} note=${texts.slice(1).join(", ")} />`;
 }
 
 /** Cursor and range of steps that all charts share; all steps unless a range was selected. @param {number} length */
@@ -152,7 +152,7 @@ export function Events({ events, total, world }) {
   const newest = events.slice(-NEWEST_EVENTS).reverse();
   return html`<ol class="events" tabindex="0" aria-label="Events, newest first">${newest.map((event) => html`
     <li key=${event.place} class=${isBad(event) ? "bad" : ""}><${Time} at=${event.time} /><b>${nameOf(event)}</b>
-      <span>${event.text} <${Where} event=${event} world=${world} /></span></li>`)}
+      <span>${event.text}${event.times > 1 && html` <b class="times">${count(event.times)} times in ${seconds(event.seconds)}</b>`} <${Where} event=${event} world=${world} /></span></li>`)}
     ${!events.length && html`<li class="dim">No events yet.</li>`}
     ${total > newest.length && html`<li class="dim"><span></span><span></span><span>${count(total - newest.length)} older events are in events.jsonl.</span></li>`}</ol>`;
 }

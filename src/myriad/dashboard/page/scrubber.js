@@ -9,17 +9,17 @@ import { html, useLayoutEffect, useRef } from "./html.js";
 import { useSize } from "./theme.js";
 
 const HEIGHT = 44;
-const FULL_SCORE = 12;
 
 /**
  * @param {object} props
- * @param {{step: Int32Array, worst_z: Float32Array} | undefined} props.steps
+ * @param {any} props.steps ``step``, and the deviation of the worst rank in each
+ * @param {{ofStep: string, usual: number, full: number}} props.measure
  * @param {number} props.from first step of the run @param {number} props.to its last
  * @param {number} props.first of the window @param {number} props.last
  * @param {(first: number, last: number) => void} props.onChange
  * @param {import("./colours.js").Theme} props.theme
  */
-export function Scrubber({ steps, from, to, first, last, onChange, theme }) {
+export function Scrubber({ steps, measure, from, to, first, last, onChange, theme }) {
   const box = useRef(null);
   const canvas = useRef(null);
   const drag = useRef(null);
@@ -33,8 +33,8 @@ export function Scrubber({ steps, from, to, first, last, onChange, theme }) {
   };
 
   useLayoutEffect(() => {
-    if (width) drawScores(canvas.current, width, steps, from, total, theme);
-  }, [width, steps, from, total, theme]);
+    if (width) drawScores(canvas.current, width, steps, measure, from, total, theme);
+  }, [width, steps, measure, from, total, theme]);
 
   const stepAt = (event) => from + Math.floor(((event.clientX - box.current.getBoundingClientRect().left) / width) * total);
   const begin = (event) => {
@@ -85,7 +85,7 @@ export function Scrubber({ steps, from, to, first, last, onChange, theme }) {
 }
 
 /** A column of pixels shows the worst of its steps. */
-function drawScores(canvas, width, steps, from, total, theme) {
+function drawScores(canvas, width, steps, measure, from, total, theme) {
   const scale = devicePixelRatio || 1;
   canvas.width = width * scale;
   canvas.height = HEIGHT * scale;
@@ -93,18 +93,19 @@ function drawScores(canvas, width, steps, from, total, theme) {
   canvas.style.height = `${HEIGHT}px`;
   if (!steps) return;
   const worst = new Float32Array(width);
+  const values = steps[measure.ofStep];
   for (let i = 0; i < steps.step.length; i++) {
     const begin = Math.floor(((steps.step[i] - from) / total) * width);
     const end = Math.max(begin + 1, Math.floor(((steps.step[i] + 1 - from) / total) * width));
-    for (let x = begin; x < end; x++) if (steps.worst_z[i] > worst[x]) worst[x] = steps.worst_z[i];
+    for (let x = begin; x < end; x++) if (values[i] > worst[x]) worst[x] = values[i];
   }
   const context = canvas.getContext("2d");
   context.scale(scale, scale);
   const stops = stopsOf("z", theme);
   const tints = [stops[stops.length >> 1], stops[4], stops[5], stops[6]];
   for (let x = 0; x < width; x++) {
-    const share = Math.min(1, worst[x] / FULL_SCORE);
-    context.fillStyle = worst[x] < 3 ? (theme === "dark" ? "#5a6675" : "#b4bdc8") : tints[share > 0.8 ? 3 : share > 0.45 ? 2 : 1];
+    const share = Math.min(1, worst[x] / measure.full);
+    context.fillStyle = worst[x] < measure.usual ? (theme === "dark" ? "#5a6675" : "#b4bdc8") : tints[share > 0.8 ? 3 : share > 0.45 ? 2 : 1];
     const high = Math.max(1, share * (HEIGHT - 16));
     context.fillRect(x, HEIGHT - high, 1, high);
   }

@@ -31,6 +31,12 @@ class Heat:
     last: int
 
     @property
+    def deviation(self) -> Array:
+        """Seconds of each rank beyond those of its peers, as a share of theirs."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.asarray(self.seconds / self.peers_seconds - 1, np.float32)
+
+    @property
     def missing(self) -> int:
         """Number of ranks without data."""
         return int(np.isnan(self.seconds).sum())
@@ -42,6 +48,7 @@ class StepFigures:
 
     step: Array
     worst_z: Array
+    worst_deviation: Array
     median: Array
 
 
@@ -50,8 +57,8 @@ class HeatMap:
 
     def __init__(self, store: SpanStore, ranks: Ranks) -> None:
         self._store, self._ranks = store, ranks
-        self._figures: dict[tuple[int, int], tuple[int, float, float]] = {}
-        """(step, phase) to the state of the step for which worst z and median were computed, and both."""
+        self._figures: dict[tuple[int, int], tuple[int, float, float, float]] = {}
+        """(step, phase) to the state of the step for which the figures were computed, and the figures."""
 
     def heat(self, phase: str, first: int, last: int) -> Heat:
         """Return the times of a phase over the steps from ``first`` to ``last``."""
@@ -74,7 +81,7 @@ class HeatMap:
         """Return the worst z-score and the median of a phase, for every known step."""
         number = self._store.names.phase_id(phase)
         blocks = [(step, block) for step, block in self._store.blocks(0) if number is not None]
-        figures = np.full((len(blocks), 2), np.nan, np.float32)
+        figures = np.full((len(blocks), 3), np.nan, np.float32)
         for place, (step, block) in enumerate(blocks):
             key = (step, number or 0)
             known = self._figures.get(key)
@@ -85,14 +92,16 @@ class HeatMap:
                 )
             figures[place] = known[1:]
         self._forget(blocks[0][0] if blocks else 0)
-        return StepFigures(np.array([step for step, _ in blocks], np.int32), figures[:, 0], figures[:, 1])
+        return StepFigures(np.array([step for step, _ in blocks], np.int32), *figures.T)
 
-    def _figures_of(self, seconds: Array, number: int) -> tuple[float, float]:
+    def _figures_of(self, seconds: Array, number: int) -> tuple[float, float, float]:
         if number >= len(seconds) or np.isnan(seconds[number]).all():
-            return np.nan, np.nan
+            return np.nan, np.nan, np.nan
         step = seconds[number][None].astype(np.float64)
-        z = compare(step, self._ranks.peers, noise_seconds=PHASE_NOISE_SECONDS).z
-        return float(np.fmax.reduce(z)), float(median_known(seconds[number]))
+        scores = compare(step, self._ranks.peers, noise_seconds=PHASE_NOISE_SECONDS)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            worst = np.fmax.reduce(step[0] / scores.peers_seconds - 1)
+        return float(np.fmax.reduce(scores.z)), float(worst), float(median_known(seconds[number]))
 
     def _forget(self, first: int) -> None:
         if len(self._figures) > 1_000_000:
