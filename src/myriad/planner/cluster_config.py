@@ -137,6 +137,12 @@ class Link(Config):
     """Share of the rate that large messages reach; off: 0.79 in a node, 0.90 between nodes."""
     small_group_loss: float = Field(0.37, ge=0, le=1)
     """Loss of a group of n ranks inside a node as a share of that, times n (NCCL's kernels, as above)."""
+    host_step_seconds: float = Field(0.0, ge=0, le=1)
+    """Seconds of the host for each step of a tensor-parallel collective inside a node. They pass while the
+    device computes, so that a layer takes at least its collectives' steps."""
+    has_trees: bool = True
+    """Whether NCCL may reduce by trees, which take few steps. False: by rings only, whose time grows with the
+    number of ranks where a step's latency is high."""
     busy_ratio: float = Field(0.15, ge=0, le=2)
     """Share of overlapped communication time by which compute slows down: NCCL's kernels hold 8 to 24 of some
     110 multiprocessors, and memory bandwidth. On a CPU core, the share that the core spends on the transfer.

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from myriad.comm.layout import ScheduleName
+from myriad.comm.layout import ExpertDispatch, ScheduleName
 from myriad.config import Config, explain
 from myriad.errors import BadInputError
 from myriad.planner.workload import FrameworkProfile
@@ -55,9 +55,17 @@ class LayoutHabits(Config):
     shard_group: int | None = Field(None, ge=2)
     """Largest number of replicas over which state is sharded (HSDP); off: all."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """Recomputation; off: the fastest that fits."""
+    """Recomputation of models without experts; off, and with experts: the fastest that fits."""
     schedule: ScheduleName | None = None
     """Pipeline schedule; off: interleaved with virtual stages, else 1f1b."""
+    virtual_stages: int | None = Field(None, ge=1)
+    """Virtual stages; off: the fastest number that fits."""
+    expert_dispatch: ExpertDispatch = "expert"
+    """How often a token travels to its experts."""
+    partition: Literal["uniform", "cumulative"] = "uniform"
+    """How layers are divided among stages. uniform: equal numbers of blocks. cumulative: the next stage
+    begins after the layer whose products pass an equal share of all, with those of the head and without the
+    embedding."""
 
 
 class FrameworkFile(Config):

@@ -67,6 +67,19 @@ class FrameworkProfile:
     grouped_experts: bool = False
     """Whether one kernel multiplies the tokens of all experts of a rank (Megatron-Core's grouped GEMM),
     instead of one for each expert. It describes other systems."""
+    adds_gradients_apart: bool = False
+    """Whether each micro-batch writes a weight's gradient in the compute type, and another pass adds it to
+    the gradient buffer, instead of the product itself. It describes other systems."""
+    recomputed_ratio: float = 1.0
+    """Share of a layer's forward that layout.recompute = full repeats: below 1 where some products are kept.
+    It describes other systems."""
+    broadcast_seconds: float = 0.0
+    """Seconds in addition to its bytes of each broadcast, where ZeRO 1 and 2 return updated parameters by a
+    broadcast from each rank in turn instead of by an all-gather. It describes other systems; the search's
+    closed form ignores it."""
+    hides_expert_comm: bool = False
+    """Whether the exchanges of tokens of one micro-batch travel behind the compute of another (1F1B with
+    pairs of a forward and a backward, DualPipe). It describes other systems."""
     tensor_parts: int | None = None
     """Number of parts into which a micro-batch's products are cut so that tensor-parallel communication
     overlaps with them; off: the number of `myriad.model.overlap_parts`."""

@@ -80,6 +80,8 @@ class CommGroup:
     """Share of a transfer's time by which compute slows down."""
     skew_seconds: Number = 0.0
     """Seconds that the group waits for its last rank, once for each tensor."""
+    has_trees: Number = 1.0
+    """Whether all-reduces may be trees: 1 or 0."""
 
 
 class RankRun(NamedTuple):
@@ -129,6 +131,7 @@ def group_along(cluster: Cluster, size: Number, stride: Number, run: RankRun = _
         latency_seconds=np.where(crosses, network.latency_seconds, node.latency_seconds),
         launch_seconds=np.where(crosses, network.launch_seconds, node.launch_seconds),
         busy_ratio=np.where(crosses, network.busy_ratio, node.busy_ratio),
+        has_trees=np.where(crosses, network.has_trees, node.has_trees),
     )
 
 
@@ -199,6 +202,7 @@ def all_reduce_seconds(group: CommGroup, num_bytes: Number) -> Number:
     ring = 2 * steps * (group.latency_seconds + num_bytes / group.size / group.bytes_per_second)
     depth = 2 * np.log2(np.maximum(group.size, 2))
     tree = depth * group.latency_seconds + 2 * num_bytes / group.bytes_per_second
+    tree = np.where(group.has_trees, tree, np.inf)
     begun = group.launch_seconds + group.skew_seconds
     return np.where(steps > 0, begun + np.minimum(ring, tree), 0.0)
 

@@ -102,6 +102,10 @@ def expert_exchange(
         hidden = np.minimum(cut * (1 - 1 / parts), room)
         return np.where(context.overlap_mode, cut - hidden + busy_ratio * hidden, whole)
 
+    if context.profile.hides_expert_comm:
+        gathered = _gathered_on_arrival(model, context, tokens)
+        there, back = (exposed(sent + returned, room) for room in rooms)
+        return begun + there + gathered, back + gathered
     forward = begun + sent + exposed(returned, shared[0])
     backward = exposed(returned, shared[1] + later) + exposed(sent, shared[2] + own[2])
     room, room_back = (np.maximum(0.0, rooms[turn] - shared[turn]) for turn in range(2))
@@ -131,8 +135,12 @@ def _travel(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[
 def _hops(model: ModelConfig, context: LayerContext) -> tuple[tuple[RankGroup, float], ...]:
     """Return the groups among which tokens travel, and the rows of each token there."""
     assert model.experts is not None
-    per_node = context.cluster.accelerators_per_node
-    return context.experts.hops(model.experts, model.experts_per_token, per_node)
+    per_node, groups = context.cluster.accelerators_per_node, model.router_groups
+    # Groups of experts are nodes where there are as many of both (arXiv 2412.19437, section 2.1.2).
+    ranks = context.experts.sharing
+    nodes = ranks.size // max(1, int(ranks.run.within(per_node, ranks.size, ranks.stride)))
+    limit = model.router_group_limit if 1 < groups == nodes else None
+    return context.experts.hops(model.experts, model.experts_per_token, per_node, limit)
 
 
 def _gathered_on_arrival(model: ModelConfig, context: LayerContext, tokens: Number) -> Number:

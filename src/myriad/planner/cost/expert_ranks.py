@@ -69,10 +69,13 @@ class ExpertGrid:
         near = gcd(self.ep, self.tp) if self.whole else 1
         return RankGroup(self.ep, self.replica_stride, RankRun(near))
 
-    def hops(self, num_experts: int, num_chosen: int, per_node: int) -> tuple[tuple[RankGroup, float], ...]:
+    def hops(
+        self, num_experts: int, num_chosen: int, per_node: int, most_nodes: int | None = None
+    ) -> tuple[tuple[RankGroup, float], ...]:
         """Return the groups of ranks among which a token travels to its experts, one after the other, and the
         rows that each token has there. Rows of the same token are those of the distinct places that hold some
-        of ``num_chosen`` among ``num_experts`` experts, each as likely as any other."""
+        of ``num_chosen`` among ``num_experts`` experts, each as likely as any other. ``most_nodes``: nodes
+        that the router chooses a token's experts from; off: all."""
         everyone = self.sharing
         if self.dispatch == "expert":
             return ((everyone, float(num_chosen)),)
@@ -83,7 +86,8 @@ class ExpertGrid:
         nodes, length = self.ep // near, everyone.run.length
         between = RankGroup(nodes, max(per_node, everyone.stride * near // length), RankRun())
         inside = RankGroup(near, everyone.stride, RankRun(min(length, near)))
-        return (between, _distinct(num_experts, num_chosen, nodes)), (inside, rows)
+        between_rows = min(_distinct(num_experts, num_chosen, nodes), float(most_nodes or nodes))
+        return (between, between_rows), (inside, rows)
 
     @property
     def alike(self) -> RankGroup:

@@ -161,16 +161,39 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
         np.maximum(0.0, products[0] + attend.attention - comm),
         np.maximum(0.0, products[1] + attend_back.attention - comm),
     )
+    if context.profile.hides_expert_comm:  # Behind another micro-batch in the other direction.
+        half = (
+            products[0] + attend.attention + stream + sum(products[1:]) + attend_back.attention + back
+        ) / 2
+        rooms = half, half
     # Other frameworks cut tensor-parallel products only.
     parts = _parts(model, context) if context.profile.tensor_parts is None else 1.0
     travel, travel_back = expert_exchange(model, context, tokens, rooms, parts)
     sums = sums + score_gather_seconds(model, context, tokens)
+    forward = TimeBreakdown(products[0], memory=stream, tensor=exposed + sums, experts=travel) + attend
+    backward = TimeBreakdown(products[1], memory=back, tensor=exposed_back + rest + sums, experts=travel_back)
+    backward, weights = backward + attend_back, TimeBreakdown(products[2])
+    wait, wait_back = _host_waits(model, context, forward.total, backward.total + weights.total)
     return LayerTimes(
-        TimeBreakdown(products[0], memory=stream, tensor=exposed + sums, experts=travel) + attend,
-        TimeBreakdown(products[1], memory=back, tensor=exposed_back + rest + sums, experts=travel_back)
-        + attend_back,
-        TimeBreakdown(products[2]),
-        again,
+        forward + TimeBreakdown(tensor=wait), backward + TimeBreakdown(tensor=wait_back), weights, again
+    )
+
+
+def _host_waits(
+    model: ModelConfig, context: LayerContext, forward: Number, backward: Number
+) -> tuple[Number, Number]:
+    """Return the seconds that a device waits in forward and backward while the host steps through
+    tensor-parallel collectives (`Link.host_step_seconds`). ``forward``, ``backward``: seconds of the
+    device."""
+    step = context.cluster.links.node.host_step_seconds
+    if step == 0:
+        return 0.0, 0.0
+    gathers, scatters = _crossings(model, context)
+    steps = step * (np.asarray(context.tp) - 1)
+    again = gathers if context.profile.sequence_parallel else 0
+    return (
+        np.maximum(0.0, (gathers + scatters) * steps - forward),
+        np.maximum(0.0, (gathers + scatters + again) * steps - backward),
     )
 
 

@@ -296,7 +296,8 @@ class Costs:
         again = TimeBreakdown()
         for kind, number in sorted(Counter(kinds[:count]).items()):
             times = self._times[kind]
-            one = times.selective_recompute if selective else times.forward
+            ratio = self.workload.profile.recomputed_ratio
+            one = times.selective_recompute if selective else times.forward.times(ratio)
             is_kept = kind == "head" and not selective
             again = again + (TimeBreakdown() if is_kept else one).times(float(number))
         return again
@@ -322,6 +323,10 @@ class Costs:
         workload, zero = self.workload, self.workload.layout.zero
         gradients = parameters * workload.profile.gradient_bytes
         gather = sums.all_gather_seconds(parameters * workload.value_bytes) if zero else 0.0
+        if 0 < zero < 3:
+            # Every rank's part is a message of its own, and those of a chunk are its share of them.
+            num_chunks = self.num_chunks * workload.layout.virtual_stages
+            gather = gather + (sums.size - 1) * workload.profile.broadcast_seconds / num_chunks
         reduced = sums.all_gather_seconds(gradients) if zero else sums.all_reduce_seconds(gradients)
         return float(gather), float(reduced)
 

@@ -232,10 +232,15 @@ def three_passes(
     ``written``: bytes that the product itself moves for each value of a weight's gradient; off: it reads and
     writes the gradient buffer. ``num_in_kernel``: as for `matmul_seconds`."""
     accelerator, value = context.accelerator, context.value_bytes
-    summed = 2.0 * context.profile.gradient_bytes if written is None else written
+    buffered = 2.0 * context.profile.gradient_bytes
+    summed = buffered if written is None else written
+    if context.profile.adds_gradients_apart:
+        summed = float(value)
     one = partial(matmul_seconds, accelerator, value_bytes=value, num_in_kernel=num_in_kernel)
     forward, inputs = sum(one(tokens, n, k) for n, k in shapes), sum(one(tokens, k, n) for n, k in shapes)
     weights = sum(one(n, k, tokens, out_bytes=summed) for n, k in shapes)
     matrices = sum(n * k for n, k in shapes)
     fetch, add = (weights_seconds(accelerator, each * matrices) for each in (float(value), summed))
+    if context.profile.adds_gradients_apart:
+        add = add + stream_seconds(accelerator, (value + buffered) * matrices, float(len(shapes)))
     return forward + fetch, inputs + fetch, weights + add

@@ -53,6 +53,7 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
     if gpus % per_node:
         raise read.refused("gpus", f"a multiple of the {per_node} of a node, or fewer")
     network = _network(said, max(per_node, 1)) or usual.network_bytes_per_second
+    latency = _ring_latency(said, gpus, nodes, per_node * network)
     inside = re.search(r"NVLink (\d+) GB/s in the node", said)
     node_rate = float(inside[1]) * 0.5e9 if inside else usual.node_bytes_per_second
     return Cluster(
@@ -61,11 +62,38 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
         accelerators_per_node=per_node,
         accelerator=accelerator,
         links=Links(
-            node=Link(bytes_per_second=node_rate, latency_seconds=_NODE_LATENCY),
-            network=Link(bytes_per_second=network, latency_seconds=_NETWORK_LATENCY),
+            node=Link(bytes_per_second=node_rate, latency_seconds=_NODE_LATENCY, host_step_seconds=latency),
+            network=Link(
+                bytes_per_second=network,
+                latency_seconds=max(_NETWORK_LATENCY, latency),
+                achievable_ratio=next((ratio for word, ratio in _RATIOS.items() if word in said), None),
+                has_trees=latency <= _NETWORK_LATENCY,
+            ),
         ),
         slow_nodes=_SLOW,
     )
+
+
+_RATIOS = {"OmniPath": 0.34}
+"""Share of the NICs' rate that is reached, where its users measured it: 135 of 400 Gbit/s on Jean Zay
+(bigscience-workshop/bigscience, experiments/README.md)."""
+_MEASURED_BYTES = 2e9
+"""Bytes of the all-reduce whose bus bandwidth is stated; they are not. Fitted to the rows of nanotron with tp
+8 to 32 and 8.86 billion parameters."""
+_BUS_BANDWIDTH = re.compile(r"busbw GB/s: all-reduce ([\d.]+)")
+
+
+def _ring_latency(said: str, gpus: int, nodes: int, node_bytes_per_second: float) -> float:
+    """Return the latency of a step of a ring that a measured bus bandwidth implies, or 0.
+
+    An all-reduce of S bytes among n ranks takes 2 (n - 1) steps of S / n bytes each. What they take longer
+    than by the rate of a node's NICs is latency: a bandwidth that halves with twice the ranks is all latency.
+    Collectives inside a node need as long for a step, but only where the device waits for the host."""
+    found = _BUS_BANDWIDTH.search(said)
+    if found is None or nodes == 1:
+        return 0.0
+    slower = 1e-9 / float(found[1]) - 1 / (0.9 * node_bytes_per_second)
+    return max(0.0, _MEASURED_BYTES / gpus * slower)
 
 
 def _per_node(read: RowCells, said: str, usual: _Node) -> int:

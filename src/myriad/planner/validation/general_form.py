@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, Protocol
 
-from myriad.comm.layout import Layout
+from myriad.comm.layout import ExpertDispatch, Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Accelerator, Cluster
-from myriad.planner.frameworks import Framework
+from myriad.planner.frameworks import Framework, LayoutHabits
 from myriad.planner.validation.general_clusters import cluster_of
 from myriad.planner.validation.general_models import model_of
 from myriad.planner.validation.published_rows import PublishedRow, TableCells
@@ -38,8 +38,8 @@ GENERAL_COLUMNS = [
     "seq", "experts", "experts_per_token", "expert_ffn", "shared_experts", "activation",
     "global_batch", "gpus", "gpu_type", "interconnect", "gpus_per_node", "tp", "pp", "dp", "cp", "ep",
     "etp", "vpp", "zero", "shard_group", "schedule", "micro_batch", "recompute", "dtype",
-    "expert_dispatch", "iteration_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "flops",
-    "framework", "notes",
+    "expert_dispatch", "expert_overlap", "iteration_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu",
+    "flops", "framework", "notes",
 ]  # fmt: skip
 """Names of all columns; ``--columns`` maps others to them."""
 _NEEDED = frozenset({"model", "gpus", "gpu_type"})
@@ -100,13 +100,19 @@ def general_row(cells: TableCells, recipes: Recipes, framework: str | None = Non
 
 _PHRASES: Mapping[str, tuple[str, ...]] = {
     "zero": (r"ZeRO[- ]?([0-3])\b", r"(FULL_SHARD|HSDP)", r"(FSDP)(?! column)"),
+    "shard_group": (r"ZeRO-[123] over (\d+)\b",),
     "schedule": (r"schedule ([\w-]+)",),
     "experts": (r"(\d+) experts",),
     "experts_per_token": (r"top-(\d+)",),
     "expert_ffn": (r"experts of (\d+)",),
     "shared_width": (r"shared (\d+)",),
-    "expert_dispatch": (r"(DeepEP|HybridEP)",),
+    "expert_dispatch": (
+        r"(DeepEP|HybridEP)",
+        r"dispatcher (A2A)",
+    ),
+    "expert_overlap": (r"all-to-all (overlap)",),
     "etp": (r"ETP (\d+)",),
+    "micro_batch": (r"micro-batch (\d+)",),
     "grad_accum": (r"grad accum (\d+)",),
     "num_micro_batches": (r"(\d+) micro-batches",),
 }
@@ -174,6 +180,10 @@ def _works(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Framew
     profile, overlap = framework.profile, framework.overlap
     if float8 := _float8(read):
         profile = replace(profile, float8=float8)
+    if read.has("expert_overlap"):
+        profile = replace(
+            profile, hides_expert_comm=read.word("expert_overlap") not in ("no", "off", "false")
+        )
     found = False
     for layout in _layouts(read, model, gpus, framework):
         batch = _batch(read, layout)
@@ -218,24 +228,59 @@ def _layouts(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Fram
     fixed: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "ep": ep, "zero": zero}
     if model.experts is not None and tp > 1:
         fixed["etp"] = read.whole("etp", 1 if dp % ep else tp)
-    if read.has("expert_dispatch") and ep > 1:
-        fixed["expert_dispatch"] = "node" if read.word("expert_dispatch") in _BY_NODE else "expert"
+    if ep > 1:
+        fixed["expert_dispatch"] = _dispatch(read, habits.expert_dispatch)
     by_layer = zero == 3 and habits.by_layer and pp == 1
     if zero == 3 and (habits.reduce_each or by_layer):
         fixed["reduce"] = "each"
     group = read.whole("shard_group") if read.has("shard_group") else habits.shard_group
     if group and zero and group < dp and dp % group == 0:
         fixed["shard_group"] = group
-    stages = [model.layers] if by_layer else _stages(read, model, pp)
-    for micro_batch, number, recompute in product(
-        _micro_batches(read), stages, _recomputes(read, habits.recompute)
-    ):
+    stages = [model.layers] if by_layer else _stages(read, model, pp, habits.virtual_stages)
+    recomputes = _recomputes(read, habits.recompute if model.experts is None else None)
+    for micro_batch, number, recompute in product(_micro_batches(read), stages, recomputes):
         open_keys = {"micro_batch": micro_batch, "virtual_stages": number, "recompute": recompute}
-        schedule = {} if by_layer else _schedule(read, number, habits.schedule)
+        schedule = {} if by_layer else _schedule(read, number, habits)
+        if habits.partition == "cumulative" and pp > 1:
+            schedule["partition"] = _cumulative_partition(model, pp * number)
         yield Layout(**(fixed | open_keys | schedule))
 
 
-_BY_NODE = ("DeepEP", "HybridEP", "node")
+def _cumulative_partition(model: ModelConfig, num_stages: int) -> str:
+    """Return the partition by products: nanotron's rule (src/nanotron/models/base.py)."""
+    blocks = [_active_parameters(model, layer) for layer in range(model.layers)]
+    head = float(model.vocabulary * model.hidden * (1 + model.prediction_layers))
+    head += sum(_active_parameters(model, model.layers + n) for n in range(model.prediction_layers))
+    share, passed, cuts = (sum(blocks) + head) / num_stages, 0.0, list[int]()
+    for layer, block in enumerate(blocks, 1):
+        passed += block
+        if passed > share * (len(cuts) + 1) and len(cuts) < num_stages - 1:
+            cuts.append(layer + 1)
+    return f"manual:{','.join(map(str, cuts))}" if len(cuts) == num_stages - 1 else "uniform"
+
+
+def _active_parameters(model: ModelConfig, layer: int) -> float:
+    """Return the parameters of a block that multiply a token."""
+    one = model.of_block(layer)
+    idle = one.stored_width - one.active_width
+    return one.block_parameters - idle * (one.up_matrices + 1) * one.hidden
+
+
+_DISPATCHES: Mapping[str, ExpertDispatch] = {
+    "DeepEP": "node",
+    "HybridEP": "node",
+    "A2A": "expert",
+    "node": "node",
+    "rank": "rank",
+    "expert": "expert",
+}
+
+
+def _dispatch(read: _GeneralCells, habit: ExpertDispatch) -> ExpertDispatch:
+    said = read.word("expert_dispatch", habit)
+    if said not in _DISPATCHES:
+        raise read.refused("expert_dispatch", f"one of {', '.join(_DISPATCHES)}")
+    return _DISPATCHES[said]
 
 
 def _zero(read: _GeneralCells, default: int) -> int:
@@ -251,8 +296,10 @@ def _micro_batches(read: _GeneralCells) -> Sequence[int]:
     return [read.whole("micro_batch")] if read.has("micro_batch") else (1, 2, 4, 8)
 
 
-def _stages(read: _GeneralCells, model: ModelConfig, pp: int) -> Sequence[int]:
+def _stages(read: _GeneralCells, model: ModelConfig, pp: int, habit: int | None) -> Sequence[int]:
     """Return the possible virtual stages."""
+    if habit is not None and pp > 1 and not read.has("vpp"):
+        return [habit]
     said = read.word("vpp")
     if said == "one layer a chunk":
         return [-(-(model.layers + 2) // pp)]
@@ -289,10 +336,11 @@ _SCHEDULES = {
 """Schedules of Myriad by their names elsewhere."""
 
 
-def _schedule(read: _GeneralCells, stages: int, habit: str | None) -> dict[str, str]:
+def _schedule(read: _GeneralCells, stages: int, habits: LayoutHabits) -> dict[str, Any]:
     said = read.word("schedule").lower()
     if not said:
-        return {"schedule": habit} if habit and stages == 1 else {}
+        fits = stages == (habits.virtual_stages or 1)
+        return {"schedule": habits.schedule} if habits.schedule and fits else {}
     if said not in _SCHEDULES:
         raise BadInputError(f"{read.cells.place}, schedule", said, f"one of {', '.join(_SCHEDULES)}")
     return {"schedule": _SCHEDULES[said]}

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from myriad.config import parse_toml
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
+from myriad.planner.cost.stage_layers import layer_parameters
 
 __all__ = ["RowCells", "model_of"]
 
@@ -76,7 +77,21 @@ def model_of(read: RowCells, recipe: Callable[[str], Mapping[str, Any] | None]) 
     if values.get("dense_layers", 0) >= values["layers"]:
         values["dense_layers"] = values["layers"] - 1
     _share_width(read, values)
-    return ModelConfig(**values)
+    model = ModelConfig(**values)
+    if known is None and read.has("params_B"):
+        return _as_large(model, read.number("params_B") * 1e9)
+    return model
+
+
+def _as_large(model: ModelConfig, parameters: float) -> ModelConfig:
+    """Return the model with tied embeddings or without, whichever has nearly as many parameters."""
+    both = [model.model_copy(update={"tied": tied}) for tied in (model.tied, not model.tied)]
+    return min(both, key=lambda one: abs(sum(layer_parameters(one)) - one.tied * _shared(one) - parameters))
+
+
+def _shared(model: ModelConfig) -> int:
+    """Return the parameters that both the embedding and the head count where they are tied."""
+    return model.padded_vocabulary() * model.hidden
 
 
 def _family(name: str) -> Mapping[str, Any]:
