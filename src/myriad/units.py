@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Iterable
 from fractions import Fraction
 from itertools import groupby
@@ -25,6 +26,7 @@ __all__ = [
 _MOST_RANKS = 8
 _LARGEST_WRITTEN = 1e21
 """Larger numbers are written with a power of ten."""
+_LARGEST_FLOAT = sys.float_info.max
 _FACTORS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -36,7 +38,14 @@ def parse_bytes(text: object) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
     if match is None or match.group(2).upper() not in _FACTORS:
         raise ValueError(f"{text!r} is not a size: a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
-    return int(float(match.group(1)) * _FACTORS[match.group(2).upper()])
+    return int(_finite(float(match.group(1)) * _FACTORS[match.group(2).upper()]))
+
+
+def _finite(number: float) -> float:
+    """Return a number as a ``float``. Raises ``ValueError`` if it is too large for one."""
+    if abs(number) > _LARGEST_FLOAT:
+        raise ValueError("a number with fewer digits")
+    return float(number)
 
 
 def parse_count(text: object) -> object:
@@ -77,13 +86,14 @@ def parse_rate(text: object) -> float:
     """Bits per second: ``"200 Mbit/s"`` to 2e8, ``"200Gbps"`` and ``"25 GB/s"`` to 2e11; a number is bits per
     second already. Raises ``ValueError`` with what is allowed."""
     if isinstance(text, int | float) and not isinstance(text, bool):
-        return float(text)
+        return _finite(text)
     pattern = r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(bit|b(?=ps)|B)(/s|ps)?\s*"
     match = re.fullmatch(pattern, text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(f"{text!r} is not a rate: a number with kbit/s, Mbit/s, Gbit/s, Gbps, MB/s or GB/s")
     number, factor, unit, _ = match.groups()
-    return float(number) * _FACTORS[f"{factor.upper()}B" if factor else ""] * (8 if unit == "B" else 1)
+    rate = float(number) * _FACTORS[f"{factor.upper()}B" if factor else ""]
+    return _finite(rate * (8 if unit == "B" else 1))
 
 
 def format_bytes(count: float) -> str:

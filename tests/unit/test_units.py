@@ -1,5 +1,7 @@
 """A rate read eight times too high makes the planner and the choice of a hierarchy wrong without a word."""
 
+from collections.abc import Callable
+
 import pytest
 
 from myriad.errors import BadInputError
@@ -10,6 +12,7 @@ from myriad.units import (
     format_number,
     format_ranges,
     format_ranks,
+    parse_bytes,
     parse_ranges,
     parse_rate,
 )
@@ -84,3 +87,12 @@ def test_counts_and_bytes_carry_to_the_next_unit() -> None:
     assert format_count(999.9) == "1k" and format_count(999_960) == "1M" and format_count(4e15) == "4,000T"
     assert format_bytes(2.0**60) == "1,024.0 PiB"
     assert format_count(1e299) == "1.00 x 10^287T"
+
+
+@pytest.mark.parametrize("parse", [parse_bytes, parse_rate])
+def test_a_number_with_too_many_digits_is_refused(parse: Callable[[object], float]) -> None:
+    unit = "MB" if parse is parse_bytes else "Mbit/s"
+    with pytest.raises(ValueError, match="fewer digits"):
+        parse("9" * 400 + unit)
+    with pytest.raises(ValueError, match="fewer digits"):
+        parse_rate(10**400)

@@ -12,6 +12,7 @@ of ``tokenizer.json``: corpora and tokenizers made with another one keep theirs.
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -64,6 +65,7 @@ class Tokenizer:
         """``source`` is the user's name for the tokenizer, for messages."""
         self._backend = backend
         self.source = source
+        _check_growth(backend, source)
         backend.no_truncation()  # a tokenizer.json of a model with short inputs would drop the rest of a text
         backend.no_padding()
         self.end_of_document = self._find_end()
@@ -228,6 +230,40 @@ def _refused(source: str, problem: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise BadInputError("tokenizer", source, f"{problem}: {str(error)[:300]}") from None
+
+
+_MOST_GROWTH = 1000.0
+"""Times by which a tokenizer may make a text longer; those in use stay below 20."""
+
+
+def _check_growth(backend: Backend, source: str) -> None:
+    """Refuse steps that together could make a short text so long that it fills the memory, which ends the
+    process: in a sequence, each step of a few bytes may double what the one before it made."""
+    before = [one for one in (backend.normalizer, backend.pre_tokenizer) if one is not None]
+    for steps in (before, [] if backend.decoder is None else [backend.decoder]):
+        growth = 1.0
+        for one in steps:
+            with _refused(source, f"not a readable {TOKENIZER_FILE}"):
+                growth *= _growth(json.loads(one.__getstate__()))
+        if growth > _MOST_GROWTH:
+            allowed = f"steps that make a text at most {_MOST_GROWTH:,.0f} times as long"
+            raise BadInputError("tokenizer", source, allowed)
+
+
+def _growth(step: object) -> float:
+    """Return a bound of the factor by which a normalizer, pre-tokenizer or decoder makes a text longer."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1.0
+    kind, inside = step.get("type"), math.prod(map(_growth, step.values()))
+    added = len(str(step.get("content", step.get("prepend", ""))).encode())
+    if kind == "Replace":
+        replaced = step.get("pattern", {}).get("String")  # else a pattern that may match nothing
+        return inside * (max(1.0, added / len(replaced.encode())) if replaced else 1.0 + added)
+    if kind == "Prepend":
+        return inside * (1.0 + added)
+    return inside * {"ByteLevel": 2.0, "Metaspace": 3.0, "BertNormalizer": 3.0}.get(str(kind), 1.0)
 
 
 def _reported(texts: Iterable[str], progress: Callable[[str, int], None]) -> Iterator[str]:

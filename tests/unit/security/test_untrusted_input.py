@@ -70,6 +70,8 @@ MANIFEST, LOADED, DCP, INDEX = (
     "corpus: index",
 )
 HF, MEGATRON, SPARE = "Hugging Face: index", "Megatron-LM: arguments", ("tensors", "spare")
+DOUBLES = {"type": "Replace", "pattern": {"String": "t"}, "content": "tt"}
+BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False}
 FOUND = [
     (LOADED, SPARE, {"shape": [2**40], "dtype": "float32"}),  # allocated before it was known to be absent
     (LOADED, SPARE, {"shape": [2**70], "dtype": "float32"}),
@@ -93,6 +95,9 @@ FOUND = [
     (INDEX, ("documents",), [0, 2, 2]),  # an empty last document
     ("corpus: manifest", ("shards", 0, "tokens"), -1),
     ("tokenizer.json", ("model", "vocab"), {"A": 0}),  # the unknown token has no number
+    ("tokenizer.json", ("normalizer",), {"type": "Sequence", "normalizers": [DOUBLES] * 60}),
+    ("tokenizer.json", ("pre_tokenizer",), {"type": "Sequence", "pretokenizers": [BYTES] * 60}),
+    ("tokenizer.json", ("decoder",), {"type": "Sequence", "decoders": [DOUBLES] * 60}),
     ("job file", ("a\nb",), 2),
     ("cluster file", ("\u2028",), 2),
     ("fault scenario", ("soak",), {"minutes": 1e300, "faults_per_minute": 1e300}),
