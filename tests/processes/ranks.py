@@ -1,12 +1,10 @@
 """Real ranks for tests: forked processes of one thread each, joined by gloo on loopback.
 
 `run_ranks` starts processes for one call. `RankPool` keeps them for many, each call in a world of its own.
-
-``torch._dynamo`` is imported before the fork and not in it: torch loads it when a layer first runs on the
-meta device, which every rank of a layout with messages does, and that costs 0.5 to 1 s of a core each time.
 """
 
 import gc
+import importlib
 import multiprocessing
 import os
 import traceback
@@ -16,7 +14,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 
 from myriad.comm.free_port import free_port
@@ -35,6 +32,12 @@ def enter(
         results.put((rank, function(*arguments), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
+
+
+def import_dynamo() -> None:
+    """Import what torch needs to run a layer on the meta device, for tests in which every rank does. There a
+    rank finds the shapes between stages of a model that does not state them. It takes a core for a second."""
+    importlib.import_module("torch._dynamo")
 
 
 def leave_world() -> None:

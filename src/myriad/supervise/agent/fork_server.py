@@ -28,7 +28,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from myriad.run import Run
 from myriad.system.child_process import die_with_parent
 from myriad.system.processes import PausableClock, log_stream, open_log, process_cpu_ticks
 
@@ -147,8 +146,6 @@ def main(arguments: list[str]) -> int:
     # imports create many lasting objects: garbage collection would take a fifth of the import time
     gc.disable()
     worker = None if command else importlib.import_module(_WORKER)
-    if worker is not None and Run(run).job().layout.pp > 1:
-        importlib.import_module("torch._dynamo")  # finds the shapes between stages; takes half a second
     gc.freeze()  # a collection in a rank then does not copy the shared pages
     gc.enable()
     request = _ForkServerProcess(channel).serve()
