@@ -17,9 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import IO, Any, NamedTuple
 
-import fsspec.compression
-import fsspec.utils
-
 from myriad.data.http_input import HttpInput, is_http
 from myriad.data.range_input import RangeInput
 from myriad.data.records import RecordError, RecordForm
@@ -169,6 +166,9 @@ def _lines(span: FileRange, limit: int) -> Iterator[tuple[int, bytes]]:
 @contextmanager
 def open_source(url: str, *, unpack: bool = True) -> Iterator[IO[bytes]]:
     """Open a file as bytes; compressed files are decompressed."""
+    import fsspec.compression
+    import fsspec.utils
+
     compression = fsspec.utils.infer_compression(url) if unpack else None
     with ExitStack() as opened:
         if is_http(url):

@@ -10,9 +10,6 @@ import time
 from http import HTTPStatus
 from typing import Any
 
-import fsspec
-import fsspec.asyn
-
 __all__ = [
     "SILENCE_SECONDS",
     "TRIES",
@@ -48,6 +45,8 @@ def http_range(url: str, start: int, stop: int) -> bytes:
 
     Raises ``OSError``, also if the server sends the whole file instead, of which no more than that is read.
     """
+    import fsspec.asyn
+
     fs = http_file_system()
     return bytes(tried_http(url, lambda: fsspec.asyn.sync(fs.loop, _range, fs, url, start, stop)))
 
@@ -129,6 +128,7 @@ class HttpInput(io.RawIOBase):
 def http_file_system() -> Any:
     """Return fsspec's HTTP file system, with timeouts for silent servers."""
     import aiohttp
+    import fsspec
 
     silence = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_SECONDS, sock_read=SILENCE_SECONDS)
     return fsspec.filesystem("http", client_kwargs={"timeout": silence})

@@ -8,8 +8,6 @@ whole compressed files.
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import fsspec
-
 from myriad.data.file_documents import (
     LONGEST_TEXT_BYTES,
     FileRange,
@@ -84,6 +82,8 @@ def _expand(given: str) -> list[SourceFile]:
 
 
 def _source(fs: Any, path: str) -> SourceFile:
+    import fsspec
+
     info = http_info(path) if is_http(path) else fs.info(path)
     if info["type"] != "file":  # reading a pipe or a device may never end
         raise BadInputError("INPUT", path, "is a pipe or a device; a regular file, or a folder of them")

@@ -22,16 +22,17 @@ has it open. A rank that dies while it fills a slot leaves the slot in FILLING a
 import ctypes
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 __all__ = ["SnapshotMemory", "SnapshotSlot"]
 
 _MAGIC = 0x4D59524941440005
 EMPTY, FILLING, COMPLETE, HELD = range(4)
+_STATES = 8
+"""Word of page 0 at which the states of the slots begin."""
 _ROTATING = 2
 """Slots in which snapshots that nothing holds follow each other: the newest one and the next."""
 _POPULATE_WRITE = 23
@@ -53,11 +54,9 @@ class SnapshotMemory:
     def __init__(self, descriptor: int) -> None:
         """Map memory that `create` made; the descriptor may be closed afterwards."""
         self._map = mmap.mmap(descriptor, 0)
-        words = np.frombuffer(self._map, np.int64, mmap.PAGESIZE // 8)
-        assert int(words[0]) == _MAGIC, "a descriptor from a snapshot server"
-        self.num_slots, self.slot_bytes = int(words[1]), int(words[2])
-        self._words = words
-        self._states = words[8 : 8 + 2 * self.num_slots].reshape(-1, 2)
+        self._words = memoryview(self._map)[: mmap.PAGESIZE].cast("q")
+        assert self._words[0] == _MAGIC, "a descriptor from a snapshot server"
+        self.num_slots, self.slot_bytes = self._words[1], self._words[2]
         self._fence_lock = threading.Lock()
 
     @classmethod
@@ -67,8 +66,7 @@ class SnapshotMemory:
         descriptor = os.memfd_create("myriad-snapshots", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, mmap.PAGESIZE + num_slots * slot_bytes)
-            header = np.array([_MAGIC, num_slots, slot_bytes, -1], np.int64)
-            os.pwrite(descriptor, header.tobytes(), 0)
+            os.pwrite(descriptor, struct.pack("=4q", _MAGIC, num_slots, slot_bytes, -1), 0)
         except OSError:
             os.close(descriptor)
             raise
@@ -117,9 +115,9 @@ class SnapshotMemory:
         if not free:
             return None
         slot = min(free, key=lambda slot: (states[slot][0] == COMPLETE, states[slot][1]))
-        self._states[slot, 0] = FILLING
+        self._set_state(slot, FILLING)
         self._fence()
-        self._states[slot, 1] = step
+        self._words[_STATES + 2 * slot + 1] = step
         self._fence()
         return slot
 
@@ -136,7 +134,14 @@ class SnapshotMemory:
 
     def _known_states(self) -> list[tuple[int, int]]:
         """Return the state and the step of each slot."""
-        return [(int(state), int(of)) for state, of in self._states]
+        return [self._state(slot) for slot in range(self.num_slots)]
+
+    def _state(self, slot: int) -> tuple[int, int]:
+        first = _STATES + 2 * slot
+        return self._words[first], self._words[first + 1]
+
+    def _set_state(self, slot: int, state: int) -> None:
+        self._words[_STATES + 2 * slot] = state
 
     def trust(self, step: int) -> None:
         """Record that replicas were equal after this step."""
@@ -145,17 +150,17 @@ class SnapshotMemory:
     @property
     def trusted(self) -> int:
         """Newest step at which replicas were equal; -1: replicas are not compared."""
-        return int(self._words[4]) - 1
+        return self._words[4] - 1
 
     def end(self, slot: int, *, hold: bool) -> None:
         """Mark the slot complete; ``hold``: the server must release it before it may be overwritten."""
         self._fence()
-        self._states[slot, 0] = HELD if hold else COMPLETE
+        self._set_state(slot, HELD if hold else COMPLETE)
 
     def release(self, slot: int) -> None:
         """Allow a held slot to be overwritten. The snapshot server calls it, too."""
-        if int(self._states[slot, 0]) == HELD:
-            self._states[slot, 0] = COMPLETE
+        if self._state(slot)[0] == HELD:
+            self._set_state(slot, COMPLETE)
 
     # Called by the snapshot server
 
@@ -166,21 +171,21 @@ class SnapshotMemory:
     @property
     def kept(self) -> int:
         """The step that stays in memory because every node has confirmed its copies."""
-        return int(self._words[3])
+        return self._words[3]
 
     def complete(self) -> list[SnapshotSlot]:
         """Return the snapshots that are complete at this moment, oldest first."""
         found = [
-            SnapshotSlot(slot, int(step), int(state) == HELD)
-            for slot, (state, step) in enumerate(self._states)
-            if int(state) >= COMPLETE
+            SnapshotSlot(slot, step, state == HELD)
+            for slot, (state, step) in enumerate(self._known_states())
+            if state >= COMPLETE
         ]
         return sorted(found, key=lambda slot: slot.step)
 
     def step_of(self, slot: int) -> int | None:
         """Return the step of the snapshot in a slot; ``None``: the slot has no complete snapshot."""
         self._fence()
-        state, step = (int(word) for word in self._states[slot])
+        state, step = self._state(slot)
         return step if state >= COMPLETE else None
 
     def _fence(self) -> None:
