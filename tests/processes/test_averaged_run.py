@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import run_ranks
+from same_run import train_rank
 from tiny_corpora import make_corpus
 
 from myriad.checkpoint.checkpoint_files import load_model
@@ -13,7 +14,6 @@ from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.train import worker
 from myriad.train.checkpoint_tools.foreign_checkpoints import export_hugging_face
 from myriad.train.checkpoint_tools.whole_model import open_model
 
@@ -36,7 +36,7 @@ def train(folder: Path, corpus: Path, *overrides: str) -> Run:
     """Start or resume a run, and train it."""
     run, job = Run(folder), load_job("tiny", [f"data.corpus={corpus}", *SMALL, *overrides])
     run.create_or_resume(job)
-    assert run_ranks(job.layout.world, worker.main, [str(run.path)]) == [0] * job.layout.world
+    assert run_ranks(job.layout.world, train_rank, [str(run.path)]) == [0] * job.layout.world
     return run
 
 

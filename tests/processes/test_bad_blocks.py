@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import run_ranks
-from same_run import tensors_at
+from same_run import tensors_at, train_rank
 from tiny_corpora import flip
 
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
@@ -16,7 +16,6 @@ from myriad.data.prepare import PrepareOptions, prepare
 from myriad.job import load_job
 from myriad.reports.run_report.run_facts import facts_of
 from myriad.run import Run
-from myriad.train import worker
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "model.vocabulary=300", "train.threads=1",
          "train.steps=6", "checkpoint.every=3", "checkpoint.keep=9",
@@ -73,7 +72,7 @@ def test_a_run_that_skips_it_has_the_same_bits_after_a_resume_and_in_another_lay
         run = Run(tmp_path / str(replicas))
         keys = [f"data.corpus={damaged}", "data.on_bad_block=skip", f"layout.dp={replicas}"]
         run.create_or_resume(load_job("tiny", [*SMALL, *keys]))
-        assert run_ranks(replicas, worker.main, [str(run.path)]) == [0] * replicas
+        assert run_ranks(replicas, train_rank, [str(run.path)]) == [0] * replicas
         losses[replicas] = [line["loss"] for line in run.read_metrics()]
         assert set(bad_blocks(run)) == {(f"{damaged}/train-00000.bin", BAD, "skip")}
     np.testing.assert_allclose(losses[1], losses[2], rtol=1e-5)
@@ -81,7 +80,7 @@ def test_a_run_that_skips_it_has_the_same_bits_after_a_resume_and_in_another_lay
     CheckpointFolder(run.checkpoints_path).storage.remove("step-6")
     flip(damaged / "train-00000.bin", BAD + 4321)
     try:
-        assert run_ranks(1, worker.main, [str(run.path)]) == [0]
+        assert run_ranks(1, train_rank, [str(run.path)]) == [0]
     finally:
         flip(damaged / "train-00000.bin", BAD + 4321)
     assert [line["loss"] for line in run.read_metrics()] == losses[1]

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from ranks import run_ranks
+from same_run import train_rank
 from tiny_corpora import make_corpus
 
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.train import training_checks, worker
+from myriad.train import training_checks
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=16"]
 LAYOUT = ["layout.dp=2", "layout.pp=2", "train.validate_every=8", "train.sample_prompt=off"]
@@ -16,7 +17,7 @@ LAYOUT = ["layout.dp=2", "layout.pp=2", "train.validate_every=8", "train.sample_
 def rank(path: str) -> int:
     """One rank; so short a run has a thousandth for no check."""
     training_checks.RATIO = 1.0
-    return worker.main([path])
+    return train_rank([path])
 
 
 def trained(folder: Path, corpus: str, hours: str) -> Run:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ranks import run_ranks
+from same_run import train_rank
 from tiny_corpora import make_corpus
 from watching import descendants, is_alive, wait_until
 
@@ -26,7 +27,7 @@ from myriad.evaluation.token_requests import RequestEncoder
 from myriad.job import load_job
 from myriad.job.scoring_layout import scoring_layout
 from myriad.run import Run
-from myriad.train import rank_evaluation, worker
+from myriad.train import rank_evaluation
 from myriad.train.checkpoint_tools.whole_model import describe_weights, open_model
 from myriad.train.rank_evaluation import EvaluationRequest, EvaluationResult, check_tasks
 
@@ -67,7 +68,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("eval")
     corpus, run = make_corpus(folder, count=300), Run(folder / "run")
     run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *SMALL]))
-    assert run_ranks(2, worker.main, [str(run.path)]) == [0, 0]
+    assert run_ranks(2, train_rank, [str(run.path)]) == [0, 0]
     tasks = folder / "tasks.jsonl"
     tasks.write_text("".join(json.dumps(one) + "\n" for one in TASKS))
     (folder / "tmp").mkdir()

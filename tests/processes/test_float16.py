@@ -12,7 +12,7 @@ import pytest
 import torch
 from parity_case import Case, batch_of_rank, make_engine, run_case, train_steps
 from ranks import run_ranks
-from same_run import assert_same_run
+from same_run import assert_same_run, train_rank
 from test_recovery import events, make_run
 from tiny_corpora import make_corpus
 
@@ -24,7 +24,6 @@ from myriad.job import load_job
 from myriad.parallel.engine import Engine
 from myriad.run import Run
 from myriad.supervise.exit_causes import cause_of
-from myriad.train import worker
 
 STEPS, POISONED = 6, 3
 
@@ -214,7 +213,7 @@ def of_steps(run: Run, key: str) -> list[Any]:
 def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
     """Nothing happens to it; its snapshots end with it."""
     made = make_run(tmp_path_factory.mktemp("run") / "run", corpus, *FLOAT16, "checkpoint.linger_seconds=0")
-    assert run_ranks(2, worker.main, [str(made.path)]) == [0, 0]
+    assert run_ranks(2, train_rank, [str(made.path)]) == [0, 0]
     return made
 
 
@@ -231,11 +230,11 @@ def test_a_resumed_run_continues_with_the_scale_and_its_counter_in_other_layouts
         folder = CheckpointFolder(copy.checkpoints_path)
         for step in (16, 24):
             damage(folder.of_step(step) / "__0_0.distcp")
-    assert run_ranks(2, worker.main, [str(same.path)]) == [0, 0]
+    assert run_ranks(2, train_rank, [str(same.path)]) == [0, 0]
     assert_same_run(same, run)
     assert of_steps(same, "loss_scale") == of_steps(run, "loss_scale")
     other.create_or_resume(load_job(str(other.job_path), ["layout.dp=1", "layout.pp=2", "layout.zero=0"]))
-    assert run_ranks(2, worker.main, [str(other.path)]) == [0, 0]
+    assert run_ranks(2, train_rank, [str(other.path)]) == [0, 0]
     assert [one["step"] for one in events(other, "resume")] == [8]
     scales = [of_steps(each, "loss_scale") for each in (run, other)]
     assert scales[0][:9] == scales[1][:9], "the first step after it has the scale that was stored"

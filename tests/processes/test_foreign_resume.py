@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from foreign_case import GPT, megatron_state, write_megatron
 from ranks import run_ranks
+from same_run import train_rank
 from tiny_corpora import make_corpus
 from typer.testing import CliRunner
 
 from myriad.cli.main import build_app
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.train import worker
 
 
 def test_an_imported_run_continues_with_the_next_step_in_another_layout(
@@ -28,7 +28,7 @@ def test_an_imported_run_continues_with_the_next_step_in_another_layout(
     run = Run(tmp_path / "run")
     changes = [f"data.corpus={corpus}", "train.steps=8", "train.threads=1", "layout.tp=2"]
     run.create_or_resume(load_job(str(run.path / "job.toml"), changes))
-    assert run_ranks(2, worker.main, [str(run.path)]) == [0, 0]
+    assert run_ranks(2, train_rank, [str(run.path)]) == [0, 0]
     assert [line["step"] for line in run.read_metrics()] == [7, 8]
     resumed = [event for event in run.read_events() if event["event"] == "resume"]
     assert [event["step"] for event in resumed] == [6]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hugging_face_case import GPT2, LLAMA, TINY, Kept, exported, random_weights
 from ranks import run_ranks
+from same_run import train_rank
 from tiny_corpora import make_corpus
 from typer.testing import CliRunner
 
@@ -65,7 +66,7 @@ def counted(arguments: list[str]) -> tuple[int, int]:
         return read(self, name, box, view)
 
     SafetensorsFile.read = kept  # type: ignore[method-assign]
-    return worker.main(arguments), sum(file.bytes_read for file in files)
+    return train_rank(arguments), sum(file.bytes_read for file in files)
 
 
 def train(run: Run, bytes_read: list[int] | None = None) -> list[float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import run_ranks
+from same_run import train_rank
 from tiny_corpora import make_corpus
 
 from myriad.dashboard.insight.arrivals import SEND, arrows
@@ -19,7 +20,6 @@ from myriad.run import Run
 from myriad.run.run_speed import Speed
 from myriad.telemetry.span_io.span_records import Records
 from myriad.telemetry.span_io.span_ring import SPANS, SpanRings
-from myriad.train import worker
 
 SMALL = ["model.layers=4", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=4"]
 LAYOUTS = [
@@ -31,7 +31,7 @@ LAYOUTS = [
 def rank(addresses: list[str], path: str) -> int:
     """One rank, that records into its ring."""
     os.environ[SPANS] = addresses[int(os.environ["RANK"])]
-    return worker.main([path])
+    return train_rank([path])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

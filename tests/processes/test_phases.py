@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from same_run import assert_same_run
+from same_run import assert_same_run, train_rank
 from tiny_corpora import flip, make_corpus
 
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.train import worker
 from myriad.train.checkpoint_tools.named_weights import open_weights
 from myriad.train.checkpoint_tools.whole_model import open_checkpoint_model
 from myriad.train.data_certificate import certify
@@ -44,7 +43,7 @@ def start(run: Run, *overrides: str) -> Run:
 
 
 def train(run: Run, world: int) -> None:
-    assert run_ranks(world, worker.main, [str(run.path)]) == [0] * world
+    assert run_ranks(world, train_rank, [str(run.path)]) == [0] * world
 
 
 def continued(run: Run, path: Path, *overrides: str) -> Run:

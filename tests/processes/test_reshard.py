@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import run_ranks
+from same_run import train_rank
 from tiny_corpora import make_corpus
 from typer.testing import CliRunner
 
@@ -16,7 +17,6 @@ from myriad.cli.main import build_app
 from myriad.errors import BadInputError, RunFailedError
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.train import worker
 
 SMALL = [
     "model.layers=3", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=4",
@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     made = Run(folder / "run")
     corpus = make_corpus(tmp_path_factory.mktemp("corpus"), count=300)
     made.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *SMALL, "layout.tp=2"]))
-    assert run_ranks(2, worker.main, [str(made.path)]) == [0, 0]
+    assert run_ranks(2, train_rank, [str(made.path)]) == [0, 0]
     return made
 
 
@@ -72,7 +72,7 @@ def test_a_run_continues_from_what_was_cut_for_it(run, tmp_path):
     other = Run(tmp_path / "other")
     keys = [f"data.corpus={run.job().data.corpus}", *SMALL, "layout.pp=2"]
     other.create_or_resume(load_job("tiny", [*keys, f"checkpoint.url={tmp_path / 'out'}", "train.steps=6"]))
-    assert run_ranks(2, worker.main, [str(other.path)]) == [0, 0]
+    assert run_ranks(2, train_rank, [str(other.path)]) == [0, 0]
     (resumed,) = (event for event in other.read_events() if event["event"] == "resume")
     assert (resumed["step"], resumed["source"]) == (4, "storage")
 

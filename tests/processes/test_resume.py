@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import RankPool, run_ranks
-from same_run import assert_same_run
+from same_run import assert_same_run, train_rank
 from tiny_corpora import make_corpus
 
 from myriad.checkpoint.checkpoint_files import load_model
@@ -53,7 +53,7 @@ def start(tmp_path: Path, corpora: list[Path]) -> Callable[..., Run]:
 
 
 def train(run: Run, world: int = 2) -> list[int]:
-    return run_ranks(world, worker.main, [str(run.path)])
+    return run_ranks(world, train_rank, [str(run.path)])
 
 
 def change(run: Run, *overrides: str) -> None:

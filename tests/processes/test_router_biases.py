@@ -9,6 +9,7 @@ import pytest
 import torch
 from parity_case import Case, batch_of_rank, make_engine
 from ranks import run_ranks
+from same_run import train_rank
 from tiny_corpora import make_corpus
 
 from myriad.checkpoint.checkpoint_files import load, load_model, save
@@ -19,7 +20,6 @@ from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.experts import Router
 from myriad.run import Run
-from myriad.train import worker
 
 RATE = 0.0625
 MODEL: dict[str, Any] = {
@@ -135,7 +135,7 @@ def test_a_resumed_run_goes_on_with_their_bits_in_half_precision(tmp_path: Path)
         keys += ["optimizer.final_learning_rate_ratio=1", "optimizer.warmup_steps=0"]
         job = load_job("tiny-moe", keys)
         run.create_or_resume(job)
-        assert run_ranks(2, worker.main, [str(run.path)]) == [0, 0]
+        assert run_ranks(2, train_rank, [str(run.path)]) == [0, 0]
         return load_model(CheckpointFolder(run.checkpoints_path).of_step(last), "")
 
     run_to("killed", 2)

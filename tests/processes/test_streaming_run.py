@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import run_ranks
-from same_run import assert_same_run
+from same_run import assert_same_run, train_rank
 from tiny_corpora import lines
 
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
@@ -73,7 +73,7 @@ def test_killed_loaders_another_layout_and_a_resume_change_no_bit(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = make_run(tmp_path / "whole", texts)
-    assert run_ranks(1, worker.main, [str(whole.path)]) == [0]
+    assert run_ranks(1, train_rank, [str(whole.path)]) == [0]
     run = make_run(tmp_path / "disturbed", texts)
     monkeypatch.setenv("DISTURBED", str(run.path))
     killed: list[int] = []
@@ -86,12 +86,12 @@ def test_killed_loaders_another_layout_and_a_resume_change_no_bit(
     assert_same_run(run, whole)
 
     CheckpointFolder(run.checkpoints_path).storage.remove("step-40")
-    assert run_ranks(1, worker.main, [str(run.path)]) == [0]
+    assert run_ranks(1, train_rank, [str(run.path)]) == [0]
     assert [event["step"] for event in run.read_events() if event["event"] == "resume"] == [20]
     assert_same_run(run, whole)
 
     two = make_run(tmp_path / "two", texts, "layout.dp=2")
-    assert run_ranks(2, worker.main, [str(two.path)]) == [0, 0]
+    assert run_ranks(2, train_rank, [str(two.path)]) == [0, 0]
     losses, digests = ([[line[key] for line in one.read_metrics()] for one in (whole, two)]
                        for key in ("loss", "data_digest"))  # fmt: skip
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)

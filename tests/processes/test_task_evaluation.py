@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
+from same_run import train_rank
 from tiny_corpora import make_corpus
 
 from myriad.errors import BadInputError
@@ -15,7 +16,6 @@ from myriad.evaluation.task_files import read_tasks
 from myriad.evaluation.task_requests import TaskRequests
 from myriad.job import load_job
 from myriad.run import Run
-from myriad.train import worker
 from myriad.train.checkpoint_tools.whole_model import open_model
 from myriad.train.inputs import open_inputs
 
@@ -58,7 +58,7 @@ def test_a_run_in_any_layout_has_the_scores_of_one_process(
 ) -> None:
     run = Run(tmp_path / "run")
     run.create_or_resume(load(*layout, "eval.every=1"))
-    assert run_ranks(world, worker.main, [str(run.path)]) == [0] * world
+    assert run_ranks(world, train_rank, [str(run.path)]) == [0] * world
     first, last = [event for event in run.read_events() if event["event"] == "evaluation"]
     assert (first["step"], last["step"]) == (1, 2)
     assert first["scores"] != last["scores"]
@@ -76,7 +76,7 @@ def test_a_run_in_any_layout_has_the_scores_of_one_process(
 def test_tasks_of_generated_text_alone_are_scored(load: Callable[..., Any], tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.create_or_resume(load(tasks=[one for one in TASKS if one["task"] == "made"]))
-    assert run_ranks(1, worker.main, [str(run.path)]) == [0]
+    assert run_ranks(1, train_rank, [str(run.path)]) == [0]
     (found,) = [event for event in run.read_events() if event["event"] == "evaluation"]
     assert found["documents"] == {"made": 2} and found["scores"].keys() == {"made/exact_match"}
 

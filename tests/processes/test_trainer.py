@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import run_ranks
-from same_run import assert_same_run
+from same_run import assert_same_run, train_rank
 from seen_sockets import GLOO, LOCAL, STORE, TORCHRUN, Watch, assert_in_table
 from tiny_corpora import make_corpus
 
@@ -54,7 +54,7 @@ def start(tmp_path: Path, corpus: Path) -> Callable[..., Run]:
 
 def train(run: Run, world: int = 1) -> list[int]:
     """Runs the worker on forked ranks; their exit codes."""
-    return run_ranks(world, worker.main, [str(run.path)])
+    return run_ranks(world, train_rank, [str(run.path)])
 
 
 def events(run: Run, *names: str) -> list[dict[str, Any]]:
@@ -184,7 +184,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_in_one_line_and_harms_no_file
     run = start(
         "run", *TWO_RANKS, "optimizer.learning_rate=1e30", "optimizer.clip_norm=off", "checkpoint.every=1"
     )
-    assert train(run, 2) == [1, 1]
+    assert run_ranks(2, worker.main, [str(run.path)]) == [1, 1]
     done = len(run.read_metrics())
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("myriad: error:")]
     pattern = (
