@@ -34,12 +34,13 @@ from myriad.forecasts.planned_job import problem_of
 from myriad.job import Job, load_job_to_plan
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.frameworks import Framework
 from myriad.planner.search.layout_search import search_layouts
 from myriad.planner.search.plan_ranking import simulate_candidates
 from myriad.planner.search.planning import describe_layout
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.validation.prediction_errors import probability_of_fit
-from myriad.planner.validation.published_systems import DEEPSPEED_0_4_2, MEGATRON_2_4, PublishedSystem
+from myriad.planner.validation.published_systems import DEEPSPEED_0_4_2, MEGATRON_2_4
 from myriad.planner.workload import Workload
 from myriad.recipes.cluster import load_cluster
 
@@ -113,7 +114,7 @@ def _megatron(job: Job, cluster: Cluster) -> Iterator[Costs]:
                 yield costs
 
 
-def _costs(job: Job, cluster: Cluster, system: PublishedSystem, layout: Layout) -> Costs:
+def _costs(job: Job, cluster: Cluster, system: Framework, layout: Layout) -> Costs:
     work = Workload(job.model, layout, job.train.global_batch, overlap=system.overlap, profile=system.profile)
     return Costs(work, cluster)
 

@@ -192,7 +192,7 @@ class IterationForecast:
             "precision": planned_precision(self.job, self.cluster),
             "accelerators": found.world,
             "iteration_seconds": found.seconds,
-            "interval_ratio": interval_ratio(self.cluster),
+            "interval_ratio": interval_ratio(self.cluster, has_experts=self.job.model.experts is not None),
             "mfu": found.mfu,
             "peak_flops_per_second": found.peak_flops_per_second,
             "tokens_per_second": found.tokens_per_second,

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from myriad.errors import BadInputError
 from myriad.forecasts.plan_figures import plan_figures
 from myriad.forecasts.plan_request import PlanProblem
-from myriad.forecasts.planned_job import job_of, planned_precision, planned_steps, problem_of
+from myriad.forecasts.planned_job import job_of, planned_precision, planned_steps
 from myriad.job import Job
 from myriad.planner import (
     Costs,
@@ -224,7 +224,7 @@ def plan_and_explain(
 
     ``top``: rows of the ranking; ``on_switches``: simulate the cluster's switches, too."""
     job, simulations = question.job, SimulationCache()
-    problem = problem_of(job, question.cluster)
+    problem = question.layouts_on(question.cluster)
     if on_switches and job.model.experts and problem.fixed.get("ep") != 1:
         raise BadInputError("layout.ep", problem.fixed.get("ep"), "1 with --fabric: its flows lack tokens")
     if on_switches:

@@ -7,7 +7,7 @@ from typing import Any
 from myriad.errors import BadInputError
 from myriad.forecasts.plan_figures import plan_figures
 from myriad.forecasts.plan_request import PlanProblem
-from myriad.forecasts.planned_job import planned_steps, problem_of
+from myriad.forecasts.planned_job import planned_steps
 from myriad.planner import (
     LayoutProblem,
     SimulatedPlan,
@@ -70,7 +70,7 @@ def plan_curve(question: PlanProblem, progress: _Progress) -> PlanCurve:
     rows: list[tuple[LayoutProblem, SimulatedPlan | None]] = []
     for number, size in enumerate(sizes):
         progress(f"{size} accelerators", number, len(sizes))
-        problem = problem_of(question.job, scale_cluster(question.cluster, size))
+        problem = question.layouts_on(scale_cluster(question.cluster, size))
         rows.append((problem, best_plan(problem, simulations)))
     if all(found is None for _, found in rows):
         try:
@@ -87,7 +87,7 @@ def fewest_for_days(
     """Return the smallest number of accelerators that finishes in ``days``. Raises `BadInputError`."""
     try:
         return fewest_accelerators(
-            lambda size: problem_of(question.job, scale_cluster(question.cluster, size)),
+            lambda size: question.layouts_on(scale_cluster(question.cluster, size)),
             question.cluster,
             days * 86400 / planned_steps(question.job),
             SimulationCache(),

@@ -47,5 +47,7 @@ def plan_figures(problem: LayoutProblem, plan: SimulatedPlan, steps: int) -> Pla
         tokens_per_second=tokens / plan.seconds,
         days=hours / 24,
         dollars=None if price is None else price * world * hours,
-        interval_ratio=interval_ratio(problem.cluster),
+        interval_ratio=interval_ratio(
+            problem.cluster, problem.framework, has_experts=problem.model.experts is not None
+        ),
     )

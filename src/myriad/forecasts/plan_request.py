@@ -5,14 +5,15 @@ A wrong option is refused before the cluster is loaded: ``this-machine`` may hav
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from myriad.comm.layout import MOST_RANKS
 from myriad.errors import BadInputError
-from myriad.forecasts.planned_job import as_written, given_layout
+from myriad.forecasts.planned_job import as_written, given_layout, problem_of
 from myriad.job import Job, load_job_to_plan
-from myriad.planner import Cluster, LayoutCandidate
+from myriad.planner import Cluster, Framework, LayoutCandidate, LayoutProblem
 from myriad.recipes.cluster import load_cluster, scale_cluster
+from myriad.recipes.framework import load_framework
 from myriad.train.calibration.cluster_file import CLUSTER_NAME
 
 __all__ = ["PlanProblem", "PlanRequest"]
@@ -40,6 +41,8 @@ class PlanRequest:
     """Values of ``--what-if``, as ``KEY=VALUE``."""
     stragglers: tuple[tuple[int, float], ...]
     """Slow nodes and their slowdowns."""
+    framework: Framework | None = None
+    """The framework that the plan is for; off: Myriad."""
 
     @property
     def is_range(self) -> bool:
@@ -55,6 +58,7 @@ class PlanRequest:
         gpus: str | None,
         what_if: Sequence[str] | None,
         straggler: Sequence[str] | None,
+        framework: str | None = None,
     ) -> "PlanRequest":
         """Read and check the texts of the command line. Raises `BadInputError`."""
         loaded = load_job_to_plan(job, overrides)
@@ -63,8 +67,9 @@ class PlanRequest:
         slower = tuple(_straggler(text) for text in straggler or ())
         if cluster == CLUSTER_NAME:
             load_cluster("laptop", changes)  # Both clusters have the same keys.
-        written = as_written(job, overrides)
-        return cls(loaded, written, cluster, None if gpus is None else _sizes(gpus), changes, slower)
+        used = None if framework in (None, "myriad") else load_framework(str(framework))
+        written = as_written(job, overrides) if used is None else None
+        return cls(loaded, written, cluster, None if gpus is None else _sizes(gpus), changes, slower, used)
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,13 @@ class PlanProblem:
     """Numbers of accelerators: one, or both ends of a range."""
     slower: dict[int, float]
     """Factor on the compute time of each slow node, by its number."""
+    framework: Framework | None = None
+    """The framework that the plan is for; off: Myriad."""
+
+    def layouts_on(self, cluster: Cluster) -> LayoutProblem:
+        """Return the search of the job's layouts on a cluster. Raises `BadInputError`."""
+        problem = problem_of(self.job, cluster)
+        return problem if self.framework is None else _as_framework(problem, self.framework)
 
     @classmethod
     def of(cls, request: PlanRequest, cluster_file: str) -> "PlanProblem":
@@ -98,7 +110,30 @@ class PlanProblem:
             if cluster.nodes == 1:
                 allowed = "needs more than one node to order; `myriad simulate --straggler` predicts the cost"
                 raise BadInputError("--straggler", f"node={node}:{factor:g}x", allowed)
-        return cls(request.job, request.written, cluster, plain, sizes, dict(request.stragglers))
+        slower = dict(request.stragglers)
+        return cls(request.job, request.written, cluster, plain, sizes, slower, request.framework)
+
+
+def _as_framework(problem: LayoutProblem, framework: Framework) -> LayoutProblem:
+    """Return the search of layouts that a framework can have, with its profile and its overlap. Raises
+    `BadInputError`."""
+    habits, own = framework.habits, problem.profile
+    degrees = {3} if habits.by_layer and habits.zero == 3 else {0, habits.zero}
+    shards = tuple(shard for shard in problem.shards if shard.zero in degrees)
+    if not shards:
+        allowed = f"with --framework {framework.name} one of {', '.join(map(str, sorted(degrees)))}"
+        raise BadInputError("layout.zero", problem.fixed.get("zero"), allowed)
+    schedules = {"gpipe", "1f1b", "interleaved", habits.schedule}
+    return replace(
+        problem,
+        framework=framework.name,
+        profile=replace(framework.profile, float8=own.float8, keeps_float8=own.keeps_float8),
+        overlap=framework.overlap,
+        searches_overlap=False,
+        shards=shards,
+        schedules=tuple(name for name in problem.schedules if name in schedules),
+        fixed={"expert_dispatch": habits.expert_dispatch, **problem.fixed},
+    )
 
 
 def _sizes(gpus: str) -> tuple[int, ...]:

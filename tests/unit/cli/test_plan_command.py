@@ -350,3 +350,20 @@ def test_plan_and_simulate_take_mfu_of_the_same_peak(capsys: pytest.CaptureFixtu
     seconds = simulated["iteration_seconds"] + simulated["checkpoint_stall_seconds"]
     assert best["seconds"] == pytest.approx(seconds, rel=1e-3)
     assert best["mfu"] == pytest.approx(simulated["mfu"], rel=1e-2)
+
+
+def test_a_plan_for_another_framework_has_only_its_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ("llama3-8b", "--cluster", "one-node-8xh100", "--framework", "megatron-core")
+    best = _told(capsys, *job)["plans"][0]
+    assert best["keys"]["zero"] in (0, 1) and best["keys"]["schedule"] in ("gpipe", "1f1b", "interleaved")
+    assert best["overlap"] == {"tensor": "turns", "pipeline": True, "data": True, "optimizer": True}
+
+
+def test_a_plan_for_another_framework_is_no_job_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ("llama3-8b", "--cluster", "one-node-8xh100", "--framework", "megatron-core")
+    assert _plan(*job, "--out", str(tmp_path / "plan.toml")) == 2
+    assert "without --framework" in capsys.readouterr().err
+    assert _plan(*job[:-1], "megatron-cor") == 2
+    assert "did you mean megatron-core?" in capsys.readouterr().err

@@ -12,12 +12,12 @@ from myriad.errors import BadInputError
 from myriad.job import load_job, load_job_to_plan
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_order, step_seconds
+from myriad.planner.frameworks import Framework
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.validation.published_systems import (
     DEEPSPEED_0_4_2,
     MEGATRON_2_4,
     MEGATRON_2021,
-    PublishedSystem,
 )
 from myriad.planner.workload import Workload
 from myriad.recipes.cluster import load_cluster
@@ -102,7 +102,7 @@ def test_reductions_delay_the_next_gather_and_slow_the_compute_they_travel_behin
 
 
 def predicted(
-    system: PublishedSystem, changes: tuple[str, ...], cluster: str = "vegiant-32xa100-800g", **layout: object
+    system: Framework, changes: tuple[str, ...], cluster: str = "vegiant-32xa100-800g", **layout: object
 ) -> float:
     job = load_job_to_plan("gpt-13b")
     workload = Workload(job.model, Layout(**layout), 1536, overlap=system.overlap, profile=system.profile)
@@ -112,7 +112,7 @@ def predicted(
 def test_zero_3_loses_more_by_tcp_the_more_often_it_gathers_and_a_pipeline_hardly_anything():
     tcp = ("nics.transport=tcp",)
 
-    def loss(system: PublishedSystem, **layout: object) -> float:
+    def loss(system: Framework, **layout: object) -> float:
         return predicted(system, tcp, **layout) / predicted(system, (), **layout)
 
     zero = {"dp": 32, "zero": 3, "recompute": "full", "reduce": "each"}

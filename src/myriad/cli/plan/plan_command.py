@@ -86,6 +86,14 @@ def plan(
             help="Simulate the switches as well (p50 and p95 over hash seeds), and order the nodes by that.",
         ),
     ] = False,
+    framework: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Plan for another framework, e.g. megatron-core, torch-fsdp or a TOML file: its overlap, "
+            "kernels, ZeRO and schedules. Default: myriad.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE.toml", help="Write the best plan as a job file for `myriad train`."),
@@ -123,10 +131,13 @@ def plan(
             "--days": days,
             "--straggler": straggler,
         }
-        unread |= {"--picture": picture, "--fabric": fabric}
+        unread |= {"--picture": picture, "--fabric": fabric, "--framework": framework}
         _measure_alone(context, out, unread, measure=measure, as_json=as_json)
         return
-    request = PlanRequest.read(job, OverrideCommand.of(context), cluster, gpus, what_if, straggler)
+    keys = OverrideCommand.of(context)
+    request = PlanRequest.read(job, keys, cluster, gpus, what_if, straggler, framework)
+    if out is not None and request.framework is not None:
+        raise BadInputError("--out", str(out), "without --framework: a job file is for Myriad")
     if out is not None:
         _check_plan_file(out, request.job)
     if days is not None or request.is_range:

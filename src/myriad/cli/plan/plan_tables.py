@@ -129,7 +129,8 @@ def show_ranking(
 
 
 def _show_promise(console: "Console", problem: LayoutProblem) -> None:
-    if said := describe_interval(problem.cluster, has_experts=problem.model.experts is not None):
+    has_experts = problem.model.experts is not None
+    if said := describe_interval(problem.cluster, problem.framework, has_experts=has_experts):
         console.print(said, style="dim", highlight=False)
 
 

@@ -131,7 +131,8 @@ def transfer_seconds(times: GridTimes) -> Array:
     tokens = np.array(grid.micro_batches) * float(problem.model.sequence)
     size = tokens * problem.model.hidden * problem.value_bytes / grid.tp
     c = np.asarray(message_seconds(group, size))[:, None]
-    found: Array = np.stack([_decoupled(times, c), _coupled(times, c)], axis=-1)
+    forms = [(_decoupled if pipeline else _coupled)(times, c) for pipeline in grid.pipelines]
+    found: Array = np.stack(forms, axis=-1)
     return found
 
 

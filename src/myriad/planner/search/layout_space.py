@@ -55,7 +55,6 @@ __all__ = [
     "layout_grids",
     "parallel_degrees",
     "tensor_degrees",
-    "tensor_overlaps",
 ]
 
 Offload = tuple[float, bool]
@@ -107,6 +106,12 @@ class LayoutProblem:
     """Whether layouts with whole experts (`etp` = 1) are searched."""
     searches_groups: bool = True
     """Whether groups of replicas (`shard_group`) are added to ``shards``."""
+    framework: str = "myriad"
+    """Name of the framework whose profile this is."""
+    searches_overlap: bool = True
+    """Whether the switches of ``overlap`` are searched; off: they are as in ``overlap``."""
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    """Searched schedules."""
     recomputes: tuple[Recompute, ...] = RECOMPUTE
     offloads: tuple[Offload, ...] = ((0.0, False),)
     """Allowed values of `offload_activations` with `offload_optimizer`."""
@@ -117,6 +122,13 @@ class LayoutProblem:
     def allows(self, key: str, value: object) -> bool:
         """Return whether a key of the layout may have this value."""
         return bool(self.fixed.get(key, value) == value)
+
+    @property
+    def tensors(self) -> tuple[TensorOverlap, ...]:
+        """Searched values of overlap.tensor: the requested one, or else turns; and off."""
+        if not self.searches_overlap:
+            return (self.overlap.tensor,)
+        return (self.overlap.tensor or "turns", None)
 
     @property
     def expert_load(self) -> float:
@@ -212,17 +224,22 @@ class LayoutGrid:
     @property
     def tensors(self) -> tuple[TensorOverlap, ...]:
         """Searched values of overlap.tensor."""
-        every = tensor_overlaps(self.problem.overlap)
+        every = self.problem.tensors
         return every if self.tp > 1 else every[:1]
 
     @property
     def pipelines(self) -> tuple[bool, ...]:
         """Searched values of overlap.pipeline."""
+        if not self.problem.searches_overlap:
+            return (self.problem.overlap.pipeline,)
         return (True, False) if self.pp > 1 else (True,)
 
     @property
     def switches(self) -> tuple[Switches, ...]:
         """Values of overlap.data with overlap.optimizer, which hides gathers that are issued early."""
+        if not self.problem.searches_overlap:
+            overlap = self.problem.overlap
+            return ((overlap.data, overlap.optimizer and overlap.data),)
         return ((True, True), (True, False), (False, False)) if self.dp > 1 else ((True, True),)
 
     @cached_property
@@ -236,7 +253,8 @@ class LayoutGrid:
     @property
     def num_switches(self) -> npt.NDArray[np.int64]:
         """Number of distinct values of `switches`, by shard."""
-        return np.array([(3 if zero else 2) if self.dp > 1 else 1 for zero, *_ in self.shards])
+        several = self.dp > 1 and self.problem.searches_overlap
+        return np.array([(3 if zero else 2) if several else 1 for zero, *_ in self.shards])
 
     @cached_property
     def redundant(self) -> npt.NDArray[np.bool_]:
@@ -368,11 +386,6 @@ def _micro_batches(problem: LayoutProblem, dp: int) -> tuple[int, ...]:
     return tuple(size for size in divisors(problem.global_batch // dp) if problem.allows("micro_batch", size))
 
 
-def tensor_overlaps(overlap: OverlapConfig) -> tuple[TensorOverlap, ...]:
-    """Return the searched values of overlap.tensor: the requested one, or else turns; and off."""
-    return (overlap.tensor or "turns", None)
-
-
 def tensor_degrees(model: ModelConfig) -> list[int]:
     """Return the tensor-parallel degrees that `Job.check` accepts."""
     shared = (*model.mlp_widths, model.sequence)
@@ -389,7 +402,7 @@ def _schedules(problem: LayoutProblem, pp: int) -> Iterator[tuple[str, int]]:
     for virtual_stages in _virtual_stages(problem, pp):
         if not _can_be_cut(problem, pp * virtual_stages):
             continue
-        for name in SCHEDULES:
+        for name in problem.schedules:
             if not problem.allows("schedule", name):
                 continue
             if "schedule" not in problem.fixed and _is_another(name, virtual_stages, pp):

@@ -228,7 +228,8 @@ def _steps(problem: LayoutProblem, candidate: LayoutCandidate) -> Iterator[tuple
         if dispatch != layout.expert_dispatch:
             yield f"expert_dispatch {dispatch}", _changed(candidate, expert_dispatch=dispatch)
     yield from _other_offloads(problem, candidate)
-    yield from _other_overlaps(home, candidate)
+    if problem.searches_overlap:
+        yield from _other_overlaps(home, candidate)
 
 
 def _changed(candidate: LayoutCandidate, **values: object) -> LayoutCandidate:

@@ -27,7 +27,6 @@ from myriad.planner.search.layout_space import (
     LayoutProblem,
     divisors,
     tensor_degrees,
-    tensor_overlaps,
 )
 from myriad.program.vee import vee_stage_rank
 
@@ -46,7 +45,7 @@ class LayerTable:
         self.sizes = divisors(batch)
         self.layer_kinds = np.array(self._layer_kinds())
         """Kind of each layer, embedding and head included."""
-        self.overlap_mode = [OVERLAP_MODES[kind] for kind in tensor_overlaps(problem.overlap)]
+        self.overlap_mode = [OVERLAP_MODES[kind] for kind in problem.tensors]
         self.num_kinds = int(self.layer_kinds.max()) + 1
         self._tp = {degree: index for index, degree in enumerate(self.degrees)}
         self._size = {size: index for index, size in enumerate(self.sizes)}

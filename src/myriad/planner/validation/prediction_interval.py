@@ -1,45 +1,103 @@
-"""The 90 % prediction interval for a system that was never measured.
+"""The 90 % prediction interval, by what is known of the framework.
 
-The known errors of predictions come from a handful of tables, and rows of one table have similar errors: they
-share a machine, a framework and its authors' care. So each table counts once, by the mean square of its
-errors. The error of a row of another table follows Student's t with one degree of freedom for each table:
+    a framework with published times      nine of ten of its own times, which its profile may be fitted to
+    one with a profile and too few times  the other frameworks' rows (`framework_errors`): each was left out
+    one without a profile                 the same rows, all predicted as `unknown`
+    a model with experts                  rows of models with experts
+
+Numbers are results of `myriad validate` for all tables that come with Myriad; a test predicts some again.
+
+`interval_width` is the interval for a table that was left out, among the few that describe Megatron-LM and
+its relatives. Rows of one table have similar errors: they share a machine, a framework and its authors' care.
+So each table counts once, by the mean square of its errors. The error of a row of another table follows
+Student's t with one degree of freedom for each table:
 
     width = t(0.95; tables) x sqrt(mean of the tables' mean squares)         1.9 x for 7 tables, 6.3 x for one
 
 That is the prediction interval of a random-effects meta-analysis (Higgins, Thompson and Spiegelhalter, J. R.
 Statist. Soc. A 172, 2009, pages 137 to 159), without its two degrees for a mean: predictions are not shifted.
-A quantile of the observed errors would ignore that the next system may differ from all of them. Errors are
-logarithms of predicted by true seconds.
+Errors are logarithms of predicted by true seconds.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from myriad.planner.cluster_config import Cluster
 
-__all__ = ["INTERVAL_RATIO", "describe_interval", "interval_ratio", "interval_width"]
+__all__ = [
+    "EXPERTS_RATIO",
+    "FRAMEWORKS",
+    "PROFILE_RATIO",
+    "UNKNOWN_RATIO",
+    "describe_interval",
+    "interval_ratio",
+    "interval_width",
+]
 
-INTERVAL_RATIO = 0.12
-"""Relative half width of the interval for a system that is in no table: the result of `myriad validate` for
-all tables that come with Myriad."""
+PROFILE_RATIO = 0.19
+"""Relative half width for a framework with a profile whose times are in no table."""
+UNKNOWN_RATIO = 0.52
+"""Relative half width for a framework without a profile."""
+EXPERTS_RATIO = 0.75
+"""Relative half width for models with experts, of any framework."""
+
+
+class OwnTimes(NamedTuple):
+    """What is known of a framework from its own published times of dense models."""
+
+    rows: int
+    ratio: float
+    """Relative error that nine of ten rows do not exceed."""
+    accelerators: str
+
+
+FRAMEWORKS = {
+    "internevo": OwnTimes(19, 0.11, "A100"),
+    "maxtext": OwnTimes(12, 0.07, "H100"),
+    "megascale": OwnTimes(11, 0.06, "A100"),
+    "megatron-core": OwnTimes(38, 0.17, "H100, B200 and GB200"),
+    "megatron-deepspeed": OwnTimes(37, 0.28, "A100"),
+    "megatron-lm-2023": OwnTimes(11, 0.04, "A100"),
+    "mosaicml-fsdp": OwnTimes(63, 0.19, "A100"),
+    "nanotron": OwnTimes(74, 0.84, "H100"),
+    "torch-fsdp": OwnTimes(13, 0.19, "A100 and H200"),
+    "zero-bubble": OwnTimes(24, 0.18, "A100"),
+}
+"""Frameworks with ten or more rows."""
 _COVERAGE = 0.9
 _GRID = 100_001
 
 
-def interval_ratio(cluster: Cluster) -> float | None:
+def interval_ratio(cluster: Cluster, framework: str = "myriad", *, has_experts: bool = False) -> float | None:
     """Return the half width for times predicted from data sheets; ``None``: the cluster's ranks are CPU
     cores, which no table contains."""
-    return None if cluster.on_cpu else INTERVAL_RATIO
+    if cluster.on_cpu:
+        return None
+    if has_experts:
+        return EXPERTS_RATIO
+    if framework in FRAMEWORKS:
+        return FRAMEWORKS[framework].ratio
+    return UNKNOWN_RATIO if framework == "unknown" else PROFILE_RATIO
 
 
-def describe_interval(cluster: Cluster, *, has_experts: bool) -> str:
-    """Return a line that describes the interval, or an empty string where none is known."""
-    ratio = interval_ratio(cluster)
-    if has_experts and ratio is not None:
-        return "with experts, published times are farther from the predicted ones than without"
-    return "" if ratio is None else f"nine of ten predicted times are within {ratio:.0%} (myriad validate)"
+def describe_interval(cluster: Cluster, framework: str = "myriad", *, has_experts: bool) -> str:
+    """Return a line that describes the interval and what it is for, or an empty string where none is
+    known."""
+    ratio = interval_ratio(cluster, framework, has_experts=has_experts)
+    if ratio is None:
+        return ""
+    if has_experts:
+        what = "models with experts, any framework"
+    elif own := FRAMEWORKS.get(framework):
+        what = f"{framework} on {own.accelerators}, from its {own.rows} published times"
+    elif framework == "unknown":
+        what = "a framework without a profile, dense models"
+    else:
+        what = f"{framework}, with a profile and without published times; dense models on A100 to B200"
+    return f"nine of ten predicted times are within {ratio:.0%}: {what} (myriad validate)"
 
 
 def interval_width(tables: Sequence[npt.NDArray[np.float64]]) -> float:

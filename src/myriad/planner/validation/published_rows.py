@@ -12,6 +12,7 @@ from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Cluster
+from myriad.planner.frameworks import Framework
 from myriad.planner.validation.published_systems import (
     LLAMA_3,
     MEGASCALE,
@@ -20,7 +21,6 @@ from myriad.planner.validation.published_systems import (
     MEGATRON_2022_SEQUENCE,
     MEGATRON_2023,
     MEGATRON_CORE,
-    PublishedSystem,
 )
 from myriad.planner.workload import Recompute, Workload
 
@@ -145,7 +145,7 @@ def _gpt(hidden: int, heads: int, layers: int, sequence: int, vocabulary: int) -
 
 
 def _work(
-    model: ModelConfig, layout: Layout, batch: int, system: PublishedSystem, recompute: Recompute = "none"
+    model: ModelConfig, layout: Layout, batch: int, system: Framework, recompute: Recompute = "none"
 ) -> Workload:
     layout = layout.model_copy(update={"recompute": recompute})
     return Workload(model, layout, batch, system.overlap, system.profile)
@@ -294,7 +294,7 @@ def _recomputation(cells: TableCells, clusters: Clusters) -> Iterator[PublishedR
         micro_batch=cells.whole("mbs"),
     )
     cluster, batch = clusters("selene-2520xa100", gpus), cells.whole("gbs")
-    ways: tuple[tuple[str, str, PublishedSystem, Recompute], ...] = (
+    ways: tuple[tuple[str, str, Framework, Recompute], ...] = (
         ("full recomputation", "full_recompute_s", MEGATRON_2022, "full"),
         ("sequence parallel, selective", "seqpar_selective_s", MEGATRON_2022_SEQUENCE, "selective"),
     )
@@ -386,7 +386,7 @@ TABLE_KINDS = (
         "arXiv 2402.15627, table 3",
         frozenset({"step", "mfu_percent"}),
         _megascale_step,
-        "megascale-ablation",
+        "megascale",
     ),
     TableKind(
         "Megatron-LM, A100",
