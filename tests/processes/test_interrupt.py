@@ -20,7 +20,10 @@ from myriad.run import Run
 from myriad.system.jsonl import Record
 
 _MYRIAD = [sys.executable, "-m", "myriad.cli.main"]
-_TINY = ("train", "tiny", "--run", "./run", "--train.threads", "1")
+_TINY = (
+    "train", "tiny", "--run", "./run", "--train.threads", "1",
+    "--model.layers", "1", "--model.hidden", "32", "--model.sequence", "32",
+)  # fmt: skip
 
 
 def _hear_ctrl_c() -> None:
@@ -86,7 +89,7 @@ def test_ctrl_c_twice_ends_with_130_and_names_the_step_that_the_next_start_conti
 ) -> None:
     """The next start is stopped during validation, for whose end it does not wait; the one after that makes
     up for it."""
-    command = Command(tmp_path, *_TINY, "--train.steps", "4000", "--checkpoint.every", "20")
+    command = Command(tmp_path, *_TINY, "--train.steps", "100000", "--checkpoint.every", "20")
     wait_until(lambda: steps_done(tmp_path) > 25)
     command.signal()
     time.sleep(0.05)

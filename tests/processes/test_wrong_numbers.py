@@ -23,6 +23,9 @@ THREE = [
     "resilience.verify_every=4",
 ]
 
+TWO = [*THREE, "layout.dp=2"]
+"""Enough where no replica has to be told from two others."""
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -78,10 +81,10 @@ def test_wrong_numbers_are_found_their_rank_is_named_and_the_end_is_as_if_they_h
 def test_a_batch_that_is_never_a_number_stops_the_run_with_the_reason_and_the_rank(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(tmp_path / "run", corpus, *THREE)
+    run = make_run(tmp_path / "run", corpus, *TWO)
     plan(run, monkeypatch, {"kind": "nan-always", "rank": 1, "step": 3})
     with pytest.raises(RunFailedError, match=r"on rank 1 .*; it came again on replay, and there is no other"):
-        run_local(run, 3)
+        run_local(run, 2)
     assert verdicts(run) == [("deterministic", 3, 1)]
     assert len(events(run, "start")) == 2 and not events(run, "eviction")
     assert run.read_metrics()[-1]["step"] == 2, "nothing moved by numbers that are none"
@@ -93,12 +96,12 @@ def test_bad_batches_are_skipped_if_the_job_allows_it_in_later_attempts_too(
     """First a batch whose gradient is never a number; then a spike that stays, before which the run goes
     back, to skip the batches that led to it."""
     how = ("resilience.on_nan=skip", "resilience.on_spike=rollback", "checkpoint.every=10")
-    run = make_run(tmp_path / "run", corpus, *THREE, *how, "checkpoint.keep=11")
+    run = make_run(tmp_path / "run", corpus, *TWO, *how, "checkpoint.keep=11")
     monkeypatch.setattr("myriad.launchers.supervised_run.SPIKE_STEPS_BEFORE", 10)
     monkeypatch.setattr("myriad.launchers.supervised_run.SPIKE_STEPS_AFTER", 1)
     faults = [("nan-always", 2), ("spike-always", 37)]
     plan(run, monkeypatch, *({"kind": kind, "rank": 1, "step": step} for kind, step in faults))
-    assert run_local(run, 3) == "finished"
+    assert run_local(run, 2) == "finished"
     nan, *_, spike = (one for one in events(run, "fault") if one.get("cause") in ("nan", "spike"))
     assert (nan["cause"], nan["rank"], nan["step"]) == ("nan", 1, 2)
     assert verdicts(run) == [("deterministic", 2, 1)]
