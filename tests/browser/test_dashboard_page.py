@@ -55,7 +55,7 @@ LINE_PIXELS = """canvas => {
 }"""
 """Of a chart's curve."""
 TICKS = """async () => {
-    const {tickTexts, ticksOf} = await import("/static/chart.js");
+    const {tickTexts, ticksOf} = await import("/static/chart_paint.js");
     const {count, plain, seconds} = await import("/static/format.js");
     return [
         tickTexts([1, 1.001], seconds),
@@ -251,6 +251,64 @@ def test_plan_is_shown_beside_what_was_measured(slow: Watch, tab: Tab) -> None:
     assert page.locator(".lanes").get_attribute("aria-label") == "Timeline of 8 lanes, 4 of them predicted"
 
 
+def test_charts_share_axis_and_zoom_and_can_be_downloaded(slow: Watch, tab: Tab) -> None:
+    page = tab(slow, "overview", accept_downloads=True)
+    charts = page.locator(".chart")
+    charts.nth(4).wait_for()
+    titles = page.locator(".chart figcaption").all_inner_texts()
+    assert [title.split("\n")[0] for title in titles] == [
+        *("Loss", "Tokens per second", "MFU", "Step time", "Exposed communication")
+    ], "what the run has figures for"
+    plot = page.get_by_role("application", name=re.compile("^MFU"))
+    plot.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("PageUp")
+    assert re.search(
+        r"step 1: [\d.]+ %", plot.get_attribute("aria-label")
+    ) and "start: " in plot.get_attribute("aria-label")
+    page.locator(".tip.marked", has_text="start: 256 ranks").wait_for()
+    assert page.locator(".cursor").count() == 5, "all charts show the same step"
+    page.get_by_label("By").select_option("tokens")
+    page.get_by_label("Scale").select_option("log")
+    page.get_by_label("Smoothing").select_option("0.9")
+    plot.focus()
+    page.keyboard.press("+")
+    page.get_by_text("Steps 1 to 3").wait_for()
+    page.wait_for_url(re.compile("first=1.*last=3|last=3.*first=1"))
+    saved = {kind: download(page, "Loss", kind) for kind in ("CSV", "SVG", "PNG")}
+    rows = saved["CSV"].decode().splitlines()
+    assert rows[0] == "step,tokens,training" and [row.split(",")[0] for row in rows[1:]] == ["1", "2", "3"]
+    assert (
+        saved["SVG"].startswith(b"<svg")
+        and b"Loss, by tokens" in saved["SVG"]
+        and saved["SVG"].count(b'opacity="0.28"') == 1
+    )
+    assert saved["PNG"].startswith(b"\x89PNG")
+    page.get_by_role("button", name="All steps").click()
+    page.get_by_text("Steps 1 to 3").wait_for(state="detached")
+
+
+def download(page: "Page", chart: str, kind: str) -> bytes:
+    page.get_by_label(f"Download: {chart}").click()
+    with page.expect_download() as found:
+        page.locator(".save[open]").get_by_role("button", name=kind).click()
+    assert found.value.suggested_filename == f"{chart.lower()}.{kind.lower()}"
+    return Path(found.value.path()).read_bytes()
+
+
+@pytest.mark.parametrize("width", [390, 1000, 1920, 3840])
+def test_rows_of_charts_have_no_holes(slow: Watch, tab: Tab, width: int) -> None:
+    page = tab(slow, "overview", viewport={"width": width, "height": 900})
+    page.locator(".chart").nth(4).wait_for()
+    page.wait_for_function("document.querySelector('.chart').clientWidth > 300")
+    boxes = [chart.bounding_box() for chart in page.locator(".chart").all()]
+    ends: dict[float, float] = {}
+    for box in boxes:
+        ends[box["y"]] = max(ends.get(box["y"], 0.0), box["x"] + box["width"])
+    assert max(ends.values()) - min(ends.values()) < 8, ends
+    assert max(ends.values()) > width - 40 and page.evaluate("document.body.scrollWidth") <= width
+
+
 def test_predicted_lane_lies_under_its_measured_one(slow: Watch, tab: Tab) -> None:
     page = tab(slow, "overview")
     lanes = [{"rank": 7}, {"rank": 9}, {"rank": 9, "predicted": True}, {"rank": 7, "predicted": True}]
@@ -342,6 +400,7 @@ def odd_run(path: Path) -> Run:
     run.metrics_path.write_text("")
     for step in range(1, 6):
         odd = {"loss": 3.25 if step == 2 else None, "tokens_per_second": 1e16 + 2 * step, "mfu": 0.5}
+        odd["user"] = {"<b>mine": step / 2}
         if step == 4:
             odd["expert_loads"] = {"blocks.0": [0.5, 1.5], "<b>": [1, None]}
         if step in (3, 5):
@@ -400,6 +459,8 @@ def test_events_have_words_and_steps_and_what_is_no_number_is_no_line(tmp_path: 
         norms.get_by_text("Largest now: <b>, 2.500.").wait_for()
         cells = norms.locator("rect title").all_text_contents()
         assert [cells[0], cells[-1]] == ["<b>, step 3: 1.500", "head, step 5: –"]
+        page.locator(".chart figcaption", has_text="<b>mine").get_by_text("now 2.500").wait_for()
+        page.locator(".chart figcaption", has_text="<b>/acc").get_by_text("last 0.500, step 4").wait_for()
         drawn = page.locator(".chart canvas").first.evaluate(LINE_PIXELS)
         assert 4 <= drawn <= 40, "a dot"
         events.get_by_role("link", name="rank 9").click()

@@ -31,7 +31,9 @@ PALETTES = """async ([classes, steps]) => {
     const ramps = {};
     for (const scale of ["z", "ms"])
         for (const theme of ["light", "dark"]) ramps[`${scale} ${theme}`] = ramp(scale, theme, values);
+    const {inkOf} = await import("/static/chart_paint.js");
     return {
+        series: Object.fromEntries(["light", "dark"].map((theme) => [theme, inkOf(theme).series])),
         spans: Object.fromEntries(
             at.SPAN_LEGEND.map(([title, names]) => [title, at.spanColour(names.split(" ")[0])]),
         ),
@@ -91,6 +93,11 @@ def test_no_two_kinds_of_time_look_alike_to_colour_blind_eyes(palettes: dict[str
     assert closest(palettes["spans"]) == []
     assert closest(ledger) == []
     assert closest(losses | {"MFU": colours.USEFUL}) == []
+
+
+def test_curves_of_one_chart_are_told_apart(palettes: dict[str, Any]) -> None:
+    for theme, colours_of in palettes["series"].items():
+        assert len(colours_of) == 5 and closest(dict(enumerate(colours_of))) == [], theme
 
 
 def test_heat_map_colours_are_distinguishable_with_colour_blindness(palettes: dict[str, Any]) -> None:

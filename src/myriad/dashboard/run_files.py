@@ -3,15 +3,16 @@
 A file that is incomplete or invalid is skipped, counted and reported; it is read again after it changes.
 
 `Curves` thins the steps for a chart: of a million steps it shows two thousand. Steps are divided into
-sections of equal length. From each section it keeps the lowest and the highest loss, the longest step, and a
-step with a non-finite loss. So a spike of one step, or one NaN, stays visible however long the run is."""
+sections of equal length. From each section it keeps the lowest and the highest loss, the longest step, the
+largest gradient norm, and a step with a non-finite loss. So a spike of one step, or one NaN, stays visible
+however long the run is."""
 
 import contextlib
 import os
 import stat
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,26 +35,25 @@ if TYPE_CHECKING:
 
 __all__ = ["RunFiles"]
 
-COLUMNS = (
-    "step",
-    "time",
-    "loss",
-    "tokens_per_second",
-    "mfu",
-    "step_seconds",
-    "noise_scale",
-    "max_attention_logit",
-    "expert_load",
-    "router_entropy",
-)
-_KEPT_PER_STRETCH = 5
+_ALWAYS = ("step", "time", "loss", "step_seconds", "tokens_per_second", "mfu")
+_OWN = "user"
+"""Field for values that are not Myriad's, by name."""
+_MOST_COLUMNS, _MOST_NAME = 128, 100
+_DIGITS = 7
+_EXACT = ("step", "time", "tokens")
+_KEPT_PER_STRETCH = 6
 
 
 class Curves:
-    """The figures of one run by step, as arrays; NaN where a line has no number."""
+    """The figures of one run by step, as arrays; NaN where a line has no number.
+
+    A column for each number that the lines have, in the order in which they came; those of the field ``user``
+    are named ``user/NAME``."""
 
     def __init__(self) -> None:
-        self._columns = {name: array("d") for name in COLUMNS}
+        self._columns = {name: array("d") for name in _ALWAYS}
+        self._names = set(_ALWAYS)
+        """Names of columns, and of those for which there is no room."""
 
     def add(self, lines: Iterable[Record]) -> None:
         """Add lines from `StepLines.poll`. A line for a known step replaces that step and all later ones."""
@@ -64,19 +64,74 @@ class Curves:
                 end = bisect_left(steps, step)
                 for column in self._columns.values():
                     del column[end:]
+            figures = _figures_of(line)
+            if not figures.keys() <= self._names:
+                self._open_columns(figures)
             for name, column in self._columns.items():
-                value = line.get(name)
-                column.append(float("nan") if value is None else value)
+                column.append(figures.get(name, _NAN))
 
-    def thinned(self, points: int, peaks: Peaks) -> dict[str, list[float | None]]:
-        """Return at most about ``points`` steps, with the first and the last, and their MFU by ``peaks``."""
+    def _open_columns(self, names: Iterable[str]) -> None:
+        if len(self._names) < 10 * _MOST_COLUMNS:
+            self._names.update(names)
+        columns = dict(self._columns)  # another thread may read them meanwhile
+        for name in names:
+            if name not in columns and len(columns) < _MOST_COLUMNS and len(name) <= _MOST_NAME:
+                columns[name] = array("d", [_NAN]) * len(columns["step"])
+        self._columns = columns
+
+    def thinned(
+        self, points: int, peaks: Peaks, first: int = 0, last: int | None = None
+    ) -> dict[str, list[float | None]]:
+        """Return at most about ``points`` of the steps from ``first`` to ``last``, with the first and the
+        last; their MFU by ``peaks``, and the model FLOPs up to each as ``total_flops``."""
         # Another thread may add or remove steps meanwhile, so cut all columns to the shortest.
         copies = {name: np.array(column) for name, column in self._columns.items()}
         length = min(map(len, copies.values()))
-        places = _places({name: column[:length] for name, column in copies.items()}, length, points)
-        found = {name: column[places].tolist() for name, column in copies.items()}
-        lines = (dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True))
-        return found | {"mfu": [peaks.mfu(line) for line in lines]}
+        copies = {name: column[:length] for name, column in copies.items()}
+        if "flops" in copies:
+            copies["total_flops"] = np.cumsum(np.nan_to_num(copies["flops"]))
+        begin = int(np.searchsorted(copies["step"], first))
+        end = length if last is None else int(np.searchsorted(copies["step"], last, side="right"))
+        copies = {name: column[begin:end] for name, column in copies.items()}
+        places = _places(copies, max(0, end - begin), points)
+        copies = {name: column[places] for name, column in copies.items()}
+        lines = zip(*(copies[name].tolist() for name in copies), strict=True)
+        mfu = [peaks.mfu(dict(zip(copies, values, strict=True))) for values in lines]
+        copies["mfu"] = np.array([_NAN if value is None else value for value in mfu])
+        return {name: _rounded(name, column) for name, column in copies.items()}
+
+    def steps_at(self, times: Sequence[float]) -> list[int]:
+        """Return for each time the first step that ended then or later; the last step if there is none."""
+        length = min(len(self._columns["step"]), len(self._columns["time"]))
+        if not length:
+            return [0] * len(times)
+        ends = np.maximum.accumulate(np.nan_to_num(np.array(self._columns["time"][:length]), nan=-np.inf))
+        places = np.minimum(np.searchsorted(ends, times), length - 1)
+        steps = np.array(self._columns["step"][:length])[places]
+        return [int(step) for step in steps]
+
+
+_NAN = float("nan")
+
+
+def _figures_of(line: Record) -> dict[str, float]:
+    """Return the numbers of a line, by column."""
+    found = {name: value for name, value in line.items() if type(value) is float or type(value) is int}
+    for name, value in (line.get(_OWN) or {}).items():
+        if isinstance(value, int | float):
+            found[f"{_OWN}/{name}"] = value
+    return found
+
+
+def _rounded(name: str, column: npt.NDArray[np.float64]) -> list[float | None]:
+    """Return figures with as many digits as a chart shows, so that answers are small."""
+    if name in _EXACT or not len(column):
+        return column.tolist()
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        power = np.floor(np.log10(np.abs(column)))
+        factor = 10.0 ** np.clip(_DIGITS - 1 - power, -300, 300)
+        rounded = np.round(column * factor) / factor
+    return np.where(np.isfinite(rounded), rounded, column).tolist()
 
 
 def _places(columns: dict[str, npt.NDArray[np.float64]], length: int, points: int) -> npt.NDArray[np.int64]:
@@ -91,11 +146,13 @@ def _places(columns: dict[str, npt.NDArray[np.float64]], length: int, points: in
         return np.pad(known, (0, stretches * size - length), constant_values=filler).reshape(stretches, size)
 
     loss, seconds = columns["loss"], columns["step_seconds"]
+    norm = columns.get("grad_norm", seconds)
     begins = np.arange(stretches) * size
     kept = [
         split(loss, np.inf).argmin(axis=1),
         split(loss, -np.inf).argmax(axis=1),
         split(seconds, -np.inf).argmax(axis=1),
+        split(norm, -np.inf).argmax(axis=1),
         split(np.where(np.isfinite(loss), 0.0, 1.0), -1.0).argmax(axis=1),
     ]
     found = np.concatenate([begins, *(begins + places for places in kept), [0, length - 1]])

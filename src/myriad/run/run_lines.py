@@ -74,7 +74,7 @@ STEP_FIELDS = {
     "overflow": "1 if gradients overflowed, with float16.",
 }
 """Fields of a step, with their meaning."""
-_FIGURES = tuple(
+_FIGURES = frozenset(
     {*STEP_FIELDS}
     - {"step", "skipped", "overflow", "data_digest", "layer_norms", "busiest_expert", "expert_loads"}
 )
@@ -84,6 +84,8 @@ _MOST_SECONDS = 2**33
 
 
 def _is_figure(value: object) -> bool:
+    if type(value) is float:  # nearly all: a page reads a million lines
+        return -_LARGEST < value < _LARGEST
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value is None
     return abs(value) < _LARGEST and math.isfinite(value)
@@ -222,13 +224,15 @@ def step_line(line: Record) -> Record | None:
     step = line.get("step")
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _MOST_STEP:
         return None
-    wrong = {key: None for key in _FIGURES if not _is_figure(line.get(key))}
+    wrong = {key: None for key, value in line.items() if key in _FIGURES and not _is_figure(value)}
     if not _is_time(line.get("time")):
         wrong["time"] = None
     if not _are_layer_norms(line.get("layer_norms")):
         wrong["layer_norms"] = None
     if not _are_expert_loads(line.get("expert_loads")):
         wrong["expert_loads"] = None
+    if not (line.get("user") is None or _are_figures(line["user"])):
+        wrong["user"] = None
     return line | wrong if wrong else line
 
 
@@ -350,6 +354,8 @@ def _time_of(line: Record) -> float:
 
 def figure_of(value: object) -> float | None:
     """Return a valid figure of a line as a number, else ``None``."""
+    if type(value) is float:
+        return value if -_LARGEST < value < _LARGEST else None
     return float(value) if isinstance(value, int | float) and _is_figure(value) else None
 
 

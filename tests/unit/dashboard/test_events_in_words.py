@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import myriad
-from myriad.dashboard.api.run_api import _event, grouped
+from myriad.dashboard.api.run_api import _event, grouped, validation_curves
 from myriad.run.event_text import SENTENCES, event_text
 
 
@@ -124,4 +124,21 @@ def test_events_that_repeat_are_one_line() -> None:
         ("diagnosis", 1, 300, 3, 300),
         ("diagnosis", 1, 5000, 1, None),
         ("fault", 1, 5001, 1, None),
+    ]
+
+
+def test_losses_of_validations_are_curves_and_repeated_steps_replace_the_earlier_ones() -> None:
+    def at(step: int, **fields: Any) -> dict[str, Any]:
+        return {"event": "validation", "step": step} | fields
+
+    events = [
+        at(10, loss=3.0, ema_loss=3.1),
+        at(20, loss=2.0),
+        at(20, event="validation_set", name="code", loss=1.5),
+    ]
+    events += [at(10, loss=2.9), at(30, loss=None)]
+    assert validation_curves(events) == [
+        {"name": "validation", "step": [10], "value": [2.9]},
+        {"name": "moving average", "step": [10], "value": [3.1]},
+        {"name": "code", "step": [20], "value": [1.5]},
     ]

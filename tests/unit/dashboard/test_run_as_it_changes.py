@@ -73,7 +73,25 @@ def test_one_bad_step_of_a_million_is_in_the_chart() -> None:
     assert found["loss"][at[123_458]] != found["loss"][at[123_458]]
     curves.add([{"step": 5, "loss": 1.0}])
     assert curves.thinned(2000, Peaks())["step"] == [1, 2, 3, 4, 5]
-    assert Curves().thinned(2, Peaks()) == {name: [] for name in found}
+    assert Curves().thinned(2, Peaks())["loss"] == []
+
+
+def test_a_part_of_the_steps_is_exact_and_has_every_figure_of_the_lines() -> None:
+    curves = Curves()
+    lines = [{"step": step, "time": 10.0 * step, "loss": 1 / step, "flops": 2.0} for step in range(1, 10_001)]
+    for line in lines[5000:]:
+        line |= {"user": {"temperature": line["step"] / 2, "bad": "x"}, "mine": 3}
+    curves.add(lines)
+    found = curves.thinned(100, Peaks(), first=4999, last=5004)
+    assert found["step"] == [4999, 5000, 5001, 5002, 5003, 5004]
+    assert found["total_flops"][-1] == 2.0 * 5004 and found["loss"][0] == pytest.approx(1 / 4999, rel=1e-6)
+    known = found["user/temperature"]
+    assert known[2:] == [2500.5, 2501, 2501.5, 2502] and known[0] != known[0], (
+        "of earlier steps it is unknown"
+    )
+    assert found["mine"][-1] == 3 and "user/bad" not in found
+    assert curves.steps_at([0.0, 45.0, 1e9]) == [1, 5, 10_000]
+    assert Curves().steps_at([1.0]) == [0]
 
 
 @pytest.mark.parametrize("points", [2, 3, 7, 50])

@@ -11,7 +11,7 @@ from myriad.dashboard.api.query_parameters import as_int
 from myriad.dashboard.api.rank_api import silent_rank_sentence
 from myriad.dashboard.insight.losses import Losses
 from myriad.dashboard.node_table import evidence_rows, health_of, node_rows
-from myriad.dashboard.run_files import number
+from myriad.dashboard.run_files import Curves, number
 from myriad.dashboard.run_status import state_sentence
 from myriad.dashboard.watched_run import WatchedRun
 from myriad.run.event_text import event_text
@@ -22,12 +22,21 @@ from myriad.units import format_seconds
 __all__ = ["faults", "norms", "overview", "run"]
 
 _MOST_EVENTS, _MOST_NUMBER = 500, 2**53
+_MOST_STEP = 2**31 - 1
 _MOST_SCORES, _MOST_EVALUATIONS = 200, 200
 _MOST_NORMS, _MOST_LAYERS = 60, 400
+_MOST_VALIDATIONS, _MOST_NAME = 12, 60
+_MOST_MARKS = 400
+_MARKED = (
+    *("fault", "diagnosis", "health", "eviction", "restart", "resume", "start", "finish", "interrupted"),
+    *("spike", "skip", "bad_block", "job_changed", "phase", "start_over", "held", "checkpoint"),
+)
+"""Events that are marked on the charts, because they often explain a change."""
 _BEHIND_SECONDS = 10.0
 _MOST_FEW = 5
 """Stages of fewer ranks have no spread to speak of: deviations are shown in percent instead of scores."""
-_REPEATED = ("diagnosis", "log_match", "health", "spike", "overflow", "retry", "telemetry", "skip")
+_AT_STEPS = ("spike", "skip", "overflow")
+_REPEATED = ("diagnosis", "log_match", "health", "retry", "telemetry", *_AT_STEPS)
 _TOGETHER_SECONDS = 900.0
 _ABOUT_LAST_STEP = ("held", "checkpoint", "finish", "start")
 _DECISIONS = (
@@ -110,12 +119,18 @@ def overview(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the curves, the loads of experts, the scores on tasks, the account of time and the newest
     events."""
     points = as_int(query, "points", 2000, 2, 20_000)
+    first, last = (as_int(query, key, -1, 0, _MOST_STEP) for key in ("first", "last"))
     account, events = watched.account, watched.files.events
     scores, speed = score_histories(events), watched.files.speed_meter.speed
-    first = max(0, len(events) - _MOST_EVENTS)
-    shown = [_event(event, place) for place, event in enumerate(events[first:], first)]
+    begin = max(0, len(events) - _MOST_EVENTS)
+    shown = [_event(event, place) for place, event in enumerate(events[begin:], begin)]
     return {
-        **watched.files.curves.thinned(points, watched.files.peaks),
+        **watched.files.curves.thinned(points, watched.files.peaks, first, None if last < 0 else last),
+        "validation": validation_curves(events),
+        "marks": _marks(events, watched.files.curves),
+        "last_step": watched.steps_done,
+        "newest_loss": _newest_loss(watched.files.metrics),
+        "began": _began(watched),
         "speed": None if speed is None else asdict(speed),
         "ledger": account.get("classes", {}),
         "ettr": account.get("effective_ratio"),
@@ -145,6 +160,57 @@ def grouped(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         newest[key] = len(found)
         found.append(event)
     return [event for event in found if event]
+
+
+def _marks(events: Sequence[Record], curves: Curves) -> list[dict[str, Any]]:
+    """Return the newest events that charts mark, with ``at``, the step at which they do. Those about single
+    steps are not joined."""
+    marked = [_event(event, place) for place, event in enumerate(events) if event.get("event") in _MARKED]
+    joined = grouped([event for event in marked if event["event"] not in _AT_STEPS])
+    single = [event for event in marked if event["event"] in _AT_STEPS]
+    newest = sorted([*joined, *single], key=lambda event: event["place"])[-_MOST_MARKS:]
+    steps = curves.steps_at([event["time"] or 0.0 for event in newest])
+    return [event | {"at": event["step"] or step} for event, step in zip(newest, steps, strict=True)]
+
+
+def _newest_loss(lines: Sequence[Record]) -> dict[str, Any] | None:
+    """Return the newest finite loss, its step, and the step since which losses are not finite."""
+    if not lines:
+        return None
+    for place in range(len(lines) - 1, -1, -1):
+        if (loss := number(lines[place].get("loss"))) is not None:
+            since = lines[place + 1]["step"] if place + 1 < len(lines) else None
+            return {"loss": loss, "step": lines[place]["step"], "since": since}
+    return {"loss": None, "step": None, "since": lines[0]["step"]}
+
+
+def _began(watched: WatchedRun) -> float:
+    """Return the time at which the run began, from which charts count."""
+    times = (number(one.get("time")) for one in (*watched.files.events[:1], *watched.files.metrics[:1]))
+    return min((time for time in times if time is not None), default=0.0)
+
+
+_VALIDATIONS = {"loss": "validation", "ema_loss": "moving average"}
+
+
+def validation_curves(events: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return the losses of validations: ``name``, ``step`` and ``value`` of each validation set, and of the
+    moving average. A validation of a step that was repeated replaces the earlier ones from there on."""
+    found: dict[str, ScoreHistory] = {}
+    for event in events:
+        step, kind = _whole(event.get("step")), event.get("event")
+        if step is None or kind not in ("validation", "validation_set"):
+            continue
+        own = {key: number(event.get(key)) for key in _VALIDATIONS}
+        for key, value in own.items():
+            name = _VALIDATIONS[key]
+            if kind == "validation_set":
+                name = str(event.get("name"))[:_MOST_NAME] + (
+                    " (moving average)" if key == "ema_loss" else ""
+                )
+            if value is not None and (name in found or len(found) < _MOST_VALIDATIONS):
+                found.setdefault(name, ScoreHistory(name)).add(step, value, None)
+    return [{"name": one.name, "step": one.steps, "value": one.values} for one in found.values()]
 
 
 def norms(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
@@ -236,9 +302,6 @@ def _nodes(watched: WatchedRun, decided: list[Record]) -> list[dict[str, Any]]:
             }
         )
     return nodes
-
-
-_MOST_STEP = 2**31 - 1
 
 
 def waterfall(watched: WatchedRun, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:

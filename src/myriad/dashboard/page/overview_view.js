@@ -2,57 +2,72 @@
 
 import { askJson } from "./api.js";
 import { Chart } from "./chart.js";
+import { axesOf, axisOf } from "./chart_axes.js";
 import { classColour } from "./colours.js";
 import { isBad, nameOf } from "./event_names.js";
 import { Experts } from "./experts.js";
-import { count, percent, plain, plural, seconds } from "./format.js";
-import { html, useMemo, useState } from "./html.js";
+import { bytes, count, percent, plain, plural, seconds } from "./format.js";
+import { html, useMemo, useRef, useState } from "./html.js";
 import { LayerNorms } from "./norms.js";
 import { useAnswer } from "./query.js";
+import { amend } from "./route.js";
 import { Scores } from "./scores.js";
-import { Figure, Problem, Time, Where } from "./widgets.js";
+import { lastNotAbove } from "./sorted.js";
+import { useSize } from "./theme.js";
+import { Choice, Figure, Problem, Time, Where } from "./widgets.js";
 
+/** Title, column and format of each chart, in order; what the run has no figures for is left out. */
 const CURVES = [
   ["Loss", "loss", plain],
+  ["Learning rate", "learning_rate", plain],
+  ["Gradient norm", "grad_norm", plain],
   ["Tokens per second", "tokens_per_second", count],
   ["MFU", "mfu", percent],
   ["Step time", "step_seconds", seconds],
+  ["Exposed communication", "exposed_comm_seconds", seconds],
+  ["Wait for data", "data_wait_seconds", seconds],
+  ["Wait for checkpoints", "checkpoint_wait_seconds", seconds],
+  ["Memory of rank 0", "memory_bytes", bytes],
+  ["Loss of the prediction layers", "prediction_loss", plain],
   ["Largest attention logit", "max_attention_logit", plain],
   ["Load of the busiest expert", "expert_load", plain],
   ["Entropy of routers", "router_entropy", plain],
   ["Gradient noise scale (tokens)", "noise_scale", count],
+  ["Loss scale", "loss_scale", count],
 ];
-/** Curves that are shown only if the run has them. */
-const OPTIONAL = new Set(["noise_scale", "max_attention_logit", "expert_load", "router_entropy"]);
-/** Events that are marked on the curves, because they often explain a change. */
-const MARKED = new Set(["fault", "diagnosis", "eviction", "restart", "resume", "start", "spike", "skip", "bad_block", "health", "job_changed", "phase", "start_over", "held"]);
+/** Columns that are axes, or parts of other charts. */
+const NO_CHART = new Set([...CURVES.map(([, name]) => name), "step", "time", "tokens", "flops", "total_flops", "noise_gradient", "noise_variance", "skipped", "overflow"]);
+const OWN = "user/";
+const MOST_SCORES = 24;
+/** Pixels: least width of a chart, and gap between two. */
+const [LEAST, GAP] = [340, 10];
+const MOST_ACROSS = 6;
+const SMOOTHINGS = [["0", "none"], ["0.6", "little"], ["0.9", "much"], ["0.98", "very much"]];
 const NEWEST_EVENTS = 200;
 /** Losses whose colours are those of a class of time. */
 const LOSS_CLASSES = { "slower than peak": "compute", "slower ranks": "slow", tensor: "tp", experts: "ep", pipeline: "pp", "data parallel": "dp" };
 
-/** @param {{run: any, version: number, theme: import("./colours.js").Theme}} props */
-export function OverviewView({ run, version, theme }) {
-  const overview = useAnswer("overview", () => askJson("/api/overview", { points: 2000 }), version);
+/** @param {{run: any, query: Record<string, string>, version: number, theme: import("./colours.js").Theme}} props */
+export function OverviewView({ run, query, version, theme }) {
+  const asked = query.first && query.last ? { first: query.first, last: query.last } : {};
+  const overview = useAnswer(`overview ${asked.first ?? ""} ${asked.last ?? ""}`, () => askJson("/api/overview", { points: 2000, ...asked }), version);
   const waterfall = useAnswer("waterfall", () => askJson("/api/waterfall"), version);
   const it = overview.value;
-  const shared = useShared(it?.step.length ?? 0);
-  const marks = useMemo(() => (it ? marksOf(it) : []), [it]);
   return html`
     <section class="overview scroll" tabindex="0" aria-label="Overview">
       <${Problem} error=${overview.error} />
       <div class="figures">
-        <${Figure} name="Step" value=${count(it?.step.at(-1))} />
-        <${Figure} name="Loss" ...${lossNow(it)} />
+        <${Figure} name="Step" value=${count(it?.last_step)} />
+        <${Figure} name="Loss" ...${it?.newest_loss ? lossNow(it.newest_loss) : { value: "–" }} />
         <${Figure} name="Tokens/s" value=${count(it?.speed?.tokens_per_second && Math.round(it.speed.tokens_per_second))} note=${meanOf(it?.speed)} />
         <${Figure} name="MFU" value=${percent(it?.speed?.mfu)} note=${run.peak_flops ? `of ${count(run.peak_flops)}FLOP/s, ${run.peak_source}` : run.peak_source} />
         <${Figure} name="ETTR" value=${percent(it?.ettr)} note="effective training time" />
-        <${Figure} name="Goodput" value=${`${count(it?.goodput)} tokens/s`} note="since the start, all stops counted" />
+        <${Figure} name="Goodput" value=${`${count(it?.goodput && Math.round(it.goodput))} tokens/s`} note="since the start, all stops counted" />
         <${LostData} dropped=${run.dropped ?? {}} />
       </div>
       ${run.problems?.length > 0 && html`<details class="doubts"><summary>${plural(run.problems.length, "file or batch", "files or batches")} could not be read</summary>
         <ul>${run.problems.toReversed().map((text, i) => html`<li key=${i}>${text}</li>`)}</ul></details>`}
-      <div class="charts">${it?.step.length > 0 && CURVES.filter(([, name]) => !OPTIONAL.has(name) || it[name]?.some((value) => value !== null)).map(([title, name, show]) => html`
-        <${Chart} key=${name} title=${title} at=${it.step} values=${it[name]} show=${show} marks=${marks} theme=${theme} ...${shared} />`)}</div>
+      ${it?.step.length > 0 && html`<${Charts} it=${it} query=${query} theme=${theme} />`}
       ${it?.expert_loads && html`<${Experts} found=${it.expert_loads} />`}
       ${it?.norms_step && html`<${LayerNorms} newest=${it.norms_step} />`}
       ${it?.scores.length > 0 && html`<${Scores} scores=${it.scores} total=${it.num_scores} />`}
@@ -67,12 +82,83 @@ export function OverviewView({ run, version, theme }) {
     </section>`;
 }
 
+/** All charts, with the choices that hold for all of them. @param {{it: any, query: Record<string, string>, theme: import("./colours.js").Theme}} props */
+function Charts({ it, query, theme }) {
+  const box = useRef(null);
+  const { width } = useSize(box);
+  const [cursor, onCursor] = useState(-1);
+  const axes = axesOf(it);
+  const name = axes.includes(query.x) ? query.x : "steps";
+  const axis = useMemo(() => axisOf(it, name, it.began), [it, name]);
+  const smoothing = SMOOTHINGS.some(([value]) => value === query.smooth) ? Number(query.smooth) : 0;
+  const charts = useMemo(() => chartsOf(it, axis, smoothing), [it, axis, smoothing]);
+  const marks = useMemo(() => marksOf(it, axis), [it, axis]);
+  const wide = useMemo(() => widthsOf(width, charts.length), [width, charts.length]);
+  const zoomed = Boolean(query.first && query.last);
+  const onRange = (range) => amend({ first: range?.first, last: range?.last });
+  const range = [axis.at[0], axis.at.at(-1)];
+  const log = query.y === "log";
+  return html`
+    <div class="bar">
+      <${Choice} label="By" value=${name} options=${axes} onChange=${(x) => amend({ x })} />
+      <${Choice} label="Scale" value=${log ? "log" : "linear"} options=${["linear", "log"]} onChange=${(y) => amend({ y })} />
+      <${Choice} label="Smoothing" value=${String(smoothing)} options=${SMOOTHINGS} onChange=${(smooth) => amend({ smooth })} />
+      ${zoomed && html`<span class="dim">Steps <b>${count(it.step[0])}</b> to <b>${count(it.step.at(-1))}</b></span>
+        <button onClick=${() => onRange(null)}>All steps</button>`}
+    </div>
+    <div class="charts" ref=${box}>${charts.map(({ key, title, show, series }, i) => html`
+      <${Chart} key=${key} ...${{ title, wide: wide[i], show, series, axis, marks, cursor, onCursor, range, onRange, zoomed, log, theme }} />`)}</div>`;
+}
+
+/** Widths of charts in full rows of nearly equal numbers. @param {number} width @param {number} number */
+function widthsOf(width, number) {
+  const rows = Math.ceil(number / Math.max(1, Math.min(MOST_ACROSS, Math.floor((width + GAP) / (LEAST + GAP)))));
+  const [few, more] = [Math.floor(number / rows), number % rows];
+  return Array.from({ length: number }, (_, i) => {
+    const across = i < more * (few + 1) ? few + 1 : few;
+    return Math.max(0, Math.floor((width - GAP * (across - 1)) / across));
+  });
+}
+
+/** The charts of a run: those above, then the user's own and further figures, then scores. */
+function chartsOf(it, axis, smoothing) {
+  const own = Object.keys(it).filter((name) => !NO_CHART.has(name) && Array.isArray(it[name]) && it[name].length === it.step.length && it[name].some((value) => typeof value === "number"));
+  const further = own.map((name) => [name.startsWith(OWN) ? name.slice(OWN.length) : name.replaceAll("_", " "), name, plain]);
+  const known = [...CURVES, ...further].filter(([, name]) => name === "loss" || it[name]?.some((value) => value !== null && value !== 0));
+  const charts = known.map(([title, name, show]) => ({ key: name, title, show, series: [lineOf(title, it[name], axis, smoothing), ...(name === "loss" ? validationsOf(it, axis) : [])] }));
+  const scored = it.scores.filter((score) => score.step.length > 1).slice(0, MOST_SCORES);
+  return [...charts, ...scored.map((score) => ({ key: `score ${score.name}`, title: score.name, show: plain, series: [pointsOf(score, axis)] }))];
+}
+
+/** @returns {import("./chart.js").Series} */
+function lineOf(title, values, axis, smoothing) {
+  const line = { name: title === "Loss" ? "training" : title, step: axis.step, x: axis.at, values };
+  return smoothing ? { ...line, values: smooth(axis.step, values, smoothing), raw: values } : line;
+}
+
+const validationsOf = (it, axis) => it.validation.map((one) => pointsOf(one, axis)).filter((one) => one.x.length);
+
+/** Values at some steps, of which those that the axis covers. @param {{name: string, step: number[], value: (number | null)[]}} found */
+function pointsOf({ name, step, value }, axis) {
+  const inside = step.map((_, i) => i).filter((i) => step[i] >= axis.step[0] && step[i] <= axis.step.at(-1));
+  return { name, points: true, step: inside.map((i) => step[i]), x: inside.map((i) => axis.at[Math.max(0, lastNotAbove(axis.step, step[i]))]), values: inside.map((i) => value[i]) };
+}
+
+/** Exponential moving average, without the pull of its first value; it forgets by steps, however many are shown. */
+function smooth(steps, values, weight) {
+  const usual = Math.max(1, (steps.at(-1) - steps[0]) / Math.max(1, steps.length - 1));
+  let [sum, total, before] = [0, 0, steps[0]];
+  return values.map((value, i) => {
+    if (value === null || value === undefined) return null;
+    const kept = weight ** ((steps[i] - before) / usual);
+    [sum, total, before] = [sum * kept + value, total * kept + 1, steps[i]];
+    return sum / total;
+  });
+}
+
 /** The newest loss; if it is non-finite, the step since when. */
-function lossNow(it) {
-  if (!it?.step.length) return { value: "–" };
-  const i = it.loss.findLastIndex((value) => value !== null);
-  if (i === it.loss.length - 1 || i < 0) return { value: plain(it.loss.at(-1)) };
-  return { value: "NaN", note: `non-finite since step ${count(it.step[i + 1])}; ${plain(it.loss[i])} at step ${count(it.step[i])}` };
+function lossNow({ loss, step, since }) {
+  return since === null ? { value: plain(loss) } : { value: "NaN", note: loss === null ? "" : `non-finite since step ${count(since)}; ${plain(loss)} at step ${count(step)}` };
 }
 
 const meanOf = (speed) => (speed ? `mean of steps ${count(speed.first_step)} to ${count(speed.last_step)}` : "");
@@ -87,24 +173,17 @@ function LostData({ dropped }) {
   return texts.length > 0 && html`<${Figure} name="Lost data" value=${texts[0]} note=${texts.slice(1).join(", ")} />`;
 }
 
-/** Cursor and range of steps that all charts share; all steps unless a range was selected. @param {number} length */
-function useShared(length) {
-  const [cursor, onCursor] = useState(-1);
-  const [chosen, onStretch] = useState(null);
-  const stretch = useMemo(() => (chosen && chosen.to < length ? chosen : { from: 0, to: Math.max(0, length - 1) }), [chosen, length]);
-  return { cursor, onCursor, stretch, onStretch };
-}
-
-/** Events on the axis of steps: at their step, or else at the first step that ended after each. */
-function marksOf({ step, time, events }) {
-  if (!step.length) return [];
-  return events.filter((event) => MARKED.has(event.event)).map((event) => {
-    const text = `${nameOf(event)}: ${event.text}`;
-    const label = event.event === "phase" ? event.text.split(":")[0] : "";
-    if (event.step > 0) return { at: Math.min(event.step, step.at(-1)), text, label };
-    const i = event.time === null ? -1 : time.findIndex((at) => at >= event.time);
-    return { at: step[i < 0 ? step.length - 1 : i], text };
-  });
+/** Events on the axis, as far as it reaches; those after the last step are at its end. */
+function marksOf({ step, marks, last_step: last }, axis) {
+  const placed = marks.map((event) => ({ event, step: event.at > step.at(-1) && step.at(-1) >= last ? step.at(-1) : event.at }));
+  const found = placed.filter((mark) => mark.step >= step[0] && mark.step <= step.at(-1));
+  return found.map(({ event, step: own }) => ({
+    step: own,
+    at: axis.at[Math.max(0, lastNotAbove(step, own))],
+    text: `${nameOf(event)}: ${event.text}${event.times > 1 ? ` (${count(event.times)} times in ${seconds(event.seconds)})` : ""}`,
+    label: event.event === "phase" ? event.text.split(":")[0] : "",
+    kind: isBad(event) ? "bad" : event.event === "checkpoint" ? "checkpoint" : "other",
+  }));
 }
 
 /** @param {{ledger: Record<string, number>}} props */
@@ -150,9 +229,10 @@ function waterfallLines(value) {
 /** @param {{events: {place: number, time: number, event: string, text: string}[], total: number, world: number}} props */
 export function Events({ events, total, world }) {
   const newest = events.slice(-NEWEST_EVENTS).reverse();
+  const told = newest.reduce((sum, event) => sum + (event.times ?? 1), 0);
   return html`<ol class="events" tabindex="0" aria-label="Events, newest first">${newest.map((event) => html`
     <li key=${event.place} class=${isBad(event) ? "bad" : ""}><${Time} at=${event.time} /><b>${nameOf(event)}</b>
       <span>${event.text}${event.times > 1 && html` <b class="times">${count(event.times)} times in ${seconds(event.seconds)}</b>`} <${Where} event=${event} world=${world} /></span></li>`)}
     ${!events.length && html`<li class="dim">No events yet.</li>`}
-    ${total > newest.length && html`<li class="dim"><span></span><span></span><span>${count(total - newest.length)} older events are in events.jsonl.</span></li>`}</ol>`;
+    ${total > told && html`<li class="dim"><span></span><span></span><span>${count(total - told)} older events are in events.jsonl.</span></li>`}</ol>`;
 }

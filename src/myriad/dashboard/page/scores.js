@@ -1,6 +1,6 @@
 /** Scores on tasks (`eval.tasks`): the newest value of each, and a small chart of all evaluations with their standard errors. */
 
-import { niceRange } from "./chart.js";
+import { niceRange } from "./chart_paint.js";
 import { count, plain } from "./format.js";
 import { html } from "./html.js";
 
