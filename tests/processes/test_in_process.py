@@ -81,8 +81,16 @@ print(json.dumps(told))
 """
 SECOND = """
 seen = []
-run = train("tiny", [*KEYS, "train.steps=7"], run="here", on_step=lambda: seen.append(children()))
+import myriad
+
+def after_step():
+    seen.append(children())
+    myriad.log({"seen": len(seen), "twice": 1.0})
+    myriad.log({"twice": 2})
+
+run = train("tiny", [*KEYS, "train.steps=7"], run="here", on_step=after_step)
 told["here"] = [run.last_step(), seen]
+told["logged"] = [line.get("user") for line in run.read_metrics()]
 train(Run("both"), ["train.steps=7"])
 told["resumed"] = resumes(train(Run("failed")))
 print(json.dumps(told))
@@ -137,6 +145,11 @@ def test_a_run_has_the_same_bits_in_this_process_as_supervised_and_then_in_this_
     assert losses(here) == losses(both) and len(losses(here)) == 7
     assert [e["step"] for e in both.read_events() if e["event"] == "resume"] == [4]
     assert list((here.path / "spans").glob("*.parquet")), "spans are written before train returns"
+    own = [None, *({"seen": float(step), "twice": 1.5} for step in range(1, 7))]
+    assert second["logged"] == own, "with the line of the next step"
+    assert not any("user" in line for line in both.read_metrics()), (
+        "values of one run are not those of another"
+    )
 
 
 def test_ctrl_c_saves_and_returns_and_the_next_call_resumes(folder: Path, first: dict[str, Any]) -> None:

@@ -180,6 +180,13 @@ class RunCollector(Collector):
                 for layer, norm in list(layers.items())[:_MOST_LAYERS]:
                     gauge.add_metric([of[:64], layer[:64]], _number(norm, math.nan))
             yield gauge
+        if own := self._last.get("user"):
+            gauge = GaugeMetricFamily(
+                "myriad_user", "Values of myriad.log in the newest step.", labels=["name"]
+            )
+            for name, value in list(own.items())[:_MOST_LABELS]:
+                gauge.add_metric([name[:64]], _number(value, math.nan))
+            yield gauge
         if "loss_scale" in self._last:
             yield _gauge(
                 "myriad_loss_scale", "Loss scale of the newest step, in float16.", self._last["loss_scale"]

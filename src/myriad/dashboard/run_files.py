@@ -37,7 +37,7 @@ __all__ = ["RunFiles"]
 
 _ALWAYS = ("step", "time", "loss", "step_seconds", "tokens_per_second", "mfu")
 _OWN = "user"
-"""Field for values that are not Myriad's, by name."""
+"""Field with the values of `myriad.log`."""
 _MOST_COLUMNS, _MOST_NAME = 128, 100
 _DIGITS = 7
 _EXACT = ("step", "time", "tokens")
@@ -47,7 +47,7 @@ _KEPT_PER_STRETCH = 6
 class Curves:
     """The figures of one run by step, as arrays; NaN where a line has no number.
 
-    A column for each number that the lines have, in the order in which they came; those of the field ``user``
+    A column for each number that the lines have, in the order in which they came; those of `myriad.log`
     are named ``user/NAME``."""
 
     def __init__(self) -> None:

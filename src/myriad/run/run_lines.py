@@ -69,6 +69,8 @@ STEP_FIELDS = {
     "router_entropy": "Entropy of routers' scores over ln(model.experts), mean over tokens and blocks: 1 if "
     "all experts have equal scores, 0 if one has all.",
     "max_attention_logit": "Largest attention score of any head before the softmax, with optimizer.qk_clip.",
+    "user": "Values of `myriad.log` by name: means over the calls of the step in rank 0's process; null if "
+    "not finite.",
     "loss_scale": "Loss scale of the step, with float16.",
     "skipped": "1 if the batch was skipped.",
     "overflow": "1 if gradients overflowed, with float16.",
@@ -76,7 +78,7 @@ STEP_FIELDS = {
 """Fields of a step, with their meaning."""
 _FIGURES = frozenset(
     {*STEP_FIELDS}
-    - {"step", "skipped", "overflow", "data_digest", "layer_norms", "busiest_expert", "expert_loads"}
+    - {"step", "skipped", "overflow", "data_digest", "layer_norms", "busiest_expert", "expert_loads", "user"}
 )
 _MOST_STEP, _LARGEST = 2**53, 1e100
 _MOST_SECONDS = 2**33

@@ -67,6 +67,8 @@ def scalars_of(record: Record) -> dict[str, float]:
     if not is_step or not isinstance(at, int | float) or not abs(at) < _LARGEST:
         return {}
     numbers = {key: value for key, value in record.items() if key not in _NO_CURVE} | _layer_norms_of(record)
+    own = record.get("user")
+    numbers |= {f"user/{name}": value for name, value in own.items()} if isinstance(own, Mapping) else {}
     return {
         key: float(value)
         for key, value in numbers.items()

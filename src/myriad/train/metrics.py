@@ -25,6 +25,7 @@ from myriad.job import Job
 from myriad.model.config import ModelConfig
 from myriad.parallel.optimizer_step import StepResult
 from myriad.system.machine import num_cores, processor_name
+from myriad.system.user_metrics import take_logged
 from myriad.system.whole_file import write_whole
 from myriad.telemetry.spans import Recorder
 
@@ -102,6 +103,7 @@ class StepMeter:
             **({"loss_scale": result.loss_scale} if result.loss_scale is not None else {}),
             **({"skipped": 1} if result.skipped else {}),
             **({"overflow": 1} if result.overflow else {}),
+            **({"user": own} if (own := take_logged()) else {}),
         }
 
     def _predictions(self, result: StepResult) -> dict[str, float | None]:

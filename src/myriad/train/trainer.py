@@ -32,6 +32,7 @@ from myriad.parallel.cuda_graphs import CudaGraphs
 from myriad.parallel.optimizer_step import StepResult
 from myriad.program.device_needs import posts_early
 from myriad.run import Run
+from myriad.system.user_metrics import take_logged
 from myriad.telemetry.progress.progress_page import IN_MEMORY_ONLY, TURNED_CODE
 from myriad.train.checkpoint_tools.text_sampler import continue_text
 from myriad.train.data_loader import open_feed, rank_rows, to_batch, validation_guard
@@ -160,6 +161,7 @@ class Trainer:
     def train(self) -> None:
         """Train to the last step, or to the step in which a stop was requested."""
         self._announce()
+        take_logged()  # values from before this run
         try:
             with report_lost_peers(self.job.comm.timeout_seconds):
                 self._run_steps()
@@ -354,6 +356,7 @@ class Trainer:
             is_due = every and self.step % every == 0
             if not stopping and (is_due or self.step == job.train.steps):
                 stopping = not check() and self._agrees
+                take_logged()  # values of an evaluation are none of the next step
         return stopping
 
     def _after_step(self, *, is_last: bool, stopping: bool) -> None:

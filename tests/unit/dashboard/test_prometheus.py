@@ -84,6 +84,7 @@ def run(tmp_path: Path) -> Run:
         noise_scale=4096.0,
         expert_load=1.5,
         router_entropy=0.75,
+        user={"mine": 0.5},
         layer_norms={"update": {"blocks.0": 0.5}},
     )
     run.append_event("validation", step=3, loss=2.25, ema_loss=2.125)
@@ -128,6 +129,7 @@ def test_a_report_covers_the_whole_run(run: Run) -> None:
     assert found["myriad_validation_set_loss", (("set", "books"),)] == 1.25
     assert found["myriad_validation_ema_loss", ()] == 2.125
     assert found["myriad_noise_scale_tokens", ()] == 4096.0
+    assert found["myriad_user", (("name", "mine"),)] == 0.5
     assert found["myriad_expert_load_ratio", ()] == 1.5
     assert found["myriad_router_entropy_ratio", ()] == 0.75
     assert found["myriad_layer_norm", (("layer", "blocks.0"), ("of", "update"))] == 0.5

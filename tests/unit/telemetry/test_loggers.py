@@ -96,6 +96,9 @@ def test_lines_of_others_are_no_curve() -> None:
     assert scalars_of({"step": "one", "time": 2.0, "loss": 1.0}) == {}
     norms = {"layer_norms": {"update": {"head": 0.5, "blocks.0": None}, "gradient": 3}}
     assert scalars_of({"step": 1, "time": 2.0, **norms}) == {"update_norm/head": 0.5}
+    own = {"user": {"mine": 0.5, "gone": None}}
+    assert scalars_of({"step": 1, "time": 2.0, **own}) == {"user/mine": 0.5}
+    assert scalars_of({"step": 1, "time": 2.0, "user": [1]}) == {}
 
 
 def test_a_package_that_is_missing_is_reported_before_anything_starts(
