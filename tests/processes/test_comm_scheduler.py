@@ -209,7 +209,9 @@ def lossy(world: int, codec: str, digits: tuple[int, ...] | None, comm: dict[str
         members = [groups.of(level.members, "test") for level in make_levels(groups.grid.rank, digits)]
         scatter, whole = (NcclCollective(members, None, make_codec(codec), make_codec(codec)) for _ in "12")
     else:
-        scheduler = make_scheduler(world, **comm, **compress)
+        scheduler = make_scheduler(
+            world, OverlapConfig(message_bytes=1000, max_in_flight_bytes=1500), **comm, **compress
+        )
         scatter, whole = (scheduler.bucket_collective(world * 300, torch.float32) for _ in "12")
     rank, values, apart, mean = dist.get_rank(), torch.empty(world * 300), torch.zeros(300), 0.0
     master = numbers(rank, 300)
@@ -358,7 +360,7 @@ LOSSY = {"compress_gradients": "int8", "compress_parameters": "int8"}
 
 
 def train(layout: dict[str, Any], comm: dict[str, Any]) -> list[float]:
-    case = Case(layout=layout, comm=comm, steps=6)
+    case = Case(layout=layout, model={"layers": 2}, comm=comm, steps=4)
     with tempfile.TemporaryDirectory() as folder:
         losses, _ = run_ranks(case.world, run_case, case, Path(folder))[0]
     return [loss for loss, _ in losses]

@@ -11,7 +11,7 @@ from nccl_like import install
 from parity_case import Case, batch_of_rank, make_engine, run_case
 from ranks import run_ranks
 from test_parity import assert_equal, train
-from test_tensor_overlap import STEPS, one_process, short
+from test_tensor_overlap import cut, one_process, short
 
 from myriad.comm.groups import close_world
 from myriad.kernels import gradient
@@ -38,8 +38,8 @@ def run_like_nccl(case: Case, folder: Path) -> Any:
 def test_any_layout_gives_the_loss_and_parameters_of_one_process(
     model: str, layout: dict[str, Any], overlap: dict[str, Any]
 ) -> None:
-    case = Case(layout=layout, model=short(model), overlap=overlap, **STEPS)
-    assert_equal(case, one_process(model), run_like_nccl)
+    case = cut(model, layout, overlap)
+    assert_equal(case, one_process(model, case.global_batch), run_like_nccl)
 
 
 def test_equal_runs_have_equal_bits() -> None:
