@@ -284,9 +284,9 @@ def _environment(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _undisturbed(job: Job, folder: Path, report_progress: ReportProgress, follow: Follow) -> Run:
-    """Return an undisturbed run of the same job with a fixed distribution of work; train it if there is
-    none."""
-    still = job.resilience.model_copy(update={"on_slow": "report"})
+    """Return an undisturbed run of the same job with a fixed distribution of work and without spares, which
+    change no bit; train it if there is none."""
+    still = job.resilience.model_copy(update={"on_slow": "report", "spares": 0})
     job = job.model_copy(update={"resilience": still})
     run = Run(folder / "undisturbed" / _key(job))
     if not (run.checkpoints_path / f"step-{job.train.steps}" / "manifest.json").exists():
