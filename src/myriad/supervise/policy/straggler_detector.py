@@ -74,7 +74,7 @@ class StragglerFinding:
             return f"a whole stage takes {self.ratio:.2f} times as long as before: {who}"
         what = f"node {self.node} ({who})" if self.culprit == "node" else f"{who} on node {self.node}"
         than = "before, as no other stage does" if self.alone else "others of the same stage"
-        cause = "; other programs may use the cores of this machine" if self.one_machine else ""
+        cause = "; on one machine, another program may slow a rank" if self.one_machine else ""
         return f"{what} computes {self.ratio:.2f} times as long as {than}{cause}"
 
 
