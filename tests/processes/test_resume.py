@@ -180,6 +180,7 @@ def test_files_of_a_run_that_are_not_its_own_are_refused(
 
 GEMMA = [
     "layout.tp=2",
+    "layout.micro_batch=4",
     "model.kv_heads=2",
     "model.qk_norm=head",
     "model.norm_placement=both",
@@ -198,6 +199,7 @@ GEMMA = [
 ]
 NEOX = [
     "layout.pp=2",
+    "layout.micro_batch=2",
     "layout.schedule=zero-bubble",
     "layout.recompute=selective",
     "optimizer.name=lamb",

@@ -23,6 +23,7 @@ from myriad.train.data_certificate import certify
 from myriad.train.inputs import check_streams, open_inputs
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "model.vocabulary=300", "train.threads=1",
+         "layout.micro_batch=4",
          "train.steps=40", "checkpoint.every=20", "checkpoint.keep=9", "checkpoint.linger_seconds=0",
          "train.validate_every=40", "data.validation_batches=1", "data.held_out=0.2",
          "data.shuffle_bytes=64 KiB"]  # fmt: skip

@@ -135,7 +135,7 @@ def test_a_run_stopped_by_a_signal_to_one_rank_saves_and_continues_to_the_same_b
 
 
 def test_a_run_continues_in_another_layout(start: Callable[..., Run]) -> None:
-    keys = ["train.steps=20", "checkpoint.every=10"]
+    keys = ["train.steps=20", "checkpoint.every=10", "layout.micro_batch=4"]
     run, undisturbed = start("moved", *keys), start("undisturbed", *keys)
     assert run_ranks(1, interrupted, run, 10) == [0]
     job = run.job()
@@ -165,7 +165,7 @@ def test_attempts_continue_with_other_shares_and_fewer_replicas(
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_reported(start: Callable[..., Run]) -> None:
-    run = start("run", "train.steps=20", "checkpoint.every=5")
+    run = start("run", "train.steps=20", "checkpoint.every=5", "layout.micro_batch=8")
     assert train(run) == [0]
     expected = final_tensors(run)
     damaged = CheckpointFolder(run.checkpoints_path).of_step(20) / "__0_0.distcp"

@@ -17,13 +17,13 @@ from myriad.run import Run
 THREE = [
     *SMALL,
     "layout.dp=3",
-    "layout.micro_batch=1",
+    "layout.micro_batch=2",
     "train.global_batch=6",
     "checkpoint.memory_seconds=0",
     "resilience.verify_every=4",
 ]
 
-TWO = [*THREE, "layout.dp=2"]
+TWO = [*THREE, "layout.dp=2", "layout.micro_batch=3"]
 """Enough where no replica has to be told from two others."""
 
 
