@@ -202,8 +202,10 @@ class VirtualCluster:
 
     def _start(self, action: StartAttempt) -> None:
         replaced = set(self._placement) - set(action.placement)
-        begins = "starting" if self._cold else "restarting"
-        self._do("planned" if self._work.doing == "planned" else begins)
+        if self._work.doing == "planned":
+            self._do("planned")
+        else:
+            self._do("starting" if self._cold else "restarting")
         times, work = self._times, self._work
         if action.newest_step is not None:
             trusted = action.newest_step * times.step_seconds
