@@ -138,8 +138,8 @@ class Link(Config):
     small_group_loss: float = Field(0.37, ge=0, le=1)
     """Loss of a group of n ranks inside a node as a share of that, times n (NCCL's kernels, as above)."""
     host_step_seconds: float = Field(0.0, ge=0, le=1)
-    """Seconds of the host for each step of a tensor-parallel collective inside a node. They pass while the
-    device computes, so that a layer takes at least its collectives' steps."""
+    """Seconds of the host for each step of a ring between nodes, in addition to latency_seconds. In
+    tensor-parallel groups they pass while the device computes."""
     has_trees: bool = True
     """Whether NCCL may reduce by trees, which take few steps. False: by rings only, whose time grows with the
     number of ranks where a step's latency is high."""

@@ -77,6 +77,12 @@ class FrameworkProfile:
     """Seconds in addition to its bytes of each broadcast, where ZeRO 1 and 2 return updated parameters by a
     broadcast from each rank in turn instead of by an all-gather. It describes other systems; the search's
     closed form ignores it."""
+    host_block_seconds: float = 0.0
+    """Host seconds to launch the forward and backward of a block for one micro-batch. The device computes
+    meanwhile, so that a block takes at least as long. It describes other systems."""
+    host_peer_seconds: float = 0.0
+    """The same in addition, for each rank of a tensor-parallel group, in a job of several nodes. It describes
+    other systems."""
     hides_expert_comm: bool = False
     """Whether the exchanges of tokens of one micro-batch travel behind the compute of another (1F1B with
     pairs of a forward and a backward, DualPipe). It describes other systems."""

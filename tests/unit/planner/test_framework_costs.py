@@ -46,17 +46,27 @@ def test_broadcasts_cost_each_rank_of_the_group() -> None:
     assert seconds(without, on, broadcast_seconds=1e-3) == seconds(without, on)
 
 
-def test_a_host_s_steps_count_only_where_the_device_waits_for_them() -> None:
+def test_a_host_s_seconds_count_only_where_the_device_waits_for_them() -> None:
     layout, on = Layout(tp=8), cluster(8)
-    node = on.links.node
+    assert seconds(layout, on, host_block_seconds=1e-5) == seconds(layout, on)
+    floor = 64 * MODEL.layers * 0.05
+    assert seconds(layout, on, host_block_seconds=0.05) == pytest.approx(floor, rel=0.1)
+    assert seconds(layout, on, host_peer_seconds=0.05) == seconds(layout, on)
+    several = 64 / 2 * MODEL.layers * 8 * 0.05
+    assert seconds(Layout(tp=8, dp=2), cluster(16), host_peer_seconds=0.05) == pytest.approx(several, rel=0.1)
 
-    def stepped(step: float) -> float:
-        links = on.links.model_copy(update={"node": node.model_copy(update={"host_step_seconds": step})})
-        return seconds(layout, on.model_copy(update={"links": links}))
 
-    assert stepped(1e-7) == stepped(0.0)
-    floor = 64 * MODEL.layers * 10 * 7 * 1e-3
-    assert stepped(1e-3) == pytest.approx(floor, rel=0.1)
+def test_a_host_s_steps_of_rings_slow_data_parallelism() -> None:
+    on = cluster(64)
+    network = on.links.network
+    assert network is not None
+    slow = network.model_copy(update={"host_step_seconds": 3e-4})
+    stepped = on.model_copy(update={"links": on.links.model_copy(update={"network": slow})})
+    layout = Layout(dp=64, zero=1)
+    assert seconds(layout, stepped) > seconds(layout, on) + 63 * 3e-4
+    inside = Layout(tp=8, zero=1)
+    one = stepped.model_copy(update={"nodes": 1})
+    assert seconds(inside, one) == seconds(inside, on.model_copy(update={"nodes": 1}))
 
 
 def test_without_trees_an_all_reduce_takes_a_step_for_each_rank() -> None:

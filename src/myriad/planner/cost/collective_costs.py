@@ -128,7 +128,9 @@ def group_along(cluster: Cluster, size: Number, stride: Number, run: RankRun = _
         bytes_per_second=np.where(
             crosses & (inside > 1), np.minimum(across, within), np.where(crosses, across, within)
         ),
-        latency_seconds=np.where(crosses, network.latency_seconds, node.latency_seconds),
+        latency_seconds=np.where(
+            crosses, network.latency_seconds + network.host_step_seconds, node.latency_seconds
+        ),
         launch_seconds=np.where(crosses, network.launch_seconds, node.launch_seconds),
         busy_ratio=np.where(crosses, network.busy_ratio, node.busy_ratio),
         has_trees=np.where(crosses, network.has_trees, node.has_trees),
@@ -146,6 +148,10 @@ def _local_rates(cluster: Cluster, inside: Number, stride: Number) -> Number:
 def tensor_group(cluster: Cluster, size: Number) -> CommGroup:
     """Return the group of neighbouring ranks that shard matrices among them."""
     group, link = group_along(cluster, size, 1.0), cluster.links.tensor
+    step = cluster.link("network").host_step_seconds
+    if step:
+        crosses = np.asarray(size) > cluster.accelerators_per_node
+        group = replace(group, latency_seconds=group.latency_seconds - np.where(crosses, step, 0.0))
     if link is None:
         return replace(group, skew_seconds=cluster.links.node.skew_seconds)
     # Between nodes, the copies before and after add to the transfer.

@@ -173,27 +173,31 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
     forward = TimeBreakdown(products[0], memory=stream, tensor=exposed + sums, experts=travel) + attend
     backward = TimeBreakdown(products[1], memory=back, tensor=exposed_back + rest + sums, experts=travel_back)
     backward, weights = backward + attend_back, TimeBreakdown(products[2])
-    wait, wait_back = _host_waits(model, context, forward.total, backward.total + weights.total)
+    wait, wait_back = _host_waits(context, forward.total, backward.total + weights.total)
     return LayerTimes(
         forward + TimeBreakdown(tensor=wait), backward + TimeBreakdown(tensor=wait_back), weights, again
     )
 
 
-def _host_waits(
-    model: ModelConfig, context: LayerContext, forward: Number, backward: Number
-) -> tuple[Number, Number]:
-    """Return the seconds that a device waits in forward and backward while the host steps through
-    tensor-parallel collectives (`Link.host_step_seconds`). ``forward``, ``backward``: seconds of the
-    device."""
-    step = context.cluster.links.node.host_step_seconds
-    if step == 0:
-        return 0.0, 0.0
-    gathers, scatters = _crossings(model, context)
-    steps = step * (np.asarray(context.tp) - 1)
-    again = gathers if context.profile.sequence_parallel else 0
+_HOST_STEPS = 10
+"""Tensor-parallel collectives of a block in forward and backward."""
+_HOST_FORWARD = 0.4
+"""Share of a block's host seconds that its forward has: four of ten tensor-parallel collectives."""
+
+
+def _host_waits(context: LayerContext, forward: Number, backward: Number) -> tuple[Number, Number]:
+    """Return the seconds that a device waits in forward and backward for the host to launch a block.
+    ``forward``, ``backward``: seconds of the device."""
+    profile, tp = context.profile, np.asarray(context.tp)
+    host = profile.host_block_seconds
+    if context.cluster.nodes > 1:
+        crosses = tp > context.cluster.accelerators_per_node
+        steps = _HOST_STEPS * (tp - 1) * context.cluster.link("network").host_step_seconds
+        peers = np.maximum(tp * profile.host_peer_seconds, np.where(crosses, steps, 0.0))
+        host = host + np.where(tp > 1, peers, 0.0)
     return (
-        np.maximum(0.0, (gathers + scatters) * steps - forward),
-        np.maximum(0.0, (gathers + scatters + again) * steps - backward),
+        np.maximum(0.0, _HOST_FORWARD * host - forward),
+        np.maximum(0.0, (1 - _HOST_FORWARD) * host - backward),
     )
 
 

@@ -53,7 +53,7 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
     if gpus % per_node:
         raise read.refused("gpus", f"a multiple of the {per_node} of a node, or fewer")
     network = _network(said, max(per_node, 1)) or usual.network_bytes_per_second
-    latency = _ring_latency(said, gpus, nodes, per_node * network)
+    step = _ring_step(said, gpus, nodes, per_node * network)
     inside = re.search(r"NVLink (\d+) GB/s in the node", said)
     node_rate = float(inside[1]) * 0.5e9 if inside else usual.node_bytes_per_second
     return Cluster(
@@ -62,12 +62,13 @@ def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[st
         accelerators_per_node=per_node,
         accelerator=accelerator,
         links=Links(
-            node=Link(bytes_per_second=node_rate, latency_seconds=_NODE_LATENCY, host_step_seconds=latency),
+            node=Link(bytes_per_second=node_rate, latency_seconds=_NODE_LATENCY),
             network=Link(
                 bytes_per_second=network,
-                latency_seconds=max(_NETWORK_LATENCY, latency),
+                latency_seconds=_NETWORK_LATENCY,
+                host_step_seconds=step,
                 achievable_ratio=next((ratio for word, ratio in _RATIOS.items() if word in said), None),
-                has_trees=latency <= _NETWORK_LATENCY,
+                has_trees=step == 0,
             ),
         ),
         slow_nodes=_SLOW,
@@ -83,12 +84,12 @@ _MEASURED_BYTES = 2e9
 _BUS_BANDWIDTH = re.compile(r"busbw GB/s: all-reduce ([\d.]+)")
 
 
-def _ring_latency(said: str, gpus: int, nodes: int, node_bytes_per_second: float) -> float:
-    """Return the latency of a step of a ring that a measured bus bandwidth implies, or 0.
+def _ring_step(said: str, gpus: int, nodes: int, node_bytes_per_second: float) -> float:
+    """Return the seconds of a step of a ring that a measured bus bandwidth implies, or 0.
 
     An all-reduce of S bytes among n ranks takes 2 (n - 1) steps of S / n bytes each. What they take longer
-    than by the rate of a node's NICs is latency: a bandwidth that halves with twice the ranks is all latency.
-    Collectives inside a node need as long for a step, but only where the device waits for the host."""
+    than by the rate of a node's NICs belongs to the steps: a bandwidth that halves with twice the ranks is
+    all steps."""
     found = _BUS_BANDWIDTH.search(said)
     if found is None or nodes == 1:
         return 0.0

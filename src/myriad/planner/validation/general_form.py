@@ -256,6 +256,8 @@ def _cumulative_partition(model: ModelConfig, num_stages: int) -> str:
         passed += block
         if passed > share * (len(cuts) + 1) and len(cuts) < num_stages - 1:
             cuts.append(layer + 1)
+    if len(cuts) < num_stages - 1 <= model.layers:  # That rule leaves ranks empty; the head is alone on one.
+        cuts = [1 + model.layers * stage // (num_stages - 1) for stage in range(1, num_stages)]
     return f"manual:{','.join(map(str, cuts))}" if len(cuts) == num_stages - 1 else "uniform"
 
 
