@@ -418,6 +418,7 @@ def odd_run(path: Path) -> Run:
                 "update": {"<b>": 0.5, "head": 1.0},
             }
         run.append_metrics(lines[0] | {"step": step, "step_seconds": 1e-12 * step} | odd)
+    run.append_event("validation", step=2, loss=3.5)
     changed = {"key": "optimizer.learning_rate", "before": 0.0025, "after": 0.0005}
     run.append_event("job_changed", step=3, **changed)
     run.append_event("retry", step=4, problem="No space left on device", seconds=20.0)
@@ -467,6 +468,14 @@ def test_events_have_words_and_steps_and_what_is_no_number_is_no_line(tmp_path: 
         norms.get_by_text("Largest now: <b>, 2.500.").wait_for()
         cells = norms.locator("rect title").all_text_contents()
         assert [cells[0], cells[-1]] == ["<b>, step 3: 1.500", "head, step 5: –"]
+        loss = page.get_by_role("application", name=re.compile("^Loss"))
+        high = page.locator(".chart").first.bounding_box()
+        loss.focus()
+        for key in ("ArrowLeft", "ArrowLeft", "ArrowLeft"):
+            page.keyboard.press(key)
+        page.locator(".tip.marked", has_text="validation 3.500").get_by_text("training 3.250").wait_for()
+        assert page.locator(".chart").first.bounding_box() == high, "what is told moves nothing"
+        page.keyboard.press("Escape")
         page.locator(".chart figcaption", has_text="<b>mine").get_by_text("now 2.500").wait_for()
         page.locator(".chart figcaption", has_text="<b>/acc").get_by_text("last 0.500, step 4").wait_for()
         drawn = page.locator(".chart canvas").first.evaluate(LINE_PIXELS)

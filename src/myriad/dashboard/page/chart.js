@@ -58,22 +58,26 @@ export function Chart(props) {
   const onKey = (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20 }[event.key];
     const index = cursor < 0 ? axis.step.length - 1 : lastNotAbove(axis.step, cursor);
-    if (event.key === "Escape") onRange(null);
-    else if (event.key === "+" || event.key === "-") onRange(closer(axis.step, index, event.key === "+" ? 0.25 : 1));
+    if (event.key === "Escape") {
+      onRange(null);
+      onCursor(-1);
+    } else if (event.key === "+" || event.key === "-") onRange(closer(axis.step, index, event.key === "+" ? 0.25 : 1));
     else if (by) onCursor(axis.step[Math.max(0, Math.min(axis.step.length - 1, index + by))]);
     else return;
     event.preventDefault();
   };
   const place = cursor >= 0 ? xOf(placeOf(axis, cursor)) : -1;
   const isShown = place >= LEFT - 1 && place <= width - RIGHT + 1;
-  const said = isShown ? `step ${count(cursor)}: ${valuesAt(series, cursor, show)}` : newest(axis, series, show, zoomed);
+  const values = isShown ? valuesAt(series, cursor, show) : [];
+  const said = isShown ? `step ${count(cursor)}: ${values[0] ?? "–"}` : newest(axis, series, show, zoomed);
+  const spoken = isShown && series.length > 1 ? `step ${count(cursor)}: ${namedValues(series, values).join(", ")}` : said;
   const nearby = isShown ? marks.filter((mark) => Math.abs(xOf(mark.at) - place) < NEAR).map((mark) => mark.text) : [];
 
   return html`
     <figure class="card chart" style=${{ width: `${wide}px` }}>
       <figcaption>${title}${series.length > 1 && html`<${Names} series=${series} theme=${theme} />`}<span></span><b>${said}</b>
         <${Save} ...${{ title, axis, series, show, marks, range, log, theme }} /></figcaption>
-      <div class="plot" ref=${box} tabindex="0" role="application" aria-roledescription="chart" aria-label="${title}, ${said}${nearby.length ? `, ${nearby[0]}` : ""}" onKeyDown=${onKey}
+      <div class="plot" ref=${box} tabindex="0" role="application" aria-roledescription="chart" aria-label="${title}, ${spoken}${nearby.length ? `, ${nearby[0]}` : ""}" onKeyDown=${onKey}
         onPointerMove=${(event) => {
           setPointed(true);
           onCursor(stepAt(event));
@@ -88,7 +92,8 @@ export function Chart(props) {
         <canvas ref=${canvas} aria-hidden="true"></canvas>
         ${isShown && html`<i class="cursor" style=${{ left: `${place}px` }}></i>`}
         ${held >= 0 && isShown && html`<i class="held" style=${{ left: `${xOf(placeOf(axis, Math.min(held, cursor)))}px`, width: `${Math.abs(place - xOf(placeOf(axis, held)))}px` }}></i>`}
-        ${pointed && nearby.length > 0 && html`<div class="tip marked" style=${place > width / 2 ? { right: `${width - place + 8}px` } : { left: `${place + 8}px` }}>
+        ${pointed && isShown && (nearby.length > 0 || series.length > 1) && html`<div class="tip marked" style=${place > width / 2 ? { right: `${width - place + 8}px` } : { left: `${place + 8}px` }}>
+          ${series.length > 1 && namedValues(series, values).map((text) => html`<div key=${text}><b>${text}</b></div>`)}
           ${nearby.slice(-MOST_TOLD).map((text, i) => html`<div key=${i}>${text}</div>`)}
           ${nearby.length > MOST_TOLD && html`<div class="dim">and ${count(nearby.length - MOST_TOLD)} more</div>`}</div>`}
       </div>
@@ -111,16 +116,16 @@ function closer(steps, index, reach) {
   return { first: steps[Math.max(0, index - around)], last: steps[Math.min(steps.length - 1, index + around)] };
 }
 
-/** The values of all series at a step. @param {Series[]} series */
+/** The value of each series at a step, or the last one before; "" before its first. @param {Series[]} series @returns {string[]} */
 function valuesAt(series, step, show) {
-  const texts = series.map(({ name, step: steps, values, raw }) => {
+  return series.map(({ step: steps, values, raw }) => {
     const index = lastNotAbove(steps, step);
-    if (index < 0) return "";
-    const text = show((raw ?? values)[index]);
-    return series.length > 1 ? `${name} ${text}` : text;
+    return index < 0 ? "" : show((raw ?? values)[index]);
   });
-  return texts.filter(Boolean).join(", ") || "–";
 }
+
+/** @param {Series[]} series @param {string[]} values */
+const namedValues = (series, values) => series.map(({ name }, i) => (values[i] ? `${name} ${values[i]}` : "")).filter(Boolean);
 
 /** The newest value, and its step if later ones have none. */
 function newest(axis, [{ step, values, raw }], show, zoomed) {
