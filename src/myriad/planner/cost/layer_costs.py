@@ -189,7 +189,7 @@ def _host_waits(context: LayerContext, forward: Number, backward: Number) -> tup
     """Return the seconds that a device waits in forward and backward for the host to launch a block.
     ``forward``, ``backward``: seconds of the device."""
     profile, tp = context.profile, np.asarray(context.tp)
-    host = profile.host_block_seconds
+    host: Number = profile.host_block_seconds
     if context.cluster.nodes > 1:
         crosses = tp > context.cluster.accelerators_per_node
         steps = _HOST_STEPS * (tp - 1) * context.cluster.link("network").host_step_seconds
