@@ -4,7 +4,6 @@
 """
 
 import gc
-import importlib
 import multiprocessing
 import os
 import traceback
@@ -32,12 +31,6 @@ def enter(
         results.put((rank, function(*arguments), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
-
-
-def import_dynamo() -> None:
-    """Import what torch needs to run a layer on the meta device, for tests in which every rank does. There a
-    rank finds the shapes between stages of a model that does not state them. It takes a core for a second."""
-    importlib.import_module("torch._dynamo")
 
 
 def leave_world() -> None:

@@ -21,6 +21,8 @@ from myriad.errors import BadInputError, RunFailedError
 from myriad.parallel.engine import Engine
 from myriad.program.actions import COMPUTE
 
+pytestmark = pytest.mark.usefixtures("dynamo")
+
 DROPOUT = {"dropout": 0.1}
 
 

@@ -150,6 +150,7 @@ def test_weights_are_made_float8_once_a_step_and_dropped_after_it(
     assert all(forms._forms is None and forms._weight is None for forms in kept_forms(engine))
 
 
+@pytest.mark.usefixtures("dynamo")
 def test_a_captured_backward_makes_forms_each_time() -> None:
     case = Case({"micro_batch": 2}, dtype=B16, steps=3)
     found = []

@@ -131,6 +131,7 @@ def measured_bytes(layout: Layout) -> tuple[int, int]:
     return device, host
 
 
+@pytest.mark.usefixtures("dynamo")
 def test_the_device_holds_the_planned_bytes_at_its_peak() -> None:
     """To half a MiB: the forward of the largest layer has ten times as many temporary bytes."""
     layout = Layout(offload_activations=1.0)

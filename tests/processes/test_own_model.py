@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import import_dynamo, run_ranks
+from ranks import run_ranks
 from torch import nn
 
 from myriad.comm.layout import Layout
@@ -22,14 +22,10 @@ from myriad.parallel.batch import Batch
 from myriad.parallel.custom import Layer, LayerList
 from myriad.train.fit import fit
 
+pytestmark = pytest.mark.usefixtures("dynamo")
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 OPTIMIZER = OptimizerConfig(learning_rate=3e-3, warmup_steps=10, weight_decay=0.01)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def dynamo() -> None:
-    """Import before the fork what the ranks of pipelines need."""
-    import_dynamo()
 
 
 @functools.cache

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("dynamo")
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "memory"
 
 

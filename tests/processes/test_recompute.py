@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from parity_case import TINY, Case, batch_of_rank, make_engine, run_case
-from ranks import import_dynamo, run_ranks
+from ranks import run_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +33,8 @@ from myriad.parallel.expert_exchange import ExpertPeers
 from myriad.parallel.tensor_parallel import GroupBoundary
 from myriad.telemetry.spans import Recorder
 from myriad.train.fit import fit
+
+pytestmark = pytest.mark.usefixtures("dynamo")
 
 MODELS: dict[str, dict[str, Any]] = {
     "serial": {},
@@ -331,7 +333,6 @@ def own_losses(layout: Layout) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("keys", [{}, {"pp": 2, "schedule": "zero-bubble"}, {"dp": 2, "zero": 3}], ids=str)
 def test_own_layers_that_draw_random_numbers_draw_the_same_again(keys: dict[str, Any]) -> None:
-    import_dynamo()
     none, full = (Layout(micro_batch=8, recompute=mode, **keys) for mode in ("none", "full"))
     assert run_ranks(none.world, own_losses, none)[0] == run_ranks(full.world, own_losses, full)[0]
 

@@ -14,6 +14,8 @@ from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.parallel.cuda_graphs import CudaGraphs
 
+pytestmark = pytest.mark.usefixtures("dynamo")
+
 
 def test_a_replay_reads_what_is_there_now_and_computes_nothing_in_python() -> None:
     x, runs, made = torch.ones(3), [], []
