@@ -5,15 +5,19 @@
 
 Neighbours in rank number are tensor-parallel peers: they communicate most and should share a node.
 
-The axis ``dp`` is cut in two: ``dp_shard`` numbers the replicas of a group that shards the state
-(`Layout.num_shards` neighbours), ``dp_replicate`` the groups. ZeRO 0 shards nothing, so each replica is a
-group of its own:
+Ranks of ``dp`` and ``cp`` hold the same parameters. The axis ``dp_cp`` numbers all of them, with ``cp`` the
+faster one, and is cut in two: ``dp_shard`` numbers the ranks of a group that shards the state
+(`Layout.num_shards` neighbours), ``dp_replicate`` the groups. ZeRO 0 shards nothing, so each rank is a group
+of its own:
 
     dp=4 zero=3 shard_group=2      rank 1: peers("dp_shard") = (0, 1)    peers("dp_replicate") = (1, 3)
 
+The axis ``cp`` is cut in two as well: ``ulysses`` numbers neighbours that exchange positions for heads,
+``ring`` the others (`myriad.model.context_share`).
+
 Experts see the ranks of a stage, in their order, as a second grid: ``ep`` numbers neighbours that hold
 different experts, ``expert_dp`` those that hold the same. If tensor-parallel ranks share each expert, both
-are parts of ``dp``; if experts are whole (``layout.etp = 1``), of ``dp`` and ``tp`` together:
+are parts of ``dp_cp``; if experts are whole (``layout.etp = 1``), of ``dp_cp`` and ``tp`` together:
 
     dp=4 ep=2                      rank 1: peers("ep") = (0, 1)          peers("expert_dp") = (1, 3)
     dp=2 tp=2 ep=2 etp=1           rank 1: peers("ep") = (0, 1)          peers("expert_dp") = (1, 3)
@@ -29,8 +33,11 @@ __all__ = ["RankGrid"]
 
 _EXPERT = ("expert_dp", "ep")
 """Axes of the experts' grid, the slower one first."""
-_CUTS = (("dp_replicate", "dp_shard"), _EXPERT)
-"""The ways to cut the axis ``dp`` in two, the slower part first."""
+_CUTS = (("dp_cp",), ("dp_replicate", "dp_shard"), _EXPERT)
+"""The ways to see the ranks that hold the same parameters: as one axis, or cut in two, the slower part
+first."""
+_CONTEXT = ("ring", "ulysses")
+"""The parts of the axis ``cp``, the slower one first."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ class RankGrid:
             "dp_replicate": layout.num_shard_groups,
             "dp_shard": layout.num_shards,
             "expert_dp": layout.num_expert_replicas,
+            "dp_cp": layout.num_holders,
         }
         return parts[axis] if axis in parts else int(getattr(layout, axis))
 
@@ -78,8 +86,9 @@ class RankGrid:
         """Return the axes of the grid that has all of ``axes``, slowest first."""
         if {*_EXPERT} & {*axes} and self.layout.expert_tp != self.layout.tp:
             return ("pp", *_EXPERT)
-        cut = next((cut for cut in _CUTS if {*cut} & {*axes}), AXES[:1])
-        return (*cut, *AXES[1:])
+        if (cut := next((cut for cut in _CUTS if {*cut} & {*axes}), None)) is not None:
+            return ("pp", *cut, "tp")
+        return ("dp", "pp", *_CONTEXT, "tp") if {*_CONTEXT} & {*axes} else AXES
 
     def _ranks_along(self, names: tuple[str, ...]) -> np.ndarray:
         """Return all ranks, one array dimension for each of ``names``."""
@@ -88,8 +97,9 @@ class RankGrid:
 
     def _place(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Return this rank's coordinates along ``names``."""
+        sizes, number = [self.size(axis) for axis in names], self.rank
         if names[0] == "pp":
             layout = self.layout
             dp, pp, cp, tp = self._place(AXES)
-            return pp, *divmod((dp * layout.cp + cp) * layout.tp + tp, layout.ep)
-        return tuple(int(one) for one in np.unravel_index(self.rank, [self.size(axis) for axis in names]))
+            number = ((pp * layout.dp + dp) * layout.cp + cp) * layout.tp + tp
+        return tuple(int(one) for one in np.unravel_index(number, sizes))

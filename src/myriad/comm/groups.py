@@ -182,7 +182,7 @@ class Groups:
         Later groups are not split, because only their members ask for them.
         """
         across = self.grid.layout.reduces_across
-        for axis in (*(("dp_shard", "dp_replicate") if across else ("dp",)), "tp"):
+        for axis in (*(("dp_shard", "dp_replicate") if across else ("dp_cp",)), "tp"):
             peers = self.grid.peers(axis)
             if len(peers) > 1 and not self._is_world(peers):
                 rows = self.grid.rows(axis)

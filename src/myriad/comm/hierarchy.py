@@ -144,7 +144,7 @@ def check_hierarchy(layout: Layout, comm: CommConfig) -> None:
     if comm.hierarchy not in ("node", "switch") or comm.node_size is None:
         return
     placement = RankPlacement(comm.node_size, comm.switch_size, comm.island_size)
-    axes = ("dp_shard", "dp_replicate") if layout.reduces_across else ("dp",)
+    axes = ("dp_shard", "dp_replicate") if layout.reduces_across else ("dp_cp",)
     grids = [RankGrid(layout, rank) for rank in range(layout.world)]
     for ranks in sorted({grid.peers(axis) for grid in grids for axis in axes}):
         if placement.radices(ranks, comm.hierarchy) is None:
@@ -211,7 +211,7 @@ def count_shard_levels(comm: CommConfig, layout: Layout, node_size: int | None =
     groups where gradients are also summed across groups."""
     stride = layout.tp * layout.pp
     if not layout.reduces_across:
-        return count_levels(comm, layout.dp, stride, node_size)
+        return count_levels(comm, layout.num_holders, stride, node_size)
     if comm.hierarchy == "auto":
         return 0
     size = layout.num_shards

@@ -1,11 +1,12 @@
 """A parallel layout: how many ranks share which dimension of the work. This module does not import torch.
 
 The rank grid is one array with axes ``dp pp cp tp``, the last one varying fastest. Neighbours in rank
-number are tensor-parallel peers (they communicate most and should share a node), then pipeline neighbours,
-then data-parallel replicas. Experts see the same ranks as a second grid (`myriad.comm.grid`): ``ep`` ranks,
+number are tensor-parallel peers (they communicate most and should share a node), then context-parallel ranks,
+pipeline neighbours and data-parallel replicas. Experts see the same ranks as a second grid (`myriad.comm.grid`): ``ep`` ranks,
 neighbours in rank number within a stage, hold different experts.
 """
 
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -48,11 +49,16 @@ class Layout(Config):
     pp: int = Field(1, ge=1, le=MOST_RANKS)
     """Number of ranks that the layers are divided among (pipeline parallelism)."""
     cp: int = Field(1, ge=1, le=MOST_RANKS)
-    """Context-parallel ranks; only 1 for now."""
+    """Ranks that share each sequence (context parallelism): every one holds 1/cp of the positions, and of the
+    activations. They hold the same parameters, which ZeRO shards over layout.dp x layout.cp ranks."""
+    ulysses: int = Field(1, ge=1, le=MOST_RANKS)
+    """How many neighbouring ranks of layout.cp exchange positions for heads in attention (Ulysses, two
+    all-to-alls), so that each has some heads of all their positions. Between the others keys and values
+    travel around a ring. It must divide layout.cp and the query heads of a rank. 1: ring only."""
     ep: int = Field(1, ge=1, le=MOST_RANKS)
     """Ranks that share the experts of each block: every one holds 1/ep of them, and tokens travel to their
-    experts and back. It must divide layout.dp (with layout.etp = 1: layout.dp x layout.tp) and model.experts,
-    and does not multiply the number of ranks. 1: each replica holds all experts."""
+    experts and back. It must divide layout.dp x layout.cp (with layout.etp = 1: also x layout.tp) and
+    model.experts, and does not multiply the number of ranks. 1: each replica holds all experts."""
     etp: int | None = Field(None, ge=1, le=MOST_RANKS)
     """Tensor-parallel ranks that share the width of each expert: layout.tp, or 1. With 1 experts are whole,
     layout.ep also counts tensor-parallel ranks, and each rank sends the tokens of its own part of the
@@ -73,7 +79,7 @@ class Layout(Config):
     parameters."""
     shard_group: int | None = Field(None, ge=2, le=MOST_RANKS)
     """Number of neighbouring replicas over which layout.zero = 1, 2 or 3 shards state; it must divide
-    layout.dp. Gradients are also summed across groups, and nothing else crosses between them. Set it to the
+    layout.dp x layout.cp. Gradients are also summed across groups, and nothing else crosses between them. Set it to the
     replicas of a node where links between nodes are slow and memory allows. off: all replicas."""
     reduce: Literal["last", "each"] = "last"
     """When gradients are reduced: last, after a chunk's last backward; each, after every backward, which
@@ -110,15 +116,26 @@ class Layout(Config):
         return self.dp * self.pp * self.cp * self.tp
 
     @property
+    def num_holders(self) -> int:
+        """Ranks that hold the same parameters: those of all replicas, and in each replica those that share
+        its sequences."""
+        return self.dp * self.cp
+
+    @property
+    def ring(self) -> int:
+        """Ranks, or groups of ``ulysses`` ranks, between which keys and values travel around a ring."""
+        return self.cp // self.ulysses
+
+    @property
     def num_shards(self) -> int:
-        """Data-parallel ranks that the state is sharded over; 1 with ZeRO 0."""
-        return (self.shard_group or self.dp) if self.zero else 1
+        """Ranks that the state is sharded over; 1 with ZeRO 0."""
+        return (self.shard_group or self.num_holders) if self.zero else 1
 
     @property
     def num_shard_groups(self) -> int:
         """Groups of replicas that each hold the whole state, sharded inside the group; with ZeRO 0 each
         replica is one."""
-        return self.dp // self.num_shards
+        return self.num_holders // self.num_shards
 
     @property
     def expert_tp(self) -> int:
@@ -138,7 +155,7 @@ class Layout(Config):
     @property
     def num_expert_replicas(self) -> int:
         """Ranks that hold the same part of the same experts."""
-        return self.dp * self.tp // (self.ep * self.expert_tp)
+        return self.num_holders * self.tp // (self.ep * self.expert_tp)
 
     @property
     def folds_experts(self) -> bool:
@@ -184,22 +201,23 @@ class Layout(Config):
 
 def check_layout(layout: Layout) -> None:
     """Check every rule that spans several fields of a layout. Raises `BadInputError`."""
-    if layout.cp > 1:
-        raise BadInputError("layout.cp", layout.cp, "only 1: context parallelism is not built yet")
     if layout.world > MOST_RANKS:
-        key = "layout.dp x layout.tp x layout.pp"
+        key = "layout.dp x layout.tp x layout.pp x layout.cp"
         raise BadInputError(key, layout.world, f"at most {MOST_RANKS:,} ranks: tables hold an entry for each")
     check_virtual_stages(layout.schedule_name, layout.virtual_stages)
     shares = layout.shares
     if shares is not None and (len(shares) != layout.dp or min(shares) < 1):
         allowed = f"{layout.dp} numbers of at least 1, one for each replica (layout.dp), or off"
         raise BadInputError("layout.shares", list(shares), allowed)
+    if layout.cp % layout.ulysses:
+        raise BadInputError("layout.ulysses", layout.ulysses, f"must divide layout.cp = {layout.cp}")
     _check_experts(layout)
     group = layout.shard_group
     if group is not None and layout.zero == 0:
         raise BadInputError("layout.shard_group", group, "needs layout.zero = 1, 2 or 3, or off")
-    if group is not None and layout.dp % group:
-        allowed = f"must divide layout.dp = {layout.dp}, or off"
+    if group is not None and layout.num_holders % group:
+        of_cp = f" x layout.cp = {layout.num_holders}" if layout.cp > 1 else f" = {layout.dp}"
+        allowed = f"must divide layout.dp{of_cp}, or off"
         raise BadInputError("layout.shard_group", group, allowed)
     if layout.reduce == "each" and layout.zero < 2:
         allowed = "needs layout.zero = 2 or 3, where a reduced gradient is kept apart from the sum; or last"
@@ -211,9 +229,10 @@ def _check_experts(layout: Layout) -> None:
     ep, shares, whole = layout.ep, layout.shares, layout.has_whole_experts
     if layout.expert_tp not in (1, layout.tp):
         raise BadInputError("layout.etp", layout.etp, f"1, or layout.tp = {layout.tp}, or off")
-    if layout.dp * layout.tp % (ep * layout.expert_tp):
-        sharers = f"layout.dp x layout.tp = {layout.dp * layout.tp}" if whole else f"layout.dp = {layout.dp}"
-        raise BadInputError("layout.ep", ep, f"must divide {sharers}")
+    if layout.num_holders * layout.tp % (ep * layout.expert_tp):
+        axes = {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp if whole else 1}
+        sharers = " x ".join(f"layout.{axis}" for axis, size in axes.items() if axis == "dp" or size > 1)
+        raise BadInputError("layout.ep", ep, f"must divide {sharers} = {math.prod(axes.values())}")
     if layout.folds_experts and layout.shard_group is not None:
         raise BadInputError(
             "layout.shard_group", layout.shard_group, "off with layout.ep > 1 or layout.etp = 1"

@@ -167,7 +167,7 @@ class JobValues(Config):
     def compares_replicas(self) -> bool:
         """Whether data-parallel replicas compare digests of the state that they share."""
         layout = self.layout
-        share = layout.num_shard_groups > 1 or (layout.dp > 1 and layout.zero < 3)
+        share = layout.num_shard_groups > 1 or (layout.num_holders > 1 and layout.zero < 3)
         return self.resilience.verify_every > 0 and share
 
     @property

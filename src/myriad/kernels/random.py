@@ -65,16 +65,15 @@ def seeded_normal(key: int, shape: Sequence[int], deviation: float) -> torch.Ten
 
 
 def dropout(
-    x: torch.Tensor, ratio: float, key: int, samples: torch.Tensor, first_position: int
+    x: torch.Tensor, ratio: float, key: int, samples: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Return ``x`` ``[B, S, H]`` with a fraction ``ratio`` of its values set to zero and the others scaled
     up.
 
-    ``samples``: ``[B]``, the sequences' indices in the whole run. ``first_position``: the position of
-    ``x[:, 0]``.
+    ``samples``: ``[B]``, the sequences' indices in the whole run. ``positions``: those of ``x`` in their
+    sequence, int64 ``[S]``.
     """
-    sequence, hidden = x.shape[1:]
-    positions = torch.arange(first_position, first_position + sequence, device=x.device)
+    hidden = x.shape[2]
     columns = torch.arange(-(-hidden // 4), device=x.device)
     if is_sequence_first(x):
         words = hashed_words(key, (samples[:, None], positions[:, None, None], columns)).transpose(0, 1)

@@ -305,7 +305,7 @@ def _counted(job: "Job", num_nodes: int, *, on_cpu: bool) -> tuple[tuple[float, 
 def replica_groups(job: Job) -> tuple[tuple[int, ...], ...]:
     """Return the groups of ranks that hold the same state, with the same pipeline stage and tensor-parallel
     index. Empty if replicas are not compared: the comparison is off, or no two ranks hold the same state."""
-    axis = "dp_replicate" if job.layout.zero == 3 else "dp"
+    axis = "dp_replicate" if job.layout.zero == 3 else "dp_cp"
     return tuple(tuple(row) for row in RankGrid(job.layout, 0).rows(axis)) if job.compares_replicas else ()
 
 

@@ -31,6 +31,7 @@ from myriad.kernels.gradient import LaterProducts
 from myriad.kernels.linear import linear
 from myriad.kernels.remade import Remade
 from myriad.kernels.side_by_side import PartSlots
+from myriad.model.context_share import ContextPeers
 
 __all__ = ["Arrived", "Arriving", "Boundary", "Factors"]
 
@@ -109,6 +110,9 @@ class Boundary:
     whole_experts: bool = False
     """Whether each expert is whole on its rank, not shared by the tensor-parallel peers, so that every rank
     sends the tokens of its own part of the sequence."""
+
+    context: ContextPeers | None = None
+    """The ranks that share each sequence; ``None``: this one has all positions."""
 
     @property
     def communicates(self) -> bool:

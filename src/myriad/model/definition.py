@@ -22,6 +22,7 @@ from torch import nn
 
 from myriad.kernels.documents import Documents
 from myriad.model.boundary import Boundary
+from myriad.model.context_share import ContextShare
 from myriad.model.token_record import TokenRecord
 
 __all__ = [
@@ -142,6 +143,11 @@ class Context:
     record: TokenRecord | None = None
     """Where the last layer writes the loss of each target, for evaluation. ``samples`` are then the record's
     rows. ``None``: only the sum is needed."""
+    share: ContextShare | None = None
+    """The positions of the sequences that this rank has; ``None``: all. ``documents`` and ``sequence_targets``
+    are of whole sequences, everything else of these positions."""
+    sequence_targets: Any = None
+    """``targets`` of whole sequences, with a ``share``."""
     loss_scale: float = 1.0
     """Factor of the loss: gradients are those of (sum of losses) x this, 1 / number of targets in the global
     batch."""
@@ -150,6 +156,13 @@ class Context:
         """Return the position in the sequence at which the share of a tensor-parallel rank begins, if each
         has ``length`` positions."""
         return rank * length if self.first_position is None else self.first_position
+
+    def positions(self, first: int, count: int, device: torch.device) -> torch.Tensor:
+        """Return the positions in the sequence of ``count`` of this rank's, from number ``first`` on, int64
+        ``[count]``."""
+        if self.share is None:
+            return torch.arange(first, first + count, device=device)
+        return self.share.positions(device)[first : first + count]
 
 
 class Definition(Protocol):

@@ -90,7 +90,7 @@ class Head(SteppedLayer):
                 losses.append(torch.zeros_like(loss))
                 continue
             tokens, _ = _ahead(context, number - 1)
-            if context.documents is not None:
+            if context.documents is not None or context.share is not None:
                 tokens = torch.where(tokens < 0, ~tokens, tokens)
             rows = embedding(tokens, self.tokens.weight, self.first_row, self.vocabulary_size)
             arriving = self.boundary.start_reduce_scatter(rows)
@@ -130,7 +130,7 @@ class Head(SteppedLayer):
             kernels=self.boundary.kernels,
             softcap=self.softcap,
             z_loss=self.z_loss if self.training else 0.0,
-            skips=context.documents is not None,
+            skips=context.documents is not None or (context.share is not None and num_valid is not None),
         )
         return (yield from steps)
 
@@ -139,7 +139,8 @@ class Head(SteppedLayer):
     ) -> Steps:
         """Record the loss of each target, and return the sum. Other positions are not projected."""
         assert context.samples is not None, "a record needs the rows of the micro-batch"
-        places = record.places(context.samples, context.first_target, targets.shape[1])
+        at = context.positions(context.first_target, targets.shape[1], targets.device)
+        places = record.places(context.samples, at)
         if is_sequence_first(whole):
             whole, targets, places = whole.transpose(0, 1), targets.t(), places.t()
         counted = (targets >= 0).flatten()
@@ -169,17 +170,21 @@ def _inside_documents(targets: torch.Tensor, context: Context, distance: int) ->
     loss."""
     if context.documents is None:
         return targets
-    positions = context.documents.positions[:, context.first_target :]
+    positions = context.documents.positions
     later = F.pad(positions[:, distance:], (0, distance), value=-1)
-    count = targets.shape[1]
-    is_inside = later[:, :count] == positions[:, :count] + distance
+    at = context.positions(context.first_target, targets.shape[1], targets.device)
+    is_inside = later[:, at] == positions[:, at] + distance
     return torch.where(is_inside | (targets < 0), targets, ~targets)
 
 
 def _ahead(context: Context, distance: int) -> tuple[torch.Tensor, int]:
     """Return the targets ``distance`` positions ahead ``[B, S]``, and the number of positions that have one;
-    the others get token 0."""
+    the others get token 0. With a share of the sequence, any position may have none: these get a target
+    without a loss."""
     targets = context.targets
+    if context.share is not None:
+        at = context.positions(context.first_target, targets.shape[1], targets.device)
+        return F.pad(context.sequence_targets, (0, distance), value=~0)[:, at + distance], targets.shape[1]
     if distance == 0:
         return targets, targets.shape[1]
     known = targets if context.following is None else torch.cat([targets, context.following], 1)

@@ -216,14 +216,15 @@ class _Sequences:
         return x.split(self.sizes)
 
     def contexts(self, context: Context, x: torch.Tensor) -> Sequence[Context]:
-        targets, samples, documents = (
+        of_sequences = (context.targets, context.samples, context.documents, context.sequence_targets)
+        targets, samples, documents, whole = (
             [None] * len(self.sizes) if values is None else values.split(self.sizes)
-            for values in (context.targets, context.samples, context.documents)
+            for values in of_sequences
         )
-        parts = zip(targets, samples, documents, strict=True)
+        parts = zip(targets, samples, documents, whole, strict=True)
         return [
-            replace(context, targets=target, samples=sample, documents=inside)
-            for target, sample, inside in parts
+            replace(context, targets=target, samples=sample, documents=inside, sequence_targets=all_targets)
+            for target, sample, inside, all_targets in parts
         ]
 
     def steps(self, steps: LayerSteps) -> LayerSteps:

@@ -29,10 +29,11 @@ from myriad.kernels.linear import Linear, linear
 from myriad.kernels.memory_order import as_rows_lie
 from myriad.kernels.norm import rms_norm
 from myriad.kernels.remade import Remade
-from myriad.kernels.rotary import rotary_turns, turned
+from myriad.kernels.rotary import turned
 from myriad.kernels.score_maxima import add_largest_scores
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
+from myriad.model.context_share import ContextShare, attend_in_context, turns_of
 from myriad.model.key_value_cache import KeyValueCache, LatentCache, NewPositions
 from myriad.model.self_attention import EnteringProducts, NormWeight
 
@@ -57,6 +58,7 @@ class LatentAttention(nn.Module):
         self.rotary = config.layer_rotary(layer)
         assert self.rotary is not None, "latent attention has rotary positions in every layer"
         self.later, self.remakes, self.kernels = boundary.later, boundary.remakes, boundary.kernels
+        self._peers = boundary.context
         self.scores = Scores(config.score_scale)
         self.largest_scores: torch.Tensor | None = None
         """Largest score of each head, as `myriad.model.self_attention.Attention` records it."""
@@ -83,12 +85,21 @@ class LatentAttention(nn.Module):
         entering = self.entering
         return entering.joined([linear(x, one, None, self.later, remade) for one in entering.weights])
 
-    def mix(self, fused: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        """Attend: the result of `project` for all positions to ``[B, S, N V]``."""
+    def mix(
+        self, fused: torch.Tensor, documents: Documents | None = None, share: ContextShare | None = None
+    ) -> torch.Tensor:
+        """Attend: the result of `project` for all positions to ``[B, S, N V]``; with a ``share``, for its
+        positions."""
+        assert self.rotary is not None
         q, kv_latent, shared = self._parts(fused)
         q = q if self.q_up is None or self.q_norm is None else self._up(q, self.q_norm, self.q_up)
         kv = self._up(kv_latent, self.kv_norm, self.kv_up)
-        joined = join_latent_heads(q, kv, shared, self._turns(fused), self.num_heads)
+        joined = join_latent_heads(q, kv, shared, turns_of(self.rotary, fused, share), self.num_heads)
+        if share is not None:
+            assert self._peers is not None, "only ranks of a group have shares"
+            heads = split_heads(joined, self.shape, None, self.kernels)
+            mixed = attend_in_context(heads, self._peers, share, None, self.scores, None, documents).flatten(2)
+            return without_padding(mixed, self.num_heads, self.sizes.value)
         if self.largest_scores is not None and self.training:
             queries, keys, _ = split_heads(joined.detach(), self.shape, None, self.kernels)
             scale = self.scores.factor(self.shape.width)
@@ -152,7 +163,3 @@ class LatentAttention(nn.Module):
         """Return the product of the normalized latent."""
         remade = Remade(partial(self._normed, norm), latent) if self.remakes else None
         return linear(self._normed(norm, latent), up.weight, None, self.later, remade)
-
-    def _turns(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.rotary is not None
-        return rotary_turns(self.rotary, x.shape[1], x.device)

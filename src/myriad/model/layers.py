@@ -55,7 +55,8 @@ class _Dropout:
         assert context.samples is not None, "dropout needs the indices of the micro-batch's samples"
         key = key_of(context.seed, self.place)
         first = context.first_of_share(x.shape[1], self.rank)
-        return dropout(x, self.ratio, key, context.samples, first)
+        positions = context.positions(first, x.shape[1], x.device)
+        return dropout(x, self.ratio, key, context.samples, positions)
 
 
 class Table(nn.Module):
@@ -104,10 +105,13 @@ class Embedding(SteppedLayer):
         if self.positions is None:
             return stream
         first = context.first_of_share(stream.shape[1], self.boundary.rank)
-        share = slice(first, first + stream.shape[1])
-        if context.documents is None:
-            return stream + self.positions.weight[share]
-        return stream + F.embedding(context.documents.positions[:, share], self.positions.weight)
+        own = slice(first, first + stream.shape[1])
+        if context.share is None and context.documents is None:
+            return stream + self.positions.weight[own]
+        at = context.positions(first, stream.shape[1], stream.device)
+        if context.documents is not None:
+            at = context.documents.positions[:, own if context.share is None else at]
+        return stream + F.embedding(at, self.positions.weight)
 
 
 def _new_mlp(config: ModelConfig, layer: int, boundary: Boundary) -> MLP | Experts:
@@ -141,11 +145,13 @@ class Block(SteppedLayer):
         self.dropout2 = _Dropout(config, boundary, f"blocks.{layer}.mlp")
 
     def steps(self, x: torch.Tensor, context: Context) -> LayerSteps:
-        return self._steps(x, None, context, partial(self.attention.mix, documents=context.documents))
+        return self._steps(x, None, context, self._mix(context))
 
     def steps_after(self, x: Residual, context: Context) -> LayerSteps:
-        mix = partial(self.attention.mix, documents=context.documents)
-        return self._steps(x.stream, x.branch, context, mix)
+        return self._steps(x.stream, x.branch, context, self._mix(context))
+
+    def _mix(self, context: Context) -> _Mix:
+        return partial(self.attention.mix, documents=context.documents, share=context.share)
 
     def step(self, x: torch.Tensor, cache: KeyValueCache, at: NewPositions) -> torch.Tensor:
         """Run the block on one device for new positions ``[B, S, H]``, after those in the cache."""

@@ -18,10 +18,10 @@ from myriad.kernels.gradient import DeferredProduct
 from myriad.kernels.linear import Linear, linear
 from myriad.kernels.query_key_norm import HeadNorm, query_key_norm
 from myriad.kernels.remade import Remade
-from myriad.kernels.rotary import rotary_turns
 from myriad.kernels.score_maxima import add_largest_scores
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
+from myriad.model.context_share import ContextShare, attend_in_context, turns_of
 from myriad.model.key_value_cache import KeyValueCache, NewPositions
 
 __all__ = ["Attention", "EnteringProducts", "NormWeight"]
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         num_heads, num_kv_heads = config.heads // boundary.size, config.kv_heads_of_rank(boundary.size)
         self.shape = Heads(num_heads, num_kv_heads, config.head_width)
         self.window, self.later = config.layer_window(layer), boundary.later
-        self.kernels = boundary.kernels
+        self.kernels, self._peers = boundary.kernels, boundary.context
         self.rotary = config.layer_rotary(layer)
         self.scores = Scores(config.score_scale, config.attention_softcap)
         self.sinks = nn.Parameter(torch.empty(num_heads)) if config.attention_sinks else None
@@ -114,9 +114,17 @@ class Attention(nn.Module):
         fused: torch.Tensor = self.qkv(x, remade)
         return fused
 
-    def mix(self, fused: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        """Attend: queries, keys and values of all positions ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``."""
-        fused, turns = self._normed(fused), self._turns(fused)
+    def mix(
+        self, fused: torch.Tensor, documents: Documents | None = None, share: ContextShare | None = None
+    ) -> torch.Tensor:
+        """Attend: queries, keys and values of all positions ``[B, S, (N + 2 K) D]`` to ``[B, S, N D]``; with
+        a ``share``, of its positions."""
+        fused, turns = self._normed(fused), self._turns(fused, share)
+        if share is not None:
+            assert self._peers is not None, "only ranks of a group have shares"
+            heads = split_heads(fused, self.shape, turns, self.kernels)
+            how = (self._peers, share, self.window, self.scores, self.sinks, documents)
+            return attend_in_context(heads, *how).flatten(2)
         if self.largest_scores is not None and self.training:
             q, k, _ = split_heads(fused.detach(), self.shape, turns, self.kernels)
             scale = self.scores.factor(self.shape.width)
@@ -174,5 +182,5 @@ class Attention(nn.Module):
         biases = (self.q_norm.bias, self.k_norm.bias)
         return query_key_norm(fused, (query, key), self.shape, self.head_norm, biases)
 
-    def _turns(self, x: torch.Tensor) -> torch.Tensor | None:
-        return None if self.rotary is None else rotary_turns(self.rotary, x.shape[1], x.device)
+    def _turns(self, x: torch.Tensor, share: ContextShare | None) -> torch.Tensor | None:
+        return None if self.rotary is None else turns_of(self.rotary, x, share)

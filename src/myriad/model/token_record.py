@@ -24,9 +24,8 @@ class TokenRecord:
         self.is_likeliest = torch.ones((num_rows, sequence), dtype=torch.bool, device=device)
         self.likeliest = torch.zeros((num_rows, sequence), dtype=torch.int64, device=device)
 
-    def places(self, rows: torch.Tensor, first_position: int, num_positions: int) -> torch.Tensor:
-        """Return the numbers of the places ``[B, P]`` of a part of some rows."""
-        positions = torch.arange(first_position, first_position + num_positions, device=rows.device)
+    def places(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of the places ``[B, P]`` of these positions ``[P]`` of some rows."""
         return rows[:, None] * self.losses.shape[1] + positions
 
     def write(self, places: torch.Tensor, found: TokenLosses) -> None:

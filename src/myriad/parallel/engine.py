@@ -161,7 +161,7 @@ class Engine(ForwardEngine):
         self._runtime.transfers.connect(plan.actions for plan in self._plans.values())
         self._runtime.change_shapes(
             self._shapes_between_stages(sample),
-            shape_of_loss(self._definition, self.boundary, sample.inputs),
+            shape_of_loss(self._definition, self.boundary, self._own_positions(sample)),
         )
         self._sample = blank_batch(sample, self._device)
 
@@ -281,7 +281,7 @@ class Engine(ForwardEngine):
         with one group the list is empty. They do not include experts that lie on other ranks than the rest:
         ``of_experts`` returns these, which the ranks of ``expert_dp`` hold alike."""
         layout = self.layout
-        if layout.num_shard_groups == 1 and (layout.dp == 1 or layout.zero == 3):
+        if layout.num_shard_groups == 1 and (layout.num_holders == 1 or layout.zero == 3):
             return []
         whole = layout.zero < 3
         chunks = [chunk for chunk in self.model.chunks if chunk.sharing.of_experts == of_experts]

@@ -193,14 +193,19 @@ class ForwardEngine:
             seed,
             self.recorder,
             stream_is_sharded=definition.sequence_parallel,
-            loss_shape=shape_of_loss(definition, self.boundary, sample.inputs),
+            loss_shape=shape_of_loss(definition, self.boundary, self._own_positions(sample)),
         )
         self._plans = {training: self._plan_of(program) for training, program in self.programs.items()}
         self._runtime.transfers.connect(plan.actions for plan in self._plans.values())
 
     def _shapes_between_stages(self, sample: Batch) -> Sequence[tuple[torch.Size, torch.dtype]]:
         travels = self._layers if self.layout.pp > 1 else []
-        return shapes_between_stages(self._definition, travels, self.boundary, sample.inputs, self._dtype)
+        return shapes_between_stages(self._definition, travels, self.boundary, self._own_positions(sample), self._dtype)
+
+    def _own_positions(self, sample: Batch) -> torch.Tensor:
+        """Return the inputs of a batch at the positions that this rank has of each sequence."""
+        peers, inputs = self.boundary.context, sample.inputs
+        return inputs if peers is None else peers.share(inputs.shape[1]).take(inputs)
 
     def evaluate(self, load: Callable[[], Batch], *, stops: bool = False) -> tuple[float, bool]:
         """Return the sum of losses over the batch of all data-parallel ranks, and whether any rank set

@@ -50,7 +50,7 @@ class MatrixPeers:
 
     group: Group | None
     members: tuple[tuple[int, int], ...]
-    """Data- and tensor-parallel index of each rank of the group."""
+    """Index among the holders of the same parameters, and tensor-parallel index, of each rank of the group."""
     own: int
     """Number of this rank in the group."""
     tp: int
@@ -64,7 +64,7 @@ class MatrixPeers:
         """Return the peers of a rank. ``trains_alone``: data-parallel replicas have different parameters.
         ``of_experts``: the peers for experts that this rank does not share with all replicas."""
         grid, layout = groups.grid, groups.grid.layout
-        axis, cut = ("expert_dp", layout.expert_tp) if of_experts else ("dp", layout.tp)
+        axis, cut = ("expert_dp", layout.expert_tp) if of_experts else ("dp_cp", layout.tp)
         axes = (*(() if trains_alone else (axis,)), *(("tp",) if cut == layout.tp else ()))
         group = groups.along(*axes, purpose="matrices")
         open_collectives(group, device, all_to_all=True)

@@ -267,7 +267,7 @@ class OptimizerStep:
         own[at["norms"]][self._state.replica] = (self.squares * self._state.counts).sum()
         losses = (loss_sum / self._now.num_targets).double() * loss_weight(self._groups)
         own[at["losses"]] = losses
-        if self._groups.grid.index("tp") == self._groups.grid.index("pp") == 0:
+        if all(self._groups.grid.index(axis) == 0 for axis in ("tp", "pp", "cp")):
             for part in range(_DIGEST_PARTS):
                 own[at["digest"]][part].fill_(digest >> part * _DIGEST_BITS & 2**_DIGEST_BITS - 1)
         self.statistics.write_sums(own[at["statistics"]], self.squares)

@@ -42,11 +42,11 @@ class QKClip:
 
     def __init__(self, limit: float, model: RankModel, groups: Groups, device: torch.device) -> None:
         """``limit``: tau. Begins to record in all attentions of the rank's stages."""
-        self._limit, self._group, grid = limit, groups.along("dp"), groups.grid
+        self._limit, self._group, grid = limit, groups.along("dp_cp"), groups.grid
         self.num_slots = grid.layout.pp * grid.layout.tp
         """Numbers that each step's maximum takes in the message of CLIP, one for each rank of a replica."""
         self._slot = grid.index("pp") * grid.layout.tp + grid.index("tp")
-        self._counts = grid.index("dp") == 0
+        self._counts = grid.index("dp_cp") == 0
         found = [one for stage in model.stages.values() for one in _attentions(stage.layers.values())]
         ends = [0]
         for attention in found:

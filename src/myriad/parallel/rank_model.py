@@ -93,7 +93,7 @@ def make_sharing(
     """Return how this rank shares its chunks, and open the communication. A collective call of all ranks."""
     grid, zero = groups.grid, groups.grid.layout.zero
     num_groups = grid.layout.num_shard_groups
-    axis = "dp_shard" if zero else "dp"
+    axis = "dp_shard" if zero else "dp_cp"
     scheduler = CommScheduler(groups, None if trains_alone else axis, overlap, comm, device)
     across = None
     if grid.layout.reduces_across and has_gradients:

@@ -17,6 +17,7 @@ import torch
 
 from myriad.comm.groups import Groups
 from myriad.model.boundary import Boundary
+from myriad.model.context_share import ContextShare
 from myriad.model.definition import Context
 from myriad.parallel.activation_offload import ActivationOffload
 from myriad.parallel.batch import Batch
@@ -108,6 +109,7 @@ class Runtime:
         ranks hold equal tensors and share the transfer."""
         self._model, self._num_stages, self._micro_batch = model, len(stage_rank), micro_batch
         self._device, self._seed, self._recorder, self._loss_shape = device, seed, recorder, loss_shape
+        self._peers = boundary.context
         layers = {index: list(stage.layers.values()) for index, stage in model.stages.items()}
         pending = {index: [chunk.pending for chunk in stage.chunks] for index, stage in model.stages.items()}
         sinks = {
@@ -351,20 +353,29 @@ class Runtime:
     def _context(self, micro_batch: int, now: _Iteration) -> Context:
         assert now.batch is not None
         own = now.batch.rows(micro_batch * self._micro_batch, (micro_batch + 1) * self._micro_batch)
+        share = self._share_of(own.targets)
         return Context(
-            own.targets,
+            own.targets if share is None else share.take(own.targets),
             own.documents,
             samples=own.samples,
             seed=self._seed,
             record=own.record,
+            share=share,
+            sequence_targets=None if share is None else own.targets,
             loss_scale=now.loss_scale,
         )
+
+    def _share_of(self, sequences: torch.Tensor) -> ContextShare | None:
+        """Return the share of this rank of sequences ``[B, S]``; ``None``: it has all positions."""
+        return None if self._peers is None else self._peers.share(sequences.shape[1])
 
     def _forward(self, action: Action, now: _Iteration) -> None:
         stage, micro_batch = key = action.stage, action.micro_batch
         if stage == 0:
             assert now.batch is not None
             entering = self._rows(now.batch.inputs, micro_batch)
+            if (share := self._share_of(entering)) is not None:
+                entering = share.take(entering)
         else:
             entering = now.tensors.inbox.pop((Payload.ACTIVATION, stage - 1, micro_batch)).detach()
             entering.requires_grad_(now.training)

@@ -24,6 +24,8 @@ from myriad.kernels.config import Kernels
 from myriad.kernels.gradient import LaterProducts, apply_deferred
 from myriad.kernels.remade import Remade
 from myriad.model.boundary import Arrived, Arriving, Boundary, Factors
+from myriad.model.context_share import ContextPeers
+from myriad.parallel.context_exchange import ContextGroup
 from myriad.parallel.expert_exchange import ExpertPeers, start_counts, start_rows
 from myriad.parallel.sliced_products import (
     GlooSliceTransport,
@@ -64,10 +66,11 @@ class GroupBoundary(Boundary):
         experts: ExpertPeers | None = None,
         expert_hops: Sequence[ExpertPeers] = (),
         whole_experts: bool = False,
+        context: ContextPeers | None = None,
     ) -> None:
         """``experts``: the ranks that share the experts of a block; ``None``: this one has all.
         ``expert_hops``: the destinations of each of `Boundary.expert_hops`. ``whole_experts``:
-        `Boundary.whole_experts`."""
+        `Boundary.whole_experts`. ``context``: `Boundary.context`."""
         self.group, self.rank, self.size, self.recorder = group, rank, size, recorder
         self.chunks, self.message_bytes, self.remakes = chunks, message_bytes, remakes
         self.kernels = kernels
@@ -80,7 +83,7 @@ class GroupBoundary(Boundary):
         self._hops, self.expert_hops = expert_hops, tuple((one.rank, one.size) for one in expert_hops)
         hides = (size > 1 and (chunks > 1 or slices > 0)) or self.expert_ranks > 1
         self.later: LaterProducts | None = LaterProducts() if hides else None
-        self._slices = slices
+        self._slices, self.context = slices, context
 
     def start_all_gather(self, x: torch.Tensor) -> Arriving:
         return self._start(x, Direction.GATHER)
@@ -169,6 +172,7 @@ def make_boundary(
         experts=experts,
         expert_hops=hops,
         whole_experts=groups.grid.layout.expert_tp == 1,
+        context=ContextGroup(groups, recorder, device) if groups.grid.layout.cp > 1 else None,
     )
 
 

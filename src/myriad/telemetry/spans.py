@@ -46,6 +46,7 @@ COMMUNICATION = frozenset(
         "clip",
         "tensor_comm",
         "expert_comm",
+        "context_comm",
     }
 )
 """Span names in which a rank waits for others."""
@@ -59,6 +60,7 @@ _OPERATIONS = {
     "sync_tied": collective("tied"),
     "tensor_comm": collective("tp"),
     "expert_comm": collective("dp"),
+    "context_comm": collective("dp"),
     "all_reduce": collective("world"),
 }
 """Operation for each span name. For messages between stages, the caller passes the operation."""

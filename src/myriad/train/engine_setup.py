@@ -145,7 +145,7 @@ def choose_links(job: Job, groups: Groups, device: torch.device, kept: Path | No
     known = next((choice["hierarchy"] for choice in choices if choice["where"] == where), None)
     known = broadcast_value(known, Any, groups.world)
     if known is None:
-        known, _ = agree_on_hierarchy(groups, "dp", comm, device)
+        known, _ = agree_on_hierarchy(groups, "dp_cp", comm, device)
         if first:
             keep_measured(kept, [*choices, {"where": where, "hierarchy": known}])
     return comm.model_copy(update={"hierarchy": known})

@@ -35,7 +35,7 @@ _OTHER = {
     "waiting for others": (
         "#c2410c",
         "exchange wait gather await_gather reduce await_reduce sync_tied clip tensor_comm expert_comm "
-        "gather_tied reduce_tied reduce_across await_across await_momentum await_scatter",
+        "context_comm gather_tied reduce_tied reduce_across await_across await_momentum await_scatter",
     ),
     "optimizer": ("#a8b3c1", "step update orthogonalize"),
     "load": ("#e8c547", "load"),

@@ -1,0 +1,253 @@
+"""Attention of a sequence that several ranks share: keys and values travel around a ring of ranks (Liu et
+al., arXiv 2310.01889).
+
+Every rank keeps its queries. In each of ``size`` steps it attends to the keys and values that it has, while
+they travel on to the next rank, and joins the results (`myriad.kernels.attention_pieces`). In the backward
+they travel once more, and the sums of their gradients follow them, one step behind, until they are back.
+
+A sequence of 2 r chunks is shared so that causal attention is equal work for all r ranks (zigzag, Zhu,
+"ring-flash-attention", 2024): rank i has the chunks i and 2 r - 1 - i. In every step but the first, half of
+the pairs of chunks are seen, all of them whole:
+
+    r = 2      chunks of rank 0: 0 3      of rank 1: 1 2
+    step 0     rank 0: 0x0 3x0 3x3        rank 1: 1x1 2x1 2x2
+    step 1     rank 0: 3x1 3x2            rank 1: 1x0 2x0
+
+A step computes only the `Piece` s that windows and documents leave.
+
+Legend: B batch, S sequence positions of a rank, N query heads, K key/value heads, D head size.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from myriad.kernels.attention_choice import Scores
+from myriad.kernels.attention_pieces import Joined, Piece, piece_backward, piece_forward
+from myriad.kernels.documents import Documents
+
+__all__ = ["Arriving", "Ring", "RingPlan", "ring_attention", "ring_plan", "ring_ranges"]
+
+_Range = tuple[int, int]
+"""First position and the one after the last."""
+
+
+class Arriving(Protocol):
+    """A tensor in flight."""
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the tensor and return it. Call it once."""
+        ...
+
+
+class Ring(Protocol):
+    """The ranks between which keys and values travel."""
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank in the ring."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def start_shift(self, x: torch.Tensor) -> Arriving:
+        """Send ``x`` to the next rank, and receive as much from the one before. ``x`` must not change until
+        the other has arrived."""
+        ...
+
+
+def ring_ranges(sequence: int, index: int, size: int) -> tuple[_Range, ...]:
+    """Return the positions of rank ``index`` of a ring of ``size``, in order. Raises no error: the sequence
+    must be divisible into two chunks for each rank."""
+    if size == 1:
+        return ((0, sequence),)
+    chunk = sequence // (2 * size)
+    last = 2 * size - 1 - index
+    return (index * chunk, (index + 1) * chunk), (last * chunk, (last + 1) * chunk)
+
+
+class RingPlan(NamedTuple):
+    """The pieces of each step of one rank. In step s it has the keys of the rank s places before it."""
+
+    steps: tuple[tuple[Piece, ...], ...]
+
+    def num_pairs(self, batch: int) -> int:
+        """Return the pairs of a query and a key that this rank computes for ``batch`` sequences."""
+        return sum(
+            piece.num_pairs * len(range(*piece.rows.indices(batch))) for step in self.steps for piece in step
+        )
+
+
+def ring_plan(
+    sequence: int, window: int | None, rank: int, size: int, documents: Documents | None = None
+) -> RingPlan:
+    """Return the pieces of rank ``rank`` of a ring for sequences of ``sequence`` positions. With
+    ``documents``, positions attend inside their document only."""
+    how = (sequence, window or sequence, rank, size)
+    if documents is None:
+        return _plan(*how)
+    plans = _PLANS.setdefault(documents, {})
+    if how not in plans:
+        plans[how] = _plan_of_documents(*how, documents.lengths)
+    return plans[how]
+
+
+_PLANS: "WeakKeyDictionary[Documents, dict[tuple[int, int, int, int], RingPlan]]" = WeakKeyDictionary()
+"""The plans of the micro-batches in flight: all layers with the same window have the same one."""
+
+
+@lru_cache(maxsize=64)
+def _plan(sequence: int, window: int, rank: int, size: int) -> RingPlan:
+    return _plan_of_rows(window, rank, size, sequence, [(slice(None), (0, sequence))])
+
+
+def _plan_of_documents(
+    sequence: int, window: int, rank: int, size: int, lengths: Sequence[Sequence[int]]
+) -> RingPlan:
+    rows = [
+        (slice(row, row + 1), ends)
+        for row, own in enumerate(lengths)
+        for ends in pairwise(accumulate(own, initial=0))
+    ]
+    return _plan_of_rows(window, rank, size, sequence, rows)
+
+
+def _plan_of_rows(
+    window: int, rank: int, size: int, sequence: int, documents: Sequence[tuple[slice, _Range]]
+) -> RingPlan:
+    """Return the plan for documents: the sequences of each, and its positions."""
+    own, steps = ring_ranges(sequence, rank, size), []
+    for step in range(size):
+        others = ring_ranges(sequence, (rank - step) % size, size)
+        pieces = [
+            piece
+            for rows, document in documents
+            for piece in _pieces(rows, _cut(own, document), _cut(others, document), window)
+        ]
+        steps.append(tuple(pieces))
+    return RingPlan(tuple(steps))
+
+
+def _cut(ranges: Sequence[_Range], document: _Range) -> list[tuple[int, _Range]]:
+    """Return the parts of the ranges inside a document, each with its first place among all positions of the
+    ranges."""
+    found, place = [], 0
+    for start, stop in ranges:
+        low, high = max(start, document[0]), min(stop, document[1])
+        if low < high:
+            found.append((place + low - start, (low, high)))
+        place += stop - start
+    return found
+
+
+def _pieces(
+    rows: slice,
+    queries: Sequence[tuple[int, _Range]],
+    keys: Sequence[tuple[int, _Range]],
+    window: int,
+) -> list[Piece]:
+    """Return a piece for each pair of ranges of which a query sees a key."""
+    found = []
+    for query_place, (first, stop) in queries:
+        for key_place, (key_first, key_stop) in keys:
+            piece = Piece(
+                rows,
+                slice(query_place, query_place + stop - first),
+                slice(key_place, key_place + key_stop - key_first),
+                first - key_first,
+                window,
+            )
+            if stop > key_first and first - key_stop < window - 1:
+                found.append(piece)
+    return found
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        plan: RingPlan,
+        ring: Ring,
+        how: Scores,
+    ) -> torch.Tensor:
+        kept = torch.stack((k, v))
+        travelling, joined = kept, Joined.nothing(q)
+        for step, pieces in enumerate(plan.steps):
+            arriving = ring.start_shift(travelling) if step + 1 < ring.size else None
+            for piece in pieces:
+                keys, values = travelling[:, piece.rows, piece.keys]
+                part = q[piece.rows, piece.queries]
+                joined.add(piece, piece_forward(part, keys, values, piece, how))
+            travelling = travelling if arriving is None else arriving.wait()
+        if sinks is not None:
+            joined = _with_sinks(joined, sinks)
+        out = joined.out.to(q.dtype)
+        ctx.save_for_backward(q, kept, out, joined.lse, sinks)
+        ctx.plan, ctx.ring, ctx.how = plan, ring, how
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, travelling, out, lse, sinks = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        grad, grad_q = grads[0].contiguous(), torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        sums: Arriving | None = None
+        for step, pieces in enumerate(ctx.plan.steps):
+            arriving = ring.start_shift(travelling) if step + 1 < ring.size else None
+            own = torch.zeros(travelling.shape, dtype=torch.float32, device=q.device)
+            for piece in pieces:
+                keys, values = travelling[:, piece.rows, piece.keys]
+                at = (piece.rows, piece.queries)
+                of_queries, of_keys, of_values = piece_backward(
+                    grad[at], q[at], keys, values, Joined(out[at], lse[at]), piece, ctx.how
+                )
+                grad_q[at] += of_queries
+                own[0, piece.rows, piece.keys] += of_keys
+                own[1, piece.rows, piece.keys] += of_values
+            if sums is not None:
+                own += sums.wait()
+            sums = ring.start_shift(own) if ring.size > 1 else None
+            travelling = travelling if arriving is None else arriving.wait()
+        grad_k, grad_v = (own if sums is None else sums.wait()).to(q.dtype)
+        grad_sinks = None if sinks is None else _gradient_of_sinks(grad, out, lse, sinks)
+        return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None
+
+
+def _with_sinks(joined: Joined, sinks: torch.Tensor) -> Joined:
+    """Let the sink of each head ``[N]`` take its share of the softmax."""
+    lse = torch.logaddexp(joined.lse, sinks.float())
+    return Joined(joined.out * (joined.lse - lse).exp().unsqueeze(-1), lse)
+
+
+def _gradient_of_sinks(
+    grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    delta = (grad.float() * out.float()).sum(-1)
+    return -((sinks.float() - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: RingPlan,
+    ring: Ring,
+    how: Scores = Scores(),
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from this rank's queries ``[B, S, N, D]`` to the keys and values of all ranks, of which it has
+    its own ``[B, S, K, D]``. Returns ``[B, S, N, D]``. ``sinks``: score of each head's sink, ``[N]``. All
+    ranks of the ring call it together, and its backward too."""
+    mixed: torch.Tensor = _RingAttention.apply(q, k, v, sinks, plan, ring, how)
+    return mixed

@@ -1,0 +1,134 @@
+"""Context parallelism: which positions of a sequence a rank has, and its attention to those of the others.
+
+The ranks of ``layout.cp`` form a grid. Between rows keys and values travel around a ring
+(`myriad.kernels.ring_attention`). The ``layout.ulysses`` ranks of a row exchange positions for heads
+(DeepSpeed-Ulysses, arXiv 2309.14509): each then has some of the heads, of all positions of the row.
+
+    cp=4 ulysses=2     chunks of row 0: 0 3     rank 0: 0    rank 1: 3
+    (4 chunks)         chunks of row 1: 1 2     rank 2: 1    rank 3: 2
+
+All other operators work on single positions, so they need nothing of the others.
+
+Legend: B batch, S positions of a rank, U ranks of a row, N query heads, K key/value heads, D head size.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Protocol
+
+import torch
+
+from myriad.kernels.attention_choice import Scores
+from myriad.kernels.documents import Documents
+from myriad.kernels.ring_attention import Ring, ring_attention, ring_plan, ring_ranges
+from myriad.kernels.rotary import rotary_turns
+from myriad.kernels.rotary_scaling import Rotary
+
+__all__ = ["ContextPeers", "ContextShare", "attend_in_context", "share_of", "turns_of"]
+
+
+@dataclass(frozen=True)
+class ContextShare:
+    """The positions of a sequence that one rank has."""
+
+    sequence: int
+    """Positions of the whole sequence."""
+    ranges: tuple[tuple[int, int], ...]
+    """First position of each range, and the one after its last; ascending."""
+
+    @property
+    def length(self) -> int:
+        """Number of the positions."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @cached_property
+    def _positions(self) -> dict[torch.device, torch.Tensor]:
+        return {}
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """Return the positions, int64 ``[S]``."""
+        if device not in self._positions:
+            ranges = [torch.arange(*ends, device="cpu") for ends in self.ranges]
+            self._positions[device] = torch.cat(ranges).to(device)
+        return self._positions[device]
+
+    def take(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return the values at these positions, of those of the whole sequence along ``dim``."""
+        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim)
+
+
+@lru_cache(maxsize=64)
+def share_of(sequence: int, rank: int, size: int, ulysses: int) -> ContextShare:
+    """Return the share of rank ``rank`` of ``size``; ``ulysses`` ranks are a row. The sequence
+    must be divisible into equal chunks (`myriad.job`)."""
+    row, column = divmod(rank, ulysses)
+    each, found, place = sequence // size, [], 0
+    for start, stop in ring_ranges(sequence, row, size // ulysses):
+        low, high = (
+            min(max(start, start + end * each - place), stop) for end in (column, column + 1)
+        )
+        if low < high:
+            found.append((low, high))
+        place += stop - start
+    return ContextShare(sequence, tuple(found))
+
+
+class ContextPeers(Protocol):
+    """The ranks that share a sequence, seen from one of them."""
+
+    ring: Ring
+    """The ranks of this one's column."""
+    ulysses: int
+    """Ranks of a row."""
+    column: int
+    """Index of this rank in its row."""
+
+    def share(self, sequence: int) -> ContextShare:
+        """Return this rank's share of a sequence of this length."""
+        ...
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """Send ``x[u]`` ``[U, ...]`` to rank u of the row; the result has what each rank sent. It is
+        differentiable."""
+        ...
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``x`` over all ranks that share the sequence. It is not differentiable."""
+        ...
+
+
+def turns_of(rotary: Rotary, x: torch.Tensor, share: ContextShare | None) -> torch.Tensor:
+    """Return the rotations (`rotary_turns`) at the positions of ``x`` ``[B, S, ...]``: all of the sequence,
+    or those of a share."""
+    if share is None:
+        return rotary_turns(rotary, x.shape[1], x.device)
+    return rotary_turns(rotary, share.sequence, x.device)[share.positions(x.device)]
+
+
+def attend_in_context(
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    peers: ContextPeers,
+    share: ContextShare,
+    window: int | None,
+    how: Scores,
+    sinks: torch.Tensor | None = None,
+    documents: Documents | None = None,
+) -> torch.Tensor:
+    """Attend from this rank's queries ``[B, S, N, D]`` to keys and values of the whole sequence, of which it
+    has its own ``[B, S, K, D]``. Returns ``[B, S, N, D]``."""
+    q, k, v = heads
+    num_columns, ring = peers.ulysses, peers.ring
+    plan = ring_plan(share.sequence, window, ring.rank, ring.size, documents)
+    if num_columns == 1:
+        return ring_attention(q, k, v, plan, ring, how, sinks)
+    copies = max(1, num_columns // k.shape[2])
+    if copies > 1:
+        k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)
+    sizes = [one.shape[2] // num_columns for one in (q, k, v)]
+    by_column = torch.cat([one.unflatten(2, (num_columns, -1)) for one in (q, k, v)], 3)
+    arrived = peers.exchange(by_column.permute(2, 0, 1, 3, 4))  # [U, B, S, heads, D]
+    q, k, v = arrived.transpose(0, 1).flatten(1, 2).split(sizes, 2)
+    own_sinks = None if sinks is None else sinks.unflatten(0, (num_columns, -1))[peers.column]
+    mixed = ring_attention(q, k, v, plan, ring, how, own_sinks)
+    back = peers.exchange(mixed.unflatten(1, (num_columns, -1)).transpose(0, 1))
+    return back.permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -1,0 +1,104 @@
+"""Communication of context parallelism: keys and values around a ring, and positions for heads in a row.
+
+    ring    rank i sends to i + 1 and receives from i - 1, of the same column
+    row     an all-to-all of equal parts, and its transpose in the backward
+
+Both overlap with nothing but what the caller computes before it waits. Seconds spent in `wait` are recorded
+as context_comm. Every backward calls them in the reverse order on all ranks alike.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from myriad.comm.collectives import all_reduce, start_all_to_all
+from myriad.comm.connection_setup import open_collectives
+from myriad.comm.groups import Group, Groups
+from myriad.model.context_share import ContextShare, share_of
+from myriad.parallel.tp_async import AsyncCollective
+from myriad.telemetry.spans import Recorder
+
+__all__ = ["ContextGroup", "GroupRing"]
+
+_SPAN = "context_comm"
+
+
+class _Shift(AsyncCollective):
+    """A tensor on its way to the next rank of a ring, and the one from the rank before."""
+
+    span = _SPAN
+
+    def __init__(self, x: torch.Tensor, ring: "GroupRing") -> None:
+        super().__init__(ring, x.contiguous())
+        self._found = torch.empty_like(self._kept)
+        after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
+        operations = [
+            dist.P2POp(dist.irecv, self._found, group=ring.group, group_peer=before),
+            dist.P2POp(dist.isend, self._kept, group=ring.group, group_peer=after),
+        ]
+        self._works = dist.batch_isend_irecv(operations)
+
+    def _arrived(self) -> torch.Tensor:
+        return self._found
+
+
+class GroupRing:
+    """A ring of the ranks of a group; an implementation of `myriad.kernels.ring_attention.Ring`."""
+
+    def __init__(self, group: Group | None, rank: int, size: int, recorder: Recorder) -> None:
+        self.group, self.rank, self.size, self.recorder = group, rank, size, recorder
+
+    def start_shift(self, x: torch.Tensor) -> _Shift:
+        """Send ``x`` to the next rank, and receive as much from the one before."""
+        return _Shift(x, self)
+
+
+class ContextGroup:
+    """The ranks that share a sequence; an implementation of `myriad.model.context_share.ContextPeers`."""
+
+    def __init__(self, groups: Groups, recorder: Recorder, device: torch.device) -> None:
+        """A collective call of all ranks. It opens their connections."""
+        grid, layout = groups.grid, groups.grid.layout
+        ring = groups.along("ring", purpose="context ring")
+        self.ring = GroupRing(ring, grid.index("ring"), layout.ring, recorder)
+        self.row, self.ulysses, self.column = None, layout.ulysses, grid.index("ulysses")
+        if layout.ulysses > 1:
+            self.row = groups.along("ulysses", purpose="context row")
+            open_collectives(self.row, device, all_to_all=True)
+        self.recorder, self._all = recorder, groups.along("cp", purpose="context")
+        self._rank, self._size = grid.index("cp"), layout.cp
+
+    def share(self, sequence: int) -> ContextShare:
+        """Return this rank's share of a sequence of this length."""
+        return share_of(sequence, self._rank, self._size, self.ulysses)
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """Send ``x[u]`` to rank u of the row."""
+        found: torch.Tensor = _Exchange.apply(x, self)
+        return found
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``x`` over all ranks that share the sequence."""
+        with self.recorder.span(_SPAN):
+            return all_reduce(x.clone(), self._all)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, peers: ContextGroup) -> torch.Tensor:
+        ctx.peers = peers
+        return _exchanged(x, peers)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(grads[0], ctx.peers), None
+
+
+def _exchanged(x: torch.Tensor, peers: ContextGroup) -> torch.Tensor:
+    kept = x.contiguous()
+    found = torch.empty_like(kept)
+    pending = start_all_to_all(found.view(-1), kept.view(-1), peers.row)
+    with peers.recorder.span(_SPAN):
+        pending.wait()
+    return found
