@@ -127,6 +127,12 @@ class Layout(Config):
         return self.cp // self.ulysses
 
     @property
+    def sequence_multiple(self) -> int:
+        """Number that divides the length of a sequence that the ranks share: equally many positions for each,
+        and for each place of a ring two equal chunks."""
+        return math.lcm(self.cp * self.tp, 2 * self.ring if self.ring > 1 else 1)
+
+    @property
     def num_shards(self) -> int:
         """Ranks that the state is sharded over; 1 with ZeRO 0."""
         return (self.shard_group or self.num_holders) if self.zero else 1

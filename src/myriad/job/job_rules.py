@@ -47,6 +47,33 @@ def _check_tensor_parallel(job: JobValues) -> None:
     need(model.sequence % tp == 0, "layout.tp", tp, f"must divide model.sequence = {model.sequence}")
 
 
+def _check_context_parallel(job: JobValues) -> None:
+    model, layout = job.model, job.layout
+    multiple = layout.sequence_multiple
+    allowed = (
+        f"a multiple of {multiple}, for the ranks that share it: layout.cp, layout.ulysses and layout.tp"
+    )
+    need(layout.cp == 1 or model.sequence % multiple == 0, "model.sequence", model.sequence, allowed)
+    heads, kv_heads, rows = model.heads // layout.tp, model.kv_heads_of_rank(layout.tp), layout.ulysses
+    fits = heads % rows == 0 and (kv_heads % rows == 0 or rows % kv_heads == 0)
+    allowed = (
+        f"must divide the {heads} query heads of a rank, and divide its {kv_heads} key/value heads or be a "
+        "multiple of them"
+    )
+    need(fits, "layout.ulysses", rows, allowed)
+    if layout.cp == 1:
+        return
+    for wrong, needs in (
+        (job.comm.sync_every > 1, "comm.sync_every = 1: a replica of DiLoCo is one rank of each stage"),
+        (job.optimizer.qk_clip is not None, "optimizer.qk_clip = off: no rank has all scores of a head"),
+        (job.telemetry.noise_scale, "telemetry.noise_scale = false: a rank has a part of each sequence"),
+        (job.telemetry.routing, "telemetry.routing = false: a rank has a part of each sequence"),
+        (job.train.replay_routing is not None, "train.replay_routing = off: a rank has a part of a sequence"),
+        (job.train.cuda_graphs, "train.cuda_graphs = false: keys travel while attention computes"),
+    ):
+        need(not wrong, "layout.cp", layout.cp, f"more than 1 needs {needs}")
+
+
 def _check_stages(job: JobValues) -> None:
     layout, pieces = job.layout, job.model.layers + 2
     allowed = f"at most {pieces} stages for {job.model.layers} blocks, embedding and head"
@@ -347,6 +374,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     *MODEL_RULES,
     *OPTIMIZER_RULES,
     _check_tensor_parallel,
+    _check_context_parallel,
     _check_stages,
     _check_partition,
     _check_batch,
@@ -379,6 +407,7 @@ _LAYOUT_RULES = frozenset(
     {
         _check_layout,
         _check_tensor_parallel,
+        _check_context_parallel,
         _check_stages,
         _check_partition,
         _check_batch,
@@ -398,5 +427,6 @@ PLANNING_RULES = tuple(rule for rule in RULES if rule not in _LAYOUT_RULES)
 
 def check_model_in_layout(job: JobValues) -> None:
     """Check the rules that a layout has for forward passes of a model. Raises `BadInputError`."""
-    for rule in (_check_layout, _check_tensor_parallel, _check_stages, _check_partition):
+    rules = (_check_layout, _check_tensor_parallel, _check_context_parallel, _check_stages, _check_partition)
+    for rule in rules:
         rule(job)

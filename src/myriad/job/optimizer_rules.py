@@ -103,7 +103,9 @@ def check_precision(job: JobValues) -> None:
         "model.heads x model.head_dim / layout.tp": model.heads * model.head_width // tp,
         "model.kv_heads x model.head_dim / layout.tp": model.kv_heads_of_rank(tp) * model.head_width,
         **_latent_lengths(model, tp),
-        "layout.micro_batch x model.sequence": job.layout.micro_batch * model.sequence,
+        "layout.micro_batch x model.sequence / layout.cp": job.layout.micro_batch
+        * model.sequence
+        // job.layout.cp,
     }
     for key, length in lengths.items():
         allowed = f"a multiple of 16, for train.precision = {job.train.precision}"

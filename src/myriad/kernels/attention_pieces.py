@@ -169,7 +169,9 @@ def _by_heads(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     head."""
     q, k, v = (one.transpose(1, 2) for one in tensors)
     repeats = q.shape[1] // k.shape[1]
-    return (q, k, v) if repeats == 1 else (q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1))
+    return (
+        (q, k, v) if repeats == 1 else (q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1))
+    )
 
 
 def _of_kv_heads(grad: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

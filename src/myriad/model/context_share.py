@@ -64,9 +64,7 @@ def share_of(sequence: int, rank: int, size: int, ulysses: int) -> ContextShare:
     row, column = divmod(rank, ulysses)
     each, found, place = sequence // size, [], 0
     for start, stop in ring_ranges(sequence, row, size // ulysses):
-        low, high = (
-            min(max(start, start + end * each - place), stop) for end in (column, column + 1)
-        )
+        low, high = (min(max(start, start + end * each - place), stop) for end in (column, column + 1))
         if low < high:
             found.append((low, high))
         place += stop - start
@@ -82,6 +80,8 @@ class ContextPeers(Protocol):
     """Ranks of a row."""
     column: int
     """Index of this rank in its row."""
+    num_ranks: int
+    """Number of all ranks that share a sequence."""
 
     def share(self, sequence: int) -> ContextShare:
         """Return this rank's share of a sequence of this length."""

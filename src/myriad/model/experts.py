@@ -77,6 +77,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
         self.logit_bias = nn.Parameter(torch.empty(config.experts)) if config.router_logit_bias else None
         self._later, self._num_ranks, self._kind = boundary.later, boundary.size, config.router_scores
+        self._peers = boundary.context
         self.num_chosen, self._scale = config.experts_per_token, config.router_scale
         self._normalizes = config.router_normalized
         self._balance, self._z_loss = config.balance_loss, config.router_z_loss
@@ -162,7 +163,8 @@ class Router(nn.Module):
         return groups.masked_fill(others[..., None], -torch.inf).flatten(-2)
 
     def loss(self, logits: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the balance loss and the z-loss, summed over the tokens of whole sequences ``[B, S, E]``."""
+        """Return the balance loss and the z-loss, summed over the tokens of sequences ``[B, S, E]``: of all
+        their positions, or of this rank's share."""
         _, tokens, experts = logits.shape
         found = logits.new_zeros(())
         if self._z_loss:
@@ -176,7 +178,10 @@ class Router(nn.Module):
             counts = scores.new_zeros(len(scores), experts)
             counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=scores.dtype))
             shares = scores / scores.sum(-1, keepdim=True) if self._kind == "sigmoid" else scores
-            load = counts * (experts / (self.num_chosen * tokens))
+            of_sequence = tokens
+            if self._peers is not None:  # each rank adds the part of its tokens to a loss of whole sequences
+                counts, of_sequence = self._peers.sum(counts), tokens * self._peers.num_ranks
+            load = counts * (experts / (self.num_chosen * of_sequence))
             found = found + self._balance * tokens * (load * shares.mean(1)).sum()
         return found
 

@@ -67,11 +67,11 @@ class ContextGroup:
             self.row = groups.along("ulysses", purpose="context row")
             open_collectives(self.row, device, all_to_all=True)
         self.recorder, self._all = recorder, groups.along("cp", purpose="context")
-        self._rank, self._size = grid.index("cp"), layout.cp
+        self._rank, self.num_ranks = grid.index("cp"), layout.cp
 
     def share(self, sequence: int) -> ContextShare:
         """Return this rank's share of a sequence of this length."""
-        return share_of(sequence, self._rank, self._size, self.ulysses)
+        return share_of(sequence, self._rank, self.num_ranks, self.ulysses)
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """Send ``x[u]`` to rank u of the row."""

@@ -200,7 +200,9 @@ class ForwardEngine:
 
     def _shapes_between_stages(self, sample: Batch) -> Sequence[tuple[torch.Size, torch.dtype]]:
         travels = self._layers if self.layout.pp > 1 else []
-        return shapes_between_stages(self._definition, travels, self.boundary, self._own_positions(sample), self._dtype)
+        return shapes_between_stages(
+            self._definition, travels, self.boundary, self._own_positions(sample), self._dtype
+        )
 
     def _own_positions(self, sample: Batch) -> torch.Tensor:
         """Return the inputs of a batch at the positions that this rank has of each sequence."""

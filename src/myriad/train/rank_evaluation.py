@@ -184,7 +184,7 @@ class _Shape:
         longest = max(max(some, default=0) for some in lengths)
         fixed = model.rotary_scaling.kind == "longrope"
         window = window_length(longest, model.sequence, keeps_length=fixed)
-        window = -(-window // layout.tp) * layout.tp
+        window = -(-window // layout.sequence_multiple) * layout.sequence_multiple
         counts = (len(pack_documents(np.array(some, np.int64), window).firsts) - 1 for some in lengths)
         each = max(1, -(-max(counts) // layout.dp))
         micro_batch = max(1, min(request.batch_tokens // window, -(-each // layout.pp)))

@@ -139,7 +139,9 @@ def _own_and_tensor(step: StepSpans) -> tuple[Array, Array]:
     """Return nanoseconds of each outer span without, and in, communication of tensor, expert and
     context parallelism."""
     spans = step.spans
-    code = [code for code, name in enumerate(step.names) if name in ("tensor_comm", "expert_comm", "context_comm")]
+    code = [
+        code for code, name in enumerate(step.names) if name in ("tensor_comm", "expert_comm", "context_comm")
+    ]
     inner = np.flatnonzero(np.isin(spans.records["name"], code) & (spans.parent >= 0))
     tensor = np.bincount(spans.parent[inner], spans.total[inner], len(spans.records))
     return spans.total - tensor, tensor
