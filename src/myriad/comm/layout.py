@@ -1,9 +1,9 @@
 """A parallel layout: how many ranks share which dimension of the work. This module does not import torch.
 
 The rank grid is one array with axes ``dp pp cp tp``, the last one varying fastest. Neighbours in rank
-number are tensor-parallel peers (they communicate most and should share a node), then context-parallel ranks,
-pipeline neighbours and data-parallel replicas. Experts see the same ranks as a second grid (`myriad.comm.grid`): ``ep`` ranks,
-neighbours in rank number within a stage, hold different experts.
+number are tensor-parallel peers (they communicate most and should share a node), then context-parallel
+ranks, pipeline neighbours and data-parallel replicas. Experts see the same ranks as a second grid
+(`myriad.comm.grid`): ``ep`` ranks, neighbours in rank number within a stage, hold different experts.
 """
 
 import math
@@ -79,8 +79,9 @@ class Layout(Config):
     parameters."""
     shard_group: int | None = Field(None, ge=2, le=MOST_RANKS)
     """Number of neighbouring replicas over which layout.zero = 1, 2 or 3 shards state; it must divide
-    layout.dp x layout.cp. Gradients are also summed across groups, and nothing else crosses between them. Set it to the
-    replicas of a node where links between nodes are slow and memory allows. off: all replicas."""
+    layout.dp x layout.cp (each of the layout.cp ranks counts). Gradients are also summed across groups, and
+    nothing else crosses between them. Set it to the replicas of a node where links between nodes are slow and
+    memory allows. off: all replicas."""
     reduce: Literal["last", "each"] = "last"
     """When gradients are reduced: last, after a chunk's last backward; each, after every backward, which
     needs the least memory and layout.zero = 2 or 3."""

@@ -144,8 +144,8 @@ class Context:
     """Where the last layer writes the loss of each target, for evaluation. ``samples`` are then the record's
     rows. ``None``: only the sum is needed."""
     share: ContextShare | None = None
-    """The positions of the sequences that this rank has; ``None``: all. ``documents`` and ``sequence_targets``
-    are of whole sequences, everything else of these positions."""
+    """The positions of the sequences that this rank has; ``None``: all. ``documents`` and
+    ``sequence_targets`` are of whole sequences, everything else of these positions."""
     sequence_targets: Any = None
     """``targets`` of whole sequences, with a ``share``."""
     loss_scale: float = 1.0

@@ -102,8 +102,8 @@ class LayerList:
         return self._tied
 
     def build(self, index: int, boundary: Boundary) -> nn.Module:
-        """Build a layer with its linears replaced. The last layer ends in the loss. Raises `BadInputError` for
-        ranks that share sequences: a layer may relate any of its positions."""
+        """Build a layer with its linears replaced. The last layer ends in the loss. Raises `BadInputError` if
+        ranks share sequences: a layer may relate any of its positions."""
         if boundary.context is not None:
             raise BadInputError("layout.cp", boundary.context.num_ranks, "1 with a model of your own")
         last = index == len(self._layers) - 1

@@ -50,7 +50,7 @@ class MatrixPeers:
 
     group: Group | None
     members: tuple[tuple[int, int], ...]
-    """Index among the holders of the same parameters, and tensor-parallel index, of each rank of the group."""
+    """Index among the ranks of ``dp_cp``, and tensor-parallel index, of each rank of the group."""
     own: int
     """Number of this rank in the group."""
     tp: int

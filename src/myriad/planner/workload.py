@@ -125,6 +125,14 @@ class Workload:
     """Bytes of one element of the compute type; 2: bfloat16 or float16."""
 
     @property
+    def rank_model(self) -> ModelConfig:
+        """The model with the positions of a sequence that one rank has. Everything but attention and a table
+        of positions is the same for them as for a whole sequence of this length."""
+        if self.layout.cp == 1:
+            return self.model
+        return self.model.model_copy(update={"sequence": self.model.sequence // self.layout.cp})
+
+    @property
     def orthogonalizes(self) -> bool:
         """Whether the optimizer orthogonalizes matrices."""
         return self.optimizer == "muon"

@@ -4,7 +4,7 @@
     slower than peak      mean own seconds of compute actions - ideal: kernels, and recomputation
     bubble                waits for another place of the pipeline that had not sent yet
     slower ranks          waits for the last arriver of a collective whose members do the same work
-    tensor, experts,      waits while the message or the collective was in flight: exposed communication
+    tensor, experts, context, waits while the message or the collective was in flight: exposed communication
       pipeline, data parallel
     data, optimizer
     other                 the rest: nothing was recorded, or spans that a job added
@@ -35,6 +35,7 @@ LOSSES = (
     "slower ranks",
     "tensor",
     "experts",
+    "context",
     "pipeline",
     "data parallel",
     "data",
@@ -44,6 +45,7 @@ LOSSES = (
 _OF_CLASS = {
     "tp": "tensor",
     "ep": "experts",
+    "cp": "context",
     "pp": "pipeline",
     "dp": "data parallel",
     "data": "data",

@@ -57,6 +57,10 @@ def predicted_records(
     return flat[np.argsort(flat["rank"], kind="stable")], names
 
 
+_SPANS_IN_LAYERS = ("tensor_comm", "expert_comm", "context_comm")
+"""Spans of the kinds of `IN_LAYERS`."""
+
+
 def _rows(prediction: Prediction, costs: Costs, shift: float) -> Iterator[_Row]:
     """Yield start, end, rank, name, stage, micro-batch and chunk of each span."""
     layout, recompute = costs.workload.layout, costs.workload.recompute
@@ -68,10 +72,10 @@ def _rows(prediction: Prediction, costs: Costs, shift: float) -> Iterator[_Row]:
         end = begin + span.duration
         chunk = chunk_of(action, prediction.program.num_stages)
         yield begin, end, rank, str(action.kind), action.stage, action.micro_batch, chunk
-        if action.kind in COMPUTE and layout.tp * layout.ep > 1:
+        if action.kind in COMPUTE and layout.tp * layout.ep * layout.cp > 1:
             stage = costs.stages[action.stage]
             seconds = exposed_in_layers(stage, action, recompute)
-            for name, exposed in zip(("tensor_comm", "expert_comm"), seconds, strict=True):
+            for name, exposed in zip(_SPANS_IN_LAYERS, seconds.values(), strict=True):
                 inside = min(1.0, exposed / _planned_seconds(stage, action)) * (span.duration - span.waited)
                 if exposed:
                     yield end - inside, end, rank, name, action.stage, -1, -1

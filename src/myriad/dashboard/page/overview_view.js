@@ -45,7 +45,7 @@ const MOST_ACROSS = 6;
 const SMOOTHINGS = [["0", "none"], ["0.6", "little"], ["0.9", "much"], ["0.98", "very much"]];
 const NEWEST_EVENTS = 200;
 /** Losses whose colours are those of a class of time. */
-const LOSS_CLASSES = { "slower than peak": "compute", "slower ranks": "slow", tensor: "tp", experts: "ep", pipeline: "pp", "data parallel": "dp" };
+const LOSS_CLASSES = { "slower than peak": "compute", "slower ranks": "slow", tensor: "tp", experts: "ep", context: "cp", pipeline: "pp", "data parallel": "dp" };
 
 /** @param {{run: any, query: Record<string, string>, version: number, theme: import("./colours.js").Theme}} props */
 export function OverviewView({ run, query, version, theme }) {

@@ -31,12 +31,13 @@ class ExpertGrid:
     """The experts' grid of a layout."""
 
     dp: int = 1
+    """Ranks that hold the same parameters: replicas, and ranks that share their sequences."""
     tp: int = 1
     ep: int = 1
     whole: bool = False
     """Whether experts are whole on a rank, although tensor-parallel ranks share other matrices."""
     replica_stride: int = 1
-    """Distance of two data-parallel replicas in rank number."""
+    """Mean distance in rank number of two ranks that hold the same parameters and are next to each other."""
     load: float = 1.0
     """Tokens that the busiest of the ranks that share experts gets over those of the mean rank."""
     dispatch: ExpertDispatch = "expert"
@@ -46,7 +47,9 @@ class ExpertGrid:
     def of(cls, layout: Layout, replica_stride: int) -> "ExpertGrid":
         whole, load = layout.has_whole_experts, layout.busiest_load
         dispatch = layout.expert_dispatch
-        return cls(layout.dp, layout.tp, layout.ep, whole, replica_stride, load, dispatch)
+        # neighbours share a sequence, if any do, and are nearer than the replicas where stages lie between
+        stride = layout.tp if 1 < layout.ep <= layout.cp or layout.pp == 1 else replica_stride // layout.cp
+        return cls(layout.num_holders, layout.tp, layout.ep, whole, stride, load, dispatch)
 
     @property
     def expert_tp(self) -> int:
@@ -105,6 +108,15 @@ def _distinct(num_experts: int, num_chosen: int, num_places: int) -> float:
     for number in range(num_chosen):
         elsewhere *= max(0, num_experts - held - number) / (num_experts - number)
     return num_places * (1 - elsewhere)
+
+
+def holders(layout: Layout, replica_stride: int, size: int, every: int = 1) -> RankGroup:
+    """Return ``size`` of the ranks that hold the same parameters, one of ``every``. Those that share a
+    sequence are neighbours, and replicas ``replica_stride`` apart."""
+    near = max(1, min(layout.cp // every, size))
+    if near == 1:
+        return RankGroup(size, max(layout.tp * every, replica_stride * every // layout.cp), RankRun())
+    return RankGroup(size, replica_stride, RankRun(near, layout.tp * every))
 
 
 ONE_RANK = ExpertGrid()

@@ -33,6 +33,7 @@ from myriad.planner.cost.collective_costs import (
     startup_seconds,
     tensor_group,
 )
+from myriad.planner.cost.context_costs import context_exchange
 from myriad.planner.cost.expert_costs import expert_exchange, expert_streams, score_gather_seconds
 from myriad.planner.cost.operator_costs import (
     Number,
@@ -117,7 +118,7 @@ class LayerTimes:
 
 def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> LayerTimes:
     """Return the seconds of a block of a model whose blocks are alike (`ModelConfig.of_block`). ``pairs``:
-    query-key pairs that each sequence computes in this block."""
+    query-key pairs that a rank computes of each sequence in this block."""
     tokens = context.micro_batch * model.sequence
     share = tokens / context.tp if context.profile.sequence_parallel else tokens
     products = block_products(model, context, tokens)
@@ -169,10 +170,27 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
     # Other frameworks cut tensor-parallel products only.
     parts = _parts(model, context) if context.profile.tensor_parts is None else 1.0
     travel, travel_back = expert_exchange(model, context, tokens, rooms, parts)
+    shared, shared_back = context_exchange(
+        model,
+        context.cluster,
+        context.context,
+        context.tp,
+        tokens,
+        context.value_bytes,
+        (attend.attention, attend_back.attention),
+    )
     sums = sums + score_gather_seconds(model, context, tokens)
-    forward = TimeBreakdown(products[0], memory=stream, tensor=exposed + sums, experts=travel) + attend
-    backward = TimeBreakdown(products[1], memory=back, tensor=exposed_back + rest + sums, experts=travel_back)
-    backward, weights = backward + attend_back, TimeBreakdown(products[2])
+    forward = attend + TimeBreakdown(
+        products[0], memory=stream, tensor=exposed + sums, experts=travel, context=shared
+    )
+    backward = attend_back + TimeBreakdown(
+        products[1],
+        memory=back,
+        tensor=exposed_back + rest + sums,
+        experts=travel_back,
+        context=shared_back,
+    )
+    weights = TimeBreakdown(products[2])
     wait, wait_back = _host_waits(context, forward.total, backward.total + weights.total)
     return LayerTimes(
         forward + TimeBreakdown(tensor=wait), backward + TimeBreakdown(tensor=wait_back), weights, again
@@ -428,7 +446,8 @@ def _prediction_times(model: ModelConfig, context: LayerContext, layer: int) -> 
         TimeBreakdown(products[2]),
         TimeBreakdown(),
     )
-    block = block_times(model.of_block(layer), context, computed_pairs(model, layer))
+    pairs = computed_pairs(model, layer, context.context.num_ranks)
+    block = block_times(model.of_block(layer), context, pairs)
     return embedding_times(model, context) + projected + block
 
 

@@ -29,7 +29,8 @@ from myriad.planner.cost.collective_costs import (
     shard_group_comm,
     tensor_group,
 )
-from myriad.planner.cost.expert_ranks import ExpertGrid
+from myriad.planner.cost.context_costs import ContextGrid
+from myriad.planner.cost.expert_ranks import ExpertGrid, holders
 from myriad.planner.cost.layer_costs import LayerTimes, block_times, embedding_times, head_times
 from myriad.planner.cost.matrix_costs import MatrixCosts, matrix_costs
 from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_order, step_seconds
@@ -84,9 +85,10 @@ class Costs:
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self.workload, self.cluster = workload, cluster
         layout, overlap, profile = workload.layout, workload.overlap, workload.profile
-        replica_stride, stage_stride = layout.tp * layout.pp, layout.tp
+        sharers = layout.tp * layout.cp
+        replica_stride, stage_stride = sharers * layout.pp, sharers
         if profile.pp_outermost:
-            replica_stride, stage_stride = layout.tp, layout.tp * layout.dp
+            replica_stride, stage_stride = sharers, sharers * layout.dp
         self.slice = LayerContext(
             cluster,
             profile,
@@ -98,21 +100,24 @@ class Costs:
             workload.float8_kept_over,
             workload.qk_clip,
             ExpertGrid.of(layout, replica_stride),
+            ContextGrid.of(layout),
         )
         self.pipeline = group_along(cluster, float(layout.pp), float(stage_stride))
-        comm, size = shard_group_comm(workload.comm, layout), layout.num_shards if layout.zero else layout.dp
-        self.dp_collectives = DpCollectives(cluster, comm, size, replica_stride)
-        """Collectives of the ranks that share the state; with ZeRO 0, of all replicas."""
+        comm = shard_group_comm(workload.comm, layout)
+        size = layout.num_shards if layout.zero else layout.num_holders
+        self.dp_collectives = DpCollectives(cluster, comm, *holders(layout, replica_stride, size))
+        """Collectives of the ranks that share the state; with ZeRO 0, of all that hold the same."""
         self.across_groups: DpCollectives | None = None
         """Collectives of the ranks of different groups that hold the same shard, if there are such."""
         if layout.reduces_across:
-            groups = layout.num_shard_groups
-            self.across_groups = DpCollectives(cluster, comm, groups, replica_stride * size)
+            groups = holders(layout, replica_stride, layout.num_shard_groups, every=size)
+            self.across_groups = DpCollectives(cluster, comm, *groups)
         self.data = self.dp_collectives.ring
         self.replicas = self.data
-        """All data-parallel replicas as one flat ring."""
+        """All ranks that hold the same parameters as one flat ring."""
         if self.across_groups is not None:
-            self.replicas = group_along(cluster, float(layout.dp), float(replica_stride))
+            everyone = holders(layout, replica_stride, layout.num_holders)
+            self.replicas = group_along(cluster, float(everyone.size), float(everyone.stride), everyone.run)
         self.expert_collectives: DpCollectives | None = None
         """Collectives of the ranks that hold the same experts, where not all replicas do."""
         if layout.folds_experts:
@@ -135,12 +140,12 @@ class Costs:
 
     @cached_property
     def _times(self) -> dict[str, LayerTimes]:
-        model = self.workload.model
+        model, num_ranks = self.workload.rank_model, self.workload.layout.cp
         head = head_times(model, self.slice)
         times = {"embedding": embedding_times(model, self.slice), "head": head}
         for layer in dict.fromkeys(first_alike(model)):
             block = model.of_block(layer)
-            times[f"block {layer}"] = block_times(block, self.slice, computed_pairs(model, layer))
+            times[f"block {layer}"] = block_times(block, self.slice, computed_pairs(model, layer, num_ranks))
         return times
 
     def _stage(self, own: Sequence[int]) -> StageCosts:
@@ -177,7 +182,8 @@ class Costs:
             reduce_across=across,
             copy_activations=copies[0],
             copy_state=copies[1],
-            copied_parameters=others / workload.layout.dp + experts / workload.layout.num_expert_replicas,
+            copied_parameters=others / workload.layout.num_holders
+            + experts / workload.layout.num_expert_replicas,
         )
 
     def _parameters(self, own: Sequence[int]) -> tuple[float, float]:
@@ -239,7 +245,9 @@ class Costs:
     def _by_module(self) -> bool:
         """Whether parameters are gathered by module during compute instead of by the program's actions."""
         layout = self.workload.layout
-        return self.workload.profile.module_gathers is not None and layout.zero == 3 and layout.dp > 1
+        return (
+            self.workload.profile.module_gathers is not None and layout.zero == 3 and layout.num_holders > 1
+        )
 
     def _module_seconds(self, kinds: Sequence[str]) -> tuple[float, float]:
         """Return the seconds of forward and backward of a micro-batch, including gathers and reductions.
@@ -388,7 +396,7 @@ class Costs:
     def message(self) -> float:
         """Seconds of one activation or gradient to the next stage."""
         workload = self.workload
-        tokens = workload.layout.micro_batch * workload.model.sequence
+        tokens = workload.layout.micro_batch * workload.rank_model.sequence
         return float(
             message_seconds(
                 self.pipeline, tokens * workload.model.hidden * workload.value_bytes / workload.layout.tp

@@ -200,6 +200,8 @@ class TimeBreakdown:
     """Exposed tensor-parallel communication, and the slowdown of compute by the overlapped part."""
     experts: Number = 0.0
     """The same of the exchanges of tokens between ranks that share experts."""
+    context: Number = 0.0
+    """The same of keys, values and heads between ranks that share sequences."""
 
     def __add__(self, other: "TimeBreakdown") -> "TimeBreakdown":
         return TimeBreakdown(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
@@ -211,4 +213,4 @@ class TimeBreakdown:
     @property
     def total(self) -> Number:
         """Sum of all parts."""
-        return self.matmul + self.attention + self.memory + self.tensor + self.experts
+        return self.matmul + self.attention + self.memory + self.tensor + self.experts + self.context

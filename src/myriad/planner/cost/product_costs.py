@@ -12,6 +12,7 @@ import numpy as np
 
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Accelerator, Cluster
+from myriad.planner.cost.context_costs import ONE_RANK_OF_CONTEXT, ContextGrid
 from myriad.planner.cost.expert_ranks import ONE_RANK, ExpertGrid
 from myriad.planner.cost.operator_costs import (
     Number,
@@ -61,6 +62,8 @@ class LayerContext:
     """Whether forwards find the largest attention scores."""
     experts: ExpertGrid = ONE_RANK
     """The ranks of a stage as experts see them."""
+    context: ContextGrid = ONE_RANK_OF_CONTEXT
+    """The ranks that share a sequence; a model has as many positions as each of them has."""
 
     @property
     def accelerator(self) -> Accelerator:

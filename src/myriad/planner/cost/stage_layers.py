@@ -86,10 +86,10 @@ def stage_layers(workload: Workload) -> list[range]:
     return cut_layers(workload.model, workload.layout.partition, workload.layout.num_stages)
 
 
-def computed_pairs(model: ModelConfig, layer: int) -> float:
-    """Return the query-key pairs of a sequence that a causal kernel computes: half of all, and with a window
-    only the band."""
-    sequence, window = model.sequence, model.layer_window(layer)
+def computed_pairs(model: ModelConfig, layer: int, num_ranks: int = 1) -> float:
+    """Return the query-key pairs of a sequence that a causal kernel computes on each of ``num_ranks`` ranks
+    that have ``model.sequence`` positions each: half of all, and with a window only the band."""
+    sequence, window = model.sequence * num_ranks, model.layer_window(layer)
     if window is None or window >= sequence:
-        return sequence * (sequence + 1) / 2
-    return window * sequence - window * (window - 1) / 2
+        return sequence * (sequence + 1) / 2 / num_ranks
+    return (window * sequence - window * (window - 1) / 2) / num_ranks

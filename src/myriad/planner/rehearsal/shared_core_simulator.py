@@ -196,11 +196,11 @@ class _SharingRun(CostModelRun):
     def _idle_seconds(self, action: Action) -> float:
         """Return the seconds of a compute action in which its ranks wait for each other's messages."""
         layout = self.costs.workload.layout
-        if action.kind not in COMPUTE or layout.tp * layout.ep == 1:
+        if action.kind not in COMPUTE or layout.tp * layout.ep * layout.cp == 1:
             return 0.0
         times = self.costs.stages[action.stage].times
         forward, inputs, weights = (
-            part.tensor + part.experts
+            part.tensor + part.experts + part.context
             for part in (times.forward, times.backward_input, times.backward_weight)
         )
         tensor = {

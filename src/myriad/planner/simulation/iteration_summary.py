@@ -17,7 +17,14 @@ from myriad.planner.simulation.simulator import Prediction, SimulatedSpan
 from myriad.planner.workload import Recompute
 from myriad.program.actions import COMPUTE, SEMANTICS, Action, Collective, Kind, kinds_where
 
-__all__ = ["EXPOSED_KINDS", "IterationSummary", "RankSummary", "exposed_in_layers", "summarize_iteration"]
+__all__ = [
+    "EXPOSED_KINDS",
+    "IN_LAYERS",
+    "IterationSummary",
+    "RankSummary",
+    "exposed_in_layers",
+    "summarize_iteration",
+]
 
 _REDUCTIONS = {Collective.REDUCE, Collective.REDUCE_ACROSS}
 _WAITS = {
@@ -31,7 +38,9 @@ _WAITS = {
 """Causes of waiting: other stages and their messages, parameter gathers, gradient reductions, the reduction
 of tied gradients, the global norm, copies between device and host."""
 _WAIT_OF = {kind: name for name, kinds in _WAITS.items() for kind in kinds}
-EXPOSED_KINDS = ("tensor", "experts", *_WAITS)
+IN_LAYERS = ("tensor", "experts", "context")
+"""Kinds of exposed communication inside compute actions: fields of `TimeBreakdown`."""
+EXPOSED_KINDS = (*IN_LAYERS, *_WAITS)
 """Communication by kind, in the order of reports."""
 
 
@@ -107,8 +116,8 @@ def _ranks(
         lanes[span.replica, span.rank].append(span)
     others = costs.workload.layout.dp - len({replica for replica, _ in lanes if replica >= 0})
     for (replica, rank), spans in sorted(lanes.items()):
-        computing, tensor, experts = _computing(costs, spans)
-        exposed = dict.fromkeys(EXPOSED_KINDS, 0.0) | {"tensor": tensor, "experts": experts}
+        computing, in_layers = _computing(costs, spans)
+        exposed = dict.fromkeys(EXPOSED_KINDS, 0.0) | in_layers
         for span in spans:
             if span.action.kind in _WAIT_OF:
                 exposed[_WAIT_OF[span.action.kind]] += span.waited
@@ -124,20 +133,20 @@ def _ranks(
         )
 
 
-def _computing(costs: Costs, spans: Sequence[SimulatedSpan]) -> tuple[float, float, float]:
-    """Return the seconds of compute, and of the exposed communication in it: of tensor parallelism, and of
-    tokens with the ranks of their experts."""
+def _computing(costs: Costs, spans: Sequence[SimulatedSpan]) -> tuple[float, dict[str, float]]:
+    """Return the seconds of compute, and of the exposed communication in it (`exposed_in_layers`)."""
     computes = [span for span in spans if span.action.kind in COMPUTE]
     everything = sum(span.duration - span.waited for span in computes)
     recompute = costs.workload.recompute
     each = [exposed_in_layers(costs.stages[span.action.stage], span.action, recompute) for span in computes]
-    tensor, experts = (sum(parts) for parts in zip(*each, strict=True)) if each else (0.0, 0.0)
-    return everything - tensor - experts, tensor, experts
+    exposed = {kind: sum(one[kind] for one in each) for kind in IN_LAYERS}
+    return everything - sum(exposed.values()), exposed
 
 
-def exposed_in_layers(stage: StageCosts, action: Action, recompute: Recompute) -> tuple[float, float]:
-    """Return the seconds of exposed communication in a compute action: of tensor parallelism, and of tokens
-    with the ranks of their experts."""
+def exposed_in_layers(stage: StageCosts, action: Action, recompute: Recompute) -> dict[str, float]:
+    """Return the seconds of exposed communication in a compute action, by kind of `IN_LAYERS`: of tensor
+    parallelism, of tokens with the ranks of their experts, and of keys, values and heads with the ranks that
+    share sequences."""
     times = stage.times
     again = stage.again if recompute == "full" else TimeBreakdown()
     inputs, weights = times.backward_input + again, times.backward_weight
@@ -147,4 +156,4 @@ def exposed_in_layers(stage: StageCosts, action: Action, recompute: Recompute) -
         Kind.BACKWARD_INPUT: inputs,
         Kind.BACKWARD_WEIGHT: weights,
     }[action.kind]
-    return float(found.tensor), float(found.experts)
+    return {kind: float(getattr(found, kind)) for kind in IN_LAYERS}

@@ -205,7 +205,7 @@ def _parts(costs: Costs, seconds: float) -> tuple[float, ...]:
     parts, again = costs.busiest_rank
     parts = parts + again
     slowdown = costs.cluster.expected_slowdown
-    comm = parts.tensor + parts.experts
+    comm = parts.tensor + parts.experts + parts.context
     products, streams, tensor = (
         float(one) * slowdown for one in (parts.matmul, parts.attention + parts.memory, comm)
     )
