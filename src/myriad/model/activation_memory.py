@@ -55,12 +55,15 @@ def kept_bytes_per_token(
     ep: int = 1,
     whole_experts: bool = False,
     expert_load: float = 1.0,
+    context: tuple[int, int] = (1, 1),
 ) -> float:
     """Return the bytes per token that one layer keeps on one rank. ``layer``: index of the block. ``ep``:
     ranks that share its experts. ``whole_experts``: experts are whole on a rank, although ``tp`` ranks share
     other matrices. ``expert_load``: tokens that this rank gets for its experts over those that it sends.
-    ``bytes_per_value``: size of the compute type. ``softmax_block``: positions of a block of queries if the
-    softmax is kept (64 on a CPU in float32 with short spans); ``None``: the library's attention."""
+    ``context``: ranks, or rows of ranks, of a ring that shares sequences, and ranks of a row; the model has
+    as many positions as one of them. ``bytes_per_value``: size of the compute type. ``softmax_block``:
+    positions of a block of queries if the softmax is kept (64 on a CPU in float32 with short spans);
+    ``None``: the library's attention."""
     stream = model.hidden * bytes_per_value / tp
     if recompute == "full":
         return 0.0 if layer_kind == "embedding" else stream
@@ -74,14 +77,22 @@ def kept_bytes_per_token(
     if layer_kind == "head":
         own = stream + statistics + model.hidden * bytes_per_value  # plus the gradient of its gathered input
         options: _Options = {"tp": tp, "bytes_per_value": bytes_per_value, "softmax_block": softmax_block}
-        held = ep, whole_experts, expert_load
+        held: _Held = {
+            "ep": ep,
+            "whole_experts": whole_experts,
+            "expert_load": expert_load,
+            "context": context,
+        }
         return own + sum(
             _prediction_bytes(model, number, recompute, statistics, options, held)
             for number in range(1, model.prediction_layers + 1)
         )
     gathered = 0 if recompute == "selective" else model.hidden * bytes_per_value
     mlp = _mlp_values(block, recompute) * bytes_per_value / tp
-    attention = _attention_bytes(model, layer, tp, bytes_per_value, softmax_block, recompute)
+    if context == (1, 1):
+        attention = _attention_bytes(model, layer, tp, bytes_per_value, softmax_block, recompute)
+    else:
+        attention = _shared_attention_bytes(model, layer, tp, bytes_per_value, recompute, context[1])
     streams = 1 if model.block == "parallel" else model.num_branch_norms  # two norms share one input
     norms = stream * streams + statistics * model.num_branch_norms
     if model.norm_placement == "after" and model.block == "serial":
@@ -104,6 +115,7 @@ def kept_bytes_per_micro_batch(
     bytes_per_value: int = 2,
     recompute: Recompute = "none",
     softmax_block: int | None = None,
+    context: tuple[int, int] = (1, 1),
 ) -> int:
     """Return the bytes per micro-batch that one layer keeps on one rank, for any number of sequences. The
     head keeps its weight's gradient in float32. A block keeps its mask if its window does not divide the
@@ -115,9 +127,12 @@ def kept_bytes_per_micro_batch(
         further = model.prediction_layers
         options: _Options = {"tp": tp, "bytes_per_value": bytes_per_value, "softmax_block": softmax_block}
         blocks = range(model.layers, model.layers + further)
-        in_blocks = (kept_bytes_per_micro_batch(model, "block", layer, **options) for layer in blocks)
+        in_blocks = (
+            kept_bytes_per_micro_batch(model, "block", layer, context=context, **options) for layer in blocks
+        )
         return own * (1 + further) + sum(in_blocks)
-    if layer_kind == "block" and softmax_block is None and _attention_kind(model, layer) == "band":
+    calls_library = layer_kind == "block" and softmax_block is None and context == (1, 1)
+    if calls_library and _attention_kind(model, layer) == "band":
         return model.sequence**2 * bytes_per_value
     return 0
 
@@ -130,27 +145,33 @@ class _Options(TypedDict):
     softmax_block: int | None
 
 
+class _Held(TypedDict):
+    """Arguments of `kept_bytes_per_token` alone."""
+
+    ep: int
+    whole_experts: bool
+    expert_load: float
+    context: tuple[int, int]
+
+
 def _prediction_bytes(
     model: ModelConfig,
     number: int,
     recompute: Recompute,
     statistics: float,
     options: _Options,
-    experts: tuple[int, bool, float],
+    held: _Held,
 ) -> float:
     """Return the bytes per token of the ``number``-th prediction layer, from 1, without its input, which the
     norm before it keeps: the embedded tokens and their rows, the input of the projection, the block, and the
-    last norm with the gradient of its gathered output. ``experts``: ranks that share them, whether they are
-    whole, and this rank's load."""
+    last norm with the gradient of its gathered output."""
     tp, bytes_per_value = options["tp"], options["bytes_per_value"]
     stream = model.hidden * bytes_per_value / tp
     rows = 8 + 1 if tp > 1 else 8 * (number > 1)  # one token farther than the targets is a copy of them
     layer = model.layers + number - 1
-    ep, whole, load = experts
-    block = kept_bytes_per_token(
-        model, "block", layer, recompute=recompute, ep=ep, whole_experts=whole, expert_load=load, **options
-    )
-    gathered = model.hidden * bytes_per_value * (model.sequence - number) / model.sequence
+    block = kept_bytes_per_token(model, "block", layer, recompute=recompute, **held, **options)
+    whole = held["context"] == (1, 1)  # else every position is computed
+    gathered = model.hidden * bytes_per_value * (model.sequence - number * whole) / model.sequence
     streams = 5 if model.prediction_input == "normed" else 4  # the first norm's input, if not the last one's
     return rows + streams * stream + 3 * statistics + block + gathered
 
@@ -281,6 +302,28 @@ def _attention_bytes(
         values += keys
     mask = 2 * (model.layer_window(layer) or 0) if kind == "windows" else 0
     return values * bytes_per_value / tp + _FLOAT32 * model.heads / tp + mask * bytes_per_value + extra
+
+
+def _shared_attention_bytes(
+    model: ModelConfig, layer: int, tp: int, bytes_per_value: int, recompute: Recompute, ulysses: int
+) -> float:
+    """Return the same where ranks share sequences (`myriad.kernels.ring_attention`): queries, this rank's
+    keys and values as one tensor, the output, and a float32 for each query and head. Queries that are not
+    rotated are a view of the projection's result. ``ulysses`` ranks of a row: what has arrived from them, of
+    which queries are a view, and the output for the projection, beside attention's own."""
+    num_keys = model.num_kv_heads * model.kv_copies(tp)
+    queries, keys = (heads * model.head_width for heads in (model.heads, num_keys))
+    roots = 2 * tp if model.qk_norm == "all" else model.heads + num_keys
+    extra = _latent_bytes(model, tp, bytes_per_value, recompute, mixed_is_kept=True)
+    if model.qk_norm != "none":
+        extra += ((queries + 2 * keys) * bytes_per_value + roots * _FLOAT32) / tp
+    values = 2 * queries + 2 * keys
+    if ulysses > 1:
+        keys = max(keys, ulysses * tp * model.head_width)
+        values = 3 * queries + 4 * keys
+    elif model.layer_rotary(layer) is None or model.latent is not None:
+        values += 2 * keys
+    return values * bytes_per_value / tp + _FLOAT32 * model.heads / tp + extra
 
 
 def _mean_keys(model: ModelConfig, layer: int, block: int) -> float:

@@ -34,7 +34,7 @@ def count_communicators(
     holds_tied = rank in (program.stage_rank[0], program.stage_rank[-1])
     syncs_tied = float(program.syncs_tied and holds_tied)
     groups = count_groups(
-        layout.dp,
+        layout.num_holders,
         layout.tp,
         layout.pp,
         kv_heads=kv_heads,
@@ -46,6 +46,7 @@ def count_communicators(
         ep=layout.ep,
         whole_experts=layout.has_whole_experts,
     )
+    groups += (layout.cp > 1) + (layout.ring > 1) + (layout.ulysses > 1)
     return int(groups), len(pairs)
 
 

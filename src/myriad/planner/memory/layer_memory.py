@@ -67,6 +67,9 @@ class MicroBatchShard:
     """Whether experts are whole on a rank, although tensor-parallel ranks share other matrices."""
     expert_load: float = 1.0
     """Tokens that the busiest of the ranks that share experts gets over those of the mean rank."""
+    context: tuple[int, int] = (1, 1)
+    """Ranks, or rows of ranks, of a ring that shares sequences, and ranks of a row. A model has as many
+    positions as one of them."""
 
     def tokens(self, model: ModelConfig) -> Number:
         return self.micro_batch * model.sequence
@@ -114,7 +117,8 @@ def softmax_block(model: ModelConfig, layer: int, part: MicroBatchShard) -> int 
     keys = min(model.sequence, window + 2 * _BLOCK)
     short = model.has_capped_scores or keys <= _MOST_KEYS
     fits = model.sequence % min(_BLOCK, model.sequence) == 0 and short
-    return _BLOCK if fits and part.on_cpu and part.value_bytes == 4 else None
+    whole = part.context == (1, 1)
+    return _BLOCK if fits and whole and part.on_cpu and part.value_bytes == 4 else None
 
 
 def layer_bytes(
@@ -184,6 +188,7 @@ def _ours_kept(
             bytes_per_value=part.value_bytes,
             recompute=recompute,
             softmax_block=block,
+            context=part.context,
         )
         return of_each_degree(part.tp, lambda tp: own(tp=tp))
 
@@ -252,6 +257,14 @@ def _block_passing(
         # The gradients of padded queries, keys and values, and of the products that they were joined from.
         joined = model.qkv_width + model.heads * (model.head_width + model.latent.plain + model.latent.value)
         backward = np.maximum(backward, stream + gathered + value * tokens * joined / part.tp)
+    if part.context != (1, 1):
+        # On the way: keys and values in two buffers, and in the backward their float32 sums in three, beside
+        # the float32 output or gradient of queries.
+        width = model.heads * model.head_width
+        travelling = tokens * 2 * _key_width(model, part.tp) / part.tp
+        wide = 4.0 * tokens * width / part.tp
+        forward = np.maximum(forward, 2 * value * travelling + wide)
+        backward = np.maximum(backward, stream + (2 * value + 12.0) * travelling + wide)
     if profile.attention == "plain":
         scores = part.micro_batch * model.sequence**2 * model.heads / part.tp * value
         backward = np.maximum(backward, stream + 2 * scores)

@@ -106,7 +106,7 @@ class MatrixSharers(NamedTuple):
         layout = workload.layout
         if of_experts:
             return cls(layout.num_expert_replicas, workload.num_expert_shards, layout.expert_tp)
-        replicas = layout.dp if workload.comm.sync_every == 1 else 1
+        replicas = layout.num_holders if workload.comm.sync_every == 1 else 1
         return cls(replicas, min(layout.num_shards, replicas), layout.tp)
 
 

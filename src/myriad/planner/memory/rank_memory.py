@@ -294,7 +294,7 @@ class _MemoryWalk:
             for key in self._chunks_of(stage):
                 now.grad_buffers.put(key, 4 * self.chunks[key])
         layout = self.workload.layout
-        if does.starts is Collective.REDUCE and (layout.dp > 1 or layout.has_whole_experts):
+        if does.starts is Collective.REDUCE and (layout.num_holders > 1 or layout.has_whole_experts):
             own = self._own_chunks(stage)
             self.reduced_keys[stage] = [*own, _TIED] if index == self.last_reduce else own
             now.rooms.append(sum(map(self._room, self.reduced_keys[stage])))

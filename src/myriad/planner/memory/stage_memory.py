@@ -68,9 +68,10 @@ class StageMemory:
         layout = workload.layout
         micro_batch, value_bytes = float(layout.micro_batch), workload.value_bytes
         experts = layout.ep, layout.has_whole_experts, layout.busiest_load
-        self.part = MicroBatchShard(float(layout.tp), micro_batch, value_bytes, on_cpu, *experts)
+        context = layout.ring, layout.ulysses
+        self.part = MicroBatchShard(float(layout.tp), micro_batch, value_bytes, on_cpu, *experts, context)
         self.full = workload.recompute == "full"
-        self.message = float(message_bytes(workload.model, workload.profile, self.part))
+        self.message = float(message_bytes(workload.rank_model, workload.profile, self.part))
         self._layers_held: dict[tuple[LayerKind, int, Recompute], _LayerHeld] = {}
         self._stages_held: dict[tuple[int, bool], MicroBatchBytes] = {}
         self._layer_elements: dict[tuple[LayerKind, int], float] = {}
@@ -121,7 +122,7 @@ class StageMemory:
         )
 
     def _layer_held(self, layer: int, recompute: Recompute) -> _LayerHeld:
-        model, profile, kind = self.workload.model, self.workload.profile, self.kind(layer)
+        model, profile, kind = self.workload.rank_model, self.workload.profile, self.kind(layer)
         block = first_alike(model)[layer - 1] if kind == "block" else 0
         key = kind, block, recompute
         if key not in self._layers_held:
@@ -134,7 +135,7 @@ class StageMemory:
     def padded(self, elements: float, *, of_experts: bool = False) -> float:
         """Round up to a multiple of the number of replicas that hold these elements."""
         layout = self.workload.layout
-        ranks = layout.num_expert_replicas if of_experts else layout.dp
+        ranks = layout.num_expert_replicas if of_experts else layout.num_holders
         return -(-int(elements) // ranks) * ranks
 
     @cached_property
@@ -192,7 +193,7 @@ class StageMemory:
             return 0.0
         block = first_alike(self.workload.model)[layer - 1]
         if block not in self._block_operands:
-            self._block_operands[block] = float(product_inputs(self.workload.model, block, self.part))
+            self._block_operands[block] = float(product_inputs(self.workload.rank_model, block, self.part))
         return self._block_operands[block]
 
     def room(self, elements: float, *, of_experts: bool = False) -> float:
@@ -200,7 +201,7 @@ class StageMemory:
         layout = self.workload.layout
         if of_experts:
             return self._room(elements, layout.num_expert_replicas)
-        return self._room(elements, layout.num_shards if layout.zero else layout.dp)
+        return self._room(elements, layout.num_shards if layout.zero else layout.num_holders)
 
     def room_across(self, elements: float) -> float:
         """Return the bytes of the receive buffers while a chunk's shards are summed across groups."""
