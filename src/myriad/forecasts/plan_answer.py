@@ -131,7 +131,7 @@ class ExplainedPlan:
         for plan in self.answer.plans:
             layout = plan.candidate.layout
             experts = (layout.ep, layout.expert_tp)
-            grid = (layout.dp, layout.tp, layout.pp, *experts, layout.micro_batch)
+            grid = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ulysses, *experts, layout.micro_batch)
             key = grid if layout.pp == 1 else (*grid, layout.virtual_stages, layout.schedule_name)
             if key not in distinct and alike[grid] < _MOST_ALIKE:
                 distinct[key] = plan

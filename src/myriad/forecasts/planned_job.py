@@ -8,6 +8,7 @@ from myriad.comm.layout import Layout, check_layout, lacks_for_graphs
 from myriad.comm.node_order import check_node_order
 from myriad.errors import BadInputError
 from myriad.job import Job, dump_toml, load_job
+from myriad.job.job_rules import lacks_for_context
 from myriad.job.job_steps import JobSteps
 from myriad.job.job_values import newton_schulz_of
 from myriad.optim.config import float8_scaling
@@ -21,7 +22,7 @@ from myriad.planner import (
 )
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.planner.fabric.placement_search import PlacementResult
-from myriad.planner.search.layout_space import Offload, Sharding, tensor_degrees
+from myriad.planner.search.layout_space import LONG, Offload, Sharding, tensor_degrees
 from myriad.program.schedules import check_virtual_stages
 from myriad.units import format_bytes, format_number
 
@@ -47,7 +48,7 @@ def problem_of(job: Job, cluster: Cluster) -> LayoutProblem:
     """Return the planning problem of a job. Of its layout only the given keys count (``model_fields_set``),
     as `load_job_to_plan` sets them. Raises `BadInputError` for a layout that the cluster cannot have."""
     planned, fixed = planned_phase(job), given_layout(job)
-    _check_grid([key for key in _GRID if key in fixed], job, cluster)
+    _check_grid([key for key in (*_GRID, "cp") if key in fixed], job, cluster)
     _check_nodes(job, cluster)
     precision = planned_precision(job, cluster)
     given = LayoutProblem(
@@ -64,6 +65,7 @@ def problem_of(job: Job, cluster: Cluster) -> LayoutProblem:
         value_bytes=4 if precision == "float32" else 2,
         profile=framework_profile_of(job),
         partition=job.layout.partition,
+        searches_context=not lacks_for_context(planned),
     )
     zero, reduce = fixed.get("zero"), fixed.pop("reduce", None)
     again = fixed.pop("recompute", None)
@@ -131,19 +133,23 @@ def given_layout(job: Job) -> dict[str, Any]:
     keys = layout.model_fields_set
     if not {"dp", "zero"} <= keys and (layout.zero or "zero" not in keys):
         searched["shard_group"] = None
-    if not {"dp", "tp"} <= keys:
+    if not {"dp", "tp", "cp"} <= keys:
         searched["ep"] = 1
+    if "cp" not in keys:
+        searched["ulysses"] = 1
     if "tp" not in keys:
         searched["etp"] = None
     elif "etp" not in keys and layout.ep > 1:
         searched["etp"] = 1
     check_layout(layout.model_copy(update=searched))
-    given = {key: getattr(layout, key) for key in sorted(layout.model_fields_set - {"partition", "cp"})}
+    given = {key: getattr(layout, key) for key in sorted(layout.model_fields_set - {"partition"})}
     given = {key: value for key, value in given.items() if value is not None}
     for key in _NOT_SEARCHED:
         if given.pop(key, None) not in (None, 1.0):
             allowed = "off: a plan has equal replicas and recomputes whole stages; `myriad simulate` takes it"
             raise BadInputError(f"layout.{key}", getattr(layout, key), allowed)
+    if layout.cp > 1 and (lacks := lacks_for_context(job)):
+        raise BadInputError("layout.cp", layout.cp, f"more than 1 needs {lacks}")
     degrees, most = tensor_degrees(job.model), job.model.layers + 2
     if "tp" in given and layout.tp not in degrees:
         raise BadInputError("layout.tp", layout.tp, f"for this model one of {', '.join(map(str, degrees))}")
@@ -159,10 +165,9 @@ def _check_grid(keys: Sequence[str], job: Job, cluster: Cluster) -> None:
     """Raise `BadInputError` unless the given degrees can cover all accelerators."""
     product, world = job.layout.world, cluster.world
     name = " x ".join(f"layout.{key}" for key in keys)
-    if len(keys) == len(_GRID) and product != world:
-        allowed = (
-            f"must be the {world:,} accelerators: plan on --gpus {product}, or give only some of the three"
-        )
+    is_short = planned_phase(job).model.sequence < LONG
+    if {*_GRID} <= {*keys} and ("cp" in keys or is_short) and product != world:
+        allowed = f"must be the {world:,} accelerators: plan on --gpus {product}, or give only some of them"
         raise BadInputError(name, product, allowed)
     if keys and world % product:
         raise BadInputError(name, product, f"must divide the {world:,} accelerators of {cluster.name}")

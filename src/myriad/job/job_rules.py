@@ -26,7 +26,7 @@ from myriad.program.partition import partition_layers
 from myriad.telemetry.config import is_address
 from myriad.telemetry.shipping.page_trust import is_trust
 
-__all__ = ["PLANNING_RULES", "RULES", "check_model_in_layout"]
+__all__ = ["PLANNING_RULES", "RULES", "check_model_in_layout", "lacks_for_context"]
 
 
 def _check_layout(job: JobValues) -> None:
@@ -61,17 +61,23 @@ def _check_context_parallel(job: JobValues) -> None:
         "multiple of them"
     )
     need(fits, "layout.ulysses", rows, allowed)
-    if layout.cp == 1:
-        return
-    for wrong, needs in (
+    lacks = lacks_for_context(job)
+    need(layout.cp == 1 or not lacks, "layout.cp", layout.cp, f"more than 1 needs {lacks}")
+
+
+def lacks_for_context(job: JobValues) -> str:
+    """Return what a job still needs for ranks that share sequences, with the reason; empty if it needs
+    nothing."""
+    part = "a rank has a part of each sequence"
+    needs = (
         (job.comm.sync_every > 1, "comm.sync_every = 1: a replica of DiLoCo is one rank of each stage"),
         (job.optimizer.qk_clip is not None, "optimizer.qk_clip = off: no rank has all scores of a head"),
-        (job.telemetry.noise_scale, "telemetry.noise_scale = false: a rank has a part of each sequence"),
-        (job.telemetry.routing, "telemetry.routing = false: a rank has a part of each sequence"),
-        (job.train.replay_routing is not None, "train.replay_routing = off: a rank has a part of a sequence"),
+        (job.telemetry.noise_scale, f"telemetry.noise_scale = false: {part}"),
+        (job.telemetry.routing, f"telemetry.routing = false: {part}"),
+        (job.train.replay_routing is not None, f"train.replay_routing = off: {part}"),
         (job.train.cuda_graphs, "train.cuda_graphs = false: keys travel while attention computes"),
-    ):
-        need(not wrong, "layout.cp", layout.cp, f"more than 1 needs {needs}")
+    )
+    return next((need for wrong, need in needs if wrong), "")
 
 
 def _check_stages(job: JobValues) -> None:

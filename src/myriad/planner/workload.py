@@ -1,6 +1,7 @@
 """The input of a prediction: a model, its layout, and the profile of the framework that runs it."""
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from myriad.comm.config import CommConfig
@@ -11,7 +12,7 @@ from myriad.planner.cost.module_gathers import ModuleGathers
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.program.config import OverlapConfig
 
-__all__ = ["FrameworkProfile", "NewtonSchulz", "Recompute", "Workload"]
+__all__ = ["FrameworkProfile", "NewtonSchulz", "Recompute", "Workload", "rank_model"]
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -126,11 +127,8 @@ class Workload:
 
     @property
     def rank_model(self) -> ModelConfig:
-        """The model with the positions of a sequence that one rank has. Everything but attention and a table
-        of positions is the same for them as for a whole sequence of this length."""
-        if self.layout.cp == 1:
-            return self.model
-        return self.model.model_copy(update={"sequence": self.model.sequence // self.layout.cp})
+        """The model with the positions of a sequence that one rank has (`rank_model`)."""
+        return rank_model(self.model, self.layout.cp)
 
     @property
     def orthogonalizes(self) -> bool:
@@ -173,3 +171,10 @@ class Workload:
     def model_flops(self) -> float:
         """FLOPs of one iteration, as MFU counts them."""
         return self.model.flops_per_token() * self.model.sequence * self.global_batch
+
+
+@lru_cache(maxsize=64)
+def rank_model(model: ModelConfig, cp: int) -> ModelConfig:
+    """Return the model with the positions of a sequence that one of ``cp`` ranks has. Everything but
+    attention and a table of positions costs the same for them as for a whole sequence of this length."""
+    return model if cp == 1 else model.model_copy(update={"sequence": model.sequence // cp})

@@ -172,8 +172,8 @@ def _switched_off(plan: SimulatedPlan) -> str:
     matters = {
         "tensor": layout.tp > 1,
         "pipeline": layout.pp > 1,
-        "data": layout.dp > 1,
-        "optimizer": layout.dp > 1 and layout.zero > 0,
+        "data": layout.num_holders > 1,
+        "optimizer": layout.num_holders > 1 and layout.zero > 0,
     }
     off = [name for name, does in matters.items() if does and not getattr(overlap, name)]
     return f" (overlap off: {', '.join(off)})" if off else ""

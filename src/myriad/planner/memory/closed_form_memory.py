@@ -175,6 +175,7 @@ class _Layouts:
     on_cpu: bool
     ep: int
     whole_experts: bool
+    context: tuple[int, int]
     last: bool = False
 
     @property
@@ -241,13 +242,15 @@ def worst_stage_memory(
     ep: int = 1,
     whole_experts: bool = False,
     expert_load: float = 1.0,
+    context: tuple[int, int] = (1, 1),
 ) -> PeakMemory:
     """Return the memory of the rank that needs the most, with the default overlaps. ``recompute``: 0 none, 1
     selective, 2 full. ``reduce_each``, ``eager``, ``zero_bubble`` and ``gpipe``: 0 or 1. ``levels``: from
     `myriad.comm.hierarchy.count_shard_levels`. ``shard_group``: 0 means all replicas. ``averages``: keep a
     moving average of the parameters. ``ep``: ranks that share experts; ``whole_experts`` and
-    ``expert_load``: of `Layout`."""
-    where = value_bytes, on_cpu, ep, whole_experts, min(expert_load, float(ep))
+    ``expert_load``: of `Layout`. ``dp``: ranks that hold the same parameters. ``context``: of
+    `MicroBatchShard`."""
+    where = value_bytes, on_cpu, ep, whole_experts, min(expert_load, float(ep)), context
     first = _Layouts(
         model,
         profile,
@@ -270,6 +273,7 @@ def worst_stage_memory(
         on_cpu=on_cpu,
         ep=ep,
         whole_experts=whole_experts,
+        context=context,
     )
     one, other = _rank_memory(first), _rank_memory(replace(first, last=True))
     return one.where(np.asarray(one.total >= other.total), other)
@@ -306,7 +310,8 @@ def _communicators(where: _Layouts) -> tuple[Number, Number]:
         ep=where.ep,
         whole_experts=where.whole_experts,
     )
-    return groups, pairs
+    several = [size > 1 for size in (*where.context, where.context[0] * where.context[1])]
+    return groups + float(sum(several)), pairs
 
 
 def _ends(where: _Layouts, first: Number, last: Number) -> Number:

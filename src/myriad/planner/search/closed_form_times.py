@@ -44,6 +44,7 @@ from myriad.planner.cost.collective_costs import (
     message_seconds,
     shard_group_comm,
 )
+from myriad.planner.cost.expert_ranks import holders
 from myriad.planner.cost.layout_costs import Costs, copied_sum_seconds, optimizer_bytes
 from myriad.planner.cost.matrix_costs import newton_schulz_seconds
 from myriad.planner.cost.operator_costs import sweep_seconds
@@ -86,7 +87,7 @@ def _stalls(times: GridTimes, seconds: Array) -> Array | float:
     updated = (others[:, None] / shards + experts[:, None] / of_experts) * costs.optimizer_bytes
     update = np.asarray(sweep_seconds(problem.cluster.accelerator, updated, 2.0))
     wide = (slice(None), slice(None), *(None,) * 4)
-    copied = others / grid.dp + experts / grid.experts.num_replicas
+    copied = others / grid.num_holders + experts / grid.experts.num_replicas
     copied = copied[:, None, None, None, None, None]
     return np.asarray(costs.snapshot_costs.stall_seconds(seconds, update[wide], copied))
 
@@ -127,8 +128,8 @@ def transfer_seconds(times: GridTimes) -> Array:
     if grid.pp == 1:
         return np.zeros((len(grid.micro_batches), len(grid.schedules), 1))
     problem = grid.problem
-    group = group_along(problem.cluster, float(grid.pp), float(grid.tp))
-    tokens = np.array(grid.micro_batches) * float(problem.model.sequence)
+    group = group_along(problem.cluster, float(grid.pp), float(grid.tp * grid.cp))
+    tokens = np.array(grid.micro_batches) * float(problem.model.sequence // grid.cp)
     size = tokens * problem.model.hidden * problem.value_bytes / grid.tp
     c = np.asarray(message_seconds(group, size))[:, None]
     forms = [(_decoupled if pipeline else _coupled)(times, c) for pipeline in grid.pipelines]
@@ -231,7 +232,7 @@ def dp_seconds(times: GridTimes) -> Array:
 
 
 def _num_shards(grid: LayoutGrid, shard: Sharding) -> int:
-    return (shard.shard_group or grid.dp) if shard.zero else 1
+    return (shard.shard_group or grid.num_holders) if shard.zero else 1
 
 
 def _num_expert_shards(grid: LayoutGrid, shard: Sharding) -> int:
@@ -250,12 +251,14 @@ def _expert_collectives(grid: LayoutGrid) -> DpCollectives | None:
 
 
 def _group_collectives(grid: LayoutGrid, size: int | None) -> _Groups:
-    problem, dp, stride = grid.problem, grid.dp, grid.tp * grid.pp
-    if size is None or size == dp:
-        return DpCollectives(problem.cluster, problem.comm, dp, stride), None
-    comm = shard_group_comm(problem.comm, Layout(dp=dp, zero=1, shard_group=size))
-    inside = DpCollectives(problem.cluster, comm, size, stride)
-    return inside, DpCollectives(problem.cluster, comm, dp // size, stride * size)
+    problem, every = grid.problem, grid.num_holders
+    layout, stride = Layout(dp=grid.dp, tp=grid.tp, pp=grid.pp, cp=grid.cp), grid.tp * grid.pp * grid.cp
+    if size is None or size == every:
+        return DpCollectives(problem.cluster, problem.comm, *holders(layout, stride, every)), None
+    comm = shard_group_comm(problem.comm, layout.model_copy(update={"zero": 1, "shard_group": size}))
+    inside = DpCollectives(problem.cluster, comm, *holders(layout, stride, size))
+    across = holders(layout, stride, every // size, every=size)
+    return inside, DpCollectives(problem.cluster, comm, *across)
 
 
 class _DpForm:
@@ -275,7 +278,7 @@ class _DpForm:
         self.sums, self.sums_across = groups
         self.zero, self.each = shard.zero, shard.reduce == "each"
         self.num_shards = _num_shards(grid, shard)
-        self.data = data and grid.dp > 1
+        self.data = data and grid.num_holders > 1
         self.v = np.array([float(stages) for _, stages in grid.schedules])
         self.m = (problem.global_batch / grid.dp / np.array(grid.micro_batches, dtype=float))[:, None]
         self.chunks = self._num_chunks()
@@ -315,7 +318,7 @@ class _DpForm:
     def seconds(self, optimizer: bool) -> Array:
         """Return the sum of the exposed seconds, the slowdown of compute and the update."""
         update = self._update()
-        if self.grid.dp == 1 and not self.grid.whole_experts:
+        if self.grid.num_holders == 1 and not self.grid.whole_experts:
             return np.broadcast_to(update, (len(self.m), len(self.v)))
         gathers = self._runs() * self.chunks * self.gather
         reduces = (self.m if self.each else 1.0) * self.n * self.reduce
@@ -406,7 +409,7 @@ class _DpForm:
 
         blocks = Counter(first_alike(problem.model))
         total = sum(seconds(block) * number for block, number in blocks.items())
-        return total / grid.pp / (grid.dp * grid.tp)
+        return total / grid.pp / (grid.num_holders * grid.tp)
 
 
 def _tied_seconds(grid: LayoutGrid) -> float:

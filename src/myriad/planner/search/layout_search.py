@@ -31,6 +31,7 @@ from myriad.planner.search.layout_space import (
 )
 from myriad.planner.search.stage_times import Array, GridTimes, LayerTable
 from myriad.planner.simulation.steady_state import num_simulated_forwards
+from myriad.planner.workload import rank_model
 from myriad.program.build import count_chunks
 
 __all__ = [
@@ -291,7 +292,8 @@ def _single(problem: LayoutProblem, candidate: LayoutCandidate) -> tuple[LayoutG
         },
     )
     degrees, sizes = (layout.tp, layout.pp, layout.dp), (layout.micro_batch,)
-    grid = LayoutGrid(problem, *degrees, sizes, (schedule,), layout.ep, layout.has_whole_experts)
+    experts = layout.ep, layout.has_whole_experts
+    grid = LayoutGrid(problem, *degrees, sizes, (schedule,), *experts, layout.cp, layout.ulysses)
     switches = (overlap.data, overlap.optimizer and overlap.data)
     index = (
         0,
@@ -300,7 +302,7 @@ def _single(problem: LayoutProblem, candidate: LayoutCandidate) -> tuple[LayoutG
         0,
         grid.tensors.index(overlap.tensor) if layout.tp > 1 else 0,
         grid.pipelines.index(overlap.pipeline) if layout.pp > 1 else 0,
-        grid.switches.index(switches) if layout.dp > 1 else 0,
+        grid.switches.index(switches) if layout.num_holders > 1 else 0,
     )
     return grid, index
 
@@ -315,9 +317,9 @@ def _grid_memory(grid: LayoutGrid) -> tuple[PeakMemory, tuple[int, ...]]:
     stages = np.array([float(v) for _, v in grid.schedules])
     one = np.ones(len(batch))
     memory = worst_stage_memory(
-        problem.model,
+        rank_model(problem.model, grid.cp),
         problem.profile,
-        dp=grid.dp * one,
+        dp=grid.num_holders * one,
         tp=grid.tp * one,
         pp=grid.pp * one,
         virtual_stages=stages[schedule],
@@ -338,12 +340,14 @@ def _grid_memory(grid: LayoutGrid) -> tuple[PeakMemory, tuple[int, ...]]:
         ep=grid.ep,
         whole_experts=grid.whole_experts,
         expert_load=grid.problem.expert_load,
+        context=(grid.cp // grid.ulysses, grid.ulysses),
     )
     return memory, shape
 
 
 def _num_levels(grid: LayoutGrid, shard: Sharding) -> int:
-    layout = Layout(dp=grid.dp, tp=grid.tp, pp=grid.pp, zero=shard.zero, shard_group=shard.shard_group)
+    shards = {"zero": shard.zero, "shard_group": shard.shard_group}
+    layout = Layout(dp=grid.dp, tp=grid.tp, pp=grid.pp, cp=grid.cp, **shards)
     return count_shard_levels(grid.problem.comm, layout, grid.problem.cluster.accelerators_per_node)
 
 

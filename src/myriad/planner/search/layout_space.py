@@ -1,6 +1,9 @@
 """All layouts with which a model can be trained on a number of accelerators, as the runtime accepts them.
 
     tp            divides the heads, the MLP's width and the sequence
+    cp            for sequences of `LONG` positions or more, or where it is given: divides the sequence into
+                  parts of `_FEWEST_POSITIONS` or more; in rows of one rank or as many as a node and the heads
+                  allow (ulysses)
     pp            any divisor of the rest, up to a stage for each layer, embedding and head
     stages        of a pipeline rank: each number up to 128, above it the fewest for each size of a stage
     dp            the rest; it divides the batch, and replicas are on nodes as comm.hierarchy needs it
@@ -15,8 +18,8 @@
 
 `LayoutProblem.fixed` holds the layout keys that the job gives: only layouts with these values are searched.
 
-A `LayoutGrid` is the part with one (tp, pp, ep, etp): its other axes are independent of each other, so its
-layouts are a grid.
+A `LayoutGrid` is the part with one (tp, pp, cp, ulysses, ep, etp): its other axes are independent of each
+other, so its layouts are a grid.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,6 +38,7 @@ from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.collective_costs import DpCollectives
+from myriad.planner.cost.context_costs import ContextGrid
 from myriad.planner.cost.expert_ranks import ExpertGrid
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.planner.memory.layer_memory import RECOMPUTE
@@ -44,6 +48,7 @@ from myriad.program.partition import partition_layers
 from myriad.program.schedules import SCHEDULES, check_virtual_stages
 
 __all__ = [
+    "LONG",
     "LayoutCandidate",
     "LayoutGrid",
     "LayoutProblem",
@@ -54,6 +59,7 @@ __all__ = [
     "is_redundant",
     "layout_grids",
     "parallel_degrees",
+    "searches_context",
     "tensor_degrees",
 ]
 
@@ -104,6 +110,8 @@ class LayoutProblem:
     """Shardings that the rest of the job allows."""
     searches_whole_experts: bool = True
     """Whether layouts with whole experts (`etp` = 1) are searched."""
+    searches_context: bool = True
+    """Whether the rest of the job allows ranks to share sequences."""
     searches_groups: bool = True
     """Whether groups of replicas (`shard_group`) are added to ``shards``."""
     framework: str = "myriad"
@@ -116,8 +124,9 @@ class LayoutProblem:
     offloads: tuple[Offload, ...] = ((0.0, False),)
     """Allowed values of `offload_activations` with `offload_optimizer`."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Given keys of the layout: `tp`, `pp`, `dp`, `ep`, `etp`, `micro_batch`, `schedule`, `virtual_stages`,
-    `zero`, `shard_group`; and `expert_load` and `expert_dispatch`, which all layouts have."""
+    """Given keys of the layout: `tp`, `pp`, `dp`, `cp`, `ulysses`, `ep`, `etp`, `micro_batch`, `schedule`,
+    `virtual_stages`, `zero`, `shard_group`; and those that all layouts have: `expert_load` and
+    `expert_dispatch`."""
 
     def allows(self, key: str, value: object) -> bool:
         """Return whether a key of the layout may have this value."""
@@ -183,7 +192,7 @@ class LayoutCandidate:
 
 @dataclass(frozen=True)
 class LayoutGrid:
-    """All layouts of one (tp, pp, ep, etp)."""
+    """All layouts of one (tp, pp, cp, ulysses, ep, etp)."""
 
     problem: LayoutProblem
     tp: int
@@ -196,30 +205,53 @@ class LayoutGrid:
     ep: int = 1
     whole_experts: bool = False
     """Whether experts are whole on a rank, although tensor-parallel ranks share other matrices."""
+    cp: int = 1
+    ulysses: int = 1
 
     @property
+    def num_holders(self) -> int:
+        """Ranks that hold the same parameters."""
+        return self.dp * self.cp
+
+    @property
+    def context(self) -> ContextGrid:
+        """The ranks that share a sequence."""
+        return ContextGrid(self.cp // self.ulysses, self.ulysses, self.tp)
+
+    @cached_property
     def experts(self) -> ExpertGrid:
         """The ranks of a stage as experts see them."""
-        load, dispatch = min(self.problem.expert_load, float(self.ep)), self.problem.expert_dispatch
-        whole, stride = self.whole_experts, self.tp * self.pp
-        return ExpertGrid(
-            self.dp, self.tp, self.ep, whole, stride, load, dispatch if self.ep > 1 else "expert"
+        return ExpertGrid.of(
+            Layout(
+                dp=self.dp,
+                tp=self.tp,
+                pp=self.pp,
+                cp=self.cp,
+                ep=self.ep,
+                etp=1 if self.whole_experts else None,
+                expert_load=self.problem.expert_load,
+                expert_dispatch=self.problem.expert_dispatch if self.ep > 1 else "expert",
+            ),
+            self.tp * self.cp * self.pp,
         )
 
     @cached_property
     def shards(self) -> tuple[Sharding, ...]:
         """Shardings among the data-parallel replicas."""
         problem = self.problem
-        plain = problem.shards if self.dp > 1 or "zero" in problem.fixed else (Sharding(0, "last"),)
+        several = self.num_holders > 1
+        plain = problem.shards if several or "zero" in problem.fixed else (Sharding(0, "last"),)
         if not problem.searches_groups:
             return plain
         if self.experts.folds:
             return () if problem.fixed.get("shard_group") else plain
         given = problem.fixed.get("shard_group")
-        groups = _shard_groups(problem.cluster, self.dp, self.tp * self.pp) if given is None else [given]
-        fits = [size for size in groups if self.dp % size == 0]
-        several = (shard._replace(shard_group=size) for size in fits for shard in plain if shard.zero)
-        return (*(plain if given is None else ()), *several)
+        groups = [given] if given is not None else []
+        if given is None and self.cp == 1:
+            groups = _shard_groups(problem.cluster, self.dp, self.tp * self.pp)
+        fits = [size for size in groups if self.num_holders % size == 0]
+        grouped = (shard._replace(shard_group=size) for size in fits for shard in plain if shard.zero)
+        return (*(plain if given is None else ()), *grouped)
 
     @property
     def tensors(self) -> tuple[TensorOverlap, ...]:
@@ -240,7 +272,8 @@ class LayoutGrid:
         if not self.problem.searches_overlap:
             overlap = self.problem.overlap
             return ((overlap.data, overlap.optimizer and overlap.data),)
-        return ((True, True), (True, False), (False, False)) if self.dp > 1 else ((True, True),)
+        every = ((True, True), (True, False), (False, False))
+        return every if self.num_holders > 1 else every[:1]
 
     @cached_property
     def num_layouts(self) -> int:
@@ -253,7 +286,7 @@ class LayoutGrid:
     @property
     def num_switches(self) -> npt.NDArray[np.int64]:
         """Number of distinct values of `switches`, by shard."""
-        several = self.dp > 1 and self.problem.searches_overlap
+        several = self.num_holders > 1 and self.problem.searches_overlap
         return np.array([(3 if zero else 2) if several else 1 for zero, *_ in self.shards])
 
     @cached_property
@@ -288,6 +321,8 @@ class LayoutGrid:
                 "dp": self.dp,
                 "tp": self.tp,
                 "pp": self.pp,
+                "cp": self.cp,
+                "ulysses": self.ulysses,
                 "ep": self.ep,
                 "etp": 1 if self.whole_experts else None,
                 "expert_load": self.problem.expert_load,
@@ -313,12 +348,15 @@ class LayoutGrid:
 
 def layout_grids(problem: LayoutProblem) -> Iterator[LayoutGrid]:
     """Yield every grid of legal layouts that use all accelerators."""
-    for tp, pp, dp in parallel_degrees(problem):
+    for tp, pp, dp, cp in parallel_degrees(problem):
         sizes = _micro_batches(problem, dp)
-        if sizes and _can_be_summed(problem, dp, tp * pp):
-            schedules = tuple(_schedules(problem, pp))
-            for ep, whole in _expert_degrees(problem, dp, tp) if schedules else ():
-                if (grid := LayoutGrid(problem, tp, pp, dp, sizes, schedules, ep, whole)).shards:
+        if not (sizes and _can_be_summed(problem, dp, tp * pp * cp)):
+            continue
+        schedules, rows = tuple(_schedules(problem, pp)), _rows(problem, tp, cp)
+        for ep, whole in _expert_degrees(problem, dp * cp, tp) if schedules else ():
+            for ulysses in rows:
+                grid = LayoutGrid(problem, tp, pp, dp, sizes, schedules, ep, whole, cp, ulysses)
+                if grid.shards:
                     yield grid
 
 
@@ -326,28 +364,70 @@ def has_layout(problem: LayoutProblem) -> bool:
     """Return whether there is any legal layout, regardless of memory."""
     return any(
         _micro_batches(problem, dp)
-        and _can_be_summed(problem, dp, tp * pp)
-        and _expert_degrees(problem, dp, tp)
+        and _can_be_summed(problem, dp, tp * pp * cp)
+        and _expert_degrees(problem, dp * cp, tp)
+        and _rows(problem, tp, cp)
         and next(_schedules(problem, pp), None) is not None
-        for tp, pp, dp in parallel_degrees(problem)
+        for tp, pp, dp, cp in parallel_degrees(problem)
     )
 
 
-def parallel_degrees(problem: LayoutProblem) -> Iterator[tuple[int, int, int]]:
-    """Yield every tp, pp and dp that use all accelerators, regardless of the batch."""
+def parallel_degrees(problem: LayoutProblem) -> Iterator[tuple[int, int, int, int]]:
+    """Yield every tp, pp, dp and cp that use all accelerators, regardless of the batch."""
     world, most = problem.cluster.world, problem.model.layers + 2
     for tp in tensor_degrees(problem.model):
         if world % tp or not problem.allows("tp", tp):
             continue
         for pp in divisors(world // tp):
-            dp = world // (tp * pp)
-            if pp <= most and problem.allows("pp", pp) and problem.allows("dp", dp):
-                yield tp, pp, dp
+            if pp > most or not problem.allows("pp", pp):
+                continue
+            for cp in _context_degrees(problem, world // (tp * pp)):
+                dp = world // (tp * pp * cp)
+                if problem.allows("dp", dp):
+                    yield tp, pp, dp, cp
+
+
+LONG, _FEWEST_POSITIONS = 16384, 2048
+"""Positions of a sequence from which on ranks that share it are searched, and the fewest of a rank."""
+
+
+def searches_context(problem: LayoutProblem) -> bool:
+    """Return whether numbers of ranks that share a sequence are searched."""
+    return "cp" not in problem.fixed and problem.model.sequence >= LONG and problem.searches_context
+
+
+def _context_degrees(problem: LayoutProblem, ranks: int) -> list[int]:
+    """Return the numbers of ranks that may share a sequence, among divisors of ``ranks``."""
+    if not searches_context(problem):
+        given = problem.fixed.get("cp", 1)
+        return [given] if ranks % given == 0 else []
+    most = problem.model.sequence // _FEWEST_POSITIONS
+    return [cp for cp in divisors(ranks) if cp == 1 or (cp <= most and cp & (cp - 1) == 0)]
+
+
+def _rows(problem: LayoutProblem, tp: int, cp: int) -> list[int]:
+    """Return the numbers of ranks of a row (``layout.ulysses``): one, and the most in a node that the heads
+    allow; all of them if one is given."""
+    model, room = problem.model, problem.cluster.accelerators_per_node // tp
+    heads, kv_heads = model.heads // tp, model.kv_heads_of_rank(tp)
+    given = problem.fixed.get("ulysses")
+    fits = [
+        rows
+        for rows in divisors(cp)
+        if heads % rows == 0
+        and (kv_heads % rows == 0 or rows % kv_heads == 0)
+        and model.sequence % Layout(tp=tp, cp=cp, ulysses=rows).sequence_multiple == 0
+    ]
+    if given is not None:
+        return [rows for rows in fits if rows == given]
+    return sorted(
+        {rows for rows in (1, max((one for one in fits if one <= room), default=1)) if rows in fits}
+    )
 
 
 def _expert_degrees(problem: LayoutProblem, dp: int, tp: int) -> list[tuple[int, bool]]:
     """Return the numbers of ranks that may share experts, and whether these are whole. Replicas that train
-    alone share none."""
+    alone share none. ``dp``: ranks that hold the same parameters."""
     experts = problem.model.experts
     if experts is None:
         return [(1, False)]

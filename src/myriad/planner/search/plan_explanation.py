@@ -10,7 +10,7 @@ the same program.
 A neighbouring layout differs in one dimension; everything else is the same, or as close as is legal.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -215,11 +215,18 @@ def neighbour_layouts(
 
 def _steps(problem: LayoutProblem, candidate: LayoutCandidate) -> Iterator[tuple[str, LayoutCandidate]]:
     layout = candidate.layout
-    every = {(grid.tp, grid.pp, grid.ep, grid.whole_experts): grid for grid in layout_grids(problem)}
+    grids = list(layout_grids(problem))
+    rows = layout.cp, layout.ulysses
+    every = {
+        (grid.tp, grid.pp, grid.ep, grid.whole_experts): grid
+        for grid in grids
+        if (grid.cp, grid.ulysses) == rows
+    }
     home = every.get((layout.tp, layout.pp, layout.ep, layout.has_whole_experts))
     if home is None:
         return
     yield from _other_grids(every, home, candidate)
+    yield from _other_contexts(grids, home, candidate)
     yield from _other_schedules(home, candidate)
     yield from _other_sizes(home, candidate)
     yield from _other_shards(home, candidate)
@@ -255,6 +262,20 @@ def _other_grids(
         yield from _moved(other, candidate, f"etp {other.experts.expert_tp}")
 
 
+def _other_contexts(
+    grids: Sequence[LayoutGrid], home: LayoutGrid, candidate: LayoutCandidate
+) -> Iterator[tuple[str, LayoutCandidate]]:
+    """Yield the layouts in which other numbers of ranks share a sequence."""
+    own = home.tp, home.pp, home.ep, home.whole_experts
+    alike = [grid for grid in grids if (grid.tp, grid.pp, grid.ep, grid.whole_experts) == own]
+    for cp in _beside(sorted({grid.cp for grid in alike}), home.cp):
+        grid = min((one for one in alike if one.cp == cp), key=lambda one: abs(one.ulysses - home.ulysses))
+        yield from _moved(grid, candidate, f"cp {cp}")
+    for grid in alike:
+        if grid.cp == home.cp and grid.ulysses != home.ulysses:
+            yield from _moved(grid, candidate, f"ulysses {grid.ulysses}")
+
+
 def _moved(grid: LayoutGrid, candidate: LayoutCandidate, what: str) -> Iterator[tuple[str, LayoutCandidate]]:
     """Yield the layout on another grid, with the same schedule and the same total of stages where
     possible."""
@@ -267,7 +288,7 @@ def _moved(grid: LayoutGrid, candidate: LayoutCandidate, what: str) -> Iterator[
     v = min(stages, key=lambda v: abs(v * grid.pp - layout.num_stages))
     size = min(grid.micro_batches, key=lambda size: abs(size - layout.micro_batch))
     name = layout.schedule_name if (layout.schedule_name, v) in grid.schedules else "1f1b"
-    zero, reduce = (layout.zero, layout.reduce) if grid.dp > 1 else (0, "last")
+    zero, reduce = (layout.zero, layout.reduce) if grid.num_holders > 1 else (0, "last")
     group = layout.shard_group
     if Sharding(zero, reduce, group) not in grid.shards:
         group = None
@@ -276,6 +297,8 @@ def _moved(grid: LayoutGrid, candidate: LayoutCandidate, what: str) -> Iterator[
         dp=grid.dp,
         tp=grid.tp,
         pp=grid.pp,
+        cp=grid.cp,
+        ulysses=grid.ulysses,
         ep=grid.ep,
         etp=1 if grid.whole_experts else None,
         expert_dispatch=grid.experts.dispatch,
@@ -336,8 +359,11 @@ def _other_overlaps(home: LayoutGrid, candidate: LayoutCandidate) -> Iterator[tu
     matters = {
         "tensor": layout.tp > 1,
         "pipeline": layout.pp > 1,
-        "data": layout.dp > 1,
-        "optimizer": layout.dp > 1 and overlap.data and layout.zero > 0 and not layout.offload_optimizer,
+        "data": layout.num_holders > 1,
+        "optimizer": layout.num_holders > 1
+        and overlap.data
+        and layout.zero > 0
+        and not layout.offload_optimizer,
     }
     for kind in home.tensors:
         if matters["tensor"] and kind != overlap.tensor:

@@ -171,7 +171,9 @@ def describe_layout(candidate: LayoutCandidate) -> str:
     experts = f"ep {layout.ep} " if layout.folds_experts else ""
     experts += "etp 1 " if layout.has_whole_experts else ""
     experts += f"by {layout.expert_dispatch} " if layout.expert_dispatch != "expert" else ""
-    words = [f"dp {layout.dp} {experts}tp {layout.tp} {pipeline}"]
+    context = f"cp {layout.cp} " if layout.cp > 1 else ""
+    context += f"ulysses {layout.ulysses} " if layout.ulysses > 1 else ""
+    words = [f"dp {layout.dp} {context}{experts}tp {layout.tp} {pipeline}"]
     if layout.pp > 1:
         words[0] += f" {layout.schedule_name}"
     words.append(f"micro-batch {layout.micro_batch}")
@@ -267,7 +269,7 @@ def _either(numbers: Iterable[int]) -> str:
 def _batches(problem: LayoutProblem, direction: int) -> Iterator[LayoutProblem]:
     """Yield the problem with other batches that can be divided, the nearest first."""
     sizes = problem.fixed.get("micro_batch", 1)
-    units = {dp * sizes for _, _, dp in parallel_degrees(problem)}
+    units = {dp * sizes for _, _, dp, _ in parallel_degrees(problem)}
     batch = problem.global_batch
     for _ in range(_MOST_STEPS):
         if direction < 0:

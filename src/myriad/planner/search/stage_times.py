@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from myriad.planner.cost.context_costs import ONE_RANK_OF_CONTEXT, ContextGrid
 from myriad.planner.cost.expert_ranks import ONE_RANK, ExpertGrid
 from myriad.planner.cost.layer_costs import LayerTimes, block_times, embedding_times, head_times
 from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext
@@ -28,6 +29,7 @@ from myriad.planner.search.layout_space import (
     divisors,
     tensor_degrees,
 )
+from myriad.planner.workload import rank_model
 from myriad.program.vee import vee_stage_rank
 
 __all__ = ["Array", "GridTimes", "LayerAssignment", "LayerTable"]
@@ -63,9 +65,16 @@ class LayerTable:
         """Seconds of each pass where no ranks share experts, ``[pass, kind, tp, micro-batch, tensor]``."""
         return self._seconds(self.degrees, self.sizes)
 
-    def _seconds(self, degrees: Sequence[int], sizes: Sequence[int], experts: ExpertGrid = ONE_RANK) -> Array:
+    def _seconds(
+        self,
+        degrees: Sequence[int],
+        sizes: Sequence[int],
+        experts: ExpertGrid = ONE_RANK,
+        context: ContextGrid = ONE_RANK_OF_CONTEXT,
+    ) -> Array:
         """Return the seconds ``[pass, kind, tp, micro-batch, tensor]``."""
-        problem, model = self.problem, self.problem.model
+        problem, num_ranks = self.problem, context.num_ranks
+        model = rank_model(problem.model, num_ranks)
         grid = np.meshgrid(degrees, sizes, self.overlap_mode, indexing="ij")
         tp, size, overlap_mode = (axis.astype(float) for axis in grid)
         value = problem.value_bytes
@@ -79,10 +88,11 @@ class LayerTable:
             overlap_mode,
             qk_clip=problem.qk_clip,
             experts=experts,
+            context=context,
         )
         kinds = [embedding_times(model, where), head_times(model, where)]
         for layer in dict.fromkeys(first_alike(model)):
-            kinds.append(block_times(model.of_block(layer), where, computed_pairs(model, layer)))
+            kinds.append(block_times(model.of_block(layer), where, computed_pairs(model, layer, num_ranks)))
         shape = grid[0].shape
         turns = [[np.broadcast_to(turn, shape) for turn in _turns(times)] for times in kinds]
         cluster = problem.cluster
@@ -92,10 +102,11 @@ class LayerTable:
         found[4, 1] = 0.0  # The head is not recomputed.
         return found
 
-    def at(self, experts: ExpertGrid, sizes: Sequence[int]) -> Array:
-        """Return the seconds ``[pass, kind, micro-batch, tensor]`` on ranks with these experts."""
-        if experts.folds:
-            return self._seconds([experts.tp], sizes, experts)[:, :, 0]
+    def at(self, experts: ExpertGrid, sizes: Sequence[int], context: ContextGrid) -> Array:
+        """Return the seconds ``[pass, kind, micro-batch, tensor]`` on ranks with these experts and parts of
+        sequences."""
+        if experts.folds or context.num_ranks > 1:
+            return self._seconds([experts.tp], sizes, experts, context)[:, :, 0]
         found: Array = self.seconds[:, :, self._tp[experts.tp], [self._size[size] for size in sizes]]
         return found
 
@@ -166,7 +177,7 @@ class GridTimes:
         self.cut_of = np.array([distinct.index(key) for key in keys])
         """Index of each schedule's layer assignment."""
         self.cuts = [table.cut(grid.pp, *key, grid.experts) for key in distinct]
-        turns = table.at(grid.experts, grid.micro_batches)
+        turns = table.at(grid.experts, grid.micro_batches, grid.context)
         self.turns = turns[..., : len(grid.tensors)]
 
     @cached_property
