@@ -133,7 +133,8 @@ def given_layout(job: Job) -> dict[str, Any]:
     keys = layout.model_fields_set
     if not {"dp", "zero"} <= keys and (layout.zero or "zero" not in keys):
         searched["shard_group"] = None
-    if not {"dp", "tp", "cp"} <= keys:
+    searches_cp = "cp" not in keys and planned_phase(job).model.sequence >= LONG
+    if not {"dp", "tp"} <= keys or searches_cp:
         searched["ep"] = 1
     if "cp" not in keys:
         searched["ulysses"] = 1
@@ -165,8 +166,8 @@ def _check_grid(keys: Sequence[str], job: Job, cluster: Cluster) -> None:
     """Raise `BadInputError` unless the given degrees can cover all accelerators."""
     product, world = job.layout.world, cluster.world
     name = " x ".join(f"layout.{key}" for key in keys)
-    is_short = planned_phase(job).model.sequence < LONG
-    if {*_GRID} <= {*keys} and ("cp" in keys or is_short) and product != world:
+    searches_cp = "cp" not in keys and planned_phase(job).model.sequence >= LONG
+    if {*_GRID} <= {*keys} and not searches_cp and product != world:
         allowed = f"must be the {world:,} accelerators: plan on --gpus {product}, or give only some of them"
         raise BadInputError(name, product, allowed)
     if keys and world % product:
