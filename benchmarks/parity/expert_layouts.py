@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -35,7 +35,7 @@ from pairs import Pools
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "processes"))
 
-from parity_case import Case, batch_of_rank, make_engine
+from parity_case import TINY, Case, batch_of_rank, make_engine
 
 MOST_RANKS, GLOBAL_BATCH, TOLERANCE = 8, 8, 1e-5
 MODELS: dict[str, dict[str, Any]] = {
@@ -144,10 +144,10 @@ def train(case: Case, folder: Path) -> tuple[list[tuple[float, float, float]], d
     engine = make_engine(case)
     steps = []
     for step in range(case.steps):
-        targets = case.global_batch * 16
+        targets = case.global_batch * case.model.get("sequence", TINY["sequence"])
         result = engine.train_step(lambda step=step: batch_of_rank(case, engine, step), 1e-3, targets)
-        assert result.expert_load is not None
-        steps.append((result.loss, result.grad_norm, result.expert_load.ratio))
+        busiest = 0.0 if result.expert_load is None else result.expert_load.ratio
+        steps.append((result.loss, result.grad_norm, busiest))
     path = save(CheckpointFolder(folder), case.steps, list(engine.shards()), {})
     parameters = None
     if os.environ["RANK"] == "0":
@@ -167,10 +167,11 @@ def train_in(pools: Pools, case: Case) -> Trained:
 
 def compare(name: str, case: Case, pools: Pools, alone: dict[str, Trained]) -> Compared:
     """Train a job, and its model as one process unless that is in ``alone``."""
-    key = json.dumps([case.model, case.optimizer], sort_keys=True)
+    key = json.dumps([case.model, case.optimizer, case.packed], sort_keys=True)
     try:
         if key not in alone:
-            alone[key] = train_in(pools, Case({}, case.model, case.optimizer, case.steps, GLOBAL_BATCH))
+            one = Case({}, case.model, case.optimizer, case.steps, GLOBAL_BATCH, packed=case.packed)
+            alone[key] = train_in(pools, one)
         return differences(name, case.world, train_in(pools, case), alone[key])
     except (AssertionError, EOFError) as error:
         return Compared(name, case.world, error=str(error) or "a rank ended")
@@ -189,7 +190,7 @@ def differences(name: str, world: int, found: Trained, wanted: Trained) -> Compa
     return Compared(name, world, loss, norm, parameter, all(a[2] == b[2] for a, b in pairs))
 
 
-def run(jobs: list[Job], steps: int, path: Path) -> list[Compared]:
+def run(jobs: Sequence[Job], steps: int, path: Path) -> list[Compared]:
     """Train every job that is not among the results in ``path``."""
     lines = path.read_text().splitlines() if path.exists() else []
     done = {one.name: one for one in (Compared(**json.loads(line)) for line in lines)}
