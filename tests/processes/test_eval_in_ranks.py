@@ -114,13 +114,13 @@ def evaluate_and_measure(data: bytes) -> tuple[EvaluationResult, int]:
     [
         ("run", ("tp=2",), 0.6),
         ("checkpoint", ("pp=2", "virtual_stages=2"), 0.8),
-        ("average", ("dp=2", "zero=3"), 0.55),
+        ("average", ("cp=2", "zero=3"), 0.55),
         ("hugging face", ("pp=2", "tp=2"), 0.4),
     ],
     ids=[
         "tp 2, a run",
         "pp 2 x 2 stages, a URL",
-        "dp 2 with ZeRO 3, an average",
+        "cp 2 with ZeRO 3, an average",
         "pp 2 x tp 2, Hugging Face",
     ],
 )

@@ -265,11 +265,11 @@ def test_a_plan_is_trained_as_it_is_resumed_in_another_layout_and_generates_text
     told("plan", "tiny", *where, *steps, "--train.threads", "1")
     before = json.loads(started("train", "plan.toml", "--run", "runs/tiny", "--oversubscribe", "--json"))
     assert (before["state"], before["steps"], before["world"], before["lossy"]) == ("finished", 6, 2, [])
-    layout = ["--layout.pp", "1", "--layout.dp", "1", "--layout.tp", "1"]
-    shown = started("train", "runs/tiny", "--train.steps", "10", *layout)
+    layout = ["--layout.pp", "1", "--layout.dp", "1", "--layout.tp", "1", "--layout.cp", "2"]
+    shown = started("train", "runs/tiny", "--train.steps", "10", *layout, "--oversubscribe")
     assert "10 of 10" in shown and "checkpoint saved" in shown
     after = json.loads(told("train", "runs/tiny", "--json"))
-    assert (after["state"], after["steps"], after["world"]) == ("finished", 10, 1)
+    assert (after["state"], after["steps"], after["world"]) == ("finished", 10, 2)
     assert after["loss"] < before["loss"]
     spoken = told("sample", "tiny", "--prompt", "import ", "--tokens", "8")
     assert spoken.startswith("import ") and len(spoken) > len("import \n")

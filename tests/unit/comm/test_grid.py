@@ -28,6 +28,19 @@ def test_neighbouring_replicas_share_experts_and_others_hold_the_same() -> None:
     assert all(one.index("dp") == 2 * one.index("expert_dp") + one.index("ep") for one in places)
 
 
+def test_ranks_that_share_sequences_hold_the_same_parameters_as_replicas() -> None:
+    layout = Layout(dp=2, pp=2, cp=4, tp=2, ulysses=2, zero=1)
+    assert (layout.world, layout.num_shards, layout.ring) == (32, 8, 2)
+    rank = RankGrid(layout, 5)  # replica 0, stage 0, third of the ranks of its sequences
+    assert rank.peers("cp") == (1, 3, 5, 7)
+    assert (rank.peers("ulysses"), rank.peers("ring")) == ((5, 7), (1, 5))
+    assert rank.peers("dp_shard") == rank.peers("dp_cp") == (1, 3, 5, 7, 17, 19, 21, 23)
+    assert (rank.index("dp_cp"), rank.index("ring"), rank.index("ulysses")) == (2, 1, 0)
+    assert RankGrid(layout, 0).rows("ulysses")[:2] == [[0, 2], [1, 3]]
+    experts = RankGrid(Layout(dp=2, cp=2, ep=4), 1)
+    assert (experts.peers("ep"), experts.peers("expert_dp")) == ((0, 1, 2, 3), (1,))
+
+
 def test_whole_experts_lie_on_all_ranks_of_a_stage() -> None:
     layout = Layout(dp=2, pp=2, tp=4, ep=2, etp=1)
     assert layout.num_expert_replicas == 4

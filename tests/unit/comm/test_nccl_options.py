@@ -75,5 +75,5 @@ def test_the_world_its_parts_and_groups_made_later_are_all_made_with_them(
     finally:
         c10d._world.pg_map.pop(world, None)
         dist.group.WORLD = None
-    assert set(made) == {"world", "dp", "tp", "activation"}
+    assert set(made) == {"world", "dp_cp", "tp", "activation"}
     assert all(one.is_high_priority_stream and one.config.max_ctas == 8 for one in made.values())

@@ -49,7 +49,7 @@ def test_keys_without_effect_on_scores_are_refused(override: str, expected: str)
         (Layout(tp=3), r"layout\.tp = 3: must divide model\.heads"),
         (Layout(pp=9), "at most 6 stages"),
         (Layout(dp=4, zero=3, shard_group=3), r"must divide layout\.dp = 4"),
-        (Layout(cp=2), "context parallelism is not built"),
+        (Layout(cp=3), r"model\.sequence = 64: a multiple of 6"),
         (Layout(pp=2, partition="manual:9"), "manual"),
     ],
     ids=["heads", "stages", "groups", "context", "borders"],

@@ -407,12 +407,14 @@ def _silu_like(gate: torch.Tensor) -> torch.Tensor:
 def test_dropout_keeps_the_mean_and_depends_on_sample_and_position_alone():
     x = torch.ones(4, 64, 50)
     samples = torch.tensor([7, 8, 1000, 10**12])
-    whole = dropout(x, 0.25, key_of(1, "a"), samples, 0)
+    at = torch.arange(64)
+    whole = dropout(x, 0.25, key_of(1, "a"), samples, at)
     assert whole.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
     assert whole.mean().item() == pytest.approx(1.0, abs=0.03)
-    part = dropout(x[1:3, 20:30], 0.25, key_of(1, "a"), samples[1:3], 20)
+    part = dropout(x[1:3, 20:30], 0.25, key_of(1, "a"), samples[1:3], at[20:30])
     assert torch.equal(part, whole[1:3, 20:30])
-    for other in (dropout(x, 0.25, key_of(2, "a"), samples, 0), dropout(x, 0.25, key_of(1, "b"), samples, 0)):
+    for key in (key_of(2, "a"), key_of(1, "b")):
+        other = dropout(x, 0.25, key, samples, at)
         assert 0.5 < (other == whole).float().mean().item() < 0.75  # 0.625 when independent
 
 

@@ -73,7 +73,7 @@ OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor | Tensors]] = {
     "layer norm": norm_of(LayerNorm),
     "gelu": lambda x: activate("gelu", x),
     "swiglu": lambda x: activate("swiglu", x),
-    "dropout": lambda x: dropout(x, 0.5, 7, torch.arange(B), 3),
+    "dropout": lambda x: dropout(x, 0.5, 7, torch.arange(B), torch.arange(3, 3 + x.shape[1])),
     "attention in blocks": attend(S, None, turned=True),
     "attention in blocks, window": attend(S, 16, turned=False),
 }
