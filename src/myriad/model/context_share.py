@@ -74,14 +74,25 @@ def share_of(sequence: int, rank: int, size: int, ulysses: int) -> ContextShare:
 class ContextPeers(Protocol):
     """The ranks that share a sequence, seen from one of them."""
 
-    ring: Ring
-    """The ranks of this one's column."""
-    ulysses: int
-    """Ranks of a row."""
-    column: int
-    """Index of this rank in its row."""
-    num_ranks: int
-    """Number of all ranks that share a sequence."""
+    @property
+    def ring(self) -> Ring:
+        """The ranks of this one's column."""
+        ...
+
+    @property
+    def ulysses(self) -> int:
+        """Number of ranks of a row."""
+        ...
+
+    @property
+    def column(self) -> int:
+        """Index of this rank in its row."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of all ranks that share a sequence."""
+        ...
 
     def share(self, sequence: int) -> ContextShare:
         """Return this rank's share of a sequence of this length."""

@@ -123,8 +123,10 @@ class Attention(nn.Module):
         if share is not None:
             assert self._peers is not None, "only ranks of a group have shares"
             heads = split_heads(fused, self.shape, turns, self.kernels)
-            how = (self._peers, share, self.window, self.scores, self.sinks, documents)
-            return attend_in_context(heads, *how).flatten(2)
+            mixed = attend_in_context(
+                heads, self._peers, share, self.window, self.scores, self.sinks, documents
+            )
+            return mixed.flatten(2)
         if self.largest_scores is not None and self.training:
             q, k, _ = split_heads(fused.detach(), self.shape, turns, self.kernels)
             scale = self.scores.factor(self.shape.width)

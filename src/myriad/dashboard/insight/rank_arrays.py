@@ -88,7 +88,8 @@ class Ranks:
     def replicas_of(self, replica: int, axis: str) -> Array:
         """Return the replicas that meet a replica along an axis: ``dp``, or a part of it
         (`myriad.comm.grid`)."""
-        size, dp = self.layout.num_shards, self.layout.dp
+        # ranks that share sequences are neighbours in a group that shards the state
+        size, dp = max(1, self.layout.num_shards // self.layout.cp), self.layout.dp
         if axis == "dp":
             return np.arange(dp)
         if axis == "dp_shard":
