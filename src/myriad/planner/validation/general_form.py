@@ -79,9 +79,6 @@ def general_row(cells: TableCells, recipes: Recipes, framework: str | None = Non
     `BadInputError`."""
     read = _GeneralCells(cells)
     used = recipes.framework(framework) if framework else _framework_of(read, recipes)
-    cp = read.whole("cp", 1)
-    if cp > 1:
-        raise cells.refused("cp", "only 1: context parallelism cannot be predicted yet")
     model = model_of(read, recipes.model)
     gpus = read.whole("gpus")
     cluster = cluster_of(read, gpus, recipes.accelerator)
@@ -218,16 +215,18 @@ def _batch(read: _GeneralCells, layout: Layout) -> int:
 
 
 def _layouts(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Framework) -> Iterator[Layout]:
-    tp, pp, ep = (read.whole(axis, 1) for axis in ("tp", "pp", "ep"))
-    if gpus % (tp * pp):
-        raise read.refused("gpus", f"a multiple of tp x pp = {tp * pp}")
-    dp, habits = gpus // (tp * pp), framework.habits
+    tp, pp, cp, ep = (read.whole(axis, 1) for axis in ("tp", "pp", "cp", "ep"))
+    if gpus % (tp * pp * cp):
+        raise read.refused("gpus", f"a multiple of tp x pp x cp = {tp * pp * cp}")
+    dp, habits = gpus // (tp * pp * cp), framework.habits
     if read.has("dp") and read.whole("dp") != dp:
-        raise read.refused("dp", f"gpus / (tp x pp) = {dp}")
+        raise read.refused("dp", f"gpus / (tp x pp x cp) = {dp}")
     zero = _zero(read, habits.zero)
-    fixed: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "ep": ep, "zero": zero}
+    fixed: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero}
+    if model.sequence % Layout(tp=tp, cp=cp).sequence_multiple:
+        raise read.refused("cp", f"a divisor of the sequence of {model.sequence}, with tp and in halves")
     if model.experts is not None and tp > 1:
-        fixed["etp"] = read.whole("etp", 1 if dp % ep else tp)
+        fixed["etp"] = read.whole("etp", 1 if dp * cp % ep else tp)
     if ep > 1:
         fixed["expert_dispatch"] = _dispatch(read, habits.expert_dispatch)
     by_layer = zero == 3 and habits.by_layer and pp == 1

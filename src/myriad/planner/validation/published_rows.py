@@ -318,10 +318,7 @@ def _megatron_core(cells: TableCells, clusters: Clusters) -> Iterator[PublishedR
 
 
 def _llama(cells: TableCells, clusters: Clusters) -> Iterator[PublishedRow]:
-    """Yield the rows of Llama 3 405B; rows with context parallelism are left out, because Myriad does not
-    support it."""
-    if cells.whole("cp") != 1:
-        return
+    """Yield the rows of Llama 3 405B."""
     gpus, dp, batch = cells.whole("gpus"), cells.whole("dp"), cells.whole("batch_per_dp")
     model = ModelConfig(
         layers=126,
@@ -334,12 +331,12 @@ def _llama(cells: TableCells, clusters: Clusters) -> Iterator[PublishedRow]:
         activation="swiglu",
         tied=False,
     )
-    layout = Layout(dp=dp, tp=cells.whole("tp"), pp=cells.whole("pp"), zero=2)
+    layout = Layout(dp=dp, tp=cells.whole("tp"), pp=cells.whole("pp"), cp=cells.whole("cp"), zero=2)
     stages = [stages for stages in range(1, 9) if layout.pp * stages <= 126 + 2]
     works = tuple(
         _work(model, layout.model_copy(update={"virtual_stages": one}), dp * batch, LLAMA_3) for one in stages
     )
-    cluster = clusters("llama3-8192xh100", gpus)
+    cluster = clusters("llama3-8192xh100" if gpus <= 8192 else "llama3-24576xh100", gpus)
     flops = works[0].model_flops
     seconds = flops / (gpus * cluster.accelerator.peak_flops_per_second * cells.number("bf16_mfu_pct") / 100)
     yield PublishedRow(f"405B, {gpus} GPUs", "405B", works, cluster, seconds, flops)
