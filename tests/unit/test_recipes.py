@@ -119,7 +119,7 @@ def test_a_rate_is_of_one_network_port() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("accelerator=b200", "one of a100-sxm-40gb, a100-sxm-80gb, a800-sxm-80gb, h100-sxm-80gb"),
+        ("accelerator=b1000", "one of a100-sxm-40gb, a100-sxm-80gb, a800-sxm-80gb, b200-sxm-180gb"),
         ("links.ib=200", "with its unit"),
         ("links.ib=fast", "Gbps"),
         ("links.spine=100Gbps", "only links.node, links.network"),
