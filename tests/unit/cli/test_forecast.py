@@ -37,7 +37,7 @@ def test_as_json_it_has_everything(capsys):
     assert found["accelerators"] == 4 and found["iteration_seconds"] > 0
     assert found["checkpoint_stall_seconds"] == 0 and found["checkpoint_store_seconds"] is None
     assert set(found["exposed_seconds"]) == {
-        *("tensor", "experts", "pipeline", "gather", "reduce", "tied", "norm", "host")
+        *("tensor", "experts", "context", "pipeline", "gather", "reduce", "tied", "norm", "host")
     }
     for rank in found["ranks"]:
         assert rank["memory_bytes"] == pytest.approx(sum(rank["memory"].values()))
