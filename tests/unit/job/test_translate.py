@@ -278,3 +278,14 @@ def test_a_batch_ramp_is_that_of_megatron() -> None:
     )
     ramp = {key: value for key, value in made.keys.items() if "batch_ramp" in key}
     assert list(ramp.values()) == [2, 2, 30] and made.keys["train.steps"] == 5 + 3 + 2 + 9
+
+
+@pytest.mark.parametrize(
+    ("kind", "ulysses"), [("p2p", 1), ("a2a", 4), ("a2a+p2p --hierarchical-context-parallel-sizes 2 2", 2)]
+)
+def test_ranks_share_sequences_as_megatrons_do(kind: str, ulysses: int) -> None:
+    text = f"{SMALL} {ROPE} --context-parallel-size 4 --world-size 8 --cp-comm-type {kind}"
+    made = translate_arguments(read_command_line(text))
+    layout = made.job("small").layout
+    assert (layout.cp, layout.ulysses, layout.dp) == (4, ulysses, 2)
+    assert "cp_comm_type" in made.translated

@@ -229,6 +229,24 @@ def _steps_of(samples: int, batch: int, ramp: Sequence[int]) -> int:
     return last.first_step - (last.first_sample - samples) // last.global_batch
 
 
+def _context(made: Translation, arguments: Mapping[str, Any], cp: int) -> None:
+    """Translate how ranks that share sequences communicate: ``p2p`` is the ring, ``a2a`` are heads."""
+    kind = arguments.get("cp_comm_type")
+    kinds = {kind} if isinstance(kind, str) else {*(kind or ())}
+    sizes = arguments.get("hierarchical_context_parallel_sizes")
+    whole = isinstance(sizes, list | tuple) and all(isinstance(one, int) for one in sizes)
+    if sizes is not None and not whole:
+        raise BadInputError(_KEY, str(sizes), "hierarchical_context_parallel_sizes are whole numbers")
+    if cp > 1 and kinds == {"a2a"}:
+        made.put("cp_comm_type", "layout.ulysses", cp)
+    elif cp > 1 and kinds == {"a2a+p2p"} and sizes:
+        made.put("cp_comm_type", "layout.ulysses", sizes[0])
+    elif kind is not None:
+        made.translated["cp_comm_type"] = "layout.ulysses = 1: a ring"
+    if sizes is not None:
+        made.translated["hierarchical_context_parallel_sizes"] = "layout.cp, layout.ulysses"
+
+
 _RAMP_KEYS = ("start", "increment", "until_samples")
 
 
@@ -245,6 +263,7 @@ def _layout(made: Translation, arguments: Mapping[str, Any]) -> None:
         made.translated["world_size"] = made.translated["data_parallel_size"]
     elif isinstance(world, int):
         made.put("world_size", "layout.dp", max(1, world // (tp * pp * cp)))
+    _context(made, arguments, cp)
     _virtual(made, arguments, pp)
     if (made_ep := arguments.get("expert_model_parallel_size")) not in (None, 1):
         made.put("expert_model_parallel_size", "layout.ep", made_ep)

@@ -33,7 +33,7 @@ HANDLED = frozenset({
     "virtual_pipeline_model_parallel_size", "recompute_granularity", "recompute_activations",
     "recompute_method", "recompute_num_layers", "overlap_p2p_comm", "data_path", "decoupled_weight_decay",
     "train_samples", "lr_warmup_samples", "lr_decay_samples", "cuda_graph_impl", "enable_cuda_graph",
-    "expert_model_parallel_size",
+    "expert_model_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes",
 })  # fmt: skip
 """Arguments that `myriad.job.translation.megatron_arguments` converts by a rule of their own."""
 
