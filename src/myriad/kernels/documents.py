@@ -66,6 +66,11 @@ class Documents:
         lengths = [np.diff(row, append=positions.shape[1]).tolist() for row in starts]
         return cls(on(torch.from_numpy(positions.astype(np.int64))), lengths)
 
+    def positions_at(self, at: torch.Tensor) -> torch.Tensor:
+        """Return the positions inside their documents, ``[B, P]``, of these positions in the windows, ``[P]``
+        or ``[B, P]``."""
+        return self.positions[:, at] if at.dim() == 1 else self.positions.gather(1, at)
+
     def rows(self, start: int, stop: int) -> "Documents":
         """Return the documents of some of the windows."""
         return Documents(self.positions[start:stop], self.lengths[start:stop])

@@ -71,14 +71,15 @@ def dropout(
     up.
 
     ``samples``: ``[B]``, the sequences' indices in the whole run. ``positions``: those of ``x`` in their
-    sequence, int64 ``[S]``.
+    sequence, int64 ``[S]`` or ``[B, S]``.
     """
     hidden = x.shape[2]
     columns = torch.arange(-(-hidden // 4), device=x.device)
     if is_sequence_first(x):
-        words = hashed_words(key, (samples[:, None], positions[:, None, None], columns)).transpose(0, 1)
+        at = positions[:, None] if positions.dim() == 1 else positions.t()
+        words = hashed_words(key, (samples[:, None], at[..., None], columns)).transpose(0, 1)
     else:
-        words = hashed_words(key, (samples[:, None, None], positions[:, None], columns))
+        words = hashed_words(key, (samples[:, None, None], positions[..., None], columns))
     bits = words.view(torch.int16)[..., :hidden]
     kept = bits >= round(ratio * 2**16) - 2**15
     return x * kept.to(x.dtype).mul_(1 / (1 - ratio))

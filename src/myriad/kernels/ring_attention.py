@@ -13,14 +13,15 @@ the pairs of chunks are seen, all of them whole:
     step 0     rank 0: 0x0 3x0 3x3        rank 1: 1x1 2x1 2x2
     step 1     rank 0: 3x1 3x2            rank 1: 1x0 2x0
 
-A step computes only the `Piece` s that windows and documents leave.
+A step computes only the `Piece` s that windows and documents leave. With packed documents each document is
+cut into 2 r chunks of its own, so that ranks have equal work whatever the documents' lengths are.
 
 Legend: B batch, S sequence positions of a rank, N query heads, K key/value heads, D head size.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -30,7 +31,7 @@ from myriad.kernels.attention_choice import Scores
 from myriad.kernels.attention_pieces import Joined, Piece, piece_backward, piece_forward
 from myriad.kernels.documents import Documents
 
-__all__ = ["Arriving", "Ring", "RingPlan", "ring_attention", "ring_plan", "ring_ranges"]
+__all__ = ["Arriving", "Ring", "RingPlan", "document_parts", "ring_attention", "ring_plan", "ring_ranges"]
 
 _Range = tuple[int, int]
 """First position and the one after the last."""
@@ -73,6 +74,44 @@ def ring_ranges(sequence: int, index: int, size: int) -> tuple[_Range, ...]:
     return (index * chunk, (index + 1) * chunk), (last * chunk, (last + 1) * chunk)
 
 
+_Parts = tuple[tuple[int, _Range], ...]
+"""Ranges of positions, each with its first place among all positions of a rank."""
+
+
+@lru_cache(maxsize=256)
+def document_parts(lengths: tuple[int, ...], size: int) -> tuple[tuple[_Parts, ...], ...]:
+    """Return the parts of each document of a window that each rank of a ring has, as ``[rank][document]``.
+    ``lengths``: those of the documents. Ranks have equally many positions if ``size`` divides their sum."""
+    totals, start = [0] * size, 0
+    found: list[list[_Parts]] = [[] for _ in range(size)]
+    for length in lengths:
+        chunks = _chunks(length, totals)
+        borders = list(accumulate(chunks, initial=start))
+        for rank in range(size):
+            ends = (borders[rank : rank + 2], borders[2 * size - 1 - rank : 2 * size + 1 - rank])
+            own = [(first, stop) for first, stop in ends if first < stop]
+            if len(own) == 2 and own[0][1] == own[1][0]:
+                own = [(own[0][0], own[1][1])]
+            places = accumulate((stop - first for first, stop in own), initial=totals[rank])
+            found[rank].append(tuple(zip(places, own, strict=False)))
+            totals[rank] += sum(stop - first for first, stop in own)
+        start += length
+    return tuple(map(tuple, found))
+
+
+def _chunks(length: int, totals: Sequence[int]) -> list[int]:
+    """Return the sizes of a document's chunks, two for each rank. What is left over goes to the ranks with
+    the fewest positions so far (``totals``)."""
+    size = len(totals)
+    base, more = divmod(length, 2 * size)
+    chunks, given = [base] * (2 * size), [0] * size
+    for _ in range(more):
+        rank = min(range(size), key=lambda one: (totals[one] + given[one], given[one], one))
+        chunks[rank if given[rank] == 0 else 2 * size - 1 - rank] += 1
+        given[rank] += 1
+    return chunks
+
+
 class RingPlan(NamedTuple):
     """The pieces of each step of one rank. In step s it has the keys of the rank s places before it."""
 
@@ -95,7 +134,7 @@ def ring_plan(
         return _plan(*how)
     plans = _PLANS.setdefault(documents, {})
     if how not in plans:
-        plans[how] = _plan_of_documents(*how, documents.lengths)
+        plans[how] = _plan_of_documents(*how[1:], documents.lengths)
     return plans[how]
 
 
@@ -105,54 +144,29 @@ _PLANS: "WeakKeyDictionary[Documents, dict[tuple[int, int, int, int], RingPlan]]
 
 @lru_cache(maxsize=64)
 def _plan(sequence: int, window: int, rank: int, size: int) -> RingPlan:
-    return _plan_of_rows(window, rank, size, sequence, [(slice(None), (0, sequence))])
+    own, *others = (_placed(ring_ranges(sequence, (rank - step) % size, size)) for step in range(size))
+    return RingPlan(tuple(tuple(_pieces(slice(None), own, keys, window)) for keys in (own, *others)))
 
 
-def _plan_of_documents(
-    sequence: int, window: int, rank: int, size: int, lengths: Sequence[Sequence[int]]
-) -> RingPlan:
-    rows = [
-        (slice(row, row + 1), ends)
-        for row, own in enumerate(lengths)
-        for ends in pairwise(accumulate(own, initial=0))
-    ]
-    return _plan_of_rows(window, rank, size, sequence, rows)
-
-
-def _plan_of_rows(
-    window: int, rank: int, size: int, sequence: int, documents: Sequence[tuple[slice, _Range]]
-) -> RingPlan:
-    """Return the plan for documents: the sequences of each, and its positions."""
-    own, steps = ring_ranges(sequence, rank, size), []
+def _plan_of_documents(window: int, rank: int, size: int, lengths: Sequence[Sequence[int]]) -> RingPlan:
+    steps = []
     for step in range(size):
-        others = ring_ranges(sequence, (rank - step) % size, size)
-        pieces = [
-            piece
-            for rows, document in documents
-            for piece in _pieces(rows, _cut(own, document), _cut(others, document), window)
-        ]
+        pieces: list[Piece] = []
+        for row, own in enumerate(lengths):
+            parts = document_parts(tuple(own), size)
+            for queries, keys in zip(parts[rank], parts[(rank - step) % size], strict=True):
+                pieces += _pieces(slice(row, row + 1), queries, keys, window)
         steps.append(tuple(pieces))
     return RingPlan(tuple(steps))
 
 
-def _cut(ranges: Sequence[_Range], document: _Range) -> list[tuple[int, _Range]]:
-    """Return the parts of the ranges inside a document, each with its first place among all positions of the
-    ranges."""
-    found, place = [], 0
-    for start, stop in ranges:
-        low, high = max(start, document[0]), min(stop, document[1])
-        if low < high:
-            found.append((place + low - start, (low, high)))
-        place += stop - start
-    return found
+def _placed(ranges: Sequence[_Range]) -> _Parts:
+    """Return the ranges, each with its first place among all of their positions."""
+    places = accumulate((stop - start for start, stop in ranges), initial=0)
+    return tuple(zip(places, ranges, strict=False))
 
 
-def _pieces(
-    rows: slice,
-    queries: Sequence[tuple[int, _Range]],
-    keys: Sequence[tuple[int, _Range]],
-    window: int,
-) -> list[Piece]:
+def _pieces(rows: slice, queries: _Parts, keys: _Parts, window: int) -> list[Piece]:
     """Return a piece for each pair of ranges of which a query sees a key."""
     found = []
     for query_place, (first, stop) in queries:

@@ -12,63 +12,101 @@ All other operators work on single positions, so they need nothing of the others
 Legend: B batch, S positions of a rank, U ranks of a row, N query heads, K key/value heads, D head size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 
 from myriad.kernels.attention_choice import Scores
 from myriad.kernels.documents import Documents
-from myriad.kernels.ring_attention import Ring, ring_attention, ring_plan, ring_ranges
+from myriad.kernels.ring_attention import Ring, document_parts, ring_attention, ring_plan, ring_ranges
 from myriad.kernels.rotary import rotary_turns
 from myriad.kernels.rotary_scaling import Rotary
 
 __all__ = ["ContextPeers", "ContextShare", "attend_in_context", "share_of", "turns_of"]
 
 
+_Ranges = tuple[tuple[int, int], ...]
+"""First position of each range, and the one after its last; ascending."""
+
+
 @dataclass(frozen=True)
 class ContextShare:
-    """The positions of a sequence that one rank has."""
+    """The positions of sequences that one rank has."""
 
     sequence: int
-    """Positions of the whole sequence."""
-    ranges: tuple[tuple[int, int], ...]
-    """First position of each range, and the one after its last; ascending."""
+    """Positions of a whole sequence."""
+    rows: tuple[_Ranges, ...]
+    """The positions in each sequence of a micro-batch; one entry: they are the same in all sequences."""
 
     @property
     def length(self) -> int:
-        """Number of the positions."""
-        return sum(stop - start for start, stop in self.ranges)
+        """Number of positions that the rank has of each sequence."""
+        return sum(stop - start for start, stop in self.rows[0])
 
     @cached_property
     def _positions(self) -> dict[torch.device, torch.Tensor]:
         return {}
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """Return the positions, int64 ``[S]``."""
+        """Return the positions, int64 ``[S]``, or ``[B, S]`` if sequences have others."""
         if device not in self._positions:
-            ranges = [torch.arange(*ends, device="cpu") for ends in self.ranges]
-            self._positions[device] = torch.cat(ranges).to(device)
+            rows = [torch.cat([torch.arange(*ends, device="cpu") for ends in row]) for row in self.rows]
+            self._positions[device] = (rows[0] if len(rows) == 1 else torch.stack(rows)).to(device)
         return self._positions[device]
 
-    def take(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Return the values at these positions, of those of the whole sequence along ``dim``."""
-        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim)
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the values at these positions, of whole sequences ``[B, S]``."""
+        if len(self.rows) > 1:
+            return x.gather(1, self.positions(x.device))
+        return torch.cat([x[:, start:stop] for start, stop in self.rows[0]], 1)
+
+    def split(self, sizes: Sequence[int]) -> "list[ContextShare]":
+        """Return the shares of consecutive sequences, a value for each of ``sizes``."""
+        if len(self.rows) == 1:
+            return [self] * len(sizes)
+        ends = list(accumulate(sizes))
+        return [
+            ContextShare(self.sequence, self.rows[end - size : end])
+            for end, size in zip(ends, sizes, strict=True)
+        ]
+
+
+def share_of(
+    sequence: int, rank: int, size: int, ulysses: int, documents: Documents | None = None
+) -> ContextShare:
+    """Return the share of rank ``rank`` of ``size``; ``ulysses`` ranks are a row. The sequence must be
+    divisible into equal chunks (`myriad.job`)."""
+    ring = size // ulysses
+    if documents is None:
+        return _plain_share(sequence, rank, ring, ulysses)
+    place, column = divmod(rank, ulysses)
+    rows = []
+    for lengths in documents.lengths:
+        ranges = [ends for parts in document_parts(lengths, ring)[place] for _, ends in parts]
+        rows.append(_column_of(ranges, sequence // size, column))
+    return ContextShare(sequence, tuple(rows))
 
 
 @lru_cache(maxsize=64)
-def share_of(sequence: int, rank: int, size: int, ulysses: int) -> ContextShare:
-    """Return the share of rank ``rank`` of ``size``; ``ulysses`` ranks are a row. The sequence
-    must be divisible into equal chunks (`myriad.job`)."""
-    row, column = divmod(rank, ulysses)
-    each, found, place = sequence // size, [], 0
-    for start, stop in ring_ranges(sequence, row, size // ulysses):
-        low, high = (min(max(start, start + end * each - place), stop) for end in (column, column + 1))
+def _plain_share(sequence: int, rank: int, ring: int, ulysses: int) -> ContextShare:
+    place, column = divmod(rank, ulysses)
+    ranges = ring_ranges(sequence, place, ring)
+    return ContextShare(sequence, (_column_of(ranges, sequence // (ring * ulysses), column),))
+
+
+def _column_of(ranges: Sequence[tuple[int, int]], each: int, column: int) -> _Ranges:
+    """Return the part of a row's positions that one of its ranks has: ``each``, in order."""
+    found, passed = [], 0
+    for start, stop in ranges:
+        low, high = (min(max(start, start + end * each - passed), stop) for end in (column, column + 1))
         if low < high:
             found.append((low, high))
-        place += stop - start
-    return ContextShare(sequence, tuple(found))
+        passed += stop - start
+    return tuple(found)
 
 
 class ContextPeers(Protocol):
@@ -94,8 +132,8 @@ class ContextPeers(Protocol):
         """Number of all ranks that share a sequence."""
         ...
 
-    def share(self, sequence: int) -> ContextShare:
-        """Return this rank's share of a sequence of this length."""
+    def share(self, sequence: int, documents: Documents | None = None) -> ContextShare:
+        """Return this rank's share of sequences of this length, or of windows of documents."""
         ...
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:

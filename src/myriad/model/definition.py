@@ -159,10 +159,10 @@ class Context:
 
     def positions(self, first: int, count: int, device: torch.device) -> torch.Tensor:
         """Return the positions in the sequence of ``count`` of this rank's, from number ``first`` on, int64
-        ``[count]``."""
+        ``[count]``, or ``[B, count]`` if the rank has others of each sequence."""
         if self.share is None:
             return torch.arange(first, first + count, device=device)
-        return self.share.positions(device)[first : first + count]
+        return self.share.positions(device)[..., first : first + count]
 
 
 class Definition(Protocol):

@@ -173,7 +173,8 @@ def _inside_documents(targets: torch.Tensor, context: Context, distance: int) ->
     positions = context.documents.positions
     later = F.pad(positions[:, distance:], (0, distance), value=-1)
     at = context.positions(context.first_target, targets.shape[1], targets.device)
-    is_inside = later[:, at] == positions[:, at] + distance
+    at = at.expand(len(targets), -1)
+    is_inside = later.gather(1, at) == positions.gather(1, at) + distance
     return torch.where(is_inside | (targets < 0), targets, ~targets)
 
 
@@ -184,7 +185,8 @@ def _ahead(context: Context, distance: int) -> tuple[torch.Tensor, int]:
     targets = context.targets
     if context.share is not None:
         at = context.positions(context.first_target, targets.shape[1], targets.device)
-        return F.pad(context.sequence_targets, (0, distance), value=~0)[:, at + distance], targets.shape[1]
+        known = F.pad(context.sequence_targets, (0, distance), value=~0)
+        return known.gather(1, at.expand(len(targets), -1) + distance), targets.shape[1]
     if distance == 0:
         return targets, targets.shape[1]
     known = targets if context.following is None else torch.cat([targets, context.following], 1)

@@ -216,16 +216,16 @@ class _Sequences:
         return x.split(self.sizes)
 
     def contexts(self, context: Context, x: torch.Tensor) -> Sequence[Context]:
-        of_sequences = (context.targets, context.samples, context.documents, context.sequence_targets)
-        targets, samples, documents, whole = (
-            [None] * len(self.sizes) if values is None else values.split(self.sizes)
-            for values in of_sequences
+        keys = ("targets", "samples", "documents", "share", "sequence_targets")
+        of_sequences = (getattr(context, key) for key in keys)
+        parts = zip(
+            *(
+                [None] * len(self.sizes) if values is None else values.split(self.sizes)
+                for values in of_sequences
+            ),
+            strict=True,
         )
-        parts = zip(targets, samples, documents, whole, strict=True)
-        return [
-            replace(context, targets=target, samples=sample, documents=inside, sequence_targets=all_targets)
-            for target, sample, inside, all_targets in parts
-        ]
+        return [replace(context, **dict(zip(keys, values, strict=True))) for values in parts]
 
     def steps(self, steps: LayerSteps) -> LayerSteps:
         return _by_itself(steps)

@@ -110,7 +110,7 @@ class Embedding(SteppedLayer):
             return stream + self.positions.weight[own]
         at = context.positions(first, stream.shape[1], stream.device)
         if context.documents is not None:
-            at = context.documents.positions[:, own if context.share is None else at]
+            at = context.documents.positions_at(at)
         return stream + F.embedding(at, self.positions.weight)
 
 

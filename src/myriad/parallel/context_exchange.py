@@ -15,6 +15,7 @@ import torch.distributed as dist
 from myriad.comm.collectives import all_reduce, start_all_to_all
 from myriad.comm.connection_setup import open_collectives
 from myriad.comm.groups import Group, Groups
+from myriad.kernels.documents import Documents
 from myriad.model.context_share import ContextShare, share_of
 from myriad.parallel.tp_async import AsyncCollective
 from myriad.telemetry.spans import Recorder
@@ -69,9 +70,9 @@ class ContextGroup:
         self.recorder, self._all = recorder, groups.along("cp", purpose="context")
         self._rank, self.num_ranks = grid.index("cp"), layout.cp
 
-    def share(self, sequence: int) -> ContextShare:
-        """Return this rank's share of a sequence of this length."""
-        return share_of(sequence, self._rank, self.num_ranks, self.ulysses)
+    def share(self, sequence: int, documents: Documents | None = None) -> ContextShare:
+        """Return this rank's share of sequences of this length, or of windows of documents."""
+        return share_of(sequence, self._rank, self.num_ranks, self.ulysses, documents)
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """Send ``x[u]`` to rank u of the row."""

@@ -17,7 +17,6 @@ import torch
 
 from myriad.comm.groups import Groups
 from myriad.model.boundary import Boundary
-from myriad.model.context_share import ContextShare
 from myriad.model.definition import Context
 from myriad.parallel.activation_offload import ActivationOffload
 from myriad.parallel.batch import Batch
@@ -353,7 +352,7 @@ class Runtime:
     def _context(self, micro_batch: int, now: _Iteration) -> Context:
         assert now.batch is not None
         own = now.batch.rows(micro_batch * self._micro_batch, (micro_batch + 1) * self._micro_batch)
-        share = self._share_of(own.targets)
+        share = None if self._peers is None else self._peers.share(own.targets.shape[1], own.documents)
         return Context(
             own.targets if share is None else share.take(own.targets),
             own.documents,
@@ -365,21 +364,17 @@ class Runtime:
             loss_scale=now.loss_scale,
         )
 
-    def _share_of(self, sequences: torch.Tensor) -> ContextShare | None:
-        """Return the share of this rank of sequences ``[B, S]``; ``None``: it has all positions."""
-        return None if self._peers is None else self._peers.share(sequences.shape[1])
-
     def _forward(self, action: Action, now: _Iteration) -> None:
         stage, micro_batch = key = action.stage, action.micro_batch
+        context = self._context(micro_batch, now)
         if stage == 0:
             assert now.batch is not None
             entering = self._rows(now.batch.inputs, micro_batch)
-            if (share := self._share_of(entering)) is not None:
-                entering = share.take(entering)
+            if context.share is not None:
+                entering = context.share.take(entering)
         else:
             entering = now.tensors.inbox.pop((Payload.ACTIVATION, stage - 1, micro_batch)).detach()
             entering.requires_grad_(now.training)
-        context = self._context(micro_batch, now)
         if now.training:
             immediate_backwards = key in now.plan.immediate_backwards
             with self.offload.collecting(*key) if key in now.plan.offloaded else nullcontext():
