@@ -38,6 +38,7 @@ from myriad.cli import (
     watch_command,
 )
 from myriad.cli.checkpoint import checkpoint_command
+from myriad.cli.many_runs import runs_command
 from myriad.cli.network import network_command
 from myriad.cli.plan import plan_command
 from myriad.cli.simulate import simulate_command
@@ -58,6 +59,7 @@ _VERBS = (
     top_command,
     report_command,
     watch_command,
+    runs_command,
     parity_command,
     plan_command,
     simulate_command,

@@ -13,7 +13,15 @@ from myriad.errors import BadInputError, toml_value
 from myriad.job.job_steps import JobSteps
 from myriad.job.job_values import JobValues
 
-__all__ = ["RESUME_RULES", "JobChange", "ResumeRule", "changes_between", "check_resume", "rule_of"]
+__all__ = [
+    "RESUME_RULES",
+    "JobChange",
+    "ResumeRule",
+    "changes_between",
+    "check_resume",
+    "flat_values",
+    "rule_of",
+]
 
 
 class ResumeRule(NamedTuple):
@@ -145,12 +153,16 @@ def rule_of(key: str) -> ResumeRule:
 
 def changes_between(old: JobValues, new: JobValues) -> list[JobChange]:
     """Return the keys whose values differ, in the order of the job, without those that apply to one start."""
-    before = dict(_flatten(old.model_dump(mode="json")))
+    before = flat_values(old)
     return [
-        JobChange(key, before[key], value)
-        for key, value in _flatten(new.model_dump(mode="json"))
-        if before[key] != value and key not in _START_KEYS
+        JobChange(key, before[key], value) for key, value in flat_values(new).items() if before[key] != value
     ]
+
+
+def flat_values(job: JobValues) -> dict[str, Any]:
+    """Return the values of a job by dotted key, in its order, without those that apply to one start."""
+    tree = job.model_dump(mode="json")
+    return {key: value for key, value in _flatten(tree) if key not in _START_KEYS}
 
 
 def check_resume(

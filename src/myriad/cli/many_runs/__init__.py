@@ -1,0 +1,1 @@
+"""The verb `myriad runs`: many runs in the terminal."""

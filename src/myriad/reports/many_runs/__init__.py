@@ -1,0 +1,1 @@
+"""Several runs beside each other: their table, their differences, their losses, and which to delete."""

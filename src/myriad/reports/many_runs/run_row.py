@@ -1,0 +1,201 @@
+"""One run as a row of a table of runs: its state, its figures, and its job's values.
+
+    running       a launcher of this machine holds the run, its node agents report, or it wrote a line within
+                  the last minute (or the last ten steps) and has not ended
+    finished      all steps are done
+    interrupted   stopped on request
+    failed        started, but none of these: killed, or ended by a fault
+    new           never started, such as an imported checkpoint
+    unreadable    job.toml is damaged, or of another version
+
+Speed and MFU are those of `myriad.run.run_speed`, as everywhere.
+"""
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from myriad.dashboard.run_status import is_at_work
+from myriad.errors import BadInputError
+from myriad.job.job_changes import flat_values
+from myriad.run import Run
+from myriad.run.run_lines import count_steps, figure_of
+from myriad.run.run_speed import Peaks, run_speed
+from myriad.system.jsonl import Record
+
+if TYPE_CHECKING:
+    from myriad.job import Job
+
+__all__ = ["STATES", "RunRow", "RunState", "find_runs", "layout_text", "read_row"]
+
+RunState = Literal["running", "finished", "interrupted", "failed", "new", "unreadable"]
+STATES: tuple[RunState, ...] = ("running", "finished", "interrupted", "failed", "new", "unreadable")
+_MOST_DEPTH = 3
+"""Folders between the given one and a run: runs/SWEEP/RUN has one."""
+_QUIET_SECONDS, _QUIET_STEPS = 60.0, 10.0
+_AXES = ("dp", "pp", "cp", "tp", "ep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow:
+    """A run in a table. Unknown figures are ``None``."""
+
+    path: Path
+    name: str
+    state: RunState
+    problem: str = ""
+    """Why job.toml cannot be read; "": it can."""
+    job: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the job by dotted key; empty if it cannot be read."""
+    layout: str = ""
+    steps: int = 0
+    """Steps done."""
+    steps_planned: int | None = None
+    tokens: int | None = None
+    loss: float | None = None
+    """Loss of the newest step that has one."""
+    best_validation: float | None = None
+    best_validation_step: int | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    started: float | None = None
+    """Time of the first event or step, in seconds since the epoch."""
+    seconds: float | None = None
+    """Time from then to the last event or step; of a running run, to now."""
+    holds_unsaved_step: bool = False
+    """Whether the newest step is only in memory, because it could not be stored."""
+
+    @property
+    def job_name(self) -> str | None:
+        """The job's name; ``None`` if the job cannot be read."""
+        return self.job.get("name")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values for ``--json``, without the whole job."""
+        return {
+            "run": str(self.path),
+            "name": self.name,
+            "state": self.state,
+            "problem": self.problem or None,
+            "job": self.job_name,
+            "layout": {axis: self.job.get(f"layout.{axis}") for axis in _AXES} if self.job else None,
+            "steps": self.steps,
+            "steps_planned": self.steps_planned,
+            "tokens": self.tokens,
+            "loss": self.loss,
+            "best_validation": self.best_validation,
+            "best_validation_step": self.best_validation_step,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "started": self.started,
+            "seconds": self.seconds,
+        }
+
+
+def find_runs(folders: Iterable[str | Path]) -> list[Run]:
+    """Return the runs that the folders are or hold, each once.
+
+    Hidden folders and folders inside a run are not searched. Raises `BadInputError` for a path that is not a
+    folder."""
+    found: dict[Path, Run] = {}
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise BadInputError("FOLDER", str(folder), "must be a run folder or a folder of runs")
+        for path in _run_paths(folder, _MOST_DEPTH):
+            found.setdefault(path.resolve(), Run(path))
+    return list(found.values())
+
+
+def _run_paths(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / "job.toml").is_file():
+        yield folder
+    elif depth:
+        try:
+            with os.scandir(folder) as entries:
+                names = sorted(one.name for one in entries if one.is_dir() and not one.name.startswith("."))
+        except OSError:  # a folder of another user
+            return
+        for name in names:
+            yield from _run_paths(folder / name, depth - 1)
+
+
+def read_row(run: Run, now: float | None = None) -> RunRow:
+    """Read a run. ``now``: the current time, for tests."""
+    now = time.time() if now is None else now
+    metrics, events = run.read_metrics(), run.read_events()
+    try:
+        job, problem = run.job(), ""
+    except BadInputError as error:
+        job, problem = None, str(error)
+    steps = count_steps(metrics, events).done
+    speed, best = run_speed(metrics, Peaks(events)), _best_validation(events)
+    started, newest = _first_and_last_time(metrics, events)
+    quiet = max(_QUIET_SECONDS, _QUIET_STEPS * speed.step_seconds if speed else 0.0)
+    is_recent = newest is not None and now - newest < quiet
+    state: RunState = "unreadable" if job is None else _state(run, job, events, steps, is_recent=is_recent)
+    end = now if state == "running" else newest
+    losses = (figure_of(line.get("loss")) for line in reversed(metrics))
+    return RunRow(
+        path=run.path,
+        name=run.path.resolve().name,
+        state=state,
+        problem=problem,
+        job=flat_values(job) if job else {},
+        layout=layout_text(job) if job else "",
+        steps=steps,
+        steps_planned=job.train.steps if job else None,
+        tokens=metrics[-1].get("tokens") if metrics else None,
+        loss=next((loss for loss in losses if loss is not None), None),
+        best_validation=best[0] if best else None,
+        best_validation_step=best[1] if best else None,
+        tokens_per_second=speed.tokens_per_second if speed else None,
+        mfu=speed.mfu if speed else None,
+        started=started,
+        seconds=None if started is None or end is None else max(0.0, end - started),
+        holds_unsaved_step=_newest(events, ("held", "checkpoint", "finish", "start")) == "held",
+    )
+
+
+def layout_text(job: "Job") -> str:
+    """Return the axes of the layout that are larger than one: ``dp2 tp2``."""
+    sizes = ((axis, getattr(job.layout, axis)) for axis in _AXES)
+    return " ".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "1 rank"
+
+
+def _state(run: Run, job: "Job", events: Sequence[Record], steps: int, *, is_recent: bool) -> RunState:
+    if is_at_work(run):
+        return "running"
+    newest = _newest(events, ("start", "finish", "interrupted"))
+    if newest == "finish" and steps >= job.train.steps:
+        return "finished"
+    if newest == "interrupted":
+        return "interrupted"
+    if is_recent and newest != "finish":
+        return "running"
+    return "new" if not newest and not steps else "failed"
+
+
+def _newest(events: Sequence[Record], names: Sequence[str]) -> str:
+    """Return the newest of these kinds of event; "": there is none."""
+    return next((str(event["event"]) for event in reversed(events) if event["event"] in names), "")
+
+
+def _best_validation(events: Sequence[Record]) -> tuple[float, int | None] | None:
+    """Return the lowest validation loss with its step. A step that a resume repeated counts with its newest
+    loss."""
+    by_step: dict[int | None, float] = {}
+    for event in events:
+        if event["event"] == "validation" and (loss := figure_of(event.get("loss"))) is not None:
+            by_step[event.get("step")] = loss
+    return min(((loss, step) for step, loss in by_step.items()), default=None, key=lambda one: one[0])
+
+
+def _first_and_last_time(
+    metrics: Sequence[Record], events: Sequence[Record]
+) -> tuple[float | None, float | None]:
+    times = [figure_of(line.get("time")) for line in (*metrics[:1], *metrics[-1:], *events)]
+    known = [each for each in times if each is not None]
+    return min(known, default=None), max(known, default=None)

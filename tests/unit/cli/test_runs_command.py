@@ -1,0 +1,201 @@
+"""If these fail, `myriad runs` shows wrong figures of runs, hides a difference, or deletes what must stay."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myriad.cli.command_line import run_command
+from myriad.job import load_job
+from myriad.run import Run
+
+AT = 1_700_000_000.0
+
+
+def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def make_run(
+    folder: Path, *overrides: str, loss: float = 4.0, end: str = "finish", at: float = AT, steps: int = 6
+) -> Run:
+    """A run of six planned steps whose loss falls to ``loss``."""
+    run = Run(folder)
+    run.create_or_resume(load_job("tiny", ["train.steps=6", *overrides]))
+    write_lines(
+        run.metrics_path,
+        [
+            {
+                "step": step,
+                "time": at + 10 * step,
+                "loss": loss + steps - step,
+                "step_seconds": 10.0,
+                "tokens": 100 * step,
+                "tokens_per_second": 10.0,
+                "flops": 500.0,
+            }
+            for step in range(1, steps + 1)
+        ],
+    )
+    start = {"event": "start", "time": at, "world": 1, "device": "cpu", "precision": "float32", "threads": 1}
+    ends = [{"event": end, "time": at + 70, "step": steps}] if end else []
+    validations = [
+        {"event": "validation", "time": at + 10 * step, "step": step, "loss": value}
+        for step, value in ((2, loss + 3), (4, loss + 0.25), (6, loss + 0.5))
+        if step <= steps
+    ]
+    write_lines(run.events_path, [start | {"peak_flops": 100.0, "peak_source": "known"}, *validations, *ends])
+    return run
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three runs, one of them below a sweep's folder, and folders that are not runs."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs"
+    make_run(folder / "base", loss=4.0)
+    make_run(folder / "sweep" / "fast", "optimizer.learning_rate=0.01", loss=3.0, at=AT + 1000)
+    make_run(folder / "broken", "layout.dp=2", loss=5.0, end="", at=AT + 2000, steps=3)
+    (folder / "notes").mkdir()
+    make_run(folder / ".hidden")
+    return folder
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+    capsys.readouterr()
+    assert run_command(["runs", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def names_of(found: dict[str, Any]) -> list[str]:
+    return [row["name"] for row in found["runs"]]
+
+
+def test_the_list_has_each_run_with_its_figures_and_what_differs(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = output_of(capsys, "list")
+    assert names_of(found) == ["broken", "fast", "base"], "newest first"
+    assert found["differing_keys"] == ["layout.dp", "optimizer.learning_rate"]
+    broken, fast, base = found["runs"]
+    assert (broken["state"], fast["state"], base["state"]) == ("failed", "finished", "finished")
+    assert (broken["layout"]["dp"], broken["steps"], broken["loss"]) == (2, 3, 5.0)
+    assert (base["best_validation"], base["best_validation_step"]) == (4.25, 4), "not the newest one"
+    assert (base["tokens_per_second"], base["mfu"]) == (10.0, 0.5)
+    assert (base["started"], base["seconds"], base["tokens"]) == (AT, 70.0, 600)
+    assert fast["differs"] == {"layout.dp": 1, "optimizer.learning_rate": 0.01}
+    assert names_of(output_of(capsys, "list", "runs/sweep")) == ["fast"]
+    assert names_of(output_of(capsys, "list", "runs/base", "runs", "--sort", "name")) == names_of(
+        output_of(capsys, "list", "--sort", "name")
+    ), "each run once"
+
+
+def test_runs_are_sorted_and_filtered_by_columns_and_keys_of_the_job(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def listed(*arguments: str) -> list[str]:
+        return names_of(output_of(capsys, "list", *arguments))
+
+    assert listed("--sort", "loss") == ["fast", "base", "broken"]
+    assert listed("--sort", "-validation") == ["broken", "base", "fast"]
+    assert listed("--sort", "-optimizer.learning_rate")[0] == "fast"
+    assert listed("--filter", "state=failed") == ["broken"]
+    assert listed("--filter", "optimizer.learning_rate=1e-2") == ["fast"], "numbers, not their spelling"
+    assert listed("--filter", "loss>=4", "--filter", "name!=b*e") == ["broken"]
+    assert listed("--filter", "name=*a*", "--sort", "name") == ["base", "fast"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--sort", "los"), ("--filter", "loss"), ("--filter", "optimiser.name=x")]
+)
+def test_a_wrong_key_is_refused(
+    option: str, value: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = output_of(capsys, "list", option, value, code=2)["error"]
+    assert (error["key"], error["value"]) == (option, value)
+    if "." in value:
+        assert "optimizer.name" in error["allowed"]
+
+
+def test_states_of_runs_that_go_on_stopped_or_cannot_be_read(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(runs / "stopped", end="interrupted")
+    make_run(runs / "elsewhere", end="", at=time.time() - 30, steps=3)
+    Run(runs / "imported").create_or_resume(load_job("tiny"))
+    make_run(runs / "damaged").job_path.write_text("[train")
+    with Run(runs / "base").lock():
+        found = {row["name"]: row["state"] for row in output_of(capsys, "list")["runs"]}
+    assert found == {
+        "base": "running",
+        "broken": "failed",
+        "damaged": "unreadable",
+        "elsewhere": "running",
+        "fast": "finished",
+        "imported": "new",
+        "stopped": "interrupted",
+    }
+
+
+def test_no_run_at_all_is_said_and_a_missing_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert output_of(capsys, "list") == {"runs": [], "differing_keys": []}
+    assert run_command(["runs", "list"]) == 0
+    assert capsys.readouterr().out == "runs/: no run found\n"
+    assert output_of(capsys, "list", "rums", code=2)["error"]["value"] == "rums"
+
+
+@pytest.mark.parametrize("columns", [50, 80, 200])
+def test_the_table_fits_the_terminal_and_hides_no_run(
+    columns: int, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run_command(["runs", "list"]) == 0
+    out = capsys.readouterr().out
+    table = [line for line in out.splitlines() if ":" not in line or "20" in line]
+    assert max(len(line.rstrip()) for line in table if "too narrow" not in line) <= max(columns, 50)
+    for name in ("broken", "fast", "base"):
+        assert sum(line.startswith(f"{name} ") for line in out.splitlines()) == 1
+    assert "optimizer.learning_rate=0.01" in out
+    assert ("too narrow" in out) == (columns < 200)
+
+
+def test_control_characters_in_a_name_do_not_reach_the_terminal(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "base").rename(runs / "ba\x1b[2Jse")
+    assert run_command(["runs", "list"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_difference_of_jobs_environments_and_resumes_is_shown(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = Run(runs / "base")
+    nodes = base.nodes_path
+    nodes.mkdir()
+    fact = {"node": 0, "host": "left", "address": "", "pod": "", "cpu": "Xeon", "memory_bytes": 7}
+    fact |= {"gpus": [], "nics": [], "versions": {"kernel": "6.1"}}
+    (nodes / "node-0.json").write_text(json.dumps(fact))
+    base.create_or_resume(load_job("tiny", ["train.steps=8"]))
+    found = output_of(capsys, "diff", "base", "runs/broken")
+    assert found["job"] == {"layout.dp": [1, 2], "train.steps": [8, 6]}
+    assert found["environment"] == {
+        "hosts": ["left", None],
+        "cpu": ["Xeon", None],
+        "memory_bytes": [7, None],
+        "versions.kernel": ["6.1", None],
+    }
+    first, second = found["changed_by_resumes"]
+    assert first == [{"step": 6, "key": "train.steps", "before": 6, "after": 8}] and second == []
+    assert run_command(["runs", "diff", "base", "runs/broken"]) == 0
+    out = capsys.readouterr().out
+    assert "layout.dp" in out and "versions.kernel" in out and "after step 6: train.steps = 6 -> 8" in out
+    assert output_of(capsys, "diff", "base", "nothing", code=2)["error"]["value"] == "nothing"
+    equal = output_of(capsys, "diff", "base", "base")
+    assert not equal["job"] and not equal["environment"]
