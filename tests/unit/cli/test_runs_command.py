@@ -1,5 +1,6 @@
 """If these fail, `myriad runs` shows wrong figures of runs, hides a difference, or deletes what must stay."""
 
+import io
 import json
 import time
 from collections.abc import Sequence
@@ -9,8 +10,12 @@ from typing import Any
 import pytest
 
 from myriad.cli.command_line import run_command
+from myriad.errors import BadInputError
 from myriad.job import load_job
+from myriad.reports.many_runs.run_pruning import PruneRules, plan_pruning, prune
+from myriad.reports.many_runs.run_row import find_runs, read_row
 from myriad.run import Run
+from myriad.run.run_removal import remove_run
 
 AT = 1_700_000_000.0
 
@@ -199,3 +204,147 @@ def test_a_difference_of_jobs_environments_and_resumes_is_shown(
     assert output_of(capsys, "diff", "base", "nothing", code=2)["error"]["value"] == "nothing"
     equal = output_of(capsys, "diff", "base", "base")
     assert not equal["job"] and not equal["environment"]
+
+
+def test_runs_are_compared_over_the_range_that_all_have(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = output_of(capsys, "compare", "base", "runs/sweep/fast", "broken", "--rows", "2")
+    assert (found["by"], found["end"]) == ("steps", 3), "the third run has three steps"
+    assert found["rows"] == [{"at": 2, "values": [8.5, 7.5, 6.5]}, {"at": 3, "values": [7, 6, 5]}]
+    assert [one["best_validation"] for one in found["runs"]] == [7, 6, 8], "not the later ones"
+    assert [one["train_seconds"] for one in found["runs"]] == [30, 30, 30]
+    twice = make_run(runs / "twice", "train.global_batch=16")
+    lines = [line | {"tokens": 200 * line["step"]} for line in twice.read_metrics()]
+    write_lines(twice.metrics_path, lines)
+    found = output_of(capsys, "compare", "base", "twice", "--by", "tokens", "--rows", "1")
+    assert found["end"] == 600, "of twice, half of its steps"
+    assert [one["train_seconds"] for one in found["runs"]] == [60, 30]
+    values = found["rows"][0]["values"]
+    assert values == [pytest.approx((8 + 7 + 6 + 5 + 4) / 5), 8], "from 200 to 600 tokens"
+
+
+def test_the_comparison_draws_each_run_and_any_metric(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["runs", "compare", "base", "runs/sweep/fast"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    chart = [line for line in lines if "┤" in line]
+    assert [line.split()[-1] for line in chart if line.split()[-1] in "AB"] == ["A", "B"], "A ends higher"
+    assert chart[0].split()[0] == "9" and chart[-1].split()[0] == "3"
+    base = Run(runs / "base")
+    write_lines(base.metrics_path, [line | {"user": {"mine": 7.0}} for line in base.read_metrics()])
+    found = output_of(capsys, "compare", "base", "base", "--metric", "mine")
+    assert found["runs"][0]["value"] == 7
+    assert (
+        "mine" in output_of(capsys, "compare", "base", "base", "--metric", "mein", code=2)["error"]["allowed"]
+    )
+
+
+def test_runs_that_cannot_be_compared_are_refused(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Run(runs / "imported").create_or_resume(load_job("tiny"))
+    later = make_run(runs / "later")
+    write_lines(later.metrics_path, [line | {"step": 100 + line["step"]} for line in later.read_metrics()])
+    for other in ("imported", "later", "nothing"):
+        assert "error" in output_of(capsys, "compare", "base", other, code=2)
+    assert output_of(capsys, "compare", "base", code=2)["error"]["key"] == "RUN"
+
+
+def test_prune_shows_first_and_deletes_only_when_told(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = output_of(capsys, "prune", "--state", "failed")
+    assert [row["name"] for row in found["selected"]] == ["broken"] and found["deleted"] == []
+    assert run_command(["runs", "prune", "--state", "failed"]) == 0, "no terminal, no answer"
+    assert "nothing was deleted" in capsys.readouterr().out and (runs / "broken").is_dir()
+    assert output_of(capsys, "prune", "--state", "failed", "--yes")["deleted"] == ["runs/broken"]
+    assert sorted(path.name for path in runs.iterdir()) == [".hidden", "base", "notes", "sweep"]
+
+
+@pytest.mark.parametrize(("answer", "stays"), [("y\n", False), ("n\n", True)])
+def test_prune_asks_in_a_terminal(
+    answer: str,
+    stays: bool,
+    runs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    terminal = io.StringIO(answer)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert run_command(["runs", "prune", "--filter", "name=broken"]) == 0
+    assert "delete 1 run," in capsys.readouterr().out
+    assert (runs / "broken").exists() == stays
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--state", "running"],
+        ["--state", "fialed"],
+        ["--filter", "nothing=1"],
+        ["--keep-best", "0"],
+        ["--older-than", "-1"],
+        ["nothing", "--state", "failed"],
+    ],
+)
+def test_prune_refuses_wrong_conditions_before_it_deletes(
+    arguments: list[str], runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(runs.rglob("*"))
+    assert "error" in output_of(capsys, "prune", *arguments, "--yes", code=2)
+    assert sorted(runs.rglob("*")) == before
+
+
+def test_prune_keeps_the_best_and_the_recent(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(runs / "recent", loss=9.0, at=time.time() - 7200)
+
+    def selected(*arguments: str) -> list[str]:
+        return sorted(row["name"] for row in output_of(capsys, "prune", *arguments)["selected"])
+
+    assert selected("--keep-best", "2") == ["broken", "recent"]
+    assert selected("--keep-best", "1", "--filter", "name!=fast") == ["broken", "recent"]
+    assert selected("--older-than", "1") == ["base", "broken", "fast"]
+    assert selected("--older-than", "1", "--state", "finished", "--keep-best", "1") == ["base"]
+
+
+def test_prune_leaves_runs_that_are_needed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = make_run(runs / "held", end="interrupted")
+    write_lines(held.events_path, [*held.read_events(), {"event": "held", "time": AT + 80, "step": 6}])
+    make_run(runs / "outer", end="interrupted")
+    make_run(runs / "outer" / "inner", end="interrupted")
+    (runs / "link").symlink_to(runs / "base")
+    make_run(runs / "child", "train.init_from=runs/sweep/fast", end="", steps=2)
+    outside = runs.parent / "outside"
+    make_run(outside / "other")
+    (runs / "sweep" / "link").symlink_to(outside / "other")
+    with Run(runs / "base").lock():
+        found = output_of(capsys, "prune", "--filter", "name!=child", "--older-than", "1", "--yes")
+        assert (runs / "base" / "job.toml").is_file()
+    assert found["deleted"] == ["runs/broken"]
+    reasons = {Path(path).name: why for path, why in found["stay"].items()}
+    assert "memory" in reasons["held"] and "another run" in reasons["outer"]
+    assert reasons["base"] == "is running" and "train.init_from" in reasons["fast"]
+    assert reasons["link"] == "is a symbolic link" and (outside / "other" / "job.toml").is_file()
+
+
+def test_a_run_that_starts_after_the_list_is_not_deleted(runs: Path) -> None:
+    rows = [read_row(run) for run in find_runs([runs])]
+    plan = plan_pruning(rows, PruneRules(states=["failed", "finished"]))
+    assert len(plan.delete) == 3
+    Run(runs / "broken").append_event("start", world=1)
+    with Run(runs / "base").lock():
+        deleted, problems = prune(plan)
+    assert [path.name for path in deleted] == ["fast"]
+    assert {path.name for path in problems} == {"base", "broken"}
+    with Run(runs / "base").lock(), pytest.raises(BadInputError, match="being trained"):
+        remove_run(runs / "base")
+    assert (runs / "base" / "job.toml").is_file()
+
+
+def test_what_cannot_be_deleted_is_reported_with_the_exit_code(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("myriad.run.run_removal.shutil.rmtree", refuse)
+    found = output_of(capsys, "prune", "--state", "failed", "--yes", code=1)
+    assert found["deleted"] == [] and "Permission denied" in found["problems"]["runs/broken"]

@@ -10,21 +10,27 @@ from rich.text import Text
 
 from myriad.cli.terminal_text import terminal_text
 from myriad.errors import plain_value
+from myriad.reports.charts.loss_chart import overlay_plot
+from myriad.reports.charts.svg import SERIES
 from myriad.reports.many_runs.run_table import is_in_layout_column, values_that_differ
-from myriad.units import format_count, format_duration
+from myriad.units import format_bytes, format_count, format_duration, format_number
 
 if TYPE_CHECKING:
+    from rich.console import JustifyMethod
     from rich.table import Table
 
+    from myriad.reports.many_runs.run_comparison import RunComparison
     from myriad.reports.many_runs.run_diff import RunDiff
+    from myriad.reports.many_runs.run_pruning import PrunePlan
     from myriad.reports.many_runs.run_row import RunRow
 
-__all__ = ["show_diff", "show_list"]
+__all__ = ["show_comparison", "show_diff", "show_list", "show_plan"]
 
 _GAP, _NO_LIMIT = 2, 10_000
+_LEAST_CHART, _MOST_CHART, _CHART_EDGE = 20, 100, 11
 _MOST_KEYS, _MOST_VALUE = 6, 60
 _STYLES = {"running": "bold green", "failed": "red", "unreadable": "red", "interrupted": "yellow"}
-_RIGHT = ("steps", "loss", "best validation", "tokens/s", "MFU", "duration")
+_RIGHT = ("steps", "loss", "best validation", "tokens/s", "MFU", "duration", "size")
 _FIGURES = ("loss", "best validation", "tokens/s", "MFU")
 _LEFT_OUT_FIRST = ("differs", "job", "started", "duration", "layout", "MFU", "tokens/s", "steps")
 """Columns that a narrow terminal leaves out, in this order. "differs" moves below the table."""
@@ -122,6 +128,62 @@ def show_diff(names: Sequence[str], found: "RunDiff") -> None:
             _print(f"{name}: changed after step {event.get('step')}: {event.get('key')} = {change}")
 
 
+def show_comparison(found: "RunComparison") -> None:
+    """Print several runs beside each other: figures, a chart of the metric, and its values by row."""
+    from rich.console import Console
+
+    letters = [chr(ord("A") + index) for index in range(len(found.runs))]
+    unit = found.axis.removesuffix("s")
+    end = f"{unit} {found.end:,.0f}"
+    table = _table(["", *(f"{letter} {one.label}" for letter, one in zip(letters, found.runs, strict=True))])
+    figures: dict[str, list[str]] = {
+        "state": [one.row.state for one in found.runs],
+        "job, layout": [f"{one.row.job_name or ''}, {one.row.layout}" for one in found.runs],
+        "steps": [str(one.row.steps) for one in found.runs],
+        f"{found.metric} to {end}": [_number(one.value) for one in found.runs],
+        f"best validation to {end}": [_number(one.best_validation) for one in found.runs],
+        f"time of steps to {end}": [format_duration(one.train_seconds) for one in found.runs],
+        "tokens/s": [figure_cells(one.row)[2] for one in found.runs],
+        "MFU": [figure_cells(one.row)[3] for one in found.runs],
+    }
+    for name, cells in figures.items():
+        table.add_row(*map(Text, map(terminal_text, (name, *cells))))
+    _print(table)
+    console = Console(highlight=False)
+    width = min(_MOST_CHART, console.width - _CHART_EDGE - len(found.runs) * 2)
+    if width >= _LEAST_CHART:
+        console.print()
+        for parts in overlay_plot([one.curve for one in found.runs], width=width, unit=unit):
+            pieces = [(text, "" if owner is None else SERIES[owner % len(SERIES)]) for text, owner in parts]
+            console.print(Text.assemble(*pieces), soft_wrap=True)
+        console.print()
+    table = _table([unit, *letters], right=True)
+    for at, values in found.rows:
+        table.add_row(f"{at:,.0f}", *map(_number, values))
+    _print(table)
+
+
+def show_plan(plan: "PrunePlan", place: str) -> None:
+    """Print the runs that would be deleted, and the selected ones that stay."""
+    for path, why in plan.stay.items():
+        _print(f"stays: {path}: {why}")
+    if not plan.delete:
+        _print(f"{place}: no run to delete")
+        return
+    table = _table(["to delete", "state", "steps", "best validation", "last change", "size"])
+    for row in plan.delete:
+        changed = "" if row.changed is None else f"{datetime.fromtimestamp(row.changed):%Y-%m-%d %H:%M}"
+        cells = (str(row.path), row.state, str(row.steps), figure_cells(row)[1], changed)
+        table.add_row(*map(Text, map(terminal_text, (*cells, format_bytes(plan.num_bytes[row.path])))))
+    _print(table)
+    runs = "run" if len(plan.delete) == 1 else "runs"
+    _print(f"{len(plan.delete)} {runs}, {format_bytes(plan.total_bytes)}")
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else format_number(value, 5)
+
+
 def _diff_table(
     title: str, names: Sequence[str], rows: Sequence[tuple[str, Any, Any]], nothing: str
 ) -> "Table":
@@ -144,13 +206,13 @@ def _value(value: Any, nothing: str) -> str:
     return text if len(text) <= _MOST_VALUE else f"{text[: _MOST_VALUE - 3]}..."
 
 
-def _table(headings: Sequence[str]) -> "Table":
+def _table(headings: Sequence[str], *, right: bool = False) -> "Table":
     from rich.table import Table
 
     table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold")
     for heading in headings:
-        right = heading in _RIGHT
-        table.add_column(Text(heading), justify="right" if right else "left", overflow="fold")
+        justify: JustifyMethod = "right" if right or heading in _RIGHT else "left"
+        table.add_column(Text(terminal_text(heading)), justify=justify, overflow="fold")
     return table
 
 

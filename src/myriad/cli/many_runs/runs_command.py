@@ -1,6 +1,8 @@
-"""``myriad runs``: list and compare runs, and show what differs between two."""
+"""``myriad runs``: list, compare and prune runs, and show what differs between two."""
 
+import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +10,9 @@ import typer
 
 from myriad.cli.json_output import print_json
 from myriad.cli.shared_options import AsJson, existing_run
+from myriad.cli.terminal_text import terminal_text
+from myriad.errors import BadInputError
+from myriad.units import format_bytes
 
 if TYPE_CHECKING:
     from myriad.reports.many_runs.run_row import RunRow
@@ -15,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _DEFAULT_FOLDER = "runs"
+_MOST_COMPARED, _MOST_ROWS = 26, 1000
 _Folders = Annotated[
     list[str] | None,
     typer.Argument(metavar="FOLDER", help="Run folders, or folders of runs. Default: runs/."),
@@ -33,9 +39,11 @@ _Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its nam
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
-    verb = typer.Typer(no_args_is_help=True, help="Many runs: list them, and show what differs.")
+    verb = typer.Typer(no_args_is_help=True, help="Many runs: list, compare, diff and prune them.")
     verb.command("list")(_list)
+    verb.command("compare")(_compare)
     verb.command("diff")(_diff)
+    verb.command("prune")(_prune)
     app.add_typer(verb, name="runs")
 
 
@@ -99,3 +107,118 @@ def _diff(first: _Run, second: _Run, as_json: AsJson = False) -> None:
     from myriad.cli.many_runs.run_tables import show_diff
 
     show_diff([run.path.name for run in runs], found)
+
+
+class _Axis(StrEnum):
+    steps = "steps"
+    tokens = "tokens"
+
+
+def _compare(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN", help="Run folders, or names under runs/: two or more.")
+    ],
+    by: Annotated[_Axis, typer.Option(help="Compare at equal steps or at equal tokens.")] = _Axis.steps,
+    metric: Annotated[
+        str,
+        typer.Option(
+            metavar="FIELD", help="Number in metrics.jsonl, such as grad_norm, or a name given to myriad.log."
+        ),
+    ] = "loss",
+    rows: Annotated[int, typer.Option(help="Rows of the table of the metric.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs at equal steps or tokens: loss, best validation, time, speed, and a chart.
+
+    Figures are those at the end of the range that all runs have. A row of the table is the mean over the
+    steps since the row before. The time is that of steps, without validation and checkpoints. tokens/s and
+    MFU are those of the newest attempt.
+
+    Exit code: 0 done, 2 bad input.
+    """
+    from myriad.reports.many_runs.run_comparison import compare_runs
+    from myriad.run import Run
+
+    if not 2 <= len(runs) <= _MOST_COMPARED:
+        raise BadInputError("RUN", runs, f"2 to {_MOST_COMPARED} runs")
+    if not 1 <= rows <= _MOST_ROWS:
+        raise BadInputError("--rows", rows, f"1 to {_MOST_ROWS}")
+    folders = [Run(existing_run(name)) for name in runs]
+    found = compare_runs(folders, axis=by.value, metric=metric, num_rows=rows)
+    if as_json:
+        print_json(found.as_json())
+        return
+    from myriad.cli.many_runs.run_tables import show_comparison
+
+    show_comparison(found)
+
+
+def _prune(
+    folders: _Folders = None,
+    states: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--state",
+            metavar="STATE",
+            help="Select runs of this state: failed, interrupted, finished, new or unreadable; repeatable.",
+        ),
+    ] = None,
+    older_than: Annotated[
+        float | None,
+        typer.Option(metavar="DAYS", help="Select runs whose last event or step is older than this.", min=0),
+    ] = None,
+    keep_best: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Keep the N runs with the lowest validation loss, of those that --filter selects.",
+            min=1,
+        ),
+    ] = None,
+    filters: _Filters = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without a question.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete runs that meet all given conditions; shows them first, and asks.
+
+    At least one condition is needed. A run stays if it is running, if its last step is only in memory, if
+    its folder is a link or holds another run, or if an unfinished run takes weights or checkpoints from it.
+    Without a terminal, or with --json, nothing is deleted without --yes. Checkpoints at a URL stay.
+
+    Exit code: 0 done, 1 a run could not be deleted, 2 bad input.
+    """
+    from myriad.cli.many_runs.run_tables import show_plan
+    from myriad.reports.many_runs.run_pruning import PruneRules, plan_pruning, prune
+
+    rules = PruneRules(
+        keep_best=keep_best, older_than_days=older_than, states=states or [], filters=filters or []
+    )
+    rules.check()  # refuse a wrong option before long files are read
+    plan = plan_pruning(_rows(folders), rules)
+    if not as_json:
+        show_plan(plan, ", ".join(folders or [f"{_DEFAULT_FOLDER}/"]))
+    if not yes and (as_json or not plan.delete or not _agrees(len(plan.delete), plan.total_bytes)):
+        if as_json:
+            print_json(plan.as_json() | {"deleted": [], "problems": {}})
+        elif plan.delete:
+            typer.echo("nothing was deleted")
+        return
+    deleted, problems = prune(plan)
+    if as_json:
+        named = {str(path): why for path, why in problems.items()}
+        print_json(plan.as_json() | {"deleted": list(map(str, deleted)), "problems": named})
+    elif plan.delete:
+        size = format_bytes(sum(plan.num_bytes[path] for path in deleted))
+        typer.echo(f"deleted {len(deleted)} of {len(plan.delete)} runs, {size}")
+    for path, why in problems.items():
+        typer.echo(terminal_text(f"not deleted: {path}: {why}"), err=True)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _agrees(count: int, num_bytes: int) -> bool:
+    """Ask whether to delete; without a terminal nobody can answer, and the answer is no."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        typer.echo("--yes deletes them")
+        return False
+    return typer.confirm(f"delete {count} {'run' if count == 1 else 'runs'}, {format_bytes(num_bytes)}?")

@@ -14,6 +14,7 @@ __all__ = [
     "lines_svg",
     "loss_series",
     "loss_svg",
+    "overlay_plot",
     "phase_marks",
     "smooth",
     "spark_svg",
@@ -78,6 +79,45 @@ def terminal_plot(points: Series, *, width: int = 64, height: int = 10) -> list[
     lines = [f"{labels.get(number, ''):>6} ┤{row}" for number, row in enumerate(rows)]
     axis = f"step {first:.0f}" + f"{last:.0f}".rjust(width - len(f"step {first:.0f}"))
     return [*lines, " " * 8 + axis]
+
+
+def overlay_plot(
+    curves: Sequence[Series], *, width: int = 64, height: int = 12, unit: str = "step"
+) -> list[list[tuple[str, int | None]]]:
+    """Return lines of text that show several curves in one frame, as in `terminal_plot`.
+
+    A line is a list of parts ``(text, curve)``, for colours; ``None``: frame and labels. Curve 0 is marked
+    with "A" at the height of its last value, to the right of the frame, curve 1 with "B", and so on."""
+    low, high = _span([value for curve in curves for _, value in curve])
+    first, last = min(curve[0][0] for curve in curves), max(curve[-1][0] for curve in curves)
+    cells: list[list[tuple[int, int | None]]] = [[(0, None)] * width for _ in range(height)]
+    ends: list[list[int]] = [[] for _ in range(height)]
+    for index, curve in enumerate(curves):
+        previous: int | None = None
+        for x, value in _columns(curve, first, last, 2 * width):
+            y = round((high - value) / (high - low) * (4 * height - 1))
+            for row in _between(y, previous):
+                dots = cells[row // 4][x // 2][0] | _DOTS[row % 4][x % 2]
+                cells[row // 4][x // 2] = dots, index
+            previous = y
+        ends[(previous or 0) // 4].append(index)
+    labels = {0: f"{high:.4g}", height - 1: f"{low:.4g}"}
+    lines: list[list[tuple[str, int | None]]] = []
+    for number, row_cells in enumerate(cells):
+        drawn = [(chr(0x2800 + dots), owner) for dots, owner in row_cells]
+        marks: list[tuple[str, int | None]] = [(f" {chr(ord('A') + index)}", index) for index in ends[number]]
+        lines.append([(f"{labels.get(number, ''):>8} ┤", None), *drawn, *marks])
+    begin = f"{unit} {first:,.0f}"
+    return [*lines, [(" " * 10 + begin + f"{last:,.0f}".rjust(width - len(begin)), None)]]
+
+
+def _columns(curve: Series, first: float, last: float, count: int) -> list[tuple[int, float]]:
+    """Return the columns of dots that a curve covers, with its values."""
+    scale = (count - 1) / (last - first) if last > first else 0.0
+    begin, end = (round((x - first) * scale) for x in (curve[0][0], curve[-1][0]))
+    if begin == end:
+        return [(begin, curve[-1][1])]
+    return list(zip(range(begin, end + 1), _resample(curve, end - begin + 1), strict=True))
 
 
 def _between(y: int, previous: int | None) -> range:

@@ -65,6 +65,8 @@ class RunRow:
     """Time of the first event or step, in seconds since the epoch."""
     seconds: float | None = None
     """Time from then to the last event or step; of a running run, to now."""
+    changed: float | None = None
+    """Time of the last event or step, else of the job file."""
     holds_unsaved_step: bool = False
     """Whether the newest step is only in memory, because it could not be stored."""
 
@@ -122,10 +124,13 @@ def _run_paths(folder: Path, depth: int) -> Iterator[Path]:
             yield from _run_paths(folder / name, depth - 1)
 
 
-def read_row(run: Run, now: float | None = None) -> RunRow:
-    """Read a run. ``now``: the current time, for tests."""
-    now = time.time() if now is None else now
-    metrics, events = run.read_metrics(), run.read_events()
+def read_row(
+    run: Run, metrics: Sequence[Record] | None = None, events: Sequence[Record] | None = None
+) -> RunRow:
+    """Read a run; lines that are not given are read from its files."""
+    now = time.time()
+    metrics = run.read_metrics() if metrics is None else metrics
+    events = run.read_events() if events is None else events
     try:
         job, problem = run.job(), ""
     except BadInputError as error:
@@ -135,7 +140,7 @@ def read_row(run: Run, now: float | None = None) -> RunRow:
     started, newest = _first_and_last_time(metrics, events)
     quiet = max(_QUIET_SECONDS, _QUIET_STEPS * speed.step_seconds if speed else 0.0)
     is_recent = newest is not None and now - newest < quiet
-    state: RunState = "unreadable" if job is None else _state(run, job, events, steps, is_recent=is_recent)
+    state = _state(run, job, events, steps, is_recent=is_recent)
     end = now if state == "running" else newest
     losses = (figure_of(line.get("loss")) for line in reversed(metrics))
     return RunRow(
@@ -155,6 +160,7 @@ def read_row(run: Run, now: float | None = None) -> RunRow:
         mfu=speed.mfu if speed else None,
         started=started,
         seconds=None if started is None or end is None else max(0.0, end - started),
+        changed=_modified(run.job_path) if newest is None else newest,
         holds_unsaved_step=_newest(events, ("held", "checkpoint", "finish", "start")) == "held",
     )
 
@@ -165,16 +171,16 @@ def layout_text(job: "Job") -> str:
     return " ".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "1 rank"
 
 
-def _state(run: Run, job: "Job", events: Sequence[Record], steps: int, *, is_recent: bool) -> RunState:
-    if is_at_work(run):
-        return "running"
+def _state(run: Run, job: "Job | None", events: Sequence[Record], steps: int, *, is_recent: bool) -> RunState:
     newest = _newest(events, ("start", "finish", "interrupted"))
+    if is_at_work(run) or (is_recent and newest not in ("finish", "interrupted")):
+        return "running"
+    if job is None:
+        return "unreadable"
     if newest == "finish" and steps >= job.train.steps:
         return "finished"
     if newest == "interrupted":
         return "interrupted"
-    if is_recent and newest != "finish":
-        return "running"
     return "new" if not newest and not steps else "failed"
 
 
@@ -199,3 +205,10 @@ def _first_and_last_time(
     times = [figure_of(line.get("time")) for line in (*metrics[:1], *metrics[-1:], *events)]
     known = [each for each in times if each is not None]
     return min(known, default=None), max(known, default=None)
+
+
+def _modified(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
