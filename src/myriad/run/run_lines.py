@@ -166,13 +166,13 @@ EVENT_FIELDS: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(
         ("name", "verdict", "culprit", "what", "place", "text", "prompt", "fingerprint", "tier"), _is_text
     ),
-    **dict.fromkeys(("key", "accused", "partition", "file", "action"), _is_text),
+    **dict.fromkeys(("key", "accused", "partition", "file", "action", "host"), _is_text),
     "unchecked": _is_list_of(_is_text),
     "shares": _is_list_of(lambda value: _is_count(value, 1)),
     "set_aside": _is_list_of(_is_text),
     **dict.fromkeys(("checks", "failed"), _is_list_of(_is_text)),
     "servers": _is_list_of(_is_object),
-    "evidence": _is_object,
+    **dict.fromkeys(("evidence", "software"), _is_object),
     "differs": _is_change,
     "changes": _is_object,
     **dict.fromkeys(("scores", "standard_errors"), _are_figures),

@@ -8,6 +8,7 @@ a stop signal on any rank stops all ranks after the same step, with a checkpoint
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,6 +33,7 @@ from myriad.parallel.cuda_graphs import CudaGraphs
 from myriad.parallel.optimizer_step import StepResult
 from myriad.program.device_needs import posts_early
 from myriad.run import Run
+from myriad.system.software import software_versions
 from myriad.system.user_metrics import take_logged
 from myriad.telemetry.progress.progress_page import IN_MEMORY_ONLY, TURNED_CODE
 from myriad.train.checkpoint_tools.text_sampler import continue_text
@@ -229,6 +231,8 @@ class Trainer:
             flops_per_token=job.model.flops_per_token(),
             peak_flops=self.meter.peak_flops,
             peak_source=self.peak_tracker.peak.source,
+            host=socket.gethostname(),
+            software=software_versions() if self.is_first else {},
             **resumed,
         )
         if self.resumed is not None:

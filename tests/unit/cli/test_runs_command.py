@@ -188,10 +188,15 @@ def test_a_difference_of_jobs_environments_and_resumes_is_shown(
     fact |= {"gpus": [], "nics": [], "versions": {"kernel": "6.1"}}
     (nodes / "node-0.json").write_text(json.dumps(fact))
     base.create_or_resume(load_job("tiny", ["train.steps=8"]))
+    software = {"torch": "2.11", "commit": "0" * 40}
+    start = Run(runs / "broken").read_events()[0] | {"software": software, "host": "right"}
+    write_lines(runs / "broken" / "events.jsonl", [start])
     found = output_of(capsys, "diff", "base", "runs/broken")
     assert found["job"] == {"layout.dp": [1, 2], "train.steps": [8, 6]}
     assert found["environment"] == {
-        "hosts": ["left", None],
+        "software.torch": [None, "2.11"],
+        "software.commit": [None, "0" * 40],
+        "hosts": ["left", "right"],
         "cpu": ["Xeon", None],
         "memory_bytes": [7, None],
         "versions.kernel": ["6.1", None],

@@ -115,7 +115,7 @@ def show_diff(names: Sequence[str], found: "RunDiff") -> None:
     """Print the differences of two runs."""
     parts = (
         ("job", [(one.key, one.before, one.after) for one in found.job], "off"),
-        ("environment", found.environment, "-"),
+        ("environment", [(key, *map(_rounded, pair)) for key, *pair in found.environment], "-"),
     )
     for title, rows, nothing in parts:
         if not rows:
@@ -178,6 +178,10 @@ def show_plan(plan: "PrunePlan", place: str) -> None:
     _print(table)
     runs = "run" if len(plan.delete) == 1 else "runs"
     _print(f"{len(plan.delete)} {runs}, {format_bytes(plan.total_bytes)}")
+
+
+def _rounded(value: Any) -> Any:
+    return format_number(value, 6) if isinstance(value, float) else value
 
 
 def _number(value: float | None) -> str:

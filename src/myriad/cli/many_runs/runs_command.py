@@ -92,7 +92,8 @@ def _diff(first: _Run, second: _Run, as_json: AsJson = False) -> None:
     """Show what differs between two runs: job, environment, and keys that resumes changed.
 
     The environment is what the runs recorded: ranks, device, precision, threads, peak, hosts, processors,
-    accelerators, and versions of the kernel and drivers. Facts that only one run recorded are shown as "-".
+    accelerators, versions (myriad, Python, torch, NCCL, kernel, drivers), and the git commits of Myriad and
+    of the folder in which the run was started. Facts that only one run recorded are shown as "-".
 
     Exit code: 0 done, 2 bad input.
     """

@@ -1,8 +1,8 @@
 """What differs between two runs: their jobs, their environments, and what resumes changed in each.
 
 The environment is what a run records of it: the newest ``start`` event (ranks, device, precision, threads,
-peak) and RUN/nodes (hosts, processors, accelerators, interfaces, versions). A fact of several nodes is the
-list of its different values.
+peak, and of rank 0 the host, software versions and commits) and RUN/nodes (hosts, processors, accelerators,
+interfaces, versions of kernel and drivers). A fact of several nodes is the list of its different values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -62,9 +62,12 @@ def diff_runs(first: Run, second: Run) -> RunDiff:
 def environment_of(events: Iterable[Record], nodes: Mapping[int, NodeFacts]) -> dict[str, Any]:
     """Return the facts of a run's environment by name; unknown ones are left out."""
     starts = [event for event in events if event["event"] == "start"]
-    found = {key: starts[-1][key] for key in _OF_START if starts and starts[-1].get(key) is not None}
+    start = starts[-1] if starts else {}
+    found = {key: start[key] for key in _OF_START if start.get(key) is not None}
+    found |= {f"software.{name}": text for name, text in start.get("software", {}).items()}
     facts = list(nodes.values())
-    found |= _shared("hosts", ([one.host] for one in facts))
+    hosts = [[one.host] for one in facts] or [[str(start.get("host", ""))]]
+    found |= _shared("hosts", hosts)
     found |= _shared("cpu", ([one.cpu] for one in facts))
     found |= _shared("memory_bytes", ([one.memory_bytes] for one in facts))
     found |= _shared("gpus", ([f"{len(one.gpus)} x {gpu.model}" for gpu in one.gpus[:1]] for one in facts))
