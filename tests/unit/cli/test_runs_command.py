@@ -313,6 +313,10 @@ def test_prune_keeps_the_best_and_the_recent(runs: Path, capsys: pytest.CaptureF
 def test_prune_leaves_runs_that_are_needed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     held = make_run(runs / "held", end="interrupted")
     write_lines(held.events_path, [*held.read_events(), {"event": "held", "time": AT + 80, "step": 6}])
+    for name, problem in (("queued", "a fault"), ("refused", "a fault; not requeued: no slurmctld")):
+        waits = make_run(runs / name, end="interrupted")
+        requeue = {"event": "requeue", "time": AT + 80, "job": 7, "problem": problem}
+        write_lines(waits.events_path, [*waits.read_events(), requeue])
     make_run(runs / "outer", end="interrupted")
     make_run(runs / "outer" / "inner", end="interrupted")
     (runs / "link").symlink_to(runs / "base")
@@ -323,8 +327,9 @@ def test_prune_leaves_runs_that_are_needed(runs: Path, capsys: pytest.CaptureFix
     with Run(runs / "base").lock():
         found = output_of(capsys, "prune", "--filter", "name!=child", "--older-than", "1", "--yes")
         assert (runs / "base" / "job.toml").is_file()
-    assert found["deleted"] == ["runs/broken"]
+    assert found["deleted"] == ["runs/broken", "runs/refused"]
     reasons = {Path(path).name: why for path, why in found["stay"].items()}
+    assert "requeued" in reasons["queued"]
     assert "memory" in reasons["held"] and "another run" in reasons["outer"]
     assert reasons["base"] == "is running" and "train.init_from" in reasons["fast"]
     assert reasons["link"] == "is a symbolic link" and (outside / "other" / "job.toml").is_file()

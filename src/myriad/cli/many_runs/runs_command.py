@@ -183,7 +183,8 @@ def _prune(
     """Delete runs that meet all given conditions; shows them first, and asks.
 
     At least one condition is needed. A run stays if it is running, if its last step is only in memory, if
-    its folder is a link or holds another run, or if an unfinished run takes weights or checkpoints from it.
+    its Slurm job was requeued, if its folder is a link or holds another run, or if an unfinished run takes
+    weights or checkpoints from it.
     Without a terminal, or with --json, nothing is deleted without --yes. Checkpoints at a URL stay.
 
     Exit code: 0 done, 1 a run could not be deleted, 2 bad input.

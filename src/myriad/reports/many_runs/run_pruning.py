@@ -1,8 +1,9 @@
 """Which runs to delete, and why a run stays although it was selected.
 
 A run is selected if it meets every given condition: its state, its age, the filters, and not being among the
-best. A selected run stays if it is running, if its last step is only in memory, if its folder is a link or
-holds another run, or if a run that stays and has not finished takes weights, checkpoints or routing from it.
+best. A selected run stays if it is running, if its last step is only in memory, if its Slurm job was
+requeued, if its folder is a link or holds another run, or if a run that stays and has not finished takes
+weights, checkpoints or routing from it.
 """
 
 import os
@@ -129,6 +130,8 @@ def _why_stays(row: RunRow) -> str:
         return "is running"
     if row.holds_unsaved_step:
         return "its last step is only in memory: myriad checkpoint save or release"
+    if row.is_requeued:
+        return "its Slurm job was requeued and may start again"
     if row.path.is_symlink():
         return "is a symbolic link"
     if any(row.path.glob("*/job.toml")):

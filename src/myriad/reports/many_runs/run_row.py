@@ -69,6 +69,8 @@ class RunRow:
     """Time of the last event or step, else of the job file."""
     holds_unsaved_step: bool = False
     """Whether the newest step is only in memory, because it could not be stored."""
+    is_requeued: bool = False
+    """Whether its Slurm job has been requeued and not started since."""
 
     @property
     def job_name(self) -> str | None:
@@ -162,6 +164,7 @@ def read_row(
         seconds=None if started is None or end is None else max(0.0, end - started),
         changed=_modified(run.job_path) if newest is None else newest,
         holds_unsaved_step=_newest(events, ("held", "checkpoint", "finish", "start")) == "held",
+        is_requeued=_is_requeued(events),
     )
 
 
@@ -187,6 +190,12 @@ def _state(run: Run, job: "Job | None", events: Sequence[Record], steps: int, *,
 def _newest(events: Sequence[Record], names: Sequence[str]) -> str:
     """Return the newest of these kinds of event; "": there is none."""
     return next((str(event["event"]) for event in reversed(events) if event["event"] in names), "")
+
+
+def _is_requeued(events: Sequence[Record]) -> bool:
+    names = ("requeue", "start", "finish")
+    newest = next((event for event in reversed(events) if event["event"] in names), {})
+    return newest.get("event") == "requeue" and "not requeued" not in newest.get("problem", "")
 
 
 def _best_validation(events: Sequence[Record]) -> tuple[float, int | None] | None:
