@@ -64,6 +64,8 @@ CASES = {
         optimizer={"name": "lamb"},
     ),
     "tensor": Case({"tp": 2, "pp": 2, "micro_batch": 4}),
+    "context": Case({"cp": 2, "pp": 2, "zero": 1}),
+    "context-in-rows": Case({"cp": 4, "ulysses": 2}, {"experts": 4, "balance_loss": 0.1}),
     "copies-of-heads": Case({"tp": 4, "micro_batch": 4}, {"kv_heads": 2}),
     "diloco": Case({"dp": 2}, comm={"sync_every": 2}),
 }

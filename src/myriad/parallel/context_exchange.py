@@ -1,6 +1,7 @@
 """Communication of context parallelism: keys and values around a ring, and positions for heads in a row.
 
-    ring    rank i sends to i + 1 and receives from i - 1, of the same column
+    ring    rank i sends to i + 1 and receives from i - 1, of the same column; on gloo two messages, on other
+            backends (NCCL) an all-to-all in which each rank sends to one
     row     an all-to-all of equal parts, and its transpose in the backward
 
 Both overlap with nothing but what the caller computes before it waits. Seconds spent in `wait` are recorded
@@ -34,11 +35,19 @@ class _Shift(AsyncCollective):
         super().__init__(ring, x.contiguous())
         self._found = torch.empty_like(self._kept)
         after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
-        operations = [
-            dist.P2POp(dist.irecv, self._found, group=ring.group, group_peer=before),
-            dist.P2POp(dist.isend, self._kept, group=ring.group, group_peer=after),
-        ]
-        self._works = dist.batch_isend_irecv(operations)
+        if dist.get_backend(ring.group) == "gloo":
+            works = (
+                dist.irecv(self._found, group=ring.group, group_src=before),
+                dist.isend(self._kept, group=ring.group, group_dst=after),
+            )
+            self._works = [work for work in works if work is not None]
+            return
+        # one operation, so that no rank waits for a message before it sends its own
+        arriving, leaving = ([0] * ring.size for _ in range(2))
+        arriving[before] = leaving[after] = self._kept.numel()
+        flat = self._found.view(-1), self._kept.view(-1)
+        work = dist.all_to_all_single(*flat, arriving, leaving, group=ring.group, async_op=True)
+        self._works = [] if work is None else [work]
 
     def _arrived(self) -> torch.Tensor:
         return self._found
@@ -61,13 +70,14 @@ class ContextGroup:
     def __init__(self, groups: Groups, recorder: Recorder, device: torch.device) -> None:
         """A collective call of all ranks. It opens their connections."""
         grid, layout = groups.grid, groups.grid.layout
-        ring = groups.along("ring", purpose="context ring")
+        ring, self.row = (groups.along(axis, purpose=f"context {axis}") for axis in ("ring", "ulysses"))
+        for group in (ring, self.row):
+            open_collectives(group, device, all_to_all=True)
         self.ring = GroupRing(ring, grid.index("ring"), layout.ring, recorder)
-        self.row, self.ulysses, self.column = None, layout.ulysses, grid.index("ulysses")
-        if layout.ulysses > 1:
-            self.row = groups.along("ulysses", purpose="context row")
-            open_collectives(self.row, device, all_to_all=True)
-        self.recorder, self._all = recorder, groups.along("cp", purpose="context")
+        self.ulysses, self.column, self.recorder = layout.ulysses, grid.index("ulysses"), recorder
+        self._all = ring or self.row
+        if ring is not None and self.row is not None:
+            self._all = groups.along("cp", purpose="context")
         self._rank, self.num_ranks = grid.index("cp"), layout.cp
 
     def share(self, sequence: int, documents: Documents | None = None) -> ContextShare:

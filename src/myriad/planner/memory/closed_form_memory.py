@@ -29,7 +29,14 @@ from myriad.planner.memory.layer_memory import is_myriad
 from myriad.planner.memory.rank_layers import LayerMemory, layer_memory
 from myriad.planner.workload import FrameworkProfile
 
-__all__ = ["PeakMemory", "count_groups", "expected_margin", "fits_probability", "worst_stage_memory"]
+__all__ = [
+    "PeakMemory",
+    "count_context_groups",
+    "count_groups",
+    "expected_margin",
+    "fits_probability",
+    "worst_stage_memory",
+]
 
 _MOST_CHUNKS = 8
 """Largest number of chunks of a stage (`myriad.program.build`)."""
@@ -140,6 +147,12 @@ def count_groups(
     several, sharded = np.asarray(dp) > ep, np.asarray(tp) > 1
     found = found + 1 + several + np.where(several | sharded, matrices, 0.0)
     return found + np.where(several & sharded, lamb_over_zero, 0.0)
+
+
+def count_context_groups(ring: int, ulysses: int) -> int:
+    """Return the number of NCCL communicators of a rank that shares sequences: of its ring, of its row, and
+    of all ranks if there are both."""
+    return (ring > 1) + (ulysses > 1) + (ring > 1 and ulysses > 1)
 
 
 def expected_margin(coming: Number, groups: Number, pairs: Number, *, on_cpu: bool) -> Number:
@@ -310,8 +323,7 @@ def _communicators(where: _Layouts) -> tuple[Number, Number]:
         ep=where.ep,
         whole_experts=where.whole_experts,
     )
-    several = [size > 1 for size in (*where.context, where.context[0] * where.context[1])]
-    return groups + float(sum(several)), pairs
+    return groups + count_context_groups(*where.context), pairs
 
 
 def _ends(where: _Layouts, first: Number, last: Number) -> Number:

@@ -9,7 +9,7 @@ from myriad.comm.config import CommConfig
 from myriad.comm.hierarchy import count_shard_levels
 from myriad.comm.layout import Layout
 from myriad.optim.config import OptimizerName
-from myriad.planner.memory.closed_form_memory import count_groups, expected_margin
+from myriad.planner.memory.closed_form_memory import count_context_groups, count_groups, expected_margin
 from myriad.planner.memory.stage_memory import StageMemory
 from myriad.program.actions import Program
 from myriad.program.in_flight import most_offloaded
@@ -46,7 +46,7 @@ def count_communicators(
         ep=layout.ep,
         whole_experts=layout.has_whole_experts,
     )
-    groups += (layout.cp > 1) + (layout.ring > 1) + (layout.ulysses > 1)
+    groups += count_context_groups(layout.ring, layout.ulysses)
     return int(groups), len(pairs)
 
 
