@@ -4,11 +4,28 @@ positions, turn or drop values at wrong ones, or sum what they should not.
 `benchmarks/parity/context_layouts.py` has the whole list of layouts, of which these are a sample.
 """
 
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from parity_case import Case
+from ranks import run_ranks
+from test_expert_faults import differs, run_with
 from test_parity import FEW, MODELS, assert_equal, name_of, train
+
+from myriad.comm.groups import Groups
+from myriad.kernels.attention_pieces import Joined, Piece
+from myriad.kernels.ring_attention import RingPlan, ring_plan
+from myriad.kernels.rotary import Rotary, rotary_turns
+from myriad.model import context_share, self_attention
+from myriad.model.context_share import ContextShare, share_of
+from myriad.model.definition import Context
+from myriad.parallel import context_exchange, optimizer_step
+from myriad.parallel.context_exchange import ContextGroup
 
 LAYOUTS: list[tuple[str, str, dict[str, Any], bool]] = [
     # model, optimizer, layout, packed documents
@@ -40,3 +57,91 @@ def test_the_same_layout_twice_gives_the_same_bits() -> None:
     (losses, parameters), (again, same) = train(case), train(case)
     assert losses == again
     assert all((same[name] == values).all() for name, values in parameters.items())
+
+
+# Faults that users of other systems reported, each put in on purpose in every rank.
+
+
+def documents_are_not_seen() -> None:
+    """torchtitan#2536, Megatron-Bridge#1292: packed documents attend to each other."""
+
+    def plan(sequence: int, window: int | None, rank: int, size: int, documents: Any = None) -> RingPlan:
+        return ring_plan(sequence, window, rank, size)
+
+    def share(sequence: int, rank: int, size: int, ulysses: int, documents: Any = None) -> ContextShare:
+        return share_of(sequence, rank, size, ulysses)
+
+    context_share.ring_plan, context_exchange.share_of = plan, share
+
+
+def positions_begin_anew_on_each_rank() -> None:
+    """NVIDIA-NeMo/NeMo#15339: losses differ between layouts."""
+
+    def of_part(rotary: Rotary, x: torch.Tensor, share: ContextShare | None) -> torch.Tensor:
+        return rotary_turns(rotary, x.shape[1], x.device)
+
+    self_attention.turns_of = of_part
+
+
+def dropped_values_depend_on_the_rank() -> None:
+    def own(self: Context, first: int, count: int, device: torch.device) -> torch.Tensor:
+        return torch.arange(first, first + count)
+
+    Context.positions = own  # type: ignore[method-assign]
+
+
+def the_loss_is_that_of_one_rank() -> None:
+    def weight(groups: Groups) -> float:
+        return float(groups.grid.index("cp") == 0)
+
+    optimizer_step.loss_weight = weight
+
+
+def a_query_that_sees_no_key_of_another_rank_is_not_a_number() -> None:
+    """Megatron-LM#1764: NaN where ranks share sequences."""
+
+    def add(self: Joined, piece: Piece, other: Joined) -> None:
+        out, lse = self.out[piece.rows, piece.queries], self.lse[piece.rows, piece.queries]
+        joined = torch.logaddexp(lse, other.lse)
+        out *= (lse - joined).exp().unsqueeze(-1)
+        out += other.out * (other.lse - joined).exp().unsqueeze(-1)
+        lse.copy_(joined)
+
+    Joined.add = add  # type: ignore[method-assign]
+
+
+def experts_are_balanced_in_parts_of_a_sequence() -> None:
+    def own(self: ContextGroup, x: torch.Tensor) -> torch.Tensor:
+        return x * self.num_ranks
+
+    ContextGroup.sum = own  # type: ignore[method-assign]
+
+
+TWO = Case({"cp": 2}, {"layers": 2, "dropout": 0.1}, steps=FEW, global_batch=2)
+FAULTS: list[tuple[Callable[[], None], Case]] = [
+    (documents_are_not_seen, replace(TWO, packed=True)),
+    (positions_begin_anew_on_each_rank, TWO),
+    (dropped_values_depend_on_the_rank, TWO),
+    (the_loss_is_that_of_one_rank, TWO),
+    (
+        a_query_that_sees_no_key_of_another_rank_is_not_a_number,
+        replace(TWO, model={"layers": 2, "window": 2}),
+    ),
+    (
+        experts_are_balanced_in_parts_of_a_sequence,
+        replace(TWO, model={"layers": 2, "experts": 4, "expert_hidden": 16, "balance_loss": 0.1}),
+    ),
+]
+
+
+@pytest.mark.parametrize(("fault", "case"), FAULTS, ids=lambda one: getattr(one, "__name__", ""))
+def test_a_fault_that_others_met_is_found(fault: Callable[[], None], case: Case) -> None:
+    expected = train(replace(case, layout={}))
+    assert not differs(train(case), expected), "the layout itself"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = run_ranks(case.world, run_with, fault, case, Path(folder))[0]
+    except AssertionError as error:
+        assert "nan" in str(error), error
+    else:
+        assert differs(found, expected)
