@@ -36,6 +36,7 @@ from myriad.model.gpt import GPT
 from myriad.model.interleave import run_layers
 from myriad.parallel.recompute import Segment, differentiate, run_in_segments
 from myriad.parallel.tensor_parallel import GroupBoundary
+from myriad.planner.workload import rank_model
 from myriad.telemetry.spans import Recorder
 
 BATCH, REPEATS = 2, 10
@@ -106,10 +107,13 @@ class _Case:
     ) -> None:
         boundary.remakes = recompute == "selective"
         self.layer, self.recompute = make_layer(model, index, boundary, dtype), recompute
-        self.tokens = torch.zeros(BATCH, model.sequence, dtype=torch.int64)
-        stream = torch.randn(BATCH, model.sequence // boundary.size, model.hidden).to(dtype)
+        whole = torch.zeros(BATCH, model.sequence, dtype=torch.int64)
+        share = None if boundary.context is None else boundary.context.share(model.sequence)
+        self.tokens = whole if share is None else share.take(whole)
+        stream = torch.randn(BATCH, self.tokens.shape[1] // boundary.size, model.hidden).to(dtype)
         self.x = stream.requires_grad_() if index else self.tokens
-        self.context = Context(targets=self.tokens, samples=self.tokens[:, 0].contiguous())
+        samples = self.tokens[:, 0].contiguous()
+        self.context = Context(targets=self.tokens, samples=samples, share=share, sequence_targets=whole)
 
     def forward(self) -> tuple[list[Segment], torch.Tensor]:
         """As the runtime does it: what is kept, and the output."""
@@ -128,15 +132,18 @@ def formula(
     ep: int = 1,
     whole_experts: bool = False,
     expert_load: float = 1.0,
+    context: tuple[int, int] = (1, 1),
 ) -> float:
     """What `measure` must find."""
+    model = rank_model(model, context[0] * context[1])
     kind: LayerKind = "embedding" if index == 0 else "head" if index > model.layers else "block"
     fused = torch.empty(1, model.sequence, 1, dtype=dtype)
     in_blocks = kind != "embedding" and runs_in_blocks(
         fused, model.layer_window(index - 1), capped=model.has_capped_scores
     )
+    in_blocks = in_blocks and context == (1, 1)
     keys: dict[str, Any] = {"tp": tp, "bytes_per_value": dtype.itemsize, "recompute": recompute}
-    keys["softmax_block"] = BLOCK if in_blocks else None
+    keys |= {"softmax_block": BLOCK if in_blocks else None, "context": context}
     of_experts: dict[str, Any] = {"ep": ep, "whole_experts": whole_experts, "expert_load": expert_load}
     per_token = kept_bytes_per_token(model, kind, index - 1, **keys, **of_experts)
     held = BATCH * model.sequence * per_token

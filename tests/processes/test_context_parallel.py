@@ -7,6 +7,7 @@ positions, turn or drop values at wrong ones, or sum what they should not.
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,22 @@ from parity_case import Case
 from ranks import run_ranks
 from test_expert_faults import differs, run_with
 from test_parity import FEW, MODELS, assert_equal, name_of, train
+from test_recompute import BENCHMARK
 
-from myriad.comm.groups import Groups
+from myriad.comm.groups import Groups, close_world, open_world
+from myriad.comm.layout import Layout
 from myriad.kernels.attention_pieces import Joined, Piece
 from myriad.kernels.ring_attention import RingPlan, ring_plan
 from myriad.kernels.rotary import Rotary, rotary_turns
 from myriad.model import context_share, self_attention
+from myriad.model.config import ModelConfig
 from myriad.model.context_share import ContextShare, share_of
 from myriad.model.definition import Context
 from myriad.parallel import context_exchange, optimizer_step
 from myriad.parallel.context_exchange import ContextGroup
+from myriad.parallel.tensor_parallel import make_boundary
+from myriad.program.config import OverlapConfig
+from myriad.telemetry.spans import Recorder
 
 LAYOUTS: list[tuple[str, str, dict[str, Any], bool]] = [
     # model, optimizer, layout, packed documents
@@ -57,6 +64,37 @@ def test_the_same_layout_twice_gives_the_same_bits() -> None:
     (losses, parameters), (again, same) = train(case), train(case)
     assert losses == again
     assert all((same[name] == values).all() for name, values in parameters.items())
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"kv_heads": 2, "activation": "swiglu"},
+    {"position": "none", "qk_norm": "head"},
+    {"window": 64, "attention_sinks": True, "norm": "layer", "bias": True},
+    {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+]
+
+
+def measured_and_formula(layout: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """One rank's side: what was measured, bytes kept, bytes by the formula."""
+    groups, overlap = open_world(Layout(**layout), torch.device("cpu")), OverlapConfig()
+    boundary = make_boundary(groups, overlap, Recorder(), "auto", torch.device("cpu"))
+    base = {"layers": 1, "hidden": 64, "heads": 4, "sequence": 640, "vocabulary": 300}
+    context = groups.grid.layout.ring, groups.grid.layout.ulysses
+    found = []
+    for keys, index, dtype, mode in product(SHAPES, range(3), BENCHMARK.DTYPES, BENCHMARK.MODES):
+        model = ModelConfig(**(base | keys))
+        kept = BENCHMARK.measure(model, index, boundary, dtype, mode)
+        expected = BENCHMARK.formula(model, index, boundary.size, dtype, mode, context=context)
+        found.append((f"{keys} layer {index} {dtype} {mode}", kept, expected))
+    close_world()
+    return found
+
+
+@pytest.mark.parametrize("layout", [{"cp": 2}, {"cp": 2, "ulysses": 2}, {"cp": 2, "tp": 2}], ids=name_of)
+def test_layers_keep_to_the_byte_what_the_formula_predicts(layout: dict[str, Any]) -> None:
+    for found in run_ranks(Layout(**layout).world, measured_and_formula, layout):
+        wrong = [one for one in found if one[1] != one[2]]
+        assert not wrong, wrong[:6]
 
 
 # Faults that users of other systems reported, each put in on purpose in every rank.

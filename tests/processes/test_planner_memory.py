@@ -50,6 +50,7 @@ CASES: list[tuple[dict[str, Any], str, int, int]] = [
     ({"pp": 2, "schedule": "zero-bubble"}, "gpt2", 4, 4),
     ({"dp": 2, "pp": 2, "zero": 2, "reduce": "each", "virtual_stages": 2}, "gpt2", 2, 4),
     ({"tp": 2}, "short parallel", 2, 4),
+    ({"cp": 2}, "small", 2, 2),
     ({"pp": 2}, "experts", 2, 4),
     ({}, "small", 2, 2),
     ({"dp": 2, "zero": 3}, "small", 2, 2),

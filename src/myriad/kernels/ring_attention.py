@@ -263,5 +263,6 @@ def ring_attention(
     """Attend from this rank's queries ``[B, S, N, D]`` to the keys and values of all ranks, of which it has
     its own ``[B, S, K, D]``. Returns ``[B, S, N, D]``. ``sinks``: score of each head's sink, ``[N]``. All
     ranks of the ring call it together, and its backward too."""
-    mixed: torch.Tensor = _RingAttention.apply(q, k, v, sinks, plan, ring, how)
+    # kept for the backward: a view would also keep the keys and values that it was split from
+    mixed: torch.Tensor = _RingAttention.apply(q.contiguous(), k, v, sinks, plan, ring, how)
     return mixed

@@ -92,7 +92,7 @@ def kept_bytes_per_token(
     if context == (1, 1):
         attention = _attention_bytes(model, layer, tp, bytes_per_value, softmax_block, recompute)
     else:
-        attention = _shared_attention_bytes(model, layer, tp, bytes_per_value, recompute, context[1])
+        attention = _shared_attention_bytes(model, tp, bytes_per_value, recompute, context[1])
     streams = 1 if model.block == "parallel" else model.num_branch_norms  # two norms share one input
     norms = stream * streams + statistics * model.num_branch_norms
     if model.norm_placement == "after" and model.block == "serial":
@@ -305,24 +305,20 @@ def _attention_bytes(
 
 
 def _shared_attention_bytes(
-    model: ModelConfig, layer: int, tp: int, bytes_per_value: int, recompute: Recompute, ulysses: int
+    model: ModelConfig, tp: int, bytes_per_value: int, recompute: Recompute, ulysses: int
 ) -> float:
     """Return the same where ranks share sequences (`myriad.kernels.ring_attention`): queries, this rank's
-    keys and values as one tensor, the output, and a float32 for each query and head. Queries that are not
-    rotated are a view of the projection's result. ``ulysses`` ranks of a row: what has arrived from them, of
-    which queries are a view, and the output for the projection, beside attention's own."""
+    keys and values as one tensor, the output, and a float32 for each query and head. With ``ulysses`` ranks
+    of a row also the output that has come back from them, for the projection."""
     num_keys = model.num_kv_heads * model.kv_copies(tp)
     queries, keys = (heads * model.head_width for heads in (model.heads, num_keys))
     roots = 2 * tp if model.qk_norm == "all" else model.heads + num_keys
-    extra = _latent_bytes(model, tp, bytes_per_value, recompute, mixed_is_kept=True)
+    extra = _latent_bytes(model, tp, bytes_per_value, recompute, mixed_is_kept=ulysses == 1)
     if model.qk_norm != "none":
         extra += ((queries + 2 * keys) * bytes_per_value + roots * _FLOAT32) / tp
     values = 2 * queries + 2 * keys
-    if ulysses > 1:
-        keys = max(keys, ulysses * tp * model.head_width)
-        values = 3 * queries + 4 * keys
-    elif model.layer_rotary(layer) is None or model.latent is not None:
-        values += 2 * keys
+    if ulysses > 1:  # heads are copied where there are fewer than ranks
+        values = 3 * queries + 2 * max(keys, ulysses * tp * model.head_width)
     return values * bytes_per_value / tp + _FLOAT32 * model.heads / tp + extra
 
 
