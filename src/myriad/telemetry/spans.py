@@ -60,7 +60,7 @@ _OPERATIONS = {
     "sync_tied": collective("tied"),
     "tensor_comm": collective("tp"),
     "expert_comm": collective("dp"),
-    "context_comm": collective("dp"),
+    "context_comm": collective("tp"),
     "all_reduce": collective("world"),
 }
 """Operation for each span name. For messages between stages, the caller passes the operation."""
