@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from parity_case import Case
 from ranks import run_ranks
 from test_parity import assert_equal
-from test_tensor_overlap import STEPS, one_process, short
+from test_tensor_overlap import cut, one_process
 
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
@@ -45,8 +44,8 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_slices_give_the_loss_and_parameters_of_one_process(
     model: str, layout: dict[str, Any], overlap: dict[str, Any]
 ) -> None:
-    case = Case(layout=layout, model=short(model), overlap=overlap | {"tensor": "slices"}, **STEPS)
-    assert_equal(case, one_process(model))
+    case = cut(model, layout, overlap | {"tensor": "slices"})
+    assert_equal(case, one_process(model, case.global_batch))
 
 
 def make_boundary(tp: int, **keys: Any) -> GroupBoundary:

@@ -72,7 +72,7 @@ def fit(
         raise BadInputError("cuda_graphs", True, f"needs {lacks}")
     if lacks := lacks_for_offload(layout, overlap, optimizer.name):
         raise BadInputError("layout.offload_optimizer", True, f"needs {lacks}")
-    _check_recompute(definition, layout)
+    _check_blocks(definition, layout)
     shares = layout.shares_of(global_batch, key="global_batch")
     place = read_rank_environment(layout.world, comm)
     prepare_cuda(layout, overlap)
@@ -129,16 +129,19 @@ def fit(
             spin_control.close()
 
 
-def _check_recompute(definition: Definition, layout: Layout) -> None:
-    """Refuse selective recompute for a model without Myriad's own blocks: only these know which of their
-    tensors are cheap to recompute."""
-    if layout.recompute != "selective":
+def _check_blocks(definition: Definition, layout: Layout) -> None:
+    """Refuse what a model without Myriad's own blocks cannot do: only these know which of their tensors are
+    cheap to recompute, and how positions of different ranks attend to each other."""
+    if layout.recompute != "selective" and layout.cp == 1:
         return
     with torch.device("meta"):
         layers = [definition.build(index, Boundary()) for index in range(len(definition.names))]
-    if not any(isinstance(layer, Block) for layer in layers):
-        allowed = "none or full: selective is for models with Myriad's own blocks"
-        raise BadInputError("layout.recompute", layout.recompute, allowed)
+    if any(isinstance(layer, Block) for layer in layers):
+        return
+    if layout.cp > 1:
+        raise BadInputError("layout.cp", layout.cp, "1: more is for models with Myriad's own blocks")
+    allowed = "none or full: selective is for models with Myriad's own blocks"
+    raise BadInputError("layout.recompute", layout.recompute, allowed)
 
 
 def _load(
