@@ -43,7 +43,7 @@ PALETTES = """async ([classes, steps]) => {
 }"""
 """Of ramps the last is that of who has no value."""
 LOSSES = {"slower than peak": "compute", "slower ranks": "slow", "tensor": "tp", "experts": "ep",
-          "pipeline": "pp", "data parallel": "dp"}  # fmt: skip
+          "context": "cp", "pipeline": "pp", "data parallel": "dp"}  # fmt: skip
 """In the report, to the class of time that the page shows it as."""
 CLOCKS = """async (error) => {
     const {GUTTER, TimelinePaint, laneGeometry} = await import("/static/timeline_paint.js");

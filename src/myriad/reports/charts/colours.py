@@ -17,7 +17,7 @@ COLOURS = {
     "slower ranks": "#8f7fc9",
     "tensor": "#7a4fa3",
     "experts": "#84180f",
-    "context": "#3c4d9e",
+    "context": "#aa5500",
     "pipeline": "#dd7f52",
     "data parallel": "#f2cda9",
     "data": "#e9cd21",
