@@ -49,8 +49,9 @@ def scores_of_steps(case: Case) -> list[float]:
     [
         (GROUPED, {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}),
         (LATENT, {"pp": 2, "tp": 2, "micro_batch": 2, "recompute": "selective"}),
+        ({**GROUPED, "bias": False, "attention_bias": "default"}, {"cp": 4, "ulysses": 2, "zero": 1}),
     ],
-    ids=["grouped", "latent"],
+    ids=["grouped", "latent", "shared sequences"],
 )
 def test_no_score_stays_above_the_limit_in_any_layout(
     model: dict[str, Any], layout: dict[str, Any], tmp_path: Path

@@ -71,7 +71,6 @@ def lacks_for_context(job: JobValues) -> str:
     part = "a rank has a part of each sequence"
     needs = (
         (job.comm.sync_every > 1, "comm.sync_every = 1: a replica of DiLoCo is one rank of each stage"),
-        (job.optimizer.qk_clip is not None, "optimizer.qk_clip = off: no rank has all scores of a head"),
         (job.telemetry.noise_scale, f"telemetry.noise_scale = false: {part}"),
         (job.telemetry.routing, f"telemetry.routing = false: {part}"),
         (job.train.replay_routing is not None, f"train.replay_routing = off: {part}"),

@@ -21,7 +21,7 @@ import torch
 
 from myriad.kernels.attention_choice import Scores
 
-__all__ = ["Joined", "Piece", "piece_backward", "piece_forward"]
+__all__ = ["Joined", "Piece", "piece_backward", "piece_forward", "piece_maxima"]
 
 _SCORE_BYTES = 2**25
 """Bytes of scores in memory at a time."""
@@ -135,6 +135,19 @@ def piece_backward(
         )
     of_queries, of_keys, of_values = (one.transpose(1, 2) for one in found)
     return of_queries, _of_kv_heads(of_keys, num_kv_heads), _of_kv_heads(of_values, num_kv_heads)
+
+
+def piece_maxima(q: torch.Tensor, k: torch.Tensor, piece: Piece, scale: float) -> torch.Tensor:
+    """Return the largest score of each head, ``[N]`` float32, of queries ``[B, Q, N, D]`` with keys
+    ``[B, P, K, D]`` times ``scale``; minus infinity if no query sees a key."""
+    found = torch.full((q.shape[2],), -torch.inf, device=q.device)
+    for rows in _tiles(q, piece):
+        queries = q[:, rows.queries].float().unflatten(2, (k.shape[2], -1))
+        scores = torch.einsum("bqkrd,bpkd->bkrqp", queries, k[:, rows.keys].float())
+        if rows.hidden is not None:
+            scores.masked_fill_(rows.hidden, -torch.inf)
+        torch.maximum(found, scores.amax((0, 3, 4)).flatten(), out=found)
+    return found * scale
 
 
 def _backward_on_gpu(

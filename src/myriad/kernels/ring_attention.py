@@ -28,7 +28,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from myriad.kernels.attention_choice import Scores
-from myriad.kernels.attention_pieces import Joined, Piece, piece_backward, piece_forward
+from myriad.kernels.attention_pieces import (
+    Joined,
+    Piece,
+    piece_backward,
+    piece_forward,
+    piece_maxima,
+)
 from myriad.kernels.documents import Documents
 
 __all__ = ["Arriving", "Ring", "RingPlan", "document_parts", "ring_attention", "ring_plan", "ring_ranges"]
@@ -194,6 +200,7 @@ class _RingAttention(torch.autograd.Function):
         plan: RingPlan,
         ring: Ring,
         how: Scores,
+        largest: torch.Tensor | None,
     ) -> torch.Tensor:
         kept = torch.stack((k, v))
         travelling, joined = kept, Joined.nothing(q)
@@ -202,6 +209,9 @@ class _RingAttention(torch.autograd.Function):
             for piece in pieces:
                 keys, values = travelling[:, piece.rows, piece.keys]
                 part = q[piece.rows, piece.queries]
+                if largest is not None:
+                    found = piece_maxima(part, keys, piece, how.factor(q.shape[-1]))
+                    torch.maximum(largest, found, out=largest)
                 joined.add(piece, piece_forward(part, keys, values, piece, how))
             travelling = travelling if arriving is None else arriving.wait()
         if sinks is not None:
@@ -235,7 +245,7 @@ class _RingAttention(torch.autograd.Function):
             travelling = travelling if arriving is None else arriving.wait()
         grad_k, grad_v = (own if sums is None else sums.wait()).to(q.dtype)
         grad_sinks = None if sinks is None else _gradient_of_sinks(grad, out, lse, sinks)
-        return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None
+        return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None, None
 
 
 def _with_sinks(joined: Joined, sinks: torch.Tensor) -> Joined:
@@ -259,10 +269,12 @@ def ring_attention(
     ring: Ring,
     how: Scores = Scores(),
     sinks: torch.Tensor | None = None,
+    largest: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from this rank's queries ``[B, S, N, D]`` to the keys and values of all ranks, of which it has
-    its own ``[B, S, K, D]``. Returns ``[B, S, N, D]``. ``sinks``: score of each head's sink, ``[N]``. All
-    ranks of the ring call it together, and its backward too."""
+    its own ``[B, S, K, D]``. Returns ``[B, S, N, D]``. ``sinks``: score of each head's sink, ``[N]``.
+    ``largest``: raised to the largest score of each head, ``[N]``, of this rank's queries. All ranks of the
+    ring call it together, and its backward too."""
     # kept for the backward: a view would also keep the keys and values that it was split from
-    mixed: torch.Tensor = _RingAttention.apply(q.contiguous(), k, v, sinks, plan, ring, how)
+    mixed: torch.Tensor = _RingAttention.apply(q.contiguous(), k, v, sinks, plan, ring, how, largest)
     return mixed

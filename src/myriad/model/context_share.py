@@ -162,14 +162,16 @@ def attend_in_context(
     how: Scores,
     sinks: torch.Tensor | None = None,
     documents: Documents | None = None,
+    largest: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from this rank's queries ``[B, S, N, D]`` to keys and values of the whole sequence, of which it
-    has its own ``[B, S, K, D]``. Returns ``[B, S, N, D]``."""
+    has its own ``[B, S, K, D]``. Returns ``[B, S, N, D]``. ``largest``: of `ring_attention`; heads that the
+    ranks of a row have taken over are raised there."""
     q, k, v = heads
     num_columns, ring = peers.ulysses, peers.ring
     plan = ring_plan(share.sequence, window, ring.rank, ring.size, documents)
     if num_columns == 1:
-        return ring_attention(q, k, v, plan, ring, how, sinks)
+        return ring_attention(q, k, v, plan, ring, how, sinks, largest)
     copies = max(1, num_columns // k.shape[2])
     if copies > 1:
         k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)
@@ -177,7 +179,9 @@ def attend_in_context(
     by_column = torch.cat([one.unflatten(2, (num_columns, -1)) for one in (q, k, v)], 3)
     arrived = peers.exchange(by_column.permute(2, 0, 1, 3, 4))  # [U, B, S, heads, D]
     q, k, v = arrived.transpose(0, 1).flatten(1, 2).split(sizes, 2)
-    own_sinks = None if sinks is None else sinks.unflatten(0, (num_columns, -1))[peers.column]
-    mixed = ring_attention(q, k, v, plan, ring, how, own_sinks)
+    own_sinks, own_largest = (
+        None if one is None else one.unflatten(0, (num_columns, -1))[peers.column] for one in (sinks, largest)
+    )
+    mixed = ring_attention(q, k, v, plan, ring, how, own_sinks, own_largest)
     back = peers.exchange(mixed.unflatten(1, (num_columns, -1)).transpose(0, 1))
     return back.permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -98,9 +98,9 @@ class LatentAttention(nn.Module):
         if share is not None:
             assert self._peers is not None, "only ranks of a group have shares"
             heads = split_heads(joined, self.shape, None, self.kernels)
-            mixed = attend_in_context(heads, self._peers, share, None, self.scores, None, documents).flatten(
-                2
-            )
+            largest = self.largest_scores if self.training else None
+            how = (None, self.scores, None, documents, largest)
+            mixed = attend_in_context(heads, self._peers, share, *how).flatten(2)
             return without_padding(mixed, self.num_heads, self.sizes.value)
         if self.largest_scores is not None and self.training:
             queries, keys, _ = split_heads(joined.detach(), self.shape, None, self.kernels)

@@ -123,16 +123,16 @@ class Attention(nn.Module):
         if share is not None:
             assert self._peers is not None, "only ranks of a group have shares"
             heads = split_heads(fused, self.shape, turns, self.kernels)
-            mixed = attend_in_context(
-                heads, self._peers, share, self.window, self.scores, self.sinks, documents
-            )
-            return mixed.flatten(2)
+            largest = self.largest_scores if self.training else None
+            how = (self.window, self.scores, self.sinks, documents, largest)
+            return attend_in_context(heads, self._peers, share, *how).flatten(2)
         if self.largest_scores is not None and self.training:
             q, k, _ = split_heads(fused.detach(), self.shape, turns, self.kernels)
             scale = self.scores.factor(self.shape.width)
             add_largest_scores(self.largest_scores, q, k, self.window, scale, documents)
-        how = (self.window, turns, self.kernels, self.scores, self.sinks, documents)
-        return attention(fused, self.shape, *how)
+        return attention(
+            fused, self.shape, self.window, turns, self.kernels, self.scores, self.sinks, documents
+        )
 
     def clip_factors(self, ratios: torch.Tensor) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """Return modules and parameters, with a factor for each row: the root of ``ratios`` ``[N]`` for

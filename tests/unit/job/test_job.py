@@ -151,11 +151,6 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["layout.cp=4", "layout.ulysses=3"], "layout.ulysses", "must divide layout.cp = 4"),
         (["layout.cp=8", "layout.ulysses=8"], "layout.ulysses", "must divide the 4 query heads of a rank"),
         (["layout.cp=2", "train.cuda_graphs=true"], "layout.cp", "needs train.cuda_graphs = false"),
-        (
-            ["layout.cp=2", "optimizer.name=muon", "optimizer.qk_clip=50"],
-            "layout.cp",
-            "needs optimizer.qk_clip = off",
-        ),
         (["layout.cp=2", "layout.dp=2", "telemetry.noise_scale=true"], "layout.cp", "noise_scale = false"),
         (["layout.ep=2"], "layout.ep", "must divide layout.dp = 1"),
         (["layout.dp=2", "layout.ep=2"], "layout.ep", "needs model.experts"),
