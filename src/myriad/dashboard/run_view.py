@@ -20,11 +20,11 @@ import numpy as np
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.dashboard.insight.findings import SpanAnalysis
 from myriad.dashboard.node_measurements import GpuSample, GpuSampleReader
-from myriad.dashboard.run_status import State, is_at_work, run_state, state_sentence
 from myriad.errors import MyriadError
 from myriad.run import Run
 from myriad.run.run_lines import EventLines, StepCount, StepLines, count_steps
 from myriad.run.run_speed import Peaks, Speed, run_speed
+from myriad.run.run_status import State, is_at_work, run_state, state_sentence
 from myriad.system.jsonl import Record, late_events
 from myriad.telemetry.span_io.span_batch import BatchError, SpanBatch
 from myriad.telemetry.span_io.span_files import FileFacts, read_facts, read_span_file, span_files
@@ -164,7 +164,7 @@ class RunView:
     spans: NewestSpans
     held: bool
     now: float
-    at_work: bool = False
+    at_work: bool | None = None
     """Whether a process trains the run, on this or another machine; see `is_at_work`."""
     num_wrong_lines: int = 0
     """Number of lines of metrics.jsonl and events.jsonl that are torn, wrong or have a wrong figure."""
@@ -237,19 +237,28 @@ class RunView:
     @property
     def quiet_seconds(self) -> float:
         """Seconds since the newest step, event or span; 0 if there is none."""
+        return self._quiet_seconds or 0.0
+
+    @cached_property
+    def _quiet_seconds(self) -> float | None:
         times = [one.get("time") for one in (*self.metrics[-1:], *self.events[-1:])]
         newest = max((float(at) for at in times if isinstance(at, int | float)), default=0.0)
         records = self.spans.records
         if len(records):
             newest = max(newest, float((records["start_ns"] + records["duration_ns"]).max()) * 1e-9)
-        return max(0.0, self.now - max(newest, self.no_room_at)) if newest else 0.0
+        return max(0.0, self.now - max(newest, self.no_room_at)) if newest else None
 
     @property
     def state(self) -> State:
         """State of the run in a word."""
-        quiet, seconds = self.quiet_seconds, self.step_seconds
         return run_state(
-            self.events, quiet_seconds=quiet, step_seconds=seconds, held=self.held, at_work=self.at_work
+            self.events,
+            steps=self.step,
+            planned=self.job.train.steps,
+            quiet_seconds=self._quiet_seconds,
+            step_seconds=self.step_seconds,
+            held=self.held,
+            at_work=self.at_work,
         )
 
     @cached_property

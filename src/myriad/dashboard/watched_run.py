@@ -34,10 +34,10 @@ from myriad.dashboard.insight.rank_arrays import Ranks
 from myriad.dashboard.node_measurements import NodeCounters
 from myriad.dashboard.node_table import read_facts
 from myriad.dashboard.run_files import RunFiles, number
-from myriad.dashboard.run_status import State, is_at_work, run_state
 from myriad.dashboard.store.heat_map import HeatMap
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.errors import MyriadError
+from myriad.run.run_status import State, is_at_work, run_state
 
 if TYPE_CHECKING:
     from myriad.job import Job
@@ -310,14 +310,15 @@ class WatchedRun:
         A run whose spans are sent here counts as running on the senders' machines. If the files of its node
         agents are here, they decide instead.
         """
-        run, quiet, seconds = self.files.run, self.quiet_seconds, self.step_seconds
-        sends = self.heard_of > 0
+        files = self.files
         found = run_state(
-            self.files.events,
-            quiet_seconds=quiet,
-            step_seconds=seconds,
-            held=run.is_locked,
-            at_work=is_at_work(run, sends=sends),
+            files.events,
+            steps=files.steps.done,
+            planned=files.job.train.steps,
+            quiet_seconds=self.quiet_seconds if self._newest > 0 else None,
+            step_seconds=self.step_seconds,
+            held=files.run.is_locked,
+            at_work=is_at_work(files.run, sends=self.heard_of > 0),
         )
         return found if self._freshness.has_looked or found == "finished" else "reading"
 

@@ -131,7 +131,7 @@ def test_a_failed_rank_ends_the_command_with_one_line_and_exit_code_1(myriad, mo
     assert err.count("\n") == 1
     code, out, err = myriad("train", "tiny", "--json")
     told = json.loads(out)  # one object, of the run and of what ended it
-    assert (code, told["state"], err.count("\n")) == (1, "unfinished", 1)
+    assert (code, told["state"], err.count("\n")) == (1, "failed", 1)
     assert told["error"]["exit_code"] == 1 and told["error"]["message"].startswith("rank 0: loss = nan")
 
 

@@ -132,14 +132,17 @@ def test_states_of_runs_that_go_on_stopped_or_cannot_be_read(
     make_run(runs / "elsewhere", end="", at=time.time() - 30, steps=3)
     Run(runs / "imported").create_or_resume(load_job("tiny"))
     make_run(runs / "damaged").job_path.write_text("[train")
-    with Run(runs / "base").lock():
+    with Run(make_run(runs / "held", end="", steps=3).path).lock():
         found = {row["name"]: row["state"] for row in output_of(capsys, "list")["runs"]}
+        going = output_of(capsys, "list", "--filter", "state=running")["runs"]
+    assert {row["name"] for row in going} == {"elsewhere", "held"}
     assert found == {
-        "base": "running",
+        "base": "finished",
         "broken": "failed",
         "damaged": "unreadable",
-        "elsewhere": "running",
+        "elsewhere": "training",
         "fast": "finished",
+        "held": "hangs",
         "imported": "new",
         "stopped": "interrupted",
     }
@@ -282,7 +285,7 @@ def test_prune_asks_in_a_terminal(
     "arguments",
     [
         [],
-        ["--state", "running"],
+        ["--state", "training"],
         ["--state", "fialed"],
         ["--filter", "nothing=1"],
         ["--keep-best", "0"],

@@ -43,7 +43,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
 
 def test_top_shows_slow_ranks_and_where_a_step_s_time_is_spent(folder: Path, capsys) -> None:
     found = told(capsys, "top", folder, "--without", "22")
-    assert found["state"] == "stopped" and found["step"] == 24
+    assert found["state"] == "interrupted" and found["step"] == 24
     assert re.search(
         r"rank 22 on node 2 runs backward 2\d% slower than its peers since step 15", found["sentence"]
     )
@@ -94,17 +94,17 @@ def test_a_hang_is_seen_from_a_machine_that_has_not_launched_it(tmp_path: Path, 
     """No process on this machine holds its lock; what its node agents write each second distinguishes a hang
     from an end."""
     run = slow_run(6)
-    path = write_run(tmp_path / "elsewhere", run, ended_ago=60.0)
-    assert told(capsys, "top", path)["state"] == "stopped"
+    path = write_run(tmp_path / "elsewhere", run, ended_ago=80.0)
+    assert told(capsys, "top", path)["state"] == "failed"
     counters = path / "counters" / "node-3.jsonl"
     counters.parent.mkdir()
     counters.write_text("{}\n")
     assert told(capsys, "top", path)["state"] == "hangs"
     os.utime(counters, (time.time() - 30, time.time() - 30))
-    assert told(capsys, "top", path)["state"] == "stopped"
+    assert told(capsys, "top", path)["state"] == "failed"
     counters.write_text("{}\n")
     Run(path).append_event("interrupted", step=6)
-    assert told(capsys, "top", path)["state"] == "stopped", "they leave some seconds after a person's Ctrl-C"
+    assert told(capsys, "top", path)["state"] == "interrupted", "they leave some seconds after Ctrl-C"
 
 
 def test_a_run_that_trains_is_not_called_hung(tmp_path: Path, capsys) -> None:
@@ -281,7 +281,7 @@ def test_a_run_that_could_not_write_down_its_end_is_finished_if_the_last_checkpo
     folder = CheckpointFolder(run.checkpoints_path)
     folder.begin(5).commit(CheckpointManifest(5, 1, 0.0, {}, {}, {}, {}, {}, {}))
     before = summarize(run)
-    assert finished_unwritten(run, before).state == "unfinished", "only step 5 of 9 is stored"
+    assert finished_unwritten(run, before).state == "failed", "only step 5 of 9 is stored"
     folder.begin(9).commit(CheckpointManifest(9, 1, 0.0, {}, {}, {}, {}, {}, {}))
     after = finished_unwritten(run, before)
     assert (after.state, after.steps, after.steps_without_line) == ("finished", 9, 5)

@@ -12,13 +12,13 @@ from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.api.run_api import sentence
 from myriad.dashboard.app import Follower
 from myriad.dashboard.run_files import Curves, RunFiles
-from myriad.dashboard.run_status import state_sentence
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.watched_run import Freshness, WatchedRun
 from myriad.job import load_job
 from myriad.run import Run
 from myriad.run.run_lines import StepCount, count_steps
 from myriad.run.run_speed import Peaks
+from myriad.run.run_status import state_sentence
 from myriad.system.jsonl import JsonlTail
 
 
@@ -138,7 +138,7 @@ def watched_run(run: Run) -> tuple[WatchedRun, Follower]:
 
 
 def test_a_run_that_is_removed_and_trained_again_is_another_run(tmp_path: Path) -> None:
-    run = new_run(tmp_path / "run", "layout.dp=2", loss=2.0)
+    run = new_run(tmp_path / "run", "layout.dp=2", "train.steps=3", "optimizer.warmup_steps=1", loss=2.0)
     run.append_event("finish", step=3)
     watched, follower = watched_run(run)
     follower.poll()
@@ -205,6 +205,6 @@ def test_that_a_run_is_dead_is_news_though_nothing_comes(tmp_path: Path, clock: 
     clock[0] = 1.0
     seen = watched.changes
     assert watched.state == "training"
-    clock[0] = 20.0
+    clock[0] = 80.0
     follower.poll()
-    assert watched.state == "stopped" and watched.changes != seen
+    assert watched.state == "failed" and watched.changes != seen

@@ -29,7 +29,11 @@ __all__ = ["show_comparison", "show_diff", "show_list", "show_plan"]
 _GAP, _NO_LIMIT = 2, 10_000
 _LEAST_CHART, _MOST_CHART, _CHART_EDGE = 20, 100, 11
 _MOST_KEYS, _MOST_VALUE = 6, 60
-_STYLES = {"running": "bold green", "failed": "red", "unreadable": "red", "interrupted": "yellow"}
+_STYLES = {
+    **dict.fromkeys(("starting", "training"), "bold green"),
+    **dict.fromkeys(("hangs", "failed", "unreadable"), "red"),
+    "interrupted": "yellow",
+}
 _RIGHT = ("steps", "loss", "best validation", "tokens/s", "MFU", "duration", "size")
 _FIGURES = ("loss", "best validation", "tokens/s", "MFU")
 _LEFT_OUT_FIRST = ("differs", "job", "started", "duration", "layout", "MFU", "tokens/s", "steps")

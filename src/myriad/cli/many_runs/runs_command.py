@@ -59,8 +59,9 @@ def _list(
     """List runs: state, job, layout, losses, speed, start, duration, and how their jobs differ.
 
     Columns for --sort and --filter: name, state, job, layout, steps, tokens, loss, validation (the best),
-    tokens_per_second, mfu, started, seconds. A state is running, finished, interrupted, failed (killed, or
-    ended by a fault), new (never started) or unreadable (job.toml is damaged). "differs" has the keys of the
+    tokens_per_second, mfu, started, seconds. A state is starting, training, hangs, finished, interrupted,
+    failed (killed, or ended by a fault), new (never started) or unreadable (job.toml is damaged);
+    state=running selects starting, training and hangs. "differs" has the keys of the
     job that are not equal in all listed runs. Only reads the run folders.
 
     Exit code: 0 done, 2 bad input.

@@ -28,7 +28,7 @@ __all__ = ["frame", "show_nodes"]
 
 _MOST_SLOW, _MOST_EVENTS, _MOST_SILENT = 8, 6, 8
 _WIDEST_BAR = 100
-_STATE_STYLE = {"hangs": "bold red", "stopped": "bold yellow"}
+_STATE_STYLE = {"hangs": "bold red", "failed": "bold red", "interrupted": "bold yellow"}
 
 
 def frame(view: "RunView", ranks: Sequence[int], width: int) -> RenderableType:

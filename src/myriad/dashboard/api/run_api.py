@@ -12,9 +12,9 @@ from myriad.dashboard.api.rank_api import silent_rank_sentence
 from myriad.dashboard.insight.losses import Losses
 from myriad.dashboard.node_table import evidence_rows, health_of, node_rows
 from myriad.dashboard.run_files import Curves, number
-from myriad.dashboard.run_status import state_sentence
 from myriad.dashboard.watched_run import WatchedRun
 from myriad.run.event_text import event_text
+from myriad.run.run_status import state_sentence
 from myriad.run.score_history import ScoreHistory, score_histories
 from myriad.system.jsonl import Record
 from myriad.units import format_seconds

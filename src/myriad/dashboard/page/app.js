@@ -27,7 +27,7 @@ const NEEDS_SPANS = new Set([HeatView, TimelineView]);
 const REFRESH_MS = 1000;
 /** After this time, a hidden page closes its stream of notifications. */
 const HIDDEN_MS = 2000;
-const STATES = { reading: "…", training: "●", finished: "✓", hangs: "▲", failed: "▲", stopped: "■" };
+const STATES = { reading: "…", starting: "…", training: "●", finished: "✓", hangs: "▲", failed: "▲", interrupted: "■", new: "○" };
 
 function App() {
   const route = useRoute();

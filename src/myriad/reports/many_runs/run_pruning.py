@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from myriad.errors import BadInputError, MyriadError
-from myriad.reports.many_runs.run_row import STATES, RunRow, read_row
+from myriad.reports.many_runs.run_row import RunRow, read_row
 from myriad.reports.many_runs.run_table import filtered
 from myriad.run import Run
 from myriad.run.run_removal import remove_run
+from myriad.run.run_status import RUNNING, STATES, is_at_work
 
 __all__ = ["PrunePlan", "PruneRules", "plan_pruning", "prune"]
 
@@ -42,7 +43,7 @@ class PruneRules:
     def check(self) -> None:
         """Raise `BadInputError` for a state that is not one, a wrong filter, or if nothing is given."""
         filtered([], self.filters)
-        allowed = [state for state in STATES if state != "running"]
+        allowed = [state for state in STATES if state not in RUNNING]
         for state in self.states:
             if state not in allowed:
                 raise BadInputError("--state", state, f"must be one of {', '.join(allowed)}")
@@ -126,7 +127,7 @@ def _selected(rows: Sequence[RunRow], rules: PruneRules, now: float) -> list[Run
 
 def _why_stays(row: RunRow) -> str:
     """Return why a run must not be deleted; "": it may."""
-    if row.state == "running":
+    if row.state in RUNNING or is_at_work(Run(row.path)):
         return "is running"
     if row.holds_unsaved_step:
         return "its last step is only in memory: myriad checkpoint save or release"

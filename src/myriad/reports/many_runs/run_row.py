@@ -1,14 +1,6 @@
 """One run as a row of a table of runs: its state, its figures, and its job's values.
 
-    running       a launcher of this machine holds the run, its node agents report, or it wrote a line within
-                  the last minute (or the last ten steps) and has not ended
-    finished      all steps are done
-    interrupted   stopped on request
-    failed        started, but none of these: killed, or ended by a fault
-    new           never started, such as an imported checkpoint
-    unreadable    job.toml is damaged, or of another version
-
-Speed and MFU are those of `myriad.run.run_speed`, as everywhere.
+States are those of `myriad.run.run_status`, speed and MFU those of `myriad.run.run_speed`, as everywhere.
 """
 
 import os
@@ -16,26 +8,23 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from myriad.dashboard.run_status import is_at_work
 from myriad.errors import BadInputError
 from myriad.job.job_changes import flat_values
 from myriad.run import Run
 from myriad.run.run_lines import count_steps, figure_of
 from myriad.run.run_speed import Peaks, run_speed
+from myriad.run.run_status import RUNNING, State, state_by_lines
 from myriad.system.jsonl import Record
 
 if TYPE_CHECKING:
     from myriad.job import Job
 
-__all__ = ["STATES", "RunRow", "RunState", "find_runs", "layout_text", "read_row"]
+__all__ = ["RunRow", "find_runs", "layout_text", "read_row"]
 
-RunState = Literal["running", "finished", "interrupted", "failed", "new", "unreadable"]
-STATES: tuple[RunState, ...] = ("running", "finished", "interrupted", "failed", "new", "unreadable")
 _MOST_DEPTH = 3
 """Folders between the given one and a run: runs/SWEEP/RUN has one."""
-_QUIET_SECONDS, _QUIET_STEPS = 60.0, 10.0
 _AXES = ("dp", "pp", "cp", "tp", "ep")
 
 
@@ -45,7 +34,7 @@ class RunRow:
 
     path: Path
     name: str
-    state: RunState
+    state: State
     problem: str = ""
     """Why job.toml cannot be read; "": it can."""
     job: Mapping[str, Any] = field(default_factory=dict)
@@ -140,10 +129,8 @@ def read_row(
     steps = count_steps(metrics, events).done
     speed, best = run_speed(metrics, Peaks(events)), _best_validation(events)
     started, newest = _first_and_last_time(metrics, events)
-    quiet = max(_QUIET_SECONDS, _QUIET_STEPS * speed.step_seconds if speed else 0.0)
-    is_recent = newest is not None and now - newest < quiet
-    state = _state(run, job, events, steps, is_recent=is_recent)
-    end = now if state == "running" else newest
+    state = state_by_lines(run, job, metrics, events, speed.step_seconds if speed else 0.0)
+    end = now if state in RUNNING else newest
     losses = (figure_of(line.get("loss")) for line in reversed(metrics))
     return RunRow(
         path=run.path,
@@ -172,19 +159,6 @@ def layout_text(job: "Job") -> str:
     """Return the axes of the layout that are larger than one: ``dp2 tp2``."""
     sizes = ((axis, getattr(job.layout, axis)) for axis in _AXES)
     return " ".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "1 rank"
-
-
-def _state(run: Run, job: "Job | None", events: Sequence[Record], steps: int, *, is_recent: bool) -> RunState:
-    newest = _newest(events, ("start", "finish", "interrupted"))
-    if is_at_work(run) or (is_recent and newest not in ("finish", "interrupted")):
-        return "running"
-    if job is None:
-        return "unreadable"
-    if newest == "finish" and steps >= job.train.steps:
-        return "finished"
-    if newest == "interrupted":
-        return "interrupted"
-    return "new" if not newest and not steps else "failed"
 
 
 def _newest(events: Sequence[Record], names: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from myriad.errors import BadInputError, plain_value
 from myriad.job import job_keys, suggest_key
 from myriad.reports.many_runs.run_row import RunRow
+from myriad.run.run_status import RUNNING
 
 __all__ = [
     "COLUMNS",
@@ -48,6 +49,8 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
+_RUNNING = "running"
+"""Stands for every state of `RUNNING` in a condition."""
 _IN_COLUMNS = ("name", "layout.dp", "layout.pp", "layout.cp", "layout.tp", "layout.ep")
 
 
@@ -61,6 +64,8 @@ class _Condition:
         value = _value_of(row, self.key)
         if value is None:
             return self.operator == "!="
+        if self.key == "state" and self.wanted == _RUNNING and self.operator in ("=", "!="):
+            return (value in RUNNING) == (self.operator == "=")
         found, wanted = _number(value), _number(self.wanted)
         if found is not None and wanted is not None:
             return _OPERATORS[self.operator](found, wanted)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from myriad.reports.run_report.run_summary import Summary, summarize
 from myriad.run import Run
 from myriad.run.run_lines import EventLines, StepLines, missing_lines_text
+from myriad.run.run_speed import Peaks, run_speed
+from myriad.run.run_status import State, state_by_lines
 from myriad.supervise.accounting.accounting import account_of
 from myriad.supervise.accounting.ledger import KINDS, Account, Attempt, FaultRecord, Kind, in_order
 from myriad.supervise.driver.journal import count_missing
@@ -66,6 +68,7 @@ class Facts:
     """Description of the steps whose loss is not finite; "": there are none."""
     problems: tuple[str, ...] = ()
     """Files that cannot be read, with the reason."""
+    state: State = "new"
 
     @property
     def doubts(self) -> list[str]:
@@ -75,11 +78,6 @@ class Facts:
         if self.missing_decisions:
             doubts.append(f"{self.missing_decisions} decisions are missing in journal.jsonl")
         return [*filter(None, doubts), *self.problems, *self.summary.data_problems]
-
-    @property
-    def state(self) -> str:
-        """State of the run: "running" while a launcher on this machine holds its lock."""
-        return "running" if self.account.running else self.summary.state
 
     def shares(self) -> list[tuple[Kind, float, float]]:
         """Return (class of time, seconds, share of the wall time) for each class that occurred."""
@@ -130,7 +128,23 @@ def facts_of(run: Run) -> Facts:
     problems = tuple(f"{name} cannot be read: {file.problem}" for name, file in files.items() if file.problem)
     missing, loss_problem = count_missing(decisions), _loss_problem(steps.lines)
     summary = summarize(run, steps.lines, all_events)
-    return Facts(run, job, summary, account, steps.lines, all_events, wrong, missing, loss_problem, problems)
+    state = summary.state
+    if account.running:
+        speed = run_speed(steps.lines, Peaks(all_events))
+        state = state_by_lines(run, job, steps.lines, all_events, speed.step_seconds if speed else 0.0)
+    return Facts(
+        run,
+        job,
+        summary,
+        account,
+        steps.lines,
+        all_events,
+        wrong,
+        missing,
+        loss_problem,
+        problems,
+        state or summary.state,
+    )
 
 
 def _loss_problem(lines: Sequence[Record]) -> str:

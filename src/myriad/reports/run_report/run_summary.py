@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from myriad.run import Run
 from myriad.run.run_lines import count_steps, loss_scale_text
 from myriad.run.run_speed import Peaks, run_speed
+from myriad.run.run_status import State, ended_state
 from myriad.system.jsonl import Record
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ class Summary:
     """The figures of a run; unknown ones (no validation, no peak) are ``None``."""
 
     run: str
-    state: str
-    """State of the run: ``finished``, ``interrupted`` or ``unfinished``."""
+    state: State
+    """State of the run, as if no process trained it: see `ended_state`."""
     steps: int
     """Number of steps done, by their numbers."""
     steps_without_line: int
@@ -82,7 +83,7 @@ def summarize(
     job = run.job()
     planned = job.train.steps
     steps, without_line = astuple(count_steps(metrics, events))
-    state = _state(events, steps, planned)
+    state = ended_state(events, steps, planned)
     resumes_from_step, resumes_from = _resume_point(run, job) if state != "finished" else (None, None)
     seconds = sum(line.get("step_seconds") or 0.0 for line in metrics)
     speed = run_speed(metrics, peaks)
@@ -185,10 +186,3 @@ def _data_problems(events: Sequence[Record]) -> Iterator[str]:
         yield f"and {len(blocks) - _MOST_BLOCKS} more bad blocks (bad_block in events.jsonl)"
     for name in _last(events, "corpus").get("unchecked", []):
         yield f"{name} has no block hashes, so its tokens were not checked: myriad data hash {name}"
-
-
-def _state(events: Sequence[Record], steps: int, planned: int) -> str:
-    if steps >= planned and _last(events, "finish"):
-        return "finished"
-    ended = next((event for event in reversed(events) if event.get("event") in ("start", "interrupted")), {})
-    return "interrupted" if ended.get("event") == "interrupted" else "unfinished"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from myriad.comm.attempt_layout import AS_THE_JOB, AttemptLayout
+from myriad.run.run_status import Outcome
 from myriad.supervise.messages import EvictionAsked
 from myriad.supervise.observations import How
 from myriad.supervise.policy.nan_trial import Verdict
@@ -31,7 +32,6 @@ __all__ = [
     "evidence_of",
 ]
 
-Outcome = Literal["finished", "interrupted", "failed"]
 EvictionCause = Literal[
     "", "hardware", "corruption", "doctor", "device", "link", "hang", "again", "slow", "person"
 ]
