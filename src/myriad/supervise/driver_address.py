@@ -81,7 +81,7 @@ def read_address(run: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("driver.json is no object")
     if wrong := [key for key, is_right in _RIGHT.items() if key in found and not is_right(found[key])]:
-        raise ValueError(f"{wrong[0]} of driver.json is {str(found[wrong[0]])[:80]}")
+        raise ValueError(f"{wrong[0]} of driver.json is {ascii(found[wrong[0]])[:80]}")
     return found
 
 

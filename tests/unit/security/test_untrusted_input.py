@@ -109,6 +109,7 @@ FOUND = [
     (MEGATRON, ("data_path",), [10**400, "a", 1, "b"]),
     ("DeepSpeed: JSON", ("fp16", "loss_scale_window"), 10**400),
     ("DeepSpeed: JSON", ("fp16", "min_loss_scale"), float("nan")),
+    ("run: driver.json", ("host",), "\u2028"),
     ("link counters", (1, 2), 10**400),
     ("link counters", (1, 2), float("nan")),
 ]
