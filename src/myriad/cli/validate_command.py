@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from myriad.cli.json_output import print_json
-from myriad.cli.output_files import check_picture, write_picture
+from myriad.cli.output_files import check_output, check_picture, write_picture
 from myriad.cli.progress_bar import count_bar
 from myriad.errors import BadInputError
 from myriad.reports.charts.svg import GRID, INK, SERIES, SOFT, document, dot, polyline, rule, text
+from myriad.system.whole_file import write_whole
 from myriad.units import format_number
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from myriad.planner import ErrorScore, FrameworkErrors, PublishedTable, SystemRatio, TableResult
+    from myriad.planner import (
+        ErrorScore,
+        FrameworkErrors,
+        PublishedTable,
+        SystemRatio,
+        TableOptions,
+        TableResult,
+    )
 
 __all__ = ["register", "validate"]
 
@@ -52,6 +60,26 @@ def validate(
             help="Predict all rows of the general form as this framework's. Default: each as its own.",
         ),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CLUSTER",
+            help="Cluster file, recipe or this-machine on which all rows of the general form ran, with as "
+            "many nodes as each needs. Default: the gpu_type of each row.",
+        ),
+    ] = None,
+    from_log: Annotated[
+        bool,
+        typer.Option(
+            "--from-log",
+            help="Read files as training logs (Megatron-LM, NeMo, nanotron, torchtitan) and folders as runs "
+            "of Myriad.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="TABLE.csv", help="With --from-log: write the table instead of predicting it."),
+    ] = None,
     skip_bad: Annotated[
         bool,
         typer.Option(
@@ -75,7 +103,15 @@ def validate(
     """
     if chart is not None:
         check_picture("--chart", chart)
-    results = _predict(tables, columns or [], framework, skip_bad=skip_bad)
+    if from_log and not tables:
+        raise BadInputError("TABLE", None, "needed with --from-log: logs or run folders")
+    if out is not None:
+        _write_table(out, tables or [], from_log=from_log)
+        return
+    from myriad.planner import TableOptions
+
+    options = TableOptions(_columns(columns or []), framework, _cluster(cluster), skip_bad)
+    results = _predict(tables, options, from_log=from_log)
     if chart is not None:
         write_picture("--chart", chart, _draw_chart(results))
     if as_json:
@@ -84,18 +120,47 @@ def validate(
         _print(results, rows=rows)
 
 
-def _predict(
-    names: list[str] | None, columns: Sequence[str], framework: str | None, *, skip_bad: bool
-) -> "list[TableResult]":
+def _write_table(out: Path, names: Sequence[str], *, from_log: bool) -> None:
+    """Write the rows of logs and runs as a table. Raises `BadInputError`."""
+    from myriad.forecasts.measured_rows import measured_table
+
+    if not from_log or out.suffix != ".csv":
+        raise BadInputError("--out", str(out), "a file name that ends in .csv, with --from-log")
+    check_output("--out", out)
+    text = measured_table(names)
+    try:
+        write_whole(out, text)
+    except OSError as error:
+        raise BadInputError("--out", str(out), f"cannot be written: {error.strerror}") from None
+    typer.echo(f"{out}: {len(names)} row{'s' * (len(names) > 1)}")
+
+
+def _cluster(name: str | None) -> str | None:
+    """Return the name or path of the cluster. Raises `BadInputError`."""
+    from myriad.cli.measured_cluster import cluster_path
+    from myriad.recipes.cluster import load_cluster
+
+    if name is None:
+        return None
+    path = cluster_path(name)
+    load_cluster(path)
+    return path
+
+
+def _predict(names: list[str] | None, options: "TableOptions", *, from_log: bool) -> "list[TableResult]":
     """Read all tables, then predict every row."""
-    from myriad.planner import TableOptions, builtin_tables, predict_table, read_table
+    from myriad.forecasts.measured_rows import measured_table
+    from myriad.planner import builtin_tables, parse_table, predict_table, read_table
     from myriad.recipes.framework import ReadyRecipes, load_framework
 
-    if framework is not None:
-        load_framework(framework)
-    options = TableOptions(_columns(columns), framework, skip_bad)
+    if options.framework is not None:
+        load_framework(options.framework)
     recipes = ReadyRecipes()
-    read: list[PublishedTable] = [read_table(name, recipes, options) for name in names or builtin_tables()]
+    read: list[PublishedTable]
+    if from_log:
+        read = [parse_table("logs", measured_table(names or []), recipes, options, names)]
+    else:
+        read = [read_table(name, recipes, options) for name in names or builtin_tables()]
     for table in read:
         for error in table.skipped:
             typer.echo(f"skipped: {error}", err=True)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from myriad.planner.simulation.simulation_cache import SimulationCache
     from myriad.planner.simulation.simulator import Prediction, simulate
     from myriad.planner.validation.framework_errors import FrameworkErrors, framework_errors
+    from myriad.planner.validation.log_rows import LOG_COLUMNS, log_cells
     from myriad.planner.validation.prediction_errors import (
         ErrorScore,
         SystemRatio,
@@ -49,11 +50,13 @@ if TYPE_CHECKING:
         PublishedTable,
         TableOptions,
         builtin_tables,
+        parse_table,
         read_table,
     )
     from myriad.planner.workload import FrameworkProfile, Workload
 
 __all__ = [
+    "LOG_COLUMNS",
     "Accelerator",
     "Cluster",
     "Costs",
@@ -88,7 +91,9 @@ __all__ = [
     "interval",
     "intervals",
     "layout_within",
+    "log_cells",
     "memory_of_ranks",
+    "parse_table",
     "predict_table",
     "ratios",
     "read_framework",
@@ -111,6 +116,7 @@ _MODULE_OF = {
     "Framework": "frameworks",
     "FrameworkErrors": "validation.framework_errors",
     "FrameworkProfile": "workload",
+    "LOG_COLUMNS": "validation.log_rows",
     "IterationSummary": "simulation.iteration_summary",
     "LayoutCandidate": "search.layout_space",
     "LayoutProblem": "search.layout_space",
@@ -135,7 +141,9 @@ _MODULE_OF = {
     "interval": "validation.prediction_errors",
     "intervals": "validation.prediction_errors",
     "layout_within": "memory.recompute_budget",
+    "log_cells": "validation.log_rows",
     "memory_of_ranks": "memory.rank_memory",
+    "parse_table": "validation.published_tables",
     "predict_table": "validation.prediction_errors",
     "ratios": "validation.prediction_errors",
     "read_framework": "frameworks",

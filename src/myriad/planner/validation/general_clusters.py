@@ -44,6 +44,8 @@ _NODE_LATENCY, _NETWORK_LATENCY = 2.8e-6, 10e-6
 
 def cluster_of(read: RowCells, gpus: int, accelerators: Callable[[str], tuple[str, Accelerator]]) -> Cluster:
     """Return the cluster of a row. Raises `BadInputError`."""
+    if not read.has("gpu_type"):
+        raise read.refused("gpu_type", "needed: the cell is empty; or --cluster for all rows")
     recipe, accelerator = accelerators(read.word("gpu_type"))
     usual = next((node for key, node in _NODES.items() if recipe.startswith(key)), _OTHER)
     said = read.word("interconnect")

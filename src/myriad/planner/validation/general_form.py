@@ -4,7 +4,7 @@
     experts, experts_per_token, expert_ffn, shared_experts        a mixture of experts
     global_batch (sequences), gpus, gpu_type, interconnect        the job and its cluster
     tp, pp, dp, cp, ep, etp, vpp, zero, micro_batch, recompute    the layout
-    dtype                                                         bf16, fp16, fp8, fp8-blocks
+    dtype                                                         bf16, fp16, fp32, fp8, fp8-blocks
     iteration_s, tokens_per_s_per_gpu, tflops_per_gpu, mfu        what was measured: the first that is given
     flops                                                         what TFLOP/s and MFU count: `FLOP_COUNTS`
     framework, source, table, notes                               who measured, and with what
@@ -19,9 +19,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
-from myriad.comm.layout import ExpertDispatch, Layout
+from myriad.comm.layout import ExpertDispatch, Layout, ScheduleName
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Accelerator, Cluster
@@ -74,21 +74,23 @@ def is_general(columns: frozenset[str]) -> bool:
     return columns >= _NEEDED and bool(columns & _MEASURED)
 
 
-def general_row(cells: TableCells, recipes: Recipes, framework: str | None = None) -> PublishedRow:
-    """Return a row's workloads. ``framework``: predict it as this one; off: as the row says. Raises
-    `BadInputError`."""
+def general_row(
+    cells: TableCells, recipes: Recipes, framework: str | None = None, cluster: str | None = None
+) -> PublishedRow:
+    """Return a row's workloads. ``framework``, ``cluster``: predict it as this one, on this one; off: as the
+    row says. Raises `BadInputError`."""
     read = _GeneralCells(cells)
     used = recipes.framework(framework) if framework else _framework_of(read, recipes)
     model = model_of(read, recipes.model)
     gpus = read.whole("gpus")
-    cluster = cluster_of(read, gpus, recipes.accelerator)
+    used_cluster = recipes.cluster(cluster, gpus) if cluster else cluster_of(read, gpus, recipes.accelerator)
     works = tuple(_works(read, model, gpus, used))
-    seconds = _seconds(read, works[0], cluster)
+    seconds = _seconds(read, works[0], used_cluster)
     return PublishedRow(
         _row_name(read, model),
         f"{read.word('source')} {read.word('model')}",
         works,
-        cluster,
+        used_cluster,
         seconds,
         works[0].model_flops,
         framework=used.name,
@@ -187,10 +189,14 @@ def _works(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Framew
         if batch % (layout.dp * layout.micro_batch):
             continue
         found = True
-        yield Workload(model, layout, batch, overlap, profile)
+        value_bytes = 4 if read.word("dtype").lower() in _FLOAT32 else 2
+        yield Workload(model, layout, batch, overlap, profile, value_bytes=value_bytes)
     if not found:
         allowed = "a number of sequences that replicas and micro-batches divide"
         raise read.refused("global_batch", allowed)
+
+
+_FLOAT32 = ("fp32", "float32")
 
 
 def _float8(read: _GeneralCells) -> Literal["tensor", "blocks"] | None:
@@ -199,8 +205,8 @@ def _float8(read: _GeneralCells) -> Literal["tensor", "blocks"] | None:
         return "blocks"
     if dtype.startswith(("fp8", "float8")):
         return "tensor"
-    if not dtype.startswith(("bf16", "fp16", "bfloat16", "float16")):
-        raise read.refused("dtype", "bf16, fp16, fp8 or fp8-blocks")
+    if not dtype.startswith(("bf16", "fp16", "bfloat16", "float16", *_FLOAT32)):
+        raise read.refused("dtype", "bf16, fp16, fp32, fp8 or fp8-blocks")
     return None
 
 
@@ -333,8 +339,8 @@ _SCHEDULES = {
     "zb-h2": "eager-zero-bubble",
     "zbv": "zero-bubble-v",
     "zb-v": "zero-bubble-v",
-}
-"""Schedules of Myriad by their names elsewhere."""
+} | {name: name for name in get_args(ScheduleName)}
+"""Schedules of Myriad by their names here and elsewhere."""
 
 
 def _schedule(read: _GeneralCells, stages: int, habits: LayoutHabits) -> dict[str, Any]:

@@ -8,7 +8,7 @@ first is predicted.
 import csv
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -28,7 +28,15 @@ from myriad.planner.validation.published_rows import (
 )
 from myriad.system.whole_file import read_regular
 
-__all__ = ["CurvePoint", "PublishedTable", "TableOptions", "builtin_tables", "curve_points", "read_table"]
+__all__ = [
+    "CurvePoint",
+    "PublishedTable",
+    "TableOptions",
+    "builtin_tables",
+    "curve_points",
+    "parse_table",
+    "read_table",
+]
 
 _MOST_BYTES = 2**28
 
@@ -41,6 +49,8 @@ class TableOptions:
     """The column of a file by the column of the general form that it gives."""
     framework: str | None = None
     """Framework as which all rows of the general form are predicted; off: each as its own."""
+    cluster: str | None = None
+    """Cluster, of as many nodes as a row needs, of all rows of the general form; off: each by its cells."""
     skip_bad: bool = False
     """Whether rows that cannot be read or predicted are left out instead of refused."""
 
@@ -79,11 +89,23 @@ def builtin_tables() -> list[str]:
 def read_table(name_or_path: str, recipes: Recipes, options: TableOptions = TableOptions()) -> PublishedTable:
     """Read a table that comes with the project, or a file with the columns of one of them or of the general
     form. Raises `BadInputError`."""
-    text = _text(name_or_path)
+    return parse_table(name_or_path, _text(name_or_path), recipes, options)
+
+
+def parse_table(
+    name_or_path: str,
+    text: str,
+    recipes: Recipes,
+    options: TableOptions = TableOptions(),
+    places: Sequence[str] | None = None,
+) -> PublishedTable:
+    """Return the table of a file's text. ``places``: what errors call its rows; off: file and line. Raises
+    `BadInputError`."""
     columns = [options.columns_back.get(column, column) for column in _columns(text)]
     kind = _kind_of(frozenset(columns))
     twice = sorted(column for column, count in Counter(columns).items() if count > 1)
-    general = kind is None and is_general(frozenset(columns))
+    given = frozenset(columns) | ({"gpu_type"} if options.cluster else set())
+    general = kind is None and is_general(given)
     if (kind is not None or general) and twice:
         raise BadInputError("TABLE", name_or_path, f"each column once: {', '.join(twice)} occurs twice")
     if not general and kind is None:
@@ -94,11 +116,12 @@ def read_table(name_or_path: str, recipes: Recipes, options: TableOptions = Tabl
             for row in kind.read(cells, recipes.cluster):
                 yield replace(row, framework=kind.framework_of(row))
         else:
-            yield general_row(cells, recipes, options.framework)
+            yield general_row(cells, recipes, options.framework, options.cluster)
 
     rows: list[PublishedRow] = []
     skipped: list[BadInputError] = []
-    for place, values in _lines(name_or_path, text, columns):
+    for number, (place, values) in enumerate(_lines(name_or_path, text, columns)):
+        place = places[number] if places else place
         try:
             rows += _rows_of(read, TableCells(place, values))
         except BadInputError as error:
