@@ -109,7 +109,7 @@ FOUND = [
     (MEGATRON, ("data_path",), [10**400, "a", 1, "b"]),
     ("DeepSpeed: JSON", ("fp16", "loss_scale_window"), 10**400),
     ("DeepSpeed: JSON", ("fp16", "min_loss_scale"), float("nan")),
-    ("run: driver.json", ("host",), "\u2028"),
+    ("run: driver.json", ("host",), "a\u2028b"),
     ("link counters", (1, 2), 10**400),
     ("link counters", (1, 2), float("nan")),
 ]
