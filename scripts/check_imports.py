@@ -27,6 +27,7 @@ FLOORS = (
     ("doctor",),
     ("supervise",),
     ("launchers",),
+    ("many_runs",),
     ("train", "faults", "dashboard"),
     ("forecasts",),
     ("reports",),
@@ -35,8 +36,8 @@ FLOORS = (
 """Lowest first; a string is a room: a folder, a file, or a few that belong together."""
 
 TORCH_FREE = (
-    "errors units config system wire program network planner job recipes run alerts dashboard forecasts "
-    "reports cli"
+    "errors units config system wire program network planner job recipes run alerts many_runs dashboard "
+    "forecasts reports cli"
 )
 
 APART = {"train": ("doctor", "supervise", "launchers")}

@@ -22,9 +22,9 @@ sys.path.insert(0, str(_FAKE))
 from fake_library import LIBRARY, library, missing  # noqa: E402
 from step_cases import CAPTURED, LAYERS  # noqa: E402
 
-from myriad.data.corpus_cache import cache_folder  # noqa: E402
 from myriad.planner.cluster_config import Accelerator  # noqa: E402
 from myriad.recipes import read_recipe  # noqa: E402
+from myriad.system.state_folder import cache_folder  # noqa: E402
 
 
 def _counted(names: list[str]) -> dict[str, dict[str, dict[str, int]]]:

@@ -48,7 +48,7 @@ def test_this_library_keeps_its_order() -> None:
         ),
         (
             {"train/trainer.py": "from myriad.supervise import messages\n", "supervise/messages.py": ""},
-            "trainer.py:1: train (floor 11) imports supervise (floor 9)",
+            "trainer.py:1: train (floor 12) imports supervise (floor 9)",
         ),
         (
             {"cli/plan.py": "from myriad.planner.cost import layers\n", "planner/cost/layers.py": ""},

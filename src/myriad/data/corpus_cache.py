@@ -28,6 +28,7 @@ from myriad.data.block_hashes import BLOCKS_SUFFIX, add_block_hashes, record_fil
 from myriad.data.corpus_manifest import Manifest, ShardRecord, Split, read_manifest
 from myriad.data.indexed import IndexedWriter, token_type
 from myriad.errors import BadInputError
+from myriad.system.state_folder import cache_folder
 
 if TYPE_CHECKING:
     from myriad.data.tokenizer import Tokenizer
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = [
     "VALIDATION_SHARE",
     "Document",
-    "cache_folder",
     "embedded_documents",
     "embedded_key",
     "prepare_embedded",
@@ -45,11 +45,6 @@ __all__ = [
 _RECIPE = 2
 """Version of this module; increment it when the same Python would give other tokens."""
 _BATCH_DOCUMENTS = 64
-
-
-def cache_folder() -> Path:
-    """Return the folder of derived files: ``$XDG_CACHE_HOME/myriad``, else ``~/.cache/myriad``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "myriad"
 
 
 def prepare_embedded(

@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from myriad.data.bad_blocks import BlockGuard
 from myriad.data.block_hashes import BLOCK_BYTES, BLOCKS_SUFFIX, BlockHashes
 from myriad.data.config import DataConfig
-from myriad.data.corpus_cache import cache_folder
 from myriad.data.corpus_manifest import MANIFEST_FILE, Manifest, ShardRecord, Split, parse_manifest
 from myriad.data.http_input import http_file_system, http_info, http_range, is_http, tried_http
 from myriad.data.indexed import INDEX_HEADER, ShardIndex, parse_header
@@ -38,6 +37,7 @@ from myriad.data.range_input import retried
 from myriad.data.verified_shard import HashedShard, TokenShard
 from myriad.errors import BadInputError, RunFailedError
 from myriad.system.remote_urls import open_url
+from myriad.system.state_folder import cache_folder
 from myriad.system.whole_file import write_whole
 
 __all__ = ["RemoteFolder", "open_prefix", "open_shards"]

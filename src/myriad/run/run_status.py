@@ -25,19 +25,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from myriad.run.run_folder import Run
-from myriad.run.run_lines import count_steps, figure_of
-from myriad.system.jsonl import Record
 from myriad.units import format_number, format_seconds
 
-if TYPE_CHECKING:
-    from myriad.job import Job
-
 __all__ = [
-    *("RUNNING", "STATES", "Outcome", "State"),
-    *("ended_state", "is_at_work", "run_state", "state_by_lines", "state_sentence"),
+    *("RUNNING", "STATES", "STATE_EVENTS", "Outcome", "State"),
+    *("ended_state", "is_at_work", "newest_event", "run_state", "state_now", "state_sentence"),
 ]
 
 State = Literal[
@@ -51,6 +46,8 @@ STATES: tuple[State, ...] = (*RUNNING, "finished", "interrupted", "failed", "new
 """States in tables of runs."""
 _ENDS = ("finish", "interrupted")
 _BEGINS = ("start", "restart", "resume")
+STATE_EVENTS = (*_ENDS, *_BEGINS)
+"""Events that determine the state: the newest of each is enough."""
 _QUIET_SECONDS, _QUIET_STEPS = 10.0, 5.0
 """Minimum silence, in seconds and in step times, after which a run does not count as training."""
 _UNSEEN_SECONDS, _UNSEEN_STEPS = 60.0, 10.0
@@ -71,7 +68,7 @@ def run_state(
 
     ``steps`` are done of ``planned``. ``quiet_seconds`` counts from its newest step, span or event; ``None``:
     there is none. ``held``: a launcher of this machine holds it. ``at_work``: see `is_at_work`."""
-    newest = _newest(events, (*_ENDS, *_BEGINS))
+    newest = newest_event(events, STATE_EVENTS)
     if newest in _ENDS and not (held and newest == "interrupted"):
         return ended_state(events, steps, planned)
     at_work = held or at_work
@@ -80,33 +77,36 @@ def run_state(
     is_quiet = quiet >= max(seconds, count * step_seconds)
     if is_quiet and not at_work:
         return ended_state(events, steps, planned)
-    if not _newest(events, ("start",)):
+    if not newest_event(events, ("start",)):
         return "starting"
     return "hangs" if is_quiet else "training"
 
 
-def state_by_lines(
-    run: Run, job: "Job | None", metrics: Sequence[Record], events: Sequence[Record], step_seconds: float
+def state_now(
+    run: Run,
+    events: Sequence[Mapping[str, Any]],
+    *,
+    steps: int,
+    planned: int | None,
+    newest: float | None,
+    step_seconds: float,
 ) -> State:
-    """Return the state of a run now, by its lines and its processes. ``job``: ``None`` if it cannot be
-    read."""
-    times = [figure_of(line.get("time")) for line in (*metrics[-1:], *events)]
-    newest = max((at for at in times if at is not None), default=None)
-    found = run_state(
+    """Return the state of a run now, by its lines and its processes. ``newest``: time of its newest line;
+    ``None``: it has none."""
+    return run_state(
         events,
-        steps=count_steps(metrics, events).done,
-        planned=job.train.steps if job else None,
+        steps=steps,
+        planned=planned,
         quiet_seconds=None if newest is None else max(0.0, time.time() - newest),
         step_seconds=step_seconds,
         held=run.is_locked,
         at_work=is_at_work(run),
     )
-    return "unreadable" if job is None and found not in RUNNING else found
 
 
 def ended_state(events: Sequence[Mapping[str, Any]], steps: int, planned: int | None) -> State:
     """Return the state of a run that no process trains."""
-    newest = _newest(events, (*_ENDS, "start"))
+    newest = newest_event(events, (*_ENDS, "start"))
     if newest == "finish":
         return "finished" if planned is None or steps >= planned else "interrupted"
     if newest == "interrupted":
@@ -114,7 +114,7 @@ def ended_state(events: Sequence[Mapping[str, Any]], steps: int, planned: int | 
     return "failed" if newest or steps else "new"
 
 
-def _newest(events: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+def newest_event(events: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """Return the newest of these kinds of event; "": there is none."""
     return next((str(event["event"]) for event in reversed(events) if event.get("event") in names), "")
 

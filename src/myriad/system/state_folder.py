@@ -1,10 +1,11 @@
-"""The folder in which Myriad keeps small files of one user: tokens, certificates, secrets, locks."""
+"""The folders in which Myriad keeps small files of one user: tokens, certificates, secrets, locks; and files
+that it can derive again."""
 
 import os
 import stat
 from pathlib import Path
 
-__all__ = ["make_private", "state_folder"]
+__all__ = ["cache_folder", "make_private", "state_folder"]
 
 
 def state_folder() -> Path:
@@ -15,6 +16,11 @@ def state_folder() -> Path:
     except RuntimeError as error:
         raise OSError(str(error)) from None
     return state / "myriad"
+
+
+def cache_folder() -> Path:
+    """Return the folder of derived files: ``$XDG_CACHE_HOME/myriad``, else ``~/.cache/myriad``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "myriad"
 
 
 def make_private(folder: Path) -> None:

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from myriad.data.corpus_cache import cache_folder
 from myriad.data.windows import BatchWords
 from myriad.job import Job
 from myriad.model.config import ModelConfig
 from myriad.parallel.optimizer_step import StepResult
 from myriad.system.machine import num_cores, processor_name
+from myriad.system.state_folder import cache_folder
 from myriad.system.user_metrics import take_logged
 from myriad.system.whole_file import write_whole
 from myriad.telemetry.spans import Recorder

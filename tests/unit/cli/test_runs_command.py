@@ -3,63 +3,26 @@
 import io
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ended_runs import AT, make_run, write_lines
 
 from myriad.cli.command_line import run_command
 from myriad.errors import BadInputError
 from myriad.job import load_job
-from myriad.reports.many_runs.run_pruning import PruneRules, plan_pruning, prune
-from myriad.reports.many_runs.run_row import find_runs, read_row
+from myriad.many_runs.run_pruning import PruneRules, plan_pruning, prune
+from myriad.many_runs.run_row import find_runs, read_row
 from myriad.run import Run
 from myriad.run.run_removal import remove_run
-
-AT = 1_700_000_000.0
-
-
-def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def make_run(
-    folder: Path, *overrides: str, loss: float = 4.0, end: str = "finish", at: float = AT, steps: int = 6
-) -> Run:
-    """A run of six planned steps whose loss falls to ``loss``."""
-    run = Run(folder)
-    run.create_or_resume(load_job("tiny", ["train.steps=6", *overrides]))
-    write_lines(
-        run.metrics_path,
-        [
-            {
-                "step": step,
-                "time": at + 10 * step,
-                "loss": loss + steps - step,
-                "step_seconds": 10.0,
-                "tokens": 100 * step,
-                "tokens_per_second": 10.0,
-                "flops": 500.0,
-            }
-            for step in range(1, steps + 1)
-        ],
-    )
-    start = {"event": "start", "time": at, "world": 1, "device": "cpu", "precision": "float32", "threads": 1}
-    ends = [{"event": end, "time": at + 70, "step": steps}] if end else []
-    validations = [
-        {"event": "validation", "time": at + 10 * step, "step": step, "loss": value}
-        for step, value in ((2, loss + 3), (4, loss + 0.25), (6, loss + 0.5))
-        if step <= steps
-    ]
-    write_lines(run.events_path, [start | {"peak_flops": 100.0, "peak_source": "known"}, *validations, *ends])
-    return run
 
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three runs, one of them below a sweep's folder, and folders that are not runs."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "runs"
     make_run(folder / "base", loss=4.0)
     make_run(folder / "sweep" / "fast", "optimizer.learning_rate=0.01", loss=3.0, at=AT + 1000)

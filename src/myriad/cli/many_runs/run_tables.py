@@ -10,19 +10,19 @@ from rich.text import Text
 
 from myriad.cli.terminal_text import terminal_text
 from myriad.errors import plain_value
+from myriad.many_runs.run_table import is_in_layout_column, values_that_differ
 from myriad.reports.charts.loss_chart import overlay_plot
 from myriad.reports.charts.svg import SERIES
-from myriad.reports.many_runs.run_table import is_in_layout_column, values_that_differ
 from myriad.units import format_bytes, format_count, format_duration, format_number
 
 if TYPE_CHECKING:
     from rich.console import JustifyMethod
     from rich.table import Table
 
-    from myriad.reports.many_runs.run_comparison import RunComparison
-    from myriad.reports.many_runs.run_diff import RunDiff
-    from myriad.reports.many_runs.run_pruning import PrunePlan
-    from myriad.reports.many_runs.run_row import RunRow
+    from myriad.many_runs.run_comparison import RunComparison
+    from myriad.many_runs.run_diff import RunDiff
+    from myriad.many_runs.run_pruning import PrunePlan
+    from myriad.many_runs.run_row import RunRow
 
 __all__ = ["show_comparison", "show_diff", "show_list", "show_plan"]
 

@@ -15,7 +15,7 @@ from myriad.errors import BadInputError
 from myriad.units import format_bytes
 
 if TYPE_CHECKING:
-    from myriad.reports.many_runs.run_row import RunRow
+    from myriad.many_runs.run_row import RunRow
 
 __all__ = ["register"]
 
@@ -66,7 +66,7 @@ def _list(
 
     Exit code: 0 done, 2 bad input.
     """
-    from myriad.reports.many_runs.run_table import differing_keys, filtered, sorted_rows, values_that_differ
+    from myriad.many_runs.run_table import differing_keys, filtered, sorted_rows, values_that_differ
 
     filtered([], filters or [])  # refuse a wrong option before long files are read
     sorted_rows([], sort)
@@ -82,11 +82,13 @@ def _list(
 
 
 def _rows(folders: Sequence[str] | None) -> "list[RunRow]":
-    from myriad.reports.many_runs.run_row import find_runs, read_row
+    from myriad.many_runs.row_cache import RowCache
+    from myriad.many_runs.run_row import find_runs
 
     if not folders and not Path(_DEFAULT_FOLDER).is_dir():
         return []
-    return [read_row(run) for run in find_runs(folders or [_DEFAULT_FOLDER])]
+    cache = RowCache()
+    return [cache.row(run) for run in find_runs(folders or [_DEFAULT_FOLDER])]
 
 
 def _diff(first: _Run, second: _Run, as_json: AsJson = False) -> None:
@@ -98,7 +100,7 @@ def _diff(first: _Run, second: _Run, as_json: AsJson = False) -> None:
 
     Exit code: 0 done, 2 bad input.
     """
-    from myriad.reports.many_runs.run_diff import diff_runs
+    from myriad.many_runs.run_diff import diff_runs
     from myriad.run import Run
 
     runs = [Run(existing_run(name)) for name in (first, second)]
@@ -138,7 +140,7 @@ def _compare(
 
     Exit code: 0 done, 2 bad input.
     """
-    from myriad.reports.many_runs.run_comparison import compare_runs
+    from myriad.many_runs.run_comparison import compare_runs
     from myriad.run import Run
 
     if not 2 <= len(runs) <= _MOST_COMPARED:
@@ -191,7 +193,7 @@ def _prune(
     Exit code: 0 done, 1 a run could not be deleted, 2 bad input.
     """
     from myriad.cli.many_runs.run_tables import show_plan
-    from myriad.reports.many_runs.run_pruning import PruneRules, plan_pruning, prune
+    from myriad.many_runs.run_pruning import PruneRules, plan_pruning, prune
 
     rules = PruneRules(
         keep_best=keep_best, older_than_days=older_than, states=states or [], filters=filters or []

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from myriad.reports.run_report.run_summary import Summary, summarize
 from myriad.run import Run
-from myriad.run.run_lines import EventLines, StepLines, missing_lines_text
+from myriad.run.run_lines import EventLines, StepLines, figure_of, missing_lines_text
 from myriad.run.run_speed import Peaks, run_speed
-from myriad.run.run_status import State, state_by_lines
+from myriad.run.run_status import State, state_now
 from myriad.supervise.accounting.accounting import account_of
 from myriad.supervise.accounting.ledger import KINDS, Account, Attempt, FaultRecord, Kind, in_order
 from myriad.supervise.driver.journal import count_missing
@@ -130,8 +130,7 @@ def facts_of(run: Run) -> Facts:
     summary = summarize(run, steps.lines, all_events)
     state = summary.state
     if account.running:
-        speed = run_speed(steps.lines, Peaks(all_events))
-        state = state_by_lines(run, job, steps.lines, all_events, speed.step_seconds if speed else 0.0)
+        state = _state_now(run, summary, steps.lines, all_events)
     return Facts(
         run,
         job,
@@ -144,6 +143,19 @@ def facts_of(run: Run) -> Facts:
         loss_problem,
         problems,
         state or summary.state,
+    )
+
+
+def _state_now(run: Run, summary: Summary, metrics: Sequence[Record], events: Sequence[Record]) -> State:
+    times = (figure_of(line.get("time")) for line in (*metrics[-1:], *events))
+    speed = run_speed(metrics, Peaks(events))
+    return state_now(
+        run,
+        events,
+        steps=summary.steps,
+        planned=summary.steps_planned,
+        newest=max((at for at in times if at is not None), default=None),
+        step_seconds=speed.step_seconds if speed else 0.0,
     )
 
 

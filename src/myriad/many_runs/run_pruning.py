@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from myriad.errors import BadInputError, MyriadError
-from myriad.reports.many_runs.run_row import RunRow, read_row
-from myriad.reports.many_runs.run_table import filtered
+from myriad.many_runs.run_row import RunRow, read_row
+from myriad.many_runs.run_table import filtered
 from myriad.run import Run
 from myriad.run.run_removal import remove_run
 from myriad.run.run_status import RUNNING, STATES, is_at_work
@@ -38,7 +38,7 @@ class PruneRules:
     """Least time since the last event or step."""
     states: Sequence[str] = ()
     filters: Sequence[str] = ()
-    """Conditions as of `myriad.reports.many_runs.run_table.filtered`."""
+    """Conditions as of `myriad.many_runs.run_table.filtered`."""
 
     def check(self) -> None:
         """Raise `BadInputError` for a state that is not one, a wrong filter, or if nothing is given."""

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from myriad.errors import BadInputError
-from myriad.reports.charts.loss_chart import Series
-from myriad.reports.many_runs.run_row import RunRow, read_row
+from myriad.many_runs.run_row import RunRow, read_row
 from myriad.run import Run
 from myriad.run.run_lines import STEP_FIELDS, figure_of
 from myriad.system.jsonl import Record
@@ -23,6 +22,8 @@ from myriad.system.jsonl import Record
 __all__ = ["Axis", "ComparedRun", "RunComparison", "compare_runs"]
 
 Axis = Literal["steps", "tokens"]
+Series = Sequence[tuple[float, float]]
+"""Positions and values."""
 _FIELD_OF = {"steps": "step", "tokens": "tokens"}
 _CHART_POINTS = 256
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from myriad.errors import BadInputError, plain_value
 from myriad.job import job_keys, suggest_key
-from myriad.reports.many_runs.run_row import RunRow
+from myriad.many_runs.run_row import RunRow
 from myriad.run.run_status import RUNNING
 
 __all__ = [

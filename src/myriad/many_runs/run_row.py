@@ -15,26 +15,25 @@ from myriad.job.job_changes import flat_values
 from myriad.run import Run
 from myriad.run.run_lines import count_steps, figure_of
 from myriad.run.run_speed import Peaks, run_speed
-from myriad.run.run_status import RUNNING, State, state_by_lines
+from myriad.run.run_status import RUNNING, STATE_EVENTS, State, newest_event, state_now
 from myriad.system.jsonl import Record
 
 if TYPE_CHECKING:
     from myriad.job import Job
 
-__all__ = ["RunRow", "find_runs", "layout_text", "read_row"]
+__all__ = ["RunFigures", "RunRow", "find_runs", "layout_text", "read_figures", "read_row", "row_of"]
 
 _MOST_DEPTH = 3
 """Folders between the given one and a run: runs/SWEEP/RUN has one."""
+_OF_CHANGE = ("time", "step", "key", "before", "after", "user")
+_MOST_CHANGES = 50
 _AXES = ("dp", "pp", "cp", "tp", "ep")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRow:
-    """A run in a table. Unknown figures are ``None``."""
+class RunFigures:
+    """What the files of a run say, at any time. Unknown figures are ``None``."""
 
-    path: Path
-    name: str
-    state: State
     problem: str = ""
     """Why job.toml cannot be read; "": it can."""
     job: Mapping[str, Any] = field(default_factory=dict)
@@ -50,16 +49,33 @@ class RunRow:
     best_validation_step: int | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
+    step_seconds: float = 0.0
+    """Mean time of a step; 0: unknown."""
     started: float | None = None
     """Time of the first event or step, in seconds since the epoch."""
-    seconds: float | None = None
-    """Time from then to the last event or step; of a running run, to now."""
-    changed: float | None = None
-    """Time of the last event or step, else of the job file."""
+    last_line: float | None = None
+    """Time of the last event or step."""
+    newest_events: Sequence[str] = ()
+    """Names of the events that determine the state, each once, in order of its newest occurrence."""
+    changes: Sequence[Mapping[str, Any]] = ()
+    """Changes of the job by resumes: ``step``, ``key``, ``before``, ``after``, ``user``."""
     holds_unsaved_step: bool = False
     """Whether the newest step is only in memory, because it could not be stored."""
     is_requeued: bool = False
     """Whether its Slurm job has been requeued and not started since."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow(RunFigures):
+    """A run in a table."""
+
+    path: Path
+    name: str
+    state: State
+    seconds: float | None = None
+    """Time from the first event or step to the last one; of a running run, to now."""
+    changed: float | None = None
+    """Time of the last event or step, else of the job file."""
 
     @property
     def job_name(self) -> str | None:
@@ -119,27 +135,28 @@ def read_row(
     run: Run, metrics: Sequence[Record] | None = None, events: Sequence[Record] | None = None
 ) -> RunRow:
     """Read a run; lines that are not given are read from its files."""
-    now = time.time()
+    return row_of(run, read_figures(run, metrics, events))
+
+
+def read_figures(
+    run: Run, metrics: Sequence[Record] | None = None, events: Sequence[Record] | None = None
+) -> RunFigures:
+    """Read what the files of a run say. It takes seconds for 100,000 steps."""
     metrics = run.read_metrics() if metrics is None else metrics
     events = run.read_events() if events is None else events
     try:
         job, problem = run.job(), ""
     except BadInputError as error:
         job, problem = None, str(error)
-    steps = count_steps(metrics, events).done
     speed, best = run_speed(metrics, Peaks(events)), _best_validation(events)
     started, newest = _first_and_last_time(metrics, events)
-    state = state_by_lines(run, job, metrics, events, speed.step_seconds if speed else 0.0)
-    end = now if state in RUNNING else newest
     losses = (figure_of(line.get("loss")) for line in reversed(metrics))
-    return RunRow(
-        path=run.path,
-        name=run.path.resolve().name,
-        state=state,
+    names = dict.fromkeys(str(one["event"]) for one in reversed(events) if one["event"] in STATE_EVENTS)
+    return RunFigures(
         problem=problem,
         job=flat_values(job) if job else {},
         layout=layout_text(job) if job else "",
-        steps=steps,
+        steps=count_steps(metrics, events).done,
         steps_planned=job.train.steps if job else None,
         tokens=metrics[-1].get("tokens") if metrics else None,
         loss=next((loss for loss in losses if loss is not None), None),
@@ -147,11 +164,39 @@ def read_row(
         best_validation_step=best[1] if best else None,
         tokens_per_second=speed.tokens_per_second if speed else None,
         mfu=speed.mfu if speed else None,
+        step_seconds=speed.step_seconds if speed else 0.0,
         started=started,
+        last_line=newest,
+        newest_events=[*names][::-1],
+        changes=[
+            {key: event.get(key) for key in _OF_CHANGE} for event in events if event["event"] == "job_changed"
+        ][-_MOST_CHANGES:],
+        holds_unsaved_step=newest_event(events, ("held", "checkpoint", "finish", "start")) == "held",
+        is_requeued=_is_requeued(events),
+    )
+
+
+def row_of(run: Run, figures: RunFigures) -> RunRow:
+    """Return the row of a run now, from what its files say."""
+    state = state_now(
+        run,
+        [{"event": name} for name in figures.newest_events],
+        steps=figures.steps,
+        planned=figures.steps_planned,
+        newest=figures.last_line,
+        step_seconds=figures.step_seconds,
+    )
+    if figures.problem and state not in RUNNING:
+        state = "unreadable"
+    started, newest = figures.started, figures.last_line
+    end = time.time() if state in RUNNING else newest
+    return RunRow(
+        **vars(figures),
+        path=run.path,
+        name=run.path.resolve().name,
+        state=state,
         seconds=None if started is None or end is None else max(0.0, end - started),
         changed=_modified(run.job_path) if newest is None else newest,
-        holds_unsaved_step=_newest(events, ("held", "checkpoint", "finish", "start")) == "held",
-        is_requeued=_is_requeued(events),
     )
 
 
@@ -159,11 +204,6 @@ def layout_text(job: "Job") -> str:
     """Return the axes of the layout that are larger than one: ``dp2 tp2``."""
     sizes = ((axis, getattr(job.layout, axis)) for axis in _AXES)
     return " ".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "1 rank"
-
-
-def _newest(events: Sequence[Record], names: Sequence[str]) -> str:
-    """Return the newest of these kinds of event; "": there is none."""
-    return next((str(event["event"]) for event in reversed(events) if event["event"] in names), "")
 
 
 def _is_requeued(events: Sequence[Record]) -> bool:
