@@ -45,9 +45,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("corpus"), count=300)
 
 
-def make_run(path: Path, corpus: Path) -> Run:
+def make_run(path: Path, corpus: Path, *keys: str) -> Run:
     run = Run(path)
-    run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *KEYS]))
+    run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *KEYS, *keys]))
     return run
 
 
@@ -194,6 +194,24 @@ def test_ranks_that_die_on_all_hosts_lose_one_step_at_most(
     assert made.run_ranks(train, run.path) == [0, 0]
     assert resumed(run) in ([(done, "memory")], [(done - 1, "memory")])
     assert_same_bits(run, undisturbed)
+
+
+def test_a_lost_group_of_hosts_costs_no_step_where_another_group_holds_the_same(
+    hosts: Callable[..., Hosts], tmp_path: Path, corpus: Path
+) -> None:
+    """Both hosts of a group: none of them could keep the other's copies. No copy was due, or is ever sent."""
+    keys = ("layout.dp=4", "layout.shard_group=2", "layout.micro_batch=1", "train.steps=7", "model.layers=1")
+    made, run = hosts(4, rate=RATE), make_run(tmp_path / "run", corpus, *keys)
+    ranks = made.start_ranks(train, run.path, 6)
+    wait_until(lambda: steps_done(run) == 6)
+    wait_until(
+        lambda: all(6 in one["steps"] for host in made.run_ranks(list_on_host, run.path) for one in host)
+    )
+    made.kill_all(0)
+    made.kill_all(1)
+    ranks.kill()
+    assert made.run_ranks(train, run.path) == [0] * 4
+    assert resumed(run) == [(6, "memory")]
 
 
 # Which way copies take

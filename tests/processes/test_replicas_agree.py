@@ -13,6 +13,7 @@ from ranks import run_ranks
 from myriad.comm.grid import RankGrid
 from myriad.comm.groups import close_world
 from myriad.comm.layout import Layout
+from myriad.parallel.engine import Engine
 from myriad.train.replica_digests import digest_of, reduce_bits
 
 EXPERTS = {"experts": 4, "expert_hidden": 16}
@@ -49,9 +50,25 @@ def digests(case: Case) -> list[tuple[int, ...]]:
     train_steps(case, engine, 0, case.steps)
     engine.gather()
     take()
+    if case.layout.get("shard_group"):
+        assert_mirrors(engine)
     engine.close()
     close_world()
     return found
+
+
+def assert_mirrors(engine: Engine) -> None:
+    """A rank has what each rank of the same place in another group stores, to the bit and in the same parts:
+    snapshots of one replace those of the other."""
+    grid = engine.groups.grid
+    shards_of: list[Any] = [None] * grid.layout.world
+    own = {(one.name, one.offsets): one.values.clone() for one in engine.shards()}
+    torch.distributed.all_gather_object(shards_of, own)
+    for rank in grid.peers("dp_replicate"):
+        mirrored = {(one.name, one.offsets): one.values for one in engine.shards(rank)}
+        assert mirrored.keys() == shards_of[rank].keys() != set()
+        assert all(torch.equal(mirrored[key], shards_of[rank][key]) for key in mirrored)
+    assert len({key for shards in shards_of for key in shards}) == sum(map(len, shards_of)), "stored once"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.layout}-{case.dtype}-{case.comm}")

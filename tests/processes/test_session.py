@@ -427,3 +427,69 @@ def test_a_step_that_a_newer_start_has_stored_is_not_taken_away(tmp_path: Path) 
     (told,) = run_ranks(1, go)
     assert told is not None and "attempt 9 of the run has stored this step" in told
     assert CheckpointFolder(tmp_path / "checkpoints").at_step(1).manifest().attempt == 9
+
+
+def one_of_groups(path: Path, first: int, last: int, kills: bool) -> LoadedState | None:
+    """A rank of two groups of two, each on a node of its own. It holds what the same rank of the other group
+    stores, too. ``kills``: it ends by SIGKILL after its last step, else its last step is stored."""
+    groups = open_world(Layout(dp=4, zero=3, shard_group=2), torch.device("cpu"))
+    rank = groups.grid.rank
+    settings = SessionSettings(
+        CheckpointConfig(**QUICK),
+        run=path,
+        folder=CheckpointFolder(path / "checkpoints"),
+        events=path / "events.jsonl",
+        log=path / f"keeper-{rank}.log",
+        job='name = "x"\n',
+        holders=2,
+    )
+    session = CheckpointSession(settings, groups.grid, 0, groups.on_host("checkpoints"), torch.device("cpu"))
+    shape = (ROWS * 4, 4)
+    alike = groups.grid.peers("dp_replicate")
+    state = {one: TensorShard("model.w", shape, (ROWS * one, 0), torch.zeros(ROWS, 4)) for one in alike}
+    session.acquire(0)
+    found = session.resume(list(state.values()))
+    assert found is None or all(torch.equal(one.values, value_of(found.step, r)) for r, one in state.items())
+    session.begin([state[rank]], lambda of_rank: [state[of_rank]])
+    for step in range(first, last + 1):
+        session.settle()
+        for one, shard in state.items():
+            shard.values.copy_(value_of(step, one))
+        if (purpose := session.purpose(step, is_last=not kills and step == last, due=False)) is not None:
+            assert not purpose.copies, "no node sends what another holds"
+            session.take(step, {"step": step}, purpose)
+    session.settle()
+    if kills:
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert session.finish(last) is None
+    session.close()
+    close_world()
+    return found
+
+
+def test_a_whole_group_may_be_lost_where_another_has_snapshots_of_the_same(
+    tmp_path: Path,
+) -> None:
+    """First one group, then the other before a further step: the group that came back empty has a snapshot of
+    what it resumed from."""
+    lost_ranks(4, one_of_groups, tmp_path, 1, 7, True)
+    kill_servers(tmp_path, (0, 1))
+    lost_ranks(4, one_of_groups, tmp_path, 8, 7, True)
+    kill_servers(tmp_path, (2, 3))
+    assert CheckpointFolder(tmp_path / "checkpoints").steps() == []
+    found = run_ranks(4, one_of_groups, tmp_path, 8, 8, False)
+    assert [(one.step, one.source, one.problems) for one in found] == [(7, "memory", ())] * 4
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    assert folder.steps() == [8] and verify(folder.of_step(8)) == []
+    assert torch.equal(load_model(folder.of_step(8))["w"], torch.cat([value_of(8, r) for r in range(4)]))
+
+
+def kill_servers(path: Path, nodes: tuple[int, ...]) -> None:
+    """End the snapshot servers of some nodes of one rank each, which have the node's number in their name."""
+    for pid in snapshot_servers(path):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if command[command.index(b"myriad.checkpoint.snapshots.snapshot_server_process") + 1].endswith(
+            tuple(f"-{node}".encode() for node in nodes)
+        ):
+            os.kill(pid, signal.SIGKILL)

@@ -31,6 +31,11 @@ class CheckpointConfig(Config):
     copies_every: int = Field(10, ge=0)
     """Steps between copies of the snapshots to the memory of another node, in runs of several nodes; 0: no
     copies."""
+    holders: int | None = Field(None, ge=1)
+    """Nodes whose snapshots hold each part of the state, where ranks of several nodes hold the same
+    (layout.shard_group, or layout.zero = 0). With 2 or more the loss of a node costs no step, and its parts
+    are not copied to another node. off: 2 with layout.shard_group and checkpoint.copies_every > 0, else
+    1."""
     linger_seconds: float = Field(300.0, ge=0)
     """Seconds that snapshots stay in memory after all ranks of a node have ended, for a restart to resume
     from."""
@@ -44,8 +49,9 @@ class CheckpointConfig(Config):
     loaded."""
 
 
-def num_slots(config: CheckpointConfig, *, several_nodes: bool, compares: bool) -> int:
-    """Return the number of snapshot slots per rank; ``compares``: replicas compare digests of their state."""
+def num_slots(config: CheckpointConfig, *, sends_copies: bool, compares: bool) -> int:
+    """Return the number of snapshot slots per rank. ``sends_copies``: snapshots are copied to other nodes.
+    ``compares``: replicas compare digests of their state."""
     # 2: newest and next; 2: one being stored and one waiting; 2: one being copied and the last copied
-    slots = 2 + 2 * (config.memory_every > 0) + 2 * (several_nodes and config.copies_every > 0)
+    slots = 2 + 2 * (config.memory_every > 0) + 2 * sends_copies
     return slots + compares  # one for the trusted snapshot, the target of a rollback

@@ -11,8 +11,8 @@ These calls are collective: every rank makes them in the same order. `settle` al
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from myriad.checkpoint.checkpoint_world import (
 from myriad.checkpoint.config import CheckpointConfig, num_slots
 from myriad.checkpoint.format.dcp_archive import make_stored_shards
 from myriad.checkpoint.format.dcp_metadata import METADATA, make_metadata
-from myriad.checkpoint.format.stored_shard import StoredShard
+from myriad.checkpoint.format.stored_shard import StoredShard, without_mirrors
 from myriad.checkpoint.format.trainer_state import (
     decode_progress,
     load_random,
@@ -49,7 +49,7 @@ from myriad.checkpoint.load.state_search import (
     gather_in_memory,
 )
 from myriad.checkpoint.snapshots.checkpoint_writer import StoreOutcome
-from myriad.checkpoint.snapshots.peer_servers import choose_node, new_token
+from myriad.checkpoint.snapshots.peer_servers import choose_holders, choose_node, new_token
 from myriad.checkpoint.snapshots.server_start import StartServer, node_server_name, start_snapshot_server
 from myriad.checkpoint.snapshots.snapshot_client import SnapshotClient
 from myriad.checkpoint.snapshots.snapshot_memory import SnapshotMemory
@@ -57,7 +57,7 @@ from myriad.checkpoint.snapshots.snapshot_taker import SnapshotPurpose, Snapshot
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.checkpoint.storage.folder_owner import AcquiredFolder
 from myriad.comm.grid import RankGrid
-from myriad.comm.layout import AXES
+from myriad.comm.layout import AXES, Layout
 from myriad.errors import BadInputError
 from myriad.model.tensor_shard import TensorShard
 from myriad.system.jsonl import LineFile
@@ -87,6 +87,8 @@ class SessionSettings:
     compares: bool = False
     """Whether replicas are compared. If so, the newest trusted snapshot is kept
     (`CheckpointSession.trust`)."""
+    holders: int = 1
+    """Nodes whose snapshots may hold each part of the state (`JobValues.snapshot_holders`)."""
     encrypts: bool = False
     """Whether copies of snapshots between nodes are encrypted."""
     start: StartServer = start_snapshot_server
@@ -136,6 +138,7 @@ class CheckpointSession:
         self._progress = progress_shard({})
         self._random = random_shard(grid.rank, device)
         self._snapshots: SnapshotTaker | None = None
+        self._sends_copies = self._has_mirrors = False
         self.waited_seconds = 0.0
         """Seconds for which training has waited in `take` and `settle`."""
         self.attempt, self._acquired = 0, AcquiredFolder(0)
@@ -208,24 +211,40 @@ class CheckpointSession:
         aside = tuple(found.set_aside)
         return LoadedState(found.step, progress, found.source, seconds, problems, aside, found.has_optional)
 
-    def begin(self, shards: Sequence[TensorShard]) -> None:
+    def begin(
+        self,
+        shards: Sequence[TensorShard],
+        shards_of: Callable[[int], Iterable[TensorShard]] = lambda _: (),
+    ) -> None:
         """Join the snapshot server and allocate snapshot memory.
 
-        ``shards``: the tensor shards of this rank, as views of memory that stays in place."""
-        own = [*shards, self._random]
-        if self._grid.rank == 0:
-            own.append(self._progress)
-        stored_shards, config, world = make_stored_shards(own), self._settings.config, self._world
-        shards_of_rank = world.gather(stored_shards, list[StoredShard])
+        ``shards``: the tensor shards of this rank, as views of memory that stays in place. ``shards_of``:
+        those of another rank that holds the same state, as views of this rank's memory."""
+        config, world, rank = self._settings.config, self._world, self._grid.rank
+        holders = _holders_of_rank(self._grid.layout, world.ranks_of_node, self._settings.holders)
+        mirrored = [other for other, found in enumerate(holders) if rank in found]
+        own = [*shards, self._random, *((self._progress,) if rank == 0 else ())]
+        mirrors = [shard for other in mirrored for shard in shards_of(other)]
+        if 0 in mirrored:
+            mirrors.append(self._progress)
+        stored_shards = [
+            replace(shard, is_mirror=number >= len(own))
+            for number, shard in enumerate(make_stored_shards([*own, *mirrors]))
+        ]
+        own += mirrors
+        shards_of_rank = world.gather(without_mirrors(stored_shards), list[StoredShard])
         several = len(world.ranks_of_node) > 1
+        copied = {one for one, found in enumerate(holders) if several and config.copies_every and not found}
+        self._sends_copies, self._has_mirrors = bool(copied), any(holders)
         self._join = partial(
             self._client.join,
             stored_shards,
             attempt=self.attempt,
-            rank=self._grid.rank,
+            rank=rank,
+            holds=[rank, *mirrored],
             world=self._grid.layout.world,
             num_local=len(world.ranks_of_node[world.node]),
-            num_slots=num_slots(config, several_nodes=several, compares=self._settings.compares),
+            num_slots=self._num_slots(),
             resumed=self._resumed,
         )
         try:
@@ -240,7 +259,7 @@ class CheckpointSession:
         token = world.from_first(new_token(), str)
         if self._first:
             firsts = [ranks[0] for ranks in world.ranks_of_node]
-            message = self._message() | {
+            message = self._message(copied) | {
                 "nodes": [[addresses[rank], ports[rank]] for rank in firsts],
                 "token": token,
                 "constant": constant_manifest(shards_of_rank, self._grid.layout.model_dump(mode="json")),
@@ -252,9 +271,16 @@ class CheckpointSession:
         if self._settings.compares:
             self._snapshots.trusted_step = self._resumed or 0
         world.barrier()  # every snapshot server is ready for requests of the others
-        if several and config.copies_every and self._resumed is not None:
-            # A host that was replaced has no copies yet, and another host may fail next.
-            self.take(self._resumed, decode_progress(self._progress.values), SnapshotPurpose(copies=True))
+        if self._resumed is not None and (self._sends_copies or self._has_mirrors):
+            # A host that was replaced has nothing yet, and another host may fail next.
+            purpose = SnapshotPurpose(copies=self._sends_copies)
+            self.take(self._resumed, decode_progress(self._progress.values), purpose)
+
+    def _num_slots(self) -> int:
+        config = self._settings.config
+        if self._has_mirrors and not config.memory_every:
+            config = config.model_copy(update={"memory_every": 1})  # of mirrors, at checkpoint.copies_every
+        return num_slots(config, sends_copies=self._sends_copies, compares=self._settings.compares)
 
     def _rejoin(self) -> SnapshotMemory:
         """Replace a snapshot server that died: join a new one and configure it like the old one."""
@@ -276,10 +302,10 @@ class CheckpointSession:
         self._client.why_killed = ""
         return memory
 
-    def _message(self) -> dict[str, Any]:
+    def _message(self, copied: Collection[int]) -> dict[str, Any]:
+        """``copied``: the ranks whose snapshots are copied to another node."""
         config, world = self._settings.config, self._world
-        copies = config.copies_every > 0
-        here = world.ranks_of_node[world.node]
+        here = [rank for rank in world.ranks_of_node[world.node] if rank in copied]
         targets = {rank: choose_node(world.node, world.ranks_of_node, self._peers(rank)) for rank in here}
         return {
             "url": self._settings.folder.storage.url,
@@ -291,7 +317,7 @@ class CheckpointSession:
             "node": world.node,
             "moved": False,
             "encrypt": self._settings.encrypts,
-            "target_of": targets if copies else {},
+            "target_of": targets,
         }
 
     def _peers(self, rank: int) -> frozenset[int]:
@@ -305,16 +331,17 @@ class CheckpointSession:
         """Return the purposes of a snapshot after ``step`` steps; ``None``: no snapshot is due.
 
         ``due`` and ``memory_due``: whether the time interval for storage and for memory has passed."""
-        config, several = self._settings.config, len(self._world.ranks_of_node) > 1
+        config = self._settings.config
         durable = is_last or due or bool(config.every and step % config.every == 0)
-        copies = bool(several and config.copies_every and step % config.copies_every == 0)
+        apart = bool(config.copies_every and step % config.copies_every == 0)
+        copies = self._sends_copies and apart
         memory = bool(memory_due and config.memory_every and step % config.memory_every == 0)
+        memory |= self._has_mirrors and apart
         return SnapshotPurpose(durable, copies, is_last) if durable or copies or memory else None
 
     def final_purpose(self) -> SnapshotPurpose:
         """Return the purposes of the last snapshot of an attempt that a new attempt will replace."""
-        several = len(self._world.ranks_of_node) > 1
-        return SnapshotPurpose(copies=several and self._settings.config.copies_every > 0, last=True)
+        return SnapshotPurpose(copies=self._sends_copies, last=True)
 
     def take(self, step: int, progress: Mapping[str, Any], purpose: SnapshotPurpose) -> None:
         """Start a snapshot; the state must not change before `settle` returns."""
@@ -369,3 +396,15 @@ class CheckpointSession:
             self._snapshots.close()
         if for_good:
             self._client.bye()
+
+
+def _holders_of_rank(layout: Layout, ranks_of_node: Sequence[Sequence[int]], number: int) -> list[list[int]]:
+    """Return for each rank the others whose snapshots hold its shards too; see `choose_holders`."""
+    nodes = {rank: node for node, ranks in enumerate(ranks_of_node) for rank in ranks}
+    node_of_rank = [nodes[rank] for rank in range(layout.world)]
+    rows = RankGrid(layout, 0).rows("dp_replicate") if number > 1 else []
+    found: list[list[int]] = [[] for _ in node_of_rank]
+    for row in rows:
+        for rank in row:
+            found[rank] = choose_holders(rank, row, node_of_rank, number)
+    return found

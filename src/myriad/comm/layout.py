@@ -144,6 +144,12 @@ class Layout(Config):
         replica is one."""
         return self.num_holders // self.num_shards
 
+    def num_snapshot_holders(self, wanted: int | None, copies_every: int) -> int:
+        """Return the number of nodes whose snapshots may hold each part of the state, of those whose ranks
+        hold the same (`CheckpointConfig.holders`)."""
+        default = 2 if self.shard_group is not None and copies_every else 1
+        return 1 if self.folds_experts else min(wanted or default, self.num_shard_groups)
+
     @property
     def expert_tp(self) -> int:
         """Tensor-parallel ranks that share the width of each expert."""

@@ -216,7 +216,12 @@ def snapshot_schedule_of(job: Job) -> SnapshotSchedule:
     """Return the job's snapshot schedule."""
     kept = job.checkpoint
     return SnapshotSchedule(
-        kept.every, kept.minutes, kept.memory_every, kept.memory_seconds, kept.copies_every
+        kept.every,
+        kept.minutes,
+        kept.memory_every,
+        kept.memory_seconds,
+        kept.copies_every,
+        kept.holders,
     )
 
 

@@ -367,6 +367,16 @@ def _check_steps(job: JobValues) -> None:
                 raise BadInputError(key, error.value, error.allowed) from None
 
 
+def _check_holders(job: JobValues) -> None:
+    holders, layout = job.checkpoint.holders, job.layout
+    lacks = "layout.ep = 1 and no layout.etp" if layout.folds_experts else ""
+    lacks = "comm.sync_every = 1" if job.comm.sync_every > 1 else lacks
+    need(not lacks or holders in (None, 1), "checkpoint.holders", holders, f"more than 1 needs {lacks}")
+    most = layout.num_shard_groups
+    allowed = f"at most {most}: so many ranks hold the same state (layout.shard_group, or layout.zero = 0)"
+    need(holders is None or holders <= most, "checkpoint.holders", holders, allowed)
+
+
 def _check_started_nodes(job: JobValues) -> None:
     nodes, world = job.resilience.nodes, job.layout.world
     divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
@@ -401,6 +411,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_cuda_graphs,
     _check_validation_sets,
     _check_nodes,
+    _check_holders,
     _check_started_nodes,
     _check_store,
     _check_collector,
@@ -423,6 +434,7 @@ _LAYOUT_RULES = frozenset(
         _check_memory_budget,
         _check_lossy,
         _check_nodes,
+        _check_holders,
         _check_started_nodes,
     }
 )

@@ -171,6 +171,12 @@ class JobValues(Config):
         return self.resilience.verify_every > 0 and share
 
     @property
+    def snapshot_holders(self) -> int:
+        """Nodes whose snapshots may hold each part of the state, of those whose ranks hold the same."""
+        wanted = 1 if self.comm.sync_every > 1 else self.checkpoint.holders
+        return self.layout.num_snapshot_holders(wanted, self.checkpoint.copies_every)
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches per rank and iteration; with unequal shares, the largest number."""
         return max(self.shares)

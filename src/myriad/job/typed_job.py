@@ -73,6 +73,9 @@ class Job(JobValues):
             need(whole, "layout.dp", layout.dp, f"must fill nodes of {each} ranks")
             update["resilience"] = how.model_copy(update={"nodes": max(1, layout.world // each)})
             update["comm"] = self.comm.model_copy(update={"node_order": None})
+        if (holders := self.checkpoint.holders) is not None:
+            fewer = {"holders": min(holders, layout.num_shard_groups)}
+            update["checkpoint"] = self.checkpoint.model_copy(update=fewer)
         if layout.dp == 1 and self.telemetry.noise_scale:  # one replica is left, which has no small batches
             off = {"noise_scale": False, "noise_scale_decay": TelemetryConfig().noise_scale_decay}
             update["telemetry"] = self.telemetry.model_copy(update=off)

@@ -156,7 +156,7 @@ def check_local_memory(job: Job, machine_bytes: float | None = None) -> None:
 def _check_snapshots(job: Job, state_bytes: float, there: float) -> None:
     """Refuse snapshots that exceed the memory. It is touched and pinned at the start, so the kernel would
     kill a rank."""
-    slots = num_slots(job.checkpoint, several_nodes=False, compares=job.compares_replicas)
+    slots = num_slots(job.checkpoint, sends_copies=False, compares=job.compares_replicas)
     if slots * state_bytes > there:
         key = f"memory for {slots} snapshots of {job.name}'s parameters and their states"
         fewer = (

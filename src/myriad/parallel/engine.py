@@ -233,14 +233,16 @@ class Engine(ForwardEngine):
         All ranks call this together, before their first step."""
         self._trial.compute_alone(self.programs, (False, True), self._sample)
 
-    def shards(self) -> Iterator[TensorShard]:
+    def shards(self, of_rank: int | None = None) -> Iterator[TensorShard]:
         """Return this rank's shards of the parameters and the optimizer state, as views of live memory.
 
         Their names are ``model.NAME`` and ``optimizer.STATE.NAME``; replicas that train alone add
         ``replica.N.optimizer...`` and ``outer.velocity.NAME``. A tensor that several ranks hold is returned
-        by one of them only; data-parallel replicas return one share each.
+        by one of them only; data-parallel replicas return one share each. ``of_rank``: return the shares of
+        this one of the ranks that hold the same state.
         """
-        return self._model_state.shards(self._states(owned_only=True), owned_only=True)
+        copy = None if of_rank is None else self.groups.grid.peers("dp_replicate").index(of_rank)
+        return self._model_state.shards(self._states(owned_only=True), owned_only=True, copy=copy)
 
     def _states(self, *, owned_only: bool) -> dict[str, Sequence[torch.Tensor]]:
         """Return state names, each with one tensor per region, shaped like the region's values."""

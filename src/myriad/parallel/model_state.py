@@ -55,15 +55,16 @@ class ModelState:
         return row.is_copy or (row.entry.cut is None and self._grid.index("tp") > 0)
 
     def shards(
-        self, states: Mapping[str, Sequence[torch.Tensor]], *, owned_only: bool
+        self, states: Mapping[str, Sequence[torch.Tensor]], *, owned_only: bool, copy: int | None = None
     ) -> Iterator[TensorShard]:
         """Yield shards of whole tensors, named ``STATE.PARAMETER``, as views of ``states``. Each state has
         one tensor per region, shaped like the region's values, or empty. ``owned_only``: a tensor that
-        several ranks hold is yielded by one of them only; data-parallel replicas yield one share each."""
+        several ranks hold is yielded by one of them only; data-parallel replicas yield one share each.
+        ``copy``: yield the shares of this one of the ranks that hold the same; default: this rank's."""
         for index, region in enumerate(self.regions):
             for piece in region.pieces:
                 chunk, row = self.rows[piece.parameter]
-                low, high = _share(region, chunk) if owned_only else (0, region.values.numel())
+                low, high = _share(region, chunk, copy) if owned_only else (0, region.values.numel())
                 first, stop = max(piece.start, low), min(piece.stop, high)
                 if first >= stop or (owned_only and self._is_copy(chunk, row)):
                     continue
@@ -125,10 +126,11 @@ def _row_groups(state: ModelState, groups: Groups) -> list[tuple[torch.Tensor, G
     return found
 
 
-def _share(region: Region, chunk: Chunk) -> tuple[int, int]:
-    """Return the span of a chunk's region that this rank writes: the whole region, or its share if other
-    ranks hold the same."""
-    size, copy, copies = region.values.numel(), chunk.sharing.copy, chunk.sharing.num_copies
+def _share(region: Region, chunk: Chunk, copy: int | None) -> tuple[int, int]:
+    """Return the span of a chunk's region that one of the ranks that hold the same writes, by default this
+    one."""
+    size, copies = region.values.numel(), chunk.sharing.num_copies
+    copy = chunk.sharing.copy if copy is None else copy
     return size * copy // copies, size * (copy + 1) // copies
 
 

@@ -65,7 +65,7 @@ def resume(
             append_event("weights", **begun)
         else:
             engine.draw_initial()
-    session.begin(list(engine.shards()))
+    session.begin(list(engine.shards()), engine.shards)
     return StartState(0 if state is None else state.step, position, state)
 
 

@@ -130,6 +130,7 @@ class Trainer:
             log=run.logs_path / f"keeper-{self.place.rank}.log",
             job=dump_toml(job),
             compares=job.compares_replicas,
+            holders=job.snapshot_holders,
             encrypts=job.resilience.encrypt,
             start=ServerThread if self._in_process else start_snapshot_server,
         )

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myriad.checkpoint.snapshots.peer_servers import choose_node
+from myriad.checkpoint.snapshots.peer_servers import choose_holders, choose_node
 from myriad.comm.grid import RankGrid
 from myriad.comm.layout import AXES, Layout
 
@@ -34,3 +34,11 @@ def test_where_groups_span_some_nodes_the_copy_is_outside_all_of_them():
     nodes = [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert choose_node(0, nodes, peers_of(layout, 0)) == 3
     assert choose_node(3, nodes, peers_of(layout, 6)) == 0
+
+
+def test_snapshots_of_ranks_that_hold_the_same_are_on_as_many_nodes_as_are_asked_for():
+    apart, paired = [0, 1, 2, 3], [0, 0, 1, 1]
+    assert [choose_holders(rank, (0, 1, 2, 3), apart, 2) for rank in range(4)] == [[1], [2], [3], [0]]
+    assert choose_holders(3, (0, 1, 2, 3), apart, 3) == [0, 1]
+    assert [choose_holders(rank, (0, 1, 2, 3), paired, 3) for rank in range(4)] == [[2], [2], [0], [0]]
+    assert choose_holders(0, (0, 1), paired, 2) == [], "both are on one node"

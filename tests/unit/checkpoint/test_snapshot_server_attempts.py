@@ -26,8 +26,8 @@ SIZE = snapshot_bytes(PIECES)
 def join(node_server, attempt, resumed=None):
     values, envelopes = encode_shards(PIECES)
     message = {
-        "attempt": attempt, "rank": 0, "world": 1, "num_local": 1, "num_slots": 3, "pieces": values,
-        "resumed": resumed,
+        "attempt": attempt, "rank": 0, "holds": [0], "world": 1, "num_local": 1, "num_slots": 3,
+        "pieces": values, "resumed": resumed,
     }  # fmt: skip
     return node_server.join(message, memoryview(envelopes))
 
@@ -173,6 +173,16 @@ def test_a_new_snapshot_server_learns_which_attempts_were_over(tmp_path):
             wire = SocketChannel(connection)
             wire.accept(PROTOCOL, [b""])
             assert wire.receive()[0] == {"op": "release", "attempt": 1, "step": 7}
+
+
+def test_a_copy_that_arrived_damaged_keeps_the_hashes_of_what_was_sent():
+    """A hash of what arrived would pass it for good."""
+    copied, (values, envelopes) = SnapshotServer().copied, encode_shards(PIECES)
+    who = {"attempt": 1, "rank": 0, "world": 2, "step": 7}
+    copied.begin(who | {"pieces": values}, memoryview(envelopes))
+    copied.take(who | {"hashes": ["sent"]}, memoryview(bytes(SIZE)))
+    (entry,) = copied.entries()
+    assert entry.opened(7)[0]["hashes"] == ["sent"]
 
 
 def test_a_step_that_a_rank_of_another_node_had_no_memory_for_is_no_fault_until_it_is_a_habit(tmp_path):

@@ -96,8 +96,8 @@ class Rank:
 
     def join(self, resumed: int | None) -> None:
         self.memory = self.client.join(
-            PIECES[self.rank], attempt=self.attempt, rank=self.rank, world=RANKS, num_local=RANKS,
-            num_slots=SLOTS, resumed=resumed,
+            PIECES[self.rank], attempt=self.attempt, rank=self.rank, holds=[self.rank], world=RANKS,
+            num_local=RANKS, num_slots=SLOTS, resumed=resumed,
         )  # fmt: skip
 
     def fill(self, slot: int, step: int) -> None:

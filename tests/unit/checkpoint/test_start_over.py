@@ -46,7 +46,11 @@ class Nodes:
 
     def snapshots(self) -> list[dict[str, Any]]:
         steps = sorted(self.kinds)
-        return [{"attempt": 1, "world": 1, "rank": 0, "copied": False, "steps": steps}] if steps else []
+        return (
+            [{"attempt": 1, "world": 1, "rank": 0, "holds": [0], "copied": False, "steps": steps}]
+            if steps
+            else []
+        )
 
     def open(self, attempt: int, rank: int, step: int, *, copied: bool) -> OpenedSnapshot | None:
         if self.kinds[step] == "gone":

@@ -29,9 +29,12 @@ def test_what_is_not_changed_is_the_jobs() -> None:
 
 @pytest.mark.parametrize(("dp", "group"), [(2, 2), (3, None), (1, None)])
 def test_fewer_replicas_keep_groups_that_divide_them(dp: int, group: int | None) -> None:
-    job = load_job("tiny", ["layout.dp=4", "layout.zero=3", "layout.shard_group=2", "train.global_batch=12"])
-    fewer = job.in_attempt(AttemptLayout(dp=dp)).layout
+    keys = ["layout.dp=4", "layout.zero=3", "layout.shard_group=2", "checkpoint.holders=2"]
+    job = load_job("tiny", [*keys, "train.global_batch=12"])
+    attempt = job.in_attempt(AttemptLayout(dp=dp))
+    fewer = attempt.layout
     assert (fewer.shard_group, fewer.num_shards) == (group, group or dp)
+    assert (job.snapshot_holders, attempt.snapshot_holders) == (2, 1), "one group is left"
 
 
 def test_fewer_replicas_have_fewer_nodes_in_no_order_of_the_plan() -> None:

@@ -193,6 +193,16 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["layout.reduce=each"], "layout.reduce", "needs layout.zero = 2 or 3"),
         (["layout.dp=4", "layout.shard_group=2"], "layout.shard_group", "needs layout.zero = 1, 2 or 3"),
         (
+            ["layout.dp=4", "layout.zero=3", "checkpoint.holders=2"],
+            "checkpoint.holders",
+            "at most 1: so many ranks hold the same state",
+        ),
+        (
+            ["layout.dp=2", "comm.sync_every=2", "checkpoint.holders=2"],
+            "checkpoint.holders",
+            "more than 1 needs comm.sync_every = 1",
+        ),
+        (
             ["layout.dp=4", "layout.zero=3", "layout.shard_group=3"],
             "layout.shard_group",
             "must divide layout.dp",

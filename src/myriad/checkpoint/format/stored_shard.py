@@ -20,6 +20,7 @@ __all__ = [
     "files_of_rank",
     "offsets_in_file",
     "snapshot_bytes",
+    "without_mirrors",
 ]
 
 Shape = tuple[int, ...]
@@ -48,6 +49,9 @@ class StoredShard:
     """Offset of its first byte in the rank's snapshot."""
     head: bytes
     tail: bytes
+    is_mirror: bool = False
+    """Whether another rank stores it, and this one only holds it in memory. Mirrors are the last shards of a
+    rank."""
 
     @property
     def file_bytes(self) -> int:
@@ -80,6 +84,11 @@ def offsets_in_file(stored_shards: Sequence[StoredShard]) -> Iterator[tuple[Stor
 def snapshot_bytes(stored_shards: Sequence[StoredShard]) -> int:
     """Return the memory that a snapshot of one rank needs, in bytes."""
     return max((shard.memory_start + shard.num_bytes for shard in stored_shards), default=0)
+
+
+def without_mirrors(stored_shards: Sequence[StoredShard]) -> list[StoredShard]:
+    """Return the shards that the rank stores."""
+    return [shard for shard in stored_shards if not shard.is_mirror]
 
 
 def encode_shards(stored_shards: Sequence[StoredShard]) -> tuple[list[dict[str, Any]], bytes]:

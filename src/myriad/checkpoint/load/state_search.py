@@ -190,12 +190,13 @@ def gather_in_memory(client: SnapshotClient, world: CheckpointWorld) -> list[lis
 
 
 def complete_in_memory(in_memory: Sequence[Sequence[Summary]]) -> dict[int, int]:
-    """Return the steps of which all ranks of an attempt have a snapshot, with the newest such attempt."""
+    """Return the steps of which snapshots have the shards of all ranks of an attempt, with the newest such
+    attempt."""
     ranks: dict[tuple[int, int, int], set[int]] = defaultdict(set)
     for snapshots in in_memory:
         for one in snapshots:
             for step in one["steps"]:
-                ranks[step, one["attempt"], one["world"]].add(one["rank"])
+                ranks[step, one["attempt"], one["world"]].update(one["holds"])
     complete: dict[int, int] = {}
     for (step, attempt, size), present in ranks.items():
         if len(present) == size:

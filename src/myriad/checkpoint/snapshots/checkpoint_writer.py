@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from myriad.checkpoint.format.checkpoint_manifest import CheckpointManifest, StoredFile
-from myriad.checkpoint.format.stored_shard import PROGRESS, files_of_rank
+from myriad.checkpoint.format.stored_shard import PROGRESS, files_of_rank, without_mirrors
 from myriad.checkpoint.snapshots.rank_entry import RankEntry
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder, verify
 from myriad.checkpoint.storage.storage_backends import Storage
@@ -47,7 +47,7 @@ def store_local(storage: Storage, step: int, entries: Sequence[RankEntry]) -> di
             if slot is None:
                 raise OSError(f"rank {entry.rank} has no snapshot of step {step}")
             data = entry.data_in(slot)
-            for name, stored_shards in files_of_rank(entry.rank, entry.stored_shards):
+            for name, stored_shards in files_of_rank(entry.rank, without_mirrors(entry.stored_shards)):
                 path = f"step-{step}/{name}"
                 waiting.append(
                     (entry, slot, name, pool.submit(write_and_check, storage, path, stored_shards, data))

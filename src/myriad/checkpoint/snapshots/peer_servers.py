@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from myriad.checkpoint.format.stored_shard import encode_shards, snapshot_bytes
+from myriad.checkpoint.format.stored_shard import encode_shards, snapshot_bytes, without_mirrors
 from myriad.checkpoint.snapshots.rank_entry import RankEntry
 from myriad.checkpoint.storage.direct_io import Buffer
 from myriad.wire.socket_channel import Closed, Message, SocketChannel
 
-__all__ = ["PROTOCOL", "PeerServers", "choose_node", "new_token"]
+__all__ = ["PROTOCOL", "PeerServers", "choose_holders", "choose_node", "new_token"]
 
 PROTOCOL = "snapshots"
 _ANSWER_SECONDS = 600.0
@@ -46,6 +46,16 @@ def choose_node(node: int, ranks_of_node: Sequence[Sequence[int]], peers: frozen
     num_nodes = len(ranks_of_node)
     others = [(node + distance) % num_nodes for distance in range(1, num_nodes)]
     return min(others, key=lambda other: len(peers & set(ranks_of_node[other])), default=None)
+
+
+def choose_holders(rank: int, alike: Sequence[int], node_of_rank: Sequence[int], number: int) -> list[int]:
+    """Return the ranks whose snapshots hold the shards of ``rank`` too, so that they are on ``number`` nodes
+    if possible: of ``alike``, the ranks that hold the same state, the next ones on other nodes."""
+    at, found = alike.index(rank), [rank]
+    for other in (*alike[at + 1 :], *alike[:at]):
+        if len(found) < number and node_of_rank[other] not in {node_of_rank[one] for one in found}:
+            found.append(other)
+    return found[1:]
 
 
 class PeerServers:
@@ -135,12 +145,13 @@ class PeerServers:
             if slot is None or hashes is None:
                 raise OSError(f"rank {entry.rank} has no snapshot of step {step}")
             who = {"attempt": entry.attempt, "world": entry.world, "rank": entry.rank, "step": step}
+            own = without_mirrors(entry.stored_shards)
             if (target, entry.rank) not in self._introduced:
-                values, envelopes = encode_shards(entry.stored_shards)
+                values, envelopes = encode_shards(own)
                 self.request(target, {"op": "begin copies", "pieces": values, **who}, envelopes)
                 self._introduced.add((target, entry.rank))
-            data = entry.memory.view(slot, 0, snapshot_bytes(entry.stored_shards))
-            self.request(target, {"op": "copy of", "hashes": hashes, **who}, data)
+            data = entry.memory.view(slot, 0, snapshot_bytes(own))
+            self.request(target, {"op": "copy of", "hashes": hashes[: len(own)], **who}, data)
 
 
 @dataclass

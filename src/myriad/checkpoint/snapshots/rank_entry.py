@@ -27,6 +27,8 @@ class RankEntry:
     rank: int
     stored_shards: list[StoredShard]
     descriptor: int
+    holds: tuple[int, ...]
+    """Ranks whose shards are all in each snapshot: this rank, and those that it mirrors."""
     copied: bool = False
     newest: int | None = None
     """For an earlier attempt: the step that the current attempt resumed from. Later steps are invalid: a rank
@@ -63,9 +65,13 @@ class RankEntry:
             return known[1]
 
     def record_hashes(self, slot: int, step: int, hashes: list[str]) -> None:
-        """Record hashes that were sent with a copy."""
+        """Record hashes that are known: of a copy, or of the shards that were stored."""
+        mirrors = self.stored_shards[len(hashes) :]
+        known = [*hashes, *(hash_of(self.data(slot, shard)) for shard in mirrors)]
+        if mirrors and self.memory.step_of(slot) != step:
+            return  # the slot was overwritten while its mirrors were hashed
         with self._hashing:
-            self._hashes[slot] = (step, hashes)
+            self._hashes[slot] = (step, known)
 
     def data(self, slot: int, shard: StoredShard) -> memoryview:
         """Return the bytes of a shard."""
@@ -93,6 +99,7 @@ class RankEntry:
             "attempt": self.attempt,
             "world": self.world,
             "rank": self.rank,
+            "holds": self.holds,
             "copied": self.copied,
             "steps": self.steps(),
             "copied_step": self.memory.kept,

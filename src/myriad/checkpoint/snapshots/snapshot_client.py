@@ -160,16 +160,18 @@ class SnapshotClient:
         *,
         attempt: int,
         rank: int,
+        holds: Sequence[int],
         world: int,
         num_local: int,
         num_slots: int,
         resumed: int | None = None,
     ) -> SnapshotMemory:
-        """Return memory for this rank's snapshots. ``resumed``: the step that this attempt resumes from.
+        """Return memory for this rank's snapshots. ``holds``: the ranks whose shards they all have.
+        ``resumed``: the step that this attempt resumes from.
 
         Raises `RunFailedError` if the server has no memory for them."""
         values, envelopes = encode_shards(stored_shards)
-        who = {"attempt": attempt, "rank": rank, "world": world, "num_local": num_local}
+        who = {"attempt": attempt, "rank": rank, "holds": holds, "world": world, "num_local": num_local}
         message = {"op": "join", "num_slots": num_slots, "pieces": values, **who}
         answer, _, descriptors = self._ask(message | {"resumed": resumed}, envelopes)
         if "problem" in answer:

@@ -70,7 +70,7 @@ class SnapshotServer:
         # Parse before anything of an earlier attempt ends: a malformed message must lose no snapshot.
         stored_shards = decode_shards(message["pieces"], bytes(payload))
         descriptor = SnapshotMemory.create(message["num_slots"], snapshot_bytes(stored_shards))
-        entry = RankEntry(number, world, rank, stored_shards, descriptor)
+        entry = RankEntry(number, world, rank, stored_shards, descriptor, tuple(message["holds"]))
         try:
             with self._lock:
                 if number > self._present.number:
@@ -229,7 +229,7 @@ class ReceivedCopies:
         stored_shards = decode_shards(message["pieces"], bytes(payload))
         descriptor = SnapshotMemory.create(_SLOTS, snapshot_bytes(stored_shards))
         attempt, rank = message["attempt"], message["rank"]
-        entry = RankEntry(attempt, message["world"], rank, stored_shards, descriptor, copied=True)
+        entry = RankEntry(attempt, message["world"], rank, stored_shards, descriptor, (rank,), copied=True)
         with self._lock:
             self._entries[attempt, rank] = entry
 

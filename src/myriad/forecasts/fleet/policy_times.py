@@ -64,9 +64,11 @@ def times_of(job: "Job", step_seconds: float) -> PolicyTimes:
     times = load_times(step_seconds=step_seconds, **({"durable_seconds": min(durable)} if durable else {}))
     stored = max(1, round(times.durable_seconds / step_seconds))
     in_memory = max(kept.memory_every, ceil(kept.memory_seconds / step_seconds))
+    of_all_nodes = in_memory if kept.memory_every else stored
+    has_mirrors = job.snapshot_holders > 1  # other nodes' snapshots have what a lost node's had
     changes = {
-        "memory_every": in_memory if kept.memory_every else stored,
-        "copies_every": kept.copies_every or stored,
+        "memory_every": of_all_nodes,
+        "copies_every": of_all_nodes if has_mirrors else kept.copies_every or stored,
         "verify_every": job.resilience.verify_every if job.compares_replicas else 0,
     }
     return times.model_copy(update=changes)

@@ -389,6 +389,7 @@ class Costs:
         if workload.snapshots == SnapshotSchedule():
             return 0.0
         updated, copied = self.most_parameters
+        copied *= workload.snapshots.num_holders(workload.layout, self.cluster.nodes)
         update = sweep_seconds(self.cluster.accelerator, updated * self.optimizer_bytes, 2.0)
         return float(self.snapshot_costs.stall_seconds(seconds, float(update), copied))
 

@@ -19,6 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from myriad.comm.layout import Layout
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.operator_costs import Number
 
@@ -49,6 +50,12 @@ class SnapshotSchedule:
     """Minimum seconds between snapshots in memory."""
     copies_every: int = 0
     """Steps between snapshots that are copied to another node's memory; 0: none."""
+    holders: int | None = None
+    """Nodes whose snapshots hold each part of the state, as in a job."""
+
+    def num_holders(self, layout: Layout, num_nodes: int) -> int:
+        """Return how many ranks' snapshots have each part of a layout's state."""
+        return layout.num_snapshot_holders(self.holders, self.copies_every) if num_nodes > 1 else 1
 
     def durable_steps(self, seconds: Number) -> list[_Steps]:
         """Return the interval of durable snapshots in steps, or an empty list."""

@@ -88,8 +88,10 @@ def _stalls(times: GridTimes, seconds: Array) -> Array | float:
     update = np.asarray(sweep_seconds(problem.cluster.accelerator, updated, 2.0))
     wide = (slice(None), slice(None), *(None,) * 4)
     copied = others / grid.num_holders + experts / grid.experts.num_replicas
-    copied = copied[:, None, None, None, None, None]
-    return np.asarray(costs.snapshot_costs.stall_seconds(seconds, update[wide], copied))
+    layouts = [grid.at((0, 0, shard, 0, 0, 0, 0))[0] for shard in range(len(grid.shards))]
+    holders = np.array([problem.snapshots.num_holders(one, problem.cluster.nodes) for one in layouts])
+    copied = copied[:, None] * holders
+    return np.asarray(costs.snapshot_costs.stall_seconds(seconds, update[wide], copied[wide]))
 
 
 def compute_seconds(times: GridTimes) -> Array:
