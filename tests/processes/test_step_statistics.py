@@ -13,7 +13,8 @@ from myriad.optim.gradient_noise import GradientNoise
 from myriad.parallel.step_statistics import LayerNorms
 from myriad.telemetry.config import TelemetryConfig
 
-CASE = Case({}, {"layers": 2, "kv_heads": 2, "activation": "swiglu", "bias": True}, {"epsilon": 1e-3})
+MODEL = {"layers": 2, "kv_heads": 2, "activation": "swiglu", "bias": True}
+CASE = Case({}, MODEL, {"epsilon": 1e-3}, steps=4)
 TELEMETRY = TelemetryConfig(noise_scale=True, noise_scale_decay=0.5, layer_norms_every=2)
 TARGETS = 8 * 16
 
@@ -21,9 +22,9 @@ Found = list[tuple[tuple[float, ...], LayerNorms | None]]
 
 
 def collect(case: Case) -> Found:
-    """Return one rank's statistics of four steps."""
+    """Return one rank's statistics of the steps."""
     engine, found = make_engine(case, telemetry=TELEMETRY), Found()
-    for step in range(4):
+    for step in range(case.steps):
         batch = batch_of_rank(case, engine, step)
         result = engine.train_step(lambda batch=batch: batch, 1e-2, TARGETS)
         found.append((result.noise or (), result.layer_norms))
@@ -95,3 +96,26 @@ def test_the_statistics_are_their_definition_in_every_layout() -> None:
             assert found is not None
             for own, expected in zip(found, norms, strict=True):
                 assert dict(own) == pytest.approx({"head": 0.0} | expected, rel=1e-5)
+
+
+def squares_of_pairs(_: Case) -> list[float]:
+    return [squares_of_rows(first, 2) for first in range(0, 8, 2)]
+
+
+def test_replicas_of_several_groups_and_micro_batches_of_one_replica_are_small_batches() -> None:
+    """Backwards in one part and in two, whose stages share the matrices; replicas that share their state in
+    groups, each of which has its part of the big batch's gradient."""
+    pairs, big = run_ranks(1, squares_of_pairs, CASE)[0], run_ranks(1, squares_of_rows, 0, 8)[0]
+    estimate = GradientNoise(0.5).add(sum(pairs), big, 1 / 4, TARGETS)
+    second: tuple[float, ...] = ()
+    layouts = (
+        {"dp": 4, "zero": 3, "shard_group": 2},
+        {"micro_batch": 2, "tp": 2},
+        {"micro_batch": 2, "pp": 2, "zero": 2, "schedule": "zero-bubble"},
+    )
+    for keys in layouts:
+        case = replace(CASE, layout=keys, steps=2)
+        for rank in run_ranks(case.world, collect, case):
+            assert rank[0][0] == pytest.approx(estimate, rel=1e-5)
+            second = second or rank[1][0]
+            assert rank[1][0] == pytest.approx(second, rel=1e-4), "gradients of the first one do not count"

@@ -197,6 +197,7 @@ def work_of(job: JobValues, value_bytes: int = 2) -> "Workload":
         newton_schulz=newton_schulz_of(job),
         qk_clip=job.optimizer.qk_clip is not None,
         ema_every=job.optimizer.ema_steps,
+        copies_gradients=job.telemetry.noise_scale and job.layout.dp == 1,
         value_bytes=value_bytes,
     )
 

@@ -78,7 +78,10 @@ def _check_statistics(job: JobValues) -> None:
         return
     copies = job.model.kv_lora_rank is None and layout.tp > job.model.num_kv_heads
     for wrong, needs in (
-        (layout.dp == 1, "layout.dp of at least 2: the small batches are those of the replicas"),
+        (
+            layout.dp == 1 and job.num_micro_batches == 1,
+            "layout.dp of at least 2, or two micro-batches a step: they are the small batches",
+        ),
         (layout.reduce == "each", "layout.reduce = last: a replica's whole gradient is not in memory"),
         (alone, "comm.sync_every = 1: with DiLoCo replicas send no gradients"),
         (comm.compress_gradients is not None, "comm.compress_gradients = off: sums of gradients are rounded"),

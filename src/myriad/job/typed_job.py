@@ -25,7 +25,6 @@ from myriad.job.job_values import JobValues
 from myriad.job.model_rules import settings_of
 from myriad.job.phase_values import PHASE_KEYS
 from myriad.recipes import read_recipe
-from myriad.telemetry.config import TelemetryConfig
 
 __all__ = [
     "RENAMED_KEYS",
@@ -76,9 +75,6 @@ class Job(JobValues):
         if (holders := self.checkpoint.holders) is not None:
             fewer = {"holders": min(holders, layout.num_shard_groups)}
             update["checkpoint"] = self.checkpoint.model_copy(update=fewer)
-        if layout.dp == 1 and self.telemetry.noise_scale:  # one replica is left, which has no small batches
-            off = {"noise_scale": False, "noise_scale_decay": TelemetryConfig().noise_scale_decay}
-            update["telemetry"] = self.telemetry.model_copy(update=off)
         return self.model_copy(update=update).check()
 
     def check(self) -> "Job":

@@ -80,6 +80,11 @@ class GradientSink:
             self._is_blank = False
             self._memory.zero_()
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing was written since `begin`, so that the memory has no meaning."""
+        return self._is_blank
+
     def begin(self) -> None:
         """Start a new sum: the first write overwrites the memory; `settle` zeroes it if there is none."""
         self._is_blank = True

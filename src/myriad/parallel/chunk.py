@@ -323,6 +323,21 @@ class Chunk:
         pairs = zip(self.sinks, self.entries, strict=self.sharing.has_gradients)
         return [sink for sink, entry in pairs if entry.decays]
 
+    def copy_gradients(self) -> torch.Tensor:
+        """Return a copy of the gradients of matrices as they are added up so far."""
+        return self._zero_blank(self.grad_buffer[: self._num_decayed].clone())
+
+    def added_since(self, copy: torch.Tensor) -> torch.Tensor:
+        """Return what was added to the gradients of matrices since a `copy_gradients`, in its memory."""
+        return self._zero_blank(torch.sub(self.grad_buffer[: self._num_decayed], copy, out=copy))
+
+    def _zero_blank(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Set the matrices to zero that no gradient has reached: their memory is not written yet."""
+        for sink, (start, stop) in zip(self.sinks, self.spans, strict=True):
+            if sink.is_blank:
+                gradients[start:stop].zero_()
+        return gradients
+
     def settle_gradients(self) -> None:
         """Complete `grad_buffer`: set the gradients of matrices to zero that received none."""
         for sink in self._matrix_sinks:

@@ -125,7 +125,7 @@ class Engine(ForwardEngine):
                 self._model_state,
                 groups,
                 definition.names,
-                layout.shares or (1,) * layout.dp,
+                layout.shares or (num_micro_batches,) * layout.dp,
                 mixtures_of(definition),
                 num_experts_of(definition),
             ),
@@ -135,6 +135,8 @@ class Engine(ForwardEngine):
         self._routing = None
         if any(routing):
             self._routing = RoutingTape(routing, self.model, definition.names, groups)
+        if self._optimizer_step.statistics.counts_micro_batches:
+            self._runtime.around_backward = self._optimizer_step.statistics.count_micro_batch
         self._trial = TrialSteps(self._runtime, self._optimizer_step, groups, device, recorder)
         self.optimizer = self._optimizer_step.optimizer
         if draws_initial:

@@ -124,6 +124,8 @@ class Runtime:
             groups, shapes, len(stage_rank), device, recorder, stream_is_sharded=stream_is_sharded
         )
         self.offload = ActivationOffload(device)
+        self.around_backward: Callable[[Sequence[Chunk]], AbstractContextManager[None]] | None = None
+        """Context in which a backward adds the gradients of one micro-batch to the chunks of its stage."""
         self._tied_group = None if model.tied is None else groups.of(model.tied_peer, "tied")
         self._do: Mapping[Kind, Callable[[Action, _Iteration], None]] = {
             Kind.LOAD: self._load,
@@ -394,16 +396,24 @@ class Runtime:
 
     def _backward(self, action: Action, now: _Iteration) -> None:
         backward, gradient = self._begin_backward(action, now)
-        self._end_backward(action, now, backward.whole(gradient))
+        with self._around(action):
+            entering = backward.whole(gradient)
+        self._end_backward(action, now, entering)
 
     def _backward_input(self, action: Action, now: _Iteration) -> None:
         backward, gradient = self._begin_backward(action, now)
-        entering, now.deferred[action.stage, action.micro_batch] = backward.in_parts(gradient)
+        with self._around(action):
+            entering, now.deferred[action.stage, action.micro_batch] = backward.in_parts(gradient)
         self._end_backward(action, now, entering)
 
     def _backward_weight(self, action: Action, now: _Iteration) -> None:
         self._start_gradients(action)  # a reduction after the input half may have freed them
-        now.deferred.pop((action.stage, action.micro_batch))()
+        with self._around(action):
+            now.deferred.pop((action.stage, action.micro_batch))()
+
+    def _around(self, action: Action) -> AbstractContextManager[None]:
+        around = self.around_backward
+        return nullcontext() if around is None else around(self._stage(action).chunks)
 
     def _start_gradients(self, action: Action) -> None:
         for chunk in self._stage(action).chunks:

@@ -1,8 +1,9 @@
 """Optional statistics of a step: the gradient noise scale, norms of each layer, the loads of experts, and the
 entropy of routers.
 
-    noise scale    before a chunk is reduced, add up the squared norm of this replica's own gradients; the
-                   sum and its counterpart after the reduction are two more numbers in the message of CLIP
+    noise scale    before a chunk is reduced, add up the squared norm of this replica's own gradients; with
+                   one replica, that of what each backward of a micro-batch adds. The sum and its counterpart
+                   after the reduction are two more numbers in the message of CLIP
     layer norms    every n steps: squared norms of gradients (before clipping), of the new parameters and of
                    their changes, each element counted once, in one message of 3 numbers a layer after UPDATE
     expert loads   tokens of each expert in all micro-batches: a number for each block and expert in the
@@ -11,11 +12,14 @@ entropy of routers.
 
 The noise scale counts the matrices that tensor parallelism cuts, without tied ones: only their gradients are
 whole on a rank before the reduction, in every layout, so that the estimate is the same in each layout with
-the same replicas. The change of a chunk is computed from a copy of its values, one chunk at a time.
+the same replicas, or with one replica the same micro-batches. Each of these matrices gets a micro-batch's
+gradient in one action, also where a backward is split in two, so norms of actions are those of
+micro-batches. The change of a chunk is computed from a copy of its values, one chunk at a time.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -81,7 +85,7 @@ class StepStatistics:
             self._counted = state.counts * torch.tensor(counted, dtype=torch.float64).to(device)
             self._pieces = {chunk: _pieces_of(chunk) for chunk in model.chunks if chunk is not model.tied}
             for chunk, pieces in self._pieces.items():
-                chunk.before_reduce = self._add_own if pieces else None
+                chunk.before_reduce = self._add_own if pieces and not self.counts_micro_batches else None
         self._every = config.layer_norms_every
         if self._every:
             numbers = [_layer_of(row.entry.name, self._layers) for _, row in state.rows]
@@ -108,7 +112,22 @@ class StepStatistics:
 
     def change_shares(self, shares: Sequence[int]) -> None:
         """Use other numbers of micro-batches of the replicas from the next iteration on."""
-        self._shares = sum((share / sum(shares)) ** 2 for share in shares)
+        small = shares if len(shares) > 1 else (1,) * shares[0]
+        self._shares = sum((share / sum(small)) ** 2 for share in small)
+
+    @property
+    def counts_micro_batches(self) -> bool:
+        """Whether the small batches of the noise scale are micro-batches: there is one replica."""
+        return self.noise is not None and self._groups.grid.layout.dp == 1
+
+    @contextmanager
+    def count_micro_batch(self, chunks: Sequence[Chunk]) -> Iterator[None]:
+        """Add the squared norm of the gradients that a backward adds to the chunks of its stage meanwhile."""
+        copies = [(chunk, chunk.copy_gradients()) for chunk in chunks if self._pieces.get(chunk)]
+        yield
+        while copies:
+            chunk, copy = copies.pop()
+            self._small += sums_of_squares([chunk.added_since(copy)], [self._pieces[chunk]], 1)[0]
 
     def begin(self, step: int) -> None:
         """Begin an iteration; ``step`` 0 is none of training."""
@@ -149,7 +168,7 @@ class StepStatistics:
             into[self._entropies_from :] = self._entropies
 
     def noise_of(self, sums: Sequence[float], scale: float, num_targets: int) -> NoiseEstimate | None:
-        """Add a step's sums over all ranks. ``scale``: loss scale. ``None``: there is one replica."""
+        """Add a step's sums over all ranks. ``scale``: loss scale. ``None``: there is one small batch."""
         sums = sums[: self._num_noise]
         if self.noise is None or self._shares >= 1 or not all(map(math.isfinite, sums)):
             return None

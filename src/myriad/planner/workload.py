@@ -122,6 +122,8 @@ class Workload:
     """Whether each training forward finds the largest attention scores."""
     ema_every: int = 0
     """Steps between updates of the moving average of the parameters; 0: there is none."""
+    copies_gradients: bool = False
+    """Whether each backward copies the gradients of its stage, to find what it adds."""
     value_bytes: int = 2
     """Bytes of one element of the compute type; 2: bfloat16 or float16."""
 

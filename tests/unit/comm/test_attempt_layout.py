@@ -5,6 +5,7 @@ import pytest
 from myriad.comm.attempt_layout import AttemptLayout, equal_shares
 from myriad.errors import BadInputError
 from myriad.job import load_job
+from myriad.job.job_values import work_of
 from myriad.wire.message_codec import plain, read
 
 FEWER = AttemptLayout(dp=2, shares=(4, 3))
@@ -35,6 +36,13 @@ def test_fewer_replicas_keep_groups_that_divide_them(dp: int, group: int | None)
     fewer = attempt.layout
     assert (fewer.shard_group, fewer.num_shards) == (group, group or dp)
     assert (job.snapshot_holders, attempt.snapshot_holders) == (2, 1), "one group is left"
+
+
+def test_one_replica_that_is_left_estimates_the_noise_scale_from_micro_batches() -> None:
+    keys = ["layout.dp=2", "layout.micro_batch=4", "train.global_batch=8", "telemetry.noise_scale=true"]
+    attempt = load_job("tiny", keys).in_attempt(AttemptLayout(dp=1))
+    assert attempt.telemetry.noise_scale and attempt.num_micro_batches == 2
+    assert work_of(attempt).copies_gradients
 
 
 def test_fewer_replicas_have_fewer_nodes_in_no_order_of_the_plan() -> None:

@@ -263,7 +263,11 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["model.mup_base_width=64", "optimizer.name=muon"], "model.mup_base_width", "need adamw"),
         (["optimizer.qk_clip=9"], "optimizer.qk_clip", "only with optimizer.name = muon"),
         ([*CLIPS, "model.qk_norm=head"], "optimizer.qk_clip", "needs model.qk_norm = none"),
-        (["telemetry.noise_scale=true"], "telemetry.noise_scale", "needs layout.dp of at least 2"),
+        (
+            ["telemetry.noise_scale=true", "train.global_batch=1"],
+            "telemetry.noise_scale",
+            "needs layout.dp of at least 2, or two micro-batches a step",
+        ),
         (["optimizer.ema_every=4"], "optimizer.ema_every", "only with optimizer.ema_decay"),
         (["train.validate_ema=true"], "train.validate_ema", "needs optimizer.ema_decay"),
         (["optimizer.ema_decay=0.9", "comm.sync_every=2"], "optimizer.ema_decay", "comm.sync_every = 1"),

@@ -231,6 +231,14 @@ def test_gradients_of_early_updates_are_there_for_one_micro_batch_only_while_the
     assert gradients(2, early=True) == gradients(2, early=False)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_backward_that_copies_its_gradients_needs_them_twice(schedule: Any) -> None:
+    work = Workload(GPT, Layout(pp=2, schedule=schedule), 8)
+    plain, copies = (memory_of_ranks(one) for one in (work, replace(work, copies_gradients=True)))
+    for before, after in zip(plain, copies, strict=True):
+        assert 0 < float(after.activations) - float(before.activations) <= float(before.gradients)
+
+
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
 @pytest.mark.parametrize(

@@ -408,12 +408,21 @@ class _MemoryWalk:
             return self.matrices[action.stage].workspace, 0.0
         if action.kind is Kind.STEP:
             return max(one.alone for one in self.matrices.values()), 0.0
-        does = SEMANTICS[action.kind]
+        does, copies = SEMANTICS[action.kind], self._copied_gradients(action)
         if self.captured is not None or not does.computes:
-            return 0.0, 0.0
+            return copies, 0.0
         if Resource.ACTIVATIONS in does.allocates:
             return self._held(action).in_forward
         if Resource.ACTIVATIONS not in does.frees:
-            return 0.0, 0.0
+            return copies, 0.0
         held = self._held(action)
-        return held.in_split_backward if Resource.WEIGHT_OPERANDS in does.allocates else held.in_backward
+        split = Resource.WEIGHT_OPERANDS in does.allocates
+        passing, head_bytes = held.in_split_backward if split else held.in_backward
+        return passing + copies, head_bytes
+
+    def _copied_gradients(self, action: Action) -> float:
+        """Return the bytes of the gradients that a backward copies (`Workload.copies_gradients`)."""
+        does = SEMANTICS[action.kind]
+        adds = does.computes and Resource.ACTIVATIONS not in does.allocates
+        copied = self.workload.copies_gradients and adds
+        return 4 * sum(self.chunks[key] for key in self._own_chunks(action.stage)) if copied else 0.0
