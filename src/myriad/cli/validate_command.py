@@ -78,7 +78,7 @@ def validate(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="TABLE.csv", help="With --from-log: write the table instead of predicting it."),
+        typer.Option(metavar="TABLE.csv", help="Write the table of --from-log instead of predicting it."),
     ] = None,
     skip_bad: Annotated[
         bool,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from myriad.errors import BadInputError
 from myriad.job import Job
-from myriad.planner import LOG_COLUMNS, log_cells
+from myriad.planner import log_cells
+from myriad.planner.validation.log_rows import LOG_COLUMNS
 from myriad.run.run_folder import Run
 from myriad.run.run_speed import Peaks, run_speed
 from myriad.system.jsonl import Record

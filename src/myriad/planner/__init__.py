@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from myriad.planner.cluster_config import Accelerator, Cluster
+    from myriad.planner.cluster_config import Accelerator, Calibration, Cluster
     from myriad.planner.cost.layout_costs import Costs
     from myriad.planner.fabric.cluster_fabric import builder_of, shape_of
     from myriad.planner.fabric.fabric_forecast import FabricDistribution
@@ -33,8 +33,15 @@ if TYPE_CHECKING:
     from myriad.planner.simulation.iteration_summary import IterationSummary, summarize_iteration
     from myriad.planner.simulation.simulation_cache import SimulationCache
     from myriad.planner.simulation.simulator import Prediction, simulate
+    from myriad.planner.validation.fitted_cluster import (
+        ClusterFactors,
+        FittedCluster,
+        fit_cluster,
+        scaled_cluster,
+        steps_of,
+    )
     from myriad.planner.validation.framework_errors import FrameworkErrors, framework_errors
-    from myriad.planner.validation.log_rows import LOG_COLUMNS, log_cells
+    from myriad.planner.validation.log_rows import log_cells
     from myriad.planner.validation.prediction_errors import (
         ErrorScore,
         SystemRatio,
@@ -45,6 +52,7 @@ if TYPE_CHECKING:
         ratios,
     )
     from myriad.planner.validation.prediction_interval import describe_interval
+    from myriad.planner.validation.published_rows import PublishedRow
     from myriad.planner.validation.published_tables import (
         CurvePoint,
         PublishedTable,
@@ -56,14 +64,16 @@ if TYPE_CHECKING:
     from myriad.planner.workload import FrameworkProfile, Workload
 
 __all__ = [
-    "LOG_COLUMNS",
     "Accelerator",
+    "Calibration",
     "Cluster",
+    "ClusterFactors",
     "Costs",
     "CurvePoint",
     "EnvAdvice",
     "ErrorScore",
     "FabricDistribution",
+    "FittedCluster",
     "Framework",
     "FrameworkErrors",
     "FrameworkProfile",
@@ -72,6 +82,7 @@ __all__ = [
     "LayoutProblem",
     "PlanResult",
     "Prediction",
+    "PublishedRow",
     "PublishedTable",
     "SimulatedPlan",
     "SimulationCache",
@@ -86,6 +97,7 @@ __all__ = [
     "describe_layout",
     "fewest_accelerators",
     "find_plans",
+    "fit_cluster",
     "fits_probability",
     "framework_errors",
     "interval",
@@ -98,8 +110,10 @@ __all__ = [
     "ratios",
     "read_framework",
     "read_table",
+    "scaled_cluster",
     "shape_of",
     "simulate",
+    "steps_of",
     "summarize_iteration",
     "tune",
     "tuning_evidence",
@@ -107,21 +121,24 @@ __all__ = [
 
 _MODULE_OF = {
     "Accelerator": "cluster_config",
+    "Calibration": "cluster_config",
     "Cluster": "cluster_config",
+    "ClusterFactors": "validation.fitted_cluster",
     "Costs": "cost.layout_costs",
     "CurvePoint": "validation.published_tables",
     "EnvAdvice": "fabric.nccl_tuning",
     "ErrorScore": "validation.prediction_errors",
     "FabricDistribution": "fabric.fabric_forecast",
+    "FittedCluster": "validation.fitted_cluster",
     "Framework": "frameworks",
     "FrameworkErrors": "validation.framework_errors",
     "FrameworkProfile": "workload",
-    "LOG_COLUMNS": "validation.log_rows",
     "IterationSummary": "simulation.iteration_summary",
     "LayoutCandidate": "search.layout_space",
     "LayoutProblem": "search.layout_space",
     "PlanResult": "search.planning",
     "Prediction": "simulation.simulator",
+    "PublishedRow": "validation.published_rows",
     "PublishedTable": "validation.published_tables",
     "SimulatedPlan": "search.plan_ranking",
     "SimulationCache": "simulation.simulation_cache",
@@ -136,6 +153,7 @@ _MODULE_OF = {
     "describe_layout": "search.planning",
     "fewest_accelerators": "search.planning",
     "find_plans": "search.planning",
+    "fit_cluster": "validation.fitted_cluster",
     "fits_probability": "memory.closed_form_memory",
     "framework_errors": "validation.framework_errors",
     "interval": "validation.prediction_errors",
@@ -148,8 +166,10 @@ _MODULE_OF = {
     "ratios": "validation.prediction_errors",
     "read_framework": "frameworks",
     "read_table": "validation.published_tables",
+    "scaled_cluster": "validation.fitted_cluster",
     "shape_of": "fabric.cluster_fabric",
     "simulate": "simulation.simulator",
+    "steps_of": "validation.fitted_cluster",
     "summarize_iteration": "simulation.iteration_summary",
     "tune": "fabric.nccl_tuning",
     "tuning_evidence": "fabric.nccl_tuning",

@@ -21,7 +21,7 @@ from myriad.errors import BadInputError
 from myriad.network.config import FabricShape, Nics
 from myriad.network.node_topology import NodeTopology
 
-__all__ = ["Accelerator", "Cluster", "Float32", "Level", "Link", "Links", "SlowNodes"]
+__all__ = ["Accelerator", "Calibration", "Cluster", "Float32", "Level", "Link", "Links", "SlowNodes"]
 
 Level = Literal["node", "network", "spine"]
 
@@ -181,6 +181,19 @@ class NodeLinks(Config):
     """Rate of one accelerator of these nodes, in one direction."""
 
 
+class Calibration(Config):
+    """Measured iterations to which rates of the cluster were fitted (`myriad plan --calibrate`)."""
+
+    framework: str
+    """Training framework of all of them."""
+    rows: int = Field(ge=1)
+    """Number of iterations."""
+    experts: bool = False
+    """Whether their models have experts."""
+    interval_ratio: float = Field(ge=0, allow_inf_nan=False)
+    """Relative half width of the interval that contains nine of ten times of other layouts."""
+
+
 class Cluster(Config):
     """A cluster of nodes that are alike, except where single nodes are listed."""
 
@@ -225,6 +238,8 @@ class Cluster(Config):
     """Rate to the checkpoint storage, for all nodes together; off: unknown."""
     dollars_per_hour: float | None = Field(None, ge=0, le=1e6)
     """Price of one accelerator; off: unknown."""
+    calibration: Calibration | None = None
+    """Iterations to which the rates were fitted; off: the rates are those of data sheets or measurements."""
 
     @property
     def on_cpu(self) -> bool:

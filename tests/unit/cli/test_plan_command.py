@@ -367,3 +367,50 @@ def test_a_plan_for_another_framework_is_no_job_file(
     assert "without --framework" in capsys.readouterr().err
     assert _plan(*job[:-1], "megatron-cor") == 2
     assert "did you mean megatron-core?" in capsys.readouterr().err
+
+
+OWN = """\
+framework,model,gpus,tp,pp,micro_batch,global_batch,recompute,iteration_s
+myriad,llama3-8b,64,8,1,2,256,none,6.5
+myriad,llama3-8b,64,4,2,2,256,none,6.4
+myriad,llama3-8b,32,8,1,2,256,none,12.9
+"""
+
+
+def test_a_calibrated_cluster_is_one_to_plan_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, out = tmp_path / "own.csv", tmp_path / "fitted.toml"
+    table.write_text(OWN)
+    fit = ("--calibrate", str(table), "--cluster", "eos-3072xh100", "--out", str(out))
+    told = _told(capsys, *fit)
+    fitted, plain = load_cluster(str(out)), load_cluster("eos-3072xh100")
+    assert fitted.world == plain.world and fitted.calibration is not None
+    ratio = fitted.accelerator.achievable_ratio / plain.accelerator.achievable_ratio
+    assert ratio == pytest.approx(told["factors"]["products"]) and ratio != 1
+    assert fitted.calibration.interval_ratio == told["interval_ratio"] > 0
+    assert _told(capsys, *fit)["factors"] == told["factors"]  # its own file is written again
+    out.write_text("name = 'mine'\n")
+    assert _plan(*fit) == 2
+    assert out.read_text() == "name = 'mine'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--out", "new.toml"), "needed with --calibrate: the cluster"),
+        (("--cluster", "eos-3072xh100"), "needed with --calibrate: the cluster file to write"),
+        (("tiny", "--cluster", "eos-3072xh100", "--out", "new.toml"), "without JOB"),
+        (("--cluster", "eos-3072xh100", "--out", "new.toml", "--gpus", "4"), "without --gpus"),
+    ],
+)
+def test_a_calibration_that_makes_no_sense_is_refused(
+    arguments: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.csv").write_text(OWN)
+    assert _plan("--calibrate", "own.csv", *arguments) == 2
+    assert words in capsys.readouterr().err
+    assert not Path("new.toml").exists()

@@ -16,6 +16,7 @@ import typer
 from myriad.cli.job_key_options import OverrideCommand
 from myriad.cli.json_output import print_json
 from myriad.cli.output_files import check_output, check_picture, write_picture
+from myriad.cli.plan.calibrate import calibrate_cluster
 from myriad.cli.progress_bar import count_bar
 from myriad.errors import BadInputError
 from myriad.system.whole_file import read_regular, write_whole
@@ -49,6 +50,14 @@ def plan(
             help="Measure this machine first (seconds to a minute); implies --cluster this-machine.",
         ),
     ] = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TABLE.csv",
+            help="Fit rates of --cluster to iterations that ran on it, in the general form of "
+            "myriad validate, and write --out as a cluster file; without JOB.",
+        ),
+    ] = None,
     gpus: Annotated[
         str | None,
         typer.Option(
@@ -124,14 +133,22 @@ def plan(
     _check_files(out, picture)
     if measure:
         cluster = _this_machine(context, cluster)
+    unread: dict[str, object] = {
+        "--gpus": gpus,
+        "--what-if": what_if,
+        "--days": days,
+        "--straggler": straggler,
+        "--picture": picture,
+        "--fabric": fabric,
+    }
+    if calibrate is not None:
+        for option, given in {"JOB": job, "--measure": measure, **unread}.items():
+            if given:
+                raise BadInputError("--calibrate", str(calibrate), f"without {option}: it only writes --out")
+        calibrate_cluster(calibrate, _given_cluster(context, cluster), framework, out, as_json=as_json)
+        return
     if job is None:
-        unread: dict[str, object] = {
-            "--gpus": gpus,
-            "--what-if": what_if,
-            "--days": days,
-            "--straggler": straggler,
-        }
-        unread |= {"--picture": picture, "--fabric": fabric, "--framework": framework}
+        unread["--framework"] = framework
         _measure_alone(context, out, unread, measure=measure, as_json=as_json)
         return
     keys = OverrideCommand.of(context)
@@ -208,6 +225,16 @@ def _this_machine(context: typer.Context, cluster: str) -> str:
     return CLUSTER_NAME
 
 
+def _given_cluster(context: typer.Context, cluster: str) -> str:
+    """Return the path or name of the cluster's file; refuse the default."""
+    from myriad.cli.measured_cluster import cluster_path
+
+    given = context.get_parameter_source("cluster")
+    if given is None or given.name != "COMMANDLINE":
+        raise BadInputError("--cluster", None, "needed with --calibrate: the cluster on which the rows ran")
+    return cluster_path(cluster)
+
+
 def _cluster_file(cluster: str, *, measure: bool) -> str:
     """Return the path or name of the cluster's file; measure this machine first where that is needed."""
     from myriad.cli.measured_cluster import cluster_path, measure_to_file
@@ -221,7 +248,8 @@ def _measure_alone(
     from myriad.cli.measured_cluster import format_measured, measure_to_file
 
     if not measure:
-        raise BadInputError("JOB", None, "needed: a job file or a recipe; or give --measure alone")
+        alone = "or give --measure or --calibrate alone"
+        raise BadInputError("JOB", None, f"needed: a job file or a recipe; {alone}")
     keys = [f"--{override.partition('=')[0]}" for override in OverrideCommand.of(context)]
     for option in [*(option for option, given in unread.items() if given), *keys]:
         raise BadInputError("JOB", None, f"needed: {option} belongs to a plan; --measure alone only measures")

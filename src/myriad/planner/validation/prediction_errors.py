@@ -31,11 +31,15 @@ from myriad.planner.validation.published_tables import PublishedTable
 from myriad.planner.workload import Workload
 
 __all__ = [
+    "HUBER",
+    "RIDGE",
     "ErrorScore",
+    "PredictedRow",
     "SystemRatio",
     "TableResult",
     "interval",
     "intervals",
+    "predict_rows",
     "predict_table",
     "probability_of_fit",
     "ratios",
@@ -44,10 +48,10 @@ __all__ = [
 
 _Array = npt.NDArray[np.float64]
 _FOLDS = 5
-_RIDGE = 0.02
+RIDGE = 0.02
 """Penalty of each factor's distance from 1, against a row's squared relative error: factors move by a tenth
 only if several rows agree."""
-_HUBER = 0.08
+HUBER = 0.08
 """Relative error above which a row's influence stops growing."""
 
 
@@ -126,11 +130,7 @@ class TableResult:
 
 def predict_table(table: PublishedTable, progress: Callable[[], None] | None = None) -> TableResult:
     """Predict every row in all modes; ``progress`` is called after each row."""
-    simulations, rows = SimulationCache(), []
-    for row in table.rows:
-        rows.append(_predict(row, simulations))
-        if progress:
-            progress()
+    rows = predict_rows(table.rows, progress)
     folds = [list(range(start, len(rows), _FOLDS)) for start in range(min(_FOLDS, len(rows)))]
     models = list(dict.fromkeys(one.row.model for one in rows))
     by_model = [[i for i, one in enumerate(rows) if one.row.model == model] for model in models]
@@ -143,6 +143,18 @@ def predict_table(table: PublishedTable, progress: Callable[[], None] | None = N
         score(rows, _held_out(rows, by_model)) if some_left else None,
         tuple(float(factor) for factor in _fit(rows)),
     )
+
+
+def predict_rows(
+    rows: Sequence[PublishedRow], progress: Callable[[], None] | None = None
+) -> list[PredictedRow]:
+    """Predict rows from data sheets; ``progress`` is called after each."""
+    simulations, predicted = SimulationCache(), []
+    for row in rows:
+        predicted.append(_predict(row, simulations))
+        if progress:
+            progress()
+    return predicted
 
 
 def ratios(result: TableResult) -> list[SystemRatio]:
@@ -226,12 +238,12 @@ def _fit(rows: Sequence[PredictedRow]) -> _Array:
     """Return the fitted factors of the parts."""
     shares = np.array([[part / one.row.seconds for part in one.parts] for one in rows])
     factors, weights = np.ones(_FACTORS), np.ones(len(rows))
-    pull = _RIDGE * len(rows) ** 0.5 * np.eye(_FACTORS)
+    pull = RIDGE * len(rows) ** 0.5 * np.eye(_FACTORS)
     for _ in range(20):
         weighted = shares.T * weights
         factors = np.linalg.solve(weighted @ shares + pull, weighted @ np.ones(len(rows)) + pull.sum(1))
         off = np.abs(shares @ factors - 1)
-        weights = np.minimum(1.0, _HUBER / np.maximum(off, 1e-9))
+        weights = np.minimum(1.0, HUBER / np.maximum(off, 1e-9))
     return factors
 
 

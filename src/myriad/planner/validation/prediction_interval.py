@@ -4,6 +4,8 @@
     one with a profile and too few times  the other frameworks' rows (`framework_errors`): each was left out
     one without a profile                 the same rows, all predicted as `unknown`
     a model with experts                  rows of models with experts
+    a cluster that --calibrate wrote      the user's own rows, each predicted without itself: `interval_width`
+                                          with each row as a table
 
 Numbers are results of `myriad validate` for all tables that come with Myriad; a test predicts some again.
 
@@ -25,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from myriad.planner.cluster_config import Cluster
+from myriad.planner.cluster_config import Calibration, Cluster
 
 __all__ = [
     "EXPERTS_RATIO",
@@ -72,8 +74,10 @@ _GRID = 100_001
 
 
 def interval_ratio(cluster: Cluster, framework: str = "myriad", *, has_experts: bool = False) -> float | None:
-    """Return the half width for times predicted from data sheets; ``None``: the cluster's ranks are CPU
-    cores, which no table contains."""
+    """Return the half width for predicted times; ``None``: the cluster's ranks are CPU cores, which no table
+    contains, and it was not calibrated."""
+    if own := _calibration(cluster, framework, has_experts=has_experts):
+        return own.interval_ratio
     if cluster.on_cpu:
         return None
     if has_experts:
@@ -83,16 +87,25 @@ def interval_ratio(cluster: Cluster, framework: str = "myriad", *, has_experts: 
     return UNKNOWN_RATIO if framework == "unknown" else PROFILE_RATIO
 
 
+def _calibration(cluster: Cluster, framework: str, *, has_experts: bool) -> Calibration | None:
+    """Return what the cluster was calibrated with, if it was with such iterations."""
+    own = cluster.calibration
+    return own if own and own.framework == framework and own.experts == has_experts else None
+
+
 def describe_interval(cluster: Cluster, framework: str = "myriad", *, has_experts: bool) -> str:
     """Return a line that describes the interval and what it is for, or an empty string where none is
     known."""
     ratio = interval_ratio(cluster, framework, has_experts=has_experts)
     if ratio is None:
         return ""
+    if own := _calibration(cluster, framework, has_experts=has_experts):
+        what = f"{framework}, calibrated with {own.rows} of its iterations"
+        return f"nine of ten predicted times are within {ratio:.0%}: {what} (myriad plan --calibrate)"
     if has_experts:
         what = "models with experts, any framework"
-    elif own := FRAMEWORKS.get(framework):
-        what = f"{framework} on {own.accelerators}, from its {own.rows} published times"
+    elif times := FRAMEWORKS.get(framework):
+        what = f"{framework} on {times.accelerators}, from its {times.rows} published times"
     elif framework == "unknown":
         what = "a framework without a profile, dense models"
     else:
