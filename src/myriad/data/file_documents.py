@@ -21,6 +21,7 @@ from myriad.data.http_input import HttpInput, is_http
 from myriad.data.range_input import RangeInput
 from myriad.data.records import RecordError, RecordForm
 from myriad.data.text_names import Kind
+from myriad.data.zstd_input import ZSTD_ENDING, ZstdInput
 from myriad.errors import BadInputError, MyriadError
 from myriad.system.remote_urls import open_url
 from myriad.units import format_bytes
@@ -118,7 +119,7 @@ def _is_damage(error: Exception) -> bool:
     """Return whether the content of a file is at fault, which no other read changes."""
     damaged = isinstance(error, EOFError | zlib.error | lzma.LZMAError | gzip.BadGzipFile)
     named = isinstance(error, BadInputError) and error.key == "INPUT"
-    return damaged or named or type(error).__name__ == "ZstdError"
+    return damaged or named
 
 
 def named_error(url: str, error: Exception) -> Exception:
@@ -177,7 +178,9 @@ def open_source(url: str, *, unpack: bool = True) -> Iterator[IO[bytes]]:
             raw = opened.enter_context(open(shown_name(url), "rb", buffering=0))
         else:
             raw = opened.enter_context(io.BufferedReader(RangeInput(*open_url(url)), _BLOCK_BYTES))
-        if compression is not None:
+        if unpack and url.endswith(ZSTD_ENDING):
+            raw = opened.enter_context(ZstdInput(raw, shown_name(url)))
+        elif compression is not None:
             raw = opened.enter_context(fsspec.compression.compr[compression](raw, mode="rb"))
         yield opened.enter_context(io.BufferedReader(raw))
 

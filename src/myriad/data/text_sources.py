@@ -19,6 +19,7 @@ from myriad.data.file_documents import (
 from myriad.data.http_input import http_info, is_http
 from myriad.data.records import RecordForm
 from myriad.data.text_names import COMPRESSED, KINDS, Kind, name_ending
+from myriad.data.zstd_input import check_zstd
 from myriad.errors import BadInputError
 from myriad.system.remote_urls import open_url
 
@@ -82,13 +83,10 @@ def _expand(given: str) -> list[SourceFile]:
 
 
 def _source(fs: Any, path: str) -> SourceFile:
-    import fsspec
-
     info = http_info(path) if is_http(path) else fs.info(path)
     if info["type"] != "file":  # reading a pipe or a device may never end
         raise BadInputError("INPUT", path, "is a pipe or a device; a regular file, or a folder of them")
-    if path.endswith(".zst") and "zstd" not in fsspec.available_compressions():
-        raise BadInputError("INPUT", path, "reading .zst needs: pip install zstandard; or unpack it")
+    check_zstd(path)
     stamps = [str(info[key]) for key in ("mtime", "ETag", "LastModified", "last_modified") if key in info]
     return SourceFile(fs.unstrip_protocol(path), _kind(path), int(info["size"] or 0), " ".join(stamps))
 

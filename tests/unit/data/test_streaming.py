@@ -1,8 +1,10 @@
 """If these fail, a run that streams its text trains on other tokens after a restart, or loses documents."""
 
 import gzip
+import importlib
 import json
 from collections import Counter
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -206,14 +208,18 @@ def test_a_bad_record_stops_with_its_place_or_is_counted(texts: Path, tmp_path: 
 def test_bombs_are_refused(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_reader, "LONGEST_DOCUMENT_BYTES", 5000)
     monkeypatch.setattr(group_reader, "_MOST_EMPTY_BYTES", 5000)
+    packers = {"gz": gzip.compress}
+    with suppress(ImportError):
+        packers["zst"] = importlib.import_module("zstandard").compress
     for content, says in (
         (b"[" * 9000, "line at byte 0 is longer"),
         (b'{"text": ""}\n' * 999, "no text in the"),
     ):
-        with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
-            file.write(content)
-        with pytest.raises(RunFailedError, match=says):
-            batch(opened(data(texts, corpus=str(tmp_path / "a.jsonl.gz"))), 0)
+        for ending, pack in packers.items():
+            path = tmp_path / f"a.jsonl.{ending}"
+            path.write_bytes(pack(content))
+            with pytest.raises(RunFailedError, match=says):
+                batch(opened(data(texts, corpus=str(path))), 0)
 
 
 def test_text_too_short_for_a_window_is_refused(texts: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """If these fail, documents are lost, doubled or cut in the wrong place, or a bad input is named badly."""
 
 import gzip
+import io
 import json
 import os
 import time
@@ -16,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from myriad.data import file_documents, http_input, text_sources
-from myriad.data.file_documents import read_documents
+from myriad.data import file_documents, http_input, text_sources, zstd_input
+from myriad.data.file_documents import END_OF_FILE, FileRange, ReadRules, read_documents, read_found
 from myriad.data.records import RecordForm
 from myriad.data.text_sources import cut_pieces, find_sources
 from myriad.errors import BadInputError
@@ -135,10 +136,62 @@ def test_a_pipe_in_a_folder_is_refused_instead_of_waited_for(tmp_path: Path) -> 
 def test_a_packed_file_that_nothing_here_unpacks_is_not_read_as_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fsspec, "available_compressions", lambda: [None, "gzip"])
+    monkeypatch.setattr(zstd_input, "find_spec", lambda name: None)
     (tmp_path / "a.txt.zst").write_text("plain")
-    with pytest.raises(BadInputError, match="pip install zstandard"):
-        find_sources([str(tmp_path / "a.txt.zst")])
+    for read in (lambda path: find_sources([path]), lambda path: list(read_found(packed(path), TEXT))):
+        with pytest.raises(BadInputError, match=r"pip install 'myriad-train\[zst\]'"):
+            read(str(tmp_path / "a.txt.zst"))
+
+
+TEXT = RecordForm("text")
+
+
+def packed(path: str | Path) -> FileRange:
+    return FileRange(str(path) if "://" in str(path) else f"file://{path}", "jsonl", 0, None)
+
+
+def test_all_frames_of_a_packed_file_are_read_and_a_torn_one_is_refused(tmp_path: Path) -> None:
+    """The readers that libraries offer take a file that ends inside a frame for a whole one."""
+    zstandard = pytest.importorskip("zstandard")
+    texts = [f"text {number}" for number in range(3000)]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    parts = [zstandard.compress("".join(lines[at : at + 1000]).encode()) for at in range(0, 3000, 1000)]
+    skipped = (0x184D2A50).to_bytes(4, "little") + (4).to_bytes(4, "little") + b"left"
+    whole, path = parts[0] + skipped + parts[1] + parts[2], tmp_path / "a.jsonl.zst"
+    path.write_bytes(whole)
+    fsspec.filesystem("memory").pipe("/zst/a.jsonl.zst", whole)
+    assert read_all([str(path)]) == read_all(["memory://zst/a.jsonl.zst"]) == texts
+    middle = list(read_found(packed(path), TEXT))[1500].next
+    rest = read_found(packed(path)._replace(resume=middle), TEXT)
+    assert [found.document for found in rest] == texts[1501:]
+
+    settings = zstandard.ZstdCompressionParameters.from_level(3, window_log=28)
+    wide = zstandard.ZstdCompressor(compression_params=settings).compressobj()
+    for content, problem in (
+        (whole[:-5], "it ends inside a Zstandard frame"),
+        (whole[: len(parts[0]) + 3], "it ends inside a Zstandard frame"),
+        (parts[0] + b"not packed", "it is no Zstandard, or damaged"),
+        (wide.compress(b"text") + wide.flush(), "a window above 128 MiB: pack it again without --long"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(BadInputError, match=f"a.jsonl.zst.*cannot be read: .*{problem}"):
+            read_all([str(path)])
+        *good, bad = read_found(packed(path), TEXT, ReadRules(skips_bad=True))
+        assert bad.next == END_OF_FILE and problem in bad.problem
+        assert [found.document for found in good] == texts[: len(good)]
+
+
+def test_a_few_packed_bytes_never_unpack_to_more_than_fits_in_memory(tmp_path: Path) -> None:
+    """64 MiB of zeros are one line of JSONL."""
+    zstandard = pytest.importorskip("zstandard")
+    content = zstandard.compress(bytes(1 << 26))
+    assert len(content) < 4 << 10
+    sizes: list[int] = []
+    source = zstd_input.ZstdInput(io.BytesIO(content), "a.zst")
+    unpack = source._unpack
+    source._unpack = lambda part: sizes.append(len(found := unpack(part))) or found  # type: ignore[method-assign]
+    assert sum(len(part) for part in iter(lambda: source.read(1 << 24), b"")) == 1 << 26
+    assert max(sizes) <= 32 << 20
 
 
 class _Shelf(BaseHTTPRequestHandler):
