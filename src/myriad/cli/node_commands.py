@@ -103,7 +103,7 @@ def _list() -> dict[str, Any]:
 
 def _clear_record(name: str) -> dict[str, Any]:
     from myriad.supervise.driver.admission import clear, offenders_path
-    from myriad.supervise.driver_requests import person
+    from myriad.system.person import person
 
     offenders = _read()
     machines = offenders.named(name)

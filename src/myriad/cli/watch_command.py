@@ -2,22 +2,18 @@
 
 import json
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from myriad.cli.shared_options import AsJson, existing_run
+from myriad.cli.shared_options import AsJson
+from myriad.cli.watch_content import MEMORY, PageContent, content_of
 from myriad.errors import BadInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from myriad.cli.watch_access import PageTls
     from myriad.dashboard.request_guard import Guard
-    from myriad.dashboard.watched_run import MakePlan, WatchedRun
-    from myriad.run import Run
 
 __all__ = ["register"]
 
@@ -31,8 +27,13 @@ def register(app: typer.Typer) -> None:
 
 
 def _watch(
-    run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="Run folder, or its name under runs/.")
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN|FOLDER]...",
+            help="Run folder, or its name under runs/. A folder of runs, several, or none (runs/): a "
+            "table of runs.",
+        ),
     ] = None,
     host: Annotated[
         str,
@@ -87,31 +88,40 @@ def _watch(
     collect: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Store spans that nodes send by HTTP in this folder as well, as Parquet."
+            metavar="FOLDER",
+            help="Store spans that nodes send by HTTP in this folder as well, as Parquet. Needs one RUN.",
         ),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="CLUSTER", help="Show the prediction for the job on this cluster as well."),
+        typer.Option(
+            metavar="CLUSTER", help="Show the prediction for the job on this cluster as well. Needs one RUN."
+        ),
     ] = None,
     remote: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Show the page of a server on another machine, instead of RUN."),
     ] = None,
     memory: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="SIZE", help="Memory for spans and their aggregates; the oldest steps are dropped first."
+            metavar="SIZE",
+            help="Memory for spans and their aggregates; the oldest steps are dropped first. Needs one RUN.",
+            show_default=MEMORY,
         ),
-    ] = "2 GiB",
+    ] = None,
     open_page: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the page in the browser of this machine.")
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Serve the dashboard of a run, while it trains or afterwards.
+    """Serve the dashboard of a run, while it trains or afterwards; or a table of runs.
 
-    Reads the run folder. Only the page's Trace button affects the run: it slows down the traced ranks.
+    For one RUN, the page shows that run. For a folder of runs, for several runs or folders, and for none (the
+    folder runs/), it is a table of all runs there: filter, sort and group by columns and keys of the job, see
+    chosen runs in the same charts, and what differs between their jobs and environments.
+
+    Reads the run folders. Only the page's Trace button affects the run: it slows down the traced ranks.
 
     Every request needs the access token: the printed address has it and gives the browser a cookie. The token
     is also in a file that only this user can read, in ~/.local/state/myriad. The run's nodes need no token to
@@ -131,27 +141,22 @@ def _watch(
 
     given = given_token(token, token_file)
     if remote is not None:
-        return _show_remote(remote, run, given, tls_ca, open_page, as_json)
-    if run is None:
-        raise BadInputError("run", "", "a run folder, or the name of one under runs/; or --remote URL")
+        return _show_remote(remote, " ".join(runs or []), given, tls_ca, open_page, as_json)
     _check_installed()
-    path, size = existing_run(run), _memory_bytes(memory)
+    content = content_of(runs or [], collect, cluster, memory)
     certificate = page_tls(host, tls_cert, tls_key, tls)
-    _check_collect(collect, path)
-    page = _Page(_watched(path, size, cluster), host, given, certificate, collect, open_page, as_json)
-    page.serve(port)
+    _Page(content, host, given, certificate, open_page, as_json).serve(port)
 
 
 @dataclass(frozen=True)
 class _Page:
-    """The page of a run, served from this machine."""
+    """A page, served from this machine."""
 
-    watched: "WatchedRun"
+    content: PageContent
     host: str
     given_token: str | None
     """The token that the user gave; ``None``: a new one is drawn."""
     certificate: "PageTls | None"
-    collect: Path | None
     open_page: bool
     as_json: bool
 
@@ -169,7 +174,7 @@ class _Page:
 
         def end() -> None:
             forget_token(file)  # here: the process ends by the signal that stops the server
-            self.watched.end()
+            self.content.end()
 
         tls = self.certificate
         files = None if tls is None else (tls.certificate, tls.key)
@@ -177,17 +182,12 @@ class _Page:
 
     def _app(self, secret: str, file: Path | None) -> "Guard":
         from myriad.cli.watch_access import shown_path
-        from myriad.dashboard.api.export_api import more_routes
-        from myriad.dashboard.app import build_app
         from myriad.dashboard.request_guard import Access
-        from myriad.supervise.driver_requests import tracer
-        from myriad.telemetry.shipping.page_token import LOOPBACK, span_token
+        from myriad.telemetry.shipping.page_token import LOOPBACK
 
-        run = self.watched.files.run
         # A server with a given token may have a proxy in front of it, with a name of its own.
         is_local = self.host in LOOPBACK and self.given_token is None
-        access = Access(secret, shown_path(file), is_local, partial(span_token, run.path))
-        return build_app(self.watched, access, self.collect, more_routes(self.watched, tracer(run)))
+        return self.content.app(Access(secret, shown_path(file), is_local, self.content.span_token))
 
     def _announce(self, port: int, secret: str, file: Path | None) -> None:
         """Print the address of the page, and a warning if its token can be read on the way."""
@@ -212,20 +212,8 @@ def _check_installed() -> None:
         raise BadInputError("watch", ", ".join(missing), "not installed: pip install 'myriad-train[watch]'")
 
 
-def _watched(path: Path, memory_bytes: int, cluster: str | None) -> "WatchedRun":
-    from myriad.dashboard.run_files import RunFiles
-    from myriad.dashboard.store.span_store import SpanStore
-    from myriad.dashboard.watched_run import WatchedRun
-    from myriad.run import Run
-
-    files = RunFiles(Run(path))
-    store = SpanStore(files.job.layout.world, files.job.train.steps, memory_bytes)
-    make_plan = None if cluster is None else _plan_maker(cluster)
-    return WatchedRun(files, store, lambda: _account(files.run), make_plan)
-
-
 def _show_remote(
-    url: str, run: str | None, token: str | None, trust: str | None, open_page: bool, as_json: bool
+    url: str, run: str, token: str | None, trust: str | None, open_page: bool, as_json: bool
 ) -> None:
     """Query the server before the page opens, so that a wrong address or token is an error here."""
     from urllib.parse import urlsplit
@@ -233,7 +221,7 @@ def _show_remote(
     from myriad.telemetry.config import is_address
 
     url = url.rstrip("/")
-    if run is not None:
+    if run:
         raise BadInputError("run", run, "not allowed with --remote: the remote server shows its own run")
     if not is_address(url):
         raise BadInputError("--remote", url, "http://HOST:PORT or https://HOST:PORT")
@@ -281,47 +269,6 @@ def _query_run(url: str, token: str | None, trust: str | None) -> dict[str, Any]
     if not isinstance(answer, dict) or "sentence" not in answer:
         raise BadInputError("--remote", url, "is not a `myriad watch` server")
     return answer
-
-
-def _plan_maker(name: str) -> "MakePlan":
-    from myriad.cli.measured_cluster import cluster_path
-    from myriad.dashboard.insight.predicted_step import Plan
-    from myriad.forecasts.iteration_forecast import costs_of
-    from myriad.recipes.cluster import load_cluster
-
-    cluster = load_cluster(cluster_path(name))
-    return lambda job: Plan(costs_of(job, cluster))
-
-
-def _account(run: "Run") -> "Mapping[str, Any]":
-    from myriad.reports.run_report.run_facts import facts_of
-
-    return facts_of(run).as_json()
-
-
-def _memory_bytes(text: str) -> int:
-    from myriad.units import parse_bytes
-
-    try:
-        size = parse_bytes(text)
-    except ValueError:
-        size = 0
-    if size < 2**26:
-        raise BadInputError("--memory", text, 'a size of at least "64 MiB"')
-    return size
-
-
-def _check_collect(folder: Path | None, run: Path) -> None:
-    """Create the folder if it does not exist. Raises `BadInputError` for a folder inside the run's, which
-    holds only the run's own files."""
-    if folder is None:
-        return
-    if folder.resolve().is_relative_to(run.resolve()):
-        raise BadInputError("--collect", str(folder), "must be outside the run folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInputError("--collect", str(folder), f"a folder ({error.strerror})") from None
 
 
 def _in_address(host: str) -> str:

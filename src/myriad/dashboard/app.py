@@ -50,7 +50,16 @@ from myriad.telemetry.span_io.span_batch import BatchError
 from myriad.telemetry.span_io.span_files import read_span_file
 from myriad.wire.listener import Listener, raise_file_limit
 
-__all__ = ["Follower", "build_app", "listen_at", "make_server", "serve"]
+__all__ = [
+    "Follower",
+    "PageFiles",
+    "answer_errors",
+    "build_app",
+    "json_response",
+    "listen_at",
+    "make_server",
+    "serve",
+]
 
 _Answer = Callable[[WatchedRun, Analyst, Mapping[str, str]], Any]
 _ANSWERS: dict[str, _Answer] = {
@@ -103,20 +112,27 @@ def build_app(
         Route("/static/{name:path}", page.file),
         *more,
     ]
+    return Guard(answer_errors(routes, life), access)
+
+
+def answer_errors(routes: Sequence[BaseRoute], life: Callable[[Starlette], Any]) -> Starlette:
+    """Return an application that answers a wrong parameter and a missing file with a line of JSON. ``life``:
+    what runs beside it."""
     handlers = {QueryParameterError: _wrong, HTTPException: _missing}
-    return Guard(Starlette(routes=routes, exception_handlers=handlers, lifespan=life), access)
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=life)
 
 
 def _endpoint(watched: WatchedRun, analyst: Analyst, answer: _Answer) -> Callable[[Request], Response]:
     """Return a synchronous endpoint, which the server runs in a thread."""
 
     def ask(request: Request) -> Response:
-        return _response(answer(watched, analyst, {**request.query_params, **request.path_params}))
+        return json_response(answer(watched, analyst, {**request.query_params, **request.path_params}))
 
     return ask
 
 
-def _response(found: Any) -> Response:
+def json_response(found: Any) -> Response:
+    """Return an answer as JSON; bytes as they are."""
     if isinstance(found, bytes):
         return Response(found, media_type="application/octet-stream")
     return Response(to_json(found), media_type="application/json")
@@ -138,15 +154,16 @@ _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".
 class PageFiles:
     """The page's files by their names in its folder."""
 
-    def __init__(self, folder: Path = _PAGE) -> None:
-        """Read and compress the files in ``folder``."""
+    def __init__(self, index: str = "index.html", folder: Path = _PAGE) -> None:
+        """Read and compress the files in ``folder``. ``index``: the file with the page's HTML."""
+        self._index = index
         paths = (path for path in folder.rglob("*") if path.suffix in _TYPES)
         self._files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
         self._zipped = {name: gzip.compress(data, 9) for name, data in self._files.items()}
 
     async def index(self, request: Request) -> Response:
         """Return the page's HTML."""
-        return self._answer(request, "index.html")
+        return self._answer(request, self._index)
 
     async def file(self, request: Request) -> Response:
         """Return a file that the page loads."""

@@ -100,6 +100,21 @@ class Curves:
         copies["mfu"] = np.array([_NAN if value is None else value for value in mfu])
         return {name: _rounded(name, column) for name, column in copies.items()}
 
+    def steps_between(self, column: str, low: float | None, high: float | None) -> tuple[int, int | None]:
+        """Return the first and the last step whose value in a rising column lies between two numbers; a last
+        step of ``None`` is no end. Where no value lies there, the first step is after the last one."""
+        if low is None and high is None:
+            return 0, None
+        columns, from_flops = self._columns, column == "total_flops"
+        values = np.array(columns.get("flops" if from_flops else column, array("d")))
+        steps = np.array(columns["step"])
+        length = min(len(values), len(steps))
+        values = np.nan_to_num(values[:length], nan=0.0 if from_flops else -np.inf)
+        rising = np.cumsum(values) if from_flops else np.maximum.accumulate(values)
+        first = 0 if low is None else int(np.searchsorted(rising, low))
+        end = length if high is None else int(np.searchsorted(rising, high, side="right"))
+        return (int(steps[first]), int(steps[end - 1])) if first < end else (1, 0)
+
     def steps_at(self, times: Sequence[float]) -> list[int]:
         """Return for each time the first step that ended then or later; the last step if there is none."""
         length = min(len(self._columns["step"]), len(self._columns["time"]))

@@ -73,18 +73,20 @@ class RowCache:
 
     def row(self, run: Run) -> RunRow:
         """Return the row of a run now."""
+        return row_of(run, self.figures(run))
+
+    def figures(self, run: Run) -> RunFigures:
+        """Return the figures of a run's files."""
         stamp = stamp_of(run)
-        figures = self.kept(run, stamp)
-        if figures is not None:
-            return row_of(run, figures)
+        if (kept := self._kept(run, stamp)) is not None:
+            return kept
         figures = read_figures(run)
         self._known[run.path] = stamp, figures
-        row = row_of(run, figures)
-        if row.state not in RUNNING and _is_settled(stamp):
+        if _is_settled(stamp) and row_of(run, figures).state not in RUNNING:
             self._write(run, stamp, figures)
-        return row
+        return figures
 
-    def kept(self, run: Run, stamp: Stamp) -> RunFigures | None:
+    def _kept(self, run: Run, stamp: Stamp) -> RunFigures | None:
         """Return the figures that were read from these files; ``None``: they have to be read."""
         before = self._known.get(run.path)
         if before is not None and before[0] == stamp:

@@ -23,6 +23,7 @@ __all__ = [
     "filtered",
     "is_in_layout_column",
     "sorted_rows",
+    "value_of",
     "values_that_differ",
 ]
 
@@ -61,7 +62,7 @@ class _Condition:
     wanted: str
 
     def accepts(self, row: RunRow) -> bool:
-        value = _value_of(row, self.key)
+        value = value_of(row, self.key)
         if value is None:
             return self.operator == "!="
         if self.key == "state" and self.wanted == _RUNNING and self.operator in ("=", "!="):
@@ -87,9 +88,9 @@ def sorted_rows(rows: Sequence[RunRow], order: str = "-started") -> list[RunRow]
     `BadInputError`."""
     key = order.removeprefix("-")
     _check_key("--sort", order, key)
-    known = [row for row in rows if _value_of(row, key) is not None]
-    known.sort(key=lambda row: _sort_key(_value_of(row, key)), reverse=order.startswith("-"))
-    return known + [row for row in rows if _value_of(row, key) is None]
+    known = [row for row in rows if value_of(row, key) is not None]
+    known.sort(key=lambda row: _sort_key(value_of(row, key)), reverse=order.startswith("-"))
+    return known + [row for row in rows if value_of(row, key) is None]
 
 
 def differing_keys(rows: Sequence[RunRow]) -> list[str]:
@@ -125,7 +126,8 @@ def _check_key(option: str, text: str, key: str) -> None:
     raise BadInputError(option, text, f"a column ({', '.join(COLUMNS)}) or a key of the job{hint}")
 
 
-def _value_of(row: RunRow, key: str) -> Any:
+def value_of(row: RunRow, key: str) -> Any:
+    """Return the value of a column or a key of the job; ``None``: the run has none."""
     if key in COLUMNS:
         return COLUMNS[key](row)
     # With runs at hand, "off" is a value of its own: only a job that cannot be read has none.

@@ -97,7 +97,9 @@ def _resume(event: Record) -> str:
 
 
 def _job_changed(event: Record) -> str:
-    return f"{event.get('key')} was {_value(event.get('before'))}, is {_value(event.get('after'))}"
+    user = event.get("user")
+    by = f" (by {user})" if isinstance(user, str) and user else ""
+    return f"{event.get('key')} was {_value(event.get('before'))}, is {_value(event.get('after'))}{by}"
 
 
 def _phase(event: Record) -> str:

@@ -42,6 +42,7 @@ from myriad.errors import BadInputError
 from myriad.run.run_lines import EventLines, StepLines
 from myriad.system.jsonl import LineFile, Record, late_events
 from myriad.system.path_lock import PathLock
+from myriad.system.person import person
 from myriad.system.whole_file import remove_drafts, write_whole
 
 if TYPE_CHECKING:
@@ -173,7 +174,8 @@ class Run:
             remove_drafts(self.path)
             step = self.last_step() if changes else 0
             for key, before, after in changes:  # written first, because job.toml loses the old values
-                self.append_event("job_changed", step=step, key=key, before=before, after=after)
+                change = {"key": key, "before": before, "after": after}
+                self.append_event("job_changed", step=step, **change, user=person())
             if not resumed or self.job_path.read_text() != text:
                 write_whole(self.job_path, text)
         return resumed

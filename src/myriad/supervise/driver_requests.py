@@ -7,9 +7,7 @@ They work from any machine that has the run's folder and reaches the driver.
 """
 
 import asyncio
-import getpass
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,11 +17,12 @@ from myriad.errors import BadInputError, RunFailedError
 from myriad.run import Run
 from myriad.supervise.driver_address import DriverConnection, read_address
 from myriad.supervise.messages import EvictionAnswer, EvictionAsked, TraceAnswer, TraceAsked, exceeded_limit
+from myriad.system.person import person
 from myriad.telemetry.traces.trace_request import What
 from myriad.wire.framing import Refused
 from myriad.wire.run_secret import secret_place
 
-__all__ = ["ask_driver", "evict", "person", "request_trace", "tracer"]
+__all__ = ["ask_driver", "evict", "request_trace", "tracer"]
 
 _AGAIN_SECONDS, _RETRY_SECONDS = 2.0, 0.1
 """Seconds until a request fails, longer than a restart of the driver takes, and seconds between two tries."""
@@ -34,15 +33,6 @@ def ask_driver(run: Run, asked: object, kind: type[Answer]) -> Answer:
     """Return the driver's answer. Raises `BadInputError` if the run is not running, `RunFailedError` if its
     driver cannot be reached."""
     return asyncio.run(_ask(run, asked, kind))
-
-
-def person() -> str:
-    """Return USER@HOST of the person who runs this process."""
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        name = f"user {os.getuid()}"
-    return f"{name}@{socket.gethostname()}"
 
 
 async def _ask(run: Run, asked: object, kind: type[Answer]) -> Answer:

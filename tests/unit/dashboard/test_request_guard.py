@@ -11,11 +11,14 @@ from starlette.websockets import WebSocketDisconnect
 
 from myriad.dashboard.api.export_api import more_routes
 from myriad.dashboard.app import build_app
+from myriad.dashboard.many.live_table import LiveTable
+from myriad.dashboard.many.runs_app import build_runs_app
 from myriad.dashboard.request_guard import SPANS_PATH, Access, Guard, cookie_name
 from myriad.dashboard.run_files import RunFiles
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.watched_run import WatchedRun
 from myriad.job import load_job
+from myriad.many_runs.row_cache import RowCache
 from myriad.run import Run
 
 TOKEN, SPAN_TOKEN = "a" * 32, "b" * 64
@@ -31,8 +34,11 @@ def refuse(*arguments: Any) -> Any:
     raise AskedError(arguments)
 
 
-@pytest.fixture
-def app(tmp_path: Path) -> Guard:
+@pytest.fixture(params=["one run", "many runs"])
+def app(tmp_path: Path, request: pytest.FixtureRequest) -> Guard:
+    """Both pages have the same guard."""
+    if request.param == "many runs":
+        return build_runs_app(LiveTable([tmp_path], RowCache(tmp_path)), Access(TOKEN, "~/the/file"))
     run = Run(tmp_path / "run")
     run.create_or_resume(load_job("tiny"))
     watched = WatchedRun(RunFiles(run), SpanStore(1, 100), dict)
@@ -49,7 +55,8 @@ def addresses(app: Guard) -> list[str]:
 
 def test_no_route_answers_without_the_token(app: Guard) -> None:
     client, paths = TestClient(app, base_url=HERE), addresses(app)
-    assert {"/", "/metrics", "/api/trace", "/api/stream", "/api/traces/0", SPANS_PATH} < set(paths)
+    of_run = {"/", "/metrics", "/api/trace", "/api/stream", "/api/traces/0", SPANS_PATH}
+    assert of_run < set(paths) or {"/", "/api/runs", "/api/runs/curves"} < set(paths)
     other, port = TOKEN[:-1] + "b", HERE.rpartition(":")[2]
     attempts: list[tuple[str, dict[str, str]]] = [
         ("", {}),
@@ -80,6 +87,7 @@ def test_no_route_but_the_page_takes_the_token_from_the_address(app: Guard) -> N
         assert client.get(f"{path}?token={TOKEN}").status_code == 401
 
 
+@pytest.mark.parametrize("app", ["one run"], indirect=True)
 def test_the_senders_token_opens_nothing_but_the_collector(app: Guard) -> None:
     client = TestClient(app, base_url=HERE, headers={"authorization": f"Bearer {SPAN_TOKEN}"})
     for path in addresses(app):

@@ -3,15 +3,16 @@
  * the range: drag to look closer, double-click for all; arrow keys move the cursor, + and - change the range.
  *
  * @typedef {{first: number, last: number}} Range steps
- * @typedef {{name: string, step: number[], x: number[], values: (number | null)[], raw?: (number | null)[], points?: boolean}} Series
- *   ``x``: places on the axis, ascending; ``raw``: the values before smoothing, drawn pale; ``points``: with a dot for each
+ * @typedef {{name: string, step: number[], x: number[], values: (number | null)[], raw?: (number | null)[], points?: boolean, colour?: number, dashed?: boolean}} Series
+ *   ``x``: places on the axis, ascending; ``raw``: the values before smoothing, drawn pale; ``points``: with a dot for each;
+ *   ``colour``: place of its colour among those of curves, if not its own place
  * @typedef {{at: number, step: number, text: string, label?: string, kind: "bad" | "checkpoint" | "other"}} Mark
  *   ``at``: its place on the axis; ``label``: shown beside the mark
- * @typedef {{name: string, step: number[], at: number[], show: (value: number, more?: number) => string, ticks: (low: number, high: number, most: number) => number[]}} Axis
- *   ``at``: the place of each step
+ * @typedef {{name: string, step: number[], at: number[], show: (value: number, more?: number) => string, ticks: (low: number, high: number, most: number) => number[], many?: boolean}} Axis
+ *   ``at``: the place of each step; ``many``: the curves are those of several runs, and a "step" is a place on the axis
  */
 
-import { drawChart, inkOf } from "./chart_paint.js";
+import { drawChart, inkOf, seriesColour } from "./chart_paint.js";
 import { save } from "./chart_files.js";
 import { count } from "./format.js";
 import { html, useLayoutEffect, useRef, useState } from "./html.js";
@@ -69,13 +70,14 @@ export function Chart(props) {
   const place = cursor >= 0 ? xOf(placeOf(axis, cursor)) : -1;
   const isShown = place >= LEFT - 1 && place <= width - RIGHT + 1;
   const values = isShown ? valuesAt(series, cursor, show) : [];
-  const said = isShown ? `step ${count(cursor)}: ${values[0] ?? "–"}` : newest(axis, series, show, zoomed);
-  const spoken = isShown && series.length > 1 ? `step ${count(cursor)}: ${namedValues(series, values).join(", ")}` : said;
+  const at = axis.many && axis.name !== "steps" ? (axis.name === "time" ? `after ${axis.show(cursor)}` : `${axis.show(cursor)} ${axis.name}`) : `step ${count(cursor)}`;
+  const said = axis.many ? (isShown ? at : "") : isShown ? `${at}: ${values[0] || "–"}` : newest(axis, series, show, zoomed);
+  const spoken = isShown && (axis.many || series.length > 1) ? `${at}: ${namedValues(series, values).join(", ")}` : said;
   const nearby = isShown ? marks.filter((mark) => Math.abs(xOf(mark.at) - place) < NEAR).map((mark) => mark.text) : [];
 
   return html`
     <figure class="card chart" style=${{ width: `${wide}px` }}>
-      <figcaption>${title}${series.length > 1 && html`<${Names} series=${series} theme=${theme} />`}<span></span><b>${said}</b>
+      <figcaption>${title}${series.length > 1 && !axis.many && html`<${Names} series=${series} theme=${theme} />`}<span></span><b>${said}</b>
         <${Save} ...${{ title, axis, series, show, marks, range, log, theme }} /></figcaption>
       <div class="plot" ref=${box} tabindex="0" role="application" aria-roledescription="chart" aria-label="${title}, ${spoken}${nearby.length ? `, ${nearby[0]}` : ""}" onKeyDown=${onKey}
         onPointerMove=${(event) => {
@@ -92,8 +94,9 @@ export function Chart(props) {
         <canvas ref=${canvas} aria-hidden="true"></canvas>
         ${isShown && html`<i class="cursor" style=${{ left: `${place}px` }}></i>`}
         ${held >= 0 && isShown && html`<i class="held" style=${{ left: `${xOf(placeOf(axis, Math.min(held, cursor)))}px`, width: `${Math.abs(place - xOf(placeOf(axis, held)))}px` }}></i>`}
-        ${pointed && isShown && (nearby.length > 0 || series.length > 1) && html`<div class="tip marked" style=${place > width / 2 ? { right: `${width - place + 8}px` } : { left: `${place + 8}px` }}>
-          ${series.length > 1 && namedValues(series, values).map((text) => html`<div key=${text}><b>${text}</b></div>`)}
+        ${pointed && isShown && (nearby.length > 0 || series.length > 1 || axis.many) && html`<div class="tip marked ${axis.many ? "many" : ""}" style=${place > width / 2 ? { right: `${width - place + 8}px` } : { left: `${place + 8}px` }}>
+          ${axis.many ? series.map((one, i) => values[i] && html`<div key=${one.key}><${Swatch} one=${one} place=${i} theme=${theme} /><b>${values[i]}</b> ${one.name}</div>`)
+            : series.length > 1 && namedValues(series, values).map((text) => html`<div key=${text}><b>${text}</b></div>`)}
           ${nearby.slice(-MOST_TOLD).map((text, i) => html`<div key=${i}>${text}</div>`)}
           ${nearby.length > MOST_TOLD && html`<div class="dim">and ${count(nearby.length - MOST_TOLD)} more</div>`}</div>`}
       </div>
@@ -116,11 +119,11 @@ function closer(steps, index, reach) {
   return { first: steps[Math.max(0, index - around)], last: steps[Math.min(steps.length - 1, index + around)] };
 }
 
-/** The value of each series at a step, or the last one before; "" before its first. @param {Series[]} series @returns {string[]} */
+/** The value of each series at a step, or the last one before; "" before its first, and behind the end of a curve. @param {Series[]} series @returns {string[]} */
 function valuesAt(series, step, show) {
-  return series.map(({ step: steps, values, raw }) => {
+  return series.map(({ step: steps, values, raw, points }) => {
     const index = lastNotAbove(steps, step);
-    return index < 0 ? "" : show((raw ?? values)[index]);
+    return index < 0 || (!points && step > steps.at(-1)) ? "" : show((raw ?? values)[index]);
   });
 }
 
@@ -138,7 +141,14 @@ function newest(axis, [{ step, values, raw }], show, zoomed) {
 
 /** Names of several series, in their colours. */
 const Names = ({ series, theme }) => html`<small class="names">${series.map(({ name }, i) => html`
-  <span key=${name}><i class="swatch" style=${{ background: inkOf(theme).series[i % inkOf(theme).series.length] }}></i>${name}</span>`)}</small>`;
+  <span key=${name}><${Swatch} one=${series[i]} place=${i} theme=${theme} />${name}</span>`)}</small>`;
+
+/** Colour and kind of line of a curve. @param {{one: {colour?: number, dashed?: boolean}, place: number, theme: import("./colours.js").Theme}} props */
+export function Swatch({ one, place, theme }) {
+  const colour = seriesColour(inkOf(theme), one, place);
+  const stripes = `repeating-linear-gradient(90deg, ${colour} 0 3px, transparent 3px 5px)`;
+  return html`<i class="swatch" style=${{ background: one.dashed ? stripes : colour }}></i>`;
+}
 
 /** Downloads of a chart, as it is shown. */
 function Save(drawn) {

@@ -1,6 +1,6 @@
 /** Downloads of a chart: the picture as PNG or SVG, with its title, or what it shows as a table. */
 
-import { drawChart, inkOf } from "./chart_paint.js";
+import { drawChart, inkOf, seriesColour } from "./chart_paint.js";
 
 const [WIDTH, HEIGHT, TITLE, SCALE] = [900, 380, 34, 2];
 
@@ -30,11 +30,11 @@ function draw(context, drawn) {
   Object.assign(context, { fillStyle: ink.text, textAlign: "left" });
   context.fillText(`${drawn.title}, by ${drawn.axis.name}`, 12, TITLE / 2);
   let right = WIDTH - 12;
-  for (const [i, { name }] of [...drawn.series.entries()].reverse()) {
+  for (const [i, one] of [...drawn.series.entries()].reverse()) {
     if (drawn.series.length < 2) break;
-    Object.assign(context, { fillStyle: ink.series[i % ink.series.length], textAlign: "right" });
-    context.fillText(name, right, TITLE / 2);
-    right -= 8 * name.length + 16;
+    Object.assign(context, { fillStyle: seriesColour(ink, one, i), textAlign: "right" });
+    context.fillText(one.name, right, TITLE / 2);
+    right -= 8 * one.name.length + 16;
   }
 }
 
@@ -55,9 +55,10 @@ export function csvOf({ axis, series, range }) {
       rows.get(step[k])[i + 1] = (raw ?? values)[k] ?? "";
     }
   }
-  const isStep = axis.name === "steps";
-  const head = ["step", ...(isStep ? [] : [axis.name]), ...series.map((one) => one.name)].map(quoted);
-  const lines = [...rows.entries()].sort(([a], [b]) => a - b).map(([step, [at, ...values]]) => [step, ...(isStep ? [] : [at]), ...values]);
+  // In a chart of several runs, a place stands for no common step.
+  const isPlace = axis.many || axis.name === "steps";
+  const head = [...(isPlace ? [axis.name === "steps" ? "step" : axis.name] : ["step", axis.name]), ...series.map((one) => one.name)].map(quoted);
+  const lines = [...rows.entries()].sort(([a], [b]) => a - b).map(([step, [at, ...values]]) => [step, ...(isPlace ? [] : [at]), ...values]);
   return [head, ...lines].map((line) => line.join(",")).join("\n") + "\n";
 }
 

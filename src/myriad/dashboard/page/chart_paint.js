@@ -9,6 +9,7 @@ const FONT = "11px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-ser
 const [LEFT, RIGHT, TOP, BOTTOM] = [58, 8, 6, 20];
 const [MOST_TICKS, MOST_DIGITS] = [12, 6];
 const PALE = 0.28;
+const DASHES = [5, 3];
 
 /** @param {import("./colours.js").Theme} theme */
 export const inkOf = (theme) => INK[theme];
@@ -31,7 +32,8 @@ export function drawChart(context, { width, height, top = 0, axis, series, show,
   drawAxes(context, { width, height, scale, show, yOf, xOf, axis, range });
   drawMarks(context, marks, { range, xOf, high, low, ink });
   for (const [i, one] of series.entries()) {
-    const colour = ink.series[i % ink.series.length];
+    const colour = seriesColour(ink, one, i);
+    context.setLineDash(one.dashed ? DASHES : []);
     Object.assign(context, { strokeStyle: colour, fillStyle: colour, lineWidth: 1.5, lineJoin: "round" });
     if (one.raw) {
       context.globalAlpha = PALE;
@@ -40,7 +42,11 @@ export function drawChart(context, { width, height, top = 0, axis, series, show,
     }
     drawLine(context, one, one.values, { xOf, yOf, range, scale });
   }
+  context.setLineDash([]);
 }
+
+/** Colour of a curve: its own, or the one of its place. @param {any} ink @param {import("./chart.js").Series} one @param {number} place */
+export const seriesColour = (ink, one, place) => ink.series[(one.colour ?? place) % ink.series.length];
 
 /** The values that lie in the range, and their neighbours outside of it. @param {import("./chart.js").Series} series @param {[number, number]} range */
 function shownValues({ x, values, raw }, [from, to]) {

@@ -1,48 +1,20 @@
 /** Overview of the run: key figures, curves, where its time was spent, and events. */
 
 import { askJson } from "./api.js";
-import { Chart } from "./chart.js";
 import { axesOf, axisOf } from "./chart_axes.js";
 import { classColour } from "./colours.js";
+import { ChartGrid, curvesOf, lineOf, pointsOf, smoothingOf } from "./curve_charts.js";
 import { isBad, nameOf } from "./event_names.js";
 import { Experts } from "./experts.js";
-import { bytes, count, percent, plain, plural, seconds } from "./format.js";
-import { html, useMemo, useRef, useState } from "./html.js";
+import { count, percent, plain, plural, seconds } from "./format.js";
+import { html, useMemo } from "./html.js";
 import { LayerNorms } from "./norms.js";
 import { useAnswer } from "./query.js";
-import { amend } from "./route.js";
 import { Scores } from "./scores.js";
 import { lastNotAbove } from "./sorted.js";
-import { useSize } from "./theme.js";
-import { Choice, Figure, Problem, Time, Where } from "./widgets.js";
+import { Figure, Problem, Time, Where } from "./widgets.js";
 
-/** Title, column and format of each chart, in order; what the run has no figures for is left out. */
-const CURVES = [
-  ["Loss", "loss", plain],
-  ["Learning rate", "learning_rate", plain],
-  ["Gradient norm", "grad_norm", plain],
-  ["Tokens per second", "tokens_per_second", count],
-  ["MFU", "mfu", percent],
-  ["Step time", "step_seconds", seconds],
-  ["Exposed communication", "exposed_comm_seconds", seconds],
-  ["Wait for data", "data_wait_seconds", seconds],
-  ["Wait for checkpoints", "checkpoint_wait_seconds", seconds],
-  ["Memory of rank 0", "memory_bytes", bytes],
-  ["Loss of the prediction layers", "prediction_loss", plain],
-  ["Largest attention logit", "max_attention_logit", plain],
-  ["Load of the busiest expert", "expert_load", plain],
-  ["Entropy of routers", "router_entropy", plain],
-  ["Gradient noise scale (tokens)", "noise_scale", count],
-  ["Loss scale", "loss_scale", count],
-];
-/** Columns that are axes, or parts of other charts. */
-const NO_CHART = new Set([...CURVES.map(([, name]) => name), "step", "time", "tokens", "flops", "total_flops", "noise_gradient", "noise_variance", "skipped", "overflow"]);
-const OWN = "user/";
 const MOST_SCORES = 24;
-/** Pixels: least width of a chart, and gap between two. */
-const [LEAST, GAP] = [340, 10];
-const MOST_ACROSS = 6;
-const SMOOTHINGS = [["0", "none"], ["0.6", "little"], ["0.9", "much"], ["0.98", "very much"]];
 const NEWEST_EVENTS = 200;
 /** Losses whose colours are those of a class of time. */
 const LOSS_CLASSES = { "slower than peak": "compute", "slower ranks": "slow", tensor: "tp", experts: "ep", context: "cp", pipeline: "pp", "data parallel": "dp" };
@@ -82,79 +54,31 @@ export function OverviewView({ run, query, version, theme }) {
     </section>`;
 }
 
-/** All charts, with the choices that hold for all of them. @param {{it: any, query: Record<string, string>, theme: import("./colours.js").Theme}} props */
+/** All charts of the run. @param {{it: any, query: Record<string, string>, theme: import("./colours.js").Theme}} props */
 function Charts({ it, query, theme }) {
-  const box = useRef(null);
-  const { width } = useSize(box);
-  const [cursor, onCursor] = useState(-1);
   const axes = axesOf(it);
   const name = axes.includes(query.x) ? query.x : "steps";
   const axis = useMemo(() => axisOf(it, name, it.began), [it, name]);
-  const smoothing = SMOOTHINGS.some(([value]) => value === query.smooth) ? Number(query.smooth) : 0;
+  const smoothing = smoothingOf(query);
   const charts = useMemo(() => chartsOf(it, axis, smoothing), [it, axis, smoothing]);
   const marks = useMemo(() => marksOf(it, axis), [it, axis]);
-  const wide = useMemo(() => widthsOf(width, charts.length), [width, charts.length]);
-  const zoomed = Boolean(query.first && query.last);
-  const onRange = (range) => amend({ first: range?.first, last: range?.last });
-  const range = [axis.at[0], axis.at.at(-1)];
-  const log = query.y === "log";
-  return html`
-    <div class="bar">
-      <${Choice} label="By" value=${name} options=${axes} onChange=${(x) => amend({ x })} />
-      <${Choice} label="Scale" value=${log ? "log" : "linear"} options=${["linear", "log"]} onChange=${(y) => amend({ y })} />
-      <${Choice} label="Smoothing" value=${String(smoothing)} options=${SMOOTHINGS} onChange=${(smooth) => amend({ smooth })} />
-      ${zoomed && html`<span class="dim">Steps <b>${count(it.step[0])}</b> to <b>${count(it.step.at(-1))}</b></span>
-        <button onClick=${() => onRange(null)}>All steps</button>`}
-    </div>
-    <div class="charts" ref=${box}>${charts.map(({ key, title, show, series }, i) => html`
-      <${Chart} key=${key} ...${{ title, wide: wide[i], show, series, axis, marks, cursor, onCursor, range, onRange, zoomed, log, theme }} />`)}</div>`;
+  const shown = html`Steps <b>${count(it.step[0])}</b> to <b>${count(it.step.at(-1))}</b>`;
+  return html`<${ChartGrid} ...${{ charts, axes, axis, marks, query, shown, whole: "All steps", theme }} />`;
 }
 
-/** Widths of charts in full rows of nearly equal numbers. @param {number} width @param {number} number */
-function widthsOf(width, number) {
-  const rows = Math.ceil(number / Math.max(1, Math.min(MOST_ACROSS, Math.floor((width + GAP) / (LEAST + GAP)))));
-  const [few, more] = [Math.floor(number / rows), number % rows];
-  return Array.from({ length: number }, (_, i) => {
-    const across = i < more * (few + 1) ? few + 1 : few;
-    return Math.max(0, Math.floor((width - GAP * (across - 1)) / across));
-  });
-}
-
-/** The charts of a run: those above, then the user's own and further figures, then scores. */
+/** The charts of a run: those that it has figures for, then scores. */
 function chartsOf(it, axis, smoothing) {
-  const own = Object.keys(it).filter((name) => !NO_CHART.has(name) && Array.isArray(it[name]) && it[name].length === it.step.length && it[name].some((value) => typeof value === "number"));
-  const further = own.map((name) => [name.startsWith(OWN) ? name.slice(OWN.length) : name.replaceAll("_", " "), name, plain]);
-  const known = [...CURVES, ...further].filter(([, name]) => name === "loss" || it[name]?.some((value) => value !== null && value !== 0));
-  const charts = known.map(([title, name, show]) => ({ key: name, title, show, series: [lineOf(title, it[name], axis, smoothing), ...(name === "loss" ? validationsOf(it, axis) : [])] }));
+  const charts = curvesOf([it]).map(([title, name, show]) => ({
+    key: name,
+    title,
+    show,
+    series: [lineOf(name === "loss" ? "training" : title, it[name], axis, smoothing), ...(name === "loss" ? validationsOf(it, axis) : [])],
+  }));
   const scored = it.scores.filter((score) => score.step.length > 1).slice(0, MOST_SCORES);
   return [...charts, ...scored.map((score) => ({ key: `score ${score.name}`, title: score.name, show: plain, series: [pointsOf(score, axis)] }))];
 }
 
-/** @returns {import("./chart.js").Series} */
-function lineOf(title, values, axis, smoothing) {
-  const line = { name: title === "Loss" ? "training" : title, step: axis.step, x: axis.at, values };
-  return smoothing ? { ...line, values: smooth(axis.step, values, smoothing), raw: values } : line;
-}
-
 const validationsOf = (it, axis) => it.validation.map((one) => pointsOf(one, axis)).filter((one) => one.x.length);
-
-/** Values at some steps, of which those that the axis covers. @param {{name: string, step: number[], value: (number | null)[]}} found */
-function pointsOf({ name, step, value }, axis) {
-  const inside = step.map((_, i) => i).filter((i) => step[i] >= axis.step[0] && step[i] <= axis.step.at(-1));
-  return { name, points: true, step: inside.map((i) => step[i]), x: inside.map((i) => axis.at[Math.max(0, lastNotAbove(axis.step, step[i]))]), values: inside.map((i) => value[i]) };
-}
-
-/** Exponential moving average, without the pull of its first value; it forgets by steps, however many are shown. */
-function smooth(steps, values, weight) {
-  const usual = Math.max(1, (steps.at(-1) - steps[0]) / Math.max(1, steps.length - 1));
-  let [sum, total, before] = [0, 0, steps[0]];
-  return values.map((value, i) => {
-    if (value === null || value === undefined) return null;
-    const kept = weight ** ((steps[i] - before) / usual);
-    [sum, total, before] = [sum * kept + value, total * kept + 1, steps[i]];
-    return sum / total;
-  });
-}
 
 /** The newest loss; if it is non-finite, the step since when. */
 function lossNow({ loss, step, since }) {

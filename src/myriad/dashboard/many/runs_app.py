@@ -1,0 +1,57 @@
+"""The application of the page of many runs.
+
+    GET /api/run            the states of all runs in a sentence
+    GET /api/runs           the table: filter, sort, group
+    GET /api/runs/curves    curves of chosen runs, by one axis
+    GET /api/runs/diff      what differs between chosen runs
+
+`myriad.dashboard.request_guard` checks every request. No route takes a path: runs are named by ids from the
+table.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from myriad.dashboard.app import PageFiles, answer_errors, json_response
+from myriad.dashboard.many.live_table import LiveTable
+from myriad.dashboard.many.runs_api import RunsApi
+from myriad.dashboard.request_guard import Access, Guard
+
+__all__ = ["build_runs_app"]
+
+
+def build_runs_app(table: LiveTable, access: Access) -> Guard:
+    """Build the application for the runs of a table. ``access`` decides which requests are answered."""
+    api, page = RunsApi(table), PageFiles("runs.html")
+
+    @asynccontextmanager
+    async def life(app: Starlette) -> Any:
+        table.start()
+        yield
+        await run_in_threadpool(table.stop)
+
+    routes = [
+        Route("/api/run", _endpoint(api.run)),
+        Route("/api/runs", _endpoint(api.runs)),
+        Route("/api/runs/curves", _endpoint(api.curves)),
+        Route("/api/runs/diff", _endpoint(api.diff)),
+        Route("/", page.index),
+        Route("/static/{name:path}", page.file),
+    ]
+    return Guard(answer_errors(routes, life), access)
+
+
+def _endpoint(answer: Callable[[Mapping[str, str]], Any]) -> Callable[[Request], Response]:
+    """Return a synchronous endpoint, which the server runs in a thread."""
+
+    def ask(request: Request) -> Response:
+        return json_response(answer(request.query_params))
+
+    return ask

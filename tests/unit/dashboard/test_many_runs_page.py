@@ -1,0 +1,171 @@
+"""If these fail, the page of many runs shows wrong runs or curves, or reads a run that it does not list."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ended_runs import AT, make_run, write_lines
+from starlette.testclient import TestClient
+
+from myriad.cli.watch_content import ManyRuns, content_of
+from myriad.dashboard.many.live_table import LiveTable, id_of
+from myriad.dashboard.many.runs_app import build_runs_app
+from myriad.dashboard.request_guard import Access
+from myriad.errors import BadInputError
+from myriad.many_runs import row_cache
+from myriad.many_runs.row_cache import RowCache
+from myriad.run import Run
+
+TOKEN = "a" * 32
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three runs, one of them below a sweep's folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_run(tmp_path / "runs" / "base", loss=4.0)
+    make_run(tmp_path / "runs" / "sweep" / "fast", "optimizer.learning_rate=0.01", loss=3.0, at=AT + 1000)
+    make_run(tmp_path / "runs" / "broken", "layout.dp=2", loss=5.0, end="", at=AT + 2000, steps=3)
+    return tmp_path / "runs"
+
+
+class Page:
+    """The page's requests, after one pass over the folders."""
+
+    def __init__(self, *folders: Path) -> None:
+        self.table = LiveTable(folders)
+        self.table.poll()
+        self._client = TestClient(
+            build_runs_app(self.table, Access(TOKEN)),
+            base_url="http://127.0.0.1:8765",
+            headers={"authorization": f"Bearer {TOKEN}"},
+        )
+
+    def ask(self, path: str, code: int = 200, **query: str) -> Any:
+        answer = self._client.get(path, params=query)
+        assert answer.status_code == code, answer.text
+        return answer.json()
+
+    def names(self, **query: str) -> list[str]:
+        return [row["name"] for row in self.ask("/api/runs", **query)["runs"]]
+
+
+def ids(*runs: Path) -> str:
+    return ",".join(map(id_of, runs))
+
+
+def test_the_table_is_that_of_the_terminal_filtered_sorted_and_grouped(folder: Path) -> None:
+    page = Page(folder)
+    found = page.ask("/api/runs", group="layout.dp")
+    assert [(row["name"], row["group"]) for row in found["runs"]] == [
+        ("broken", "2"), ("fast", "1"), ("base", "1")
+    ]  # fmt: skip
+    assert found["keys"] == ["optimizer.learning_rate"], "without those that columns show"
+    assert found["runs"][1]["differs"] == [["optimizer.learning_rate", "0.01"]]
+    assert page.names(sort="loss") == ["fast", "base", "broken"]
+    assert page.names(filter="state=finished, loss>3.5") == ["base"]
+    assert page.names(filter="SWEEP") == ["fast"], "words of name, path and job"
+    assert page.names(filter="tiny, base") == ["base"]
+    assert page.ask("/api/run")["sentence"] == "3 runs: 2 finished, 1 failed"
+    for key, value in (("filter", "los<3"), ("sort", "los"), ("group", "los"), ("filter", "a" * 2000)):
+        assert key.replace("group", "sort") in page.ask("/api/runs", 400, **{key: value})["error"]
+
+
+def test_curves_of_several_runs_lie_on_one_axis_and_are_cut_exactly(folder: Path) -> None:
+    base, fast = folder / "base", folder / "sweep" / "fast"
+    lines = [json.loads(line) for line in (fast / "metrics.jsonl").read_text().splitlines()]
+    write_lines(fast / "metrics.jsonl", [line | {"tokens": 1000 * line["step"]} for line in lines])
+    page = Page(folder)
+    runs = ids(base, fast)
+
+    def steps(**query: str) -> list[list[float]]:
+        return [run["columns"]["step"] for run in page.ask("/api/runs/curves", runs=runs, **query)["runs"]]
+
+    assert steps() == [[1, 2, 3, 4, 5, 6]] * 2
+    assert steps(by="tokens", first="300", last="2000") == [[3, 4, 5, 6], [1, 2]]
+    assert steps(by="time", first="25", last="40") == [[3, 4], [3, 4]], "since each began"
+    assert steps(by="FLOPs", first="1500", last="2500") == [[3, 4, 5], [3, 4, 5]]
+    assert steps(by="tokens", first="7e5", last="8e5") == [[], []]
+    curves = page.ask("/api/runs/curves", runs=runs)["runs"]
+    assert [run["validation"][0]["value"] for run in curves] == [[7.0, 4.25, 4.5], [6.0, 3.25, 3.5]]
+    assert [run["began"] for run in curves] == [AT, AT + 1000]
+    assert len(steps(points="2")[0]) < 6
+    for query in ({"by": "x"}, {"first": "nan", "last": "2"}, {"points": "1"}):
+        page.ask("/api/runs/curves", 400, runs=runs, **query)
+
+
+def test_differences_of_jobs_environments_and_resumes(folder: Path) -> None:
+    base, fast = Run(folder / "base"), Run(folder / "sweep" / "fast")
+    fast.append_event("start", world=1, device="cuda", software={"myriad": "1", "commit": "abc"})
+    change = {"key": "optimizer.learning_rate", "before": 0.1, "after": 0.01, "user": "ann@here"}
+    fast.append_event("job_changed", step=4, **change)
+    page = Page(folder)
+    found = page.ask("/api/runs/diff", runs=ids(base.path, fast.path))
+    assert found["job"] == [["optimizer.learning_rate", ["0.001", "0.01"]]]
+    assert ["device", ["cpu", "cuda"]] in found["environment"]
+    assert ["software.commit", [None, "abc"]] in found["environment"]
+    assert found["changes"] == [[], [change | {"before": "0.1", "after": "0.01", "step": 4.0}]]
+    assert page.ask("/api/runs")["runs"][1]["changes"] == found["changes"][1]
+
+
+def test_only_runs_of_the_table_are_answered(folder: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "secret")
+    page = Page(folder)
+    for name in (id_of(other.path), str(other.path), "../secret"):
+        assert page.ask("/api/runs/curves", runs=name)["runs"] == []
+        assert page.ask("/api/runs/diff", runs=name)["runs"] == []
+    page.ask("/api/runs/curves", 400, runs="")
+    page.ask("/api/runs/curves", 400, runs=",".join(map(str, range(11))))
+
+
+def test_the_table_follows_runs_that_come_go_and_grow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Page(folder, folder / "base", folder / "later")
+    assert sorted(page.names()) == ["base", "broken", "fast"], "each once"
+    assert page.ask("/api/runs")["problems"] == [f"{folder / 'later'} is missing"]
+    make_run(folder / "later")
+    (folder / "broken").rename(folder / ".broken")
+    Run(folder / "base").append_metrics({"step": 7, "time": AT + 80, "loss": 1.5})
+    (folder / "sweep" / "fast" / "job.toml").write_text("[train")
+    page.table._figures.clear()  # no run waits for its next reading
+    page.table.poll()
+    rows = {row["name"]: row for row in page.ask("/api/runs")["runs"]}
+    assert rows.keys() == {"base", "later", "fast"}
+    assert (rows["base"]["loss"], rows["base"]["steps"]) == (1.5, 7)
+    assert rows["fast"]["state"] == "unreadable" and "damaged" in rows["fast"]["problem"]
+    read = row_cache.read_figures
+    monkeypatch.setattr(
+        row_cache, "read_figures", lambda run: read(run) if run.path.name != "base" else 1 / 0
+    )
+    table = LiveTable([folder], RowCache(folder.parent / "other cache"))
+    table.poll()
+    assert len(table.rows) == 2 and "base cannot be read" in table.problems[0]
+
+
+def test_arguments_name_a_run_a_folder_or_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+
+    def many(*names: str, **options: Any) -> list[str]:
+        found = content_of([*names], options.get("collect"), options.get("cluster"), options.get("memory"))
+        assert isinstance(found, ManyRuns)
+        return [os.fspath(path) for path in found.folders]
+
+    assert many() == ["runs"]
+    assert many("runs/sweep") == ["runs/sweep"]
+    assert many("base", "runs/sweep") == ["runs/base", "runs/sweep"]
+    assert not isinstance(content_of(["base"], None, None, None), ManyRuns)
+    (folder / "empty").mkdir()
+    for names, options in (
+        (["runs/empty"], {}),
+        (["nothing"], {}),
+        (["base", "nothing"], {}),
+        (["runs"], {"memory": "1 GiB"}),
+        (["runs"], {"collect": folder / "spans"}),
+        (["runs"], {"cluster": "laptop"}),
+    ):
+        with pytest.raises(BadInputError):
+            many(*names, **options)
+    monkeypatch.chdir(folder)
+    with pytest.raises(BadInputError, match="folder of runs"):
+        many()
