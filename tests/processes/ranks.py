@@ -6,6 +6,7 @@
 import gc
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -70,6 +71,20 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
             process.join(2 if len(found) == world else 0)
             process.kill()
             process.join()  # a process that is killed holds the locks of its run for a moment
+
+
+def lost_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> None:
+    """Ranks that all end by SIGKILL."""
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=enter, args=(function, rank, each, arguments, context.SimpleQueue()))
+        for rank, each in enumerate(environments(world))
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * world
 
 
 def serve(connection: Connection, others: list[Connection]) -> None:

@@ -1,7 +1,6 @@
 """If these fail, a run that lost ranks, a node or its storage resumes from less than it had, or not."""
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import enter, environments, run_ranks
+from ranks import lost_ranks, run_ranks
 
 from myriad.checkpoint.checkpoint_files import load_model
 from myriad.checkpoint.config import CheckpointConfig
@@ -105,20 +104,6 @@ def vanish(path: Path, world: int, last: int) -> None:
     run.session.settle()
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def lost_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> None:
-    """Ranks that all end by SIGKILL."""
-    context = multiprocessing.get_context("fork")
-    processes = [
-        context.Process(target=enter, args=(function, rank, each, arguments, context.SimpleQueue()))
-        for rank, each in enumerate(environments(world))
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * world
 
 
 def snapshot_servers(path: Path) -> list[int]:

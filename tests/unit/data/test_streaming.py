@@ -3,6 +3,7 @@
 import gzip
 import importlib
 import json
+import shutil
 from collections import Counter
 from contextlib import suppress
 from itertools import pairwise
@@ -148,6 +149,32 @@ def test_a_resume_reads_only_the_group_of_its_step(
     assert np.array_equal(batch(again, 40), expected[40])
     assert 0 < len(made) <= 3 and min(made) > 2, "what lies before is not tokenized"
     assert np.array_equal(batch(again, 49), expected[49])
+
+
+def test_nodes_that_read_different_text_stop_the_run_which_goes_on_once_they_read_the_same(
+    texts: Path, tmp_path: Path
+) -> None:
+    """As from local copies of which one is damaged. Whichever node comes later notices, and its lines of that
+    group and of later ones do not count after a restart."""
+    copy, streams = tmp_path / "texts", tmp_path / "streams"
+    shutil.copytree(texts, copy)
+    config = data(texts, corpus=f"raw:{copy}")
+    [listed] = opened(config, StreamPlace(streams)).streamed
+    listed.keep_sources()
+    right, wrong = (opened(config, StreamPlace(streams, writer=writer)) for writer in "01")
+    assert right.windows and wrong.windows, "both have read the index, which is empty"
+    first = [batch(right, step) for step in range(12)]
+    good = (copy / "b.jsonl").read_bytes()
+    (copy / "b.jsonl").write_bytes(good.replace(b" ", b"_").replace(b":_", b": "))
+    says = r"damaged data: .*nodes of the run read different text in group \d+, of .*/b.jsonl.*same files"
+    with pytest.raises(RunFailedError, match=says):
+        for step in range(12):
+            batch(wrong, step)
+    (copy / "b.jsonl").write_bytes(good)
+    for writer in "01":
+        again = opened(config, StreamPlace(streams, writer=writer))
+        assert np.array_equal([batch(again, step) for step in range(12)], first)
+    assert opened(config, StreamPlace(streams)).windows[0]._reader._index.num_windows >= 12 * BATCH  # type: ignore[union-attr]
 
 
 def test_without_an_index_a_resume_counts_what_lies_before(texts: Path) -> None:

@@ -3,17 +3,20 @@
 The sample at a position is found by the windows of all groups before it, which are known only once those
 were tokenized. So the loader writes a line for each group that it has tokenized, and a resume, a restarted
 loader or a certificate goes to the group of its position directly. Lines follow from the files and the job
-alone, whichever node writes them. Each has a hash, and a torn, damaged or repeated line is left out.
+alone, whichever node writes them. Each has a hash, and a torn or damaged line is left out.
 
     RUN/streams/KEY/IDENTITY-RANK.jsonl      one file for the loader of each node
+
+Nodes whose lines differ read different text, as from local copies of a file of which one is damaged
+(`GroupIndex.find_difference`). A group in which they differed is unknown to the next start. A loader that
+makes it again appends a line that replaces its own earlier line, and its lines of later groups.
 """
 
 import json
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +28,9 @@ from myriad.system.jsonl import JsonlTail, LineFile
 __all__ = ["GroupIndex", "GroupRecord", "dump_record", "parse_record"]
 
 _SELF = "hash"
+_MOST_COMPARED = 8
+"""Other files of an index that a loader reads while it makes groups: as many as may be left of nodes that are
+gone, and few on a file system that thousands of nodes share."""
 _MOST = 2**62
 
 
@@ -92,11 +98,12 @@ class GroupIndex:
         self.skipped = Counter[str]()
         """Records of all known groups that were skipped."""
         self._file = None
-        if folder is not None:
-            for record in _read(folder, identity):
-                self.append(record)
-            if writer is not None:
-                self._file = LineFile(folder / f"{identity}-{writer}.jsonl")
+        self._lines = _IndexLines(folder, identity)
+        self._not_compared: list[tuple[int, str]] = []
+        for record in _known(self._lines.poll(self._lines.paths())):
+            self.append(record)
+        if folder is not None and writer is not None:
+            self._file = LineFile(folder / f"{identity}-{writer}.jsonl")
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -122,6 +129,20 @@ class GroupIndex:
         """Return the hash of a known group's tokens."""
         return self._digests[group]
 
+    def find_difference(self) -> int | None:
+        """Return the first group that another loader has tokenized to other tokens since this index was
+        opened; ``None``: there is none. Each of many loaders reads the lines of a few, in a ring."""
+        if self._file is None:
+            return None
+        paths = self._lines.paths()
+        after = bisect_right(paths, self._file.path)
+        near = [*paths[after:], *paths[:after]][:_MOST_COMPARED]
+        found = [(record.number, record.digest) for records in self._lines.poll(near) for record in records]
+        every = [*self._not_compared, *found]
+        self._not_compared = [one for one in every if one[0] >= len(self)]
+        differ = (number for number, digest in every if number < len(self) and digest != self.digest(number))
+        return min(differ, default=None)
+
     def append(self, record: GroupRecord) -> None:
         """Add the first unknown group."""
         assert record.number == len(self), "groups are known in their order"
@@ -139,15 +160,38 @@ def _dump_start(start: GroupStart) -> str:
     return " ".join(parts)
 
 
-def _read(folder: Path, identity: str) -> list[GroupRecord]:
-    """Return the groups in the files of a folder, as many as follow each other from the first one on."""
-    found: dict[int, GroupRecord] = {}
-    for path in sorted(folder.glob(f"{identity}-*.jsonl")):
-        with suppress(OSError):
-            for line in JsonlTail(path).poll():
-                if (record := parse_record(line)) is not None:
-                    found.setdefault(record.number, record)
+class _IndexLines:
+    """The lines of all files of an index, as they are appended."""
+
+    def __init__(self, folder: Path | None, identity: str) -> None:
+        self._folder, self._identity = folder, identity
+        self._tails: dict[Path, JsonlTail] = {}
+
+    def paths(self) -> list[Path]:
+        """Return the files, sorted."""
+        return [] if self._folder is None else sorted(self._folder.glob(f"{self._identity}-*.jsonl"))
+
+    def poll(self, paths: Iterable[Path]) -> list[list[GroupRecord]]:
+        """Return the new records of each of these files."""
+        tails = (self._tails.setdefault(path, JsonlTail(path)) for path in paths)
+        every = ([parse_record(line) for line in tail.poll()] for tail in tails)
+        return [[record for record in records if record is not None] for records in every]
+
+
+def _known(files: Iterable[Sequence[GroupRecord]]) -> list[GroupRecord]:
+    """Return the groups that follow each other from the first one on, up to one in which files differ."""
+    by_number: dict[int, GroupRecord] = {}
+    differ: set[int] = set()
+    for records in files:
+        own: dict[int, GroupRecord] = {}
+        for record in records:
+            while own and next(reversed(own)) >= record.number:
+                own.popitem()
+            own[record.number] = record
+        for number, record in own.items():
+            if by_number.setdefault(number, record).digest != record.digest:
+                differ.add(number)
     known: list[GroupRecord] = []
-    while (record := found.get(len(known))) is not None:
-        known.append(record)
+    while len(known) not in differ and (found := by_number.get(len(known))) is not None:
+        known.append(found)
     return known

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from myriad.data.config import Documents, OnBadRecord
 from myriad.data.corpus_manifest import Split
-from myriad.data.file_documents import END_OF_FILE, Found, ReadRules, read_found
+from myriad.data.file_documents import END_OF_FILE, Found, ReadRules, read_found, shown_name
 from myriad.data.records import RecordForm
 from myriad.data.streaming.group_index import GroupIndex, GroupRecord
 from myriad.data.streaming.group_order import Cursor, GroupOrder, GroupStart
@@ -41,6 +41,8 @@ _MOST_EMPTY_BYTES = 1 << 30
 """Bytes of a file without any text that are read for one group; then the file is refused."""
 _BATCH_CHARACTERS = 1 << 18
 """Text that a thread tokenizes at once: its encoding takes some 170 times its memory."""
+_MOST_NAMES = 3
+"""Files that a message names."""
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -312,12 +314,23 @@ class GroupReader:
         if number == len(self._index):
             self._check_epoch(group.record)
             self._index.append(group.record)
+            self._check_nodes()
         elif group.record.digest != self._index.digest(number):
             raise RunFailedError(f"{BAD_DATA}{self._maker.name}: a file changed while the run reads it")
         with self._changed:
             if self._first <= number <= self._last + self._ahead:
                 self._groups[number] = group
             self._changed.notify_all()
+
+    def _check_nodes(self) -> None:
+        """Refuse text that another node read differently: its ranks would train on other samples."""
+        number = self._index.find_difference()
+        if number is not None:
+            pieces = self._maker.order.bundle(self._index.start(number))
+            files = sorted({shown_name(span.url) for piece in pieces for span in piece.spans})
+            names = ", ".join(files[:_MOST_NAMES]) + ", ..." * (len(files) > _MOST_NAMES)
+            allowed = f"nodes of the run read different text in group {number}, of {names}"
+            raise RunFailedError(f"{BAD_DATA}{self._maker.name}: {allowed}; give all nodes the same files")
 
     def _check_epoch(self, record: GroupRecord) -> None:
         """Refuse a text that fills no window, which no further epoch would change."""
