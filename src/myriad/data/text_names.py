@@ -1,6 +1,6 @@
 """Names of files of text, and of corpora that are streamed from such files. This module imports little."""
 
-from pathlib import Path
+import os
 from typing import Literal
 
 from myriad.system.remote_urls import is_url
@@ -37,5 +37,5 @@ def is_streamed(name: str) -> bool:
         return True
     if name == _EMBEDDED or (name_ending(name) not in KINDS and not any(mark in name for mark in "*?[")):
         return False
-    path = Path(name).expanduser()
-    return is_url(name) or not (path.is_dir() or path.with_name(path.name + ".idx").is_file())
+    path = os.path.expanduser(name.rstrip("/"))
+    return is_url(name) or not (os.path.isdir(path) or os.path.isfile(f"{path}.idx"))

@@ -289,3 +289,33 @@ def test_ranks_share_sequences_as_megatrons_do(kind: str, ulysses: int) -> None:
     layout = made.job("small").layout
     assert (layout.cp, layout.ulysses, layout.dp) == (4, ulysses, 2)
     assert "cp_comm_type" in made.translated
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ("--global-batch-size 0 --train-samples 100", "global_batch"),
+        ("--global-batch-size 0 --train-iters 5 --lr-warmup-samples 100", "global_batch"),
+        (f"--data-path {'x' * 5000}.txt", ""),
+    ],
+)
+def test_values_that_no_run_has_end_in_one_line(more: str, key: str) -> None:
+    made = translate_arguments(read_command_line(f"{SMALL} {ROPE} {more}"))
+    if key:
+        with pytest.raises(BadInputError, match=key) as refused:
+            made.job("small")
+        assert "\n" not in str(refused.value)
+    else:
+        assert made.job("small").data.corpus.startswith("xxx")
+
+
+def test_float8_and_fsdp_come_with_other_options() -> None:
+    text = f"{SMALL} {ROPE} --bf16 --fp8-format hybrid --fp8-recipe blockwise --world-size 2"
+    made = translate_arguments(
+        read_command_line(
+            f"{text} --use-megatron-fsdp --data-parallel-sharding-strategy optim --use-distributed-optimizer"
+        )
+    )
+    job = made.job("small")
+    assert (job.train.precision, job.layout.zero, made.unknown) == ("float8-blocks", 1, {})
+    assert {"bf16", "fp8_recipe", "use_distributed_optimizer"} <= made.translated.keys()

@@ -137,7 +137,7 @@ def _precision(made: Translation, arguments: Mapping[str, Any]) -> None:
     if arguments.get("fp8"):
         blocks = arguments.get("fp8_recipe") in ("blockwise", "mxfp8")
         made.put("fp8", "train.precision", "float8-blocks" if blocks else "float8")
-        made.translated["fp8_recipe"] = made.translated["fp8"]
+        made.put_same("fp8", ("fp8_recipe", "bf16"), arguments)
     elif arguments.get("bf16"):
         made.put("bf16", "train.precision", "bfloat16")
     elif arguments.get("fp16"):
@@ -161,6 +161,7 @@ def _schedule(made: Translation, arguments: Mapping[str, Any]) -> None:
         steps is None
         and isinstance(samples := arguments.get("train_samples"), int)
         and isinstance(batch, int)
+        and batch > 0
     ):
         steps = -(-samples // batch)
         made.put("train_samples", "train.steps", steps)
@@ -179,7 +180,12 @@ def _schedule(made: Translation, arguments: Mapping[str, Any]) -> None:
         if not isinstance(over, int | float):
             raise BadInputError(_KEY, str(over)[:60], "lr_decay_iters must be a whole number")
         made.put("lr_warmup_fraction", "optimizer.warmup_steps", int(fraction * over))
-    if isinstance(warm := arguments.get("lr_warmup_samples"), int) and isinstance(batch, int) and warm:
+    if (
+        isinstance(warm := arguments.get("lr_warmup_samples"), int)
+        and isinstance(batch, int)
+        and warm
+        and batch
+    ):
         made.put("lr_warmup_samples", "optimizer.warmup_steps", warm // batch)
     if isinstance(falls := arguments.get("lr_wsd_decay_iters"), int) and isinstance(steps, int) and steps:
         made.put("lr_wsd_decay_iters", "optimizer.decay_ratio", min(1.0, falls / steps))
@@ -274,7 +280,7 @@ def _layout(made: Translation, arguments: Mapping[str, Any]) -> None:
         level = levels.get(arguments.get("data_parallel_sharding_strategy", "optim_grads_params"), 3)
         option = "use_torch_fsdp2" if arguments.get("use_torch_fsdp2") else "use_megatron_fsdp"
         made.put(option, "layout.zero", level)
-        made.translated["data_parallel_sharding_strategy"] = made.translated[option]
+        made.put_same(option, ("data_parallel_sharding_strategy", "use_distributed_optimizer"), arguments)
     elif arguments.get("use_distributed_optimizer"):
         made.put("use_distributed_optimizer", "layout.zero", 1)
         if "data_parallel_sharding_strategy" in arguments:

@@ -196,6 +196,7 @@ ALIASES = {
     "batch_size": "micro_batch_size",
     "model_parallel_size": "tensor_model_parallel_size",
     "warmup": "lr_warmup_fraction",
+    "fp8_format": "fp8",
     "norm_eps": "norm_epsilon",
     "layernorm_epsilon": "norm_epsilon",
 }

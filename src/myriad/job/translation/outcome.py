@@ -5,7 +5,7 @@ counterpart (with what Myriad does instead), or unknown.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,10 @@ class Translation:
         """Set a key of the job, and list the option as translated."""
         self.keys[key] = value
         self.translated[option] = f"{key} = {'off' if value is None else value}"
+
+    def put_same(self, option: str, others: Collection[str], given: Collection[str]) -> None:
+        """List those of the others that are ``given`` as translated by the key of ``option``."""
+        self.translated |= {other: self.translated[option] for other in others if other in given}
 
     def put_loss_scale(self, options: Mapping[str, tuple[str, Any]]) -> None:
         """Set the keys of float16's loss scale from ``{option: (key, value)}``.
