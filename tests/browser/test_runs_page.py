@@ -52,7 +52,9 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     odd.append_event("job_changed", step=4, key=ATTACK, before=0.1, after=0.01, user=f"ann {ATTACK}")
     listener, token = listen_at("127.0.0.1", 0), secrets.token_urlsafe(24)
     ready = threading.Event()
-    server = make_server(build_runs_app(LiveTable([folder]), Access(token)), ready.set, lambda: None)
+    server = make_server(
+        build_runs_app(LiveTable([folder]), Access(token), may_write=True), ready.set, lambda: None
+    )
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:
@@ -142,3 +144,53 @@ def test_runs_are_found_compared_and_told_apart(many: Served, tab: Tab) -> None:
     before = page.locator("body").evaluate("body => getComputedStyle(body).backgroundColor")
     page.get_by_role("button", name="Use dark colours").click()
     assert page.locator("body").evaluate("body => getComputedStyle(body).backgroundColor") != before
+    change_runs(page, many.folder)
+
+
+def change_runs(page: "Page", folder: Path) -> None:
+    """Notes and tags, archive, deletion: by dialogs that keep the focus, and only after the last button."""
+    page.get_by_role("button", name="Clear the choice").click()
+    page.get_by_role("button", name="Edit the note of sweep-4").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Tags").fill("paper two,words")
+    dialog.get_by_label("Note").fill(ATTACK)
+    dialog.get_by_role("button", name="Save").click()
+    dialog.wait_for(state="detached")
+    row = page.get_by_role("region", name="Table of runs").locator("tr", has_text="sweep-4")
+    row.get_by_text(ATTACK).wait_for()
+    assert row.locator(".tag").all_inner_texts() == ["paper", "two", "words"]
+    page.get_by_role("button", name="Edit the note of sweep-4").click()
+    dialog.get_by_label("Tags").fill("a" * 41)
+    dialog.get_by_role("button", name="Save").click()
+    dialog.get_by_role("alert").get_by_text("at most 20, each of 1 to 40 letters").wait_for()
+    page.keyboard.press("Escape")
+    dialog.wait_for(state="detached")
+
+    page.get_by_role("checkbox", name="Show sweep-4 in charts").check()
+    page.get_by_role("button", name="Archive…").click()
+    dialog.get_by_role("button", name="Archive", exact=True).click()
+    row.wait_for(state="detached")
+    page.get_by_label("1 archived").check()
+    row.locator(".tag", has_text="archived").wait_for()
+    row.get_by_role("checkbox").check()
+    page.get_by_role("button", name="Take from the archive…").click()
+    dialog.get_by_role("button", name="List again").click()
+    row.locator(".tag", has_text="archived").wait_for(state="detached")
+
+    for name in ("sweep-4", "broken"):
+        page.get_by_role("checkbox", name=f"Show {name} in charts").check()
+    with Run(folder / "broken").lock():
+        page.get_by_role("button", name="Delete…").click()
+        dialog.get_by_text("broken is running").wait_for()
+    assert dialog.get_by_text(str(folder / "sweep-4")).count() == 1
+    dialog.get_by_role("button", name="Cancel").click()
+    dialog.wait_for(state="detached")
+    assert (folder / "sweep-4").exists()
+    page.get_by_role("button", name="Delete…").click()
+    dialog.get_by_role("button", name="Delete 2 for ever").click()
+    row.wait_for(state="detached")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ATTACK,
+        *(f"sweep-{number}" for number in range(4)),
+    ]
+    assert page.locator("img").count() == 0 and page.evaluate("() => window.hit") is None

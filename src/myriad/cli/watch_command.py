@@ -110,6 +110,14 @@ def _watch(
             show_default=MEMORY,
         ),
     ] = None,
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write",
+            help="Let the table of runs write notes and tags, archive, and delete after a confirmation. "
+            "Default: the page is read-only.",
+        ),
+    ] = False,
     open_page: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the page in the browser of this machine.")
     ] = True,
@@ -119,7 +127,8 @@ def _watch(
 
     For one RUN, the page shows that run. For a folder of runs, for several runs or folders, and for none (the
     folder runs/), it is a table of all runs there: filter, sort and group by columns and keys of the job, see
-    chosen runs in the same charts, and what differs between their jobs and environments.
+    chosen runs in the same charts, and what differs between their jobs and environments. With --write it also
+    takes notes and tags, archives runs, and deletes them after a confirmation.
 
     Reads the run folders. Only the page's Trace button affects the run: it slows down the traced ranks.
 
@@ -143,7 +152,7 @@ def _watch(
     if remote is not None:
         return _show_remote(remote, " ".join(runs or []), given, tls_ca, open_page, as_json)
     _check_installed()
-    content = content_of(runs or [], collect, cluster, memory)
+    content = content_of(runs or [], collect=collect, cluster=cluster, memory=memory, write=write)
     certificate = page_tls(host, tls_cert, tls_key, tls)
     _Page(content, host, given, certificate, open_page, as_json).serve(port)
 

@@ -23,14 +23,21 @@ _DEFAULT_FOLDER, _JOB = "runs", "job.toml"
 
 
 def content_of(
-    names: list[str], collect: Path | None, cluster: str | None, memory: str | None
+    names: list[str],
+    *,
+    collect: Path | None = None,
+    cluster: str | None = None,
+    memory: str | None = None,
+    write: bool = False,
 ) -> "PageContent":
     """Return what the arguments of the command name. Raises `BadInputError`."""
     if folders := _folders(names):
         for option, value in (("--collect", collect), ("--cluster", cluster), ("--memory", memory)):
             if value is not None:
                 raise BadInputError(option, str(value), "only with one RUN")
-        return ManyRuns(folders)
+        return ManyRuns(folders, write)
+    if write:
+        raise BadInputError("--write", "on", "only for a table of runs: a folder of runs, or several runs")
     path, size = existing_run(names[0]), _memory_bytes(memory or MEMORY)
     _check_collect(collect, path)
     return OneRun(_watched(path, size, cluster), collect)
@@ -97,12 +104,13 @@ class ManyRuns:
     """The page of many runs."""
 
     folders: list[Path]
+    may_write: bool = False
 
     def app(self, access: "Access") -> "Guard":
         from myriad.dashboard.many.live_table import LiveTable
         from myriad.dashboard.many.runs_app import build_runs_app
 
-        return build_runs_app(LiveTable(self.folders), access)
+        return build_runs_app(LiveTable(self.folders), access, may_write=self.may_write)
 
     def span_token(self) -> str | None:
         return None

@@ -20,7 +20,7 @@ from myriad.run import Run
 from myriad.run.run_removal import remove_run
 from myriad.run.run_status import RUNNING, STATES, is_at_work
 
-__all__ = ["PrunePlan", "PruneRules", "plan_pruning", "prune"]
+__all__ = ["PrunePlan", "PruneRules", "plan_deletion", "plan_pruning", "prune"]
 
 _DAY_SECONDS = 86400.0
 _SOURCES = ("train.init_from", "train.replay_routing", "checkpoint.url")
@@ -77,7 +77,11 @@ def plan_pruning(rows: Sequence[RunRow], rules: PruneRules, now: float | None = 
 
     Raises `BadInputError` for wrong rules."""
     rules.check()
-    selected = _selected(rows, rules, time.time() if now is None else now)
+    return plan_deletion(_selected(rows, rules, time.time() if now is None else now), rows)
+
+
+def plan_deletion(selected: Sequence[RunRow], rows: Sequence[RunRow]) -> PrunePlan:
+    """Return which of the selected runs to delete. ``rows``: all runs that may need one of them."""
     stay = {row.path: why for row in selected if (why := _why_stays(row))}
     delete = [row for row in selected if row.path not in stay]
     while used := _used(delete, rows):  # a run that stays may need another in turn

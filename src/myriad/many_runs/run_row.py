@@ -14,6 +14,7 @@ from myriad.errors import BadInputError
 from myriad.job.job_changes import flat_values
 from myriad.run import Run
 from myriad.run.run_lines import count_steps, figure_of
+from myriad.run.run_notes import RunNotes, read_notes
 from myriad.run.run_speed import Peaks, run_speed
 from myriad.run.run_status import RUNNING, STATE_EVENTS, State, newest_event, state_now
 from myriad.system.jsonl import Record
@@ -76,6 +77,7 @@ class RunRow(RunFigures):
     """Time from the first event or step to the last one; of a running run, to now."""
     changed: float | None = None
     """Time of the last event or step, else of the job file."""
+    notes: RunNotes = field(default_factory=RunNotes)
 
     @property
     def job_name(self) -> str | None:
@@ -101,6 +103,9 @@ class RunRow(RunFigures):
             "mfu": self.mfu,
             "started": self.started,
             "seconds": self.seconds,
+            "note": self.notes.note,
+            "tags": list(self.notes.tags),
+            "archived": self.notes.archived,
         }
 
 
@@ -197,6 +202,7 @@ def row_of(run: Run, figures: RunFigures) -> RunRow:
         state=state,
         seconds=None if started is None or end is None else max(0.0, end - started),
         changed=_modified(run.job_path) if newest is None else newest,
+        notes=read_notes(run),
     )
 
 

@@ -1,8 +1,9 @@
 """The table of runs: what can be sorted and filtered by, and the keys in which the runs' jobs differ.
 
 A name is a column (`COLUMNS`) or a key of the job (``optimizer.learning_rate``). Values compare as numbers if
-both are numbers, else as text; with ``=`` and ``!=`` a text may be a pattern (``name=abl-*``). A run without
-the value fails every condition except ``!=``, and comes last in every order.
+both are numbers, else as text; with ``=`` and ``!=`` a text may be a pattern (``name=abl-*``), and one of the
+run's tags is enough (``tags=paper``). A run without the value fails every condition except ``!=``, and comes
+last in every order.
 """
 
 import operator
@@ -40,6 +41,7 @@ COLUMNS: Mapping[str, Callable[[RunRow], Any]] = {
     "mfu": lambda row: row.mfu,
     "started": lambda row: row.started,
     "seconds": lambda row: row.seconds,
+    "tags": lambda row: row.notes.tags or None,
 }
 """Columns by name."""
 _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -65,6 +67,8 @@ class _Condition:
         value = value_of(row, self.key)
         if value is None:
             return self.operator == "!="
+        if isinstance(value, tuple) and self.operator in ("=", "!="):
+            return any(fnmatchcase(one, self.wanted) for one in value) == (self.operator == "=")
         if self.key == "state" and self.wanted == _RUNNING and self.operator in ("=", "!="):
             return (value in RUNNING) == (self.operator == "=")
         found, wanted = _number(value), _number(self.wanted)
@@ -136,7 +140,7 @@ def value_of(row: RunRow, key: str) -> Any:
 
 def _number(value: Any) -> float | None:
     try:
-        return None if isinstance(value, bool | list | dict) else float(value)
+        return None if isinstance(value, bool | list | tuple | dict) else float(value)
     except (TypeError, ValueError):
         return None
 

@@ -324,3 +324,21 @@ def test_what_cannot_be_deleted_is_reported_with_the_exit_code(
     monkeypatch.setattr("myriad.run.run_removal.shutil.rmtree", refuse)
     found = output_of(capsys, "prune", "--state", "failed", "--yes", code=1)
     assert found["deleted"] == [] and "Permission denied" in found["problems"]["runs/broken"]
+
+
+def test_notes_tags_and_the_archive(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = str(Path("runs") / "base")
+    found = output_of(capsys, "note", "base", "--text", "best", "--tag", "paper", "--tag", "old")["runs"]
+    assert found == {base: {"note": "best", "tags": ["old", "paper"], "archived": False}}
+    output_of(capsys, "note", "base", "runs/broken", "--untag", "old", "--archive")
+    assert names_of(output_of(capsys, "list")) == ["fast"]
+    (row,) = output_of(capsys, "list", "--archived", "--filter", "tags=pap*")["runs"]
+    assert (row["name"], row["note"], row["tags"], row["archived"]) == ("base", "best", ["paper"], True)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run_command(["runs", "list", "--archived"]) == 0
+    assert "paper" in capsys.readouterr().out
+    assert output_of(capsys, "note", "base", "--tag", "two words", code=2)["error"]["key"] == "tags"
+    assert run_command(["runs", "note", "base", "runs/broken"]) == 0
+    assert capsys.readouterr().out == f"{base}: paper, archived, best\nruns/broken: archived\n"

@@ -34,17 +34,31 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Page:
     """The page's requests, after one pass over the folders."""
 
-    def __init__(self, *folders: Path) -> None:
+    def __init__(self, *folders: Path, may_write: bool = False) -> None:
         self.table = LiveTable(folders)
         self.table.poll()
         self._client = TestClient(
-            build_runs_app(self.table, Access(TOKEN)),
+            build_runs_app(self.table, Access(TOKEN), may_write=may_write),
             base_url="http://127.0.0.1:8765",
             headers={"authorization": f"Bearer {TOKEN}"},
         )
 
     def ask(self, path: str, code: int = 200, **query: str) -> Any:
         answer = self._client.get(path, params=query)
+        assert answer.status_code == code, answer.text
+        return answer.json()
+
+    def get(self, path: str) -> int:
+        return self._client.get(path).status_code
+
+    def send(self, path: str, body: bytes, kind: str) -> int:
+        headers = {"content-type": kind}
+        return self._client.post(f"/api/runs/{path}", content=body, headers=headers).status_code
+
+    def post(self, path: str, body: dict[str, Any], code: int = 200) -> Any:
+        answer = self._client.post(
+            f"/api/runs/{path}", content=json.dumps(body), headers={"content-type": "application/json"}
+        )
         assert answer.status_code == code, answer.text
         return answer.json()
 
@@ -147,14 +161,14 @@ def test_arguments_name_a_run_a_folder_or_several(folder: Path, monkeypatch: pyt
     monkeypatch.chdir(folder.parent)
 
     def many(*names: str, **options: Any) -> list[str]:
-        found = content_of([*names], options.get("collect"), options.get("cluster"), options.get("memory"))
+        found = content_of([*names], **options)
         assert isinstance(found, ManyRuns)
         return [os.fspath(path) for path in found.folders]
 
     assert many() == ["runs"]
     assert many("runs/sweep") == ["runs/sweep"]
     assert many("base", "runs/sweep") == ["runs/base", "runs/sweep"]
-    assert not isinstance(content_of(["base"], None, None, None), ManyRuns)
+    assert not isinstance(content_of(["base"]), ManyRuns)
     (folder / "empty").mkdir()
     for names, options in (
         (["runs/empty"], {}),
@@ -163,9 +177,88 @@ def test_arguments_name_a_run_a_folder_or_several(folder: Path, monkeypatch: pyt
         (["runs"], {"memory": "1 GiB"}),
         (["runs"], {"collect": folder / "spans"}),
         (["runs"], {"cluster": "laptop"}),
+        (["base"], {"write": True}),
     ):
         with pytest.raises(BadInputError):
             many(*names, **options)
     monkeypatch.chdir(folder)
     with pytest.raises(BadInputError, match="folder of runs"):
         many()
+
+
+def test_a_page_without_write_changes_nothing(folder: Path) -> None:
+    page, run = Page(folder), id_of(folder / "base")
+    assert page.ask("/api/runs")["may_write"] is False
+    for path, body in (
+        ("notes", {"run": run, "note": "x", "tags": []}),
+        ("archive", {"runs": [run], "archived": True}),
+        ("plan", {"runs": [run]}),
+        ("delete", {"plan": ""}),
+    ):
+        assert "--write" in page.post(path, body, 400)["error"]
+        assert page.get(f"/api/runs/{path}") == 405
+    assert not (folder / "base" / "notes.json").exists()
+
+
+def test_notes_tags_and_the_archive_are_kept_in_the_run(folder: Path) -> None:
+    page, run = Page(folder, may_write=True), id_of(folder / "base")
+    note = "<b>best</b>\nso far \u202e"
+    page.post("notes", {"run": run, "note": note, "tags": ["paper", "lr:1e-3", "paper"]})
+    row = next(row for row in page.ask("/api/runs")["runs"] if row["name"] == "base")
+    assert (row["note"], row["tags"], row["archived"]) == (note, ["lr:1e-3", "paper"], False)
+    assert (folder / "base" / "notes.json").stat().st_mode & 0o777 == 0o600, "as the run's other files"
+    assert page.names(filter="tags=pap*") == page.names(filter="BEST") == ["base"]
+    assert page.names(filter="tags!=paper") == ["broken", "fast"]
+    page.post("archive", {"runs": [run, run], "archived": True})
+    assert page.names() == ["broken", "fast"] and page.ask("/api/runs")["num_archived"] == 1
+    assert page.names(archived="1") == ["broken", "fast", "base"]
+    page.post("archive", {"runs": [run], "archived": False})
+    page.table.poll()
+    row = page.ask("/api/runs", group="tags")["runs"][-1]
+    assert (row["name"], row["note"], row["group"]) == ("base", note, "lr:1e-3 paper")
+    for body in (
+        {"run": run, "note": "x" * 20_000, "tags": []},
+        {"run": run, "note": "\ud800", "tags": []},
+        {"run": run, "note": "x", "tags": ["two words"]},
+        {"run": run, "note": "x", "tags": ["a"] * 21 + [str(number) for number in range(21)]},
+        {"run": run, "note": "x", "tags": "a"},
+        {"run": run, "note": 1, "tags": []},
+        {"run": "../base", "note": "x", "tags": []},
+        {"run": ["base"], "note": "x", "tags": []},
+    ):
+        page.post("notes", body, 400)
+    for runs in ([], ["x"], "x", [run] * 101):
+        page.post("archive", {"runs": runs, "archived": True}, 400)
+    page.post("archive", {"runs": [run], "archived": "yes"}, 400)
+    assert page.send("notes", b'{"run": "x"}', "text/plain") == 400, "a form of another site can send this"
+    assert page.send("notes", b"[]", "application/json") == 400
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"tags": "x"}', '{"tags": ["a b"]}', '{"note": 1}', "{" * 1000, "x" * 2**18]
+)
+def test_a_wrong_file_of_notes_counts_as_missing(folder: Path, text: str) -> None:
+    (folder / "base" / "notes.json").write_text(text)
+    row = Page(folder).ask("/api/runs")["runs"][-1]
+    assert (row["name"], row["note"], row["tags"], row["archived"]) == ("base", "", [], False)
+
+
+def test_runs_are_deleted_by_a_plan_that_was_shown(folder: Path) -> None:
+    page = Page(folder, may_write=True)
+    base, broken = folder / "base", folder / "broken"
+    runs = {"runs": [id_of(base), id_of(broken)]}
+    plan = page.post("plan", runs)
+    assert [one["name"] for one in plan["delete"]] == ["base", "broken"] and plan["stay"] == []
+    assert plan["bytes"] == sum(one["bytes"] for one in plan["delete"]) > 1000
+    Run(broken).append_event("resume")
+    done = page.post("delete", {"plan": plan["plan"]})
+    assert done["deleted"] == [id_of(base)] and "has changed since" in done["problems"][0]
+    assert not base.exists() and broken.exists() and page.names() == ["broken", "fast"]
+    page.post("delete", {"plan": plan["plan"]}, 400)
+    page.post("delete", {"plan": None}, 400)
+    with Run(broken).lock():
+        plan = page.post("plan", {"runs": [id_of(broken)]})
+        assert plan["delete"] == [] and "running" in plan["stay"][0]["why"]
+        assert page.post("delete", {"plan": plan["plan"]})["deleted"] == []
+    page.post("plan", runs, 400)
+    assert broken.exists(), "and base is no run of the table any more"

@@ -36,7 +36,7 @@ _STYLES = {
 }
 _RIGHT = ("steps", "loss", "best validation", "tokens/s", "MFU", "duration", "size")
 _FIGURES = ("loss", "best validation", "tokens/s", "MFU")
-_LEFT_OUT_FIRST = ("differs", "job", "started", "duration", "layout", "MFU", "tokens/s", "steps")
+_LEFT_OUT_FIRST = ("differs", "tags", "job", "started", "duration", "layout", "MFU", "tokens/s", "steps")
 """Columns that a narrow terminal leaves out, in this order. "differs" moves below the table."""
 
 
@@ -68,7 +68,7 @@ def show_list(rows: Sequence["RunRow"], keys: Sequence[str], place: str) -> None
 
 
 def _list_columns(rows: Sequence["RunRow"], keys: Sequence[str]) -> dict[str, list[str]]:
-    """Return the cells of each column by its heading; without "differs" if nothing differs."""
+    """Return the cells of each column by its heading; without "tags" and "differs" if they are empty."""
     figures = list(zip(*map(figure_cells, rows), strict=True))
     columns: dict[str, list[str]] = {
         "run": [row.name for row in rows],
@@ -85,10 +85,11 @@ def _list_columns(rows: Sequence["RunRow"], keys: Sequence[str]) -> dict[str, li
             for row in rows
         ],
         "duration": ["" if row.seconds is None else format_duration(row.seconds) for row in rows],
+        "tags": [" ".join(row.notes.tags) for row in rows],
         "differs": [row.problem or _differs(row, keys) for row in rows],
     }
     plain = {name: list(map(terminal_text, cells)) for name, cells in columns.items()}
-    return {name: cells for name, cells in plain.items() if name != "differs" or any(cells)}
+    return {name: cells for name, cells in plain.items() if name not in ("tags", "differs") or any(cells)}
 
 
 def _left_out(columns: Mapping[str, Sequence[str]], width: int) -> list[str]:

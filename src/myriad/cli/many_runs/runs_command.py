@@ -11,7 +11,7 @@ import typer
 from myriad.cli.json_output import print_json
 from myriad.cli.shared_options import AsJson, existing_run
 from myriad.cli.terminal_text import terminal_text
-from myriad.errors import BadInputError
+from myriad.errors import BadInputError, RunFailedError
 from myriad.units import format_bytes
 
 if TYPE_CHECKING:
@@ -39,10 +39,11 @@ _Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its nam
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
-    verb = typer.Typer(no_args_is_help=True, help="Many runs: list, compare, diff and prune them.")
+    verb = typer.Typer(no_args_is_help=True, help="Many runs: list, compare, diff, note and prune them.")
     verb.command("list")(_list)
     verb.command("compare")(_compare)
     verb.command("diff")(_diff)
+    verb.command("note")(_note)
     verb.command("prune")(_prune)
     app.add_typer(verb, name="runs")
 
@@ -54,14 +55,15 @@ def _list(
         typer.Option(metavar="KEY", help="Column or key of the job to sort by; -KEY: largest first."),
     ] = "-started",
     filters: _Filters = None,
+    archived: Annotated[bool, typer.Option("--archived", help="List archived runs as well.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List runs: state, job, layout, losses, speed, start, duration, and how their jobs differ.
 
     Columns for --sort and --filter: name, state, job, layout, steps, tokens, loss, validation (the best),
-    tokens_per_second, mfu, started, seconds. A state is starting, training, hangs, finished, interrupted,
-    failed (killed, or ended by a fault), new (never started) or unreadable (job.toml is damaged);
-    state=running selects starting, training and hangs. "differs" has the keys of the
+    tokens_per_second, mfu, started, seconds, tags (tags=paper: has this tag). A state is starting, training,
+    hangs, finished, interrupted, failed (killed, or ended by a fault), new (never started) or unreadable
+    (job.toml is damaged); state=running selects starting, training and hangs. "differs" has the keys of the
     job that are not equal in all listed runs. Only reads the run folders.
 
     Exit code: 0 done, 2 bad input.
@@ -70,7 +72,8 @@ def _list(
 
     filtered([], filters or [])  # refuse a wrong option before long files are read
     sorted_rows([], sort)
-    rows = sorted_rows(filtered(_rows(folders), filters or []), sort)
+    shown = [row for row in _rows(folders) if archived or not row.notes.archived]
+    rows = sorted_rows(filtered(shown, filters or []), sort)
     keys = differing_keys(rows)
     if as_json:
         each = [row.as_json() | {"differs": values_that_differ(row, keys)} for row in rows]
@@ -155,6 +158,60 @@ def _compare(
     from myriad.cli.many_runs.run_tables import show_comparison
 
     show_comparison(found)
+
+
+def _note(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Run folders, or their names under runs/.")
+    ],
+    text: Annotated[
+        str | None, typer.Option("--text", metavar="TEXT", help='Note; it replaces the one before. "": none.')
+    ] = None,
+    tag: Annotated[
+        list[str] | None, typer.Option("--tag", metavar="TAG", help="Tag to add; repeatable.")
+    ] = None,
+    untag: Annotated[
+        list[str] | None, typer.Option("--untag", metavar="TAG", help="Tag to remove; repeatable.")
+    ] = None,
+    archive: Annotated[
+        bool | None,
+        typer.Option(
+            "--archive/--unarchive",
+            help="Leave the runs out of lists, or list them again. Default: unchanged.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the notes of runs, or write a note, add and remove tags, and archive.
+
+    They are in RUN/notes.json, and nothing else of the run changes. Without an option they are printed.
+
+    Exit code: 0 done, 1 a folder cannot be written, 2 bad input.
+    """
+    from myriad.run import Run
+    from myriad.run.run_notes import read_notes, write_notes
+
+    found = {}
+    for run in [Run(existing_run(name)) for name in runs]:
+        notes = read_notes(run)
+        tags = [one for one in (*notes.tags, *(tag or [])) if one not in (untag or [])]
+        if text is not None or tag or untag or archive is not None:
+            try:
+                notes = write_notes(run, note=text, tags=tags, archived=archive)
+            except OSError as error:
+                raise RunFailedError(f"{run.path}: {error.strerror}") from None
+        found[str(run.path)] = notes
+    if as_json:
+        each = {
+            path: {"note": one.note, "tags": list(one.tags), "archived": one.archived}
+            for path, one in found.items()
+        }
+        print_json({"runs": each})
+        return
+    for path, one in found.items():
+        parts = [*one.tags, *(["archived"] if one.archived else []), *([one.note] if one.note else [])]
+        typer.echo(terminal_text(f"{path}: {', '.join(parts) or 'no notes'}"))
 
 
 def _prune(

@@ -8,7 +8,6 @@ GET /api/traces/NAME              one of these files, as a download
 GET /api/around/NAME              link counters around an anomaly, as a download
 """
 
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from myriad.dashboard.api.query_parameters import QueryParameterError
+from myriad.dashboard.api.query_parameters import QueryParameterError, json_body
 from myriad.dashboard.prometheus import CONTENT_TYPE, RunMetrics
 from myriad.dashboard.tile import to_json
 from myriad.dashboard.watched_run import WatchedRun
@@ -98,15 +97,7 @@ def trace_file(folder: Path) -> Callable[[Request], Response]:
 
 
 async def _asked(request: Request) -> tuple[list[int], float, What]:
-    length = request.headers.get("content-length", "")
-    if not (length.isdecimal() and len(length) < 8 and int(length) <= _MOST_BYTES):
-        raise QueryParameterError("content-length", length, f"at most {_MOST_BYTES}")
-    try:
-        found = json.loads(await request.body())
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise QueryParameterError("body", "", "a JSON object with ranks, seconds and what")
+    found = await json_body(request, _MOST_BYTES, "a JSON object with ranks, seconds and what")
     return _ranks(found.get("ranks")), _seconds(found.get("seconds")), _what(found.get("what", "profile"))
 
 

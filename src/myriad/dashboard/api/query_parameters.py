@@ -1,15 +1,17 @@
-"""Parse and check the query parameters of a request. An invalid one is answered with status 400 and a
-line."""
+"""Parse and check the query parameters and the body of a request. An invalid one is answered with status 400
+and a line."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from starlette.requests import Request
 
 from myriad.units import parse_ranges
 
-__all__ = ["QueryParameterError", "as_int", "as_range", "as_ranks", "as_seconds"]
+__all__ = ["QueryParameterError", "as_int", "as_range", "as_ranks", "as_seconds", "json_body"]
 
 
 class QueryParameterError(ValueError):
@@ -68,3 +70,17 @@ def as_ranks(query: Mapping[str, str], key: str, world: int) -> npt.NDArray[Any]
     except ValueError:
         raise QueryParameterError(key, text, f"ranks from 0 to {world - 1}, such as 0-63,70") from None
     return np.flatnonzero(wanted)
+
+
+async def json_body(request: Request, most_bytes: int, allowed: str) -> dict[str, Any]:
+    """Return the JSON object in the body of a request. ``allowed``: what the error says must be there."""
+    length = request.headers.get("content-length", "")
+    if not (length.isdecimal() and len(length) < 8 and int(length) <= most_bytes):
+        raise QueryParameterError("content-length", length, f"at most {most_bytes}")
+    try:
+        found = json.loads(await request.body())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise QueryParameterError("body", "", allowed)
+    return found

@@ -57,6 +57,14 @@ class LiveTable:
         """Return the row of the run with this id; ``None``: the table has no such run."""
         return next((row for row in self.rows if id_of(row.path) == name), None)
 
+    def refresh(self, path: Path) -> None:
+        """Read one run again now; a run that is gone leaves the table."""
+        run = Run(path)
+        known = self._figures.get(path)
+        row = row_of(run, known[0] if known else self._cache.figures(run)) if run.exists else None
+        new = [row if one.path == path else one for one in self.rows]
+        self.rows = tuple(one for one in new if one is not None)
+
     def poll(self) -> None:
         """Look for runs, and read those that have changed."""
         problems: list[str] = []

@@ -2,7 +2,7 @@
 
 A run is named by its id from the table, so a request can name no other folder. Conditions of ``filter`` are
 separated by commas: those with an operator are conditions of `myriad runs list --filter`; other words must
-occur in the name, the path or the job's name."""
+occur in the name, the path, the job's name, the note or the tags."""
 
 import math
 import re
@@ -43,12 +43,16 @@ _HAS_OPERATOR = re.compile(r"[=<>]")
 class RunsApi:
     """The answers, from the rows of one table."""
 
-    def __init__(self, table: LiveTable) -> None:
-        self._table, self._curves = table, CurveCache()
+    def __init__(self, table: LiveTable, *, may_write: bool = False) -> None:
+        """``may_write``: whether the page offers to write notes, archive and delete."""
+        self._table, self._curves, self._may_write = table, CurveCache(), may_write
 
     def runs(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return the rows that meet ``filter``, in the order of ``sort``, with the value of ``group``."""
-        every = self._table.rows
+        """Return the rows that meet ``filter``, in the order of ``sort``, with the value of ``group``.
+
+        Archived runs are left out without ``archived`` = 1."""
+        with_archived = query.get("archived", "") == "1"
+        every = [row for row in self._table.rows if with_archived or not row.notes.archived]
         rows = _in_order(_matching(every, query.get("filter", "")), query.get("sort", "") or "-started")
         keys = [key for key in differing_keys(rows) if not is_in_layout_column(key)]
         group = query.get("group", "")
@@ -58,6 +62,8 @@ class RunsApi:
             "runs": [_row(row, keys, group) for row in rows[:_MOST_ROWS]],
             "matching": len(rows),
             "total": len(every),
+            "num_archived": sum(row.notes.archived for row in self._table.rows),
+            "may_write": self._may_write,
             "columns": [*COLUMNS],
             "keys": keys[:_MOST_KEYS],
             "problems": list(self._table.problems),
@@ -127,7 +133,7 @@ def _matching(rows: Sequence[RunRow], text: str) -> list[RunRow]:
 
 
 def _searched(row: RunRow) -> str:
-    return "\n".join((row.name, str(row.path), row.job_name or "")).lower()
+    return "\n".join((row.name, str(row.path), row.job_name or "", row.notes.note, *row.notes.tags)).lower()
 
 
 def _in_order(rows: Sequence[RunRow], key: str) -> list[RunRow]:
@@ -160,7 +166,8 @@ def _row(row: RunRow, keys: Sequence[str], group: str) -> dict[str, Any]:
 
 def _group(row: RunRow, key: str) -> str:
     value = value_of(row, key)
-    return "–" if value is None else plain_value(value)[:_MOST_TEXT]
+    text = " ".join(value) if isinstance(value, tuple) else plain_value(value)
+    return "–" if value is None else text[:_MOST_TEXT]
 
 
 def _change(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@
     GET /api/runs           the table: filter, sort, group
     GET /api/runs/curves    curves of chosen runs, by one axis
     GET /api/runs/diff      what differs between chosen runs
+    POST /api/runs/...      notes, archive, deletion: `runs_writes`
 
 `myriad.dashboard.request_guard` checks every request. No route takes a path: runs are named by ids from the
 table.
@@ -17,19 +18,23 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from myriad.dashboard.app import PageFiles, answer_errors, json_response
 from myriad.dashboard.many.live_table import LiveTable
 from myriad.dashboard.many.runs_api import RunsApi
+from myriad.dashboard.many.runs_writes import write_routes
 from myriad.dashboard.request_guard import Access, Guard
 
 __all__ = ["build_runs_app"]
 
 
-def build_runs_app(table: LiveTable, access: Access) -> Guard:
-    """Build the application for the runs of a table. ``access`` decides which requests are answered."""
-    api, page = RunsApi(table), PageFiles("runs.html")
+def build_runs_app(table: LiveTable, access: Access, *, may_write: bool = False) -> Guard:
+    """Build the application for the runs of a table.
+
+    ``access`` decides which requests are answered; ``may_write``: whether the page may write notes,
+    archive and delete."""
+    api, page = RunsApi(table, may_write=may_write), PageFiles("runs.html")
 
     @asynccontextmanager
     async def life(app: Starlette) -> Any:
@@ -37,11 +42,12 @@ def build_runs_app(table: LiveTable, access: Access) -> Guard:
         yield
         await run_in_threadpool(table.stop)
 
-    routes = [
+    routes: list[BaseRoute] = [
         Route("/api/run", _endpoint(api.run)),
         Route("/api/runs", _endpoint(api.runs)),
         Route("/api/runs/curves", _endpoint(api.curves)),
         Route("/api/runs/diff", _endpoint(api.diff)),
+        *write_routes(table, may_write=may_write),
         Route("/", page.index),
         Route("/static/{name:path}", page.file),
     ]

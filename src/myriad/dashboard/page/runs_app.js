@@ -9,6 +9,7 @@ import { useAnswer } from "./query.js";
 import { amend, useRoute } from "./route.js";
 import { Comparison } from "./runs_compare.js";
 import { RunsTable } from "./runs_table.js";
+import { WriteBar } from "./runs_write.js";
 import { useTheme } from "./theme.js";
 import { Problem } from "./widgets.js";
 
@@ -19,8 +20,10 @@ function App() {
   const [theme, changeTheme] = useTheme();
   const version = useTicks();
   const state = useAnswer("run", () => askJson("/api/run"), version);
-  const { filter, sort, group } = query;
-  const table = useAnswer(`runs ${filter} ${sort} ${group}`, () => askJson("/api/runs", { filter, sort, group }), version);
+  const { filter, sort, group, archived } = query;
+  const [writes, setWrites] = useState(0);
+  const onWritten = () => setWrites((before) => before + 1);
+  const table = useAnswer(`runs ${filter} ${sort} ${group} ${archived}`, () => askJson("/api/runs", { filter, sort, group, archived }), `${version} ${writes}`);
   const chosen = (query.runs ?? "").split(",").filter(Boolean);
   return html`
     <a class="skip" href="#main" onClick=${skip}>Skip to the runs</a>
@@ -32,7 +35,8 @@ function App() {
       <h1 class="unseen">Runs</h1>
       <section class="scroll" tabindex="0" aria-label="Runs">
         <${Problem} error=${table.error} />
-        ${table.value && html`<${Guarded} view=${RunsTable} it=${table.value} query=${query} chosen=${chosen} onChosen=${choose} theme=${theme} />`}
+        ${table.value && html`<${Guarded} view=${RunsTable} it=${table.value} query=${query} chosen=${chosen} onChosen=${choose} onWritten=${onWritten} theme=${theme} />`}
+        ${table.value?.may_write && html`<${Guarded} view=${WriteBar} rows=${table.value.runs} chosen=${chosen} onChosen=${choose} onWritten=${onWritten} />`}
         ${table.value && chosen.length > 0 && html`<${Guarded} view=${Comparison} rows=${table.value.runs} query=${query} chosen=${chosen} onChosen=${choose} theme=${theme} />`}
       </section>
     </main>`;

@@ -4,8 +4,9 @@ import { Swatch } from "./chart.js";
 import { count, percent, plain, plural, seconds } from "./format.js";
 import { html } from "./html.js";
 import { amend } from "./route.js";
+import { EditNotes } from "./runs_write.js";
 import { changeText, lookOf } from "./runs_compare.js";
-import { Choice, Field, Time } from "./widgets.js";
+import { Choice, Field, Tick, Time } from "./widgets.js";
 
 /** @typedef {Record<string, any>} Row */
 
@@ -22,13 +23,14 @@ const COLUMNS = [
   ["mfu", "MFU", (row) => percent(row.mfu), "n"],
   ["started", "Started", (row) => html`<${Time} at=${row.started} />`],
   ["seconds", "Duration", (row) => seconds(row.seconds), "n"],
+  ["tags", "Tags and note", (row) => html`<${Notes} row=${row} />`, "text"],
   ["", "Differs in", (row) => html`<${Differs} row=${row} />`, "text"],
   ["", "Changed by resumes", (row) => html`<${Changes} row=${row} />`, "text"],
 ];
 const NEWEST_FIRST = "-started";
 
-/** @param {{it: any, query: Record<string, string>, chosen: string[], onChosen: (ids: string[]) => void, theme: import("./colours.js").Theme}} props */
-export function RunsTable({ it, query, chosen, onChosen, theme }) {
+/** @param {{it: any, query: Record<string, string>, chosen: string[], onChosen: (ids: string[]) => void, onWritten: () => void, theme: import("./colours.js").Theme}} props */
+export function RunsTable({ it, query, chosen, onChosen, onWritten, theme }) {
   const groups = groupsOf(it.runs, Boolean(query.group));
   const narrowed = query.filter ? `${count(it.matching)} of ${plural(it.total, "run")}` : plural(it.total, "run");
   return html`
@@ -36,6 +38,7 @@ export function RunsTable({ it, query, chosen, onChosen, theme }) {
       <${Field} label="Filter" value=${query.filter ?? ""} size=${34} hint="base, state=finished, loss<3, optimizer.name!=muon" onChange=${(filter) => amend({ filter })} />
       <${Choice} label="Groups" value=${query.group ?? ""} options=${[["", "none"], ...it.columns, ...it.keys]} onChange=${(group) => amend({ group })} />
       <span class="dim" role="status">${narrowed}${it.matching > it.runs.length && `, the first ${count(it.runs.length)} are shown`}${it.unread > 0 && `; ${count(it.unread)} are not read yet`}</span>
+      ${it.num_archived > 0 && html`<${Tick} label="${count(it.num_archived)} archived" checked=${query.archived === "1"} onChange=${(on) => amend({ archived: on ? "1" : undefined })} />`}
       ${chosen.length > 0 && html`<button onClick=${() => onChosen([])}>Clear the choice</button>`}
     </div>
     ${it.problems.map((text) => html`<p class="problem" key=${text}>${text}</p>`)}
@@ -46,7 +49,7 @@ export function RunsTable({ it, query, chosen, onChosen, theme }) {
           ${query.group && html`<tr class="group-of"><th colspan=${COLUMNS.length + 1} scope="rowgroup">${query.group} = ${value}<span class="dim"> · ${aboutGroup(rows)}</span></th></tr>`}
           ${rows.map((row) => html`<tr key=${row.id} class=${chosen.includes(row.id) ? "selected" : ""}>
             <td><${Chooser} row=${row} chosen=${chosen} most=${it.most_chosen} onChosen=${onChosen} theme=${theme} /></td>
-            ${COLUMNS.map(([, title, cell, kind]) => html`<td key=${title} class=${kind}>${cell(row)}</td>`)}</tr>`)}
+            ${COLUMNS.map(([name, title, cell, kind]) => html`<td key=${title} class=${kind}>${cell(row)}${name === "tags" && it.may_write && html` <${EditNotes} row=${row} onWritten=${onWritten} />`}</td>`)}</tr>`)}
         </tbody>`)}
       </table>
       ${!it.runs.length && html`<p class="dim">${it.total ? "No run meets the filter." : "No runs yet."}</p>`}
@@ -84,6 +87,9 @@ function Chooser({ row, chosen, most, onChosen, theme }) {
   return html`<label class="tick"><input type="checkbox" checked=${place >= 0} disabled=${place < 0 && chosen.length >= most} onChange=${change} aria-label="Show ${row.name} in charts" />
     ${place >= 0 && html`<${Swatch} one=${lookOf(place)} place=${place} theme=${theme} />`}</label>`;
 }
+
+/** @param {{row: Row}} props */
+const Notes = ({ row }) => html`${row.archived && html`<span class="tag">archived</span>`}${row.tags.map((tag) => html`<span class="tag" key=${tag}>${tag}</span>`)}${row.note}`;
 
 /** @param {{row: Row}} props */
 function Differs({ row }) {

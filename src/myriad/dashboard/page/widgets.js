@@ -22,7 +22,7 @@ export function Field({ label, value, size = 10, hint = "", onChange }) {
   const take = (event) => event.target.value !== value && onChange(event.target.value.trim());
   return html`
     <label class="choice"><span>${label}</span>
-      <input value=${value} size=${size} placeholder=${hint} title=${hint} spellcheck="false" autocomplete="off" onChange=${take}
+      <input value=${value} size=${size} placeholder=${hint} title=${hint} spellcheck=${false} autocomplete="off" onChange=${take}
         onKeyDown=${(event) => event.key === "Enter" && take(event)} />
     </label>`;
 }
