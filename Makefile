@@ -13,7 +13,7 @@ LOCKED ?=
 install-locked = $(PIP) --no-deps --require-hashes -r requirements/$(1) && $(PIP) -r requirements/torch.txt && \
 	$(PIP) --no-deps --no-build-isolation -e . && $(BIN)/python -m pip check --disable-pip-version-check
 
-.PHONY: train test test-fast check style docs gpu-check clean services lock sbom
+.PHONY: train test process-tests unit-tests types test-fast check style docs gpu-check clean services lock sbom
 .DEFAULT_GOAL := help
 
 help:
@@ -30,26 +30,41 @@ help:
 train: $(VENV)/.installed
 	@$(BIN)/myriad train
 
-# Without a cache mypy takes one core for a minute and a half: it runs beside the unit tests, and reports after them.
+# The file in which the pace of a link shows that it is slow, and no other may seem so, has the machine to itself.
+# Then three run at once: files whose tests start processes wait for them for a fifth of the time, and the unit tests
+# and mypy use that time at a low priority. What these two print is in build/ until they end. All three run to their end.
+#
 # A file of tests/unit needs one core, with one thread: as many run at once as there are cores, those with slow tests
-# first (tests/unit/conftest.py). Files whose tests start processes wait for them for a third of the time: four at once,
-# the longest first (tests/conftest.py), so that none is last; threads that wait do not spin there, as there are fewer cores.
-# The file in which the pace of a link shows that it is slow, and no other may seem so, has the machine to itself. What
-# drives a browser leaves its loop running, so it runs last.
-# A test that fails beside others runs once more, one after another, as in CPython's own runner: on a machine that is busy
-# with something else, processes of a test may come too late. Both results are printed; only the second decides.
-# What fails then ends it; `pytest` alone runs everything, one after another.
+# first (tests/unit/conftest.py). Of files whose tests start processes four run at once, the longest first
+# (tests/conftest.py), so that none is last; threads that wait do not spin there, as there are fewer cores. What drives
+# a browser leaves its loop running, so it runs after them.
+#
+# A test that fails beside others runs once more, one after another, as in CPython's own runner: on a machine that is
+# busy with something else, processes of a test may come too late. Both results are printed; only the second decides.
+# `pytest` alone runs everything, one after another.
 ALONE := tests/hosts/test_link_alarms.py
 run-tests = $(BIN)/python -m pytest $(1) $(2) || \
 	{ [ $$? = 1 ] && echo "what failed, once more:" && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(2); }
+beside = @mkdir -p build; { $(2); } >build/$(1).txt 2>&1; ended=$$?; echo; cat build/$(1).txt; exit $$ended
 test: style services
-	@mkdir -p build; $(BIN)/mypy >build/mypy.txt 2>&1 & types=$$!; \
-		export OMP_NUM_THREADS=1; $(call run-tests,-n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder,tests/unit); \
-		units=$$?; wait $$types; types=$$?; cat build/mypy.txt; exit $$((units || types))
 	@$(call run-tests,,tests/gpu $(ALONE))
+	@$(MAKE) --no-print-directory -k -j 3 process-tests unit-tests types
+
+process-tests:
 	@export OMP_WAIT_POLICY=passive; $(call run-tests,-n 4 --dist loadfile --no-loadscope-reorder,\
 		$(addprefix --deselect ,$(ALONE)) tests/services tests/hosts tests/processes)
 	@$(call run-tests,-n 3 --dist loadfile,tests/browser)
+
+# A tenth of the usual share of a core that others want too; tests whose threads get less would give up.
+unit-tests types: BIN := nice -n 10 $(BIN)
+
+# Which tests failed is noted in a folder of its own: the other call of pytest would overwrite it.
+unit-tests:
+	$(call beside,unit,export OMP_NUM_THREADS=1; $(call run-tests,-n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder,\
+		-o cache_dir=.pytest_cache/unit tests/unit))
+
+types:
+	$(call beside,mypy,$(BIN)/mypy)
 
 test-fast: check
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "not slow" tests/unit
