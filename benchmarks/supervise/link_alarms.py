@@ -64,8 +64,9 @@ class Rehearsal:
         return sum(not 0 < self.broken_at < one["time"] or one.get("node") != BROKEN for one in began)
 
 
-def rehearse(folder: Path, what: str, nodes: int) -> Rehearsal:
-    """Train, break the link of node 1, and collect the alarms. ``what``: slow, stop or none."""
+def rehearse(folder: Path, what: str, nodes: int, *, repairs: bool = True) -> Rehearsal:
+    """Train, break the link of node 1, and collect the alarms. ``what``: slow, stop or none. ``repairs``: the
+    run goes on after the link is repaired; else it ends before."""
     corpus = make_corpus(folder, count=3000)
     compile_sampler(folder)
     given = [f"data.corpus={corpus}", f"layout.dp={nodes}", f"resilience.nodes={nodes}", "train.steps=100000"]
@@ -75,7 +76,7 @@ def rehearse(folder: Path, what: str, nodes: int) -> Rehearsal:
     with Namespaces(nodes + 1, networks=2) as hosts:
         for host in range(nodes):
             shape(hosts, host, WHOLE)
-        threading.Thread(target=break_link, args=(found, hosts, what), daemon=True).start()
+        threading.Thread(target=break_link, args=(found, hosts, what, repairs), daemon=True).start()
         run_on_hosts(run, nodes, hosts, threads=1)
     events = [one for one in run.read_events() if one["event"] == "health"]
     found.alarms = [one for one in events if one.get("what") == "traffic"]
@@ -98,7 +99,7 @@ def shape(hosts: Namespaces, host: int, rate: str) -> None:
     command("ip", "netns", "exec", hosts.namespace(host), *words, "latency", "100ms")
 
 
-def break_link(found: Rehearsal, hosts: Namespaces, what: str) -> None:
+def break_link(found: Rehearsal, hosts: Namespaces, what: str, repairs: bool) -> None:
     """After some seconds of steps, for some seconds; then the run is to stop, as by Ctrl-C."""
     metrics = JsonlTail(found.run.metrics_path)
     while not metrics.poll():
@@ -108,10 +109,11 @@ def break_link(found: Rehearsal, hosts: Namespaces, what: str) -> None:
         found.broken_at = time.time()
         set_link(hosts, what, whole=False)
     time.sleep(SECONDS)
-    if what != "none":
-        set_link(hosts, what, whole=True)
-        found.repaired_at = time.time()
-    time.sleep(AFTER_SECONDS)
+    if repairs:
+        if what != "none":
+            set_link(hosts, what, whole=True)
+            found.repaired_at = time.time()
+        time.sleep(AFTER_SECONDS)
     os.kill(os.getpid(), signal.SIGINT)
 
 

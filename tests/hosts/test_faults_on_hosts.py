@@ -14,7 +14,7 @@ from hosts import missing
 
 SCENARIO = """job = "tiny"
 overrides = ["data.corpus={corpus}", "model.layers=2", "model.hidden=32", "model.sequence=32",
-    "train.threads=1", "train.steps=60", "layout.dp=2", "layout.zero=3", "layout.micro_batch=2",
+    "train.threads=1", "train.steps=24", "layout.dp=2", "layout.zero=3", "layout.micro_batch=2",
     "comm.hierarchy=flat", "checkpoint.memory_seconds=0", "checkpoint.copies_every=5", "resilience.nodes=2",
     "resilience.spares=1"]
 hosts = true

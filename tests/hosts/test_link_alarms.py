@@ -15,7 +15,7 @@ def test_the_node_whose_link_is_slowed_in_the_middle_of_a_run_is_named_and_no_ot
     """It validates and saves before, so that silence and other traffic of these is seen, too."""
     if problem := missing():
         pytest.skip(f"hosts cannot be made: {problem}")
-    found = rehearse(tmp_path, "slow", 2)
+    found = rehearse(tmp_path, "slow", 2, repairs=False)
     named = found.named()
     assert found.broken_at and named and {one["node"] for one in named} == {BROKEN} and not found.false()
     assert named[0]["evidence"]["kind"] == "slow" and named[0]["time"] - found.broken_at < 6.0

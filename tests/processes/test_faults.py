@@ -10,17 +10,17 @@ from tiny_corpora import make_corpus
 
 JOB = """job = "tiny"
 overrides = ["data.corpus={corpus}", "model.layers=2", "model.hidden=32", "model.sequence=32",
-    "train.threads=1", "train.steps=40", "layout.dp=2", "layout.micro_batch=2", "checkpoint.memory_seconds=0"]
+    "train.threads=1", "train.steps=20", "layout.dp=2", "layout.micro_batch=2", "checkpoint.memory_seconds=0"]
 """
 KILL_AND_STOP = """
 [[faults]]
 kind = "kill"
 rank = 1
-step = 8
+step = 5
 [[faults]]
 kind = "stop"
 rank = 0
-step = 22
+step = 12
 """
 
 

@@ -96,7 +96,7 @@ PIPELINE = [
     "model.vocabulary=320", "train.global_batch=4", "train.threads=1", "checkpoint.memory_seconds=0",
     "resilience.timeout_scale=4", "optimizer.decay=constant",
 ]  # fmt: skip
-STEP_SECONDS = 0.25
+STEP_SECONDS = 0.5
 
 
 def test_layers_move_from_a_slow_node_of_a_pipeline(
@@ -106,7 +106,7 @@ def test_layers_move_from_a_slow_node_of_a_pipeline(
     three times as long. Without that the same steps take a moment."""
     keys = [f"data.corpus={corpus}", *PIPELINE]
     undisturbed = Run(tmp_path / "undisturbed")
-    undisturbed.create_or_resume(load_job("tiny", [*keys, "train.steps=150"]))
+    undisturbed.create_or_resume(load_job("tiny", [*keys, "train.steps=90"]))
     expected = train_undisturbed(undisturbed).read_metrics()
 
     factor = 1 + STEP_SECONDS / median(line["step_seconds"] for line in expected[10:])
