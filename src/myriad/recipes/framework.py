@@ -40,7 +40,8 @@ class ReadyRecipes:
         `BadInputError`."""
         wanted = re.sub(r"[ _]", "-", gpu_type.strip().lower())
         names = recipe_names("accelerators")
-        found = [name for name in names if name.startswith(wanted)]
+        found = [name for name in names if f"{name}-".startswith(f"{wanted}-")]  # H20 is no H200
+        found = found or [name for name in names if name.startswith(wanted)]
         if not found:
             raise BadInputError("gpu_type", gpu_type, f"one of {', '.join(names)}")
         name = found[-1]

@@ -126,3 +126,16 @@ def test_a_framework_s_interval_comes_from_the_others(tmp_path: Path) -> None:
     found = {one.framework: one for one in framework_errors([predict_table(read_table(str(path), RECIPES))])}
     other = found["myriad"].errors[0]
     assert found["nanotron"].interval == pytest.approx(max(1 + other, 1 / (1 + other)) - 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "recipe"),
+    [
+        ("H20", "h20-sxm-96gb"),
+        ("H200", "h200-sxm-141gb"),
+        ("A100", "a100-sxm-80gb"),
+        ("gb300", "gb300-279gb"),
+    ],
+)
+def test_an_accelerator_is_not_taken_for_one_whose_name_begins_alike(said: str, recipe: str) -> None:
+    assert ReadyRecipes().accelerator(said)[0] == recipe

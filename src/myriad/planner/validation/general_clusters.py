@@ -32,10 +32,15 @@ _NODES = {
     "h800": _Node(200e9, 50e9),
     "b200": _Node(900e9, 50e9),
     "gb200": _Node(900e9, 50e9, 64),
+    "gb300": _Node(900e9, 100e9, 64),
+    "h20-": _Node(450e9, 50e9),
     "mi300x": _Node(448e9, 50e9),
+    "mi355x": _Node(537.6e9, 50e9),
+    "rtx5090": _Node(64e9, 12.5e9),
+    "tpu-v5p": _Node(300e9, 25e9, 4),
 }
-"""NVLink 2 to 5, Infinity Fabric (seven links of 64 GB/s); DGX V100, A100, H100, B200. Jobs use 64 of the 72
-GPUs of an NVL72."""
+"""NVLink 2 to 5, Infinity Fabric (seven links of 64 or 76.8 GB/s), PCIe 5, a TPU's six links to neighbours
+(4,800 Gbit/s, both ways); DGX V100, A100, H100, B200. Jobs use 64 of the 72 GPUs of an NVL72."""
 _OTHER = _Node(32e9, 25e9)
 _SLOW = SlowNodes(ratio=0.005, slower_ratio=0.10)
 """As in the recipes of large clusters (arXiv 2402.15627, sections 5.1 and 6.3)."""
