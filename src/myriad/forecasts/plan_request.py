@@ -114,6 +114,10 @@ class PlanProblem:
         return cls(request.job, request.written, cluster, plain, sizes, slower, request.framework)
 
 
+_NOT_OFFLOADED = {"offload_activations": 0.0, "offload_optimizer": False}
+"""Copies to host memory in Myriad's own overlap: other frameworks have their own, which are not predicted."""
+
+
 def _as_framework(problem: LayoutProblem, framework: Framework) -> LayoutProblem:
     """Return the search of layouts that a framework can have, with its profile and its overlap. Raises
     `BadInputError`."""
@@ -132,7 +136,7 @@ def _as_framework(problem: LayoutProblem, framework: Framework) -> LayoutProblem
         searches_overlap=False,
         shards=shards,
         schedules=tuple(name for name in problem.schedules if name in schedules),
-        fixed={"expert_dispatch": habits.expert_dispatch, **problem.fixed},
+        fixed={"expert_dispatch": habits.expert_dispatch, **_NOT_OFFLOADED, **problem.fixed},
     )
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "framework_profile_of",
     "given_layout",
     "job_of",
+    "plan_head",
     "plan_text",
     "planned_phase",
     "planned_precision",
@@ -259,20 +260,24 @@ def plan_text(
     job: Job, plan: SimulatedPlan, problem: LayoutProblem, placement: PlacementResult | None
 ) -> str:
     """Return the plan as a complete job file for `myriad train`. Raises `BadInputError`."""
-    cluster, candidate = problem.cluster, plan.candidate
-    memory = format_bytes(candidate.memory_bytes)
-    lines = [
-        f"{PLAN_HEAD} of the job {job.name!r} for the cluster {cluster.name!r} "
-        f"({cluster.world} accelerators).",
-        f"# {describe_layout(candidate)}: predicted {format_number(plan.seconds, 4)} s an iteration, "
-        f"MFU {plan.mfu:.1%},",
-        f"# {memory} of an accelerator's memory, which fits with a probability of "
-        f"{candidate.fit_probability:.0%}.",
-    ]
+    head = plan_head(job, plan, problem)
     if placement is not None and not placement.is_plain:
         gain = 1 - placement.seconds / placement.plain_seconds
-        lines.append(f"# comm.node_order: the cluster's nodes in the order of ranks, {gain:.1%} quicker;")
-        lines.append(
-            "# start the nodes numbered as in the cluster file (torchrun --node-rank, Slurm's list of hosts)."
+        head += (
+            f"# comm.node_order: the cluster's nodes in the order of ranks, {gain:.1%} quicker;\n"
+            "# start the nodes numbered as in the cluster file (torchrun --node-rank, Slurm's hosts).\n"
         )
-    return "\n".join(lines) + "\n\n" + dump_toml(job_of(job, candidate, placement))
+    return head + "\n" + dump_toml(job_of(job, plan.candidate, placement))
+
+
+def plan_head(job: Job, plan: SimulatedPlan, problem: LayoutProblem) -> str:
+    """Return lines of comments that say what a plan is for and what is predicted of it."""
+    cluster, candidate = problem.cluster, plan.candidate
+    return (
+        f"{PLAN_HEAD} of the job {job.name!r} for the cluster {cluster.name!r} "
+        f"({cluster.world} accelerators).\n"
+        f"# {describe_layout(candidate)}: predicted {format_number(plan.seconds, 4)} s an iteration, "
+        f"MFU {plan.mfu:.1%},\n"
+        f"# {format_bytes(candidate.memory_bytes)} of an accelerator's memory, which fits with a probability "
+        f"of {candidate.fit_probability:.0%}.\n"
+    )

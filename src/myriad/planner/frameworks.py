@@ -27,8 +27,10 @@ from myriad.errors import BadInputError
 from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig
 
-__all__ = ["Framework", "FrameworkFile", "LayoutHabits", "read_framework"]
+__all__ = ["Framework", "FrameworkFile", "Launcher", "LayoutHabits", "read_framework"]
 
+Launcher = Literal["megatron-lm", "megatron-bridge", "torchtitan"]
+"""Whose options a plan for a framework is written in (`myriad.forecasts.launch_script`)."""
 _MOST_EXTENDED = 8
 _Section = TypeVar("_Section", bound=Config)
 
@@ -77,6 +79,8 @@ class FrameworkFile(Config):
     """Another framework, whose values hold where this file has none."""
     matches: tuple[str, ...] = ()
     """Regular expressions of the source of a published row that name this framework."""
+    launcher: Launcher | None = None
+    """Whose options ``myriad plan --out`` writes, also if this file extends another; off: none."""
     profile: dict[str, SourcedValue] = Field(default_factory=dict)
     """Values of `FrameworkProfile`."""
     overlap: dict[str, SourcedValue] = Field(default_factory=dict)
@@ -95,6 +99,8 @@ class Framework:
     overlap: OverlapConfig
     habits: LayoutHabits = field(default_factory=LayoutHabits)
     matches: tuple[str, ...] = ()
+    launcher: Launcher | None = None
+    """Whose options a plan is written in; ``None``: it is not written."""
     sources: Mapping[str, SourcedValue] = field(default_factory=dict)
     """Every value with its source, by its dotted key."""
 
@@ -125,6 +131,7 @@ def read_framework(name: str, load: Callable[[str], Mapping[str, Any]], depth: i
         _updated(name, "overlap", base.overlap, file.overlap),
         _updated(name, "layout", base.habits, file.layout),
         file.matches,
+        file.launcher,
         sources,
     )
 

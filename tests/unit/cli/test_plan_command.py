@@ -359,16 +359,6 @@ def test_a_plan_for_another_framework_has_only_its_layouts(capsys: pytest.Captur
     assert best["overlap"] == {"tensor": "turns", "pipeline": True, "data": True, "optimizer": True}
 
 
-def test_a_plan_for_another_framework_is_no_job_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = ("llama3-8b", "--cluster", "one-node-8xh100", "--framework", "megatron-core")
-    assert _plan(*job, "--out", str(tmp_path / "plan.toml")) == 2
-    assert "without --framework" in capsys.readouterr().err
-    assert _plan(*job[:-1], "megatron-cor") == 2
-    assert "did you mean megatron-core?" in capsys.readouterr().err
-
-
 OWN = """\
 framework,model,gpus,tp,pp,micro_batch,global_batch,recompute,iteration_s
 myriad,llama3-8b,64,8,1,2,256,none,6.5
@@ -414,3 +404,24 @@ def test_a_calibration_that_makes_no_sense_is_refused(
     assert _plan("--calibrate", "own.csv", *arguments) == 2
     assert words in capsys.readouterr().err
     assert not Path("new.toml").exists()
+
+
+def test_a_plan_for_another_framework_is_its_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.sh"
+    plan = ("llama3-8b", "--cluster", "one-node-8xh100", "--framework", "megatron-core", "--out", str(out))
+    best = next(one for one in _told(capsys, *plan)["plans"] if one["rank"] == "1")
+    text = out.read_text()
+    assert f"--tensor-model-parallel-size {best['keys'].get('tp', 1)}\n" in text
+    assert best["keys"].get("offload_activations", 0) == 0
+    assert _plan(*plan) == 0  # its own file is written again
+    assert _plan("llama2-7b", *plan[1:]) == 2 and "plan of another job" in capsys.readouterr().err
+    out.write_text("mine")
+    assert _plan(*plan) == 2 and out.read_text() == "mine"
+    for wrong, says in (
+        ((*plan[:-1], str(tmp_path / "plan.toml")), "ends in .sh"),
+        ((*plan[:3], "--framework", "nanotron", "--out", str(out)), "names a launcher"),
+        (("gemma2-2b", *plan[1:]), "Megatron-LM has no arguments"),
+    ):
+        assert _plan(*wrong) == 2 and says in capsys.readouterr().err

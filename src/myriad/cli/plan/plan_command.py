@@ -1,6 +1,7 @@
 """``myriad plan``: the best layouts of a job on a cluster, the reasons, and possible improvements.
 
-``--out FILE.toml`` writes the best plan as a job file. It overwrites only an older plan of the same job.
+``--out FILE.toml`` writes the best plan as a job file, ``--framework X --out FILE.sh`` as a script that
+starts it there. Both overwrite only an older plan of the same job.
 """
 
 import gc
@@ -24,8 +25,8 @@ from myriad.system.whole_file import read_regular, write_whole
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from myriad.forecasts.plan_request import PlanProblem
-    from myriad.job import Job
+    from myriad.forecasts.plan_answer import ExplainedPlan
+    from myriad.forecasts.plan_request import PlanProblem, PlanRequest
 
 __all__ = ["plan", "register"]
 
@@ -105,7 +106,11 @@ def plan(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.toml", help="Write the best plan as a job file for `myriad train`."),
+        typer.Option(
+            metavar="FILE.toml|sh",
+            help="Write the best plan as a job file for `myriad train`; with --framework, as a shell script "
+            "that starts it there.",
+        ),
     ] = None,
     picture: Annotated[
         Path | None,
@@ -130,7 +135,7 @@ def plan(
     from myriad.forecasts.plan_request import PlanProblem, PlanRequest
 
     console = None if as_json else Console()
-    _check_files(out, picture)
+    _check_files(out, picture, is_script=job is not None and framework not in (None, "myriad"))
     if measure:
         cluster = _this_machine(context, cluster)
     unread: dict[str, object] = {
@@ -153,10 +158,8 @@ def plan(
         return
     keys = OverrideCommand.of(context)
     request = PlanRequest.read(job, keys, cluster, gpus, what_if, straggler, framework)
-    if out is not None and request.framework is not None:
-        raise BadInputError("--out", str(out), "without --framework: a job file is for Myriad")
     if out is not None:
-        _check_plan_file(out, request.job)
+        _check_plan_file(out, request)
     if days is not None or request.is_range:
         of_one = {"--out": out, "--picture": picture, "--straggler": straggler, "--fabric": fabric}
         _check_many(days, of_one)
@@ -172,9 +175,11 @@ def plan(
         print_json(answer)
 
 
-def _check_files(out: Path | None, picture: Path | None) -> None:
-    if out is not None and out.suffix != ".toml":
-        raise BadInputError("--out", str(out), "a file name that ends in .toml")
+def _check_files(out: Path | None, picture: Path | None, *, is_script: bool) -> None:
+    suffix = ".sh" if is_script else ".toml"
+    if out is not None and out.suffix != suffix:
+        why = ": a script for the framework" if is_script else ""
+        raise BadInputError("--out", str(out), f"a file name that ends in {suffix}{why}")
     if picture is not None:
         check_picture("--picture", picture)
 
@@ -269,14 +274,13 @@ def _best(
     """Plan on one number of accelerators; write ``files`` (plan, picture); print."""
     from myriad.cli.plan.plan_tables import show_plan
     from myriad.forecasts.plan_answer import plan_and_explain
-    from myriad.forecasts.planned_job import plan_text
     from myriad.reports.charts.pareto_chart import plan_picture
 
     with count_bar("searching") as progress:
         found = plan_and_explain(question, objective, top=top, on_switches=fabric, progress=progress)
     out, picture = files
     if out is not None:
-        _write_plan(out, question.job, plan_text(question.job, found.best, found.problem, found.placement))
+        _write_plan(out, _plan_text(question, found))
     if picture is not None:
         write_picture("--picture", picture, plan_picture(found))
     if console is not None:
@@ -319,20 +323,36 @@ _MOST_BYTES = 2**20
 """Largest size of a plan file; every written plan is smaller."""
 
 
-def _write_plan(path: Path, job: "Job", text: str) -> None:
+def _plan_text(question: "PlanProblem", found: "ExplainedPlan") -> str:
+    """Return the text of a plan's file: a job, or a script for another framework. Raises `BadInputError`."""
+    from myriad.forecasts.launch_script import launch_text
+    from myriad.forecasts.planned_job import job_of, plan_head, plan_text
+
+    job, best, problem = question.job, found.best, found.problem
+    if question.framework is None:
+        return plan_text(job, best, problem, found.placement)
+    head = plan_head(job, best, problem)
+    return launch_text(job_of(job, best.candidate), question.framework, problem.cluster, head)
+
+
+def _write_plan(path: Path, text: str) -> None:
     """Write the text of a plan. Raises `BadInputError`."""
-    _check_plan_file(path, job)
     try:
         write_whole(path, text)
     except OSError as error:
         raise BadInputError("--out", str(path), f"cannot be written: {error.strerror}") from None
 
 
-def _check_plan_file(path: Path, job: "Job") -> None:
-    """Raise `BadInputError` for a file that is not a plan, or is another job's plan."""
+def _check_plan_file(path: Path, request: "PlanRequest") -> None:
+    """Raise `BadInputError` for a file that is not a plan, or is another job's plan, and for a model that the
+    framework cannot be given."""
+    from myriad.forecasts.launch_script import SCRIPT_HEAD, check_launch
     from myriad.forecasts.planned_job import PLAN_HEAD
     from myriad.job import load_job
 
+    job = request.job
+    if request.framework is not None:
+        check_launch(job, request.framework)
     check_output("--out", path)
     if not path.exists():
         return
@@ -340,9 +360,14 @@ def _check_plan_file(path: Path, job: "Job") -> None:
         text = read_regular(path, _MOST_BYTES).decode("utf-8", errors="replace")
     except OSError:
         text = ""
+    text = text.removeprefix(SCRIPT_HEAD)
     if not text.startswith(PLAN_HEAD):
         allowed = "must be a new file, or a plan that `myriad plan` wrote: this file is neither"
         raise BadInputError("--out", str(path), allowed)
+    if request.framework is not None:
+        if not text.startswith(f"{PLAN_HEAD} of the job {job.name!r} "):
+            raise BadInputError("--out", str(path), "it is the plan of another job: give another name")
+        return
     other = load_job(str(path))
     if (other.name, other.model) != (job.name, job.model):
         allowed = f"it is the plan of another job ({other.name}, not {job.name}): give another name"
