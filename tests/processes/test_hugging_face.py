@@ -17,7 +17,6 @@ from hugging_face_case import GPT2, LLAMA, TINY, Kept, exported, loaded, our_log
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_corpora import make_corpus
-from transformers.modeling_layers import MtpModel
 from typer.testing import CliRunner, Result
 
 from myriad.checkpoint.checkpoint_files import load_model, save
@@ -631,8 +630,10 @@ def test_weights_that_are_not_those_of_the_config_are_refused_with_the_tensor(tm
         HuggingFaceWeights(out)
 
 
-def with_predictions(folder: Path) -> tuple[Any, MtpModel]:
+def with_predictions(folder: Path) -> tuple[Any, Any]:
     """Write a DeepSeek-V3 with two prediction layers, and return both models of transformers."""
+    from transformers.modeling_layers import MtpModel  # a second, in every process that collects these tests
+
     config = transformers.DeepseekV3Config(
         **LATENT | EXPERTS | {"first_k_dense_replace": 1}, n_group=3, topk_group=2, num_nextn_predict_layers=2
     )

@@ -3,6 +3,7 @@ damaged file of them is not refused before its values are read."""
 
 import json
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ import torch
 import transformers
 from hugging_face_case import our_logits, tokens_of
 from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from myriad.checkpoint.foreign.hugging_face import HuggingFaceWeights
 from myriad.errors import BadInputError
@@ -27,6 +26,11 @@ SMALL = {
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 Tensors = dict[str, torch.Tensor]
+
+
+def integration(module: str) -> Any:
+    """A module of transformers. Each takes a second, in every process that collects these tests."""
+    return import_module(f"transformers.integrations.{module}")
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +77,7 @@ def gpt_oss(tmp_path: Path) -> tuple[Any, Tensors]:
         scales = torch.randint(121, 125, shape, generator=generator, dtype=torch.uint8)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         with torch.no_grad():
-            values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            values = integration("mxfp4").convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             model.get_parameter(name).copy_(values)
     return model, tensors
 
@@ -106,7 +110,7 @@ def test_every_code_and_exponent_of_mxfp4_has_transformers_value(tmp_path: Path)
     blocks.flatten()[:256] = torch.arange(256).to(torch.uint8)
     scales.flatten()[:256] = torch.arange(256).to(torch.uint8)
     weights = HuggingFaceWeights(written(model, tmp_path / "mxfp4", tensors, MXFP4))
-    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    expected = integration("mxfp4").convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     for expert in range(3):
         found = weights.read(f"blocks.0.mlp.experts.{expert}.down.weight")
         torch.testing.assert_close(found, expected[expert].T, rtol=0, atol=0, equal_nan=True)
@@ -151,7 +155,9 @@ def test_matrices_in_fp8_are_read_as_transformers_reads_them(block: tuple[int, i
     keys = FP8 | {"weight_block_size": [*block]}
     weights = HuggingFaceWeights(written(model, tmp_path / "fp8", stored, keys))
     values = {
-        name: _dequantize_fp8_weight(one, stored[f"{name}_scale_inv"], [*block], torch.float32)
+        name: integration("finegrained_fp8")._dequantize_fp8_weight(
+            one, stored[f"{name}_scale_inv"], [*block], torch.float32
+        )
         if f"{name}_scale_inv" in stored
         else one
         for name, one in stored.items()
