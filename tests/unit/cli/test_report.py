@@ -103,7 +103,8 @@ def test_the_page_is_whole_and_needs_nothing_but_itself(run: Run) -> None:
     assert "@import" not in text and "url(" not in text and "<script" not in text
     words = " ".join(page.words)
     assert "one <&> two" in words and "rank 0 was killed by SIGKILL" in words
-    assert "loss (nats a token)" in words and "time of a step" in words
+    for chart in ("loss (nats a token)", "time of a step", "tokens per second"):
+        assert chart in words, "those of the page's overview"
     assert "<b>more</b>" not in text, "what a log says is text, never markup"
 
 

@@ -2,7 +2,7 @@
 
 One thread looks for runs and reads what has changed, so that a request waits for no disk. A run of 100,000
 steps takes seconds to read; while it trains, it is read again only after 20 times that. In between its row
-has the state of now and the figures of the last reading. The thread rests four times as long as a pass took.
+has the state of now and the figures of the last reading. The thread rests nine times as long as a pass took.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from myriad.run import Run
 __all__ = ["LiveTable", "id_of"]
 
 _LOG = logging.getLogger(__name__)
-_EVERY_SECONDS, _REST_TIMES = 2.0, 4.0
+_EVERY_SECONDS, _REST_TIMES = 2.0, 9.0
 _REREAD_TIMES = 20.0
 _SHOW_EVERY_SECONDS = 0.5
 _MOST_PROBLEMS = 20

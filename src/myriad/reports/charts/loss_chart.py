@@ -20,6 +20,7 @@ __all__ = [
     "spark_svg",
     "steps_svg",
     "terminal_plot",
+    "thinned",
     "validation_series",
 ]
 
@@ -58,6 +59,12 @@ def smooth(points: Series, share: float = 0.03) -> list[tuple[float, float]]:
         window = points[index - before : index + before + 1]
         out.append((step, sum(loss for _, loss in window) / len(window)))
     return out
+
+
+def thinned(points: Series, most: int = 2000) -> Series:
+    """Return at most about ``most`` points, evenly chosen, with the last one."""
+    every = -(-len(points) // most)
+    return points if every <= 1 else [*points[:-1:every], points[-1]]
 
 
 def terminal_plot(points: Series, *, width: int = 64, height: int = 10) -> list[str]:
@@ -183,9 +190,9 @@ def _chart_document(title: str, parts: Sequence[str]) -> str:
     return document(720, 400, title, [text(60, 26, title, size=15, ink=INK), *parts])
 
 
-def steps_svg(times: Series, title: str, up: str = "seconds") -> str:
-    """Draw a figure of each step, faint, and smoothed over it. ``up`` names the vertical axis."""
-    chart = _Chart(times, up=up)
+def steps_svg(times: Series, title: str, up: str = "seconds", across: str = "step") -> str:
+    """Draw a figure of each step, faint, and smoothed over it. ``up`` and ``across`` name the axes."""
+    chart = _Chart(times, up=up, across=across)
     drawn = [chart.line(times, _FAINT, 1.0, 0.6), chart.line(smooth(times), SERIES[0], 2.0, 1.0)]
     legend = _entries([(_FAINT, "a step"), (SERIES[0], "smoothed")])
     return _chart_document(title, [*chart.axes(), *drawn, *legend])

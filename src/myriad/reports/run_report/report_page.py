@@ -7,14 +7,8 @@ from time import strftime
 from myriad.job import Job
 from myriad.job.job_steps import JobSteps
 from myriad.reports.charts.ledger_chart import COLOURS, ledger_bar
-from myriad.reports.charts.loss_chart import (
-    loss_series,
-    loss_svg,
-    phase_marks,
-    spark_svg,
-    steps_svg,
-    validation_series,
-)
+from myriad.reports.charts.loss_chart import spark_svg
+from myriad.reports.charts.metric_charts import MetricCharts
 from myriad.reports.run_report.run_facts import (
     ATTEMPT_HEADINGS,
     FAULT_HEADINGS,
@@ -35,6 +29,7 @@ _MOST_FAULTS = 500
 _MOST_SCORES = 500
 _MOST_POINTS = 3000
 """Largest number of points of a curve: a million steps would make a page of a hundred megabytes."""
+_LARGE_CHARTS, _MOST_FEW_POINTS, _MOST_CHARTS = ("loss", "step_seconds"), 800, 40
 
 _STYLE = """
 :root { --ink: #16202c; --dim: #66717f; --line: #e3e7ec; --paper: #f6f7f9; --card: #fff; --accent: #1f5fa8 }
@@ -159,23 +154,15 @@ def _time(facts: Facts) -> Iterator[str]:
 
 
 def _curves(facts: Facts, metrics: Sequence[Record]) -> Iterator[str]:
-    training, validation = loss_series(metrics, facts.events)
-    seconds = [
-        (float(line["step"]), float(line["step_seconds"])) for line in metrics if line.get("step_seconds")
-    ]
-    drawn = []
-    if len(training) > 1:
-        average = validation_series(facts.events, "ema_loss")
-        marks = phase_marks(facts.events)
-        drawn.append(loss_svg(_thinned(training), validation, "loss", average, marks))
-    if len(seconds) > 1:
-        drawn.append(steps_svg(_thinned(seconds), "time of a step"))
-    noise = [(float(line["step"]), line["noise_scale"]) for line in metrics if line.get("noise_scale")]
-    if len(noise) > 1:
-        drawn.append(steps_svg(_thinned(noise), "gradient noise scale", up="tokens"))
-    if drawn:
+    """Yield the charts of the page's overview, with fewer points after the loss and the time of a step."""
+    charts = MetricCharts(metrics, facts.events)
+    sizes = {name: _MOST_POINTS if name in _LARGE_CHARTS else _MOST_FEW_POINTS for name in charts.names()}
+    drawn = [charts.svg(name, most_points=most) for name, most in [*sizes.items()][:_MOST_CHARTS]]
+    if cards := [f'<div class="card">{svg}</div>' for svg in drawn if svg]:
         yield "<h2>Steps</h2>"
-        yield '<div class="charts">' + "".join(f'<div class="card">{svg}</div>' for svg in drawn) + "</div>"
+        yield f'<div class="charts">{"".join(cards)}</div>'
+    if len(sizes) > _MOST_CHARTS:
+        yield f'<p class="dim">{len(sizes) - _MOST_CHARTS:,} more curves are in metrics.jsonl</p>'
 
 
 def _layer_norms(metrics: Sequence[Record]) -> Iterator[str]:
@@ -226,11 +213,6 @@ def _spark(one: ScoreHistory) -> str:
     columns = zip(one.steps, one.values, one.standard_errors, strict=True)
     points = [(float(step), value, error or 0.0) for step, value, error in columns if value is not None]
     return spark_svg(points[-_MOST_POINTS:], one.name) if len(points) > 1 else ""
-
-
-def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    every = -(-len(points) // _MOST_POINTS)
-    return points if every == 1 else [*points[:-1:every], points[-1]]
 
 
 def _faults(facts: Facts) -> Iterator[str]:
