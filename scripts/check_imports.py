@@ -31,13 +31,13 @@ FLOORS = (
     ("train", "faults", "dashboard"),
     ("forecasts",),
     ("reports",),
-    ("cli __main__", "api", "lm_eval_model"),
+    ("cli __main__", "api", "notebook", "lm_eval_model"),
 )
 """Lowest first; a string is a room: a folder, a file, or a few that belong together."""
 
 TORCH_FREE = (
     "errors units config system wire program network planner job recipes run alerts many_runs dashboard "
-    "forecasts reports cli"
+    "forecasts reports cli notebook"
 )
 
 APART = {"train": ("doctor", "supervise", "launchers")}
