@@ -11,15 +11,12 @@ the model as well: they are read back as `myriad translate` reads them, and refu
 The other two have a recipe or configuration for the model.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
-from myriad.checkpoint.foreign.megatron_args import model_of_arguments
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
+from myriad.forecasts.megatron_model import KEY, Value, model_arguments, option_line
 from myriad.job import Job
-from myriad.job.translation.megatron_arguments import read_command_line
-from myriad.model.config import ModelConfig
 from myriad.planner import Cluster, Framework
 from myriad.planner.frameworks import Launcher
 
@@ -27,21 +24,16 @@ __all__ = ["SCRIPT_HEAD", "check_launch", "launch_text"]
 
 SCRIPT_HEAD = "#!/usr/bin/env bash\n"
 
-Value = bool | int | float | str
-"""A flag, a number or a word."""
-
-_KEY = "--out"
-
 
 def check_launch(job: Job, framework: Framework) -> None:
     """Raise `BadInputError` if no script can start this job's model in the framework."""
     if framework.launcher is None:
         allowed = "without --framework, or with one whose file names a launcher, such as megatron-core"
-        raise BadInputError(_KEY, framework.name, allowed)
+        raise BadInputError(KEY, framework.name, allowed)
     if framework.launcher == "megatron-lm":
-        _model_arguments(job.model)
+        model_arguments(job.model)
     if job.optimizer.name != "adamw":
-        raise BadInputError(_KEY, f"optimizer.name = {job.optimizer.name}", "adamw, for another framework")
+        raise BadInputError(KEY, f"optimizer.name = {job.optimizer.name}", "adamw, for another framework")
 
 
 def launch_text(job: Job, framework: Framework, cluster: Cluster, head: str) -> str:
@@ -50,7 +42,7 @@ def launch_text(job: Job, framework: Framework, cluster: Cluster, head: str) -> 
     check_launch(job, framework)
     assert framework.launcher is not None
     program, values, separator = _of(framework.launcher, job, framework)
-    shown = [_line(name, value, separator) for name, value in values.items()]
+    shown = [option_line(name, value, separator) for name, value in values.items()]
     lines = [line for line in shown if line]
     nodes = job.layout.world // min(job.layout.world, cluster.accelerators_per_node)
     start = [
@@ -88,223 +80,8 @@ def _of(launcher: Launcher, job: Job, framework: Framework) -> tuple[str, dict[s
     if launcher == "megatron-bridge":
         program = 'run_recipe.py --recipe "${RECIPE:?such as llama3_8b_pretrain_config}"'
         return program, dict(_megatron_bridge(job, framework)), "="
-    arguments = _model_arguments(job.model) | dict(_megatron(job, framework))
+    arguments = model_arguments(job.model) | dict(_megatron(job, framework))
     return "pretrain_gpt.py", arguments, " "
-
-
-def _line(name: str, value: Value, separator: str) -> str:
-    """Return an option as a line of a shell array; "": a flag that is off."""
-    if separator == "=":
-        word = f"{value:.10g}" if isinstance(value, float) else str(value)
-        return f"{name}={word.lower() if isinstance(value, bool) else word}"
-    option = f"--{name.replace('_', '-')}" if "." not in name else f"--{name}"
-    if isinstance(value, bool):
-        return option if value else ""
-    word = f"{value:.10g}" if isinstance(value, float) else str(value)
-    return f"{option} '{word}'" if set(word) & set("()[]*") else f"{option} {word}"
-
-
-_POSITIONS = {"learned": "learned_absolute", "none": "none", "rotary": "rope"}
-_ACTIVATIONS = {"swiglu": "swiglu", "relu2": "squared_relu", "gelu_tanh": "openai_gelu"}
-
-
-def _model_arguments(model: ModelConfig) -> dict[str, Value]:
-    """Return a model as Megatron-LM's arguments. Raises `BadInputError` if they would make another one."""
-    arguments = {
-        **_block_arguments(model),
-        **_attention_arguments(model),
-        **(_expert_arguments(model) if model.experts is not None else {}),
-    }
-    lines = [_line(name, value, " ") for name, value in arguments.items() if name not in _EXPERTS]
-    read, _ = model_of_arguments(read_command_line("\n".join(lines)), _KEY)
-    wanted, got = _plain(model), _plain(read)
-    for key, value in wanted.items():
-        if got[key] != value:
-            allowed = f"only {got[key]}: Megatron-LM has no arguments for others"
-            raise BadInputError(_KEY, f"model.{key} = {value}", allowed)
-    return arguments
-
-
-def _plain(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of a model that determine what its dense blocks compute, with defaults resolved."""
-    left_out = _LEFT_OUT | {key for key in type(model).model_fields if _is_of_experts(key)}
-    values = model.model_dump(mode="json", exclude=left_out)
-    values["window_pattern"] = [model.layer_window(layer) for layer in range(model.layers)]
-    values["rotary_pattern"] = [model.layer_rotary(layer) is not None for layer in range(model.layers)]
-    latent = model.latent is not None
-    values["head_dim"] = None if latent else model.head_width
-    values["kv_heads"] = None if latent else model.num_kv_heads
-    values["ffn_hidden"] = model.ffn_width
-    return values
-
-
-_LEFT_OUT = {"window", "vocabulary_multiple", "initial_deviation", "dropout", "z_loss", "prediction_input"}
-"""Keys that are compared layer by layer, or that change the training and not the model."""
-
-
-def _is_of_experts(key: str) -> bool:
-    return "expert" in key or key.startswith(("router_", "balance_")) or key == "dense_layers"
-
-
-def _block_arguments(model: ModelConfig) -> dict[str, Value]:
-    found: dict[str, Value] = {
-        "num_layers": model.layers,
-        "hidden_size": model.hidden,
-        "ffn_hidden_size": model.ffn_width,
-        "num_attention_heads": model.heads,
-        "seq_length": model.sequence,
-        "max_position_embeddings": model.sequence,
-        "vocab_size": model.vocabulary,
-        "normalization": "RMSNorm" if model.norm == "rms" else "LayerNorm",
-        "norm_epsilon": model.norm_epsilon,
-        "disable_bias_linear": not model.bias,
-        "untie_embeddings_and_output_weights": not model.tied,
-        "hidden_dropout": model.dropout,
-        "attention_dropout": 0.0,
-        "init_method_std": model.initial_deviation,
-        "layernorm_zero_centered_gamma": model.norm_zero_centered,
-    }
-    if model.activation in _ACTIVATIONS:
-        found[_ACTIVATIONS[model.activation]] = True
-    elif model.bias:
-        found["no_bias_gelu_fusion"] = True
-    if model.prediction_layers:
-        found |= {
-            "mtp_num_layers": model.prediction_layers,
-            "mtp_loss_scaling_factor": model.prediction_weight,
-        }
-    return found
-
-
-def _attention_arguments(model: ModelConfig) -> dict[str, Value]:
-    scaling = model.rotary_scaling
-    found: dict[str, Value] = {"position_embedding_type": _POSITIONS[model.position]}
-    if model.position == "rotary":
-        found |= {"rotary_base": int(model.rotary_base), "rotary_percent": model.rotary_fraction}
-    if scaling.kind == "llama3":
-        found |= {"use_rope_scaling": True, "rope_scaling_factor": scaling.factor}
-    if scaling.kind == "yarn" and model.latent is None:
-        found |= {"position_embedding_type": "yarn", **_yarn(model, "yarn_")}
-    if scaling.kind == "linear":
-        found["rotary_seq_len_interpolation_factor"] = scaling.factor
-    if (latent := model.latent) is not None:
-        found |= {"multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": latent.key_value_rank}
-        found |= {} if latent.query_rank is None else {"q_lora_rank": latent.query_rank}
-        found |= {"qk_head_dim": latent.plain, "qk_pos_emb_head_dim": latent.rotated}
-        found |= {"v_head_dim": latent.value, **_latent_scaling(model)}
-    else:
-        found |= {"kv_channels": model.head_width, "qk_layernorm": model.qk_norm == "head"}
-        found["add_qkv_bias"] = model.attention_bias == "qkv" and not model.bias
-        if model.num_kv_heads != model.heads:
-            found |= {"group_query_attention": True, "num_query_groups": model.num_kv_heads}
-    if model.window is not None:
-        found["window_size"] = f"({model.window - 1},0)"
-        found["window_attn_skip_freq"] = _marks([model.layer_window(n) for n in range(model.layers)])
-    if model.position == "rotary" and not all(model.rotary_pattern):
-        found["no_rope_freq"] = _marks([model.layer_rotary(n) is None for n in range(model.layers)])
-    if model.attention_scale is not None and model.latent is None:
-        found["softmax_scale"] = model.attention_scale
-    if model.attention_sinks:
-        found["softmax_type"] = "learnable"
-    return found
-
-
-def _marks(layers: Sequence[object]) -> str:
-    """Return a list with 1 for each layer for which something holds, 0 for the others."""
-    return f"[{','.join(str(int(bool(one))) for one in layers)}]"
-
-
-def _latent_scaling(model: ModelConfig) -> dict[str, Value]:
-    """Return the scaling of rotary positions with latent attention, which is yarn by default."""
-    return _yarn(model, "") if model.rotary_scaling.kind == "yarn" else {"rope_type": "rope"}
-
-
-def _yarn(model: ModelConfig, prefix: str) -> dict[str, Value]:
-    """Return yarn's arguments. ``prefix`` of those about its ramp."""
-    scaling = model.rotary_scaling
-    found: dict[str, Value] = {
-        "rotary_scaling_factor": scaling.factor,
-        f"{prefix}original_max_position_embeddings": scaling.original_sequence or model.sequence,
-        f"{prefix}beta_fast": scaling.beta_fast,
-        f"{prefix}beta_slow": scaling.beta_slow,
-    }
-    if scaling.mscale is not None and scaling.mscale_all_dim is not None:
-        found |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
-    return found
-
-
-_EXPERTS = (
-    "num_experts",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_layer_freq",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_router_enable_expert_bias",
-    "moe_router_bias_update_rate",
-    "moe_grouped_gemm",
-    "moe_token_dispatcher_type",
-)
-"""Arguments of experts, which the translation of arguments does not read."""
-
-
-def _expert_arguments(model: ModelConfig) -> dict[str, Value]:
-    """Return the arguments of experts. Raises `BadInputError` for a router that Megatron-LM does not have."""
-    sigmoid = model.router_scores == "sigmoid"
-    for key, wrong in (
-        ("shared_expert_gate", model.shared_expert_gate),
-        ("router_logit_bias", model.router_logit_bias),
-        ("router_normalized", sigmoid and not model.router_normalized),
-    ):
-        if wrong:
-            value = str(getattr(model, key)).lower()
-            raise BadInputError(_KEY, f"model.{key} = {value}", "another: Megatron-LM has no argument for it")
-    values: tuple[Value, ...] = (
-        model.experts or 0,
-        model.experts_per_token,
-        model.expert_width,
-        model.shared_experts * model.expert_width,
-        _expert_layers(model),
-        model.router_scores,
-        not sigmoid and not model.router_normalized,
-        model.router_scale,
-        model.router_groups,
-        model.router_group_limit,
-        "aux_loss" if model.balance_loss else "none",
-        model.balance_loss,
-        model.router_z_loss,
-        model.balance_bias_rate is not None,
-        model.balance_bias_rate or 0.0,
-        True,
-        "alltoall",
-    )
-    found = dict(zip(_EXPERTS, values, strict=True))
-    for name, plain in (
-        ("moe_shared_expert_intermediate_size", 0),
-        ("moe_router_topk_scaling_factor", 1.0),
-        ("moe_router_num_groups", 1),
-        ("moe_z_loss_coeff", 0.0),
-        ("moe_router_bias_update_rate", 0.0),
-    ):
-        if found[name] == plain:
-            del found[name]
-    if model.router_groups == 1:
-        del found["moe_router_group_topk"]
-    return found
-
-
-def _expert_layers(model: ModelConfig) -> Value:
-    """Return the distance between blocks with experts, or a list of 0 and 1."""
-    if not model.dense_layers:
-        return model.expert_every
-    return _marks([model.has_experts(layer) for layer in range(model.layers)])
 
 
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
@@ -362,7 +139,7 @@ def _megatron_layout(job: Job, framework: Framework) -> Iterator[tuple[str, Valu
         each = -(-job.model.layers // layout.num_stages)
         if each * layout.num_stages != job.model.layers:
             allowed = f"{layout.num_stages} stages that divide the {job.model.layers} layers equally"
-            raise BadInputError(_KEY, f"layout.virtual_stages = {layout.virtual_stages}", allowed)
+            raise BadInputError(KEY, f"layout.virtual_stages = {layout.virtual_stages}", allowed)
         yield "num_layers_per_virtual_pipeline_stage", each
     if layout.cp > 1:
         yield "context_parallel_size", layout.cp
@@ -391,7 +168,7 @@ def _context_kind(layout: Layout) -> str:
     if layout.ulysses == layout.cp:
         return "a2a"
     allowed = f"1 or {layout.cp}: hierarchies of both are not written"
-    raise BadInputError(_KEY, f"layout.ulysses = {layout.ulysses}", allowed)
+    raise BadInputError(KEY, f"layout.ulysses = {layout.ulysses}", allowed)
 
 
 _FIXED: Mapping[str, object] = {
@@ -407,7 +184,7 @@ def _check_layout(layout: Layout) -> None:
     for key, value in _FIXED.items():
         if getattr(layout, key) != value:
             raise BadInputError(
-                _KEY, f"layout.{key} = {getattr(layout, key)}", f"{value}, for another framework"
+                KEY, f"layout.{key} = {getattr(layout, key)}", f"{value}, for another framework"
             )
 
 
@@ -443,7 +220,7 @@ def _torchtitan(job: Job) -> Iterator[tuple[str, Value]]:
     layout, train = job.layout, job.train
     _check_layout(layout)
     if layout.ulysses > 1:
-        raise BadInputError(_KEY, f"layout.ulysses = {layout.ulysses}", "1: torchtitan has no Ulysses")
+        raise BadInputError(KEY, f"layout.ulysses = {layout.ulysses}", "1: torchtitan has no Ulysses")
     shard = 1 if layout.zero == 0 else layout.shard_group or layout.dp
     yield "parallelism.data_parallel_replicate_degree", layout.dp // shard
     yield "parallelism.data_parallel_shard_degree", shard
@@ -475,7 +252,7 @@ def _torchtitan_pipeline(job: Job) -> Iterator[tuple[str, Value]]:
         return
     if layout.schedule_name not in _SCHEDULES:
         raise BadInputError(
-            _KEY, f"layout.schedule = {layout.schedule_name}", f"one of {', '.join(_SCHEDULES)}"
+            KEY, f"layout.schedule = {layout.schedule_name}", f"one of {', '.join(_SCHEDULES)}"
         )
     yield "parallelism.pipeline_parallel_schedule", _SCHEDULES[layout.schedule_name]
     yield "parallelism.pipeline_parallel_microbatch_size", layout.micro_batch

@@ -114,8 +114,8 @@ class PlanProblem:
         return cls(request.job, request.written, cluster, plain, sizes, slower, request.framework)
 
 
-_NOT_OFFLOADED = {"offload_activations": 0.0, "offload_optimizer": False}
-"""Copies to host memory in Myriad's own overlap: other frameworks have their own, which are not predicted."""
+_PLAIN = (0.0, False)
+"""No copies to host memory. Other frameworks have copies of their own, which are not predicted."""
 
 
 def _as_framework(problem: LayoutProblem, framework: Framework) -> LayoutProblem:
@@ -136,7 +136,8 @@ def _as_framework(problem: LayoutProblem, framework: Framework) -> LayoutProblem
         searches_overlap=False,
         shards=shards,
         schedules=tuple(name for name in problem.schedules if name in schedules),
-        fixed={"expert_dispatch": habits.expert_dispatch, **_NOT_OFFLOADED, **problem.fixed},
+        offloads=tuple(one for one in problem.offloads if one == _PLAIN) or problem.offloads,
+        fixed={"expert_dispatch": habits.expert_dispatch, **problem.fixed},
     )
 
 

@@ -22,7 +22,8 @@ from myriad.planner import (
 )
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.planner.fabric.placement_search import PlacementResult
-from myriad.planner.search.layout_space import LONG, Offload, Sharding, tensor_degrees
+from myriad.planner.search.layout_problem import Offload, Sharding
+from myriad.planner.search.layout_space import LONG, tensor_degrees
 from myriad.program.schedules import check_virtual_stages
 from myriad.units import format_bytes, format_number
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from myriad.planner.memory.closed_form_memory import fits_probability
     from myriad.planner.memory.rank_memory import memory_of_ranks
     from myriad.planner.memory.recompute_budget import layout_within
-    from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem
+    from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem
     from myriad.planner.search.plan_ranking import SimulatedPlan
     from myriad.planner.search.planning import (
         PlanResult,
@@ -134,8 +134,8 @@ _MODULE_OF = {
     "FrameworkErrors": "validation.framework_errors",
     "FrameworkProfile": "workload",
     "IterationSummary": "simulation.iteration_summary",
-    "LayoutCandidate": "search.layout_space",
-    "LayoutProblem": "search.layout_space",
+    "LayoutCandidate": "search.layout_problem",
+    "LayoutProblem": "search.layout_problem",
     "PlanResult": "search.planning",
     "Prediction": "simulation.simulator",
     "PublishedRow": "validation.published_rows",

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Cluster
+from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem
 from myriad.planner.search.layout_search import score_layout
-from myriad.planner.search.layout_space import LayoutCandidate, LayoutGrid, LayoutProblem, layout_grids
+from myriad.planner.search.layout_space import LayoutGrid, layout_grids
 from myriad.planner.search.stage_times import LayerTable
 from myriad.recipes.cluster import load_cluster
 

@@ -9,7 +9,7 @@ from myriad.comm.layout import Layout
 from myriad.forecasts.planned_job import job_of, problem_of
 from myriad.job import load_job, work_of
 from myriad.planner.memory.rank_memory import memory_of_ranks
-from myriad.planner.search.layout_space import LayoutCandidate
+from myriad.planner.search.layout_problem import LayoutCandidate
 from myriad.planner.workload import Workload
 from myriad.program.build import build_program
 from myriad.program.config import OverlapConfig

@@ -17,8 +17,8 @@ from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.memory.closed_form_memory import PeakMemory
 from myriad.planner.memory.rank_memory import memory_of_ranks
+from myriad.planner.search.layout_problem import LayoutCandidate
 from myriad.planner.search.layout_search import layout_memory, score_layout
-from myriad.planner.search.layout_space import LayoutCandidate
 from myriad.planner.search.plan_ranking import simulate_candidates
 from myriad.planner.search.planning import best_plan
 from myriad.planner.simulation.simulation_cache import SimulationCache
@@ -96,7 +96,8 @@ def test_a_larger_micro_batch_takes_more_memory_and_shards_take_less(candidate: 
     if layout.dp > 1 and layout.reduce == "last":
         assert changed(zero=1) <= changed(zero=0)
         assert changed(zero=3) <= changed(zero=2)
-    assert changed(recompute="full") <= changed(recompute="none") * (1 + 1e-9)
+    if problem.global_batch > layout.dp * layout.micro_batch:  # one micro-batch alone is kept to its end
+        assert changed(recompute="full") <= changed(recompute="none") * (1 + 1e-9)
 
 
 @SOME

@@ -19,8 +19,9 @@ from myriad.planner.cost.collective_costs import (
     group_along,
 )
 from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem
 from myriad.planner.search.layout_search import score_layout
-from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem, layout_grids
+from myriad.planner.search.layout_space import layout_grids
 from myriad.planner.simulation.simulator import simulate
 from myriad.program.config import OverlapConfig
 

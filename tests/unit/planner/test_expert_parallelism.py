@@ -27,8 +27,9 @@ from myriad.planner.fabric.placement_cost import traffic_of
 from myriad.planner.memory.memory_bound import least_bytes
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.memory.stage_memory import StageMemory
+from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem
 from myriad.planner.search.layout_search import layout_memory, score_layout
-from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem, layout_grids
+from myriad.planner.search.layout_space import layout_grids
 from myriad.planner.search.plan_explanation import improvements, neighbour_layouts, waterfall
 from myriad.planner.search.plan_ranking import simulate_candidates
 from myriad.planner.search.planning import describe_layout

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from planned import candidates, problem_of
 
 from myriad.planner.cost.layout_costs import Costs
-from myriad.planner.search.layout_space import LayoutCandidate
+from myriad.planner.search.layout_problem import LayoutCandidate
 from myriad.planner.search.plan_explanation import WATERFALL_PARTS, improvements, neighbour_layouts, waterfall
 from myriad.planner.search.planning import find_plans
 from myriad.planner.simulation.simulation_cache import SimulationCache

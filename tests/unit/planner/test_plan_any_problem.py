@@ -17,8 +17,9 @@ from myriad.forecasts.planned_job import job_of, problem_of
 from myriad.job import Job, dump_toml, load_job, load_job_to_plan
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.search.layout_problem import LayoutProblem
 from myriad.planner.search.layout_search import search_layouts
-from myriad.planner.search.layout_space import LayoutProblem, layout_grids
+from myriad.planner.search.layout_space import layout_grids
 from myriad.planner.search.planning import find_plans
 from myriad.planner.simulation.steady_state import num_simulated_forwards
 from myriad.program.build import build_program

@@ -13,8 +13,8 @@ from myriad.planner.memory.closed_form_memory import PeakMemory, fits_probabilit
 from myriad.planner.memory.layer_memory import MicroBatchShard, layer_bytes, layer_elements
 from myriad.planner.memory.memory_bound import least_bytes
 from myriad.planner.memory.rank_memory import memory_of_ranks
+from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem
 from myriad.planner.search.layout_search import layout_memory
-from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem
 from myriad.planner.workload import FrameworkProfile, Recompute, Workload
 from myriad.program.config import OverlapConfig
 from myriad.recipes.cluster import load_cluster

@@ -12,8 +12,8 @@ from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.operator_costs import peak_flops
 from myriad.planner.cost.product_costs import LayerContext
 from myriad.planner.cost.stage_layers import computed_pairs
+from myriad.planner.search.layout_problem import LayoutCandidate
 from myriad.planner.search.layout_search import score_layout
-from myriad.planner.search.layout_space import LayoutCandidate
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.workload import FrameworkProfile, Recompute
 from myriad.program.config import OverlapConfig

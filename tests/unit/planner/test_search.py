@@ -17,8 +17,9 @@ from myriad.job import load_job_to_plan
 from myriad.model.config import ModelConfig
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.memory.rank_memory import memory_of_ranks
+from myriad.planner.search.layout_problem import LayoutCandidate, Sharding
 from myriad.planner.search.layout_search import MIN_FIT_PROBABILITY, score_layout, search_layouts
-from myriad.planner.search.layout_space import LayoutCandidate, Sharding, layout_grids, tensor_degrees
+from myriad.planner.search.layout_space import layout_grids, tensor_degrees
 from myriad.planner.search.planning import cluster_sizes, describe_layout, find_plans
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.simulation.simulator import simulate

@@ -16,8 +16,9 @@ from myriad.parallel.sliced_products import rows_of_slices
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.layer_costs import _behind_slices, block_times
 from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext
+from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem
 from myriad.planner.search.layout_search import score_layout
-from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem, layout_grids
+from myriad.planner.search.layout_space import layout_grids
 from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig
 from myriad.recipes.cluster import load_cluster

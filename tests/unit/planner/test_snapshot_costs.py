@@ -11,8 +11,8 @@ from planned import MODEL, cluster_of, problem_of
 from myriad.comm.layout import Layout
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.snapshot_costs import SnapshotCosts, SnapshotSchedule
+from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem
 from myriad.planner.search.layout_search import score_layout
-from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem
 from myriad.planner.search.plan_explanation import waterfall
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.workload import Workload

@@ -12,7 +12,7 @@ from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.memory.rank_memory import memory_of_ranks
-from myriad.planner.search.layout_space import LayoutCandidate
+from myriad.planner.search.layout_problem import LayoutCandidate
 from myriad.planner.simulation import simulation_cache
 from myriad.planner.simulation.compiled_simulator import CompiledProgram
 from myriad.planner.simulation.simulation_cache import SimulationCache

@@ -31,7 +31,8 @@ from myriad.planner.cost.collective_costs import (
 )
 from myriad.planner.cost.context_costs import ContextGrid
 from myriad.planner.cost.expert_ranks import ExpertGrid, holders
-from myriad.planner.cost.layer_costs import LayerTimes, block_times, embedding_times, head_times
+from myriad.planner.cost.head_costs import embedding_times, head_times
+from myriad.planner.cost.layer_costs import LayerTimes, block_times
 from myriad.planner.cost.matrix_costs import MatrixCosts, matrix_costs
 from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_order, step_seconds
 from myriad.planner.cost.operator_costs import TimeBreakdown, sweep_seconds

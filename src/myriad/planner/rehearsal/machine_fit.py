@@ -28,7 +28,8 @@ import numpy.typing as npt
 
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Accelerator, Cluster, Float32, Link, Links
-from myriad.planner.cost.layer_costs import LayerTimes, block_times, head_times
+from myriad.planner.cost.head_costs import head_times
+from myriad.planner.cost.layer_costs import LayerTimes, block_times
 from myriad.planner.cost.product_costs import LayerContext
 from myriad.planner.cost.stage_layers import computed_pairs
 from myriad.planner.workload import FrameworkProfile

@@ -50,7 +50,8 @@ from myriad.planner.cost.matrix_costs import newton_schulz_seconds
 from myriad.planner.cost.operator_costs import sweep_seconds
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.planner.cost.stage_layers import first_alike
-from myriad.planner.search.layout_space import LayoutCandidate, LayoutGrid, Sharding
+from myriad.planner.search.layout_problem import LayoutCandidate, Sharding
+from myriad.planner.search.layout_space import LayoutGrid
 from myriad.planner.search.stage_times import Array, GridTimes
 from myriad.program.build import count_chunks
 

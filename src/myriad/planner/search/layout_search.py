@@ -22,13 +22,8 @@ from myriad.planner.cost.stage_layers import cut_layers
 from myriad.planner.memory.closed_form_memory import PeakMemory, fits_probability, worst_stage_memory
 from myriad.planner.memory.layer_memory import RECOMPUTE
 from myriad.planner.search.closed_form_times import grid_seconds
-from myriad.planner.search.layout_space import (
-    LayoutCandidate,
-    LayoutGrid,
-    LayoutProblem,
-    Sharding,
-    layout_grids,
-)
+from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem, Sharding
+from myriad.planner.search.layout_space import LayoutGrid, layout_grids
 from myriad.planner.search.stage_times import Array, GridTimes, LayerTable
 from myriad.planner.simulation.steady_state import num_simulated_forwards
 from myriad.planner.workload import rank_model

@@ -21,14 +21,8 @@ from myriad.planner.cluster_config import Cluster, Link, SlowNodes
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.cost.stage_layers import cut_layers
-from myriad.planner.search.layout_space import (
-    LayoutCandidate,
-    LayoutGrid,
-    LayoutProblem,
-    Sharding,
-    is_redundant,
-    layout_grids,
-)
+from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem, Sharding
+from myriad.planner.search.layout_space import LayoutGrid, is_redundant, layout_grids
 from myriad.planner.search.plan_ranking import SimulatedPlan
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.simulation.steady_state import num_simulated_forwards

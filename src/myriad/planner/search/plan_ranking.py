@@ -17,8 +17,8 @@ from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.operator_costs import peak_flops
 from myriad.planner.memory.closed_form_memory import fits_probability
 from myriad.planner.memory.memory_bound import least_bytes
+from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem
 from myriad.planner.search.layout_search import MIN_FIT_PROBABILITY, score_layout
-from myriad.planner.search.layout_space import LayoutCandidate, LayoutProblem
 from myriad.planner.simulation.simulation_cache import SimulationCache
 
 __all__ = ["SimulatedPlan", "fits", "offloaded_plan", "simulate_candidates", "verify_memory"]

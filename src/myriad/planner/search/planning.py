@@ -18,14 +18,9 @@ from myriad.comm.layout import MOST_RANKS
 from myriad.errors import BadInputError
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.operator_costs import peak_flops
+from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem
 from myriad.planner.search.layout_search import Objective, SearchResult, search_layouts
-from myriad.planner.search.layout_space import (
-    LayoutCandidate,
-    LayoutProblem,
-    has_layout,
-    parallel_degrees,
-    tensor_degrees,
-)
+from myriad.planner.search.layout_space import has_layout, parallel_degrees, tensor_degrees
 from myriad.planner.search.plan_ranking import (
     SimulatedPlan,
     offloaded_plan,

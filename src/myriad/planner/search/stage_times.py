@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from myriad.planner.cost.context_costs import ONE_RANK_OF_CONTEXT, ContextGrid
 from myriad.planner.cost.expert_ranks import ONE_RANK, ExpertGrid
-from myriad.planner.cost.layer_costs import LayerTimes, block_times, embedding_times, head_times
+from myriad.planner.cost.head_costs import embedding_times, head_times
+from myriad.planner.cost.layer_costs import LayerTimes, block_times
 from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext
 from myriad.planner.cost.stage_layers import (
     computed_pairs,
@@ -23,12 +24,8 @@ from myriad.planner.cost.stage_layers import (
     layer_parameters,
     routed_parameters,
 )
-from myriad.planner.search.layout_space import (
-    LayoutGrid,
-    LayoutProblem,
-    divisors,
-    tensor_degrees,
-)
+from myriad.planner.search.layout_problem import LayoutProblem
+from myriad.planner.search.layout_space import LayoutGrid, divisors, tensor_degrees
 from myriad.planner.workload import rank_model
 from myriad.program.vee import vee_stage_rank
 

@@ -1,0 +1,140 @@
+"""The input of a search of layouts, and one layout that it finds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from myriad.comm.config import CommConfig
+from myriad.comm.layout import ExpertDispatch, Layout, lacks_for_graphs
+from myriad.model.config import ModelConfig
+from myriad.optim.config import OptimizerName
+from myriad.planner.cluster_config import Cluster
+from myriad.planner.cost.snapshot_costs import SnapshotSchedule
+from myriad.planner.memory.layer_memory import RECOMPUTE
+from myriad.planner.workload import FrameworkProfile, NewtonSchulz, Recompute, Workload
+from myriad.program.config import OverlapConfig, TensorOverlap
+from myriad.program.schedules import SCHEDULES
+
+__all__ = ["LayoutCandidate", "LayoutProblem", "Offload", "Sharding"]
+
+Offload = tuple[float, bool]
+"""Values of the layout's keys `offload_activations` and `offload_optimizer`."""
+
+
+class Sharding(NamedTuple):
+    """Values of the layout's keys `zero`, `reduce` and `shard_group`."""
+
+    zero: int
+    reduce: Literal["last", "each"]
+    shard_group: int | None = None
+
+
+_SHARDS = (
+    *(Sharding(zero, "last") for zero in range(3)),
+    Sharding(2, "each"),
+    Sharding(3, "last"),
+    Sharding(3, "each"),
+)
+
+
+@dataclass(frozen=True)
+class LayoutProblem:
+    """The input of a search: a model, a batch and a cluster, with the values that are fixed."""
+
+    model: ModelConfig
+    global_batch: int
+    cluster: Cluster
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    """Values of the keys that are not searched: chunk counts, message sizes, the number of receives posted
+    ahead."""
+    profile: FrameworkProfile = field(default_factory=FrameworkProfile)
+    comm: CommConfig = field(default_factory=CommConfig)
+    snapshots: SnapshotSchedule = field(default_factory=SnapshotSchedule)
+    optimizer: OptimizerName = "adamw"
+    newton_schulz: NewtonSchulz = field(default_factory=NewtonSchulz)
+    qk_clip: bool = False
+    ema_every: int = 0
+    value_bytes: int = 2
+    partition: str = "uniform"
+    shards: tuple[Sharding, ...] = _SHARDS
+    """Shardings that the rest of the job allows."""
+    searches_whole_experts: bool = True
+    """Whether layouts with whole experts (`etp` = 1) are searched."""
+    searches_context: bool = True
+    """Whether the rest of the job allows ranks to share sequences."""
+    searches_groups: bool = True
+    """Whether groups of replicas (`shard_group`) are added to ``shards``."""
+    framework: str = "myriad"
+    """Name of the framework whose profile this is."""
+    searches_overlap: bool = True
+    """Whether the switches of ``overlap`` are searched; off: they are as in ``overlap``."""
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    """Searched schedules."""
+    recomputes: tuple[Recompute, ...] = RECOMPUTE
+    offloads: tuple[Offload, ...] = ((0.0, False),)
+    """Allowed values of `offload_activations` with `offload_optimizer`."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Given keys of the layout: `tp`, `pp`, `dp`, `cp`, `ulysses`, `ep`, `etp`, `micro_batch`, `schedule`,
+    `virtual_stages`, `zero`, `shard_group`; and those that all layouts have: `expert_load` and
+    `expert_dispatch`."""
+
+    def allows(self, key: str, value: object) -> bool:
+        """Return whether a key of the layout may have this value."""
+        return bool(self.fixed.get(key, value) == value)
+
+    @property
+    def tensors(self) -> tuple[TensorOverlap, ...]:
+        """Searched values of overlap.tensor: the requested one, or else turns; and off."""
+        if not self.searches_overlap:
+            return (self.overlap.tensor,)
+        return (self.overlap.tensor or "turns", None)
+
+    @property
+    def expert_load(self) -> float:
+        """Value of `Layout.expert_load` of every layout."""
+        return float(self.fixed.get("expert_load", 1.0))
+
+    @property
+    def expert_dispatch(self) -> ExpertDispatch:
+        """Value of `Layout.expert_dispatch` where ranks share experts."""
+        given: ExpertDispatch = self.fixed.get("expert_dispatch", "expert")
+        return given
+
+    def with_cluster(self, cluster: Cluster) -> "LayoutProblem":
+        """Return the same problem on another cluster."""
+        return replace(self, cluster=cluster)
+
+
+@dataclass(frozen=True)
+class LayoutCandidate:
+    """A layout with its closed-form seconds and bytes."""
+
+    layout: Layout
+    overlap: OverlapConfig
+    seconds: float
+    """Predicted seconds of an iteration."""
+    memory_bytes: float
+    """Predicted bytes of the fullest accelerator."""
+    fit_probability: float
+    """Probability of not running out of memory."""
+
+    def workload(self, problem: LayoutProblem) -> Workload:
+        """Return the candidate as a workload for the cost model; one that cannot be captured has no CUDA
+        graphs."""
+        profile = problem.profile
+        if profile.cuda_graphs and lacks_for_graphs(self.layout, self.overlap):
+            profile = replace(profile, cuda_graphs=False)
+        return Workload(
+            model=problem.model,
+            layout=self.layout,
+            global_batch=problem.global_batch,
+            overlap=self.overlap,
+            profile=profile,
+            comm=problem.comm,
+            snapshots=problem.snapshots,
+            optimizer=problem.optimizer,
+            newton_schulz=problem.newton_schulz,
+            qk_clip=problem.qk_clip,
+            ema_every=problem.ema_every,
+            value_bytes=problem.value_bytes,
+        )
