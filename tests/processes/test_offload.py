@@ -48,6 +48,8 @@ class Found:
     state: dict[str, bytes]
     saved: list[bytes]
     host_bytes: int = 0
+    stays_bytes: int = 0
+    """Bytes of moments that stay on the device."""
     left_on_device: int = 0
     """The most bytes of moments and offloaded activations that were on the device while they were out."""
 
@@ -74,8 +76,12 @@ def trained(case: Case, first: int, last: int, start: list[bytes]) -> Found:
     found.saved = [one.values.numpy().tobytes() for one in engine.all_shards()]
     if engine.optimizer.host is not None:
         found.host_bytes = offload.host_bytes + engine.optimizer.host.host_bytes
-        moments = [*engine.optimizer.exp_avg, *engine.optimizer.exp_avg_sq]  # type: ignore[attr-defined]
-        found.left_on_device += sum(one.untyped_storage().nbytes() for one in moments)
+        adam: Any = engine.optimizer
+        pairs = zip(adam.exp_avg, adam.exp_avg_sq, strict=True)
+        on_device = [sum(one.untyped_storage().nbytes() for one in pair) for pair in pairs]
+        sizes = list(zip(map(sum, engine.optimizer.host._sizes), on_device, strict=True))
+        found.left_on_device += sum(here for there, here in sizes if there)
+        found.stays_bytes = sum(here for there, here in sizes if not there)
     engine.close()
     close_world()
     return found
@@ -90,7 +96,11 @@ def from_saved(case: Case, first: int, last: int, states: list[list[bytes]]) -> 
     [
         Case({"dp": 2, "zero": 2, "reduce": "each", "recompute": "selective"}, dtype=torch.bfloat16),
         Case({"pp": 2, "schedule": "gpipe", "recompute": "full", "recompute_ratio": 0.5}, {"tied": False}),
-        Case({"tp": 2, "dp": 2, "micro_batch": 2}, {"kv_heads": 2}, {"name": "muon"}),
+        Case(
+            {"tp": 2, "dp": 2, "micro_batch": 2, "offload_optimizer_ratio": 0.5},
+            {"kv_heads": 2},
+            {"name": "muon"},
+        ),
     ],
     ids=lambda case: str(case.layout),
 )
@@ -121,6 +131,7 @@ def test_what_was_in_host_memory_comes_back_to_the_bit_and_takes_the_planned_byt
         for name, values in plain.state.items():
             assert offloaded.state[name] == values, name
         assert offloaded.left_on_device == 0 and offloaded.host_bytes > 0
+        assert (offloaded.stays_bytes > 0) == (layout.offload_optimizer_ratio < 1)
         most[offloaded.place] = max(most[offloaded.place], offloaded.host_bytes)
     assert most == [memory.host for memory in planned]
 

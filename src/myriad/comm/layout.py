@@ -110,6 +110,9 @@ class Layout(Config):
     offload_optimizer: bool = False
     """Keep the optimizer's moments in host memory, and copy those of each chunk to the device for its update.
     Results are the same to the bit."""
+    offload_optimizer_ratio: float = Field(1.0, gt=0, le=1)
+    """Share of a stage's chunks (overlap.chunks), from the first, that layout.offload_optimizer applies to;
+    the moments of the others stay on the device."""
 
     @property
     def world(self) -> int:

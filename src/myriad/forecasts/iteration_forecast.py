@@ -263,7 +263,11 @@ def _workload(job: "Job", cluster: "Cluster") -> "Workload":
     if job.train.memory_budget is None:
         return work
     layout = layout_within(
-        work, job.train.memory_budget, on_cpu=cluster.on_cpu, node_size=cluster.accelerators_per_node
+        work,
+        job.train.memory_budget,
+        on_cpu=cluster.on_cpu,
+        node_size=cluster.accelerators_per_node,
+        offloads=job.train.memory_offload == "auto",
     )
     return replace(work, layout=layout)
 

@@ -123,7 +123,7 @@ def planned_steps(job: Job) -> int:
     return -(-JobSteps(job).tokens_before(job.train.steps) // planned_phase(job).targets)
 
 
-_NOT_SEARCHED = ("shares", "recompute_ratio")
+_NOT_SEARCHED = ("shares", "recompute_ratio", "offload_optimizer_ratio")
 _GRID = ("dp", "tp", "pp")
 
 

@@ -37,8 +37,9 @@ class ResumeRule(NamedTuple):
 RESUME_RULES: tuple[ResumeRule, ...] = (
     ResumeRule(
         ("layout.*", "overlap.*", "train.threads", "train.device", "train.kernels", "train.deterministic",
-         "train.cuda_graphs", "train.memory_budget", "train.collect_garbage_every", "comm.store",
-         "train.keep_float8_weights", "comm.timeout_seconds", "comm.max_ctas",
+         "train.cuda_graphs", "train.memory_budget", "train.memory_offload",
+         "train.collect_garbage_every", "comm.store", "train.keep_float8_weights", "comm.timeout_seconds",
+         "comm.max_ctas",
          "comm.hierarchy", "comm.node_size", "comm.island_size", "comm.node_order", "comm.switch_size",
          "comm.node_bandwidth", "comm.network_bandwidth", "comm.switch_bandwidth"),
         True,

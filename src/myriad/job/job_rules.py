@@ -10,14 +10,15 @@ from collections.abc import Callable
 
 from myriad.alerts.config import check_alert_values
 from myriad.comm.hierarchy import check_hierarchy
-from myriad.comm.layout import check_layout, lacks_for_graphs, lacks_for_offload
+from myriad.comm.layout import check_layout, lacks_for_graphs
 from myriad.comm.node_order import check_node_order
 from myriad.comm.rendezvous.redis_address import check_package, check_store
 from myriad.data.config import DataConfig
 from myriad.data.text_names import is_streamed
 from myriad.errors import BadInputError, need
 from myriad.job.job_steps import JobSteps
-from myriad.job.job_values import SPIKE_STEPS_BEFORE, JobValues, work_of
+from myriad.job.job_values import SPIKE_STEPS_BEFORE, JobValues
+from myriad.job.memory_rules import MEMORY_RULES, check_offload
 from myriad.job.model_rules import MODEL_RULES
 from myriad.job.optimizer_rules import OPTIMIZER_RULES, PRECISION_RULES, check_precision
 from myriad.job.phase_values import PHASE_KEYS
@@ -210,11 +211,6 @@ def _check_updates_in_backward(job: JobValues) -> None:
         need(not wrong, "overlap.optimizer_in_backward", True, f"needs {needs}")
 
 
-def _check_offload(job: JobValues) -> None:
-    lacks = lacks_for_offload(job.layout, job.overlap, job.optimizer.name)
-    need(not lacks, "layout.offload_optimizer", True, f"needs {lacks}")
-
-
 def _check_cuda_graphs(job: JobValues) -> None:
     if not job.train.cuda_graphs:
         return
@@ -286,21 +282,6 @@ def _check_collector(job: JobValues) -> None:
 
 def _check_alerts(job: JobValues) -> None:
     check_alert_values(job.alerts)
-
-
-def _check_recompute_ratio(job: JobValues) -> None:
-    layout, allowed = job.layout, "1.0, unless layout.recompute = full"
-    needs = layout.recompute != "full" and layout.recompute_ratio != 1.0
-    need(not needs, "layout.recompute_ratio", layout.recompute_ratio, allowed)
-
-
-def _check_memory_budget(job: JobValues) -> None:
-    budget = job.train.memory_budget
-    if budget is None:
-        return
-    from myriad.planner.memory.recompute_budget import check_budget
-
-    check_budget(work_of(job), budget, job.train.device, job.train.precision)
 
 
 def _check_kernels(job: JobValues) -> None:
@@ -400,14 +381,13 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_warmup,
     _check_kernels,
     *PRECISION_RULES,
-    _check_recompute_ratio,
-    _check_memory_budget,
+    *MEMORY_RULES,
     _check_in_flight,
     _check_lossy,
     _check_agreement,
     _check_spikes,
     _check_updates_in_backward,
-    _check_offload,
+    check_offload,
     _check_cuda_graphs,
     _check_validation_sets,
     _check_nodes,
@@ -430,8 +410,7 @@ _LAYOUT_RULES = frozenset(
         _check_expert_ranks,
         _check_steps,
         check_precision,
-        _check_recompute_ratio,
-        _check_memory_budget,
+        *MEMORY_RULES,
         _check_lossy,
         _check_nodes,
         _check_holders,

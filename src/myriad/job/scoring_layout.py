@@ -25,6 +25,7 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
     "recompute_ratio": f"{_STAYS} keep no activations",
     "offload_activations": f"{_STAYS} keep no activations",
     "offload_optimizer": f"{_STAYS} have no optimizer state",
+    "offload_optimizer_ratio": f"{_STAYS} have no optimizer state",
 }
 """Keys that have no effect on forward passes, and what to do instead."""
 

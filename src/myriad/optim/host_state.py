@@ -9,7 +9,7 @@ The tensors on the device keep their identity; only their memory comes and goes.
 the host's tensors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -20,23 +20,32 @@ __all__ = ["HostState"]
 
 
 class HostState:
-    """The state of all regions of a rank in host memory."""
+    """The state of regions of a rank, some of it in host memory."""
 
-    def __init__(self, state: Mapping[str, Sequence[torch.Tensor]], device: torch.device) -> None:
-        """Move the state to the host. ``state``: a name to one tensor per region; each tensor is alone in its
-        storage."""
+    def __init__(
+        self, state: Mapping[str, Sequence[torch.Tensor]], on_host: Collection[int], device: torch.device
+    ) -> None:
+        """Move state to the host. ``state``: a name to one tensor per region; each tensor is alone in its
+        storage. ``on_host``: the regions whose state moves."""
         self._copier = HostCopier(device)
         self._pending: dict[int, PendingCopy] = {}
         self.tensors: dict[str, list[torch.Tensor]] = {name: [] for name in state}
-        """The tensors in host memory, by name and region."""
+        """The tensors where they rest, by name and region."""
         self._storages: list[list[torch.UntypedStorage]] = []
         self._sizes: list[list[int]] = []
         self._buffers: list[torch.Tensor] = []
-        for parts in zip(*state.values(), strict=True):
-            self._add(dict(zip(state, parts, strict=True)))
+        for index, parts in enumerate(zip(*state.values(), strict=True)):
+            self._add(dict(zip(state, parts, strict=True)), moves=index in on_host)
 
-    def _add(self, parts: Mapping[str, torch.Tensor]) -> None:
-        """Move one region's state, whose tensors share a buffer."""
+    def _add(self, parts: Mapping[str, torch.Tensor], *, moves: bool) -> None:
+        """Move one region's state, whose tensors share a buffer, or leave it where it is."""
+        if not moves:
+            for name, part in parts.items():
+                self.tensors[name].append(part)
+            self._storages.append([])
+            self._sizes.append([])
+            self._buffers.append(torch.empty(0))
+            return
         sizes = [part.numel() * part.element_size() for part in parts.values()]
         buffer = host_buffer(sum(sizes), self._copier.device)
         storages = [part.untyped_storage() for part in parts.values()]
@@ -53,7 +62,7 @@ class HostState:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the state."""
+        """Bytes of the state in host memory."""
         return sum(map(sum, self._sizes))
 
     def start_fetch(self, indices: Sequence[int]) -> None:

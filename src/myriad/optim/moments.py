@@ -7,7 +7,7 @@ holds nothing of use. On a GPU `myriad.kernels.triton.optimizer_kernels` does no
 AdamW (Loshchilov & Hutter 2019). Every element is updated independently, so sharding changes nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,9 +43,10 @@ class Moments:
         regions: Sequence[Region],
         kernels: Kernels = "auto",
         *,
-        on_host: bool = False,
+        on_host: Collection[int] = (),
     ) -> None:
-        """``on_host``: keep the moments in host memory, except while they are updated (`HostState`)."""
+        """``on_host``: regions whose moments are in host memory, except while they are updated
+        (`HostState`)."""
         self.config, self.regions = config, tuple(regions)
         operator: Operator = "lamb" if config.name == "lamb" else "adamw"
         self.in_triton = runs_triton(operator, regions[0].values, kernels)
@@ -60,9 +61,9 @@ class Moments:
         ]
         """Second moments; empty for regions whose matrices are orthogonalized."""
         self.host: HostState | None = None
-        """The moments in host memory; ``None``: they stay on the device."""
+        """Moments in host memory; ``None``: all stay on the device."""
         if on_host:
-            self.host = HostState(self._on_device, regions[0].values.device)
+            self.host = HostState(self._on_device, on_host, regions[0].values.device)
 
     @property
     def _on_device(self) -> dict[str, list[torch.Tensor]]:

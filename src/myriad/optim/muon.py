@@ -16,7 +16,7 @@ whole directions to one rank each, orthogonalizes them there, and overwrites the
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +76,7 @@ class Muon(Moments):
         parts: Sequence[Sequence[MatrixPart]],
         kernels: Kernels = "auto",
         *,
-        on_host: bool = False,
+        on_host: Collection[int] = (),
     ) -> None:
         """``parts``: for each region, the parts of matrices that it holds."""
         super().__init__(config, regions, kernels, on_host=on_host)

@@ -14,7 +14,7 @@ allocated. On a GPU the first pass is one kernel that also computes the norms, a
 rates from the device: the host waits for neither.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -86,15 +86,15 @@ def build_optimizer(
     kernels: Kernels = "auto",
     matrix_parts: Sequence[Sequence[MatrixPart]] = (),
     *,
-    on_host: bool = False,
+    on_host: Collection[int] = (),
 ) -> Optimizer:
     """Build the configured optimizer over this rank's regions (at least one, which may be empty: it defines
     the device).
 
     ``reduce_table`` gets ``[num_parameters, 2]`` float64 sums of squares of what this rank holds and returns
     those of whole parameters. LAMB needs it, and calls it once a step on every rank. ``matrix_parts``: for
-    Muon, the parts of matrices in each region. ``on_host``: keep the state in host memory between updates.
-    LAMB cannot: it begins the updates of all regions at once.
+    Muon, the parts of matrices in each region. ``on_host``: regions whose state is in host memory
+    between updates. LAMB cannot: it begins the updates of all regions at once.
     """
     assert regions, "a rank that holds nothing passes one empty region, which says on which device"
     if config.name == "muon":

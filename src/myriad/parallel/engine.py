@@ -107,6 +107,8 @@ class Engine(ForwardEngine):
         )
         self.loss_scaler, self._keeps_addresses = loss_scaler, keeps_addresses or layout.zero < 2
         self._diloco = DiLoCo(groups, comm, self._model_state.regions) if self._trains_alone else None
+        trained = self.programs[True].lowering
+        assert trained is not None, "a program of a layout"
         self._optimizer_step = OptimizerStep(
             self.model,
             self._model_state,
@@ -131,6 +133,7 @@ class Engine(ForwardEngine):
             ),
             biases=self._biases,
             before_update=lambda: self.before_update(),
+            states_on_host=trained.states_on_host,
         )
         self._routing = None
         if any(routing):

@@ -118,11 +118,13 @@ class OptimizerStep:
         statistics: StepStatistics,
         biases: RouterBiases | None,
         before_update: Callable[[], None],
+        states_on_host: frozenset[int] = frozenset(),
     ) -> None:
         """``outputs``: sums of the iteration's outputs, from which a non-finite value is located.
         ``dtype``: type of the computation.
         ``trains_alone``: replicas have their own gradients at the step. ``before_update`` is called in each
-        iteration just before parameters and optimizer state change."""
+        iteration just before parameters and optimizer state change. ``states_on_host``: stages of the program
+        whose state is in host memory between updates."""
         assert not updates_early or (config.name, config.clip_norm) == ("adamw", None), "a job's rule"
         assert not updates_early or loss_scaler is None, "a job's rule"
         self._model, self._state, self._groups, self._outputs = model, state, groups, outputs
@@ -153,7 +155,11 @@ class OptimizerStep:
             parameter_sums,
             kernels,
             self._matrix_parts(),
-            on_host=layout.offload_optimizer,
+            on_host=[
+                index
+                for stage in states_on_host & model.stages.keys()
+                for index in self._updated_regions(stage)
+            ],
         )
         self.average: WeightAverage | None = None
         """The moving average of the parameters, if the job keeps one."""
@@ -306,8 +312,10 @@ class OptimizerStep:
 
     def copy_state(self, kind: Kind, stage: int) -> None:
         """Run an action of `COPIES_STATE` on the state of a stage, also if the step is skipped."""
+        indices = self._updated_regions(stage)
+        if not indices:
+            return  # this rank has no part of the stage's parameters
         assert self.optimizer.host is not None, "the engine was built for this program"
-        indices = [index for chunk in self._updated_with(stage) for index in self._state.regions_of[chunk]]
         copies = {
             Kind.START_FETCH_STATE: self.optimizer.host.start_fetch,
             Kind.AWAIT_FETCH_STATE: self.optimizer.host.await_fetch,
@@ -315,6 +323,9 @@ class OptimizerStep:
             Kind.AWAIT_OFFLOAD_STATE: self.optimizer.host.await_offload,
         }
         copies[kind](indices)
+
+    def _updated_regions(self, stage: int) -> list[int]:
+        return [index for chunk in self._updated_with(stage) for index in self._state.regions_of[chunk]]
 
     def _updated_with(self, stage: int) -> list[Chunk]:
         """Return the chunks that are updated with a stage. Tied parameters are updated with the first stage

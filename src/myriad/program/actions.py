@@ -388,8 +388,9 @@ class Lowering:
     across: bool = False
     """Whether each stage's gradients are also summed across groups of ranks."""
     states_on_device: int = 0
-    """Largest number of stages whose optimizer state a rank has on the device at once, where it is in host
-    memory between updates; 0: it stays on the device."""
+    """Largest number of stages of `states_on_host` whose optimizer state a rank has on the device at once."""
+    states_on_host: frozenset[int] = frozenset()
+    """Stages whose optimizer state is in host memory between updates; that of others stays on the device."""
 
 
 @dataclass(frozen=True, slots=True)

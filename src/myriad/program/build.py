@@ -79,6 +79,8 @@ class Shape(Protocol):
     @property
     def offload_optimizer(self) -> bool: ...
     @property
+    def offload_optimizer_ratio(self) -> float: ...
+    @property
     def offloads(self) -> bool: ...
 
 
@@ -111,7 +113,8 @@ def build_program(
         ratio, ahead = shape.offload_activations, overlap.offload_ahead
         program = offload_activations(program, ratio, num_chunks, ahead)
     if training and shape.offload_optimizer:
-        program = offload_state(program, overlaps=overlap.offload_ahead > 0)
+        ratio, overlaps = shape.offload_optimizer_ratio, overlap.offload_ahead > 0
+        program = offload_state(program, ratio, num_chunks, overlaps=overlaps)
     across = training and shape.reduces_across
     whole = _checked(program, across=across)
     if num_micro_batches == most:

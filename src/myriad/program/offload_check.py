@@ -28,10 +28,12 @@ class Copies:
     """The copies of one rank between two actions. A ``..._fault`` method returns what is wrong, or None."""
 
     def __init__(self, program: Program, stages: Sequence[int]) -> None:
-        most = 0 if program.lowering is None else program.lowering.states_on_device
-        self._most_states = most
+        lowering = program.lowering
+        self._most_states = 0 if lowering is None else lowering.states_on_device
+        on_host = frozenset[int]() if lowering is None else lowering.states_on_host
         self._activations: dict[tuple[int, int], _Place] = {}
-        self._states = dict.fromkeys(stages, _Place.HOST if most else _Place.DEVICE)
+        self._rests = {stage: _Place.HOST if stage in on_host else _Place.DEVICE for stage in stages}
+        self._states = dict(self._rests)
 
     def fault(self, action: Action) -> str | None:
         """Check an action that starts or awaits a copy, and record it."""
@@ -57,11 +59,12 @@ class Copies:
 
     def _place(self, action: Action, copy: Copy) -> _Place | None:
         if copy in _OF_STATE:
-            return self._states.get(action.stage) if self._most_states else None
+            return self._states[action.stage] if self._rests.get(action.stage) is _Place.HOST else None
         return self._activations.get((action.stage, action.micro_batch))
 
     def _bound_fault(self) -> str | None:
-        held = sum(place is not _Place.HOST for place in self._states.values())
+        moving = (stage for stage, rests in self._rests.items() if rests is _Place.HOST)
+        held = sum(self._states[stage] is not _Place.HOST for stage in moving)
         if held <= self._most_states:
             return None
         return f"optimizer state of {held} stages is on the device, more than {self._most_states}"
@@ -86,6 +89,5 @@ class Copies:
 
     def fault_at_end(self) -> str | None:
         """Check that optimizer state is back where it rests."""
-        resting = _Place.HOST if self._most_states else _Place.DEVICE
-        left = sorted(stage for stage, place in self._states.items() if place is not resting)
+        left = sorted(stage for stage, place in self._states.items() if place is not self._rests[stage])
         return f"optimizer state of stages {left} is not back in host memory" if left else None

@@ -22,7 +22,7 @@ at once: one that is updated, the next one on its way in, the previous one on it
 updates it, so that results are the same bits.)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from myriad.program.actions import COMPUTE, SEMANTICS, Action, Kind, Program, Resource, kinds_where
@@ -42,13 +42,18 @@ def offload_activations(program: Program, ratio: float, num_chunks: int, ahead: 
     """Insert the copies of activations into a lowered training program. ``ratio``: share of the
     ``num_chunks`` chunks of each stage, from the first. ``ahead``: compute actions that overlap with each
     copy."""
-    count = num_recomputed(num_chunks, ratio)
-    stages = {stage for stage in range(program.num_stages) if stage % num_chunks < count}
+    stages = _first_chunks(program, ratio, num_chunks)
     ranks = (tuple(_with_copies(actions, stages, ahead)) for actions in program.ranks)
     return replace(program, ranks=tuple(ranks))
 
 
-def _with_copies(actions: Sequence[Action], stages: set[int], ahead: int) -> Iterator[Action]:
+def _first_chunks(program: Program, ratio: float, num_chunks: int) -> frozenset[int]:
+    """Return the stages of a program that are the first chunks of a stage of the layout, a share of them."""
+    count = num_recomputed(num_chunks, ratio)
+    return frozenset(stage for stage in range(program.num_stages) if stage % num_chunks < count)
+
+
+def _with_copies(actions: Sequence[Action], stages: Collection[int], ahead: int) -> Iterator[Action]:
     gaps = split_at_computes(actions)
     freed, leaving, coming, there = ([list[Action]() for _ in gaps] for _ in range(4))
     forwards: dict[tuple[int, int], int] = {}
@@ -69,20 +74,25 @@ def _with_copies(actions: Sequence[Action], stages: set[int], ahead: int) -> Ite
         yield from (*gap[:last], *coming[index], *there[index], *gap[last:])
 
 
-def offload_state(program: Program, *, overlaps: bool) -> Program:
-    """Insert the copies of optimizer state into a training program that updates stage by stage. ``overlaps``:
-    copy while other stages are updated."""
+def offload_state(program: Program, ratio: float, num_chunks: int, *, overlaps: bool) -> Program:
+    """Insert the copies of optimizer state into a training program that updates stage by stage. ``ratio``:
+    share of the ``num_chunks`` chunks of each stage, from the first. ``overlaps``: copy while other stages
+    are updated."""
     lowering = program.lowering
     assert lowering is not None and lowering.training
     most = (_ON_DEVICE if overlaps else 1) + (_ORTHOGONALIZED if lowering.orthogonalizes else 0)
-    ranks = (tuple(_with_state(actions, overlaps, most)) for actions in program.ranks)
-    return replace(program, ranks=tuple(ranks), lowering=replace(lowering, states_on_device=most))
+    stages = _first_chunks(program, ratio, num_chunks)
+    ranks = (tuple(_with_state(actions, stages, overlaps, most)) for actions in program.ranks)
+    lowering = replace(lowering, states_on_device=most, states_on_host=stages)
+    return replace(program, ranks=tuple(ranks), lowering=lowering)
 
 
-def _with_state(actions: Sequence[Action], overlaps: bool, most: int) -> Iterator[Action]:
-    """Yield one list with the copies. The state of a stage is on the device from its first use on, a gather
-    of momentum or the update."""
-    uses = _first_uses(actions)
+def _with_state(
+    actions: Sequence[Action], stages: Collection[int], overlaps: bool, most: int
+) -> Iterator[Action]:
+    """Yield one list with the copies. The state of one of the ``stages`` is on the device from its first use
+    on, a gather of momentum or the update."""
+    uses = {stage: index for stage, index in _first_uses(actions).items() if stage in stages}
     starts: dict[int, int] = {}
     """Stage whose copy to the device starts before each index."""
     for number, (stage, index) in enumerate(uses.items()):
@@ -100,7 +110,7 @@ def _with_state(actions: Sequence[Action], overlaps: bool, most: int) -> Iterato
         if index in first:
             yield Action(Kind.AWAIT_FETCH_STATE, first[index])
         yield action
-        if SEMANTICS[action.kind].updates:
+        if SEMANTICS[action.kind].updates and action.stage in uses:
             here.remove(action.stage)
             leaving.append(action.stage)
             yield Action(Kind.START_OFFLOAD_STATE, action.stage)

@@ -287,15 +287,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _recompute_like(layout: Layout, other: Layout) -> Layout:
-    """Return the layout with another one's recompute setting."""
-    setting = {"recompute": other.recompute, "recompute_ratio": other.recompute_ratio}
-    return layout.model_copy(update=setting)
+_OF_BUDGET = ("recompute", "recompute_ratio", "offload_optimizer", "offload_optimizer_ratio")
+"""Keys of the layout that a memory budget sets."""
+
+
+def _fits_like(layout: Layout, other: Layout) -> Layout:
+    """Return the layout with what makes another one fit its budget."""
+    return layout.model_copy(update={key: getattr(other, key) for key in _OF_BUDGET})
 
 
 def within_budget(job: Job, *, on_cpu: bool, value_bytes: int) -> tuple[Job, str]:
-    """Return the job with its recompute setting, and a line about it. Without a budget, the job is unchanged
-    and the line empty.
+    """Return the job with what it recomputes and keeps in host memory to fit its budget, and a line about it.
+    Without a budget, the job is unchanged and the line empty.
 
     Raises `BadInputError` when nothing fits.
     """
@@ -304,9 +307,11 @@ def within_budget(job: Job, *, on_cpu: bool, value_bytes: int) -> tuple[Job, str
         return job, ""
     layout = job.layout
     for changed in JobSteps(job).phase_jobs:  # the setting that fits every phase
-        work = replace(work_of(changed, value_bytes), layout=_recompute_like(changed.layout, layout))
-        found = layout_within(work, budget, on_cpu=on_cpu)
-        layout = _recompute_like(layout, found)
+        work = replace(work_of(changed, value_bytes), layout=_fits_like(changed.layout, layout))
+        offloads = job.train.memory_offload == "auto"
+        layout = _fits_like(layout, layout_within(work, budget, on_cpu=on_cpu, offloads=offloads))
     share = f" of {layout.recompute_ratio:.0%} of the layers" if layout.recompute == "full" else ""
+    if layout.offload_optimizer:
+        share += f", moments of {layout.offload_optimizer_ratio:.0%} of the chunks in host memory"
     line = f"recompute {layout.recompute}{share}, to hold at most {format_bytes(budget)}"
     return job.model_copy(update={"layout": layout}), line

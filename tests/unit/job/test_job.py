@@ -288,6 +288,13 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
             "layout.offload_optimizer",
             "needs overlap.optimizer = true",
         ),
+        (["layout.offload_optimizer_ratio=0.5"], "layout.offload_optimizer_ratio", "1.0, unless layout.off"),
+        (["train.memory_offload=auto"], "train.memory_offload", "needs train.memory_budget"),
+        (
+            ["train.memory_offload=auto", "train.memory_budget=9 GiB", "optimizer.name=lamb"],
+            "train.memory_offload",
+            "needs optimizer.name = adamw or muon",
+        ),
         ([GRAPHS, "layout.offload_activations=1"], "train.cuda_graphs", "needs layout.offload_activations"),
         ([*EARLY, F16], "train.precision", "needs overlap.optimizer_in_backward = false"),
         ([F16, "loss_scale.initial=3000"], "loss_scale.initial", "must be a power of two"),

@@ -36,6 +36,32 @@ def test_less_memory_is_more_recomputation_and_never_more_than_the_budget() -> N
         layout_within(WORK, 0.9 * least, on_cpu=False)
 
 
+def test_moments_go_to_host_memory_before_layers_are_recomputed_and_only_as_many_as_must() -> None:
+    everything = needed_bytes(WORK, on_cpu=False)
+    offloaded = needed_bytes(with_layout(offload_optimizer=True), on_cpu=False)
+    least = needed_bytes(with_layout(offload_optimizer=True, recompute="full"), on_cpu=False)
+    shares, chunks = [], 8  # of six layers, the embedding and the head
+    for step in range(6):
+        budget = everything - (everything - offloaded) * step / 5
+        layout = layout_within(WORK, budget, on_cpu=False, offloads=True)
+        settled = with_layout(**layout.model_dump())
+        assert layout.recompute == "none" and needed_bytes(settled, on_cpu=False) <= budget
+        share = layout.offload_optimizer_ratio if layout.offload_optimizer else 0.0
+        if share:
+            less = share - 1 / chunks
+            one_less = {"offload_optimizer": less > 0, "offload_optimizer_ratio": less or 1.0}
+            assert needed_bytes(with_layout(**one_less), on_cpu=False) > budget
+        assert layout_within(settled, budget, on_cpu=False, offloads=True) == layout
+        shares.append(share)
+    assert shares[0] == 0 and shares == sorted(shares) and len(set(shares)) >= 4
+    tight = layout_within(WORK, (offloaded + least) / 2, on_cpu=False, offloads=True)
+    assert tight.offload_optimizer and tight.recompute != "none"
+    barely = needed_bytes(with_layout(recompute="full"), on_cpu=False)
+    alone, both = (layout_within(WORK, barely, on_cpu=False, offloads=one) for one in (False, True))
+    assert alone.recompute == "full" and both.offload_optimizer
+    assert both.recompute != "full" or both.recompute_ratio < alone.recompute_ratio, "less is computed again"
+
+
 def test_a_share_of_the_layers_costs_a_share_of_the_time() -> None:
     cluster = load_cluster("one-node-8xh100")
     seconds = [

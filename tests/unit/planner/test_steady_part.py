@@ -43,6 +43,7 @@ def deep_works(draw: st.DrawFn) -> Workload:
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
         offload_activations=draw(st.sampled_from([0.0, 1.0])),
         offload_optimizer=draw(st.booleans()),
+        offload_optimizer_ratio=draw(st.sampled_from([0.5, 1.0])),
     )
     overlap = OverlapConfig(
         pipeline=draw(st.booleans()),

@@ -51,5 +51,6 @@ def lowered(draw: st.DrawFn, most_ranks: int = 6, most_micro_batches: int = 14) 
         ratio, ahead = draw(st.sampled_from([0.5, 1.0])), draw(st.integers(0, 3))
         program = offload_activations(program, ratio, num_chunks, ahead)
     if program.lowering.training and overlap.optimizer and draw(st.booleans()):
-        program = offload_state(program, overlaps=draw(st.booleans()))
+        ratio, overlaps = draw(st.sampled_from([0.5, 1.0])), draw(st.booleans())
+        program = offload_state(program, ratio, num_chunks, overlaps=overlaps)
     return program

@@ -57,6 +57,7 @@ def test_what_a_program_allocates_and_issues_it_frees_and_waits_for(
     layout = Layout(dp=2, pp=pp, zero=zero, reduce=reduce, schedule=name, virtual_stages=virtual_stages)  # type: ignore[arg-type]
     updates = offloads and zero == 0  # otherwise the next iteration's gathers are in flight at the end
     layout = layout.model_copy(update={"offload_activations": float(offloads), "offload_optimizer": updates})
+    layout = layout.model_copy(update={"offload_optimizer_ratio": 0.5 if pp == 2 else 1.0})
     overlap = OverlapConfig(pipeline=overlaps, data=overlaps, optimizer=updates)
     program = build_program(layout, overlap, 4, tied=True, training=True, num_chunks=num_chunks)
     made, used = Counter(), Counter()

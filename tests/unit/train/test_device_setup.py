@@ -9,6 +9,7 @@ import torch
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.job import load_job
+from myriad.job.job_values import work_of
 from myriad.kernels import attention_choice
 from myriad.kernels.gradient import sink_of
 from myriad.model.config import ModelConfig
@@ -17,6 +18,7 @@ from myriad.optim.config import OptimizerConfig
 from myriad.optim.precision import resolve_precision
 from myriad.parallel import engine
 from myriad.parallel.batch import Batch
+from myriad.planner.memory.recompute_budget import needed_bytes
 from myriad.train.device_setup import (
     choose_kernels,
     describe_precision,
@@ -152,4 +154,11 @@ def test_a_memory_budget_sets_what_is_computed_again_and_reports_it() -> None:
     settled, line = within_budget(tight, on_cpu=True, value_bytes=4)
     assert settled.layout.recompute == "full" and 0 < settled.layout.recompute_ratio < 1
     assert line.startswith("recompute full of") and "\n" not in line
+    assert within_budget(settled.check(), on_cpu=True, value_bytes=4)[0] == settled
+    keys = ["model.hidden=512", "train.memory_offload=auto", "train.memory_budget"]
+    needed = needed_bytes(work_of(load_job("tiny", keys[:1]), 4), on_cpu=True)
+    tight = load_job("tiny", [*keys[:2], f"{keys[2]}={int(needed) - 1}"])
+    settled, line = within_budget(tight, on_cpu=True, value_bytes=4)
+    assert settled.layout.offload_optimizer and settled.layout.offload_optimizer_ratio < 1
+    assert line.startswith("recompute none, moments of") and "\n" not in line
     assert within_budget(settled.check(), on_cpu=True, value_bytes=4)[0] == settled

@@ -62,12 +62,15 @@ class ConstantMemory:
         chunks: Mapping[int, float],
         matrices: Mapping[int, float],
         expert_chunks: Collection[int],
+        on_host: Collection[int],
     ) -> None:
         """``chunks``: elements of each chunk. ``matrices``: those that Muon orthogonalizes.
-        ``expert_chunks``: the chunks of experts that not all replicas hold."""
+        ``expert_chunks``: the chunks of experts that not all replicas hold. ``on_host``: the chunks whose
+        moments are in host memory between updates."""
         self._model, self._workload, self._node_size = model, model.workload, node_size
         self._program, self._rank, self._actions = program, rank, program.ranks[rank]
         self._chunks, self._matrices, self._expert_chunks = chunks, matrices, expert_chunks
+        self._on_host = on_host
 
     @cached_property
     def elements(self) -> float:
@@ -82,9 +85,10 @@ class ConstantMemory:
 
     @cached_property
     def moments(self) -> float:
-        """Bytes of moments on the data-parallel rank with the fewest elements of matrices that are
-        orthogonalized, which have one moment instead of two: that with the last slice of each chunk."""
-        return sum(map(self.moments_of, self._chunks))
+        """Bytes of moments that stay on the device, on the data-parallel rank with the fewest elements of
+        matrices that are orthogonalized, which have one moment instead of two: that with the last slice of
+        each chunk."""
+        return sum(self.moments_of(key) for key in self._chunks if key not in self._on_host)
 
     def moments_of(self, key: int) -> float:
         """Return the bytes of moments of a chunk."""
@@ -96,7 +100,7 @@ class ConstantMemory:
         """Bytes of host memory: a buffer for each micro-batch of a stage that is offloaded at once, and the
         optimizer state."""
         buffers = most_offloaded(self._actions)
-        found = self.moments if self._workload.layout.offload_optimizer else 0.0
+        found = sum(map(self.moments_of, self._on_host))
         for stage, count in buffers.items():
             held = self._model.held(stage, turns=False)
             found += count * (held.kept + held.head_bytes)

@@ -144,15 +144,16 @@ class _MemoryWalk:
             for stage, one in zip(self.stages, every, strict=True):
                 elements[_experts_of(stage)] = one.elements
                 self.matrices[stage] += one
+        states = frozenset[int]() if program.lowering is None else program.lowering.states_on_host
+        on_host = [key for stage in self.stages if stage in states for key in self._updated_with(stage)]
         self.constant = ConstantMemory(
-            model, program, rank, node_size, self.chunks, elements, self.expert_chunks.keys()
+            model, program, rank, node_size, self.chunks, elements, self.expert_chunks.keys(), on_host
         )
         self.users: dict[int, set[int]] = {key: set() for key in self.chunks}
         self.now = HeldBytes()
         self.reduced_keys: dict[int, list[int]] = {}
         """The chunks that each stage's newest reduction sums."""
         self.turns = next_is_backward(self.actions)
-        self.offloads_state = model.workload.layout.offload_optimizer
         captures = self.workload.profile.cuda_graphs and not model.on_cpu
         self.captured = captured_bytes(model, self.actions, program.num_stages) if captures else None
         """Bytes that captured stages reserve; ``None``: layers allocate and free their memory."""
@@ -241,7 +242,7 @@ class _MemoryWalk:
     def _optimizer(self) -> float:
         """Bytes of moments on the device now, and of the moving average, which stays there."""
         average = 4 * self.constant.elements if self.workload.ema_every else 0.0
-        return average + (self.now.states.total if self.offloads_state else self.constant.moments)
+        return average + self.now.states.total + self.constant.moments
 
     def _buffers(self) -> float:
         return self.now.buffers + self.constant.batch

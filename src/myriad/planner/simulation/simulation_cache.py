@@ -51,7 +51,8 @@ def _shape(costs: Costs, num_micro_batches: int) -> _Shape:
         (overlap.pipeline, overlap.data, overlap.optimizer, overlap.receive_ahead),
         (costs.workload.model.shares_embedding, costs.workload.profile.dp_comm_at_ends),
         costs.workload.orthogonalizes,
-        (layout.offload_activations, layout.offload_optimizer, overlap.offload_ahead),
+        (layout.offload_activations, layout.offload_optimizer, layout.offload_optimizer_ratio),
+        overlap.offload_ahead,
     )
 
 
