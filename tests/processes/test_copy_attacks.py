@@ -27,7 +27,7 @@ STEPS = {"op": "steps", "attempt": 1}
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[SnapshotClient]:
     made = SnapshotClient(server_name(tmp_path), starts=True, log=tmp_path / "keeper.log")
-    made.join([], attempt=1, rank=0, world=1, num_local=1, num_slots=2)
+    made.join([], attempt=1, rank=0, holds=[0], world=1, num_local=1, num_slots=2)
     made.configure(
         {
             "events": str(tmp_path / "events.jsonl"), "linger_seconds": 0, "url": str(tmp_path / "there"),

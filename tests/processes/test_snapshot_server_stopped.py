@@ -128,7 +128,7 @@ def test_a_request_to_a_stopped_server_is_answered_without_a_node_agent(client: 
 def test_an_agent_that_asks_does_not_keep_a_server_alive(client: SnapshotClient, tmp_path: Path) -> None:
     watch = SnapshotServerMonitor(server_name(tmp_path))
     watch.poll()
-    client.join([], attempt=1, rank=0, world=1, num_local=1, num_slots=2)
+    client.join([], attempt=1, rank=0, holds=[0], world=1, num_local=1, num_slots=2)
     client.bye()
     deadline = time.monotonic() + SECONDS
     while process_state(pid_of(client)) not in "?Z":
