@@ -27,6 +27,7 @@ RequestType = Literal["multiple_choice", "loglikelihood", "loglikelihood_rolling
 DEFAULT_NEW_TOKENS = 256
 _MOST_NEW_TOKENS = 1 << 20
 _LONGEST_LINE = 1 << 28
+_MOST_DIGITS = 9
 _SHAPES: Mapping[RequestType, str] = {
     "multiple_choice": "two or more [CONTEXT, CONTINUATION] pairs of texts, the continuations not empty",
     "loglikelihood": "[CONTEXT, CONTINUATION], two texts, the second not empty",
@@ -220,7 +221,8 @@ def _is_pair(request: list[Any]) -> bool:
 
 
 def _choice(target: object, count: int, where: str) -> int:
-    number = int(target) if isinstance(target, str) and target.isdecimal() else target
+    is_number = isinstance(target, str) and target.isdecimal() and len(target) <= _MOST_DIGITS
+    number = int(str(target)) if is_number else target
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
         raise _bad(where, "target", target, f"the number of the right choice, 0 to {count - 1}")
     return number

@@ -83,6 +83,7 @@ PAIRS = [["a", " b"], ["a", " c"]]
         ({"arguments": PAIRS}, "the number of the right choice, 0 to 1"),
         ({"arguments": PAIRS, "target": 2}, "the number of the right choice, 0 to 1"),
         ({"arguments": PAIRS, "target": True}, "the number of the right choice, 0 to 1"),
+        ({"arguments": PAIRS, "target": "9" * 5000}, "the number of the right choice, 0 to 1"),
         ({"arguments": ["a"], "request_type": "perplexity"}, "one of multiple_choice, loglikelihood"),
         ({"arguments": ["a", {}]}, "the right text"),
         ({"arguments": ["a", {"until": [""]}], "target": "b"}, "until"),
