@@ -11,7 +11,7 @@ the model as well: they are read back as `myriad translate` reads them, and refu
 The other two have a recipe or configuration for the model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
@@ -34,6 +34,9 @@ def check_launch(job: Job, framework: Framework) -> None:
         model_arguments(job.model)
     if job.optimizer.name != "adamw":
         raise BadInputError(KEY, f"optimizer.name = {job.optimizer.name}", "adamw, for another framework")
+    known, precision = _PRECISIONS_OF[framework.launcher], _precision(job)
+    if precision not in known:
+        raise BadInputError(KEY, f"train.precision = {precision}", f"one of {', '.join(known)}")
 
 
 def launch_text(job: Job, framework: Framework, cluster: Cluster, head: str) -> str:
@@ -95,6 +98,19 @@ _PRECISIONS: Mapping[str, Mapping[str, Value]] = {
 }
 
 
+_BRIDGE_PRECISIONS = {
+    "bfloat16": "bf16_mixed",
+    "float16": "fp16_mixed",
+    "float8": "bf16_with_fp8_current_scaling_mixed",
+    "float8-blocks": "bf16_with_fp8_subchannel_scaling_mixed",
+}
+_PRECISIONS_OF: Mapping[Launcher, Collection[str]] = {
+    "megatron-lm": _PRECISIONS,
+    "megatron-bridge": _BRIDGE_PRECISIONS,
+    "torchtitan": ("bfloat16", "float32"),
+}
+
+
 def _megatron(job: Job, framework: Framework) -> Iterator[tuple[str, Value]]:
     """Yield layout, batch, precision and optimizer as Megatron-LM's arguments."""
     layout, train, optimizer = job.layout, job.train, job.optimizer
@@ -103,7 +119,7 @@ def _megatron(job: Job, framework: Framework) -> Iterator[tuple[str, Value]]:
         yield from (("use_megatron_fsdp", True), ("data_parallel_sharding_strategy", _SHARDING[layout.zero]))
         yield from (("no_gradient_accumulation_fusion", True), ("ckpt_format", "fsdp_dtensor"))
     yield "no_overlap_p2p_communication", layout.pp > 1 and not job.overlap.pipeline
-    yield from _PRECISIONS[_precision(train.precision)].items()
+    yield from _PRECISIONS[_precision(job)].items()
     if framework.profile.gradient_bytes == 2:
         yield "grad_reduce_in_bf16", True
     else:
@@ -114,7 +130,7 @@ def _megatron(job: Job, framework: Framework) -> Iterator[tuple[str, Value]]:
         ("train_iters", train.steps),
         ("lr", optimizer.learning_rate),
         ("min_lr", optimizer.learning_rate * optimizer.final_learning_rate_ratio),
-        ("lr_decay_style", _DECAYS.get(optimizer.decay, "cosine")),
+        ("lr_decay_style", _DECAYS[optimizer.decay]),
         ("lr_warmup_iters", optimizer.warmup_steps),
         ("weight_decay", optimizer.weight_decay),
         ("adam_beta1", optimizer.beta1),
@@ -124,23 +140,18 @@ def _megatron(job: Job, framework: Framework) -> Iterator[tuple[str, Value]]:
     )
 
 
-def _precision(name: str) -> str:
-    """Return the type of the compute; `auto` is that of an accelerator."""
-    return name if name in _PRECISIONS else "bfloat16"
+def _precision(job: Job) -> str:
+    """Return the type of the job's computation: on an accelerator ``auto`` is bfloat16."""
+    return "bfloat16" if job.train.precision == "auto" else job.train.precision
 
 
 def _megatron_layout(job: Job, framework: Framework) -> Iterator[tuple[str, Value]]:
     """Yield what Megatron-LM and Megatron-Bridge name alike. Raises `BadInputError`."""
     layout = job.layout
-    _check_layout(layout)
+    _check_layout(layout, ("1f1b", "interleaved"))
     yield "tensor_model_parallel_size", layout.tp
     yield "pipeline_model_parallel_size", layout.pp
-    if layout.virtual_stages > 1:
-        each = -(-job.model.layers // layout.num_stages)
-        if each * layout.num_stages != job.model.layers:
-            allowed = f"{layout.num_stages} stages that divide the {job.model.layers} layers equally"
-            raise BadInputError(KEY, f"layout.virtual_stages = {layout.virtual_stages}", allowed)
-        yield "num_layers_per_virtual_pipeline_stage", each
+    yield from _megatron_stages(job)
     if layout.cp > 1:
         yield "context_parallel_size", layout.cp
         yield "cp_comm_type", _context_kind(layout)
@@ -151,6 +162,8 @@ def _megatron_layout(job: Job, framework: Framework) -> Iterator[tuple[str, Valu
         yield "sequence_parallel", framework.profile.sequence_parallel
         yield "tp_comm_overlap", job.overlap.tensor is not None
     yield "use_distributed_optimizer", layout.zero >= 1
+    if layout.zero and layout.num_shard_groups > 1:
+        yield "num_distributed_optimizer_instances", layout.num_shard_groups
     yield "overlap_grad_reduce", job.overlap.data and layout.dp * layout.cp > 1
     yield "overlap_param_gather", job.overlap.data and layout.zero >= 1
     if layout.recompute != "none":
@@ -160,6 +173,19 @@ def _megatron_layout(job: Job, framework: Framework) -> Iterator[tuple[str, Valu
         whole = layout.recompute_ratio == 1
         yield "recompute_method", "uniform" if whole else "block"
         yield "recompute_num_layers", 1 if whole else max(1, round(blocks * layout.recompute_ratio))
+
+
+def _megatron_stages(job: Job) -> Iterator[tuple[str, Value]]:
+    """Yield how layers are divided: into equal numbers, with embedding and head as two more if need be."""
+    layers, stages = job.model.layers, job.layout.num_stages
+    if layers % stages:
+        if (layers + 2) % stages:
+            allowed = f"a divisor of the {layers} layers, or of {layers + 2} with embedding and head"
+            raise BadInputError(KEY, f"{stages} pipeline stages", allowed)
+        yield "account_for_embedding_in_pipeline_split", True
+        yield "account_for_loss_in_pipeline_split", True
+    if job.layout.virtual_stages > 1:
+        yield "num_virtual_stages_per_pipeline_rank", job.layout.virtual_stages
 
 
 def _context_kind(layout: Layout) -> str:
@@ -180,29 +206,39 @@ _FIXED: Mapping[str, object] = {
 """Keys of the layout that no other framework gets."""
 
 
-def _check_layout(layout: Layout) -> None:
+def _check_layout(layout: Layout, schedules: Collection[str]) -> None:
+    """Raise `BadInputError` for what the other framework does not have; ``schedules``: those that it has."""
     for key, value in _FIXED.items():
-        if getattr(layout, key) != value:
-            raise BadInputError(
-                KEY, f"layout.{key} = {getattr(layout, key)}", f"{value}, for another framework"
-            )
+        if (given := getattr(layout, key)) != value:
+            raise BadInputError(KEY, f"layout.{key} = {given}", f"{value}, for another framework")
+    if layout.pp > 1 and layout.schedule_name not in schedules:
+        raise BadInputError(
+            KEY, f"layout.schedule = {layout.schedule_name}", f"one of {', '.join(schedules)}"
+        )
+
+
+_BRIDGE_DDP = (
+    "use_distributed_optimizer",
+    "num_distributed_optimizer_instances",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+)
+"""Options whose section is ``ddp``, not ``model``."""
 
 
 def _megatron_bridge(job: Job, framework: Framework) -> Iterator[tuple[str, Value]]:
-    """Yield what differs from a recipe as overrides of Megatron-Bridge's ``ConfigContainer``."""
+    """Yield what differs from a recipe as overrides of Megatron-Bridge's ``ConfigContainer``. Overlap of
+    tensor parallelism stays the recipe's: its section may be missing there. Raises `BadInputError`."""
     for name, value in _megatron_layout(job, framework):
-        if name == "num_layers_per_virtual_pipeline_stage":
-            yield "model.virtual_pipeline_model_parallel_size", job.layout.virtual_stages
-        elif name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
-            yield f"ddp.{name}", value
-        elif name == "tp_comm_overlap":
-            yield "comm_overlap.tp_comm_overlap", value
-        else:
-            yield f"model.{name}", value
+        if name == "num_virtual_stages_per_pipeline_rank":
+            yield "model.virtual_pipeline_model_parallel_size", value
+        elif name != "tp_comm_overlap":
+            yield f"{'ddp' if name in _BRIDGE_DDP else 'model'}.{name}", value
     if job.layout.zero >= 2:
         yield "ddp.use_megatron_fsdp", True
         yield "ddp.data_parallel_sharding_strategy", _SHARDING[job.layout.zero]
     yield from (
+        ("mixed_precision", _BRIDGE_PRECISIONS[_precision(job)]),
         ("model.seq_length", job.model.sequence),
         ("train.micro_batch_size", job.layout.micro_batch),
         ("train.global_batch_size", job.train.global_batch),
@@ -218,7 +254,7 @@ _SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"
 def _torchtitan(job: Job) -> Iterator[tuple[str, Value]]:
     """Yield layout, batch and optimizer as torchtitan's options. Raises `BadInputError`."""
     layout, train = job.layout, job.train
-    _check_layout(layout)
+    _check_layout(layout, _SCHEDULES)
     if layout.ulysses > 1:
         raise BadInputError(KEY, f"layout.ulysses = {layout.ulysses}", "1: torchtitan has no Ulysses")
     shard = 1 if layout.zero == 0 else layout.shard_group or layout.dp
@@ -233,6 +269,7 @@ def _torchtitan(job: Job) -> Iterator[tuple[str, Value]]:
     if job.model.experts is not None:
         yield "parallelism.expert_parallel_degree", layout.ep
         yield "parallelism.expert_tensor_parallel_degree", layout.tp if layout.etp is None else layout.etp
+    yield "training.mixed_precision_param", _precision(job)
     yield "training.seq_len", job.model.sequence
     yield (
         "training.local_batch_size",
@@ -247,23 +284,23 @@ def _torchtitan(job: Job) -> Iterator[tuple[str, Value]]:
 
 
 def _torchtitan_pipeline(job: Job) -> Iterator[tuple[str, Value]]:
-    layout = job.layout
+    layout, layers = job.layout, job.model.layers
     if layout.pp == 1:
         return
-    if layout.schedule_name not in _SCHEDULES:
-        raise BadInputError(
-            KEY, f"layout.schedule = {layout.schedule_name}", f"one of {', '.join(_SCHEDULES)}"
-        )
+    each = -(-layers // layout.num_stages)
+    if -(-layers // each) != layout.num_stages:
+        allowed = f"a number that {layers} layers fill with {each} in each"
+        raise BadInputError(KEY, f"{layout.num_stages} pipeline stages", allowed)
     yield "parallelism.pipeline_parallel_schedule", _SCHEDULES[layout.schedule_name]
     yield "parallelism.pipeline_parallel_microbatch_size", layout.micro_batch
-    yield "parallelism.pipeline_parallel_layers_per_stage", -(-job.model.layers // layout.num_stages)
+    yield "parallelism.pipeline_parallel_layers_per_stage", each
     yield "parallelism.pipeline_parallel_first_stage_less_layers", 0
     yield "parallelism.pipeline_parallel_last_stage_less_layers", 0
 
 
 def _torchtitan_recompute(layout: Layout) -> Iterator[tuple[str, Value]]:
-    """Yield activation checkpointing: of all layers, or of every n-th for a share of them. Operators in
-    place of attention's scores alone, which torchtitan never keeps, are its selective kind."""
+    """Yield activation checkpointing. A share of the layers becomes every n-th layer. Selective recomputation
+    becomes that of single operators: torchtitan's attention never stores its scores."""
     if layout.recompute == "full" and layout.recompute_ratio < 1:
         yield "activation_checkpoint.mode", "selective"
         yield "activation_checkpoint.selective_ac_option", max(1, int(1 / layout.recompute_ratio))

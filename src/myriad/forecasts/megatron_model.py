@@ -90,7 +90,7 @@ def _block_arguments(model: ModelConfig) -> dict[str, Value]:
         "hidden_dropout": model.dropout,
         "attention_dropout": 0.0,
         "init_method_std": model.initial_deviation,
-        "layernorm_zero_centered_gamma": model.norm_zero_centered,
+        "apply_layernorm_1p": model.norm_zero_centered,
     }
     if model.activation in _ACTIVATIONS:
         found[_ACTIVATIONS[model.activation]] = True
@@ -130,8 +130,6 @@ def _attention_arguments(model: ModelConfig) -> dict[str, Value]:
         found["window_attn_skip_freq"] = _marks([model.layer_window(n) for n in range(model.layers)])
     if model.position == "rotary" and not all(model.rotary_pattern):
         found["no_rope_freq"] = _marks([model.layer_rotary(n) is None for n in range(model.layers)])
-    if model.attention_scale is not None and model.latent is None:
-        found["softmax_scale"] = model.attention_scale
     if model.attention_sinks:
         found["softmax_type"] = "learnable"
     return found

@@ -140,6 +140,7 @@ def test_megatron_bridges_overrides_name_the_layout() -> None:
         "model.expert_model_parallel_size=4",
         "model.sequence_parallel=true",
         "ddp.use_distributed_optimizer=true",
+        "mixed_precision=bf16_mixed",
         f"train.global_batch_size={job.train.global_batch}",
     ):
         assert f"    {line}\n" in text
@@ -150,6 +151,8 @@ def test_megatron_bridges_overrides_name_the_layout() -> None:
     [
         ("nanotron", (), "names a launcher"),
         ("megatron-core", ("optimizer.name=lamb",), "optimizer.name = lamb"),
+        ("megatron-bridge", ("train.precision=float32",), "train.precision = float32"),
+        ("torch-fsdp", ("train.precision=float8",), "train.precision = float8"),
     ],
 )
 def test_what_cannot_be_started_is_refused(framework: str, keys: tuple[str, ...], says: str) -> None:
@@ -157,7 +160,29 @@ def test_what_cannot_be_started_is_refused(framework: str, keys: tuple[str, ...]
         check_launch(load_job("llama3-8b", keys), load_framework(framework))
 
 
-@pytest.mark.parametrize("key", ["offload_activations=0.5", "offload_optimizer=true"])
-def test_copies_to_the_host_are_myriads_own(key: str) -> None:
-    with pytest.raises(BadInputError, match=key.partition("=")[0]):
-        script(load_job("llama3-8b", [f"layout.{key}"]), "megatron-core")
+@pytest.mark.parametrize(
+    ("framework", "keys", "says"),
+    [
+        ("megatron-core", ("offload_activations=0.5",), "offload_activations"),
+        ("megatron-core", ("offload_optimizer=true",), "offload_optimizer"),
+        ("megatron-core", ("pp=2", "schedule=gpipe"), "schedule = gpipe"),
+        ("torch-fsdp", ("pp=2", "schedule=zero-bubble"), "schedule = zero-bubble"),
+        ("megatron-core", ("pp=5",), "a divisor of the 32 layers, or of 34"),
+        ("torch-fsdp", ("pp=12",), "a number that 32 layers fill"),
+    ],
+)
+def test_layouts_that_the_framework_does_not_have_are_refused(
+    framework: str, keys: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(BadInputError, match=says):
+        script(load_job("llama3-8b", [f"layout.{key}" for key in keys]), framework)
+
+
+def test_groups_that_share_state_and_stages_with_embedding_and_head_are_written() -> None:
+    grouped_job = load_job("llama3-8b", ["layout.dp=8", "layout.zero=1", "layout.shard_group=4"])
+    grouped = read_command_line(script(grouped_job, "megatron-core"))
+    assert grouped["num_distributed_optimizer_instances"] == 2
+    assert "account_for_loss_in_pipeline_split" not in grouped
+    uneven_job = load_job("llama3-405b", ["layout.pp=16", "layout.tp=8"])
+    uneven = read_command_line(script(uneven_job, "megatron-core"))
+    assert uneven["account_for_embedding_in_pipeline_split"] and uneven["account_for_loss_in_pipeline_split"]

@@ -180,12 +180,8 @@ def _schedule(made: Translation, arguments: Mapping[str, Any]) -> None:
         if not isinstance(over, int | float):
             raise BadInputError(_KEY, str(over)[:60], "lr_decay_iters must be a whole number")
         made.put("lr_warmup_fraction", "optimizer.warmup_steps", int(fraction * over))
-    if (
-        isinstance(warm := arguments.get("lr_warmup_samples"), int)
-        and isinstance(batch, int)
-        and warm
-        and batch
-    ):
+    warm = arguments.get("lr_warmup_samples")
+    if isinstance(warm, int) and isinstance(batch, int) and warm and batch > 0:
         made.put("lr_warmup_samples", "optimizer.warmup_steps", warm // batch)
     if isinstance(falls := arguments.get("lr_wsd_decay_iters"), int) and isinstance(steps, int) and steps:
         made.put("lr_wsd_decay_iters", "optimizer.decay_ratio", min(1.0, falls / steps))

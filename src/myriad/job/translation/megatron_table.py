@@ -42,6 +42,7 @@ INSTEAD: dict[str, str] = {
     "overlap_grad_reduce": "overlap.data is on by default",
     "overlap_param_gather": "overlap.data is on by default",
     "overlap_param_gather_with_optimizer_step": "overlap.optimizer is on by default",
+    "num_distributed_optimizer_instances": "layout.shard_group: replicas that share the optimizer state",
     "align_grad_reduce": "actions of the program decide the order",
     "align_param_gather": "actions of the program decide the order",
     "tp_comm_overlap": "overlap.tensor is on by default",
