@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from myriad.cli.json_output import print_json
-from myriad.cli.output_files import check_output, check_picture, write_picture
+from myriad.cli.output_files import check_output, check_picture, write_output, write_picture
 from myriad.cli.progress_bar import count_bar
 from myriad.errors import BadInputError
 from myriad.reports.charts.svg import GRID, INK, SERIES, SOFT, document, dot, polyline, rule, text
-from myriad.system.whole_file import write_whole
 from myriad.units import format_number
 
 if TYPE_CHECKING:
@@ -106,7 +105,13 @@ def validate(
     if from_log and not tables:
         raise BadInputError("TABLE", None, "needed with --from-log: logs or run folders")
     if out is not None:
-        _write_table(out, tables or [], from_log=from_log)
+        if not from_log:
+            raise BadInputError("--out", str(out), "needs --from-log")
+        others: dict[str, object] = {"--framework": framework, "--cluster": cluster, "--chart": chart}
+        others |= {"--columns": columns, "--skip-bad": skip_bad, "--rows": rows, "--json": as_json}
+        if option := next((option for option, given in others.items() if given), None):
+            raise BadInputError("--out", str(out), f"without {option}: nothing is predicted")
+        _write_table(out, tables or [])
         return
     from myriad.planner import TableOptions
 
@@ -120,18 +125,14 @@ def validate(
         _print(results, rows=rows)
 
 
-def _write_table(out: Path, names: Sequence[str], *, from_log: bool) -> None:
+def _write_table(out: Path, names: Sequence[str]) -> None:
     """Write the rows of logs and runs as a table. Raises `BadInputError`."""
     from myriad.forecasts.measured_rows import measured_table
 
-    if not from_log or out.suffix != ".csv":
-        raise BadInputError("--out", str(out), "a file name that ends in .csv, with --from-log")
+    if out.suffix != ".csv":
+        raise BadInputError("--out", str(out), "a file name that ends in .csv")
     check_output("--out", out)
-    text = measured_table(names)
-    try:
-        write_whole(out, text)
-    except OSError as error:
-        raise BadInputError("--out", str(out), f"cannot be written: {error.strerror}") from None
+    write_output("--out", out, measured_table(names))
     typer.echo(f"{out}: {len(names)} row{'s' * (len(names) > 1)}")
 
 

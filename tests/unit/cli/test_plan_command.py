@@ -390,6 +390,7 @@ def test_a_calibrated_cluster_is_one_to_plan_on(tmp_path: Path, capsys: pytest.C
         (("--cluster", "eos-3072xh100"), "needed with --calibrate: the cluster file to write"),
         (("tiny", "--cluster", "eos-3072xh100", "--out", "new.toml"), "without JOB"),
         (("--cluster", "eos-3072xh100", "--out", "new.toml", "--gpus", "4"), "without --gpus"),
+        (("--cluster", "eos-3072xh100", "--out", "new.toml", "--layout.tp", "2"), "without --layout.tp"),
     ],
 )
 def test_a_calibration_that_makes_no_sense_is_refused(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from myriad.cli.main import main
 from myriad.errors import BadInputError
 from myriad.planner import TableOptions, log_cells, parse_table
 from myriad.recipes.framework import ReadyRecipes
@@ -150,3 +151,22 @@ def test_a_row_without_a_kind_of_gpu_needs_a_cluster() -> None:
     assert same.rows == (row,)
     with pytest.raises(BadInputError, match=r"my\.log, column 'gpu_type'"):
         parse_table("t.csv", text, ReadyRecipes(), places=[str(Path("my.log"))])
+
+
+def test_a_table_of_logs_is_written_and_options_of_predictions_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, out = tmp_path / "train.log", tmp_path / "rows.csv"
+    log.write_text(MEGATRON)
+    write = ["validate", "--from-log", str(log), "--out", str(out)]
+    for more, says in ((["--json"], "without --json"), (["--cluster", "laptop"], "without --cluster")):
+        with pytest.raises(SystemExit) as ended:
+            main([*write, *more])
+        assert ended.value.code == 2 and says in capsys.readouterr().err and not out.exists()
+    with pytest.raises(SystemExit) as ended:
+        main(write)
+    assert not ended.value.code and "1 row" in capsys.readouterr().out
+    assert (
+        len(parse_table("rows", out.read_text(), ReadyRecipes(), TableOptions(cluster="eos-3072xh100")).rows)
+        == 1
+    )

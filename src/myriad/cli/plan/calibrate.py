@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from myriad import __version__
 from myriad.cli.json_output import print_json
-from myriad.cli.output_files import check_output
+from myriad.cli.output_files import read_earlier, write_output
 from myriad.cli.progress_bar import count_bar
 from myriad.errors import BadInputError
-from myriad.system.whole_file import read_regular, write_whole
 
 if TYPE_CHECKING:
     from myriad.planner import Calibration, Cluster, ErrorScore, FittedCluster
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["calibrate_cluster"]
 
 _HEAD = "# Calibrated by myriad plan --calibrate"
-_MOST_BYTES = 2**20
-"""Largest size of a cluster file; every written one is smaller."""
 
 
 def calibrate_cluster(
@@ -69,16 +66,7 @@ def _check_out(out: Path | None) -> None:
     """Raise `BadInputError` for a file that is not a calibrated cluster."""
     if out is None:
         raise BadInputError("--out", None, "needed with --calibrate: the cluster file to write")
-    check_output("--out", out)
-    if not out.exists():
-        return
-    try:
-        text = read_regular(out, _MOST_BYTES).decode("utf-8", errors="replace")
-    except OSError:
-        text = ""
-    if not text.startswith(_HEAD):
-        allowed = "must be a new file, or a cluster that --calibrate wrote: this file is neither"
-        raise BadInputError("--out", str(out), allowed)
+    read_earlier("--out", out, _HEAD, "a cluster that --calibrate wrote")
 
 
 def _write(out: Path, cluster: "Cluster", fitted: "FittedCluster") -> None:
@@ -86,10 +74,7 @@ def _write(out: Path, cluster: "Cluster", fitted: "FittedCluster") -> None:
 
     factors = ", ".join(f"{name} x {value:.3f}" for name, value in fitted.factors._asdict().items())
     head = f"{_HEAD} on {time.strftime('%Y-%m-%d %H:%M')}, myriad {__version__}\n# rates: {factors}\n"
-    try:
-        write_whole(out, head + dump_toml(cluster))
-    except OSError as error:
-        raise BadInputError("--out", str(out), f"cannot be written: {error.strerror}") from None
+    write_output("--out", out, head + dump_toml(cluster))
 
 
 _NAMES = {

@@ -16,11 +16,10 @@ import typer
 
 from myriad.cli.job_key_options import OverrideCommand
 from myriad.cli.json_output import print_json
-from myriad.cli.output_files import check_output, check_picture, write_picture
+from myriad.cli.output_files import check_picture, read_earlier, write_output, write_picture
 from myriad.cli.plan.calibrate import calibrate_cluster
 from myriad.cli.progress_bar import count_bar
 from myriad.errors import BadInputError
-from myriad.system.whole_file import read_regular, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -138,8 +137,9 @@ def plan(
     _check_files(out, picture, is_script=job is not None and framework not in (None, "myriad"))
     if measure:
         cluster = _this_machine(context, cluster)
-    unread: dict[str, object] = {
+    of_plan: dict[str, object] = {
         "--gpus": gpus,
+        "--objective": objective != "time",
         "--what-if": what_if,
         "--days": days,
         "--straggler": straggler,
@@ -147,14 +147,18 @@ def plan(
         "--fabric": fabric,
     }
     if calibrate is not None:
-        for option, given in {"JOB": job, "--measure": measure, **unread}.items():
-            if given:
-                raise BadInputError("--calibrate", str(calibrate), f"without {option}: it only writes --out")
+        if option := _first_given(context, {"JOB": job, "--measure": measure, **of_plan}):
+            raise BadInputError("--calibrate", str(calibrate), f"without {option}: it only writes --out")
         calibrate_cluster(calibrate, _given_cluster(context, cluster), framework, out, as_json=as_json)
         return
     if job is None:
-        unread["--framework"] = framework
-        _measure_alone(context, out, unread, measure=measure, as_json=as_json)
+        if not measure:
+            alone = "or give --measure or --calibrate alone"
+            raise BadInputError("JOB", None, f"needed: a job file or a recipe; {alone}")
+        if option := _first_given(context, {**of_plan, "--framework": framework}):
+            allowed = f"needed: {option} belongs to a plan; --measure alone only measures"
+            raise BadInputError("JOB", None, allowed)
+        _measure_alone(out, as_json=as_json)
         return
     keys = OverrideCommand.of(context)
     request = PlanRequest.read(job, keys, cluster, gpus, what_if, straggler, framework)
@@ -247,17 +251,15 @@ def _cluster_file(cluster: str, *, measure: bool) -> str:
     return str(measure_to_file()[1]) if measure else cluster_path(cluster)
 
 
-def _measure_alone(
-    context: typer.Context, out: Path | None, unread: Mapping[str, object], *, measure: bool, as_json: bool
-) -> None:
+def _first_given(context: typer.Context, options: Mapping[str, object]) -> str | None:
+    """Return the first of some options, or of the job's keys, that is given; ``None``: none is."""
+    keys = (f"--{override.partition('=')[0]}" for override in OverrideCommand.of(context))
+    return next((option for option, given in options.items() if given), next(keys, None))
+
+
+def _measure_alone(out: Path | None, *, as_json: bool) -> None:
     from myriad.cli.measured_cluster import format_measured, measure_to_file
 
-    if not measure:
-        alone = "or give --measure or --calibrate alone"
-        raise BadInputError("JOB", None, f"needed: a job file or a recipe; {alone}")
-    keys = [f"--{override.partition('=')[0]}" for override in OverrideCommand.of(context)]
-    for option in [*(option for option, given in unread.items() if given), *keys]:
-        raise BadInputError("JOB", None, f"needed: {option} belongs to a plan; --measure alone only measures")
     measured = format_measured(*measure_to_file(out))
     typer.echo(json.dumps({"out": measured.splitlines()[-1]}) if as_json else measured)
 
@@ -280,7 +282,7 @@ def _best(
         found = plan_and_explain(question, objective, top=top, on_switches=fabric, progress=progress)
     out, picture = files
     if out is not None:
-        _write_plan(out, _plan_text(question, found))
+        write_output("--out", out, _plan_text(question, found))
     if picture is not None:
         write_picture("--picture", picture, plan_picture(found))
     if console is not None:
@@ -319,10 +321,6 @@ def _fewest(question: "PlanProblem", days: float, console: "Console | None") -> 
     return {"days": days, **plan_figures(problem, found, steps).as_json()}
 
 
-_MOST_BYTES = 2**20
-"""Largest size of a plan file; every written plan is smaller."""
-
-
 def _plan_text(question: "PlanProblem", found: "ExplainedPlan") -> str:
     """Return the text of a plan's file: a job, or a script for another framework. Raises `BadInputError`."""
     from myriad.forecasts.launch_script import launch_text
@@ -335,14 +333,6 @@ def _plan_text(question: "PlanProblem", found: "ExplainedPlan") -> str:
     return launch_text(job_of(job, best.candidate), question.framework, problem.cluster, head)
 
 
-def _write_plan(path: Path, text: str) -> None:
-    """Write the text of a plan. Raises `BadInputError`."""
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise BadInputError("--out", str(path), f"cannot be written: {error.strerror}") from None
-
-
 def _check_plan_file(path: Path, request: "PlanRequest") -> None:
     """Raise `BadInputError` for a file that is not a plan, or is another job's plan, and for a model that the
     framework cannot be given."""
@@ -353,19 +343,13 @@ def _check_plan_file(path: Path, request: "PlanRequest") -> None:
     job = request.job
     if request.framework is not None:
         check_launch(job, request.framework)
-    check_output("--out", path)
-    if not path.exists():
+    is_script = request.framework is not None
+    starts = f"{SCRIPT_HEAD}{PLAN_HEAD}" if is_script else PLAN_HEAD
+    text = read_earlier("--out", path, starts, "a plan that `myriad plan` wrote")
+    if not text:
         return
-    try:
-        text = read_regular(path, _MOST_BYTES).decode("utf-8", errors="replace")
-    except OSError:
-        text = ""
-    text = text.removeprefix(SCRIPT_HEAD)
-    if not text.startswith(PLAN_HEAD):
-        allowed = "must be a new file, or a plan that `myriad plan` wrote: this file is neither"
-        raise BadInputError("--out", str(path), allowed)
-    if request.framework is not None:
-        if not text.startswith(f"{PLAN_HEAD} of the job {job.name!r} "):
+    if is_script:
+        if not text.startswith(f"{starts} of the job {job.name!r} "):
             raise BadInputError("--out", str(path), "it is the plan of another job: give another name")
         return
     other = load_job(str(path))
