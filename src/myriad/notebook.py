@@ -23,7 +23,7 @@ from myriad.job import Job
 from myriad.many_runs.row_cache import Stamp, stamp_of
 from myriad.many_runs.run_row import RunRow, read_row
 from myriad.reports.charts.metric_charts import CHART_AXES, ChartAxis, MetricCharts, figures_of
-from myriad.run import Run, nearest_run
+from myriad.run import Run, existing_run
 from myriad.run.event_text import event_text
 from myriad.run.run_lines import figure_of
 from myriad.system.jsonl import Record
@@ -41,13 +41,7 @@ _MOST_CHARTS = 40
 
 def open_run(run: str | Path | Run) -> "OpenRun":
     """Open a run: its folder, or its name under runs/. Raises `BadInputError` where there is none."""
-    if isinstance(run, Run):
-        return OpenRun(run)
-    for path in (Path(run), Path("runs") / run):
-        if (path / "job.toml").is_file():
-            return OpenRun(Run(path))
-    allowed = f"must be a run folder, or the name of one under runs/{nearest_run(str(run))}"
-    raise BadInputError("run", str(run), allowed)
+    return OpenRun(run if isinstance(run, Run) else Run(existing_run(run)))
 
 
 class Picture:
@@ -60,7 +54,7 @@ class Picture:
         return self.svg
 
     def save(self, path: str | Path) -> None:
-        """Write the SVG."""
+        """Write the chart to a file as SVG. Raises ``OSError``."""
         Path(path).write_text(self.svg)
 
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from myriad.cli.job_key_options import OverrideCommand
-from myriad.cli.shared_options import AsJson, RunName, existing_run
+from myriad.cli.shared_options import AsJson, RunName
 from myriad.errors import BadInputError, RunFailedError
+from myriad.run import existing_run
 
 if TYPE_CHECKING:
     from myriad.alerts.config import AlertsConfig

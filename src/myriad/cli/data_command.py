@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from myriad.cli.progress_bar import bytes_bar, count_bar
-from myriad.cli.shared_options import AsJson, RunName, existing_run
+from myriad.cli.shared_options import AsJson, RunName
+from myriad.run import existing_run
 
 if TYPE_CHECKING:
     from myriad.data.corpus import Corpus

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from myriad.cli.shared_options import AsJson, existing_run
+from myriad.cli.shared_options import AsJson
 from myriad.errors import BadInputError
+from myriad.run import existing_run
 
 if TYPE_CHECKING:
     from myriad.supervise.policy.repeat_offenders import RepeatOffenders

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from myriad.cli.shared_options import AsJson, RunName, WithoutRanks, existing_run
+from myriad.cli.shared_options import AsJson, RunName, WithoutRanks
 from myriad.errors import BadInputError
+from myriad.run import existing_run
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod

@@ -1,12 +1,8 @@
 """Arguments and options that several commands take."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from myriad.errors import BadInputError
-from myriad.run import nearest_run
 
 __all__ = [
     "CHECKPOINTS",
@@ -19,7 +15,6 @@ __all__ = [
     "RunName",
     "UsesAverage",
     "WithoutRanks",
-    "existing_run",
 ]
 
 CHECKPOINTS = (
@@ -55,13 +50,3 @@ UsesAverage = Annotated[
     bool,
     typer.Option("--ema", help="Use the moving average of the weights, which optimizer.ema_decay keeps."),
 ]
-
-
-def existing_run(name_or_path: str) -> Path:
-    """Return the folder of a run, given it or its name under runs/. Raises `BadInputError` where there is
-    none. It does not import torch, so a wrong name is refused at once."""
-    for path in (Path(name_or_path), Path("runs") / name_or_path):
-        if (path / "job.toml").is_file():
-            return path
-    allowed = f"must be a run folder, or the name of one under runs/{nearest_run(name_or_path)}"
-    raise BadInputError("run", name_or_path, allowed)

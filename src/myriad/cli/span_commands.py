@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from myriad.cli.shared_options import AsJson, RunName, existing_run
+from myriad.cli.shared_options import AsJson, RunName
 from myriad.errors import BadInputError
+from myriad.run import existing_run
 from myriad.telemetry.traces.trace_request import What
 from myriad.units import parse_bytes, parse_ranges
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from myriad.cli.shared_options import existing_run
 from myriad.errors import BadInputError
+from myriad.run import existing_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,7 +66,7 @@ class PageContent(Protocol):
     """What a page shows."""
 
     def app(self, access: "Access") -> "Guard":
-        """Return the application."""
+        """Return the application that answers the page's requests."""
 
     def span_token(self) -> str | None:
         """Return the token by which nodes send spans; ``None``: the page takes none."""
@@ -116,7 +116,7 @@ class ManyRuns:
         return None
 
     def end(self) -> None:
-        """Nothing: the page of many runs has no endless answers."""
+        """Do nothing: each answer of this page ends by itself."""
 
 
 def _watched(path: Path, memory_bytes: int, cluster: str | None) -> "WatchedRun":

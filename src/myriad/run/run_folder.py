@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from myriad.job import Job
     from myriad.job.job_changes import JobChange
 
-__all__ = ["Run", "nearest_run"]
+__all__ = ["Run", "existing_run", "nearest_run"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -336,6 +336,16 @@ class Run:
 def _kept_bits(folder: Path) -> int:
     """Return the folder's bit that gives new files its group, which a mode of three digits would clear."""
     return folder.stat().st_mode & stat.S_ISGID
+
+
+def existing_run(name_or_path: str | Path) -> Path:
+    """Return the folder of a run, given it or its name under runs/. Raises `BadInputError` where there is
+    none."""
+    for path in (Path(name_or_path), Path("runs") / name_or_path):
+        if (path / "job.toml").is_file():
+            return path
+    allowed = f"must be a run folder, or the name of one under runs/{nearest_run(str(name_or_path))}"
+    raise BadInputError("run", str(name_or_path), allowed)
 
 
 def nearest_run(name: str) -> str:

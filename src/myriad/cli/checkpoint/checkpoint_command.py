@@ -14,9 +14,10 @@ import typer
 from myriad.cli.job_key_options import OverrideCommand
 from myriad.cli.json_output import print_json
 from myriad.cli.progress_bar import bytes_bar
-from myriad.cli.shared_options import CHECKPOINTS, AsJson, CheckpointPath, RunName, UsesAverage, existing_run
+from myriad.cli.shared_options import CHECKPOINTS, AsJson, CheckpointPath, RunName, UsesAverage
 from myriad.cli.terminal_text import terminal_text
 from myriad.errors import BadInputError
+from myriad.run import existing_run
 from myriad.system.spin_control import spinning_controlled
 from myriad.units import format_bytes
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from myriad.cli.json_output import print_json
-from myriad.cli.shared_options import AsJson, existing_run
+from myriad.cli.shared_options import AsJson
 from myriad.cli.terminal_text import terminal_text
 from myriad.errors import BadInputError, RunFailedError
+from myriad.run import existing_run
 from myriad.units import format_bytes
 
 if TYPE_CHECKING:

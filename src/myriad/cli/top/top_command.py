@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from myriad.cli.shared_options import RunName, WithoutRanks, existing_run
+from myriad.cli.shared_options import RunName, WithoutRanks
 from myriad.errors import BadInputError
+from myriad.run import existing_run
 from myriad.units import parse_ranges
 
 if TYPE_CHECKING:
