@@ -76,7 +76,7 @@ def main() -> None:
             *(f"{np.mean(one):+.1%}" for one in errors),
         ]
         grid.add_row(framework, accelerator, str(len(rows)), *figures, f"{share_within(drawn):.0%}")
-    console = Console()
+    console = Console(width=110)
     console.print(grid)
     before, after = (median(map(abs, errors)) for errors in joined(every))
     console.print(

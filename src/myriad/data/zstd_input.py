@@ -18,7 +18,7 @@ ZSTD_ENDING = ".zst"
 _REQUEST_BYTES = 1 << 10
 """Packed bytes to unpack at once: at most 32 MiB of text."""
 _MOST_WINDOW_BYTES = 1 << 27
-"""Largest window of a frame, which is in memory as a whole; `zstd` unpacks no larger one unless told to."""
+"""Largest window of a frame, which is in memory as a whole: the default limit of `zstd`, too."""
 
 
 class ZstdDamage(EOFError):

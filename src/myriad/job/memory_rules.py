@@ -1,6 +1,6 @@
 """Rules of what a rank recomputes or keeps in host memory, each a function.
 
-They raise `BadInputError` as the rules of `myriad.job.job_rules` do, which calls them in this order.
+They raise `BadInputError`. `myriad.job.job_rules` calls them among its own.
 """
 
 from collections.abc import Callable

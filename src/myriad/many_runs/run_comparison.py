@@ -23,7 +23,7 @@ __all__ = ["Axis", "ComparedRun", "RunComparison", "compare_runs"]
 
 Axis = Literal["steps", "tokens"]
 Series = Sequence[tuple[float, float]]
-"""Positions and values."""
+"""Points of a curve: position on the axis, and value."""
 _FIELD_OF = {"steps": "step", "tokens": "tokens"}
 _CHART_POINTS = 256
 

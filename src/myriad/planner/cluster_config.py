@@ -185,11 +185,11 @@ class Calibration(Config):
     """Measured iterations to which rates of the cluster were fitted (`myriad plan --calibrate`)."""
 
     framework: str
-    """Training framework of all of them."""
+    """Name of the framework that ran the iterations."""
     rows: int = Field(ge=1)
-    """Number of iterations."""
+    """Number of iterations that the rates were fitted to."""
     experts: bool = False
-    """Whether their models have experts."""
+    """Whether the trained models have experts."""
     interval_ratio: float = Field(ge=0, allow_inf_nan=False)
     """Relative half width of the interval that contains nine of ten times of other layouts."""
 

@@ -21,7 +21,7 @@ from myriad.run.run_speed import Peaks
 __all__ = ["AXES", "CurveCache", "RunCurves"]
 
 AXES = {"steps": "step", "tokens": "tokens", "FLOPs": "total_flops", "time": "time"}
-"""Columns by axis."""
+"""Column of `Curves` that holds the position on each axis."""
 _MOST_KEPT = 16
 _REREAD_TIMES = 20.0
 

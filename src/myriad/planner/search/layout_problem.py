@@ -69,7 +69,7 @@ class LayoutProblem:
     searches_overlap: bool = True
     """Whether the switches of ``overlap`` are searched; off: they are as in ``overlap``."""
     schedules: tuple[str, ...] = tuple(SCHEDULES)
-    """Searched schedules."""
+    """Pipeline schedules that the search tries."""
     recomputes: tuple[Recompute, ...] = RECOMPUTE
     offloads: tuple[Offload, ...] = ((0.0, False),)
     """Allowed values of `offload_activations` with `offload_optimizer`."""

@@ -40,19 +40,21 @@ FEWEST_ROWS = 3
 """Fewest rows that factors can be fitted to and tested on."""
 _STEP = 0.05
 _ROUNDS = 3
+_MOST = float(np.log(4))
+"""Largest logarithm of a factor."""
 
 
 class ClusterFactors(NamedTuple):
     """Factors on the rates of a cluster; 1: as its file says."""
 
     products: float = 1.0
-    """Of matrix products."""
+    """Factor on the rate of matrix products."""
     streams: float = 1.0
-    """Of attention and of the operators between products."""
+    """Factor on the rates of attention and of the operators between products."""
     node: float = 1.0
-    """Of the links inside a node."""
+    """Factor on the rates of links inside a node."""
     network: float = 1.0
-    """Of the links between nodes."""
+    """Factor on the rates of links between nodes."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,8 @@ def fit_cluster(rows: Sequence[PublishedRow], progress: Callable[[], None] | Non
         raise BadInputError("--calibrate", "; ".join(kinds), allowed)
     predicted = predict_rows(rows, progress)
     seconds = _Seconds(predicted, progress)
-    logs, errors = np.zeros(len(ClusterFactors())), seconds.errors(np.zeros(len(ClusterFactors())))
-    before = errors
+    logs = np.zeros(len(ClusterFactors()))
+    before = errors = np.log([one.seconds / one.row.seconds for one in predicted])
     for _ in range(_ROUNDS):
         slopes = seconds.slopes(logs, errors)
         logs = _solve(slopes, errors, logs)
@@ -107,7 +109,7 @@ def fit_cluster(rows: Sequence[PublishedRow], progress: Callable[[], None] | Non
 
 def steps_of(num_rows: int) -> int:
     """Return the number of predictions of a fit."""
-    return num_rows * (2 + _ROUNDS * (len(ClusterFactors()) + 1) + 1)
+    return num_rows * (1 + _ROUNDS * (len(ClusterFactors()) + 1) + 1)
 
 
 @dataclass
@@ -148,10 +150,6 @@ def _solve(slopes: _Array, errors: _Array, logs: _Array) -> _Array:
         weighted = slopes.T * weights
         found = np.linalg.solve(weighted @ slopes + pull, -weighted @ start)
     return np.clip(found, -_MOST, _MOST)
-
-
-_MOST = float(np.log(4))
-"""Largest logarithm of a factor."""
 
 
 def scaled_cluster(cluster: Cluster, factors: ClusterFactors) -> Cluster:

@@ -30,10 +30,10 @@ _OFF = frozenset({"None", "null", "False", "false", "0", ""})
 
 @dataclass(frozen=True)
 class _Kind:
-    """A system's log."""
+    """How the log of one system is read."""
 
     framework: str
-    """Its recipe."""
+    """Name of the system's framework file."""
     line: re.Pattern[str]
     """A line of an iteration; the first group is what it measured."""
     measure: str
