@@ -15,6 +15,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
+import myriad
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.optim.config import OptimizerConfig
@@ -56,7 +57,16 @@ def with_a_bare_stage() -> LayerList:
         Layer("bend", nn.GELU),
         Layer("out", lambda: nn.Unflatten(1, (16, 2))),
     ]
-    return LayerList(layers, lambda y, _: y.square().sum())
+    return LayerList(layers, _logged_loss)
+
+
+def _logged_loss(y: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Log the loss, on the last stage; and once a value that is no number."""
+    loss = y.square().sum()
+    myriad.log({"of its micro-batch": loss})
+    if int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]):
+        myriad.log({"of the last rank": 2.0, "none": float("nan")})
+    return loss
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
@@ -68,6 +78,21 @@ def test_a_rank_may_hold_layers_without_parameters(name: str) -> None:
         return [result.loss for _, result in found]
 
     assert run_ranks(3, train, 3)[0] == pytest.approx(run_ranks(1, train, 1)[0], rel=1e-5)
+
+
+def test_a_value_is_logged_by_whichever_ranks_have_it() -> None:
+    """Two replicas of two stages: the loss is on ranks that are not the first."""
+
+    def train(dp: int, pp: int) -> list[dict[str, float | None]]:
+        layout = Layout(dp=dp, pp=pp, micro_batch=8)
+        found = fit(with_a_bare_stage(), example().batch, layout, OPTIMIZER, steps=3, global_batch=64)
+        return [dict(result.user) for _, result in found]
+
+    one, all_ranks = run_ranks(1, train, 1, 1)[0], run_ranks(4, train, 2, 2)[0]
+    assert len(one) == 3
+    for step, expected in zip(all_ranks, one, strict=True):
+        assert step.pop("of its micro-batch") == pytest.approx(expected["of its micro-batch"], rel=1e-5)
+        assert step == {"of the last rank": 2.0, "none": None}
 
 
 def test_the_example_is_short() -> None:

@@ -12,7 +12,7 @@ With early updates, a stage is updated as soon as its gradients are complete, so
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -37,6 +37,7 @@ from myriad.parallel.qk_clip import QKClip
 from myriad.parallel.rank_model import RankModel
 from myriad.parallel.router_biases import RouterBiases
 from myriad.parallel.step_statistics import ExpertLoad, LayerNorms, StepStatistics
+from myriad.parallel.user_means import UserMeans
 from myriad.program.actions import Kind
 from myriad.telemetry.spans import Recorder
 
@@ -85,6 +86,8 @@ class StepResult:
     """Mean entropy of routers' scores, 1 if all experts have equal ones, if the model has experts."""
     layer_norms: LayerNorms | None = None
     """Norms of each layer, in the steps for which the job asks for them."""
+    user: Mapping[str, float | None] = field(default_factory=dict)
+    """Means of the values that all ranks gave to `myriad.log`; ``None``: not finite."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,7 @@ class OptimizerStep:
         self.average: WeightAverage | None = None
         """The moving average of the parameters, if the job keeps one."""
         self._qk_clip = None if config.qk_clip is None else QKClip(config.qk_clip, model, groups, device)
+        self._user_means = UserMeans(groups)
         if config.ema_decay is not None:
             self.average = WeightAverage(config.ema_decay, config.ema_every, state.regions)
         self.squares = torch.zeros(num_rows, dtype=torch.float64, device=device)
@@ -241,6 +245,7 @@ class OptimizerStep:
             expert_loads=self.statistics.all_loads(loads),
             router_entropy=self.statistics.router_entropy(found["statistics"]),
             data_digest=sum(whole) % 2**64,
+            user=self._user_means.means(found["user"]),
         )
         self._result = self._decide(result)
         if not self._result.skipped:
@@ -261,13 +266,14 @@ class OptimizerStep:
             "digest": _DIGEST_PARTS,
             "statistics": self.statistics.num_sums,
             "scores": 0 if self._qk_clip is None else self._qk_clip.num_slots,
+            "user": self._user_means.num_sums,
         }
         ends = accumulate(sizes.values(), initial=0)
         return {name: slice(start, stop) for name, (start, stop) in zip(sizes, pairwise(ends), strict=True)}
 
     def _own_sums(self, at: Mapping[str, slice], loss_sum: torch.Tensor, digest: int) -> torch.Tensor:
         """Return this rank's part of the message of CLIP."""
-        own = self.squares.new_zeros(at["scores"].stop)
+        own = self.squares.new_zeros(at["user"].stop)
         # Assigning a number would copy it from the host and wait for the device; fill_ does not.
         own[at["signal"]].fill_(self._now.signal)
         own[at["norms"]][self._state.replica] = (self.squares * self._state.counts).sum()
@@ -279,6 +285,7 @@ class OptimizerStep:
         self.statistics.write_sums(own[at["statistics"]], self.squares)
         if self._qk_clip is not None:
             self._qk_clip.reduce(own[at["scores"]])
+        self._user_means.write_sums(own[at["user"]])
         return own
 
     def _decide(self, result: StepResult) -> StepResult:

@@ -69,8 +69,8 @@ STEP_FIELDS = {
     "router_entropy": "Entropy of routers' scores over ln(model.experts), mean over tokens and blocks: 1 if "
     "all experts have equal scores, 0 if one has all.",
     "max_attention_logit": "Largest attention score of any head before the softmax, with optimizer.qk_clip.",
-    "user": "Values of `myriad.log` by name: means over the calls of the step in rank 0's process; null if "
-    "not finite.",
+    "user": "Values of `myriad.log` by name: means over the calls of the step on all ranks; null if not "
+    "finite.",
     "loss_scale": "Loss scale of the step, with float16.",
     "skipped": "1 if the batch was skipped.",
     "overflow": "1 if gradients overflowed, with float16.",

@@ -2,49 +2,48 @@
 
     myriad.log({"temperature": t, "share of long samples": 0.3})     anywhere in the process of a rank
 
-A step's line in metrics.jsonl has the mean of all calls since the line before, under ``user``. The page draws
-a chart for each name, and loggers and Prometheus get the values too.
+A step's line in metrics.jsonl has the mean of all calls on all ranks since the line before, under ``user``
+(`myriad.parallel.user_means`). The page draws a chart for each name, and loggers and Prometheus get the
+values too.
 """
 
-import math
 import threading
 from collections.abc import Mapping
 from typing import SupportsFloat
 
-__all__ = ["UserMetrics", "log", "take_logged"]
+__all__ = ["MOST_NAMES", "UserMetrics", "log", "take_logged"]
 
-_MOST_NAMES, _LONGEST_NAME = 64, 80
+MOST_NAMES = 64
+_LONGEST_NAME = 80
 
 
 class UserMetrics:
-    """The means of named values since the last `take`. It is thread-safe."""
+    """The sums of named values since the last `take`. It is thread-safe."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}
         self._lock = threading.Lock()
 
     def add(self, values: Mapping[str, SupportsFloat]) -> None:
-        """Add a value to the mean of each name. Raises `ValueError` for a name that no chart can have, or
+        """Add a value to the sum of each name. Raises `ValueError` for a name that no chart can have, or
         more names than charts are drawn for."""
         found = {name: float(value) for name, value in values.items()}
         for name in found:
-            if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
-                raise ValueError(
-                    f"myriad.log: the name {name!r}: allowed are 1 to {_LONGEST_NAME} characters"
-                )
+            if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+                allowed = f"allowed are 1 to {_LONGEST_NAME} printable characters"
+                raise ValueError(f"myriad.log: the name {name!r}: {allowed}")
         with self._lock:
-            if len(self._sums.keys() | found.keys()) > _MOST_NAMES:
-                raise ValueError(f"myriad.log: at most {_MOST_NAMES} names in a step")
+            if len(self._sums.keys() | found.keys()) > MOST_NAMES:
+                raise ValueError(f"myriad.log: at most {MOST_NAMES} names in a step")
             for name, value in found.items():
                 total, count = self._sums.get(name, (0.0, 0))
                 self._sums[name] = total + value, count + 1
 
-    def take(self) -> dict[str, float | None]:
-        """Return the means, and begin again; ``None`` for a mean that is not finite."""
+    def take(self) -> dict[str, tuple[float, int]]:
+        """Return the sum and the number of values of each name, and begin again."""
         with self._lock:
             sums, self._sums = self._sums, {}
-        means = {name: total / count for name, (total, count) in sums.items()}
-        return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
+        return sums
 
 
 _OF_PROCESS = UserMetrics()
@@ -54,12 +53,14 @@ def log(values: Mapping[str, SupportsFloat]) -> None:
     """Record values of the step that is being trained, each under a name of your own.
 
     ``values`` are numbers, or tensors of one number (of a GPU's tensor, reading it waits for the device). The
-    step's line in metrics.jsonl has the mean over all calls in rank 0's process, under ``user``; values of
-    other ranks and of the data loader's process are not collected. Calls in an evaluation do not count.
-    Raises `ValueError` for more than 64 names in a step, or a name of no or more than 80 characters."""
+    step's line in metrics.jsonl has the mean over all calls on all ranks, under ``user``: over replicas, and
+    also if only some ranks log a name, as those of the last pipeline stage, which compute the loss. Calls
+    after the gradients of a step are complete count in the next one; calls in an evaluation and in the data
+    loader's process do not count. Raises `ValueError` for more than 64 names in a step, or a name that is
+    not of 1 to 80 printable characters. Of more than 64 names in a run, the first 64 are kept."""
     _OF_PROCESS.add(values)
 
 
-def take_logged() -> dict[str, float | None]:
-    """Return the means of the values that `log` got in this process since the last call."""
+def take_logged() -> dict[str, tuple[float, int]]:
+    """Return the sums of the values that `log` got in this process since the last call."""
     return _OF_PROCESS.take()

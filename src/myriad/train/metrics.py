@@ -25,7 +25,6 @@ from myriad.model.config import ModelConfig
 from myriad.parallel.optimizer_step import StepResult
 from myriad.system.machine import num_cores, processor_name
 from myriad.system.state_folder import cache_folder
-from myriad.system.user_metrics import take_logged
 from myriad.system.whole_file import write_whole
 from myriad.telemetry.spans import Recorder
 
@@ -103,7 +102,7 @@ class StepMeter:
             **({"loss_scale": result.loss_scale} if result.loss_scale is not None else {}),
             **({"skipped": 1} if result.skipped else {}),
             **({"overflow": 1} if result.overflow else {}),
-            **({"user": own} if (own := take_logged()) else {}),
+            **({"user": dict(result.user)} if result.user else {}),
         }
 
     def _predictions(self, result: StepResult) -> dict[str, float | None]:
