@@ -40,9 +40,11 @@ def train(
     with folder.lock():
         _begin(folder, resolved)
         if resolved.layout.world == 1 and resolved.resilience.engine == "local":
+            from myriad.launchers.metric_loggers import logged
             from myriad.train.in_process import train_in_process
 
-            train_in_process(folder, on_step or _do_nothing)
+            with logged(folder, resolved.telemetry.loggers):
+                train_in_process(folder, on_step or _do_nothing)
         else:
             from myriad.launchers.launcher import train_on
 

@@ -21,8 +21,9 @@ from pathlib import Path
 import msgspec
 from msgspec import convert
 
-from myriad.many_runs.run_row import RunFigures, RunRow, read_figures, row_of
+from myriad.many_runs.run_row import RunRow, row_of
 from myriad.run import Run
+from myriad.run.run_figures import RunFigures, read_figures
 from myriad.run.run_status import RUNNING
 from myriad.system.state_folder import cache_folder, make_private
 from myriad.system.whole_file import read_json, replacing

@@ -57,9 +57,9 @@ class TelemetryConfig(Config):
     """Write the chosen experts of every token of each step to RUN/routing (with model.experts), for
     train.replay_routing and `myriad parity`. For short runs: two bytes for each token, block and expert."""
     loggers: tuple[LoggerName, ...] = ()
-    """Experiment trackers that receive each step's metrics: tensorboard (RUN/tensorboard), wandb (RUN/wandb
-    without an API key), mlflow (RUN/mlflow.db without MLFLOW_TRACKING_URI). Each runs in its own process
-    beside the launcher."""
+    """Experiment trackers that receive the job, each step's metrics, the summary at the end and the paths of
+    artifacts: tensorboard (RUN/tensorboard), wandb (RUN/wandb without an API key), mlflow (RUN/mlflow.db
+    without MLFLOW_TRACKING_URI). Each runs in its own process beside the launcher."""
 
 
 def is_address(text: str) -> bool:

@@ -1,8 +1,8 @@
 """``python -m myriad.train.worker RUN``: one rank of a run that `myriad train`, torchrun or Slurm started.
 
 Under a node agent of Myriad, the rank prints nothing, because `myriad train` shows the run. Under another
-launcher, rank 0 prints the same lines, through a process that follows the run's files
-(`myriad.cli.train.follow`).
+launcher, rank 0 prints the same lines and runs the job's loggers, through a process that follows the run's
+files (`myriad.cli.train.follow`).
 
 An error is one line without a traceback (`one_line_errors`). All ranks usually find the same fault in the
 same job. Under torchrun, the first rank that enters the message in the store of torchrun's agent prints
@@ -24,13 +24,15 @@ from torch._C._distributed_c10d import TCPStore
 from myriad.config import explain
 from myriad.errors import BadInputError, MyriadError
 from myriad.run import Run
+from myriad.telemetry.config import check_loggers
 from myriad.train.trainer import Trainer
 
 __all__ = ["main", "one_line_errors", "report_error"]
 
 _FOLLOWER = "myriad.cli.train.follow"
 """Module of the process that prints progress. It is named, not imported, because it is in a higher layer."""
-_END_SECONDS = 10.0
+_END_SECONDS = 25.0
+"""How long the process may take at the end, whose loggers send their last lines."""
 
 
 def main(arguments: list[str]) -> int:
@@ -41,6 +43,8 @@ def main(arguments: list[str]) -> int:
     run = Run(arguments[0])
     run.share_as_folder()
     try:
+        if _shows_run() and run.exists:
+            check_loggers(run.job().telemetry.loggers)
         trainer = Trainer(run)
         trainer.train()
     except MyriadError as error:
@@ -56,11 +60,15 @@ def _has_agent() -> bool:
     return "MYRIAD_EPOCH" in os.environ
 
 
+def _shows_run() -> bool:
+    return not _has_agent() and os.environ.get("RANK", "0") == "0"
+
+
 @contextlib.contextmanager
 def _shown(path: str) -> Iterator[None]:
-    """Print progress inside the block, if this is rank 0 and no other process shows the run."""
+    """Print progress and run loggers inside the block, if this is rank 0 and no other process does."""
     run = Run(path)
-    if _has_agent() or os.environ.get("RANK", "0") != "0" or not run.exists:
+    if not (_shows_run() and run.exists):
         yield
         return
     ready, theirs = os.pipe()

@@ -10,8 +10,9 @@ from ended_runs import AT, make_run, write_lines
 
 from myriad.many_runs import row_cache
 from myriad.many_runs.row_cache import RowCache
-from myriad.many_runs.run_row import RunFigures, read_figures, read_row
+from myriad.many_runs.run_row import read_row
 from myriad.run import Run
+from myriad.run.run_figures import RunFigures, read_figures
 
 
 @pytest.fixture

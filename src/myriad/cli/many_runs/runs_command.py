@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -17,6 +17,7 @@ from myriad.units import format_bytes
 
 if TYPE_CHECKING:
     from myriad.many_runs.run_row import RunRow
+    from myriad.telemetry.config import LoggerName
 
 __all__ = ["register"]
 
@@ -40,11 +41,12 @@ _Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its nam
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
-    verb = typer.Typer(no_args_is_help=True, help="Many runs: list, compare, diff, note and prune them.")
+    verb = typer.Typer(no_args_is_help=True, help="Many runs: list, compare, diff, note, log and prune them.")
     verb.command("list")(_list)
     verb.command("compare")(_compare)
     verb.command("diff")(_diff)
     verb.command("note")(_note)
+    verb.command("log")(_log)
     verb.command("prune")(_prune)
     app.add_typer(verb, name="runs")
 
@@ -213,6 +215,61 @@ def _note(
     for path, one in found.items():
         parts = [*one.tags, *(["archived"] if one.archived else []), *([one.note] if one.note else [])]
         typer.echo(terminal_text(f"{path}: {', '.join(parts) or 'no notes'}"))
+
+
+class _Logger(StrEnum):
+    tensorboard = "tensorboard"
+    wandb = "wandb"
+    mlflow = "mlflow"
+
+
+_LOG_SECONDS = 600.0
+
+
+def _log(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Run folders, or their names under runs/.")
+    ],
+    to: Annotated[
+        list[_Logger] | None,
+        typer.Option(help="Tracker to send to; repeatable. Default: telemetry.loggers of each run's job."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Send what experiment trackers have not received of ended runs: job, metrics, summary, paths.
+
+    For a tracker that was away when a run ended, for runs that had none, and for the paths of later exports.
+    Accounts and servers are those of the trackers' environment variables, as in training. No line is sent
+    twice.
+
+    Exit code: 0 done, 1 a tracker did not take all lines, 2 bad input.
+    """
+    from myriad.launchers.metric_loggers import Loggers
+    from myriad.run import Run
+    from myriad.run.run_status import is_at_work
+    from myriad.telemetry.config import check_loggers
+
+    given = cast("tuple[LoggerName, ...]", tuple(one.value for one in to or ()))
+    folders = [Run(existing_run(name)) for name in runs]
+    wanted = {run: given or run.job().telemetry.loggers for run in folders}
+    for run, names in wanted.items():
+        if not names:
+            raise BadInputError("--to", "", f"must be given: the job of {run.path} has no telemetry.loggers")
+        check_loggers(names)
+        if is_at_work(run):
+            raise BadInputError("RUN", str(run.path), "must have ended: while it trains, its loggers send")
+    missed = {}
+    for run, names in wanted.items():
+        with run.lock(), run.shared_as_folder(), Loggers(run, names, _LOG_SECONDS) as loggers:
+            loggers.begin()
+        missed[str(run.path)] = loggers.num_missed
+        if not as_json:
+            rest = f", which did not take {loggers.num_missed} lines" if loggers.num_missed else ""
+            typer.echo(terminal_text(f"{run.path}: sent to {', '.join(names)}{rest}"))
+    if as_json:
+        print_json({"missed": missed})
+    if any(missed.values()):
+        raise typer.Exit(1)
 
 
 def _prune(

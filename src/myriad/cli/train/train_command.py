@@ -300,12 +300,14 @@ def _train_here(run: "Run", job: "Job", console: "Console | None") -> Literal["f
     """Train in this process; progress is printed as lines, so that a debugger can use the terminal."""
     from myriad.cli.train.run_progress import Progress
     from myriad.cli.train.train_screen import PlainScreen
+    from myriad.launchers.metric_loggers import logged
     from myriad.train.in_process import train_in_process
 
-    if console is None:
-        return train_in_process(run)
-    screen = PlainScreen(console, Progress(run, job.train.steps))
-    return train_in_process(run, screen.tick)
+    with logged(run, job.telemetry.loggers):
+        if console is None:
+            return train_in_process(run)
+        screen = PlainScreen(console, Progress(run, job.train.steps))
+        return train_in_process(run, screen.tick)
 
 
 def _launch(run: "Run", job: "Job", console: "Console | None") -> Literal["finished", "interrupted"]:

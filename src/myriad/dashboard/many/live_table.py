@@ -15,8 +15,9 @@ from pathlib import Path
 
 from myriad.errors import BadInputError
 from myriad.many_runs.row_cache import RowCache
-from myriad.many_runs.run_row import RunFigures, RunRow, find_runs, row_of
+from myriad.many_runs.run_row import RunRow, find_runs, row_of
 from myriad.run import Run
+from myriad.run.run_figures import RunFigures
 
 __all__ = ["LiveTable", "id_of"]
 

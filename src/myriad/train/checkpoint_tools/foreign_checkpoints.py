@@ -48,6 +48,7 @@ from myriad.job.translation.megatron_arguments import translate_arguments
 from myriad.job.translation.outcome import Translation
 from myriad.model.tensor_shard import TensorShard
 from myriad.run import Run
+from myriad.run.run_exports import record_export
 from myriad.system.machine import memory_bytes
 from myriad.train.checkpoint_tools.named_weights import job_of, model_of, open_weights
 from myriad.train.inputs import tokenizer_of
@@ -202,6 +203,8 @@ def export_hugging_face(
     write_folder(weights, model, out, tokenizer, dtype, model_type=kind, companions=kept)
     if key is not None:
         sign(open_checkpoint(out.absolute()), key)
+    if weights.run is not None:
+        record_export(Run(weights.run), out, weights.where, f"{kind}, {dtype}")
     return {
         "checkpoint": weights.where,
         "out": str(out),
