@@ -19,7 +19,8 @@ of one layer's causal attention, without its projections, in float32: the quicke
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,16 @@ class _Nothing:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def start_shift(self, x: torch.Tensor) -> "_Kept":
+    def start_shift(self, x: torch.Tensor, step: int) -> "_Kept":
         return _Kept(x)
+
+    def start_exchange(
+        self, leaving: Mapping[int, torch.Tensor], arriving: Mapping[int, torch.Tensor]
+    ) -> "_Kept":
+        return _Kept(torch.empty(0))
+
+    def block(self, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class _Kept:

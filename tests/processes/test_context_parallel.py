@@ -5,7 +5,7 @@ positions, turn or drop values at wrong ones, or sum what they should not.
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -21,8 +21,9 @@ from test_recompute import BENCHMARK
 
 from myriad.comm.groups import Groups, close_world, open_world
 from myriad.comm.layout import Layout
-from myriad.kernels.attention_pieces import Joined, Piece
-from myriad.kernels.ring_attention import RingPlan, ring_plan
+from myriad.kernels import ring_plan as ring_plan_module
+from myriad.kernels.attention_pieces import Joined
+from myriad.kernels.ring_plan import Piece, RingPlan, ring_plan
 from myriad.kernels.rotary import Rotary, rotary_turns
 from myriad.model import context_share, self_attention
 from myriad.model.config import ModelConfig
@@ -74,10 +75,14 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-def measured_and_formula(layout: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """One rank's side: what was measured, bytes kept, bytes by the formula."""
+def measured_and_formula(
+    layout: dict[str, Any],
+) -> tuple[list[tuple[str, float, float]], set[tuple[str, int]]]:
+    """One rank's side: what was measured, bytes kept, bytes by the formula; and its spans with their step of
+    the ring."""
     groups, overlap = open_world(Layout(**layout), torch.device("cpu")), OverlapConfig()
-    boundary = make_boundary(groups, overlap, Recorder(), "auto", torch.device("cpu"))
+    recorder = Recorder()
+    boundary = make_boundary(groups, overlap, recorder, "auto", torch.device("cpu"))
     base = {"layers": 1, "hidden": 64, "heads": 4, "sequence": 640, "vocabulary": 300}
     context = groups.grid.layout.ring, groups.grid.layout.ulysses
     found = []
@@ -87,14 +92,16 @@ def measured_and_formula(layout: dict[str, Any]) -> list[tuple[str, float, float
         expected = BENCHMARK.formula(model, index, boundary.size, dtype, mode, context=context)
         found.append((f"{keys} layer {index} {dtype} {mode}", kept, expected))
     close_world()
-    return found
+    return found, {(span.name, span.chunk) for span in recorder.newest()}
 
 
 @pytest.mark.parametrize("layout", [{"cp": 2}, {"cp": 2, "ulysses": 2}, {"cp": 2, "tp": 2}], ids=name_of)
 def test_layers_keep_to_the_byte_what_the_formula_predicts(layout: dict[str, Any]) -> None:
-    for found in run_ranks(Layout(**layout).world, measured_and_formula, layout):
+    for found, spans in run_ranks(Layout(**layout).world, measured_and_formula, layout):
         wrong = [one for one in found if one[1] != one[2]]
         assert not wrong, wrong[:6]
+        assert {step for name, step in spans if name == "ring_attention"} == set(range(Layout(**layout).ring))
+        assert {("context_comm", 1), ("context_comm", -1)} & spans, "a ring's step, or an exchange"
 
 
 # Faults that users of other systems reported, each put in on purpose in every rank.
@@ -137,6 +144,13 @@ def the_loss_is_that_of_one_rank() -> None:
 
 def a_query_that_sees_no_key_of_another_rank_is_not_a_number() -> None:
     """Megatron-LM#1764: NaN where ranks share sequences."""
+    visible = ring_plan_module._pieces
+
+    def every_pair(rows: slice, queries: Any, keys: Any, window: int) -> Iterator[Piece]:
+        for piece in visible(rows, queries, keys, 10**6):
+            yield piece._replace(window=window)
+
+    ring_plan_module._pieces = every_pair
 
     def add(self: Joined, piece: Piece, other: Joined) -> None:
         out, lse = self.out[piece.rows, piece.queries], self.lse[piece.rows, piece.queries]

@@ -1,8 +1,9 @@
 """Attention of some queries with some keys, which other pieces complete.
 
-A piece is a range of queries and a range of keys. Its result is the output and the logarithm of the sum of
-the exponentials of its scores (log-sum-exp), with which the results of several pieces for the same queries
-are joined to those of one softmax over all their keys (Milakov and Gimelshein, arXiv 1805.02867):
+A piece (`myriad.kernels.ring_plan`) is a range of queries and a range of keys. Its result is the output and
+the logarithm of the sum of the exponentials of its scores (log-sum-exp), with which the results of several
+pieces for the same queries are joined to those of one softmax over all their keys (Milakov and Gimelshein,
+arXiv 1805.02867):
 
     lse = log(exp(lse_1) + exp(lse_2))      out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
@@ -20,52 +21,12 @@ from typing import NamedTuple
 import torch
 
 from myriad.kernels.attention_choice import Scores
+from myriad.kernels.ring_plan import Piece
 
-__all__ = ["Joined", "Piece", "piece_backward", "piece_forward", "piece_maxima"]
+__all__ = ["Joined", "piece_backward", "piece_forward", "piece_maxima"]
 
 _SCORE_BYTES = 2**25
 """Bytes of scores in memory at a time."""
-
-
-class Piece(NamedTuple):
-    """Queries and keys that meet. A query sees a key at its own position and before, if it is less than
-    ``window`` positions away."""
-
-    rows: slice
-    """Sequences of the batch."""
-    queries: slice
-    """Places of the queries in this rank's share of the sequence."""
-    keys: slice
-    """Places of the keys in the share that the other rank sent."""
-    offset: int
-    """Position of the first query minus position of the first key."""
-    window: int
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Numbers of queries and keys."""
-        return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every query sees every key."""
-        queries, keys = self.sizes
-        return self.offset >= keys - 1 and self.offset + queries <= self.window
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether queries and keys are at the same positions, and the window is not shorter."""
-        queries, keys = self.sizes
-        return self.offset == 0 and queries == keys and queries <= self.window
-
-    @property
-    def num_pairs(self) -> int:
-        """Number of pairs of a query and a key that it sees, in each sequence."""
-        queries, keys = self.sizes
-        total = 0
-        for query in range(self.offset, self.offset + queries):
-            total += max(0, min(query, keys - 1) - max(0, query - self.window + 1) + 1)
-        return total
 
 
 class Joined(NamedTuple):

@@ -22,7 +22,8 @@ import torch
 
 from myriad.kernels.attention_choice import Scores
 from myriad.kernels.documents import Documents
-from myriad.kernels.ring_attention import Ring, document_parts, ring_attention, ring_plan, ring_ranges
+from myriad.kernels.ring_attention import Ring, ring_attention
+from myriad.kernels.ring_plan import document_parts, ring_plan, ring_ranges
 from myriad.kernels.rotary import rotary_turns
 from myriad.kernels.rotary_scaling import Rotary
 

@@ -2,12 +2,16 @@
 
     ring    rank i sends to i + 1 and receives from i - 1, of the same column; on gloo two messages, on other
             backends (NCCL) an all-to-all in which each rank sends to one
+    direct  a message for each pair of ranks of a column of which one sees keys of the other; on other
+            backends than gloo an all-to-all of unequal parts
     row     an all-to-all of equal parts, and its transpose in the backward
 
-Both overlap with nothing but what the caller computes before it waits. Seconds spent in `wait` are recorded
+They overlap with nothing but what the caller computes before it waits. Seconds spent in `wait` are recorded
 as context_comm. Every backward calls them in the reverse order on all ranks alike.
 """
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,8 +35,9 @@ class _Shift(AsyncCollective):
 
     span = _SPAN
 
-    def __init__(self, x: torch.Tensor, ring: "GroupRing") -> None:
+    def __init__(self, x: torch.Tensor, ring: "GroupRing", step: int) -> None:
         super().__init__(ring, x.contiguous())
+        self.step = step
         self._found = torch.empty_like(self._kept)
         after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
         if dist.get_backend(ring.group) == "gloo":
@@ -53,15 +58,54 @@ class _Shift(AsyncCollective):
         return self._found
 
 
+class _Messages(AsyncCollective):
+    """Tensors on their way to other ranks of a ring, and those that they send."""
+
+    span = _SPAN
+
+    def __init__(
+        self, leaving: Mapping[int, torch.Tensor], arriving: Mapping[int, torch.Tensor], ring: "GroupRing"
+    ) -> None:
+        super().__init__(ring, torch.empty(0, device=ring.device))
+        self._sent = leaving  # the transport reads them
+        if dist.get_backend(ring.group) == "gloo":
+            works = [dist.irecv(x, group=ring.group, group_src=rank) for rank, x in arriving.items()]
+            works += [dist.isend(x, group=ring.group, group_dst=rank) for rank, x in leaving.items()]
+            self._works = [work for work in works if work is not None]
+            return
+        nothing = next(iter((*leaving.values(), *arriving.values())), self._kept).new_empty(0)
+        received, sent = (
+            [tensors.get(rank, nothing) for rank in range(ring.size)] for tensors in (arriving, leaving)
+        )
+        work = dist.all_to_all(received, sent, group=ring.group, async_op=True)
+        self._works = [] if work is None else [work]
+
+    def _arrived(self) -> torch.Tensor:
+        return self._kept
+
+
 class GroupRing:
     """A ring of the ranks of a group; an implementation of `myriad.kernels.ring_attention.Ring`."""
 
-    def __init__(self, group: Group | None, rank: int, size: int, recorder: Recorder) -> None:
-        self.group, self.rank, self.size, self.recorder = group, rank, size, recorder
+    def __init__(
+        self, group: Group | None, rank: int, size: int, recorder: Recorder, device: torch.device
+    ) -> None:
+        self.group, self.rank, self.size = group, rank, size
+        self.recorder, self.device = recorder, device
 
-    def start_shift(self, x: torch.Tensor) -> _Shift:
+    def start_shift(self, x: torch.Tensor, step: int) -> _Shift:
         """Send ``x`` to the next rank, and receive as much from the one before."""
-        return _Shift(x, self)
+        return _Shift(x, self, step)
+
+    def start_exchange(
+        self, leaving: Mapping[int, torch.Tensor], arriving: Mapping[int, torch.Tensor]
+    ) -> _Messages:
+        """Send each tensor to its rank, and receive into others what their ranks send."""
+        return _Messages(leaving, arriving, self)
+
+    def block(self, step: int) -> AbstractContextManager[None]:
+        """Return the span of the pieces of a step."""
+        return self.recorder.detail("ring_attention", step)
 
 
 class ContextGroup:
@@ -73,7 +117,7 @@ class ContextGroup:
         ring, self.row = (groups.along(axis, purpose=f"context {axis}") for axis in ("ring", "ulysses"))
         for group in (ring, self.row):
             open_collectives(group, device, all_to_all=True)
-        self.ring = GroupRing(ring, grid.index("ring"), layout.ring, recorder)
+        self.ring = GroupRing(ring, grid.index("ring"), layout.ring, recorder, device)
         self.ulysses, self.column, self.recorder = layout.ulysses, grid.index("ulysses"), recorder
         self._all = ring or self.row
         if ring is not None and self.row is not None:

@@ -64,6 +64,8 @@ class AsyncCollective:
 
     span = "tensor_comm"
     """Name of the span of `wait`."""
+    step = -1
+    """Step of a ring that waits for it; -1: it has no steps."""
 
     def __init__(self, peers: Peers, kept: torch.Tensor) -> None:
         self._peers, self._kept = peers, kept
@@ -71,7 +73,7 @@ class AsyncCollective:
 
     def wait(self) -> torch.Tensor:
         """Wait for the collective and return its result. Call it once."""
-        with self._peers.recorder.span(self.span):
+        with self._peers.recorder.span(self.span, chunk=self.step):
             for work in self._works:
                 work.wait()
         return self._arrived()

@@ -104,6 +104,8 @@ class Recorder:
         self._rank = rank
         self._timed: dict[_Key, _Timed] = {}
         self._evaluated: dict[_Key, _Timed] = {}
+        self.records_details = True
+        """Whether `detail` records anything."""
         self.evaluates = False
         """Whether the spans belong to an evaluation."""
         self._is_silent = False
@@ -178,6 +180,10 @@ class Recorder:
             timed = _Timed(self, name, what, operation, follows=follows, is_compute=shown in _COMPUTE)
             self._timed.setdefault(key, timed)
         return timed
+
+    def detail(self, name: str, step: int = -1) -> AbstractContextManager[None]:
+        """Record a part of another span, which only pictures show. ``step``: that of a ring."""
+        return self.span(name, chunk=step) if self.records_details else _NOTHING
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -120,6 +120,7 @@ def open_rank(
     at_end = at_close.callback if in_process else atexit.register  # also after an error
     ring = _open_ring(run, job, place, groups, at_end)
     recorder = Recorder(progress, ring, place.rank, cuda_clock() if device.type == "cuda" else None)
+    recorder.records_details = job.telemetry.spans
     recorder.serve()
     if recorder.device is not None:  # on a CPU the host reports progress itself
         watch = DeviceProgress(recorder.device, progress, partial(torch.cuda.set_device, device))

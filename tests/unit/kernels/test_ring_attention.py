@@ -2,7 +2,9 @@
 something else than on one rank."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, product
 from queue import SimpleQueue
 from typing import Any
 
@@ -13,9 +15,17 @@ from hypothesis import strategies as st
 
 from myriad.kernels.attention import attention_reference
 from myriad.kernels.attention_choice import Scores
-from myriad.kernels.attention_pieces import Joined, Piece, piece_backward, piece_forward
+from myriad.kernels.attention_pieces import Joined, piece_backward, piece_forward
 from myriad.kernels.documents import Documents
-from myriad.kernels.ring_attention import RingPlan, ring_attention, ring_plan, ring_ranges
+from myriad.kernels.ring_attention import ring_attention
+from myriad.kernels.ring_plan import (
+    Piece,
+    RingPlan,
+    received_positions,
+    ring_plan,
+    ring_ranges,
+    sends_what_is_seen,
+)
 from myriad.model.context_share import share_of
 
 SIZES = st.sampled_from([1, 2, 3, 4])
@@ -29,20 +39,44 @@ class Arrived:
         return self._queue.get(timeout=20)
 
 
+class Messages:
+    def __init__(self, pairs: "list[tuple[torch.Tensor, SimpleQueue[torch.Tensor]]]") -> None:
+        self._pairs = pairs
+
+    def wait(self) -> None:
+        for room, queue in self._pairs:
+            room.copy_(queue.get(timeout=20))
+
+
 class Thread:
     """One rank of a ring of threads."""
 
-    def __init__(self, rank: int, queues: "list[SimpleQueue[torch.Tensor]]") -> None:
+    def __init__(self, rank: int, queues: "list[list[SimpleQueue[torch.Tensor]]]") -> None:
         self.rank, self.size, self._queues = rank, len(queues), queues
+        self.num_sent = 0
 
-    def start_shift(self, x: torch.Tensor) -> Arrived:
-        self._queues[(self.rank + 1) % self.size].put(x.clone())
-        return Arrived(self._queues[self.rank])
+    def start_shift(self, x: torch.Tensor, step: int) -> Arrived:
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        self._queues[self.rank][after].put(x.clone())
+        self.num_sent += x.numel()
+        return Arrived(self._queues[before][self.rank])
+
+    def start_exchange(
+        self, leaving: Mapping[int, torch.Tensor], arriving: Mapping[int, torch.Tensor]
+    ) -> Messages:
+        for rank, x in leaving.items():
+            self._queues[self.rank][rank].put(x.clone())
+            self.num_sent += x.numel()
+        return Messages([(x, self._queues[rank][self.rank]) for rank, x in arriving.items()])
+
+    def block(self, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def on_ring(size: int, function: Callable[[Thread], Any]) -> list[Any]:
     """What the function gives on each rank."""
-    queues, found, problems = [SimpleQueue[torch.Tensor]() for _ in range(size)], {}, []
+    queues = [[SimpleQueue[torch.Tensor]() for _ in range(size)] for _ in range(size)]
+    found, problems = {}, []
 
     def run(rank: int) -> None:
         try:
@@ -82,13 +116,23 @@ def test_every_pair_that_a_query_sees_is_computed_once(
         for rank in range(size)
     ]
     assert {len(own[0]) for own in everyone} == {sequence // size}
+    arrived = {(rank, rank): own for rank, own in enumerate(everyone)}
+    for rank, step in product(range(size), range(1, size)):
+        plan, after = ring_plan(sequence, window, rank, size, inside), (rank + step) % size
+        arrived[rank, after] = everyone[rank]
+        if plan.sent is not None:
+            message = plan.sent[step]
+            assert message.length == ring_plan(sequence, window, after, size, inside).received[step]
+            arrived[rank, after] = torch.full((2, message.length), -1)
+            for part in message.parts:
+                arrived[rank, after][part.rows, part.at] = everyone[rank][part.rows, part.places]
     for rank in range(size):
         plan, before = ring_plan(sequence, window, rank, size, inside), counts.sum()
         for step, pieces in enumerate(plan.steps):
             for piece in pieces:
                 for row in range(2)[piece.rows]:
                     q = everyone[rank][row, piece.queries, None]
-                    k = everyone[(rank - step) % size][row, None, piece.keys]
+                    k = arrived[(rank - step) % size, rank][row, None, piece.keys]
                     assert int(q[0] - k[0, 0]) == piece.offset
                     sees = (k <= q) & (q - k < piece.window)
                     counts[row, q.expand_as(sees), k.expand_as(sees)] += sees
@@ -131,48 +175,77 @@ def test_shares_are_equal_and_disjoint_and_make_up_the_sequence(size: int, data:
         assert torch.equal(own, positions(16 * size, row, size // ulysses))
 
 
-CASES: list[tuple[int, int | None, Scores, bool, torch.dtype]] = [
-    (2, None, Scores(), False, torch.float32),
-    (3, 7, Scores(0.3), True, torch.float32),
-    (2, None, Scores(softcap=2.0), True, torch.float32),
-    (2, None, Scores(), False, torch.bfloat16),
+CASES: list[tuple[int, int | None, Scores, bool, torch.dtype, list[list[int]] | None]] = [
+    (2, None, Scores(), False, torch.float32, None),
+    (3, 20, Scores(0.3), True, torch.float32, None),
+    (4, 7, Scores(0.3), True, torch.float32, None),  # the rest send what is seen
+    (4, 3, Scores(), False, torch.bfloat16, None),
+    (3, 4, Scores(), True, torch.float32, [[36], [2, 20, 11, 3]]),
+    (4, None, Scores(), False, torch.float32, [[3] * 16, [4] * 12]),
+    (2, None, Scores(softcap=2.0), True, torch.float32, None),
+    (2, None, Scores(), False, torch.bfloat16, None),
 ]
 
 
-@pytest.mark.parametrize(("size", "window", "how", "has_sinks", "dtype"), CASES)
+@pytest.mark.parametrize(("size", "window", "how", "has_sinks", "dtype", "lengths"), CASES)
 def test_a_ring_attends_as_one_rank_does(
-    size: int, window: int | None, how: Scores, has_sinks: bool, dtype: torch.dtype
+    size: int,
+    window: int | None,
+    how: Scores,
+    has_sinks: bool,
+    dtype: torch.dtype,
+    lengths: list[list[int]] | None,
 ) -> None:
     sequence, generator = 12 * size, torch.Generator().manual_seed(1)
+    inside = None if lengths is None else Documents(torch.empty(0), lengths)
     q, k, v = (torch.randn(2, sequence, heads, 8, generator=generator).to(dtype) for heads in (4, 2, 2))
     sinks = torch.randn(4, generator=generator) if has_sinks else None
     weights = torch.randn(2, sequence, 4, 8, generator=generator).to(dtype)
     leaves = [one for one in (q, k, v, sinks) if one is not None]
     for leaf in leaves:
         leaf.requires_grad_()
-    expected = attention_reference(q, k, v, window, how, sinks)
+    rows = []
+    for row, own in enumerate(lengths or [[sequence]] * 2):
+        heads = zip(*(one[row : row + 1].split(own, 1) for one in (q, k, v)), strict=True)
+        rows.append(torch.cat([attention_reference(*each, window, how, sinks) for each in heads], 1))
+    expected = torch.cat(rows)
     wanted = torch.autograd.grad((expected * weights).sum(), leaves)
+    places = [
+        share_of(sequence, rank, size, 1, inside).positions(torch.device("cpu")).expand(2, -1)
+        for rank in range(size)
+    ]
 
-    def on_rank(ring: Thread) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        at = positions(sequence, ring.rank, ring.size)
-        own = [one.detach()[:, at].requires_grad_() for one in (q, k, v)]
+    def on_rank(ring: Thread) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+        at = torch.arange(2)[:, None], places[ring.rank]
+        own = [one.detach()[at].requires_grad_() for one in (q, k, v)]
         own_sinks = None if sinks is None else sinks.detach().clone().requires_grad_()
-        plan = ring_plan(sequence, window, ring.rank, ring.size)
+        plan = ring_plan(sequence, window, ring.rank, ring.size, inside)
         out = ring_attention(*own, plan, ring, how, own_sinks)
         taken = own if own_sinks is None else [*own, own_sinks]
-        return out.detach(), list(torch.autograd.grad((out * weights[:, at]).sum(), taken))
+        grads = torch.autograd.grad((out * weights[at]).sum(), taken)
+        return out.detach(), list(grads), ring.num_sent
 
     ranks = on_ring(size, on_rank)
     tolerance = {"rtol": 0, "atol": 0.05 if dtype == torch.bfloat16 else 2e-5}
-    order = torch.cat([positions(sequence, rank, size) for rank in range(size)]).argsort()
-    torch.testing.assert_close(
-        torch.cat([out for out, _ in ranks], 1)[:, order], expected.detach(), **tolerance
-    )
+    at = torch.arange(2)[:, None], torch.cat(places, 1).argsort(1)
+    torch.testing.assert_close(torch.cat([one[0] for one in ranks], 1)[at], expected.detach(), **tolerance)
     for number, one in enumerate(wanted[:3]):
-        found = torch.cat([grads[number] for _, grads in ranks], 1)[:, order]
+        found = torch.cat([grads[number] for _, grads, _ in ranks], 1)[at]
         torch.testing.assert_close(found, one, **tolerance)
     if has_sinks:
-        torch.testing.assert_close(sum(grads[3] for _, grads in ranks), wanted[3], **tolerance)
+        torch.testing.assert_close(sum(grads[3] for _, grads, _ in ranks), wanted[3], **tolerance)
+    whole = 2 * q[:, : sequence // size, :2].numel() * (2 * (size - 1) + size)
+    num_sent = sum(one[2] for one in ranks) / size
+    direct = sends_what_is_seen(chain(*(lengths or [[sequence]])), window or sequence, size)
+    assert num_sent <= whole / 2 if direct else num_sent == whole
+
+
+def test_a_short_window_needs_two_neighbours_and_what_it_sees_of_them() -> None:
+    for rank, after in ((0, {15: 99}), (7, {1: 99, 15: 99}), (15, {1: 99})):
+        received = ring_plan(16 * 1024, 100, rank, 16).received
+        assert {step: length for step, length in enumerate(received) if length} == after
+    assert received_positions(16 * 1024, 100, 16) == 198
+    assert received_positions(16 * 1024, 8 * 1024, 16) is None
 
 
 def test_the_librarys_kernel_and_scores_give_the_same_of_a_piece() -> None:

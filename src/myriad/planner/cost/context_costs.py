@@ -5,21 +5,28 @@
     ulysses    queries, keys and values for other heads, and the result back: two all-to-alls in each
                direction, with nothing behind which they could hide
 
-Every other operator of a rank works on its own positions (`Workload.rank_model`). A step of a ring computes
-an equal part of the pairs.
+With a short window the ranks send each other only what is seen (`myriad.kernels.ring_plan`): one exchange
+behind the rank's own keys, and in the backward another for the sums, each behind half of them.
+
+Every other operator of a rank works on its own positions (`Workload.rank_model`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
 from myriad.comm.layout import Layout
+from myriad.kernels.ring_plan import pairs_of_steps, received_positions
 from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.collective_costs import CommGroup, all_to_all_seconds, group_along, message_seconds
 from myriad.planner.cost.operator_costs import Number
 
-__all__ = ["ONE_RANK_OF_CONTEXT", "ContextGrid", "context_exchange"]
+__all__ = ["ONE_RANK_OF_CONTEXT", "ContextBlock", "ContextGrid", "RingSteps"]
 
 _SUM_BYTES = 4.0
 """Bytes of each element of the sums of gradients that travel around a ring."""
@@ -57,52 +64,140 @@ ONE_RANK_OF_CONTEXT = ContextGrid()
 """A grid in which each rank has all positions."""
 
 
-def context_exchange(
-    model: ModelConfig,
-    cluster: Cluster,
-    grid: ContextGrid,
-    tp: Number,
-    tokens: Number,
-    value_bytes: int,
-    attend: tuple[Number, Number],
-) -> tuple[Number, Number]:
-    """Return the exposed seconds of a block, forward and backward. ``tokens``: those of a rank in a
-    micro-batch. ``attend``: seconds of its attention in each direction."""
-    kv_heads = np.maximum(model.num_kv_heads / np.asarray(tp), 1.0)
-    if model.latent is not None:
-        kv_heads = model.heads / np.asarray(tp)
-    travelling = 2.0 * tokens * kv_heads * model.head_width
-    rows, back = _rows(model, cluster, grid, tp, tokens, value_bytes, travelling)
-    if grid.ring == 1:
-        return rows, back
-    # a row has all its positions of some heads
-    travelling = np.maximum(travelling, 2.0 * tokens * grid.ulysses * model.head_width)
-    link = grid.next_rank(cluster)
-    shift = link.launch_seconds + message_seconds(link, travelling * value_bytes)
-    sums = link.launch_seconds + message_seconds(link, travelling * _SUM_BYTES)
-    steps = grid.ring - 1
-    forward = steps * _exposed(shift, attend[0] / grid.ring, link)
-    return rows + forward, back + steps * _exposed(shift + sums, attend[1] / grid.ring, link) + sums
+class RingSteps(NamedTuple):
+    """Consecutive equal steps of a ring, in one direction of a block."""
+
+    first: int
+    """Number of the first of them; ``ring``: what is left after the last step."""
+    num_steps: int
+    wait: Number
+    """Exposed seconds before each step."""
+    pieces: Number
+    """Seconds of attention in each step."""
 
 
-def _exposed(one: Number, behind: Number, link: CommGroup) -> Number:
-    hidden = np.minimum(one, behind)
-    return one - hidden + link.busy_ratio * hidden
+@dataclass(frozen=True)
+class ContextBlock:
+    """What a rank's attention in one block exchanges with the ranks that share its sequences."""
 
+    model: ModelConfig
+    """With the positions that one rank has of a sequence."""
+    cluster: Cluster
+    grid: ContextGrid
+    tp: Number
+    tokens: Number
+    """Tokens of a rank in a micro-batch."""
+    value_bytes: int
+    window: int | None
+    """Window of the block."""
 
-def _rows(
-    model: ModelConfig,
-    cluster: Cluster,
-    grid: ContextGrid,
-    tp: Number,
-    tokens: Number,
-    value_bytes: int,
-    travelling: Number,
-) -> tuple[Number, Number]:
-    if grid.ulysses == 1:
-        return 0.0, 0.0
-    queries = tokens * model.heads / np.asarray(tp) * model.head_width
-    copied = np.maximum(travelling, 2.0 * tokens * grid.ulysses * model.head_width)
-    sizes = ((queries + copied) * value_bytes, queries * value_bytes)
-    both = sum(all_to_all_seconds(cluster, grid.ulysses, grid.stride, size) for size in sizes)
-    return both, both
+    def exposed(self, attend: tuple[Number, Number]) -> tuple[Number, Number]:
+        """Return the exposed seconds, forward and backward. ``attend``: seconds of attention in each
+        direction."""
+        if self.grid.num_ranks == 1:
+            return 0.0, 0.0
+        forward, backward = (
+            sum((step.num_steps * step.wait for step in steps), self._row_seconds)
+            for steps in (self.forward(attend[0]), self.backward(attend[1]))
+        )
+        return forward, backward
+
+    def forward(self, attend: Number) -> list[RingSteps]:
+        """Return the steps of the ring in the forward."""
+        message, _, around = self._messages
+        found = [RingSteps(first, count, 0.0, share * attend) for first, count, share in self._shares]
+        if around:
+            return self._each_behind_the_last(found, message)
+        own, *others = found
+        return [own, *self._waited(others, self._behind(message, own.pieces))]
+
+    def backward(self, attend: Number) -> list[RingSteps]:
+        """Return the steps of the ring in the backward. After the last, the sums of gradients arrive."""
+        message, sums, around = self._messages
+        found = [RingSteps(first, count, 0.0, share * attend) for first, count, share in self._shares]
+        if around:
+            found = self._each_behind_the_last(found, message + sums)
+            return [*found, RingSteps(self.grid.ring, 1, sums if self.grid.ring > 1 else 0.0, 0.0)]
+        own, *others = found
+        half = own.pieces / 2
+        end = RingSteps(self.grid.ring, 1, self._behind(sums, half), 0.0)
+        return [own, *self._waited(others, self._behind(message, half)), end]
+
+    @cached_property
+    def _shares(self) -> list[tuple[int, int, float]]:
+        """First, number and share of the pairs of each run of equal steps that compute anything."""
+        pairs = pairs_of_steps(self._sequence, self.window, self.grid.ring)
+        total, first = max(1, sum(pairs)), 0
+        found = []
+        for one, run in groupby(pairs):
+            count = len(list(run))
+            if one or first == 0:
+                found.append((first, count, one / total))
+            first += count
+        return found
+
+    @cached_property
+    def _messages(self) -> tuple[Number, Number, bool]:
+        """Seconds in which keys and values arrive, seconds of the sums of their gradients, and whether they
+        go around the ring: then of each step, else of all together."""
+        received = received_positions(self._sequence, self.window, self.grid.ring)
+        ratio = 1.0 if received is None else received * self.grid.ring / self._sequence
+        # a row has all its positions of some heads
+        travelling = ratio * np.maximum(
+            self._travelling, 2.0 * self.tokens * self.grid.ulysses * self.model.head_width
+        )
+        link = self._link
+        shift, sums = (
+            link.launch_seconds + message_seconds(link, travelling * each)
+            for each in (self.value_bytes, _SUM_BYTES)
+        )
+        return shift, sums, received is None
+
+    @property
+    def _sequence(self) -> int:
+        return self.model.sequence * self.grid.num_ranks
+
+    @cached_property
+    def _link(self) -> CommGroup:
+        return self.grid.next_rank(self.cluster)
+
+    @property
+    def _travelling(self) -> Number:
+        """Elements of a rank's keys and values."""
+        kv_heads = np.maximum(self.model.num_kv_heads / np.asarray(self.tp), 1.0)
+        if self.model.latent is not None:
+            kv_heads = self.model.heads / np.asarray(self.tp)
+        return 2.0 * self.tokens * kv_heads * self.model.head_width
+
+    def _each_behind_the_last(self, steps: Sequence[RingSteps], message: Number) -> list[RingSteps]:
+        """Return the steps with the wait for what travelled during the step before."""
+        found = [steps[0]]
+        for step in steps[1:]:
+            first = step._replace(num_steps=1, wait=self._behind(message, found[-1].pieces))
+            rest = step._replace(first=step.first + 1, num_steps=step.num_steps - 1)
+            found += [first, rest._replace(wait=self._behind(message, step.pieces))][: step.num_steps]
+        return found
+
+    def _waited(self, steps: Sequence[RingSteps], seconds: Number) -> list[RingSteps]:
+        """Return the steps with a wait before the first of them."""
+        if not steps:
+            return []
+        first, rest = steps[0], steps[0]._replace(first=steps[0].first + 1, num_steps=steps[0].num_steps - 1)
+        return [first._replace(num_steps=1, wait=seconds), *([rest] if rest.num_steps else []), *steps[1:]]
+
+    def _behind(self, one: Number, compute: Number) -> Number:
+        hidden = np.minimum(one, compute)
+        return one - hidden + self._link.busy_ratio * hidden
+
+    @property
+    def _row_seconds(self) -> Number:
+        """Seconds of the exchange of positions for heads, in each direction."""
+        if self.grid.ulysses == 1:
+            return 0.0
+        queries = self.tokens * self.model.heads / np.asarray(self.tp) * self.model.head_width
+        copied = np.maximum(self._travelling, 2.0 * self.tokens * self.grid.ulysses * self.model.head_width)
+        sizes = ((queries + copied) * self.value_bytes, queries * self.value_bytes)
+        both: Number = sum(
+            all_to_all_seconds(self.cluster, self.grid.ulysses, self.grid.stride, size) for size in sizes
+        )
+        return both

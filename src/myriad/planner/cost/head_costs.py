@@ -90,7 +90,7 @@ def _prediction_times(model: ModelConfig, context: LayerContext, layer: int) -> 
         TimeBreakdown(),
     )
     pairs = computed_pairs(model, layer, context.context.num_ranks)
-    block = block_times(model.of_block(layer), context, pairs)
+    block = block_times(model.of_block(layer), context, pairs, model.layer_window(layer))
     return embedding_times(model, context) + projected + block
 
 

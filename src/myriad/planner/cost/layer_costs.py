@@ -32,7 +32,7 @@ from myriad.planner.cost.collective_costs import (
     startup_seconds,
     tensor_group,
 )
-from myriad.planner.cost.context_costs import context_exchange
+from myriad.planner.cost.context_costs import ContextBlock
 from myriad.planner.cost.expert_costs import expert_exchange, expert_streams, score_gather_seconds
 from myriad.planner.cost.operator_costs import (
     Number,
@@ -54,6 +54,7 @@ from myriad.planner.cost.product_costs import (
 __all__ = [
     "LayerTimes",
     "block_times",
+    "context_block",
 ]
 
 
@@ -107,9 +108,20 @@ class LayerTimes:
         )
 
 
-def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> LayerTimes:
+def context_block(model: ModelConfig, context: LayerContext, window: int | None) -> ContextBlock:
+    """Return what attention of a block with this window exchanges."""
+    tokens = context.micro_batch * model.sequence
+    return ContextBlock(
+        model, context.cluster, context.context, context.tp, tokens, context.value_bytes, window
+    )
+
+
+def block_times(
+    model: ModelConfig, context: LayerContext, pairs: float, window: int | None = None
+) -> LayerTimes:
     """Return the seconds of a block of a model whose blocks are alike (`ModelConfig.of_block`). ``pairs``:
-    query-key pairs that a rank computes of each sequence in this block."""
+    query-key pairs that a rank computes of each sequence in this block. ``window``: that of the block; it
+    matters where ranks share sequences."""
     tokens = context.micro_batch * model.sequence
     share = tokens / context.tp if context.profile.sequence_parallel else tokens
     products = block_products(model, context, tokens)
@@ -161,14 +173,8 @@ def block_times(model: ModelConfig, context: LayerContext, pairs: float) -> Laye
     # Other frameworks cut tensor-parallel products only.
     parts = _parts(model, context) if context.profile.tensor_parts is None else 1.0
     travel, travel_back = expert_exchange(model, context, tokens, rooms, parts)
-    shared, shared_back = context_exchange(
-        model,
-        context.cluster,
-        context.context,
-        context.tp,
-        tokens,
-        context.value_bytes,
-        (attend.attention, attend_back.attention),
+    shared, shared_back = context_block(model, context, window).exposed(
+        (attend.attention, attend_back.attention)
     )
     sums = sums + score_gather_seconds(model, context, tokens)
     forward = attend + TimeBreakdown(

@@ -146,7 +146,8 @@ class Costs:
         times = {"embedding": embedding_times(model, self.slice), "head": head}
         for layer in dict.fromkeys(first_alike(model)):
             block = model.of_block(layer)
-            times[f"block {layer}"] = block_times(block, self.slice, computed_pairs(model, layer, num_ranks))
+            pairs, window = computed_pairs(model, layer, num_ranks), model.layer_window(layer)
+            times[f"block {layer}"] = block_times(block, self.slice, pairs, window)
         return times
 
     def _stage(self, own: Sequence[int]) -> StageCosts:

@@ -25,6 +25,7 @@ from typing import get_args
 
 import numpy as np
 
+from myriad.kernels.ring_plan import received_positions
 from myriad.model.activation_memory import LayerKind, kept_bytes_per_micro_batch, kept_bytes_per_token
 from myriad.model.config import ModelConfig
 from myriad.planner.cost.operator_costs import Number
@@ -258,17 +259,27 @@ def _block_passing(
         joined = model.qkv_width + model.heads * (model.head_width + model.latent.plain + model.latent.value)
         backward = np.maximum(backward, stream + gathered + value * tokens * joined / part.tp)
     if part.context != (1, 1):
-        # On the way: keys and values in two buffers, and in the backward their float32 sums in three, beside
-        # the float32 output or gradient of queries.
+        # On the way: keys and values in two buffers, and in the backward their float32 sums in two beside
+        # the rank's own, and the float32 output or gradient of queries.
         width = model.heads * model.head_width
-        travelling = tokens * 2 * _key_width(model, part.tp) / part.tp
+        own = tokens * 2 * _key_width(model, part.tp) / part.tp
+        travelling = own * _largest_message(model, part)
         wide = 4.0 * tokens * width / part.tp
         forward = np.maximum(forward, 2 * value * travelling + wide)
-        backward = np.maximum(backward, stream + (2 * value + 12.0) * travelling + wide)
+        backward = np.maximum(backward, stream + (2 * value + 8.0) * travelling + 4.0 * own + wide)
     if profile.attention == "plain":
         scores = part.micro_batch * model.sequence**2 * model.heads / part.tp * value
         backward = np.maximum(backward, stream + 2 * scores)
     return forward, backward
+
+
+def _largest_message(model: ModelConfig, part: MicroBatchShard) -> float:
+    """Return the largest size of what ranks that share sequences send at once, in shares of a rank."""
+    ring, ulysses = part.context
+    sequence = model.sequence * ring * ulysses
+    windows = {model.layer_window(layer) for layer in range(model.layers)}
+    received = (received_positions(sequence, window, ring) for window in windows)
+    return max(1.0 if one is None else one * ring / sequence for one in received)
 
 
 def _ordered_tokens(model: ModelConfig, part: MicroBatchShard) -> Number:

@@ -89,7 +89,8 @@ class LayerTable:
         )
         kinds = [embedding_times(model, where), head_times(model, where)]
         for layer in dict.fromkeys(first_alike(model)):
-            kinds.append(block_times(model.of_block(layer), where, computed_pairs(model, layer, num_ranks)))
+            pairs, window = computed_pairs(model, layer, num_ranks), model.layer_window(layer)
+            kinds.append(block_times(model.of_block(layer), where, pairs, window))
         shape = grid[0].shape
         turns = [[np.broadcast_to(turn, shape) for turn in _turns(times)] for times in kinds]
         cluster = problem.cluster

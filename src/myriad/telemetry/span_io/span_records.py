@@ -5,7 +5,8 @@
 
 ``name`` is an index into a list of names that is stored beside the records. In the other int16 fields, -1
 means not applicable. ``chunk`` is the stage whose parameters or gradients are communicated; the parameters
-that the first and the last stage share have the number after the last stage's. ``start_ns`` counts from the
+that the first and the last stage share have the number after the last stage's. In the spans of a ring
+(`RING_SPANS`) it is the ring's step. ``start_ns`` counts from the
 epoch (in a ring: by the machine's monotonic clock)."""
 
 from collections.abc import Mapping
@@ -15,7 +16,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CLASSES", "PHASES", "RECORD", "RECORD_BYTES", "Records", "class_of", "evaluated", "phase_of"]
+__all__ = [
+    "CLASSES",
+    "PHASES",
+    "RECORD",
+    "RECORD_BYTES",
+    "RING_SPANS",
+    "Records",
+    "chunk_word",
+    "class_of",
+    "evaluated",
+    "phase_of",
+]
 
 RECORD = np.dtype(
     [
@@ -47,6 +59,7 @@ _OF_A_STEP = {
     "tensor_comm": ("tensor", "tp"),
     "expert_comm": ("experts", "ep"),
     "context_comm": ("context", "cp"),
+    "ring_attention": ("ring attention", "compute"),
     "gather": ("gather", "dp"),
     "start_gather": ("gather", "dp"),
     "await_gather": ("gather", "dp"),
@@ -107,6 +120,16 @@ CLASSES = (
     "garbage",
     "other",
 )
+
+
+RING_SPANS = frozenset({"context_comm", "ring_attention"})
+"""Spans of context parallelism, whose ``chunk`` is a step of the ring: the keys of the rank so many places
+before."""
+
+
+def chunk_word(name: str) -> str:
+    """Return what the field ``chunk`` is called in spans of this name."""
+    return "ring_step" if name in RING_SPANS else "chunk"
 
 
 def phase_of(name: str) -> str:
