@@ -73,7 +73,7 @@ class IterationRequest:
         if events is not None:
             effect = NetworkEffect(events, prediction.seconds, run(spans=False).seconds)
         found = summarize_iteration(costs, prediction, memory, fits)
-        return IterationForecast(job, cluster, found, predicted_spans(prediction, job.layout), effect)
+        return IterationForecast(job, cluster, found, predicted_spans(prediction, costs), effect)
 
     def fabric_outlook(self, progress: Callable[[int, int], None]) -> "FabricDistribution":
         """Simulate the iteration on the cluster's switches, once for each draw of the hash seeds.

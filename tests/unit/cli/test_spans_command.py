@@ -21,7 +21,7 @@ from myriad.telemetry.span_io.span_files import write_span_file
 from myriad.telemetry.span_io.span_records import RECORD
 
 BEGAN_NS = 1_790_000_000 * 10**9
-NAMES = ("forward", "backward", "tensor_comm", "my own\x1b[31m")
+NAMES = ("forward", "backward", "context_comm", "my own\x1b[31m")
 MS = 10**6
 
 
@@ -31,7 +31,7 @@ def records_of(rank: int, steps: range) -> Any:
     for step in steps:
         at = BEGAN_NS + step * 100 * MS
         rows.append((at, 40 * MS, step, rank, 0, rank, 2, -1))
-        rows.append((at + 5 * MS, 35 * MS, step, rank, 2, -1, -1, -1))
+        rows.append((at + 5 * MS, 35 * MS, step, rank, 2, -1, -1, 3))
         rows.append((at + 40 * MS, 50 * MS + rank * MS, step, rank, 1, rank, 2, -1))
         rows.append((at + 30 * MS, 30 * MS, step, rank, 3, -1, -1, 1))
     return np.array(rows, RECORD)
@@ -77,9 +77,9 @@ def test_spans_have_phases_and_classes_and_join_with_metrics(
     own = "my own\x1b[31m"
     assert found == [
         ["backward", "backward", "compute"],
+        ["context_comm", "context", "cp"],
         ["forward", "forward", "compute"],
         [own, own, "other"],
-        ["tensor_comm", "tensor", "tp"],
     ]
     slow = rows(capsys, run, "SELECT rank FROM spans WHERE name = 'backward' AND duration_seconds > 0.0525")
     assert {rank for (rank,) in slow} == {3}
@@ -207,6 +207,9 @@ def test_a_trace_has_each_span_once_and_threads_whose_spans_nest(
         assert_nested(thread)
     forward = next(span for span in spans if span["name"] == "forward")
     assert forward["cat"] == "compute" and forward["args"] == {"step": 2, "stage": 1, "micro_batch": 2}
+    arguments = {span["name"]: span["args"] for span in spans}
+    assert arguments["context_comm"] == {"step": 5, "ring_step": 3}
+    assert arguments[NAMES[3]] == {"step": 5, "chunk": 1}
 
 
 def assert_nested(spans: list[dict[str, Any]]) -> None:
@@ -283,12 +286,18 @@ def test_perfettos_trace_has_the_same_spans_and_each_track_nests(
     packets = [dict(fields(packet)) for _, packet in fields(gzip.decompress(path.read_bytes()))]
     texts = [dict(fields(entry)) for number, entry in fields(packets[0][12]) if number == 2]
     names = {entry[1]: entry[2].decode() for entry in texts}
+    places = {
+        entry[1]: entry[2].decode()
+        for number, data in fields(packets[0][12])
+        if number == 3
+        for entry in [dict(fields(data))]
+    }
     tracks = {(track := dict(fields(p[60])))[1]: track for p in packets if 60 in p}
     assert sorted(track[2] for track in tracks.values()) == [
         b"node 0", b"node 1", b"rank 1", b"rank 1 (2)", b"rank 2", b"rank 2 (2)",
     ]  # fmt: skip
     stacks: defaultdict[int, list[str]] = defaultdict(list)
-    found, newest = [], defaultdict(int)
+    found, newest, notes = [], defaultdict(int), {}
     for packet in packets:
         if 11 not in packet:
             continue
@@ -298,9 +307,16 @@ def test_perfettos_trace_has_the_same_spans_and_each_track_nests(
         if event[9] == 1:
             stacks[event[11]].append(names[event[10]])
             found.append((tracks[tracks[event[11]][5]][2], names[event[10]], packet[8]))
+            notes[names[event[10]]] = {
+                places[note[1]]: note[4]
+                for number, data in fields(packet[11])
+                if number == 4
+                for note in [dict(fields(data))]
+            }
         else:
             stacks[event[11]].pop()
     assert not any(stacks.values()) and len(found) == 2 * 4 * 4
+    assert notes["context_comm"] == {"step": 5, "ring_step": 3} and "chunk" in notes[NAMES[3]]
     chrome = exported(capsys, run, tmp_path / "t.json", "--steps", "2-5", "--ranks", "1-2")
     spans = [event for event in chrome["traceEvents"] if event["ph"] == "X"]
     expected = [(f"node {s['pid']}".encode(), s["name"], round(s["ts"] * 1000)) for s in spans]

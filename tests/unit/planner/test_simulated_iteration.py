@@ -1,5 +1,6 @@
 """If these break: a predicted iteration is not what its replicas, its stragglers and its spans say."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.model.config import ModelConfig
+from myriad.planner.cost.layer_costs import context_block
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.simulation.iteration_summary import EXPOSED_KINDS, summarize_iteration
 from myriad.planner.simulation.simulated_events import parse_stragglers
 from myriad.planner.simulation.simulator import Prediction, predicted_spans, simulate
-from myriad.planner.workload import FrameworkProfile, Workload
+from myriad.planner.workload import FrameworkProfile, Recompute, Workload
+from myriad.program.actions import Kind
 from myriad.recipes.cluster import load_cluster
 from myriad.telemetry.span_io.span_files import write_spans
 
@@ -81,9 +84,10 @@ def test_a_rank_does_one_thing_at_a_time_until_the_iteration_ends(
     costs: Costs, factor: float, jitter: float
 ) -> None:
     prediction = simulate(costs, slower={(0, 0): factor}, jitter=jitter)
-    ranks = predicted_spans(prediction, costs.workload.layout)
+    ranks = predicted_spans(prediction, costs)
     ends = []
-    for spans in ranks.values():
+    for everything in ranks.values():
+        spans = [span for span in everything if span.name in set(Kind)]
         assert all(a.start_seconds + a.duration_seconds <= b.start_seconds + 1e-9 for a, b in pairwise(spans))
         ends.append(spans[-1].start_seconds + spans[-1].duration_seconds)
     assert max(ends) == pytest.approx(prediction.seconds)
@@ -138,7 +142,7 @@ def test_a_straggler_that_cannot_be_is_refused(given_: str) -> None:
 def test_spans_are_written_as_a_table(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     costs = costs_of(2, 2, 2, 1, 1, 4)
-    ranks = predicted_spans(simulate(costs), costs.workload.layout)
+    ranks = predicted_spans(simulate(costs), costs)
     write_spans(tmp_path / "step-1.parquet", ranks, step=1)
     rows = parquet.read_table(tmp_path / "step-1.parquet").to_pylist()
     assert len(rows) == sum(map(len, ranks.values()))
@@ -148,3 +152,45 @@ def test_spans_are_written_as_a_table(tmp_path: Path) -> None:
     expected = sorted((span.name, span.start_seconds) for span in ranks[0])
     assert [name for name, _ in found] == [name for name, _ in expected]
     assert [at for _, at in found] == pytest.approx([at for _, at in expected], abs=1e-9)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("window", "steps"), [(None, range(8)), (200, [0, 1, 7])])
+def test_the_steps_of_a_ring_are_seen_inside_each_action(
+    window: int | None, steps: Sequence[int], recompute: Recompute
+) -> None:
+    """With a window, only those of neighbours."""
+    model = MODEL.model_copy(update={"sequence": 16384, "window": window})
+    layout = Layout(cp=8, pp=2, schedule="zero-bubble", recompute=recompute)
+    costs = Costs(Workload(model, layout, 4), load_cluster("megascale-256xa100"))
+    for spans in predicted_spans(simulate(costs), costs).values():
+        actions = [span for span in spans if span.name in ("forward", "backward_input")]
+        for action in actions:
+            start, end = action.start_seconds, action.start_seconds + action.duration_seconds
+            inner = [one for one in spans if start <= one.start_seconds < end and one.name not in set(Kind)]
+            ends = [one.start_seconds + one.duration_seconds for one in inner]
+            assert all(a <= b.start_seconds + 1e-9 for a, b in zip(ends, inner[1:], strict=False))
+            stage = costs.stages[action.stage]
+            back = stage.times.backward_input + stage.again
+            times = (stage.times.forward if action.name == "forward" else back).times(
+                costs.cluster.expected_slowdown
+            )
+            for name, expected in (("context_comm", times.context), ("ring_attention", times.attention)):
+                found = [one.duration_seconds for one in inner if one.name == name]
+                assert sum(found) == pytest.approx(float(expected))
+            assert {one.chunk for one in inner if one.name == "ring_attention"} == set(steps)
+
+
+def test_a_short_window_sends_less_than_whole_shares() -> None:
+    exposed, memory = [], []
+    for window in (64, 3000, None):
+        model = MODEL.model_copy(update={"sequence": 16384, "window": window})
+        costs = Costs(Workload(model, Layout(cp=8), 1), load_cluster("megascale-256xa100"))
+        stage = costs.stages[0]
+        # the same attention to hide behind
+        block = context_block(costs.workload.rank_model, costs.slice, window)
+        exposed.append([float(one) for one in block.exposed((stage.forward, stage.backward))])
+        memory.append(memory_of_ranks(costs.workload, simulate(costs).program)[0].total)
+    short, wide, whole = exposed
+    assert all(a < b < c for a, b, c in zip(short, wide, whole, strict=True))
+    assert memory[0] == memory[2] < memory[1]  # what a wide window needs is in memory at once

@@ -19,9 +19,8 @@ from myriad.dashboard.insight.rank_arrays import Ranks
 from myriad.dashboard.insight.step_spans import step_spans
 from myriad.planner import Costs, Prediction, simulate
 from myriad.planner.cost.operator_costs import peak_flops
-from myriad.planner.cost.stage_costs import StageCosts
-from myriad.planner.simulation.iteration_summary import exposed_in_layers
-from myriad.program.actions import COMPUTE, Action, Kind, chunk_of
+from myriad.planner.simulation.spans_in_layers import SpansInLayers
+from myriad.program.actions import chunk_of
 from myriad.telemetry.span_io.span_records import RECORD, Records
 
 if TYPE_CHECKING:
@@ -57,13 +56,9 @@ def predicted_records(
     return flat[np.argsort(flat["rank"], kind="stable")], names
 
 
-_SPANS_IN_LAYERS = ("tensor_comm", "expert_comm", "context_comm")
-"""Spans of the kinds of `IN_LAYERS`."""
-
-
 def _rows(prediction: Prediction, costs: Costs, shift: float) -> Iterator[_Row]:
     """Yield start, end, rank, name, stage, micro-batch and chunk of each span."""
-    layout, recompute = costs.workload.layout, costs.workload.recompute
+    layout, in_layers = costs.workload.layout, SpansInLayers(costs)
     first = _first_free(prediction, layout)
     for span in prediction.spans:
         replica = first if span.replica < 0 else span.replica
@@ -72,23 +67,8 @@ def _rows(prediction: Prediction, costs: Costs, shift: float) -> Iterator[_Row]:
         end = begin + span.duration
         chunk = chunk_of(action, prediction.program.num_stages)
         yield begin, end, rank, str(action.kind), action.stage, action.micro_batch, chunk
-        if action.kind in COMPUTE and layout.tp * layout.ep * layout.cp > 1:
-            stage = costs.stages[action.stage]
-            seconds = exposed_in_layers(stage, action, recompute)
-            for name, exposed in zip(_SPANS_IN_LAYERS, seconds.values(), strict=True):
-                inside = min(1.0, exposed / _planned_seconds(stage, action)) * (span.duration - span.waited)
-                if exposed:
-                    yield end - inside, end, rank, name, action.stage, -1, -1
-                end -= inside
-
-
-def _planned_seconds(stage: StageCosts, action: Action) -> float:
-    return {
-        Kind.FORWARD: stage.forward,
-        Kind.BACKWARD: stage.backward,
-        Kind.BACKWARD_INPUT: stage.backward_input,
-        Kind.BACKWARD_WEIGHT: stage.backward_weight,
-    }[action.kind]
+        for one in in_layers.of(action, begin + span.waited, span.duration - span.waited):
+            yield one.start, one.start + one.seconds, rank, one.name, action.stage, -1, one.step
 
 
 def _first_free(prediction: Prediction, layout: Layout) -> int:

@@ -29,6 +29,7 @@ const SPAN_COLOURS = {
   tensor_comm: "#7a4fa3",
   expert_comm: "#84180f",
   context_comm: "#aa5500",
+  ring_attention: "#23407a",
   checkpoint_copy: "#8c6d4f",
   collect_garbage: "#e75d9e",
   evaluate: "#87c7d1",
@@ -44,6 +45,8 @@ for (const name of PIPELINE.split(" ")) SPAN_COLOURS[name] = "#dd7f52";
 for (const name of DATA.split(" ")) SPAN_COLOURS[name] = "#f2cda9";
 for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#cabdfb";
 for (const name of COPIES.split(" ")) SPAN_COLOURS[name] = "#6d585c";
+/** Spans whose chunk is a step of a ring (as in `span_records`). */
+export const RING_SPANS = ["context_comm", "ring_attention"];
 /** Names of spans of a program that trains nothing begin so. */
 export const INSIDE_EVALUATION = "evaluate_";
 const OTHERS = ["#5f8aa6", "#9c7b55", "#6f8f4f", "#a86a8f", "#7580a8"];
@@ -90,6 +93,7 @@ export const SPAN_LEGEND = [
   ["tensor", "tensor_comm"],
   ["experts", "expert_comm"],
   ["context", "context_comm"],
+  ["ring attention", "ring_attention"],
   ["pipeline wait", PIPELINE],
   ["replica wait", DATA],
   ["posting", POSTS],

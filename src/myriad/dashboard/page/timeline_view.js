@@ -1,7 +1,7 @@
 /** Timeline of selected ranks and steps: measured spans, predicted spans, and which rank waited for which. */
 
 import { askTile } from "./api.js";
-import { INSIDE_EVALUATION, SPAN_LEGEND, spanColour } from "./colours.js";
+import { INSIDE_EVALUATION, RING_SPANS, SPAN_LEGEND, spanColour } from "./colours.js";
 import { countRanges, placeOf, rangesText, withWaiters } from "./grid.js";
 import { count, plural, seconds } from "./format.js";
 import { html, useEffect, useMemo, useRef, useState } from "./html.js";
@@ -116,7 +116,8 @@ function describe(run, data, lane, span) {
   const where = `rank ${lane.rank} · ${run.nodes?.[Math.floor(lane.rank / run.node_size)] ?? ""} · ${placeOf(run.layout, lane.rank)}`;
   const group = lane.worstOf > 1 ? [`the slowest of ${plural(lane.worstOf, "rank")} in this lane`] : [];
   if (span < 0) return [where, ...group];
-  const part = [["micro-batch", data.microBatch], ["stage", data.stage], ["chunk", data.chunk]].filter(([, of]) => of[span] >= 0).map(([what, of]) => `${what} ${of[span]}`);
+  const chunk = RING_SPANS.includes(data.names[data.name[span]]) ? "ring step" : "chunk";
+  const part = [["micro-batch", data.microBatch], ["stage", data.stage], [chunk, data.chunk]].filter(([, of]) => of[span] >= 0).map(([what, of]) => `${what} ${of[span]}`);
   const name = `${data.names[data.name[span]]}${lane.predicted ? ", predicted" : ""}: ${seconds(data.stop[span] - data.start[span])}`;
   return [name, ...(part.length ? [part.join(", ")] : []), where, ...group, `from ${data.start[span].toFixed(6)} s`];
 }

@@ -10,19 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from myriad.planner.cost.layout_costs import Costs
-from myriad.planner.cost.operator_costs import TimeBreakdown, peak_flops
-from myriad.planner.cost.stage_costs import StageCosts
+from myriad.planner.cost.operator_costs import peak_flops
 from myriad.planner.memory.closed_form_memory import PeakMemory
 from myriad.planner.simulation.simulator import Prediction, SimulatedSpan
-from myriad.planner.workload import Recompute
-from myriad.program.actions import COMPUTE, SEMANTICS, Action, Collective, Kind, kinds_where
+from myriad.planner.simulation.spans_in_layers import IN_LAYERS, exposed_in_layers
+from myriad.program.actions import COMPUTE, SEMANTICS, Collective, kinds_where
 
 __all__ = [
     "EXPOSED_KINDS",
-    "IN_LAYERS",
     "IterationSummary",
     "RankSummary",
-    "exposed_in_layers",
     "summarize_iteration",
 ]
 
@@ -38,8 +35,6 @@ _WAITS = {
 """Causes of waiting: other stages and their messages, parameter gathers, gradient reductions, the reduction
 of tied gradients, the global norm, copies between device and host."""
 _WAIT_OF = {kind: name for name, kinds in _WAITS.items() for kind in kinds}
-IN_LAYERS = ("tensor", "experts", "context")
-"""Kinds of exposed communication inside compute actions: fields of `TimeBreakdown`."""
 EXPOSED_KINDS = (*IN_LAYERS, *_WAITS)
 """Communication by kind, in the order of reports."""
 
@@ -141,19 +136,3 @@ def _computing(costs: Costs, spans: Sequence[SimulatedSpan]) -> tuple[float, dic
     each = [exposed_in_layers(costs.stages[span.action.stage], span.action, recompute) for span in computes]
     exposed = {kind: sum(one[kind] for one in each) for kind in IN_LAYERS}
     return everything - sum(exposed.values()), exposed
-
-
-def exposed_in_layers(stage: StageCosts, action: Action, recompute: Recompute) -> dict[str, float]:
-    """Return the seconds of exposed communication in a compute action, by kind of `IN_LAYERS`: of tensor
-    parallelism, of tokens with the ranks of their experts, and of keys, values and heads with the ranks that
-    share sequences."""
-    times = stage.times
-    again = stage.again if recompute == "full" else TimeBreakdown()
-    inputs, weights = times.backward_input + again, times.backward_weight
-    found = {
-        Kind.FORWARD: times.forward,
-        Kind.BACKWARD: inputs + weights,
-        Kind.BACKWARD_INPUT: inputs,
-        Kind.BACKWARD_WEIGHT: weights,
-    }[action.kind]
-    return {kind: float(getattr(found, kind)) for kind in IN_LAYERS}

@@ -16,10 +16,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.simulation.rank_clocks import RankClocks, SimulatedSpan
+from myriad.planner.simulation.spans_in_layers import SpansInLayers
 from myriad.program.actions import COMPUTE, SEMANTICS, Action, Kind, Program, chunk_of
 from myriad.program.build import Lowered, build_program
 from myriad.telemetry.spans import Span
@@ -197,9 +197,10 @@ class CostModelRun(RankClocks):
         return 0.0
 
 
-def predicted_spans(prediction: Prediction, layout: Layout) -> Mapping[int, list[Span]]:
+def predicted_spans(prediction: Prediction, costs: Costs) -> Mapping[int, list[Span]]:
     """Return the spans of each rank in order, by rank number. A span that starts before the previous
     iteration has ended everywhere has a negative start."""
+    layout, in_layers = costs.workload.layout, SpansInLayers(costs)
     start = max(span.start + span.duration for span in prediction.spans) - prediction.seconds
     taken = {span.replica for span in prediction.spans}
     first = next(replica for replica in range(layout.dp + 1) if replica not in taken)
@@ -211,5 +212,9 @@ def predicted_spans(prediction: Prediction, layout: Layout) -> Mapping[int, list
         chunk = chunk_of(action, prediction.program.num_stages)
         found[rank].append(
             Span(str(action.kind), action.stage, action.micro_batch, begin, span.duration, chunk)
+        )
+        found[rank] += (
+            Span(one.name, action.stage, -1, one.start, one.seconds, one.step)
+            for one in in_layers.of(action, begin + span.waited, span.duration - span.waited)
         )
     return dict(sorted(found.items()))

@@ -50,6 +50,8 @@ _OTHER = {
     ),
 }
 """Colour and span names of each legend entry."""
+_PARTS = {"ring_attention": ("#23407a", "ring attention")}
+"""Colour and legend of each span of compute inside another."""
 _COLOURS = {name: colour for colour, names in _OTHER.values() for name in names.split()}
 _POSTS = {
     "start_gather": "await_gather",
@@ -222,6 +224,9 @@ class _Picture:
             hint = f"{span.name} {span.stage}.{span.micro_batch}: {span.duration_seconds * 1e3:.1f} ms"
             colour, _ = self._compute_colours(lane, span)
             yield box(x, top, max(width - 0.6, _NARROWEST), _BAR, colour, hint)
+        elif span.name in _PARTS:
+            hint = f"step {span.chunk} of the ring: {span.duration_seconds * 1e3:.1f} ms"
+            yield box(x, top, width, _BAR, _PARTS[span.name][0], hint)
         elif span.name in _COLOURS:
             yield box(x, top, width, _BAR, _COLOURS[span.name])
 
@@ -247,6 +252,7 @@ class _Picture:
             for name in _COMPUTE
             if name in self.names
         ]
+        entries += [entry for name, entry in _PARTS.items() if name in self.names]
         entries += [
             (colour, words) for words, (colour, names) in _OTHER.items() if self.names & {*names.split()}
         ]

@@ -30,7 +30,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from myriad.telemetry.span_io.span_records import CLASSES, class_of
+from myriad.telemetry.span_io.span_records import CLASSES, RING_SPANS, chunk_word, class_of
 from myriad.telemetry.span_io.span_ring import Drained, SpanRing
 from myriad.telemetry.span_io.span_window import Arrow, Event, RankSpans, Window
 from myriad.telemetry.traces.trace_files import opened_trace
@@ -72,7 +72,7 @@ def _lines(window: Window, arrows: Sequence[Arrow]) -> Iterator[str]:
             yield from _name_thread(one, thread, lane)
             heads = _heads(window, one, thread, several)
             for event in events:
-                yield heads[event.name] + _tail(event, start)
+                yield heads[event.name] + _tail(event, start, chunk_word(window.names[event.name]))
     for number, arrow in enumerate(arrows):
         yield _arrow_end("s", number, places[arrow.from_rank], arrow.from_ns - start)
         yield _arrow_end("f", number, places[arrow.to_rank], arrow.to_ns - 1 - start)
@@ -94,8 +94,8 @@ def _heads(window: Window, one: RankSpans, thread: int, several: bool) -> list[s
     ]
 
 
-def _tail(event: Event, start_ns: int) -> str:
-    places = (("stage", event.stage), ("micro_batch", event.micro_batch), ("chunk", event.chunk))
+def _tail(event: Event, start_ns: int, chunk: str) -> str:
+    places = (("stage", event.stage), ("micro_batch", event.micro_batch), (chunk, event.chunk))
     known = "".join(f',"{key}":{value}' for key, value in places if value >= 0)
     at, took = (event.start_ns - start_ns) / 1e3, (event.end_ns - event.start_ns) / 1e3
     return f'"step":{event.step}{known}}},"ts":{at:.3f},"dur":{took:.3f}}}'
@@ -117,6 +117,7 @@ def _arrow_end(phase: str, number: int, place: str, at_ns: int) -> str:
 _LANE_THREAD = 2**30
 """Thread number of the lane, larger than any real thread id."""
 _LANE_FIELDS = ("step", "stage", "micro_batch", "chunk")
+"""Fields of a record that become arguments."""
 
 
 class SpanLane:
@@ -152,7 +153,8 @@ def _lane_events(part: Drained, place: str, base_ns: int) -> list[str]:
     )
     lines = []
     for name, start_ns, duration_ns, *values in rows:
-        known = ((key, value) for key, value in zip(_LANE_FIELDS, values, strict=True) if value >= 0)
+        keys = (*_LANE_FIELDS[:-1], chunk_word(part.names[name]))
+        known = ((key, value) for key, value in zip(keys, values, strict=True) if value >= 0)
         arguments = ",".join(f'"{key}":{value}' for key, value in known)
         at, took = (start_ns - base_ns) / 1e3, duration_ns / 1e3
         lines.append(f'{heads[name]},"ts":{at:.3f},"dur":{took:.3f},"args":{{{arguments}}}}}')
@@ -166,7 +168,9 @@ _CLEARED, _NEEDS = b"\x68\x01", b"\x68\x02"
 _BEGIN, _END = b"\x48\x01", b"\x48\x02"
 _EXPLICIT = 3
 """Order of child tracks: by explicit rank."""
-_PLACES = ("step", "stage", "micro_batch", "chunk", "attempt")
+_PLACES = ("step", "stage", "micro_batch", "chunk", "attempt", "ring_step")
+_RING = {_PLACES.index("chunk"): _PLACES.index("ring_step")}
+"""Places whose number has another name in the spans of a ring."""
 
 
 def write_perfetto_trace(path: Path, window: Window) -> None:
@@ -217,6 +221,7 @@ class _Bodies:
             _int(3, 1 + CLASSES.index(class_of(name))) + _int(10, 1 + number)
             for number, name in enumerate(window.names)
         ]
+        self._renamed = [_RING if name in RING_SPANS else {} for name in window.names]
         self._made: dict[tuple[int, ...], bytes] = {}
 
     def of(self, event: Event, attempt: int) -> bytes:
@@ -225,7 +230,10 @@ class _Bodies:
         key = name, *places
         body = self._made.get(key)
         if body is None:
-            notes = (_note(place, value) for place, value in enumerate(places) if value >= 0)
+            renamed = self._renamed[name]
+            notes = (
+                _note(renamed.get(place, place), value) for place, value in enumerate(places) if value >= 0
+            )
             body = self._made[key] = self._heads[name] + b"".join(notes)
         return body
 
