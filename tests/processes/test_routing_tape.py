@@ -17,7 +17,7 @@ from myriad.parallel.routing_tape import Routing, RoutingFolders, read_routing
 MODEL: dict[str, Any] = {"layers": 2, "experts": 4, "expert_hidden": 16, "balance_loss": 0.1}
 STEPS = 2
 LAYOUTS: list[dict[str, Any]] = [
-    {"dp": 2, "ep": 2, "micro_batch": 2, "recompute": "full"},
+    {"dp": 2, "cp": 2, "ep": 4, "micro_batch": 2, "recompute": "full"},
     {"tp": 2, "ep": 2, "etp": 1, "micro_batch": 2},
     {"tp": 2, "pp": 2},
 ]
@@ -89,11 +89,11 @@ def test_routing_of_another_model_is_refused(alone: Path) -> None:
 def test_routing_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> None:
     routing = Routing(np.array([3, 5]), np.zeros((2, 4, 1), dtype=np.int64))
     with pytest.raises(RunFailedError, match="lacks the experts of sequence 4, positions 0 to 3"):
-        routing.of(torch.tensor([4]), 0, 4)
+        routing.of(torch.tensor([4]), torch.arange(4))
     with pytest.raises(RunFailedError, match="no recorded routing of step 7"):
         read_routing(tmp_path, 7)
     path, none = tmp_path / "step-7-rank-0.npz", np.zeros((1, 2, 1), dtype=np.int16)
-    whole = {"a:0:samples": np.array([3]), "a:0:chosen": none, "a:0:first": np.array(2**40)}
+    whole = {"a:0:samples": np.array([3]), "a:0:chosen": none, "a:0:positions": np.array([0, 2**40])}
     np.savez(path, **whole)  # type: ignore[arg-type]
     with pytest.raises(RunFailedError, match="is incomplete"):
         read_routing(tmp_path, 7)

@@ -69,12 +69,12 @@ def _check_context_parallel(job: JobValues) -> None:
 def lacks_for_context(job: JobValues) -> str:
     """Return what a job still needs for ranks that share sequences, with the reason; empty if it needs
     nothing."""
-    part = "a rank has a part of each sequence"
     needs = (
         (job.comm.sync_every > 1, "comm.sync_every = 1: a replica of DiLoCo is one rank of each stage"),
-        (job.telemetry.noise_scale, f"telemetry.noise_scale = false: {part}"),
-        (job.telemetry.routing, f"telemetry.routing = false: {part}"),
-        (job.train.replay_routing is not None, f"train.replay_routing = off: {part}"),
+        (
+            job.telemetry.noise_scale,
+            "telemetry.noise_scale = false: a rank's gradient is of parts of sequences, and no sample",
+        ),
         (job.train.cuda_graphs, "train.cuda_graphs = false: keys travel while attention computes"),
     )
     return next((need for wrong, need in needs if wrong), "")

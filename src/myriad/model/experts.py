@@ -61,10 +61,12 @@ __all__ = ["Experts", "Router"]
 class RoutingHook(Protocol):
     """Records the chosen experts of tokens, and may choose others."""
 
-    def __call__(self, purpose: str, chosen: torch.Tensor, samples: torch.Tensor, first: int) -> torch.Tensor:
+    def __call__(
+        self, purpose: str, chosen: torch.Tensor, samples: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """Return the experts ``[B, S, k]`` to use instead of ``chosen``. ``purpose``: "gates", or "balance"
-        for the balance loss. ``samples`` ``[B]``: global indices of the sequences. ``first``: position of
-        their first token here."""
+        for the balance loss. ``samples`` ``[B]``: global indices of the sequences. ``positions``: those
+        of the tokens in them, ``[S]`` or ``[B, S]``."""
         ...
 
 
@@ -89,13 +91,11 @@ class Router(nn.Module):
         self.routing: RoutingHook | None = None
         """What records the chosen experts in training, and may choose others."""
 
-    def forward(
-        self, x: torch.Tensor, loss_factor: float, samples: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the logits ``[B, S, E]`` of whole sequences ``[B, S, H]``. In training their gradient
-        includes that of the two losses. ``loss_factor``: factor of the loss of the micro-batch. ``samples``:
-        global indices of the sequences, for `routing`."""
-        return self.with_losses(self.products(x), loss_factor, samples)
+    def forward(self, x: torch.Tensor, loss_factor: float, context: Context | None = None) -> torch.Tensor:
+        """Return the logits ``[B, S, E]`` of whole sequences ``[B, S, H]``, or of this rank's share. In
+        training their gradient includes that of the two losses. ``loss_factor``: factor of the loss of the
+        micro-batch. ``context``: for `routing`."""
+        return self.with_losses(self.products(x), loss_factor, context)
 
     def products(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits of tokens ``[..., H]``."""
@@ -108,14 +108,14 @@ class Router(nn.Module):
         return self.training and torch.is_grad_enabled() and bool(self._balance or self._z_loss)
 
     def with_losses(
-        self, logits: torch.Tensor, loss_factor: float, samples: torch.Tensor | None = None
+        self, logits: torch.Tensor, loss_factor: float, context: Context | None = None
     ) -> torch.Tensor:
         """Return the logits ``[B, S, E]`` of whole sequences. Their gradient includes that of the losses."""
         if not self.adds_losses:
             return logits
         # every tensor-parallel rank computes the whole loss, and gradients are summed over them
         factor = loss_factor / self._num_ranks
-        added: torch.Tensor = _WithLoss.apply(logits, self.loss(logits, samples), factor)
+        added: torch.Tensor = _WithLoss.apply(logits, self.loss(logits, context), factor)
         return added
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
@@ -130,23 +130,31 @@ class Router(nn.Module):
         return torch.special.entr(shares).sum(-1)
 
     def choose(
-        self, logits: torch.Tensor, samples: torch.Tensor | None = None, first: int = 0
+        self, logits: torch.Tensor, context: Context | None = None, first: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gates ``[T, k]`` and the chosen experts ``[T, k]`` of logits ``[..., E]``. ``samples``
-        and ``first`` are for `routing`: global indices of the sequences, and the first position."""
+        """Return the gates ``[T, k]`` and the chosen experts ``[T, k]`` of logits ``[..., E]``. ``context``
+        and ``first``, the number of the first of this rank's positions, are for `routing`."""
         scores = self.scores(logits.flatten(0, -2))
         if self.bias is None and self._groups == 1:
             gates, chosen = scores.topk(self.num_chosen, -1)
         else:
             chosen = self._preferences(scores).topk(self.num_chosen, -1).indices
             gates = scores.gather(-1, chosen)
-        if self.routing is not None and samples is not None and self.training:
+        if self.routing is not None and context is not None and self.training:
             whole = chosen.view(*logits.shape[:-1], -1)
-            chosen = self.routing("gates", whole, samples, first).view_as(chosen)
+            chosen = self._routed("gates", whole, context, first).view_as(chosen)
             gates = scores.gather(-1, chosen)
         if self._normalizes:
             gates = gates / gates.sum(-1, keepdim=True)
         return gates * self._scale, chosen
+
+    def _routed(self, purpose: str, chosen: torch.Tensor, context: Context, first: int) -> torch.Tensor:
+        """Return what `routing` gives instead of the chosen experts ``[B, S, k]``."""
+        assert self.routing is not None, "nothing records or replays"
+        if context.samples is None:
+            return chosen
+        positions = context.positions(first, chosen.shape[1], chosen.device)
+        return self.routing(purpose, chosen, context.samples, positions)
 
     @torch.no_grad()
     def _preferences(self, scores: torch.Tensor) -> torch.Tensor:
@@ -162,7 +170,7 @@ class Router(nn.Module):
         others.scatter_(-1, of_groups.topk(self._group_limit, -1).indices, value=False)
         return groups.masked_fill(others[..., None], -torch.inf).flatten(-2)
 
-    def loss(self, logits: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
+    def loss(self, logits: torch.Tensor, context: Context | None = None) -> torch.Tensor:
         """Return the balance loss and the z-loss, summed over the tokens of sequences ``[B, S, E]``: of all
         their positions, or of this rank's share."""
         _, tokens, experts = logits.shape
@@ -172,8 +180,8 @@ class Router(nn.Module):
         if self._balance:
             scores = self.scores(logits)
             largest = scores.detach().topk(self.num_chosen, -1).indices
-            if self.routing is not None and samples is not None:
-                largest = self.routing("balance", largest, samples, 0)
+            if self.routing is not None and context is not None:
+                largest = self._routed("balance", largest, context, 0)
             chosen = largest.flatten(1)
             counts = scores.new_zeros(len(scores), experts)
             counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=scores.dtype))
@@ -227,9 +235,9 @@ class Experts(nn.Module):
         """Return the logits ``[B, S, E]`` of tokens ``[B, S, H]``: of whole sequences, or with whole experts
         of this rank's part."""
         router, boundary = self.router, self.boundary
-        factor, samples = context.loss_scale, context.samples
+        factor = context.loss_scale
         if not self.is_whole:
-            whole = Whole(partial(router, loss_factor=factor, samples=samples), x)
+            whole = Whole(partial(router, loss_factor=factor, context=context), x)
             yield whole
             return whole.result
         logits = router.products(x)
@@ -237,7 +245,7 @@ class Experts(nn.Module):
             return logits
         arriving = boundary.start_all_gather(logits)
         yield None
-        with_losses = partial(router.with_losses, loss_factor=factor, samples=samples)
+        with_losses = partial(router.with_losses, loss_factor=factor, context=context)
         whole = Whole(with_losses, arriving.wait())
         yield whole
         return whole.result.unflatten(1, (boundary.size, -1))[:, boundary.rank]
@@ -248,7 +256,7 @@ class Experts(nn.Module):
         first = context.first_target
         if self.is_whole:
             first = context.first_of_share(x.shape[1], self.boundary.rank)
-        gates, chosen = self.router.choose(logits, context.samples, first)
+        gates, chosen = self.router.choose(logits, context, first)
         if self.boundary.expert_hops:
             self._count(logits, torch.bincount(chosen.flatten(), minlength=self.num_experts))
             return (yield from self._travel_once(x, gates, chosen))

@@ -6,7 +6,7 @@ replays the routing of another computes with the same experts, so that all else 
 (``myriad parity --replay-routing``).
 
     FOLDER/step-3-rank-0.npz     for each mixture of experts of this rank: the chosen experts of its tokens,
-                                 with the sequence and the position of each
+                                 with the sequence and the position of each (`_Part`)
 
 A token is known by the global index of its sequence and its position, which no layout changes. Experts that
 the balance loss counts are recorded apart, as they may be others (`myriad.model.experts.Router`).
@@ -49,16 +49,40 @@ class Routing:
     chosen: np.ndarray
     """Experts of each token, int64 ``[N, S, k]``."""
 
-    def of(self, samples: torch.Tensor, first: int, length: int) -> torch.Tensor:
-        """Return the experts ``[B, S, k]`` of ``length`` positions from ``first`` on. Raises
+    def of(self, samples: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the experts ``[B, S, k]`` of the tokens at ``positions``, ``[S]`` or ``[B, S]``. Raises
         `RunFailedError` for tokens that were not recorded."""
-        wanted = samples.cpu().numpy()
+        wanted, at = samples.cpu().numpy(), positions.cpu().numpy()
         rows = np.searchsorted(self.samples, wanted).clip(max=len(self.samples) - 1)
-        found = self.chosen[rows, first : first + length]
-        if (self.samples[rows] != wanted).any() or found.shape[1] < length or (found < 0).any():
-            missing = f"sequence {int(wanted[0])}, positions {first} to {first + length - 1}"
+        found = self.chosen[rows[:, None], at.clip(max=self.chosen.shape[1] - 1)]
+        if (self.samples[rows] != wanted).any() or at.max() >= self.chosen.shape[1] or (found < 0).any():
+            missing = f"sequence {int(wanted[0])}, positions {at.min()} to {at.max()}"
             raise RunFailedError(f"train.replay_routing lacks the experts of {missing}")
         return torch.from_numpy(found).to(samples.device)
+
+
+class _Part(NamedTuple):
+    """The chosen experts of some tokens."""
+
+    samples: np.ndarray
+    """Global indices of the sequences, int64 ``[B]``."""
+    positions: np.ndarray
+    """Positions of the tokens, int64 ``[S]``, or ``[B, S]`` if sequences have others."""
+    chosen: np.ndarray
+    """Experts of each token, int16 ``[B, S, k]``."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the arrays have the shapes and the positions that a run records."""
+        shape = self.chosen.shape
+        return (
+            len(shape) == 3
+            and self.chosen.size > 0
+            and self.samples.shape == shape[:1]
+            and self.positions.shape in (shape[1:2], shape[:2])
+            and all(one.dtype.kind == "i" for one in self)
+            and self.positions.min() >= 0
+        )
 
 
 class RoutingTape:
@@ -73,7 +97,7 @@ class RoutingTape:
         self._records = folders.record is not None and routes_alone
         if folders.record is not None:
             folders.record.mkdir(exist_ok=True)
-        self._found: dict[str, list[tuple[np.ndarray, np.ndarray, int]]] = {}
+        self._found: dict[str, list[_Part]] = {}
         self._replayed: Mapping[str, Routing] = {}
         for stage in model.stages.values():
             for number, layer in stage.layers.items():
@@ -88,7 +112,7 @@ class RoutingTape:
         purpose: str,
         chosen: torch.Tensor,
         samples: torch.Tensor,
-        first: int,
+        positions: torch.Tensor,
     ) -> torch.Tensor:
         """Return the experts ``[B, S, k]`` to use instead of the chosen ones, and record them. Raises
         `RunFailedError` for routing of another model."""
@@ -100,10 +124,10 @@ class RoutingTape:
             replayed, most = self._replayed[name], chosen.shape[2]
             if replayed.chosen.shape[2] != most or replayed.chosen.max() >= num_experts:
                 raise RunFailedError(f"{where}: {name} has {most} of {num_experts} experts a token here")
-            chosen = replayed.of(samples, first, chosen.shape[1])
+            chosen = replayed.of(samples, positions)
         if self._records and torch.is_grad_enabled():  # a recomputed layer has its second pass with gradients
-            rows = samples.cpu().numpy(), chosen.to(torch.int16).cpu().numpy(), first
-            self._found.setdefault(name, []).append(rows)
+            part = _Part(*(one.cpu().numpy() for one in (samples, positions, chosen.to(torch.int16))))
+            self._found.setdefault(name, []).append(part)
         return chosen
 
     def begin(self, step: int) -> None:
@@ -118,10 +142,8 @@ class RoutingTape:
         assert self._folders.record is not None
         arrays: dict[str, np.ndarray] = {}
         for name, parts in self._found.items():
-            number = len(parts)
-            arrays |= {f"{name}:{part}:samples": parts[part][0] for part in range(number)}
-            arrays |= {f"{name}:{part}:chosen": parts[part][1] for part in range(number)}
-            arrays |= {f"{name}:{part}:first": np.array(parts[part][2]) for part in range(number)}
+            for number, part in enumerate(parts):
+                arrays |= {f"{name}:{number}:{field}": array for field, array in part._asdict().items()}
         self._found.clear()
         content = io.BytesIO()
         np.savez(content, **arrays)  # type: ignore[arg-type]  # it takes one more keyword
@@ -131,7 +153,7 @@ class RoutingTape:
 def read_routing(folder: Path, step: int) -> dict[str, Routing]:
     """Return what all ranks recorded in a step, by mixture and purpose. Raises `RunFailedError` if a file is
     not readable or there is none."""
-    parts: dict[str, list[tuple[np.ndarray, np.ndarray, int]]] = {}
+    parts: dict[str, list[_Part]] = {}
     paths = sorted(folder.glob(f"step-{step}-rank-*.npz"))
     if not paths:
         raise RunFailedError(f"{folder}: no recorded routing of step {step}")
@@ -140,11 +162,10 @@ def read_routing(folder: Path, step: int) -> dict[str, Routing]:
             with np.load(path, allow_pickle=False) as arrays:
                 for name in (key for key in arrays.files if key.endswith(":chosen")):
                     whole, begin = name.rsplit(":", 2)[0], name.removesuffix("chosen")
-                    samples, first = arrays[f"{begin}samples"], int(arrays[f"{begin}first"])
-                    chosen = arrays[name].astype(np.int64)
-                    if samples.ndim != 1 or chosen.ndim != 3 or len(samples) != len(chosen) or first < 0:
+                    part = _Part(*(arrays[f"{begin}{field}"] for field in _Part._fields))
+                    if not part.fits:
                         raise ValueError(f"{whole} has other shapes")
-                    parts.setdefault(whole, []).append((samples, chosen, first))
+                    parts.setdefault(whole, []).append(part)
         except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
             raise RunFailedError(f"{path}: not a file of recorded routing ({error})") from None
     try:
@@ -153,15 +174,15 @@ def read_routing(folder: Path, step: int) -> dict[str, Routing]:
         raise RunFailedError(f"{folder}: recorded routing of step {step} is incomplete ({error})") from None
 
 
-def _joined(parts: Sequence[tuple[np.ndarray, np.ndarray, int]]) -> Routing:
+def _joined(parts: Sequence[_Part]) -> Routing:
     """Return the routing of all parts. Raises ``ValueError`` if they do not cover whole sequences, so that
     few bytes of a file never take much memory."""
-    samples = np.unique(np.concatenate([own for own, _, _ in parts]))
-    length = max(first + chosen.shape[1] for _, chosen, first in parts)
-    shape = len(samples), length, parts[0][1].shape[2]
-    if math.prod(shape) > sum(chosen.size for _, chosen, _ in parts):
+    samples = np.unique(np.concatenate([part.samples for part in parts]))
+    length = max(int(part.positions.max()) + 1 for part in parts)
+    shape = len(samples), length, parts[0].chosen.shape[2]
+    if math.prod(shape) > sum(part.chosen.size for part in parts):
         raise ValueError(f"{len(samples)} sequences of {length} positions are not all there")
     whole = np.full(shape, -1, dtype=np.int64)
-    for own, chosen, first in parts:
-        whole[np.searchsorted(samples, own), first : first + chosen.shape[1]] = chosen
+    for part in parts:
+        whole[np.searchsorted(samples, part.samples)[:, None], part.positions] = part.chosen
     return Routing(samples, whole)
