@@ -1,6 +1,6 @@
 """Memory and time with activations or optimizer state in host memory, beside recomputation.
 
-    python benchmarks/memory/offload.py measured [--steps 4]
+    python benchmarks/memory/offload.py measured [--steps 4] [--precision bfloat16]
     python benchmarks/memory/offload.py predicted [JOB] [--cluster CLUSTER]
 
 ``measured`` trains a small model in one process. Device memory is what tensors hold after every operator of a
@@ -46,12 +46,12 @@ OFFLOADS = tuple(product((0.0, 1.0), (False, True)))
 RECOMPUTES = ("none", "selective", "full")
 
 
-def measure(layout: Layout, steps: int) -> tuple[int, int, float]:
+def measure(layout: Layout, dtype: torch.dtype, steps: int) -> tuple[int, int, float]:
     """Return the most bytes of a step on the device, those in host memory, and a step's processor seconds."""
     tokens = torch.zeros(2 * layout.micro_batch, MODEL.sequence, dtype=torch.int64)
     data = Batch(tokens, tokens, torch.arange(len(tokens)))
     sample = Batch(*(one[: layout.micro_batch] for one in (data.inputs, data.targets, data.samples)))
-    workload = Workload(MODEL, layout, 2, overlap=OVERLAP, value_bytes=4)
+    workload = workload_of(layout, dtype)
     with LiveBytes() as live:
         engine = Engine(
             GPT(MODEL, seed=1),
@@ -61,7 +61,7 @@ def measure(layout: Layout, steps: int) -> tuple[int, int, float]:
             2,
             OptimizerConfig(),
             seed=1,
-            dtype=torch.float32,
+            dtype=dtype,
             device=torch.device("cpu"),
             recorder=Recorder(),
             overlap=OVERLAP,
@@ -70,7 +70,7 @@ def measure(layout: Layout, steps: int) -> tuple[int, int, float]:
         live.start_peak()
         engine.train_step(lambda: data, 1e-3, tokens.numel())
     host = engine._runtime.offload.host_bytes
-    host += engine.optimizer.host.host_bytes if engine.optimizer.host is not None else 0
+    host += engine._optimizer_step.offload.host_bytes
     seconds = []
     for _ in range(steps):
         begun = time.process_time()
@@ -80,7 +80,12 @@ def measure(layout: Layout, steps: int) -> tuple[int, int, float]:
     return live.peak - host, host, min(seconds)
 
 
-def print_measured(steps: int) -> None:
+def workload_of(layout: Layout, dtype: torch.dtype) -> Workload:
+    """Return what the planner is asked of the small model."""
+    return Workload(MODEL, layout, 2, overlap=OVERLAP, value_bytes=dtype.itemsize)
+
+
+def print_measured(dtype: torch.dtype, steps: int) -> None:
     """Print a line for each kind of recomputation and offload."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -91,8 +96,8 @@ def print_measured(steps: int) -> None:
     print("|---" * 7 + "|")
     for recompute, (activations, optimizer) in product(RECOMPUTES, OFFLOADS):
         layout = Layout(recompute=recompute, offload_activations=activations, offload_optimizer=optimizer)
-        device, host, seconds = measure(layout, steps)
-        (plan,) = memory_of_ranks(Workload(MODEL, layout, 2, overlap=OVERLAP, value_bytes=4), on_cpu=True)
+        device, host, seconds = measure(layout, dtype, steps)
+        (plan,) = memory_of_ranks(workload_of(layout, dtype), on_cpu=True)
         sizes = (device, float(plan.total) - float(plan.margin), host, float(plan.host))
         cells = [recompute, _name(activations, optimizer), *(f"{size / 2**20:.1f}" for size in sizes)]
         print("| " + " | ".join([*cells, f"{seconds:.2f}"]) + " |", flush=True)
@@ -141,9 +146,10 @@ def main() -> None:
     parser.add_argument("job", nargs="?", default="llama3-8b")
     parser.add_argument("--cluster", default="one-node-8xh100")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     given = parser.parse_args()
     if given.what == "measured":
-        print_measured(given.steps)
+        print_measured(getattr(torch, given.precision), given.steps)
     else:
         print_predicted(given.job, given.cluster)
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from myriad.comm.config import CommConfig
 from myriad.config import Config
 from myriad.errors import BadInputError
 from myriad.program.config import OverlapConfig
@@ -24,6 +25,7 @@ __all__ = [
     "check_layout",
     "lacks_for_graphs",
     "lacks_for_offload",
+    "offloads_master",
 ]
 
 ScheduleName = Literal[
@@ -108,11 +110,12 @@ class Layout(Config):
     after the forward and back before the backward. Results are the same to the bit. 0: keep all on the
     device."""
     offload_optimizer: bool = False
-    """Keep the optimizer's moments in host memory, and copy those of each chunk to the device for its update.
-    Results are the same to the bit."""
+    """Keep the optimizer's state in host memory, and copy that of each chunk to the device for its update:
+    the moments, and with train.precision = bfloat16 or float16 the float32 master weights. Results are the
+    same to the bit."""
     offload_optimizer_ratio: float = Field(1.0, gt=0, le=1)
     """Share of a stage's chunks (overlap.chunks), from the first, that layout.offload_optimizer applies to;
-    the moments of the others stay on the device."""
+    the state of the others stays on the device."""
 
     @property
     def world(self) -> int:
@@ -293,3 +296,11 @@ def lacks_for_offload(layout: Layout, overlap: OverlapConfig, optimizer: str) ->
         (overlap.optimizer, "overlap.optimizer = true, which updates chunk by chunk"),
     )
     return next((need for there, need in needs if layout.offload_optimizer and not there), "")
+
+
+def offloads_master(layout: Layout, comm: CommConfig, value_bytes: int) -> bool:
+    """Return whether the float32 master values are part of the optimizer state in host memory, as they are
+    where no action but the update needs them. ``value_bytes``: bytes of one element of the compute type."""
+    trains_alone = comm.sync_every > 1 and layout.dp > 1  # agreements of replicas change the master values
+    needs_them = value_bytes == 4 or comm.compress_parameters is not None or trains_alone
+    return layout.offload_optimizer and not needs_them

@@ -86,8 +86,8 @@ class TrainConfig(Config):
     """Memory that a rank may use, e.g. "64 GiB", as the planner counts it. If the layout needs more,
     recompute as few layers as make it fit. off: no limit."""
     memory_offload: Literal["auto"] | None = None
-    """auto: recompute only what train.memory_budget needs with all moments of the optimizer in host memory,
-    and keep those of as few chunks there as make it fit (layout.offload_optimizer_ratio). off: only
+    """auto: recompute only what train.memory_budget needs with all of the optimizer's state in host memory,
+    and keep that of as few chunks there as make it fit (layout.offload_optimizer_ratio). off: only
     recompute."""
     threads: int = Field(0, ge=0)
     """CPU threads of each rank; 0: divide the cores among the ranks of the machine."""

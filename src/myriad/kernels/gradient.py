@@ -30,6 +30,7 @@ __all__ = [
     "PendingRows",
     "WeightProduct",
     "apply_deferred",
+    "feed_sink",
     "rows_as_one",
     "set_sink",
     "sink_of",
@@ -281,3 +282,11 @@ def set_sink(weight: torch.Tensor, sink: GradientSink | None) -> None:
 def sink_of(weight: torch.Tensor) -> GradientSink | None:
     """Return the sink of ``weight``, or None if the runtime has set none."""
     return getattr(weight, "sink", None)
+
+
+def feed_sink(weight: torch.Tensor) -> None:
+    """Add a gradient that autograd computed to the sink of ``weight``. If an operator fed the sink itself,
+    autograd computed none."""
+    if weight.grad is not None:
+        weight.sink.add(weight.grad)  # type: ignore[attr-defined]
+        weight.grad = None

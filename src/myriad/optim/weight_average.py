@@ -30,10 +30,10 @@ class WeightAverage:
         self.averages = [torch.zeros_like(region.values) for region in regions]
         """One tensor for each region; a checkpoint stores and loads them in place."""
 
-    def restart(self) -> None:
-        """Set the average to the current values."""
-        for average, region in zip(self.averages, self._regions, strict=True):
-            average.copy_(region.values)
+    def restart(self, stored: Sequence[torch.Tensor]) -> None:
+        """Set the average to the current values. ``stored``: those of each region where they rest."""
+        for average, values in zip(self.averages, stored, strict=True):
+            average.copy_(values)
 
     def update(self, indices: Sequence[int], steps_done: int) -> None:
         """Update the average of these regions, whose values have just completed optimizer step
@@ -48,10 +48,11 @@ class WeightAverage:
         """Return the weight of the newest values in update ``number``, from 1."""
         return (1 - self._decay) / (1 - self._decay**number)
 
-    def swap(self) -> None:
-        """Exchange values and averages, bit for bit."""
-        for average, region in zip(self.averages, self._regions, strict=True):
+    def swap(self, stored: Sequence[torch.Tensor]) -> None:
+        """Exchange values and averages, bit for bit. ``stored``: the values of each region where they
+        rest."""
+        for average, values in zip(self.averages, stored, strict=True):
             for block in cache_blocks(average):
                 held = average[block].clone()
-                average[block].copy_(region.values[block])
-                region.values[block].copy_(held)
+                average[block].copy_(values[block])
+                values[block].copy_(held)

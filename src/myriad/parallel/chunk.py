@@ -18,7 +18,8 @@ across the groups (`Chunk.start_across`), and nothing else crosses.
 (`myriad.parallel.transient_buffer`) is freed and allocated by resizing a storage; captured stages use a fixed
 place that chunks share. In both cases the parameters stay views of the memory, and so do the tensors that
 autograd saved. In float32 the master values *are* the values (or their slice), unless parameters are
-compressed for communication: then the gathered values are not exact.
+compressed for communication: then the gathered values are not exact. In a shorter type the master values may
+be in host memory between updates (`Chunk.rest_in`); with ZeRO 3 a slice of that type then stays here.
 
 Gathers and reductions are issued (`start_...`) and waited for (`await_...`); the communication scheduler
 (`CommScheduler`) runs them in between.
@@ -35,7 +36,7 @@ from torch import nn
 from myriad.comm.collectives import all_reduce
 from myriad.comm.comm_scheduler import BucketCollective, CommScheduler, PendingCollective
 from myriad.comm.groups import Group
-from myriad.kernels.gradient import GradientSink, PendingRows, set_sink
+from myriad.kernels.gradient import GradientSink, PendingRows, feed_sink, set_sink
 from myriad.optim.region import ParameterSlice, Region
 from myriad.parallel.own_gradients import OwnGradients
 from myriad.parallel.parameter_table import Entry, Row
@@ -126,6 +127,10 @@ class Chunk:
         self.regions = self._regions()
         """This rank's slice as the optimizer sees it: the parts with weight decay, one for each kind of
         update and factor of the learning rate, then the part without."""
+        self.stored = self.master
+        """The master values where they rest between updates."""
+        self._gathered = self.master
+        """This rank's slice as gathers read it."""
         self._collective = sharing.scheduler.bucket_collective(self.size, dtype)
         self._gathering: PendingCollective | None = None
         self._reducing: PendingCollective | None = None
@@ -168,6 +173,20 @@ class Chunk:
         """Whether the master values share memory with the values (or are a slice of them)."""
         return self.master.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
 
+    def rest_in(self, stored: torch.Tensor) -> None:
+        """Let the master values rest in ``stored``, in host memory: `master` is on the device only around the
+        update (`HostState`). Gathers then read a slice of the compute type."""
+        self.stored = stored
+        if self.sharing.zero == 3:
+            self._gathered = torch.zeros_like(self.master, dtype=self.values.dtype)
+        elif self.sharing.zero:
+            self._gathered = self._slice(self.values)
+
+    @property
+    def _newest(self) -> torch.Tensor:
+        """The master values on the device if they are there, else where they rest."""
+        return self.master if self.master.untyped_storage().nbytes() else self.stored
+
     def _free_values(self) -> None:
         if self._values_memory is not None:
             self._values_memory.free()
@@ -202,7 +221,7 @@ class Chunk:
             if has_gradients:
                 sink = GradientSink(self.grad_buffer.data[start:stop].view(entry.shape), pending=self.pending)
                 set_sink(parameter, sink)
-                parameter.register_post_accumulate_grad_hook(_to_sink)
+                parameter.register_post_accumulate_grad_hook(feed_sink)
                 self.sinks.append(sink)
 
     def _regions(self) -> list[Region]:
@@ -245,11 +264,13 @@ class Chunk:
         start, stop = self.spans[index]
         a, b = max(start, self.start), min(stop, self.stop)
         if a < b:
-            self.master[a - self.start : b - self.start].copy_(values.reshape(-1)[a - start : b - start])
+            self._newest[a - self.start : b - self.start].copy_(values.reshape(-1)[a - start : b - start])
 
     def mark_stale(self) -> None:
         """Mark the values as stale: the master values changed, so the next gather must fetch them."""
         self._stale = True
+        if self._gathered is not self.master:
+            self._gathered.copy_(self._newest)
         if self.sharing.zero == 0:
             self._fetch(0)
 
@@ -281,9 +302,9 @@ class Chunk:
         self._stale = False
         self.forget_forms()
         if self.sharing.zero:
-            self._gathering = self._collective.gather(self.values, self.master, priority)
-        elif self.values.data_ptr() != self.master.data_ptr():
-            self.values.copy_(self.master)
+            self._gathering = self._collective.gather(self.values, self._gathered, priority)
+        elif not self.master_is_values:
+            self.values.copy_(self._newest)
 
     def await_gather(self) -> None:
         """Wait until every parameter is whole on this rank."""
@@ -426,11 +447,3 @@ class Chunk:
         self._free_grad_buffer(when=self.sharing.frees_grad_buffer)
         self._fresh = True
         self.mark_stale()
-
-
-def _to_sink(parameter: torch.Tensor) -> None:
-    """Add a gradient that autograd computed to the sink. If an operator fed the sink itself, autograd
-    computed none."""
-    if parameter.grad is not None:
-        parameter.sink.add(parameter.grad)  # type: ignore[attr-defined]
-        parameter.grad = None

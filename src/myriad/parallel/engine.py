@@ -17,6 +17,7 @@ import torch
 
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
+from myriad.comm.layout import offloads_master
 from myriad.kernels.config import Kernels
 from myriad.kernels.float8 import Float8
 from myriad.model.definition import Definition, mixtures_of, num_experts_of
@@ -134,6 +135,7 @@ class Engine(ForwardEngine):
             biases=self._biases,
             before_update=lambda: self.before_update(),
             states_on_host=trained.states_on_host,
+            offloads_master=offloads_master(layout, comm, dtype.itemsize),
         )
         self._routing = None
         if any(routing):
@@ -294,7 +296,7 @@ class Engine(ForwardEngine):
         chunks = [chunk for chunk in self.model.chunks if chunk.sharing.of_experts == of_experts]
         found = [chunk.values for chunk in chunks if whole]
         if layout.zero in (0, 3):
-            found += [chunk.master for chunk in chunks if not (whole and chunk.master_is_values)]
+            found += [chunk.stored for chunk in chunks if not (whole and chunk.master_is_values)]
         if layout.zero in (0, 3) and self._model_state.is_replicated:
             indices = [index for chunk in chunks for index in self._model_state.regions_of[chunk]]
             states = self._optimizer_step.optimizer_state().values()
@@ -319,7 +321,7 @@ class Engine(ForwardEngine):
         """Set the moving average of the parameters, if there is one, to the current parameters: they were set
         without it."""
         if self._optimizer_step.average is not None:
-            self._optimizer_step.average.restart()
+            self._optimizer_step.average.restart(self._model_state.stored_values())
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -333,7 +335,9 @@ class Engine(ForwardEngine):
 
     def _swap_average(self) -> None:
         assert self._optimizer_step.average is not None, "a job's rule"
-        self._optimizer_step.average.swap()
+        for chunk in self.model.chunks:
+            chunk.await_gather()  # the last update may have issued one, which reads the values
+        self._optimizer_step.average.swap(self._model_state.stored_values())
         for chunk in self.model.chunks:
             chunk.mark_stale()
         self._mark_stale()

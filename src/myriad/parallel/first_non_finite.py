@@ -57,7 +57,7 @@ def describe_first_non_finite(
 
 def _bad_parameter(rows: _Rows) -> _Finding | None:
     for chunk, row in rows:
-        part = chunk.master[max(row.start - chunk.start, 0) : max(row.stop - chunk.start, 0)]
+        part = chunk.stored[max(row.start - chunk.start, 0) : max(row.stop - chunk.start, 0)]
         if not bool(torch.isfinite(part).all()):
             return _Finding((0, 0, 0), f"parameter {row.entry.name}")
     return None

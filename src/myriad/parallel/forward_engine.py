@@ -234,7 +234,7 @@ class ForwardEngine:
 
     def _states(self, *, owned_only: bool) -> dict[str, Sequence[torch.Tensor]]:
         """Return state names, each with one tensor per region, shaped like the region's values."""
-        return {"model": [region.values for region in self._model_state.regions]}
+        return {"model": self._model_state.stored_values()}
 
     def loaded(self) -> None:
         """Mark the state as loaded: the parameters must be gathered again."""

@@ -42,6 +42,16 @@ class ModelState:
         """1 where this rank counts its part of a row in the global norm, else 0, so that each element counts
         once."""
 
+    def stored_values(self) -> list[torch.Tensor]:
+        """Return the master values of each region where they rest between updates: host memory, or the
+        device."""
+        found = []
+        for chunk in self.regions_of:
+            places = [_offset(region, chunk) for region in chunk.regions]
+            sizes = [region.values.numel() for region in chunk.regions]
+            found += [chunk.stored[at : at + size] for at, size in zip(places, sizes, strict=True)]
+        return found or [self.regions[0].values]
+
     def _counts_row(self, chunk: Chunk, row: Row) -> float:
         return 0.0 if chunk.sharing.copy > 0 or self._is_copy(chunk, row) else 1.0
 
@@ -69,8 +79,7 @@ class ModelState:
                 if first >= stop or (owned_only and self._is_copy(chunk, row)):
                     continue
                 entry = row.entry
-                offset = int(region.values.storage_offset()) - int(chunk.master.storage_offset())
-                start = chunk.start + offset + first - chunk.start_of(entry)
+                start = chunk.start + _offset(region, chunk) + first - chunk.start_of(entry)
                 held = {prefix: tensors for prefix, tensors in states.items() if tensors[index].numel()}
                 for prefix, tensors in held.items():
                     yield from shards_of_flat(
@@ -132,6 +141,11 @@ def _share(region: Region, chunk: Chunk, copy: int | None) -> tuple[int, int]:
     size, copies = region.values.numel(), chunk.sharing.num_copies
     copy = chunk.sharing.copy if copy is None else copy
     return size * copy // copies, size * (copy + 1) // copies
+
+
+def _offset(region: Region, chunk: Chunk) -> int:
+    """Return the first element of a region in this rank's slice of its chunk."""
+    return int(region.values.storage_offset()) - int(chunk.master.storage_offset())
 
 
 def _nothing(device: torch.device) -> Region:

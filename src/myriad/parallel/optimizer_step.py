@@ -36,6 +36,7 @@ from myriad.parallel.partial_gradients import PartialGradients
 from myriad.parallel.qk_clip import QKClip
 from myriad.parallel.rank_model import RankModel
 from myriad.parallel.router_biases import RouterBiases
+from myriad.parallel.state_offload import StateOffload
 from myriad.parallel.step_statistics import ExpertLoad, LayerNorms, StepStatistics
 from myriad.parallel.user_means import UserMeans
 from myriad.program.actions import Kind
@@ -122,12 +123,13 @@ class OptimizerStep:
         biases: RouterBiases | None,
         before_update: Callable[[], None],
         states_on_host: frozenset[int] = frozenset(),
+        offloads_master: bool = False,
     ) -> None:
         """``outputs``: sums of the iteration's outputs, from which a non-finite value is located.
         ``dtype``: type of the computation.
         ``trains_alone``: replicas have their own gradients at the step. ``before_update`` is called in each
         iteration just before parameters and optimizer state change. ``states_on_host``: stages of the program
-        whose state is in host memory between updates."""
+        whose state is in host memory between updates; with ``offloads_master`` their master values, too."""
         assert not updates_early or (config.name, config.clip_norm) == ("adamw", None), "a job's rule"
         assert not updates_early or loss_scaler is None, "a job's rule"
         self._model, self._state, self._groups, self._outputs = model, state, groups, outputs
@@ -151,6 +153,8 @@ class OptimizerStep:
             if layout.folds_experts:
                 peers = MatrixPeers.of(groups, device, of_experts=True)
                 self._exchanges |= make_exchanges(of_experts, peers, config, sent)
+        own_states = states_on_host & model.stages.keys()
+        on_host = [chunk for stage in own_states for chunk in self._updated_with(stage)]
         self.optimizer = build_optimizer(
             config,
             state.regions,
@@ -158,12 +162,9 @@ class OptimizerStep:
             parameter_sums,
             kernels,
             self._matrix_parts(),
-            on_host=[
-                index
-                for stage in states_on_host & model.stages.keys()
-                for index in self._updated_regions(stage)
-            ],
+            on_host=[index for chunk in on_host for index in state.regions_of[chunk]],
         )
+        self.offload = StateOffload(self.optimizer.host, model.chunks, on_host if offloads_master else ())
         self.average: WeightAverage | None = None
         """The moving average of the parameters, if the job keeps one."""
         self._qk_clip = None if config.qk_clip is None else QKClip(config.qk_clip, model, groups, device)
@@ -319,20 +320,9 @@ class OptimizerStep:
 
     def copy_state(self, kind: Kind, stage: int) -> None:
         """Run an action of `COPIES_STATE` on the state of a stage, also if the step is skipped."""
-        indices = self._updated_regions(stage)
-        if not indices:
-            return  # this rank has no part of the stage's parameters
-        assert self.optimizer.host is not None, "the engine was built for this program"
-        copies = {
-            Kind.START_FETCH_STATE: self.optimizer.host.start_fetch,
-            Kind.AWAIT_FETCH_STATE: self.optimizer.host.await_fetch,
-            Kind.START_OFFLOAD_STATE: self.optimizer.host.start_offload,
-            Kind.AWAIT_OFFLOAD_STATE: self.optimizer.host.await_offload,
-        }
-        copies[kind](indices)
-
-    def _updated_regions(self, stage: int) -> list[int]:
-        return [index for chunk in self._updated_with(stage) for index in self._state.regions_of[chunk]]
+        chunks = self._updated_with(stage)
+        regions = [index for chunk in chunks for index in self._state.regions_of[chunk]]
+        self.offload.run(kind, regions, chunks)
 
     def _updated_with(self, stage: int) -> list[Chunk]:
         """Return the chunks that are updated with a stage. Tied parameters are updated with the first stage

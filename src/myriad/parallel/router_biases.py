@@ -72,7 +72,7 @@ class RouterBiases:
             begin, end = chunk.spans[position]
             start, stop = max(begin, chunk.start), min(end, chunk.stop)
             if counts and start < stop:
-                held = chunk.master[start - chunk.start : stop - chunk.start]
+                held = chunk.stored[start - chunk.start : stop - chunk.start]
                 own[number, start - begin : stop - begin] = held
         self.table.copy_(all_reduce(own, self._groups.world))
 

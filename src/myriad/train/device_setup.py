@@ -312,6 +312,6 @@ def within_budget(job: Job, *, on_cpu: bool, value_bytes: int) -> tuple[Job, str
         layout = _fits_like(layout, layout_within(work, budget, on_cpu=on_cpu, offloads=offloads))
     share = f" of {layout.recompute_ratio:.0%} of the layers" if layout.recompute == "full" else ""
     if layout.offload_optimizer:
-        share += f", moments of {layout.offload_optimizer_ratio:.0%} of the chunks in host memory"
+        share += f", optimizer state of {layout.offload_optimizer_ratio:.0%} of the chunks in host memory"
     line = f"recompute {layout.recompute}{share}, to hold at most {format_bytes(budget)}"
     return job.model_copy(update={"layout": layout}), line

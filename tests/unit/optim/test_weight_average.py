@@ -13,7 +13,7 @@ def region(values: torch.Tensor) -> Region:
 def test_the_average_weights_each_update_by_its_age_and_the_initial_values_by_nothing() -> None:
     values, seen = torch.randn(1000), []
     average = WeightAverage(0.9, 3, [region(values)])
-    average.restart()
+    average.restart([values])
     assert torch.equal(average.averages[0], values), "before the first update"
     for step in range(1, 31):
         values += 0.1 * torch.randn(1000)
@@ -31,7 +31,8 @@ def test_values_and_averages_are_exchanged_and_restored_bit_for_bit() -> None:
     average.update([0, 1], 1)
     regions[0].values.add_(1.0)
     before = [one.values.clone() for one in regions], [one.clone() for one in average.averages]
-    average.swap()
+    stored = [one.values for one in regions]
+    average.swap(stored)
     assert torch.equal(regions[0].values, before[1][0])
-    average.swap()
+    average.swap(stored)
     assert torch.equal(regions[0].values, before[0][0]) and torch.equal(average.averages[0], before[1][0])

@@ -225,7 +225,9 @@ class Costs:
         one_moment, routed = (sum(one.local for one in found) for found in held)
         if not layout.folds_experts:
             one_moment, routed = one_moment + routed, 0.0
-        state = 8.0 * self._own_parameters(others, experts) - 4.0 * self._own_parameters(one_moment, routed)
+        state_bytes = 12.0 if workload.offloads_master else 8.0
+        state = state_bytes * self._own_parameters(others, experts)
+        state -= 4.0 * self._own_parameters(one_moment, routed)
         rate = host_copy_rate(self.cluster)
         return (kept.kept + kept.head_bytes) / rate, state / rate
 

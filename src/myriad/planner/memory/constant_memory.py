@@ -66,7 +66,7 @@ class ConstantMemory:
     ) -> None:
         """``chunks``: elements of each chunk. ``matrices``: those that Muon orthogonalizes.
         ``expert_chunks``: the chunks of experts that not all replicas hold. ``on_host``: the chunks whose
-        moments are in host memory between updates."""
+        optimizer state is in host memory between updates."""
         self._model, self._workload, self._node_size = model, model.workload, node_size
         self._program, self._rank, self._actions = program, rank, program.ranks[rank]
         self._chunks, self._matrices, self._expert_chunks = chunks, matrices, expert_chunks
@@ -95,12 +95,27 @@ class ConstantMemory:
         held, others = self._part(key), self._chunks[key] - self._matrices.get(key, 0.0)
         return 4 * held + 4 * min(held, others)
 
+    def state_of(self, key: int) -> float:
+        """Return the bytes of a chunk that rest in host memory, if its optimizer state does."""
+        return self.moments_of(key) + (4 * self._part(key) if self._workload.offloads_master else 0.0)
+
+    @cached_property
+    def masters(self) -> float:
+        """Bytes of master values that stay on the device, and with ZeRO 3 of the slices that gathers read
+        instead of those in host memory."""
+        workload, is_sharded = self._workload, self._workload.layout.zero == 3
+        if workload.value_bytes == 4 and not is_sharded:
+            return 0.0  # the master values are the values
+        away = {*self._on_host} if workload.offloads_master else set()
+        slices = sum(map(self._part, away)) * workload.value_bytes if is_sharded else 0.0
+        return slices + 4 * sum(self._part(key) for key in self._chunks if key not in away)
+
     @cached_property
     def host_bytes(self) -> float:
         """Bytes of host memory: a buffer for each micro-batch of a stage that is offloaded at once, and the
         optimizer state."""
         buffers = most_offloaded(self._actions)
-        found = sum(map(self.moments_of, self._on_host))
+        found = sum(map(self.state_of, self._on_host))
         for stage, count in buffers.items():
             held = self._model.held(stage, turns=False)
             found += count * (held.kept + held.head_bytes)

@@ -4,8 +4,10 @@ A layout above a capacity by this bound never fits. The bound is the largest, ov
 of
 
     always         values, master values, gradients and moments that the rank never frees
+    the larger of
     one compute    a micro-batch's bytes at the higher peak of its forward and backward in one stage, with the
                    stage's parameters (ZeRO 3) and gradients (ZeRO 2 and 3)
+    one update     a stage's optimizer state, if it is in host memory before and after
 
 so it leaves out messages, further micro-batches in flight, receive buffers and the margin. `rank_memory`
 counts all of them.
@@ -17,7 +19,7 @@ from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.memory.stage_memory import StageMemory
 from myriad.planner.workload import Workload
 from myriad.program.build import count_chunks
-from myriad.program.partition import cut_ranges
+from myriad.program.partition import cut_ranges, num_recomputed
 from myriad.program.schedules import stage_owners
 
 __all__ = ["least_bytes"]
@@ -33,23 +35,38 @@ def least_bytes(workload: Workload, *, on_cpu: bool) -> float:
     for stage, rank in enumerate(stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)):
         stages_of[rank] += range(stage * num_chunks, (stage + 1) * num_chunks)
     captures = workload.profile.cuda_graphs and not on_cpu
-    return max(
-        _always_held(model, stages) + (0.0 if captures else max(_one_compute(model, one) for one in stages))
-        for stages in stages_of
-    )
+    count = num_recomputed(num_chunks, layout.offload_optimizer_ratio) if layout.offload_optimizer else 0
+
+    def passing(stage: int) -> float:
+        compute = 0.0 if captures else _one_compute(model, stage)
+        return max(compute, _state(model, stage) if stage % num_chunks < count else 0.0)
+
+    return max(_always_held(model, stages) + max(map(passing, stages)) for stages in stages_of)
 
 
 def _always_held(model: StageMemory, stages: Sequence[int]) -> float:
     """Return the bytes of values, master values, gradients and moments that are never freed."""
     workload, zero = model.workload, model.workload.layout.zero
     elements, experts = sum(map(model.chunk, stages)), sum(map(model.expert_chunk, stages))
+    if {0, len(model.layers) - 1} & {*stages}:
+        elements += model.padded(model.table)
     part = elements / workload.layout.num_shards + experts / workload.num_expert_shards
     elements += experts
     values = elements * workload.value_bytes if zero < 3 else 0.0
     master = 0.0 if workload.value_bytes == 4 and zero < 3 else 4 * part
+    if workload.offloads_master:
+        master = workload.value_bytes * part if zero == 3 else 0.0
     moments = 0.0 if workload.layout.offload_optimizer else 4 * part * (1 if workload.orthogonalizes else 2)
     frees = workload.overlap.updates_early and zero < 2
     return values + master + moments + (0.0 if frees else 4 * (part if zero >= 2 else elements))
+
+
+def _state(model: StageMemory, stage: int) -> float:
+    """Return the least bytes of a stage's optimizer state that rests in host memory."""
+    workload = model.workload
+    part = model.chunk(stage) / workload.layout.num_shards
+    part += model.expert_chunk(stage) / workload.num_expert_shards
+    return 4 * part * (int(workload.offloads_master) + (1 if workload.orthogonalizes else 2))
 
 
 def _one_compute(model: StageMemory, stage: int) -> float:

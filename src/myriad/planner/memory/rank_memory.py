@@ -49,18 +49,16 @@ from myriad.program.actions import (
     Resource,
     Semantics,
     input_of,
-    kinds_where,
     output_of,
 )
 from myriad.program.build import build_program, count_chunks
 from myriad.program.in_flight import next_is_backward
 from myriad.program.partition import cut_ranges
-from myriad.program.static_buffers import BufferAssignment, assign_buffers
+from myriad.program.static_buffers import BufferAssignment, assign_buffers, tied_reduction
 from myriad.program.warm_up import warm_up_actions
 
 __all__ = ["memory_of_ranks", "memory_of_repeating_ranks"]
 
-_REDUCES = kinds_where(lambda does: does.starts is Collective.REDUCE)
 _HIGHER = 1 + 1e-12
 """Factor by which a state must exceed the earlier peak: smaller differences may be rounding."""
 
@@ -157,10 +155,8 @@ class _MemoryWalk:
         captures = self.workload.profile.cuda_graphs and not model.on_cpu
         self.captured = captured_bytes(model, self.actions, program.num_stages) if captures else None
         """Bytes that captured stages reserve; ``None``: layers allocate and free their memory."""
-        self.last_reduce = max(
-            (i for i, a in enumerate(self.actions) if a.kind in _REDUCES and a.stage in self.tied_stages),
-            default=-1,
-        )
+        self.tied_starts, self.tied_ends = tied_reduction(self.actions, self.tied_stages)
+        """The actions between which the tied chunk is reduced."""
 
     def peak(self) -> PeakMemory:
         """Return the memory at the peak of an iteration."""
@@ -191,7 +187,7 @@ class _MemoryWalk:
             passing, head_bytes = self._passing(action)
             if (total := self._total(passing)) > highest * _HIGHER:
                 best, highest = self._memory(passing, head_bytes), total
-            self._after(action)
+            self._after(index, action)
         assert best is not None, "every rank does something"
         return best
 
@@ -240,7 +236,7 @@ class _MemoryWalk:
 
     @property
     def _optimizer(self) -> float:
-        """Bytes of moments on the device now, and of the moving average, which stays there."""
+        """Bytes of optimizer state on the device now, and of the moving average, which stays there."""
         average = 4 * self.constant.elements if self.workload.ema_every else 0.0
         return average + self.now.states.total + self.constant.moments
 
@@ -257,11 +253,10 @@ class _MemoryWalk:
 
     def _memory(self, passing: float, head_bytes: float) -> PeakMemory:
         now, part = self.now, self.constant.elements
-        master = 0.0 if self.workload.value_bytes == 4 and self._zero < 3 else 4 * part
         activations = (self.captured or 0.0) + now.kept.total + now.products.total + passing - head_bytes
         logits, buffers = now.head_bytes.total + head_bytes, self._buffers()
         return PeakMemory(
-            weights=now.values.total + master,
+            weights=now.values.total + self.constant.masters,
             gradients=now.grad_buffers.total + (4 * part if self._zero >= 2 else 0.0),
             optimizer=self._optimizer,
             activations=activations,
@@ -297,7 +292,7 @@ class _MemoryWalk:
         layout = self.workload.layout
         if does.starts is Collective.REDUCE and (layout.num_holders > 1 or layout.has_whole_experts):
             own = self._own_chunks(stage)
-            self.reduced_keys[stage] = [*own, _TIED] if index == self.last_reduce else own
+            self.reduced_keys[stage] = [*own, _TIED] if index == self.tied_starts else own
             now.rooms.append(sum(map(self._room, self.reduced_keys[stage])))
         if does.starts is Collective.REDUCE_ACROSS:
             rooms = (self.model.room_across(self.chunks[key]) for key in self.reduced_keys[stage])
@@ -307,7 +302,7 @@ class _MemoryWalk:
         if does.starts_copy is Copy.FETCH:
             self._keep(action)
         elif does.starts_copy is Copy.FETCH_STATE:
-            now.states.put(stage, sum(map(self.constant.moments_of, self._updated_with(stage))))
+            now.states.put(stage, sum(map(self.constant.state_of, self._updated_with(stage))))
         for transfer in action.transfers if does.posts else ():
             if not transfer.sends:
                 payload = (transfer.payload, transfer.stage, transfer.micro_batch)
@@ -317,7 +312,7 @@ class _MemoryWalk:
         if num_bytes is not None:
             self.now.matrices.put(stage, num_bytes)
 
-    def _after(self, action: Action) -> None:
+    def _after(self, index: int, action: Action) -> None:
         does = SEMANTICS[action.kind]
         if action.stage in self.matrices:
             self._put_matrices(action.stage, self.matrices[action.stage].after_end_of(action.kind))
@@ -330,7 +325,7 @@ class _MemoryWalk:
         elif Resource.PARAMETERS in does.frees:
             self._release(action.stage)
         elif does.ends is Collective.REDUCE:
-            self._reduced(action.stage)
+            self._reduced(action.stage, ends_tied=index == self.tied_ends)
         elif does.ends is Collective.REDUCE_ACROSS:
             self.now.rooms_across.popleft()
         elif does.updates and self._frees_grad_buffers:
@@ -346,11 +341,11 @@ class _MemoryWalk:
             if self._comes_and_goes[0] and not self.users[key]:
                 self.now.values.drop(key)
 
-    def _reduced(self, stage: int) -> None:
+    def _reduced(self, stage: int, *, ends_tied: bool) -> None:
         if self.now.rooms:
             self.now.rooms.popleft()
         if self._comes_and_goes[1] and self._zero >= 2:
-            for key in self._own_chunks(stage):
+            for key in [*self._own_chunks(stage), *([_TIED] if ends_tied else [])]:
                 self.now.grad_buffers.drop(key)
 
     def _updated(self, stage: int) -> None:

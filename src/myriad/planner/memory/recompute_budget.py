@@ -7,9 +7,9 @@
 The search starts at the layout's own setting and takes the first one whose peak (`rank_memory`) is within the
 budget. Each setting needs less memory and more compute than those before it.
 
-If the job allows it, moments may be in host memory. The first setting that fits with those of all chunks is
-taken, with those of as few chunks as make it fit: moments cross the link to the host twice a step, while
-every micro-batch is computed again.
+If the job allows it, optimizer state may be in host memory. The first setting that fits with that of all
+chunks is taken, with that of as few chunks as make it fit: state crosses the link to the host twice a step,
+while every micro-batch is computed again.
 """
 
 from collections.abc import Iterator
@@ -59,8 +59,8 @@ def layout_within(
     node_size: int | None = None,
     offloads: bool = False,
 ) -> Layout:
-    """Return the workload's layout with the recomputation that fits, and with ``offloads`` as many moments in
-    host memory. Raises `BadInputError` when none does."""
+    """Return the workload's layout with the recomputation that fits, and with ``offloads`` the state of as
+    few chunks in host memory. Raises `BadInputError` when none does."""
     needed = 0.0
 
     def fits(layout: Layout) -> bool:
@@ -90,11 +90,11 @@ def _steps(workload: Workload) -> Iterator[Layout]:
 
 
 def _offloaded(workload: Workload) -> Iterator[Layout]:
-    """Yield the layout as it is, then with the moments of more and more chunks in host memory."""
+    """Yield the layout as it is, then with the optimizer state of more and more chunks in host memory."""
     layout = workload.layout
     yield layout
-    all_moments = layout.model_copy(update={"offload_optimizer": True, "offload_optimizer_ratio": 1.0})
-    chunks = count_chunks(all_moments, workload.overlap, stage_layers(workload))
+    all_states = layout.model_copy(update={"offload_optimizer": True, "offload_optimizer_ratio": 1.0})
+    chunks = count_chunks(all_states, workload.overlap, stage_layers(workload))
     done = layout.offload_optimizer_ratio * chunks if layout.offload_optimizer else 0
     for count in range(int(done) + 1, chunks + 1):
-        yield all_moments.model_copy(update={"offload_optimizer_ratio": count / chunks})
+        yield all_states.model_copy(update={"offload_optimizer_ratio": count / chunks})
