@@ -9,7 +9,8 @@ the pairs of chunks are seen, all of them whole:
     step 1     rank 0: 3x1 3x2            rank 1: 1x0 2x0
 
 A step computes only the `Piece` s that windows and documents leave. With packed documents each document is
-cut into 2 r chunks of its own, so that ranks have equal work whatever the documents' lengths are.
+cut into 2 r chunks of its own, so that ranks have equal work whatever the documents' lengths are. The next
+document begins on the next rank.
 
 Keys travel in one of two ways. All ranks choose the same one (`sends_what_is_seen`):
 
@@ -115,14 +116,19 @@ _Parts = tuple[tuple[int, _Range], ...]
 @lru_cache(maxsize=256)
 def document_parts(lengths: tuple[int, ...], size: int) -> tuple[tuple[_Parts, ...], ...]:
     """Return the parts of each document of a window that each rank of a ring has, as ``[rank][document]``.
-    ``lengths``: those of the documents. Ranks have equally many positions if ``size`` divides their sum."""
+    ``lengths``: those of the documents. Ranks have equally many positions if ``size`` divides their sum.
+
+    Document d begins on rank d modulo ``size``: with a window, a document's first positions see fewer keys.
+    """
     totals, start = [0] * size, 0
     found: list[list[_Parts]] = [[] for _ in range(size)]
-    for length in lengths:
-        chunks = _chunks(length, totals)
+    for number, length in enumerate(lengths):
+        chunks = _chunks(length, totals, number)
         borders = list(accumulate(chunks, initial=start))
         for rank in range(size):
-            ends = (borders[rank : rank + 2], borders[2 * size - 1 - rank : 2 * size + 1 - rank])
+            first_chunk = (rank - number) % size
+            last_chunk = 2 * size - 1 - first_chunk
+            ends = (borders[first_chunk : first_chunk + 2], borders[last_chunk : last_chunk + 2])
             own = [(first, stop) for first, stop in ends if first < stop]
             if len(own) == 2 and own[0][1] == own[1][0]:
                 own = [(own[0][0], own[1][1])]
@@ -133,15 +139,16 @@ def document_parts(lengths: tuple[int, ...], size: int) -> tuple[tuple[_Parts, .
     return tuple(map(tuple, found))
 
 
-def _chunks(length: int, totals: Sequence[int]) -> list[int]:
-    """Return the sizes of a document's chunks, two for each rank. What is left over goes to the ranks with
-    the fewest positions so far (``totals``)."""
+def _chunks(length: int, totals: Sequence[int], number: int) -> list[int]:
+    """Return the sizes of the chunks of document ``number``, two for each rank. What is left over goes to the
+    ranks with the fewest positions so far (``totals``)."""
     size = len(totals)
     base, more = divmod(length, 2 * size)
     chunks, given = [base] * (2 * size), [0] * size
     for _ in range(more):
         rank = min(range(size), key=lambda one: (totals[one] + given[one], given[one], one))
-        chunks[rank if given[rank] == 0 else 2 * size - 1 - rank] += 1
+        chunk = (rank - number) % size
+        chunks[chunk if given[rank] == 0 else 2 * size - 1 - chunk] += 1
         given[rank] += 1
     return chunks
 

@@ -159,6 +159,8 @@ def test_all_ranks_attend_to_about_equally_many_pairs(size: int) -> None:
     for packed in (None, inside):
         pairs = [ring_plan(8192, None, rank, size, packed).num_pairs(1) for rank in range(size)]
         assert max(pairs) - min(pairs) <= 0.02 * max(pairs)
+    pairs = [ring_plan(8192, 64, rank, size, inside).num_pairs(1) for rank in range(size)]
+    assert max(pairs) * size <= 1.05 * sum(pairs), "documents begin on different ranks"
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.data())
