@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 from test_dashboard_page import download
 
+from myriad.cli.watch_content import ManyRuns
 from myriad.dashboard.app import listen_at, make_server
-from myriad.dashboard.many.live_table import LiveTable
-from myriad.dashboard.many.runs_app import build_runs_app
 from myriad.dashboard.request_guard import Access
 from myriad.run import Run
 
@@ -52,9 +51,8 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     odd.append_event("job_changed", step=4, key=ATTACK, before=0.1, after=0.01, user=f"ann {ATTACK}")
     listener, token = listen_at("127.0.0.1", 0), secrets.token_urlsafe(24)
     ready = threading.Event()
-    server = make_server(
-        build_runs_app(LiveTable([folder]), Access(token), may_write=True), ready.set, lambda: None
-    )
+    content = ManyRuns([folder], may_write=True)
+    server = make_server(content.app(Access(token)), ready.set, content.end)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:
@@ -66,7 +64,7 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 
 def names(page: "Page") -> list[str]:
-    return page.locator("td.named > span").all_inner_texts()
+    return page.locator("td.named > a").all_inner_texts()
 
 
 def test_runs_are_found_compared_and_told_apart(many: Served, tab: Tab) -> None:
@@ -138,6 +136,24 @@ def test_runs_are_found_compared_and_told_apart(many: Served, tab: Tab) -> None:
     with (many.folder / "sweep-0" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 7, "time": AT + 80, "loss": 0.125, "tokens": 700}) + "\n")
     page.locator("tr", has_text="sweep-0").get_by_text("0.125").wait_for()
+
+    # A run's own page, and back to the same choice.
+    shared = page.url
+    page.get_by_role("link", name="sweep-1").click()
+    page.get_by_text("Finished: step 6 of").wait_for()
+    assert page.title() == "sweep-1: Overview" and "/run/" in page.url
+    page.locator("figcaption", has_text="Loss").first.wait_for()
+    page.get_by_role("link", name="Nodes and faults").click()
+    page.get_by_text("finish").first.wait_for()
+    page.go_back()
+    page.go_back()
+    page.locator(".chips .chip").nth(4).wait_for()
+    assert page.url == shared
+    page.get_by_role("link", name=ATTACK).click()
+    page.get_by_role("link", name="All runs").click()
+    page.get_by_text("7 runs: 6 finished, 1 failed.").wait_for()
+    assert page.evaluate("() => window.hit") is None
+    page.goto(shared)
     for width in (390, 1000, 1920, 3840):
         page.set_viewport_size({"width": width, "height": 900})
         page.wait_for_function("width => document.body.scrollWidth <= width", arg=width)

@@ -114,8 +114,8 @@ def _watch(
         bool,
         typer.Option(
             "--write",
-            help="Let the table of runs write notes and tags, archive, and delete after a confirmation. "
-            "Default: the page is read-only.",
+            help="Let the table of runs write notes and tags, archive, and delete after a confirmation, and "
+            "the pages of its runs take traces. Default: the table is read-only.",
         ),
     ] = False,
     open_page: Annotated[
@@ -127,8 +127,9 @@ def _watch(
 
     For one RUN, the page shows that run. For a folder of runs, for several runs or folders, and for none (the
     folder runs/), it is a table of all runs there: filter, sort and group by columns and keys of the job, see
-    chosen runs in the same charts, and what differs between their jobs and environments. With --write it also
-    takes notes and tags, archives runs, and deletes them after a confirmation.
+    chosen runs in the same charts, and what differs between their jobs and environments. A click on a run
+    opens its page. With --write it also takes notes and tags, archives runs, and deletes them after a
+    confirmation.
 
     Reads the run folders. Only the page's Trace button affects the run: it slows down the traced ranks.
 

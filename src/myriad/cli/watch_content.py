@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+    from myriad.dashboard.many.run_pages import RunPages
     from myriad.dashboard.request_guard import Access, Guard
+    from myriad.dashboard.run_page import RunPage
     from myriad.dashboard.watched_run import MakePlan, WatchedRun
     from myriad.run import Run
 
@@ -19,6 +21,8 @@ __all__ = ["MEMORY", "ManyRuns", "OneRun", "PageContent", "content_of"]
 
 MEMORY = "2 GiB"
 """Memory for spans of one run."""
+_MEMORY_OF_MANY = "512 MiB"
+"""Memory for spans of each run that is opened from a table."""
 _DEFAULT_FOLDER, _JOB = "runs", "job.toml"
 
 
@@ -99,24 +103,41 @@ class OneRun:
         self.watched.end()
 
 
-@dataclass(frozen=True)
 class ManyRuns:
-    """The page of many runs."""
+    """The page of many runs, and those of single runs below it."""
 
-    folders: list[Path]
-    may_write: bool = False
+    def __init__(self, folders: list[Path], may_write: bool = False) -> None:
+        self.folders, self.may_write = folders, may_write
+        self._pages: RunPages | None = None
 
     def app(self, access: "Access") -> "Guard":
         from myriad.dashboard.many.live_table import LiveTable
+        from myriad.dashboard.many.run_pages import RunPages
         from myriad.dashboard.many.runs_app import build_runs_app
 
-        return build_runs_app(LiveTable(self.folders), access, may_write=self.may_write)
+        table = LiveTable(self.folders)
+        self._pages = RunPages(table, self._open_run)
+        return build_runs_app(table, access, self._pages, may_write=self.may_write)
 
     def span_token(self) -> str | None:
         return None
 
     def end(self) -> None:
-        """Do nothing: each answer of this page ends by itself."""
+        if self._pages is not None:
+            self._pages.end()
+
+    def _open_run(self, run: "Run") -> "RunPage":
+        """Read a run; its ranks can be traced only if the page may write."""
+        from myriad.dashboard.api.export_api import more_routes
+        from myriad.dashboard.run_page import RunPage
+        from myriad.supervise.driver_requests import tracer
+
+        watched = _watched(run.path, _memory_bytes(_MEMORY_OF_MANY), None)
+        return RunPage(watched, more_routes(watched, tracer(run) if self.may_write else _refuse_trace))
+
+
+def _refuse_trace(ranks: object, seconds: object, what: object) -> "Mapping[str, Any]":
+    raise BadInputError("--write", "off", "needed for traces: myriad watch --write, or myriad watch RUN")
 
 
 def _watched(path: Path, memory_bytes: int, cluster: str | None) -> "WatchedRun":

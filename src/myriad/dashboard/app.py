@@ -1,31 +1,18 @@
-"""The dashboard's web application and its server: routes, the page's files, the event stream, the reader of
-the run.
+"""The dashboard's web application and its server: routes, and the page's files.
 
 The page's thirty files are read and compressed once, at the start: serving them from memory is cheaper
-than opening them, and no requested name reaches the file system. Server-sent events notify pages of
-changes; the pages then request the data:
-
-    event: changed
-    data: {"last_step":117,"events":4,"metrics":117}
-
-A page that reads slowly misses intermediate changes, but never the last one: the server queues nothing. A
-client that reads nothing of its answer for some seconds is disconnected, because the answer stays in
-memory.
-
-A separate thread (`Follower`) reads the run's folder as it grows, so that a hung disk blocks no request.
-At the start it reads the newest span files first, and then older ones until memory is full.
+than opening them, and no requested name reaches the file system. A client that reads nothing of its answer
+for some seconds is disconnected, because the answer stays in memory.
 """
 
 import asyncio
 import gzip
-import logging
 import socket
 import sys
-import threading
-import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,48 +21,27 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from myriad.dashboard.analyst import Analyst
-from myriad.dashboard.api import rank_api, run_api, span_api
 from myriad.dashboard.api.query_parameters import QueryParameterError
 from myriad.dashboard.collector import SpanCollector
 from myriad.dashboard.request_guard import SPANS_PATH, Access, Guard
+from myriad.dashboard.run_page import RunPage
 from myriad.dashboard.tile import to_json
 from myriad.dashboard.watched_run import WatchedRun
 from myriad.errors import BadInputError
-from myriad.telemetry.span_io.span_batch import BatchError
-from myriad.telemetry.span_io.span_files import read_span_file
 from myriad.wire.listener import Listener, raise_file_limit
 
 __all__ = [
-    "Follower",
     "PageFiles",
     "answer_errors",
     "build_app",
-    "json_response",
     "listen_at",
     "make_server",
     "serve",
 ]
-
-_Answer = Callable[[WatchedRun, Analyst, Mapping[str, str]], Any]
-_ANSWERS: dict[str, _Answer] = {
-    "run": run_api.run,
-    "overview": lambda watched, analyst, query: run_api.overview(watched, query),
-    "norms": lambda watched, analyst, query: run_api.norms(watched, query),
-    "faults": lambda watched, analyst, query: run_api.faults(watched, query),
-    "heat": lambda watched, analyst, query: span_api.heat(watched, query),
-    "steps": lambda watched, analyst, query: span_api.steps(watched, query),
-    "worst": span_api.worst,
-    "timeline": span_api.timeline,
-    "rank/{rank}": rank_api.rank,
-    "silent": rank_api.silent,
-    "waterfall": run_api.waterfall,
-    "losses": run_api.shares,
-}
 
 
 def build_app(
@@ -86,56 +52,30 @@ def build_app(
     ``access`` decides which requests are answered; ``collect`` is the folder for received spans; ``more`` are
     routes that other packages define.
     """
-    follower, stream, collector = Follower(watched), Stream(watched), SpanCollector(watched, collect)
-    analyst, page = Analyst(watched), PageFiles()
+    run, collector, page = RunPage(watched, more), SpanCollector(watched, collect), PageFiles()
 
     @asynccontextmanager
     async def life(app: Starlette) -> Any:
-        follower.start()
+        run.start()
         collector.start()
-        analyst.start()
         yield
-        await run_in_threadpool(follower.stop)
-        await run_in_threadpool(analyst.stop)
+        await run_in_threadpool(run.stop)
         await run_in_threadpool(collector.stop)
 
-    async def changes(request: Request) -> Response:
-        return stream.open()
-
-    routes: list[BaseRoute] = [Route(SPANS_PATH, collector.take, methods=["POST"])]
-    routes += [
-        Route(f"/api/{name}", _endpoint(watched, analyst, answer)) for name, answer in _ANSWERS.items()
-    ]
-    routes += [
-        Route("/api/stream", changes),
+    routes = [
+        Route(SPANS_PATH, collector.take, methods=["POST"]),
+        *run.routes,
         Route("/", page.index),
         Route("/static/{name:path}", page.file),
-        *more,
     ]
     return Guard(answer_errors(routes, life), access)
 
 
-def answer_errors(routes: Sequence[BaseRoute], life: Callable[[Starlette], Any]) -> Starlette:
+def answer_errors(routes: Sequence[BaseRoute], life: Callable[[Starlette], Any] | None) -> Starlette:
     """Return an application that answers a wrong parameter and a missing file with a line of JSON. ``life``:
     what runs beside it."""
     handlers = {QueryParameterError: _wrong, HTTPException: _missing}
     return Starlette(routes=routes, exception_handlers=handlers, lifespan=life)
-
-
-def _endpoint(watched: WatchedRun, analyst: Analyst, answer: _Answer) -> Callable[[Request], Response]:
-    """Return a synchronous endpoint, which the server runs in a thread."""
-
-    def ask(request: Request) -> Response:
-        return json_response(answer(watched, analyst, {**request.query_params, **request.path_params}))
-
-    return ask
-
-
-def json_response(found: Any) -> Response:
-    """Return an answer as JSON; bytes as they are."""
-    if isinstance(found, bytes):
-        return Response(found, media_type="application/octet-stream")
-    return Response(to_json(found), media_type="application/json")
 
 
 def _wrong(request: Request, error: Exception) -> Response:
@@ -151,15 +91,21 @@ _PAGE = Path(__file__).parent / "page"
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 
 
+@cache
+def _read_files() -> tuple[Mapping[str, bytes], Mapping[str, bytes]]:
+    """Return the content of each file, and the same compressed."""
+    paths = (path for path in _PAGE.rglob("*") if path.suffix in _TYPES)
+    files = {path.relative_to(_PAGE).as_posix(): path.read_bytes() for path in paths}
+    return files, {name: gzip.compress(data, 9) for name, data in files.items()}
+
+
 class PageFiles:
     """The page's files by their names in its folder."""
 
-    def __init__(self, index: str = "index.html", folder: Path = _PAGE) -> None:
-        """Read and compress the files in ``folder``. ``index``: the file with the page's HTML."""
+    def __init__(self, index: str = "index.html") -> None:
+        """Read and compress the files. ``index``: the file with the page's HTML."""
         self._index = index
-        paths = (path for path in folder.rglob("*") if path.suffix in _TYPES)
-        self._files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-        self._zipped = {name: gzip.compress(data, 9) for name, data in self._files.items()}
+        self._files, self._zipped = _read_files()
 
     async def index(self, request: Request) -> Response:
         """Return the page's HTML."""
@@ -176,121 +122,6 @@ class PageFiles:
         headers = {"vary": "accept-encoding"} | ({"content-encoding": "gzip"} if zips else {})
         kind = _TYPES[Path(name).suffix]
         return Response((self._zipped if zips else self._files)[name], media_type=kind, headers=headers)
-
-
-_AT_MOST_EVERY_SECONDS, _ALIVE_EVERY_SECONDS = 0.5, 15.0
-_MOST_PAGES = 100
-
-
-class Stream:
-    """The event stream of one run, for up to `_MOST_PAGES` pages."""
-
-    def __init__(self, watched: WatchedRun) -> None:
-        self._watched, self._pages = watched, 0
-
-    def open(self) -> Response:
-        """Return a response that streams until the page disconnects."""
-        if self._pages >= _MOST_PAGES:
-            return PlainTextResponse(f"{_MOST_PAGES} pages are open already\n", 429)
-        return StreamingResponse(self._events(), media_type="text/event-stream")
-
-    async def _events(self) -> AsyncIterator[bytes]:
-        seen, notified_at = None, time.monotonic()
-        self._pages += 1
-        try:
-            yield b"retry: 1000\n\n"
-            while not self._watched.ending:
-                if (now := self._watched.changes) != seen:
-                    seen, notified_at = now, time.monotonic()
-                    yield b"event: changed\ndata: " + to_json(self._facts()) + b"\n\n"
-                elif time.monotonic() - notified_at > _ALIVE_EVERY_SECONDS:
-                    notified_at = time.monotonic()
-                    yield b": alive\n\n"
-                await asyncio.sleep(_AT_MOST_EVERY_SECONDS)
-        finally:
-            self._pages -= 1
-
-    def _facts(self) -> dict[str, int | None]:
-        files = self._watched.files
-        return {
-            "last_step": self._watched.last_step,
-            "events": len(files.events),
-            "metrics": len(files.metrics),
-        }
-
-
-_LOG = logging.getLogger(__name__)
-_EVERY_SECONDS, _REST_TIMES = 1.0, 4.0
-_MOST_FILE_BYTES = 2**30
-
-
-class Follower:
-    """Follows the files of one run."""
-
-    def __init__(self, watched: WatchedRun) -> None:
-        self._watched = watched
-        self._seen: dict[Path, tuple[int, int]] = {}
-        self._looked = False
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="follower", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread. Call it once."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread, after the file that it is reading."""
-        self._stop.set()
-        self._thread.join(5.0)
-
-    def poll(self) -> None:
-        """Read new data once."""
-        files, began = self._watched.files, time.monotonic()
-        with self._watched.reading():
-            files.poll()
-        if self._watched.follow_layout():
-            self._seen.clear()
-            self._looked = False
-        store = self._watched.store
-        store.limit_step = files.job.train.steps
-        left_out = 0
-        for path, state in files.span_paths():
-            if self._stop.is_set():
-                return
-            if self._seen.get(path) == state:
-                continue
-            if not self._looked and store.counts.dropped_steps:
-                left_out += 1  # memory is full of newer ones
-            else:
-                self._read(path, state[1])
-            self._seen[path] = state
-        self._looked = True
-        if left_out:
-            store.counts.add_problem(f"{left_out} older files of spans are not read: --memory is full")
-        self._watched.looked(began)
-
-    def _read(self, path: Path, size: int) -> None:
-        store = self._watched.store
-        try:
-            if size > _MOST_FILE_BYTES:
-                raise BatchError(f"{size} bytes: at most {_MOST_FILE_BYTES}")
-            store.add(read_span_file(path))
-        except FileNotFoundError:
-            return
-        except (BatchError, OSError) as error:
-            store.counts.refused_files += 1
-            store.counts.add_problem(f"{path.name}: {error}")
-
-    def _work(self) -> None:
-        rest = 0.0
-        while not self._stop.wait(rest):
-            began = time.monotonic()
-            try:
-                self.poll()
-            except Exception as error:  # whatever a folder holds: the next poll may find it well
-                _LOG.warning("the run's folder cannot be read: %s", error)
-                self._watched.store.counts.add_problem(f"the run's folder: {error}")
-            rest = max(_EVERY_SECONDS, _REST_TIMES * (time.monotonic() - began))
 
 
 _STALL_SECONDS = 10.0

@@ -16,7 +16,7 @@
               counters/           of the nodes' links, each second; around/: each 10 ms, around anomalies
               nodes/              node-N.json: the hardware and software of each node
               notes.json          note, tags, and whether it is archived (`run_notes`)
-              exports.jsonl what was exported from it (`run_exports`)
+              exports.jsonl       what was exported from it (`run_exports`)
               lock                held (flock) by the launcher while ranks run
 
 `run_lines` defines the meaning of the lines.

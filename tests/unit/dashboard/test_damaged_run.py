@@ -33,9 +33,9 @@ from myriad.cli.train.run_progress import Progress
 from myriad.cli.train.train_screen import LiveScreen, PlainScreen, save_plot, show_summary
 from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.api import run_api
-from myriad.dashboard.app import Follower
 from myriad.dashboard.prometheus import RunMetrics
 from myriad.dashboard.run_files import RunFiles
+from myriad.dashboard.run_page import Follower
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.tile import to_json
 from myriad.dashboard.watched_run import WatchedRun

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from myriad.dashboard.analyst import Analyst
-from myriad.dashboard.app import Follower
 from myriad.dashboard.run_files import RunFiles
+from myriad.dashboard.run_page import Follower
 from myriad.dashboard.run_view import RunReader, attempt_of
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.watched_run import WatchedRun

@@ -1,7 +1,9 @@
 """If these fail, the page of many runs shows wrong runs or curves, or reads a run that it does not list."""
 
+import asyncio
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from starlette.testclient import TestClient
 
 from myriad.cli.watch_content import ManyRuns, content_of
 from myriad.dashboard.many.live_table import LiveTable, id_of
+from myriad.dashboard.many.run_pages import MOST_OPEN, RunPages
 from myriad.dashboard.many.runs_app import build_runs_app
 from myriad.dashboard.request_guard import Access
 from myriad.errors import BadInputError
@@ -37,26 +40,27 @@ class Page:
     def __init__(self, *folders: Path, may_write: bool = False) -> None:
         self.table = LiveTable(folders)
         self.table.poll()
-        self._client = TestClient(
-            build_runs_app(self.table, Access(TOKEN), may_write=may_write),
+        self.pages = RunPages(self.table, ManyRuns([*folders])._open_run, unused_seconds=0.0)
+        self.client = TestClient(
+            build_runs_app(self.table, Access(TOKEN), self.pages, may_write=may_write),
             base_url="http://127.0.0.1:8765",
             headers={"authorization": f"Bearer {TOKEN}"},
         )
 
     def ask(self, path: str, code: int = 200, **query: str) -> Any:
-        answer = self._client.get(path, params=query)
+        answer = self.client.get(path, params=query)
         assert answer.status_code == code, answer.text
         return answer.json()
 
     def get(self, path: str) -> int:
-        return self._client.get(path).status_code
+        return self.client.get(path).status_code
 
     def send(self, path: str, body: bytes, kind: str) -> int:
         headers = {"content-type": kind}
-        return self._client.post(f"/api/runs/{path}", content=body, headers=headers).status_code
+        return self.client.post(f"/api/runs/{path}", content=body, headers=headers).status_code
 
     def post(self, path: str, body: dict[str, Any], code: int = 200) -> Any:
-        answer = self._client.post(
+        answer = self.client.post(
             f"/api/runs/{path}", content=json.dumps(body), headers={"content-type": "application/json"}
         )
         assert answer.status_code == code, answer.text
@@ -85,6 +89,31 @@ def test_the_table_is_that_of_the_terminal_filtered_sorted_and_grouped(folder: P
     assert page.ask("/api/run")["sentence"] == "3 runs: 2 finished, 1 failed"
     for key, value in (("filter", "los<3"), ("sort", "los"), ("group", "los"), ("filter", "a" * 2000)):
         assert key.replace("group", "sort") in page.ask("/api/runs", 400, **{key: value})["error"]
+
+
+def test_a_run_has_its_page_below_the_table_and_is_closed_when_unused(folder: Path) -> None:
+    for number in range(5):
+        make_run(folder / f"more-{number}", loss=4.0)
+    (folder / "broken" / "job.toml").write_text("damaged")
+    page = Page(folder)
+    base = id_of(folder / "base")
+    answer = page.client.get(f"/run/{base}")
+    assert answer.history and "app.js" in answer.text and not page.pages.open_runs, "its questions open it"
+    assert page.ask(f"/run/{base}/api/run")["name"] == "base"
+    assert page.ask(f"/run/{base}/api/run?{TOKEN}")["state"] in ("reading", "finished")
+    assert page.pages.open_runs == [base]
+    for path in ("0" * 16, "%2e%2e%2f", str(folder / "base"), "base"):
+        assert page.get(f"/run/{path}/api/run") == 404
+    assert page.get(f"/run/{base}/api/traces/..%2fjob.toml") == 404
+    assert "is damaged" in page.ask(f"/run/{id_of(folder / 'broken')}/api/run", 409)["error"]
+    trace = page.client.post(f"/run/{base}/api/trace", json={"ranks": [0], "seconds": 1})
+    assert trace.status_code == 400 and "--write" in trace.json()["error"]
+    for number in range(4):
+        page.ask(f"/run/{id_of(folder / f'more-{number}')}/api/overview")
+    assert len(page.pages.open_runs) == MOST_OPEN and base not in page.pages.open_runs
+    asyncio.run(page.pages.close_unused())
+    assert page.pages.open_runs == []
+    assert not [one.name for one in threading.enumerate() if one.name in ("follower", "analyst")]
 
 
 def test_curves_of_several_runs_lie_on_one_axis_and_are_cut_exactly(folder: Path) -> None:

@@ -12,6 +12,7 @@ from starlette.websockets import WebSocketDisconnect
 from myriad.dashboard.api.export_api import more_routes
 from myriad.dashboard.app import build_app
 from myriad.dashboard.many.live_table import LiveTable
+from myriad.dashboard.many.run_pages import RunPages
 from myriad.dashboard.many.runs_app import build_runs_app
 from myriad.dashboard.request_guard import SPANS_PATH, Access, Guard, cookie_name
 from myriad.dashboard.run_files import RunFiles
@@ -38,7 +39,8 @@ def refuse(*arguments: Any) -> Any:
 def app(tmp_path: Path, request: pytest.FixtureRequest) -> Guard:
     """Both pages have the same guard."""
     if request.param == "many runs":
-        return build_runs_app(LiveTable([tmp_path], RowCache(tmp_path)), Access(TOKEN, "~/the/file"))
+        table = LiveTable([tmp_path], RowCache(tmp_path))
+        return build_runs_app(table, Access(TOKEN, "~/the/file"), RunPages(table, refuse))
     run = Run(tmp_path / "run")
     run.create_or_resume(load_job("tiny"))
     watched = WatchedRun(RunFiles(run), SpanStore(1, 100), dict)
@@ -49,8 +51,10 @@ def app(tmp_path: Path, request: pytest.FixtureRequest) -> Guard:
 def addresses(app: Guard) -> list[str]:
     """An address of every route, so that no new one is forgotten."""
     routes = app._app.routes  # type: ignore[attr-defined]
-    assert all(type(route) is Route for route in routes), "a mounted or a WebSocket route: test it here"
-    return [re.sub(r"{[^}]*}", "0", route.path) for route in routes]
+    mounted = [route for route in routes if type(route) is not Route]
+    assert [route.path for route in mounted] in ([], ["/run/{id}"]), "another kind of route: test it here"
+    below = ["/run/0/", "/run/0/api/run", "/run/0/api/trace"] if mounted else []
+    return [re.sub(r"{[^}]*}", "0", route.path) for route in routes] + below
 
 
 def test_no_route_answers_without_the_token(app: Guard) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.api.run_api import sentence
-from myriad.dashboard.app import Follower
 from myriad.dashboard.run_files import Curves, RunFiles
+from myriad.dashboard.run_page import Follower
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.watched_run import Freshness, WatchedRun
 from myriad.job import load_job

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from myriad.comm.layout import Layout
 from myriad.dashboard.api.span_api import TimeWindow, choose_lanes, spans_in, window_of_steps
-from myriad.dashboard.app import Follower
 from myriad.dashboard.insight.rank_arrays import Ranks
 from myriad.dashboard.run_files import RunFiles
+from myriad.dashboard.run_page import Follower
 from myriad.dashboard.store.heat_map import HeatMap
 from myriad.dashboard.store.span_store import SpanStore
 from myriad.dashboard.tile import pack_tile, to_json, unpack_tile

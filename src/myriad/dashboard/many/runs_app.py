@@ -5,6 +5,7 @@
     GET /api/runs/curves    curves of chosen runs, by one axis
     GET /api/runs/diff      what differs between chosen runs
     POST /api/runs/...      notes, archive, deletion: `runs_writes`
+    GET /run/ID/            the page of one run: `run_pages`
 
 `myriad.dashboard.request_guard` checks every request. No route takes a path: runs are named by ids from the
 table.
@@ -18,29 +19,33 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Mount, Route
 
-from myriad.dashboard.app import PageFiles, answer_errors, json_response
+from myriad.dashboard.app import PageFiles, answer_errors
 from myriad.dashboard.many.live_table import LiveTable
+from myriad.dashboard.many.run_pages import RunPages
 from myriad.dashboard.many.runs_api import RunsApi
 from myriad.dashboard.many.runs_writes import write_routes
 from myriad.dashboard.request_guard import Access, Guard
+from myriad.dashboard.run_page import json_response
 
 __all__ = ["build_runs_app"]
 
 
-def build_runs_app(table: LiveTable, access: Access, *, may_write: bool = False) -> Guard:
+def build_runs_app(table: LiveTable, access: Access, pages: RunPages, *, may_write: bool = False) -> Guard:
     """Build the application for the runs of a table.
 
-    ``access`` decides which requests are answered; ``may_write``: whether the page may write notes,
-    archive and delete."""
+    ``access`` decides which requests are answered; ``pages``: those of single runs; ``may_write``: whether
+    the page may write notes, archive and delete."""
     api, page = RunsApi(table, may_write=may_write), PageFiles("runs.html")
 
     @asynccontextmanager
     async def life(app: Starlette) -> Any:
         table.start()
+        pages.start()
         yield
         await run_in_threadpool(table.stop)
+        await pages.stop()
 
     routes: list[BaseRoute] = [
         Route("/api/run", _endpoint(api.run)),
@@ -48,6 +53,7 @@ def build_runs_app(table: LiveTable, access: Access, *, may_write: bool = False)
         Route("/api/runs/curves", _endpoint(api.curves)),
         Route("/api/runs/diff", _endpoint(api.diff)),
         *write_routes(table, may_write=may_write),
+        Mount("/run/{id}", app=pages),
         Route("/", page.index),
         Route("/static/{name:path}", page.file),
     ]

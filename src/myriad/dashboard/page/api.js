@@ -2,6 +2,12 @@
 
 import { decodeTile } from "./tile.js";
 
+/**
+ * What comes before /api: "" for the page at /, "/run/ID" for the page of a run in a table. A worker has it in
+ * its name.
+ */
+export const ROOT = typeof document === "undefined" ? self.name.slice("stream ".length) : location.pathname.replace(/\/+$/, "");
+
 /** The server refused a request; the message is its reason. */
 export class Refused extends Error {}
 
@@ -9,7 +15,7 @@ export class Refused extends Error {}
 export class Gone extends Error {}
 
 /**
- * @param {string} path
+ * @param {string} path begins with /api
  * @param {Record<string, any>} [query] without those that are undefined, null or ""
  * @param {RequestInit} [options]
  */
@@ -18,7 +24,7 @@ export async function ask(path, query = {}, options = {}) {
   const text = new URLSearchParams(kept.map(([key, value]) => [key, String(value)])).toString();
   let response;
   try {
-    response = await fetch(`${path}${text ? `?${text}` : ""}`, options);
+    response = await fetch(`${ROOT}${path}${text ? `?${text}` : ""}`, options);
   } catch (problem) {
     if (options.signal?.aborted) throw problem;
     throw new Gone("the server does not answer");

@@ -3,7 +3,7 @@
  * increments a version, and views then repeat their requests.
  */
 
-import { askJson } from "./api.js";
+import { askJson, ROOT } from "./api.js";
 import { FaultsView } from "./faults_view.js";
 import { count } from "./format.js";
 import { HeatView } from "./heat_view.js";
@@ -45,7 +45,7 @@ function App() {
   return html`
     <a class="skip" href="#main" onClick=${skip}>Skip to the view</a>
     <header>
-      <div class="head"><b class="brand">Myriad</b>${run.value && html`<${State} run=${run.value} silent=${silentRanks} />`}
+      <div class="head"><b class="brand">Myriad</b>${ROOT && html`<a href="/">All runs</a>`}${run.value && html`<${State} run=${run.value} silent=${silentRanks} />`}
         <button class="plain" onClick=${changeTheme} aria-label="Use ${theme === "dark" ? "light" : "dark"} colours">${theme === "dark" ? "☀" : "☾"}</button></div>
       <nav aria-label="Views">${Object.entries(VIEWS).map(([name, [text, view]]) => html`
         <a key=${name} href=${hrefOf(name, carried(route, name))} aria-current=${view === View ? "page" : undefined}>${text}</a>`)}</nav>

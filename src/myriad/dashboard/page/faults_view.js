@@ -1,6 +1,6 @@
 /** Nodes and faults: heartbeats, decisions with their evidence, evictions, checkpoints. */
 
-import { askJson } from "./api.js";
+import { askJson, ROOT } from "./api.js";
 import { bytes, count, plural, seconds } from "./format.js";
 import { nameOf } from "./event_names.js";
 import { html, useMemo, useState } from "./html.js";
@@ -81,7 +81,7 @@ const madeOf = (one) =>
 function Evidence({ files }) {
   if (!files.length) return html`<p class="dim">No anomaly was detected, so no counters were stored.</p>`;
   return html`<ul class="dated">${files.map((one) => html`
-    <li key=${one.name}>${nodeText(one.node)}, ${one.why}: <a href=${`/api/around/${one.name}`} download>${one.name}</a></li>`)}</ul>`;
+    <li key=${one.name}>${nodeText(one.node)}, ${one.why}: <a href=${`${ROOT}/api/around/${one.name}`} download>${one.name}</a></li>`)}</ul>`;
 }
 
 const nodeText = (node) => (typeof node === "number" ? `node ${node}` : node);

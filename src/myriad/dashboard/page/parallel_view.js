@@ -1,6 +1,6 @@
 /** One rank: its position in the grid, its groups, the ranks that it waits for, and silent ranks. */
 
-import { askJson, post } from "./api.js";
+import { askJson, post, ROOT } from "./api.js";
 import { AXES, coordinatesOf, placeOf, rangesText, rankAt, sizeOf, withWaiters } from "./grid.js";
 import { count, plural, seconds } from "./format.js";
 import { html, useState } from "./html.js";
@@ -122,5 +122,5 @@ function Trace({ rank }) {
   return html`<${Choice} label="Look at" value=${what} options=${LOOKS} onChange=${setWhat} />
     <button onClick=${ask} disabled=${answer.busy}>${what === "profile" ? `Trace it for ${TRACE_SECONDS} s` : "Ask the rank"}</button>
     <span class="dim said-of-trace" role="status">${answer.text}${answer.files.map((file) => html`
-      <a key=${file} href="/api/traces/${encodeURIComponent(file.split("/").pop())}" download>${file}</a>`)}</span>`;
+      <a key=${file} href="${ROOT}/api/traces/${encodeURIComponent(file.split("/").pop())}" download>${file}</a>`)}</span>`;
 }

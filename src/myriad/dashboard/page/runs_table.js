@@ -12,7 +12,7 @@ import { Choice, Field, Tick, Time } from "./widgets.js";
 
 /** Name for order and groups (none: neither), title, and cell of each column. @type {[string, string, (row: Row) => any, string?][]} */
 const COLUMNS = [
-  ["name", "Run", (row) => html`<span title=${row.path}>${row.name}</span>${row.problem && html`<small class="alarm-text">${row.problem}</small>`}`, "text named"],
+  ["name", "Run", (row) => html`<a href="/run/${row.id}/" title=${row.path}>${row.name}</a>${row.problem && html`<small class="alarm-text">${row.problem}</small>`}`, "text named"],
   ["state", "State", (row) => html`<span class="state ${row.state}">${row.state}</span>`],
   ["job", "Job", (row) => row.job ?? "–"],
   ["layout", "Layout", (row) => row.layout || "–"],

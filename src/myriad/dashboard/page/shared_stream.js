@@ -1,5 +1,6 @@
 /** The stream of all pages of this browser; a page's own where a browser has no shared workers. */
 
+import { ROOT } from "./api.js";
 import { listen } from "./stream.js";
 
 /**
@@ -11,7 +12,7 @@ export function listenTogether(onChanged, onState) {
   if (typeof SharedWorker === "undefined") return listen(onChanged, onState);
   let stop = () => port.postMessage("bye");
   let stopped = false;
-  const worker = new SharedWorker("/static/stream_worker.js", { type: "module", name: "stream" });
+  const worker = new SharedWorker("/static/stream_worker.js", { type: "module", name: `stream ${ROOT}` });
   const { port } = worker;
   worker.onerror = () => {
     if (!stopped) stop = listen(onChanged, onState);
