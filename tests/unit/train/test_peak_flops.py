@@ -13,11 +13,22 @@ _CPU, _FLOAT32 = torch.device("cpu"), torch.float32
 
 
 @pytest.fixture
-def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def shares() -> list[float]:
+    """Which share of the cores' time the next measurements get; then all of it."""
+    return []
+
+
+@pytest.fixture
+def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: list[float]) -> list[float]:
     """What the next measurements find."""
     found: list[float] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(metrics, "_measure", lambda device, dtype, seconds: found.pop(0))
+    monkeypatch.setattr(metrics, "num_cores", lambda: 1024)
+    monkeypatch.setattr(
+        metrics,
+        "_measure",
+        lambda device, dtype, seconds: metrics._Product(found.pop(0), shares.pop(0) if shares else 1.0),
+    )
     return found
 
 
@@ -30,6 +41,21 @@ def test_a_start_on_a_busy_machine_is_put_right_by_later_tries_and_stays_so(rate
     assert PeakFlopsTracker(_CPU, _FLOAT32).peak == tries.peak, (
         "the next run begins with it, and measures nothing"
     )
+
+
+def test_a_peak_measured_beside_other_programs_says_so_until_a_quiet_one(
+    rates: list[float], shares: list[float]
+) -> None:
+    rates += [5e9, 4.5e9, 3e9, 4.5e9]
+    shares += [0.4, 0.5]
+    tries = PeakFlopsTracker(_CPU, _FLOAT32)
+    assert tries.peak.source.endswith("; other programs had 60% of the cores then, so it may be too low")
+    assert not any(tries.after_step(step, 1e9) for step in (2, 3, 5)), (
+        "busy again, then too slow to confirm it"
+    )
+    again = PeakFlopsTracker(_CPU, _FLOAT32)
+    assert again.peak.flops_per_second == 5e9 and "other" not in again.peak.source
+    assert PeakFlopsTracker(_CPU, _FLOAT32).peak == again.peak, "and the next run measures nothing"
 
 
 def test_a_step_above_the_peak_raises_it_and_is_named_as_its_source(rates: list[float]) -> None:
