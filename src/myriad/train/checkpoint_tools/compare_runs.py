@@ -129,7 +129,8 @@ def _count_choices(reference: Run, other: Run, steps: Sequence[int]) -> tuple[in
         own, others = (read_routing(folder, step) for folder in folders)
         for name in (name for name in own if name.endswith(".gates")):
             chosen = own[name].chosen
-            again = others[name].of(torch.from_numpy(own[name].samples), 0, chosen.shape[1]).numpy()
+            places = torch.from_numpy(own[name].samples), torch.arange(chosen.shape[1])
+            again = others[name].of(*places).numpy()
             number += chosen.size
             differ += int((chosen[..., None] != again[..., None, :]).all(-1).sum())
     return number, differ
