@@ -49,7 +49,7 @@ class Analyst:
         self._steps: OrderedDict[tuple[int, int, int, int], StepSpans] = OrderedDict()
         self._suspects: list[Straggler] = []
         self._asked = -_ASKED_SECONDS
-        self._losses: tuple[object, Losses | None] = (None, None)
+        self._losses: tuple[object, Losses | None, range] = (None, None, range(0))
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._hang: tuple[tuple[int, int], HangAnalysis | None] = ((-1, -1), None)
         self._thread = threading.Thread(target=self._work, name="analyst", daemon=True)
@@ -97,27 +97,32 @@ class Analyst:
     def losses(self, first: int | None, last: int | None) -> Losses | None:
         """Return the time losses of some steps; ``None`` if they are unknown. Default: the losses of the run,
         divided as in its newest steps."""
+        return self.losses_and_steps(first, last)[0]
+
+    def losses_and_steps(self, first: int | None, last: int | None) -> tuple[Losses | None, range]:
+        """Return the same with the steps whose spans divide it."""
         watched = self._watched
         last = watched.last_step if last is None else last
         blocks = watched.store.blocks(last, last) if last is not None else []
         news = (len(watched.files.metrics), len(watched.files.events), blocks[0][1].changes if blocks else 0)
         key = (watched.store.generation, first, last, news)
         if self._losses[0] != key:
-            self._losses = (key, self._losses_of(first, last))
-        return self._losses[1]
+            self._losses = (key, *self._losses_of(first, last))
+        return self._losses[1:]
 
-    def _losses_of(self, first: int | None, last: int | None) -> Losses | None:
+    def _losses_of(self, first: int | None, last: int | None) -> tuple[Losses | None, range]:
         watched = self._watched
         table = newest_table(watched.store, last, _LOSS_STEPS if first is None else 10**6)
         if table is None or last is None:
-            return None
+            return None, range(0)
         table = table.window(0 if first is None else first, last)
+        steps = range(int(table.steps[0]), int(table.steps[-1]) + 1) if len(table.steps) else range(0)
         looked = self.step(last, at_once=False)
         files, some = watched.files, [] if looked is None else [looked]
         lines = lines_of_steps(files.metrics, int(table.steps[0]), last) if len(table.steps) else []
         timed = {int(line["step"]): line.get("step_seconds") for line in lines}
         speed = files.speed_meter.speed if first is None else run_speed(lines, files.peaks)
-        return losses_at_speed(table, some, speed, timed)
+        return losses_at_speed(table, some, speed, timed), steps
 
     def _find_suspects(self) -> list[Straggler]:
         watched = self._watched

@@ -162,6 +162,8 @@ _NODES_SECONDS, _FACTS_SECONDS = 2.0, 10.0
 _TOLD_EACH_SECONDS = 10.0
 """Resolution of durations on the page."""
 _ACCOUNT_SECONDS, _ACCOUNT_TIMES = 1.0, 20.0
+_MOST_STEPS_AT_ONCE = 3000
+"""Largest number of steps whose account is made while a request waits: about 0.1 s."""
 
 
 @dataclass
@@ -188,6 +190,7 @@ class WatchedRun:
         self._reading_since: float | None = None
         self._account: Mapping[str, Any] = {}
         self._account_due, self._account_lock = 0.0, threading.Lock()
+        self._num_accounts = 0
         self.ranks = self.files.ranks
         self.heat, self.checkpoints = HeatMap(self.store, self.ranks), Checkpoints(self.files)
         self.node_samples = CachedAnswer(NodeCounters(self.files.run.counters_path).newest, _NODES_SECONDS)
@@ -223,16 +226,33 @@ class WatchedRun:
     @property
     def account(self) -> Mapping[str, Any]:
         """Account of the run's time. It reads all lines, so it is recomputed only after 20 times its
-        duration."""
-        with self._account_lock:
-            if (began := time.monotonic()) >= self._account_due:
-                try:
-                    self._account = self.make_account()
-                except Exception as error:  # unexpected lines: the page shows the rest
-                    self.store.counts.add_problem(f"no account of the run's time: {error!r}")
-                done = time.monotonic()
-                self._account_due = done + max(_ACCOUNT_SECONDS, _ACCOUNT_TIMES * (done - began))
+        duration. That of a long run is made beside the requests, which get the one before, at first none."""
+        if len(self.files.metrics) <= _MOST_STEPS_AT_ONCE:
+            with self._account_lock:
+                self._renew_account()
+        elif self._account_lock.acquire(blocking=False):
+            if time.monotonic() >= self._account_due:
+                threading.Thread(target=self._renew_and_release, name="account", daemon=True).start()
+            else:
+                self._account_lock.release()
         return self._account
+
+    def _renew_and_release(self) -> None:
+        try:
+            self._renew_account()
+        finally:
+            self._account_lock.release()
+
+    def _renew_account(self) -> None:
+        if (began := time.monotonic()) < self._account_due:
+            return
+        try:
+            self._account = self.make_account()
+            self._num_accounts += 1
+        except Exception as error:  # unexpected lines: the page shows the rest
+            self.store.counts.add_problem(f"no account of the run's time: {error!r}")
+        done = time.monotonic()
+        self._account_due = done + max(_ACCOUNT_SECONDS, _ACCOUNT_TIMES * (done - began))
 
     @property
     def last_step(self) -> int | None:
@@ -248,7 +268,9 @@ class WatchedRun:
     @property
     def changes(self) -> tuple[Any, ...]:
         """A value that changes when the page must update, also if the only news is that data stopped."""
-        return (*self._amounts, *self._shown, int(self.behind_seconds / _TOLD_EACH_SECONDS))
+        is_long = len(self.files.metrics) > _MOST_STEPS_AT_ONCE  # pages wait for its account
+        accounts = self._num_accounts if is_long else 0
+        return (*self._amounts, *self._shown, int(self.behind_seconds / _TOLD_EACH_SECONDS), accounts)
 
     @property
     def _amounts(self) -> tuple[int, ...]:

@@ -1,22 +1,25 @@
 """What differs between two runs: their jobs, their environments, and what resumes changed in each.
 
 The environment is what a run records of it: the newest ``start`` event (ranks, device, precision, threads,
-peak, and of rank 0 the host, software versions and commits) and RUN/nodes (hosts, processors, accelerators,
-interfaces, versions of kernel and drivers). A fact of several nodes is the list of its different values.
+and of rank 0 the host, software versions and commits), the newest peak, and RUN/nodes (hosts, processors,
+accelerators, interfaces, versions of kernel and drivers). A fact of several nodes is the list of its
+different values.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from myriad.errors import plain_value
 from myriad.job.job_changes import JobChange, changes_between
 from myriad.run import Run
+from myriad.run.run_speed import Peaks
 from myriad.supervise.driver.node_inventory import read_nodes
 from myriad.supervise.observations import NodeFacts
 from myriad.system.jsonl import Record
+from myriad.units import format_bytes, format_flops, format_number
 
-__all__ = ["RunDiff", "diff_runs", "environment_of"]
+__all__ = ["RunDiff", "diff_runs", "environment_of", "shown_value"]
 
 _OF_START = ("world", "device", "precision", "threads", "parameters", "peak_flops", "peak_source")
 
@@ -59,11 +62,24 @@ def diff_runs(first: Run, second: Run) -> RunDiff:
     )
 
 
-def environment_of(events: Iterable[Record], nodes: Mapping[int, NodeFacts]) -> dict[str, Any]:
+def shown_value(key: str, value: Any) -> Any:
+    """Return a fact of the environment as text with its unit; any other value as it is."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return value
+    if key == "peak_flops":
+        return format_flops(value)
+    if key.endswith("_bytes"):
+        return format_bytes(value)
+    return f"{value:,}" if isinstance(value, int) else format_number(value, 6)
+
+
+def environment_of(events: Sequence[Record], nodes: Mapping[int, NodeFacts]) -> dict[str, Any]:
     """Return the facts of a run's environment by name; unknown ones are left out."""
     starts = [event for event in events if event["event"] == "start"]
     start = starts[-1] if starts else {}
     found = {key: start[key] for key in _OF_START if start.get(key) is not None}
+    if (peaks := Peaks(events)).flops_per_second is not None:
+        found |= {"peak_flops": peaks.flops_per_second, "peak_source": peaks.source}
     found |= {f"software.{name}": text for name, text in start.get("software", {}).items()}
     facts = list(nodes.values())
     hosts = [[one.host] for one in facts] or [[str(start.get("host", ""))]]

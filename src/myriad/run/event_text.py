@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from myriad.system.jsonl import Record
-from myriad.units import format_bytes, format_count, format_flops, format_number, format_seconds
+from myriad.units import format_bytes, format_count, format_flops, format_number, format_seconds, time_unit
 
 __all__ = ["SENTENCES", "event_text"]
 
@@ -203,7 +203,15 @@ def _check(event: Record) -> str:
     failed = event.get("failed")
     found = "wrong values in " + ", ".join(map(str, failed)) if isinstance(failed, list) else "right"
     cost = _shown(event, "ratio", lambda ratio: f"{ratio:.3%} of the time")
-    return _joined(f"active checks: {found}", _shown(event, "seconds", format_seconds, "in "), cost)
+    return _joined(f"active checks: {found}", _shown(event, "seconds", _short_time, "in "), cost)
+
+
+def _short_time(seconds: float) -> str:
+    """Return a time that may be less than a second: ``4.9 ms``."""
+    if seconds >= 1:
+        return format_seconds(seconds)
+    unit, size = time_unit(seconds)
+    return f"{format_number(seconds / size)} {unit}"
 
 
 def _diagnosis(event: Record) -> str:

@@ -3,11 +3,13 @@ or hides the one step that went wrong among a million."""
 
 import json
 import shutil
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from myriad.dashboard import watched_run as watched_run_module
 from myriad.dashboard.analyst import Analyst
 from myriad.dashboard.api.run_api import sentence
 from myriad.dashboard.run_files import Curves, RunFiles
@@ -208,3 +210,28 @@ def test_that_a_run_is_dead_is_news_though_nothing_comes(tmp_path: Path, clock: 
     clock[0] = 80.0
     follower.poll()
     assert watched.state == "failed" and watched.changes != seen
+
+
+def test_no_request_waits_for_the_account_of_a_long_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_run_module, "_MOST_STEPS_AT_ONCE", 1)
+    run, asked, done = Run(tmp_path / "run"), threading.Event(), threading.Event()
+    run.create_or_resume(load_job("tiny"))
+    for step in (1, 2):
+        run.append_metrics({"time": 1e9 + step, "step": step, "loss": 1.0})
+
+    def make() -> dict[str, float]:
+        asked.set()
+        assert done.wait(60)
+        return {"effective_ratio": 0.5}
+
+    watched = WatchedRun(RunFiles(run), SpanStore(1, 100), make)
+    watched.files.poll()
+    assert watched.account == {} and asked.wait(60)
+    before = watched.changes
+    assert watched.account == {} and watched.changes == before
+    done.set()
+    while watched.changes == before:
+        time.sleep(0.01)
+    assert watched.account == {"effective_ratio": 0.5}, "and pages were notified"

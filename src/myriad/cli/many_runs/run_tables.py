@@ -10,6 +10,7 @@ from rich.text import Text
 
 from myriad.cli.terminal_text import terminal_text
 from myriad.errors import plain_value
+from myriad.many_runs.run_diff import shown_value
 from myriad.many_runs.run_table import is_in_layout_column, values_that_differ
 from myriad.reports.charts.loss_chart import overlay_plot
 from myriad.reports.charts.svg import SERIES
@@ -120,7 +121,11 @@ def show_diff(names: Sequence[str], found: "RunDiff") -> None:
     """Print the differences of two runs."""
     parts = (
         ("job", [(one.key, one.before, one.after) for one in found.job], "off"),
-        ("environment", [(key, *map(_rounded, pair)) for key, *pair in found.environment], "-"),
+        (
+            "environment",
+            [(key, *(shown_value(key, one) for one in pair)) for key, *pair in found.environment],
+            "-",
+        ),
     )
     for title, rows, nothing in parts:
         if not rows:
@@ -183,10 +188,6 @@ def show_plan(plan: "PrunePlan", place: str) -> None:
     _print(table)
     runs = "run" if len(plan.delete) == 1 else "runs"
     _print(f"{len(plan.delete)} {runs}, {format_bytes(plan.total_bytes)}")
-
-
-def _rounded(value: Any) -> Any:
-    return format_number(value, 6) if isinstance(value, float) else value
 
 
 def _number(value: float | None) -> str:

@@ -94,10 +94,11 @@ def sentence(watched: WatchedRun, analyst: Analyst) -> str:
     """Return the state of the run in a sentence, with the first problem."""
     step, planned = watched.steps_done, watched.files.job.train.steps
     state = state_sentence(watched.state, step, planned, watched.step_seconds, watched.quiet_seconds)
+    parts = [state]
     if (still := analyst.hang()) is not None:
-        parts = [state, silent_rank_sentence(watched, still)]
-    else:
-        parts = [state, *(one.sentence for one in analyst.suspects[:1])]
+        parts.append(silent_rank_sentence(watched, still))
+    elif watched.state != "finished":  # then the maps show which rank was slow, and nothing is to be done
+        parts += [one.sentence for one in analyst.suspects[:1]]
     return "; ".join([*parts, *_doubts(watched)])
 
 
@@ -306,9 +307,10 @@ def _nodes(watched: WatchedRun, decided: list[Record]) -> list[dict[str, Any]]:
 
 def waterfall(watched: WatchedRun, analyst: Analyst, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the time losses from the peak down to the MFU, measured over the newest steps and predicted."""
-    found, plan = analyst.losses(None, None), watched.plan
+    (found, steps), plan = analyst.losses_and_steps(None, None), watched.plan
     return {
         "measured": None if found is None else _as_json(found),
+        "steps": [steps[0], steps[-1]] if steps else None,
         "predicted": None if plan is None else _as_json(plan.losses),
     }
 

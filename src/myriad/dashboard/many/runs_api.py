@@ -14,7 +14,7 @@ from myriad.dashboard.api.query_parameters import QueryParameterError, as_int
 from myriad.dashboard.many.live_table import LiveTable, id_of
 from myriad.dashboard.many.run_curves import AXES, CurveCache
 from myriad.errors import BadInputError, plain_value
-from myriad.many_runs.run_diff import environment_of
+from myriad.many_runs.run_diff import environment_of, shown_value
 from myriad.many_runs.run_row import RunRow
 from myriad.many_runs.run_table import (
     COLUMNS,
@@ -107,7 +107,7 @@ class RunsApi:
             "environment": [
                 [key, texts]
                 for key in facts
-                if len(set(texts := [_text(one, key) for one in environments])) > 1
+                if len(set(texts := [_fact(one, key) for one in environments])) > 1
             ],
             "changes": [[_change(one) for one in row.changes] for row in rows],
         }
@@ -180,6 +180,10 @@ def _change(event: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(values: Mapping[str, Any], key: str) -> str | None:
     return plain_value(values[key])[:_MOST_TEXT] if key in values else None
+
+
+def _fact(facts: Mapping[str, Any], key: str) -> str | None:
+    return plain_value(shown_value(key, facts[key]))[:_MOST_TEXT] if key in facts else None
 
 
 def _place(query: Mapping[str, str], key: str) -> float | None:

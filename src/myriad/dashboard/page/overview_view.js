@@ -130,6 +130,7 @@ function Waterfall({ answer }) {
   const share = (value) => `${(100 * value) / Math.max(1, ...ends.flat())}%`;
   return html`
     <h2>From the peak to the MFU</h2>
+    ${answer.value.steps && html`<p class="dim">divided as in the spans of ${stepsText(answer.value.steps)}</p>`}
     <table class="waterfall"><thead><tr><th>Lost to</th><th class="n">Measured</th>${predicted && html`<th class="n">Predicted</th>`}<th><span class="unseen">Share</span></th></tr></thead>
       <tbody>${lines.map((line, i) => html`
         <tr key=${line.name} class=${line.total ? "total" : ""}><td>${line.name}</td><td class="n">${percent(line.measured)}</td>
@@ -138,6 +139,9 @@ function Waterfall({ answer }) {
             background: line.total ? "var(--dim)" : classColour(LOSS_CLASSES[line.name] ?? line.name, i) }}></i></td></tr>`)}</tbody></table>
 `;
 }
+
+/** @param {[number, number]} steps */
+const stepsText = ([first, last]) => (first === last ? `step ${count(first)}` : `steps ${count(first)} to ${count(last)}`);
 
 /** @returns {{name: string, measured: number, predicted?: number, from: number, total?: boolean}[]} */
 function waterfallLines(value) {
