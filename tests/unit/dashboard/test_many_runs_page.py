@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ended_runs import AT, make_run, write_lines
 from starlette.testclient import TestClient
 
 from myriad.cli.watch_content import ManyRuns, content_of
+from myriad.dashboard.many import run_curves
 from myriad.dashboard.many.live_table import LiveTable, id_of
 from myriad.dashboard.many.run_pages import MOST_OPEN, RunPages
 from myriad.dashboard.many.runs_app import build_runs_app
@@ -114,6 +116,25 @@ def test_a_run_has_its_page_below_the_table_and_is_closed_when_unused(folder: Pa
     asyncio.run(page.pages.close_unused())
     assert page.pages.open_runs == []
     assert not [one.name for one in threading.enumerate() if one.name in ("follower", "analyst")]
+
+
+def test_no_answer_waits_for_the_curves_of_a_long_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_curves, "_MOST_BYTES_AT_ONCE", 0)
+    may_read, read = threading.Event(), run_curves.RunCurves.read
+
+    def slow(run: Run) -> run_curves.RunCurves:
+        assert may_read.wait(60)
+        return read(run)
+
+    monkeypatch.setattr(run_curves.RunCurves, "read", slow)
+    page, base = Page(folder), ids(folder / "base")
+    for _ in range(2):
+        (run,) = page.ask("/api/runs/curves", runs=base)["runs"]
+        assert run["reading"] and run["columns"]["step"] == []
+    may_read.set()
+    while (run := page.ask("/api/runs/curves", runs=base)["runs"][0])["reading"]:
+        time.sleep(0.01)
+    assert run["columns"]["step"] == [1, 2, 3, 4, 5, 6]
 
 
 def test_curves_of_several_runs_lie_on_one_axis_and_are_cut_exactly(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """Curves of chosen runs, by steps, tokens, FLOPs or time since each run began.
 
 Lines of a run are read whole, become arrays and are dropped: 12 MB for 100,000 steps. They are read again
-when a file changes, but not before 20 times the time of the last reading.
+when a file changes, but not before 20 times the time of the last reading. A long run takes seconds, so a
+thread reads it; meanwhile answers have the curves of before, or none.
 """
 
 import threading
@@ -18,12 +19,14 @@ from myriad.run import Run
 from myriad.run.run_lines import StepLines
 from myriad.run.run_speed import Peaks
 
-__all__ = ["AXES", "CurveCache", "RunCurves"]
+__all__ = ["AXES", "NO_CURVES", "CurveCache", "RunCurves"]
 
 AXES = {"steps": "step", "tokens": "tokens", "FLOPs": "total_flops", "time": "time"}
 """Column of `Curves` that holds the position on each axis."""
 _MOST_KEPT = 16
 _REREAD_TIMES = 20.0
+_MOST_BYTES_AT_ONCE = 2**21
+"""Largest metrics.jsonl that is read while a request waits: about 0.1 s."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +58,54 @@ class RunCurves:
         return {"began": self.began, "validation": self.validations, "columns": columns}
 
 
+NO_CURVES = RunCurves(Curves(), Peaks(), (), 0.0)
+"""The curves of a run whose files are being read."""
+
+
 class CurveCache:
-    """Curves of the runs that were asked for last. It is thread-safe: one request reads at a time."""
+    """Curves of the runs that were asked for last. It is thread-safe."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[Stamp, float, RunCurves]] = OrderedDict()
+        self._reading: set[str] = set()
         self._lock = threading.Lock()
 
-    def of(self, name: str, run: Run) -> RunCurves:
-        """Return the curves of a run, by its id."""
+    def of(self, name: str, run: Run) -> RunCurves | None:
+        """Return the curves of a run, by its id; ``None`` while a long run is read for the first time."""
         with self._lock:
-            stamp, began, kept = stamp_of(run), time.monotonic(), self._kept.get(name)
-            if kept is None or (kept[0] != stamp and began >= kept[1]):
-                curves = RunCurves.read(run)
-                done = time.monotonic()
-                kept = (stamp, done + _REREAD_TIMES * (done - began), curves)
-            self._kept[name] = kept
+            stamp, kept = stamp_of(run), self._kept.get(name)
+            is_stale = kept is None or (kept[0] != stamp and time.monotonic() >= kept[1])
+            is_stale &= name not in self._reading
+            if is_stale:
+                self._reading.add(name)
+            elif kept is not None:
+                self._kept.move_to_end(name)
+        if is_stale and _num_bytes(run) <= _MOST_BYTES_AT_ONCE:
+            self._read(name, run, stamp)
+        elif is_stale:
+            work = threading.Thread(target=self._read, args=(name, run, stamp), name="curves", daemon=True)
+            work.start()
+        with self._lock:
+            kept = self._kept.get(name)
+            return None if kept is None else kept[2]
+
+    def _read(self, name: str, run: Run, stamp: Stamp) -> None:
+        began = time.monotonic()
+        try:
+            curves = RunCurves.read(run)
+        finally:
+            with self._lock:
+                self._reading.discard(name)
+        done = time.monotonic()
+        with self._lock:
+            self._kept[name] = stamp, done + _REREAD_TIMES * (done - began), curves
             self._kept.move_to_end(name)
             while len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
-            return kept[2]
+
+
+def _num_bytes(run: Run) -> int:
+    try:
+        return run.metrics_path.stat().st_size
+    except OSError:
+        return 0

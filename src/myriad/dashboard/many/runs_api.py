@@ -12,7 +12,7 @@ from typing import Any
 
 from myriad.dashboard.api.query_parameters import QueryParameterError, as_int
 from myriad.dashboard.many.live_table import LiveTable, id_of
-from myriad.dashboard.many.run_curves import AXES, CurveCache
+from myriad.dashboard.many.run_curves import AXES, NO_CURVES, CurveCache
 from myriad.errors import BadInputError, plain_value
 from myriad.many_runs.run_diff import environment_of, shown_value
 from myriad.many_runs.run_row import RunRow
@@ -89,7 +89,8 @@ class RunsApi:
         found = []
         for row in self._chosen(query):
             curves = self._curves.of(id_of(row.path), Run(row.path))
-            found.append(_name(row) | curves.thinned(points, axis, first, last))
+            columns = (curves or NO_CURVES).thinned(points, axis, first, last)
+            found.append(_name(row) | columns | {"reading": curves is None})
         return {"by": axis, "runs": found}
 
     def diff(self, query: Mapping[str, str]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ function App() {
         <${Problem} error=${table.error} />
         ${table.value && html`<${Guarded} view=${RunsTable} it=${table.value} query=${query} chosen=${chosen} onChosen=${choose} onWritten=${onWritten} theme=${theme} />`}
         ${table.value?.may_write && html`<${Guarded} view=${WriteBar} rows=${table.value.runs} chosen=${chosen} onChosen=${choose} onWritten=${onWritten} />`}
-        ${table.value && chosen.length > 0 && html`<${Guarded} view=${Comparison} rows=${table.value.runs} query=${query} chosen=${chosen} onChosen=${choose} theme=${theme} />`}
+        ${table.value && chosen.length > 0 && html`<${Guarded} view=${Comparison} rows=${table.value.runs} query=${query} chosen=${chosen} onChosen=${choose} theme=${theme} ticks=${version} />`}
       </section>
     </main>`;
 }

@@ -5,7 +5,7 @@ import { Swatch } from "./chart.js";
 import { axisOf } from "./chart_axes.js";
 import { ChartGrid, curvesOf, lineOf, pointsOf, sharedAxes, smoothingOf } from "./curve_charts.js";
 import { count, plain } from "./format.js";
-import { html, useMemo } from "./html.js";
+import { html, useMemo, useRef } from "./html.js";
 import { useAnswer } from "./query.js";
 import { Problem } from "./widgets.js";
 
@@ -16,14 +16,17 @@ const POINTS = 1000;
 /** How the curves of a run look, by its place among the chosen ones. @param {number} place */
 export const lookOf = (place) => ({ colour: place % COLOURS, dashed: place >= COLOURS });
 
-/** @param {{rows: any[], query: Record<string, string>, chosen: string[], onChosen: (ids: string[]) => void, theme: import("./colours.js").Theme}} props */
-export function Comparison({ rows, query, chosen, onChosen, theme }) {
+/** @param {{rows: any[], query: Record<string, string>, chosen: string[], onChosen: (ids: string[]) => void, theme: import("./colours.js").Theme, ticks: number}} props */
+export function Comparison({ rows, query, chosen, onChosen, theme, ticks }) {
   const runs = chosen.join(",");
   const known = rows.filter((row) => chosen.includes(row.id));
   const changed = known.map((row) => [row.id, row.steps, row.best_validation, row.state].join(" ")).join();
   const by = ["steps", "tokens", "FLOPs", "time"].includes(query.x) ? query.x : "steps";
   const range = query.first && query.last ? { first: query.first, last: query.last } : {};
-  const curves = useAnswer(`${runs} ${by} ${range.first} ${range.last}`, () => askJson("/api/runs/curves", { runs, by, points: POINTS, ...range }), changed);
+  const waits = useRef(false);
+  const curves = useAnswer(`${runs} ${by} ${range.first} ${range.last}`, () => askJson("/api/runs/curves", { runs, by, points: POINTS, ...range }), waits.current ? `${changed} ${ticks}` : changed);
+  const read = curves.value?.runs.filter((run) => run.reading).map((run) => run.name) ?? [];
+  waits.current = read.length > 0; // then the page asks again at each tick
   const diff = useAnswer(runs, () => askJson("/api/runs/diff", { runs }), changed);
   const shown = curves.value?.runs.filter((run) => chosen.includes(run.id)) ?? [];
   return html`
@@ -32,7 +35,8 @@ export function Comparison({ rows, query, chosen, onChosen, theme }) {
     <p class="chips chosen">${shown.map((run) => html`
       <span class="chip" key=${run.id} title=${run.path}><${Swatch} one=${lookOf(chosen.indexOf(run.id))} place=${0} theme=${theme} />${run.name}
         <button class="plain" aria-label="Remove ${run.name} from charts" onClick=${() => onChosen(chosen.filter((id) => id !== run.id))}>×</button></span>`)}
-      ${shown.length === 1 && html`<span class="dim">The page of this run, with its ranks and events: <code>myriad watch ${shown[0].path}</code></span>`}</p>
+      ${shown.length === 1 && html`<a href="/run/${shown[0].id}/">The page of this run, with its ranks and events</a>`}
+      ${read.length > 0 && html`<span class="dim" role="status">Reading ${read.join(", ")}: a long run takes some seconds.</span>`}</p>
     <${Curves} runs=${shown} by=${curves.value?.by ?? by} chosen=${chosen} query=${query} theme=${theme} />
     <${Problem} error=${diff.error} />
     ${diff.value?.runs.length > 1 && html`<${Difference} it=${diff.value} />`}
