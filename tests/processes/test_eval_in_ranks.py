@@ -36,6 +36,7 @@ TASKS: list[dict[str, Any]] = [
     *({"task": "word", "arguments": [a, " the"]} for a in ("of", "in")),
     *({"task": "text", "arguments": [f"{a} text, longer than a window. " * 6]} for a in ("one", "two")),
     *({"task": "made", "arguments": [a, {"max_gen_toks": 9}], "target": ""} for a in ("a", "the " * 40, "")),
+    {"task": "made", "arguments": ["longer than a window", {"max_gen_toks": 40}], "target": ""},
 ]  # fmt: skip
 SMALL = (
     *("model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "layout.tp=2"),

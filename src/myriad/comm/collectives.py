@@ -18,6 +18,7 @@ __all__ = [
     "Pending",
     "all_reduce",
     "all_reduce_max",
+    "broadcast",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",
@@ -114,6 +115,13 @@ def all_reduce_max(x: torch.Tensor, group: Group | None) -> torch.Tensor:
     """Maximum over ranks, in place."""
     if group is not None:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+    return x
+
+
+def broadcast(x: torch.Tensor, group: Group | None, source: int) -> torch.Tensor:
+    """Write the value of the rank with index ``source`` in the group to ``x`` on all its ranks."""
+    if group is not None:
+        dist.broadcast(x, group=group, group_src=source)
     return x
 
 

@@ -16,7 +16,7 @@ from myriad.evaluation.greedy_texts import GreedyTexts, Prompt
 from myriad.evaluation.packed_pieces import PackedPieces, PieceScore, window_length
 from myriad.evaluation.token_requests import RequestEncoder, RequestPiece
 from myriad.model.definition import Context
-from myriad.model.generate import longrope_length
+from myriad.model.generate import WholeReader, longrope_length
 from myriad.model.interleave import run_layers
 from myriad.model.layers import Block
 
@@ -68,4 +68,6 @@ class FullModel:
         """Return the likeliest continuation of each prompt, up to its first stop text, the end of the
         document, or the largest number of tokens. ``batch_tokens``: number of positions whose keys and
         values are held, at least those of one text. ``show(texts_done, texts)`` reports progress."""
-        return GreedyTexts(self.layers, self.tokenizer, self.sequence, batch_tokens).generate(prompts, show)
+        return GreedyTexts(WholeReader(self.layers), self.tokenizer, self.sequence, batch_tokens).generate(
+            prompts, show
+        )

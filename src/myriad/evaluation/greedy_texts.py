@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from myriad.data.tokenizer import Tokenizer
 from myriad.evaluation.task_files import Generation
-from myriad.model.generate import Session
+from myriad.model.generate import Session, TextReader
 
 __all__ = ["GeneratedText", "GreedyTexts", "Prompt", "open_texts"]
 
@@ -58,12 +57,12 @@ class GeneratedText:
 
 
 class GreedyTexts:
-    """Generates the texts of one model on one device."""
+    """Generates the texts of one model."""
 
-    def __init__(self, layers: nn.ModuleList, tokenizer: Tokenizer, sequence: int, batch_tokens: int) -> None:
+    def __init__(self, reader: TextReader, tokenizer: Tokenizer, sequence: int, batch_tokens: int) -> None:
         """``batch_tokens``: number of positions whose keys and values are held; at least those of one
         text."""
-        self._layers, self._tokenizer, self._sequence = layers, tokenizer, sequence
+        self._reader, self._tokenizer, self._sequence = reader, tokenizer, sequence
         self._batch_tokens = batch_tokens
 
     def generate(
@@ -73,7 +72,7 @@ class GreedyTexts:
         waiting = open_texts(prompts, self._tokenizer, self._sequence)
         waiting.sort(key=lambda row: (len(row.prompt), row.width(self._sequence)))  # the last is taken first
         session, rows, texts = (
-            Session(self._layers, self._sequence),
+            Session(self._reader, self._sequence),
             list[GeneratedText](),
             [""] * len(prompts),
         )
@@ -109,12 +108,12 @@ class GreedyTexts:
 
     def _likeliest(self, session: Session, scores: torch.Tensor) -> list[int]:
         """Return the likeliest token of each row."""
-        best = scores.topk(min(2, scores.shape[1]), 1).values
-        tokens: list[int] = scores.argmax(1).tolist()
+        found, best = self._reader.likeliest(scores)
+        tokens: list[int] = found.tolist()
         close = best[:, 0] - best[:, -1] < _CLOSE * best[:, 0].abs().clamp(min=1)
         for row in close.nonzero().flatten().tolist():
-            alone = Session(self._layers, self._sequence).add([session.rows[row].tokens])
-            tokens[row] = int(alone.argmax())  # the first of several
+            alone = Session(self._reader, self._sequence).add([session.rows[row].tokens])
+            tokens[row] = int(self._reader.likeliest(alone)[0])
         return tokens
 
 

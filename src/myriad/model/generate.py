@@ -9,17 +9,64 @@ because cached keys are rotated by the former frequencies.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
 
 from myriad.errors import BadInputError
+from myriad.kernels.rotary_scaling import RotaryScaling
 from myriad.model.head import Head
 from myriad.model.key_value_cache import KeyValueCache, NewPositions
 from myriad.model.layers import Block, Embedding
 
-__all__ = ["Session", "generate", "longrope_length", "sample"]
+__all__ = ["Session", "TextReader", "WholeReader", "generate", "longrope_length", "sample"]
+
+_SCORES_OF_HEAD = 1 << 22
+"""Largest number of attention scores of one head when one text is read; a longer text is read in pieces."""
+
+
+class TextReader(Protocol):
+    """The layers that compute new positions of texts."""
+
+    device: torch.device
+    blocks: Sequence[Block]
+    """The blocks of this process; each has a cache."""
+    has_learned_positions: bool
+    scaling: RotaryScaling | None
+    """The scaling of rotary frequencies; ``None``: there are no rotary positions."""
+
+    def read(self, tokens: torch.Tensor, at: NewPositions, caches: Sequence[KeyValueCache]) -> torch.Tensor:
+        """Compute new tokens ``[B, S]``, and extend the caches. Return the scores of the token after them,
+        ``[B, V]`` or what `likeliest` takes."""
+        ...
+
+    def likeliest(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the token with the largest score of each row ``[B]``, of equal ones the smallest, and the
+        two largest scores ``[B, 2]``."""
+        ...
+
+
+class WholeReader:
+    """The full list of layers, on one device."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self._embedding, self._head = cast(Embedding, layers[0]), cast(Head, layers[-1])
+        self.blocks: Sequence[Block] = [cast(Block, block) for block in list(layers)[1:-1]]
+        self.device = self._head.output.weight.device
+        self.has_learned_positions = self._embedding.positions is not None
+        self.scaling = _scaling(self.blocks)
+
+    def read(self, tokens: torch.Tensor, at: NewPositions, caches: Sequence[KeyValueCache]) -> torch.Tensor:
+        """Return the scores ``[B, V]``."""
+        x = self._embedding.embed(tokens, at.positions)
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block.step(x, cache, at)
+        return self._head.logits(x[:, -1])
+
+    def likeliest(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the likeliest tokens, and the two largest scores."""
+        return scores.argmax(1), scores.topk(min(2, scores.shape[1]), 1).values
 
 
 @dataclass
@@ -32,20 +79,17 @@ class _Row:
 
 
 class Session:
-    """Texts, the rows of a batch, that the full list of layers on one device reads and continues."""
+    """Texts, the rows of a batch, that the layers of a model read and continue."""
 
-    def __init__(self, layers: nn.ModuleList, sequence: int) -> None:
-        self.embedding = cast(Embedding, layers[0])
-        self.blocks = [cast(Block, block) for block in list(layers)[1:-1]]
-        self.head = cast(Head, layers[-1])
-        self.sequence = sequence
-        self.device = self.head.output.weight.device
+    def __init__(self, reader: TextReader, sequence: int) -> None:
+        """``sequence``: number of tokens that the model was trained to see."""
+        self.reader, self.sequence = reader, sequence
         self.rows: list[_Row] = []
         self.caches: list[KeyValueCache] = []
-        length = longrope_length(self.blocks)
+        length = _longrope_length(reader.scaling)
         self.last_position = length if length is not None and length >= sequence else None
         """Number of positions after which a text begins again; ``None``: they may grow without limit."""
-        if self.embedding.positions is not None:
+        if reader.has_learned_positions:
             self.last_position = sequence
         self.longrope_length = length if self.last_position is None else None
         """Length of a text beyond which its rotary frequencies change; ``None``: they do not."""
@@ -54,11 +98,11 @@ class Session:
     def add(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Read new rows, each of at most ``sequence`` tokens. Return the scores ``[B, V]`` of the token after
         each."""
-        limits = [min(block.attention.window or self.sequence, self.sequence) for block in self.blocks]
-        pairs = zip(self.blocks, limits, strict=True)
+        blocks = self.reader.blocks
+        limits = [min(block.attention.window or self.sequence, self.sequence) for block in blocks]
+        pairs = zip(blocks, limits, strict=True)
         caches = [block.attention.new_cache(limit) for block, limit in pairs]
-        lengths = [len(text) for text in texts]
-        scores = self._run(texts, NewPositions(lengths, lengths, self.device), caches)
+        scores = self._read_whole(texts, caches)
         if self.rows:
             for cache, new in zip(self.caches, caches, strict=True):
                 cache.join(new)
@@ -102,28 +146,50 @@ class Session:
             return [*row.tokens, *new][-self.sequence :]
         return None
 
+    def _read_whole(self, texts: Sequence[Sequence[int]], caches: Sequence[KeyValueCache]) -> torch.Tensor:
+        """Read texts from their first token on. A long text is read in pieces, unless its length decides its
+        rotary frequencies."""
+        lengths, scaling = [len(text) for text in texts], self.reader.scaling
+        longest = max(lengths)
+        piece = max(_SCORES_OF_HEAD // longest, 1)
+        is_decisive = scaling is not None and scaling.decisive_length(longest) > 0
+        if len(texts) > 1 or piece >= longest or is_decisive:
+            return self._run(texts, NewPositions(lengths, lengths, self.reader.device), caches)
+        for start in range(0, longest, piece):
+            new = texts[0][start : start + piece]
+            at = NewPositions([start + len(new)], [len(new)], self.reader.device)
+            scores = self._run([new], at, caches)
+        return scores
+
     def _read_on(self, new: Sequence[Sequence[int]]) -> torch.Tensor:
         for row, tokens in zip(self.rows, new, strict=True):
             row.tokens = [*row.tokens, *tokens][-self.sequence :]
             row.next_position += len(tokens)
         ends = [row.next_position for row in self.rows]
-        return self._run(new, NewPositions(ends, [len(one) for one in new], self.device), self.caches)
+        at = NewPositions(ends, [len(one) for one in new], self.reader.device)
+        return self._run(new, at, self.caches)
 
     def _run(
         self, tokens: Sequence[Sequence[int]], at: NewPositions, caches: Sequence[KeyValueCache]
     ) -> torch.Tensor:
         width = max(at.counts)
         padded = [[*[0] * (width - len(row)), *row] for row in tokens]
-        x = self.embedding.embed(torch.tensor(padded, device=self.device), at.positions)
-        for block, cache in zip(self.blocks, caches, strict=True):
-            x = block.step(x, cache, at)
-        return self.head.logits(x[:, -1])
+        return self.reader.read(torch.tensor(padded, device=self.reader.device), at, caches)
 
 
 def longrope_length(blocks: Sequence[Block]) -> int | None:
     """Return the length of a text beyond which the blocks use other rotary frequencies."""
+    return _longrope_length(_scaling(blocks))
+
+
+def _longrope_length(scaling: RotaryScaling | None) -> int | None:
+    return scaling.original_sequence if scaling is not None and scaling.kind == "longrope" else None
+
+
+def _scaling(blocks: Sequence[Block]) -> RotaryScaling | None:
+    """Return the scaling of the blocks' rotary frequencies, which is one for all."""
     scalings = [block.attention.rotary.scaling for block in blocks if block.attention.rotary is not None]
-    return next((one.original_sequence for one in scalings if one.kind == "longrope"), None)
+    return next((one for one in scalings if one.kind != "none"), scalings[0] if scalings else None)
 
 
 def sample(logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
@@ -162,7 +228,7 @@ def generate(
     _check("top_p", top_p, ok=0 < top_p <= 1, allowed="above 0, up to 1 (every token)")
     _check("prompt", len(prompt), ok=len(prompt) > 0, allowed="at least one token")
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    session = Session(layers, sequence)
+    session = Session(WholeReader(layers), sequence)
     scores = session.add([list(prompt)[-sequence:]])
     for left in reversed(range(max_new_tokens)):
         token = sample(scores[0], temperature, top_p, generator)

@@ -160,8 +160,11 @@ class Head(SteppedLayer):
         return x if self.scale == 1 else x * self.scale
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return float32 scores of the vocabulary, on one device: ``[..., H]`` to ``[..., V]``."""
-        logits = linear(self._scaled(self.norm(x)), self.output.weight)[..., : self.vocabulary].float()
+        """Return float32 scores of this rank's part of the vocabulary: ``[..., H]`` to ``[..., V/tp]``, from
+        a stream that is whole on this rank."""
+        rows = len(self.output.weight)
+        used = min(max(self.vocabulary - self.boundary.rank * rows, 0), rows)  # the rest is padding
+        logits = linear(self._scaled(self.norm(x)), self.output.weight)[..., :used].float()
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 

@@ -92,8 +92,9 @@ class Embedding(SteppedLayer):
         return self.dropout(stream, context, training=self.training)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Embed tokens ``[B, S]`` on one device, at these positions of their texts."""
-        stream = self._partial_sums(tokens) * self.scale
+        """Embed tokens ``[B, S]`` at these positions of their texts, as a stream that is whole on this rank
+        (`Boundary`)."""
+        stream = self.boundary.start_reduce_scatter(self._partial_sums(tokens)).wait() * self.scale
         return stream if self.positions is None else stream + F.embedding(positions, self.positions.weight)
 
     def _partial_sums(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -154,7 +155,8 @@ class Block(SteppedLayer):
         return partial(self.attention.mix, documents=context.documents, share=context.share)
 
     def step(self, x: torch.Tensor, cache: KeyValueCache, at: NewPositions) -> torch.Tensor:
-        """Run the block on one device for new positions ``[B, S, H]``, after those in the cache."""
+        """Run the block for new positions ``[B, S, H]``, after those in the cache. The stream is whole on
+        this rank."""
         mix = partial(self.attention.mix_cached, cache=cache, at=at)
         return finish(self._steps(x, None, Context(), mix))
 

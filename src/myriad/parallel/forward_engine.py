@@ -10,6 +10,7 @@ it for training (`TrainingNeeds`). Every rank calls the same method at the same 
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +23,10 @@ from myriad.kernels.float8 import Float8
 from myriad.kernels.host_memory import keep_freed_memory
 from myriad.model.boundary import Boundary
 from myriad.model.definition import Definition
+from myriad.model.gpt import GPT
 from myriad.model.tensor_shard import TensorShard
 from myriad.parallel.batch import Batch
+from myriad.parallel.layout_reader import LayoutReader
 from myriad.parallel.model_state import ModelState
 from myriad.parallel.optimizer_step import loss_weight, sum_over_world
 from myriad.parallel.rank_model import (
@@ -36,7 +39,7 @@ from myriad.parallel.rank_model import (
 )
 from myriad.parallel.router_biases import make_biases
 from myriad.parallel.runtime import Runtime
-from myriad.parallel.tensor_parallel import make_boundary
+from myriad.parallel.tensor_parallel import GroupBoundary, make_boundary
 from myriad.program.actions import Program
 from myriad.program.build import build_program, count_chunks
 from myriad.program.config import OverlapConfig
@@ -100,6 +103,7 @@ class ForwardEngine:
         self.boundary: Boundary = make_boundary(groups, overlap, recorder, kernels, device)
         if needs is not None and needs.float8 is not None:
             self.boundary.token_multiple = needs.float8.token_multiple
+        self._uses_float8 = needs is not None and needs.float8 is not None
         one_backward = needs is not None and needs.most_micro_batches == 1
         self._sharing = make_sharing(
             groups,
@@ -117,6 +121,8 @@ class ForwardEngine:
         self._start_runtime(sample, seed)
         self._model_state = ModelState(self.model, groups, device, trains_alone=self._trains_alone)
         self._biases = make_biases(definition, self.model, self._model_state, groups)
+        self.reader: LayoutReader | None = None
+        """Reads texts with caches of keys and values, once `open_reader` has made it."""
 
     def _build_programs(
         self,
@@ -221,6 +227,29 @@ class ForwardEngine:
         own = torch.stack([loss_sum.double() * loss_weight(self.groups), stopping])
         total, num_stopping = sum_over_world(own, self.groups, self.recorder)
         return total, num_stopping > 0
+
+    def open_reader(self) -> None:
+        """Make `reader`, if the model is one of Myriad's own and does not compute in float8, whose scales
+        depend on the tokens that are computed together. A collective call of all ranks, before the first
+        step."""
+        definition = self._definition
+        if self.reader is not None or not isinstance(definition, GPT) or self._uses_float8:
+            return
+        assert isinstance(self.boundary, GroupBoundary)
+        stage_rank = self.programs[False].stage_rank
+        self.reader = LayoutReader(
+            definition.config, self.model, self.boundary, self.groups, stage_rank, self._dtype, self._device
+        )
+
+    @contextmanager
+    def reading(self, stops: Callable[[], bool]) -> Iterator[LayoutReader]:
+        """Read texts inside the block. All ranks enter it together. ``stops`` returns whether this rank was
+        asked to stop."""
+        assert self.reader is not None, "`open_reader` has made it"
+        self._refresh()
+        self.reader.stops = stops
+        with self.recorder.evaluating():
+            yield self.reader
 
     def sum_of_losses(self, own: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks of what each has of the losses of evaluated batches; tensor-parallel

@@ -11,7 +11,8 @@ arXiv 1909.08053). On meta tensors every method returns the right shape without 
 be described without other ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -84,11 +85,24 @@ class GroupBoundary(Boundary):
         hides = (size > 1 and (chunks > 1 or slices > 0)) or self.expert_ranks > 1
         self.later: LaterProducts | None = LaterProducts() if hides else None
         self._slices, self.context = slices, context
+        self._stream_is_whole = False
+
+    @contextmanager
+    def whole_stream(self) -> Iterator[None]:
+        """Keep the residual stream whole on every rank inside the block: nothing is gathered, and partial
+        sums are added up over the ranks. Nothing in the block computes gradients."""
+        in_slices, self.in_slices, self._stream_is_whole = self.in_slices, False, True
+        try:
+            yield
+        finally:
+            self.in_slices, self._stream_is_whole = in_slices, False
 
     def start_all_gather(self, x: torch.Tensor) -> Arriving:
-        return self._start(x, Direction.GATHER)
+        return Arrived(x) if self._stream_is_whole else self._start(x, Direction.GATHER)
 
     def start_reduce_scatter(self, x: torch.Tensor) -> Arriving:
+        if self._stream_is_whole:
+            return Arrived(x if self.size == 1 else self.sum(x.contiguous()))
         return self._start(x, Direction.REDUCE)
 
     def _start(self, x: torch.Tensor, direction: Direction) -> Arriving:

@@ -100,6 +100,8 @@ class PhaseChanges:
         self.now = rank.job
         """The job with the values of the step in progress."""
         self.evaluation = PhaseEvaluation.of(rank, self.steps.phase_at(0), guard)
+        if not self.evaluation.tasks.is_empty:
+            engine.open_reader()
         self._segment, self._phase = -1, 0
 
     def enter(self, step: int) -> bool:

@@ -30,7 +30,7 @@ from myriad.comm.typed_collectives import gather_values
 from myriad.data.tokenizer import Tokenizer
 from myriad.data.windows import pack_documents
 from myriad.errors import BadInputError, MyriadError, RunFailedError
-from myriad.evaluation.greedy_texts import Prompt, open_texts
+from myriad.evaluation.greedy_texts import Prompt
 from myriad.evaluation.packed_pieces import PieceScore, window_length
 from myriad.evaluation.task_files import Task
 from myriad.evaluation.task_requests import TaskRequests
@@ -138,24 +138,15 @@ _REQUEST, _RESULT = TypeAdapter(EvaluationRequest), TypeAdapter(EvaluationResult
 
 
 def check_tasks(model: ModelConfig, layout: Layout, tasks: Sequence[Task]) -> None:
-    """Refuse a layout that does not divide the model, and texts that ranks would generate otherwise than one
-    process does: those whose cached keys and values reach back further than a window. Raises
+    """Refuse a layout that does not divide the model, and prompts that cannot be sent to ranks. Raises
     `BadInputError`."""
     check_scoring(model, layout)
-    other = "or evaluate in one process, without a layout"
-    scaling = model.rotary_scaling
     for task in tasks:
         for one in task.documents if task.request_type == "generate_until" else ():
-            length, texts = one.generation.max_new_tokens, (one.context, *one.generation.until)
+            texts = one.context, *one.generation.until
             if lone := next((text for text in texts if _has_lone_surrogate(text)), None):
-                allowed = f"text that UTF-8 can encode, in ranks; {other}"
+                allowed = "text that UTF-8 can encode, in ranks; or evaluate in one process, without a layout"
                 raise BadInputError(f"{one.where}: arguments", lone, allowed)
-            if length >= model.sequence:
-                allowed = f"below model.sequence = {model.sequence} in ranks; {other}"
-                raise BadInputError(f"{one.where}: max_gen_toks", length, allowed)
-            if scaling.decisive_length(model.sequence):
-                allowed = f"no text to generate in ranks: {scaling.kind} changes with its length; {other}"
-                raise BadInputError(f"{one.where}: request_type", "generate_until", allowed)
 
 
 def _has_lone_surrogate(text: str) -> bool:
@@ -172,21 +163,16 @@ class _Shape:
     num_micro_batches: int
 
     @classmethod
-    def of(cls, request: EvaluationRequest, tokenizer: Tokenizer) -> "_Shape":
+    def of(cls, request: EvaluationRequest) -> "_Shape":
         """Return the shape for the requests: as many windows in one pass as the tokens of a pass allow, but
         no more than there are for each replica, in several passes if there are stages to fill."""
         model, layout = request.model, request.layout
-        texts = open_texts(request.prompts, tokenizer, model.sequence)
-        lengths = (
-            [len(piece.tokens) for piece in request.pieces],
-            [text.width(model.sequence) for text in texts],
-        )
-        longest = max(max(some, default=0) for some in lengths)
+        lengths = [len(piece.tokens) for piece in request.pieces]
         fixed = model.rotary_scaling.kind == "longrope"
-        window = window_length(longest, model.sequence, keeps_length=fixed)
+        window = window_length(max(lengths, default=0), model.sequence, keeps_length=fixed)
         window = -(-window // layout.sequence_multiple) * layout.sequence_multiple
-        counts = (len(pack_documents(np.array(some, np.int64), window).firsts) - 1 for some in lengths)
-        each = max(1, -(-max(counts) // layout.dp))
+        num_windows = len(pack_documents(np.array(lengths, np.int64), window).firsts) - 1
+        each = max(1, -(-num_windows // layout.dp))
         micro_batch = max(1, min(request.batch_tokens // window, -(-each // layout.pp)))
         most = _MICRO_BATCHES_OF_STAGE * layout.pp if layout.pp > 1 else 1
         return cls(window, micro_batch, min(most, -(-each // micro_batch)))
@@ -198,7 +184,7 @@ def evaluate_rank(
     """Compute one rank's part of an evaluation, and return the result, which is equal on all ranks. Raises
     `MyriadError`."""
     tokenizer = Tokenizer.of_text(request.tokenizer, request.where)
-    shape = _Shape.of(request, tokenizer)
+    shape = _Shape.of(request)
     layout = request.layout.model_copy(update={"micro_batch": shape.micro_batch})
     comm, train = CommConfig(hierarchy="flat"), TrainConfig(precision="float32")
     values = {"model": request.model, "layout": layout, "comm": comm, "train": train}
@@ -208,13 +194,15 @@ def evaluate_rank(
         device = open_device(job, place, at_close, in_process=False)
         engine = _build_engine(job, shape, device, at_close)
         at_close.callback(engine.close)
+        engine.open_reader()
         where = _load(request, engine)
         each, replica = shape.micro_batch * shape.num_micro_batches, engine.groups.grid.index("dp")
         rows = range(replica * each, (replica + 1) * each)
         shrinks = layout.pp == 1  # messages between stages have fixed shapes
         batches = WindowBatches(shape.window, layout.dp * each, rows, device, layout.dp if shrinks else None)
         sequence = request.model.sequence
-        scorer = LayoutScorer(request.pieces, request.prompts, tokenizer, sequence, batches, show)
+        cached = request.batch_tokens
+        scorer = LayoutScorer(request.pieces, request.prompts, tokenizer, sequence, batches, cached, show)
         results = scorer.results(engine)
         assert results is not None, "no rank is asked to stop"
         return EvaluationResult(where, *results)

@@ -7,7 +7,7 @@ from myriad.errors import BadInputError
 from myriad.kernels.rotary_scaling import RotaryScaling
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
-from myriad.model.generate import Session, generate, sample
+from myriad.model.generate import Session, WholeReader, generate, sample
 from myriad.model.gpt import build_full
 
 TINY = ModelConfig(
@@ -32,11 +32,29 @@ def test_with_and_without_cache_the_scores_are_the_same(position, keys):
     config = TINY.model_copy(update={"position": position, **keys})
     layers = build_full(config, 1)
     expected = uncached(layers, TOKENS)
-    session = Session(layers, config.sequence)
+    session = Session(WholeReader(layers), config.sequence)
     torch.testing.assert_close(session.add([TOKENS[:7]])[0], expected[6], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(session.read([TOKENS[7:10]])[0], expected[9], rtol=1e-4, atol=1e-4)
     for place in range(10, 24):
         torch.testing.assert_close(session.read([[TOKENS[place]]])[0], expected[place], rtol=1e-4, atol=1e-4)
+
+
+def test_a_long_text_is_read_in_pieces(monkeypatch):
+    layers = build_full(TINY.model_copy(update={"window": 7, "window_pattern": (True, False)}), 1)
+    expected = uncached(layers, TOKENS)
+    reader, widths = WholeReader(layers), []
+    read = reader.read
+
+    def counted(tokens, at, caches):
+        widths.append(tokens.shape[1])
+        return read(tokens, at, caches)
+
+    monkeypatch.setattr(reader, "read", counted)
+    monkeypatch.setattr("myriad.model.generate._SCORES_OF_HEAD", 24 * 5)
+    session = Session(reader, 24)
+    torch.testing.assert_close(session.add([TOKENS[:23]])[0], expected[22], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(session.read([TOKENS[23:]])[0], expected[23], rtol=1e-4, atol=1e-4)
+    assert widths == [5, 5, 5, 5, 3, 1]
 
 
 def longrope(original):
@@ -46,7 +64,7 @@ def longrope(original):
 
 def test_keys_are_computed_again_where_longrope_changes_the_frequencies():
     layers = build_full(TINY.model_copy(update={"rotary_scaling": longrope(12)}), 1)
-    session = Session(layers, 24)
+    session = Session(WholeReader(layers), 24)
     session.add([TOKENS[:9]])
     for end in range(10, 25):
         expected = uncached(layers, TOKENS[:end])[-1]
@@ -55,7 +73,7 @@ def test_keys_are_computed_again_where_longrope_changes_the_frequencies():
 
 def test_text_begins_again_before_frequencies_that_the_model_has_not_seen():
     layers = build_full(TINY.model_copy(update={"rotary_scaling": longrope(24)}), 1)
-    session = Session(layers, 24)
+    session = Session(WholeReader(layers), 24)
     session.add([TOKENS])
     expected = uncached(layers, [*TOKENS[-11:], 7])[-1]
     torch.testing.assert_close(session.read([[7]])[0], expected, rtol=1e-4, atol=1e-4)
@@ -73,7 +91,7 @@ def test_text_may_be_longer_than_the_sequence(position):
 def test_learned_positions_start_again_from_the_second_half():
     config = TINY.model_copy(update={"position": "learned"})
     layers = build_full(config, 1)
-    session = Session(layers, 24)
+    session = Session(WholeReader(layers), 24)
     session.add([TOKENS])
     expected = uncached(layers, [*TOKENS[-11:], 7])[-1]
     torch.testing.assert_close(session.read([[7]])[0], expected, rtol=1e-4, atol=1e-4)

@@ -15,7 +15,7 @@ from myriad.kernels.rotary import rotary_turns, turn
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
-from myriad.model.generate import Session
+from myriad.model.generate import Session, WholeReader
 from myriad.model.gpt import GPT, build_full
 from myriad.model.key_value_cache import LatentCache
 from myriad.model.latent_attention import LatentAttention
@@ -82,7 +82,7 @@ def test_a_cached_token_has_the_logits_of_a_whole_sequence(q_lora_rank: int | No
         for layer in layers[:-1]:
             x = layer(x, Context())
         whole = layers[-1].logits(x)[0]
-    session = Session(layers, config.sequence)
+    session = Session(WholeReader(layers), config.sequence)
     logits = [session.add([tokens[0, :5].tolist()])[0]]
     logits += [session.read([[int(token)]])[0] for token in tokens[0, 5:]]
     torch.testing.assert_close(torch.stack(logits), whole[4:], atol=1e-5, rtol=1e-5)
