@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+# Modules are compiled when they are first imported: most of PyTorch's never are, and pip takes half a minute for all.
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
 
 # Some containers set this, and each of hundreds of processes would compile all modules anew.
 export PYTHONDONTWRITEBYTECODE :=

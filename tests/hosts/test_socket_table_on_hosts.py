@@ -45,6 +45,7 @@ KEYS = (
     "resilience.nodes=2",
     "resilience.engine=join",
     "resilience.listen=10.77.0.1",
+    "resilience.encrypt=true",
 )
 
 
@@ -66,12 +67,10 @@ def refusal(made: Hosts, run: Run, secret: bytes, *, encrypts: bool) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("encrypts", [False, True], ids=["plain", "TLS"])
-def test_training_on_two_hosts(hosts: Callable[..., Hosts], tmp_path: Path, encrypts: bool) -> None:
+def test_training_on_two_hosts(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     made, run = hosts(3), Run(tmp_path / "run")
     corpus = make_corpus(tmp_path, count=300)
-    encrypt = f"resilience.encrypt={str(encrypts).lower()}"
-    run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *KEYS, encrypt]))
+    run.create_or_resume(load_job("tiny", [f"data.corpus={corpus}", *KEYS]))
     with Recorder(made) as recorder, Watch() as watch:
         mark = f"{MARK}={watch.environment[MARK]}"
 
@@ -83,8 +82,8 @@ def test_training_on_two_hosts(hosts: Callable[..., Hosts], tmp_path: Path, encr
         wait_until(lambda: train.poll() is not None or (run.path / "driver.json").exists(), 150.0)
         secret = run_secret(run.path / "secret")
         stranger = b"0123456789abcdef" * 4
-        assert "does not know the secret" in refusal(made, run, stranger, encrypts=encrypts)
-        assert refusal(made, run, secret, encrypts=not encrypts) is not None  # it strips TLS, or adds it
+        assert "does not know the secret" in refusal(made, run, stranger, encrypts=True)
+        assert refusal(made, run, secret, encrypts=False) is not None  # it strips TLS
         joined = [start(1 + node, "join", run.path, "--node", node) for node in (0, 1)]
         assert [each.wait(150) for each in (train, *joined)] == [0, 0, 0]
     nodes = {made.address(host) for host in range(3)}
@@ -95,7 +94,7 @@ def test_training_on_two_hosts(hosts: Callable[..., Hosts], tmp_path: Path, encr
     assert {each.host for each in watch.found if each.kind == "tcp"} == nodes
     for name, content in ((DRIVER, b'"node"'), (COPIES, weights(run))):
         ends = {(each.host, each.port) for each, row in rows.items() if row and row.started_by == name}
-        assert_encrypted_or_not(recorder.streams(), ends, content, encrypts=encrypts)
+        assert_encrypted(recorder.streams(), ends, content)
 
 
 def weights(run: Run) -> bytes:
@@ -103,15 +102,13 @@ def weights(run: Run) -> bytes:
     return load_model(run.checkpoints_path / "step-30")["embedding.tokens.weight"].numpy().tobytes()[:64]
 
 
-def assert_encrypted_or_not(
-    streams: dict[Stream, bytes], listeners: set[tuple[str, int]], content: bytes, *, encrypts: bool
-) -> None:
-    """Assert that the connections to some listeners are all TLS after its first frame, and have a content
-    only if they are not."""
+def assert_encrypted(streams: dict[Stream, bytes], listeners: set[tuple[str, int]], content: bytes) -> None:
+    """Assert that the connections to some listeners are all TLS after their first frame, and never have a
+    content."""
     theirs = {stream: data for stream, data in streams.items() if data and listeners & {*stream}}
     assert len(theirs) >= 4 and sum(map(len, theirs.values())) > 4096, "both nodes connect, both ways"
-    assert any(content in data for data in theirs.values()) != encrypts
+    assert not any(content in data for data in theirs.values())
     for stream, data in theirs.items():
         begun = HEADER_BYTES + NONCE_BYTES if stream[0] in listeners else 0
         if sent := data[begun:]:  # else it ended before it had sent anything that could be either
-            assert is_tls(sent) == encrypts, stream
+            assert is_tls(sent), stream

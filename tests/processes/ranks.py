@@ -104,6 +104,7 @@ def serve(connection: Connection, others: list[Connection]) -> None:
             connection.send((function(*arguments), None))
         except BaseException:
             connection.send((None, traceback.format_exc()))
+        gc.collect()  # groups of a world that is left would keep their threads, which poll
 
 
 class RankPool:

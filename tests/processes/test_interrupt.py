@@ -145,7 +145,6 @@ _ANY = pytest.mark.parametrize(
         (("validate",), _imports),
         (("data", "prepare", _TEXTS, "--output", "out"), _computes),
         (("faults", "run", "kill-rank"), _drives),
-        (("parity", "tiny", "--layout", "dp=1", "--layout", "dp=2", "--folder", "."), _drives),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

@@ -18,17 +18,15 @@ from myriad.train.replica_digests import digest_of, reduce_bits
 
 EXPERTS = {"experts": 4, "expert_hidden": 16}
 CASES = [
-    *(Case(layout={"dp": 4, "zero": zero}, steps=2) for zero in (0, 1, 2)),
+    Case(layout={"dp": 4, "zero": 1}, steps=2),
     *(Case(layout={"dp": 4, "zero": zero, "shard_group": 2}, steps=2) for zero in (1, 3)),
-    *(Case(layout={"dp": 2, "zero": zero, "tp": 2, "micro_batch": 2}, steps=2) for zero in (0, 1, 2)),
-    *(Case(layout={"dp": 2, "zero": zero, "pp": 2}, steps=2) for zero in (0, 1, 2)),
+    *(Case(layout={"dp": 2, "zero": zero, "tp": 2, "micro_batch": 2}, steps=2) for zero in (0, 2)),
+    *(Case(layout={"dp": 2, "zero": zero, "pp": 2}, steps=2) for zero in (0, 2)),
     Case(layout={"dp": 2, "zero": 1, "pp": 2, "virtual_stages": 2}, steps=2),
-    Case(layout={"dp": 2, "zero": 0}, steps=2, dtype=torch.bfloat16),
     Case(layout={"dp": 2, "zero": 2}, steps=2, dtype=torch.bfloat16),
     Case(layout={"dp": 2, "zero": 1}, steps=2, comm={"compress_parameters": "int8"}),
     Case(layout={"dp": 2, "zero": 0}, steps=4, comm={"sync_every": 2}),
     Case(layout={"dp": 2, "zero": 0}, steps=4, comm={"sync_every": 2}, optimizer={"name": "muon"}),
-    Case(layout={"dp": 2, "zero": 0}, steps=2, optimizer={"name": "lamb"}),
     Case(layout={"dp": 2, "zero": 0, "tp": 2, "micro_batch": 2}, steps=2, optimizer={"name": "muon"}),
     *(Case(layout={"dp": 4, "zero": zero, "ep": 2}, model=EXPERTS, steps=2) for zero in (0, 2)),
 ]

@@ -17,12 +17,10 @@ _BUDGETS = {
     "Llama-3-8B": 22,
     "Llama-3-8B, float8": 58,
     "Llama-3-8B, float8, third micro-batch": 46,
-    "Llama-3-8B, tp 8": 54,
     "Llama-3-8B, tp 8, micro-batch 2": 58,
-    "Llama-3-8B, tp 8, micro-batch 4": 58,
     "Llama-3-8B, tp 8, micro-batch 2, overlap.tensor off": 30,
 }
-"""Most launches a layer, forward and backward; docs/benchmarks/launches.md has the same numbers."""
+"""Most launches a layer, forward and backward; docs/benchmarks/launches.md has these numbers and more."""
 
 
 _SUMS_BYTES = {"one": 17.5, "zero1-lamb-selective": 11.5, "zero2-each-blocks": 21.7, "zero3-full": 24.3}

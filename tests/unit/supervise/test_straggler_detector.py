@@ -147,7 +147,7 @@ def test_with_an_order_of_nodes_ranks_are_where_the_grid_has_them() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=3, deadline=None, derandomize=True)  # of noise without end some would be an alarm
+@settings(max_examples=1, deadline=None, derandomize=True)  # of noise without end some would be an alarm
 @given(st.integers(0, 2**32), st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2)]), st.booleans())
 @example(33906, (4, 1), False)
 @example(1, (1, 2), False)
