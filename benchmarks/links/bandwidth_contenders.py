@@ -26,11 +26,9 @@ from myriad.program.schedules import schedule as program_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from peers.data import DataParallel
 from peers.deepspeed_peer import DeepSpeed
 from peers.myriad_side import Myriad
-from peers.pipeline import Pipeline
-from peers.tensor import TensorParallel
+from peers.torch_peers import data_parallel, pipeline, tensor_parallel
 from peers.work import Contender, Work
 
 __all__ = ["Machines", "Setting", "all_settings", "data_bytes", "pipeline_bytes", "tensor_bytes"]
@@ -148,17 +146,17 @@ def _layout(kind: str, least_bytes: float, overlap: dict[str, Any] | None = None
 def _torch_data(work: Work, machines: Machines) -> Iterator[Setting]:
     moved = data_bytes(work, machines.num_hosts)
     for size in (1, 4, 25):
-        yield Setting("DDP", "data", f"buckets of {size} MiB", partial(DataParallel, bucket_mib=size), moved)
+        yield Setting("DDP", "data", f"buckets of {size} MiB", partial(data_parallel, bucket_mib=size), moved)
     for reshard in (False, True):
         words = "reshard after forward" if reshard else "keep after forward"
-        yield Setting("FSDP2", "data", words, partial(DataParallel, reshard=reshard), moved)
+        yield Setting("FSDP2", "data", words, partial(data_parallel, reshard=reshard), moved)
 
 
 def _torch_tensor(work: Work, machines: Machines) -> Iterator[Setting]:
     moved = tensor_bytes(work, machines.world, machines.num_hosts)
     for sequence in (False, True):
         words = "sequence parallel" if sequence else "whole stream"
-        yield Setting("DTensor", "tensor", words, partial(TensorParallel, sequence=sequence), moved)
+        yield Setting("DTensor", "tensor", words, partial(tensor_parallel, sequence=sequence), moved)
 
 
 def _torch_pipelines(work: Work, machines: Machines) -> Iterator[Setting]:
@@ -174,7 +172,7 @@ def _torch_pipelines(work: Work, machines: Machines) -> Iterator[Setting]:
         moved = pipeline_bytes(work, stages, machines.ranks_per_host)
         virtual_stages = len(stages) // world
         for size in _micro_batches(work, 1, (1, 2)):
-            make = partial(Pipeline, schedule=schedule, virtual_stages=virtual_stages, micro_batch=size)
+            make = partial(pipeline, schedule=schedule, virtual_stages=virtual_stages, micro_batch=size)
             yield Setting(contender, "pipeline", f"{schedule}, micro batch {size}", make, moved)
 
 

@@ -10,12 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
 
 __all__ = [
     "Contender",
@@ -176,7 +175,7 @@ def new_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """Fused; matrices decay, norms do not. DTensors and plain tensors cannot share a fused update."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        groups[parameter.dim() >= 2, isinstance(parameter, DTensor)].append(parameter)
+        groups[parameter.dim() >= 2, _is_dtensor(parameter)].append(parameter)
     given = [
         {"params": members, "weight_decay": WEIGHT_DECAY if decays else 0.0}
         for (decays, _), members in groups.items()
@@ -199,14 +198,19 @@ def clip_gradients(
     torch._foreach_mul_(local, torch.clamp(CLIP_NORM / (total.sqrt() + 1e-6), max=1.0))
 
 
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def _is_dtensor(tensor: Any) -> bool:
+    """Tell a DTensor without its module, which takes a second to import."""
+    return hasattr(tensor, "device_mesh")
 
 
-def _num_copies(gradient: torch.Tensor, plain_copies: int) -> int:
+def _local(gradient: Any) -> torch.Tensor:
+    return gradient.to_local() if _is_dtensor(gradient) else gradient
+
+
+def _num_copies(gradient: Any, plain_copies: int) -> int:
     """Ranks that hold the same values."""
-    if not isinstance(gradient, DTensor):
+    if not _is_dtensor(gradient):
         return plain_copies
     placements, mesh = gradient.placements, gradient.device_mesh
     assert not any(one.is_partial() for one in placements), "a gradient that is not summed up"
-    return math.prod(mesh.size(dim) for dim, one in enumerate(placements) if isinstance(one, Replicate))
+    return math.prod(mesh.size(dim) for dim, one in enumerate(placements) if one.is_replicate())

@@ -2,29 +2,35 @@
 must and no more."""
 
 from functools import partial
+from importlib import import_module
 
 import pytest
 
 from bandwidth_contenders import data_bytes, pipeline_bytes, tensor_bytes
 from peers.check import largest_difference
-from peers.data import DataParallel
 from peers.megatron_layout import MegatronLayout
 from peers.myriad_side import Myriad
-from peers.pipeline import Pipeline
-from peers.tensor import TensorParallel
+from peers.torch_peers import data_parallel, pipeline, tensor_parallel
 from peers.work import Work, run_contender
 
 WORK = Work(layers=6, hidden=64, heads=4, vocabulary=512, sequence=64, global_batch=4)
 
 PEERS = {
-    "DDP": partial(DataParallel, bucket_mib=1),
-    "FSDP2": partial(DataParallel, reshard=True),
-    "tensor": partial(TensorParallel, sequence=False),
-    "tensor and sequence": partial(TensorParallel, sequence=True),
-    "1F1B": partial(Pipeline, schedule="1f1b", virtual_stages=1, micro_batch=1),
-    "interleaved": partial(Pipeline, schedule="interleaved", virtual_stages=2, micro_batch=2),
-    "zero-bubble": partial(Pipeline, schedule="zbv", virtual_stages=2, micro_batch=1),
+    "DDP": partial(data_parallel, bucket_mib=1),
+    "FSDP2": partial(data_parallel, reshard=True),
+    "tensor": partial(tensor_parallel, sequence=False),
+    "tensor and sequence": partial(tensor_parallel, sequence=True),
+    "1F1B": partial(pipeline, schedule="1f1b", virtual_stages=1, micro_batch=1),
+    "interleaved": partial(pipeline, schedule="interleaved", virtual_stages=2, micro_batch=2),
+    "zero-bubble": partial(pipeline, schedule="zbv", virtual_stages=2, micro_batch=1),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Import the peers before ranks are forked that would each import them."""
+    for name in ("data", "pipeline", "tensor"):
+        import_module(f"peers.{name}")
 
 
 def check(make) -> float:
