@@ -148,7 +148,7 @@ def batch_of_replica(case: Case, replica: int, num_replicas: int, step: int) -> 
 def batch_of_rows(case: Case, first: int, share: int, step: int) -> Batch:
     tokens = tokens_of_step(case, step)[first : first + share]
     samples = torch.arange(first, first + share) + step * case.global_batch
-    targets = tokens[:, 1:].contiguous()
+    targets = tokens[:, 1:].clone()  # one row alone would be a view of the inputs
     if case.packed:
         targets[:, -PADDING:] = ~targets[:, -PADDING:]
     return Batch(tokens[:, :-1].contiguous(), targets, samples, documents_of(case, first, share))
