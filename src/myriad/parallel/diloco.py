@@ -2,7 +2,7 @@
 
     steps        1    2    3    4    5 ...        comm.sync_every = 4
     replica 0    ------------------>|<- agree     no gradients are exchanged in between,
-    replica 1    ------------------>|<- agree     only the loss, the norm and signals: a few bytes a step
+    replica 1    ------------------>|<- agree     only the loss, the norm and signals: 1 KiB a step
 
     replica 0   anchor --inner steps--> values 0      outer gradient = mean over replicas (anchor - values)
     replica 1   anchor --inner steps--> values 1      velocity = momentum velocity + gradient

@@ -55,9 +55,10 @@ def log(values: Mapping[str, SupportsFloat]) -> None:
     ``values`` are numbers, or tensors of one number (of a GPU's tensor, reading it waits for the device). The
     step's line in metrics.jsonl has the mean over all calls on all ranks, under ``user``: over replicas, and
     also if only some ranks log a name, as those of the last pipeline stage, which compute the loss. Calls
-    after the gradients of a step are complete count in the next one; calls in an evaluation and in the data
-    loader's process do not count. Raises `ValueError` for more than 64 names in a step, or a name that is
-    not of 1 to 80 printable characters. Of more than 64 names in a run, the first 64 are kept."""
+    after the gradients of a step are complete count in the next one. Calls in an evaluation, in the data
+    loader's process, and in a process that only starts ranks do not count. Raises `ValueError` for more than
+    64 names in a step, or a name that is not of 1 to 80 printable characters. Of more than 64 names in a run,
+    the first 64 are kept."""
     _OF_PROCESS.add(values)
 
 
