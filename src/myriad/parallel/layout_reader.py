@@ -55,7 +55,7 @@ class LayoutReader:
         layers = [layer for stage in model.stages.values() for layer in stage.layers.values()]
         self.blocks: Sequence[Block] = [layer for layer in layers if isinstance(layer, Block)]
         self.stops: Callable[[], bool] = _never
-        """Whether this rank was asked to stop, which every read tells all ranks."""
+        """Whether this rank was asked to stop, which every read reports to all ranks."""
         self._index_of = {block: index for index, block in enumerate(self.blocks)}
         self._model, self._boundary, self._stage_rank, self._dtype = model, boundary, stage_rank, dtype
         self._hidden = config.hidden

@@ -95,7 +95,7 @@ class MetricForwarder:
         """Offsets in memory, which hold even if their file cannot be written."""
         self.failures = 0
         self.outcome = RunOutcome()
-        """What the launcher has told of the run; another thread sets it."""
+        """What the launcher has reported of the run; another thread sets it."""
         self._described = RunOutcome()
 
     def follow(self, over: threading.Event) -> None:
@@ -182,12 +182,12 @@ def main(arguments: list[str]) -> int:
 
 
 def outcome_line(outcome: RunOutcome) -> bytes:
-    """Return the line by which a launcher tells an outcome."""
+    """Return the line by which a launcher reports an outcome."""
     return msgspec.json.encode(outcome) + b"\n"
 
 
 def _listen(launcher: IO[bytes], forwarder: MetricForwarder, over: threading.Event) -> None:
-    """Take over what the launcher tells; set ``over`` when it closes its end of the pipe or dies."""
+    """Take over what the launcher reports; set ``over`` when it closes its end of the pipe or dies."""
     for line in launcher:
         with suppress(msgspec.MsgspecError):
             forwarder.outcome = msgspec.json.decode(line, type=RunOutcome)

@@ -33,7 +33,7 @@ _MOST_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What a launcher tells a sink of its run, beside the metrics: at the start and at the end."""
+    """What a launcher reports to a sink of its run, beside the metrics: at the start and at the end."""
 
     state: str = ""
     """State in which the run ended; "": it trains, or its launcher died."""

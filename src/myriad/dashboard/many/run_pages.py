@@ -53,7 +53,7 @@ class RunPages:
         self, table: LiveTable, open_run: Callable[[Run], RunPage], unused_seconds: float = _UNUSED_SECONDS
     ) -> None:
         """``open_run`` reads a run; it raises `MyriadError` for one that cannot be read. ``unused_seconds``:
-        how long a run stays open that nobody asks about."""
+        how long a run stays open without a request."""
         self._table, self._open_run, self._unused_seconds = table, open_run, unused_seconds
         self._open: dict[str, _Open] = {}
         self._files = PageFiles()
@@ -108,7 +108,7 @@ class RunPages:
         await run_in_threadpool(self._open.pop(name).page.stop)
 
     async def close_unused(self) -> None:
-        """Close the runs that nobody uses."""
+        """Close the runs that are no longer used."""
         async with self._opening:
             limit = time.monotonic() - self._unused_seconds
             for name, one in list(self._open.items()):
