@@ -52,17 +52,18 @@ test: style services
 	@$(MAKE) --no-print-directory -k -j 3 process-tests unit-tests types
 
 process-tests:
-	@export OMP_WAIT_POLICY=passive; $(call run-tests,-n 4 --dist loadfile --no-loadscope-reorder,\
+	@export OMP_WAIT_POLICY=passive; $(call run-tests,-n 3 --dist loadfile --no-loadscope-reorder,\
 		$(addprefix --deselect ,$(ALONE)) tests/services tests/hosts tests/processes)
 	@$(call run-tests,-n 3 --dist loadfile,tests/browser)
 
-# A tenth of the usual share of a core that others want too; tests whose threads get less would give up.
+# A tenth of the usual share of a core that others want too; tests whose threads get less would give up. So the unit
+# tests have three times as long: those of the network compile its simulators first, for half a minute of a whole core.
 unit-tests types: BIN := nice -n 10 $(BIN)
 
 # Which tests failed is noted in a folder of its own: the other call of pytest would overwrite it.
 unit-tests:
 	$(call beside,unit,export OMP_NUM_THREADS=1; $(call run-tests,-n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder,\
-		-o cache_dir=.pytest_cache/unit tests/unit))
+		-o timeout=900 -o cache_dir=.pytest_cache/unit tests/unit))
 
 types:
 	$(call beside,mypy,$(BIN)/mypy)

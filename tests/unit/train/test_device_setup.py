@@ -160,5 +160,5 @@ def test_a_memory_budget_sets_what_is_computed_again_and_reports_it() -> None:
     tight = load_job("tiny", [*keys[:2], f"{keys[2]}={int(needed) - 1}"])
     settled, line = within_budget(tight, on_cpu=True, value_bytes=4)
     assert settled.layout.offload_optimizer and settled.layout.offload_optimizer_ratio < 1
-    assert line.startswith("recompute none, moments of") and "\n" not in line
+    assert line.startswith("recompute none, optimizer state of") and "\n" not in line
     assert within_budget(settled.check(), on_cpu=True, value_bytes=4)[0] == settled
