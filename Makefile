@@ -36,9 +36,10 @@ train: $(VENV)/.installed
 # and mypy use that time at a low priority. What these two print is in build/ until they end. All three run to their end.
 #
 # A file of tests/unit needs one core, with one thread: as many run at once as there are cores, those with slow tests
-# first (tests/unit/conftest.py). Of files whose tests start processes four run at once, the longest first
-# (tests/conftest.py), so that none is last; threads that wait do not spin there, as there are fewer cores. What drives
-# a browser leaves its loop running, so it runs after them.
+# first (tests/unit/conftest.py). Of files whose tests start processes three run at once, the longest first
+# (tests/conftest.py), so that none is last; a fourth would cost processor time, as processes of a test wait for each
+# other's time slices. Threads that wait do not spin there, as there are fewer cores. What drives a browser leaves its
+# loop running, so it runs after them.
 #
 # A test that fails beside others runs once more, one after another, as in CPython's own runner: on a machine that is
 # busy with something else, processes of a test may come too late. Both results are printed; only the second decides.
