@@ -19,6 +19,12 @@ _HERE = Path(__file__).parent
 _PEER = {"failed": "a connection was closed by another rank, which has ended"}
 
 
+@pytest.fixture
+def before() -> list[int]:
+    """What other tests of this process have left, such as its tracker of shared memory."""
+    return descendants()
+
+
 @pytest.fixture(autouse=True)
 def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("PYTHONPATH", f"{_HERE}:{os.environ.get('PYTHONPATH', '')}")
@@ -33,7 +39,7 @@ def run(*ranks: list[Any], show: Any = lambda *progress: None) -> Any:
 
 
 def test_the_result_of_the_first_rank_ends_all_ranks_and_leaves_nothing(
-    folders: Path, caplog: pytest.LogCaptureFixture
+    folders: Path, before: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     shown: list[tuple[str, int, int]] = []
     progress = {"progress": ["computing", 1, 2]}
@@ -41,7 +47,7 @@ def test_the_result_of_the_first_rank_ends_all_ranks_and_leaves_nothing(
     found = run([*said, "wait"], ["wait"], show=lambda *one: shown.append(one))
     assert caplog.messages == ["on the CPU"]
     assert found == [1, 2] and shown == [("computing", 1, 2)]
-    assert descendants() == [] and list(folders.iterdir()) == []
+    assert descendants() == before and list(folders.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -56,11 +62,11 @@ def test_the_result_of_the_first_rank_ends_all_ranks_and_leaves_nothing(
     ids=["killed", "killed after its peer noticed", "failed after its peer noticed", "a bug", "no result"],
 )
 def test_the_rank_that_made_the_others_fail_is_named(
-    ranks: list[list[Any]], expected: str, folders: Path
+    ranks: list[list[Any]], expected: str, folders: Path, before: list[int]
 ) -> None:
     with pytest.raises(RunFailedError, match=expected):
         run(*ranks)
-    assert descendants() == [] and list(folders.iterdir()) == []
+    assert descendants() == before and list(folders.iterdir()) == []
 
 
 def test_bad_input_that_a_rank_finds_is_bad_input_of_the_command() -> None:
@@ -69,13 +75,13 @@ def test_bad_input_that_a_rank_finds_is_bad_input_of_the_command() -> None:
         run([_PEER, "wait"], [refused, "wait"])
 
 
-def test_an_interrupt_ends_all_ranks(folders: Path) -> None:
+def test_an_interrupt_ends_all_ranks(folders: Path, before: list[int]) -> None:
     def interrupt(*progress: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run([{"progress": ["computing", 0, 1]}, "wait"], ["wait"], show=interrupt)
-    assert descendants() == [] and list(folders.iterdir()) == []
+    assert descendants() == before and list(folders.iterdir()) == []
 
 
 def test_ranks_die_with_a_command_that_is_killed(folders: Path) -> None:
