@@ -199,7 +199,7 @@ def clip_gradients(
 
 
 def _is_dtensor(tensor: Any) -> bool:
-    """Tell a DTensor without its module, which takes a second to import."""
+    """Return whether a tensor is a DTensor. Its module takes a second to import, so it is not asked."""
     return hasattr(tensor, "device_mesh")
 
 

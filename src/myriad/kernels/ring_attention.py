@@ -38,7 +38,7 @@ class Arriving(Protocol):
 
 
 class _Pending(Protocol):
-    """Messages in flight."""
+    """Messages that were posted together and have not all arrived."""
 
     def wait(self) -> object:
         """Wait for all of them. Call it once."""

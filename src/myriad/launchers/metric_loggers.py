@@ -20,7 +20,6 @@ from myriad.run.run_status import ended_state
 from myriad.system.jsonl import Record
 from myriad.system.processes import open_log
 from myriad.system.whole_file import opened_to_read
-from myriad.telemetry.config import LoggerName
 from myriad.telemetry.loggers import outcome_line, read_forwarded
 from myriad.telemetry.tracker_sinks import RunOutcome
 
@@ -36,7 +35,7 @@ class Loggers:
     """The logger processes of a run, within a ``with`` block. A standby starts them only when it leads,
     because two sets would report all metrics twice."""
 
-    def __init__(self, run: Run, names: Sequence[LoggerName], end_seconds: float = _END_SECONDS) -> None:
+    def __init__(self, run: Run, names: Sequence[str], end_seconds: float = _END_SECONDS) -> None:
         self._run, self._names, self._end_seconds = run, tuple(dict.fromkeys(names)), end_seconds
         self._started: dict[str, subprocess.Popen[bytes] | None] = {}
 
@@ -60,7 +59,7 @@ class Loggers:
         outcome = _outcome(self._run)
         for process in self._started.values():
             if process is not None and process.stdin is not None:
-                _tell(process, outcome)
+                _send(process, outcome)
                 with suppress(OSError):
                     process.stdin.close()
         deadline = time.monotonic() + self._end_seconds
@@ -69,7 +68,7 @@ class Loggers:
 
 
 @contextmanager
-def logged(run: Run, names: Sequence[LoggerName], end_seconds: float = _END_SECONDS) -> Iterator[None]:
+def logged(run: Run, names: Sequence[str], end_seconds: float = _END_SECONDS) -> Iterator[None]:
     """Run the logger processes during the block."""
     with Loggers(run, names, end_seconds) as loggers:
         loggers.begin()
@@ -86,11 +85,11 @@ def _start(run: Run, name: str) -> "subprocess.Popen[bytes] | None":
     except OSError as error:
         _LOG.warning("%s was not started: %s", name, error)
         return None
-    _tell(process, RunOutcome(artifacts=_artifacts(run, ())))
+    _send(process, RunOutcome(artifacts=_artifacts(run, ())))
     return process
 
 
-def _tell(process: "subprocess.Popen[bytes]", outcome: RunOutcome) -> None:
+def _send(process: "subprocess.Popen[bytes]", outcome: RunOutcome) -> None:
     """Send an outcome to a logger, unless it has ended."""
     assert process.stdin is not None, "a pipe"
     with suppress(OSError):

@@ -34,7 +34,7 @@ class UserMeans:
         self._groups = groups
         self._places: dict[str, int] = {}
         self._new: _Sums = {}
-        self._is_told = False
+        self._has_warned = False
 
     def write_sums(self, into: torch.Tensor) -> None:
         """Write what this rank has logged since the last call into its part of the message, which is 0."""
@@ -75,6 +75,6 @@ class UserMeans:
         return {name: found[name] for name in kept}
 
     def _report_dropped(self, name: str) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             _LOG.warning("myriad.log: %r and other names after the first %d are dropped", name, MOST_NAMES)

@@ -36,7 +36,7 @@ class RunFigures:
     """Values of the job by dotted key; empty if it cannot be read."""
     layout: str = ""
     steps: int = 0
-    """Steps done."""
+    """Number of training steps that the run has completed."""
     steps_planned: int | None = None
     tokens: int | None = None
     loss: float | None = None

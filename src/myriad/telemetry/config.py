@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -17,12 +17,16 @@ LoggerName = Literal["tensorboard", "wandb", "mlflow"]
 package."""
 
 
-def check_loggers(names: Sequence[LoggerName]) -> None:
-    """Raise ``BadInputError`` if the package of a tracker is not installed."""
+def check_loggers(names: Sequence[str], key: str = "telemetry.loggers") -> None:
+    """Raise ``BadInputError`` for a tracker that does not exist, or whose package is not installed. ``key``:
+    how the error names the setting."""
+    known = get_args(LoggerName)
     for name in names:
+        if name not in known:
+            raise BadInputError(key, name, f"must be one of {', '.join(known)}")
         if importlib.util.find_spec(name) is None:
             allowed = f"needs the package {name} (pip install 'myriad-train[{name}]')"
-            raise BadInputError("telemetry.loggers", list(names), allowed)
+            raise BadInputError(key, list(names), allowed)
 
 
 class TelemetryConfig(Config):

@@ -38,7 +38,7 @@ class RunOutcome:
     state: str = ""
     """State in which the run ended; "": it trains, or its launcher died."""
     step: int = 0
-    """Steps done."""
+    """Number of training steps that the run has completed."""
     summary: Mapping[str, int | float | str] = field(default_factory=dict)
     """Figures of the whole run by name; empty until it ends."""
     artifacts: Mapping[str, str] = field(default_factory=dict)

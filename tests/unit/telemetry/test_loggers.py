@@ -18,6 +18,7 @@ from myriad.launchers.launcher import check_engine
 from myriad.launchers.metric_loggers import logged
 from myriad.run import Run
 from myriad.run.run_exports import record_export
+from myriad.telemetry.config import check_loggers
 from myriad.telemetry.loggers import MetricForwarder, read_forwarded, scalars_of
 from myriad.telemetry.tracker_sinks import RunOutcome
 
@@ -280,3 +281,8 @@ def test_wandb_without_a_key_writes_all_into_the_run(run: Run, monkeypatch: pyte
     assert config["optimizer.learning_rate"] == 0.5 and config["train.seed"] == 1
     assert summary["summary/state"] == "finished" and summary["summary/loss"] == 1.0
     assert summary["artifacts/report"] == "/runs/x/r"
+
+
+def test_an_unknown_tracker_is_refused_by_its_option() -> None:
+    with pytest.raises(BadInputError, match=r'--to = "comet": must be one of tensorboard, wandb, mlflow'):
+        check_loggers(["comet"], "--to")

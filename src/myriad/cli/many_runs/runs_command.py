@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +17,6 @@ from myriad.units import format_bytes
 
 if TYPE_CHECKING:
     from myriad.many_runs.run_row import RunRow
-    from myriad.telemetry.config import LoggerName
 
 __all__ = ["register"]
 
@@ -217,12 +216,6 @@ def _note(
         typer.echo(terminal_text(f"{path}: {', '.join(parts) or 'no notes'}"))
 
 
-class _Logger(StrEnum):
-    tensorboard = "tensorboard"
-    wandb = "wandb"
-    mlflow = "mlflow"
-
-
 _LOG_SECONDS = 600.0
 
 
@@ -231,8 +224,12 @@ def _log(
         list[str], typer.Argument(metavar="RUN...", help="Run folders, or their names under runs/.")
     ],
     to: Annotated[
-        list[_Logger] | None,
-        typer.Option(help="Tracker to send to; repeatable. Default: telemetry.loggers of each run's job."),
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Tracker to send to: tensorboard, wandb or mlflow; repeatable. Default: telemetry.loggers "
+            "of each run's job.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -249,9 +246,9 @@ def _log(
     from myriad.run.run_status import is_at_work
     from myriad.telemetry.config import check_loggers
 
-    given = cast("tuple[LoggerName, ...]", tuple(one.value for one in to or ()))
+    check_loggers(to or (), "--to")
     folders = [Run(existing_run(name)) for name in runs]
-    wanted = {run: given or run.job().telemetry.loggers for run in folders}
+    wanted = {run: to or run.job().telemetry.loggers for run in folders}
     for run, names in wanted.items():
         if not names:
             raise BadInputError("--to", "", f"must be given: the job of {run.path} has no telemetry.loggers")

@@ -133,7 +133,7 @@ class RunPages:
             one.page.watched.end()
 
     async def stop(self) -> None:
-        """Close all runs."""
+        """Stop closing unused runs, and close every run that is open."""
         if self._closer is not None:
             self._closer.cancel()
             with suppress(asyncio.CancelledError):
