@@ -94,19 +94,18 @@ class Pools:
 
     def train(self, case: Case) -> Trained:
         """Train a job on its ranks."""
-        with tempfile.TemporaryDirectory() as folder:
-            return self.run(run_case, case, Path(folder))
+        return self.run(run_case, case)
 
     def train_twice(self, case: Case) -> tuple[Trained, Trained]:
         """Train a job, and the second half of its steps again from what it had stored before."""
         with tempfile.TemporaryDirectory() as folder:
             return self.run(run_and_store, case, Path(folder)), self.run(resume, case, Path(folder))
 
-    def run(self, function: Callable[[Case, Path], Any], case: Case, folder: Path) -> Any:
+    def run(self, function: Callable[..., Any], case: Case, *arguments: Path) -> Any:
         """What ``function`` gives on rank 0: first what must be the same on all ranks, such as losses."""
         if case.world not in self._pools:
             self._pools[case.world] = self._stack.enter_context(RankPool(case.world))
-        ranks = self._pools[case.world].run(function, case, folder, timeout=TIMEOUT_SECONDS)
+        ranks = self._pools[case.world].run(function, case, *arguments, timeout=TIMEOUT_SECONDS)
         assert all(losses == ranks[0][0] for losses, _ in ranks), "ranks of one run disagree on the loss"
         return ranks[0]
 

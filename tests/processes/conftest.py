@@ -7,15 +7,24 @@ processor time.
 
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import end_reused_ranks
 
 torch.set_num_threads(1)
 
 for folder in ("data", "checkpoint"):
     sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / folder))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reused_ranks() -> Iterator[None]:
+    """End the processes that tests of a file share as ranks."""
+    yield
+    end_reused_ranks()
 
 
 @pytest.fixture(scope="session")

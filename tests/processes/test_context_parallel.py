@@ -4,11 +4,9 @@ positions, turn or drop values at wrong ones, or sum what they should not.
 `benchmarks/parity/context_layouts.py` has the whole list of layouts, of which these are a sample.
 """
 
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,8 +189,7 @@ def test_a_fault_that_others_met_is_found(fault: Callable[[], None], case: Case)
     expected = train(replace(case, layout={}))
     assert not differs(train(case), expected), "the layout itself"
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            found = run_ranks(case.world, run_with, fault, case, Path(folder))[0]
+        found = run_ranks(case.world, run_with, fault, case)[0]
     except AssertionError as error:
         assert "nan" in str(error), error
     else:

@@ -5,7 +5,6 @@ Each fault is put in on purpose, in every rank, and named after the report of it
 
 import functools
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parity_case import Case, run_case
+from parity_case import Case, make_engine, run_case
 from ranks import run_ranks
 
+from myriad.checkpoint.checkpoint_files import load_model, save
+from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.comm_scheduler import CommScheduler
-from myriad.comm.groups import Groups
+from myriad.comm.groups import Groups, close_world
 from myriad.model import expert_dispatch, experts
 from myriad.model.experts import Router
 from myriad.model.tensor_shard import TensorShard
@@ -147,16 +148,15 @@ FAULTS: list[tuple[Callable[[], None], Case]] = [
 _WITHOUT_FAULT: dict[str, list[str]] = {}
 
 
-def run_with(fault: Callable[[], None] | None, case: Case, folder: Path) -> Any:
+def run_with(fault: Callable[[], None] | None, case: Case) -> Any:
     if fault is not None:
         fault()
-    return run_case(case, folder)
+    return run_case(case)
 
 
 def train(case: Case, fault: Callable[[], None] | None = None) -> Trained:
-    with tempfile.TemporaryDirectory() as folder:
-        found: Trained = run_ranks(case.world, run_with, fault, case, Path(folder))[0]
-        return found
+    found: Trained = run_ranks(case.world, run_with, fault, case)[0]
+    return found
 
 
 @functools.cache
@@ -189,10 +189,15 @@ def test_a_fault_that_others_met_is_found(fault: Callable[[], None], case: Case)
     assert differs(train(case, fault), one_process())
 
 
-def test_a_checkpoint_with_the_experts_of_one_rank_is_refused() -> None:
-    case = replace(TWO, steps=1)
+def save_with(fault: Callable[[], None], case: Case, folder: Path) -> None:
+    fault()
+    load_model(save(CheckpointFolder(folder), 0, list(make_engine(case).shards()), {}))
+    close_world()
+
+
+def test_a_checkpoint_with_the_experts_of_one_rank_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"experts\.0\.\S+ is not whole"):
-        train(case, each_rank_numbers_its_experts_from_0_in_checkpoints)
+        run_ranks(TWO.world, save_with, each_rank_numbers_its_experts_from_0_in_checkpoints, TWO, tmp_path)
 
 
 def only_two_experts_are_chosen() -> None:

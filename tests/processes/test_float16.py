@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parity_case import Case, batch_of_rank, make_engine, run_case, train_steps
+from parity_case import Case, batch_of_rank, gather_tensors, make_engine, run_case, train_steps
 from ranks import run_ranks
 from same_run import assert_same_run, train_rank
 from test_recovery import events, make_run
 from tiny_corpora import make_corpus
 
-from myriad.checkpoint.checkpoint_files import load_model, save
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.comm.groups import close_world
 from myriad.errors import RunFailedError
@@ -46,7 +45,7 @@ def values_of(engine: Engine) -> list[torch.Tensor]:
     return [part.values.clone() for part in engine.all_shards()]
 
 
-def trains(case: Case, folder: Path, culprit: int) -> tuple[list[float], list[float], Any]:
+def trains(case: Case, culprit: int) -> tuple[list[float], list[float], Any]:
     """Losses, loss scales after each step, and on rank 0 the parameters at the end."""
     engine = make_engine(case)
     assert engine.loss_scaler is not None
@@ -60,22 +59,19 @@ def trains(case: Case, folder: Path, culprit: int) -> tuple[list[float], list[fl
         assert stayed == (step == POISONED) == (not np.isfinite(norm)), f"step {step}"
         losses.append(loss)
         scales.append(engine.loss_scaler.scale)
-    path = save(CheckpointFolder(folder), case.steps, list(engine.shards()), {})
-    final = None
-    if os.environ["RANK"] == "0":
-        final = {name: tensor.numpy() for name, tensor in load_model(path, "").items()}
+    final = gather_tensors(engine)
     engine.close()
     close_world()
     return losses, scales, final
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone() -> dict[str, Any]:
     """One process, by optimizer."""
     found = {}
     for name in ("adamw", "lamb"):
         case = float16({}, name)
-        (found[name],) = run_ranks(1, trains, case, tmp_path_factory.mktemp(name), 0)
+        (found[name],) = run_ranks(1, trains, case, 0)
     return found
 
 
@@ -96,11 +92,11 @@ def float16(layout: dict[str, Any], optimizer: str = "adamw") -> Case:
     ids=str,
 )
 def test_all_ranks_skip_an_overflow_of_one_and_learn_what_one_process_does(
-    optimizer: str, layout: dict[str, Any], tmp_path: Path, alone: dict[str, Any]
+    optimizer: str, layout: dict[str, Any], alone: dict[str, Any]
 ) -> None:
     """Bounds are of rounding: layouts round sums of float16 products in other places."""
     case = float16(layout, optimizer)
-    ranks = run_ranks(case.world, trains, case, tmp_path, case.world - 1)
+    ranks = run_ranks(case.world, trains, case, case.world - 1)
     expected_losses, expected_scales, expected = alone[optimizer]
     losses, scales, parameters = ranks[0]
     assert all((one[0], one[1]) == (losses, scales) for one in ranks)
@@ -121,15 +117,13 @@ def test_all_ranks_skip_an_overflow_of_one_and_learn_what_one_process_does(
     ids=str,
 )
 def test_a_scale_that_grows_changes_no_bit_of_what_is_exact(
-    optimizer: str, layout: dict[str, Any], comm: dict[str, Any], tmp_path: Path
+    optimizer: str, layout: dict[str, Any], comm: dict[str, Any]
 ) -> None:
     """In float32 nothing overflows, and scales are powers of two: norms, clipping, moments, what compression
     keeps for the next step and what replicas agree on must be as without a scale."""
     case = Case(layout, optimizer={"name": optimizer, "clip_norm": 0.5}, comm=comm, steps=6)
     scaled = replace(case, loss_scale={"initial": 2.0**12, "growth_interval": 2})
-    expected, found = (
-        run_ranks(2, run_case, one, tmp_path / name)[0] for one, name in ((case, "plain"), (scaled, "scaled"))
-    )
+    expected, found = (run_ranks(2, run_case, one)[0] for one in (case, scaled))
     assert found[0] == expected[0]
     for name, values in expected[1].items():
         np.testing.assert_array_equal(found[1][name], values, err_msg=name)

@@ -2,7 +2,6 @@
 copied before and after each message (`myriad.kernels.memory_order`). If these break, that changes what is
 learned, or copies come back. On CPUs over `nccl_like`; gloo keeps sequence by sequence."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,9 +28,9 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def run_like_nccl(case: Case, folder: Path) -> Any:
+def run_like_nccl(case: Case) -> Any:
     install()
-    return run_case(case, folder)
+    return run_case(case)
 
 
 @pytest.mark.parametrize(("model", "layout", "overlap"), LAYOUTS, ids=str)
