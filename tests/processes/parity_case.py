@@ -193,11 +193,10 @@ def gather_tensors(engine: Engine) -> dict[str, np.ndarray] | None:
     """Return the whole tensors on rank 0. Collective. Each element comes from the one shard that a checkpoint
     would hold it in."""
     own = [(shard.name, shard.full_shape, shard.offsets, shard.values.numpy()) for shard in engine.shards()]
-    rank, world = engine.groups.grid.rank, engine.layout.world
-    all_shards = [own] * world if rank == 0 else None
-    if world > 1:
-        dist.gather_object(own, all_shards)
-    if all_shards is None:
+    all_shards = [own] * engine.layout.world
+    if len(all_shards) > 1:
+        dist.all_gather_object(all_shards, own)
+    if engine.groups.grid.rank > 0:
         return None
     whole: dict[str, np.ndarray] = {}
     given: dict[str, np.ndarray] = {}
