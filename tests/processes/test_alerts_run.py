@@ -24,7 +24,7 @@ SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.thread
 
 def launch(folder: Path, url: str) -> "tuple[Run, subprocess.Popen[bytes]]":
     run, hangs = Run(folder / "run"), [sys.executable, "-c", "import time; time.sleep(600)"]
-    given = [*SMALL, f"data.corpus={make_corpus(folder, count=300)}", "train.steps=80"]
+    given = [*SMALL, f"data.corpus={make_corpus(folder, count=300)}", "train.steps=30"]
     given += ["checkpoint.memory_seconds=0", f"alerts.webhook.url={url}", f"alerts.exec.command={hangs}"]
     given += [
         "alerts.exec.seconds=2",
@@ -34,7 +34,7 @@ def launch(folder: Path, url: str) -> "tuple[Run, subprocess.Popen[bytes]]":
     given += ["alerts.log_patterns=['scale [0-9]+ is too small']"]
     options = [word for one in given for word in (f"--{one.partition('=')[0]}", one.partition("=")[2])]
     command = [sys.executable, "-m", "myriad.cli.main", "train", "tiny", "--run", str(run.path), *options]
-    around = os.environ | slow_steps(folder / "faults", 6.0)  # the run lasts until it was broken
+    around = os.environ | slow_steps(folder / "faults", 24.0)  # the run lasts until it was broken
     return run, subprocess.Popen([*command, "--oversubscribe"], stdout=subprocess.DEVNULL, env=around)
 
 

@@ -21,7 +21,7 @@ from myriad.launchers.external_nodes import run_joined
 from myriad.reports.run_report.run_facts import facts_of
 from myriad.run import Run
 
-SMALL = ["model.layers=2", "model.hidden=64", "model.sequence=64", "train.threads=1", "train.steps=100000"]
+SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=100000"]
 BATCH = ["optimizer.decay=constant", "train.global_batch=8", "layout.micro_batch=1"]
 THREE = [
     "layout.dp=3",
@@ -110,7 +110,7 @@ def events(run: Run, *names: str) -> list[dict]:
 def test_a_run_continues_with_two_of_three_replicas_and_then_with_three_again(
     run: Run, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in slow_steps(run.path / "faults", 5.0, world=3).items():
+    for name, value in slow_steps(run.path / "faults", 30.0, world=3).items():
         monkeypatch.setenv(name, value)
     for node in range(3):
         nodes.join(node)

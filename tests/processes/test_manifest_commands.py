@@ -19,7 +19,7 @@ from myriad.launchers.kubernetes.cluster_settings import PodSettings
 from myriad.launchers.kubernetes.jobset_manifests import make_manifests
 from myriad.run import Run
 
-_KEYS = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=60"]
+_KEYS = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=24"]
 _KEYS += ["layout.dp=2", "layout.micro_batch=2", "resilience.nodes=2", "resilience.spares=1"]
 _KEYS += ["resilience.engine=kubernetes", "checkpoint.linger_seconds=5", "checkpoint.memory_seconds=0"]
 
@@ -78,7 +78,7 @@ class Pods:
 @pytest.fixture
 def pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Their ranks sleep for most of each step, so that the run lasts until a pod has died."""
-    for name, value in slow_steps(tmp_path / "faults", 6.0).items():
+    for name, value in slow_steps(tmp_path / "faults", 20.0).items():
         monkeypatch.setenv(name, value)
     (tmp_path / "corpus").mkdir()
     corpus = make_corpus(tmp_path / "corpus", count=300)
@@ -97,7 +97,7 @@ def test_pods_train_and_one_that_dies_is_replaced(pods: Pods, tmp_path: Path) ->
     driver = pods.start("driver")
     wait_until(lambda: (run.path / "driver.json").exists(), 60)  # the readiness probe
     nodes = [pods.start("node", node) for node in range(3)]
-    wait_until(lambda: len(run.read_metrics()) >= 20, 120)
+    wait_until(lambda: len(run.read_metrics()) >= 6, 120)
     os.kill(nodes[1].pid, signal.SIGKILL)
     assert driver.wait(240) == 0, pods.log()
     assert [node.wait(60) for node in (nodes[0], nodes[2])] == [0, 0], pods.log()
@@ -105,4 +105,4 @@ def test_pods_train_and_one_that_dies_is_replaced(pods: Pods, tmp_path: Path) ->
     assert events.count("restart") == 1 and events[-1] == "finish"
     assert not (run.path / "secret").exists(), "the secret lies in the shared folder"
     steps = [line["step"] for line in run.read_metrics()]
-    assert steps == list(range(1, 61))
+    assert steps == list(range(1, 25))

@@ -70,4 +70,4 @@ def wait_for(what: str, condition: Callable[[], object], *machines: Machine, sec
         if time.monotonic() > deadline:
             told = "\n".join(f"{one.name}: {one.log.read_text()}" for one in machines if one.log.exists())
             raise AssertionError(f"never came: {what}\n{told}")
-        time.sleep(0.02)
+        time.sleep(0.05)

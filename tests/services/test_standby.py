@@ -14,7 +14,7 @@ from myriad.run import Run
 from myriad.telemetry.loggers import read_forwarded
 
 KEYS = [
-    "layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "train.steps=80", "checkpoint.memory_seconds=0",
+    "layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "train.steps=45", "checkpoint.memory_seconds=0",
     "checkpoint.copies_every=5", "resilience.nodes=2", "resilience.on_slow=report",
     "resilience.timeout_scale=0.5",
 ]  # fmt: skip
@@ -49,7 +49,7 @@ def test_two_drivers_machines_are_lost_the_second_with_a_node_and_not_a_bit_is(
 ) -> None:
     """Of the first no rank knows anything. With the second goes the node that ranks meet at."""
     undisturbed = train_undisturbed(make_run(tmp_path / "undisturbed", corpus, *KEYS))
-    for name, value in slow_steps(tmp_path / "faults", 12.0).items():
+    for name, value in slow_steps(tmp_path / "faults", 30.0).items():
         monkeypatch.setenv(name, value)
     keys = ["resilience.engine=join", f"resilience.journal={server.url}"]
     run = make_run(tmp_path / "run", corpus, *KEYS, *keys, *LOGGERS)
