@@ -22,7 +22,8 @@ from myriad.errors import BadInputError, MyriadError
 from typer.testing import CliRunner
 
 KEYS = [f"data.corpus={sys.argv[1]}", "model.vocabulary=512", "train.threads=1", "checkpoint.every=3",
-        "model.prediction_layers=1", "model.mup_base_width=16",
+        "model.prediction_layers=1", "model.mup_base_width=16", "model.layers=1", "model.hidden=32",
+        "model.sequence=32", "train.global_batch=2",
         "checkpoint.memory_seconds=0"]
 
 def children():
@@ -126,7 +127,8 @@ def second(folder: Path, corpus: Path, first: dict[str, Any]) -> dict[str, Any]:
     """What the second program tells, after a supervised start of the run that both train."""
     keys = ["--train.steps", "4", "--train.threads", "1", "--checkpoint.every", "3", "--run", "./both"]
     keys += ["--data.corpus", str(corpus), "--model.vocabulary", "512"]
-    keys += ["--model.prediction_layers", "1", "--model.mup_base_width", "16"]
+    keys += ["--model.prediction_layers", "1", "--model.mup_base_width", "16", "--model.layers", "1"]
+    keys += ["--model.hidden", "32", "--model.sequence", "32", "--train.global_batch", "2"]
     command = [sys.executable, "-m", "myriad", "train", "tiny", *keys]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
