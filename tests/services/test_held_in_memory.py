@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from mounted import SmallDisk, small_disk
-from same_run import assert_same_run, train_undisturbed
+from same_run import assert_same_run, slow_steps, train_undisturbed
 from typer.testing import CliRunner, Result
 from watched_runs import (
     TWO_REPLICAS,
@@ -28,9 +28,10 @@ from myriad.checkpoint.snapshots.snapshot_client import held_steps
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
 from myriad.errors import BadInputError, RunFailedError
+from myriad.faults.rank_faults import ARMED
 from myriad.run import Run
 
-TWO_NODES = [*TWO_REPLICAS, "layout.zero=3", "resilience.nodes=2", "train.steps=60"]
+TWO_NODES = [*TWO_REPLICAS, "layout.zero=3", "resilience.nodes=2", "train.steps=20"]
 
 
 @pytest.fixture
@@ -49,29 +50,32 @@ def myriad(*arguments: object) -> "subprocess.Popen[str]":
 
 
 def test_a_run_that_ends_on_a_full_disk_is_saved_elsewhere_and_continues_to_the_same_bits(
-    tmp_path: Path, corpus: Path, small: SmallDisk
+    tmp_path: Path, corpus: Path, small: SmallDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two nodes, each with a snapshot server of its own."""
+    """Two nodes, each with a snapshot server of its own. Steps are slow: the disk is full before the last."""
     undisturbed = train_undisturbed(make_run(tmp_path / "undisturbed", corpus, *TWO_NODES))
     keys = [f"checkpoint.url={small.path}/kept", "checkpoint.timeout_seconds=3"]
     run = make_run(tmp_path / "a run #1 %20 é", corpus, *TWO_NODES, *keys)
+    for name, value in slow_steps(tmp_path / "faults", 20.0).items():
+        monkeypatch.setenv(name, value)
     at_work = myriad("train", run.path, "--oversubscribe")
     wait_until(run.read_metrics, "a step")
     refused = checkpoint("save", run.path, "--to", tmp_path / "x")
     assert isinstance(refused.exception, BadInputError) and "is being trained" in str(refused.exception)
     small.fill()
+    monkeypatch.delenv(ARMED)
     told, _ = at_work.communicate(timeout=120)
     assert at_work.returncode == 1, told
-    assert "stopped at step 60, held in memory only: checkpoint not stored: [Errno 28]" in told
+    assert "stopped at step 20, held in memory only: checkpoint not stored: [Errno 28]" in told
     assert "checkpoint save" in told and told.count("retrying to store it") == 1
     assert events(run, "restart", "finish") == [] and {event["step"] for event in events(run, "fault")} == {
-        60
+        20
     }
     (held,) = events(run, "held")
     assert [server["node"] for server in held["servers"]] == [0, 1]
     assert all(Path(f"/proc/{server['pid']}").is_dir() for server in held["servers"])
     rows = json.loads(checkpoint("list", run.path, "--json").stdout)["checkpoints"]
-    assert [(row["tier"], row["state"]) for row in rows if row["step"] == 60] == [("memory", "held")]
+    assert [(row["tier"], row["state"]) for row in rows if row["step"] == 20] == [("memory", "held")]
 
     assert isinstance(checkpoint("save", run.path, "--to", small.path / "b").exception, BadInputError)
     with small_disk(tmp_path / "a run #1 %20 é", 2**16) as tiny:
@@ -80,16 +84,16 @@ def test_a_run_that_ends_on_a_full_disk_is_saved_elsewhere_and_continues_to_the_
         assert os.listdir(tiny.path) == ["attempt"], "nothing that could be taken for a checkpoint"
     other = checkpoint("save", run.path, "--to", undisturbed.checkpoints_path)
     assert isinstance(other.exception, BadInputError) and "must hold no checkpoints" in str(other.exception)
-    assert held_steps(run.path) == {60}
+    assert held_steps(run.path) == {20}
 
     elsewhere = tmp_path / "else where #2 %20 é"
     saved = checkpoint("save", run.path, "--to", elsewhere)
-    assert saved.exit_code == 0 and "step 60 is stored and verified" in saved.stdout
+    assert saved.exit_code == 0 and "step 20 is stored and verified" in saved.stdout
     wait_until(lambda: not server_names(run.path), "the end of the snapshot servers")
     older = CheckpointFolder(run.checkpoints()).trained_steps()
     refused, _ = (plain := myriad("train", run.path, "--oversubscribe")).communicate(timeout=120)
     newest = max(older, default=0)
-    told = f"step 60 of {run.path} is in {elsewhere}, and the newest here is step {newest}; resume"
+    told = f"step 20 of {run.path} is in {elsewhere}, and the newest here is step {newest}; resume"
     assert plain.returncode == 2 and told in refused, refused
     resumed = myriad("train", run.path, "--checkpoint.url", elsewhere, "--oversubscribe")
     told, _ = resumed.communicate(timeout=120)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from ranks import free_port
+from same_run import slow_steps
 from tiny_corpora import make_corpus
 
 ONCE = ("--resilience.restarts", "0")
@@ -19,7 +20,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("corpus"), count=300)
 
 
-def start_training(folder: Path, corpus: Path, store: str, *more: str) -> "subprocess.Popen[str]":
+def start_training(
+    folder: Path, corpus: Path, store: str, *more: str, environment: dict[str, str] | None = None
+) -> "subprocess.Popen[str]":
     keys = {
         "data.corpus": corpus, "model.layers": 2, "model.hidden": 32, "model.sequence": 32,
         "train.threads": 1, "layout.dp": 2, "comm.store": store,
@@ -28,7 +31,9 @@ def start_training(folder: Path, corpus: Path, store: str, *more: str) -> "subpr
     train = [sys.executable, "-m", "myriad.cli.main", "train", "tiny", "--run", str(folder)]
     command = [*train, "--oversubscribe", *options, *more]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder.parent)
+    return subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, cwd=folder.parent, env=os.environ | (environment or {})
+    )
 
 
 def ranks_alive(run: Path) -> list[str]:
@@ -70,9 +75,10 @@ def test_redis_that_dies_while_ranks_meet_ends_the_run_with_one_line(tmp_path, c
 
 
 def test_a_run_whose_ranks_have_met_does_not_need_redis_any_more(tmp_path, corpus, server):
-    """Nor does its driver, if there is no standby."""
-    more = ("--train.steps", "60", "--checkpoint.every", "20", "--resilience.journal", server.url)
-    process = start_training(tmp_path / "run", corpus, server.url, *more)
+    """Nor does its driver, if there is no standby. Steps are slow: the driver sees it before the last."""
+    more = ("--train.steps", "24", "--checkpoint.every", "10", "--resilience.journal", server.url)
+    slow = slow_steps(tmp_path / "faults", 20.0)
+    process = start_training(tmp_path / "run", corpus, server.url, *more, environment=slow)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not metrics.exists():
         assert process.poll() is None, process.communicate()
