@@ -1,4 +1,5 @@
 """docs/security.md says what listens where. Here commands run, and each socket of theirs is in the table.
+Files of a run have the modes that run.mode asks for.
 
 If these fail, a port is open of which the table says nothing: add a row with what a peer must prove, or close
 the port.
@@ -37,7 +38,7 @@ from myriad.job import load_job
 from myriad.run import Run
 
 SOURCE = Path(__file__).parents[2] / "src" / "myriad"
-SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=20"]
+SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=12"]
 TWO = ["layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "checkpoint.copies_every=5"]
 
 
@@ -57,25 +58,53 @@ def command(*words: object) -> list[str]:
 
 
 def test_training(tmp_path: Path, corpus: Path) -> None:
-    """Of two nodes, under a umask that forbids nothing: no file of the run can be read by others."""
+    """Of two nodes. Others can read no file of the run, and its group what it should, under a umask that asks
+    for the opposite; a resume changes who can."""
     run = make_run(tmp_path / "run", corpus, "resilience.nodes=2")
-    words = command("train", run.path, "--oversubscribe", "--json")
+    words = command("train", run.path, "--run.mode", "0750", "--oversubscribe", "--json")
     with Watch() as watch:
         done = subprocess.run(
-            words, env=watch.environment, capture_output=True, text=True, timeout=240, umask=0
+            words, env=watch.environment, capture_output=True, text=True, timeout=240, umask=0o070
         )
     assert done.returncode == 0, done.stderr
     seen = assert_in_table(watch)
     assert seen == {DRIVER, STORE, GLOO, LOCAL, COPIES}
     assert {"launcher", "driver", "agent", "rank", "other rank", "snapshot server"} <= watch.roles
-    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
     for kind in ("spans/*", "logs/rank-0*", "checkpoints/step-*", "*.toml", "metrics.jsonl", "journal*"):
         assert [*run.path.glob(kind)], kind
-    assert {path.name for path in run.path.rglob("*") if path.stat().st_mode & 0o077} == set()
+    private = {"secret", "id", "lock"}
+    found = modes(run.path)
+    assert names_that_a_group_cannot_read(run.path) == private
+    assert all(found[name] == 0o600 for name in private)
+    resume(run, "run.mode=0700")
+    assert {name for name, mode in modes(run.path).items() if mode & 0o077} == set()
+    resume(run, "run.mode=750")
+    assert names_that_a_group_cannot_read(run.path) == private
+
+
+def modes(folder: Path) -> dict[str, int]:
+    """The mode of each file and folder, by its path."""
+    paths = (path for path in (folder, *folder.rglob("*")) if not path.is_symlink())
+    return {str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode) for path in paths}
+
+
+def names_that_a_group_cannot_read(folder: Path) -> set[str]:
+    """Or that others can, or that the group can write."""
+    right = {True: 0o050, False: 0o040}
+    return {name for name, mode in modes(folder).items() if mode & 0o077 != right[(folder / name).is_dir()]}
+
+
+def resume(run: Run, *overrides: str) -> None:
+    """Begin a start of the run, without ranks."""
+    with run.lock():
+        run.create_or_resume(load_job(str(run.job_path), [*overrides]))
 
 
 def test_watching(tmp_path: Path, corpus: Path) -> None:
     run = make_run(tmp_path / "run", corpus)
+    assert {name for name, mode in modes(run.path).items() if mode & 0o077} == set(), (
+        "unless a job asks for it"
+    )
     with Watch() as watch:
         environment = watch.environment | {"XDG_STATE_HOME": str(tmp_path / "state")}
         watching = subprocess.Popen(
