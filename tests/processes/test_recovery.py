@@ -15,8 +15,14 @@ from myriad.job import load_job
 from myriad.launchers.local import run_local
 from myriad.run import Run
 
-SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=40"]
-TWO = ["layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "checkpoint.memory_seconds=0"]
+SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1"]
+TWO = [
+    "train.steps=22",
+    "layout.dp=2",
+    "layout.zero=3",
+    "layout.micro_batch=2",
+    "checkpoint.memory_seconds=0",
+]
 
 
 def make_run(path: Path, corpus: Path, *overrides: str) -> Run:
@@ -39,7 +45,7 @@ class Acts:
     """Watches a run as the screen does, and does something once at each of some steps."""
 
     def __init__(self, run: Run, **acts: Callable[[], object]) -> None:
-        """``at_20=...``"""
+        """``at_9=...``"""
         self._run = run
         self._acts = {int(name.removeprefix("at_")): act for name, act in acts.items()}
 
@@ -64,15 +70,15 @@ def test_a_killed_driver_node_agent_and_rank_and_a_stopped_rank_cost_a_step_at_m
     tmp_path: Path, corpus: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One after the other. Training continues without its driver."""
-    for name, value in slow_steps(tmp_path / "faults", 5.0).items():
+    for name, value in slow_steps(tmp_path / "faults", 15.0).items():
         monkeypatch.setenv(name, value)
     run = make_run(tmp_path / "run", corpus, *TWO)
     acts = Acts(
         run,
-        at_4=lambda: kill("driver"),
-        at_20=lambda: kill("agent_process"),
-        at_27=lambda: kill("rank-1"),
-        at_34=lambda: kill("rank-0", signal.SIGSTOP),
+        at_3=lambda: kill("driver"),
+        at_9=lambda: kill("agent_process"),
+        at_13=lambda: kill("rank-1"),
+        at_18=lambda: kill("rank-0", signal.SIGSTOP),
     )
     assert run_local(run, 2, observer=acts) == "finished"
     lost, killed, stopped = events(run, "fault")

@@ -16,6 +16,8 @@ from myriad.run import Run
 
 THREE = [
     *SMALL,
+    "model.layers=1",
+    "train.steps=40",
     "layout.dp=3",
     "layout.micro_batch=2",
     "train.global_batch=6",
