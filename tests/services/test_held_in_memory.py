@@ -29,7 +29,7 @@ from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.main import build_app
 from myriad.errors import BadInputError, RunFailedError
 from myriad.faults.rank_faults import ARMED
-from myriad.run import Run
+from myriad.job import load_job
 
 TWO_NODES = [*TWO_REPLICAS, "layout.zero=3", "resilience.nodes=2", "train.steps=20"]
 
@@ -91,14 +91,12 @@ def test_a_run_that_ends_on_a_full_disk_is_saved_elsewhere_and_continues_to_the_
     assert saved.exit_code == 0 and "step 20 is stored and verified" in saved.stdout
     wait_until(lambda: not server_names(run.path), "the end of the snapshot servers")
     older = CheckpointFolder(run.checkpoints()).trained_steps()
-    refused, _ = (plain := myriad("train", run.path, "--oversubscribe")).communicate(timeout=120)
+    refused = CliRunner().invoke(build_app(), ["train", str(run.path), "--oversubscribe"]).exception
     newest = max(older, default=0)
     told = f"step 20 of {run.path} is in {elsewhere}, and the newest here is step {newest}; resume"
-    assert plain.returncode == 2 and told in refused, refused
-    resumed = myriad("train", run.path, "--checkpoint.url", elsewhere, "--oversubscribe")
-    told, _ = resumed.communicate(timeout=120)
-    assert resumed.returncode == 0, told
-    assert_same_run(Run(run.path), undisturbed)
+    assert isinstance(refused, BadInputError) and told in str(refused)
+    run.create_or_resume(load_job(str(run.job_path), [f"checkpoint.url={elsewhere}"]))
+    assert_same_run(train_undisturbed(run), undisturbed)
 
 
 def test_room_that_comes_in_time_is_used_and_memory_can_be_given_up(
