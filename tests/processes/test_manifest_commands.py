@@ -20,7 +20,7 @@ from myriad.launchers.kubernetes.jobset_manifests import make_manifests
 from myriad.run import Run
 
 _KEYS = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=24"]
-_KEYS += ["layout.dp=2", "layout.micro_batch=2", "resilience.nodes=2", "resilience.spares=1"]
+_KEYS += ["layout.dp=2", "layout.micro_batch=2", "resilience.spares=1"]
 _KEYS += ["resilience.engine=kubernetes", "checkpoint.linger_seconds=5", "checkpoint.memory_seconds=0"]
 
 
@@ -96,11 +96,13 @@ def test_pods_train_and_one_that_dies_is_replaced(pods: Pods, tmp_path: Path) ->
     run = Run(tmp_path / "runs" / "small")
     driver = pods.start("driver")
     wait_until(lambda: (run.path / "driver.json").exists(), 60)  # the readiness probe
-    nodes = [pods.start("node", node) for node in range(3)]
-    wait_until(lambda: len(run.read_metrics()) >= 6, 120)
-    os.kill(nodes[1].pid, signal.SIGKILL)
+    node = pods.start("node", 0)
+    wait_until(lambda: len(run.read_metrics()) >= 1, 120)
+    spare = pods.start("node", 1)
+    wait_until(lambda: any(event["event"] == "spares" for event in run.read_events()), 120)
+    os.kill(node.pid, signal.SIGKILL)
     assert driver.wait(240) == 0, pods.log()
-    assert [node.wait(60) for node in (nodes[0], nodes[2])] == [0, 0], pods.log()
+    assert spare.wait(60) == 0, pods.log()
     events = [event["event"] for event in run.read_events()]
     assert events.count("restart") == 1 and events[-1] == "finish"
     assert not (run.path / "secret").exists(), "the secret lies in the shared folder"
