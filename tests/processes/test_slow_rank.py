@@ -1,5 +1,5 @@
 """A rank that computes slowly, on real processes: it is named, work moves away from it, and the run learns
-what it would have learned."""
+what it would have learned. Here layers move; `test_fewer_replicas` moves micro-batches between replicas."""
 
 import os
 import signal
@@ -18,11 +18,6 @@ from myriad.job import load_job
 from myriad.launchers.local import run_local
 from myriad.run import Run
 
-SMALL = [
-    "model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "resilience.timeout_scale=4",
-    "optimizer.decay=constant",
-]  # fmt: skip
-TWO = ["layout.dp=2", "layout.zero=2", "checkpoint.memory_seconds=0", "train.global_batch=8"]
 SLOW_SECONDS = 180.0
 STEPS_AFTER = 5
 """Steps of a run after work has moved."""
@@ -66,29 +61,6 @@ def assert_same_losses(run: Run, undisturbed: Run, restarted_after: int) -> None
     assert len(losses) >= restarted_after + STEPS_AFTER
     assert losses[:restarted_after] == expected[:restarted_after]
     assert losses == pytest.approx(expected[: len(losses)], rel=1e-5)
-
-
-def test_a_slow_rank_is_named_and_its_work_moves(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both ranks sleep most of a step, so that there are few; one of them later sleeps twice as long."""
-    keys = [f"data.corpus={corpus}", *SMALL, *TWO]
-    run = Run(tmp_path / "run")
-    run.create_or_resume(load_job("tiny", [*keys, "train.steps=100000"]))
-    begins = (Fault(kind="slow", rank=rank, step=2, factor=12.0) for rank in range(2))
-    train_slow(run, [*begins, Fault(kind="slow", rank=1, step=20, factor=13.0)], monkeypatch)
-    told = [event for event in run.read_events() if event["event"] in _TOLD]
-    assert [event["event"] for event in told] == ["diagnosis", "move", "restart"], told
-    diagnosis, _, restart = told
-    assert (diagnosis["culprit"], diagnosis["ranks"]) == ("rank", [1])
-    assert diagnosis["evidence"]["ratio"] >= 1.3
-    first, second = restart["shares"]
-    assert first + second == 8 and first > second
-
-    (restarted_after,) = (event["step"] for event in run.read_events() if event["event"] == "resume")
-    undisturbed = Run(tmp_path / "undisturbed")
-    undisturbed.create_or_resume(load_job("tiny", [*keys, f"train.steps={restarted_after + STEPS_AFTER}"]))
-    assert_same_losses(run, train_undisturbed(undisturbed), restarted_after)
 
 
 PIPELINE = [
