@@ -64,23 +64,29 @@ class Rehearsal:
         return sum(not 0 < self.broken_at < one["time"] or one.get("node") != BROKEN for one in began)
 
 
-def rehearse(folder: Path, what: str, nodes: int, *, repairs: bool = True) -> Rehearsal:
-    """Train, break the link of node 1, and collect the alarms. ``what``: slow, stop or none. ``repairs``: the
-    run goes on after the link is repaired; else it ends before."""
+def rehearse(folder: Path, what: str, nodes: int, *keys: str, repairs: bool = True) -> Rehearsal:
+    """Train, break the link of node 1, and collect the alarms. ``what``: slow, stop or none. ``keys``: more
+    keys of the job. ``repairs``: the run goes on after the link is repaired; else it ends at the first
+    alarm."""
     corpus = make_corpus(folder, count=3000)
     compile_sampler(folder)
     given = [f"data.corpus={corpus}", f"layout.dp={nodes}", f"resilience.nodes={nodes}", "train.steps=100000"]
     run = Run(folder / "run")
-    run.create_or_resume(load_job("tiny", [*JOB, *given, f"train.global_batch={2 * nodes}"]))
+    run.create_or_resume(load_job("tiny", [*JOB, *given, f"train.global_batch={2 * nodes}", *keys]))
     found = Rehearsal(run)
     with Namespaces(nodes + 1, networks=2) as hosts:
         for host in range(nodes):
             shape(hosts, host, WHOLE)
         threading.Thread(target=break_link, args=(found, hosts, what, repairs), daemon=True).start()
         run_on_hosts(run, nodes, hosts, threads=1)
-    events = [one for one in run.read_events() if one["event"] == "health"]
-    found.alarms = [one for one in events if one.get("what") == "traffic"]
+    found.alarms = alarms_of(run)
     return found
+
+
+def alarms_of(run: Run) -> list[dict[str, Any]]:
+    """Events about the traffic of links."""
+    events = [one for one in run.read_events() if one["event"] == "health"]
+    return [one for one in events if one.get("what") == "traffic"]
 
 
 def compile_sampler(folder: Path) -> None:
@@ -108,7 +114,9 @@ def break_link(found: Rehearsal, hosts: Namespaces, what: str, repairs: bool) ->
     if what != "none":
         found.broken_at = time.time()
         set_link(hosts, what, whole=False)
-    time.sleep(SECONDS)
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end and (repairs or not alarms_of(found.run)):
+        time.sleep(0.25)
     if repairs:
         if what != "none":
             set_link(hosts, what, whole=True)

@@ -60,7 +60,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 90) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def events(run: Run, name: str) -> list[dict[str, Any]]:
