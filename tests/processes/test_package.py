@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SMALL = ("--train.steps", "4", "--model.layers", "1", "--model.hidden", "32", "--model.sequence", "32")
 BUILD = "import setuptools.build_meta as b; b.build_{kind}('dist')"
 
 
@@ -69,7 +70,7 @@ def test_an_installed_wheel_plans_trains_and_shows_a_run(
     assert where.stdout.startswith(str(installed)), where.stdout + where.stderr
     assert "0.1.0" in myriad(tmp_path, environment, "--version")
     assert json.loads(myriad(tmp_path, environment, "plan", "tiny", "--cluster", "one-node-8xh100", "--json"))
-    trained = json.loads(myriad(tmp_path, environment, "train", "tiny", "--train.steps", "4", "--json"))
+    trained = json.loads(myriad(tmp_path, environment, "train", "tiny", *SMALL, "--json"))
     assert trained["state"] == "finished"
     command = [sys._base_executable, "-m", "myriad", "watch", "runs/tiny", "--port", "0", "--json"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as watch:
