@@ -262,7 +262,8 @@ def test_a_plan_is_trained_as_it_is_resumed_in_another_layout_and_generates_text
     monkeypatch.chdir(tmp_path)
     steps = ["--train.steps", "6", "--optimizer.warmup_steps", "1", "--optimizer.decay", "constant"]
     where = ["--cluster", "laptop", "--gpus", "2", "--out", "plan.toml"]
-    told("plan", "tiny", *where, *steps, "--train.threads", "1")
+    small = ["--model.layers", "2", "--model.hidden", "64", "--model.sequence", "64", "--train.threads", "1"]
+    told("plan", "tiny", *where, *steps, *small)
     before = json.loads(started("train", "plan.toml", "--run", "runs/tiny", "--oversubscribe", "--json"))
     assert (before["state"], before["steps"], before["world"], before["lossy"]) == ("finished", 6, 2, [])
     layout = ["--layout.pp", "1", "--layout.dp", "1", "--layout.tp", "1", "--layout.cp", "2"]
