@@ -16,6 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from myriad.comm.attempt_layout import AttemptLayout
 from myriad.dashboard.insight.findings import SpanAnalysis
@@ -106,7 +107,8 @@ class SpanFolder:
             kept[one.path] = batch
             codes = [numbers.setdefault(name, len(numbers)) for name in batch.names]
             records = batch.records[batch.records["step"] >= first]
-            records["name"] = np.array(codes, dtype=np.int16)[records["name"]] if codes else 0
+            names: npt.NDArray[np.int16] = records["name"]
+            records["name"] = np.array(codes, dtype=np.int16)[names] if codes else 0
             parts.append(records)
         self._batches = kept
         return NewestSpans(

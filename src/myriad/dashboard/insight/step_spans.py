@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from myriad.comm.layout import Layout
 from myriad.dashboard.insight.needs import DATA_AXES, Post, ProgramNeeds, step_programs
@@ -36,7 +37,7 @@ class StepSpans:
     """Program of each replica."""
 
     @cached_property
-    def outer(self) -> Array:
+    def outer(self) -> npt.NDArray[np.intp]:
         """Indices of spans without a parent, by rank and start."""
         return np.flatnonzero(self.spans.parent < 0)
 
@@ -49,7 +50,8 @@ class StepSpans:
     def _actions(self) -> Array:
         """Indices of outer spans with an action's name."""
         is_action = np.array([name in _KINDS for name in self.names], dtype=bool)
-        return self.outer[is_action[self.spans.records["name"][self.outer]]]
+        names: npt.NDArray[np.int16] = self.spans.records["name"]
+        return self.outer[is_action[names[self.outer]]]
 
     @cached_property
     def _first_action(self) -> Array:

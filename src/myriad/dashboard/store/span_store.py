@@ -255,7 +255,8 @@ class SpanStore:
         tables = [self.names.ids(batch.names) for batch in batches]
         offsets = np.cumsum([0, *(len(table) for table in tables[:-1])])
         lengths = [len(batch.records) for batch in batches]
-        records["name"] = np.concatenate(tables)[np.repeat(offsets, lengths) + records["name"]]
+        names: npt.NDArray[np.int16] = records["name"]
+        records["name"] = np.concatenate(tables)[np.repeat(offsets, lengths) + names]
         return records
 
     def _add(self, attempt: int, records: Records) -> int:

@@ -344,12 +344,14 @@ def _flows(problem: PacketProblem, links: Records, knobs: Records) -> Records:
     payload = problem.transport.payload_bytes
     rest = np.ceil(flows.num_bytes - (num - 1) * payload)
     records["last_bytes"] = np.where(num > 0, rest + problem.transport.header_bytes, 0)
-    records["nic"] = paths.link[np.minimum(paths.first[:-1], max(0, len(paths.link) - 1))]
-    records["reply_ps"] = reply_ps(problem)
-    there = sum_by_flow(paths, links["full_ps"][paths.link] + links["latency_ps"][paths.link])
-    records["base_ps"] = there + records["reply_ps"]
-    records["line_ps_per_byte"] = links["ps_per_byte"][records["nic"]]
-    records["line_rate"] = _PS_PER_SECOND / records["line_ps_per_byte"]
+    nic = paths.link[np.minimum(paths.first[:-1], max(0, len(paths.link) - 1))]
+    ps_per_byte: npt.NDArray[np.float64] = links["ps_per_byte"]
+    full: npt.NDArray[np.int64] = links["full_ps"] + links["latency_ps"]
+    back = reply_ps(problem)
+    records["nic"], records["reply_ps"] = nic, back
+    records["base_ps"] = sum_by_flow(paths, full[paths.link].astype(np.float64)) + back
+    records["line_ps_per_byte"] = ps_per_byte[nic]
+    records["line_rate"] = _PS_PER_SECOND / ps_per_byte[nic]
     records["timeout_ps"] = knobs["timeout_ps"][0]
     records["start_ps"] = np.rint(flows.start_seconds * _PS_PER_SECOND)
     sizes = problem.ring_sizes
@@ -362,7 +364,8 @@ def _flows(problem: PacketProblem, links: Records, knobs: Records) -> Records:
 def _pipes(problem: PacketProblem, records: Records) -> npt.NDArray[np.int64]:
     """Return (F) the pipe of each flow's answers: one for all that leave by the same link and take equally
     long."""
-    last = problem.paths.link[np.maximum(records["last_hop"], 0)] if len(problem.paths.link) else 0
+    hops: npt.NDArray[np.int32] = records["last_hop"]
+    last = problem.paths.link[np.maximum(hops, 0)] if len(problem.paths.link) else 0
     ends = np.stack([np.broadcast_to(last, len(records)), records["reply_ps"]])
     return np.unique(ends, axis=1, return_inverse=True)[1].reshape(-1)
 
@@ -374,10 +377,12 @@ def _num_pipes(records: Records) -> int:
 def _set_children(problem: PacketProblem, records: Records) -> None:
     if problem.after is None:
         return
-    for flow in np.flatnonzero(problem.after >= 0)[::-1]:
-        parent = problem.after[flow]
-        records["next_child"][flow] = records["first_child"][parent]
-        records["first_child"][parent] = flow
+    next_child: npt.NDArray[np.int32] = records["next_child"]
+    first_child: npt.NDArray[np.int32] = records["first_child"]
+    for flow in np.flatnonzero(problem.after >= 0)[::-1].tolist():
+        parent = int(problem.after[flow])
+        next_child[flow] = first_child[parent]
+        first_child[parent] = flow
 
 
 def _clock(problem: PacketProblem, records: Records) -> tuple[Records, npt.NDArray[np.int64]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from myriad.errors import BadInputError
 from myriad.telemetry.span_io.span_batch import BatchError, SpanBatch
@@ -176,9 +177,11 @@ def _window(batches: Sequence[SpanBatch]) -> Window:
     parts: defaultdict[tuple[int, int, int], list[Records]] = defaultdict(list)
     for batch in batches:
         to = np.array([numbers.setdefault(name, len(numbers)) for name in batch.names], np.int16)
-        batch.records["name"] = to[batch.records["name"]]
-        for rank in np.unique(batch.records["rank"]).tolist():
-            parts[rank, batch.attempt, batch.node].append(batch.records[batch.records["rank"] == rank])
+        names: npt.NDArray[np.int16] = batch.records["name"]
+        batch.records["name"] = to[names]
+        ranks: npt.NDArray[np.int32] = batch.records["rank"]
+        for rank in np.unique(ranks).tolist():
+            parts[rank, batch.attempt, batch.node].append(batch.records[ranks == rank])
     return Window(
         tuple(numbers),
         tuple(
