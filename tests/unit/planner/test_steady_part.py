@@ -19,6 +19,7 @@ from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.simulation.simulator import iteration_program, simulate
 from myriad.planner.simulation.steady_state import steady_states
 from myriad.planner.workload import Workload
+from myriad.program import build
 from myriad.program.config import OverlapConfig
 from myriad.program.schedules import SCHEDULES
 from myriad.recipes.cluster import load_cluster
@@ -105,6 +106,21 @@ def test_a_long_iteration_is_known_from_short_programs(name: str, v: int, batche
         simulations = SimulationCache()
         assert simulations.seconds(costs) > 0 and len(simulations.memory(costs)) == 4
     assert written.call_args_list and all(call.args[1] < 100 for call in written.call_args_list)
+
+
+def test_programs_that_a_plan_may_propose_are_proved_and_others_only_simulated() -> None:
+    layout = Layout(dp=2, pp=4, schedule="1f1b", zero=1)
+    model = ModelConfig(layers=12, hidden=256, heads=8, sequence=128, vocabulary=8192)
+    costs = Costs(Workload(model, layout, 16), load_cluster("megascale-256xa100"))
+    with patch.object(build, "check", wraps=build.check) as proof:
+        simulations = SimulationCache()
+        simulations.seconds(costs)
+        assert not proof.called
+        simulations.memory(costs)
+        proved = proof.call_count
+        assert proved > 0
+        simulations.memory(costs)
+        assert proof.call_count == proved
 
 
 def test_gpipe_holds_all_micro_batches() -> None:

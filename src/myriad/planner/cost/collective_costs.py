@@ -139,6 +139,8 @@ def group_along(cluster: Cluster, size: Number, stride: Number, run: RankRun = _
 
 def _local_rates(cluster: Cluster, inside: Number, stride: Number) -> Number:
     """Return the rates of groups of ``inside`` local ranks, by the paths between accelerators."""
+    if np.ndim(inside) == np.ndim(stride) == 0:
+        return cluster.local_bytes_per_second(max(2, int(inside)), max(1, int(stride)))
     sizes, strides = np.broadcast_arrays(np.asarray(inside, float), np.asarray(stride, float))
     pairs, places = np.unique(np.stack([sizes.ravel(), strides.ravel()]), axis=1, return_inverse=True)
     rates = [cluster.local_bytes_per_second(max(2, int(a)), max(1, int(b))) for a, b in pairs.T]

@@ -169,7 +169,7 @@ class _Compiler:
         while self.runnable:
             self._advance(self.runnable.popleft())
         done = [at == len(actions) for at, actions in zip(self.next, program.ranks, strict=True)]
-        assert all(done), "the checker proved that no rank waits forever"
+        assert all(done), "no rank of a program waits forever"
 
     def _advance(self, rank: int) -> None:
         actions = self.program.ranks[rank]

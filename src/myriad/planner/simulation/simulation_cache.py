@@ -57,10 +57,16 @@ def _shape(costs: Costs, num_micro_batches: int) -> _Shape:
 
 
 class SimulationCache:
-    """Builds each program once, and simulates each program under the same costs once."""
+    """Builds each program once, and simulates each program under the same costs once.
+
+    Programs whose time is compared are not proved: the simulation itself fails if a rank would wait forever.
+    Those whose memory is counted, which are the ones that a plan proposes, are.
+    """
 
     def __init__(self) -> None:
         self._programs: dict[_Shape, Program] = {}
+        self._checked: set[_Shape] = set()
+        """Shapes whose program is proved."""
         self._lowered: Lowered = {}
         self._lines: dict[_Shape, CompiledProgram] = {}
         self._seconds: dict[tuple[_Shape, ProgramCosts], float] = {}
@@ -113,20 +119,25 @@ class SimulationCache:
         program = self.program(costs, workload.num_micro_batches)
         return memory_of_ranks(workload, program, on_cpu=on_cpu, node_size=node_size)
 
-    def program(self, costs: Costs, num_micro_batches: int) -> Program:
-        """Return the program with so many micro-batches."""
+    def program(self, costs: Costs, num_micro_batches: int, *, checks: bool = True) -> Program:
+        """Return the program with so many micro-batches. ``checks=False``: it need not be proved."""
         shape = _shape(costs, num_micro_batches)
-        if shape not in self._programs:
+        needs_proof = checks and shape not in self._checked
+        if needs_proof or shape not in self._programs:
             _make_room(self._programs)
             _make_room(self._lowered)
-            self._programs[shape] = iteration_program(costs, num_micro_batches, lowered=self._lowered)
+            self._programs[shape] = iteration_program(
+                costs, num_micro_batches, lowered=self._lowered, checks=checks
+            )
+        if needs_proof:
+            self._checked.add(shape)
         return self._programs[shape]
 
     def _line(self, costs: Costs, num_micro_batches: int) -> CompiledProgram:
         shape = _shape(costs, num_micro_batches)
         if shape not in self._lines:
             _make_room(self._lines)
-            self._lines[shape] = CompiledProgram(self.program(costs, num_micro_batches))
+            self._lines[shape] = CompiledProgram(self.program(costs, num_micro_batches, checks=False))
         return self._lines[shape]
 
 

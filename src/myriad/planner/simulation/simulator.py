@@ -104,10 +104,16 @@ def replica_programs(costs: Costs) -> list[Program]:
 
 
 def iteration_program(
-    costs: Costs, num_micro_batches: int, most_micro_batches: int = 0, lowered: Lowered | None = None
+    costs: Costs,
+    num_micro_batches: int,
+    most_micro_batches: int = 0,
+    lowered: Lowered | None = None,
+    *,
+    checks: bool = True,
 ) -> Program:
     """Return the program of one iteration with so many micro-batches. ``most_micro_batches``: the largest
-    number of any replica, where they differ. ``lowered``: a cache between calls."""
+    number of any replica, where they differ. ``lowered``: a cache between calls. ``checks``: whether the
+    program is proved."""
     workload = costs.workload
     program = build_program(
         workload.layout,
@@ -119,6 +125,7 @@ def iteration_program(
         most_micro_batches=most_micro_batches,
         orthogonalizes=workload.orthogonalizes,
         lowered=lowered,
+        checks=checks,
     )
     if workload.profile.dp_comm_at_ends:
         program = replace(program, ranks=tuple(map(_at_the_ends, program.ranks)))
