@@ -43,8 +43,9 @@ def finish_seconds(fabric: Fabric, flows: Flows, paths: Paths, *, tolerance: flo
     With a ``tolerance``, flows that would finish within that share of the next finish time end in the same
     step, at their current rates: rates are computed far less often, and each step is off by no more than
     that."""
-    rates = fabric.bytes_per_second
-    sent = simulate_flows(rates, paths.first, paths.link, flows.start_seconds, flows.num_bytes, tolerance)
+    begin, rates = flows.start_seconds, fabric.bytes_per_second
+    coming = np.argsort(begin, kind="stable")
+    sent = simulate_flows(rates, paths.first, paths.link, begin, coming, flows.num_bytes, tolerance)
     return sent + latency_seconds(fabric, paths)
 
 
@@ -71,9 +72,12 @@ def progressive_filling(
     start, on = _flows_by_link(first, link, num_links)
     left, growing = rates.copy(), start[1:] - start[:-1]
     found, done = most.copy(), np.zeros(len(most), dtype=np.bool_)
-    heap, key = np.flatnonzero(growing), np.zeros(num_links)
-    key[heap] = left[heap] / growing[heap]
-    size, turn = len(heap), 0
+    heap, key = np.empty(num_links, dtype=np.int64), np.zeros(num_links)
+    size, turn = 0, 0
+    for one in range(num_links):
+        if growing[one] > 0:
+            heap[size], key[one] = one, left[one] / growing[one]
+            size += 1
     for place in range(size // 2 - 1, -1, -1):
         _sift_down(heap, key, place, size)
     while size > 0:
@@ -147,7 +151,8 @@ def _flows_by_link(first: _Int64s, link: Ordinals, num_links: int) -> tuple[_Int
     start = np.zeros(num_links + 1, dtype=np.int64)
     for one in link:
         start[one + 1] += 1
-    start = np.cumsum(start)
+    for one in range(num_links):
+        start[one + 1] += start[one]
     on, free = np.empty(start[-1], dtype=np.int64), start[:-1].copy()
     for flow in range(len(first) - 1):
         for index in range(first[flow], first[flow + 1]):
@@ -158,31 +163,39 @@ def _flows_by_link(first: _Int64s, link: Ordinals, num_links: int) -> tuple[_Int
 
 @numba.njit(cache=True)
 def simulate_flows(
-    rates: Numbers, first: _Int64s, link: Ordinals, begin: Numbers, num_bytes: Numbers, tolerance: float
+    rates: Numbers,
+    first: _Int64s,
+    link: Ordinals,
+    begin: Numbers,
+    coming: _Int64s,
+    num_bytes: Numbers,
+    tolerance: float,
 ) -> Numbers:
     """Return (F) when the last byte of each flow has been sent. Rates hold until the next flow begins or
-    ends."""
-    coming, waiting = np.argsort(begin), 0
+    ends. ``coming`` lists the flows in the order in which they begin."""
+    # Loops instead of concatenation, sorting and slices: machine code of these takes seconds to compile.
     left, done = num_bytes.copy(), begin.copy()
-    active, now = np.empty(0, dtype=np.int64), 0.0
-    while waiting < len(begin) or len(active) > 0:
-        if len(active) == 0:
+    active, num_active, waiting, now = np.empty(len(begin), dtype=np.int64), 0, 0, 0.0
+    while waiting < len(begin) or num_active > 0:
+        if num_active == 0:
             now = begin[coming[waiting]]
-        new = waiting
-        while new < len(begin) and begin[coming[new]] <= now:
-            new += 1
-        active, waiting = np.concatenate((active, coming[waiting:new])), new
-        needed = _needed_seconds(rates, first, link, left, active)
+        while waiting < len(begin) and begin[coming[waiting]] <= now:
+            active[num_active] = coming[waiting]
+            num_active, waiting = num_active + 1, waiting + 1
+        needed = _needed_seconds(rates, first, link, left, active[:num_active])
         step = np.min(needed)
         if waiting < len(begin):
             step = min(step, begin[coming[waiting]] - now)
-        ends = needed <= step * (1 + tolerance) * _SAME
-        for index, flow in enumerate(active):
-            if ends[index]:
+        latest, num_left = step * (1 + tolerance) * _SAME, 0
+        for index in range(num_active):
+            flow = active[index]
+            if needed[index] <= latest:
                 done[flow] = now + needed[index]
             else:
                 left[flow] *= 1 - step / needed[index]
-        active, now = active[~ends], now + step
+                active[num_left] = flow
+                num_left += 1
+        num_active, now = num_left, now + step
     return done
 
 
@@ -196,6 +209,7 @@ def _needed_seconds(
         own_first[index + 1] = own_first[index] + first[flow + 1] - first[flow]
     own_link = np.empty(own_first[-1], dtype=np.int32)
     for index, flow in enumerate(active):
-        own_link[own_first[index] : own_first[index + 1]] = link[first[flow] : first[flow + 1]]
+        for hop in range(first[flow + 1] - first[flow]):
+            own_link[own_first[index] + hop] = link[first[flow] + hop]
     found = progressive_filling(rates, own_first, own_link, np.full(len(active), np.inf), np.arange(0))
     return left[active] / found
