@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from parity_case import Case, make_engine, train_steps
-from ranks import run_ranks
+from ranks import reuse_ranks
 
 from myriad.checkpoint.checkpoint_files import load, load_model, save
 from myriad.checkpoint.format.checkpoint_manifest import MANIFEST
@@ -98,15 +98,15 @@ def test_a_run_moves_to_another_layout_and_continues_as_if_nothing_had_happened(
     model: dict[str, Any], before: dict[str, Any], after: dict[str, Any], tmp_path: Path
 ) -> None:
     optimizer = optimizer_of(model)
-    steps = 3, 4  # the moving average of each second step is updated in the last one
+    steps = 1, 2  # the moving average of each second step is updated in the last one
     model = shortened(model, before, after)
-    first, second = (Case(layout, model, optimizer, 4, 12) for layout in (before, after))
-    stayed = run_ranks(first.world, go, first, None, tmp_path / "stayed", steps)[0]
-    moved = run_ranks(second.world, go, second, tmp_path / "stayed", tmp_path / "moved", steps)[0]
-    assert_same_bits(whole(tmp_path / "moved", 3), whole(tmp_path / "stayed", 3))
-    assert [loss for loss, _ in moved] == pytest.approx([loss for loss, _ in stayed[3:]], rel=1e-5)
-    end = whole(tmp_path / "moved", 4)
-    for name, values in whole(tmp_path / "stayed", 4).items():
+    first, second = (Case(layout, model, optimizer, 2, 12) for layout in (before, after))
+    stayed = reuse_ranks(first.world, go, first, None, tmp_path / "stayed", steps)[0]
+    moved = reuse_ranks(second.world, go, second, tmp_path / "stayed", tmp_path / "moved", steps)[0]
+    assert_same_bits(whole(tmp_path / "moved", 1), whole(tmp_path / "stayed", 1))
+    assert [loss for loss, _ in moved] == pytest.approx([loss for loss, _ in stayed[1:]], rel=1e-5)
+    end = whole(tmp_path / "moved", 2)
+    for name, values in whole(tmp_path / "stayed", 2).items():
         limit = 1e-5 if name.startswith(("model.", "optimizer.ema.")) else 1e-3
         assert np.linalg.norm(end[name] - values) <= limit * np.linalg.norm(values), name
 
@@ -125,12 +125,12 @@ def test_a_run_moves_to_another_layout_and_continues_as_if_nothing_had_happened(
 def test_a_run_that_was_stopped_and_continues_has_the_bits_of_one_that_was_not(
     model: dict[str, Any], layout: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    case = Case(layout, shortened(model, layout), optimizer_of(model), 4, 8, dtype)
-    undisturbed = run_ranks(case.world, go, case, None, tmp_path / "undisturbed", (4,))
-    begun = run_ranks(case.world, go, case, None, tmp_path / "stopped", (2,))
-    resumed = run_ranks(case.world, go, case, tmp_path / "stopped", tmp_path / "stopped", (2, 4))
+    case = Case(layout, shortened(model, layout), optimizer_of(model), 2, 8, dtype)
+    undisturbed = reuse_ranks(case.world, go, case, None, tmp_path / "undisturbed", (2,))
+    begun = reuse_ranks(case.world, go, case, None, tmp_path / "stopped", (1,))
+    resumed = reuse_ranks(case.world, go, case, tmp_path / "stopped", tmp_path / "stopped", (1, 2))
     assert begun[0] + resumed[0] == undisturbed[0], "losses and gradient norms"
-    assert_same_bits(whole(tmp_path / "stopped", 4), whole(tmp_path / "undisturbed", 4))
+    assert_same_bits(whole(tmp_path / "stopped", 2), whole(tmp_path / "undisturbed", 2))
 
 
 def test_torch_alone_opens_a_checkpoint(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_torch_alone_opens_a_checkpoint(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     case = Case({"dp": 2, "tp": 2, "zero": 3, "micro_batch": 2}, SWIGLU, steps=2)
-    run_ranks(4, go, case, None, tmp_path, (2,))
+    reuse_ranks(4, go, case, None, tmp_path, (2,))
     dcp_to_torch_save(tmp_path / "step-2", tmp_path / "whole.pt")
     opened = torch.load(tmp_path / "whole.pt", weights_only=False)
     assert decode_progress(opened.pop("progress")) == {"step": 2, "optimizer_steps": 2}
