@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from parity_case import OPTIMIZER, Case, batch_of_replica, make_engine, train_steps
-from ranks import run_ranks
+from ranks import reuse_ranks
 
 from myriad.checkpoint.checkpoint_files import load, load_model, save
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
@@ -56,8 +56,8 @@ def train_half(asked: Case, replica: int) -> dict[str, np.ndarray]:
 
 
 def test_replicas_agree_on_the_mean_of_what_each_learned_alone() -> None:
-    first, second = run_ranks(2, train_replicas, case())
-    halves = [run_ranks(1, train_half, case(), replica)[0] for replica in range(2)]
+    first, second = reuse_ranks(2, train_replicas, case())
+    halves = [reuse_ranks(1, train_half, case(), replica)[0] for replica in range(2)]
     for name, agreed in first[EVERY - 1].items():
         np.testing.assert_array_equal(agreed, second[EVERY - 1][name], err_msg=name)
         mean = (halves[0][name] + halves[1][name]) / 2
@@ -65,7 +65,7 @@ def test_replicas_agree_on_the_mean_of_what_each_learned_alone() -> None:
 
 
 def test_replicas_differ_in_between() -> None:
-    first, second = run_ranks(2, train_replicas, case())
+    first, second = reuse_ranks(2, train_replicas, case())
     assert any((first[0][name] != second[0][name]).any() for name in first[0])
 
 
@@ -83,9 +83,9 @@ def train_and_save(asked: Case, folder: Path, first: int, last: int) -> None:
 
 def test_a_run_that_stopped_where_replicas_agreed_continues_with_the_same_bits(tmp_path: Path) -> None:
     asked = case(outer_learning_rate=0.7, outer_momentum=0.9)
-    run_ranks(2, train_and_save, asked, tmp_path / "a", 0, asked.steps)
-    run_ranks(2, train_and_save, asked, tmp_path / "b", 0, EVERY)
-    run_ranks(2, train_and_save, asked, tmp_path / "b", EVERY, asked.steps)
+    reuse_ranks(2, train_and_save, asked, tmp_path / "a", 0, asked.steps)
+    reuse_ranks(2, train_and_save, asked, tmp_path / "b", 0, EVERY)
+    reuse_ranks(2, train_and_save, asked, tmp_path / "b", EVERY, asked.steps)
     undisturbed, resumed = (
         load_model(CheckpointFolder(tmp_path / name).of_step(asked.steps), "") for name in "ab"
     )
@@ -98,7 +98,7 @@ def test_a_run_that_stopped_where_replicas_agreed_continues_with_the_same_bits(t
 @pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"dp": 2, "tp": 2, "micro_batch": 2}], ids=str)
 def test_it_works_in_layouts_with_more_than_data_parallelism(layout: dict[str, int]) -> None:
     asked = Case(layout=layout, comm={"sync_every": 2}, steps=4)
-    losses = run_ranks(4, losses_of, asked)
+    losses = reuse_ranks(4, losses_of, asked)
     assert all(own == losses[0] for own in losses)
     assert losses[0][-1] < losses[0][0]
 

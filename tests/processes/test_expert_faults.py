@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from parity_case import Case, make_engine, run_case
-from ranks import run_ranks
+from ranks import reuse_ranks, run_ranks
 
 from myriad.checkpoint.checkpoint_files import load_model, save
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
@@ -131,7 +131,7 @@ def each_rank_numbers_its_experts_from_0_in_checkpoints() -> None:
     ModelState.shards = renumbered  # type: ignore[method-assign]
 
 
-TWO = Case({"dp": 2, "ep": 2}, MODEL, steps=2)
+TWO = Case({"dp": 2, "ep": 2}, MODEL, steps=2, global_batch=4)
 FOUR = replace(TWO, layout={"dp": 4, "ep": 2})
 FAULTS: list[tuple[Callable[[], None], Case]] = [
     (results_stay_in_the_order_in_which_tokens_arrived, TWO),
@@ -155,13 +155,14 @@ def run_with(fault: Callable[[], None] | None, case: Case) -> Any:
 
 
 def train(case: Case, fault: Callable[[], None] | None = None) -> Trained:
-    found: Trained = run_ranks(case.world, run_with, fault, case)[0]
+    start = reuse_ranks if fault is None else run_ranks
+    found: Trained = start(case.world, run_with, fault, case)[0]
     return found
 
 
 @functools.cache
 def one_process(fault: Callable[[], None] | None = None) -> Trained:
-    return train(Case({}, MODEL, steps=2), fault)
+    return train(replace(TWO, layout={}), fault)
 
 
 def differs(found: Trained, expected: Trained) -> list[str]:
@@ -220,6 +221,6 @@ def only_two_experts_are_chosen() -> None:
 )
 def test_a_rank_whose_experts_get_no_token_takes_its_step(layout: dict[str, Any]) -> None:
     """Elsewhere such steps hang (DeepSpeed#7461, NVIDIA-NeMo/Automodel#935) or fail (Megatron-LM#1877)."""
-    case = Case(layout, MODEL, steps=2, comm={"node_size": 2})
+    case = replace(TWO, layout=layout, comm={"node_size": 2})
     expected = one_process(only_two_experts_are_chosen)
     assert not differs(train(case, only_two_experts_are_chosen), expected)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from parity_case import Case, make_engine, train_steps
-from ranks import run_ranks
+from ranks import reuse_ranks
 
 from myriad.comm.groups import close_world
 from myriad.errors import RunFailedError
@@ -73,7 +73,7 @@ def test_the_rank_that_made_it_is_named_by_all_and_nothing_has_moved(
 ) -> None:
     batch = 2 * layout.get("dp", 1) * layout.get("micro_batch", 1)
     case = Case(layout=layout, model=SMALL, steps=2, global_batch=batch)
-    told = run_ranks(case.world, trains, case, culprit)
+    told = reuse_ranks(case.world, trains, case, culprit)
     assert {said for said, _ in told} == {told[0][0]}, "all say the same"
     assert told[0][0].startswith("step 2: loss is ")
     assert told[0][0].endswith(f", on rank {culprit}") and "gradient of" in told[0][0]
@@ -86,7 +86,7 @@ def test_a_gradient_that_tensor_parallel_ranks_add_up_is_its_makers(zero: int, c
     """After the sum both have it."""
     layout = {"dp": 2, "tp": 2, "zero": zero, "micro_batch": 2}
     case = Case(layout=layout, model=SMALL, steps=2, global_batch=8)
-    told = run_ranks(case.world, trains, case, culprit, True)
+    told = reuse_ranks(case.world, trains, case, culprit, True)
     assert {said for said, _ in told} == {told[0][0]}
     assert told[0][0].endswith(f", on rank {culprit}") and "gradient of" in told[0][0]
 
@@ -94,5 +94,5 @@ def test_a_gradient_that_tensor_parallel_ranks_add_up_is_its_makers(zero: int, c
 def test_levels_of_a_hierarchy_which_leave_partial_sums_name_the_rank() -> None:
     levels = {"hierarchy": "node", "node_size": 2}
     case = Case(layout={"dp": 4, "zero": 1}, model=SMALL, steps=2, global_batch=8, comm=levels)
-    told = run_ranks(case.world, trains, case, 3)
+    told = reuse_ranks(case.world, trains, case, 3)
     assert {said.partition(", on ")[2] for said, _ in told} == {"rank 3"}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from parity_case import Case, batch_of_rank, gather_tensors, make_engine, run_case, train_steps
-from ranks import run_ranks
+from ranks import reuse_ranks, run_ranks
 from same_run import assert_same_run, train_rank
 from test_recovery import events, make_run
 from tiny_corpora import make_corpus
@@ -71,7 +71,7 @@ def alone() -> dict[str, Any]:
     found = {}
     for name in ("adamw", "lamb"):
         case = float16({}, name)
-        (found[name],) = run_ranks(1, trains, case, 0)
+        (found[name],) = reuse_ranks(1, trains, case, 0)
     return found
 
 
@@ -96,7 +96,7 @@ def test_all_ranks_skip_an_overflow_of_one_and_learn_what_one_process_does(
 ) -> None:
     """Bounds are of rounding: layouts round sums of float16 products in other places."""
     case = float16(layout, optimizer)
-    ranks = run_ranks(case.world, trains, case, case.world - 1)
+    ranks = reuse_ranks(case.world, trains, case, case.world - 1)
     expected_losses, expected_scales, expected = alone[optimizer]
     losses, scales, parameters = ranks[0]
     assert all((one[0], one[1]) == (losses, scales) for one in ranks)
@@ -123,7 +123,7 @@ def test_a_scale_that_grows_changes_no_bit_of_what_is_exact(
     keeps for the next step and what replicas agree on must be as without a scale."""
     case = Case(layout, optimizer={"name": optimizer, "clip_norm": 0.5}, comm=comm, steps=6)
     scaled = replace(case, loss_scale={"initial": 2.0**12, "growth_interval": 2})
-    expected, found = (run_ranks(2, run_case, one)[0] for one in (case, scaled))
+    expected, found = (reuse_ranks(2, run_case, one)[0] for one in (case, scaled))
     assert found[0] == expected[0]
     for name, values in expected[1].items():
         np.testing.assert_array_equal(found[1][name], values, err_msg=name)
@@ -149,7 +149,7 @@ def agrees(case: Case, overflows: bool) -> list[np.ndarray]:
 def test_replicas_that_train_alone_agree_in_their_step_though_it_was_skipped(overflows: bool) -> None:
     """Other ranks and the trainer count steps, whether anything moved in them or not."""
     case = replace(float16({"dp": 2}), comm={"sync_every": 3})
-    first, second = run_ranks(2, agrees, case, overflows)
+    first, second = reuse_ranks(2, agrees, case, overflows)
     assert all(np.array_equal(*pair) for pair in zip(first, second, strict=True))
 
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity_case import TINY, Case, batch_of_rank, make_engine, train_steps
-from ranks import run_ranks
+from ranks import reuse_ranks
 from replaying import Replaying
 
 from myriad.comm.groups import close_world
@@ -204,7 +204,7 @@ def train(case: Case, keeps: bool) -> tuple[list[Any], list[bytes]]:
 @pytest.mark.parametrize("name", CASES)
 def test_kept_forms_change_no_bit(name: str) -> None:
     case = CASES[name]
-    kept, made = (run_ranks(case.world, train, case, keeps) for keeps in (True, False))
+    kept, made = (reuse_ranks(case.world, train, case, keeps) for keeps in (True, False))
     assert kept == made
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from parity_case import Case, make_engine, train_steps
-from ranks import run_ranks
+from ranks import reuse_ranks
 
 from myriad.comm.groups import close_world
 from myriad.parallel.chunk import Chunk
@@ -53,5 +53,5 @@ def train(case: Case, way: str) -> tuple[list[Any], list[bytes]]:
 @pytest.mark.parametrize("name", CASES)
 def test_first_gradients_replace_what_memory_has_and_change_no_bit(name: str) -> None:
     case = CASES[name]
-    zeros, poisoned = (run_ranks(case.world, train, case, way) for way in ("zeros", "poisoned"))
+    zeros, poisoned = (reuse_ranks(case.world, train, case, way) for way in ("zeros", "poisoned"))
     assert poisoned == zeros

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from parity_case import Case, batch_of_rank, make_engine, run_case
-from ranks import run_ranks
+from ranks import reuse_ranks
 
 from myriad.comm.groups import close_world
 
@@ -54,16 +54,16 @@ def scores_of_steps(case: Case) -> list[float]:
 )
 def test_no_score_stays_above_the_limit_in_any_layout(model: dict[str, Any], layout: dict[str, Any]) -> None:
     free = Case({}, model, {"name": "muon", "qk_clip": 1e9})
-    (first, *_), *_ = run_ranks(1, scores_of_steps, free)
+    (first, *_), *_ = reuse_ranks(1, scores_of_steps, free)
     limit = 0.5 * first
     one = replace(free, optimizer={"name": "muon", "qk_clip": limit}, steps=3)
-    (scores,) = run_ranks(1, scores_of_steps, one)
+    (scores,) = reuse_ranks(1, scores_of_steps, one)
     assert scores[0] == first and limit * 0.5 < scores[1] <= limit * 1.001
     assert scores[2] == pytest.approx(scores[1], rel=1e-3), "nothing is left to clip"
-    for rank in run_ranks(4, scores_of_steps, many := replace(one, layout=layout)):
+    for rank in reuse_ranks(4, scores_of_steps, many := replace(one, layout=layout)):
         assert rank == pytest.approx(scores, rel=1e-5)
-    losses, expected = run_ranks(1, run_case, one)[0]
-    found, parameters = run_ranks(4, run_case, many)[0]
+    losses, expected = reuse_ranks(1, run_case, one)[0]
+    found, parameters = reuse_ranks(4, run_case, many)[0]
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in losses], rel=1e-5)
     for name, values in expected.items():
         if name.startswith("model."):

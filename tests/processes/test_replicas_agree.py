@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from parity_case import Case, make_engine, train_steps
-from ranks import run_ranks
+from ranks import reuse_ranks
 
 from myriad.comm.grid import RankGrid
 from myriad.comm.groups import close_world
@@ -74,7 +74,7 @@ def test_replicas_report_the_same_after_every_step(case: Case) -> None:
     layout = Layout(**case.layout)
     model = {"layers": 2} | case.model
     case = replace(case, model=model, global_batch=2 * layout.dp * layout.micro_batch)
-    told: list[Any] = run_ranks(layout.world, digests, case)
+    told: list[Any] = reuse_ranks(layout.world, digests, case)
     for group in RankGrid(layout, 0).rows("dp_replicate" if layout.zero == 3 else "dp"):
         assert all([one[:2] for one in told[rank]] == [one[:2] for one in told[group[0]]] for rank in group)
     for group in RankGrid(layout, 0).rows("expert_dp") if layout.ep > 1 else ():
@@ -84,7 +84,7 @@ def test_replicas_report_the_same_after_every_step(case: Case) -> None:
 
 
 def test_a_bit_of_one_replica_shows_in_its_digest_alone() -> None:
-    told = run_ranks(3, flipped, Case(layout={"dp": 3}, model={"layers": 2}, steps=3, global_batch=3))
+    told = reuse_ranks(3, flipped, Case(layout={"dp": 3}, model={"layers": 2}, steps=3, global_batch=3))
     assert told[0] == told[2]
     assert [a == b for a, b in zip(told[0], told[1], strict=True)] == [True, True, False, False]
 

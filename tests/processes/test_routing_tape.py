@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from parity_case import Case, make_engine, train_steps
-from ranks import run_ranks
+from ranks import reuse_ranks, run_ranks
 
 from myriad.comm.groups import close_world
 from myriad.errors import RunFailedError
@@ -33,7 +33,7 @@ def train(case: Case, routing: RoutingFolders) -> list[tuple[float, float]]:
 
 def losses(layout: dict[str, Any], routing: RoutingFolders) -> list[tuple[float, float]]:
     case = Case(layout, MODEL, steps=STEPS, overlap={"tensor_chunks": 2})
-    found: list[tuple[float, float]] = run_ranks(case.world, train, case, routing)[0]
+    found: list[tuple[float, float]] = reuse_ranks(case.world, train, case, routing)[0]
     return found
 
 
