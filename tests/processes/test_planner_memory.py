@@ -65,9 +65,9 @@ CASES: list[tuple[dict[str, Any], str, int, int]] = [
     ({"tp": 2, "ep": 2, "etp": 1, "micro_batch": 2}, "small-moe", 2, 4),
     ({"dp": 2, "ep": 2, "zero": 1, "micro_batch": 2}, "gpt-oss", 2, 4),
 ]
-"""Layout, model, micro-batches, and bytes of a value. The models are those of the benchmark at half the width:
-most of the time is products. Cores without instructions for bfloat16 multiply it ten times as slowly, so these
-cases are smaller, and closer to what is predicted."""
+"""Layout, model, micro-batches, and bytes of a value. Models have half the width of the benchmark's, because
+most of the time is products. Cores without instructions for bfloat16 multiply it ten times as slowly, so
+these cases are smaller, and closer to what is predicted."""
 
 
 @pytest.mark.parametrize(("layout", "model", "micro_batches", "value_bytes"), CASES, ids=str)
