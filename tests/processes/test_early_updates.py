@@ -20,10 +20,9 @@ MOVED = [False, False, True, False]
 
 
 def train(case: Case) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
-    first: tuple[list[tuple[float, float]], dict[str, np.ndarray]] = reuse_ranks(case.world, run_case, case)[
-        0
-    ]
-    return first
+    ranks: list[tuple[list[tuple[float, float]], dict[str, np.ndarray]]]
+    ranks = reuse_ranks(case.world, run_case, case)
+    return ranks[0]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import reuse_ranks, run_ranks
 from torch import nn
 
 import myriad
@@ -40,14 +40,14 @@ def example() -> ModuleType:
 
 def losses(layout: Layout, model: LayerList | None = None, **keys: Any) -> list[float]:
     """One rank's side; rank 0 gives the losses."""
-    keys = {"steps": 6, "global_batch": 64} | keys
+    keys = {"steps": 3, "global_batch": 64} | keys
     found = fit(model or example().make_model(), example().batch, layout, OPTIMIZER, **keys)
     return [result.loss for _, result in found]
 
 
 @functools.cache
 def one_process() -> list[float]:
-    return run_ranks(1, losses, Layout(micro_batch=8))[0]
+    return reuse_ranks(1, losses, Layout(micro_batch=8))[0]
 
 
 def with_a_bare_stage() -> LayerList:
@@ -127,7 +127,7 @@ def test_the_example_under_torchrun_gives_the_losses_of_one_process() -> None:
 )
 def test_every_layout_gives_the_losses_of_one_process(layout: dict[str, Any]) -> None:
     chosen = Layout(**layout)
-    assert run_ranks(chosen.world, losses, chosen)[0] == pytest.approx(one_process(), rel=1e-5)
+    assert reuse_ranks(chosen.world, losses, chosen)[0] == pytest.approx(one_process(), rel=1e-5)
 
 
 def test_the_example_learns() -> None:

@@ -215,45 +215,36 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("serial", "adamw", {"dp": 4, "zero": 3, "shard_group": 2, "virtual_stages": 2}),
     ("serial", "muon", {"dp": 4, "zero": 1, "shard_group": 2}),
     ("serial", "adamw", {"dp": 4, "zero": 2, "shard_group": 2, "reduce": "each", "shares": (3, 2, 2, 1)}),
-    ("gpt2", "adamw", {"dp": 4, "pp": 2, "zero": 3, "shard_group": 2}),
     ("few-kv-heads", "lamb", {"dp": 4, "tp": 2, "zero": 2, "shard_group": 2}),
     ("serial", "adamw", {"pp": 3, "virtual_stages": 2}),
     ("serial", "adamw", {"pp": 4, "partition": "parameters"}),
     ("serial", "adamw", {"dp": 2, "pp": 2, "zero": 3, "virtual_stages": 2}),
-    ("serial", "adamw", {"dp": 2, "pp": 2, "tp": 2, "zero": 2, "virtual_stages": 2, "micro_batch": 2}),
     ("parallel-window", "adamw", {"tp": 2, "micro_batch": 4}),
-    ("parallel-window", "adamw", {"dp": 2, "pp": 2, "tp": 2, "zero": 3, "micro_batch": 2}),
-    ("gpt2", "adamw", {"tp": 4, "micro_batch": 4}),
     ("gpt2", "adamw", {"pp": 2, "dp": 2, "zero": 3, "schedule": "zero-bubble"}),
-    ("gpt2", "lamb", {"pp": 2, "dp": 2, "partition": "manual:5"}),
     ("gpt2", "adamw", {"tp": 2, "pp": 2, "virtual_stages": 2, "micro_batch": 2, "zero": 2, "reduce": "each"}),
     ("qwen", "adamw", {"tp": 2, "pp": 2, "schedule": "zero-bubble", "micro_batch": 2}),
     ("gemma", "adamw", {"tp": 2, "dp": 2, "zero": 2, "micro_batch": 2}),
     ("gemma", "adamw", {"pp": 2, "virtual_stages": 2, "micro_batch": 2, "recompute": "selective"}),
     ("olmo", "adamw", {"tp": 2, "pp": 2, "micro_batch": 2, "recompute": "selective"}),
-    ("olmo", "lamb", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}),
-    ("few-kv-heads", "lamb", {"tp": 4, "dp": 2, "zero": 1, "micro_batch": 2}),
+    ("few-kv-heads", "lamb", {"tp": 4, "zero": 1, "micro_batch": 4}),
     ("one-kv-head", "adamw", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}),
     ("neox", "adamw", {"pp": 2, "tp": 2, "schedule": "zero-bubble", "micro_batch": 2}),
     ("latent", "adamw", {"tp": 2, "pp": 2, "schedule": "zero-bubble", "micro_batch": 2}),
     ("latent", "lamb", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2, "recompute": "selective"}),
     ("latent-plain-queries", "adamw", {"tp": 4, "micro_batch": 4, "recompute": "selective"}),
-    ("predictions", "adamw", {"tp": 2, "pp": 2, "micro_batch": 2, "recompute": "full"}),
     ("predictions", "adamw", {"dp": 2, "pp": 2, "zero": 3, "virtual_stages": 2}),
     ("normed predictions", "adamw", {"tp": 2, "pp": 2, "micro_batch": 2, "recompute": "selective"}),
-    ("granite-sinks", "adamw", {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "micro_batch": 2}),
+    ("granite-sinks", "adamw", {"tp": 2, "pp": 2, "micro_batch": 2}),
     ("experts", "lamb", {"pp": 2, "dp": 2, "zero": 2, "ep": 2, "schedule": "zero-bubble", "reduce": "each"}),
     ("experts", "muon", {"dp": 4, "zero": 2, "ep": 2}),
     ("experts", "muon", {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "micro_batch": 2, "recompute": "selective"}),
-    ("latent-experts", "adamw", {"tp": 4, "micro_batch": 4, "recompute": "full"}),
     ("latent-experts", "lamb", {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "zero": 3, "micro_batch": 2}),
     (
         "latent-experts",
         "adamw",
         {"pp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "recompute": "full", "micro_batch": 2},
     ),
-    ("gpt-oss", "adamw", {"tp": 2, "micro_batch": 2, "recompute": "selective"}),
-    ("gpt-oss", "adamw", {"tp": 2, "dp": 2, "zero": 3, "ep": 2, "micro_batch": 2}),
+    ("gpt-oss", "adamw", {"tp": 2, "dp": 2, "zero": 3, "ep": 2, "micro_batch": 2, "recompute": "selective"}),
     ("gpt-oss", "lamb", {"tp": 2, "dp": 2, "zero": 2, "ep": 4, "etp": 1, "micro_batch": 2}),
     (
         "gpt-oss",
@@ -302,11 +293,6 @@ DISPATCH: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("experts", "adamw", {"dp": 4, "zero": 3, "ep": 4, "expert_dispatch": "node", "recompute": "full"}),
     ("experts", "lamb", {"tp": 2, "dp": 2, "ep": 4, "etp": 1, "expert_dispatch": "node", "micro_batch": 2}),
-    (
-        "experts",
-        "muon",
-        {"tp": 2, "pp": 2, "dp": 2, "ep": 4, "etp": 1, "expert_dispatch": "node", "micro_batch": 2},
-    ),
 ]
 
 
@@ -381,7 +367,6 @@ SHARES: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt2", "adamw", {"dp": 2, "pp": 2, "shares": (7, 1), "zero": 2, "schedule": "zero-bubble"}),
     ("serial", "adamw", {"dp": 2, "pp": 2, "shares": (3, 5), "zero": 3, "virtual_stages": 2}),
     ("serial", "adamw", {"dp": 2, "pp": 2, "shares": (3, 5), "virtual_stages": 2, "schedule": V}),
-    ("gpt2", "adamw", {"dp": 2, "pp": 2, "tp": 2, "shares": (3, 1), "zero": 2, "micro_batch": 2}),
     ("parallel-window", "adamw", {"dp": 2, "tp": 2, "shares": (1, 3), "zero": 3, "micro_batch": 2}),
 ]  # fmt: skip
 
@@ -415,7 +400,7 @@ EVERYTHING = {"dp": 2, "pp": 2, "tp": 2, "zero": 1, "virtual_stages": 2, "micro_
 # None or two of the first three: each two meet in all four states. (All are on in each case of LAYOUTS.)
 COMBINATIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     *((DATA_AND_PIPELINE, on) for n in (0, 2) for on in combinations(SWITCHES[:3], n)),
-    *((TENSOR_AND_PIPELINE, on) for on in ((), ("tensor",), ("pipeline",))),
+    *((TENSOR_AND_PIPELINE, on) for on in (("tensor",), ("pipeline",))),
     (EVERYTHING, SWITCHES),
 ]
 
@@ -436,7 +421,7 @@ def test_no_switch_changes_what_is_learned(layout: dict[str, Any], on: tuple[str
     assert_equal(case, one_process("serial", "adamw", **batch))
 
 
-TWICE = [each for each in (*LAYOUTS, *SHARES) if each[:2] == ("gpt2", "adamw") and "pp" in each[2]][1:3]
+TWICE = [each for each in LAYOUTS if each[0] == "gpt2" and {"tp", "pp"} <= each[2].keys()]
 
 
 @pytest.mark.parametrize(("model", "optimizer", "layout"), TWICE, ids=name_of)
