@@ -3,6 +3,7 @@ one, and no bit; a spare takes its place, and comes and goes as nodes do."""
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,7 @@ TWO = [
     "resilience.on_slow=report",
 ]
 OFTEN = ["checkpoint.memory_seconds=0", "checkpoint.copies_every=3", "checkpoint.linger_seconds=10"]
+SLOW_SECONDS = 180.0
 
 
 def make_run(path: Path, corpus: Path, *overrides: str) -> Run:
@@ -76,12 +78,23 @@ def kill(pids: list[int]) -> None:
 class Acts:
     """Watches a run as the screen does; does what comes next when its time has come."""
 
-    def __init__(self, run: Run, *acts: tuple[Callable[[], bool], Callable[[], object]]) -> None:
-        self._run, self._acts = run, list(acts)
+    def __init__(self, *acts: tuple[Callable[[], bool], Callable[[], object]]) -> None:
+        """The run ends, as by Ctrl-C, after the last act, or when one fails or does not come."""
+        self._acts, self._deadline = list(acts), time.monotonic() + SLOW_SECONDS
+        self.error: Exception | None = None
 
     def tick(self) -> None:
-        if self._acts and self._acts[0][0]():
-            self._acts.pop(0)[1]()
+        if not self._acts:
+            return
+        try:
+            if self._acts[0][0]():
+                self._acts.pop(0)[1]()
+            assert time.monotonic() < self._deadline, f"{len(self._acts)} acts are left"
+        except Exception as error:
+            self.error = error
+            self._acts.clear()
+        if not self._acts:
+            os.kill(os.getpid(), signal.SIGINT)
 
     def stopping(self) -> None: ...
 
@@ -146,13 +159,13 @@ def test_a_lost_node_comes_back_as_a_spare_that_the_doctor_examines_and_replaces
         return bool(told)
 
     acts = Acts(
-        run,
         (lambda: has_done(run, 8, attempt=1) and bool(events(run, "spares")), lose),
         (lambda: has_done(run, 2, attempt=2) and bool(verdicts(run)), repair),
         (leaves, lambda: left.extend(set(descendants()).difference(before))),
-        (lambda: has_done(run, 2, attempt=3), lambda: os.kill(os.getpid(), signal.SIGINT)),
+        (lambda: has_done(run, 2, attempt=3), lambda: None),
     )
-    assert run_local(run, 2, observer=acts) == "interrupted"
+    outcome = run_local(run, 2, observer=acts)
+    assert (outcome, acts.error) == ("interrupted", None)
     assert {server_name(run.path, node) for node in (0, 1)} <= {*servers}
     assert max(held) >= 3, "copies are taken every 3 steps"
     (fault,), (lost, moved) = events(run, "fault"), events(run, "resume")
