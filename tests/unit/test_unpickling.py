@@ -1,4 +1,5 @@
-"""If these fail, the library may run code from a message or a file, or the check against it is blind."""
+"""If these fail, the check that the library runs no code from a message or a file is blind. `make check` runs
+it on the library."""
 
 import subprocess
 import sys
@@ -39,8 +40,3 @@ def test_each_way_to_unpickle_is_found(tmp_path: Path, text: str, says: str) -> 
     (tmp_path / "a.py").write_text(text)
     code, output = check(str(tmp_path))
     assert (code, says in output) == (1 if says else 0, True), output
-
-
-def test_this_library_unpickles_nothing() -> None:
-    code, output = check()
-    assert code == 0, output

@@ -70,7 +70,7 @@ def limited(kind: Any, field: FieldInfo) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(configs(Job))
 def test_a_saved_job_is_the_job(job: Job) -> None:
     """The job kept with a run is what is resumed and what decides whether a run folder is another job's."""
