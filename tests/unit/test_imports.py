@@ -1,4 +1,4 @@
-"""If these fail, the check that keeps rooms of the library apart is blind. `make check` runs it on the library."""
+"""If these fail, the check that keeps rooms of the library apart, which `make check` runs, is blind."""
 
 import subprocess
 import sys

@@ -35,6 +35,7 @@ __all__ = [
     "count_groups",
     "expected_margin",
     "fits_probability",
+    "probability_within",
     "worst_stage_memory",
 ]
 
@@ -98,10 +99,14 @@ class PeakMemory:
 
 
 def fits_probability(memory: PeakMemory, capacity_bytes: Number) -> Number:
-    """Return the probability that the memory is within the capacity; the total is assumed to be normally
-    distributed."""
-    room = np.asarray(capacity_bytes) - memory.total
-    share = np.asarray(room / np.maximum(memory.deviation, 1.0))
+    """Return the probability that the memory is within the capacity."""
+    return probability_within(capacity_bytes, memory.total, memory.deviation)
+
+
+def probability_within(capacity_bytes: Number, total: Number, deviation: Number) -> npt.NDArray[np.float64]:
+    """Return the probability that a total with this standard deviation is within the capacity; it is assumed
+    to be normally distributed."""
+    share = np.asarray((np.asarray(capacity_bytes) - total) / np.maximum(deviation, 1.0))
     values = [0.5 * (1 + erf(x / sqrt(2))) for x in share.ravel()]
     return np.array(values).reshape(share.shape)
 

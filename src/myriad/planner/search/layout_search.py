@@ -19,7 +19,7 @@ import numpy.typing as npt
 from myriad.comm.hierarchy import count_shard_levels
 from myriad.comm.layout import Layout
 from myriad.planner.cost.stage_layers import cut_layers
-from myriad.planner.memory.closed_form_memory import PeakMemory, fits_probability, worst_stage_memory
+from myriad.planner.memory.closed_form_memory import PeakMemory, probability_within, worst_stage_memory
 from myriad.planner.memory.layer_memory import RECOMPUTE
 from myriad.planner.search.closed_form_times import grid_seconds
 from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem, Sharding
@@ -57,8 +57,7 @@ class SearchResult:
     best: tuple[LayoutCandidate, ...]
     """The best layouts that fit, ordered by the objective."""
     score_front: Callable[[], Iterator[LayoutCandidate]]
-    """Iterates over `front` and scores each layout when it is reached: most searches need only the first
-    few."""
+    """Iterates over `front`, layout by layout: most searches need only the first few."""
     num_layouts: int
     """Number of legal layouts."""
     num_fitting: int
@@ -69,28 +68,44 @@ class SearchResult:
         return tuple(self.score_front())
 
 
+@dataclass(frozen=True)
+class _Scores:
+    """Scores of the layouts of a grid: seconds over all its axes, the others over the first four, because
+    overlaps need no memory."""
+
+    seconds: Array
+    num_bytes: Array
+    deviation: Array
+    """Standard deviation of the bytes."""
+    fits: npt.NDArray[np.bool_]
+
+
 @dataclass
 class _Pool:
-    """Rows ``[grid, place in it, key, bytes]`` of the candidates for the best layouts."""
+    """Rows ``[grid, place in it, key, seconds, bytes, deviation]`` of the candidates for the best layouts."""
 
     grids: list[LayoutGrid]
-    table: LayerTable
     rows: list[Array] = field(default_factory=list)
     num_forwards: dict[tuple[int, ...], int] = field(default_factory=dict)
 
-    def add(self, number: int, places: npt.NDArray[np.int64], keys: Array, num_bytes: Array) -> None:
-        grid = np.full(len(places), float(number))
-        self.rows.append(np.stack([grid, places.astype(float), keys, num_bytes], axis=1))
+    def add(self, number: int, places: npt.NDArray[np.int64], keys: Array, scores: _Scores) -> None:
+        grid, in_memory = np.full(len(places), float(number)), places // (keys.size // scores.num_bytes.size)
+        memory = (scores.num_bytes.ravel()[in_memory], scores.deviation.ravel()[in_memory])
+        columns = (grid, places.astype(float), keys.ravel()[places], scores.seconds.ravel()[places], *memory)
+        self.rows.append(np.stack(columns, axis=1))
 
     def joined(self) -> Array:
         """Return all rows, the best key first."""
-        rows = np.concatenate([np.zeros((0, 4)), *self.rows])
-        return rows[np.lexsort((rows[:, 3], rows[:, 2]))]
+        rows = np.concatenate([np.zeros((0, 6)), *self.rows])
+        return rows[np.lexsort((rows[:, 4], rows[:, 2]))]
 
     def candidate(self, row: Array) -> LayoutCandidate:
         grid, index = self._place(row)
-        layout, overlap = grid.at(index)
-        return score_layout(grid.problem, LayoutCandidate(layout, overlap, 0.0, 0.0, 0.0), self.table)
+        seconds, num_bytes, deviation = row[3:].tolist()
+        capacity = float(grid.problem.cluster.accelerator.memory_bytes)
+        return LayoutCandidate(
+            *grid.at(index), seconds, num_bytes, float(probability_within(capacity, num_bytes, deviation))
+        )
 
     def first(self, count: int) -> list[LayoutCandidate]:
         """Return the best layouts that are simulated in a short time; if all take long, the one that takes
@@ -135,14 +150,13 @@ def search_layouts(
 ) -> SearchResult:
     """Search the layouts of a problem. ``progress(done, total)`` is called after each grid."""
     table, every = LayerTable(problem), list(layout_grids(problem))
-    best, front = _Pool(every, table), _Pool(every, table)
+    best, front = _Pool(every), _Pool(every)
     num_fitting = 0
     for number, grid in enumerate(every):
-        seconds, total, fits = _without_redundant(grid, *_score_grid(grid, table))
-        keys = _keys(problem, seconds, total, objective)
-        _add_best(best, number, keys, total, fits, num_cells=_num_cells(grid))
-        _add_front(front, number, seconds, total)
-        num_fitting += _count(grid, fits)
+        scores = _without_redundant(grid, _score_grid(grid, table))
+        _add_best(best, number, _keys(problem, scores, objective), scores, num_cells=_num_cells(grid))
+        _add_front(front, number, scores)
+        num_fitting += _count(grid, scores.fits)
         if progress:
             progress(number + 1, len(every))
     first = best.first(count)
@@ -150,23 +164,23 @@ def search_layouts(
     return SearchResult(tuple(first), partial(_scored_front, front), num_layouts, num_fitting)
 
 
-def _without_redundant(
-    grid: LayoutGrid, seconds: Array, total: Array, fits: npt.NDArray[np.bool_]
-) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
+def _without_redundant(grid: LayoutGrid, scores: _Scores) -> _Scores:
     """Return the scores of a grid, with redundant layouts excluded from the result."""
     if not grid.redundant.any():
-        return seconds, total, fits
+        return scores
     gone = grid.redundant[None, :, :, None]
-    return (
-        np.where(gone[..., None, None, None], np.inf, seconds),
-        np.where(gone, np.inf, total),
-        fits & ~gone,
+    return replace(
+        scores,
+        seconds=np.where(gone[..., None, None, None], np.inf, scores.seconds),
+        num_bytes=np.where(gone, np.inf, scores.num_bytes),
+        fits=scores.fits & ~gone,
     )
 
 
-def _keys(problem: LayoutProblem, seconds: Array, total: Array, objective: Objective) -> Array:
+def _keys(problem: LayoutProblem, scores: _Scores, objective: Objective) -> Array:
     """Return the keys to minimize. Cost equals time, because the number of accelerators is given."""
-    filled = (total / problem.cluster.accelerator.memory_bytes)[..., None, None, None]
+    seconds = scores.seconds
+    filled = (scores.num_bytes / problem.cluster.accelerator.memory_bytes)[..., None, None, None]
     keys: Array = filled + 1e-9 * seconds if objective == "memory" else seconds * (1 + _TIE * filled)
     return keys
 
@@ -177,31 +191,26 @@ def _num_cells(grid: LayoutGrid) -> int:
     return len(grid.micro_batches) * (1 if grid.pp == 1 else len(grid.schedules))
 
 
-def _add_best(
-    pool: _Pool, number: int, keys: Array, total: Array, fits: npt.NDArray[np.bool_], *, num_cells: int
-) -> None:
-    if not fits.any():
+def _add_best(pool: _Pool, number: int, keys: Array, scores: _Scores, *, num_cells: int) -> None:
+    if not scores.fits.any():
         return
-    keys = np.where(fits[..., None, None, None], keys, np.inf)
+    keys = np.where(scores.fits[..., None, None, None], keys, np.inf)
     cells = keys.reshape(num_cells, -1)
     count = min(_VARIANTS, cells.shape[1])
     chosen = np.argpartition(cells, count - 1, axis=1)[:, :count]
     places = (chosen + np.arange(num_cells)[:, None] * cells.shape[1]).ravel()
-    places = places[np.isfinite(keys.ravel()[places])]
-    overlaps = int(np.prod(keys.shape[4:]))
-    pool.add(number, places, keys.ravel()[places], total.ravel()[places // overlaps])
+    pool.add(number, places[np.isfinite(keys.ravel()[places])], keys, scores)
 
 
-def _add_front(pool: _Pool, number: int, seconds: Array, total: Array) -> None:
+def _add_front(pool: _Pool, number: int, scores: _Scores) -> None:
     """Add the layouts of a grid that no other one beats in both time and memory, each with its fastest
     overlaps."""
-    flat = seconds.reshape(total.size, -1)
+    num_bytes = scores.num_bytes.ravel()
+    flat = scores.seconds.reshape(num_bytes.size, -1)
     chosen = flat.argmin(axis=1)
-    places = chosen + np.arange(total.size) * flat.shape[1]
-    quickest, num_bytes = flat[np.arange(total.size), chosen], total.ravel()
-    order = np.lexsort((num_bytes, quickest))
-    kept = order[_falls(num_bytes[order])]
-    pool.add(number, places[kept], quickest[kept], num_bytes[kept])
+    places = chosen + np.arange(num_bytes.size) * flat.shape[1]
+    order = np.lexsort((num_bytes, flat.ravel()[places]))
+    pool.add(number, places[order[_falls(num_bytes[order])]], scores.seconds, scores)
 
 
 def _falls(values: Array) -> npt.NDArray[np.bool_]:
@@ -213,7 +222,7 @@ def _falls(values: Array) -> npt.NDArray[np.bool_]:
 def _scored_front(pool: _Pool) -> Iterator[LayoutCandidate]:
     """Yield the layouts that no other one beats in both time and memory, from the least memory on."""
     rows = pool.joined()
-    yield from map(pool.candidate, rows[_falls(rows[:, 3])][::-1])
+    yield from map(pool.candidate, rows[_falls(rows[:, 4])][::-1])
 
 
 def _count(grid: LayoutGrid, fits: npt.NDArray[np.bool_]) -> int:
@@ -229,17 +238,16 @@ _SURELY, _HARDLY = 0.75, 1.05
 probability."""
 
 
-def _score_grid(grid: LayoutGrid, table: LayerTable) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
-    """Return the seconds over the grid's axes; and, over the first four axes, the bytes and whether the
-    layout fits (overlaps need no memory)."""
+def _score_grid(grid: LayoutGrid, table: LayerTable) -> _Scores:
     memory, shape = _grid_memory(grid)
     memory = _each(memory, np.arange(int(np.prod(shape))), shape)
-    total = np.asarray(memory.total)
+    total, deviation = np.asarray(memory.total), np.asarray(memory.deviation)
     capacity = float(grid.problem.cluster.accelerator.memory_bytes)
     fits = total < _SURELY * capacity
     near = np.flatnonzero(~fits & (total < _HARDLY * capacity))
-    fits[near] = np.asarray(fits_probability(_each(memory, near, shape), capacity)) >= MIN_FIT_PROBABILITY
-    return grid_seconds(GridTimes(grid, table)), total.reshape(shape), fits.reshape(shape)
+    fits[near] = probability_within(capacity, total[near], deviation[near]) >= MIN_FIT_PROBABILITY
+    seconds = grid_seconds(GridTimes(grid, table))
+    return _Scores(seconds, total.reshape(shape), deviation.reshape(shape), fits.reshape(shape))
 
 
 def _each(memory: PeakMemory, places: npt.NDArray[np.intp], shape: tuple[int, ...]) -> PeakMemory:
@@ -256,8 +264,9 @@ def score_layout(
     grid, index = _single(problem, candidate)
     seconds = grid_seconds(GridTimes(grid, table or LayerTable(problem)))[index]
     memory = layout_memory(problem, candidate)
-    fits = float(fits_probability(memory, float(problem.cluster.accelerator.memory_bytes)))
-    return replace(candidate, seconds=float(seconds), memory_bytes=float(memory.total), fit_probability=fits)
+    total, capacity = float(memory.total), float(problem.cluster.accelerator.memory_bytes)
+    fits = float(probability_within(capacity, total, memory.deviation))
+    return replace(candidate, seconds=float(seconds), memory_bytes=total, fit_probability=fits)
 
 
 def layout_memory(problem: LayoutProblem, candidate: LayoutCandidate) -> PeakMemory:
