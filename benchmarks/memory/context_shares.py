@@ -83,10 +83,11 @@ def print_balance(sequence: int, num_windows: int) -> None:
     for size in (2, 4, 8, 16):
         for window in (None, 16384, 4096, 512):
             above, spread = balance(sequence, window, size, None)
-            found = [balance(sequence, window, size, one) for one in packed]
+            own = [Documents(one.positions, one.lengths, window) for one in packed]
+            found = [balance(sequence, window, size, one) for one in own]
             means = [sum(ones) / len(packed) for ones in zip(*found, strict=True)]
             plain = sent(sequence, window, size, None)
-            moved = sum(sent(sequence, window, size, one) for one in packed) / len(packed)
+            moved = sum(sent(sequence, window, size, one) for one in own) / len(packed)
             cells = (
                 f"{above:.2%} | {spread:.2%} | {plain:.1%} | {means[0]:.2%} | {means[1]:.2%} | {moved:.1%}"
             )

@@ -157,14 +157,15 @@ def documents_of(case: Case, first: int, share: int) -> Documents | None:
     """Row k holds documents of about a third of the window and one of k + 1 tokens, and the padding."""
     if not case.packed:
         return None
-    sequence = (TINY | case.model)["sequence"]
+    model = TINY | case.model
+    sequence = model["sequence"]
     each, rest = (sequence - PADDING) // 3, (sequence - PADDING) % 3
     lengths = [
         [row % (each - 1) + 1, 2 * each - row % (each - 1) - 1, each + rest, PADDING]
         for row in range(first, first + share)
     ]
     positions = [[at for length in row for at in range(length)] for row in lengths]
-    return Documents(torch.tensor(positions), lengths)
+    return Documents(torch.tensor(positions), lengths, model.get("window"))
 
 
 def train_steps(case: Case, engine: Engine, first: int, last: int) -> list[tuple[float, float]]:

@@ -51,20 +51,26 @@ class _Regrouping(NamedTuple):
 class Documents:
     """The documents in the windows of a micro-batch ``[B, S]``; each window is full."""
 
-    def __init__(self, positions: torch.Tensor, lengths: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, positions: torch.Tensor, lengths: Sequence[Sequence[int]], window: int | None = None
+    ) -> None:
         """``positions``: position of each token in its document, ``[B, S]`` int64. ``lengths``: lengths of
-        the documents of each window, on the host, so that no operator waits for the device."""
-        self.positions, self.lengths = positions, tuple(map(tuple, lengths))
+        the documents of each window, on the host, so that no operator waits for the device. ``window``: that
+        of the model's attention, if layers have one; ranks that share the documents do so by it."""
+        self.positions, self.lengths, self.window = positions, tuple(map(tuple, lengths)), window
 
     @classmethod
     def of(
-        cls, positions: np.ndarray[Any, np.dtype[np.int32]], on: Callable[[torch.Tensor], torch.Tensor]
+        cls,
+        positions: np.ndarray[Any, np.dtype[np.int32]],
+        on: Callable[[torch.Tensor], torch.Tensor],
+        window: int | None = None,
     ) -> "Documents":
         """Return the documents of windows whose tokens have these positions ``[B, S]``. ``on`` copies a
-        tensor to the device."""
+        tensor to the device; ``window`` as for `Documents`."""
         starts = [np.flatnonzero(row == 0) for row in positions]
         lengths = [np.diff(row, append=positions.shape[1]).tolist() for row in starts]
-        return cls(on(torch.from_numpy(positions.astype(np.int64))), lengths)
+        return cls(on(torch.from_numpy(positions.astype(np.int64))), lengths, window)
 
     def positions_at(self, at: torch.Tensor) -> torch.Tensor:
         """Return the positions inside their documents, ``[B, P]``, of these positions in the windows, ``[P]``
@@ -73,7 +79,7 @@ class Documents:
 
     def rows(self, start: int, stop: int) -> "Documents":
         """Return the documents of some of the windows."""
-        return Documents(self.positions[start:stop], self.lengths[start:stop])
+        return Documents(self.positions[start:stop], self.lengths[start:stop], self.window)
 
     def split(self, sizes: Sequence[int]) -> "list[Documents]":
         """Return the documents of consecutive windows, a value for each of ``sizes``."""

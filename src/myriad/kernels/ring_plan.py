@@ -9,8 +9,10 @@ the pairs of chunks are seen, all of them whole:
     step 1     rank 0: 3x1 3x2            rank 1: 1x0 2x0
 
 A step computes only the `Piece` s that windows and documents leave. With packed documents each document is
-cut into 2 r chunks of its own, so that ranks have equal work whatever the documents' lengths are. The next
-document begins on the next rank.
+cut into 2 r chunks of its own, so that ranks have equal work whatever the documents' lengths are. A window
+shortens the work of a document's first chunks. So where layers have one, the chunks with most work go to the
+rank with least so far, and documents of two to eight windows are cut into 4 r chunks, of which a rank has
+two pairs: an outer and an inner one.
 
 Keys travel in one of two ways. All ranks choose the same one (`sends_what_is_seen`):
 
@@ -52,6 +54,9 @@ _Range = tuple[int, int]
 """First position and the one after the last."""
 _MOST_SHARES = 8
 """What a rank receives directly is all in memory at once: at most so many times its own share."""
+_FINE_WINDOWS = 2, 8
+"""Documents of more windows than the first and no more than the second are cut finely: shorter ones have
+equal work either way, of longer ones a window is a small part."""
 
 
 class Piece(NamedTuple):
@@ -114,24 +119,22 @@ _Parts = tuple[tuple[int, _Range], ...]
 
 
 @lru_cache(maxsize=256)
-def document_parts(lengths: tuple[int, ...], size: int) -> tuple[tuple[_Parts, ...], ...]:
-    """Return the parts of each document of a window that each rank of a ring has, as ``[rank][document]``.
-    ``lengths``: those of the documents. Ranks have equally many positions if ``size`` divides their sum.
+def document_parts(
+    lengths: tuple[int, ...], size: int, window: int | None = None
+) -> tuple[tuple[_Parts, ...], ...]:
+    """Return the parts of each document of a packed sequence that each rank of a ring has, as
+    ``[rank][document]``. ``lengths``: those of the documents. ``window``: that of the layers in which the
+    ranks' work is to be equal; layers without one have equal work in any case.
 
-    Document d begins on rank d modulo ``size``: with a window, a document's first positions see fewer keys.
+    Ranks have equally many positions if ``size`` divides the sum of the lengths.
     """
     totals, start = [0] * size, 0
     found: list[list[_Parts]] = [[] for _ in range(size)]
-    for number, length in enumerate(lengths):
-        chunks = _chunks(length, totals, number)
-        borders = list(accumulate(chunks, initial=start))
-        for rank in range(size):
-            first_chunk = (rank - number) % size
-            last_chunk = 2 * size - 1 - first_chunk
-            ends = (borders[first_chunk : first_chunk + 2], borders[last_chunk : last_chunk + 2])
-            own = [(first, stop) for first, stop in ends if first < stop]
-            if len(own) == 2 and own[0][1] == own[1][0]:
-                own = [(own[0][0], own[1][1])]
+    for length, chunks in zip(lengths, _chunks_of_ranks(lengths, size, window), strict=True):
+        borders = list(accumulate(_chunk_sizes(length, totals, chunks), initial=start))
+        for rank, numbers in enumerate(chunks):
+            ends = ((borders[number], borders[number + 1]) for number in numbers)
+            own = _merged((first, stop) for first, stop in ends if first < stop)
             places = accumulate((stop - first for first, stop in own), initial=totals[rank])
             found[rank].append(tuple(zip(places, own, strict=False)))
             totals[rank] += sum(stop - first for first, stop in own)
@@ -139,18 +142,63 @@ def document_parts(lengths: tuple[int, ...], size: int) -> tuple[tuple[_Parts, .
     return tuple(map(tuple, found))
 
 
-def _chunks(length: int, totals: Sequence[int], number: int) -> list[int]:
-    """Return the sizes of the chunks of document ``number``, two for each rank. What is left over goes to the
-    ranks with the fewest positions so far (``totals``)."""
-    size = len(totals)
-    base, more = divmod(length, 2 * size)
-    chunks, given = [base] * (2 * size), [0] * size
+_Chunks = tuple[int, ...]
+"""Numbers of the chunks of a document that one rank has."""
+
+
+def _chunks_of_ranks(lengths: Sequence[int], size: int, window: int | None) -> list[list[_Chunks]]:
+    """Return the chunks of each document that each rank has, as ``[document][rank]``. Without a window any
+    rank may have any pair: document d begins on rank d modulo ``size``."""
+    if window is None:
+        pairs = [(first, 2 * size - 1 - first) for first in range(size)]
+        return [[pairs[(rank - number) % size] for rank in range(size)] for number in range(len(lengths))]
+    shares = [_shares(length, size, window) for length in lengths]
+    found: list[list[_Chunks]] = [[()] * size for _ in lengths]
+    work = [0] * size
+    for number in sorted(range(len(lengths)), key=lambda one: shares[one][-1][0] - shares[one][0][0]):
+        ranks = sorted(range(size), key=work.__getitem__)
+        for rank, (num_pairs, chunks) in zip(ranks, shares[number], strict=True):
+            found[number][rank] = chunks
+            work[rank] += num_pairs
+    return found
+
+
+def _shares(length: int, size: int, window: int) -> list[tuple[int, _Chunks]]:
+    """Return the shares of a document, one for each rank: the pairs of a query and a key that it computes in
+    a window, and its chunks. The share with most pairs comes first."""
+    count = _num_chunks(length, size, window)
+    seen = [_windowed_pairs(number * length // count, window) for number in range(count + 1)]
+    shares = []
+    for first in range(size):
+        inner = () if count == 2 * size else (2 * size - 1 - first, 2 * size + first)
+        chunks = (first, *inner, count - 1 - first)
+        shares.append((sum(seen[number + 1] - seen[number] for number in chunks), chunks))
+    return sorted(shares, key=lambda share: -share[0])
+
+
+def _num_chunks(length: int, size: int, window: int | None) -> int:
+    few, many = _FINE_WINDOWS
+    is_fine = window is not None and few * window < length <= many * window
+    return (4 if is_fine else 2) * size
+
+
+def _windowed_pairs(stop: int, window: int) -> int:
+    """Return the pairs of a query and a key of the first ``stop`` positions."""
+    short = min(stop, window)
+    return short * (short + 1) // 2 + (stop - short) * window
+
+
+def _chunk_sizes(length: int, totals: Sequence[int], chunks: Sequence[_Chunks]) -> list[int]:
+    """Return the sizes of a document's chunks. What is left over goes to the ranks with the fewest positions
+    so far (``totals``)."""
+    count = sum(map(len, chunks))
+    base, more = divmod(length, count)
+    sizes, given = [base] * count, [0] * len(totals)
     for _ in range(more):
-        rank = min(range(size), key=lambda one: (totals[one] + given[one], given[one], one))
-        chunk = (rank - number) % size
-        chunks[chunk if given[rank] == 0 else 2 * size - 1 - chunk] += 1
+        rank = min(range(len(totals)), key=lambda one: (totals[one] + given[one], given[one], one))
+        sizes[chunks[rank][given[rank]]] += 1
         given[rank] += 1
-    return chunks
+    return sizes
 
 
 class MessagePart(NamedTuple):
@@ -188,13 +236,15 @@ class RingPlan(NamedTuple):
         )
 
 
-def sends_what_is_seen(lengths: Iterable[int], window: int, size: int) -> bool:
+def sends_what_is_seen(
+    lengths: Iterable[int], window: int, size: int, documents_window: int | None = None
+) -> bool:
     """Return whether the ranks of a ring send each other only the positions that are seen, instead of whole
     shares around the ring: if that is at most half as much, and fits in memory. ``lengths``: those of the
-    documents of all sequences."""
+    documents of all sequences. ``documents_window``: ``window`` of `document_parts`."""
     total = seen = 0
     for length in lengths:
-        num_chunks = min(2 * size, length)
+        num_chunks = min(_num_chunks(length, size, documents_window), length)
         seen += sum(min(window - 1, chunk * length // num_chunks) for chunk in range(num_chunks))
         total += length
     return size > 1 and 2 * seen <= total * min(size - 1, 2 * _MOST_SHARES)
@@ -210,7 +260,7 @@ def ring_plan(
         return _plan(*how)
     plans = _PLANS.setdefault(documents, {})
     if how not in plans:
-        plans[how] = _plan_of_documents(*how[1:], documents.lengths)
+        plans[how] = _plan_of_documents(*how[1:], documents)
     return plans[how]
 
 
@@ -243,8 +293,9 @@ def _plan(sequence: int, window: int, rank: int, size: int) -> RingPlan:
     return _plan_of(pieces, rank, size, direct=sends_what_is_seen((sequence,), window, size))
 
 
-def _plan_of_documents(window: int, rank: int, size: int, lengths: Sequence[Sequence[int]]) -> RingPlan:
-    rows = [document_parts(tuple(own), size) for own in lengths]
+def _plan_of_documents(window: int, rank: int, size: int, documents: "Documents") -> RingPlan:
+    lengths, balanced = documents.lengths, documents.window
+    rows = [document_parts(own, size, balanced) for own in lengths]
 
     def pieces(queries: int, keys: int) -> list[Piece]:
         return [
@@ -254,7 +305,7 @@ def _plan_of_documents(window: int, rank: int, size: int, lengths: Sequence[Sequ
             for piece in _pieces(slice(row, row + 1), *both, window)
         ]
 
-    direct = sends_what_is_seen((length for own in lengths for length in own), window, size)
+    direct = sends_what_is_seen((length for own in lengths for length in own), window, size, balanced)
     return _plan_of(pieces, rank, size, direct=direct)
 
 

@@ -87,7 +87,9 @@ def share_of(
     place, column = divmod(rank, ulysses)
     rows = []
     for lengths in documents.lengths:
-        ranges = [ends for parts in document_parts(lengths, ring)[place] for _, ends in parts]
+        ranges = [
+            ends for parts in document_parts(lengths, ring, documents.window)[place] for _, ends in parts
+        ]
         rows.append(_column_of(ranges, sequence // size, column))
     return ContextShare(sequence, tuple(rows))
 

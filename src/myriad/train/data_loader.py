@@ -75,7 +75,8 @@ def _packed_batch(job: Job, rows: NDArray[np.int32], step_sample: int, device: t
     numbers = step_sample + offsets
     digest = digest_rows(rows, numbers.tolist(), "packed")
     samples = copy(torch.from_numpy(numbers))
-    return Batch(inputs, targets, samples, Documents.of(packed.positions, copy), digest)
+    documents = Documents.of(packed.positions, copy, job.model.window)
+    return Batch(inputs, targets, samples, documents, digest)
 
 
 def _check_tokens(job: Job, tokens: NDArray[np.int32]) -> None:
