@@ -49,6 +49,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Literal
 
+from msgspec import Struct
+
 __all__ = [
     "ADDS_TO_GRADIENTS",
     "COMPUTE",
@@ -75,7 +77,14 @@ __all__ = [
 ]
 
 
-class Kind(StrEnum):
+class _Word(StrEnum):
+    """A word that is looked up often: the hash of an enumeration is computed in Python, that of a string is
+    kept."""
+
+    __hash__ = str.__hash__
+
+
+class Kind(_Word):
     """The kind of an action."""
 
     LOAD = "load"
@@ -116,14 +125,14 @@ class Kind(StrEnum):
     AWAIT_OFFLOAD_STATE = "await_state_out"
 
 
-class Payload(StrEnum):
+class Payload(_Word):
     """The tensors that are sent between stages."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
 
 
-class Collective(StrEnum):
+class Collective(_Word):
     """A collective of the ranks that share one stage's parameters or gradients."""
 
     GATHER = "gather"
@@ -136,7 +145,7 @@ class Collective(StrEnum):
     SCATTER_UPDATE = "scatter_update"
 
 
-class Copy(StrEnum):
+class Copy(_Word):
     """A copy between a device and its host's memory."""
 
     OFFLOAD = "offload"
@@ -152,7 +161,7 @@ class Copy(StrEnum):
         return self in (Copy.OFFLOAD, Copy.OFFLOAD_STATE)
 
 
-class Resource(StrEnum):
+class Resource(_Word):
     """Memory that one action allocates and a later one frees."""
 
     PARAMETERS = "parameters"
@@ -297,8 +306,7 @@ _COMMUNICATES_CHUNK = kinds_where(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineTransfer:
+class PipelineTransfer(Struct, frozen=True, gc=False):
     """One tensor sent between two pipeline ranks. ``stage`` is the stage that *produced* it, ``peer`` the
     other rank."""
 
@@ -309,8 +317,7 @@ class PipelineTransfer:
     sends: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(Struct, frozen=True, gc=False):
     """One step of a rank's list. ``stage`` is global (0 .. num_stages - 1); -1 where it has no meaning."""
 
     kind: Kind

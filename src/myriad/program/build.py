@@ -172,7 +172,7 @@ def _kept(actions: Sequence[Action], num_micro_batches: int) -> Iterator[Action]
     for action in actions:
         transfers = tuple(t for t in action.transfers if t.micro_batch < num_micro_batches)
         if action.micro_batch < num_micro_batches and (transfers or not action.transfers):
-            yield replace(action, transfers=transfers)
+            yield Action(action.kind, action.stage, action.micro_batch, transfers)
 
 
 def _reduced_early(actions: Sequence[Action]) -> tuple[Action, ...]:

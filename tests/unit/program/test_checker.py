@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from program_shapes import lowered
 
 from myriad.program.actions import COMPUTE, Action, Kind, PipelineTransfer, Program
@@ -101,7 +102,7 @@ def channel(program: Program, rank: int, peer: int, sends: bool) -> list[Pipelin
 
 
 def swapped(action: Action, swap: dict[PipelineTransfer, PipelineTransfer]) -> Action:
-    return replace(action, transfers=tuple(swap.get(t, t) for t in action.transfers))
+    return structs.replace(action, transfers=tuple(swap.get(t, t) for t in action.transfers))
 
 
 def test_sends_that_block_each_other_are_a_deadlock_and_both_ranks_are_named():
@@ -112,7 +113,7 @@ def test_sends_that_block_each_other_are_a_deadlock_and_both_ranks_are_named():
         row: list[Action] = []
         for action in actions:
             parts = sorted(action.transfers, key=lambda t: not t.sends)
-            row += [replace(action, transfers=(t,)) for t in parts] if parts else [action]
+            row += [structs.replace(action, transfers=(t,)) for t in parts] if parts else [action]
         one_by_one.append(tuple(row))
     with pytest.raises(ProgramError, match=r"rank 0, action .*deadlock.*rank 1 at exchange"):
         check(replace(program, ranks=tuple(one_by_one)))

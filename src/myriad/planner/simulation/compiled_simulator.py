@@ -59,7 +59,7 @@ _PER_STAGE = (
 )
 """Kinds with one cost for each stage, in the order of the table of seconds. Loading, an exchange, and the
 whole optimizer step of each rank follow them in that table."""
-
+_ROW = {kind: row for row, kind in enumerate(_PER_STAGE)}
 
 _COLLECTIVES = {
     Collective.GATHER: Kind.GATHER,
@@ -70,6 +70,7 @@ _COLLECTIVES = {
 }
 """The kind that stands for the cost of each collective. A sum across groups comes directly after the
 reduction that it follows."""
+_COLLECTIVE_ROW = {collective: row for row, collective in enumerate(_COLLECTIVES)}
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ class _Compiler:
         return True
 
     def _of_stage(self, kind: Kind, stage: int) -> int:
-        return _PER_STAGE.index(kind) * self.program.num_stages + stage
+        return _ROW[kind] * self.program.num_stages + stage
 
     def _update(self, rank: int, stage: int) -> None:
         """Update one stage, or with -1 all stages of the rank."""
@@ -232,7 +233,7 @@ class _Compiler:
         return len(here) == num_ranks
 
     def _collective(self, collective: Collective, stage: int) -> int:
-        return stage + self.program.num_stages * list(_COLLECTIVES).index(collective)
+        return stage + self.program.num_stages * _COLLECTIVE_ROW[collective]
 
     def _issues(self, rank: int, does: Semantics, stage: int) -> bool:
         """Issue a gather or reduction, and return whether the rank has one to wait for. A gather that the
