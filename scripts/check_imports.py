@@ -96,12 +96,16 @@ def read_modules(package: Path) -> dict[str, Module]:
     paths = {_dotted(path.relative_to(package)): path for path in sorted(package.rglob("*.py"))}
     modules = {}
     for name, path in paths.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text, str(path))
         found = tuple(_imports(tree, True, package.name, set(paths)))
-        calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-        prints = tuple(c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print")
-        modules[name] = Module(name, path, found, prints)
+        modules[name] = Module(name, path, found, _prints(tree) if "print" in text else ())
     return modules
+
+
+def _prints(tree: ast.AST) -> tuple[int, ...]:
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return tuple(call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print")
 
 
 def _dotted(path: Path) -> str:
@@ -119,7 +123,7 @@ def _imports(node: ast.AST, now: bool, package: str, known: set[str]) -> Iterato
             for alias in child.names:
                 part = f"{base}.{alias.name}".lstrip(".")
                 yield Import(part if part in known else base, child.lineno, now)
-        else:
+        elif isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
             later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or _for_types(child)
             yield from _imports(child, now and not later, package, known)
 

@@ -8,8 +8,9 @@ of classes. Read with `ast`: nothing is imported.
 """
 
 import ast
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 UNPICKLERS = {
@@ -34,6 +35,10 @@ NEEDS = {"torch": ("load", "weights_only", True), "numpy": ("load", "allow_pickl
 MODULES = ("multiprocessing", "concurrent.futures.process")
 """Modules whose pipes and queues unpickle."""
 
+SUSPECTS = {*UNPICKLERS, *OBJECT_COLLECTIVES, *(name for name, _, _ in NEEDS.values())}
+SUSPECTS |= {module.partition(".")[0] for module in MODULES}
+"""A file without any of these words cannot unpickle, and is not parsed."""
+
 ALLOWED = {
     "checkpoint/foreign/archives.py": {"pickle._Unpickler"},  # a subclass that knows a list of classes
     "data/tokenize_pieces.py": {
@@ -46,9 +51,12 @@ ALLOWED = {
 
 def find_unpickling(path: Path) -> Iterator[tuple[int, str]]:
     """Yield line and name of everything in a file that can unpickle."""
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    names = dict(_imported(tree))
-    for node in ast.walk(tree):
+    text = path.read_text(encoding="utf-8")
+    if SUSPECTS.isdisjoint(re.findall(r"\w+", text)):
+        return
+    nodes = list(ast.walk(ast.parse(text, str(path))))
+    names = dict(_imported(nodes))
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = (
                 [one.name for one in node.names] if isinstance(node, ast.Import) else [node.module or ""]
@@ -63,9 +71,9 @@ def find_unpickling(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{module}.{function} without {argument}={value}"
 
 
-def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
     """Yield each imported name with what it stands for."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((one.asname, one.name) for one in node.names if one.asname)
         elif isinstance(node, ast.ImportFrom):
