@@ -33,7 +33,7 @@ def compiled(way: str, hidden: int, *, is_layer: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for hidden in (4096, 8192, 16384, 20480):
+    for hidden in (4096, 16384, 20480):
         for way in ("forward", "backward"):
             for is_layer in (False, True):
                 print(json.dumps(compiled(way, hidden, is_layer=is_layer)), flush=True)
