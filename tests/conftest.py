@@ -22,8 +22,8 @@ gc.set_threshold(20_000, 50, 100)
 
 # No deadline: how long an example takes depends on what else this machine runs. Each run has the same
 # examples, so a change alone decides what fails; `pytest --hypothesis-profile explore` draws others. A
-# property has 40, or as many as it says; MYRIAD_EXAMPLES=1000 gives each property a thousand.
-settings.register_profile("myriad", deadline=None, derandomize=True, max_examples=40)
+# property has 25, or as many as it says; MYRIAD_EXAMPLES=1000 gives each property a thousand.
+settings.register_profile("myriad", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("myriad")
 

@@ -52,7 +52,7 @@ def test_own_and_idle_times_are_the_wall_time(records: Records, random: np.rando
         assert table.count.sum() == len(records)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(nested_records())
 def test_every_span_lies_in_the_smallest_one_around_it(records: Records) -> None:
     found = nested(records)

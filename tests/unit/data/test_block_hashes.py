@@ -55,7 +55,7 @@ def heard(**keys: object) -> tuple[BlockGuard, list[tuple[str, dict]]]:
     return BlockGuard(report=lambda event, fields: events.append((event, dict(fields))), **keys), events
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, NUM_TOKENS - 1), st.data())
 def test_checked_tokens_are_those_of_the_file(whole: Path, first: int, data: st.DataObject) -> None:
     out = np.empty(data.draw(st.integers(1, min(NUM_TOKENS - first, 80_000))), np.int32)

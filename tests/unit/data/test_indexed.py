@@ -14,7 +14,7 @@ from myriad.data.indexed import IndexedShard, IndexedWriter, token_type
 from myriad.errors import BadInputError
 
 SAME_FOLDER = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None
 )
 DOCUMENTS = st.lists(st.lists(st.integers(0, 299), max_size=20), max_size=8)
 

@@ -86,7 +86,7 @@ def test_pairs_of_a_window(length: int, window: int) -> None:
     assert attended_pairs(np.array([length]), window)[0] == expected
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any), st.integers(1, 3), st.data())
 def test_each_row_is_computed_once(shares: list[int], micro_batch: int, data: st.DataObject) -> None:
     rows = sum(shares) * micro_batch

@@ -87,12 +87,8 @@ STEPS: dict[str, StepCase] = {
     "tp2-float8-17-of-16-positions": StepCase(
         Layout(tp=2), _model(sequence=272), "float8", overlap=_IN_PARTS
     ),
-    "tp2-float8-two-sequences-of-264": StepCase(
-        Layout(tp=2, micro_batch=2), _model(sequence=264), "float8", overlap=_IN_PARTS
-    ),
     "tp2-plain": StepCase(Layout(tp=2), _SMALL, kernels="plain", optimizer=_LAMB),
     "dp2-tp2-muon": StepCase(Layout(dp=2, tp=2, zero=1), _SMALL, optimizer=_MUON),
-    "tp8-two-sequences": StepCase(Layout(tp=8, micro_batch=2), _SMALL, overlap=_IN_PARTS),
     "pp4-full": StepCase(Layout(pp=4, recompute="full"), _SMALL, micro_batches=4, rank=1),
     "pp4-zero-bubble-float8-lamb": StepCase(
         Layout(pp=4, schedule="zero-bubble"), _SMALL, "float8", _LAMB, micro_batches=4, rank=3
@@ -100,7 +96,6 @@ STEPS: dict[str, StepCase] = {
     "pp2-v-tied": StepCase(
         Layout(pp=2, schedule="zero-bubble-v", virtual_stages=2), _model(tied=True), micro_batches=4
     ),
-    "pp2-interleaved": StepCase(Layout(pp=2, virtual_stages=2), _SMALL, micro_batches=4, rank=1),
     "dp2-pp2-tp2-blocks-lamb-selective": StepCase(
         Layout(dp=2, pp=2, tp=2, zero=1, schedule="zero-bubble", recompute="selective"),
         _SMALL,

@@ -44,7 +44,7 @@ def windows(draw: st.DrawFn) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     windows(),
     st.sampled_from([None, 5, 100]),

@@ -59,7 +59,7 @@ def run(layers, tokens, context):
     return x
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(configs)
 def test_every_combination_trains_and_has_the_parameters_it_claims(config):
     layers = build_full(config, 1)
@@ -131,7 +131,7 @@ class Peer(Boundary):
         self.rank, self.size = rank, size
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(configs, st.sampled_from([1, 2, 4]))
 def test_the_cut_of_the_whole_parameter_fits_the_layer_of_each_rank(config, tp):
     if tp not in config.head_degrees:

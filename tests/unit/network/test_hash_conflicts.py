@@ -39,7 +39,7 @@ def test_the_slowest_of_flows_on_32_uplinks(flows: int, split: int, slowest: flo
     assert round(conflicts(flows, 32, split=split).slowest_ratio, 2) == slowest
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
 def test_odds_are_those_of_all_ways_to_throw(balls: int, bins: int, split: int) -> None:
     loads = [np.bincount(throw, minlength=bins) for throw in product(range(bins), repeat=balls)]

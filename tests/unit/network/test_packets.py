@@ -156,7 +156,7 @@ def close(a: PacketResult, b: PacketResult) -> bool:
     return a.num_events == b.num_events and np.array_equal(a.finish_seconds, b.finish_seconds, equal_nan=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_every_packet_sent_is_somewhere_and_the_same_seed_sends_the_same(data: st.DataObject) -> None:
     num = data.draw(st.integers(2, 6))

@@ -95,7 +95,7 @@ def test_the_type_follows_the_training_unless_it_is_given() -> None:
     assert newton_schulz_dtype("float32", torch.bfloat16) == torch.float32
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=8), max_size=4),
     st.integers(1, 5),

@@ -101,7 +101,7 @@ def test_adamw_is_torch_s() -> None:
     torch.testing.assert_close(values, torch.cat(tensors), rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data(), st.sampled_from(["adamw", "lamb"]))
 def test_any_sharding_moves_parameters_alike(data: st.DataObject, name: str) -> None:
     sizes = data.draw(st.lists(st.integers(1, 3000), min_size=1, max_size=6))

@@ -100,7 +100,7 @@ def jobs(draw: st.DrawFn, most_ranks: int = 16) -> DeviceJob:
     return DeviceJob(layout_of(name, pp, **more), overlap, CommConfig(), shares, tied, chunks)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(jobs())
 def test_prepared_ranks_never_deadlock(job: DeviceJob) -> None:
     """Whatever the layout: training, and validation before and after it."""

@@ -17,7 +17,7 @@ from myriad.program.warm_up import warm_up_actions
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2), ("zero-bubble-v", 2))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(SCHEDULES),
     st.sampled_from([1, 2]),

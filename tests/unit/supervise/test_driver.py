@@ -244,7 +244,7 @@ RAW = st.one_of(
 """From a host on the way."""
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.booleans(), st.lists(TEXTS, max_size=4), st.lists(RAW, max_size=4))
 def test_whatever_one_connection_sends_the_driver_serves_the_others(
     knows_the_secret: bool, texts: list[bytes], raw: list[bytes]

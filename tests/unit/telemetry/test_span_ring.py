@@ -50,7 +50,7 @@ def test_a_reader_gets_what_a_rank_did_with_everything_that_names_it(rings: Span
     assert len(rings.drain(1).records) == 0 and len(rings.drain(0).records) == 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 3 * CAPACITY), max_size=6))
 def test_every_span_is_read_once_or_counted_as_dropped(bursts: list[int]) -> None:
     rings = SpanRings(1, CAPACITY)
