@@ -156,7 +156,8 @@ def check_spans_lie_over_their_operators(events: list[dict[str, Any]]) -> None:
     ]
     products = [one["ts"] for one in events if one.get("name") == "aten::mm"]
     inside = [any(first <= at <= last for first, last in computing) for at in products]
-    assert sum(inside) > 0.9 * len(products), "the clocks of both agree"
+    # A trace may begin and end inside a forward whose span it does not have.
+    assert sum(inside) > 0.7 * len(products), "the clocks of both agree"
     assert nest([(one["ts"], one["ts"] + one["dur"]) for one in spans])
 
 

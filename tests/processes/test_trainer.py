@@ -95,6 +95,7 @@ def test_a_run_leaves_the_files_that_others_read(start: Callable[..., Run]) -> N
     stored = steps_of.pop("checkpoint")
     assert steps_of.pop("fault", []) == skipped, "on a slow disk, a step is skipped"
     assert sorted(stored + skipped) == steps and stored[-1] == 12
+    steps_of.pop("peak", None)  # other programs may have used the cores when it was measured first
     once = {"corpus": [None], "start": [None], "sample": [None]}
     assert steps_of == {**once, "validation": steps, "finish": [12]}
     names = [event for event, _ in happened]
