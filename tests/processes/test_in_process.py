@@ -14,7 +14,7 @@ from tiny_corpora import make_corpus
 from myriad.run import Run
 
 SETUP = """
-import json, os, signal, sys, threading
+import contextlib, json, os, signal, sys, threading
 from pathlib import Path
 from myriad.api import Run, train
 from myriad.cli.main import build_app
@@ -27,8 +27,11 @@ KEYS = [f"data.corpus={sys.argv[1]}", "model.vocabulary=512", "train.threads=1",
         "checkpoint.memory_seconds=0"]
 
 def children():
-    tasks = Path("/proc/self/task").iterdir()
-    return [pid for task in tasks for pid in (task / "children").read_text().split()]
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended
+            found += (task / "children").read_text().split()
+    return found
 
 def at_call(number, act):
     count = []
