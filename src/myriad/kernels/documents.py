@@ -55,8 +55,9 @@ class Documents:
         self, positions: torch.Tensor, lengths: Sequence[Sequence[int]], window: int | None = None
     ) -> None:
         """``positions``: position of each token in its document, ``[B, S]`` int64. ``lengths``: lengths of
-        the documents of each window, on the host, so that no operator waits for the device. ``window``: that
-        of the model's attention, if layers have one; ranks that share the documents do so by it."""
+        the documents of each window, on the host, so that no operator waits for the device. ``window``:
+        positions that the model's attention looks back, by which ranks divide the work of documents evenly;
+        ``None``: as many as there are."""
         self.positions, self.lengths, self.window = positions, tuple(map(tuple, lengths)), window
 
     @classmethod

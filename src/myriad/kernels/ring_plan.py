@@ -11,7 +11,7 @@ the pairs of chunks are seen, all of them whole:
 A step computes only the `Piece` s that windows and documents leave. With packed documents each document is
 cut into 2 r chunks of its own, so that ranks have equal work whatever the documents' lengths are. A window
 shortens the work of a document's first chunks. So where layers have one, the chunks with most work go to the
-rank with least so far, and documents of two to eight windows are cut into 4 r chunks, of which a rank has
+rank with least so far, and documents of one to eight windows are cut into 4 r chunks, of which a rank has
 two pairs: an outer and an inner one.
 
 Keys travel in one of two ways. All ranks choose the same one (`sends_what_is_seen`):
@@ -54,9 +54,9 @@ _Range = tuple[int, int]
 """First position and the one after the last."""
 _MOST_SHARES = 8
 """What a rank receives directly is all in memory at once: at most so many times its own share."""
-_FINE_WINDOWS = 2, 8
-"""Documents of more windows than the first and no more than the second are cut finely: shorter ones have
-equal work either way, of longer ones a window is a small part."""
+_MOST_FINE_WINDOWS = 8
+"""Documents longer than one window, and not longer than so many, are cut finely. In shorter documents the
+window hides nothing, in longer ones it changes little of the work."""
 
 
 class Piece(NamedTuple):
@@ -177,8 +177,7 @@ def _shares(length: int, size: int, window: int) -> list[tuple[int, _Chunks]]:
 
 
 def _num_chunks(length: int, size: int, window: int | None) -> int:
-    few, many = _FINE_WINDOWS
-    is_fine = window is not None and few * window < length <= many * window
+    is_fine = window is not None and window < length <= _MOST_FINE_WINDOWS * window
     return (4 if is_fine else 2) * size
 
 

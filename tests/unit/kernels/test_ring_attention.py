@@ -163,6 +163,10 @@ def test_all_ranks_attend_to_about_equally_many_pairs(size: int) -> None:
     for window, packed in in_windows.items():
         pairs = [ring_plan(8192, window, rank, size, packed).num_pairs(1) for rank in range(size)]
         assert max(pairs) * size <= 1.04 * sum(pairs), window
+    for length in (1024, 1536, 2048):
+        alone = Documents(torch.empty(0), [[length]], 1024)
+        pairs = [ring_plan(length, 1024, rank, size, alone).num_pairs(1) for rank in range(size)]
+        assert max(pairs) * size <= 1.04 * sum(pairs), f"one document of {length} positions"
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.data())
