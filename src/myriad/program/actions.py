@@ -78,8 +78,7 @@ __all__ = [
 
 
 class _Word(StrEnum):
-    """A word that is looked up often: the hash of an enumeration is computed in Python, that of a string is
-    kept."""
+    """An enumeration of strings that hashes as a string: the hash of `enum.Enum` is a call of Python code."""
 
     __hash__ = str.__hash__
 

@@ -108,7 +108,7 @@ def test_a_long_iteration_is_known_from_short_programs(name: str, v: int, batche
     assert written.call_args_list and all(call.args[1] < 100 for call in written.call_args_list)
 
 
-def test_programs_that_a_plan_may_propose_are_proved_and_others_only_simulated() -> None:
+def test_a_program_is_proved_when_its_memory_is_counted_and_not_when_it_is_only_simulated() -> None:
     layout = Layout(dp=2, pp=4, schedule="1f1b", zero=1)
     model = ModelConfig(layers=12, hidden=256, heads=8, sequence=128, vocabulary=8192)
     costs = Costs(Workload(model, layout, 16), load_cluster("megascale-256xa100"))

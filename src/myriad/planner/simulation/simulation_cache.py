@@ -59,8 +59,8 @@ def _shape(costs: Costs, num_micro_batches: int) -> _Shape:
 class SimulationCache:
     """Builds each program once, and simulates each program under the same costs once.
 
-    Programs whose time is compared are not proved: the simulation itself fails if a rank would wait forever.
-    Those whose memory is counted, which are the ones that a plan proposes, are.
+    A program is proved when its memory is counted, as for the first plans of a search, and again before it
+    runs. One that is only simulated is not: the simulation itself fails if a rank would wait forever.
     """
 
     def __init__(self) -> None:
