@@ -1,6 +1,6 @@
 """Every pair of model features and layout dimensions, in real processes, against one process.
 
-    python benchmarks/parity/pairs.py --folder FOLDER [--steps 20] [--sample N]
+    python benchmarks/parity/pairs.py --folder FOLDER [--steps 20] [--jobs FIRST-LAST] [--sample N]
 
 `features` lists the features with their values, `covering_array` chooses few jobs in which each pair of
 values that job validation allows occurs. Each job trains on ranks that gloo joins, worlds of 2 to 8, and then
@@ -12,6 +12,9 @@ their last place. A parameter of which the layout changes more than twice as muc
 lacks a rank's part differs by far more. Processes are started once for each size of world and run one job
 after another. Finished jobs are kept in FOLDER, and a command that was interrupted continues there. Ends with
 1 if a job failed or differs.
+
+The jobs that cover the most pairs come first. ``--jobs 31-76`` trains only those, for a list that is shared by
+several machines or evenings.
 
 ``--sample N`` prints the first N jobs, which cover the most pairs, and runs nothing: the tests run those of
 ``tests/processes/pairs.json``.
@@ -304,10 +307,19 @@ def _changed(keys: dict[str, Any], section: type[Config]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if value != section.model_fields[key].default}
 
 
+def job_range(text: str) -> slice:
+    """The jobs from the first to the last of a range such as ``31-76``, counted from 1."""
+    first, last = map(int, text.split("-"))
+    if not 1 <= first <= last:
+        raise ValueError(text)
+    return slice(first - 1, last)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Every pair of features and layouts against one process.")
     parser.add_argument("--folder", type=Path, help="keep finished jobs here, and continue from them")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--jobs", type=job_range, default=slice(None), help="only these, such as 31-76")
     parser.add_argument("--sample", type=int, help="only print so many jobs")
     options = parser.parse_args()
     array = covering_array(FEATURES, reasons, cost=lambda row: 2.0 + num_ranks(row))
@@ -319,7 +331,7 @@ def main() -> None:
         folder = options.folder or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
         results = Results(folder / "pairs.jsonl", options.steps)
-        compared = run(array.rows, options.steps, results)
+        compared = run(array.rows[options.jobs], options.steps, results)
     if not print_table(array, compared, options.steps):
         raise SystemExit(1)
 
