@@ -13,8 +13,8 @@ lacks a rank's part differs by far more. Processes are started once for each siz
 after another. Finished jobs are kept in FOLDER, and a command that was interrupted continues there. Ends with
 1 if a job failed or differs.
 
-The jobs that cover the most pairs come first. ``--jobs 31-76`` trains only those, for a list that is shared by
-several machines or evenings.
+The jobs that cover the most pairs come first. ``--jobs 31-76`` trains only those, for a list that
+is shared by several machines or evenings.
 
 ``--sample N`` prints the first N jobs, which cover the most pairs, and runs nothing: the tests run those of
 ``tests/processes/pairs.json``.

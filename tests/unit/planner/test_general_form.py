@@ -6,8 +6,10 @@ import pytest
 
 from myriad.errors import BadInputError
 from myriad.planner import Framework, TableOptions, framework_errors, predict_table, read_table
+from myriad.planner.validation.prediction_interval import framework_interval
 from myriad.planner.validation.published_rows import PublishedRow
 from myriad.recipes.framework import ReadyRecipes, load_framework, load_frameworks
+from myriad.reports.charts.validation_chart import validation_svg
 
 RECIPES = ReadyRecipes()
 HEADER = "model,gpus,gpu_type,tp,pp,micro_batch,global_batch,recompute,iteration_s,notes"
@@ -123,9 +125,15 @@ def test_a_framework_s_interval_comes_from_the_others(tmp_path: Path) -> None:
     lines = [f"{GOOD.replace('4.0', str(one))},{name}" for one, name in ((2, "nanotron"), (3, "myriad"))]
     path = tmp_path / "mine.csv"
     path.write_text("\n".join((header, *lines)) + "\n")
-    found = {one.framework: one for one in framework_errors([predict_table(read_table(str(path), RECIPES))])}
+    result = predict_table(read_table(str(path), RECIPES))
+    found = {one.framework: one for one in framework_errors([result])}
     other = found["myriad"].errors[0]
     assert found["nanotron"].interval == pytest.approx(max(1 + other, 1 / (1 + other)) - 1)
+    picture = validation_svg([result])
+    for name in ("myriad", "nanotron"):
+        assert f">{name} (1)<" in picture
+        assert f"{name}: ±{framework_interval(name, has_experts=False):.0%}" in picture
+        assert picture.count(f"({found[name].errors[0]:+.1%})") == 2, "a point in each half"
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ __all__ = [
     "PROFILE_RATIO",
     "UNKNOWN_RATIO",
     "describe_interval",
+    "framework_interval",
     "interval_ratio",
     "interval_width",
 ]
@@ -78,8 +79,11 @@ def interval_ratio(cluster: Cluster, framework: str = "myriad", *, has_experts: 
     contains, and it was not calibrated."""
     if own := _calibration(cluster, framework, has_experts=has_experts):
         return own.interval_ratio
-    if cluster.on_cpu:
-        return None
+    return None if cluster.on_cpu else framework_interval(framework, has_experts=has_experts)
+
+
+def framework_interval(framework: str, *, has_experts: bool) -> float:
+    """Return the half width for a framework's times on accelerators that were not calibrated."""
     if has_experts:
         return EXPERTS_RATIO
     if framework in FRAMEWORKS:

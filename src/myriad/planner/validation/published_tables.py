@@ -75,14 +75,16 @@ class PublishedTable:
     """Why rows were left out, one error for each."""
 
 
-def builtin_tables() -> list[str]:
-    """Return the names of the files that come with the project and contain iterations."""
+def builtin_tables(*, general: bool = False) -> list[str]:
+    """Return the names of the files that come with the project and contain iterations; with ``general`` also
+    those of other systems, in the general form."""
     folder = resources.files("myriad.planner.validation") / "tables"
     names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".csv"))
+    headers = {name: frozenset(_columns((folder / name).read_text(encoding="utf-8"))) for name in names}
     return [
         name
-        for name in names
-        if _kind_of(frozenset(_columns((folder / name).read_text(encoding="utf-8")))) is not None
+        for name, header in headers.items()
+        if _kind_of(header) is not None or (general and is_general(header))
     ]
 
 
