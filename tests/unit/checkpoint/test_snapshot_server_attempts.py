@@ -124,14 +124,16 @@ def test_what_is_stored_for_a_dead_attempt_ends_with_it_and_leaves_the_snapshot_
     configure(node_server, 1, tmp_path)
     take(node_server, entry, 7)
     folder.acquire(1)
-    ask, answers = CheckpointFolder.owner, threading.Event()
+    ask, asked, answers = CheckpointFolder.owner, threading.Event(), threading.Event()
 
     def answer_late(self):
+        asked.set()
         assert answers.wait(60)
         return ask(self)
 
     monkeypatch.setattr(CheckpointFolder, "owner", answer_late)
     node_server.flush()
+    assert asked.wait(60), "or the second attempt would store the step as its own"
     join(node_server, 2, resumed=7)
     answers.set()
     while not node_server.is_idle:
