@@ -1,21 +1,24 @@
 """Shares of a sequence: how equal the work of the ranks of `layout.cp` is, what they send each other, and how
 many bytes of activations each keeps.
 
-    python benchmarks/memory/context_shares.py [--sequence 131072] [--windows 8]
+    python benchmarks/memory/context_shares.py [--sequence 131072] [--windows 8] [--only whole]
 
 balance    pairs of a query and a key that a rank computes: the busiest rank's over the mean, and the spread
            (most - fewest) / most. Documents are modules of Python's standard library in a shuffled order,
            four bytes to a token, cut where a window ends.
 sent       positions that the busiest rank receives in a forward, of those that the whole ring carries to it
+whole      the same with `layout.whole_documents`, and the share of positions in documents that are still cut;
+           documents of lognormal lengths beside the modules
 bytes      of one layer and micro-batch, as in `activations.py`: measured on real ranks, and by the formula
 """
 
 import argparse
+import math
 import random
 import sys
 import sysconfig
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -23,6 +26,7 @@ import torch
 from activations import BATCH, DTYPES, MODEL, formula, measure
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
+from myriad.kernels.document_shares import DocumentSharing, document_parts
 from myriad.kernels.documents import Documents
 from myriad.kernels.ring_plan import ring_plan
 from myriad.model.config import ModelConfig
@@ -83,7 +87,7 @@ def print_balance(sequence: int, num_windows: int) -> None:
     for size in (2, 4, 8, 16):
         for window in (None, 16384, 4096, 512):
             above, spread = balance(sequence, window, size, None)
-            own = [Documents(one.positions, one.lengths, window) for one in packed]
+            own = [Documents(one.positions, one.lengths, DocumentSharing(window)) for one in packed]
             found = [balance(sequence, window, size, one) for one in own]
             means = [sum(ones) / len(packed) for ones in zip(*found, strict=True)]
             plain = sent(sequence, window, size, None)
@@ -92,6 +96,43 @@ def print_balance(sequence: int, num_windows: int) -> None:
                 f"{above:.2%} | {spread:.2%} | {plain:.1%} | {means[0]:.2%} | {means[1]:.2%} | {moved:.1%}"
             )
             print(f"| {size} | {window or 'none'} | {cells} |")
+
+
+def drawn_documents(sequence: int, num_windows: int, median: float, sigma: float) -> list[Documents]:
+    """Windows of documents whose lengths are drawn from a lognormal distribution."""
+    draw, found = random.Random(1), []
+    for _ in range(num_windows):
+        lengths: list[int] = []
+        while (left := sequence - sum(lengths)) > 0:
+            lengths.append(min(left, int(draw.lognormvariate(math.log(median), sigma)) + 1))
+        found.append(Documents(torch.empty(0), [lengths]))
+    return found
+
+
+def print_whole(sequence: int, num_windows: int) -> None:
+    kinds = {
+        "modules": documents(sequence, num_windows),
+        "web pages: median 500, sigma 1.2": drawn_documents(sequence, num_windows, 500, 1.2),
+        "chats: median 300, sigma 0.7": drawn_documents(sequence, num_windows, 300, 0.7),
+    }
+    print(f"\nwhole documents, {num_windows} windows of {sequence} positions\n")
+    print("| documents | ranks | cut: sent | whole: above the mean | at most | sent | still cut |")
+    print("|---|---|---|---|---|---|---|")
+    for (kind, packed), size in product(kinds.items(), (2, 4, 8)):
+        own = [Documents(one.positions, one.lengths, DocumentSharing(whole=True)) for one in packed]
+        above = [balance(sequence, None, size, one)[0] for one in own]
+        before, after = (
+            sum(sent(sequence, None, size, one) for one in ones) / len(ones) for ones in (packed, own)
+        )
+        parts = [document_parts(one.lengths[0], size, one.sharing) for one in own]
+        cut = sum(
+            length
+            for one, ranks in zip(own, parts, strict=True)
+            for length, holders in zip(one.lengths[0], zip(*ranks, strict=True), strict=True)
+            if sum(map(bool, holders)) > 1
+        )
+        cells = f"{before:.0%} | {sum(above) / len(own):.1%} | {max(above):.1%} | {after:.0%}"
+        print(f"| {kind} | {size} | {cells} | {cut / sequence / len(own):.0%} |")
 
 
 def kept_on_rank(size: int) -> list[int]:
@@ -133,7 +174,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Shares of a sequence: balance, messages, activations.")
     parser.add_argument("--sequence", type=int, default=131072)
     parser.add_argument("--windows", type=int, default=8, help="windows of documents")
+    parser.add_argument("--only", choices=["whole"], help="print only this table")
     options = parser.parse_args()
+    print_whole(options.sequence, options.windows)
+    if options.only:
+        return
     print_balance(options.sequence, options.windows)
     print_bytes([on_ranks(size) for size in SIZES])
 

@@ -4,8 +4,8 @@
 
 `layouts` lists every grid of cp, ulysses, dp, tp and pp with two to eight ranks that share sequences, each
 with all ZeRO levels. Models (windows, few key/value heads, latent attention, sinks and bounded scores,
-experts with a balance loss, prediction layers, dropout), packed documents, schedules, recomputation, overlap
-and optimizers take turns. Jobs train, are compared and kept as in `expert_layouts`.
+experts with a balance loss, prediction layers, dropout), packed documents (cut, and whole), schedules,
+recomputation, overlap and optimizers take turns. Jobs train, are compared and kept as in `expert_layouts`.
 """
 
 import argparse
@@ -69,10 +69,13 @@ def layouts() -> list[ContextJob]:
             "recompute": RECOMPUTE[turn % 3],
             "micro_batch": 1 + turn // 2 % 2,
         }
+        packed = turn % 4 == 1
+        if packed and turn % 8 == 1 and grid["cp"] > grid["ulysses"]:
+            layout["whole_documents"] = True
         if model == "experts" and (grid["dp"] * grid["cp"]) % 4 == 0:
             layout["ep"] = 4
         overlap = {"tensor_chunks": 2} if turn % 5 else {"tensor": None, "data": False}
-        found.append(ContextJob(layout, model, OPTIMIZERS[turn % 11 % 3], overlap, turn % 4 == 1))
+        found.append(ContextJob(layout, model, OPTIMIZERS[turn % 11 % 3], overlap, packed))
     return found
 
 

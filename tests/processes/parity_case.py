@@ -19,6 +19,7 @@ import torch.distributed as dist
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world, open_world
 from myriad.comm.layout import Layout
+from myriad.kernels.document_shares import DocumentSharing
 from myriad.kernels.documents import Documents
 from myriad.kernels.float8 import Float8
 from myriad.model.config import ModelConfig
@@ -165,7 +166,8 @@ def documents_of(case: Case, first: int, share: int) -> Documents | None:
         for row in range(first, first + share)
     ]
     positions = [[at for length in row for at in range(length)] for row in lengths]
-    return Documents(torch.tensor(positions), lengths, model.get("window"))
+    sharing = DocumentSharing(model.get("window"), case.layout.get("whole_documents", False))
+    return Documents(torch.tensor(positions), lengths, sharing)
 
 
 def train_steps(case: Case, engine: Engine, first: int, last: int) -> list[tuple[float, float]]:

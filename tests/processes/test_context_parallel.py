@@ -33,13 +33,19 @@ from myriad.parallel.tensor_parallel import make_boundary
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.spans import Recorder
 
+WHOLE = {"whole_documents": True}
 LAYOUTS: list[tuple[str, str, dict[str, Any], bool]] = [
     # model, optimizer, layout, packed documents
     ("gpt2", "adamw", {"cp": 2, "zero": 3}, False),
-    ("parallel-window", "adamw", {"cp": 4, "micro_batch": 2}, True),
+    ("parallel-window", "adamw", {"cp": 4, "micro_batch": 2} | WHOLE, True),
     ("gemma", "adamw", {"cp": 2, "tp": 2, "micro_batch": 2}, False),
     ("latent", "lamb", {"cp": 2, "ulysses": 2, "dp": 2, "zero": 2, "recompute": "selective"}, False),
-    ("predictions", "adamw", {"cp": 2, "pp": 2, "schedule": "zero-bubble", "recompute": "full"}, True),
+    (
+        "predictions",
+        "adamw",
+        {"cp": 2, "pp": 2, "schedule": "zero-bubble", "recompute": "full"} | WHOLE,
+        True,
+    ),
     ("granite-sinks", "muon", {"cp": 4, "ulysses": 2, "zero": 1}, True),
     ("experts", "adamw", {"cp": 2, "tp": 2, "ep": 4, "etp": 1, "micro_batch": 2}, False),
     ("experts", "muon", {"cp": 2, "pp": 2, "ep": 2, "zero": 2}, False),

@@ -57,6 +57,10 @@ class Layout(Config):
     """How many neighbouring ranks of layout.cp exchange positions for heads in attention (Ulysses, two
     all-to-alls), so that each has some heads of all their positions. Between the others keys and values
     travel around a ring. It must divide layout.cp and the query heads of a rank. 1: ring only."""
+    whole_documents: bool = False
+    """Whether packed documents lie whole on one rank of the ring, where that leaves no rank more than 5 %
+    above the mean work; only the others are cut into a part for each rank (dynamic context parallelism).
+    Needs a ring (layout.cp above layout.ulysses) and data.documents = "packed"."""
     ep: int = Field(1, ge=1, le=MOST_RANKS)
     """Ranks that share the experts of each block: every one holds 1/ep of them, and tokens travel to their
     experts and back. It must divide layout.dp x layout.cp (with layout.etp = 1: also x layout.tp) and

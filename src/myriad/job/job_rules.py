@@ -64,6 +64,9 @@ def _check_context_parallel(job: JobValues) -> None:
     need(fits, "layout.ulysses", rows, allowed)
     lacks = lacks_for_context(job)
     need(layout.cp == 1 or not lacks, "layout.cp", layout.cp, f"more than 1 needs {lacks}")
+    has_ring = layout.ring > 1 and job.data.documents == "packed"
+    allowed = 'needs layout.cp above layout.ulysses, and data.documents = "packed"'
+    need(has_ring or not layout.whole_documents, "layout.whole_documents", layout.whole_documents, allowed)
 
 
 def lacks_for_context(job: JobValues) -> str:

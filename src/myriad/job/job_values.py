@@ -16,6 +16,7 @@ from myriad.config import Config
 from myriad.data.config import DataConfig
 from myriad.evaluation.config import EvalConfig
 from myriad.job.phase_values import BatchRamp, Phase, TrainConfig
+from myriad.kernels.document_shares import DocumentSharing
 from myriad.model.config import ModelConfig
 from myriad.optim.config import LossScaleConfig, OptimizerConfig
 from myriad.program.config import OverlapConfig
@@ -162,6 +163,11 @@ class JobValues(Config):
     def targets(self) -> int:
         """Tokens per iteration; the loss is the mean over them."""
         return self.train.global_batch * self.model.sequence
+
+    @property
+    def document_sharing(self) -> DocumentSharing:
+        """How the ranks of a ring share packed documents."""
+        return DocumentSharing(self.model.window, self.layout.whole_documents)
 
     @property
     def compares_replicas(self) -> bool:

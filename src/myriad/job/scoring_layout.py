@@ -19,6 +19,7 @@ __all__ = ["check_scoring", "has_effect", "scoring_layout"]
 _STAYS = "leave it out: forward passes"
 _WITHOUT_EFFECT: Mapping[str, str] = {
     "micro_batch": "leave it out: --batch-tokens sets the tokens of a forward pass",
+    "whole_documents": "leave it out: documents of requests are cut into a part for each rank",
     "shares": "leave it out: replicas take equally many windows of requests",
     "reduce": f"{_STAYS} have no gradients",
     "recompute": f"{_STAYS} keep no activations",

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from myriad.kernels.document_shares import DocumentSharing
 from myriad.kernels.memory_order import is_sequence_first
 
 __all__ = ["Documents"]
@@ -52,26 +53,28 @@ class Documents:
     """The documents in the windows of a micro-batch ``[B, S]``; each window is full."""
 
     def __init__(
-        self, positions: torch.Tensor, lengths: Sequence[Sequence[int]], window: int | None = None
+        self,
+        positions: torch.Tensor,
+        lengths: Sequence[Sequence[int]],
+        sharing: DocumentSharing = DocumentSharing(),
     ) -> None:
         """``positions``: position of each token in its document, ``[B, S]`` int64. ``lengths``: lengths of
-        the documents of each window, on the host, so that no operator waits for the device. ``window``:
-        positions that the model's attention looks back, by which ranks divide the work of documents evenly;
-        ``None``: as many as there are."""
-        self.positions, self.lengths, self.window = positions, tuple(map(tuple, lengths)), window
+        the documents of each window, on the host, so that no operator waits for the device. ``sharing``: how
+        ranks share them in a ring."""
+        self.positions, self.lengths, self.sharing = positions, tuple(map(tuple, lengths)), sharing
 
     @classmethod
     def of(
         cls,
         positions: np.ndarray[Any, np.dtype[np.int32]],
         on: Callable[[torch.Tensor], torch.Tensor],
-        window: int | None = None,
+        sharing: DocumentSharing = DocumentSharing(),
     ) -> "Documents":
         """Return the documents of windows whose tokens have these positions ``[B, S]``. ``on`` copies a
-        tensor to the device; ``window`` as for `Documents`."""
+        tensor to the device; ``sharing`` as for `Documents`."""
         starts = [np.flatnonzero(row == 0) for row in positions]
         lengths = [np.diff(row, append=positions.shape[1]).tolist() for row in starts]
-        return cls(on(torch.from_numpy(positions.astype(np.int64))), lengths, window)
+        return cls(on(torch.from_numpy(positions.astype(np.int64))), lengths, sharing)
 
     def positions_at(self, at: torch.Tensor) -> torch.Tensor:
         """Return the positions inside their documents, ``[B, P]``, of these positions in the windows, ``[P]``
@@ -80,7 +83,7 @@ class Documents:
 
     def rows(self, start: int, stop: int) -> "Documents":
         """Return the documents of some of the windows."""
-        return Documents(self.positions[start:stop], self.lengths[start:stop], self.window)
+        return Documents(self.positions[start:stop], self.lengths[start:stop], self.sharing)
 
     def split(self, sizes: Sequence[int]) -> "list[Documents]":
         """Return the documents of consecutive windows, a value for each of ``sizes``."""

@@ -8,11 +8,8 @@ the pairs of chunks are seen, all of them whole:
     step 0     rank 0: 0x0 3x0 3x3        rank 1: 1x1 2x1 2x2
     step 1     rank 0: 3x1 3x2            rank 1: 1x0 2x0
 
-A step computes only the `Piece` s that windows and documents leave. With packed documents each document is
-cut into 2 r chunks of its own, so that ranks have equal work whatever the documents' lengths are. A window
-shortens the work of a document's first chunks. So where layers have one, the chunks with most work go to the
-rank with least so far, and documents of one to eight windows are cut into 4 r chunks, of which a rank has
-two pairs: an outer and an inner one.
+A step computes only the `Piece` s that windows and documents leave. Packed documents are shared one by one
+(`myriad.kernels.document_shares`).
 
 Keys travel in one of two ways. All ranks choose the same one (`sends_what_is_seen`):
 
@@ -35,6 +32,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
+from myriad.kernels.document_shares import DocumentSharing, Parts, Range, document_parts, merged, part_counts
+
 if TYPE_CHECKING:
     from myriad.kernels.documents import Documents
 
@@ -42,7 +41,6 @@ __all__ = [
     "Message",
     "Piece",
     "RingPlan",
-    "document_parts",
     "pairs_of_steps",
     "received_positions",
     "ring_plan",
@@ -50,13 +48,8 @@ __all__ = [
     "sends_what_is_seen",
 ]
 
-_Range = tuple[int, int]
-"""First position and the one after the last."""
 _MOST_SHARES = 8
 """What a rank receives directly is all in memory at once: at most so many times its own share."""
-_MOST_FINE_WINDOWS = 8
-"""Documents longer than one window, and not longer than so many, are cut finely. In shorter documents the
-window hides nothing, in longer ones it changes little of the work."""
 
 
 class Piece(NamedTuple):
@@ -104,7 +97,7 @@ class Piece(NamedTuple):
         return causal * (causal + 1) // 2 + (stop - causal) * keys - hidden * (hidden + 1) // 2
 
 
-def ring_ranges(sequence: int, index: int, size: int) -> tuple[_Range, ...]:
+def ring_ranges(sequence: int, index: int, size: int) -> tuple[Range, ...]:
     """Return the positions of rank ``index`` of a ring of ``size``, in order. Raises no error: the sequence
     must be divisible into two chunks for each rank."""
     if size == 1:
@@ -112,92 +105,6 @@ def ring_ranges(sequence: int, index: int, size: int) -> tuple[_Range, ...]:
     chunk = sequence // (2 * size)
     last = 2 * size - 1 - index
     return (index * chunk, (index + 1) * chunk), (last * chunk, (last + 1) * chunk)
-
-
-_Parts = tuple[tuple[int, _Range], ...]
-"""Ranges of positions, each with its first place among all positions of a rank."""
-
-
-@lru_cache(maxsize=256)
-def document_parts(
-    lengths: tuple[int, ...], size: int, window: int | None = None
-) -> tuple[tuple[_Parts, ...], ...]:
-    """Return the parts of each document of a packed sequence that each rank of a ring has, as
-    ``[rank][document]``. ``lengths``: those of the documents. ``window``: that of the layers in which the
-    ranks' work is to be equal; layers without one have equal work in any case.
-
-    Ranks have equally many positions if ``size`` divides the sum of the lengths.
-    """
-    totals, start = [0] * size, 0
-    found: list[list[_Parts]] = [[] for _ in range(size)]
-    for length, chunks in zip(lengths, _chunks_of_ranks(lengths, size, window), strict=True):
-        borders = list(accumulate(_chunk_sizes(length, totals, chunks), initial=start))
-        for rank, numbers in enumerate(chunks):
-            ends = ((borders[number], borders[number + 1]) for number in numbers)
-            own = _merged((first, stop) for first, stop in ends if first < stop)
-            places = accumulate((stop - first for first, stop in own), initial=totals[rank])
-            found[rank].append(tuple(zip(places, own, strict=False)))
-            totals[rank] += sum(stop - first for first, stop in own)
-        start += length
-    return tuple(map(tuple, found))
-
-
-_Chunks = tuple[int, ...]
-"""Numbers of the chunks of a document that one rank has."""
-
-
-def _chunks_of_ranks(lengths: Sequence[int], size: int, window: int | None) -> list[list[_Chunks]]:
-    """Return the chunks of each document that each rank has, as ``[document][rank]``. Without a window any
-    rank may have any pair: document d begins on rank d modulo ``size``."""
-    if window is None:
-        pairs = [(first, 2 * size - 1 - first) for first in range(size)]
-        return [[pairs[(rank - number) % size] for rank in range(size)] for number in range(len(lengths))]
-    shares = [_shares(length, size, window) for length in lengths]
-    found: list[list[_Chunks]] = [[()] * size for _ in lengths]
-    work = [0] * size
-    for number in sorted(range(len(lengths)), key=lambda one: shares[one][-1][0] - shares[one][0][0]):
-        ranks = sorted(range(size), key=work.__getitem__)
-        for rank, (num_pairs, chunks) in zip(ranks, shares[number], strict=True):
-            found[number][rank] = chunks
-            work[rank] += num_pairs
-    return found
-
-
-def _shares(length: int, size: int, window: int) -> list[tuple[int, _Chunks]]:
-    """Return the shares of a document, one for each rank: the pairs of a query and a key that it computes in
-    a window, and its chunks. The share with most pairs comes first."""
-    count = _num_chunks(length, size, window)
-    seen = [_windowed_pairs(number * length // count, window) for number in range(count + 1)]
-    shares = []
-    for first in range(size):
-        inner = () if count == 2 * size else (2 * size - 1 - first, 2 * size + first)
-        chunks = (first, *inner, count - 1 - first)
-        shares.append((sum(seen[number + 1] - seen[number] for number in chunks), chunks))
-    return sorted(shares, key=lambda share: -share[0])
-
-
-def _num_chunks(length: int, size: int, window: int | None) -> int:
-    is_fine = window is not None and window < length <= _MOST_FINE_WINDOWS * window
-    return (4 if is_fine else 2) * size
-
-
-def _windowed_pairs(stop: int, window: int) -> int:
-    """Return the pairs of a query and a key of the first ``stop`` positions."""
-    short = min(stop, window)
-    return short * (short + 1) // 2 + (stop - short) * window
-
-
-def _chunk_sizes(length: int, totals: Sequence[int], chunks: Sequence[_Chunks]) -> list[int]:
-    """Return the sizes of a document's chunks. What is left over goes to the ranks with the fewest positions
-    so far (``totals``)."""
-    count = sum(map(len, chunks))
-    base, more = divmod(length, count)
-    sizes, given = [base] * count, [0] * len(totals)
-    for _ in range(more):
-        rank = min(range(len(totals)), key=lambda one: (totals[one] + given[one], given[one], one))
-        sizes[chunks[rank][given[rank]]] += 1
-        given[rank] += 1
-    return sizes
 
 
 class MessagePart(NamedTuple):
@@ -236,16 +143,16 @@ class RingPlan(NamedTuple):
 
 
 def sends_what_is_seen(
-    lengths: Iterable[int], window: int, size: int, documents_window: int | None = None
+    rows: Iterable[Sequence[int]], window: int, size: int, sharing: DocumentSharing = DocumentSharing()
 ) -> bool:
     """Return whether the ranks of a ring send each other only the positions that are seen, instead of whole
-    shares around the ring: if that is at most half as much, and fits in memory. ``lengths``: those of the
-    documents of all sequences. ``documents_window``: ``window`` of `document_parts`."""
+    shares around the ring: if that is at most half as much, and fits in memory. ``rows``: lengths of the
+    documents of each sequence."""
     total = seen = 0
-    for length in lengths:
-        num_chunks = min(_num_chunks(length, size, documents_window), length)
-        seen += sum(min(window - 1, chunk * length // num_chunks) for chunk in range(num_chunks))
-        total += length
+    for lengths in rows:
+        total += sum(lengths)
+        for length, num_parts in zip(lengths, part_counts(tuple(lengths), size, sharing), strict=True):
+            seen += sum(min(window - 1, part * length // num_parts) for part in range(num_parts))
     return size > 1 and 2 * seen <= total * min(size - 1, 2 * _MOST_SHARES)
 
 
@@ -289,12 +196,12 @@ def _plan(sequence: int, window: int, rank: int, size: int) -> RingPlan:
     def pieces(queries: int, keys: int) -> list[Piece]:
         return list(_pieces(slice(None), parts[queries], parts[keys], window))
 
-    return _plan_of(pieces, rank, size, direct=sends_what_is_seen((sequence,), window, size))
+    return _plan_of(pieces, rank, size, direct=sends_what_is_seen(((sequence,),), window, size))
 
 
 def _plan_of_documents(window: int, rank: int, size: int, documents: "Documents") -> RingPlan:
-    lengths, balanced = documents.lengths, documents.window
-    rows = [document_parts(own, size, balanced) for own in lengths]
+    lengths, sharing = documents.lengths, documents.sharing
+    rows = [document_parts(own, size, sharing) for own in lengths]
 
     def pieces(queries: int, keys: int) -> list[Piece]:
         return [
@@ -304,7 +211,7 @@ def _plan_of_documents(window: int, rank: int, size: int, documents: "Documents"
             for piece in _pieces(slice(row, row + 1), *both, window)
         ]
 
-    direct = sends_what_is_seen((length for own in lengths for length in own), window, size, balanced)
+    direct = sends_what_is_seen(lengths, window, size, sharing)
     return _plan_of(pieces, rank, size, direct=direct)
 
 
@@ -327,7 +234,7 @@ def _message(pieces: Sequence[Piece]) -> tuple[Message, tuple[Piece, ...]]:
     length = 0
     for rows, group in groupby(pieces, key=lambda piece: piece.rows):
         own = list(group)
-        ranges = _merged((piece.keys.start, piece.keys.stop) for piece in own)
+        ranges = merged((piece.keys.start, piece.keys.stop) for piece in own)
         places = list(accumulate((stop - start for start, stop in ranges), initial=0))
         parts += (
             MessagePart(rows, slice(start, stop), slice(place, place + stop - start))
@@ -342,24 +249,13 @@ def _message(pieces: Sequence[Piece]) -> tuple[Message, tuple[Piece, ...]]:
     return Message(tuple(parts), length), tuple(found)
 
 
-def _merged(ranges: Iterable[_Range]) -> list[_Range]:
-    """Return the union of ranges, in order."""
-    found: list[_Range] = []
-    for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
-        else:
-            found.append((start, stop))
-    return found
-
-
-def _placed(ranges: Sequence[_Range]) -> _Parts:
+def _placed(ranges: Sequence[Range]) -> Parts:
     """Return the ranges, each with its first place among all of their positions."""
     places = accumulate((stop - start for start, stop in ranges), initial=0)
     return tuple(zip(places, ranges, strict=False))
 
 
-def _pieces(rows: slice, queries: _Parts, keys: _Parts, window: int) -> Iterator[Piece]:
+def _pieces(rows: slice, queries: Parts, keys: Parts, window: int) -> Iterator[Piece]:
     """Yield a piece for each pair of ranges of which a query sees a key: only the queries that see one, and
     the keys that are seen."""
     for query_place, (first, stop) in queries:

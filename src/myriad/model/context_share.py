@@ -21,9 +21,10 @@ from typing import Protocol
 import torch
 
 from myriad.kernels.attention_choice import Scores
+from myriad.kernels.document_shares import document_parts
 from myriad.kernels.documents import Documents
 from myriad.kernels.ring_attention import Ring, ring_attention
-from myriad.kernels.ring_plan import document_parts, ring_plan, ring_ranges
+from myriad.kernels.ring_plan import ring_plan, ring_ranges
 from myriad.kernels.rotary import rotary_turns
 from myriad.kernels.rotary_scaling import Rotary
 
@@ -88,7 +89,7 @@ def share_of(
     rows = []
     for lengths in documents.lengths:
         ranges = [
-            ends for parts in document_parts(lengths, ring, documents.window)[place] for _, ends in parts
+            ends for parts in document_parts(lengths, ring, documents.sharing)[place] for _, ends in parts
         ]
         rows.append(_column_of(ranges, sequence // size, column))
     return ContextShare(sequence, tuple(rows))

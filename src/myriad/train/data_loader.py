@@ -75,7 +75,7 @@ def _packed_batch(job: Job, rows: NDArray[np.int32], step_sample: int, device: t
     numbers = step_sample + offsets
     digest = digest_rows(rows, numbers.tolist(), "packed")
     samples = copy(torch.from_numpy(numbers))
-    documents = Documents.of(packed.positions, copy, job.model.window)
+    documents = Documents.of(packed.positions, copy, job.document_sharing)
     return Batch(inputs, targets, samples, documents, digest)
 
 

@@ -88,7 +88,7 @@ def sample_batch(job: Job, device: torch.device) -> Batch:
     documents = None
     if job.data.documents == "packed":
         positions = torch.arange(job.model.sequence, device=device).expand_as(tokens)
-        documents = Documents(positions, [[job.model.sequence]] * len(tokens), job.model.window)
+        documents = Documents(positions, [[job.model.sequence]] * len(tokens), job.document_sharing)
     return Batch(tokens, tokens, tokens[:, 0], documents)
 
 

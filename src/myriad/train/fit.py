@@ -153,5 +153,5 @@ def _load(
     inputs = to_device(made.inputs, device, dtype if made.inputs.is_floating_point() else None)
     documents = made.documents
     if documents is not None:
-        documents = Documents(to_device(documents.positions, device), documents.lengths, documents.window)
+        documents = Documents(to_device(documents.positions, device), documents.lengths, documents.sharing)
     return Batch(inputs, to_device(made.targets, device), to_device(made.samples, device), documents)

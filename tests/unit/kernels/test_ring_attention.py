@@ -4,7 +4,7 @@ something else than on one rank."""
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, product
+from itertools import product
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from myriad.kernels.attention import attention_reference
 from myriad.kernels.attention_choice import Scores
 from myriad.kernels.attention_pieces import Joined, piece_backward, piece_forward
+from myriad.kernels.document_shares import DocumentSharing, document_parts
 from myriad.kernels.documents import Documents
 from myriad.kernels.ring_attention import ring_attention
 from myriad.kernels.ring_plan import (
@@ -29,6 +30,7 @@ from myriad.kernels.ring_plan import (
 from myriad.model.context_share import share_of
 
 SIZES = st.sampled_from([1, 2, 3, 4])
+WINDOWS = st.none() | st.integers(1, 40)
 
 
 class Arrived:
@@ -100,7 +102,7 @@ def documents(draw: st.DrawFn, rows: int, sequence: int) -> Documents:
         cuts = sorted(draw(st.sets(st.integers(1, sequence - 1), max_size=4)))
         lengths.append([b - a for a, b in zip([0, *cuts], [*cuts, sequence], strict=True)])
     positions = torch.stack([torch.cat([torch.arange(one) for one in own]) for own in lengths])
-    return Documents(positions, lengths, draw(st.none() | st.integers(1, sequence)))
+    return Documents(positions, lengths, draw(st.builds(DocumentSharing, WINDOWS, st.booleans())))
 
 
 @given(st.data(), SIZES, st.integers(1, 5), st.booleans())
@@ -156,15 +158,22 @@ def test_all_ranks_attend_to_about_equally_many_pairs(size: int) -> None:
     while (left := 8192 - sum(lengths)) > 0:
         lengths.append(min(left, int(500 * torch.randn((), generator=generator).exp()) + 1))
     inside = Documents(torch.cat([torch.arange(one) for one in lengths])[None], [lengths])
-    in_windows = {window: Documents(inside.positions, [lengths], window) for window in (64, 512, 2048)}
+    in_windows = {
+        window: Documents(inside.positions, [lengths], DocumentSharing(window)) for window in (64, 512, 2048)
+    }
     for packed in (None, inside, *in_windows.values()):
         pairs = [ring_plan(8192, None, rank, size, packed).num_pairs(1) for rank in range(size)]
         assert max(pairs) - min(pairs) <= 0.02 * max(pairs)
+    for window in (None, 64, 512, 2048):
+        packed = Documents(inside.positions, [lengths], DocumentSharing(window, whole=True))
+        for seen in {None, window}:
+            pairs = [ring_plan(8192, seen, rank, size, packed).num_pairs(1) for rank in range(size)]
+            assert max(pairs) * size <= 1.08 * sum(pairs), f"whole documents, windows of {seen}"
     for window, packed in in_windows.items():
         pairs = [ring_plan(8192, window, rank, size, packed).num_pairs(1) for rank in range(size)]
         assert max(pairs) * size <= 1.04 * sum(pairs), window
     for length in (1024, 1536, 2048):
-        alone = Documents(torch.empty(0), [[length]], 1024)
+        alone = Documents(torch.empty(0), [[length]], DocumentSharing(1024))
         pairs = [ring_plan(length, 1024, rank, size, alone).num_pairs(1) for rank in range(size)]
         assert max(pairs) * size <= 1.04 * sum(pairs), f"one document of {length} positions"
 
@@ -205,7 +214,8 @@ def test_a_ring_attends_as_one_rank_does(
     lengths: list[list[int]] | None,
 ) -> None:
     sequence, generator = 12 * size, torch.Generator().manual_seed(1)
-    inside = None if lengths is None else Documents(torch.empty(0), lengths, window)
+    sharing = DocumentSharing(window, whole=window is None)
+    inside = None if lengths is None else Documents(torch.empty(0), lengths, sharing)
     q, k, v = (torch.randn(2, sequence, heads, 8, generator=generator).to(dtype) for heads in (4, 2, 2))
     sinks = torch.randn(4, generator=generator) if has_sinks else None
     weights = torch.randn(2, sequence, 4, 8, generator=generator).to(dtype)
@@ -244,8 +254,8 @@ def test_a_ring_attends_as_one_rank_does(
         torch.testing.assert_close(sum(grads[3] for _, grads, _ in ranks), wanted[3], **tolerance)
     whole = 2 * q[:, : sequence // size, :2].numel() * (2 * (size - 1) + size)
     num_sent = sum(one[2] for one in ranks) / size
-    every, in_documents = chain(*(lengths or [[sequence]])), None if lengths is None else window
-    direct = sends_what_is_seen(every, window or sequence, size, in_documents)
+    shared = DocumentSharing() if lengths is None else sharing
+    direct = sends_what_is_seen(lengths or [[sequence]] * 2, window or sequence, size, shared)
     assert num_sent <= whole / 2 if direct else num_sent == whole
 
 
@@ -281,6 +291,18 @@ def test_a_query_without_a_key_in_a_step_stays_finite() -> None:
     joined.add(piece, piece_forward(q, k, k, piece, Scores()))
     joined.add(piece, piece_forward(q, k, k, piece, Scores()))
     assert bool(torch.isfinite(joined.out).all()) and joined.lse[0, -1, 0] == -torch.inf
+
+
+def test_short_documents_stay_on_one_rank_and_nothing_travels_for_them() -> None:
+    """A long one is cut, and the one that fits on no rank is divided where a rank is full."""
+    lengths = (4096, 1024, 1024, 1000, 500, 250, 250, 48)
+    for whole, holders in ((False, [4] * 8), (True, [4, 1, 1, 1, 1, 1, 1, 2])):
+        parts = document_parts(lengths, 4, DocumentSharing(None, whole))
+        assert [sum(map(bool, own)) for own in zip(*parts, strict=True)] == holders
+    short = Documents(torch.empty(0), [[256] * 32], DocumentSharing(None, whole=True))
+    for rank in range(4):
+        plan = ring_plan(8192, None, rank, 4, short)
+        assert plan.sent is not None and sum(plan.received) == 0
 
 
 def test_a_plan_of_documents_is_made_once() -> None:
