@@ -1,7 +1,7 @@
-"""Expert parallelism over shaped links: the all-to-all beside gloo's own, and a step with and without turns.
+"""Expert parallelism over shaped links: the all-to-all beside gloo's own; a step with and without overlap.
 
     python benchmarks/links/expert_exchange.py [--rates unshaped 1gbit 200mbit 50mbit] [--hosts 2 4] [--quick]
-        [--parts exchange dispatch step]
+        [--parts exchange dispatch step] [--micro-batches 8]
 
 Each rank is one thread in a host of its own (`hosts.py`), pinned to a core; for ``dispatch`` a host has two.
 
@@ -12,8 +12,9 @@ Each rank is one thread in a host of its own (`hosts.py`), pinned to a core; for
               row for each expert, rank or node (``layout.expert_dispatch``), beside the same written with
               torch's operators and `all_to_all_single`. uniform: experts are drawn evenly; skewed: about half
               of all choices are experts of rank 0
-    step      a training iteration of a mixture of experts on two hosts: parts of the micro-batch take turns
-              (``overlap.tensor``), or each exchange is waited for
+    step      a training iteration of a mixture of experts on two hosts, of several micro-batches: each
+              exchange is waited for; parts of a micro-batch take turns (``overlap.tensor``); or the forward
+              of one is paired with the backward of another (``overlap.pairs``)
     compute   the same step with every exchange of rows left out (results are wrong, shapes right)
     wire      bytes that one rank has to send in a step, at the nominal rate of the link
     bound     the larger of the two
@@ -54,8 +55,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 from hosts import Hosts, bits_per_second
 
 CPU = torch.device("cpu")
-STEPS_OF = {"compute": None, "off": None, "turns 2": 2, "turns 4": 4}
-"""Parts of the micro-batch of each contender of `step_seconds`."""
+STEPS_OF: dict[str, dict[str, object]] = {
+    "compute": {"tensor": None},
+    "off": {"tensor": None},
+    "turns 2": {"tensor_chunks": 2, "tensor_message": 1},
+    "turns 4": {"tensor_chunks": 4, "tensor_message": 1},
+    "pairs": {"tensor": None, "pairs": True},
+}
+"""Keys of ``overlap`` of each contender of `step_seconds`."""
 
 
 def sizes_of(rank: int, ranks: int, rows: int, kind: str) -> list[int]:
@@ -179,14 +186,16 @@ class Work:
 
     model: ModelConfig
     sequences: int
+    """Sequences of a micro-batch."""
+    micro_batches: int
 
-    def batch(self, rank: int) -> Batch:
-        """The micro-batch of a rank."""
-        generator = torch.Generator().manual_seed(rank)
-        shape = (self.sequences, self.model.sequence + 1)
+    def batch(self, rank: int, micro_batches: int) -> Batch:
+        """So many micro-batches of a rank."""
+        generator, sequences = torch.Generator().manual_seed(rank), self.sequences * micro_batches
+        shape = (sequences, self.model.sequence + 1)
         tokens = torch.randint(self.model.vocabulary, shape, generator=generator)
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        return Batch(inputs, targets, torch.arange(self.sequences))
+        return Batch(inputs, targets, torch.arange(sequences))
 
     def wire_seconds(self, rate: str) -> float:
         """Seconds to send what a rank sends to one other in a step, if experts are equally loaded."""
@@ -194,7 +203,8 @@ class Work:
             return 0.0
         model = self.model
         tokens = self.sequences * model.sequence * model.experts_per_token
-        return 8 * 4 * model.layers * tokens / 2 * model.hidden * 4 / bits_per_second(rate)
+        values = 4 * model.layers * self.micro_batches * tokens / 2 * model.hidden
+        return 8 * 4 * values / bits_per_second(rate)
 
 
 def _stays(
@@ -209,15 +219,14 @@ def _stays(
 def step_seconds(work: Work, repeats: int) -> dict[str, float]:
     """Return the seconds of a step of each contender, measured on one rank."""
     groups = open_world(Layout(dp=2, ep=2, micro_batch=work.sequences), CPU)
-    batch, engines, found = work.batch(groups.grid.rank), {}, dict[str, float]()
-    for name, parts in STEPS_OF.items():
-        keys = {"tensor": None} if parts is None else {"tensor_chunks": parts, "tensor_message": 1}
+    batch, engines, found = work.batch(groups.grid.rank, work.micro_batches), {}, dict[str, float]()
+    for name, keys in STEPS_OF.items():
         engine = engines[name] = Engine(
             GPT(work.model, 1),
             groups,
             [range(work.model.layers + 2)],
-            batch,
-            1,
+            work.batch(0, 1),
+            work.micro_batches,
             OptimizerConfig(learning_rate=1e-3),
             seed=1,
             dtype=torch.float32,
@@ -229,11 +238,12 @@ def step_seconds(work: Work, repeats: int) -> dict[str, float]:
         for layer in layers if name == "compute" else ():
             for experts in (one for one in layer.modules() if isinstance(one, Experts)):
                 experts.boundary.start_exchange = _stays  # type: ignore[method-assign]
+    targets = 2 * work.micro_batches * work.sequences * work.model.sequence
     for _ in range(repeats + 1):
         for name, engine in engines.items():
             dist.barrier()
             start = time.perf_counter()
-            engine.train_step(lambda: batch, 1e-3, 2 * work.sequences * work.model.sequence)
+            engine.train_step(lambda: batch, 1e-3, targets)
             seconds = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             found[name] = min(found.get(name, 1e9), float(seconds))
@@ -292,19 +302,22 @@ def print_steps(rates: Sequence[str], work: Work, repeats: int) -> None:
     """Time the steps, and print the table."""
     model = work.model
     shape = f"{model.layers} layers of {model.hidden}, {model.experts} experts"
-    print(f"\nstep of {work.sequences} x {model.sequence} tokens a rank, {shape}, two hosts\n")
+    tokens = f"{work.micro_batches} micro-batches of {work.sequences} x {model.sequence} tokens"
+    print(f"\nstep of {tokens} a rank, {shape}, two hosts\n")
     print(
-        "| link | compute, s | wire, s | each waited for, s | turns 2, s | turns 4, s | speed-up | of bound |"
+        "| link | compute, s | wire, s | each waited for, s | turns 2, s | turns 4, s | pairs, s | "
+        "off / turns | off / pairs | bound / pairs |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---" * 10 + "|")
     for rate in rates:
         with Hosts(2, None if rate == "unshaped" else rate) as made:
             found = made.run_ranks(step_seconds, work, repeats, timeout_seconds=900)[0]
         wire, turns = work.wire_seconds(rate), min(found["turns 2"], found["turns 4"])
-        bound = max(wire, found["compute"]) / turns
-        times = [found["compute"], wire, found["off"], found["turns 2"], found["turns 4"]]
+        off, pairs = found["off"], found["pairs"]
+        bound = max(wire, found["compute"]) / pairs
+        times = [found["compute"], wire, off, found["turns 2"], found["turns 4"], pairs]
         cells = " | ".join(f"{one:.3f}" for one in times)
-        print(f"| {rate} | {cells} | {found['off'] / turns:.2f} x | {bound:.0%} |", flush=True)
+        print(f"| {rate} | {cells} | {off / turns:.2f} x | {off / pairs:.2f} x | {bound:.0%} |", flush=True)
 
 
 def main() -> None:
@@ -316,7 +329,8 @@ def main() -> None:
     parts = ("exchange", "dispatch", "step")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4])
-    for name, default in (("rows", 4096), ("hidden", 256), ("repeats", 4)):
+    figures = (("rows", 4096), ("hidden", 256), ("repeats", 4), ("micro-batches", 8))
+    for name, default in figures:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--quick", action="store_true", help="two rates, two hosts, two repeats")
     options = parser.parse_args()
@@ -338,7 +352,7 @@ def main() -> None:
         experts=8,
         expert_hidden=2 * options.hidden,
     )
-    print_steps(options.rates, Work(model, 8), options.repeats)
+    print_steps(options.rates, Work(model, 8, options.micro_batches), options.repeats)
 
 
 if __name__ == "__main__":

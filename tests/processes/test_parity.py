@@ -313,6 +313,34 @@ def test_a_token_may_travel_once_for_several_experts(
     assert_equal(case, one_process(model, optimizer, steps=FEW, layers=2))
 
 
+IN_PAIRS: list[tuple[str, str, dict[str, Any]]] = [
+    ("experts", "adamw", {"dp": 2, "ep": 2, "expert_dispatch": "rank"}),
+    (
+        "latent-experts",
+        "lamb",
+        {
+            "pp": 2,
+            "dp": 2,
+            "ep": 2,
+            "virtual_stages": 2,
+            "zero": 2,
+            "reduce": "each",
+            "recompute": "selective",
+        },
+    ),
+    ("gpt-oss", "adamw", {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "zero": 1}),
+]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "layout"), IN_PAIRS, ids=name_of)
+def test_a_forward_may_run_inside_the_backward_of_another_micro_batch(
+    model: str, optimizer: str, layout: dict[str, Any]
+) -> None:
+    layers = layers_of(model, layout)
+    case = Case(layout, keys_of(model, layers), {"name": optimizer}, FEW, overlap={"pairs": True})
+    assert_equal(case, one_process(model, optimizer, steps=FEW, layers=layers))
+
+
 PAIRS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "pairs.json").read_text())
 """Jobs of many features at once, chosen by ``benchmarks/parity/pairs.py --sample``; it trains all of them."""
 

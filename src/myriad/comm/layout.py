@@ -25,6 +25,7 @@ __all__ = [
     "check_layout",
     "lacks_for_graphs",
     "lacks_for_offload",
+    "lacks_for_pairs",
     "offloads_master",
 ]
 
@@ -284,6 +285,42 @@ def lacks_for_graphs(layout: Layout, overlap: OverlapConfig) -> str:
         (
             layout.offload_activations == 0,
             "layout.offload_activations = 0: captured stages keep activations at fixed addresses",
+        ),
+    )
+    return next((need for there, need in needs if not there), "")
+
+
+def lacks_for_pairs(layout: Layout, overlap: OverlapConfig) -> str:
+    """Return what a job still needs to pair forwards with backwards (`myriad.program.pairs`), with the
+    reason; empty if it needs nothing."""
+    several = layout.pp > 1
+    ahead = layout.schedule_name == "eager-1f1b" or layout.virtual_stages > 1
+    needs = (
+        (layout.ep > 1, "layout.ep above 1: what travels behind a pair is tokens to their experts, and back"),
+        (
+            layout.schedule_name in ("1f1b", "eager-1f1b", "interleaved"),
+            "layout.schedule = 1f1b, eager-1f1b or interleaved: forwards alternate with whole backwards",
+        ),
+        (
+            ahead or not several,
+            "layout.schedule = eager-1f1b, or layout.virtual_stages above 1, where layout.pp is above 1: in "
+            "1f1b each rank would wait for every other pair",
+        ),
+        (
+            overlap.pipeline or not several,
+            "overlap.pipeline = true: a rank in a pair does not wait for a transfer between its two halves",
+        ),
+        (
+            layout.zero < 3,
+            "layout.zero below 3: parameters are gathered and released for one chunk after the other",
+        ),
+        (
+            layout.recompute != "full",
+            "layout.recompute = none or selective: recomputed layers exchange tokens again",
+        ),
+        (
+            layout.offload_activations == 0,
+            "layout.offload_activations = 0: copies follow one forward or one backward at a time",
         ),
     )
     return next((need for there, need in needs if not there), "")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from myriad.alerts.config import check_alert_values
 from myriad.comm.hierarchy import check_hierarchy
-from myriad.comm.layout import check_layout, lacks_for_graphs
+from myriad.comm.layout import check_layout, lacks_for_graphs, lacks_for_pairs
 from myriad.comm.node_order import check_node_order
 from myriad.comm.rendezvous.redis_address import check_package, check_store
 from myriad.data.config import DataConfig
@@ -227,6 +227,18 @@ def _check_cuda_graphs(job: JobValues) -> None:
         need(not wrong, "train.cuda_graphs", True, f"needs {needs}")
 
 
+def _check_pairs(job: JobValues) -> None:
+    if not job.overlap.pairs:
+        return
+    lacks = lacks_for_pairs(job.layout, job.overlap)
+    if not lacks and job.num_micro_batches < 2:
+        lacks = "at least two micro-batches of each replica in a step: train.global_batch / layout.dp above "
+        lacks += "layout.micro_batch"
+    if job.train.memory_budget is not None:
+        lacks = lacks or "train.memory_budget = off: it recomputes whole layers"
+    need(not lacks, "overlap.pairs", True, f"needs {lacks}")
+
+
 def _check_validation_sets(job: JobValues) -> None:
     names = [one.name for one in job.data.validation_sets]
     for name in names:
@@ -392,6 +404,7 @@ RULES: tuple[Callable[[JobValues], None], ...] = (
     _check_updates_in_backward,
     check_offload,
     _check_cuda_graphs,
+    _check_pairs,
     _check_validation_sets,
     _check_nodes,
     _check_holders,

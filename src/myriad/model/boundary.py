@@ -21,7 +21,7 @@ Legend: B batch, S sequence, H hidden, V vocabulary.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -100,6 +100,9 @@ class Boundary:
     has_posted: bool = False
     """Whether tokens were sent to their experts, or results back, since a part of the micro-batch began its
     turn."""
+    meanwhile: Callable[[], None] | None = None
+    """What a backward calls when gradients have left for experts, or for the tokens of experts: the forward
+    of another micro-batch computes a part (`myriad.parallel.paired_forward`)."""
     whole_experts: bool = False
     """Whether each expert is whole on its rank, not shared by the tensor-parallel peers, so that every rank
     sends the tokens of its own part of the sequence."""

@@ -40,7 +40,7 @@ from myriad.model.definition import Context
 from myriad.model.overlap_parts import num_parts, part_sizes
 from myriad.model.residual import Residual
 
-__all__ = ["LayerSteps", "SteppedLayer", "Steps", "Whole", "run_layers"]
+__all__ = ["LayerSteps", "SteppedLayer", "Steps", "Whole", "layers_in_steps", "run_layers"]
 
 
 class Whole:
@@ -101,6 +101,21 @@ def run_layers(layers: Iterable[nn.Module], x: torch.Tensor, context: Context) -
         else:
             for layer in run:
                 x = layer(x, context)
+    return x
+
+
+def layers_in_steps(layers: Iterable[nn.Module], x: torch.Tensor, context: Context) -> Steps:
+    """Run each layer on the output of the layer before, without parts. Yields where tokens have left for
+    experts, or results for their tokens."""
+    for stepped, run in groupby(layers, lambda layer: isinstance(layer, SteppedLayer)):
+        if not stepped:
+            for layer in run:
+                x = layer(x, context)
+            continue
+        own = [layer for layer in run if isinstance(layer, SteppedLayer)]
+        boundary, lies_first = own[0].boundary, own[0].boundary.sequence_first and not x.is_meta
+        steps = _where_posted(_through(own, _input(x, lies_first), context), boundary)
+        x = _output((yield from _by_itself(steps)), lies_first)
     return x
 
 

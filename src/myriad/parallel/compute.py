@@ -11,7 +11,7 @@ or, where a schedule splits the backward, in two parts:
 `EagerCompute` starts the operators one by one, in Python. `myriad.parallel.cuda_graphs` replays all of them
 at once."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -23,7 +23,7 @@ from myriad.comm.layout import Layout
 from myriad.kernels.gradient import DeferredProduct, GradientSink, PendingRows, apply_deferred
 from myriad.kernels.host_copies import keeps_storage
 from myriad.model.definition import Context
-from myriad.model.interleave import run_layers
+from myriad.model.interleave import layers_in_steps, run_layers
 from myriad.parallel.recompute import Segment, differentiate, run_in_segments
 
 __all__ = ["Backward", "EagerCompute", "StageCompute", "WeightPart"]
@@ -107,6 +107,20 @@ class EagerCompute:
         else:
             x = run_layers(layers, entering, context)
             segments = [Segment(layers, entering, x)]
+        return self._kept(stage, x, segments, context)
+
+    def forward_in_steps(
+        self, stage: int, entering: torch.Tensor, context: Context
+    ) -> Generator[object, None, tuple[torch.Tensor, Backward]]:
+        """Do what `forward` does, and yield where tokens have left for experts, or results for tokens.
+        Nothing is recomputed."""
+        layers = self._layers[stage]
+        x = yield from layers_in_steps(layers, entering, context)
+        return self._kept(stage, x, [Segment(layers, entering, x)], context)
+
+    def _kept(
+        self, stage: int, x: torch.Tensor, segments: list[Segment], context: Context
+    ) -> tuple[torch.Tensor, Backward]:
         for segment in segments:
             keeps_storage(segment.entered)
         return x, _EagerBackward(self, stage, segments, context)

@@ -12,7 +12,7 @@ is one ``all_to_all``. Seconds spent in `wait` are recorded as expert_comm.
 Legend: H hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -139,13 +139,18 @@ class _RowsState(AsyncState):
         later: LaterProducts | None,
         leaving: Sequence[int],
         arriving: Sequence[int],
+        meanwhile: Callable[[], None],
     ) -> None:
         super().__init__(later)
-        self._peers, self._sizes = peers, (leaving, arriving)
+        self._peers, self._sizes, self._meanwhile = peers, (leaving, arriving), meanwhile
 
     def _start(self, x: torch.Tensor, *, forward: bool) -> AsyncCollective:
         leaving, arriving = self._sizes if forward else self._sizes[::-1]
         return _Rows(x, self._peers, leaving, arriving)
+
+    def use_the_wait(self) -> None:
+        super().use_the_wait()
+        self._meanwhile()
 
 
 def start_rows(
@@ -154,8 +159,9 @@ def start_rows(
     leaving: Sequence[int],
     arriving: Sequence[int],
     later: LaterProducts | None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Arriving:
     """Send ``leaving[r]`` of the rows ``[N, H]``, in order, to each rank r, and receive the ``arriving[r]``
     rows of each. The result is differentiable. ``later``: weight products that the backward computes while
-    gradients travel."""
-    return issue(rows, _RowsState(peers, later, leaving, arriving))
+    gradients travel. ``meanwhile`` is called after them."""
+    return issue(rows, _RowsState(peers, later, leaving, arriving, meanwhile))

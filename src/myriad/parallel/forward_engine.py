@@ -18,6 +18,8 @@ import torch
 from myriad.comm.collectives import all_reduce
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
+from myriad.comm.typed_collectives import gather_values
+from myriad.errors import RunFailedError
 from myriad.kernels.config import Kernels
 from myriad.kernels.float8 import Float8
 from myriad.kernels.host_memory import keep_freed_memory
@@ -42,6 +44,7 @@ from myriad.parallel.runtime import Runtime
 from myriad.parallel.tensor_parallel import GroupBoundary, make_boundary
 from myriad.program.actions import Program
 from myriad.program.build import build_program, count_chunks
+from myriad.program.checker import exchange_order
 from myriad.program.config import OverlapConfig
 from myriad.program.device_needs import DeviceJob, check_device_job, queues_in
 from myriad.program.in_flight import RankProgram
@@ -119,6 +122,7 @@ class ForwardEngine:
             self._expert_sharing = make_expert_sharing(self._sharing, groups, overlap, comm, device)
         self._build_model(needs)
         self._start_runtime(sample, seed)
+        self._check_order()
         self._model_state = ModelState(self.model, groups, device, trains_alone=self._trains_alone)
         self._biases = make_biases(definition, self.model, self._model_state, groups)
         self.reader: LayoutReader | None = None
@@ -203,6 +207,19 @@ class ForwardEngine:
         )
         self._plans = {training: self._plan_of(program) for training, program in self.programs.items()}
         self._runtime.transfers.connect(plan.actions for plan in self._plans.values())
+
+    def _check_order(self) -> None:
+        """Check that ranks that share experts exchange tokens in one order. A collective call of them."""
+        if self.layout.ep == 1:
+            return
+        own = [exchange_order(plan.actions) for plan in self._plans.values()]
+        orders = gather_values(own, list[str], self.groups.along("ep", purpose="experts"))
+        others = [rank for rank, one in zip(self.groups.grid.peers("ep"), orders, strict=True) if one != own]
+        if others:
+            raise RunFailedError(
+                f"ranks that share experts run other programs than rank {self.groups.grid.rank}: {others}; "
+                "all ranks need the same job and the same release"
+            )
 
     def _shapes_between_stages(self, sample: Batch) -> Sequence[tuple[torch.Size, torch.dtype]]:
         travels = self._layers if self.layout.pp > 1 else []

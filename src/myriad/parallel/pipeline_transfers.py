@@ -18,6 +18,7 @@ import torch
 from myriad.comm.channel import Channel, PendingTransfer
 from myriad.comm.groups import Groups
 from myriad.program.actions import Action, Kind, Payload, PipelineTransfer
+from myriad.program.in_flight import BACKWARDS, FORWARDS
 from myriad.telemetry.progress.operation_counters import Operation, counter_of_message, messages
 from myriad.telemetry.spans import Recorder
 
@@ -90,11 +91,11 @@ class PipelineTransfers:
 
     def blank(self, actions: Sequence[Action]) -> dict[_Key, torch.Tensor]:
         """Return zeros for the input of each forward and backward that would come from another rank."""
-        mine = {action.stage for action in actions if action.kind is Kind.FORWARD}
+        mine = {action.stage for action in actions if action.kind in FORWARDS}
         blank: dict[_Key, torch.Tensor] = {}
         for action in actions:
-            forward = action.kind is Kind.FORWARD
-            if not forward and action.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            forward = action.kind in FORWARDS
+            if not forward and action.kind not in BACKWARDS:
                 continue
             payload, maker = (
                 (Payload.ACTIVATION, action.stage - 1) if forward else (Payload.GRADIENT, action.stage + 1)

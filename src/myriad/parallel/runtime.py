@@ -1,17 +1,11 @@
 """Runtime of one rank: execute the actions of a program, in order, on real tensors.
 
 The runtime decides no order: the schedules and the passes did, and the checker proved it free of deadlock.
-The tensors that an action needs are in one of these tables, each keyed as the program names things:
-
-    tensors    those of other stages: arrived, in flight or sent (`myriad.parallel.pipeline_transfers`)
-    saved      the backward of each forward that has not run yet (`myriad.parallel.compute`)
-    deferred   weight parts of backwards whose input part has run (zero-bubble)
+The tensors that an action needs are in the tables of `myriad.parallel.iteration`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -21,9 +15,11 @@ from myriad.model.definition import Context
 from myriad.parallel.activation_offload import ActivationOffload
 from myriad.parallel.batch import Batch
 from myriad.parallel.chunk import Chunk
-from myriad.parallel.compute import Backward, EagerCompute, StageCompute, WeightPart
+from myriad.parallel.compute import Backward, EagerCompute, StageCompute
 from myriad.parallel.cuda_graphs import CapturedCompute, Capturer
-from myriad.parallel.pipeline_transfers import PipelineTransfers, TransferTables
+from myriad.parallel.iteration import Finisher, Iteration
+from myriad.parallel.paired_forward import PairedForward
+from myriad.parallel.pipeline_transfers import PipelineTransfers
 from myriad.parallel.rank_model import RankModel, Stage
 from myriad.program.actions import (
     COPIES_ACTIVATIONS,
@@ -37,53 +33,7 @@ from myriad.program.actions import (
 from myriad.program.in_flight import InFlight, RankProgram
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["Finisher", "Runtime"]
-
-
-class Finisher(Protocol):
-    """The end of an iteration: what the runtime calls when the gradients are complete."""
-
-    def clip(self, loss_sum: torch.Tensor, digest: int) -> None:
-        """Compute the global gradient norm and begin the optimizer step. ``digest``: hash of this rank's
-        batch."""
-        ...
-
-    @property
-    def orthogonalizes(self) -> bool:
-        """Whether the optimizer orthogonalizes matrices before it updates a stage."""
-        ...
-
-    def orthogonalize(self, kind: Kind, stage: int) -> None:
-        """Run one action of `ORTHOGONALIZATION` on a stage of the program."""
-        ...
-
-    def copy_state(self, kind: Kind, stage: int) -> None:
-        """Run one action of `COPIES_STATE` on a stage of the program."""
-        ...
-
-    def update(self, stage: int) -> None:
-        """Update the parameters of a stage of the program."""
-        ...
-
-
-@dataclass
-class _Iteration:
-    """The state of one run of a program."""
-
-    plan: RankProgram
-    load: Callable[[], Batch]
-    finisher: Finisher | None
-    loss_scale: float
-    loss_sum: torch.Tensor
-    batch: Batch | None = None
-    tensors: TransferTables = field(default_factory=TransferTables)
-    saved: dict[tuple[int, int], Backward] = field(default_factory=dict)
-    deferred: dict[tuple[int, int], WeightPart] = field(default_factory=dict)
-
-    @property
-    def training(self) -> bool:
-        """Whether this run computes gradients."""
-        return self.finisher is not None
+__all__ = ["Runtime"]
 
 
 class Runtime:
@@ -108,7 +58,7 @@ class Runtime:
         ranks hold equal tensors and share the transfer."""
         self._model, self._num_stages, self._micro_batch = model, len(stage_rank), micro_batch
         self._device, self._seed, self._recorder, self._loss_shape = device, seed, recorder, loss_shape
-        self._peers = boundary.context
+        self._peers, self._boundary = boundary.context, boundary
         layers = {index: list(stage.layers.values()) for index, stage in model.stages.items()}
         pending = {index: [chunk.pending for chunk in stage.chunks] for index, stage in model.stages.items()}
         sinks = {
@@ -127,7 +77,7 @@ class Runtime:
         self.around_backward: Callable[[Sequence[Chunk]], AbstractContextManager[None]] | None = None
         """Context in which a backward adds the gradients of one micro-batch to the chunks of its stage."""
         self._tied_group = None if model.tied is None else groups.of(model.tied_peer, "tied")
-        self._do: Mapping[Kind, Callable[[Action, _Iteration], None]] = {
+        self._do: Mapping[Kind, Callable[[Action, Iteration], None]] = {
             Kind.LOAD: self._load,
             Kind.GATHER: self._gather,
             Kind.START_GATHER: self._start_gather,
@@ -137,6 +87,8 @@ class Runtime:
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.PAIRED_FORWARD: self._open_pair,
+            Kind.PAIRED_BACKWARD: self._run_pair,
             Kind.EXCHANGE: self._exchange,
             Kind.SEND: self._post,
             Kind.RECEIVE: self._post,
@@ -175,7 +127,7 @@ class Runtime:
         ``load`` is called at LOAD. Without a ``finisher`` no gradients are computed. ``alone``: the plan
         receives no messages; zeros replace the tensors that other ranks would send.
         """
-        now = _Iteration(plan, load, finisher, loss_scale, torch.zeros(self._loss_shape, device=self._device))
+        now = Iteration(plan, load, finisher, loss_scale, torch.zeros(self._loss_shape, device=self._device))
         if alone:
             now.tensors.inbox |= self.transfers.blank(plan.actions)
         self.outputs.clear()
@@ -259,52 +211,52 @@ class Runtime:
     def _stage(self, action: Action) -> Stage:
         return self._model.stages[action.stage]
 
-    def _load(self, action: Action, now: _Iteration) -> None:
+    def _load(self, action: Action, now: Iteration) -> None:
         now.batch = now.load()
 
     # Parameters.
 
-    def _gather(self, action: Action, now: _Iteration) -> None:
+    def _gather(self, action: Action, now: Iteration) -> None:
         self._start_gather(action, now)
         self._await_gather(action, now)
 
-    def _start_gather(self, action: Action, now: _Iteration) -> None:
+    def _start_gather(self, action: Action, now: Iteration) -> None:
         for chunk in self._stage(action).chunks:
             with self._span_of("gather_tied", chunk, action.stage):
                 chunk.start_gather(action.stage)
 
-    def _await_gather(self, action: Action, now: _Iteration) -> None:
+    def _await_gather(self, action: Action, now: Iteration) -> None:
         for chunk in self._stage(action).chunks:
             with self._span_of("gather_tied", chunk, action.stage):
                 chunk.await_gather()
 
-    def _release(self, action: Action, now: _Iteration) -> None:
+    def _release(self, action: Action, now: Iteration) -> None:
         for chunk in self._stage(action).chunks:
             chunk.release(action.stage)
 
     # Gradients and the step.
 
-    def _reduce(self, action: Action, now: _Iteration) -> None:
+    def _reduce(self, action: Action, now: Iteration) -> None:
         self._start_reduce(action, now)
         self._await_reduce(action, now)
 
-    def _start_reduce(self, action: Action, now: _Iteration) -> None:
+    def _start_reduce(self, action: Action, now: Iteration) -> None:
         for chunk in self._complete(action):
             chunk.start_reduce()
 
-    def _await_reduce(self, action: Action, now: _Iteration) -> None:
+    def _await_reduce(self, action: Action, now: Iteration) -> None:
         for chunk in self._complete(action):
             chunk.await_reduce()
 
-    def _reduce_across(self, action: Action, now: _Iteration) -> None:
+    def _reduce_across(self, action: Action, now: Iteration) -> None:
         self._start_across(action, now)
         self._await_across(action, now)
 
-    def _start_across(self, action: Action, now: _Iteration) -> None:
+    def _start_across(self, action: Action, now: Iteration) -> None:
         for chunk in self._complete(action):
             chunk.start_across()
 
-    def _await_across(self, action: Action, now: _Iteration) -> None:
+    def _await_across(self, action: Action, now: Iteration) -> None:
         for chunk in self._complete(action):
             chunk.await_across()
 
@@ -313,31 +265,31 @@ class Runtime:
         of another stage."""
         return [chunk for chunk in self._stage(action).chunks if chunk is not self._model.tied]
 
-    def _sync_tied(self, action: Action, now: _Iteration) -> None:
+    def _sync_tied(self, action: Action, now: Iteration) -> None:
         assert self._model.tied is not None
         self._model.tied.add_over(self._tied_group)
 
-    def _clip(self, action: Action, now: _Iteration) -> None:
+    def _clip(self, action: Action, now: Iteration) -> None:
         assert now.finisher is not None
         assert now.batch is not None
         now.finisher.clip(now.loss_sum, now.batch.digest)
 
-    def _orthogonalize(self, action: Action, now: _Iteration) -> None:
+    def _orthogonalize(self, action: Action, now: Iteration) -> None:
         assert now.finisher is not None
         now.finisher.orthogonalize(action.kind, action.stage)
 
-    def _copy_state(self, action: Action, now: _Iteration) -> None:
+    def _copy_state(self, action: Action, now: Iteration) -> None:
         assert now.finisher is not None
         now.finisher.copy_state(action.kind, action.stage)
 
-    def _copy_activations(self, action: Action, now: _Iteration) -> None:
+    def _copy_activations(self, action: Action, now: Iteration) -> None:
         self.offload.run(action.kind, action.stage, action.micro_batch)
 
-    def _update(self, action: Action, now: _Iteration) -> None:
+    def _update(self, action: Action, now: Iteration) -> None:
         assert now.finisher is not None
         now.finisher.update(action.stage)
 
-    def _step(self, action: Action, now: _Iteration) -> None:
+    def _step(self, action: Action, now: Iteration) -> None:
         self._clip(action, now)
         assert now.finisher is not None
         before = ORTHOGONALIZATION if now.finisher.orthogonalizes else ()
@@ -351,7 +303,7 @@ class Runtime:
     def _rows(self, values: torch.Tensor, micro_batch: int) -> torch.Tensor:
         return values[micro_batch * self._micro_batch : (micro_batch + 1) * self._micro_batch]
 
-    def _context(self, micro_batch: int, now: _Iteration) -> Context:
+    def _context(self, micro_batch: int, now: Iteration) -> Context:
         assert now.batch is not None
         own = now.batch.rows(micro_batch * self._micro_batch, (micro_batch + 1) * self._micro_batch)
         share = None if self._peers is None else self._peers.share(own.targets.shape[1], own.documents)
@@ -366,17 +318,20 @@ class Runtime:
             loss_scale=now.loss_scale,
         )
 
-    def _forward(self, action: Action, now: _Iteration) -> None:
+    def _entering(self, action: Action, context: Context, now: Iteration) -> torch.Tensor:
+        """Return the input of a forward."""
+        stage, micro_batch = action.stage, action.micro_batch
+        if stage > 0:
+            entering = now.tensors.inbox.pop((Payload.ACTIVATION, stage - 1, micro_batch)).detach()
+            return entering.requires_grad_(now.training)
+        assert now.batch is not None
+        entering = self._rows(now.batch.inputs, micro_batch)
+        return entering if context.share is None else context.share.take(entering)
+
+    def _forward(self, action: Action, now: Iteration) -> None:
         stage, micro_batch = key = action.stage, action.micro_batch
         context = self._context(micro_batch, now)
-        if stage == 0:
-            assert now.batch is not None
-            entering = self._rows(now.batch.inputs, micro_batch)
-            if context.share is not None:
-                entering = context.share.take(entering)
-        else:
-            entering = now.tensors.inbox.pop((Payload.ACTIVATION, stage - 1, micro_batch)).detach()
-            entering.requires_grad_(now.training)
+        entering = self._entering(action, context, now)
         if now.training:
             immediate_backwards = key in now.plan.immediate_backwards
             with self.offload.collecting(*key) if key in now.plan.offloaded else nullcontext():
@@ -389,24 +344,46 @@ class Runtime:
             self.outputs[key] = x.detach().sum()
         else:
             x = self._eager.evaluate(stage, entering, context)
-        if stage == self._num_stages - 1:
+        self._end_forward(action, now, x)
+
+    def _end_forward(self, action: Action, now: Iteration, x: torch.Tensor) -> None:
+        if action.stage == self._num_stages - 1:
             now.loss_sum += x.detach()
         else:
-            now.tensors.inbox[Payload.ACTIVATION, stage, micro_batch] = x.detach()
+            now.tensors.inbox[Payload.ACTIVATION, action.stage, action.micro_batch] = x.detach()
 
-    def _backward(self, action: Action, now: _Iteration) -> None:
+    def _open_pair(self, action: Action, now: Iteration) -> None:
+        now.paired = action
+
+    def _run_pair(self, action: Action, now: Iteration) -> None:
+        """Run a backward, and inside it the forward that opened the pair."""
+        forward, now.paired = now.paired, None
+        assert forward is not None, "the checker has proved it"
+        key, context = (forward.stage, forward.micro_batch), self._context(forward.micro_batch, now)
+        entering = self._entering(forward, context, now)
+        running = PairedForward(self._eager.forward_in_steps(forward.stage, entering, context))
+        self._boundary.meanwhile = running.advance
+        try:
+            self._backward(action, now)
+        finally:
+            self._boundary.meanwhile = None
+        x, now.saved[key] = running.finish()
+        self.outputs[key] = x.detach().sum()
+        self._end_forward(forward, now, x)
+
+    def _backward(self, action: Action, now: Iteration) -> None:
         backward, gradient = self._begin_backward(action, now)
         with self._around(action):
             entering = backward.whole(gradient)
         self._end_backward(action, now, entering)
 
-    def _backward_input(self, action: Action, now: _Iteration) -> None:
+    def _backward_input(self, action: Action, now: Iteration) -> None:
         backward, gradient = self._begin_backward(action, now)
         with self._around(action):
             entering, now.deferred[action.stage, action.micro_batch] = backward.in_parts(gradient)
         self._end_backward(action, now, entering)
 
-    def _backward_weight(self, action: Action, now: _Iteration) -> None:
+    def _backward_weight(self, action: Action, now: Iteration) -> None:
         self._start_gradients(action)  # a reduction after the input half may have freed them
         with self._around(action):
             now.deferred.pop((action.stage, action.micro_batch))()
@@ -419,7 +396,7 @@ class Runtime:
         for chunk in self._stage(action).chunks:
             chunk.start_gradients()
 
-    def _begin_backward(self, action: Action, now: _Iteration) -> tuple[Backward, torch.Tensor]:
+    def _begin_backward(self, action: Action, now: Iteration) -> tuple[Backward, torch.Tensor]:
         """Return the saved backward, and the gradient of the forward's output."""
         stage, micro_batch = action.stage, action.micro_batch
         self._start_gradients(action)
@@ -429,18 +406,18 @@ class Runtime:
             gradient = now.tensors.inbox.pop((Payload.GRADIENT, stage + 1, micro_batch))
         return now.saved.pop((stage, micro_batch)), gradient
 
-    def _end_backward(self, action: Action, now: _Iteration, entering: torch.Tensor | None) -> None:
+    def _end_backward(self, action: Action, now: Iteration, entering: torch.Tensor | None) -> None:
         if action.stage > 0:
             assert entering is not None
             now.tensors.inbox[Payload.GRADIENT, action.stage, action.micro_batch] = entering
 
     # Transfers.
 
-    def _exchange(self, action: Action, now: _Iteration) -> None:
+    def _exchange(self, action: Action, now: Iteration) -> None:
         self.transfers.exchange(action.transfers, now.tensors, fills_waits=now.training)
 
-    def _post(self, action: Action, now: _Iteration) -> None:
+    def _post(self, action: Action, now: Iteration) -> None:
         self.transfers.post(action.transfers, now.tensors)
 
-    def _await_receives(self, action: Action, now: _Iteration) -> None:
+    def _await_receives(self, action: Action, now: Iteration) -> None:
         self.transfers.await_receives(action.transfers, now.tensors, fills_waits=now.training)

@@ -151,7 +151,11 @@ class GroupBoundary(Boundary):
         if peers is None:
             return super().start_exchange(rows, leaving, arriving, hop)
         self.has_posted = True
-        return start_rows(rows, peers, leaving, arriving, self.later)
+        return start_rows(rows, peers, leaving, arriving, self.later, self._run_paired)
+
+    def _run_paired(self) -> None:
+        if self.meanwhile is not None:
+            self.meanwhile()
 
     def start_stack(self, x: torch.Tensor) -> Arriving:
         return Arrived(x[None]) if self.size == 1 else AsyncStack(x, self)

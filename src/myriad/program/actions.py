@@ -13,6 +13,8 @@ implementation in the runtime, and a cost. In words:
 
 - FORWARD / BACKWARD / BACKWARD_INPUT / BACKWARD_WEIGHT of (stage, micro_batch). BACKWARD is both halves
   together.
+- PAIRED_FORWARD and, directly after it, PAIRED_BACKWARD of another micro-batch run at the same time: one
+  computes while the other's tokens travel between the ranks that share experts.
 - EXCHANGE: a coupled transfer. All its ``transfers`` (sends and receives, any peers) are posted together and
   the rank waits until every one has completed; a send completes only when the peer has posted the matching
   receive.
@@ -95,6 +97,8 @@ class Kind(_Word):
     BACKWARD = "backward"
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
+    PAIRED_FORWARD = "paired_forward"
+    PAIRED_BACKWARD = "paired_backward"
     EXCHANGE = "exchange"
     SEND = "send"
     RECEIVE = "receive"
@@ -182,6 +186,8 @@ class Semantics:
     computes: bool = False
     """Whether it is a forward or backward, or a part of one. Schedules write these; lowering adds all
     others."""
+    pairs: Literal["opens", "closes"] | None = None
+    """Whether it is the first or the second of two compute actions that run at the same time."""
     uses: Payload | None = None
     """Payload that it needs: the activation of the stage before, or the gradient of the stage after."""
     makes: Payload | None = None
@@ -220,9 +226,12 @@ def _semantics() -> Iterator[tuple[Kind, Semantics]]:
     yield Kind.AWAIT_GATHER, Semantics(ends=gather)
     yield Kind.RELEASE, Semantics(frees=values)
 
-    yield Kind.FORWARD, Semantics(computes=True, uses=activation, makes=activation, allocates=kept)
+    forward = Semantics(computes=True, uses=activation, makes=activation, allocates=kept)
+    yield Kind.FORWARD, forward
+    yield Kind.PAIRED_FORWARD, replace(forward, pairs="opens")
     backward = Semantics(computes=True, uses=gradient, makes=gradient, allocates=buffer, frees=kept)
     yield Kind.BACKWARD, backward
+    yield Kind.PAIRED_BACKWARD, replace(backward, pairs="closes")
     yield Kind.BACKWARD_INPUT, replace(backward, allocates=buffer | operands)
     yield Kind.BACKWARD_WEIGHT, Semantics(computes=True, allocates=buffer, frees=operands)
 

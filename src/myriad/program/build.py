@@ -44,6 +44,7 @@ from myriad.program.checker import check
 from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
 from myriad.program.offload_passes import offload_activations, offload_state
+from myriad.program.pairs import pair_computes
 from myriad.program.passes import apply_passes, orthogonalize, reduce_across, split_at_computes
 from myriad.program.schedules import schedule
 
@@ -105,7 +106,8 @@ def build_program(
     takes a third of the time; for programs that are compared and do not run.
     """
     most = max(num_micro_batches, most_micro_batches)
-    program = _lowered(shape, most, tied, training, {} if lowered is None else lowered)
+    pairs = training and overlap.pairs
+    program = _lowered(shape, most, tied, training, {} if lowered is None else lowered, pairs=pairs)
     program = apply_passes(program, overlap, num_chunks)
     if training and overlap.updates_early:
         program = update_early(program, travels=shape.dp > 1)
@@ -117,6 +119,8 @@ def build_program(
     if training and shape.offload_optimizer:
         ratio, overlaps = shape.offload_optimizer_ratio, overlap.offload_ahead > 0
         program = offload_state(program, ratio, num_chunks, overlaps=overlaps)
+    if pairs:
+        program = pair_computes(program, num_chunks)
     across = training and shape.reduces_across
     whole = _finish(program, across=across, checks=checks)
     if num_micro_batches == most:
@@ -132,11 +136,13 @@ def _finish(program: Program, *, across: bool, checks: bool) -> Program:
     return program
 
 
-def _lowered(shape: Shape, num_micro_batches: int, tied: bool, training: bool, kept: Lowered) -> Program:
+def _lowered(
+    shape: Shape, num_micro_batches: int, tied: bool, training: bool, kept: Lowered, *, pairs: bool
+) -> Program:
     of = (shape.schedule_name, shape.pp, shape.virtual_stages, num_micro_batches)
-    key = (*of, shape.zero, shape.reduce, tied, training)
+    key = (*of, shape.zero, shape.reduce, tied, training, pairs)
     if key not in kept:
-        computes = schedule(*of)
+        computes = schedule(*of, pairs=pairs)
         kept[key] = lower(computes, zero=shape.zero, reduce=shape.reduce, tied=tied, training=training)
     return kept[key]
 

@@ -8,6 +8,7 @@ Two proofs, each linear in the number of actions:
    have: transfers (`_PayloadState`), parameters and gradients (`chunk_check.py`), copies to host memory
    (`offload_check.py`). Every payload that another rank uses is computed and then sent, once. Every receive
    is posted once, and waited for before its payload is used. At the end nothing may be missing or left over.
+   A pair is a forward and, directly after it, a backward that does not need it.
 2. All ranks together (`timeline.py`): the program is simulated. Sends and receives must match in the same
    order on both sides, and every rank must reach its end.
 
@@ -16,10 +17,13 @@ ranks and at least p micro-batches, GPipe and 1F1B have 3 (p - 1), interleaving 
 (ZB-H1) p - 1.
 """
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from myriad.program.actions import (
     COMPUTE,
+    MAKES_WEIGHT_GRADIENT,
     SEMANTICS,
     Action,
     Kind,
@@ -29,10 +33,11 @@ from myriad.program.actions import (
     user_of,
 )
 from myriad.program.chunk_check import Chunks
+from myriad.program.in_flight import FORWARDS
 from myriad.program.offload_check import Copies
 from myriad.program.timeline import ProgramError, needed_transfer, timeline
 
-__all__ = ["ProgramCost", "check"]
+__all__ = ["ProgramCost", "check", "exchange_order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,13 @@ def check(program: Program) -> ProgramCost:
     return ProgramCost(makespan, bubble, ratio, peaks)
 
 
+def exchange_order(actions: Iterable[Action]) -> str:
+    """Return a hash of the order in which a rank's compute actions exchange tokens. Ranks that share experts
+    run the same list; with two orders they would wait for each other forever."""
+    computes = " ".join(str(action) for action in actions if action.kind in COMPUTE)
+    return hashlib.sha256(computes.encode()).hexdigest()
+
+
 def _check_form(program: Program) -> None:
     owners = set(program.stage_rank)
     if program.num_micro_batches < 1 or not program.stage_rank or owners != set(range(program.num_ranks)):
@@ -76,10 +88,10 @@ def _check_form(program: Program) -> None:
 def _peak(program: Program, rank: int) -> float:
     held = peak = 0
     for action in program.ranks[rank]:
-        if action.kind in (Kind.FORWARD, Kind.START_FETCH):
+        if action.kind in FORWARDS or action.kind is Kind.START_FETCH:
             held += 1
             peak = max(peak, held)
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.AWAIT_OFFLOAD):
+        elif action.kind in MAKES_WEIGHT_GRADIENT or action.kind is Kind.AWAIT_OFFLOAD:
             held -= 1
     forward_only = program.lowering is not None and not program.lowering.training
     return (1 if forward_only else peak) / program.virtual_stages
@@ -104,8 +116,12 @@ class _RankState:
         self.done: set[tuple[Kind, int, int]] = set()
         self.payloads, self.chunks = _PayloadState(program, rank), Chunks(program, self.stages)
         self.copies = Copies(program, self.stages)
+        self.paired: Action | None = None
+        """The forward of an open pair."""
 
     def fault(self, action: Action) -> str | None:
+        if wrong := self._pair_fault(action):
+            return wrong
         if action.kind in COMPUTE:
             return self._compute_fault(action)
         if self.lowering is None:
@@ -118,14 +134,27 @@ class _RankState:
             rules = self.copies
         return self.chunks.late_fault(action) or self.copies.state_fault(action) or rules.fault(action)
 
+    def _pair_fault(self, action: Action) -> str | None:
+        """Check that a pair is a forward and, directly after it, a backward that does not need it."""
+        pairs, forward = SEMANTICS[action.kind].pairs, self.paired
+        self.paired = action if pairs == "opens" else None
+        if (pairs == "closes") != (forward is not None):
+            return "the two compute actions of a pair follow each other directly"
+        if forward is None:
+            return None
+        same = (forward.stage, forward.micro_batch) == (action.stage, action.micro_batch)
+        return "is paired with its own forward" if same else None
+
     def fault_at_end(self) -> str | None:
+        if self.paired is not None:
+            return f"{self.paired} is paired with nothing"
         if (wrong := self._missing_computes()) or self.lowering is None:
             return wrong
         missing = self.chunks.missing_step() or self.payloads.fault_at_end()
         return missing or self.chunks.fault_at_end() or self.copies.fault_at_end()
 
     def _compute_fault(self, action: Action) -> str | None:
-        stage, micro_batch, kind = action.stage, action.micro_batch, action.kind
+        stage, micro_batch, kind = action.stage, action.micro_batch, _alone(action.kind)
         if stage not in self.stages or not 0 <= micro_batch < self.program.num_micro_batches:
             return f"not a stage of this rank ({self.stages}) or not a micro-batch of the program"
         if (kind, stage, micro_batch) in self.done:
@@ -141,15 +170,16 @@ class _RankState:
 
     def _order_fault(self, action: Action) -> str | None:
         where = (action.stage, action.micro_batch)
-        if action.kind is Kind.FORWARD:
+        kind = _alone(action.kind)
+        if kind is Kind.FORWARD:
             return None
         if self.lowering is not None and not self.lowering.training:
             return "a forward-only program has no backward"
         if (Kind.FORWARD, *where) not in self.done:
             return "backward before its forward"
-        if action.kind is Kind.BACKWARD_WEIGHT:
+        if kind is Kind.BACKWARD_WEIGHT:
             return None if (Kind.BACKWARD_INPUT, *where) in self.done else "weight half before its input half"
-        other = Kind.BACKWARD_INPUT if action.kind is Kind.BACKWARD else Kind.BACKWARD
+        other = Kind.BACKWARD_INPUT if kind is Kind.BACKWARD else Kind.BACKWARD
         return "both a whole and a split backward" if (other, *where) in self.done else None
 
     def _missing_computes(self) -> str | None:
@@ -163,6 +193,11 @@ class _RankState:
                 if training and whole not in self.done and half not in self.done:
                     return f"backward of stage {stage}, micro-batch {micro_batch} is missing or half"
         return None
+
+
+def _alone(kind: Kind) -> Kind:
+    """Return what a compute action in a pair is without it."""
+    return {Kind.PAIRED_FORWARD: Kind.FORWARD, Kind.PAIRED_BACKWARD: Kind.BACKWARD}.get(kind, kind)
 
 
 _Payload = tuple[Payload, int, int]

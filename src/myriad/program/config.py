@@ -52,6 +52,10 @@ class OverlapConfig(Config):
     than overlap.tensor_message."""
     tensor_message: Size = 2**18
     """Smallest tensor-parallel message in bytes. A smaller one costs more than it hides."""
+    pairs: bool = False
+    """Pair the forward of a micro-batch with the backward of the one before it: tokens of one travel to
+    their experts, and back, while the other computes. Needs layout.ep > 1 and several micro-batches in a
+    step, and keeps the activations of one more. It replaces overlap.tensor = turns for experts."""
     optimizer: bool = True
     """Send each chunk's parameters as soon as they are updated. off: update all chunks first."""
     optimizer_in_backward: bool = False
@@ -67,7 +71,10 @@ class OverlapConfig(Config):
 
     @property
     def tensor_kind(self) -> TensorKind | None:
-        """The value of `tensor`, with ``turns`` for an unmeasured ``auto``; ``None``: off."""
+        """The value of `tensor`, with ``turns`` for an unmeasured ``auto``; ``None``: off, as with `pairs`,
+        whose forwards are not cut in parts."""
+        if self.pairs:
+            return None
         return "turns" if self.tensor == "auto" else self.tensor
 
     @property

@@ -14,9 +14,21 @@ from itertools import groupby, pairwise
 from myriad.program.actions import COMPUTE, MAKES_WEIGHT_GRADIENT, Action, Kind, Resource, kinds_where
 from myriad.program.static_buffers import tied_reduction
 
-__all__ = ["InFlight", "RankProgram", "comes_in_turn", "most_offloaded", "next_is_backward"]
+__all__ = [
+    "BACKWARDS",
+    "FORWARDS",
+    "InFlight",
+    "RankProgram",
+    "comes_in_turn",
+    "most_offloaded",
+    "next_is_backward",
+]
 
-_BACKWARDS = kinds_where(lambda does: does.computes and Resource.ACTIVATIONS in does.frees)
+FORWARDS = kinds_where(lambda does: does.computes and Resource.ACTIVATIONS in does.allocates)
+"""Forwards, alone or in a pair."""
+
+BACKWARDS = kinds_where(lambda does: does.computes and Resource.ACTIVATIONS in does.frees)
+"""Backwards that use a forward's activations: whole, in a pair, and the input half of a split one."""
 
 
 def comes_in_turn(actions: Iterable[Action]) -> bool:
@@ -36,12 +48,12 @@ def comes_in_turn(actions: Iterable[Action]) -> bool:
 def next_is_backward(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
     """Return (stage, micro-batch) of the forwards that are directly followed by the same micro-batch's
     backward. Weight parts of other backwards may come in between."""
-    computes = [action for action in actions if action.kind in (Kind.FORWARD, *_BACKWARDS)]
+    computes = [action for action in actions if action.kind in FORWARDS | BACKWARDS]
     return frozenset(
         (first.stage, first.micro_batch)
         for first, then in pairwise(computes)
-        if first.kind is Kind.FORWARD
-        and then.kind in _BACKWARDS
+        if first.kind in FORWARDS
+        and then.kind in BACKWARDS
         and (first.stage, first.micro_batch) == (then.stage, then.micro_batch)
     )
 
@@ -81,13 +93,13 @@ class InFlight:
         now: defaultdict[int, int] = defaultdict(int)
         most: defaultdict[int, int] = defaultdict(int)
         for action in computes:
-            if action.kind is Kind.FORWARD:
+            if action.kind in FORWARDS:
                 now[action.stage] += 1
                 most[action.stage] = max(most[action.stage], now[action.stage])
             elif action.kind in MAKES_WEIGHT_GRADIENT:
                 now[action.stage] -= 1
         turns = next_is_backward(computes)
-        forwards = [action for action in computes if action.kind is Kind.FORWARD]
+        forwards = [action for action in computes if action.kind in FORWARDS]
         apart = {action.stage for action in forwards if (action.stage, action.micro_batch) not in turns}
         splits = any(action.kind is Kind.BACKWARD_INPUT for action in computes)
         return InFlight(dict(most), comes_in_turn(computes), frozenset(most.keys() - apart), splits)

@@ -29,7 +29,7 @@ from myriad.errors import BadInputError
 from myriad.program.actions import Action, Kind, Program
 from myriad.program.vee import vee, vee_stage_rank
 
-__all__ = ["SCHEDULES", "check_virtual_stages", "schedule", "stage_owners"]
+__all__ = ["SCHEDULES", "check_virtual_stages", "num_alone", "schedule", "stage_owners"]
 
 _MOST_MICRO_BATCHES = 100_000
 """Largest number of micro-batches. Longer programs are mistakes, and would run out of memory without a clear
@@ -43,10 +43,15 @@ class _Shape:
     num_ranks: int
     virtual_stages: int
     num_micro_batches: int
+    more_ahead: int = 0
+    """Forwards at the start of 1f1b, eager-1f1b and interleaved, more than these have without pairs."""
 
 
-def schedule(name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int) -> Program:
-    """Return the compute actions of one iteration under schedule ``name``. Raises `BadInputError` for
+def schedule(
+    name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int, *, pairs: bool = False
+) -> Program:
+    """Return the compute actions of one iteration under schedule ``name``. ``pairs``: each forward that
+    alternates with backwards is to be paired with one (`myriad.program.pairs`). Raises `BadInputError` for
     parameters that the schedule does not support."""
     if name not in SCHEDULES:
         raise BadInputError("layout.schedule", name, f"one of {', '.join(sorted(SCHEDULES))}")
@@ -60,7 +65,7 @@ def schedule(name: str, num_ranks: int, virtual_stages: int, num_micro_batches: 
             f"at most {_MOST_MICRO_BATCHES:,} micro-batches in an iteration: a smaller train.global_batch"
         )
         raise BadInputError("num_micro_batches", num_micro_batches, allowed)
-    shape = _Shape(num_ranks, virtual_stages, num_micro_batches)
+    shape = _Shape(num_ranks, virtual_stages, num_micro_batches, int(pairs))
     return Program(
         schedule=name,
         num_micro_batches=num_micro_batches,
@@ -125,7 +130,20 @@ def _one_forward_one_backward(shape: _Shape, rank: int, eagerness: int = 1) -> I
     everything = [range(shape.num_micro_batches)]
     forwards = _in_order(shape, rank, Kind.FORWARD, everything)
     backwards = _in_order(shape, rank, Kind.BACKWARD, everything)
-    yield from _pair_up(forwards, backwards, eagerness * (shape.num_ranks - rank - 1))
+    yield from _pair_up(forwards, backwards, _num_ahead(shape, rank, eagerness))
+
+
+def _num_ahead(shape: _Shape, rank: int, eagerness: int) -> int:
+    return eagerness * (shape.num_ranks - rank - 1) + shape.more_ahead
+
+
+def num_alone(program: Program, virtual_stages: int, rank: int) -> int:
+    """Return the number of forwards with which a rank begins, where `schedule` writes for pairs: those behind
+    them alternate with backwards. ``virtual_stages``: stages of the layout on each rank."""
+    shape = _Shape(program.num_ranks, virtual_stages, program.num_micro_batches, more_ahead=1)
+    if virtual_stages > 1:
+        return _num_ahead(shape, rank, 2) + (virtual_stages - 1) * len(_rounds(shape)[0])
+    return _num_ahead(shape, rank, 2 if program.schedule == "eager-1f1b" else 1)
 
 
 def _eager_one_forward_one_backward(shape: _Shape, rank: int) -> Iterator[Action]:
@@ -143,7 +161,7 @@ def _interleaved(shape: _Shape, rank: int) -> Iterator[Action]:
         yield from _one_forward_one_backward(shape, rank)
         return
     rounds = _rounds(shape)
-    num_warm_up = 2 * (shape.num_ranks - rank - 1) + (shape.virtual_stages - 1) * len(rounds[0])
+    num_warm_up = _num_ahead(shape, rank, 2) + (shape.virtual_stages - 1) * len(rounds[0])
     forwards = _in_order(shape, rank, Kind.FORWARD, rounds)
     backwards = _in_order(shape, rank, Kind.BACKWARD, rounds)
     yield from _pair_up(forwards, backwards, num_warm_up)

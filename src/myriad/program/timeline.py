@@ -94,6 +94,7 @@ def unit_costs(program: Program) -> Cost:
     0."""
     one = 1.0 / program.virtual_stages
     costs = {Kind.FORWARD: one, Kind.BACKWARD: 2 * one, Kind.BACKWARD_INPUT: one, Kind.BACKWARD_WEIGHT: one}
+    costs |= {Kind.PAIRED_FORWARD: one, Kind.PAIRED_BACKWARD: 2 * one}
     return lambda action: costs.get(action.kind, 0.0)
 
 

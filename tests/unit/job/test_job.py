@@ -21,6 +21,7 @@ from myriad.job.phase_values import Phase
 
 F16 = "train.precision=float16"
 CLIPS = ["optimizer.name=muon", "optimizer.qk_clip=9"]
+IN_PAIRS = ["model.experts=4", "layout.dp=2", "layout.ep=2", "overlap.pairs=true"]
 EARLY = ["overlap.optimizer_in_backward=true", "optimizer.clip_norm=off"]
 GRAPHS = "train.cuda_graphs=true"
 ROPELESS = "model.position=none"
@@ -159,6 +160,12 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["layout.expert_load=1.5"], "layout.expert_load", "needs model.experts"),
         (["layout.tp=4", "layout.etp=2", "model.experts=4"], "layout.etp", "1, or layout.tp = 4"),
         (["layout.dp=2", "layout.ep=2", "model.experts=3"], "layout.ep", "must divide model.experts = 3"),
+        (["overlap.pairs=true"], "overlap.pairs", "needs layout.ep above 1"),
+        ([*IN_PAIRS, "layout.schedule=gpipe"], "overlap.pairs", "layout.schedule = 1f1b"),
+        ([*IN_PAIRS, "layout.pp=2"], "overlap.pairs", "layout.schedule = eager-1f1b"),
+        ([*IN_PAIRS, "layout.zero=3"], "overlap.pairs", "needs layout.zero below 3"),
+        ([*IN_PAIRS, "layout.recompute=full"], "overlap.pairs", "layout.recompute = none"),
+        ([*IN_PAIRS, "train.global_batch=2"], "overlap.pairs", "two micro-batches"),
         (["model.heads=3"], "model.hidden", "divisible by model.heads = 3"),
         (["model.kv_heads=3"], "model.heads", "divisible by model.kv_heads = 3"),
         (["model.head_dim=17"], "model.head_dim", "even"),

@@ -7,6 +7,7 @@ from myriad.program.build import update_early
 from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
 from myriad.program.offload_passes import offload_activations, offload_state
+from myriad.program.pairs import pair_computes
 from myriad.program.passes import apply_passes, orthogonalize
 from myriad.program.schedules import schedule
 
@@ -54,3 +55,26 @@ def lowered(draw: st.DrawFn, most_ranks: int = 6, most_micro_batches: int = 14) 
         ratio, overlaps = draw(st.sampled_from([0.5, 1.0])), draw(st.booleans())
         program = offload_state(program, ratio, num_chunks, overlaps=overlaps)
     return program
+
+
+@st.composite
+def paired(draw: st.DrawFn, most_ranks: int = 4, most_micro_batches: int = 9) -> Program:
+    """Programs of jobs with ``overlap.pairs``."""
+    num_ranks = draw(st.integers(1, most_ranks))
+    alternating = [("eager-1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
+    name, virtual_stages = draw(st.sampled_from(alternating + ([] if num_ranks > 1 else [("1f1b", 1)])))
+    num_micro_batches = draw(st.integers(2, most_micro_batches))
+    program = lower(
+        schedule(name, num_ranks, virtual_stages, num_micro_batches, pairs=True),
+        zero=draw(st.integers(0, 2)),
+        reduce=draw(st.sampled_from(["last", "each"])),
+        tied=draw(st.booleans()),
+    )
+    overlap = OverlapConfig(
+        receive_ahead=draw(st.integers(1, 5)), data=draw(st.booleans()), optimizer=draw(st.booleans())
+    )
+    num_chunks = draw(st.integers(1, 3))
+    program = apply_passes(program, overlap, num_chunks)
+    if overlap.optimizer and draw(st.booleans()):
+        program = update_early(program, travels=draw(st.booleans()))
+    return pair_computes(program, num_chunks)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from program_shapes import lowered
+from program_shapes import lowered, paired
 
 from myriad.program.actions import COMPUTE, Action, Kind, PipelineTransfer, Program
 from myriad.program.build import update_early
@@ -24,13 +24,13 @@ def with_rank(program: Program, rank: int, actions: list[Action]) -> Program:
     return replace(program, ranks=tuple(ranks))
 
 
-@given(lowered())
+@given(lowered() | paired())
 @settings(max_examples=250, deadline=None)
 def test_everything_that_lowering_and_passes_write_is_proved(program):
     check(program)
 
 
-@given(lowered(4, 6), st.data())
+@given(lowered(4, 6) | paired(4, 6), st.data())
 @settings(max_examples=250, deadline=None)
 def test_a_missing_action_is_found(program, data):
     rank = data.draw(st.integers(0, program.num_ranks - 1))
@@ -49,7 +49,7 @@ def test_a_missing_norm_is_found_where_stages_are_updated_before_it():
         check(with_rank(program, 0, list(program.ranks[0][:-1])))
 
 
-@given(lowered(4, 6), st.data())
+@given(lowered(4, 6) | paired(4, 6), st.data())
 @settings(max_examples=250, deadline=None)
 def test_an_action_done_twice_is_found(program, data):
     rank = data.draw(st.integers(0, program.num_ranks - 1))
@@ -60,7 +60,7 @@ def test_an_action_done_twice_is_found(program, data):
         check(with_rank(program, rank, actions))
 
 
-@given(lowered(4, 6), st.data())
+@given(lowered(4, 6) | paired(4, 6), st.data())
 @settings(max_examples=250, deadline=None)
 def test_a_compute_before_its_input_is_found(program, data):
     """Moves a compute that needs something before what it needs: its wait, its exchange, or its own
@@ -73,7 +73,7 @@ def test_a_compute_before_its_input_is_found(program, data):
         check(with_rank(program, rank, actions))
 
 
-@given(lowered(4, 6), st.data())
+@given(lowered(4, 6) | paired(4, 6), st.data())
 @settings(max_examples=200, deadline=None)
 def test_swapping_two_transfers_of_one_channel_is_found(program, data):
     """NCCL has no tags: what is sent first is received first, so one side alone may not change the order."""

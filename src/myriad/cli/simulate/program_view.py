@@ -40,7 +40,14 @@ __all__ = ["draw_svg", "show_program", "text_rows"]
 _WIDEST = 100_000
 """Width in columns of a picture that is written to a pipe, which does not wrap lines."""
 
-_FEW_COLOURS = {"forward": "blue", "backward": "green", "backward_input": "cyan", "backward_weight": "yellow"}
+_FEW_COLOURS = {
+    "forward": "blue",
+    "backward": "green",
+    "backward_input": "cyan",
+    "backward_weight": "yellow",
+    "paired_forward": "magenta",
+    "paired_backward": "white",
+}
 """Colours for terminals with 16 colours."""
 
 
@@ -207,7 +214,14 @@ def _legend(program: Program, *, few_colours: bool) -> "Text":
     return legend
 
 
-_LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
+_LETTERS = {
+    Kind.FORWARD: "F",
+    Kind.BACKWARD: "B",
+    Kind.BACKWARD_INPUT: "I",
+    Kind.BACKWARD_WEIGHT: "W",
+    Kind.PAIRED_FORWARD: "f",
+    Kind.PAIRED_BACKWARD: "b",
+}
 """Letter of each kind, for output without colour."""
 
 

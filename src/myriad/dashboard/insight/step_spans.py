@@ -18,6 +18,7 @@ from myriad.dashboard.insight.nesting import Nested, nested
 from myriad.dashboard.insight.rank_arrays import Array, Ranks
 from myriad.program.actions import Kind
 from myriad.program.config import OverlapConfig
+from myriad.program.in_flight import FORWARDS
 from myriad.telemetry.span_io.span_records import Records
 
 __all__ = ["StepSpans", "programs_seen", "step_spans"]
@@ -172,7 +173,7 @@ def programs_seen(
     """Return the programs of an attempt according to its spans: stages may be divided into chunks, and the
     micro-batches of replicas may differ from the job's. Raises ``ValueError`` for spans that no attempt of
     the job can have."""
-    codes = [code for code, name in enumerate(names) if name == Kind.FORWARD]
+    codes = [code for code, name in enumerate(names) if name in FORWARDS]
     forwards = records[np.isin(records["name"], codes)]
     if len(forwards) == 0:
         return step_programs(layout, overlap, shares, tied=tied, num_chunks=1, orthogonalizes=orthogonalizes)

@@ -41,6 +41,8 @@ const DATA = `gather await_gather reduce await_reduce ${ACROSS} gather_tied redu
 const POSTS = "start_gather start_reduce start_across start_momentum start_scatter send release";
 const COPIES =
   "start_offload await_offload start_fetch await_fetch start_state_in await_state_in start_state_out await_state_out";
+const PAIRED = "paired_forward paired_backward";
+for (const name of PAIRED.split(" ")) SPAN_COLOURS[name] = "#6478dc";
 for (const name of PIPELINE.split(" ")) SPAN_COLOURS[name] = "#dd7f52";
 for (const name of DATA.split(" ")) SPAN_COLOURS[name] = "#f2cda9";
 for (const name of POSTS.split(" ")) SPAN_COLOURS[name] = "#cabdfb";
@@ -90,6 +92,7 @@ export const SPAN_LEGEND = [
   ["backward", "backward"],
   ["backward, input half", "backward_input"],
   ["backward, weight half", "backward_weight"],
+  ["forward and backward in a pair", PAIRED],
   ["tensor", "tensor_comm"],
   ["experts", "expert_comm"],
   ["context", "context_comm"],

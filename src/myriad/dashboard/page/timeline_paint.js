@@ -291,7 +291,7 @@ function spanWords(names, theme, idle) {
   return { full: Uint32Array.from(full, word), pale: Uint32Array.from(full, (colour) => word(mixed(colour, idle, theme === "dark" ? 0.5 : 0.45))) };
 }
 
-const SHORT = { forward: "F", backward: "B", backward_input: "B", backward_weight: "W" };
+const SHORT = { forward: "F", backward: "B", backward_input: "B", backward_weight: "W", paired_backward: "FB" };
 
 function labelOf(name, microBatch, room) {
   const long = microBatch >= 0 ? `${name} ${microBatch}` : name;

@@ -102,7 +102,7 @@ def expert_exchange(
         hidden = np.minimum(cut * (1 - 1 / parts), room)
         return np.where(context.overlap_mode, cut - hidden + busy_ratio * hidden, whole)
 
-    if context.profile.hides_expert_comm:
+    if context.hides_expert_comm:
         gathered = _gathered_on_arrival(model, context, tokens)
         there, back = (exposed(sent + returned, room) for room in rooms)
         return begun + there + gathered, back + gathered

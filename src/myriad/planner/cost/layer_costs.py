@@ -165,7 +165,7 @@ def block_times(
         np.maximum(0.0, products[0] + attend.attention - comm),
         np.maximum(0.0, products[1] + attend_back.attention - comm),
     )
-    if context.profile.hides_expert_comm:  # Behind another micro-batch in the other direction.
+    if context.hides_expert_comm:
         half = (
             products[0] + attend.attention + stream + sum(products[1:]) + attend_back.attention + back
         ) / 2

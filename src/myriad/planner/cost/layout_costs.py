@@ -12,9 +12,9 @@ orthogonalize            Newton-Schulz on the rank with the most work, and messa
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, reduce
 from itertools import groupby
 from operator import add
 
@@ -35,49 +35,32 @@ from myriad.planner.cost.head_costs import embedding_times, head_times
 from myriad.planner.cost.layer_costs import LayerTimes, block_times
 from myriad.planner.cost.matrix_costs import MatrixCosts, matrix_costs
 from myriad.planner.cost.module_gathers import Module, ModuleGathers, module_order, step_seconds
-from myriad.planner.cost.operator_costs import TimeBreakdown, sweep_seconds
+from myriad.planner.cost.operator_costs import TimeBreakdown, optimizer_bytes, sweep_seconds
 from myriad.planner.cost.product_costs import OVERLAP_MODES, LayerContext, block_shares
 from myriad.planner.cost.snapshot_costs import SnapshotCosts, SnapshotSchedule, host_copy_rate
 from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.cost.stage_layers import (
+    block_of,
     computed_pairs,
     first_alike,
+    layer_kinds,
     layer_parameters,
     routed_parameters,
     stage_layers,
 )
 from myriad.planner.memory.stage_memory import StageMemory
 from myriad.planner.workload import Workload
+from myriad.program.actions import Kind
 from myriad.program.build import count_chunks
 from myriad.program.partition import cut_ranges, num_recomputed
 from myriad.program.schedules import stage_owners
 
-__all__ = [
-    "Costs",
-    "copied_sum_seconds",
-    "optimizer_bytes",
-]
+__all__ = ["Costs", "copied_sum_seconds"]
 
 
-@lru_cache(maxsize=16)
-def _layer_kinds(model: ModelConfig) -> tuple[str, ...]:
-    """Return the kind of each layer (embedding, blocks, head); layers of one kind cost the same."""
-    return ("embedding", *(f"block {first}" for first in first_alike(model)), "head")
-
-
-def _block_of(kind: str) -> int:
-    """Return the first block of a kind of `_layer_kinds`."""
-    return int(kind.removeprefix("block "))
-
-
-def optimizer_bytes(optimizer: str, value_bytes: int, ema_every: int = 0) -> float:
-    """Return the bytes that the optimizer moves for each parameter. The float32 master value and two moments
-    are read and written; the gradient is read and the compute value written. LAMB makes another pass over
-    values and updates for their norms. Muon has one moment, whose pass also writes the gradient, and reads
-    and writes the values twice, for decay and update. Every ``ema_every`` steps (0: never) the values' moving
-    average is read and written, and the values are read."""
-    average = 12.0 / ema_every if ema_every else 0.0
-    return 24.0 + 4.0 + value_bytes + {"lamb": 16.0, "muon": 8.0}.get(optimizer, 0.0) + average
+def _sum_of_layers(times: Mapping[str, LayerTimes], counts: Mapping[str, int]) -> LayerTimes:
+    """Return the seconds of so many layers of each kind."""
+    return reduce(add, (times[kind].times(float(number)) for kind, number in counts.items()))
 
 
 class Costs:
@@ -97,7 +80,7 @@ class Costs:
             float(layout.micro_batch),
             workload.value_bytes,
             overlap,
-            OVERLAP_MODES[overlap.tensor],
+            OVERLAP_MODES[None if overlap.pairs else overlap.tensor],
             workload.float8_kept_over,
             workload.qk_clip,
             ExpertGrid.of(layout, replica_stride),
@@ -130,7 +113,7 @@ class Costs:
     def stages(self) -> list[StageCosts]:
         """Costs of every stage of the program."""
         found: dict[tuple[str, ...], StageCosts] = {}
-        kinds = _layer_kinds(self.workload.model)
+        kinds = layer_kinds(self.workload.model)
         stages = []
         for own in cut_ranges(self.layers_of_stage, self.num_chunks):
             key = kinds[own.start : own.stop]
@@ -141,19 +124,27 @@ class Costs:
 
     @cached_property
     def _times(self) -> dict[str, LayerTimes]:
+        return self._times_in(self.slice)
+
+    @cached_property
+    def _paired_times(self) -> dict[str, LayerTimes] | None:
+        """Seconds of each kind of layer in a pair; ``None``: there are no pairs."""
+        return self._times_in(replace(self.slice, in_pairs=True)) if self.workload.overlap.pairs else None
+
+    def _times_in(self, context: LayerContext) -> dict[str, LayerTimes]:
         model, num_ranks = self.workload.rank_model, self.workload.layout.cp
-        head = head_times(model, self.slice)
-        times = {"embedding": embedding_times(model, self.slice), "head": head}
+        times = {"embedding": embedding_times(model, context), "head": head_times(model, context)}
         for layer in dict.fromkeys(first_alike(model)):
             block = model.of_block(layer)
             pairs, window = computed_pairs(model, layer, num_ranks), model.layer_window(layer)
-            times[f"block {layer}"] = block_times(block, self.slice, pairs, window)
+            times[f"block {layer}"] = block_times(block, context, pairs, window)
         return times
 
     def _stage(self, own: Sequence[int]) -> StageCosts:
-        kinds, workload = _layer_kinds(self.workload.model), self.workload
+        kinds, workload = layer_kinds(self.workload.model), self.workload
         counts = {kind: len(list(group)) for kind, group in groupby(sorted(kinds[i] for i in own))}
-        times = reduce(add, (self._times[kind].times(float(n)) for kind, n in counts.items()))
+        times = _sum_of_layers(self._times, counts)
+        paired = None if self._paired_times is None else _sum_of_layers(self._paired_times, counts)
         others, experts = self._parameters(own)
         parameters = others + experts
         again = self._again([kinds[layer] for layer in own])
@@ -186,6 +177,7 @@ class Costs:
             copy_state=copies[1],
             copied_parameters=others / workload.layout.num_holders
             + experts / workload.layout.num_expert_replicas,
+            paired=paired,
         )
 
     def _parameters(self, own: Sequence[int]) -> tuple[float, float]:
@@ -242,7 +234,7 @@ class Costs:
         if not self.workload.orthogonalizes:
             return []
         ends = {"embedding": 0, "head": model.layers + 1}
-        layer = ends[kind] if kind in ends else 1 + _block_of(kind)
+        layer = ends[kind] if kind in ends else 1 + block_of(kind)
         return hidden_matrices(model, layer, layout.tp, whole_experts=layout.has_whole_experts)
 
     @property
@@ -274,7 +266,7 @@ class Costs:
             parameters = layer_parameters(model)[0 if kind == "embedding" else -1]
             shares = {kind: (float(parameters), 1.0)}
         else:
-            shares = block_shares(model.of_block(_block_of(kind)))
+            shares = block_shares(model.of_block(block_of(kind)))
         selective = self.workload.recompute == "selective"
         backward = times.backward_input + times.backward_weight
         backward = backward + (times.selective_recompute if selective else TimeBreakdown())
@@ -355,13 +347,20 @@ class Costs:
         layout = self.workload.layout
         owners = stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)
         ranks = [(TimeBreakdown(), TimeBreakdown()) for _ in range(layout.pp)]
+        count = float(self.workload.num_micro_batches)
         for index, stage in enumerate(self.stages):
             rank = owners[index // self.num_chunks]
             parts, again = ranks[rank]
-            ranks[rank] = parts + stage.parts, again + stage.again
-        parts, again = max(ranks, key=lambda rank: float(rank[0].total + rank[1].total))
+            ranks[rank] = parts + self._compute_of(stage), again + stage.again.times(count)
+        return max(ranks, key=lambda rank: float(rank[0].total + rank[1].total))
+
+    def _compute_of(self, stage: StageCosts) -> TimeBreakdown:
+        """Return the compute of a stage in one iteration, in which all but one micro-batch are in pairs."""
         count = float(self.workload.num_micro_batches)
-        return parts.times(count), again.times(count)
+        if stage.paired is None:
+            return stage.parts.times(count)
+        pair = stage.parts_of(Kind.PAIRED_FORWARD) + stage.parts_of(Kind.PAIRED_BACKWARD)
+        return stage.parts + pair.times(count - 1)
 
     @cached_property
     def snapshot_costs(self) -> SnapshotCosts:

@@ -39,6 +39,7 @@ __all__ = [
     "flash_seconds",
     "float8_traffic",
     "matmul_seconds",
+    "optimizer_bytes",
     "peak_flops",
     "stream_seconds",
     "sweep_seconds",
@@ -214,3 +215,13 @@ class TimeBreakdown:
     def total(self) -> Number:
         """Sum of all parts."""
         return self.matmul + self.attention + self.memory + self.tensor + self.experts + self.context
+
+
+def optimizer_bytes(optimizer: str, value_bytes: int, ema_every: int = 0) -> float:
+    """Return the bytes that the optimizer moves for each parameter. The float32 master value and two moments
+    are read and written; the gradient is read and the compute value written. LAMB makes another pass over
+    values and updates for their norms. Muon has one moment, whose pass also writes the gradient, and reads
+    and writes the values twice, for decay and update. Every ``ema_every`` steps (0: never) the values' moving
+    average is read and written, and the values are read."""
+    average = 12.0 / ema_every if ema_every else 0.0
+    return 24.0 + 4.0 + value_bytes + {"lamb": 16.0, "muon": 8.0}.get(optimizer, 0.0) + average

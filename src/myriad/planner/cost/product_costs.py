@@ -64,12 +64,19 @@ class LayerContext:
     """The ranks of a stage as experts see them."""
     context: ContextGrid = ONE_RANK_OF_CONTEXT
     """The ranks that share a sequence; a model has as many positions as each of them has."""
+    in_pairs: bool = False
+    """Whether forwards are paired with backwards of other micro-batches (``overlap.pairs``)."""
 
     @property
     def accelerator(self) -> Accelerator:
         accelerator = self.cluster.accelerator.of(self.value_bytes)
         captured = self.profile.cuda_graphs and not self.cluster.on_cpu
         return accelerator.captured() if captured else accelerator
+
+    @property
+    def hides_expert_comm(self) -> bool:
+        """Whether tokens travel behind another micro-batch in the other direction."""
+        return self.in_pairs or self.profile.hides_expert_comm
 
     @property
     def gathers_arrived(self) -> bool:

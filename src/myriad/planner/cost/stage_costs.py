@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from myriad.planner.cost.layer_costs import LayerTimes
 from myriad.planner.cost.matrix_costs import MatrixCosts
 from myriad.planner.cost.operator_costs import TimeBreakdown
-from myriad.program.actions import Copy
+from myriad.program.actions import Copy, Kind, kinds_where
+from myriad.program.in_flight import FORWARDS
 
 __all__ = ["StageCosts"]
 
 _NO_MATRICES = MatrixCosts()
+_PAIRED = kinds_where(lambda does: does.pairs is not None)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class StageCosts:
     """Seconds to copy its optimizer state to host memory, or back."""
     copied_parameters: float = 0.0
     """Number of parameters that this rank adds to snapshots."""
+    paired: LayerTimes | None = None
+    """Seconds of one micro-batch whose forward and backward are each in a pair; ``None``: there are none."""
 
     def copy_seconds(self, copy: Copy) -> float:
         """Return the seconds of a copy between device and host."""
@@ -54,6 +58,28 @@ class StageCosts:
     def backward(self) -> float:
         """Seconds of both halves of the backward."""
         return self.backward_input + self.backward_weight
+
+    @property
+    def paired_forward(self) -> float:
+        """Seconds that a forward adds to the backward that it is paired with."""
+        return float(self.parts_of(Kind.PAIRED_FORWARD).total)
+
+    @property
+    def paired_backward(self) -> float:
+        """Seconds of a backward in a pair, including recomputation."""
+        return float(self.parts_of(Kind.PAIRED_BACKWARD).total + self.again.total)
+
+    def seconds_of(self, kind: Kind) -> float:
+        """Return the seconds of a compute action."""
+        return float(getattr(self, kind))
+
+    def parts_of(self, kind: Kind) -> TimeBreakdown:
+        """Return the seconds of a compute action by cause, without recomputation."""
+        times = self.paired if kind in _PAIRED and self.paired is not None else self.times
+        if kind in FORWARDS:
+            return times.forward
+        inputs, weights = times.backward_input, times.backward_weight
+        return {Kind.BACKWARD_INPUT: inputs, Kind.BACKWARD_WEIGHT: weights}.get(kind, inputs + weights)
 
     @property
     def gather_momentum(self) -> float:

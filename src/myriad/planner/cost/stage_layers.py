@@ -7,9 +7,11 @@ from myriad.planner.workload import Workload
 from myriad.program.partition import partition_layers
 
 __all__ = [
+    "block_of",
     "computed_pairs",
     "cut_layers",
     "first_alike",
+    "layer_kinds",
     "layer_parameters",
     "routed_elements",
     "routed_parameters",
@@ -93,3 +95,14 @@ def computed_pairs(model: ModelConfig, layer: int, num_ranks: int = 1) -> float:
     if window is None or window >= sequence:
         return sequence * (sequence + 1) / 2 / num_ranks
     return (window * sequence - window * (window - 1) / 2) / num_ranks
+
+
+@lru_cache(maxsize=16)
+def layer_kinds(model: ModelConfig) -> tuple[str, ...]:
+    """Return the kind of each layer (embedding, blocks, head); layers of one kind cost the same."""
+    return ("embedding", *(f"block {first}" for first in first_alike(model)), "head")
+
+
+def block_of(kind: str) -> int:
+    """Return the first block of a kind of `layer_kinds`."""
+    return int(kind.removeprefix("block "))

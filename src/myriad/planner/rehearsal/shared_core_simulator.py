@@ -24,7 +24,7 @@ from myriad.planner.cost.collective_costs import tensor_group
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.simulation.rank_clocks import Place
 from myriad.planner.simulation.simulator import CostModelRun, Prediction, replica_programs, simulate
-from myriad.program.actions import COMPUTE, Action, Collective, Kind, Program
+from myriad.program.actions import COMPUTE, Action, Collective, Program
 
 __all__ = ["predict_iteration"]
 
@@ -198,18 +198,8 @@ class _SharingRun(CostModelRun):
         layout = self.costs.workload.layout
         if action.kind not in COMPUTE or layout.tp * layout.ep * layout.cp == 1:
             return 0.0
-        times = self.costs.stages[action.stage].times
-        forward, inputs, weights = (
-            part.tensor + part.experts + part.context
-            for part in (times.forward, times.backward_input, times.backward_weight)
-        )
-        tensor = {
-            Kind.FORWARD: forward,
-            Kind.BACKWARD: inputs + weights,
-            Kind.BACKWARD_INPUT: inputs,
-            Kind.BACKWARD_WEIGHT: weights,
-        }[action.kind]
-        return float(tensor) * (1 - self.tensor_busy_ratio)
+        parts = self.costs.stages[action.stage].parts_of(action.kind)
+        return float(parts.tensor + parts.experts + parts.context) * (1 - self.tensor_busy_ratio)
 
     # Transfers.
 

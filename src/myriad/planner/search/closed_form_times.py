@@ -45,9 +45,9 @@ from myriad.planner.cost.collective_costs import (
     shard_group_comm,
 )
 from myriad.planner.cost.expert_ranks import holders
-from myriad.planner.cost.layout_costs import Costs, copied_sum_seconds, optimizer_bytes
+from myriad.planner.cost.layout_costs import Costs, copied_sum_seconds
 from myriad.planner.cost.matrix_costs import newton_schulz_seconds
-from myriad.planner.cost.operator_costs import sweep_seconds
+from myriad.planner.cost.operator_costs import optimizer_bytes, sweep_seconds
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.planner.cost.stage_layers import first_alike
 from myriad.planner.search.layout_problem import LayoutCandidate, Sharding

@@ -180,13 +180,7 @@ class CostModelRun(RankClocks):
     def _cost(self, lane: int, rank: int, action: Action) -> float:
         kind, costs = action.kind, self.costs
         if kind in COMPUTE:
-            stage = costs.stages[action.stage]
-            seconds = {
-                Kind.FORWARD: stage.forward,
-                Kind.BACKWARD: stage.backward,
-                Kind.BACKWARD_INPUT: stage.backward_input,
-                Kind.BACKWARD_WEIGHT: stage.backward_weight,
-            }[kind]
+            seconds = costs.stages[action.stage].seconds_of(kind)
             noise = max(0.5, self.random.gauss(1.0, self.jitter)) if self.jitter else 1.0
             return seconds * self.factor[lane] * noise
         if kind is Kind.UPDATE:

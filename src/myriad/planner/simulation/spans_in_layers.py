@@ -19,6 +19,7 @@ from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.cost.stage_layers import computed_pairs
 from myriad.planner.workload import Recompute
 from myriad.program.actions import COMPUTE, Action, Kind
+from myriad.program.in_flight import BACKWARDS
 from myriad.program.partition import cut_ranges
 
 __all__ = ["IN_LAYERS", "InnerSpan", "SpansInLayers", "exposed_in_layers"]
@@ -55,7 +56,7 @@ class SpansInLayers:
         if action.kind not in COMPUTE or layout.tp * layout.ep * layout.cp == 1:
             return []
         stage = self.costs.stages[action.stage]
-        planned, end = _planned_seconds(stage, action), start + seconds
+        planned, end = stage.seconds_of(action.kind), start + seconds
         exposed = exposed_in_layers(stage, action, self.costs.workload.recompute)
         ring = self._ring(action) if layout.ring > 1 else []
         waits = sum(one for name, _, one in ring if name == _NAMES["context"])
@@ -77,7 +78,7 @@ class SpansInLayers:
         turns = [forward]
         if action.kind is Kind.BACKWARD_WEIGHT:
             turns = []
-        elif action.kind is not Kind.FORWARD:
+        elif action.kind in BACKWARDS:
             repeats = self.costs.workload.recompute == "full" and attended > 0
             again = float(stage.again.attention) / attended if repeats else 0.0
             turns = [{step: (again * a, again * b) for step, (a, b) in forward.items()}, backward]
@@ -121,22 +122,6 @@ def exposed_in_layers(stage: StageCosts, action: Action, recompute: Recompute) -
     """Return the seconds of exposed communication in a compute action, by kind of `IN_LAYERS`: of tensor
     parallelism, of tokens with the ranks of their experts, and of keys, values and heads with the ranks that
     share sequences."""
-    times = stage.times
-    again = stage.again if recompute == "full" else TimeBreakdown()
-    inputs, weights = times.backward_input + again, times.backward_weight
-    found = {
-        Kind.FORWARD: times.forward,
-        Kind.BACKWARD: inputs + weights,
-        Kind.BACKWARD_INPUT: inputs,
-        Kind.BACKWARD_WEIGHT: weights,
-    }[action.kind]
+    repeats = recompute == "full" and action.kind in BACKWARDS
+    found = stage.parts_of(action.kind) + (stage.again if repeats else TimeBreakdown())
     return {kind: float(getattr(found, kind)) for kind in IN_LAYERS}
-
-
-def _planned_seconds(stage: StageCosts, action: Action) -> float:
-    return {
-        Kind.FORWARD: stage.forward,
-        Kind.BACKWARD: stage.backward,
-        Kind.BACKWARD_INPUT: stage.backward_input,
-        Kind.BACKWARD_WEIGHT: stage.backward_weight,
-    }[action.kind]

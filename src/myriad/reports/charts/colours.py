@@ -44,6 +44,8 @@ KIND_NAMES = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward, input half",
     Kind.BACKWARD_WEIGHT: "backward, weight half",
+    Kind.PAIRED_FORWARD: "forward, in a pair",
+    Kind.PAIRED_BACKWARD: "backward, in a pair",
 }
 """Kinds of compute actions in the order in which legends show them."""
 
@@ -52,6 +54,8 @@ _LIGHT_AND_DARK = {
     Kind.BACKWARD: ((160, 215, 165), (28, 112, 62)),
     Kind.BACKWARD_INPUT: ((137, 211, 204), (15, 108, 104)),
     Kind.BACKWARD_WEIGHT: ((250, 205, 130), (196, 110, 20)),
+    Kind.PAIRED_FORWARD: ((184, 186, 240), (72, 66, 158)),
+    Kind.PAIRED_BACKWARD: ((196, 215, 140), (84, 112, 28)),
 }
 
 

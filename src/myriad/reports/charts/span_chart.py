@@ -29,6 +29,8 @@ _COMPUTE = {
     "backward": ((160, 215, 165), (28, 112, 62)),
     "backward_input": ((137, 211, 204), (15, 108, 104)),
     "backward_weight": ((250, 205, 130), (196, 110, 20)),
+    "paired_forward": ((184, 186, 240), (72, 66, 158)),
+    "paired_backward": ((196, 215, 140), (84, 112, 28)),
 }
 """Colours of a rank's first and last stage, by span name."""
 _OTHER = {

@@ -52,6 +52,8 @@ _OF_A_STEP = {
     "backward": ("backward", "compute"),
     "backward_input": ("backward", "compute"),
     "backward_weight": ("weight gradient", "compute"),
+    "paired_forward": ("forward and backward", "compute"),
+    "paired_backward": ("forward and backward", "compute"),
     "send": ("send", "pp"),
     "receive": ("receive wait", "pp"),
     "exchange": ("receive wait", "pp"),
