@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from myriad.cli.json_output import print_json
+from myriad.cli.memory_errors_output import memory_json, print_memory
 from myriad.cli.output_files import check_output, check_picture, write_output, write_picture
 from myriad.cli.progress_bar import count_bar
 from myriad.errors import BadInputError
@@ -91,7 +92,7 @@ def validate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Predict published iteration times and report the errors of the predictions.
+    """Predict published iteration times, and peak memory, and report the errors of the predictions.
 
     zero-shot: data sheets and the planner's constants, the same for every table.
 
@@ -205,7 +206,8 @@ def _as_json(results: "Sequence[TableResult]") -> dict[str, Any]:
             }
         )
     frameworks = [_framework(one) for one in framework_errors(results)]
-    return {"tables": tables, "frameworks": frameworks, "interval_ratio": interval(results)}
+    found = {"tables": tables, "frameworks": frameworks, "interval_ratio": interval(results)}
+    return found | {"memory": memory_json(results)}
 
 
 _FACTORS = ("matmul", "streams", "tensor", "rest")
@@ -303,6 +305,7 @@ def _print(results: "Sequence[TableResult]", *, rows: bool) -> None:
     console.print(grid)
     console.print(_LEGEND, style="dim")
     _print_frameworks(console, results)
+    print_memory(console, results, rows=rows)
     _print_ratios(console, results)
     if len(results) > 2:
         console.print(f"A system in none of these tables: 90 % of times within ±{interval(results):.0%}.")

@@ -42,6 +42,12 @@ if TYPE_CHECKING:
     )
     from myriad.planner.validation.framework_errors import FrameworkErrors, framework_errors
     from myriad.planner.validation.log_rows import log_cells
+    from myriad.planner.validation.memory_errors import (
+        MemoryErrors,
+        PredictedMemory,
+        memory_errors,
+        predict_memory,
+    )
     from myriad.planner.validation.prediction_errors import (
         ErrorScore,
         SystemRatio,
@@ -80,7 +86,9 @@ __all__ = [
     "IterationSummary",
     "LayoutCandidate",
     "LayoutProblem",
+    "MemoryErrors",
     "PlanResult",
+    "PredictedMemory",
     "Prediction",
     "PublishedRow",
     "PublishedTable",
@@ -104,8 +112,10 @@ __all__ = [
     "intervals",
     "layout_within",
     "log_cells",
+    "memory_errors",
     "memory_of_ranks",
     "parse_table",
+    "predict_memory",
     "predict_table",
     "ratios",
     "read_framework",
@@ -136,7 +146,9 @@ _MODULE_OF = {
     "IterationSummary": "simulation.iteration_summary",
     "LayoutCandidate": "search.layout_problem",
     "LayoutProblem": "search.layout_problem",
+    "MemoryErrors": "validation.memory_errors",
     "PlanResult": "search.planning",
+    "PredictedMemory": "validation.memory_errors",
     "Prediction": "simulation.simulator",
     "PublishedRow": "validation.published_rows",
     "PublishedTable": "validation.published_tables",
@@ -160,8 +172,10 @@ _MODULE_OF = {
     "intervals": "validation.prediction_errors",
     "layout_within": "memory.recompute_budget",
     "log_cells": "validation.log_rows",
+    "memory_errors": "validation.memory_errors",
     "memory_of_ranks": "memory.rank_memory",
     "parse_table": "validation.published_tables",
+    "predict_memory": "validation.memory_errors",
     "predict_table": "validation.prediction_errors",
     "ratios": "validation.prediction_errors",
     "read_framework": "frameworks",

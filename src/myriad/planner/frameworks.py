@@ -9,6 +9,7 @@ that a reader can check it, and a test finds a value without one:
 
     [profile]                                 # keys of FrameworkProfile
     fused_loss = {value = false, source = "src/nanotron/parallel/tensor_parallel/functional.py"}
+    [memory]                                  # keys of FrameworkMemory
     [overlap]                                 # keys of OverlapConfig
     [layout]                                  # keys of LayoutHabits
 
@@ -16,7 +17,7 @@ A value that is fitted says so, with its rows: ``fitted_to = "rows of 8 GPUs"``.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -24,6 +25,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from myriad.comm.layout import ExpertDispatch, ScheduleName
 from myriad.config import Config, explain
 from myriad.errors import BadInputError
+from myriad.planner.memory.framework_memory import FrameworkMemory
 from myriad.planner.workload import FrameworkProfile
 from myriad.program.config import OverlapConfig
 
@@ -33,6 +35,7 @@ Launcher = Literal["megatron-lm", "megatron-bridge", "torchtitan"]
 """Whose options a plan for a framework is written in (`myriad.forecasts.launch_script`)."""
 _MOST_EXTENDED = 8
 _Section = TypeVar("_Section", bound=Config)
+_Values = TypeVar("_Values", FrameworkProfile, FrameworkMemory)
 
 
 class SourcedValue(Config):
@@ -64,10 +67,12 @@ class LayoutHabits(Config):
     """Virtual stages; off: the fastest number that fits."""
     expert_dispatch: ExpertDispatch = "expert"
     """How often a token travels to its experts."""
-    partition: Literal["uniform", "cumulative"] = "uniform"
-    """How layers are divided among stages. uniform: equal numbers of blocks. cumulative: the next stage
-    begins after the layer whose products pass an equal share of all, with those of the head and without the
-    embedding."""
+    partition: Literal["uniform", "with-ends", "balanced", "cumulative"] = "uniform"
+    """How layers are divided among stages. uniform: equal numbers of blocks. with-ends: equal numbers of
+    layers, of which the embedding and the head are one each, where these numbers are equal. cumulative: the
+    next stage begins after the layer whose products pass an equal share of all, with those of the head and
+    without the embedding. balanced: the same; where that leaves stages empty, equal numbers of blocks, and
+    the head on the last."""
 
 
 class FrameworkFile(Config):
@@ -83,6 +88,8 @@ class FrameworkFile(Config):
     """Whose options ``myriad plan --out`` writes, also if this file extends another; off: none."""
     profile: dict[str, SourcedValue] = Field(default_factory=dict)
     """Values of `FrameworkProfile`."""
+    memory: dict[str, SourcedValue] = Field(default_factory=dict)
+    """Values of `FrameworkMemory`."""
     overlap: dict[str, SourcedValue] = Field(default_factory=dict)
     """Values of `OverlapConfig`."""
     layout: dict[str, SourcedValue] = Field(default_factory=dict)
@@ -108,6 +115,7 @@ class Framework:
 _OWN = Framework("myriad", "Myriad", FrameworkProfile(), OverlapConfig())
 """What files extend that extend nothing: the defaults, which are Myriad's."""
 _PROFILE: TypeAdapter[FrameworkProfile] = TypeAdapter(FrameworkProfile)
+_MEMORY: TypeAdapter[FrameworkMemory] = TypeAdapter(FrameworkMemory)
 
 
 def read_framework(name: str, load: Callable[[str], Mapping[str, Any]], depth: int = 0) -> Framework:
@@ -120,14 +128,22 @@ def read_framework(name: str, load: Callable[[str], Mapping[str, Any]], depth: i
     if depth == _MOST_EXTENDED:
         raise BadInputError(f"{name}: extends", file.extends, f"at most {_MOST_EXTENDED} files in a row")
     base = read_framework(file.extends, load, depth + 1) if file.extends else _OWN
-    sections = {"profile": file.profile, "overlap": file.overlap, "layout": file.layout}
+    sections = {
+        "profile": file.profile,
+        "memory": file.memory,
+        "overlap": file.overlap,
+        "layout": file.layout,
+    }
     sources = dict(base.sources)
     for section, given in sections.items():
         sources |= {f"{section}.{key}": one for key, one in given.items()}
     return Framework(
         name,
         file.title,
-        _profile(name, base.profile, file.profile),
+        replace(
+            _values(name, "profile", base.profile, file.profile, _PROFILE),
+            memory=_values(name, "memory", base.profile.memory, file.memory, _MEMORY),
+        ),
         _updated(name, "overlap", base.overlap, file.overlap),
         _updated(name, "layout", base.habits, file.layout),
         file.matches,
@@ -136,16 +152,18 @@ def read_framework(name: str, load: Callable[[str], Mapping[str, Any]], depth: i
     )
 
 
-def _profile(name: str, base: FrameworkProfile, given: Mapping[str, SourcedValue]) -> FrameworkProfile:
-    known = {one.name for one in fields(FrameworkProfile)}
+def _values(
+    name: str, section: str, base: _Values, given: Mapping[str, SourcedValue], adapter: TypeAdapter[_Values]
+) -> _Values:
+    known = {one.name for one in fields(base)} - {"memory"}
     for key in given:
         if key not in known:
-            raise BadInputError(f"{name}: profile", key, f"one of {', '.join(sorted(known))}")
+            raise BadInputError(f"{name}: {section}", key, f"one of {', '.join(sorted(known))}")
     values = {one: getattr(base, one) for one in known} | {key: one.value for key, one in given.items()}
     try:
-        return _PROFILE.validate_python(values)
+        return adapter.validate_python(values)
     except ValidationError as error:
-        raise _refused(name, error, "profile.") from None
+        raise _refused(name, error, f"{section}.") from None
 
 
 def _updated(name: str, section: str, base: _Section, given: Mapping[str, SourcedValue]) -> _Section:

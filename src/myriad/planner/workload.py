@@ -10,6 +10,7 @@ from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
 from myriad.planner.cost.module_gathers import ModuleGathers
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
+from myriad.planner.memory.framework_memory import FrameworkMemory
 from myriad.program.config import OverlapConfig
 
 __all__ = ["FrameworkProfile", "NewtonSchulz", "Recompute", "Workload", "rank_model"]
@@ -90,6 +91,8 @@ class FrameworkProfile:
     tensor_parts: int | None = None
     """Number of parts into which a micro-batch's products are cut so that tensor-parallel communication
     overlaps with them; off: the number of `myriad.model.overlap_parts`."""
+    memory: FrameworkMemory = field(default_factory=FrameworkMemory)
+    """Values about memory, which do not affect speed."""
 
 
 @dataclass(frozen=True)

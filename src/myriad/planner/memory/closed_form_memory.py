@@ -25,6 +25,7 @@ import numpy.typing as npt
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
 from myriad.planner.cost.operator_costs import Number
+from myriad.planner.memory.framework_memory import FrameworkMemory
 from myriad.planner.memory.layer_memory import is_myriad
 from myriad.planner.memory.rank_layers import LayerMemory, layer_memory
 from myriad.planner.workload import FrameworkProfile
@@ -33,7 +34,7 @@ __all__ = [
     "PeakMemory",
     "count_context_groups",
     "count_groups",
-    "expected_margin",
+    "expected_outside",
     "fits_probability",
     "probability_within",
     "worst_stage_memory",
@@ -46,19 +47,15 @@ _AHEAD = 2
 ``overlap.receive_ahead``)."""
 _WAITING_IN_V = 0.7
 """Largest share of the p micro-batches on rank 0 of zero-bubble-v that only wait for weight products."""
-_FRAGMENTED = 0.05
-"""Share of temporary memory that an allocator holds without use: 0.049 on a CPU (fitted to the table of
-`docs/benchmarks/peak-memory.md`). Published values for GPUs are 0.15 on average with recomputation and
-offloading, and 0.33 at most (GMLake, arXiv 2401.08156): two deviations and more from this one."""
 _PROCESS = 164 * 2**20
 """Bytes of a CPU rank in addition to its tensors: threads, sockets and Python (fitted to the same table)."""
-_CONTEXT, _GROUP, _PAIR = 0.3 * 2**30, 0.6 * 2**30, 0.125 * 2**30
-"""Bytes of a rank on a GPU. First the CUDA context (since 11.7; github.com/pytorch/pytorch/issues/107667).
-Then the buffers of a group's communicator (544 to 688 MiB on A100; github.com/NVIDIA/nccl/issues/964). Last
-those of a communicator in which a pair of ranks sends one way: 32 channels of NCCL_BUFFSIZE = 4 MiB."""
 _STAYING, _COMING, _BESIDE = 0.01, 0.05, 0.2
 """Standard deviations, as shares: of persistent memory (formula and measurement agree within 0.5 %), of
 temporary memory, and of the margin (0.15 on a CPU)."""
+
+
+_APART = frozenset({"host", "outside"})
+"""Fields of `PeakMemory` that are not parts of the total."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +71,28 @@ class PeakMemory:
     logits: Number
     """Additional bytes of the head: logits, and gradients that are computed with the loss."""
     buffers: Number
-    """Messages between stages, and buffers of data parallelism."""
+    """Messages between stages, buffers of data parallelism, and workspace of libraries."""
     margin: Number
     """Memory that the allocator is expected to hold without use, and memory outside of tensors."""
     host: Number = 0.0
     """Pinned host memory for offloaded activations and optimizer state, not part of the total."""
+    outside: Number = 0.0
+    """The part of the margin that is outside of the allocator: the driver's context, and communicators."""
 
     @property
     def total(self) -> Number:
         """Sum of all parts on the device."""
-        return sum((getattr(self, one.name) for one in fields(self) if one.name != "host"), start=0.0)
+        return sum((getattr(self, one.name) for one in fields(self) if one.name not in _APART), start=0.0)
+
+    @property
+    def allocated(self) -> Number:
+        """Bytes of tensors, as an allocator counts them."""
+        return self.total - self.margin
+
+    @property
+    def reserved(self) -> Number:
+        """Bytes that the allocator holds."""
+        return self.total - self.outside
 
     @property
     def deviation(self) -> Number:
@@ -160,11 +169,11 @@ def count_context_groups(ring: int, ulysses: int) -> int:
     return (ring > 1) + (ulysses > 1) + (ring > 1 and ulysses > 1)
 
 
-def expected_margin(coming: Number, groups: Number, pairs: Number, *, on_cpu: bool) -> Number:
-    """Return the expected margin of a rank with ``coming`` bytes of temporary memory and so many
-    communicators of groups and of pairs."""
-    beside = _PROCESS if on_cpu else _CONTEXT + _GROUP * groups + _PAIR * pairs
-    return _FRAGMENTED * coming + beside
+def expected_outside(memory: FrameworkMemory, groups: Number, pairs: Number, *, on_cpu: bool) -> Number:
+    """Return the expected bytes outside of the allocator, with so many communicators of groups and pairs."""
+    if on_cpu:
+        return _PROCESS + 0.0 * groups
+    return memory.context_bytes + memory.group_bytes * groups + memory.pair_bytes * pairs
 
 
 @dataclass(frozen=True)
@@ -305,8 +314,11 @@ def _rank_memory(where: _Layouts) -> PeakMemory:
     weights, gradients, optimizer = _parameters(where)
     activations, logits = _activations(where)
     buffers = _buffers(where)
-    margin = expected_margin(activations + logits + buffers, *_communicators(where), on_cpu=where.on_cpu)
-    return PeakMemory(weights, gradients, optimizer, activations, logits, buffers, margin)
+    memory = where.profile.memory
+    outside = expected_outside(memory, *_communicators(where), on_cpu=where.on_cpu)
+    slack = np.where(where.tp > 1, memory.tensor_slack, memory.allocator_slack)
+    margin = slack * (activations + logits + buffers) + outside
+    return PeakMemory(weights, gradients, optimizer, activations, logits, buffers, margin, 0.0, outside)
 
 
 def _communicators(where: _Layouts) -> tuple[Number, Number]:
@@ -359,7 +371,7 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
     values = b * np.where(zero == 3, np.minimum(widest + _AHEAD * chunk, elements), elements)
     master = np.where((b == 4) & (zero < 3), 0.0, 4 * part)
     live = np.minimum(np.where(where.reduce_each > 0, 2 * chunk, elements), elements)
-    sums = 4 * np.where(zero >= 2, live + part, elements)
+    sums = where.profile.memory.gradient_buffer_bytes * np.where(zero >= 2, live + part, elements)
     keys = where.profile.module_gathers
     if keys is not None:  # Live parameters, and whole gradients in a bucket.
         largest = np.maximum(layers.embedding_elements, layers.head_elements)
@@ -371,6 +383,7 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
     keeps = keeps and not where.profile.cuda_graphs
     forms = np.where(keeps & (where.num_micro_batches > 1) & (zero < 3), 2.0, 0.0)
     weights = values + master + forms * where.blocks * block
+    sums = sums + where.profile.memory.gradient_copy_bytes * np.where(dp > 1, elements, 0.0)
     return weights, sums, _moments(where, part, ends - _ends(where, 0.0, layers.head_experts))
 
 
@@ -396,7 +409,16 @@ def _activations(where: _Layouts) -> tuple[Number, Number]:
     more = np.maximum(layers.block_products - layers.block_kept, 0.0)
     waiting = where.blocks * (beside * layers.block_products + instead * more)
     head = _ends(where, 0.0, layers.head)
-    return kept + waiting + layers.block_passing, np.maximum(head - layers.block_passing, 0.0)
+    passing = np.maximum(layers.block_passing, _own_grads(where) - kept / where.in_flight)
+    return kept + waiting + passing, np.maximum(head - passing, 0.0)
+
+
+def _own_grads(where: _Layouts) -> Number:
+    """Return the bytes of the gradients that stay until a backward's end."""
+    layers = where.layers
+    ends = _ends(where, layers.embedding_elements, layers.head_elements)
+    elements = where.blocks * (layers.block_elements + layers.block_experts) + ends
+    return where.profile.memory.backward_gradient_bytes * elements
 
 
 def _buffers(where: _Layouts) -> Number:
@@ -406,4 +428,6 @@ def _buffers(where: _Layouts) -> Number:
     forwards, backwards = (v - 1, v) if where.last else (v, v - 1)
     sent = where.in_flight * forwards + m * backwards if is_myriad(where.profile) else 2.0
     posted = np.minimum(_AHEAD, m)
-    return np.where(where.pp > 1, (sent + posted) * where.layers.message, 0.0)
+    memory, message = where.profile.memory, where.layers.message
+    stay = memory.workspace_bytes + np.where(where.tp > 1, memory.gather_buffers * message * where.tp, 0.0)
+    return np.where(where.pp > 1, (sent + posted) * message, 0.0) + stay

@@ -9,7 +9,7 @@ from myriad.comm.config import CommConfig
 from myriad.comm.hierarchy import count_shard_levels
 from myriad.comm.layout import Layout
 from myriad.optim.config import OptimizerName
-from myriad.planner.memory.closed_form_memory import count_context_groups, count_groups, expected_margin
+from myriad.planner.memory.closed_form_memory import count_context_groups, count_groups, expected_outside
 from myriad.planner.memory.stage_memory import StageMemory
 from myriad.program.actions import Program
 from myriad.program.in_flight import most_offloaded
@@ -140,6 +140,38 @@ class ConstantMemory:
             node_size=self._node_size,
         )
 
+    @cached_property
+    def outside(self) -> float:
+        """Bytes outside of the allocator."""
+        memory = self._workload.profile.memory
+        return float(expected_outside(memory, *self._communicators, on_cpu=self._model.on_cpu))
+
     def margin(self, coming: float) -> float:
         """Return the bytes beyond what is counted, when ``coming`` bytes come and go."""
-        return float(expected_margin(coming, *self._communicators, on_cpu=self._model.on_cpu))
+        memory = self._workload.profile.memory
+        slack = memory.tensor_slack if self._workload.layout.tp > 1 else memory.allocator_slack
+        return slack * coming + self.outside
+
+    @cached_property
+    def gradients(self) -> float:
+        """Bytes of gradients beside the buffers that the program allocates: with ZeRO 2 and 3 this rank's
+        part, and buckets that stay."""
+        layout, memory = self._workload.layout, self._workload.profile.memory
+        part = memory.gradient_buffer_bytes * self.elements if layout.zero >= 2 else 0.0
+        copies = memory.gradient_copy_bytes if layout.num_holders > 1 else 0
+        return part + copies * sum(self._chunks.values())
+
+    @cached_property
+    def library_buffers(self) -> float:
+        """Bytes of workspace, and of gathered inputs, that stay."""
+        memory, message = self._workload.profile.memory, self._model.message
+        gathers = memory.gather_buffers if self._workload.layout.tp > 1 else 0
+        return memory.workspace_bytes + gathers * message * self._workload.layout.tp
+
+    @cached_property
+    def gathered_copies(self) -> float:
+        """Bytes of the copies from which and to which updated parameters are gathered with ZeRO 1."""
+        layout = self._workload.layout
+        if not self._workload.profile.memory.copies_gathered or layout.zero != 1 or layout.num_holders == 1:
+            return 0.0
+        return self._workload.value_bytes * (sum(self._chunks.values()) + self.elements)

@@ -49,19 +49,22 @@ class HeldBytes:
     arriving: ByteSum[tuple[Payload, int, int]] = field(default_factory=ByteSum)
     leaving: ByteSum[tuple[Payload, int, int]] = field(default_factory=ByteSum)
     matrices: ByteSum[int] = field(default_factory=ByteSum)
+    own_grads: ByteSum[int] = field(default_factory=ByteSum)
+    """Gradients of the running backward, where they stay until its end."""
     states: ByteSum[int] = field(default_factory=ByteSum)
     """Optimizer state on the device, where it rests in host memory."""
 
     @property
     def buffers(self) -> float:
-        """Bytes of messages, and of receive buffers of the reductions in flight."""
+        """Bytes of messages, of receive buffers of reductions in flight, and of a backward's gradients."""
         rooms = sum(islice(reversed(self.rooms), _REDUCING))
         rooms += sum(islice(reversed(self.rooms_across), _REDUCING))
-        return self.arriving.total + self.leaving.total + self.matrices.total + rooms
+        messages = self.arriving.total + self.leaving.total + self.matrices.total
+        return messages + rooms + self.own_grads.total
 
     @property
     def by_purpose(self) -> tuple[float, ...]:
         """The held bytes by purpose; those kept until the iteration's end come first."""
         piles = (self.values, self.grad_buffers, self.kept, self.head_bytes, self.products, self.arriving)
-        rooms = sum(self.rooms) + sum(self.rooms_across)
+        rooms = sum(self.rooms) + sum(self.rooms_across) + self.own_grads.total
         return self.leaving.total, *(pile.total for pile in piles), rooms

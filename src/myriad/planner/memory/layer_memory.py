@@ -29,6 +29,7 @@ from myriad.kernels.ring_plan import received_positions
 from myriad.model.activation_memory import LayerKind, kept_bytes_per_micro_batch, kept_bytes_per_token
 from myriad.model.config import ModelConfig
 from myriad.planner.cost.operator_costs import Number
+from myriad.planner.memory.framework_memory import BlockValues
 from myriad.planner.workload import FrameworkProfile, Recompute
 
 __all__ = [
@@ -162,7 +163,11 @@ def _again(
 def _block_kept(
     model: ModelConfig, profile: FrameworkProfile, layer: int, part: MicroBatchShard, recompute: Recompute
 ) -> Number:
-    if not is_myriad(profile):
+    values = profile.memory.block_values
+    plain = model.latent is None and model.of_block(layer).experts is None
+    if values is not None and recompute == "none" and plain:
+        return _kept_values(model, profile, values, layer, part)
+    if not is_myriad(profile) or profile.memory.keeps_scores:
         return _published_kept(model, profile, layer, part, recompute)
     if profile.gathers_arrived and part.ep > 1 and not part.whole_experts:
         # Of the copies of a rank's own part only the inputs of experts are gathered.
@@ -170,6 +175,18 @@ def _block_kept(
         copies = part.expert_load * _ordered_tokens(model.of_block(layer), part) * part.value_bytes
         return own + copies * (1 - 1 / part.tp)
     return _ours_kept(model, "block", layer, part, recompute)
+
+
+def _kept_values(
+    model: ModelConfig, profile: FrameworkProfile, values: BlockValues, layer: int, part: MicroBatchShard
+) -> Number:
+    """Return the kept bytes of a block of which the values are listed."""
+    tokens, block = part.tokens(model), model.of_block(layer)
+    own = tokens / (part.tp if profile.sequence_parallel else 1.0)
+    heads = 2 * model.heads * model.head_width + 2 * _key_width(model, part.tp)
+    cut = values.attention * heads + (model.up_matrices + values.inner) * _inner_width(block, part)
+    whole = model.hidden * (values.stream * own + values.gathered * tokens)
+    return part.value_bytes * (whole + tokens * cut / part.tp)
 
 
 def _ours_kept(
@@ -224,7 +241,8 @@ def _published_kept(
     active = model.of_block(layer).active_width
     inner = tokens / part.tp * value * (2 * queries + 2 * keys + (ups + 1) * active)
     inner = inner + tokens * value * latent
-    if profile.attention != "plain" or recompute == "selective":
+    keeps_scores = profile.attention == "plain" or profile.memory.keeps_scores
+    if not keeps_scores or recompute == "selective":
         return stream + inner
     # Softmax outputs before and after dropout, and a mask of one byte.
     scores = part.micro_batch * model.sequence**2 * model.heads / part.tp
@@ -242,7 +260,8 @@ def _block_passing(
     whole = value * tokens * model.hidden
     inner = value * tokens * _inner_width(model, part) / part.tp
     ups = model.up_matrices
-    gathered = np.where(np.asarray(part.tp) > 1, whole, 0.0)
+    apart = profile.memory.gather_buffers == 0
+    gathered = np.where((np.asarray(part.tp) > 1) & apart, whole, 0.0)
     again = inner if recompute == "selective" else 0.0
     product = _product_bytes(model.hidden * model.mlp_width / _mlp_ranks(model, part), part)
     at_down = inner + again + product
@@ -267,7 +286,7 @@ def _block_passing(
         wide = 4.0 * tokens * width / part.tp
         forward = np.maximum(forward, 2 * value * travelling + wide)
         backward = np.maximum(backward, stream + (2 * value + 8.0) * travelling + 4.0 * own + wide)
-    if profile.attention == "plain":
+    if profile.attention == "plain" or profile.memory.keeps_scores:
         scores = part.micro_batch * model.sequence**2 * model.heads / part.tp * value
         backward = np.maximum(backward, stream + 2 * scores)
     return forward, backward
@@ -334,8 +353,12 @@ def _head_held(
     rows = of_each_degree(part.tp, model.vocabulary_rows)
     if not (is_myriad(profile) and profile.fused_loss):
         stream = message_bytes(model, profile, part)
-        logits = tokens * rows
-        return LayerBytes(2 * stream + 4 * logits, value * logits, 4 * logits + value * logits)
+        logits, memory = tokens * rows, profile.memory
+        return LayerBytes(
+            2 * stream + memory.logits_kept_bytes * logits,
+            (memory.logits_forward_bytes + value - 2) * logits,
+            (memory.logits_backward_bytes + value - 2) * logits,
+        )
     kept = _ours_kept(model, "head", 0, part, recompute)
     several = np.asarray(part.tp) > 1
     limit = np.floor((_LOGITS_ON_CPU if part.on_cpu else _LOGITS) / (4 * rows))

@@ -58,7 +58,8 @@ def _always_held(model: StageMemory, stages: Sequence[int]) -> float:
         master = workload.value_bytes * part if zero == 3 else 0.0
     moments = 0.0 if workload.layout.offload_optimizer else 4 * part * (1 if workload.orthogonalizes else 2)
     frees = workload.overlap.updates_early and zero < 2
-    return values + master + moments + (0.0 if frees else 4 * (part if zero >= 2 else elements))
+    each = workload.profile.memory.gradient_buffer_bytes
+    return values + master + moments + (0.0 if frees else each * (part if zero >= 2 else elements))
 
 
 def _state(model: StageMemory, stage: int) -> float:
@@ -79,4 +80,5 @@ def _one_compute(model: StageMemory, stage: int) -> float:
         one.kept + one.head_bytes + min(one.in_backward[0], one.in_split_backward[0]) for one in every
     ]
     forward = min(one.in_forward[0] for one in every)
-    return values + max(forward, min(backward) + (4 * elements if zero >= 2 else 0.0))
+    each = model.workload.profile.memory.gradient_buffer_bytes
+    return values + max(forward, min(backward) + (each * elements if zero >= 2 else 0.0))

@@ -57,7 +57,7 @@ from myriad.program.partition import cut_ranges
 from myriad.program.static_buffers import BufferAssignment, assign_buffers, tied_reduction
 from myriad.program.warm_up import warm_up_actions
 
-__all__ = ["memory_of_ranks", "memory_of_repeating_ranks"]
+__all__ = ["memory_at_update", "memory_of_ranks", "memory_of_repeating_ranks"]
 
 _HIGHER = 1 + 1e-12
 """Factor by which a state must exceed the earlier peak: smaller differences may be rounding."""
@@ -69,8 +69,6 @@ def memory_of_ranks(
     """Return the peak memory of each pipeline rank. ``on_cpu``: use a CPU's operators, and data parallelism
     by messages between pairs of ranks (gloo), which need receive buffers; off: use a GPU's operators, and
     collectives. ``node_size``: as in `myriad.comm.hierarchy.count_levels`."""
-    layers_of_stage = stage_layers(workload)
-    num_chunks = count_chunks(workload.layout, workload.overlap, layers_of_stage)
     if program is None:
         program = build_program(
             workload.layout,
@@ -78,13 +76,26 @@ def memory_of_ranks(
             workload.num_micro_batches,
             tied=workload.model.shares_embedding,
             training=True,
-            num_chunks=num_chunks,
+            num_chunks=count_chunks(workload.layout, workload.overlap, stage_layers(workload)),
             orthogonalizes=workload.orthogonalizes,
         )
-    layers = cut_ranges(layers_of_stage, num_chunks)
+    return [walk.peak() for walk in _walks(workload, program, node_size, on_cpu=on_cpu)]
+
+
+def memory_at_update(
+    workload: Workload, program: Program, *, node_size: int | None = None
+) -> list[PeakMemory]:
+    """Return the memory of each pipeline rank, on a GPU, when all backwards are done and it updates."""
+    return [walk.at_update() for walk in _walks(workload, program, node_size, on_cpu=False)]
+
+
+def _walks(
+    workload: Workload, program: Program, node_size: int | None, *, on_cpu: bool
+) -> list["_MemoryWalk"]:
+    layers_of_stage = stage_layers(workload)
+    layers = cut_ranges(layers_of_stage, count_chunks(workload.layout, workload.overlap, layers_of_stage))
     model = StageMemory(workload, layers, on_cpu)
-    walks = [_MemoryWalk(model, program, rank, node_size) for rank in range(program.num_ranks)]
-    return [walk.peak() for walk in walks]
+    return [_MemoryWalk(model, program, rank, node_size) for rank in range(program.num_ranks)]
 
 
 def memory_of_repeating_ranks(
@@ -97,10 +108,7 @@ def memory_of_repeating_ranks(
 ) -> list[PeakMemory] | None:
     """Return the result of `memory_of_ranks` for the whole program, from a shorter program that contains each
     steady part twice. ``None`` where the shorter program does not determine it."""
-    layers_of_stage = stage_layers(workload)
-    layers = cut_ranges(layers_of_stage, count_chunks(workload.layout, workload.overlap, layers_of_stage))
-    model = StageMemory(workload, layers, on_cpu)
-    walks = [_MemoryWalk(model, program, rank, node_size) for rank in range(program.num_ranks)]
+    walks = _walks(workload, program, node_size, on_cpu=on_cpu)
     found = [walk.peak_repeating(part) for walk, part in zip(walks, steady, strict=True)]
     known = [memory for memory in found if memory is not None]
     return known if len(known) == len(found) else None
@@ -122,6 +130,7 @@ class _MemoryWalk:
 
     def __init__(self, model: StageMemory, program: Program, rank: int, node_size: int | None) -> None:
         self.model, self.workload = model, model.workload
+        self.buffer_bytes = self.workload.profile.memory.gradient_buffer_bytes
         self.program, self.rank, self.actions = program, rank, program.ranks[rank]
         self.stages = [stage for stage, owner in enumerate(program.stage_rank) if owner == rank]
         self.chunks = {stage: model.chunk(stage) for stage in self.stages}
@@ -162,6 +171,11 @@ class _MemoryWalk:
         """Return the memory at the peak of an iteration."""
         self._begin()
         return self._peak_of(0, len(self.actions))
+
+    def at_update(self) -> PeakMemory:
+        """Return the memory at the update after the last backward, with no other communication in flight."""
+        self._begin()
+        return self._memory(self.constant.gathered_copies, 0.0)
 
     def peak_repeating(self, steady: SteadyState) -> PeakMemory | None:
         """Return the peak of a program whose steady part is repeated until it has all micro-batches. ``None``
@@ -210,7 +224,7 @@ class _MemoryWalk:
             if self._zero < 3:
                 self.now.values.put(key, elements * self.workload.value_bytes)
             if self._zero < 2 and not self._frees_grad_buffers:
-                self.now.grad_buffers.put(key, 4 * elements)
+                self.now.grad_buffers.put(key, self.buffer_bytes * elements)
 
     def _begin_places(self) -> None:
         """With captured stages, reserve the fixed buffers for values and gradients that are otherwise
@@ -221,7 +235,7 @@ class _MemoryWalk:
         for place, elements in BufferAssignment.largest(places.values, self.chunks).items():
             self.now.values.put(place, elements * self.workload.value_bytes)
         for place, elements in BufferAssignment.largest(places.grad_buffers, self.chunks).items():
-            self.now.grad_buffers.put(place, 4 * elements)
+            self.now.grad_buffers.put(place, self.buffer_bytes * elements)
 
     @cached_property
     def _comes_and_goes(self) -> tuple[bool, bool]:
@@ -241,7 +255,7 @@ class _MemoryWalk:
         return average + self.now.states.total + self.constant.moments
 
     def _buffers(self) -> float:
-        return self.now.buffers + self.constant.batch
+        return self.now.buffers + self.constant.batch + self.constant.library_buffers
 
     def _total(self, passing: float) -> float:
         """Return the bytes of everything that changes during an iteration; the rest is constant."""
@@ -252,18 +266,19 @@ class _MemoryWalk:
         return staying + coming + self.constant.margin(coming)
 
     def _memory(self, passing: float, head_bytes: float) -> PeakMemory:
-        now, part = self.now, self.constant.elements
+        now = self.now
         activations = (self.captured or 0.0) + now.kept.total + now.products.total + passing - head_bytes
         logits, buffers = now.head_bytes.total + head_bytes, self._buffers()
         return PeakMemory(
             weights=now.values.total + self.constant.masters,
-            gradients=now.grad_buffers.total + (4 * part if self._zero >= 2 else 0.0),
+            gradients=now.grad_buffers.total + self.constant.gradients,
             optimizer=self._optimizer,
             activations=activations,
             logits=logits,
             buffers=buffers,
             margin=self.constant.margin(activations + logits + buffers),
             host=self.constant.host_bytes,
+            outside=self.constant.outside,
         )
 
     # Parameters and messages.
@@ -288,7 +303,7 @@ class _MemoryWalk:
                 now.values.put(key, self.chunks[key] * self.workload.value_bytes)
         if grad_buffers and Resource.GRADIENTS in does.allocates:
             for key in self._chunks_of(stage):
-                now.grad_buffers.put(key, 4 * self.chunks[key])
+                now.grad_buffers.put(key, self.buffer_bytes * self.chunks[key])
         layout = self.workload.layout
         if does.starts is Collective.REDUCE and (layout.num_holders > 1 or layout.has_whole_experts):
             own = self._own_chunks(stage)
@@ -365,12 +380,21 @@ class _MemoryWalk:
         if Resource.ACTIVATIONS in does.frees:
             self._forget(where)
             now.leaving.drop((Payload.ACTIVATION, *where))
+            self._leave_own_grads(action.stage)
         if output := output_of(action, self.program.num_stages):
             self._leave((output[0], *where), output[1])
         if Resource.WEIGHT_OPERANDS in does.allocates and self.captured is None:
             now.products.put(where, self.model.products(action.stage))
         if Resource.WEIGHT_OPERANDS in does.frees:
             now.products.drop(where)
+
+    def _leave_own_grads(self, stage: int) -> None:
+        """Keep the gradients of a stage until the backward of the rank's adjacent stages is complete."""
+        if stage - 1 in self.stages:
+            self.now.own_grads.put(stage, self.model.own_grads(stage))
+        else:
+            for ended in self.stages:
+                self.now.own_grads.drop(ended)
 
     def _leave(self, key: tuple[Payload, int, int], user: int) -> None:
         """Keep an outgoing message to stage ``user`` until its answer arrives."""
@@ -405,6 +429,8 @@ class _MemoryWalk:
         if action.kind is Kind.STEP:
             return max(one.alone for one in self.matrices.values()), 0.0
         does, copies = SEMANTICS[action.kind], self._copied_gradients(action)
+        if does.updates:
+            return self.constant.gathered_copies, 0.0
         if self.captured is not None or not does.computes:
             return copies, 0.0
         if Resource.ACTIVATIONS in does.allocates:

@@ -111,7 +111,8 @@ class StageMemory:
             in_head = one.backward if is_head else 0.0
             on_the_way_back.append((one.backward - gone, in_head))
             in_halves.append((one.backward - gone + left, in_head))
-            gone += one.kept
+            # Gradients that stay until the end of this backward take the place of what it frees.
+            gone += one.kept - self._own_grad_bytes * self._elements(layer)
             left += self._operands(layer)
         return MicroBatchBytes(
             kept=sum(one.kept for one, is_head in zip(held, heads, strict=True) if not is_head),
@@ -131,6 +132,14 @@ class StageMemory:
                 float(found.kept), float(found.forward), float(found.backward)
             )
         return self._layers_held[key]
+
+    @property
+    def _own_grad_bytes(self) -> int:
+        return self.workload.profile.memory.backward_gradient_bytes
+
+    def own_grads(self, stage: int) -> float:
+        """Return the bytes of gradients that a backward of this stage leaves until the rank's is complete."""
+        return self._own_grad_bytes * sum(map(self._elements, self.layers[stage]))
 
     def padded(self, elements: float, *, of_experts: bool = False) -> float:
         """Round up to a multiple of the number of replicas that hold these elements."""

@@ -7,10 +7,12 @@
     dtype                                                         bf16, fp16, fp32, fp8, fp8-blocks
     iteration_s, tokens_per_s_per_gpu, tflops_per_gpu, mfu        what was measured: the first that is given
     flops                                                         what TFLOP/s and MFU count: `FLOP_COUNTS`
+    allocated_bytes, reserved_bytes, out_of_memory                peak memory: "25.07 GiB"; yes: it ran out
     framework, source, table, notes                               who measured, and with what
 
 A cell may be empty where the rest of the row says it: ``dp`` follows from the GPUs, the framework from the
 source. What a source writes in its notes is read by a few phrases (`_PHRASES`), and a column of its own wins.
+A row needs a time, or memory.
 What is open after that (micro-batch, virtual stages, recomputation) is the choice that is predicted to be the
 fastest of those that fit, as in other tables.
 """
@@ -18,7 +20,8 @@ fastest of those that fit, as in other tables.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
+from math import nan
 from typing import Any, Literal, Protocol, get_args
 
 from myriad.comm.layout import ExpertDispatch, Layout, ScheduleName
@@ -28,8 +31,9 @@ from myriad.planner.cluster_config import Accelerator, Cluster
 from myriad.planner.frameworks import Framework, LayoutHabits
 from myriad.planner.validation.general_clusters import cluster_of
 from myriad.planner.validation.general_models import model_of
-from myriad.planner.validation.published_rows import PublishedRow, TableCells
+from myriad.planner.validation.published_rows import MeasuredMemory, PublishedRow, TableCells
 from myriad.planner.workload import Recompute, Workload
+from myriad.units import parse_bytes
 
 __all__ = ["FLOP_COUNTS", "GENERAL_COLUMNS", "Recipes", "general_row", "is_general"]
 
@@ -39,11 +43,12 @@ GENERAL_COLUMNS = [
     "global_batch", "gpus", "gpu_type", "interconnect", "gpus_per_node", "tp", "pp", "dp", "cp", "ep",
     "etp", "vpp", "zero", "shard_group", "schedule", "micro_batch", "recompute", "dtype",
     "expert_dispatch", "expert_overlap", "iteration_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu",
-    "flops", "framework", "notes",
+    "flops", "allocated_bytes", "reserved_bytes", "out_of_memory", "framework", "notes",
 ]  # fmt: skip
 """Names of all columns; ``--columns`` maps others to them."""
 _NEEDED = frozenset({"model", "gpus", "gpu_type"})
 _MEASURED = frozenset({"iteration_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"})
+_MEMORY = frozenset({"allocated_bytes", "reserved_bytes", "out_of_memory"})
 FlopCount = Literal["model", "causal", "6n", "hardware"]
 FLOP_COUNTS: tuple[FlopCount, ...] = ("model", "causal", "6n", "hardware")
 """What TFLOP/s and MFU count. model: 3 forwards with full attention (Megatron-LM, PaLM). causal: half of the
@@ -71,7 +76,7 @@ class Recipes(Protocol):
 
 def is_general(columns: frozenset[str]) -> bool:
     """Return whether a table has the columns of the general form."""
-    return columns >= _NEEDED and bool(columns & _MEASURED)
+    return columns >= _NEEDED and bool(columns & (_MEASURED | _MEMORY))
 
 
 def general_row(
@@ -85,7 +90,8 @@ def general_row(
     gpus = read.whole("gpus")
     used_cluster = recipes.cluster(cluster, gpus) if cluster else cluster_of(read, gpus, recipes.accelerator)
     works = tuple(_works(read, model, gpus, used))
-    seconds = _seconds(read, works[0], used_cluster)
+    memory = _measured_memory(read)
+    seconds = _seconds(read, works[0], used_cluster, needed=memory is None)
     return PublishedRow(
         _row_name(read, model),
         f"{read.word('source')} {read.word('model')}",
@@ -94,6 +100,7 @@ def general_row(
         seconds,
         works[0].model_flops,
         framework=used.name,
+        memory=memory,
     )
 
 
@@ -114,6 +121,7 @@ _PHRASES: Mapping[str, tuple[str, ...]] = {
     "micro_batch": (r"micro-batch (\d+)",),
     "grad_accum": (r"grad accum (\d+)",),
     "num_micro_batches": (r"(\d+) micro-batches",),
+    "allocated_bytes": (r"(?:real|peak) memory ([\d.]+ Gi?B)",),
 }
 """Phrases of the notes that fill a cell that is empty or has no column; the first that is found counts."""
 _ZERO_WORDS = dict.fromkeys(("FULL_SHARD", "HSDP", "FSDP"), 3)
@@ -246,13 +254,24 @@ def _layouts(read: _GeneralCells, model: ModelConfig, gpus: int, framework: Fram
     for micro_batch, number, recompute in product(_micro_batches(read), stages, recomputes):
         open_keys = {"micro_batch": micro_batch, "virtual_stages": number, "recompute": recompute}
         schedule = {} if by_layer else _schedule(read, number, habits)
-        if habits.partition == "cumulative" and pp > 1:
-            schedule["partition"] = _cumulative_partition(model, pp * number)
+        if habits.partition in ("balanced", "cumulative") and pp > 1:
+            even = habits.partition == "balanced"
+            schedule["partition"] = _cumulative_partition(model, pp * number, even=even)
+        elif habits.partition == "with-ends" and pp > 1:
+            schedule["partition"] = _partition_with_ends(model, pp * number)
         yield Layout(**(fixed | open_keys | schedule))
 
 
-def _cumulative_partition(model: ModelConfig, num_stages: int) -> str:
-    """Return the partition by products: nanotron's rule (src/nanotron/models/base.py)."""
+def _partition_with_ends(model: ModelConfig, num_stages: int) -> str:
+    """Return the partition into stages of as many layers, embedding and head included."""
+    each, rest = divmod(model.layers + 2, num_stages)
+    cuts = range(each, model.layers + 2, each) if each and not rest else ()
+    return f"manual:{','.join(map(str, cuts))}" if cuts else "uniform"
+
+
+def _cumulative_partition(model: ModelConfig, num_stages: int, *, even: bool) -> str:
+    """Return the partition by products: nanotron's rule (src/nanotron/models/base.py). ``even``: where it
+    leaves stages empty, return equal numbers of blocks with the head alone on the last stage."""
     blocks = [_active_parameters(model, layer) for layer in range(model.layers)]
     head = float(model.vocabulary * model.hidden * (1 + model.prediction_layers))
     head += sum(_active_parameters(model, model.layers + n) for n in range(model.prediction_layers))
@@ -261,8 +280,11 @@ def _cumulative_partition(model: ModelConfig, num_stages: int) -> str:
         passed += block
         if passed > share * (len(cuts) + 1) and len(cuts) < num_stages - 1:
             cuts.append(layer + 1)
-    if len(cuts) < num_stages - 1 <= model.layers:  # That rule leaves ranks empty; the head is alone on one.
+    if even and len(cuts) < num_stages - 1 <= model.layers:
         cuts = [1 + model.layers * stage // (num_stages - 1) for stage in range(1, num_stages)]
+    # nanotron puts head and loss on ranks of their own, or leaves ranks empty: cut at the end instead.
+    rest = (layer for layer in range(model.layers + 1, 1, -1) if layer not in cuts)
+    cuts = sorted([*cuts, *islice(rest, num_stages - 1 - len(cuts))])
     return f"manual:{','.join(map(str, cuts))}" if len(cuts) == num_stages - 1 else "uniform"
 
 
@@ -356,8 +378,34 @@ def _schedule(read: _GeneralCells, stages: int, habits: LayoutHabits) -> dict[st
 # Measured
 
 
-def _seconds(read: _GeneralCells, workload: Workload, cluster: Cluster) -> float:
-    """Return the seconds of an iteration, from the first measure that is given."""
+def _measured_memory(read: _GeneralCells) -> MeasuredMemory | None:
+    """Return the measured memory; ``None``: there is none. Raises `BadInputError`."""
+    said = read.word("out_of_memory").lower()
+    if said not in ("", *_YES, *_NO):
+        raise read.refused("out_of_memory", "yes or no")
+    allocated, reserved = (_size(read, column) for column in ("allocated_bytes", "reserved_bytes"))
+    found = MeasuredMemory(allocated, reserved, said in _YES)
+    return None if found == MeasuredMemory() else found
+
+
+_YES, _NO = ("yes", "true", "1"), ("no", "false", "0")
+
+
+def _size(read: _GeneralCells, column: str) -> float | None:
+    if not read.has(column):
+        return None
+    try:
+        size = parse_bytes(read.word(column))
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise read.refused(column, "a size above 0: a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
+    return float(size)
+
+
+def _seconds(read: _GeneralCells, workload: Workload, cluster: Cluster, *, needed: bool) -> float:
+    """Return the seconds of an iteration, from the first measure that is given; not a number without one that
+    is not ``needed``."""
     if read.has("iteration_s"):
         return read.number("iteration_s")
     if read.has("tokens_per_s_per_gpu"):
@@ -366,6 +414,8 @@ def _seconds(read: _GeneralCells, workload: Workload, cluster: Cluster) -> float
     flops = _counted_flops(read, workload)
     if read.has("tflops_per_gpu"):
         return flops / (read.number("tflops_per_gpu") * 1e12 * cluster.world)
+    if not read.has("mfu") and not needed:
+        return nan
     if not read.has("mfu"):
         raise read.refused("iteration_s", f"needed, or one of {', '.join(sorted(_MEASURED))}")
     percent = read.number("mfu")

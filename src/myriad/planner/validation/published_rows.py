@@ -24,7 +24,7 @@ from myriad.planner.validation.published_systems import (
 )
 from myriad.planner.workload import Recompute, Workload
 
-__all__ = ["TABLE_KINDS", "Clusters", "PublishedRow", "TableCells", "TableKind"]
+__all__ = ["TABLE_KINDS", "Clusters", "MeasuredMemory", "PublishedRow", "TableCells", "TableKind"]
 
 Clusters = Callable[[str, int], Cluster]
 """Returns a ready cluster by name, with so many accelerators."""
@@ -86,6 +86,18 @@ _MOST_SHOWN = 60
 
 
 @dataclass(frozen=True)
+class MeasuredMemory:
+    """Peak memory of a published row on the rank that its framework reports."""
+
+    allocated_bytes: float | None = None
+    """Bytes of tensors; ``None``: not published."""
+    reserved_bytes: float | None = None
+    """Bytes that the allocator held; ``None``: not published."""
+    ran_out: bool = False
+    """Whether the row ran out of memory."""
+
+
+@dataclass(frozen=True)
 class PublishedRow:
     """One published iteration with its workload and cluster."""
 
@@ -96,6 +108,7 @@ class PublishedRow:
     """Possible workloads of the row; one where the source states every value."""
     cluster: Cluster
     seconds: float
+    """Seconds of an iteration; not a number where the row has only memory."""
     reference_flops: float
     """Model FLOPs of an iteration as its source counts them, for MFU."""
     system: str = ""
@@ -104,6 +117,8 @@ class PublishedRow:
     """The values that several systems of a table share: model, GPUs and batch."""
     framework: str = ""
     """Name of the framework whose profile predicts the row."""
+    memory: MeasuredMemory | None = None
+    """Measured memory; ``None``: the row says nothing of it."""
 
     @property
     def has_experts(self) -> bool:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from math import isnan
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -71,8 +72,11 @@ class PublishedTable:
     title: str
     source: str
     rows: tuple[PublishedRow, ...]
+    """Rows with a measured time."""
     skipped: tuple[BadInputError, ...] = ()
     """Why rows were left out, one error for each."""
+    memory_rows: tuple[PublishedRow, ...] = ()
+    """Rows that have no time but measured memory, or ran out of it."""
 
 
 def builtin_tables(*, general: bool = False) -> list[str]:
@@ -135,7 +139,12 @@ def parse_table(
     if not rows:
         raise skipped[0]
     title, source = (kind.title, kind.source) if kind else (Path(name_or_path).stem, "its column source")
-    return PublishedTable(Path(name_or_path).stem, title, source, tuple(rows), tuple(skipped))
+    timed = tuple(row for row in rows if not isnan(row.seconds))
+    if not timed:
+        allowed = "at least one row with a time: what ran out of memory is predicted beside what did not"
+        raise BadInputError("TABLE", name_or_path, allowed)
+    alone = tuple(row for row in rows if isnan(row.seconds))
+    return PublishedTable(Path(name_or_path).stem, title, source, timed, tuple(skipped), alone)
 
 
 def _unknown_columns(name_or_path: str, columns: list[str]) -> BadInputError:
@@ -143,7 +152,7 @@ def _unknown_columns(name_or_path: str, columns: list[str]) -> BadInputError:
         return BadInputError("TABLE", name_or_path, "must be separated by commas, not by ; or tabs")
     allowed = "; ".join(f"{known.title}: {', '.join(sorted(known.columns))}" for known in TABLE_KINDS)
     allowed += "; any framework's: model, gpus, gpu_type and iteration_s, tokens_per_s_per_gpu, "
-    allowed += "tflops_per_gpu or mfu (--columns maps other names)"
+    allowed += "tflops_per_gpu, mfu or memory (--columns maps other names)"
     return BadInputError("TABLE", name_or_path, f"must have the columns of one of these tables: {allowed}")
 
 
