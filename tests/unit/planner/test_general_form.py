@@ -6,6 +6,7 @@ import pytest
 
 from myriad.errors import BadInputError
 from myriad.planner import Framework, TableOptions, framework_errors, predict_table, read_table
+from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.validation.prediction_interval import framework_interval
 from myriad.planner.validation.published_rows import PublishedRow
 from myriad.recipes.framework import ReadyRecipes, load_framework, load_frameworks
@@ -104,6 +105,27 @@ def test_a_row_is_predicted_as_its_source_s_framework(tmp_path: Path) -> None:
     assert row.framework == "megatron-core"
     (row,) = rows(tmp_path, f"{GOOD},NVIDIA/NeMo@1:docs", header=header, framework="nanotron")
     assert row.framework == "nanotron" and row.works[0].profile == load_framework("nanotron").profile
+
+
+@pytest.mark.parametrize(
+    ("framework", "layers", "pp", "stages"),
+    [
+        # nanotron's sweep has the parameters of rank 0: the embedding and so many blocks.
+        ("nanotron", 16, 4, (5, 5, 5, 1)),
+        ("nanotron", 16, 8, (3, 2, 3, 2, 3, 2, 1, 0)),
+        ("zero-bubble", 22, 8, (2, 3, 3, 3, 3, 3, 3, 2)),
+        ("deepseek", 16, 8, (2, 2, 2, 3, 2, 2, 3, 0)),
+    ],
+)
+def test_layers_are_divided_as_by_the_framework(
+    tmp_path: Path, framework: str, layers: int, pp: int, stages: tuple[int, ...]
+) -> None:
+    header = "model,layers,hidden,ffn,heads,vocab,seq,gpus,gpu_type,pp,vpp,micro_batch,global_batch,"
+    line = f"llama-like,{layers},2048,8192,32,131072,4096,8,H100-SXM-80GB,{pp},1,1,64,"
+    (row,) = rows(tmp_path, f"{line}none,{framework},4.0", header=f"{header}recompute,framework,iteration_s")
+    last = layers + 1
+    found = [sum(0 < one < last for one in stage) for stage in stage_layers(row.works[0])]
+    assert tuple(found) == stages
 
 
 def test_the_published_iterations_are_read() -> None:

@@ -132,6 +132,35 @@ def test_a_log_is_the_row_of_its_job(text: str, said: str) -> None:
     assert (notes.split(" ")[0], source) == ("median", "a.log")
 
 
+@pytest.mark.parametrize(
+    ("text", "lines", "sizes"),
+    [
+        (
+            MEGATRON,
+            "[Rank 0] (after 2 iterations) memory (MB) | allocated: 900.5 | max allocated: 41000.25 | "
+            "reserved: 42000.0 | max reserved: 43000.0\n"
+            "[Rank 8] (after 2 iterations) memory (MB) | allocated: 999999.5 | max allocated: 40000.5 | "
+            "reserved: 42000.0 | max reserved: 44000.0\n",
+            {"allocated_bytes": "41000.25 MiB", "reserved_bytes": "44000 MiB"},
+        ),
+        (
+            NANOTRON,
+            "Memory usage: 100.50MiB. Peak allocated 3000.25MiB. Peak reserved: 4000.00MiB\n",
+            {"reserved_bytes": "4000 MiB"},
+        ),
+        (
+            TORCHTITAN,
+            "step: 20  loss: 9.9  memory: 45.63GiB(57.68%)  tps: 6,543\n",
+            {"reserved_bytes": "45.63 GiB"},
+        ),
+    ],
+    ids=["Megatron-LM", "nanotron", "torchtitan"],
+)
+def test_a_log_s_peak_memory_is_the_largest_of_any_rank(text: str, lines: str, sizes: dict[str, str]) -> None:
+    cells = log_cells("a.log", text + lines)
+    assert {column: cells[column] for column in cells if column.endswith("_bytes")} == sizes
+
+
 def test_what_a_log_lacks_is_asked_for() -> None:
     with pytest.raises(BadInputError, match="no line of an iteration"):
         log_cells("a.log", "Traceback (most recent call last):\n")

@@ -6,7 +6,8 @@
     torchtitan                     step: 20  loss: ...  tps: 6,543  tflops: 380.10  mfu: 38.43%
 
 The kind of a log is that of the line it has. Times are the median of the second half of these lines, past the
-start and, with a batch-size ramp, near its end. Everything else is from the configuration that the log prints
+start and, with a batch-size ramp, near its end. Peak memory is the largest that a line of the system's own
+reports, of any rank. Everything else is from the configuration that the log prints
 before: a name and a value in any of ``name ..... value``, ``name: value``, ``name=value`` and JSON, in the
 names of that system; the first one counts.
 """
@@ -44,6 +45,17 @@ class _Kind:
     """Names of whole numbers of the configuration by column; the first that the log has counts."""
     complete: Callable[["_Log", Cells], None]
     """Fills cells that follow from several values."""
+    memory: Mapping[str, "_MemoryLine"] = field(default_factory=dict)
+    """Lines of peak memory by column."""
+
+
+@dataclass(frozen=True)
+class _MemoryLine:
+    """A line of peak memory."""
+
+    line: re.Pattern[str]
+    """The first group is a number of ``unit``."""
+    unit: str
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,9 @@ def _cells_of(name: str, kind: _Kind, log: _Log, measured: Sequence[str]) -> Cel
         if said := next((one for one in given if one and _WHOLE.fullmatch(one)), None):
             cells[column] = said
     kind.complete(log, cells)
+    for column, one in kind.memory.items():
+        if sizes := one.line.findall(log.text):
+            cells[column] = f"{max(map(float, sizes)):.12g} {one.unit}"
     missing = [column for column in ("gpus", "global_batch") if column not in cells]
     if missing:
         allowed = f"a log with the configuration at its start: {', '.join(missing)} is not in it"
@@ -252,6 +267,7 @@ def _mesh(log: _Log) -> Cells:
     return dict(zip(names, re.findall(r"\d+", both[2]), strict=False))
 
 
+_SIZE = r"(\d+(?:\.\d+)?)"
 _KINDS = (
     _Kind(
         "megatron-core",
@@ -260,6 +276,10 @@ _KINDS = (
         1e-3,
         _MEGATRON,
         _megatron,
+        {
+            "allocated_bytes": _MemoryLine(re.compile(rf"\| max allocated: {_SIZE}"), "MiB"),
+            "reserved_bytes": _MemoryLine(re.compile(rf"\| max reserved: {_SIZE}"), "MiB"),
+        },
     ),
     _Kind(
         "megatron-core",
@@ -276,6 +296,8 @@ _KINDS = (
         1e-3,
         _NANOTRON,
         _nanotron,
+        # "Peak allocated" is of another moment than in its tables (`FrameworkMemory.reports`).
+        {"reserved_bytes": _MemoryLine(re.compile(rf"Peak reserved: {_SIZE}MiB"), "MiB")},
     ),
     _Kind(
         "torch-fsdp",
@@ -284,12 +306,13 @@ _KINDS = (
         1.0,
         _TORCHTITAN,
         _torchtitan,
+        {"reserved_bytes": _MemoryLine(re.compile(rf"\bmemory: +{_SIZE}GiB"), "GiB")},
     ),
 )
 LOG_COLUMNS = (
     "source", "framework", "model", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq",
     "experts", "experts_per_token", "expert_ffn", "shared_experts", "activation", "global_batch", "gpus",
     "gpu_type", "tp", "pp", "dp", "cp", "ep", "etp", "vpp", "zero", "shard_group", "schedule", "micro_batch",
-    "recompute", "dtype", "iteration_s", "tokens_per_s_per_gpu", "notes",
+    "recompute", "dtype", "iteration_s", "tokens_per_s_per_gpu", "allocated_bytes", "reserved_bytes", "notes",
 )  # fmt: skip
 """Columns that a log or a run may fill, in the order in which a table has them."""
