@@ -77,6 +77,8 @@ class EagerCompute:
         (`myriad.model.boundary.Boundary.later`)."""
         self._layers, self._layout, self._sinks = layers, layout, sinks
         self._pending, self._later = pending, later
+        self.leaves_products = False
+        """Whether backwards leave the last of `later` to the next backward, or to `compute_products`."""
 
     def evaluate(self, stage: int, entering: torch.Tensor, context: Context) -> torch.Tensor:
         """Return the stage's output, without a graph."""
@@ -133,9 +135,14 @@ class EagerCompute:
         entering = differentiate(segments, gradient, context)
         for pending in self._pending[stage]:
             pending.add_up()
+        if not self.leaves_products:
+            self.compute_products()
+        return entering
+
+    def compute_products(self) -> None:
+        """Compute the weight products that backwards have left for later."""
         if self._later is not None:
             apply_deferred(self._later)
-        return entering
 
     def defer(self, stage: int, products: list[DeferredProduct] | None) -> None:
         """Set where the stage's sinks append their weight products; ``None``: the sinks compute them

@@ -15,6 +15,7 @@ import torch
 
 from myriad.parallel.batch import Batch
 from myriad.parallel.compute import Backward, WeightPart
+from myriad.parallel.paired_forward import PairedForward
 from myriad.parallel.pipeline_transfers import TransferTables
 from myriad.program.actions import Action, Kind
 from myriad.program.in_flight import RankProgram
@@ -61,8 +62,10 @@ class Iteration:
     tensors: TransferTables = field(default_factory=TransferTables)
     saved: dict[tuple[int, int], Backward] = field(default_factory=dict)
     deferred: dict[tuple[int, int], WeightPart] = field(default_factory=dict)
-    paired: Action | None = None
-    """The forward that runs inside the backward after it."""
+    opened: Action | None = None
+    """The forward of a pair whose backward comes next."""
+    paired: PairedForward | None = None
+    """The forwards of the pairs since the last other action."""
 
     @property
     def training(self) -> bool:

@@ -18,13 +18,14 @@ from myriad.parallel.chunk import Chunk
 from myriad.parallel.compute import Backward, EagerCompute, StageCompute
 from myriad.parallel.cuda_graphs import CapturedCompute, Capturer
 from myriad.parallel.iteration import Finisher, Iteration
-from myriad.parallel.paired_forward import PairedForward
+from myriad.parallel.paired_forward import PairedForward, PairedSteps
 from myriad.parallel.pipeline_transfers import PipelineTransfers
 from myriad.parallel.rank_model import RankModel, Stage
 from myriad.program.actions import (
     COPIES_ACTIVATIONS,
     COPIES_STATE,
     ORTHOGONALIZATION,
+    SEMANTICS,
     Action,
     Kind,
     Payload,
@@ -139,6 +140,8 @@ class Runtime:
         tied = self._model.tied
         for index, (action, span) in enumerate(zip(plan.actions, self._spans_of(plan), strict=True)):
             with span:
+                if SEMANTICS[action.kind].pairs is None:
+                    self._complete_pairs(now)
                 self._do[action.kind](action, now)
                 if tied is not None and index == plan.tied_starts:
                     with self._span_of("reduce_tied", tied, action.stage):
@@ -353,23 +356,34 @@ class Runtime:
             now.tensors.inbox[Payload.ACTIVATION, action.stage, action.micro_batch] = x.detach()
 
     def _open_pair(self, action: Action, now: Iteration) -> None:
-        now.paired = action
+        now.opened = action
 
     def _run_pair(self, action: Action, now: Iteration) -> None:
-        """Run a backward, and inside it the forward that opened the pair."""
-        forward, now.paired = now.paired, None
-        assert forward is not None, "the checker has proved it"
-        key, context = (forward.stage, forward.micro_batch), self._context(forward.micro_batch, now)
-        entering = self._entering(forward, context, now)
-        running = PairedForward(self._eager.forward_in_steps(forward.stage, entering, context))
-        self._boundary.meanwhile = running.advance
+        """Run a backward, and inside it the forward that opened the pair, as far as that comes."""
+        assert now.opened is not None, "the checker has proved it"
+        if (action.stage, action.micro_batch) not in now.saved:  # the forward of this backward has not ended
+            self._complete_pairs(now)
+        steps = self._forward_steps(now.opened, now)
+        now.opened, now.paired = None, PairedForward(steps) if now.paired is None else now.paired.then(steps)
+        self._boundary.meanwhile, self._eager.leaves_products = now.paired.advance, True
         try:
             self._backward(action, now)
         finally:
-            self._boundary.meanwhile = None
-        x, now.saved[key] = running.finish()
+            self._boundary.meanwhile, self._eager.leaves_products = None, False
+
+    def _forward_steps(self, action: Action, now: Iteration) -> PairedSteps:
+        key, context = (action.stage, action.micro_batch), self._context(action.micro_batch, now)
+        entering = self._entering(action, context, now)
+        x, now.saved[key] = yield from self._eager.forward_in_steps(action.stage, entering, context)
         self.outputs[key] = x.detach().sum()
-        self._end_forward(forward, now, x)
+        self._end_forward(action, now, x)
+
+    def _complete_pairs(self, now: Iteration) -> None:
+        """Complete what pairs have left to the next one: the end of a forward, and weight products."""
+        if now.paired is not None:
+            self._eager.compute_products()  # while the forward's last results travel
+            now.paired.finish()
+            now.paired = None
 
     def _backward(self, action: Action, now: Iteration) -> None:
         backward, gradient = self._begin_backward(action, now)
