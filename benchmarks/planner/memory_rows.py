@@ -1,6 +1,6 @@
 """Peak memory of published layouts as the planner predicts it, beside what was measured.
 
-    python benchmarks/planner/memory_rows.py [--chart FILE.svg]
+    python benchmarks/planner/memory_rows.py [--chart FILE.svg] [--without-profile]
     python benchmarks/planner/memory_rows.py --sweep bench_final2_mfu2.csv
 
 The first prints the rows that come with Myriad: nanotron's sweep, zero-bubble's and SimuMax's tables. The
@@ -16,12 +16,14 @@ import io
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from myriad.planner import PredictedMemory, TableOptions, memory_errors, parse_table, read_table
+from myriad.planner.memory.framework_memory import FrameworkMemory
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.validation.memory_errors import MemoryErrors, predict_memory_of
 from myriad.planner.validation.published_rows import PublishedRow
@@ -92,10 +94,17 @@ def _cells(line: dict[str, str]) -> Iterator[dict[str, object]]:
 # Figures
 
 
-def predicted(rows: Sequence[PublishedRow]) -> list[PredictedMemory]:
-    """Predict the rows, each as the first of its possible workloads."""
-    simulations = SimulationCache()
-    return [predict_memory_of(row, row.works[0], simulations) for row in rows]
+def predicted(rows: Sequence[PublishedRow], *, with_profile: bool = True) -> list[PredictedMemory]:
+    """Predict the rows, each as the first of its possible workloads. ``with_profile``: off: with Myriad's
+    memory, on the rank and for the moment that the framework reports."""
+    simulations, found = SimulationCache(), []
+    for row in rows:
+        work, memory = row.works[0], row.works[0].profile.memory
+        if not with_profile:
+            memory = FrameworkMemory(reports=memory.reports, reported_rank=memory.reported_rank)
+        work = replace(work, profile=replace(work.profile, memory=memory))
+        found.append(predict_memory_of(row, work, simulations))
+    return found
 
 
 def _group(one: PredictedMemory) -> str:
@@ -154,21 +163,23 @@ def main() -> None:
     parser.add_argument(
         "--chart", type=Path, metavar="FILE.svg", help="draw predicted against measured bytes"
     )
+    parser.add_argument("--without-profile", action="store_true", help="predict with Myriad's values")
     given = parser.parse_args()
-    found = predicted(sweep_rows(given.sweep) if given.sweep else shipped_rows())
+    rows = sweep_rows(given.sweep) if given.sweep else shipped_rows()
+    found = predicted(rows, with_profile=not given.without_profile)
     _print(found)
     if given.chart:
-        given.chart.write_text(dots_svg("Peak memory: predicted, and measured", "GiB", list(_dots(found))))
+        given.chart.write_text(dots_svg("Peak memory, allocated or reserved", "GiB", list(_dots(found))))
 
 
 def _dots(found: Sequence[PredictedMemory]) -> Iterator[Dot]:
     """Yield a dot for each row: reserved bytes of the sweep, allocated bytes of other tables."""
     for one in found:
-        what, ours, truth = "reserved", one.reserved_bytes, one.measured.reserved_bytes
-        if truth is None:
-            what, ours, truth = "allocated", one.allocated_bytes, one.measured.allocated_bytes
+        group, ours, truth = one.row.framework, one.allocated_bytes, one.measured.allocated_bytes
+        if one.measured.reserved_bytes is not None:
+            group, ours, truth = f"{group}, reserved", one.reserved_bytes, one.measured.reserved_bytes
         if truth is not None:
-            yield Dot(one.row.name, f"{one.row.framework}, {what}", truth / 2**30, ours / 2**30)
+            yield Dot(one.row.name, group, truth / 2**30, ours / 2**30)
 
 
 if __name__ == "__main__":
