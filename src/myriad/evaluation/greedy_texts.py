@@ -16,13 +16,12 @@ import torch
 from myriad.data.tokenizer import Tokenizer
 from myriad.evaluation.task_files import Generation
 from myriad.model.generate import Session, TextReader
+from myriad.model.generation_limits import MOST_NEXT_SCORES, SCORES_OF_HEAD
 
 __all__ = ["GeneratedText", "GreedyTexts", "Prompt", "open_texts"]
 
 _CLOSE = 5e-5
 """Difference of scores, relative to the largest one (at least 1), below which rounding may decide."""
-_SCORES_OF_HEAD = 1 << 22
-"""Largest number of attention scores of one head in the forward pass that reads several prompts."""
 
 Prompt = tuple[str, Generation]
 """A text to continue, and when its continuation ends."""
@@ -64,6 +63,7 @@ class GreedyTexts:
         text."""
         self._reader, self._tokenizer, self._sequence = reader, tokenizer, sequence
         self._batch_tokens = batch_tokens
+        self._most_rows = MOST_NEXT_SCORES // tokenizer.vocabulary
 
     def generate(
         self, prompts: Sequence[Prompt], show: Callable[[int, int], None] = lambda done, total: None
@@ -98,10 +98,11 @@ class GreedyTexts:
         new: list[GeneratedText] = []
         while waiting:
             width = max(width, waiting[-1].width(self._sequence))
-            if len(rows) + len(new) and (len(rows) + len(new) + 1) * width > self._batch_tokens:
+            count = len(rows) + len(new) + 1
+            if count > 1 and (count * width > self._batch_tokens or count > self._most_rows):
                 break
             # The first of the new prompts is the longest.
-            if new and (len(new) + 1) * len(new[0].prompt) ** 2 > _SCORES_OF_HEAD:
+            if new and (len(new) + 1) * len(new[0].prompt) ** 2 > SCORES_OF_HEAD:
                 break
             new.append(waiting.pop())
         return new

@@ -64,6 +64,7 @@ def problem_of(job: Job, cluster: Cluster) -> LayoutProblem:
         newton_schulz=newton_schulz_of(job),
         qk_clip=job.optimizer.qk_clip is not None,
         ema_every=job.optimizer.ema_steps,
+        generates=job.generates,
         value_bytes=4 if precision == "float32" else 2,
         profile=framework_profile_of(job),
         partition=job.layout.partition,

@@ -18,7 +18,7 @@ from myriad.evaluation.config import EvalConfig
 from myriad.job.phase_values import BatchRamp, Phase, TrainConfig
 from myriad.kernels.document_shares import DocumentSharing
 from myriad.model.config import ModelConfig
-from myriad.optim.config import LossScaleConfig, OptimizerConfig
+from myriad.optim.config import LossScaleConfig, OptimizerConfig, float8_scaling
 from myriad.program.config import OverlapConfig
 from myriad.telemetry.config import TelemetryConfig
 
@@ -177,6 +177,12 @@ class JobValues(Config):
         return self.resilience.verify_every > 0 and share
 
     @property
+    def generates(self) -> bool:
+        """Whether texts may be generated between steps, with caches of keys and values: `eval.tasks` may ask
+        for it, but float8 has no caches."""
+        return bool(self.eval.tasks) and float8_scaling(self.train.precision) is None
+
+    @property
     def snapshot_holders(self) -> int:
         """Nodes whose snapshots may hold each part of the state, of those whose ranks hold the same."""
         wanted = 1 if self.comm.sync_every > 1 else self.checkpoint.holders
@@ -204,6 +210,7 @@ def work_of(job: JobValues, value_bytes: int = 2) -> "Workload":
         qk_clip=job.optimizer.qk_clip is not None,
         ema_every=job.optimizer.ema_steps,
         copies_gradients=job.telemetry.noise_scale and job.layout.dp == 1,
+        generates=job.generates,
         value_bytes=value_bytes,
     )
 

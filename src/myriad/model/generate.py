@@ -16,14 +16,12 @@ from torch import nn
 
 from myriad.errors import BadInputError
 from myriad.kernels.rotary_scaling import RotaryScaling
+from myriad.model.generation_limits import SCORES_OF_HEAD
 from myriad.model.head import Head
 from myriad.model.key_value_cache import KeyValueCache, NewPositions
 from myriad.model.layers import Block, Embedding
 
 __all__ = ["Session", "TextReader", "WholeReader", "generate", "longrope_length", "sample"]
-
-_SCORES_OF_HEAD = 1 << 22
-"""Largest number of attention scores of one head when one text is read; a longer text is read in pieces."""
 
 
 class TextReader(Protocol):
@@ -104,8 +102,8 @@ class Session:
         caches = [block.attention.new_cache(limit) for block, limit in pairs]
         scores = self._read_whole(texts, caches)
         if self.rows:
-            for cache, new in zip(self.caches, caches, strict=True):
-                cache.join(new)
+            for cache in self.caches:
+                cache.join(caches.pop(0))  # taken out, so that it is freed before the next block's is copied
         else:
             self.caches = caches
         self.rows += [_Row(list(text), len(text)) for text in texts]
@@ -151,7 +149,7 @@ class Session:
         rotary frequencies."""
         lengths, scaling = [len(text) for text in texts], self.reader.scaling
         longest = max(lengths)
-        piece = max(_SCORES_OF_HEAD // longest, 1)
+        piece = max(SCORES_OF_HEAD // longest, 1)
         is_decisive = scaling is not None and scaling.decisive_length(longest) > 0
         if len(texts) > 1 or piece >= longest or is_decisive:
             return self._run(texts, NewPositions(lengths, lengths, self.reader.device), caches)

@@ -100,8 +100,9 @@ class KeyValueCache:
         """Add new columns, and return what is cached with them."""
         is_token = at.is_token
         if not self._parts:
-            self._parts, self._is_key = new, is_token
-            return new
+            # Copies of views, which would keep queries alive, too.
+            self._parts, self._is_key = [part.contiguous() for part in new], is_token
+            return self._parts
         assert is_token is None, "padding lies before the first token of a row"
         if self._is_key is not None:
             self._is_key = F.pad(self._is_key, (0, new[0].shape[1]), value=True)

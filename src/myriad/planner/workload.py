@@ -127,6 +127,8 @@ class Workload:
     """Steps between updates of the moving average of the parameters; 0: there is none."""
     copies_gradients: bool = False
     """Whether each backward copies the gradients of its stage, to find what it adds."""
+    generates: bool = False
+    """Whether texts are generated between steps, with caches of keys and values."""
     value_bytes: int = 2
     """Bytes of one element of the compute type; 2: bfloat16 or float16."""
 

@@ -50,7 +50,7 @@ def test_a_long_text_is_read_in_pieces(monkeypatch):
         return read(tokens, at, caches)
 
     monkeypatch.setattr(reader, "read", counted)
-    monkeypatch.setattr("myriad.model.generate._SCORES_OF_HEAD", 24 * 5)
+    monkeypatch.setattr("myriad.model.generate.SCORES_OF_HEAD", 24 * 5)
     session = Session(reader, 24)
     torch.testing.assert_close(session.add([TOKENS[:23]])[0], expected[22], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(session.read([TOKENS[23:]])[0], expected[23], rtol=1e-4, atol=1e-4)

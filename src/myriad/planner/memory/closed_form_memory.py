@@ -26,7 +26,8 @@ from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
 from myriad.planner.cost.operator_costs import Number
 from myriad.planner.memory.framework_memory import FrameworkMemory
-from myriad.planner.memory.layer_memory import is_myriad
+from myriad.planner.memory.generation_memory import GenerationBytes, generation_bytes, whole_model
+from myriad.planner.memory.layer_memory import MicroBatchShard, is_myriad
 from myriad.planner.memory.rank_layers import LayerMemory, layer_memory
 from myriad.planner.workload import FrameworkProfile
 
@@ -203,6 +204,7 @@ class _Layouts:
     ep: int
     whole_experts: bool
     context: tuple[int, int]
+    generation: GenerationBytes | None
     last: bool = False
 
     @property
@@ -270,14 +272,16 @@ def worst_stage_memory(
     whole_experts: bool = False,
     expert_load: float = 1.0,
     context: tuple[int, int] = (1, 1),
+    generates: bool = False,
 ) -> PeakMemory:
     """Return the memory of the rank that needs the most, with the default overlaps. ``recompute``: 0 none, 1
     selective, 2 full. ``reduce_each``, ``eager``, ``zero_bubble`` and ``gpipe``: 0 or 1. ``levels``: from
     `myriad.comm.hierarchy.count_shard_levels`. ``shard_group``: 0 means all replicas. ``averages``: keep a
     moving average of the parameters. ``ep``: ranks that share experts; ``whole_experts`` and
     ``expert_load``: of `Layout`. ``dp``: ranks that hold the same parameters. ``context``: of
-    `MicroBatchShard`."""
+    `MicroBatchShard`. ``generates``: generate texts between steps."""
     where = value_bytes, on_cpu, ep, whole_experts, min(expert_load, float(ep)), context
+    part = MicroBatchShard(_floats(tp), _floats(micro_batch), *where)
     first = _Layouts(
         model,
         profile,
@@ -301,6 +305,7 @@ def worst_stage_memory(
         ep=ep,
         whole_experts=whole_experts,
         context=context,
+        generation=generation_bytes(whole_model(model, context), profile, part) if generates else None,
     )
     one, other = _rank_memory(first), _rank_memory(replace(first, last=True))
     return one.where(np.asarray(one.total >= other.total), other)
@@ -311,14 +316,20 @@ def _floats(values: Number) -> npt.NDArray[np.float64]:
 
 
 def _rank_memory(where: _Layouts) -> PeakMemory:
-    weights, gradients, optimizer = _parameters(where)
+    weights, gradients, kept_gradients, optimizer = _parameters(where)
     activations, logits = _activations(where)
     buffers = _buffers(where)
     memory = where.profile.memory
     outside = expected_outside(memory, *_communicators(where), on_cpu=where.on_cpu)
     slack = np.where(where.tp > 1, memory.tensor_slack, memory.allocator_slack)
     margin = slack * (activations + logits + buffers) + outside
-    return PeakMemory(weights, gradients, optimizer, activations, logits, buffers, margin, 0.0, outside)
+    training = PeakMemory(weights, gradients, optimizer, activations, logits, buffers, margin, 0.0, outside)
+    if where.generation is None:
+        return training
+    made = where.generation.total(where.blocks)
+    others = replace(training, gradients=kept_gradients, activations=made, margin=slack * made + outside)
+    generating = replace(others, logits=0.0 * made, buffers=0.0 * made)
+    return training.where(np.asarray(training.total >= generating.total), generating)
 
 
 def _communicators(where: _Layouts) -> tuple[Number, Number]:
@@ -351,8 +362,9 @@ def _ends(where: _Layouts, first: Number, last: Number) -> Number:
     return np.where((where.pp == 1) | turns, first + last, first)
 
 
-def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
-    """Return the bytes of weights, gradients and optimizer, by the table of `docs/concepts/memory.md`."""
+def _parameters(where: _Layouts) -> tuple[Number, Number, Number, Number]:
+    """Return the bytes of weights, of gradients in an iteration and between two, and of the optimizer, by the
+    table of `docs/concepts/memory.md`."""
     layers, dp, zero = where.layers, where.dp, where.zero
     ends = _ends(where, layers.embedding_elements, layers.head_elements)
     if where.model.shares_embedding:
@@ -371,7 +383,8 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
     values = b * np.where(zero == 3, np.minimum(widest + _AHEAD * chunk, elements), elements)
     master = np.where((b == 4) & (zero < 3), 0.0, 4 * part)
     live = np.minimum(np.where(where.reduce_each > 0, 2 * chunk, elements), elements)
-    sums = where.profile.memory.gradient_buffer_bytes * np.where(zero >= 2, live + part, elements)
+    each = where.profile.memory.gradient_buffer_bytes
+    sums, kept = (each * np.where(zero >= 2, held, elements) for held in (live + part, part))
     keys = where.profile.module_gathers
     if keys is not None:  # Live parameters, and whole gradients in a bucket.
         largest = np.maximum(layers.embedding_elements, layers.head_elements)
@@ -384,7 +397,7 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number]:
     forms = np.where(keeps & (where.num_micro_batches > 1) & (zero < 3), 2.0, 0.0)
     weights = values + master + forms * where.blocks * block
     sums = sums + where.profile.memory.gradient_copy_bytes * np.where(dp > 1, elements, 0.0)
-    return weights, sums, _moments(where, part, ends - _ends(where, 0.0, layers.head_experts))
+    return weights, sums, kept, _moments(where, part, ends - _ends(where, 0.0, layers.head_experts))
 
 
 def _moments(where: _Layouts, part: Number, ends: Number) -> Number:

@@ -15,6 +15,7 @@ result is the state with the largest total:
     a sent message until its answer: an activation to its BACKWARD, a gradient to the iteration's end, or to
                    its EXCHANGE's
     a compute      temporary bytes of its layers
+    between steps  caches of generated texts, and what they need beside (`generation_memory`)
     with Muon      messages with matrices, between CLIP and UPDATE (`matrix_memory`)
     offloaded      kept bytes are on the device until AWAIT_OFFLOAD and from START_FETCH on, optimizer state
                    from START_FETCH_STATE to AWAIT_OFFLOAD_STATE; host buffers stay
@@ -33,6 +34,7 @@ from functools import cached_property
 from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.memory.closed_form_memory import PeakMemory
 from myriad.planner.memory.constant_memory import ConstantMemory
+from myriad.planner.memory.generation_memory import generation_bytes
 from myriad.planner.memory.held_bytes import HeldBytes
 from myriad.planner.memory.matrix_memory import matrix_bytes
 from myriad.planner.memory.stage_memory import MicroBatchBytes, StageMemory, captured_bytes
@@ -125,6 +127,10 @@ def _experts_of(stage: int) -> int:
     return -3 - stage
 
 
+def _total(memory: PeakMemory) -> float:
+    return float(memory.total)
+
+
 class _MemoryWalk:
     """Walk over the actions of one rank that tracks what it holds."""
 
@@ -168,9 +174,10 @@ class _MemoryWalk:
         """The actions between which the tied chunk is reduced."""
 
     def peak(self) -> PeakMemory:
-        """Return the memory at the peak of an iteration."""
+        """Return the memory at the peak of an iteration, or of the texts that are generated after it."""
         self._begin()
-        return self._peak_of(0, len(self.actions))
+        generating = self._generating()
+        return max(self._peak_of(0, len(self.actions)), generating, key=_total)
 
     def at_update(self) -> PeakMemory:
         """Return the memory at the update after the last backward, with no other communication in flight."""
@@ -182,6 +189,7 @@ class _MemoryWalk:
         if the held bytes differ after a repetition. Only bytes kept until the iteration's end may grow; then
         the peak is before the second repetition, or in the last one or later."""
         self._begin()
+        generating = self._generating()
         second = steady.start + steady.length
         before, held = self._peak_of(0, second), self.now.by_purpose
         again = self._peak_of(second, second + steady.length)
@@ -191,7 +199,18 @@ class _MemoryWalk:
         rest = self._peak_of(second + steady.length, len(self.actions))
         times = (self.workload.num_micro_batches - self.program.num_micro_batches) / steady.num_micro_batches
         last = [self._with_more(one, grown[0] * times) for one in (again, rest)]
-        return max([before, *last], key=lambda memory: float(memory.total))
+        return max([before, *last, generating], key=_total)
+
+    def _generating(self) -> PeakMemory:
+        """Return the memory between two iterations, while texts are generated if any are."""
+        if not self.workload.generates:
+            return self._memory(0.0, 0.0)
+        own = generation_bytes(self.workload.model, self.workload.profile, self.model.part)
+        layers = (layer for stage in self.stages for layer in self.model.layers[stage])
+        num_blocks = sum(self.model.kind(layer) == "block" for layer in layers)
+        used = max(sum(self.chunks[key] for key in self._chunks_of(stage)) for stage in self.stages)
+        gathered = self._comes_and_goes[0] * used * self.workload.value_bytes
+        return self._memory(float(own.total(num_blocks)) + gathered, 0.0)
 
     def _peak_of(self, start: int, stop: int) -> PeakMemory:
         best, highest = None, -1.0

@@ -54,6 +54,7 @@ class LayoutProblem:
     newton_schulz: NewtonSchulz = field(default_factory=NewtonSchulz)
     qk_clip: bool = False
     ema_every: int = 0
+    generates: bool = False
     value_bytes: int = 2
     partition: str = "uniform"
     shards: tuple[Sharding, ...] = _SHARDS
@@ -136,5 +137,6 @@ class LayoutCandidate:
             newton_schulz=problem.newton_schulz,
             qk_clip=problem.qk_clip,
             ema_every=problem.ema_every,
+            generates=problem.generates,
             value_bytes=problem.value_bytes,
         )
