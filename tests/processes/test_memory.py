@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from parity_case import TINY, Case, make_engine
-from ranks import run_ranks
+from ranks import reuse_ranks, run_ranks
 
+from myriad.comm.config import CommConfig
 from myriad.comm.groups import close_world
 from myriad.comm.layout import Layout
 from myriad.model.config import ModelConfig
@@ -78,6 +79,42 @@ def test_the_planner_knows_the_moments_of_matrices_that_are_orthogonalized(layou
     )
     for place, memory in enumerate(memory_of_ranks(workload, on_cpu=True)):
         assert memory.optimizer == max(held for own, held in ranks if own == place)
+
+
+def lossy_state(case: Case) -> dict[str, int]:
+    """The bytes of one rank's weights and state, with what lossy communication keeps from step to step."""
+    engine, held = make_engine(case), []
+    held += [one for tensors in engine._optimizer_step.optimizer_state().values() for one in tensors]
+    if engine._diloco is not None:
+        held += engine._diloco.outer.anchor + engine._diloco.outer.velocity
+    chunks = engine.model.chunks
+    weights = {
+        one.untyped_storage().data_ptr(): one for chunk in chunks for one in (chunk.values, chunk.master)
+    }
+    collectives: list[Any] = [chunk._collective for chunk in chunks]
+    errors = [one._errors for one in collectives if engine._diloco is None]
+    found = {"optimizer": held, "weights": list(weights.values()), "errors": errors}
+    engine.close()
+    close_world()
+    return {name: sum(one.untyped_storage().nbytes() for one in each) for name, each in found.items()}
+
+
+@pytest.mark.parametrize(
+    "comm", [{"sync_every": 2}, {"compress_gradients": "int8"}, {"compress_parameters": "int8"}]
+)
+def test_the_planner_knows_what_lossy_communication_keeps(comm: dict[str, Any]) -> None:
+    case = Case({"dp": 2, "zero": 0 if "sync_every" in comm else 1}, {}, comm=comm)
+    found, _ = reuse_ranks(2, lossy_state, case)
+    model = ModelConfig(**(TINY | case.model))
+    planned = {}
+    for given in (comm, {}):
+        work = Workload(
+            model, Layout(**case.layout), case.global_batch, comm=CommConfig(**given), value_bytes=4
+        )
+        (planned[bool(given)],) = memory_of_ranks(work, on_cpu=True)
+    assert planned[True].optimizer == found["optimizer"]
+    assert planned[True].weights == found["weights"]
+    assert planned[True].buffers - planned[False].buffers == found["errors"]
 
 
 def messages(case: Case) -> tuple[int, list[list[int]]]:

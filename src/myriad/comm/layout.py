@@ -27,6 +27,7 @@ __all__ = [
     "lacks_for_offload",
     "lacks_for_pairs",
     "offloads_master",
+    "trains_alone",
 ]
 
 ScheduleName = Literal[
@@ -116,8 +117,9 @@ class Layout(Config):
     device."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory, and copy that of each chunk to the device for its update:
-    the moments, and with train.precision = bfloat16 or float16 the float32 master weights. Results are the
-    same to the bit."""
+    the moments, and with train.precision = bfloat16 or float16 the float32 master weights. The master weights
+    stay on the device with comm.compress_parameters and comm.sync_every > 1, which use them between updates.
+    Results are the same to the bit."""
     offload_optimizer_ratio: float = Field(1.0, gt=0, le=1)
     """Share of a stage's chunks (overlap.chunks), from the first, that layout.offload_optimizer applies to;
     the state of the others stays on the device."""
@@ -342,6 +344,11 @@ def lacks_for_offload(layout: Layout, overlap: OverlapConfig, optimizer: str) ->
 def offloads_master(layout: Layout, comm: CommConfig, value_bytes: int) -> bool:
     """Return whether the float32 master values are part of the optimizer state in host memory, as they are
     where no action but the update needs them. ``value_bytes``: bytes of one element of the compute type."""
-    trains_alone = comm.sync_every > 1 and layout.dp > 1  # agreements of replicas change the master values
-    needs_them = value_bytes == 4 or comm.compress_parameters is not None or trains_alone
+    # agreements of replicas change the master values, and compressed parameters are changes to them
+    needs_them = value_bytes == 4 or comm.compress_parameters is not None or trains_alone(layout, comm)
     return layout.offload_optimizer and not needs_them
+
+
+def trains_alone(layout: Layout, comm: CommConfig) -> bool:
+    """Return whether replicas train alone between agreements (DiLoCo)."""
+    return comm.sync_every > 1 and layout.dp > 1

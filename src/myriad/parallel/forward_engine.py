@@ -18,6 +18,7 @@ import torch
 from myriad.comm.collectives import all_reduce
 from myriad.comm.config import CommConfig
 from myriad.comm.groups import Groups
+from myriad.comm.layout import trains_alone
 from myriad.comm.typed_collectives import gather_values
 from myriad.errors import RunFailedError
 from myriad.kernels.config import Kernels
@@ -101,7 +102,7 @@ class ForwardEngine:
             keep_freed_memory()
         self.groups, self.layout, self.recorder = groups, groups.grid.layout, recorder
         self._definition, self._dtype, self._device = definition, dtype, device
-        self._trains_alone = needs is not None and comm.sync_every > 1 and self.layout.dp > 1
+        self._trains_alone = needs is not None and trains_alone(self.layout, comm)
         self._build_programs(layers_of_stage, num_micro_batches, overlap, comm, needs)
         self.boundary: Boundary = make_boundary(groups, overlap, recorder, kernels, device)
         if needs is not None and needs.float8 is not None:

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Literal
 
 from myriad.comm.config import CommConfig
-from myriad.comm.layout import Layout, offloads_master
+from myriad.comm.layout import Layout, offloads_master, trains_alone
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
 from myriad.planner.cost.module_gathers import ModuleGathers
@@ -146,6 +146,11 @@ class Workload:
     def offloads_master(self) -> bool:
         """Whether master values are part of the optimizer state in host memory."""
         return offloads_master(self.layout, self.comm, self.value_bytes)
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether replicas train alone between agreements."""
+        return trains_alone(self.layout, self.comm)
 
     @property
     def matrix_bytes(self) -> int:

@@ -200,6 +200,7 @@ class _Layouts:
     levels: Number
     optimizer: OptimizerName
     averages: bool
+    trains_alone: bool
     on_cpu: bool
     ep: int
     whole_experts: bool
@@ -266,6 +267,7 @@ def worst_stage_memory(
     levels: Number = 0.0,
     optimizer: OptimizerName = "adamw",
     averages: bool = False,
+    trains_alone: bool = False,
     on_cpu: bool = False,
     shard_group: Number = 0.0,
     ep: int = 1,
@@ -277,9 +279,9 @@ def worst_stage_memory(
     """Return the memory of the rank that needs the most, with the default overlaps. ``recompute``: 0 none, 1
     selective, 2 full. ``reduce_each``, ``eager``, ``zero_bubble`` and ``gpipe``: 0 or 1. ``levels``: from
     `myriad.comm.hierarchy.count_shard_levels`. ``shard_group``: 0 means all replicas. ``averages``: keep a
-    moving average of the parameters. ``ep``: ranks that share experts; ``whole_experts`` and
-    ``expert_load``: of `Layout`. ``dp``: ranks that hold the same parameters. ``context``: of
-    `MicroBatchShard`. ``generates``: generate texts between steps."""
+    moving average of the parameters. ``trains_alone``: replicas agree every few steps. ``ep``: ranks that
+    share experts; ``whole_experts`` and ``expert_load``: of `Layout`. ``dp``: ranks that hold the same
+    parameters. ``context``: of `MicroBatchShard`. ``generates``: generate texts between steps."""
     where = value_bytes, on_cpu, ep, whole_experts, min(expert_load, float(ep)), context
     part = MicroBatchShard(_floats(tp), _floats(micro_batch), *where)
     first = _Layouts(
@@ -301,6 +303,7 @@ def worst_stage_memory(
         levels=_floats(levels),
         optimizer=optimizer,
         averages=averages,
+        trains_alone=trains_alone,
         on_cpu=on_cpu,
         ep=ep,
         whole_experts=whole_experts,
@@ -401,16 +404,17 @@ def _parameters(where: _Layouts) -> tuple[Number, Number, Number, Number]:
 
 
 def _moments(where: _Layouts, part: Number, ends: Number) -> Number:
-    """Return the bytes of moments and of the moving average. Matrices that are orthogonalized have one moment
-    instead of two; of the others the last data-parallel rank holds all vectors. ``ends``: elements of
-    embedding and head."""
-    average = 4 * part if where.averages else 0.0
+    """Return the bytes of moments, of the moving average, and of anchor and momentum of replicas that train
+    alone. Matrices that are orthogonalized have one moment instead of two; of the others the last
+    data-parallel rank holds all vectors. ``ends``: elements of embedding and head."""
+    outer = np.where(where.dp > 1, 8 * part, 0.0) if where.trains_alone else 0.0
+    others = outer + (4 * part if where.averages else 0.0)
     if where.optimizer != "muon":
-        return 8 * part + average
+        return 8 * part + others
     layers = where.layers
     rest = ends - _ends(where, 0.0, layers.head_matrices)
     second = rest / where.num_shards
-    return average + 4 * part + 4 * (second + where.blocks * (layers.block_elements - layers.block_matrices))
+    return others + 4 * part + 4 * (second + where.blocks * (layers.block_elements - layers.block_matrices))
 
 
 def _activations(where: _Layouts) -> tuple[Number, Number]:

@@ -104,7 +104,7 @@ class ConstantMemory:
         """Bytes of master values that stay on the device, and with ZeRO 3 of the slices that gathers read
         instead of those in host memory."""
         workload, is_sharded = self._workload, self._workload.layout.zero == 3
-        if workload.value_bytes == 4 and not is_sharded:
+        if workload.value_bytes == 4 and not is_sharded and workload.comm.compress_parameters is None:
             return 0.0  # the master values are the values
         away = {*self._on_host} if workload.offloads_master else set()
         slices = sum(map(self._part, away)) * workload.value_bytes if is_sharded else 0.0
@@ -120,6 +120,19 @@ class ConstantMemory:
             held = self._model.held(stage, turns=False)
             found += count * (held.kept + held.head_bytes)
         return found
+
+    @cached_property
+    def outer(self) -> float:
+        """Bytes of the anchor and the momentum of replicas that train alone (`myriad.parallel.diloco`)."""
+        return 8.0 * self.elements if self._workload.trains_alone else 0.0
+
+    @cached_property
+    def encoding_errors(self) -> float:
+        """Bytes of the errors of compressed gradients, which the next message carries."""
+        workload, layout = self._workload, self._workload.layout
+        if workload.comm.compress_gradients is None or workload.trains_alone or layout.num_holders == 1:
+            return 0.0
+        return 4.0 * sum(self._chunks.values()) + (4.0 * self.elements if layout.reduces_across else 0.0)
 
     @cached_property
     def batch(self) -> float:

@@ -270,11 +270,12 @@ class _MemoryWalk:
     @property
     def _optimizer(self) -> float:
         """Bytes of optimizer state on the device now, and of the moving average, which stays there."""
-        average = 4 * self.constant.elements if self.workload.ema_every else 0.0
-        return average + self.now.states.total + self.constant.moments
+        constant, average = self.constant, 4 * self.constant.elements if self.workload.ema_every else 0.0
+        return average + self.now.states.total + constant.moments + constant.outer
 
     def _buffers(self) -> float:
-        return self.now.buffers + self.constant.batch + self.constant.library_buffers
+        constant = self.constant
+        return self.now.buffers + constant.batch + constant.library_buffers + constant.encoding_errors
 
     def _total(self, passing: float) -> float:
         """Return the bytes of everything that changes during an iteration; the rest is constant."""

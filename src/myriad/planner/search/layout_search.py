@@ -339,6 +339,7 @@ def _grid_memory(grid: LayoutGrid) -> tuple[PeakMemory, tuple[int, ...]]:
         levels=np.array([_num_levels(grid, one) for one in grid.shards])[shard],
         optimizer=problem.optimizer,
         averages=problem.ema_every > 0,
+        trains_alone=problem.comm.sync_every > 1,
         generates=problem.generates,
         value_bytes=problem.value_bytes,
         on_cpu=problem.cluster.on_cpu,
