@@ -158,6 +158,7 @@ class IterationForecast:
 
     def notes(self) -> list[str]:
         """Return bubble, exposed communication, snapshots, and the interval of the prediction's error."""
+        from myriad.forecasts.packed_documents import attended_note, attended_shares
         from myriad.planner.simulation.iteration_summary import EXPOSED_KINDS
         from myriad.planner.validation.prediction_interval import describe_interval
 
@@ -171,6 +172,8 @@ class IterationForecast:
             lines.append(
                 f"snapshots add {_seconds(found.stall_seconds)} to an iteration, averaged over steps"
             )
+        if said := attended_note(self.job, attended_shares(self.job)):
+            lines.append(said)
         if said := describe_interval(self.cluster, has_experts=self.job.model.experts is not None):
             lines.append(said)
         return lines
@@ -252,13 +255,17 @@ def nodes_of(job: "Job", cluster: "Cluster") -> Sequence[int] | None:
 
 
 def _workload(job: "Job", cluster: "Cluster") -> "Workload":
+    from myriad.forecasts.packed_documents import attended_shares
     from myriad.forecasts.planned_job import framework_profile_of, planned_precision, snapshot_schedule_of
     from myriad.job import work_of
     from myriad.planner import layout_within
 
     value_bytes = 4 if planned_precision(job, cluster) == "float32" else 2
     work = replace(
-        work_of(job, value_bytes), snapshots=snapshot_schedule_of(job), profile=framework_profile_of(job)
+        work_of(job, value_bytes),
+        snapshots=snapshot_schedule_of(job),
+        profile=framework_profile_of(job),
+        attended=attended_shares(job),
     )
     if job.train.memory_budget is None:
         return work

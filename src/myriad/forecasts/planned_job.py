@@ -7,6 +7,7 @@ from typing import Any, Literal
 from myriad.comm.layout import Layout, check_layout, lacks_for_graphs
 from myriad.comm.node_order import check_node_order
 from myriad.errors import BadInputError
+from myriad.forecasts.packed_documents import attended_shares
 from myriad.job import Job, dump_toml, load_job
 from myriad.job.job_rules import lacks_for_context
 from myriad.job.job_steps import JobSteps
@@ -64,6 +65,7 @@ def problem_of(job: Job, cluster: Cluster) -> LayoutProblem:
         newton_schulz=newton_schulz_of(job),
         qk_clip=job.optimizer.qk_clip is not None,
         ema_every=job.optimizer.ema_steps,
+        attended=attended_shares(planned),
         generates=job.generates,
         value_bytes=4 if precision == "float32" else 2,
         profile=framework_profile_of(job),

@@ -67,10 +67,11 @@ if TYPE_CHECKING:
         parse_table,
         read_table,
     )
-    from myriad.planner.workload import FrameworkProfile, Workload
+    from myriad.planner.workload import AttendedShares, FrameworkProfile, Workload
 
 __all__ = [
     "Accelerator",
+    "AttendedShares",
     "Calibration",
     "Cluster",
     "ClusterFactors",
@@ -131,6 +132,7 @@ __all__ = [
 
 _MODULE_OF = {
     "Accelerator": "cluster_config",
+    "AttendedShares": "workload",
     "Calibration": "cluster_config",
     "Cluster": "cluster_config",
     "ClusterFactors": "validation.fitted_cluster",

@@ -13,7 +13,15 @@ from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.planner.memory.framework_memory import FrameworkMemory
 from myriad.program.config import OverlapConfig
 
-__all__ = ["FrameworkProfile", "NewtonSchulz", "Recompute", "Workload", "rank_model"]
+__all__ = [
+    "FULL_WINDOWS",
+    "AttendedShares",
+    "FrameworkProfile",
+    "NewtonSchulz",
+    "Recompute",
+    "Workload",
+    "rank_model",
+]
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -105,6 +113,23 @@ class NewtonSchulz:
 
 
 @dataclass(frozen=True)
+class AttendedShares:
+    """Shares of the query-key pairs of full windows that packed documents attend to."""
+
+    whole: float = 1.0
+    """In layers without a window of attention."""
+    windowed: float = 1.0
+
+    def of(self, window: int | None) -> float:
+        """Return the share in a layer with this window of attention."""
+        return self.whole if window is None else self.windowed
+
+
+FULL_WINDOWS = AttendedShares()
+"""The shares of joined documents."""
+
+
+@dataclass(frozen=True)
 class Workload:
     """One iteration of a job."""
 
@@ -127,6 +152,8 @@ class Workload:
     """Steps between updates of the moving average of the parameters; 0: there is none."""
     copies_gradients: bool = False
     """Whether each backward copies the gradients of its stage, to find what it adds."""
+    attended: AttendedShares = FULL_WINDOWS
+    """What packed documents leave of attention."""
     generates: bool = False
     """Whether texts are generated between steps, with caches of keys and values."""
     value_bytes: int = 2
@@ -187,7 +214,13 @@ class Workload:
     @property
     def model_flops(self) -> float:
         """FLOPs of one iteration, as MFU counts them."""
-        return self.model.flops_per_token() * self.model.sequence * self.global_batch
+        model, sequence, batch = self.model, self.model.sequence, self.global_batch
+        if self.attended == FULL_WINDOWS:
+            return model.flops_per_token() * sequence * batch
+        window = min(model.window or sequence, sequence)
+        pairs = self.attended.whole * sequence * (sequence + 1) / 2
+        window_pairs = self.attended.windowed * (window * sequence - window * (window - 1) / 2)
+        return model.flops_of_documents(sequence * batch, round(pairs * batch), round(window_pairs * batch))
 
 
 @lru_cache(maxsize=64)

@@ -31,6 +31,7 @@ _MOST_NODES = 128
 def show_plan(console: "Console", found: ExplainedPlan, files: Sequence[str]) -> None:
     """Print the ranking, the reasons, the order of nodes, and time against memory. ``files``: files that were
     written."""
+    from myriad.forecasts.packed_documents import attended_note
     from myriad.forecasts.planned_job import planned_phase, planned_steps
 
     steps, phase = planned_steps(found.job), planned_phase(found.job)
@@ -39,6 +40,8 @@ def show_plan(console: "Console", found: ExplainedPlan, files: Sequence[str]) ->
         batch = f"{phase.train.global_batch} sequences of {phase.model.sequence} tokens"
         text = f"phases: planned for steps of {batch}; {steps:,} of them take the run's tokens"
         console.print(text, highlight=False, soft_wrap=True)
+    if said := attended_note(phase, found.problem.attended):
+        console.print(said, highlight=False, soft_wrap=True)
     show_ranking(console, found.problem, found.ranking(), steps, title=f"best for {steps:,} steps")
     show_waterfalls(console, found.parts, found.near)
     _show_helps(console, found.best.seconds, [(one.what, one.seconds) for one in found.improvements])

@@ -120,8 +120,9 @@ def block_times(
     model: ModelConfig, context: LayerContext, pairs: float, window: int | None = None
 ) -> LayerTimes:
     """Return the seconds of a block of a model whose blocks are alike (`ModelConfig.of_block`). ``pairs``:
-    query-key pairs that a rank computes of each sequence in this block. ``window``: that of the block; it
-    matters where ranks share sequences."""
+    query-key pairs that a rank computes of each sequence in this block, if that is one document.
+    ``window``: that of the block; it matters where ranks share sequences, and for packed documents."""
+    pairs = pairs * context.attended.of(window)
     tokens = context.micro_batch * model.sequence
     share = tokens / context.tp if context.profile.sequence_parallel else tokens
     products = block_products(model, context, tokens)

@@ -85,6 +85,7 @@ class Costs:
             workload.qk_clip,
             ExpertGrid.of(layout, replica_stride),
             ContextGrid.of(layout),
+            attended=workload.attended,
         )
         self.pipeline = group_along(cluster, float(layout.pp), float(stage_stride))
         comm = shard_group_comm(workload.comm, layout)

@@ -21,7 +21,7 @@ from myriad.planner.cost.operator_costs import (
     stream_seconds,
     weights_seconds,
 )
-from myriad.planner.workload import FrameworkProfile
+from myriad.planner.workload import FULL_WINDOWS, AttendedShares, FrameworkProfile
 from myriad.program.config import OverlapConfig
 
 __all__ = [
@@ -66,6 +66,8 @@ class LayerContext:
     """The ranks that share a sequence; a model has as many positions as each of them has."""
     in_pairs: bool = False
     """Whether forwards are paired with backwards of other micro-batches (``overlap.pairs``)."""
+    attended: AttendedShares = FULL_WINDOWS
+    """What packed documents leave of attention."""
 
     @property
     def accelerator(self) -> Accelerator:

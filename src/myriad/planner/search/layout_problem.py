@@ -11,7 +11,14 @@ from myriad.optim.config import OptimizerName
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule
 from myriad.planner.memory.layer_memory import RECOMPUTE
-from myriad.planner.workload import FrameworkProfile, NewtonSchulz, Recompute, Workload
+from myriad.planner.workload import (
+    FULL_WINDOWS,
+    AttendedShares,
+    FrameworkProfile,
+    NewtonSchulz,
+    Recompute,
+    Workload,
+)
 from myriad.program.config import OverlapConfig, TensorOverlap
 from myriad.program.schedules import SCHEDULES
 
@@ -54,6 +61,7 @@ class LayoutProblem:
     newton_schulz: NewtonSchulz = field(default_factory=NewtonSchulz)
     qk_clip: bool = False
     ema_every: int = 0
+    attended: AttendedShares = FULL_WINDOWS
     generates: bool = False
     value_bytes: int = 2
     partition: str = "uniform"
@@ -137,6 +145,7 @@ class LayoutCandidate:
             newton_schulz=problem.newton_schulz,
             qk_clip=problem.qk_clip,
             ema_every=problem.ema_every,
+            attended=problem.attended,
             generates=problem.generates,
             value_bytes=problem.value_bytes,
         )

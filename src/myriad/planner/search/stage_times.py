@@ -86,6 +86,7 @@ class LayerTable:
             qk_clip=problem.qk_clip,
             experts=experts,
             context=context,
+            attended=problem.attended,
         )
         kinds = [embedding_times(model, where), head_times(model, where)]
         for layer in dict.fromkeys(first_alike(model)):
