@@ -1,6 +1,7 @@
 """Checkpoints on an S3 server: what was saved there must bring a run back bit for bit, damage must be seen, a
 server that is away must not stop training, and ten thousand ranks must not each read the same bytes."""
 
+import gzip
 import itertools
 import json
 import shutil
@@ -13,9 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as arrow
 import pytest
+from pyarrow import parquet
 from ranks import run_ranks
 from same_run import assert_same_run, tensors_at, train_undisturbed
+from tiny_corpora import lines
 from typer.testing import CliRunner, Result
 from watched_runs import (
     TWO_REPLICAS,
@@ -36,6 +40,7 @@ from myriad.data.bad_blocks import BadBlockError
 from myriad.data.config import DataConfig
 from myriad.data.corpus import read_batch
 from myriad.data.corpus_opening import open_corpora
+from myriad.data.tokenizer import Tokenizer
 from myriad.errors import BadInputError
 from myriad.job import load_job
 from myriad.run import Run
@@ -321,3 +326,30 @@ def test_a_corpus_in_a_bucket_and_over_http_is_the_one_on_disk(
     for url in urls:
         with pytest.raises(BadBlockError, match=f"{url.removesuffix('/train-00000')}/train-00000.bin: the "):
             read(url)
+
+
+def test_text_that_is_streamed_from_a_bucket_has_the_tokens_of_the_disk(
+    bucket: str, s3: Any, tmp_path: Path
+) -> None:
+    """Plain and compressed JSONL, and Parquet, over several groups."""
+    found = lines(400)
+    records = [json.dumps({"text": line}) + "\n" for line in found]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_text("".join(records[:200]))
+    (tmp_path / "texts" / "b.jsonl.gz").write_bytes(gzip.compress("".join(records[200:300]).encode()))
+    parquet.write_table(arrow.table({"text": found[300:]}), tmp_path / "texts" / "c.parquet")
+    Tokenizer.train(found, 300).save(tmp_path)
+    for path in (tmp_path / "texts").iterdir():
+        s3.upload_file(str(path), bucket, f"texts/{path.name}")
+
+    def rows(corpus: str) -> Any:
+        config = DataConfig(corpus=corpus, tokenizer=str(tmp_path), shuffle_bytes=2**16, tokenizer_threads=1)
+        opened = open_corpora(config, 32)
+        try:
+            return read_batch(opened, opened.sampler(1), range(300))
+        finally:
+            opened.close()
+
+    near = rows(f"raw:{tmp_path / 'texts'}")
+    assert np.array_equal(rows(f"raw:s3://{bucket}/texts"), near)
+    assert np.array_equal(rows(f"s3://{bucket}/texts/*"), near)
