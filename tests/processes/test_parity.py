@@ -13,11 +13,14 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from parity_case import Case, run_case
 from ranks import reuse_ranks, run_ranks
+
+from myriad.program import passes
 
 TOLERANCE = 1e-5
 FEW = 2
@@ -419,6 +422,22 @@ def test_muon_without_any_overlap() -> None:
     layout = {"dp": 2, "tp": 2, "zero": 1, "micro_batch": 2}
     case = Case(layout, keys_of("latent", 2), {"name": "muon"}, FEW, overlap=dict.fromkeys(SWITCHES, False))
     assert_equal(case, one_process("latent", "muon", steps=FEW, layers=2))
+
+
+def run_many_ahead(case: Case) -> Any:
+    """One rank's side, as if more ranks shared the matrices."""
+    with mock.patch.object(passes, "_FEW_SHARERS", 1):
+        return run_case(case)
+
+
+def test_updates_of_matrices_that_return_three_stages_later_have_the_same_bits() -> None:
+    overlap = {"chunks": 6}
+    case = Case({"dp": 2, "zero": 1}, {"layers": 6}, {"name": "muon"}, FEW, overlap=overlap)
+    (expected, final), *_ = reuse_ranks(2, run_case, case)
+    (found, ahead), *_ = reuse_ranks(2, run_many_ahead, case)
+    assert found == expected
+    for name, values in final.items():
+        np.testing.assert_array_equal(ahead[name], values, err_msg=name)
 
 
 SWITCHES = ("pipeline", "data", "optimizer", "tensor")

@@ -136,6 +136,11 @@ class Layout(Config):
         return self.dp * self.cp
 
     @property
+    def num_matrix_sharers(self) -> int:
+        """Ranks that share the orthogonalization of the matrices of a pipeline rank."""
+        return self.num_holders * self.tp
+
+    @property
     def ring(self) -> int:
         """Ranks, or groups of ``ulysses`` ranks, between which keys and values travel around a ring."""
         return self.cp // self.ulysses

@@ -45,7 +45,7 @@ from myriad.program.config import OverlapConfig
 from myriad.program.lower import lower
 from myriad.program.offload_passes import offload_activations, offload_state
 from myriad.program.pairs import pair_computes
-from myriad.program.passes import apply_passes, orthogonalize, reduce_across, split_at_computes
+from myriad.program.passes import apply_passes, orthogonalize, reduce_across, split_at_computes, stages_ahead
 from myriad.program.schedules import schedule
 
 __all__ = ["DATA_PARALLEL", "Lowered", "Shape", "build_program", "count_chunks", "shorten", "update_early"]
@@ -83,6 +83,8 @@ class Shape(Protocol):
     def offload_optimizer_ratio(self) -> float: ...
     @property
     def offloads(self) -> bool: ...
+    @property
+    def num_matrix_sharers(self) -> int: ...
 
 
 def build_program(
@@ -112,7 +114,8 @@ def build_program(
     if training and overlap.updates_early:
         program = update_early(program, travels=shape.dp > 1)
     if training and orthogonalizes:
-        program = orthogonalize(program)
+        ahead = stages_ahead(shape.num_matrix_sharers, offloads_state=shape.offload_optimizer)
+        program = orthogonalize(program, ahead)
     if training and shape.offload_activations:
         ratio, ahead = shape.offload_activations, overlap.offload_ahead
         program = offload_activations(program, ratio, num_chunks, ahead)

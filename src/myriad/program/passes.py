@@ -22,8 +22,9 @@
   loaded, in the order in which compute needs them; reductions overlap with the backwards that follow.
 - `overlap_optimizer`: a stage's new parameters are gathered while the next stage is updated. The next
   iteration's first forward waits for its own parameters only (BytePS removes the same barrier).
-- `orthogonalize`: while a rank orthogonalizes its matrices of one stage, those of the next stage come to
-  their owners, and the updates of the stage before return.
+- `orthogonalize`: while a rank orthogonalizes its matrices of one stage, those of the next stages come to
+  their owners, and the updates of the stages before return. Where many ranks share the matrices, most of them
+  have none of a stage, and go on to the next ones (`stages_ahead`).
 - `reduce_across`: with ``layout.shard_group``, each stage's shard of the gradients is summed across groups as
   soon as its last reduction inside the group has ended, while later backwards run.
 - `cut_stages` cuts each stage into chunks, so that data-parallel communication can overlap with compute. Each
@@ -58,7 +59,12 @@ __all__ = [
     "overlap_optimizer",
     "reduce_across",
     "split_at_computes",
+    "stages_ahead",
 ]
+
+_FEW_SHARERS, _MOST_STAGES_AHEAD = 8, 3
+"""A chunk of a few layers has a matrix for each of so many ranks. With more ranks, three stages ahead let
+four times as many work at once; messages of seven stages are then in flight, after activations are freed."""
 
 _GATHER_AHEAD = 2
 """Compute actions between issuing a gather and using it, with ZeRO 3. At most two chunks are whole at a
@@ -122,31 +128,39 @@ def _stepped(actions: Sequence[Action]) -> Iterator[Action]:
                 yield Action(Kind.START_GATHER, stage)
 
 
-def orthogonalize(program: Program) -> Program:
-    """Insert the orthogonalization of each stage before its UPDATE. A STEP includes it."""
+def stages_ahead(num_sharers: int, *, offloads_state: bool) -> int:
+    """Return for how many stages a rank's matrices come ahead of those that it orthogonalizes, and their
+    updates return behind them. ``num_sharers``: ranks that share the matrices. ``offloads_state``: optimizer
+    state is in host memory, so that each stage ahead has its state on the device."""
+    return 1 if num_sharers <= _FEW_SHARERS or offloads_state else _MOST_STAGES_AHEAD
+
+
+def orthogonalize(program: Program, ahead: int = 1) -> Program:
+    """Insert the orthogonalization of each stage before its UPDATE. A STEP includes it. ``ahead``: from
+    `stages_ahead`."""
     assert program.lowering is not None and program.lowering.training
-    ranks = (tuple(_orthogonalized(actions)) for actions in program.ranks)
+    ranks = (tuple(_orthogonalized(actions, ahead)) for actions in program.ranks)
     lowering = replace(program.lowering, orthogonalizes=True)
     return replace(program, ranks=tuple(ranks), lowering=lowering)
 
 
-def _orthogonalized(actions: Sequence[Action]) -> Iterator[Action]:
-    """Yield one list in which each stage's momentum is gathered a stage ahead, and its update is awaited a
-    stage behind."""
+def _orthogonalized(actions: Sequence[Action], ahead: int) -> Iterator[Action]:
+    """Yield one list in which each stage's momentum is gathered so many stages ahead, and its update is
+    awaited as many behind."""
     clip = next((at for at, action in enumerate(actions) if action.kind is Kind.CLIP), len(actions))
     yield from actions[: clip + 1]
     updates: dict[int, list[Action]] = {}
     for action in actions[clip + 1 :]:
         updates.setdefault(action.stage, []).append(action)
     stages = list(updates)
-    for index, stage in enumerate([*stages, None]):
-        ahead = stages[index + 1 : index + 2] if index else stages[:2]
-        yield from (Action(Kind.START_GATHER_MOMENTUM, one) for one in ahead)
-        if stage is not None:
+    for index in range(len(stages) + ahead):
+        first = index + ahead if index else 0
+        yield from (Action(Kind.START_GATHER_MOMENTUM, one) for one in stages[first : index + ahead + 1])
+        for stage in stages[index : index + 1]:
             yield Action(Kind.AWAIT_GATHER_MOMENTUM, stage)
             yield Action(Kind.ORTHOGONALIZE, stage)
             yield Action(Kind.START_SCATTER_UPDATE, stage)
-        for behind in stages[index - 1 : index] if index else ():
+        for behind in stages[index - ahead : index - ahead + 1] if index >= ahead else ():
             yield Action(Kind.AWAIT_SCATTER_UPDATE, behind)
             yield from updates[behind]
 

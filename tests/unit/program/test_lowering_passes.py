@@ -167,6 +167,23 @@ def test_matrices_come_and_go_while_those_of_another_chunk_are_orthogonalized():
     ]
 
 
+def test_ranks_without_matrices_of_a_chunk_go_on_to_the_next_chunks():
+    """Three chunks of updates are in flight, so that four owners work at a time."""
+    program = lower(schedule("1f1b", 1, 1, 2), zero=1, reduce="last", tied=False)
+    program = orthogonalize(apply_passes(program, OverlapConfig(), 6), ahead=3)
+    check(program)
+    shown = [str(action) for action in program.ranks[0]]
+    shown = shown[shown.index("clip") + 1 :]
+    for stage in range(6):
+        before = shown[: shown.index(f"orthogonalize({stage})")]
+        assert [f"start_momentum({one})" in before for one in range(6)] == [
+            one <= stage + 3 for one in range(6)
+        ]
+        assert [f"await_scatter({one})" in before for one in range(6)] == [
+            one < stage - 3 for one in range(6)
+        ]
+
+
 def test_with_everything_off_communication_stays_where_lowering_put_it():
     program = lower(schedule("interleaved", 2, 2, 4), zero=3, reduce="each", tied=True)
     assert apply_passes(program, OverlapConfig(pipeline=False, data=False, optimizer=False)) == program

@@ -197,13 +197,13 @@ class Costs:
 
     def _matrices(self, shapes: Sequence[HiddenMatrix]) -> MatrixCosts:
         """Return the costs of a stage's matrices."""
-        workload, ep = self.workload, self.workload.layout.ep
+        workload, ep, num_chunks = self.workload, self.workload.layout.ep, self.num_chunks
         if self.expert_collectives is None:
-            return matrix_costs(shapes, workload, self.cluster, self.replicas)
+            return matrix_costs(shapes, workload, self.cluster, self.replicas, num_chunks=num_chunks)
         others, experts = (matrices_of_rank(shapes, ep, of_experts=which) for which in (False, True))
         ring = self.expert_collectives.ring
-        found = matrix_costs(experts, workload, self.cluster, ring, of_experts=True)
-        return matrix_costs(others, workload, self.cluster, self.replicas) + found
+        found = matrix_costs(experts, workload, self.cluster, ring, num_chunks=num_chunks, of_experts=True)
+        return matrix_costs(others, workload, self.cluster, self.replicas, num_chunks=num_chunks) + found
 
     def _copies(
         self, own: Sequence[int], others: float, experts: float, matrices: Sequence[HiddenMatrix]

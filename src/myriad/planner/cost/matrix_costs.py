@@ -1,7 +1,9 @@
 """Seconds of Muon's orthogonalization of a stage's matrices, which data- and tensor-parallel ranks share.
 
 gather           momentum to the owners of the matrices: of a rank's part, all but what it owns itself
-orthogonalize    the Newton-Schulz iterations of the rank with the most work; owners are the runtime's
+orthogonalize    the Newton-Schulz iterations of the rank with the most work; owners are the runtime's. A rank
+                 that owns no matrix of a stage does not wait for it, but goes on to the next ones, as many as
+                 `myriad.program.passes.stages_ahead` allows: a stage takes its part of the time of all these
 scatter          updates to the holders; with ZeRO 0 every replica gets all of them, and with groups of
                  ``layout.shard_group`` every group
 
@@ -18,6 +20,7 @@ from myriad.planner.cost.collective_costs import CommGroup, tensor_group
 from myriad.planner.cost.operator_costs import matmul_seconds
 from myriad.planner.memory.matrix_memory import MatrixSharers
 from myriad.planner.workload import Workload
+from myriad.program.passes import stages_ahead
 
 __all__ = ["MatrixCosts", "matrix_costs", "newton_schulz_seconds"]
 
@@ -45,15 +48,17 @@ def matrix_costs(
     cluster: Cluster,
     data: CommGroup,
     *,
+    num_chunks: int = 1,
     of_experts: bool = False,
 ) -> MatrixCosts:
-    """Return the costs of one stage's matrices. ``data``: the group of the replicas that hold them.
-    ``of_experts``: they are of experts that not all replicas hold."""
+    """Return the costs of the matrices of one stage of the program. ``data``: the group of the replicas that
+    hold them. ``num_chunks``: stages of the program for each one of the layout. ``of_experts``: they are of
+    experts that not all replicas hold."""
     if not matrices:
         return MatrixCosts()
     replicas, shards, tp = MatrixSharers.of(workload, of_experts=of_experts)
     sharers = replicas * tp
-    seconds = _orthogonalization(matrices, workload, cluster.accelerator, sharers)
+    seconds = _orthogonalization(matrices, workload, cluster.accelerator, sharers, num_chunks)
     group = data if replicas > 1 else tensor_group(cluster, float(tp))
     held = sum(matrix.local for matrix in matrices) * workload.matrix_bytes
     sent = held / replicas * (1 - 1 / (shards * tp))
@@ -62,15 +67,28 @@ def matrix_costs(
 
 
 def _orthogonalization(
-    matrices: Sequence[HiddenMatrix], workload: Workload, accelerator: Accelerator, sharers: int
+    matrices: Sequence[HiddenMatrix],
+    workload: Workload,
+    accelerator: Accelerator,
+    sharers: int,
+    num_chunks: int,
 ) -> float:
-    """Return the seconds of the rank with the most work."""
+    """Return the seconds of the rank with the most work, in as many such stages as work at a time, for one of
+    them."""
+    layout, num_stages = workload.layout, 1
+    if workload.overlap.optimizer:
+        ahead = stages_ahead(layout.num_matrix_sharers, offloads_state=layout.offload_optimizer)
+        num_stages = min(ahead + 1, num_chunks * layout.virtual_stages)
     iterations, value_bytes = workload.newton_schulz.iterations, workload.matrix_bytes
     flops = [newton_schulz_flops(one.rows, one.columns, iterations) for one in matrices]
-    seconds = [0.0] * sharers
-    for owner, one in zip(assign_owners(flops, [0.0] * sharers), matrices, strict=True):
-        seconds[owner] += newton_schulz_seconds(accelerator, one.rows, one.columns, iterations, value_bytes)
-    return max(seconds)
+    each = [
+        newton_schulz_seconds(accelerator, one.rows, one.columns, iterations, value_bytes) for one in matrices
+    ]
+    seconds, loads = [0.0] * sharers, [0.0] * sharers
+    for _ in range(num_stages):
+        for owner, one in zip(assign_owners(flops, loads), each, strict=True):
+            seconds[owner] += one
+    return max(seconds) / num_stages
 
 
 def newton_schulz_seconds(
