@@ -77,15 +77,18 @@ class GPT(nn.Module):
 
 def build_step(
     model: nn.Module, *, precision: str, compiled: bool, device: str = "cpu"
-) -> Callable[[torch.Tensor, torch.Tensor], float]:
-    """One training step on (tokens, targets), which gives the loss, of a model that gives it to autograd."""
+) -> Callable[..., float]:
+    """One training step on (tokens, targets), which gives the loss, of a model that gives it to autograd. A
+    third argument is the learning rate."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     forward = torch.compile(model) if compiled else model
 
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> float:
+    def step(tokens: torch.Tensor, targets: torch.Tensor, rate: float = 1e-3) -> float:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
             loss = forward(tokens, targets)
         loss.backward()
