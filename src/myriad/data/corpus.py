@@ -346,7 +346,8 @@ class BatchReader:
             packed = self._corpora.packed
             counted = [packed[corpus].counted(number, self._window) for corpus, number in samples]
             pairs = [one.num_pairs for one in counted]
-            order = balanced_order(pairs, self._shares, self._micro_batch)
+            turn = first // self._global_batch
+            order = balanced_order(pairs, self._shares, self._micro_batch, turn)
             words = BatchWords(*map(sum, zip(*counted, strict=True)))
             self._orders = {first: (samples, order, words)}
         return self._orders[first]

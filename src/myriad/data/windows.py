@@ -18,7 +18,7 @@ the words of `BatchWords`. A target without a loss is ``~token``, a negative num
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -255,29 +255,33 @@ def _sequence_of(width: int) -> int:
     return (width - _WORDS) // 3
 
 
-def balanced_order(costs: Sequence[int], shares: Sequence[int], micro_batch: int) -> list[int]:
+def balanced_order(costs: Sequence[int], shares: Sequence[int], micro_batch: int, turn: int = 0) -> list[int]:
     """Return the order in which the rows of a global batch are computed, so that micro-batches take about
     equally long, and replicas too.
 
     ``costs``: cost of each row. ``shares``: micro-batches of each replica. Rows go to micro-batches, and
     these to replicas, from the most expensive one on, each to where the sum is least. A replica begins with
-    its most expensive micro-batch, so that micro-batches of one number are alike on all replicas.
+    its most expensive micro-batch, so that micro-batches of one number are alike on all replicas. With
+    another ``turn`` another replica takes the most expensive one: a replica that always had it would seem
+    slow.
     """
     groups = _balanced(costs, [micro_batch] * sum(shares))
     sums = [sum(costs[row] for row in group) for group in groups]
-    return [row for replica in _balanced(sums, shares) for group in replica for row in groups[group]]
+    replicas = _balanced(sums, shares, turn)
+    return [row for replica in replicas for group in replica for row in groups[group]]
 
 
-def _balanced(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+def _balanced(costs: Sequence[int], sizes: Sequence[int], turn: int = 0) -> list[list[int]]:
     """Distribute items to bins that take exactly ``sizes`` items (longest processing time first: Graham
-    1969). A bin's load is relative to its size."""
+    1969). A bin's load is relative to its size; of equal loads, bin ``turn`` comes first."""
     bins: list[list[int]] = [[] for _ in sizes]
-    loads = [(0.0, number) for number, size in enumerate(sizes) if size]
+    loads = [(0.0, (number - turn) % len(sizes), number) for number, size in enumerate(sizes) if size]
+    heapify(loads)
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
-        load, number = heappop(loads)
+        load, place, number = heappop(loads)
         bins[number].append(item)
         if len(bins[number]) < sizes[number]:
-            heappush(loads, (load + costs[item] / sizes[number], number))
+            heappush(loads, (load + costs[item] / sizes[number], place, number))
     return bins
 
 

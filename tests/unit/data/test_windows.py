@@ -103,6 +103,17 @@ def test_replicas_and_micro_batches_are_about_equally_expensive() -> None:
     assert (np.diff(ordered) <= 0).all()
 
 
+def test_replicas_take_turns_with_the_most_expensive_rows() -> None:
+    """Else the first replica would always have them, and be taken for slow."""
+    work = np.zeros(4)
+    for turn in range(8):
+        costs = np.random.default_rng(turn).integers(1, 1000, 4)
+        ordered = [costs[row] for row in balanced_order(costs.tolist(), [1] * 4, 1, turn)]
+        assert np.argmax(ordered) == turn % 4
+        work += np.array(ordered) == costs.max()
+    assert (work == 2).all()
+
+
 @pytest.mark.parametrize("words", [BatchWords(3, 2**40, 7, 2**50, 5)])
 def test_words_of_a_row_come_back(words: BatchWords) -> None:
     row = np.zeros(row_width(5, "packed"), np.int32)
