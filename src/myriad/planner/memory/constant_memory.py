@@ -122,12 +122,20 @@ class ConstantMemory:
         return found
 
     @cached_property
-    def outer(self) -> float:
-        """Bytes of the anchor and the momentum of replicas that train alone (`myriad.parallel.diloco`)."""
-        return 8.0 * self.elements if self._workload.trains_alone else 0.0
+    def state(self) -> float:
+        """Bytes of optimizer state that stays on the device: moments, the moving average, and with replicas
+        that train alone their anchor and momentum (`myriad.parallel.diloco`)."""
+        average = 4 if self._workload.ema_every else 0
+        outer = 8 if self._workload.trains_alone else 0
+        return self.moments + (average + outer) * self.elements
 
     @cached_property
-    def encoding_errors(self) -> float:
+    def buffers(self) -> float:
+        """Bytes of the buffers that a rank keeps."""
+        return self._batch + self._library_buffers + self._encoding_errors
+
+    @cached_property
+    def _encoding_errors(self) -> float:
         """Bytes of the errors of compressed gradients, which the next message carries."""
         workload, layout = self._workload, self._workload.layout
         if workload.comm.compress_gradients is None or workload.trains_alone or layout.num_holders == 1:
@@ -135,7 +143,7 @@ class ConstantMemory:
         return 4.0 * sum(self._chunks.values()) + (4.0 * self.elements if layout.reduces_across else 0.0)
 
     @cached_property
-    def batch(self) -> float:
+    def _batch(self) -> float:
         """Bytes of tokens and targets."""
         workload = self._workload
         return 2.0 * 8 * workload.num_micro_batches * workload.layout.micro_batch * workload.model.sequence
@@ -175,7 +183,7 @@ class ConstantMemory:
         return part + copies * sum(self._chunks.values())
 
     @cached_property
-    def library_buffers(self) -> float:
+    def _library_buffers(self) -> float:
         """Bytes of workspace, and of gathered inputs, that stay."""
         memory, message = self._workload.profile.memory, self._model.message
         gathers = memory.gather_buffers if self._workload.layout.tp > 1 else 0

@@ -34,7 +34,6 @@ from functools import cached_property
 from myriad.planner.cost.stage_layers import stage_layers
 from myriad.planner.memory.closed_form_memory import PeakMemory
 from myriad.planner.memory.constant_memory import ConstantMemory
-from myriad.planner.memory.generation_memory import generation_bytes
 from myriad.planner.memory.held_bytes import HeldBytes
 from myriad.planner.memory.matrix_memory import matrix_bytes
 from myriad.planner.memory.stage_memory import MicroBatchBytes, StageMemory, captured_bytes
@@ -127,10 +126,6 @@ def _experts_of(stage: int) -> int:
     return -3 - stage
 
 
-def _total(memory: PeakMemory) -> float:
-    return float(memory.total)
-
-
 class _MemoryWalk:
     """Walk over the actions of one rank that tracks what it holds."""
 
@@ -175,9 +170,8 @@ class _MemoryWalk:
 
     def peak(self) -> PeakMemory:
         """Return the memory at the peak of an iteration, or of the texts that are generated after it."""
-        self._begin()
-        generating = self._generating()
-        return max(self._peak_of(0, len(self.actions)), generating, key=_total)
+        between = self._begin()
+        return max(self._peak_of(0, len(self.actions)), between, key=lambda memory: float(memory.total))
 
     def at_update(self) -> PeakMemory:
         """Return the memory at the update after the last backward, with no other communication in flight."""
@@ -188,8 +182,7 @@ class _MemoryWalk:
         """Return the peak of a program whose steady part is repeated until it has all micro-batches. ``None``
         if the held bytes differ after a repetition. Only bytes kept until the iteration's end may grow; then
         the peak is before the second repetition, or in the last one or later."""
-        self._begin()
-        generating = self._generating()
+        between = self._begin()
         second = steady.start + steady.length
         before, held = self._peak_of(0, second), self.now.by_purpose
         again = self._peak_of(second, second + steady.length)
@@ -199,18 +192,7 @@ class _MemoryWalk:
         rest = self._peak_of(second + steady.length, len(self.actions))
         times = (self.workload.num_micro_batches - self.program.num_micro_batches) / steady.num_micro_batches
         last = [self._with_more(one, grown[0] * times) for one in (again, rest)]
-        return max([before, *last, generating], key=_total)
-
-    def _generating(self) -> PeakMemory:
-        """Return the memory between two iterations, while texts are generated if any are."""
-        if not self.workload.generates:
-            return self._memory(0.0, 0.0)
-        own = generation_bytes(self.workload.model, self.workload.profile, self.model.part)
-        layers = (layer for stage in self.stages for layer in self.model.layers[stage])
-        num_blocks = sum(self.model.kind(layer) == "block" for layer in layers)
-        used = max(sum(self.chunks[key] for key in self._chunks_of(stage)) for stage in self.stages)
-        gathered = self._comes_and_goes[0] * used * self.workload.value_bytes
-        return self._memory(float(own.total(num_blocks)) + gathered, 0.0)
+        return max([before, *last, between], key=lambda memory: float(memory.total))
 
     def _peak_of(self, start: int, stop: int) -> PeakMemory:
         best, highest = None, -1.0
@@ -234,8 +216,8 @@ class _MemoryWalk:
     def _zero(self) -> int:
         return self.workload.layout.zero
 
-    def _begin(self) -> None:
-        """Add what persists across iterations."""
+    def _begin(self) -> PeakMemory:
+        """Add what persists across iterations. Return the memory between two, with generated texts."""
         self.now.values.put(_FLOAT8, sum(map(self.model.float8_forms, self.stages)))
         if self.captured is not None:
             self._begin_places()
@@ -244,6 +226,7 @@ class _MemoryWalk:
                 self.now.values.put(key, elements * self.workload.value_bytes)
             if self._zero < 2 and not self._frees_grad_buffers:
                 self.now.grad_buffers.put(key, self.buffer_bytes * elements)
+        return self._memory(self.model.generated(self.stages), 0.0)
 
     def _begin_places(self) -> None:
         """With captured stages, reserve the fixed buffers for values and gradients that are otherwise
@@ -270,25 +253,20 @@ class _MemoryWalk:
     @property
     def _optimizer(self) -> float:
         """Bytes of optimizer state on the device now, and of the moving average, which stays there."""
-        constant, average = self.constant, 4 * self.constant.elements if self.workload.ema_every else 0.0
-        return average + self.now.states.total + constant.moments + constant.outer
-
-    def _buffers(self) -> float:
-        constant = self.constant
-        return self.now.buffers + constant.batch + constant.library_buffers + constant.encoding_errors
+        return self.now.states.total + self.constant.state
 
     def _total(self, passing: float) -> float:
         """Return the bytes of everything that changes during an iteration; the rest is constant."""
         now = self.now
-        coming = now.kept.total + now.products.total + now.head_bytes.total + passing + self._buffers()
-        coming += self.captured or 0.0
+        coming = now.kept.total + now.products.total + now.head_bytes.total + passing + now.buffers
+        coming += self.constant.buffers + (self.captured or 0.0)
         staying = now.values.total + now.grad_buffers.total + now.states.total
         return staying + coming + self.constant.margin(coming)
 
     def _memory(self, passing: float, head_bytes: float) -> PeakMemory:
         now = self.now
         activations = (self.captured or 0.0) + now.kept.total + now.products.total + passing - head_bytes
-        logits, buffers = now.head_bytes.total + head_bytes, self._buffers()
+        logits, buffers = now.head_bytes.total + head_bytes, now.buffers + self.constant.buffers
         return PeakMemory(
             weights=now.values.total + self.constant.masters,
             gradients=now.grad_buffers.total + self.constant.gradients,

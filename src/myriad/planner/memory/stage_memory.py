@@ -21,6 +21,7 @@ from functools import cached_property
 
 from myriad.model.activation_memory import LayerKind
 from myriad.planner.cost.stage_layers import first_alike, routed_elements
+from myriad.planner.memory.generation_memory import generation_bytes
 from myriad.planner.memory.layer_memory import (
     MicroBatchShard,
     layer_bytes,
@@ -121,6 +122,20 @@ class StageMemory:
             in_backward=max(on_the_way_back, key=lambda moment: moment[0]),
             in_split_backward=max(in_halves, key=lambda moment: moment[0]),
         )
+
+    def generated(self, stages: Sequence[int]) -> float:
+        """Return the bytes of the texts that a rank with these stages generates between iterations; 0: there
+        are none."""
+        if not self.workload.generates:
+            return 0.0
+        layers = (layer for stage in stages for layer in self.layers[stage])
+        num_blocks = sum(self.kind(layer) == "block" for layer in layers)
+        own = generation_bytes(self.workload.model, self.workload.profile, self.part)
+        gathered = 0.0
+        if self.workload.layout.zero == 3 and not self.workload.profile.cuda_graphs:
+            ends = self.padded(self.table) if {0, len(self.layers) - 1} & {*stages} else 0.0
+            gathered = ends + max(self.chunk(stage) + self.expert_chunk(stage) for stage in stages)
+        return float(own.total(num_blocks)) + gathered * self.workload.value_bytes
 
     def _layer_held(self, layer: int, recompute: Recompute) -> _LayerHeld:
         model, profile, kind = self.workload.rank_model, self.workload.profile, self.kind(layer)
