@@ -352,7 +352,7 @@ def main() -> None:
         experts=8,
         expert_hidden=2 * options.hidden,
     )
-    print_steps(options.rates, Work(model, 8, options.micro_batches), options.repeats)
+    print_steps(options.rates, Work(model, 4, options.micro_batches), options.repeats)
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ class ExplainedPlan:
 
 def _keys(plan: SimulatedPlan) -> dict[str, Any]:
     layout, overlap = plan.candidate.layout, plan.candidate.overlap
-    switches = ("tensor", "pipeline", "data", "optimizer")
+    switches = ("tensor", "pairs", "pipeline", "data", "optimizer")
     return {
         "keys": layout.model_dump(mode="json"),
         "overlap": {name: getattr(overlap, name) for name in switches},

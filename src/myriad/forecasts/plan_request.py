@@ -134,6 +134,7 @@ def _as_framework(problem: LayoutProblem, framework: Framework) -> LayoutProblem
         profile=replace(framework.profile, float8=own.float8, keeps_float8=own.keeps_float8),
         overlap=framework.overlap,
         searches_overlap=False,
+        searches_pairs=False,
         shards=shards,
         schedules=tuple(name for name in problem.schedules if name in schedules),
         offloads=tuple(one for one in problem.offloads if one == _PLAIN) or problem.offloads,

@@ -356,7 +356,8 @@ def test_a_plan_for_another_framework_has_only_its_layouts(capsys: pytest.Captur
     job = ("llama3-8b", "--cluster", "one-node-8xh100", "--framework", "megatron-core")
     best = _told(capsys, *job)["plans"][0]
     assert best["keys"]["zero"] in (0, 1) and best["keys"]["schedule"] in ("gpipe", "1f1b", "interleaved")
-    assert best["overlap"] == {"tensor": "turns", "pipeline": True, "data": True, "optimizer": True}
+    on = {"tensor": "turns", "pairs": False, "pipeline": True, "data": True, "optimizer": True}
+    assert best["overlap"] == on
 
 
 OWN = """\

@@ -32,7 +32,7 @@ from myriad.planner.search.layout_search import layout_memory, score_layout
 from myriad.planner.search.layout_space import layout_grids
 from myriad.planner.search.plan_explanation import improvements, neighbour_layouts, waterfall
 from myriad.planner.search.plan_ranking import simulate_candidates
-from myriad.planner.search.planning import describe_layout
+from myriad.planner.search.planning import describe_layout, find_plans
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.simulation.simulator import simulate
 from myriad.planner.workload import FrameworkProfile, Workload
@@ -155,6 +155,40 @@ def test_parts_of_a_micro_batch_travel_while_others_compute() -> None:
     off = exposed(tensor=False)
     assert 0 < exposed(tensor_message=2**40) == off  # too small for parts
     assert exposed(tensor_message=1) < off
+
+
+@pytest.mark.parametrize(
+    "keys", [{"dp": 16, "ep": 16}, {"dp": 8, "pp": 2, "ep": 8, "schedule": "eager-1f1b"}], ids=str
+)
+def test_tokens_travel_behind_another_micro_batch_in_pairs(keys: dict[str, Any]) -> None:
+    problem = replace(PROBLEM, searches_pairs=True)
+    alone = candidate_of(micro_batch=1, zero=1, **keys)
+    paired = alone.in_pairs(problem)
+    assert paired is not None and paired.in_pairs(problem) is None
+    seconds = {}
+    for name, candidate in (("alone", alone), ("pairs", paired)):
+        costs = Costs(candidate.workload(problem), problem.cluster)
+        seconds[name] = SimulationCache().without_snapshots(costs)
+        assert simulate(costs, spans=False).seconds == seconds[name], "both simulators"
+    assert seconds["pairs"] < seconds["alone"]
+    parts = waterfall(problem, paired, SimulationCache())
+    assert sum(parts.values()) == pytest.approx(seconds["pairs"], rel=1e-3)
+    one, other = (memory_of_ranks(each.workload(problem), node_size=8) for each in (alone, paired))
+    assert max(float(rank.activations) for rank in one) < max(float(rank.activations) for rank in other)
+
+
+def test_pairs_are_tried_on_the_fastest_layouts_and_are_neighbours() -> None:
+    slow = load_cluster("eos-3072xh100", ["nodes=2", "links.network.bytes_per_second=5e9"])
+    problem = replace(PROBLEM, cluster=slow, fixed={"ep": 16, "tp": 1, "pp": 1}, searches_pairs=True)
+    best = find_plans(problem, count=10).plans[0]
+    assert best.candidate.overlap.pairs and "in pairs" in describe_layout(best.candidate)
+    assert "overlap.pairs off" in dict(neighbour_layouts(problem, best.candidate))
+    without = find_plans(replace(problem, searches_pairs=False), count=10).plans[0]
+    assert not without.candidate.overlap.pairs and best.seconds < without.seconds
+    near = dict(neighbour_layouts(problem, without.candidate))
+    assert near["overlap.pairs on"].overlap.pairs
+    whole = without.candidate.layout.model_copy(update={"zero": 3})
+    assert replace(without.candidate, layout=whole).in_pairs(problem) is None
 
 
 def test_the_search_divides_experts_among_replicas() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from myriad.comm.config import CommConfig
-from myriad.comm.layout import ExpertDispatch, Layout, lacks_for_graphs
+from myriad.comm.layout import ExpertDispatch, Layout, lacks_for_graphs, lacks_for_pairs
 from myriad.model.config import ModelConfig
 from myriad.optim.config import OptimizerName
 from myriad.planner.cluster_config import Cluster
@@ -77,6 +77,8 @@ class LayoutProblem:
     """Name of the framework whose profile this is."""
     searches_overlap: bool = True
     """Whether the switches of ``overlap`` are searched; off: they are as in ``overlap``."""
+    searches_pairs: bool = False
+    """Whether forwards may be paired with backwards (``overlap.pairs``) where ranks share experts."""
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     """Pipeline schedules that the search tries."""
     recomputes: tuple[Recompute, ...] = RECOMPUTE
@@ -126,6 +128,21 @@ class LayoutCandidate:
     """Predicted bytes of the fullest accelerator."""
     fit_probability: float
     """Probability of not running out of memory."""
+
+    def in_pairs(self, problem: LayoutProblem) -> "LayoutCandidate | None":
+        """Return the layout with forwards and backwards in pairs, in the schedule that pairs need; ``None``:
+        there can be none, or there are pairs already."""
+        if not problem.searches_pairs or self.overlap.pairs:
+            return None
+        layout = self.layout
+        if layout.pp > 1 and layout.virtual_stages == 1:
+            layout = layout.model_copy(update={"schedule": "eager-1f1b"})
+        overlap = self.overlap.model_copy(update={"pairs": True, "pipeline": True})
+        several = problem.global_batch // (layout.dp * layout.micro_batch) > 1
+        allowed = problem.allows("schedule", layout.schedule_name)
+        if lacks_for_pairs(layout, overlap) or not (several and allowed):
+            return None
+        return replace(self, layout=layout, overlap=overlap)
 
     def workload(self, problem: LayoutProblem) -> Workload:
         """Return the candidate as a workload for the cost model; one that cannot be captured has no CUDA

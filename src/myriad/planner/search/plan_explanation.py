@@ -359,6 +359,13 @@ def _other_overlaps(home: LayoutGrid, candidate: LayoutCandidate) -> Iterator[tu
         and layout.zero > 0
         and not layout.offload_optimizer,
     }
+    paired = candidate.in_pairs(home.problem)
+    if paired is not None:
+        named = paired.layout.schedule_name
+        other = f", schedule {named}" if named != layout.schedule_name else ""
+        yield f"overlap.pairs on{other}", paired
+    elif overlap.pairs:
+        yield "overlap.pairs off", _with_overlap(candidate, pairs=False)
     for kind in home.tensors:
         if matters["tensor"] and kind != overlap.tensor:
             yield f"overlap.tensor {kind or 'off'}", _with_overlap(candidate, tensor=kind)

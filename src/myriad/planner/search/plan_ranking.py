@@ -4,6 +4,9 @@
 memory, some short schedules as far as 20 % away. A proposed plan must fit, so the memory of the few that are
 shown is counted action by action (`rank_memory`), except for the longest programs.
 
+Pairs of forwards and backwards (``overlap.pairs``) are not in the closed form either. They are tried on the
+fastest layouts in which ranks share experts.
+
 Layouts with activations or optimizer state in host memory are not in the closed form. They are tried where
 they can be the best: on the layouts that are faster than the best that fits, and need more memory.
 """
@@ -21,8 +24,17 @@ from myriad.planner.search.layout_problem import LayoutCandidate, LayoutProblem
 from myriad.planner.search.layout_search import MIN_FIT_PROBABILITY, score_layout
 from myriad.planner.simulation.simulation_cache import SimulationCache
 
-__all__ = ["SimulatedPlan", "fits", "offloaded_plan", "simulate_candidates", "verify_memory"]
+__all__ = [
+    "SimulatedPlan",
+    "fits",
+    "offloaded_plan",
+    "paired_plans",
+    "simulate_candidates",
+    "verify_memory",
+]
 
+_PAIRED = 8
+"""Number of the fastest layouts that are tried in pairs."""
 _BASES = 4
 """Number of layouts that are tried with data in host memory: those that lack the least memory."""
 
@@ -71,6 +83,15 @@ def simulate_candidates(
     return sorted(plans, key=lambda plan: plan.key)
 
 
+def paired_plans(
+    problem: LayoutProblem, plans: Iterable[SimulatedPlan], simulations: SimulationCache
+) -> list[SimulatedPlan]:
+    """Return the fastest of the plans, each in pairs, where it can be; the fastest first."""
+    found = (plan.candidate.in_pairs(problem) for plan in plans)
+    candidates = islice((one for one in found if one is not None), _PAIRED)
+    return simulate_candidates(problem, dict.fromkeys(candidates), simulations)
+
+
 def offloaded_plan(
     problem: LayoutProblem,
     front: Iterable[LayoutCandidate],
@@ -103,8 +124,9 @@ def offloaded_plan(
 
 
 def fits(problem: LayoutProblem, candidate: LayoutCandidate, simulations: SimulationCache) -> bool:
-    """Return whether a layout fits: by the closed form, or by its program if data is in host memory."""
-    if not candidate.layout.offloads:
+    """Return whether a layout fits: by the closed form, or by its program if it has pairs or data in host
+    memory."""
+    if not (candidate.layout.offloads or candidate.overlap.pairs):
         return score_layout(problem, candidate).fit_probability >= MIN_FIT_PROBABILITY
     plan = _counted(problem, SimulatedPlan(candidate, 0.0, 0.0), simulations, whatever_length=True)
     return plan.candidate.fit_probability >= MIN_FIT_PROBABILITY
@@ -114,14 +136,17 @@ def verify_memory(
     problem: LayoutProblem, plans: Sequence[SimulatedPlan], simulations: SimulationCache
 ) -> Iterator[SimulatedPlan]:
     """Yield the plans in order, without those that do not fit by their program; plans after the first few are
-    not recomputed."""
+    not recomputed, and none in pairs is among those."""
     num_counted = 0
     for plan in plans:
+        pairs = plan.candidate.overlap.pairs
         if num_counted < _FIRST:
-            plan = _counted(problem, plan, simulations)
+            plan = _counted(problem, plan, simulations, whatever_length=pairs)
             if plan.candidate.fit_probability < MIN_FIT_PROBABILITY:
                 continue
             num_counted += 1
+        elif pairs:
+            continue
         yield plan
 
 

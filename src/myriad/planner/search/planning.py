@@ -24,6 +24,7 @@ from myriad.planner.search.layout_space import has_layout, parallel_degrees, ten
 from myriad.planner.search.plan_ranking import (
     SimulatedPlan,
     offloaded_plan,
+    paired_plans,
     simulate_candidates,
     verify_memory,
 )
@@ -89,6 +90,7 @@ def find_plans(
         simulations,
         progress=lambda: report_progress("simulated", next(done), len(found.best)),
     )
+    plans = sorted([*plans, *paired_plans(problem, plans, simulations)], key=lambda plan: plan.key)
     if objective == "memory":
         plans.sort(key=lambda plan: (plan.candidate.memory_bytes, plan.seconds))
     fitting = tuple(verify_memory(problem, plans, simulations))
@@ -179,6 +181,8 @@ def describe_layout(candidate: LayoutCandidate) -> str:
             words[-1] += f" in groups of {layout.shard_group}"
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
+    if candidate.overlap.pairs:
+        words.append("in pairs")
     host = ["activations"] * (layout.offload_activations > 0) + ["optimizer"] * layout.offload_optimizer
     if host:
         words.append(f"offload {' and '.join(host)}")
