@@ -8,8 +8,10 @@ as one process on the same tokens, in float32; losses of all steps, every whole 
 average must agree within 1e-5. The ranks then train the second half of the steps again, from the state that
 they stored after the first, and must store the same bits. Where a parameter does not agree, it is shown how
 far rounding alone moves it: one process trains again from initial values that are changed by half a unit in
-their last place. A parameter of which the layout changes more than twice as much differs, and a gradient that
-lacks a rank's part differs by far more. Processes are started once for each size of world and run one job
+their last place. What the layout changes by more than twice as much differs, and a gradient that lacks a
+rank's part differs by far more. A router's scores may be so near each other that rounding alone gives a
+token another expert. So jobs with experts that do not agree are trained again, with the experts that the one
+process chose (`train.replay_routing`). Processes are started once for each size of world and run one job
 after another. Finished jobs are kept in FOLDER, and a command that was interrupted continues there. Ends with
 1 if a job failed or differs.
 
@@ -44,6 +46,7 @@ from myriad.comm.layout import Layout
 from myriad.config import Config
 from myriad.model.config import ModelConfig
 from myriad.parallel.engine import Engine
+from myriad.parallel.routing_tape import RoutingFolders
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "processes"))
 
@@ -73,14 +76,28 @@ class Compared:
     rounding_difference: float | None = None
     """The largest difference of a whole parameter between one process and the same one with changed initial
     values, where it was needed."""
+    rounding_loss: float = 0.0
+    """That of a step's loss."""
+    replays_routing: bool = False
+    """Whether the differences are those with the experts that one process chose."""
+
+    @property
+    def is_near(self) -> bool:
+        """Whether all values agree within the tolerance."""
+        return max(self.loss_difference, self.parameter_difference) <= TOLERANCE
+
+    def beside(self, nudged: "Trained", expected: "Trained") -> "Compared":
+        """Add how far rounding alone moves the one process."""
+        loss, _, parameter = differences(nudged, expected)
+        return replace(self, rounding_difference=parameter, rounding_loss=loss)
 
     @property
     def agrees(self) -> bool:
-        """Whether all values agree within the tolerance, or parameters within what rounding changes."""
-        allowed = TOLERANCE
-        if self.rounding_difference is not None:
-            allowed = max(allowed, 2 * self.rounding_difference)
-        near = self.loss_difference <= TOLERANCE and self.parameter_difference <= allowed
+        """Whether all values agree within the tolerance, or within what rounding changes."""
+        parameter, loss = (
+            max(TOLERANCE, 2 * (one or 0)) for one in (self.rounding_difference, self.rounding_loss)
+        )
+        near = self.loss_difference <= loss and self.parameter_difference <= parameter
         return near and self.resumes and not self.error
 
 
@@ -104,7 +121,12 @@ class Pools:
         with tempfile.TemporaryDirectory() as folder:
             return self.run(run_and_store, case, Path(folder)), self.run(resume, case, Path(folder))
 
-    def run(self, function: Callable[..., Any], case: Case, *arguments: Path) -> Any:
+    def train_routed(self, case: Case, folder: Path, how: str) -> Trained:
+        """Train a job that records which experts tokens get in ``folder``, or replays what is there."""
+        with tempfile.TemporaryDirectory() as made:
+            return self.run(run_routed, case, Path(made), folder, how)
+
+    def run(self, function: Callable[..., Any], case: Case, *arguments: Path | str) -> Any:
         """What ``function`` gives on rank 0: first what must be the same on all ranks, such as losses."""
         if case.world not in self._pools:
             self._pools[case.world] = self._stack.enter_context(RankPool(case.world))
@@ -146,6 +168,15 @@ def resume(case: Case, folder: Path) -> tuple[list[tuple[float, float]], dict[st
     return found, stored_tensors(folders, case.steps + 1, engine)
 
 
+def run_routed(
+    case: Case, folder: Path, experts: Path, how: str
+) -> tuple[list[tuple[float, float]], dict[str, Any] | None]:
+    """One rank's side: as `run_case`; ``how`` is record or replay, of which ``experts`` tokens get."""
+    engine = make_engine(case, routing=RoutingFolders(**{how: experts}))
+    found = train_steps(case, engine, 0, case.steps)
+    return found, stored_tensors(CheckpointFolder(folder), case.steps, engine)
+
+
 def stored_tensors(folders: CheckpointFolder, step: int, engine: Engine) -> dict[str, Any] | None:
     """Store the state, end the engine, and return the whole tensors on rank 0."""
     path = save(folders, step, list(engine.shards()), {})
@@ -163,16 +194,26 @@ def compare(features: Features, steps: int, pools: Pools) -> Compared:
         alone = Case({}, case.model, case.optimizer, case.steps, GLOBAL_BATCH, packed=case.packed)
         expected = pools.train(alone)
         found, resumed = pools.train_twice(case)
-        loss, parameter, difference = differences(found, expected)
-        rounding = None
-        if loss <= TOLERANCE < difference:
-            _, _, rounding = differences(pools.train(replace(alone, nudge=HALF_UNIT)), expected)
+        same = found[0][steps // 2 :] == resumed[0] and have_same_bits(found[1], resumed[1])
+        first = compared(features, case, found, expected, resumes=same)
+        if first.is_near:
+            return first
+        nudged = replace(alone, nudge=HALF_UNIT)
+        if not case.model.get("experts"):
+            return first.beside(pools.train(nudged), expected)
+        with tempfile.TemporaryDirectory() as made:
+            expected = pools.train_routed(alone, Path(made), "record")
+            found, moved = (pools.train_routed(one, Path(made), "replay") for one in (case, nudged))
+        again = compared(features, case, found, expected, resumes=same, replays_routing=True)
+        return again if again.is_near else again.beside(moved, expected)
     except AssertionError as error:
         return Compared(features, case.world, 0.0, 0.0, "", str(error))
-    same = found[0][steps // 2 :] == resumed[0] and have_same_bits(found[1], resumed[1])
-    return Compared(
-        features, case.world, loss, difference, parameter, resumes=same, rounding_difference=rounding
-    )
+
+
+def compared(features: Features, case: Case, found: Trained, expected: Trained, **said: bool) -> Compared:
+    """Return the differences of a job from one process."""
+    loss, parameter, difference = differences(found, expected)
+    return Compared(features, case.world, loss, difference, parameter, **said)
 
 
 def have_same_bits(tensors: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> bool:
@@ -256,7 +297,7 @@ def print_table(array: CoveringArray, compared: Iterable[Compared], steps: int) 
         agree = [one for one in jobs if one.agrees]
         if jobs:
             plain_ones = [one for one in agree if one.rounding_difference is None]
-            loss = max((one.loss_difference for one in agree), default=0.0)
+            loss = max((one.loss_difference for one in plain_ones), default=0.0)
             parameter = max((one.parameter_difference for one in plain_ones), default=0.0)
             print(f"| {world} | {len(jobs)} | {len(agree)} | {loss:.1e} | {parameter:.1e} |")
     held = {pair for one in found if one.agrees for pair in pairs_of(one.features)}
@@ -266,21 +307,32 @@ def print_table(array: CoveringArray, compared: Iterable[Compared], steps: int) 
     for one in found:
         if one.agrees and one.rounding_difference is not None:
             print(f"\nas far as rounding allows: {plain(one.features)}")
-            print(f"  {one.parameter} {one.parameter_difference:.1e}, {rounding_of(one)}")
+            print(f"  {differences_of(one)}, {rounding_of(one)}")
+        elif one.agrees and one.replays_routing:
+            print(f"\nwith the experts that one process chose: {plain(one.features)}")
     wrong = [one for one in found if not one.agrees]
     for one in wrong:
         print(f"\nDIFFERS: {plain(one.features)}")
-        parameter = f"{one.parameter} {one.parameter_difference:.1e}"
-        print(f"  loss {one.loss_difference:.1e}, {parameter}, {rounding_of(one)}")
+        print(f"  {differences_of(one)}, {rounding_of(one)}")
         print("" if one.resumes else "  a resumed run has other bits\n", end="")
         print("".join(f"  {line}\n" for line in one.error.splitlines()[-12:]), end="")
     return not wrong
 
 
+def differences_of(one: Compared) -> str:
+    """How far a job is from one process, as text."""
+    return f"loss {one.loss_difference:.1e}, {one.parameter} {one.parameter_difference:.1e}"
+
+
 def rounding_of(one: Compared) -> str:
     """How far rounding alone moves a parameter of the job, as text."""
     found = one.rounding_difference
-    return "rounding not measured" if found is None else f"rounding alone {found:.1e}"
+    routed = ", with the experts that one process chose" if one.replays_routing else ""
+    return (
+        "rounding not measured"
+        if found is None
+        else f"rounding alone {found:.1e}, loss {one.rounding_loss:.1e}{routed}"
+    )
 
 
 def _has_no_effect(pair: tuple[str, Any, str, Any]) -> bool:
