@@ -119,6 +119,10 @@ class Accelerator(Config):
         launch = min(self.launch_seconds, self.captured_launch_seconds)
         return self.model_copy(update={"launch_seconds": launch})
 
+    def slowed(self, products_ratio: float) -> "Accelerator":
+        """Return the accelerator with matrix products at a share of their rate."""
+        return self.model_copy(update={"sustained_ratio": self.sustained_ratio * products_ratio})
+
 
 class Link(Config):
     """One level of the network, from the view of one accelerator."""

@@ -93,6 +93,12 @@ class FrameworkProfile:
     host_peer_seconds: float = 0.0
     """The same in addition, for each rank of a tensor-parallel group, in a job of several nodes. It describes
     other systems."""
+    products_ratio: float = 1.0
+    """Share that its matrix products reach of the rate that others reach on the same accelerator. It
+    describes other systems."""
+    blocks_launches: bool = False
+    """Whether the host waits for each operator (CUDA_LAUNCH_BLOCKING = 1), so that the host's seconds of a
+    block add to the device's. It describes other systems."""
     hides_expert_comm: bool = False
     """Whether the exchanges of tokens of one micro-batch travel behind the compute of another (1F1B with
     pairs of a forward and a backward, DualPipe). It describes other systems."""

@@ -211,6 +211,8 @@ def _host_waits(context: LayerContext, forward: Number, backward: Number) -> tup
         steps = _HOST_STEPS * (tp - 1) * context.cluster.link("network").host_step_seconds
         peers = np.maximum(tp * profile.host_peer_seconds, np.where(crosses, steps, 0.0))
         host = host + np.where(tp > 1, peers, 0.0)
+    if profile.blocks_launches:
+        return _HOST_FORWARD * host, (1 - _HOST_FORWARD) * host
     return (
         np.maximum(0.0, _HOST_FORWARD * host - forward),
         np.maximum(0.0, (1 - _HOST_FORWARD) * host - backward),

@@ -72,6 +72,8 @@ class LayerContext:
     @property
     def accelerator(self) -> Accelerator:
         accelerator = self.cluster.accelerator.of(self.value_bytes)
+        if self.profile.products_ratio != 1:
+            accelerator = accelerator.slowed(self.profile.products_ratio)
         captured = self.profile.cuda_graphs and not self.cluster.on_cpu
         return accelerator.captured() if captured else accelerator
 
