@@ -1,6 +1,6 @@
 """Mixtures of experts in every layout of eight ranks at most, in real processes, against one process.
 
-    python benchmarks/parity/expert_layouts.py --folder FOLDER [--steps 3] [--every N]
+    python benchmarks/parity/expert_layouts.py --folder FOLDER [--steps 3] [--every N] [--pairs]
 
 `layouts` lists every grid of dp, tp, pp, ep and etp with two to eight ranks in which experts lie on several
 ranks, each with all ZeRO levels and two schedules; recomputation, micro-batch, overlap, router, optimizer and
@@ -8,7 +8,8 @@ how often a token travels (``layout.expert_dispatch``, on nodes of two ranks) ta
 ranks that gloo joins and is compared with one process on the same tokens, in float32: losses, gradient norms
 and every whole parameter must agree within 1e-5, and the load of the busiest expert of each step must be the
 same number. Finished jobs are kept in FOLDER, and a command that was
-interrupted continues there. ``--every N`` trains each N-th job only. Ends with 1 if a job failed or differs.
+interrupted continues there. ``--every N`` trains each N-th job only. ``--pairs``: the grids and ZeRO levels
+that allow ``overlap.pairs``, with it. Ends with 1 if a job failed or differs.
 """
 
 import argparse
@@ -29,8 +30,9 @@ from myriad.checkpoint.checkpoint_files import MODEL_PREFIX, load_model, save
 from myriad.checkpoint.storage.checkpoint_folder import CheckpointFolder
 from myriad.cli.progress_bar import count_bar
 from myriad.comm.groups import close_world
-from myriad.comm.layout import Layout, check_layout
+from myriad.comm.layout import Layout, check_layout, lacks_for_pairs
 from myriad.errors import BadInputError
+from myriad.program.config import OverlapConfig
 from pairs import Pools
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "processes"))
@@ -139,6 +141,22 @@ def layouts() -> list[Job]:
     return found
 
 
+def in_pairs(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs that can have pairs, with a schedule that has them, and without full recomputation."""
+    found: dict[str, Job] = {}
+    for number, job in enumerate(jobs):
+        layout = job.layout | {"recompute": ("none", "selective")[number % 2], "schedule": "1f1b"}
+        if layout["pp"] > 1:
+            name, stages = (("eager-1f1b", 1), ("interleaved", 2))[number % 2]
+            layout |= {"schedule": name, "virtual_stages": stages}
+        overlap = job.overlap | {"pairs": True}
+        several = layout["dp"] * layout["micro_batch"] < GLOBAL_BATCH
+        if several and not lacks_for_pairs(Layout(**layout), OverlapConfig(**overlap)):
+            one = Job(layout, job.model, job.optimizer, overlap)
+            found.setdefault(one.name, one)
+    return list(found.values())
+
+
 def train(case: Case, folder: Path) -> tuple[list[tuple[float, float, float]], dict[str, np.ndarray] | None]:
     """Train a job on one rank. Only rank 0 returns parameters."""
     engine = make_engine(case)
@@ -236,8 +254,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep finished jobs here, and continue from them")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--every", type=int, default=1, help="train each N-th job only")
+    parser.add_argument("--pairs", action="store_true", help="with overlap.pairs, where it can be")
     options = parser.parse_args()
-    jobs = layouts()[:: options.every]
+    jobs = (in_pairs(layouts()) if options.pairs else layouts())[:: options.every]
     print(f"{len(jobs)} layouts", flush=True)
     with tempfile.TemporaryDirectory() as made:
         folder = options.folder or Path(made)
