@@ -17,9 +17,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from parity_case import Case, run_case
 from ranks import reuse_ranks, run_ranks
 
+from myriad.parallel import expert_exchange
 from myriad.program import passes
 
 TOLERANCE = 1e-5
@@ -342,6 +344,32 @@ def test_a_forward_may_run_inside_the_backward_of_another_micro_batch(
     layers = layers_of(model, layout)
     case = Case(layout, keys_of(model, layers), {"name": optimizer}, FEW, overlap={"pairs": True})
     assert_equal(case, one_process(model, optimizer, steps=FEW, layers=layers))
+
+
+def exchanges_of_rank(case: Case) -> list[str]:
+    """The passes that sent rows to experts or back, in order."""
+    start, order = expert_exchange._RowsState._start, []
+
+    def recorded(self: Any, x: torch.Tensor, *, forward: bool) -> Any:
+        order.append("forward" if forward else "backward")
+        return start(self, x, forward=forward)
+
+    expert_exchange._RowsState._start = recorded  # type: ignore[method-assign]
+    try:
+        run_case(case)
+    finally:
+        expert_exchange._RowsState._start = start  # type: ignore[method-assign]
+    return order
+
+
+def test_in_a_pair_each_exchange_of_the_backward_is_followed_by_one_of_the_forward() -> None:
+    """Otherwise nothing travels behind another micro-batch; and on all ranks, which otherwise hang."""
+    model = keys_of("experts", 2) | {"dense_layers": 0}
+    case = Case({"dp": 2, "ep": 2}, model, {"name": "adamw"}, 1, overlap={"pairs": True})
+    first_rank, second_rank = reuse_ranks(2, exchanges_of_rank, case)
+    each = len(first_rank) // (2 * 4)  # of one of four micro-batches, in one direction
+    alone, together = ["forward"] * each, ["backward", "forward"] * each
+    assert first_rank == second_rank == [*alone, *together * 3, *["backward"] * each]
 
 
 PAIRS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "pairs.json").read_text())

@@ -140,6 +140,7 @@ def _run_stepped(layers: Sequence[SteppedLayer], x: torch.Tensor, context: Conte
 def _where_posted(steps: LayerSteps, boundary: Boundary) -> LayerSteps:
     """Yield only where tokens have left for experts: without tensor parallelism nothing else travels, and a
     turn then takes from one exchange to the next, while that of the other part arrives."""
+    boundary.has_posted = False  # steps that ran alone have left it set
     while True:
         try:
             step = next(steps)
