@@ -161,7 +161,8 @@ def test_parts_of_a_micro_batch_travel_while_others_compute() -> None:
     "keys", [{"dp": 16, "ep": 16}, {"dp": 8, "pp": 2, "ep": 8, "schedule": "eager-1f1b"}], ids=str
 )
 def test_tokens_travel_behind_another_micro_batch_in_pairs(keys: dict[str, Any]) -> None:
-    problem = replace(PROBLEM, searches_pairs=True)
+    few = MODEL.model_copy(update={"vocabulary": 512})  # or the first logits would be the peak of both
+    problem = replace(PROBLEM, model=few, searches_pairs=True)
     alone = candidate_of(micro_batch=1, zero=1, **keys)
     paired = alone.in_pairs(problem)
     assert paired is not None and paired.in_pairs(problem) is None
@@ -173,13 +174,17 @@ def test_tokens_travel_behind_another_micro_batch_in_pairs(keys: dict[str, Any])
     assert seconds["pairs"] < seconds["alone"]
     parts = waterfall(problem, paired, SimulationCache())
     assert sum(parts.values()) == pytest.approx(seconds["pairs"], rel=1e-3)
-    one, other = (memory_of_ranks(each.workload(problem), node_size=8) for each in (alone, paired))
-    assert max(float(rank.activations) for rank in one) < max(float(rank.activations) for rank in other)
+    one, other = (
+        max(float(rank.activations) for rank in memory_of_ranks(each.workload(problem), node_size=8))
+        for each in (alone, paired)
+    )
+    assert one < other or (one == other and alone.layout.pp > 1), "eager schedules hold as many forwards"
 
 
 def test_pairs_are_tried_on_the_fastest_layouts_and_are_neighbours() -> None:
     slow = load_cluster("eos-3072xh100", ["nodes=2", "links.network.bytes_per_second=5e9"])
-    problem = replace(PROBLEM, cluster=slow, fixed={"ep": 16, "tp": 1, "pp": 1}, searches_pairs=True)
+    fixed = {"ep": 16, "tp": 1, "pp": 1, "micro_batch": 1}
+    problem = replace(PROBLEM, cluster=slow, fixed=fixed, searches_pairs=True)
     best = find_plans(problem, count=10).plans[0]
     assert best.candidate.overlap.pairs and "in pairs" in describe_layout(best.candidate)
     assert "overlap.pairs off" in dict(neighbour_layouts(problem, best.candidate))
