@@ -80,7 +80,7 @@ def myriad(made: SlurmCluster | None, *arguments: object, **environment: str) ->
 
 def submit(made: SlurmCluster, run: Run) -> str:
     """The job's number. It is not to end before all that a test does to it has happened."""
-    slow = slow_steps(run.path.with_name("faults"), 5.0)
+    slow = slow_steps(run.path.with_name("faults"), 8.0)
     code, out, error = myriad(made, "train", run.path, "--engine", "slurm", "--submit", "--json", **slow)
     assert (code, error) == (0, "")
     return str(json.loads(out)["job"])
@@ -134,7 +134,8 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_the_job_queues_again_when_th
     wait_until(lambda: steps_done(run) >= 12, lambda: made.run("squeue"))
     made.lose_node("n1")
     wait_until(
-        lambda: events(run, "resume") and len(events(run, "checkpoint")) >= 2, lambda: made.run("squeue")
+        lambda: events(run, "resume") and len(events(run, "checkpoint")) >= 2 and events(run, "drain"),
+        lambda: made.run("squeue"),
     )
     (fault,), (drain,), (resume,) = (events(run, name) for name in ("fault", "drain", "resume"))
     assert (fault["cause"], fault["node"]) == ("node", 1)

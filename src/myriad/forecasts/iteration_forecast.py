@@ -290,7 +290,8 @@ def _replicas(one: "RankSummary") -> str:
 
 
 def _rank_as_json(one: "RankSummary") -> dict[str, Any]:
-    memory = {f"{name}_bytes": float(value) for name, value in vars(one.memory).items()}
+    purposes = {name: value for name, value in vars(one.memory).items() if name != "outside"}  # in the margin
+    memory = {f"{name}_bytes": float(value) for name, value in purposes.items()}
     return {
         "replica": None if one.replica < 0 else one.replica,
         "num_replicas": one.num_replicas,
