@@ -102,7 +102,8 @@ class RankStatus:
     step_seconds: float
     """Seconds of its last step; 0: none yet."""
     busy_seconds: float = 0.0
-    """Seconds of that step in which it computed and did not wait; 0: unknown."""
+    """Seconds of that step in which it computed and did not wait, with packed documents divided by their work
+    relative to the batch's; 0: unknown."""
     digests: tuple[Digest, ...] = ()
     """Newest digests of its state."""
     comm: CommStatus | None = None

@@ -16,14 +16,16 @@ import math
 import re
 import resource
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from myriad.data.windows import BatchWords
+from myriad.data.windows import BatchWords, attended_pairs
 from myriad.job import Job
 from myriad.model.config import ModelConfig
 from myriad.parallel.optimizer_step import StepResult
@@ -32,7 +34,7 @@ from myriad.system.state_folder import cache_folder
 from myriad.system.whole_file import write_whole
 from myriad.telemetry.spans import Recorder
 
-__all__ = ["BatchWork", "PeakFlopsTracker", "StepMeter", "find_peak"]
+__all__ = ["BatchWork", "PeakFlopsTracker", "StepMeter", "document_work", "find_peak"]
 
 
 class BatchWork(NamedTuple):
@@ -56,6 +58,17 @@ class BatchWork(NamedTuple):
         pairs = (words.num_pairs, words.num_window_pairs)
         flops = model.flops_of_documents(words.num_tokens, *pairs)
         return cls(words.num_tokens, max(1, words.num_targets), flops)
+
+
+def document_work(job: Job, words: BatchWords, lengths: Iterable[Sequence[int]]) -> float:
+    """Return the work of a replica's packed documents, relative to average ones of the batch in as many
+    positions. ``words``: of the batch; ``lengths``: those of the documents in each of its windows."""
+    model, own = job.model, np.array([length for row in lengths for length in row])
+    num_positions = int(own.sum())
+    pairs = (int(attended_pairs(own, window).sum()) for window in (None, model.window))
+    found = model.flops_of_documents(num_positions, *pairs)
+    batch = model.flops_of_documents(job.targets, words.num_pairs, words.num_window_pairs)
+    return found / (batch * num_positions / job.targets)
 
 
 @dataclass(frozen=True)

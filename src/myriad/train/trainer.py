@@ -45,7 +45,7 @@ from myriad.train.inputs import (
     bad_blocks_of,
 )
 from myriad.train.loss_spikes import SpikePolicy
-from myriad.train.metrics import BatchWork, PeakFlopsTracker, StepMeter
+from myriad.train.metrics import BatchWork, PeakFlopsTracker, StepMeter, document_work
 from myriad.train.phase_changes import PhaseChanges
 from myriad.train.rank_context import open_rank
 from myriad.train.rank_profiler import Tracer
@@ -105,6 +105,7 @@ class Trainer:
         self.meter = self._build_meter()
         self.clock = SaveClock(job.checkpoint, decides=self.is_first)
         self._waited_for_saves = 0.0
+        self._relative_work = 1.0
         self.progress.phase("loading")
         begins = resume(rank, self.engine, self.session, self._event)
         self.step, self.position, self.resumed = begins.step, begins.position, begins.state
@@ -331,9 +332,9 @@ class Trainer:
         return self.clock.signal(self.stop.asked, self.progress.agreed_step(), turn=turn, check=check)
 
     def _busy_seconds(self) -> float:
-        """Return the seconds that this rank computed, or 0 while it is profiled, so that it is not
-        compared with other ranks."""
-        busy = self.recorder.take_busy()
+        """Return the seconds that this rank would have computed with average documents, or 0 while it is
+        profiled, so that it is not compared with other ranks."""
+        busy = self.recorder.take_busy() / self._relative_work
         return 0.0 if self.tracer.is_on else busy
 
     @property
@@ -351,7 +352,10 @@ class Trainer:
         job, grid = self.phases.now, self.groups.grid
         rows = rank_rows(job, grid.index("dp"))
         own = self.feed.rows(self.step, rows.start, rows.stop)
-        return to_batch(job, own, self.position.samples_before(self.step), rows.start, self.device)
+        batch = to_batch(job, own, self.position.samples_before(self.step), rows.start, self.device)
+        if batch.documents is not None:
+            self._relative_work = document_work(job, BatchWords.read(own[0]), batch.documents.lengths)
+        return batch
 
     def _validate_if_due(self, *, stopping: bool) -> bool:
         """Validate and evaluate after this step where due, unless all ranks stop; return whether all ranks
