@@ -25,7 +25,7 @@ from myriad.system.jsonl import JsonlTail
 from myriad.telemetry.loggers import read_forwarded
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.sequence=32", "train.threads=1", "train.steps=100000"]
-TWO = ["layout.dp=2", "layout.zero=2", "resilience.timeout_scale=40"]
+TWO = ["layout.dp=2", "layout.zero=2", "resilience.timeout_scale=40", "resilience.on_slow=report"]
 
 
 class Looks:
