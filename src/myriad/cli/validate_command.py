@@ -40,7 +40,7 @@ def validate(
         typer.Argument(
             metavar="[TABLE.csv]...",
             help="CSV files in the general form (docs/guide/validate.md), or with the columns of one of "
-            "Myriad's tables. Default: Myriad's tables; all: also iterations.csv, of other systems.",
+            "Myriad's tables. Default: Myriad's tables; all: those of other systems, too.",
         ),
     ] = None,
     columns: Annotated[

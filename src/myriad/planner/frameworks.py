@@ -87,13 +87,13 @@ class FrameworkFile(Config):
     launcher: Launcher | None = None
     """Whose options ``myriad plan --out`` writes, also if this file extends another; off: none."""
     profile: dict[str, SourcedValue] = Field(default_factory=dict)
-    """Values of `FrameworkProfile`."""
+    """What the framework launches, fuses and waits for: keys of `FrameworkProfile`, each with its source."""
     memory: dict[str, SourcedValue] = Field(default_factory=dict)
-    """Values of `FrameworkMemory`."""
+    """What its ranks hold in memory: keys of `FrameworkMemory`, each with its source."""
     overlap: dict[str, SourcedValue] = Field(default_factory=dict)
-    """Values of `OverlapConfig`."""
+    """Which communication it overlaps: keys of `OverlapConfig`, each with its source."""
     layout: dict[str, SourcedValue] = Field(default_factory=dict)
-    """Values of `LayoutHabits`."""
+    """What it does where a row does not say it: keys of `LayoutHabits`, each with its source."""
 
 
 @dataclass(frozen=True)

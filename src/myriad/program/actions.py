@@ -11,8 +11,7 @@ rewrite the lists; the checker proves them; the runtime and the simulator execut
 simulators, the memory model and the dashboard read that table, so a new kind of action is one entry in it, an
 implementation in the runtime, and a cost. In words:
 
-- FORWARD / BACKWARD / BACKWARD_INPUT / BACKWARD_WEIGHT of (stage, micro_batch). BACKWARD is both halves
-  together.
+- FORWARD / BACKWARD / BACKWARD_INPUT / BACKWARD_WEIGHT of (stage, micro_batch). BACKWARD is both halves.
 - PAIRED_FORWARD and, directly after it, PAIRED_BACKWARD of another micro-batch run at the same time: one
   computes while the other's tokens travel between the ranks that share experts.
 - EXCHANGE: a coupled transfer. All its ``transfers`` (sends and receives, any peers) are posted together and

@@ -38,9 +38,6 @@ class FrameworkMemory:
     block_values: BlockValues | None = None
     """What a block without experts and latent attention keeps without recomputation; off: as Myriad's, or as
     the published formula (`myriad.planner.memory.layer_memory`)."""
-    keeps_scores: bool = False
-    """Whether attention keeps softmax outputs and a mask, although `FrameworkProfile.attention` is a flash
-    kernel by its speed; a block then keeps the bytes of the published formula."""
     logits_kept_bytes: int = 4
     """Bytes of each logit from the head's forward to its backward, where the loss is not fused with them."""
     logits_forward_bytes: int = 2

@@ -167,7 +167,7 @@ def _block_kept(
     plain = model.latent is None and model.of_block(layer).experts is None
     if values is not None and recompute == "none" and plain:
         return _kept_values(model, profile, values, layer, part)
-    if not is_myriad(profile) or profile.memory.keeps_scores:
+    if not is_myriad(profile):
         return _published_kept(model, profile, layer, part, recompute)
     if profile.gathers_arrived and part.ep > 1 and not part.whole_experts:
         # Of the copies of a rank's own part only the inputs of experts are gathered.
@@ -241,8 +241,7 @@ def _published_kept(
     active = model.of_block(layer).active_width
     inner = tokens / part.tp * value * (2 * queries + 2 * keys + (ups + 1) * active)
     inner = inner + tokens * value * latent
-    keeps_scores = profile.attention == "plain" or profile.memory.keeps_scores
-    if not keeps_scores or recompute == "selective":
+    if profile.attention != "plain" or recompute == "selective":
         return stream + inner
     # Softmax outputs before and after dropout, and a mask of one byte.
     scores = part.micro_batch * model.sequence**2 * model.heads / part.tp
@@ -286,7 +285,7 @@ def _block_passing(
         wide = 4.0 * tokens * width / part.tp
         forward = np.maximum(forward, 2 * value * travelling + wide)
         backward = np.maximum(backward, stream + (2 * value + 8.0) * travelling + 4.0 * own + wide)
-    if profile.attention == "plain" or profile.memory.keeps_scores:
+    if profile.attention == "plain":
         scores = part.micro_batch * model.sequence**2 * model.heads / part.tp * value
         backward = np.maximum(backward, stream + 2 * scores)
     return forward, backward
