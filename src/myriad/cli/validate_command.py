@@ -162,7 +162,8 @@ def _predict(names: list[str] | None, options: "TableOptions", *, from_log: bool
     if from_log:
         read = [parse_table("logs", measured_table(names or []), recipes, options, names)]
     else:
-        chosen = builtin_tables(general=names == ["all"]) if names in (None, [], ["all"]) else names
+        everything = names == ["all"]
+        chosen = names if names and not everything else builtin_tables(general=everything)
         read = [read_table(name, recipes, options) for name in chosen]
     for table in read:
         for error in table.skipped:

@@ -28,13 +28,16 @@ Group = tuple[bool, str]
 """Whether the models have experts, and the framework."""
 
 _TITLE = "Iteration seconds: predicted without a measurement, and published"
-_COLOURS = (*SERIES, "#8c9a2b", "#9c6644", "#e07b39", "#14213d", "#4a9fd8", "#b5179e")
+_COLOURS = (*SERIES, "#8c9a2b", "#9c6644", "#e07b39", "#14213d", "#4a9fd8", "#b5179e", "#00b894", "#8d6a9f")
+"""A colour for each of the frameworks of Myriad's tables."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 444.0, 48.0, 428.0
 """The square of predicted against published seconds."""
 _NAMES, _START, _STOP = 640.0, 652.0, 960.0
 """Right edge of the frameworks' names, and the axis of errors."""
 _ROW = 22.0
+"""Height of a framework's line."""
 _NEAR = 0.1
+"""Error that the dashed lines show."""
 _BAND = "#dfe7f1"
 _WIDEST = math.log(3)
 """Logarithm of the largest error that the axis of errors shows; what is beyond lies on its edge."""
@@ -99,7 +102,7 @@ def _strips(groups: Mapping[Group, Sequence[PredictedRow]], colours: Mapping[str
         inside = max(-widest, min(widest, logarithm))
         return _between(math.exp(inside), math.exp(-widest), math.exp(widest), _START, _STOP)
 
-    parts, y, last = [], _TOP + _ROW / 2, False
+    parts, y, has_heading = [], _TOP + _ROW / 2, False
     bottom = _TOP + _ROW * (len(groups) + any(experts for experts, _ in groups)) + 4
     for ratio in (0.4, 0.5, 0.7, 1.0, 1.4, 2.0, 2.5):
         if abs(math.log(ratio)) < widest:
@@ -107,9 +110,9 @@ def _strips(groups: Mapping[Group, Sequence[PredictedRow]], colours: Mapping[str
             parts.append(rule((at, _TOP - 4), (at, bottom), SOFT if ratio == 1 else GRID))
             parts.append(text(at, bottom + 14, f"{ratio:g}", "middle"))
     for (has_experts, name), rows in groups.items():
-        if has_experts and not last:
+        if has_experts and not has_heading:
             parts.append(text(_NAMES, y + 4, "with experts", "end"))
-            y, last = y + _ROW, True
+            y, has_heading = y + _ROW, True
         width = math.log1p(framework_interval(name, has_experts=has_experts))
         parts.append(text(_NAMES, y + 4, f"{name} ({len(rows)})", "end", ink=INK))
         parts.append(
