@@ -1,6 +1,7 @@
 """Mixtures of experts in every layout of eight ranks at most, in real processes, against one process.
 
     python benchmarks/parity/expert_layouts.py --folder FOLDER [--steps 3] [--every N] [--pairs]
+        [--capacity C]
 
 `layouts` lists every grid of dp, tp, pp, ep and etp with two to eight ranks in which experts lie on several
 ranks, each with all ZeRO levels and two schedules; recomputation, micro-batch, overlap, router, optimizer and
@@ -9,7 +10,9 @@ ranks that gloo joins and is compared with one process on the same tokens, in fl
 and every whole parameter must agree within 1e-5, and the load of the busiest expert of each step must be the
 same number. Finished jobs are kept in FOLDER, and a command that was
 interrupted continues there. ``--every N`` trains each N-th job only. ``--pairs``: the grids and ZeRO levels
-that allow ``overlap.pairs``, with it. Ends with 1 if a job failed or differs.
+that allow ``overlap.pairs``, with it. ``--capacity``: experts drop tokens beyond this many times their share
+(``model.expert_capacity``), and the share of what is dropped must be the same number too. Ends with 1 if a
+job failed or differs.
 """
 
 import argparse
@@ -19,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -67,10 +70,13 @@ class Job:
     model: str
     optimizer: str
     overlap: dict[str, Any]
+    capacity: float | None = None
+    """``model.expert_capacity``."""
 
     def case(self, steps: int) -> Case:
         """The job as the parity tests describe it."""
         model = {"layers": 2 if self.layout["pp"] < 4 else 6} | MODELS[self.model]
+        model |= {} if self.capacity is None else {"expert_capacity": self.capacity}
         optimizer, nodes = {"name": self.optimizer}, {"node_size": 2}
         return Case(self.layout, model, optimizer, steps, GLOBAL_BATCH, overlap=self.overlap, comm=nodes)
 
@@ -78,11 +84,14 @@ class Job:
     def name(self) -> str:
         """The job as text."""
         layout = " ".join(f"{key}={value}" for key, value in self.layout.items())
-        return f"{layout} {self.model} {self.optimizer} {json.dumps(self.overlap)}"
+        capacity = "" if self.capacity is None else f" capacity {self.capacity:g}"
+        return f"{layout} {self.model} {self.optimizer} {json.dumps(self.overlap)}{capacity}"
 
 
-Trained = tuple[list[tuple[float, float, float]], dict[str, np.ndarray]]
-"""Loss, gradient norm and load of the busiest expert of each step, and the final whole parameters."""
+Step = tuple[float, float, float, float | None]
+Trained = tuple[list[Step], dict[str, np.ndarray]]
+"""Loss, gradient norm, load of the busiest expert and share of dropped tokens of each step, and the final
+whole parameters."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +166,7 @@ def in_pairs(jobs: Sequence[Job]) -> list[Job]:
     return list(found.values())
 
 
-def train(case: Case, folder: Path) -> tuple[list[tuple[float, float, float]], dict[str, np.ndarray] | None]:
+def train(case: Case, folder: Path) -> tuple[list[Step], dict[str, np.ndarray] | None]:
     """Train a job on one rank. Only rank 0 returns parameters."""
     engine = make_engine(case)
     steps = []
@@ -165,7 +174,7 @@ def train(case: Case, folder: Path) -> tuple[list[tuple[float, float, float]], d
         targets = case.global_batch * case.model.get("sequence", TINY["sequence"])
         result = engine.train_step(lambda step=step: batch_of_rank(case, engine, step), 1e-3, targets)
         busiest = 0.0 if result.expert_load is None else result.expert_load.ratio
-        steps.append((result.loss, result.grad_norm, busiest))
+        steps.append((result.loss, result.grad_norm, busiest, result.dropped_share))
     path = save(CheckpointFolder(folder), case.steps, list(engine.shards()), {})
     parameters = None
     if os.environ["RANK"] == "0":
@@ -205,7 +214,7 @@ def differences(name: str, world: int, found: Trained, wanted: Trained) -> Compa
         float(np.linalg.norm(parameters[key] - whole) / max(np.linalg.norm(whole), 1e-30))
         for key, whole in reference.items()
     )
-    return Compared(name, world, loss, norm, parameter, all(a[2] == b[2] for a, b in pairs))
+    return Compared(name, world, loss, norm, parameter, all(a[2:] == b[2:] for a, b in pairs))
 
 
 def run(jobs: Sequence[Job], steps: int, path: Path) -> list[Compared]:
@@ -255,8 +264,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--every", type=int, default=1, help="train each N-th job only")
     parser.add_argument("--pairs", action="store_true", help="with overlap.pairs, where it can be")
+    parser.add_argument("--capacity", type=float, help="model.expert_capacity of all jobs")
     options = parser.parse_args()
     jobs = (in_pairs(layouts()) if options.pairs else layouts())[:: options.every]
+    jobs = [replace(job, capacity=options.capacity) for job in jobs]
     print(f"{len(jobs)} layouts", flush=True)
     with tempfile.TemporaryDirectory() as made:
         folder = options.folder or Path(made)

@@ -39,7 +39,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any], bool]] = [
     ("gpt2", "adamw", {"cp": 2, "zero": 3}, False),
     ("parallel-window", "adamw", {"cp": 4, "micro_batch": 2} | WHOLE, True),
     ("gemma", "adamw", {"cp": 2, "tp": 2, "micro_batch": 2}, False),
-    ("latent", "lamb", {"cp": 2, "ulysses": 2, "dp": 2, "zero": 2, "recompute": "selective"}, False),
+    ("latent-experts", "lamb", {"cp": 2, "dp": 2, "zero": 2, "recompute": "selective"}, True),
     (
         "predictions",
         "adamw",

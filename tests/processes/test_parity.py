@@ -146,6 +146,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "router_groups": 3,
         "router_group_limit": 2,
         "router_group_score": "two_largest",
+        "expert_capacity": 1.0,
         "dropout": 0.1,
     },
     "gpt-oss": {

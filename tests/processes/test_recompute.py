@@ -214,7 +214,13 @@ SHAPES: list[dict[str, Any]] = [
     {"sequence": 512, "window": 200, "heads": 2},
     {"sequence": 256, "kv_heads": 2},
     {"sequence": 256, "window": 100, "dropout": 0.1},
-    {"experts": 4, "expert_hidden": 32, "shared_experts": 1, "shared_expert_gate": True},
+    {
+        "experts": 4,
+        "expert_hidden": 32,
+        "shared_experts": 1,
+        "shared_expert_gate": True,
+        "expert_capacity": 2.0,
+    },
     {"experts": 4, "bias": True, "router_logit_bias": True, "activation": "clamped_swiglu", "window": 64}
     | {"attention_sinks": True, "attention_bias": "all", "kv_heads": 2},
 ]
@@ -249,7 +255,8 @@ MIXTURES: list[dict[str, Any]] = [
     {"prediction_layers": 1},
     {"shared_expert_gate": True, "router_z_loss": 0.1, "norm_placement": "after"},
     {"shared_experts": 0, "router_scores": "sigmoid", "experts_per_token": 3},
-    {"shared_experts": 0, "balance_loss": 0, "router_normalized": False, "norm_placement": "both"},
+    {"shared_experts": 0, "balance_loss": 0, "router_normalized": False, "norm_placement": "both"}
+    | {"expert_capacity": 2.0},
 ]
 
 

@@ -170,6 +170,9 @@ class RunCollector(Collector):
         if "expert_load" in self._last:
             documentation = "Tokens of the busiest expert over those of the mean expert of its block."
             yield _gauge("myriad_expert_load_ratio", documentation, self._last["expert_load"])
+        if "dropped_share" in self._last:
+            documentation = "Share of the pairs of a token and one of its experts that were dropped."
+            yield _gauge("myriad_dropped_tokens_ratio", documentation, self._last["dropped_share"])
         if "router_entropy" in self._last:
             documentation = "Mean entropy of routers' scores over that of equal scores."
             yield _gauge("myriad_router_entropy_ratio", documentation, self._last["router_entropy"])

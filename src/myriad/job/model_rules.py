@@ -60,7 +60,7 @@ _EXPERT_KEYS = (
     *("experts_per_token", "expert_hidden", "shared_experts", "router_scores", "router_normalized"),
     *("router_scale", "balance_loss", "router_z_loss", "dense_layers", "expert_every"),
     *("shared_expert_gate", "balance_bias_rate", "router_groups", "router_group_limit", "router_group_score"),
-    "router_logit_bias",
+    *("router_logit_bias", "expert_capacity"),
 )
 
 
@@ -74,6 +74,9 @@ def _check_experts(job: JobValues) -> None:
     _refuse_set(model, "model", ("block", "mup_base_width"), "{default} with model.experts")
     if model.shared_experts:
         _refuse_set(model, "model", ("bias",), "{default} with model.shared_experts")
+    load, most = job.layout.expert_load, max(1.0, model.largest_expert_load)
+    allowed = f"at most {most:g}: with model.expert_capacity = {model.expert_capacity} experts drop the rest"
+    need(model.expert_capacity is None or load <= most, "layout.expert_load", load, allowed)
     gate = model.shared_expert_gate
     need(not gate or model.shared_experts > 0, "model.shared_expert_gate", gate, "needs model.shared_experts")
     learns = chosen > 1 or not model.router_normalized

@@ -229,6 +229,7 @@ def _routed_bytes(model: ModelConfig, bytes_per_value: int, ep: int) -> float:
     chosen, indices = model.experts_per_token, 4 if ep == 1 else 6
     found = chosen * (2 * model.hidden * bytes_per_value + indices * 8 + _FLOAT32)
     found += (chosen + 1) * _FLOAT32 if model.router_normalized else 0
+    found += 0 if model.expert_capacity is None else 8  # where the kept pairs of a token begin
     return float(found + _FLOAT32 * model.experts)
 
 

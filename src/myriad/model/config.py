@@ -9,6 +9,7 @@ forward + backward, no recomputation; of experts, those that compute a token. Fo
 attention they are ``72 B s L h^2 (1 + s/6h + V/12Lh)``; with windows only attended pairs count.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -160,6 +161,28 @@ class ModelConfig(ModelKeys):
     def has_router_bias(self) -> bool:
         """Whether each expert has a bias, which only the choice of experts sees."""
         return self.experts is not None and self.balance_bias_rate is not None
+
+    def expert_room(self, length: int) -> int:
+        """Return the tokens of a sequence of this length that training lets an expert compute at most."""
+        if self.expert_capacity is None or self.experts is None:
+            return length
+        share = self.expert_capacity * length * self.experts_per_token / self.experts
+        return min(length, math.ceil(round(share, 6)))
+
+    @property
+    def largest_expert_load(self) -> float:
+        """Tokens that an expert computes of a sequence at most, over those of the mean expert if none is
+        dropped."""
+        return (
+            self.expert_room(self.sequence) * (self.experts or 1) / (self.experts_per_token * self.sequence)
+        )
+
+    @property
+    def lossy(self) -> tuple[str, ...]:
+        """Descriptions of the keys that leave out a part of the model's function; empty if there are none."""
+        if self.experts is None or self.expert_capacity is None:
+            return ()
+        return (f"experts drop tokens beyond {self.expert_capacity:g} times their even share",)
 
     @property
     def mixture_blocks(self) -> list[int]:

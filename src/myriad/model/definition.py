@@ -34,6 +34,7 @@ __all__ = [
     "Shard",
     "ShardSpan",
     "StatesShapes",
+    "drops_tokens",
     "full_shape",
     "is_expert",
     "is_hidden_matrix",
@@ -262,6 +263,11 @@ class HasExperts(Protocol):
         """Change of an expert's bias in a step (`myriad.parallel.router_biases`); ``None``: no biases."""
         ...
 
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether experts drop tokens in training (`myriad.model.expert_capacity`)."""
+        ...
+
 
 def is_expert(definition: Definition, name: str) -> bool:
     """Return whether the parameter with this full name belongs to one of the experts of a block."""
@@ -276,6 +282,11 @@ def mixtures_of(definition: Definition) -> Sequence[str]:
 def num_experts_of(definition: Definition) -> int:
     """Return the experts of each block of a model; 0: it has none."""
     return definition.num_experts if isinstance(definition, HasExperts) else 0
+
+
+def drops_tokens(definition: Definition) -> bool:
+    """Return whether experts of a model drop tokens in training."""
+    return isinstance(definition, HasExperts) and definition.drops_tokens
 
 
 def rate_of(definition: Definition, name: str, shape: torch.Size) -> float:

@@ -7,10 +7,10 @@
     y      = sum over the chosen experts of gate x expert(x)  + the shared experts
 
 Routing is dropless: no token is left out, whatever the load of its expert (MegaBlocks, arXiv 2211.15841), so
-the result depends on nothing but the token. Tokens are ordered by expert, and each expert multiplies its
-tokens at once. Tensor-parallel ranks share every expert's width, and each routes all tokens of its gathered
-sequence: all compute the same scores, and gradients of scores are partial sums as those of other parameters
-that every rank holds.
+the result depends on nothing but the token. (A job may set a bound: `myriad.model.expert_capacity`.) Tokens
+are ordered by expert, and each expert multiplies its tokens at once. Tensor-parallel ranks share every
+expert's width, and each routes all tokens of its gathered sequence: all compute the same scores, and
+gradients of scores are partial sums as those of other parameters that every rank holds.
 
 With expert parallelism (GShard, arXiv 2006.16668) each of several replicas holds some of the experts. Tokens,
 ordered by expert, travel to the ranks of their experts (dispatch), and results back to the ranks of their
@@ -43,6 +43,7 @@ from myriad.kernels.linear import weight_gradient
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
 from myriad.model.definition import Context
+from myriad.model.expert_capacity import ExpertCapacity
 from myriad.model.expert_dispatch import (
     Combine,
     Dispatch,
@@ -222,6 +223,9 @@ class Experts(nn.Module):
         self.entropy: torch.Tensor | None = None
         """Where it adds up the tokens' `Router.entropies` at the same time, once for each chosen expert,
         float64 ``[]``."""
+        self.dropped: torch.Tensor | None = None
+        """Where it adds up the pairs of a token and an expert that the capacity drops, ``[]``."""
+        self.capacity = None if config.expert_capacity is None else ExpertCapacity(config, boundary)
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return finish(self.steps(x, logits, Context()))
@@ -257,11 +261,13 @@ class Experts(nn.Module):
         if self.is_whole:
             first = context.first_of_share(x.shape[1], self.boundary.rank)
         gates, chosen = self.router.choose(logits, context, first)
+        kept = chosen
+        if self.capacity is not None and self.training:
+            kept = (yield from self.capacity.steps(chosen.view(*x.shape[:-1], -1), context)).flatten(0, 1)
+        self._count(logits, chosen, kept)
         if self.boundary.expert_hops:
-            self._count(logits, torch.bincount(chosen.flatten(), minlength=self.num_experts))
-            return (yield from self._travel_once(x, gates, chosen))
-        places = Places.of(chosen, self.num_experts)
-        self._count(logits, places.counts)
+            return (yield from self._travel_once(x, gates, kept))
+        places = (Places.of if kept is chosen else Places.of_some)(kept, self.num_experts)
         if self.boundary.expert_ranks == 1:
             entering: torch.Tensor = Dispatch.apply(x.flatten(0, -2), places)
             leaving, shared = self._results(entering, places.counts), self._shared_result(x)
@@ -273,12 +279,15 @@ class Experts(nn.Module):
         out = out.view(x.shape)
         return out if shared is None else out + shared
 
-    def _count(self, logits: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add up the tokens of each expert ``[E]``, and the entropies of all tokens, in training."""
+    def _count(self, logits: torch.Tensor, chosen: torch.Tensor, kept: torch.Tensor) -> None:
+        """Add up the tokens that chose each expert, and the entropies of all tokens, in training. ``kept``:
+        ``chosen`` with -1 for experts that drop a token."""
         if not (self.training and torch.is_grad_enabled()):
             return
         if self.loads is not None:
-            self.loads += counts
+            self.loads += torch.bincount(chosen.flatten(), minlength=self.num_experts)
+        if self.dropped is not None:
+            self.dropped += kept.lt(0).sum()
         if self.entropy is not None:
             chosen = self.router.num_chosen
             self.entropy += chosen * self.router.entropies(logits.detach()).sum(dtype=torch.float64)

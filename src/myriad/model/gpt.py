@@ -110,6 +110,11 @@ class GPT:
         return self.config.balance_bias_rate
 
     @property
+    def drops_tokens(self) -> bool:
+        """Whether experts drop tokens in training."""
+        return self.config.experts is not None and self.config.expert_capacity is not None
+
+    @property
     def sequence_parallel(self) -> bool:
         """Whether the residual stream is cut along the sequence: always."""
         return True

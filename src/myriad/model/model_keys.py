@@ -85,6 +85,10 @@ class ModelKeys(Config):
     router_group_score: Literal["largest", "two_largest"] = "largest"
     """What groups are chosen by (with model.router_groups): the score of their best expert (DeepSeek-V2), or
     the sum of their two best, biases included (DeepSeek-V3)."""
+    expert_capacity: float | None = Field(None, gt=0, le=4096)
+    """Lossy: in training an expert computes at most this many times its even share of a sequence's tokens
+    (with model.experts), rounded up; of the tokens that chose it, those at later positions are dropped, and
+    get nothing from it. 1.25 is usual. Evaluation and generation drop none. off: no token is dropped."""
     balance_loss: float = Field(0.01, ge=0, le=100)
     """Weight of the loss that training adds so that experts get equally many tokens of each sequence (with
     model.experts). 0: none."""

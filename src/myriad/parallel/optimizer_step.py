@@ -85,6 +85,8 @@ class StepResult:
     """Load of each expert by block, in the steps for which the job asks for them."""
     router_entropy: float | None = None
     """Mean entropy of routers' scores, 1 if all experts have equal ones, if the model has experts."""
+    dropped_share: float | None = None
+    """Share of the pairs of a token and an expert that were dropped, if experts have a capacity."""
     layer_norms: LayerNorms | None = None
     """Norms of each layer, in the steps for which the job asks for them."""
     user: Mapping[str, float | None] = field(default_factory=dict)
@@ -245,6 +247,7 @@ class OptimizerStep:
             expert_load=self.statistics.largest_load(loads),
             expert_loads=self.statistics.all_loads(loads),
             router_entropy=self.statistics.router_entropy(found["statistics"]),
+            dropped_share=self.statistics.dropped_share(found["statistics"]),
             data_digest=sum(whole) % 2**64,
             user=self._user_means.means(found["user"]),
         )

@@ -9,6 +9,7 @@ entropy of routers.
     expert loads   tokens of each expert in all micro-batches: a number for each block and expert in the
                    message of CLIP
     entropy        of the scores of each token, summed over the same tokens: a number for each block there
+    dropped pairs  of tokens and experts, with ``model.expert_capacity``: a number for all blocks there
 
 The noise scale counts the matrices that tensor parallelism cuts, without tied ones: only their gradients are
 whole on a rank before the reduction, in every layout, so that the estimate is the same in each layout with
@@ -71,9 +72,12 @@ class StepStatistics:
         shares: Sequence[int],
         mixtures: Sequence[str] = (),
         num_experts: int = 0,
+        *,
+        drops: bool = False,
     ) -> None:
         """``layers``: names of all layers of the model. ``shares``: micro-batches of each replica.
-        ``mixtures``: full names of the modules that hold experts, ``num_experts`` each."""
+        ``mixtures``: full names of the modules that hold experts, ``num_experts`` each. ``drops``: experts
+        drop tokens that exceed their capacity."""
         self._state, self._groups, self._layers = state, groups, tuple(layers)
         device = state.counts.device
         self.change_shares(shares)
@@ -101,6 +105,9 @@ class StepStatistics:
         self._entropies = torch.zeros(len(mixtures), dtype=torch.float64, device=device)
         """Sums of the entropies of the routers' scores in this rank's part of the step, once for each pair of
         a token and an expert."""
+        self._dropped = torch.zeros((), dtype=torch.int64, device=device)
+        """Pairs of a token and an expert that were dropped in this rank's part of the step."""
+        self._drops = drops
         cut = groups.grid.layout.expert_tp  # tensor-parallel ranks that share experts route the same tokens
         self._counts_loads = groups.grid.index("tp") % cut == 0
         for stage in model.stages.values() if mixtures else ():
@@ -109,6 +116,7 @@ class StepStatistics:
                     if isinstance(module, Experts):
                         own = self._mixtures.index(path)
                         module.loads, module.entropy = self._loads[own], self._entropies[own]
+                        module.dropped = self._dropped if drops else None
 
     def change_shares(self, shares: Sequence[int]) -> None:
         """Use other numbers of micro-batches of the replicas from the next iteration on."""
@@ -136,6 +144,7 @@ class StepStatistics:
         self._loads_due = every > 0 and (step == 1 or (step > 0 and step % every == 0))
         self._loads.zero_()
         self._entropies.zero_()
+        self._dropped.zero_()
         if self.noise is not None:
             self._small.zero_()
         if self._is_due:
@@ -144,6 +153,10 @@ class StepStatistics:
     @property
     def num_sums(self) -> int:
         """Numbers that `write_sums` adds to the message of CLIP."""
+        return self._entropies_to + self._drops
+
+    @property
+    def _entropies_to(self) -> int:
         return self._entropies_from + self._entropies.numel()
 
     @property
@@ -165,7 +178,8 @@ class StepStatistics:
             into[1] = (squares * self._counted).sum()
         if self._counts_loads:
             into[self._num_noise : self._entropies_from] = self._loads.flatten()
-            into[self._entropies_from :] = self._entropies
+            into[self._entropies_from : self._entropies_to] = self._entropies
+            into[self._entropies_to :] = self._dropped
 
     def noise_of(self, sums: Sequence[float], scale: float, num_targets: int) -> NoiseEstimate | None:
         """Add a step's sums over all ranks. ``scale``: loss scale. ``None``: there is one small batch."""
@@ -188,7 +202,13 @@ class StepStatistics:
         num_scores, pairs = self._loads.shape[1], sum(sums[self._num_noise : self._entropies_from])
         if not pairs:
             return None
-        return sum(sums[self._entropies_from : self.num_sums]) / (pairs * math.log(num_scores))
+        return sum(sums[self._entropies_from : self._entropies_to]) / (pairs * math.log(num_scores))
+
+    def dropped_share(self, sums: Sequence[float]) -> float | None:
+        """Return the share of the pairs of a token and an expert that were dropped, from a step's sums over
+        all ranks. ``None`` without a capacity of experts, and if no token was counted."""
+        pairs = sum(sums[self._num_noise : self._entropies_from])
+        return sums[self._entropies_to] / pairs if self._drops and pairs else None
 
     def largest_load(self, loads: Sequence[Sequence[float]]) -> ExpertLoad | None:
         """Return the expert with the largest of these loads; ``None`` without experts."""

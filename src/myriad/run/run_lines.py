@@ -68,6 +68,8 @@ STEP_FIELDS = {
     "those of the mean expert.",
     "router_entropy": "Entropy of routers' scores over ln(model.experts), mean over tokens and blocks: 1 if "
     "all experts have equal scores, 0 if one has all.",
+    "dropped_share": "With model.expert_capacity, share of the pairs of a token and one of its experts that "
+    "were dropped, mean over blocks.",
     "max_attention_logit": "Largest attention score of any head before the softmax, with optimizer.qk_clip.",
     "user": "Values of `myriad.log` by name: means over the calls of the step on all ranks; null if not "
     "finite.",

@@ -146,6 +146,8 @@ def _statistics(result: StepResult) -> dict[str, Any]:
         found |= {"expert_load": load.ratio, "busiest_expert": f"{load.layer}, expert {load.expert}"}
     if result.router_entropy is not None:
         found["router_entropy"] = _finite(result.router_entropy)
+    if result.dropped_share is not None:
+        found["dropped_share"] = result.dropped_share
     if (loads := result.expert_loads) is not None:
         found["expert_loads"] = {block: [round(one, 3) for one in own] for block, own in loads.items()}
     if (norms := result.layer_norms) is not None:

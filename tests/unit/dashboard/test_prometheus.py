@@ -84,6 +84,7 @@ def run(tmp_path: Path) -> Run:
         noise_scale=4096.0,
         expert_load=1.5,
         router_entropy=0.75,
+        dropped_share=0.125,
         user={"mine": 0.5},
         layer_norms={"update": {"blocks.0": 0.5}},
     )
@@ -132,6 +133,7 @@ def test_a_report_covers_the_whole_run(run: Run) -> None:
     assert found["myriad_user", (("name", "mine"),)] == 0.5
     assert found["myriad_expert_load_ratio", ()] == 1.5
     assert found["myriad_router_entropy_ratio", ()] == 0.75
+    assert found["myriad_dropped_tokens_ratio", ()] == 0.125
     assert found["myriad_layer_norm", (("layer", "blocks.0"), ("of", "update"))] == 0.5
     assert found["myriad_evaluation_score", (("score", "choice/acc"),)] == 0.75
     assert found["myriad_faults_total", (("cause", "hang"),)] == 1

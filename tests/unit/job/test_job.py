@@ -21,6 +21,7 @@ from myriad.job.phase_values import Phase
 
 F16 = "train.precision=float16"
 CLIPS = ["optimizer.name=muon", "optimizer.qk_clip=9"]
+CAPPED = ["model.experts=4", "model.expert_capacity=1.25"]
 IN_PAIRS = ["model.experts=4", "layout.dp=2", "layout.ep=2", "overlap.pairs=true"]
 EARLY = ["overlap.optimizer_in_backward=true", "optimizer.clip_norm=off"]
 GRAPHS = "train.cuda_graphs=true"
@@ -158,6 +159,12 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["model.experts=4", "layout.expert_dispatch=node"], "layout.expert_dispatch", "layout.ep = 1"),
         (["layout.tp=2", "layout.etp=1"], "layout.etp", "needs model.experts"),
         (["layout.expert_load=1.5"], "layout.expert_load", "needs model.experts"),
+        (["model.expert_capacity=1.5"], "model.expert_capacity", "only with model.experts, else off"),
+        (
+            [*CAPPED, "layout.expert_load=1.5"],
+            "layout.expert_load",
+            "at most 1.25: with model.expert_capacity",
+        ),
         (["layout.tp=4", "layout.etp=2", "model.experts=4"], "layout.etp", "1, or layout.tp = 4"),
         (["layout.dp=2", "layout.ep=2", "model.experts=3"], "layout.ep", "must divide model.experts = 3"),
         (["overlap.pairs=true"], "overlap.pairs", "needs layout.ep above 1"),

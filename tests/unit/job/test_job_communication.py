@@ -158,3 +158,6 @@ def test_a_size_and_a_rate_are_what_is_written() -> None:
 def test_only_what_is_asked_for_is_lossy(override: str, lossy: tuple[str, ...]) -> None:
     layout = ["layout.dp=2", "layout.zero=1"] if "compress" in override else ["layout.dp=2"]
     assert load_job("tiny", [override, *layout]).comm.lossy == lossy
+    capped = load_job("tiny-moe", ["model.expert_capacity=1.25"]).model
+    assert capped.lossy == ("experts drop tokens beyond 1.25 times their even share",)
+    assert load_job("tiny-moe").model.lossy == ()

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from myriad.model.activation_memory import LayerKind
 from myriad.model.boundary import Boundary
 from myriad.model.config import ModelConfig
+from myriad.model.expert_capacity import first_tokens
 from myriad.model.expert_dispatch import Places
 from myriad.model.experts import Experts, Router
 from myriad.model.gpt import GPT, build_full
@@ -145,6 +146,42 @@ def test_each_present_pair_has_a_place_with_its_destination(most: int, data: st.
     ]
     found = places.to_tokens(rows[:, 0], torch.Size((len(chosen), most)))
     assert found.tolist() == [[1.0 + end if end >= 0 else 0.0 for end in ends] for ends in chosen]
+
+
+@given(room=st.integers(1, 6), data=st.data())
+def test_an_expert_keeps_the_first_tokens_of_a_sequence_that_chose_it(room: int, data: st.DataObject) -> None:
+    choice = st.permutations(range(5)).map(lambda order: order[:2])
+    rows = data.draw(st.lists(st.lists(choice, min_size=6, max_size=6), min_size=1, max_size=3))
+    kept = first_tokens(torch.tensor(rows), 5, room).tolist()
+    for sequence, found in zip(rows, kept, strict=True):
+        taken = dict.fromkeys(range(5), 0)
+        for wanted, own in zip(sequence, found, strict=True):
+            for expert in wanted:
+                taken[expert] += 1
+            assert own == [expert if taken[expert] <= room else -1 for expert in wanted]
+
+
+def test_a_dropped_token_gets_nothing_from_its_expert_in_training_alone() -> None:
+    """Expert 0 has room for 2 of 4 tokens: what it computes of the others counts in evaluation only."""
+    keys = {"experts": 2, "experts_per_token": 1, "router_normalized": False, "balance_loss": 0.0}
+    config = config_of(keys | {"expert_capacity": 1.0, "router_z_loss": 0.0})
+    experts = new_experts(config)
+    torch.nn.init.constant_(experts.router.weight[0], 1.0)
+    torch.nn.init.constant_(experts.router.weight[1], -1.0)
+    x = torch.rand(1, 4, 16, requires_grad=True)  # every product with expert 0 is the larger one
+    whole = experts.eval()(x, experts.router(x, FACTOR))
+    assert whole.abs().amin() > 0
+    found = experts.train()(x, experts.router(x, FACTOR))
+    torch.testing.assert_close(found[:, :2], whole[:, :2])
+    assert not found[:, 2:].any()
+    found.sum().backward()
+    assert x.grad is not None and x.grad[:, :2].any() and not x.grad[:, 2:].any()
+
+
+@pytest.mark.parametrize(("factor", "room"), [(1.0, 4), (1.1, 5), (1.25, 5), (0.1, 1), (8.0, 12)])
+def test_room_is_a_share_of_the_sequence_rounded_up(factor: float, room: int) -> None:
+    config = ModelConfig(experts=6, experts_per_token=2, sequence=12, expert_capacity=factor)
+    assert config.expert_room(12) == room and config.largest_expert_load == room / 4
 
 
 def test_neither_evaluation_nor_recomputation_without_a_graph_adds_the_losses() -> None:

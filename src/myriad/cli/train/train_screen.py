@@ -358,8 +358,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
             rows.append(("moving average", f"{summary.validation_ema_loss:.4f} nats a token"))
     elif summary.loss is not None:
         rows.append(("training loss", f"{summary.loss:.4f}"))
-    if summary.lossy:
-        rows.append(("lossy", f"{', '.join(summary.lossy)}: not the result of one process"))
+    rows += [("lossy", setting) for setting in summary.lossy]
     if summary.loss_scale:
         rows.append(("float16", summary.loss_scale))
     if summary.tokens_per_second is not None:

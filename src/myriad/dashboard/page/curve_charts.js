@@ -24,6 +24,7 @@ const CURVES = [
   ["Loss of the prediction layers", "prediction_loss", plain],
   ["Largest attention logit", "max_attention_logit", plain],
   ["Load of the busiest expert", "expert_load", plain],
+  ["Tokens dropped by experts", "dropped_share", percent],
   ["Entropy of routers", "router_entropy", plain],
   ["Gradient noise scale (tokens)", "noise_scale", count],
   ["Loss scale", "loss_scale", count],

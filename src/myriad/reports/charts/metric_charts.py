@@ -41,6 +41,7 @@ _TITLES = {
     "prediction_loss": ("loss of the prediction layers", "nats a token"),
     "max_attention_logit": ("largest attention logit", "logit"),
     "expert_load": ("load of the busiest expert", "times the mean"),
+    "dropped_share": ("tokens dropped by experts", "share of their pairs"),
     "router_entropy": ("entropy of routers", "share of the largest"),
     "noise_scale": ("gradient noise scale", "tokens"),
     "loss_scale": ("loss scale", "factor"),

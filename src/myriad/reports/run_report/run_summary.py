@@ -47,7 +47,7 @@ class Summary:
     device: str | None
     precision: str | None
     lossy: tuple[str, ...]
-    """Settings that make the losses differ from those of one process."""
+    """Settings that make the losses differ from those of one process, or leave out a part of the model."""
     loss_scale: str
     """Float16's loss scale at the end, and the number of steps skipped because gradients overflowed; "":
     none."""
@@ -103,7 +103,7 @@ def summarize(
         world=start.get("world"),
         device=start.get("device"),
         precision=start.get("precision"),
-        lossy=job.comm.lossy if job.layout.dp > 1 else (),
+        lossy=_lossy(job),
         loss_scale=loss_scale_text(last, sum(line.get("overflow") == 1 for line in metrics)),
         data_problems=tuple(_data_problems(events)),
         loss=last.get("loss"),
@@ -117,6 +117,11 @@ def summarize(
         plot=str(run.plot_path) if run.plot_path.exists() else None,
         sample=_last(events, "sample").get("text"),
     )
+
+
+def _lossy(job: "Job") -> tuple[str, ...]:
+    of_replicas = job.comm.lossy if job.layout.dp > 1 else ()
+    return (*(f"{one}: not the result of one process" for one in of_replicas), *job.model.lossy)
 
 
 def is_done(run: Run, steps: int) -> bool:
