@@ -161,6 +161,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "experts": 4,
         "expert_hidden": 24,
         "router_logit_bias": True,
+        "shared_experts": 1,
         "tied": False,
     },
 }

@@ -222,7 +222,7 @@ SHAPES: list[dict[str, Any]] = [
         "expert_capacity": 2.0,
     },
     {"experts": 4, "bias": True, "router_logit_bias": True, "activation": "clamped_swiglu", "window": 64}
-    | {"attention_sinks": True, "attention_bias": "all", "kv_heads": 2},
+    | {"attention_sinks": True, "attention_bias": "all", "kv_heads": 2, "shared_experts": 2},
 ]
 """Library's attention and blocks, in causal, windowed and masked form."""
 KINDS = ((torch.bfloat16, "none"), (torch.bfloat16, "selective"), (torch.float32, "full"))
@@ -253,7 +253,7 @@ def test_layers_of_tensor_parallel_ranks_keep_to_the_byte_what_the_formula_predi
 EXPERTS = {"experts": 4, "expert_hidden": 32, "shared_experts": 1, "activation": "swiglu"}
 MIXTURES: list[dict[str, Any]] = [
     {"prediction_layers": 1},
-    {"shared_expert_gate": True, "router_z_loss": 0.1, "norm_placement": "after"},
+    {"shared_expert_gate": True, "router_z_loss": 0.1, "norm_placement": "after", "bias": True},
     {"shared_experts": 0, "router_scores": "sigmoid", "experts_per_token": 3},
     {"shared_experts": 0, "balance_loss": 0, "router_normalized": False, "norm_placement": "both"}
     | {"expert_capacity": 2.0},

@@ -72,8 +72,6 @@ def _check_experts(job: JobValues) -> None:
     allowed = f"at most model.experts = {model.experts}"
     need(chosen <= model.experts, "model.experts_per_token", chosen, allowed)
     _refuse_set(model, "model", ("block", "mup_base_width"), "{default} with model.experts")
-    if model.shared_experts:
-        _refuse_set(model, "model", ("bias",), "{default} with model.shared_experts")
     load, most = job.layout.expert_load, max(1.0, model.largest_expert_load)
     allowed = f"at most {most:g}: with model.expert_capacity = {model.expert_capacity} experts drop the rest"
     need(model.expert_capacity is None or load <= most, "layout.expert_load", load, allowed)

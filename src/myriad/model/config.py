@@ -329,7 +329,8 @@ class ModelConfig(ModelKeys):
         results are summed over the ranks (each expert's too), the projection to latents, and the router."""
         shared = self.norm_size * self.num_branch_norms + self._shared_matrices
         shared += 0 if self.latent is None else self.latent.normed
-        shared += self.hidden * (self.has_output_bias + self.bias * (self.experts or 1))
+        num_mlps = 1 if self.experts is None else self.experts + (self.shared_experts > 0)
+        shared += self.hidden * (self.has_output_bias + self.bias * num_mlps)
         shared += (self.experts or 0) * (self.has_router_bias + self.router_logit_bias)
         return shared + (2 * self.head_width * (1 + self.qk_norm_bias) if self.qk_norm == "head" else 0)
 

@@ -54,7 +54,7 @@ from myriad.model.expert_dispatch import (
     travel_once,
 )
 from myriad.model.interleave import Steps, Whole, finish
-from myriad.model.mlp import MLP, ExpertMLP, GatedMLP
+from myriad.model.mlp import ExpertMLP, GatedMLP
 
 __all__ = ["Experts", "Router"]
 
@@ -215,7 +215,7 @@ class Experts(nn.Module):
         )
         """The experts of this rank, by number."""
         shared = config.shared_experts
-        kind = GatedMLP if config.shared_expert_gate else MLP
+        kind = GatedMLP if config.shared_expert_gate else ExpertMLP
         self.shared = kind(config, boundary, shared * width) if shared else None
         self.loads: torch.Tensor | None = None
         """Where training adds up the tokens of each expert, ``[E]``, once for each backward, whether it

@@ -67,7 +67,7 @@ class GPT:
             "mlp.down.weight": Shard(1),
             "mlp.experts.*.up.*": up(config.expert_width),
             "mlp.experts.*.down.weight": Shard(1),
-            "mlp.shared.up.weight": up(config.shared_experts * config.expert_width),
+            "mlp.shared.up.*": up(config.shared_experts * config.expert_width),
             "mlp.shared.down.weight": Shard(1),
         }
         blocks = ("blocks.*", "head.predictions.*.block") if config.prediction_layers else ("blocks.*",)

@@ -64,8 +64,8 @@ class MLP(nn.Module):
 
 
 class ExpertMLP(MLP):
-    """An expert. Its last bias belongs to its partial sum, as results of experts are multiplied before they
-    are summed over ranks: the first tensor-parallel rank adds it."""
+    """An expert, or the shared experts of a block. The last bias belongs to the partial sum, as results of
+    experts are multiplied before they are summed over ranks: the first tensor-parallel rank adds it."""
 
     def out(self, inner: torch.Tensor, remade: Remade | None = None) -> torch.Tensor:
         """Multiply the inner values to this rank's partial sum."""
@@ -73,9 +73,9 @@ class ExpertMLP(MLP):
         return linear(inner, self.down.weight, bias, self.later, remade)
 
 
-class GatedMLP(MLP):
-    """An MLP whose result for a token is multiplied by the sigmoid of another product of the token, which
-    every tensor-parallel rank computes."""
+class GatedMLP(ExpertMLP):
+    """Shared experts whose result for a token is multiplied by the sigmoid of another product of the token,
+    which every tensor-parallel rank computes."""
 
     def __init__(self, config: ModelConfig, boundary: Boundary, width: int) -> None:
         super().__init__(config, boundary, width)

@@ -159,7 +159,7 @@ class ModelKeys(Config):
     bias: bool = False
     """Add biases to linear layers, experts' too, and LayerNorms. Key projections have none: without rotary
     positions softmax cancels it, so its gradient would be rounding noise. Routers have one of their own,
-    model.router_logit_bias. Not with model.shared_experts."""
+    model.router_logit_bias."""
     attention_bias: Literal["default", "qkv", "all"] = "default"
     """Biases of attention: default: as model.bias; qkv: of queries, keys and values (Qwen 2); all: of the
     output projection too."""

@@ -353,11 +353,6 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (["model.expert_hidden=64"], "model.expert_hidden", "only with model.experts"),
         (["model.dense_layers=1"], "model.dense_layers", "only with model.experts"),
         (["model.router_logit_bias=true"], "model.router_logit_bias", "only with model.experts"),
-        (
-            ["model.experts=4", "model.shared_experts=1", "model.bias=true"],
-            "model.bias",
-            "false with model.shared_experts",
-        ),
         (["model.experts=4", "model.router_group_limit=2"], "model.router_group_limit", "only with"),
         (["model.experts=4", "model.router_groups=3"], "model.router_groups", "a divisor of model.experts"),
         (["model.experts=4", "model.router_groups=4"], "model.router_group_limit", "2 to 4: a group has 1"),

@@ -37,6 +37,7 @@ SHAPES: list[dict[str, Any]] = [
     {"experts": 8, "experts_per_token": 3, "router_scores": "sigmoid", "balance_bias_rate": 0.1},
     {"experts": 8, "router_groups": 4, "router_group_limit": 2, "router_normalized": False},
     {"experts": 4, "bias": True, "router_logit_bias": True, "activation": "clamped_swiglu"},
+    {"experts": 4, "bias": True, "shared_experts": 2, "shared_expert_gate": True, "activation": "swiglu"},
     {"experts": 4, "router_logit_bias": True, "balance_bias_rate": 0.1, "router_scores": "sigmoid"},
     {
         "experts": 9,
@@ -266,9 +267,9 @@ def test_parameters_and_flops_are_counted(keys: dict[str, Any]) -> None:
     router = rows * config.hidden + (config.experts or 0) * (
         config.has_router_bias + config.router_logit_bias
     )
-    if config.bias:  # each expert has its last bias, the dense MLP one in all
+    if config.bias:  # each expert has its last bias, and the shared ones; the dense MLP one in all
         each += config.expert_width * config.up_matrices
-        router += ((config.experts or 0) - 1) * config.hidden
+        router += ((config.experts or 0) - 1 + (config.shared_experts > 0)) * config.hidden
     assert config.num_parameters() == dense.num_parameters() + config.layers * (unused * each + router)
 
 
