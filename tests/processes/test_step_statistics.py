@@ -33,14 +33,14 @@ def collect(case: Case) -> Found:
     return found
 
 
-def squares_of_rows(first: int, share: int) -> float:
+def squares_of_rows(first: int, share: int, of: Case = CASE) -> float:
     """Return the squared norm of the part of the first gradient that comes from some rows of the batch."""
-    case = replace(CASE, global_batch=share)
-    engine = make_engine(case)
+    engine = make_engine(replace(of, global_batch=share))
     rows = engine._model_state.rows
-    cut = [float(row.entry.cut is not None and row.entry.decays and chunk is not engine.model.tied)
+    cut = [float(row.entry.cut is not None and row.entry.decays and chunk is not engine.model.tied
+                 and ".experts." not in row.entry.name)
            for chunk, row in rows]  # fmt: skip
-    engine.train_step(lambda: batch_of_rows(CASE, first, share, 0), 1e-2, TARGETS)
+    engine.train_step(lambda: batch_of_rows(of, first, share, 0), 1e-2, TARGETS)
     found = float((engine._optimizer_step.squares * torch.tensor(cut)).sum())
     engine.close()
     close_world()
@@ -98,8 +98,8 @@ def test_the_statistics_are_their_definition_in_every_layout() -> None:
                 assert dict(own) == pytest.approx({"head": 0.0} | expected, rel=1e-5)
 
 
-def squares_of_pairs(_: Case) -> list[float]:
-    return [squares_of_rows(first, 2) for first in range(0, 8, 2)]
+def squares_of_pairs(case: Case) -> list[float]:
+    return [squares_of_rows(first, 2, case) for first in range(0, 8, 2)]
 
 
 def test_replicas_of_several_groups_and_micro_batches_of_one_replica_are_small_batches() -> None:
@@ -119,3 +119,19 @@ def test_replicas_of_several_groups_and_micro_batches_of_one_replica_are_small_b
             assert rank[0][0] == pytest.approx(estimate, rel=1e-5)
             second = second or rank[1][0]
             assert rank[1][0] == pytest.approx(second, rel=1e-4), "gradients of the first one do not count"
+
+
+def test_experts_with_tokens_of_several_replicas_are_left_out_in_every_layout() -> None:
+    mixed = replace(CASE, model={"layers": 2, "kv_heads": 2, "experts": 4, "shared_experts": 1}, steps=1)
+    pairs, big = run_ranks(1, squares_of_pairs, mixed)[0], run_ranks(1, squares_of_rows, 0, 8, mixed)[0]
+    estimate = GradientNoise(0.5).add(sum(pairs), big, 1 / 4, TARGETS)
+    layouts = (
+        {"dp": 4},
+        {"dp": 4, "ep": 4, "zero": 2},
+        {"dp": 4, "ep": 2, "zero": 3, "expert_dispatch": "rank", "recompute": "full"},
+        {"micro_batch": 2, "tp": 2, "ep": 2, "etp": 1},
+    )
+    for keys in layouts:
+        case = replace(mixed, layout=keys)
+        for rank in run_ranks(case.world, collect, case):
+            assert rank[0][0] == pytest.approx(estimate, rel=1e-5)

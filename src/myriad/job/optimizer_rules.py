@@ -85,7 +85,6 @@ def _check_statistics(job: JobValues) -> None:
         (layout.reduce == "each", "layout.reduce = last: a replica's whole gradient is not in memory"),
         (alone, "comm.sync_every = 1: with DiLoCo replicas send no gradients"),
         (comm.compress_gradients is not None, "comm.compress_gradients = off: sums of gradients are rounded"),
-        (layout.folds_experts, "layout.ep = 1 and layout.etp = off: experts get tokens of several replicas"),
         (copies, f"layout.tp of at most {job.model.num_kv_heads}: ranks share key and value heads"),
     ):
         need(not wrong, "telemetry.noise_scale", True, f"needs {needs}")

@@ -20,7 +20,7 @@ from myriad.comm.groups import Groups
 from myriad.comm.layout import offloads_master
 from myriad.kernels.config import Kernels
 from myriad.kernels.float8 import Float8
-from myriad.model.definition import Definition, drops_tokens, mixtures_of, num_experts_of
+from myriad.model.definition import Definition
 from myriad.model.tensor_shard import TensorShard
 from myriad.optim.config import OptimizerConfig
 from myriad.optim.loss_scale import LossScaler
@@ -127,11 +127,8 @@ class Engine(ForwardEngine):
                 self.model,
                 self._model_state,
                 groups,
-                definition.names,
+                definition,
                 layout.shares or (num_micro_batches,) * layout.dp,
-                mixtures_of(definition),
-                num_experts_of(definition),
-                drops=drops_tokens(definition),
             ),
             biases=self._biases,
             before_update=lambda: self.before_update(),

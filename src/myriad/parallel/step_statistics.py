@@ -13,19 +13,23 @@ entropy of routers.
 
 The noise scale counts the matrices that tensor parallelism cuts, without tied ones: only their gradients are
 whole on a rank before the reduction, in every layout, so that the estimate is the same in each layout with
-the same replicas, or with one replica the same micro-batches. Each of these matrices gets a micro-batch's
-gradient in one action, also where a backward is split in two, so norms of actions are those of
-micro-batches. The change of a chunk is computed from a copy of its values, one chunk at a time.
+the same replicas, or with one replica the same micro-batches. Experts are left out for the same reason: where
+ranks share them (``layout.ep``), their gradients are of tokens of several replicas from the start. Each of
+the counted matrices gets a micro-batch's gradient in one action, also where a backward is split in two, so
+norms of actions are those of micro-batches. The change of a chunk is computed from a copy of its values, one
+chunk at a time.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from myriad.comm.groups import Groups
+from myriad.model.definition import Definition, drops_tokens, is_expert, mixtures_of, num_experts_of
 from myriad.model.experts import Experts
 from myriad.optim.gradient_noise import GradientNoise, NoiseEstimate
 from myriad.optim.parameter_norms import sums_of_squares
@@ -68,26 +72,25 @@ class StepStatistics:
         model: RankModel,
         state: ModelState,
         groups: Groups,
-        layers: Sequence[str],
+        definition: Definition,
         shares: Sequence[int],
-        mixtures: Sequence[str] = (),
-        num_experts: int = 0,
-        *,
-        drops: bool = False,
     ) -> None:
-        """``layers``: names of all layers of the model. ``shares``: micro-batches of each replica.
-        ``mixtures``: full names of the modules that hold experts, ``num_experts`` each. ``drops``: experts
-        drop tokens that exceed their capacity."""
-        self._state, self._groups, self._layers = state, groups, tuple(layers)
+        """``shares``: micro-batches of each replica."""
+        self._state, self._groups, self._layers = state, groups, tuple(definition.names)
         device = state.counts.device
         self.change_shares(shares)
         self.noise = GradientNoise(config.noise_scale_decay) if config.noise_scale else None
         """The averages of the noise scale, if the job asks for it."""
         self._small = torch.zeros((), dtype=torch.float64, device=device)
         if self.noise is not None:
-            counted = [_has_whole_gradient(row) and chunk is not model.tied for chunk, row in state.rows]
+            counts = partial(_is_counted, definition)
+            counted = [counts(row) and chunk is not model.tied for chunk, row in state.rows]
             self._counted = state.counts * torch.tensor(counted, dtype=torch.float64).to(device)
-            self._pieces = {chunk: _pieces_of(chunk) for chunk in model.chunks if chunk is not model.tied}
+            self._pieces = {
+                chunk: tuple(ParameterSlice(0, row.start, row.stop) for row in chunk.rows if counts(row))
+                for chunk in model.chunks
+                if chunk is not model.tied
+            }
             for chunk, pieces in self._pieces.items():
                 chunk.before_reduce = self._add_own if pieces and not self.counts_micro_batches else None
         self._every = config.layer_norms_every
@@ -99,15 +102,15 @@ class StepStatistics:
             self._squares = torch.zeros(2, len(state.rows), dtype=torch.float64, device=device)
         self._is_due = False
         self._loads_every, self._loads_due = config.expert_loads_every, False
-        self._mixtures = tuple(mixtures)
-        self._loads = torch.zeros(len(mixtures), num_experts, dtype=torch.int64, device=device)
+        self._mixtures = mixtures = tuple(mixtures_of(definition))
+        self._loads = torch.zeros(len(mixtures), num_experts_of(definition), dtype=torch.int64, device=device)
         """Tokens of each expert in this rank's part of the step."""
         self._entropies = torch.zeros(len(mixtures), dtype=torch.float64, device=device)
         """Sums of the entropies of the routers' scores in this rank's part of the step, once for each pair of
         a token and an expert."""
         self._dropped = torch.zeros((), dtype=torch.int64, device=device)
         """Pairs of a token and an expert that were dropped in this rank's part of the step."""
-        self._drops = drops
+        self._drops = drops_tokens(definition)
         cut = groups.grid.layout.expert_tp  # tensor-parallel ranks that share experts route the same tokens
         self._counts_loads = groups.grid.index("tp") % cut == 0
         for stage in model.stages.values() if mixtures else ():
@@ -116,7 +119,7 @@ class StepStatistics:
                     if isinstance(module, Experts):
                         own = self._mixtures.index(path)
                         module.loads, module.entropy = self._loads[own], self._entropies[own]
-                        module.dropped = self._dropped if drops else None
+                        module.dropped = self._dropped if self._drops else None
 
     def change_shares(self, shares: Sequence[int]) -> None:
         """Use other numbers of micro-batches of the replicas from the next iteration on."""
@@ -263,14 +266,12 @@ class StepStatistics:
         return LayerNorms(*(dict(zip(self._layers, part, strict=True)) for part in parts))
 
 
-def _has_whole_gradient(row: Row) -> bool:
-    """Return whether this rank's gradient of the row needs no sum over tensor-parallel ranks, in any layout
-    in which each rank has key and value heads of its own."""
-    return row.entry.cut is not None and row.entry.decays and row.copies == 1
-
-
-def _pieces_of(chunk: Chunk) -> tuple[ParameterSlice, ...]:
-    return tuple(ParameterSlice(0, row.start, row.stop) for row in chunk.rows if _has_whole_gradient(row))
+def _is_counted(definition: Definition, row: Row) -> bool:
+    """Return whether the noise scale counts a row of the table: this rank's gradient of it needs no sum over
+    tensor-parallel ranks, in any layout in which each rank has key and value heads of its own, and is of its
+    replica's tokens alone."""
+    whole = row.entry.cut is not None and row.entry.decays and row.copies == 1
+    return whole and not is_expert(definition, row.entry.name)
 
 
 def _layer_of(name: str, layers: Sequence[str]) -> int:

@@ -48,7 +48,7 @@ class TelemetryConfig(Config):
     noise_scale: bool = False
     """Estimate the gradient noise scale of each step, in tokens: the batch up to which a larger one trains in
     proportionally fewer steps (McCandlish et al. 2018). The small batches are those of the replicas, or
-    micro-batches with layout.dp = 1. Needs layout.reduce = last."""
+    micro-batches with layout.dp = 1. Gradients of experts do not count. Needs layout.reduce = last."""
     noise_scale_decay: float = Field(0.99, ge=0, lt=1)
     """Decay of the running averages of which telemetry.noise_scale is the ratio."""
     layer_norms_every: int = Field(0, ge=0)
