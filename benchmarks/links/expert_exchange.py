@@ -17,7 +17,9 @@ Each rank is one thread in a host of its own (`hosts.py`), pinned to a core; for
               of one is paired with the backward of another (``overlap.pairs``)
     compute   the same step with every exchange of rows left out (results are wrong, shapes right)
     wire      bytes that one rank has to send in a step, at the nominal rate of the link
-    bound     the larger of the two
+    messages  the exchanges of the step with pairs alone, in their order, two in flight: what the headers of
+              packets and unequal loads of the two ranks add to the wire
+    bound     the larger of compute and messages; of compute and wire
 
 A figure is the quickest repeat, of the slower rank; the contenders take turns within each repeat.
 """
@@ -26,8 +28,11 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,6 +48,7 @@ from myriad.model.config import ModelConfig
 from myriad.model.experts import Experts
 from myriad.model.gpt import GPT
 from myriad.optim.config import OptimizerConfig
+from myriad.parallel import expert_exchange
 from myriad.parallel.batch import Batch
 from myriad.parallel.engine import Engine
 from myriad.parallel.expert_exchange import ExpertPeers, start_rows
@@ -216,6 +222,41 @@ def _stays(
     return Arrived(repeated[:number])
 
 
+Exchanged = tuple[int, Sequence[int], Sequence[int]]
+"""Values of a row, rows for each rank, and rows from each rank."""
+
+
+@contextmanager
+def recording(into: list[Exchanged]) -> Iterator[None]:
+    """Append the exchanges of this rank, in their order."""
+    plain = expert_exchange._Rows
+
+    class Recorded(plain):  # type: ignore[misc, valid-type]
+        def __init__(
+            self, rows: torch.Tensor, peers: ExpertPeers, leaving: Sequence[int], arriving: Sequence[int]
+        ) -> None:
+            super().__init__(rows, peers, leaving, arriving)
+            into.append((rows.shape[1], leaving, arriving))
+
+    expert_exchange._Rows = Recorded  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        expert_exchange._Rows = plain  # type: ignore[misc]
+
+
+@torch.no_grad()
+def exchange_alone(exchanges: Sequence[Exchanged], peers: ExpertPeers) -> None:
+    """Run the exchanges without any compute, two in flight."""
+    in_flight = deque[Arriving]()
+    for hidden, leaving, arriving in exchanges:
+        if len(in_flight) == 2:
+            in_flight.popleft().wait()
+        in_flight.append(start_rows(torch.empty(sum(leaving), hidden), peers, leaving, arriving, None))
+    for arrives in in_flight:
+        arrives.wait()
+
+
 def step_seconds(work: Work, repeats: int) -> dict[str, float]:
     """Return the seconds of a step of each contender, measured on one rank."""
     groups = open_world(Layout(dp=2, ep=2, micro_batch=work.sequences), CPU)
@@ -238,12 +279,19 @@ def step_seconds(work: Work, repeats: int) -> dict[str, float]:
         for layer in layers if name == "compute" else ():
             for experts in (one for one in layer.modules() if isinstance(one, Experts)):
                 experts.boundary.start_exchange = _stays  # type: ignore[method-assign]
-    targets = 2 * work.micro_batches * work.sequences * work.model.sequence
+    targets, exchanges = 2 * work.micro_batches * work.sequences * work.model.sequence, list[Exchanged]()
+    with recording(exchanges):
+        engines["pairs"].train_step(lambda: batch, 1e-3, targets)
+    peers = ExpertPeers.of(groups, Recorder(), CPU)
+    contenders: dict[str, Callable[[], object]] = {
+        name: partial(engine.train_step, lambda: batch, 1e-3, targets) for name, engine in engines.items()
+    }
+    contenders["messages"] = partial(exchange_alone, exchanges, peers)
     for _ in range(repeats + 1):
-        for name, engine in engines.items():
+        for name, contender in contenders.items():
             dist.barrier()
             start = time.perf_counter()
-            engine.train_step(lambda: batch, 1e-3, targets)
+            contender()
             seconds = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             found[name] = min(found.get(name, 1e9), float(seconds))
@@ -305,19 +353,20 @@ def print_steps(rates: Sequence[str], work: Work, repeats: int) -> None:
     tokens = f"{work.micro_batches} micro-batches of {work.sequences} x {model.sequence} tokens"
     print(f"\nstep of {tokens} a rank, {shape}, two hosts\n")
     print(
-        "| link | compute, s | wire, s | each waited for, s | turns 2, s | turns 4, s | pairs, s | "
-        "off / turns | off / pairs | bound / pairs |"
+        "| link | compute, s | wire, s | messages, s | each waited for, s | turns 2, s | turns 4, s "
+        "| pairs, s | off / turns | off / pairs | bound / pairs | with wire |"
     )
-    print("|---" * 10 + "|")
+    print("|---" * 12 + "|")
     for rate in rates:
         with Hosts(2, None if rate == "unshaped" else rate) as made:
             found = made.run_ranks(step_seconds, work, repeats, timeout_seconds=900)[0]
         wire, turns = work.wire_seconds(rate), min(found["turns 2"], found["turns 4"])
         off, pairs = found["off"], found["pairs"]
-        bound = max(wire, found["compute"]) / pairs
-        times = [found["compute"], wire, off, found["turns 2"], found["turns 4"], pairs]
+        bound, with_wire = (max(found["compute"], one) / pairs for one in (found["messages"], wire))
+        times = [found["compute"], wire, found["messages"], off, found["turns 2"], found["turns 4"], pairs]
         cells = " | ".join(f"{one:.3f}" for one in times)
-        print(f"| {rate} | {cells} | {off / turns:.2f} x | {off / pairs:.2f} x | {bound:.0%} |", flush=True)
+        gains = f"{off / turns:.2f} x | {off / pairs:.2f} x"
+        print(f"| {rate} | {cells} | {gains} | {bound:.0%} | {with_wire:.0%} |", flush=True)
 
 
 def main() -> None:

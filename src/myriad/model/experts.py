@@ -235,6 +235,12 @@ class Experts(nn.Module):
         """Whether `steps` takes and returns this rank's part of the sequence, with whole results."""
         return self.boundary.whole_experts
 
+    @property
+    def num_exchanges(self) -> int:
+        """How often rows leave in a forward: to the experts, and back."""
+        boundary = self.boundary
+        return 2 * max(1, len(boundary.expert_hops)) if boundary.expert_ranks > 1 else 0
+
     def route(self, x: torch.Tensor, context: Context) -> Steps:
         """Return the logits ``[B, S, E]`` of tokens ``[B, S, H]``: of whole sequences, or with whole experts
         of this rank's part."""
