@@ -159,7 +159,7 @@ def _several_gpus() -> Iterator[Check]:
         kept = {key: value for key, value in SAFE.items() if key != part}
         yield Check(f"{name}-overlapped", f"{name} parallelism with {part}", f"{part} = false (off)",
                     keys=kept | layout, gpus=2)  # fmt: skip
-    for schedule in ("zero-bubble", "zero-bubble-v", "interleaved"):
+    for schedule in ("zero-bubble", "zero-bubble-v", "dualpipe-v", "interleaved"):
         more = {"layout.pp": "2", "layout.schedule": schedule}
         more |= {} if schedule == "zero-bubble" else {"layout.virtual_stages": "2"}
         shows = f"schedule {schedule} with all defaults"

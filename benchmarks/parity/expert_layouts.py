@@ -60,6 +60,8 @@ RECOMPUTE = ("none", "selective", "full")
 PARTS = (2, 4)
 DISPATCH = ("expert", "rank", "node")
 SCHEDULES = {1: ("1f1b",), 2: ("1f1b", "zero-bubble"), 4: ("eager-1f1b", "zero-bubble-v")}
+IN_PAIRS = (("eager-1f1b", 1), ("interleaved", 2), ("dualpipe-v", 2))
+"""Schedules of pairs on several pipeline ranks, and the stages of a rank."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def in_pairs(jobs: Sequence[Job]) -> list[Job]:
     for number, job in enumerate(jobs):
         layout = job.layout | {"recompute": ("none", "selective")[number % 2], "schedule": "1f1b"}
         if layout["pp"] > 1:
-            name, stages = (("eager-1f1b", 1), ("interleaved", 2))[number % 2]
+            name, stages = IN_PAIRS[number % 3]
             layout |= {"schedule": name, "virtual_stages": stages}
         overlap = job.overlap | {"pairs": True}
         several = layout["dp"] * layout["micro_batch"] < GLOBAL_BATCH

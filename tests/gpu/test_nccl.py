@@ -30,7 +30,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         name: {"pp": 2, "schedule": name}
         for name in ("gpipe", "1f1b", "eager-1f1b", "zero-bubble", "eager-zero-bubble")
     },
-    **{name: {"pp": 2, "schedule": name, "virtual_stages": 2} for name in ("interleaved", "zero-bubble-v")},
+    **{
+        name: {"pp": 2, "schedule": name, "virtual_stages": 2}
+        for name in ("interleaved", "zero-bubble-v", "dualpipe-v")
+    },
     "pipeline of 4": {"pp": 4},
     "dp x tp": {"dp": 2, "tp": 2, "zero": 1},
     "dp x tp x pp": {"dp": 2, "tp": 2, "pp": 2, "zero": 2},

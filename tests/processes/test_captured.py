@@ -131,6 +131,7 @@ V = {"virtual_stages": 2, "schedule": "zero-bubble-v"}
         ({"pp": 2, "schedule": "gpipe"}, ROTARY, {"receive_ahead": 4}),
         ({"pp": 2, "schedule": "zero-bubble", "recompute": "full"}, DROPOUT, {"pipeline": False}),
         ({"pp": 2, **V}, DROPOUT | {"tied": True}, {}),
+        ({"pp": 2, **V, "schedule": "dualpipe-v"}, DROPOUT, {}),
     ],
     ids=str,
 )

@@ -31,7 +31,14 @@ __all__ = [
 ]
 
 ScheduleName = Literal[
-    "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "eager-zero-bubble"
+    "gpipe",
+    "1f1b",
+    "eager-1f1b",
+    "interleaved",
+    "zero-bubble",
+    "zero-bubble-v",
+    "eager-zero-bubble",
+    "dualpipe-v",
 ]
 
 ExpertDispatch = Literal["expert", "rank", "node"]
@@ -100,7 +107,9 @@ class Layout(Config):
     Results do not change. off: equal numbers."""
     schedule: ScheduleName | None = None
     """Pipeline schedule; off: interleaved if layout.virtual_stages > 1, else 1f1b. On slow links the eager
-    schedules hide transfers that others wait for, and hold more activations."""
+    schedules hide transfers that others wait for, and hold more activations. zero-bubble-v and dualpipe-v
+    (layout.virtual_stages = 2) idle least; dualpipe-v hides all but its first and last transfers, takes
+    overlap.pairs, and is meant for at least 2 x layout.pp micro-batches."""
     partition: str = "uniform"
     """How layers are divided among stages: uniform, parameters, profile, type:REGEX (spread matching layers
     evenly) or manual:B1,B2,..."""
@@ -305,8 +314,9 @@ def lacks_for_pairs(layout: Layout, overlap: OverlapConfig) -> str:
     needs = (
         (layout.ep > 1, "layout.ep above 1: what travels behind a pair is tokens to their experts, and back"),
         (
-            layout.schedule_name in ("1f1b", "eager-1f1b", "interleaved"),
-            "layout.schedule = 1f1b, eager-1f1b or interleaved: forwards alternate with whole backwards",
+            layout.schedule_name in ("1f1b", "eager-1f1b", "interleaved", "dualpipe-v"),
+            "layout.schedule = 1f1b, eager-1f1b, interleaved or dualpipe-v: forwards alternate with whole "
+            "backwards",
         ),
         (
             ahead or not several,

@@ -231,8 +231,11 @@ def _check_pairs(job: JobValues) -> None:
     if not job.overlap.pairs:
         return
     lacks = lacks_for_pairs(job.layout, job.overlap)
-    if not lacks and job.num_micro_batches < 2:
-        lacks = "at least two micro-batches of each replica in a step: train.global_batch / layout.dp above "
+    fewest = job.layout.pp + 1 if job.layout.schedule_name == "dualpipe-v" else 2
+    if not lacks and job.num_micro_batches < fewest:
+        lacks = (
+            f"at least {fewest} micro-batches of each replica in a step: train.global_batch / layout.dp / "
+        )
         lacks += "layout.micro_batch"
     if job.train.memory_budget is not None:
         lacks = lacks or "train.memory_budget = off: it recomputes whole layers"

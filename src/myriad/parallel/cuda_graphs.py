@@ -135,13 +135,13 @@ class _Slot:
         return self.output is not None
 
     def whole(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        self.owner.fill_gradient(self, gradient, in_parts=False)
+        self.owner.fill_gradient(self, gradient)
         for start in self.parts:
             start()
         return self.owner.ended(self)
 
     def in_parts(self, gradient: torch.Tensor) -> tuple[torch.Tensor | None, WeightPart]:
-        self.owner.fill_gradient(self, gradient, in_parts=True)
+        self.owner.fill_gradient(self, gradient)
         start, start_weights = self.parts
         start()
 
@@ -169,6 +169,7 @@ class CapturedCompute:
         """``silent``: a context for each capture, in which no span is recorded."""
         self._eager, self._capturer, self._silent = eager, capturer, silent
         self._in_turn, self._ends_next = in_flight.in_turn, in_flight.ends_next
+        self._splits = in_flight.splits
         self._first = min(in_flight.slots)
         self._slots = {
             stage: [
@@ -252,16 +253,16 @@ class CapturedCompute:
         with self._silent(), constants_kept_in(self._constants):
             return self._capturer.capture(work, pool)
 
-    def fill_gradient(self, slot: _Slot, gradient: torch.Tensor, *, in_parts: bool) -> None:
+    def fill_gradient(self, slot: _Slot, gradient: torch.Tensor) -> None:
         """Write the gradient of the output to where the slot's captures read it. Capture the backward first
-        if needed."""
+        if needed: in parts where the program splits some backwards."""
         if not slot.parts:
             from_here = self._in_turn and slot.stage + 1 in self._slots
             slot.gradient = gradient if from_here else gradient.clone()
-            self._capture_backward(slot, slot.gradient, in_parts=in_parts)
+            self._capture_backward(slot, slot.gradient)
         _fill(slot.gradient, gradient)
 
-    def _capture_backward(self, slot: _Slot, gradient: torch.Tensor, *, in_parts: bool) -> None:
+    def _capture_backward(self, slot: _Slot, gradient: torch.Tensor) -> None:
         backward, slot.backward = slot.backward, None
         assert backward is not None
         weight_parts: list[WeightPart] = []
@@ -273,8 +274,8 @@ class CapturedCompute:
             slot.entering_gradient, weights = backward.in_parts(gradient)
             weight_parts.append(weights)
 
-        slot.parts = [self._capture(input_part if in_parts else whole, slot.pool)]
-        if in_parts:
+        slot.parts = [self._capture(input_part if self._splits else whole, slot.pool)]
+        if self._splits:
             slot.parts.append(self._capture(weight_parts.pop(), slot.pool))
 
     def leaving(self, slot: _Slot) -> torch.Tensor | None:

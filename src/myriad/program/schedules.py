@@ -8,6 +8,7 @@
     zero-bubble  as 1f1b with the backward in two halves; delayed weight halves fill the bubble
     eager-zero-bubble    as eager-1f1b and zero-bubble: gradients are sent a compute action before their use
     zero-bubble-v        two stages per rank, down and up a V: half the bubble of zero-bubble
+    dualpipe-v           the same V; forwards alternate with whole backwards of the rank's other stage
 
     1f1b, 3 ranks, 4 micro-batches (`myriad simulate --program` draws any other)
 
@@ -18,7 +19,8 @@
 Sources: GPipe (arXiv 1811.06965); 1F1B and interleaving: Megatron-LM (arXiv 2104.04473, section 2.2);
 eager 1F1B: arXiv 2211.05322, section 4 (its memory: 2 (p - r) - 1 micro-batches on rank r);
 zero-bubble is ZB-H1 of arXiv 2401.10241, section 2.2 (its memory: at most p micro-batches on every rank).
-zero-bubble-v: `myriad.program.vee`. In all other schedules rank s mod p owns stage s.
+zero-bubble-v: `myriad.program.vee`; dualpipe-v: `myriad.program.dual_pipe`. In all others rank s mod p owns
+stage s.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,9 +29,10 @@ from itertools import accumulate, pairwise
 
 from myriad.errors import BadInputError
 from myriad.program.actions import Action, Kind, Program
+from myriad.program.dual_pipe import dual_pipe, num_forwards_alone
 from myriad.program.vee import vee, vee_stage_rank
 
-__all__ = ["SCHEDULES", "check_virtual_stages", "num_alone", "schedule", "stage_owners"]
+__all__ = ["IN_A_V", "SCHEDULES", "check_virtual_stages", "num_alone", "schedule", "stage_owners"]
 
 _MOST_MICRO_BATCHES = 100_000
 """Largest number of micro-batches. Longer programs are mistakes, and would run out of memory without a clear
@@ -76,14 +79,14 @@ def schedule(
 
 def stage_owners(name: str, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """Return the rank that owns each stage."""
-    if name == _VEE:
+    if name in IN_A_V:
         return vee_stage_rank(num_ranks)
     return tuple(stage % num_ranks for stage in range(num_ranks * virtual_stages))
 
 
 def check_virtual_stages(name: str, virtual_stages: int) -> None:
     """Raise `BadInputError` if schedule ``name`` does not support this number of stages per rank."""
-    only = {_VEE: 2}.get(name, 1 if name in _ONE_STAGE_ONLY else None)
+    only = 2 if name in IN_A_V else 1 if name in _ONE_STAGE_ONLY else None
     if virtual_stages < 1 or (only is not None and virtual_stages != only):
         more = "interleaved and gpipe take more" if only == 1 else "one down and one up"
         allowed = f"only {only} with schedule {name}; {more}" if only else "at least 1"
@@ -140,6 +143,8 @@ def _num_ahead(shape: _Shape, rank: int, eagerness: int) -> int:
 def num_alone(program: Program, virtual_stages: int, rank: int) -> int:
     """Return the number of forwards with which a rank begins, where `schedule` writes for pairs: those behind
     them alternate with backwards. ``virtual_stages``: stages of the layout on each rank."""
+    if program.schedule == _DUAL_PIPE:
+        return num_forwards_alone(program.num_ranks, rank)
     shape = _Shape(program.num_ranks, virtual_stages, program.num_micro_batches, more_ahead=1)
     if virtual_stages > 1:
         return _num_ahead(shape, rank, 2) + (virtual_stages - 1) * len(_rounds(shape)[0])
@@ -193,7 +198,11 @@ def _zero_bubble_v(shape: _Shape, rank: int) -> Iterator[Action]:
     yield from vee(shape.num_ranks, shape.num_micro_batches)[rank]
 
 
-_VEE = "zero-bubble-v"
+def _dual_pipe_v(shape: _Shape, rank: int) -> Iterator[Action]:
+    yield from dual_pipe(shape.num_ranks, shape.num_micro_batches, rank)
+
+
+_VEE, _DUAL_PIPE = "zero-bubble-v", "dualpipe-v"
 SCHEDULES: dict[str, Callable[[_Shape, int], Iterator[Action]]] = {
     "1f1b": _one_forward_one_backward,
     "eager-1f1b": _eager_one_forward_one_backward,
@@ -202,7 +211,10 @@ SCHEDULES: dict[str, Callable[[_Shape, int], Iterator[Action]]] = {
     "interleaved": _interleaved,
     "zero-bubble": _zero_bubble,
     _VEE: _zero_bubble_v,
+    _DUAL_PIPE: _dual_pipe_v,
 }
 """Schedules by their name in ``layout.schedule``."""
 
+IN_A_V = frozenset({_VEE, _DUAL_PIPE})
+"""Schedules in which each rank has one stage on the way down a V and one on the way up."""
 _ONE_STAGE_ONLY = frozenset({"1f1b", "eager-1f1b", "zero-bubble", "eager-zero-bubble"})

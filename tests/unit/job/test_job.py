@@ -23,6 +23,7 @@ F16 = "train.precision=float16"
 CLIPS = ["optimizer.name=muon", "optimizer.qk_clip=9"]
 CAPPED = ["model.experts=4", "model.expert_capacity=1.25"]
 IN_PAIRS = ["model.experts=4", "layout.dp=2", "layout.ep=2", "overlap.pairs=true"]
+IN_A_V = ["layout.pp=2", "layout.virtual_stages=2", "layout.schedule=dualpipe-v"]
 EARLY = ["overlap.optimizer_in_backward=true", "optimizer.clip_norm=off"]
 GRAPHS = "train.cuda_graphs=true"
 ROPELESS = "model.position=none"
@@ -172,7 +173,8 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         ([*IN_PAIRS, "layout.pp=2"], "overlap.pairs", "layout.schedule = eager-1f1b"),
         ([*IN_PAIRS, "layout.zero=3"], "overlap.pairs", "needs layout.zero below 3"),
         ([*IN_PAIRS, "layout.recompute=full"], "overlap.pairs", "layout.recompute = none"),
-        ([*IN_PAIRS, "train.global_batch=2"], "overlap.pairs", "two micro-batches"),
+        ([*IN_PAIRS, "train.global_batch=2"], "overlap.pairs", "at least 2 micro-batches"),
+        ([*IN_PAIRS, *IN_A_V, "train.global_batch=4"], "overlap.pairs", "at least 3 micro-batches"),
         (["model.heads=3"], "model.hidden", "divisible by model.heads = 3"),
         (["model.kv_heads=3"], "model.heads", "divisible by model.kv_heads = 3"),
         (["model.head_dim=17"], "model.head_dim", "even"),
@@ -384,7 +386,7 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
         (
             ["layout.schedule=fifo"],
             "layout.schedule",
-            '"interleaved", "zero-bubble", "zero-bubble-v" or "eager-zero-bubble"',
+            '"zero-bubble", "zero-bubble-v", "eager-zero-bubble" or "dualpipe-v"',
         ),
         (["layout.tp=two"], "layout.tp", "whole number"),
         (["optimizer.learning_rate=inf"], "optimizer.learning_rate", "finite number"),

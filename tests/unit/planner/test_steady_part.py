@@ -21,7 +21,7 @@ from myriad.planner.simulation.steady_state import steady_states
 from myriad.planner.workload import Workload
 from myriad.program import build
 from myriad.program.config import OverlapConfig
-from myriad.program.schedules import SCHEDULES
+from myriad.program.schedules import IN_A_V, SCHEDULES
 from myriad.recipes.cluster import load_cluster
 
 SOME = settings(derandomize=True, max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
@@ -32,7 +32,8 @@ def deep_works(draw: st.DrawFn) -> Workload:
     """Of many micro-batches, under any schedule."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     pp = draw(st.sampled_from([2, 3, 4]))
-    v = {"zero-bubble-v": 2, "interleaved": draw(st.sampled_from([2, 3]))}.get(name, 1)
+    several = {"interleaved": draw(st.sampled_from([2, 3]))} | dict.fromkeys(IN_A_V, 2)
+    v = several.get(name, 1)
     zero = draw(st.sampled_from([0, 1, 2, 3]))
     layout = Layout(
         dp=2,

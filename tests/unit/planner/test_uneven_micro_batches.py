@@ -12,13 +12,13 @@ from myriad.planner.rehearsal.shared_core_simulator import predict_iteration
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.simulation.simulator import simulate
 from myriad.planner.workload import Workload
-from myriad.program.actions import COMPUTE
+from myriad.program.actions import COMPUTE, Kind
 from myriad.program.config import OverlapConfig
 from myriad.recipes.cluster import load_cluster
 
 MODEL = ModelConfig(layers=8, hidden=1024, heads=8, sequence=512, vocabulary=8192)
 SCHEDULES = [("gpipe", 2), ("1f1b", 1), ("eager-1f1b", 1), ("interleaved", 3), ("zero-bubble", 1)]
-SCHEDULES += [("eager-zero-bubble", 1), ("zero-bubble-v", 2)]
+SCHEDULES += [("eager-zero-bubble", 1), ("zero-bubble-v", 2), ("dualpipe-v", 2)]
 
 
 def costs_of(shares: tuple[int, ...], *changes: str, **keys: object) -> Costs:
@@ -62,8 +62,8 @@ def test_replicas_with_any_shares_come_to_their_end_together(costs: Costs) -> No
             for span in found.spans
             if span.replica == replica and span.action.kind in COMPUTE
         }
-        halves = 3 if "zero-bubble" in costs.workload.layout.schedule_name else 2
-        assert len(done) == share * stages * halves
+        num_split = sum(kind is Kind.BACKWARD_INPUT for kind, *_ in done)
+        assert len(done) == share * stages * 2 + num_split
 
 
 def test_one_of_each_share_stands_for_all() -> None:

@@ -9,17 +9,15 @@ from myriad.program.lower import lower
 from myriad.program.offload_passes import offload_activations, offload_state
 from myriad.program.pairs import pair_computes
 from myriad.program.passes import apply_passes, orthogonalize
-from myriad.program.schedules import schedule
+from myriad.program.schedules import IN_A_V, schedule
 
 ONE_STAGE_ONLY = ("1f1b", "eager-1f1b", "zero-bubble", "eager-zero-bubble")
 
 
 @st.composite
 def computes(draw: st.DrawFn, most_ranks: int = 6, most_micro_batches: int = 14) -> Program:
-    name = draw(st.sampled_from(["gpipe", *ONE_STAGE_ONLY, "interleaved", "zero-bubble-v"]))
-    virtual_stages = (
-        1 if name in ONE_STAGE_ONLY else 2 if name == "zero-bubble-v" else draw(st.integers(1, 4))
-    )
+    name = draw(st.sampled_from(["gpipe", *ONE_STAGE_ONLY, "interleaved", *sorted(IN_A_V)]))
+    virtual_stages = 1 if name in ONE_STAGE_ONLY else 2 if name in IN_A_V else draw(st.integers(1, 4))
     return schedule(
         name, draw(st.integers(1, most_ranks)), virtual_stages, draw(st.integers(1, most_micro_batches))
     )
@@ -61,7 +59,7 @@ def lowered(draw: st.DrawFn, most_ranks: int = 6, most_micro_batches: int = 14) 
 def paired(draw: st.DrawFn, most_ranks: int = 4, most_micro_batches: int = 9) -> Program:
     """Programs of jobs with ``overlap.pairs``."""
     num_ranks = draw(st.integers(1, most_ranks))
-    alternating = [("eager-1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
+    alternating = [("eager-1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("dualpipe-v", 2)]
     name, virtual_stages = draw(st.sampled_from(alternating + ([] if num_ranks > 1 else [("1f1b", 1)])))
     num_micro_batches = draw(st.integers(2, most_micro_batches))
     program = lower(

@@ -32,10 +32,11 @@ from myriad.program.device_needs import (
     shorter_shares,
 )
 from myriad.program.device_operations import StreamUse, list_operations, streams_of
+from myriad.program.schedules import SCHEDULES
 from myriad.program.warm_up import warm_up_actions
 
-STAGES = {"interleaved": 2, "zero-bubble-v": 2}
-NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "eager-zero-bubble")
+STAGES = {"interleaved": 2, "zero-bubble-v": 2, "dualpipe-v": 2}
+NAMES = tuple(SCHEDULES)
 
 
 def layout_of(name: str, pp: int, **more: Any) -> Layout:
@@ -66,6 +67,7 @@ ALL, NONE = {2, 4, 8}, set[int]()
         ("zero-bubble", ALL, ALL, {4, 8}),
         ("zero-bubble-v", ALL, ALL, {4, 8}),
         ("eager-zero-bubble", ALL, NONE, NONE),
+        ("dualpipe-v", ALL, ALL, {4, 8}),
     ],
 )
 def test_known_deadlocks_are_found(name: str, lazy: set[int], late: set[int], shared: set[int]) -> None:
@@ -76,7 +78,7 @@ def test_known_deadlocks_are_found(name: str, lazy: set[int], late: set[int], sh
     assert not any(deadlock_of(name, pp, LAZY, pipeline=False) for pp in ALL)
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zero-bubble-v"])
+@pytest.mark.parametrize("name", ["interleaved", "zero-bubble-v", "dualpipe-v"])
 def test_a_validation_that_comes_first_deadlocks_too_where_communicators_are_made_lazily(name: str) -> None:
     assert deadlock_of(name, 2, LAZY, training=False)
     assert not deadlock_of(name, 2, Device(), training=False)

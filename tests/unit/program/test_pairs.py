@@ -52,13 +52,33 @@ def test_every_forward_behind_the_first_ones_is_in_a_pair_with_an_older_micro_ba
         assert all((a.stage, a.micro_batch) != (b.stage, b.micro_batch) for a, b in found)
 
 
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_dualpipe_pairs_the_halves_of_a_rank_in_its_whole_steady_part(pp):
+    """A pair sends both outputs at its end, which costs the first and last pairs of each rank half a forward
+    of the others."""
+    program = program_of("dualpipe-v", pp, 2, pairs=True)
+    for rank, actions in enumerate(program.ranks):
+        found = pairs_of(actions)
+        assert all((a.stage // 2, b.stage // 2) in halves_of(rank, pp) for a, b in found)
+        steady = 2 * (12 - 2 * pp + rank + 1) + (pp - rank - 1)
+        assert len(found) == 2 * (steady - (rank == pp - 1 > 0))
+    assert check(program).bubble == pytest.approx([pp - 1] * pp)
+
+
+def halves_of(rank: int, pp: int) -> set[tuple[int, int]]:
+    down, up = rank, 2 * pp - 1 - rank
+    return {(down, up), (up, down)}
+
+
 @given(paired())
 @settings(max_examples=100, deadline=None)
 def test_pairs_keep_every_compute_action_of_each_rank(program):
+    check(program)
     for rank, actions in enumerate(program.ranks):
         stages = [stage for stage, owner in enumerate(program.stage_rank) if owner == rank]
         wanted = len(stages) * program.num_micro_batches
-        for kinds in ((Kind.FORWARD, Kind.PAIRED_FORWARD), (Kind.BACKWARD, Kind.PAIRED_BACKWARD)):
+        backwards = (Kind.BACKWARD, Kind.PAIRED_BACKWARD, Kind.BACKWARD_WEIGHT)
+        for kinds in ((Kind.FORWARD, Kind.PAIRED_FORWARD), backwards):
             found = {(a.stage, a.micro_batch) for a in actions if a.kind in kinds}
             assert len(found) == wanted
 

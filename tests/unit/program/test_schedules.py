@@ -50,6 +50,27 @@ def test_the_v_of_many_ranks_still_idles_less_than_zero_bubble(ranks):
     assert max(report.bubble) < ranks - 1 and max(report.peak_in_flight) <= ranks
 
 
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches"), [(1, 2), (2, 4), (2, 9), (3, 6), (4, 17), (8, 16), (12, 24)]
+)
+def test_dualpipe_idles_half_of_zero_bubble_with_half_a_micro_batch_more(ranks, micro_batches):
+    report = check(schedule("dualpipe-v", ranks, 2, micro_batches))
+    assert report.bubble == pytest.approx([(ranks - 1) / 2] * ranks)
+    assert max(report.peak_in_flight) == ranks + 1 / 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_in_dualpipe_no_micro_batch_more_waits_for_a_transfer(ranks):
+    """Half as long as a forward. The V of zero-bubble waits for several of each micro-batch."""
+    for name, waits in (("dualpipe-v", False), ("zero-bubble-v", True)):
+        spans = []
+        for factor in (4, 5):
+            lowered = lower(schedule(name, ranks, 2, factor * ranks), zero=0, reduce="last", tied=False)
+            program = decouple(lowered)
+            spans.append(timeline(program, unit_costs(program), lambda transfer: 1 / 4).makespan)
+        assert (spans[1] - spans[0] > 3 * ranks + 1e-6) == waits
+
+
 def test_1f1b_holds_at_most_the_ranks_that_follow():
     assert check(schedule("1f1b", 4, 1, 16)).peak_in_flight == (4, 3, 2, 1)
     assert check(schedule("gpipe", 4, 1, 16)).peak_in_flight == (16, 16, 16, 16)
@@ -83,10 +104,13 @@ def test_every_shape_is_complete_and_no_worse_than_one_micro_batch_at_a_time(pro
 @given(computes())
 @settings(max_examples=100, deadline=None)
 def test_communication_that_takes_no_time_costs_no_time(program):
-    """Coupled and interleaved it may cost the lockstep of two stages' forwards, however long the program."""
+    """Coupled and interleaved it may cost the lockstep of two stages' forwards, and in dualpipe-v of those of
+    all ranks, however long the program."""
     alone = check(program)
     coupled = lower(program, zero=0, reduce="last", tied=False)
     lockstep = 2 / program.virtual_stages if program.virtual_stages > 1 else 0
+    if program.schedule == "dualpipe-v":
+        lockstep = max(lockstep, program.num_ranks - 3 / 2)
     assert check(coupled).makespan <= alone.makespan + lockstep + 1e-6
     assert check(decouple(coupled)).makespan == pytest.approx(alone.makespan)
 

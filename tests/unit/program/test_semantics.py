@@ -12,7 +12,14 @@ from myriad.program.config import OverlapConfig
 from myriad.telemetry.span_io.span_records import PHASES
 from myriad.telemetry.spans import COMMUNICATION
 
-SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2), ("zero-bubble-v", 2))
+SCHEDULES = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("zero-bubble", 1),
+    ("interleaved", 2),
+    ("zero-bubble-v", 2),
+    ("dualpipe-v", 2),
+)
 
 
 def test_spans_are_classed_as_what_their_action_does() -> None:

@@ -14,7 +14,14 @@ from myriad.program.config import OverlapConfig
 from myriad.program.static_buffers import TIED, BufferAssignment, assign_buffers
 from myriad.program.warm_up import warm_up_actions
 
-SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2), ("zero-bubble-v", 2))
+SCHEDULES = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("zero-bubble", 1),
+    ("interleaved", 2),
+    ("zero-bubble-v", 2),
+    ("dualpipe-v", 2),
+)
 
 
 @settings(max_examples=25, deadline=None)

@@ -5,11 +5,11 @@
 
 The pipeline's first rank holds the most micro-batches, its last the head: the result is the larger of the
 two. The number of micro-batches that a rank holds depends on the schedule (`myriad.program.schedules`; p
-ranks, rank r, v stages each, m micro-batches; a stage counts 1/v):
+ranks, rank r, v stages each, n micro-batches of a round, which are p or a few more; a stage counts 1/v):
 
     1f1b                p - r                     interleaved      (v - 1)/v n + (2 (p - r - 1) + 1)/v
     eager-1f1b          2 (p - r) - 1             zero-bubble      as 1f1b, and products of r more that wait
-    zero-bubble-v       p, as such or as products        n: micro-batches of a round, p or a few more
+    zero-bubble-v       p, as such or as products        dualpipe-v       p + 1/2
 
 Parameters, gradients and optimizer by ZeRO stage follow the table of `docs/concepts/memory.md`.
 `myriad.planner.memory.rank_memory` computes one layout exactly, from its program.
@@ -44,8 +44,7 @@ __all__ = [
 _MOST_CHUNKS = 8
 """Largest number of chunks of a stage (`myriad.program.build`)."""
 _AHEAD = 2
-"""Chunks gathered ahead of the one in use with ZeRO 3, and receives posted ahead (`myriad.program.passes`,
-``overlap.receive_ahead``)."""
+"""Chunks gathered ahead of the one in use with ZeRO 3, and receives posted ahead."""
 _WAITING_IN_V = 0.7
 """Largest share of the p micro-batches on rank 0 of zero-bubble-v that only wait for weight products."""
 _PROCESS = 164 * 2**20
@@ -114,8 +113,7 @@ def fits_probability(memory: PeakMemory, capacity_bytes: Number) -> Number:
 
 
 def probability_within(capacity_bytes: Number, total: Number, deviation: Number) -> npt.NDArray[np.float64]:
-    """Return the probability that a total with this standard deviation is within the capacity; it is assumed
-    to be normally distributed."""
+    """Return the probability that a normally distributed total is within the capacity."""
     share = np.asarray((np.asarray(capacity_bytes) - total) / np.maximum(deviation, 1.0))
     values = [0.5 * (1 + erf(x / sqrt(2))) for x in share.ravel()]
     return np.array(values).reshape(share.shape)
@@ -179,8 +177,7 @@ def expected_outside(memory: FrameworkMemory, groups: Number, pairs: Number, *, 
 
 @dataclass(frozen=True)
 class _Layouts:
-    """The arguments of `worst_stage_memory`; ``last``: compute the pipeline's last rank instead of its
-    first."""
+    """The arguments of `worst_stage_memory`; ``last``: of the pipeline's last rank, not its first."""
 
     model: ModelConfig
     profile: FrameworkProfile
@@ -196,6 +193,7 @@ class _Layouts:
     reduce_each: Number
     eager: Number
     zero_bubble: Number
+    dual_pipe: Number
     gpipe: Number
     levels: Number
     optimizer: OptimizerName
@@ -230,7 +228,7 @@ class _Layouts:
         single = np.where(self.eager > 0, 2 * behind, behind) + 1
         round_ = np.ceil(m / np.maximum(1, np.floor(m / p)))
         interleaved = ((v - 1) * round_ + 2 * behind + 1) / v
-        several = np.where(self.zero_bubble > 0, p, interleaved)
+        several = np.where(self.zero_bubble + self.dual_pipe > 0, p + self.dual_pipe / 2, interleaved)
         return np.where(self.gpipe > 0, m, np.minimum(np.where(v > 1, several, single), m))
 
     @property
@@ -263,6 +261,7 @@ def worst_stage_memory(
     eager: Number,
     zero_bubble: Number,
     value_bytes: int,
+    dual_pipe: Number = 0.0,
     gpipe: Number = 0.0,
     levels: Number = 0.0,
     optimizer: OptimizerName = "adamw",
@@ -277,7 +276,7 @@ def worst_stage_memory(
     generates: bool = False,
 ) -> PeakMemory:
     """Return the memory of the rank that needs the most, with the default overlaps. ``recompute``: 0 none, 1
-    selective, 2 full. ``reduce_each``, ``eager``, ``zero_bubble`` and ``gpipe``: 0 or 1. ``levels``: from
+    selective, 2 full. ``reduce_each``, and ``eager`` to ``gpipe`` for the schedule: 0 or 1. ``levels``: from
     `myriad.comm.hierarchy.count_shard_levels`. ``shard_group``: 0 means all replicas. ``averages``: keep a
     moving average of the parameters. ``trains_alone``: replicas agree every few steps. ``ep``: ranks that
     share experts; ``whole_experts`` and ``expert_load``: of `Layout`. ``dp``: ranks that hold the same
@@ -299,6 +298,7 @@ def worst_stage_memory(
         reduce_each=_floats(reduce_each),
         eager=_floats(eager),
         zero_bubble=_floats(zero_bubble),
+        dual_pipe=_floats(dual_pipe),
         gpipe=_floats(gpipe),
         levels=_floats(levels),
         optimizer=optimizer,

@@ -12,6 +12,7 @@ on few of a grid's axes, so each is a small array, and one addition gives the wh
     interleaved, gpipe   m t + (p - 1) t / v                     none, while they fit behind other stages
     zero-bubble          m t + (p - 1) (f + b - w)               none
     zero-bubble-v        slots of equal length: 3 m max(f, b, w) up to 6 of each micro-batch
+    dualpipe-v           m t + (p - 1) max(f / 2, b - w / 2)     none, while c < f / 2
 
 The forms of compute and bubble come from the schedules' sources (`program/schedules.py`). Those of messages,
 and of coupled transfers, were counted on simulated programs of unit costs. `_DpForm` adds data parallelism
@@ -110,7 +111,9 @@ def compute_seconds(times: GridTimes) -> Array:
     halves = m * worst + np.maximum(0.0, (p - 1) * (f + b) - np.minimum(p - 1, m - 1) * w)
     vee = _vee_seconds(m, p, worst, (f, b, w))
     whole = (m - 1) * worst + p * mean
-    return _by_schedule(names, whole, looped, halves, vee)
+    few = np.maximum(0.0, 2 * p - m) * (p - 1) / p * (f + b) / 2
+    dual = m * worst + (p - 1) * np.maximum(f / 2, b - w / 2) + few
+    return _by_schedule(names, whole, looped, halves, vee, dual)
 
 
 def _vee_seconds(m: Array, p: int, worst: Array, turns: tuple[Array, Array, Array]) -> Array:
@@ -160,7 +163,8 @@ def _decoupled(times: GridTimes, c: Array) -> Array:
     early = ends / 2 + m * np.maximum(0.0, (p * t + 2 * (p - 1) * c) / (2 * p - 1) - t)
     slack = 3 * np.maximum(np.maximum(f, b), w) - t
     each = np.maximum(0.0, float(np.interp(p, _VEE_RANKS, _VEE_MESSAGES)) * c - slack)
-    return _named(names, plain, eager, loop, gpipe, halves, early, m * each + (p + 2) * c)
+    dual = 5 * (p - 1) * c + 2 * m * np.maximum(0.0, c - f / 2)
+    return _named(names, plain, eager, loop, gpipe, halves, early, m * each + (p + 2) * c, dual)
 
 
 def _coupled(times: GridTimes, c: Array) -> Array:
@@ -176,6 +180,7 @@ def _coupled(times: GridTimes, c: Array) -> Array:
         3 * m + p - 2,
         2 * m + ends,
         6 * m + 1.7 * p,
+        2 * m + 4.5 * p - 5,
     )
     return _named(names, *(np.maximum(2 * (p - 1), count) * c for count in counts))
 
@@ -190,9 +195,10 @@ def _num_micro_batches(times: GridTimes) -> Array:
     return grid.problem.global_batch / grid.dp / np.array(grid.micro_batches, dtype=float)
 
 
-def _by_schedule(names: list[str], whole: Array, looped: Array, halves: Array, vee: Array) -> Array:
-    index = {"1f1b": 0, "eager-1f1b": 0, "interleaved": 1, "gpipe": 1, "zero-bubble-v": 3}
-    forms = np.broadcast_arrays(whole, looped, halves, vee)
+def _by_schedule(names: list[str], *forms: Array) -> Array:
+    """Select each schedule's form of `compute_seconds`."""
+    index = {"1f1b": 0, "eager-1f1b": 0, "interleaved": 1, "gpipe": 1, "zero-bubble-v": 3, "dualpipe-v": 4}
+    forms = np.broadcast_arrays(*forms)
     found: Array = np.stack([forms[index.get(name, 2)][:, place] for place, name in enumerate(names)], axis=1)
     return found
 
@@ -205,6 +211,7 @@ _ORDER = (
     "zero-bubble",
     "eager-zero-bubble",
     "zero-bubble-v",
+    "dualpipe-v",
 )
 
 
@@ -353,6 +360,7 @@ class _DpForm:
             "gpipe": 2 * v - 1 + 0 * m,
             "interleaved": 2 * (m * v - warm) + 2 * warm / size,
             "zero-bubble-v": 4 * m + 0 * v,
+            "dualpipe-v": 2 * m + 5 * p + 0 * v,
         }
         one = np.ones(np.broadcast_shapes(m.shape, v.shape))
         columns = [forms.get(name, one)[:, i] for i, (name, _) in enumerate(self.grid.schedules)]

@@ -137,6 +137,8 @@ class LayoutCandidate:
         layout = self.layout
         if layout.pp > 1 and layout.virtual_stages == 1:
             layout = layout.model_copy(update={"schedule": "eager-1f1b"})
+        elif layout.schedule_name == "zero-bubble-v":
+            layout = layout.model_copy(update={"schedule": "dualpipe-v"})
         overlap = self.overlap.model_copy(update={"pairs": True, "pipeline": True})
         several = problem.global_batch // (layout.dp * layout.micro_batch) > 1
         allowed = problem.allows("schedule", layout.schedule_name)

@@ -335,6 +335,7 @@ def _grid_memory(grid: LayoutGrid) -> tuple[PeakMemory, tuple[int, ...]]:
         recompute=np.array([RECOMPUTE.index(name) for name in problem.recomputes])[again],
         eager=_those(names, lambda name: name.startswith("eager"))[schedule],
         zero_bubble=_those(names, lambda name: "zero-bubble" in name)[schedule],
+        dual_pipe=_those(names, lambda name: name == "dualpipe-v")[schedule],
         gpipe=_those(names, lambda name: name == "gpipe")[schedule],
         levels=np.array([_num_levels(grid, one) for one in grid.shards])[shard],
         optimizer=problem.optimizer,

@@ -27,6 +27,7 @@ from myriad.planner.cost.stage_layers import (
 from myriad.planner.search.layout_problem import LayoutProblem
 from myriad.planner.search.layout_space import LayoutGrid, divisors, tensor_degrees
 from myriad.planner.workload import rank_model
+from myriad.program.schedules import IN_A_V
 from myriad.program.vee import vee_stage_rank
 
 __all__ = ["Array", "GridTimes", "LayerAssignment", "LayerTable"]
@@ -171,7 +172,7 @@ class GridTimes:
 
     def __init__(self, grid: LayoutGrid, table: LayerTable) -> None:
         self.grid, self.table = grid, table
-        keys = [(stages, name == "zero-bubble-v") for name, stages in grid.schedules]
+        keys = [(stages, name in IN_A_V) for name, stages in grid.schedules]
         distinct = list(dict.fromkeys(keys))
         self.cut_of = np.array([distinct.index(key) for key in keys])
         """Index of each schedule's layer assignment."""

@@ -20,7 +20,14 @@ from myriad.program.actions import Action, PipelineTransfer, Program
 
 __all__ = ["SteadyState", "num_simulated_forwards", "short_run_lengths", "steady_states"]
 
-_DEEP = {"interleaved": 3, "eager-1f1b": 6, "zero-bubble": 3, "eager-zero-bubble": 6, "zero-bubble-v": 4}
+_DEEP = {
+    "interleaved": 3,
+    "eager-1f1b": 6,
+    "zero-bubble": 3,
+    "eager-zero-bubble": 6,
+    "zero-bubble-v": 4,
+    "dualpipe-v": 4,
+}
 """Micro-batches for each pipeline rank after which an iteration is steady, where that is not 2."""
 _FEWEST = 6
 """Smallest number of micro-batches of the shorter program."""

@@ -361,6 +361,7 @@ _SCHEDULES = {
     "zb-h2": "eager-zero-bubble",
     "zbv": "zero-bubble-v",
     "zb-v": "zero-bubble-v",
+    "dualpipev": "dualpipe-v",
 } | {name: name for name in get_args(ScheduleName)}
 """Schedules of Myriad by their names here and elsewhere."""
 

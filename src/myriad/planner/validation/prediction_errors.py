@@ -189,6 +189,7 @@ def probability_of_fit(workload: Workload, cluster: Cluster) -> float:
         recompute=RECOMPUTE.index(layout.recompute),
         eager=layout.schedule_name.startswith("eager"),
         zero_bubble="zero-bubble" in layout.schedule_name,
+        dual_pipe=layout.schedule_name == "dualpipe-v",
         levels=count_shard_levels(workload.comm, layout, cluster.accelerators_per_node),
         shard_group=layout.shard_group or 0,
         optimizer=workload.optimizer,
