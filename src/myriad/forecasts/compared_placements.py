@@ -101,6 +101,7 @@ class ComparedPlacements:
             "p95_seconds": float(p95),
             "slowest_ring_p50_ratio": float(p50_ring),
             "slowest_ring_p5_ratio": float(p5_ring),
+            "slowest_exchange_p50_ratio": float(np.median(one.slowest_exchange)),
             "shared_ratio": one.shared_ratio,
             "bytes": dict(zip(TIERS, map(float, one.tier_bytes), strict=True)),
         }

@@ -211,7 +211,11 @@ class IterationForecast:
 def fabric_line(one: "FabricDistribution") -> str:
     """Return the p50, the p95 and the slowest ring of an iteration on the cluster's switches."""
     line = f"on its switches, {len(one.seconds)} draws of their hash seeds: p50 {_seconds(one.p50)}, "
-    return line + f"p95 {_seconds(one.p95)}; the slowest ring at {one.ring:.2f} of its ports' rate"
+    line += f"p95 {_seconds(one.p95)}; the slowest ring at {one.ring:.2f} of its ports' rate"
+    if (found := one.as_json()).get("slowest_exchange_p50_ratio") is None:
+        return line
+    line += f", tokens to experts at {found['slowest_exchange_p50_ratio']:.2f}"
+    return f"{line}; {_seconds(found['meeting_p50_seconds'])} are lost where both travel at once"
 
 
 def check_jitter(jitter: float) -> None:

@@ -225,10 +225,6 @@ def plan_and_explain(
     ``top``: rows of the ranking; ``on_switches``: simulate the cluster's switches, too."""
     job, simulations = question.job, SimulationCache()
     problem = question.layouts_on(question.cluster)
-    if on_switches and job.model.experts and problem.fixed.get("ep") != 1:
-        raise BadInputError("layout.ep", problem.fixed.get("ep"), "1 with --fabric: its flows lack tokens")
-    if on_switches:
-        problem = replace(problem, searches_whole_experts=False)
     found = find_plans(problem, objective=objective, simulations=simulations, progress=progress)
     before = None
     if question.plain is not None:
@@ -315,7 +311,7 @@ def _placed(problem: LayoutProblem, best: SimulatedPlan, slower: dict[int, float
     """Order the nodes, where there is more than one and the plan fills them."""
     cluster, layout = problem.cluster, best.candidate.layout
     fills = layout.world == cluster.world and fills_nodes(layout, cluster.accelerators_per_node)
-    if cluster.nodes == 1 or not fills or layout.folds_experts:
+    if cluster.nodes == 1 or not fills:
         return None
     return place_nodes(cluster, traffic_of(Costs(best.candidate.workload(problem), cluster)), slower)
 

@@ -22,8 +22,6 @@ from myriad.planner.cost.operator_costs import matmul_seconds
 from myriad.planner.cost.product_costs import expert_products
 from myriad.planner.cost.stage_costs import StageCosts
 from myriad.planner.cost.stage_layers import layer_parameters, routed_parameters
-from myriad.planner.fabric.job_flows import transfer_phases
-from myriad.planner.fabric.placement_cost import traffic_of
 from myriad.planner.memory.memory_bound import least_bytes
 from myriad.planner.memory.rank_memory import memory_of_ranks
 from myriad.planner.memory.stage_memory import StageMemory
@@ -248,19 +246,6 @@ def test_exposed_exchanges_are_a_kind_of_their_own() -> None:
     found = predicted_losses(costs)
     assert exposed > 0 and found.seconds["experts"] == pytest.approx(exposed, rel=0.01)
     assert sum(found.seconds.values()) + found.ideal_seconds == pytest.approx(found.step_seconds)
-
-
-def test_what_does_not_know_the_tokens_that_travel_is_refused() -> None:
-    costs = costs_of(dp=16, ep=4, micro_batch=1)
-    for refused in (
-        lambda: transfer_phases(costs),
-        lambda: traffic_of(costs),
-        lambda: simulate(costs, slower={(0, 0): 2.0}),
-        lambda: simulate(costs, jitter=0.1),
-    ):
-        with pytest.raises(BadInputError, match=r"layout\.ep"):
-            refused()
-    assert simulate(costs).seconds > 0
 
 
 def test_a_given_number_of_ranks_is_planned() -> None:

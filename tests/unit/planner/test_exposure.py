@@ -13,8 +13,9 @@ from myriad.network.routing import Routes
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.fabric.cluster_fabric import fabric_of
+from myriad.planner.fabric.fabric_costs import TransferSlowdown
 from myriad.planner.fabric.fabric_placement import JobsOnFabric, num_slots, optimised_order, rank_mapping
-from myriad.planner.fabric.job_exposure import FabricJob, JobExposure, TransferSlowdown, fabric_costs
+from myriad.planner.fabric.job_exposure import FabricJob, JobExposure, fabric_costs
 from myriad.planner.simulation.simulation_cache import SimulationCache
 from myriad.planner.simulation.simulator import simulate
 from myriad.planner.workload import Workload

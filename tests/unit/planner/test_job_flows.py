@@ -15,14 +15,8 @@ from myriad.comm.hierarchy import make_levels
 from myriad.comm.layout import Layout
 from myriad.network.rank_transfers import RankMapping, inter_node_flows, merge_transfers
 from myriad.planner.cost.layout_costs import Costs
-from myriad.planner.fabric.job_flows import (
-    TransferPhase,
-    group_transfers,
-    level_pattern,
-    rank_grid,
-    ring_pattern,
-    transfer_phases,
-)
+from myriad.planner.fabric.collective_patterns import group_transfers, level_pattern, ring_pattern
+from myriad.planner.fabric.job_flows import TransferPhase, rank_grid, transfer_phases
 from myriad.planner.simulation.simulator import iteration_program
 from myriad.planner.workload import Workload
 from myriad.program.actions import Kind

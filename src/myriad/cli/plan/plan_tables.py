@@ -66,9 +66,8 @@ def _show_placement(console: "Console", found: ExplainedPlan) -> None:
     placed = found.placement
     if placed is None:
         if found.slower:
-            folds = found.best.candidate.layout.folds_experts
-            why = "has layout.ep > 1 or layout.etp = 1" if folds else "does not fill whole nodes"
-            console.print(f"nodes: the plan {why}, so --straggler changes nothing", highlight=False)
+            why = "the plan does not fill whole nodes, so --straggler changes nothing"
+            console.print(f"nodes: {why}", highlight=False)
         return
     if placed.is_plain:
         console.print("nodes: in their own order; no other order that was tried is quicker", highlight=False)

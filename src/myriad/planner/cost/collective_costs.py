@@ -49,6 +49,7 @@ from myriad.comm.hierarchy import (
 )
 from myriad.comm.layout import Layout
 from myriad.errors import BadInputError
+from myriad.model.config import ModelConfig
 from myriad.planner.cluster_config import Cluster, Level
 from myriad.planner.cost.operator_costs import Number
 
@@ -59,6 +60,7 @@ __all__ = [
     "all_gather_seconds",
     "all_reduce_seconds",
     "all_to_all_seconds",
+    "copied_sum_seconds",
     "group_along",
     "message_seconds",
     "shard_group_comm",
@@ -178,11 +180,17 @@ def all_gather_seconds(group: CommGroup, num_bytes: Number) -> Number:
 
 
 def all_to_all_seconds(
-    cluster: Cluster, size: Number, stride: Number, num_bytes: Number, run: RankRun = _APART
+    cluster: Cluster,
+    size: Number,
+    stride: Number,
+    num_bytes: Number,
+    run: RankRun = _APART,
+    slowdown: float = 1.0,
 ) -> Number:
     """Return the seconds in which each of ``size`` ranks, ``stride`` apart, in runs or one by one, sends
     ``num_bytes`` in equal parts to all of them, itself included. What stays in the node, what leaves it and
-    what leaves its switch travel at the same time, each rank on its own share of the links."""
+    what leaves its switch travel at the same time, each rank on its own share of the links. ``slowdown``:
+    factor on the seconds of what leaves the node."""
     node, network, spine = (cluster.link(level) for level in ("node", "network", "spine"))
     group, per_node = group_along(cluster, size, stride, run), cluster.accelerators_per_node
     inside = run.within(per_node, size, stride)
@@ -194,7 +202,7 @@ def all_to_all_seconds(
         under = run.within(per_node * cluster.nodes_per_switch, size, stride)
         beyond = (np.asarray(size) - under) / (spine.bytes_per_second * cluster.ratio("spine"))
         far = np.maximum(far, beyond)
-    moved = num_bytes / size * np.maximum(near, far)
+    moved = num_bytes / size * np.maximum(near, far * slowdown)
     begun = group.launch_seconds + group.latency_seconds
     return np.where(np.asarray(size) > 1, begun + moved, 0.0)
 
@@ -213,6 +221,16 @@ def all_reduce_seconds(group: CommGroup, num_bytes: Number) -> Number:
     tree = np.where(group.has_trees, tree, np.inf)
     begun = group.launch_seconds + group.skew_seconds
     return np.where(steps > 0, begun + np.minimum(ring, tree), 0.0)
+
+
+def copied_sum_seconds(model: ModelConfig, cluster: Cluster, tp: int, pp: int, parts: int) -> float:
+    """Return the seconds in which the ranks that hold a key/value head sum its gradients: one all-reduce for
+    each block of a pipeline rank. ``parts``: data-parallel ranks that share the gradients."""
+    copies = model.kv_copies(tp)
+    if copies == 1:
+        return 0.0
+    num_bytes = 4 * model.kv_parameters / model.num_kv_heads / parts
+    return float(-(-model.layers // pp) * all_reduce_seconds(tensor_group(cluster, float(copies)), num_bytes))
 
 
 def message_seconds(group: CommGroup, num_bytes: Number) -> Number:

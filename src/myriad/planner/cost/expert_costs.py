@@ -18,6 +18,7 @@ the mean one.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,7 +38,17 @@ from myriad.planner.cost.product_costs import (
     shared_products,
 )
 
-__all__ = ["expert_exchange", "expert_streams", "score_gather_seconds"]
+__all__ = ["ExpertHop", "expert_exchange", "expert_hops", "expert_streams", "score_gather_seconds"]
+
+
+class ExpertHop(NamedTuple):
+    """A group of ranks among which tokens travel to their experts, and results back."""
+
+    ranks: RankGroup
+    sent_bytes: Number
+    """Bytes of tokens that one rank sends to all ranks of the group, itself included."""
+    returned_bytes: Number
+    """Bytes of results that it sends."""
 
 
 def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[Number, Number, float]:
@@ -56,7 +67,7 @@ def expert_streams(model: ModelConfig, context: LayerContext, tokens: Number) ->
     if context.experts.ep == 1:
         return forward, backward, 16.0 + kernels
     if context.experts.dispatch != "expert":  # the order by expert is on arrival, and each hop has its own
-        hops = _hops(model, context)
+        hops = _hop_rows(model, context)
         rows = sum(count for _, count in hops) / model.experts_per_token
         packed, load = values * rows * 8 * value, context.experts.load
         operators = 16.0 + 12.0 * len(hops) + kernels
@@ -117,22 +128,39 @@ def _travel(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[
     """Return the seconds in which tokens travel to their experts, in which results return, and in which
     nothing but their numbers travels. A token that travels once for several experts has its gates and their
     numbers with it."""
-    experts, value = context.experts, context.value_bytes
+    experts = context.experts
     assert model.experts is not None
-    arriving = experts.load * context.routed(tokens)
-    behind = 0.0 if experts.dispatch == "expert" else 8.0 * model.experts_per_token
     sent: Number = 0.0
     returned: Number = 0.0
     begun: Number = 0.0
-    for ranks, rows in _hops(model, context):
-        to_all = partial(all_to_all_seconds, context.cluster, ranks.size, ranks.stride, run=ranks.run)
-        sent = sent + to_all(num_bytes=arriving * rows * (model.hidden * value + behind))
-        returned = returned + to_all(num_bytes=arriving * rows * model.hidden * value)
+    for ranks, sent_bytes, returned_bytes in expert_hops(model, context, tokens):
+        to_all = partial(
+            all_to_all_seconds,
+            context.cluster,
+            ranks.size,
+            ranks.stride,
+            run=ranks.run,
+            slowdown=experts.slowdown,
+        )
+        sent = sent + to_all(num_bytes=experts.load * sent_bytes)
+        returned = returned + to_all(num_bytes=experts.load * returned_bytes)
         begun = begun + to_all(num_bytes=8.0 * model.experts)
     return sent, returned, begun
 
 
-def _hops(model: ModelConfig, context: LayerContext) -> tuple[tuple[RankGroup, float], ...]:
+def expert_hops(model: ModelConfig, context: LayerContext, tokens: Number) -> tuple[ExpertHop, ...]:
+    """Return the groups among which tokens of a block travel, one after the other, with the bytes of a rank
+    whose experts have the mean load."""
+    routed, value = context.routed(tokens), context.value_bytes
+    behind = 0.0 if context.experts.dispatch == "expert" else 8.0 * model.experts_per_token
+    row = model.hidden * value
+    return tuple(
+        ExpertHop(ranks, routed * rows * (row + behind), routed * rows * row)
+        for ranks, rows in _hop_rows(model, context)
+    )
+
+
+def _hop_rows(model: ModelConfig, context: LayerContext) -> tuple[tuple[RankGroup, float], ...]:
     """Return the groups among which tokens travel, and the rows of each token there."""
     assert model.experts is not None
     per_node, groups = context.cluster.accelerators_per_node, model.router_groups

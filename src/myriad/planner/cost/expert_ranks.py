@@ -42,14 +42,16 @@ class ExpertGrid:
     """Tokens that the busiest of the ranks that share experts gets over those of the mean rank."""
     dispatch: ExpertDispatch = "expert"
     """How often a token travels (``layout.expert_dispatch``)."""
+    slowdown: float = 1.0
+    """Factor on the seconds in which tokens travel between nodes: 1 at the rate of the ports."""
 
     @classmethod
-    def of(cls, layout: Layout, replica_stride: int) -> "ExpertGrid":
+    def of(cls, layout: Layout, replica_stride: int, slowdown: float = 1.0) -> "ExpertGrid":
         whole, load = layout.has_whole_experts, layout.busiest_load
         dispatch = layout.expert_dispatch
         # neighbours share a sequence, if any do, and are nearer than the replicas where stages lie between
         stride = layout.tp if 1 < layout.ep <= layout.cp or layout.pp == 1 else replica_stride // layout.cp
-        return cls(layout.num_holders, layout.tp, layout.ep, whole, stride, load, dispatch)
+        return cls(layout.num_holders, layout.tp, layout.ep, whole, stride, load, dispatch, slowdown)
 
     @property
     def expert_tp(self) -> int:

@@ -18,16 +18,15 @@ from functools import cached_property, reduce
 from itertools import groupby
 from operator import add
 
-from myriad.model.config import ModelConfig
 from myriad.model.matrix_shapes import HiddenMatrix, hidden_matrices, matrices_of_rank
 from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.collective_costs import (
     DpCollectives,
     all_reduce_seconds,
+    copied_sum_seconds,
     group_along,
     message_seconds,
     shard_group_comm,
-    tensor_group,
 )
 from myriad.planner.cost.context_costs import ContextGrid
 from myriad.planner.cost.expert_ranks import ExpertGrid, holders
@@ -55,7 +54,7 @@ from myriad.program.build import count_chunks
 from myriad.program.partition import cut_ranges, num_recomputed
 from myriad.program.schedules import stage_owners
 
-__all__ = ["Costs", "copied_sum_seconds"]
+__all__ = ["Costs"]
 
 
 def _sum_of_layers(times: Mapping[str, LayerTimes], counts: Mapping[str, int]) -> LayerTimes:
@@ -66,8 +65,10 @@ def _sum_of_layers(times: Mapping[str, LayerTimes], counts: Mapping[str, int]) -
 class Costs:
     """The costs of every action of one layout on one cluster."""
 
-    def __init__(self, workload: Workload, cluster: Cluster) -> None:
-        self.workload, self.cluster = workload, cluster
+    def __init__(self, workload: Workload, cluster: Cluster, exchange_slowdown: float = 1.0) -> None:
+        """Prepare the costs. ``exchange_slowdown``: factor on the seconds in which tokens travel to experts
+        on other nodes."""
+        self.workload, self.cluster, self.exchange_slowdown = workload, cluster, exchange_slowdown
         layout, overlap, profile = workload.layout, workload.overlap, workload.profile
         sharers = layout.tp * layout.cp
         replica_stride, stage_stride = sharers * layout.pp, sharers
@@ -83,7 +84,7 @@ class Costs:
             OVERLAP_MODES[None if overlap.pairs else overlap.tensor],
             workload.float8_kept_over,
             workload.qk_clip,
-            ExpertGrid.of(layout, replica_stride),
+            ExpertGrid.of(layout, replica_stride, exchange_slowdown),
             ContextGrid.of(layout),
             attended=workload.attended,
         )
@@ -110,6 +111,14 @@ class Costs:
         self.layers_of_stage = stage_layers(workload)
         self.num_chunks = count_chunks(layout, overlap, self.layers_of_stage)
 
+    def with_slower_exchanges(self, factor: float) -> "Costs":
+        """Return the costs of the same layout whose tokens travel more slowly between nodes."""
+        return Costs(self.workload, self.cluster, self.exchange_slowdown * factor)
+
+    def busy_ratio_of(self, stage: int, kind: Kind) -> float:
+        """Return the share of gather and reduction time by which a compute action beside them slows down."""
+        return float(self.data.busy_ratio)
+
     @cached_property
     def stages(self) -> list[StageCosts]:
         """Costs of every stage of the program."""
@@ -126,6 +135,10 @@ class Costs:
     @cached_property
     def _times(self) -> dict[str, LayerTimes]:
         return self._times_in(self.slice)
+
+    def layer_times(self, layer: int) -> LayerTimes:
+        """Return the seconds of a layer of the pipeline: the embedding, a block or the head."""
+        return self._times[layer_kinds(self.workload.model)[layer]]
 
     @cached_property
     def _paired_times(self) -> dict[str, LayerTimes] | None:
@@ -146,7 +159,7 @@ class Costs:
         counts = {kind: len(list(group)) for kind, group in groupby(sorted(kinds[i] for i in own))}
         times = _sum_of_layers(self._times, counts)
         paired = None if self._paired_times is None else _sum_of_layers(self._paired_times, counts)
-        others, experts = self._parameters(own)
+        others, experts = self.held_parameters(own)
         parameters = others + experts
         again = self._again([kinds[layer] for layer in own])
         inputs = float(times.backward_input.total + again.total)
@@ -181,7 +194,7 @@ class Costs:
             paired=paired,
         )
 
-    def _parameters(self, own: Sequence[int]) -> tuple[float, float]:
+    def held_parameters(self, own: Sequence[int]) -> tuple[float, float]:
         """Return the numbers of parameters of some layers on one rank, and of experts that not all replicas
         hold."""
         model, layout = self.workload.model, self.workload.layout
@@ -316,15 +329,15 @@ class Costs:
     def _data_parallel(self, others: float, experts: float) -> tuple[float, float, float]:
         """Return the seconds of gather, reduction and update of a stage. Where its experts have a chunk of
         their own, it is communicated behind the rest."""
-        gather, reduced = self._gather_and_reduce(self.dp_collectives, others)
+        gather, reduced = self.gather_and_reduce(self.dp_collectives, others)
         if experts and self.expert_collectives is not None:
-            further = self._gather_and_reduce(self.expert_collectives, experts)
+            further = self.gather_and_reduce(self.expert_collectives, experts)
             gather, reduced = gather + further[0], reduced + further[1]
         own = self._own_parameters(others, experts)
         update = sweep_seconds(self.cluster.accelerator, own * self.optimizer_bytes, 2.0)
         return gather, reduced, float(update)
 
-    def _gather_and_reduce(self, sums: DpCollectives, parameters: float) -> tuple[float, float]:
+    def gather_and_reduce(self, sums: DpCollectives, parameters: float) -> tuple[float, float]:
         workload, zero = self.workload, self.workload.layout.zero
         gradients = parameters * workload.profile.gradient_bytes
         gather = sums.all_gather_seconds(parameters * workload.value_bytes) if zero else 0.0
@@ -437,13 +450,3 @@ class Costs:
         group = replace(self.pipeline, size=2.0)
         rows = model.vocabulary_rows(layout.tp) * model.hidden
         return float(all_reduce_seconds(group, rows * self.workload.profile.gradient_bytes))
-
-
-def copied_sum_seconds(model: ModelConfig, cluster: Cluster, tp: int, pp: int, parts: int) -> float:
-    """Return the seconds in which the ranks that hold a key/value head sum its gradients: one all-reduce for
-    each block of a pipeline rank. ``parts``: data-parallel ranks that share the gradients."""
-    copies = model.kv_copies(tp)
-    if copies == 1:
-        return 0.0
-    num_bytes = 4 * model.kv_parameters / model.num_kv_heads / parts
-    return float(-(-model.layers // pp) * all_reduce_seconds(tensor_group(cluster, float(copies)), num_bytes))

@@ -10,6 +10,7 @@ __all__ = [
     "block_of",
     "computed_pairs",
     "cut_layers",
+    "expert_blocks",
     "first_alike",
     "layer_kinds",
     "layer_parameters",
@@ -50,13 +51,18 @@ def _routed(model: ModelConfig, layer: int) -> int:
     return found + (experts or 0) * (model.up_matrices * width + model.hidden) * model.bias
 
 
+def expert_blocks(model: ModelConfig, layer: int) -> int:
+    """Return the number of blocks with experts in a layer of the pipeline: the head has those of its
+    prediction layers."""
+    further = range(model.layers, model.layers + model.prediction_layers)
+    blocks = further if layer > model.layers else range(layer - 1, layer) if layer else range(0)
+    return sum(map(model.has_experts, blocks))
+
+
 def routed_elements(model: ModelConfig, layer: int, tp: float) -> float:
     """Return those of `routed_parameters` of a layer of the pipeline that each of ``tp`` ranks holds, if
     they share each expert: its last bias is whole on all of them."""
-    blocks = range(model.layers, model.layers + model.prediction_layers)
-    if layer <= model.layers:
-        blocks = range(layer - 1, layer) if layer else range(0)
-    biased = (model.experts or 0) * model.bias * sum(map(model.has_experts, blocks))
+    biased = (model.experts or 0) * model.bias * expert_blocks(model, layer)
     whole = biased * model.hidden
     cut = routed_parameters(model)[layer] - whole
     return cut / tp + whole

@@ -6,7 +6,7 @@ is slower than p95.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,10 @@ class FabricDistribution:
     """Seconds of an iteration, shape (draws)."""
     slowest_ring: Numbers
     """Rate of the slowest ring relative to the rate of its ports, shape (draws)."""
+    slowest_exchange: Numbers | None = None
+    """The same of the tokens that travel to experts; ``None``: none travel."""
+    meeting_seconds: Numbers | None = None
+    """Seconds of each draw that are lost because rings and tokens travel at once."""
 
     @property
     def p50(self) -> float:
@@ -51,8 +55,11 @@ class FabricDistribution:
 
     def as_json(self) -> dict[str, Any]:
         """Return the distribution as plain values."""
-        quantiles = {"p50_seconds": self.p50, "p95_seconds": self.p95, "slowest_ring_p50_ratio": self.ring}
-        return {**quantiles, "draws": len(self.seconds)}
+        found = {"p50_seconds": self.p50, "p95_seconds": self.p95, "slowest_ring_p50_ratio": self.ring}
+        if self.slowest_exchange is not None and self.meeting_seconds is not None:
+            found["slowest_exchange_p50_ratio"] = float(np.median(self.slowest_exchange))
+            found["meeting_p50_seconds"] = float(np.median(self.meeting_seconds))
+        return {**found, "draws": len(self.seconds)}
 
 
 class FabricForecaster:
@@ -83,13 +90,22 @@ class FabricForecaster:
         if nodes is not None:
             job = job.at(rank_mapping(job.costs, self.routes, nodes))
         exposure = JobExposure(self.routes, [job], known=self._known)
-        seconds, rings = [], []
+        seconds, apart = list[float](), list[float]()
+        rings, exchanges = list[float](), list[float]()
         for number, draw in enumerate(exposure.draws(self.seeds), 1):
             seconds += exposure.simulated(self.iteration_seconds, draw)
             rings.append(1 / draw.slowdowns[0].slowest_ring)
+            if job.parts["ep"]:
+                exchanges.append(1 / draw.slowdowns[0].slowest_exchange)
+                without = exposure.draw(draw.seed, meets=False)
+                apart += exposure.simulated(self.iteration_seconds, without)
             if progress:
                 progress(number, len(self.seeds))
-        return FabricDistribution(np.array(seconds), np.array(rings))
+        found = FabricDistribution(np.array(seconds), np.array(rings))
+        if not apart:
+            return found
+        lost = np.array(seconds) - np.array(apart)
+        return replace(found, slowest_exchange=np.array(exchanges), meeting_seconds=lost)
 
     def best_placement(self, job: FabricJob, slower: dict[int, float]) -> PlacementResult:
         """Return the best node order found, by the mean seconds of an iteration, or the nodes in the order of

@@ -34,7 +34,7 @@ from myriad.network.rank_transfers import RankMapping, RankTransfers, inter_node
 from myriad.network.routing import Routes, ecmp
 from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.fabric.job_exposure import FabricJob, JobExposure, Routing, RoutingCache
-from myriad.planner.fabric.placement_cost import PlacementCost, fills_nodes, traffic_of
+from myriad.planner.fabric.placement_cost import PlacementCost, fills_nodes, shares_elsewhere, traffic_of
 from myriad.planner.fabric.placement_search import block_orders, place_nodes
 
 __all__ = [
@@ -97,7 +97,8 @@ def optimised_order(
 
 
 def _blocks(costs: Costs, own: _Ints, routes: Routes) -> list[_Ints]:
-    """Return the block orders on the Pareto front of ring bytes and message bytes above the first tier."""
+    """Return the block orders on the Pareto front of message bytes and of all other bytes (rings, tokens that
+    travel to experts) above the first tier."""
     traffic, set_of = traffic_of(costs), TopologyDomains(routes.fabric).set_of[own]
     orders = np.unique(
         np.array(list(block_orders(PlacementCost(costs.cluster, traffic, {}, list(own))))), axis=0
@@ -105,6 +106,9 @@ def _blocks(costs: Costs, own: _Ints, routes: Routes) -> list[_Ints]:
     shape = (len(orders), traffic.replicas, traffic.parts, traffic.width)
     sets = set_of[orders].reshape(shape)
     rings = (sets != np.roll(sets, -1, axis=1)).sum((1, 3)) @ np.array(traffic.ring_bytes)
+    if traffic.exchange_bytes:
+        away = shares_elsewhere(sets, traffic.sharers).sum((1, 3))
+        rings = rings + traffic.num_micro_batches * (away @ np.array(traffic.exchange_bytes))
     messages = np.zeros(len(orders))
     for one in traffic.messages:
         messages += one.num_bytes * (sets[:, :, one.source] != sets[:, :, one.target]).sum((1, 2))
@@ -147,6 +151,8 @@ class ArrangementResult:
     """Seconds of an iteration, shape (seeds)."""
     slowest_ring: Numbers
     """Rate of the slowest data-parallel ring relative to the rate of its ports, shape (seeds)."""
+    slowest_exchange: Numbers
+    """The same of the tokens that travel to experts; 1 where none leave a node."""
     shared_ratio: float
     """Mean share of the ring flows above a first-tier switch (of all jobs) that share an oversubscribed link
     with other flows."""
@@ -221,12 +227,14 @@ class JobsOnFabric:
         """Return the result of each job while all jobs run at once."""
         rows: list[list[float]] = []
         rings: list[list[float]] = []
+        exchanges: list[list[float]] = []
         shared, share = [], -(-len(seeds) // len(arrangement.draws))
         for number, nodes in enumerate(arrangement.draws):
             exposure = self._exposure(nodes)
             for draw in exposure.draws(seeds[number * share : (number + 1) * share]):
                 rows.append(exposure.simulated(self.iteration_seconds, draw))
                 rings.append([1 / one.slowest_ring for one in draw.slowdowns])
+                exchanges.append([1 / one.slowest_exchange for one in draw.slowdowns])
                 shared.append(shared_ratio(self.routes.fabric, draw.paths["dp"], self.queue_pairs))
         moved = self._exposure(arrangement.nodes).jobs
         return [
@@ -236,6 +244,7 @@ class JobsOnFabric:
                 self._tier_bytes(job),
                 np.array(rows)[:, number],
                 np.array(rings)[:, number],
+                np.array(exchanges)[:, number],
                 float(np.mean(shared)),
             )
             for number, job in enumerate(moved)

@@ -6,7 +6,13 @@ Their rates are max-min fair, and all transfers of a ring have one rate (`networ
 transfer's *slowdown* is the ratio of its rate on ports alone to its rate on the fabric. It multiplies the
 cost model's seconds of the transferred bytes, so all slowdowns are 1 in the plain prediction. A rank's
 collective waits for the slowest ring of its tensor-parallel peers. The pipeline runs at the rate of the
-slowest replica.
+slowest replica. An exchange of tokens with experts ends with its slowest message.
+
+Rings travel behind forwards and backwards, whose exchanges of tokens use the same ports and cables. So rates
+are also shared out with both in flight. Exchanges have that lower rate while a ring travels, and a ring has
+its own for a share of its time: the share of rings that is behind compute x the share of compute in which
+tokens travel between nodes. Messages between stages, and tensor-parallel rings that leave a node, meet
+neither.
 
 Under another seed of the hashes, other flows share a link. One seed is one draw, and the prediction becomes a
 distribution.
@@ -37,86 +43,28 @@ from myriad.network.rank_transfers import (
     port_limited_group_rates,
 )
 from myriad.network.routing import Routes, adaptive, ecmp
-from myriad.planner.cluster_config import Cluster
 from myriad.planner.cost.layout_costs import Costs
-from myriad.planner.cost.stage_costs import StageCosts
+from myriad.planner.fabric.fabric_costs import FabricCosts, TransferSlowdown
 from myriad.planner.fabric.job_flows import Axis, TransferPhase, transfer_phases
-from myriad.planner.workload import Workload
+from myriad.planner.simulation.simulator import simulate
+from myriad.program.actions import SEMANTICS, Collective
 from myriad.program.schedules import stage_owners
 
 __all__ = [
-    "FabricCosts",
     "FabricJob",
     "HashDraw",
     "JobExposure",
+    "JobTraffic",
     "Routing",
     "RoutingCache",
-    "TransferSlowdown",
     "fabric_costs",
-    "without_spine",
 ]
 
 Routing = Literal["ecmp", "adaptive"]
-_AXES: tuple[Axis, ...] = ("dp", "pp", "tp")
+_AXES: tuple[Axis, ...] = ("dp", "pp", "tp", "edp", "ep")
+_RINGS: tuple[Axis, ...] = ("dp", "edp")
+"""Axes whose collectives may be in flight while tokens travel."""
 _Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class TransferSlowdown:
-    """Slowdown of one job's transfers under one seed; 1 is the rate on ports alone."""
-
-    data: tuple[float, ...]
-    """Slowdown of the data-parallel rings, by pipeline rank."""
-    tensor: tuple[float, ...]
-    messages: dict[tuple[int, int], float]
-    """Slowdown of the messages between two pipeline ranks, in the replica with the slowest messages."""
-
-    @property
-    def slowest_ring(self) -> float:
-        """Largest slowdown of a data-parallel ring."""
-        return max(self.data, default=1.0)
-
-
-class FabricCosts(Costs):
-    """A layout's costs with slowed transfers. The fabric replaces `links.spine`."""
-
-    def __init__(self, workload: Workload, cluster: Cluster, slowdown: TransferSlowdown) -> None:
-        super().__init__(workload, without_spine(cluster))
-        self.slowdown = slowdown
-
-    @cached_property
-    def stages(self) -> list[StageCosts]:
-        layout, plain = self.workload.layout, super().stages
-        owners = stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)
-        return [self._slower(one, owners[i // self.num_chunks]) for i, one in enumerate(plain)]
-
-    def _slower(self, stage: StageCosts, rank: int) -> StageCosts:
-        data, tensor = self.slowdown.data[rank] - 1, self.slowdown.tensor[rank] - 1
-        sums, begun = self.dp_collectives, 0.0
-        if data and (stage.gather or stage.reduce):
-            begun = float(sums.all_gather_seconds(0.0))
-        whole = begun if self.workload.layout.zero else float(sums.all_reduce_seconds(0.0)) if data else 0.0
-        across = self.across_groups
-        begun_across = float(across.all_reduce_seconds(0.0)) if across is not None else 0.0
-        times = stage.times
-        return replace(
-            stage,
-            gather=stage.gather + data * max(0.0, stage.gather - begun),
-            reduce=stage.reduce + data * max(0.0, stage.reduce - whole),
-            reduce_across=stage.reduce_across + data * max(0.0, stage.reduce_across - begun_across),
-            forward=stage.forward + tensor * float(times.forward.tensor),
-            backward_input=stage.backward_input
-            + tensor * float(times.backward_input.tensor + stage.again.tensor),
-        )
-
-    def message_between(self, source: int, target: int) -> float:
-        latency = float(self.pipeline.latency_seconds)
-        return latency + (self.message - latency) * self.slowdown.messages.get((source, target), 1.0)
-
-
-def without_spine(cluster: Cluster) -> Cluster:
-    """Return the cluster without its spine link: the fabric models the uplinks instead."""
-    return cluster.model_copy(update={"links": cluster.links.model_copy(update={"spine": None})})
 
 
 @dataclass(frozen=True)
@@ -129,22 +77,48 @@ class _Part:
     """The transfers with the bytes of a whole iteration."""
 
 
+@dataclass(frozen=True, eq=False)
+class JobTraffic:
+    """What the ranks of a job send in an iteration, by an iteration at the rates of ports."""
+
+    phases: list[TransferPhase]
+    hidden_rings: tuple[float, ...]
+    """Share of the seconds of gathers and reductions that is behind compute, by pipeline rank."""
+
+    @classmethod
+    def of(cls, costs: Costs) -> "JobTraffic":
+        """Return the traffic of a simulated iteration."""
+        prediction = simulate(costs)
+        num_replicas = len({span.replica for span in prediction.spans})
+        exposed, every = ([0.0] * prediction.program.num_ranks for _ in range(2))
+        for span in prediction.spans:
+            does = SEMANTICS[span.action.kind]
+            if {does.starts, does.ends} & {Collective.GATHER, Collective.REDUCE}:
+                exposed[span.rank] += span.waited / num_replicas
+            if does.starts in (Collective.GATHER, Collective.REDUCE):
+                stage = costs.stages[span.action.stage]
+                seconds = stage.gather if does.starts is Collective.GATHER else stage.reduce
+                every[span.rank] += seconds / num_replicas
+        pairs = zip(exposed, every, strict=True)
+        hidden = tuple(max(0.0, 1 - part / whole) if whole else 0.0 for part, whole in pairs)
+        return cls(transfer_phases(costs, prediction), hidden)
+
+
 class FabricJob:
     """One job and the placement of its ranks."""
 
-    def __init__(
-        self, costs: Costs, mapping: RankMapping, phases: Sequence[TransferPhase] | None = None
-    ) -> None:
-        """Place a job. ``phases``: its transfer phases, where they are known."""
+    def __init__(self, costs: Costs, mapping: RankMapping, traffic: JobTraffic | None = None) -> None:
+        """Place a job. ``traffic``: what its ranks send, where that is known."""
         self.costs, self.mapping = costs, mapping
-        self.phases = transfer_phases(costs) if phases is None else phases
+        self.traffic = JobTraffic.of(costs) if traffic is None else traffic
+        self.phases = self.traffic.phases
         layout = costs.workload.layout
         owners = stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)
         self.owners = [owners[i // costs.num_chunks] for i in range(costs.num_chunks * len(owners))]
 
     def at(self, mapping: RankMapping) -> "FabricJob":
         """Return the same job at another placement."""
-        return FabricJob(self.costs, mapping, self.phases)
+        return FabricJob(self.costs, mapping, self.traffic)
 
     @cached_property
     def parts(self) -> dict[Axis, list[_Part]]:
@@ -156,24 +130,48 @@ class FabricJob:
             rank = self.owners[phase.stage]
             step = {"activation": 1, "gradient": -1}.get(phase.kind, 0)
             peer = self.owners[phase.stage + step] if step else rank
-            across = phase.kind == "reduce-across"
-            key, sizes = (rank, peer, int(phase.exchange.source[0]), across), phase.exchange.num_bytes
-            sizes = sizes * len(phase.start_seconds)
+            key = rank, peer, int(phase.exchange.source[0]), phase.kind == "reduce-across"
+            sizes = phase.exchange.num_bytes * len(phase.start_seconds)
             if key in found[phase.axis]:
                 sizes = sizes + found[phase.axis][key].exchange.num_bytes
             exchange = replace(phase.exchange, num_bytes=sizes)
             found[phase.axis][key] = _Part(rank, peer, exchange)
         return {axis: list(found[axis].values()) for axis in _AXES}
 
-    def slowdown(self, slower: dict[Axis, Numbers]) -> TransferSlowdown:
+    def slowdown(
+        self, slower: dict[Axis, Numbers], beside: dict[Axis, Numbers], exchange_seconds: Numbers
+    ) -> TransferSlowdown:
         """Return the job's slowdown. ``slower``: for each axis, the slowdown of every rate group, in the
-        order of the axis's parts."""
-        layout = self.costs.workload.layout
-        ranks: dict[Axis, list[float]] = {axis: [1.0] * layout.pp for axis in ("dp", "tp")}
-        for axis, found in ranks.items():
-            for part, own in self._by_part(axis, slower[axis]):
-                found[part.rank] = max(found[part.rank], float(own.max(initial=1.0)))
-        return TransferSlowdown(tuple(ranks["dp"]), tuple(ranks["tp"]), self._messages(slower["pp"]))
+        order of the axis's parts. ``beside``: that of rings and of exchanges of tokens while both are in
+        flight. ``exchange_seconds``: seconds of the exchanges of an iteration on ports alone."""
+        data, tensor, expert_data, exchanges = (
+            self._by_rank(axis, slower[axis]) for axis in ("dp", "tp", "edp", "ep")
+        )
+        messages = self._messages(slower["pp"])
+        if not self.parts["ep"]:
+            return TransferSlowdown(data, tensor, messages, expert_data)
+        shares = self._shares_beside(exchanges, self._by_rank("ep", exchange_seconds, least=0.0))
+        alone = (*data, *expert_data)
+        data = _mixed(data, self._by_rank("dp", beside["dp"]), shares)
+        expert_data = _mixed(expert_data, self._by_rank("edp", beside["edp"]), shares)
+        met = self._by_rank("ep", beside["ep"])
+        return TransferSlowdown(data, tensor, messages, expert_data, exchanges, met, alone)
+
+    def _shares_beside(self, slowdown: tuple[float, ...], seconds: tuple[float, ...]) -> list[float]:
+        """Return the share of the rings' time in which tokens travel, by pipeline rank. ``seconds``: those of
+        the exchanges of an iteration, at the rates of ports."""
+        computing = [0.0] * len(seconds)
+        for rank, stage in zip(self.owners, self.costs.stages, strict=True):
+            computing[rank] += (stage.forward + stage.backward) * self.costs.workload.num_micro_batches
+        ranks = zip(self.traffic.hidden_rings, seconds, slowdown, computing, strict=True)
+        return [hidden * min(1.0, one * slower / whole) for hidden, one, slower, whole in ranks]
+
+    def _by_rank(self, axis: Axis, values: Numbers, *, least: float = 1.0) -> tuple[float, ...]:
+        """Return the largest value of a rate group of each pipeline rank."""
+        found = [least] * self.costs.workload.layout.pp
+        for part, own in self._by_part(axis, values):
+            found[part.rank] = max(found[part.rank], float(own.max(initial=least)))
+        return tuple(found)
 
     def _by_part(self, axis: Axis, slower: Numbers) -> list[tuple[_Part, Numbers]]:
         parts = self.parts[axis]
@@ -225,6 +223,7 @@ class HashDraw:
     paths: dict[Axis, Paths]
     slowdowns: tuple[TransferSlowdown, ...]
     """Slowdown of each job."""
+    seed: int
 
 
 RoutingCache = dict[tuple[bytes, int], tuple[Paths, Numbers]]
@@ -298,15 +297,50 @@ class JobExposure:
             found[here.paces] = np.maximum(1.0, here.free / reached)
         return np.split(found, np.cumsum(here.counts)[:-1])
 
-    def draw(self, seed: int) -> HashDraw:
-        """Return the routes and slowdowns under one seed."""
+    def _beside(self, routed: dict[Axis, tuple[Paths, Numbers]]) -> dict[Axis, Numbers]:
+        """Return the rates of rings and of exchanges of tokens while both are in flight; that of exchanges
+        beside the rings that slow them more."""
+        found, tokens = {axis: reached for axis, (_, reached) in routed.items()}, self.at_once("ep")
+        for axis in _RINGS:
+            rings = self.at_once(axis)
+            if not (len(rings.flows) and len(tokens.flows)):
+                continue
+            if self.is_drawn:
+                paths = _joined(routed[axis][0], routed["ep"][0])
+            else:
+                paths = adaptive(self.routes, _together([rings.flows, tokens.flows]))
+            groups = np.concatenate([rings.rate_group, tokens.rate_group + len(rings.paces)])
+            reached = group_rates(self.routes.fabric.bytes_per_second, paths, groups, self.queue_pairs)
+            found[axis] = reached[: len(rings.paces)]
+            found["ep"] = np.minimum(found["ep"], reached[len(rings.paces) :])
+        return found
+
+    @cached_property
+    def _exchange_seconds(self) -> list[Numbers]:
+        """Seconds in which each rate group's tokens of an iteration travel on ports alone, by job."""
+        here = self.at_once("ep")
+        found = np.zeros(sum(here.counts))
+        if len(here.flows):
+            seconds = here.flows.num_bytes * self.queue_pairs / here.free[here.rate_group]
+            np.maximum.at(found, here.paces[here.rate_group], seconds)
+        return np.split(found, np.cumsum(here.counts)[:-1])
+
+    def draw(self, seed: int, *, meets: bool = True) -> HashDraw:
+        """Return the routes and slowdowns under one seed. ``meets``: whether rings and exchanges of tokens
+        may be in flight at once."""
         routed = {axis: self._routed(axis, seed) for axis in _AXES}
         slower = {axis: self._slower(axis, reached) for axis, (_, reached) in routed.items()}
+        rates = self._beside(routed) if meets else {axis: reached for axis, (_, reached) in routed.items()}
+        beside = {axis: self._slower(axis, reached) for axis, reached in rates.items()}
         slowdowns = (
-            job.slowdown({axis: slower[axis][number] for axis in _AXES})
+            job.slowdown(
+                {axis: slower[axis][number] for axis in _AXES},
+                {axis: beside[axis][number] for axis in _AXES},
+                self._exchange_seconds[number],
+            )
             for number, job in enumerate(self.jobs)
         )
-        return HashDraw({axis: paths for axis, (paths, _) in routed.items()}, tuple(slowdowns))
+        return HashDraw({axis: paths for axis, (paths, _) in routed.items()}, tuple(slowdowns), seed)
 
     def draws(self, seeds: Sequence[int]) -> Iterator[HashDraw]:
         """Return one draw for each seed, or a single one where the routing is deterministic."""
@@ -326,6 +360,20 @@ class JobExposure:
 def fabric_costs(job: FabricJob, slowdown: TransferSlowdown) -> FabricCosts:
     """Return a job's costs under one draw."""
     return FabricCosts(job.costs.workload, job.costs.cluster, slowdown)
+
+
+def _mixed(alone: Sequence[float], beside: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:
+    """Return the slowdown of transfers that are slower for a share of their time."""
+    ranks = zip(alone, beside, shares, strict=True)
+    return tuple(1 / ((1 - share) / one + share / slower) for one, slower, share in ranks)
+
+
+def _joined(first: Paths, second: Paths) -> Paths:
+    """Return the paths of both, one after the other."""
+    return Paths(
+        np.concatenate([first.first, second.first[1:] + first.first[-1]]),
+        np.concatenate([first.link, second.link]),
+    )
 
 
 def _together(flows: Sequence[Flows]) -> Flows:

@@ -4,25 +4,17 @@
     gather, reduce         of a chunk's parameters and gradients among data-parallel replicas
     tied                   gradients that the first and the last stage share, summed between the two
     tensor-forward, ...    the gathers and scatters inside the layers, of a forward or a backward
+    expert-forward, ...    tokens to the ranks of their experts, and results back, of a forward or a backward
+    expert-gather, ...     of the parameters and gradients of experts, among the ranks that hold the same ones
 
 One `TransferPhase` is one of these for one stage of the program, among all ranks at once, with the times at
 which the simulated iteration posts it. So 12,288 ranks give some hundreds of phases with arrays. Transfers of
-a few bytes are left out: the gradient norm, the loss.
+a few bytes are left out: the gradient norm, the loss, the numbers of tokens. So are keys and values of ranks
+that share sequences (``layout.cp``). Tokens are counted as if all experts were equally loaded.
 
-A ring among n ranks with k of them in each node consists of k rings. Each ring enters and leaves a node at a
-different rank, as NCCL builds them (one channel a NIC, each with a k-th of the bytes):
+`collective_patterns` has the pairs of ranks of each collective.
 
-    node 0: 0 1   node 1: 4 5      ring a   0 -> 4 -> 5 .. -> 0     ring b   1 -> 5 -> 4 .. -> 1
-
-So each rank sends and receives (n - 1)/n of the bytes, 1/k of that through its NIC. Hierarchical collectives
-(`myriad.comm.hierarchy`) and those of gloo, which sends every slice directly to its owner, are counted slice
-by slice as the runtime sends them.
-
-A `CollectivePattern` lists the pairs of a group that communicate and their share of a collective's bytes: by
-rings, by levels, or directly to the owner. An all-gather and a reduce-scatter use the same pairs in opposite
-directions. A pattern describes either of them; an all-reduce is twice the pattern.
-
-Arrays: T transfers of one group, E transfers, G groups, n ranks of a group.
+Arrays: E transfers.
 """
 
 from collections import defaultdict
@@ -34,104 +26,26 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.comm.layout import AXES
-from myriad.errors import BadInputError
-from myriad.network.rank_transfers import RankTransfers
+from myriad.network.rank_transfers import RankTransfers, merge_transfers
+from myriad.planner.cost.collective_costs import DpCollectives
+from myriad.planner.cost.expert_costs import expert_hops
 from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.cost.stage_layers import expert_blocks
+from myriad.planner.fabric.collective_patterns import (
+    CollectivePattern,
+    all_to_all_pattern,
+    direct_pattern,
+    group_transfers,
+    level_pattern,
+    ring_pattern,
+)
 from myriad.planner.simulation.simulator import Prediction, SimulatedSpan, simulate
 from myriad.program.actions import SEMANTICS, Collective, Payload
-from myriad.program.partition import cut_ranges
+from myriad.program.partition import cut_ranges, num_recomputed
 
 __all__ = ["Axis", "PhaseKind", "TransferPhase", "rank_grid", "transfer_phases"]
 
 _Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class CollectivePattern:
-    """The transfers of a collective in one group, by the ranks' indices in the group."""
-
-    source: _Ints
-    """Index of the sender, shape (T)."""
-    target: _Ints
-    """Index of the receiver, shape (T)."""
-    share: npt.NDArray[np.float64]
-    """Share of the bytes that every rank has at the end, shape (T)."""
-    rate_group: _Ints
-    """Rate group of each transfer, shape (T); transfers of one group have one rate."""
-
-
-def group_transfers(pattern: CollectivePattern, groups: _Ints, num_bytes: float) -> RankTransfers:
-    """Return the transfers of all groups ``[G, n]`` at once."""
-    num_rate_groups = int(pattern.rate_group.max(initial=-1)) + 1
-    first = num_rate_groups * np.arange(len(groups))[:, None]
-    return RankTransfers(
-        source=groups[:, pattern.source].reshape(-1),
-        target=groups[:, pattern.target].reshape(-1),
-        num_bytes=np.tile(pattern.share * num_bytes, len(groups)),
-        rate_group=(pattern.rate_group + first).reshape(-1),
-    )
-
-
-def ring_pattern(nodes: _Ints) -> CollectivePattern:
-    """Return NCCL's pattern: one ring for each rank of a node where all nodes hold as many ranks, else a
-    single ring. ``nodes``: the node of each rank of the group, in order."""
-    size, num_nodes = len(nodes), len(np.unique(nodes))
-    inside = size // num_nodes
-    even = size == inside * num_nodes and bool(np.all(nodes[::inside] == nodes.reshape(num_nodes, -1).T))
-    if size == 1:
-        return _pattern([], [], [], [])
-    if num_nodes == 1 or not even or inside == 1:
-        place = np.arange(size)
-        return _pattern([place], [(place + 1) % size], [np.full(size, 1 - 1 / size)], [np.zeros(size)])
-    place = np.arange(size)
-    node, rank = np.divmod(place, inside)
-    across = (node + 1) % num_nodes * inside + rank
-    within = node * inside + (rank + 1) % inside
-    each = np.full(size, (1 - 1 / size) / inside)
-    return _pattern([place, place], [across, within], [each, each * (inside - 1)], [rank, inside + node])
-
-
-def direct_pattern(size: int) -> CollectivePattern:
-    """Return the pattern in which every rank sends its slice to each other rank directly."""
-    return level_pattern((size,), direct=True)
-
-
-def level_pattern(radices: Sequence[int], *, direct: bool) -> CollectivePattern:
-    """Return the pattern of `myriad.comm.hierarchy.make_levels` for all ranks at once. ``radices``: outermost
-    first. ``direct``: within a level each rank sends to each other one directly; off: by a ring."""
-    size, stride, paces = int(np.prod(radices)), 1, 0
-    place = np.arange(size)
-    sources, targets, numbers = list[_Ints](), list[_Ints](), list[_Ints]()
-    shares = list[npt.NDArray[np.float64]]()
-    for radix in reversed(radices):
-        own, share = place // stride % radix, 1 / (stride * radix)
-        for step in range(1, radix) if direct else [1][: radix - 1]:
-            target = place + ((own + step) % radix - own) * stride
-            rate_group = place if direct else place - own * stride
-            carried = share if direct else share * (radix - 1)
-            sources.append(place)
-            targets.append(target)
-            shares.append(np.full(size, carried))
-            numbers.append(paces + rate_group)
-            paces += size
-        stride *= radix
-    return _pattern(sources, targets, shares, numbers)
-
-
-def _pattern(
-    source: Sequence[_Ints],
-    target: Sequence[_Ints],
-    share: Sequence[npt.NDArray[np.float64]],
-    rate_group: Sequence[npt.NDArray[np.float64] | _Ints],
-) -> CollectivePattern:
-    none = np.empty(0, dtype=np.int64)
-    _, numbers = np.unique(np.concatenate([none, *rate_group]).astype(np.int64), return_inverse=True)
-    return CollectivePattern(
-        source=np.concatenate([none, *source]).astype(np.int64),
-        target=np.concatenate([none, *target]).astype(np.int64),
-        share=np.concatenate([np.empty(0), *share]),
-        rate_group=np.asarray(numbers, dtype=np.int64).reshape(-1),
-    )
 
 
 PhaseKind = Literal[
@@ -140,11 +54,15 @@ PhaseKind = Literal[
     "gather",
     "reduce",
     "reduce-across",
+    "expert-gather",
+    "expert-reduce",
     "tied",
     "tensor-forward",
     "tensor-backward",
+    "expert-forward",
+    "expert-backward",
 ]
-Axis = Literal["dp", "pp", "tp"]
+Axis = Literal["dp", "pp", "tp", "edp", "ep"]
 _AXIS: dict[PhaseKind, Axis] = {
     "activation": "pp",
     "gradient": "pp",
@@ -152,8 +70,12 @@ _AXIS: dict[PhaseKind, Axis] = {
     "gather": "dp",
     "reduce": "dp",
     "reduce-across": "dp",
+    "expert-gather": "edp",
+    "expert-reduce": "edp",
     "tensor-forward": "tp",
     "tensor-backward": "tp",
+    "expert-forward": "ep",
+    "expert-backward": "ep",
 }
 _Starts = dict[tuple[PhaseKind, int, int], list[float]]
 """Start seconds by kind, stage and replica (-1: all)."""
@@ -173,7 +95,8 @@ class TransferPhase:
 
     @property
     def axis(self) -> Axis:
-        """Axis of the grid along which the phase communicates."""
+        """Axis of the grid along which the phase communicates; "edp": among ranks that hold the same
+        experts."""
         return _AXIS[self.kind]
 
     @property
@@ -183,7 +106,7 @@ class TransferPhase:
 
 
 def rank_grid(costs: Costs) -> _Ints:
-    """Return the ranks as an array ``[dp, pp, tp]``."""
+    """Return the ranks as an array ``[dp, pp, cp x tp]``."""
     layout = costs.workload.layout
     shape = tuple(getattr(layout, axis) for axis in AXES)
     return np.arange(layout.world, dtype=np.int64).reshape(shape).reshape(layout.dp, layout.pp, -1)
@@ -191,19 +114,17 @@ def rank_grid(costs: Costs) -> _Ints:
 
 def transfer_phases(costs: Costs, prediction: Prediction | None = None) -> list[TransferPhase]:
     """Return all transfer phases of an iteration. ``prediction``: a simulated iteration with spans; off:
-    simulated here. Raises `BadInputError` where ranks share experts: their tokens are not counted."""
-    if (layout := costs.workload.layout).folds_experts:
-        allowed = "1, without layout.etp: the flows of a job lack the tokens that travel to experts"
-        raise BadInputError("layout.ep", layout.ep, allowed)
+    simulated here."""
     prediction = prediction or simulate(costs)
     maker = _Maker(costs, prediction)
-    return [*maker.pipeline(), *maker.data(), *maker.tied(), *maker.tensor()]
+    return [*maker.pipeline(), *maker.data(), *maker.tied(), *maker.tensor(), *maker.experts()]
 
 
 class _Maker:
     def __init__(self, costs: Costs, prediction: Prediction) -> None:
         self.costs, self.program = costs, prediction.program
         self.grid, self.starts = rank_grid(costs), _starts(prediction)
+        self.layers = cut_ranges(costs.layers_of_stage, costs.num_chunks)
         self.per_node = costs.cluster.accelerators_per_node
 
     def _of(self, *kinds: PhaseKind) -> Iterator[tuple[PhaseKind, int, int, tuple[float, ...]]]:
@@ -221,7 +142,7 @@ class _Maker:
     def pipeline(self) -> Iterator[TransferPhase]:
         """Yield the messages to the next and the previous stage."""
         workload, owners = self.costs.workload, self.program.stage_rank
-        tokens = workload.layout.micro_batch * workload.model.sequence
+        tokens = workload.layout.micro_batch * workload.rank_model.sequence
         num_bytes = tokens * workload.model.hidden * workload.value_bytes / workload.layout.tp
         for kind, stage, replica, starts in self._of("activation", "gradient"):
             to = owners[stage + (1 if kind == "activation" else -1)]
@@ -238,39 +159,59 @@ class _Maker:
         for kind, stage, _, starts in self._of("gather", "reduce", "reduce-across"):
             latest[kind, stage].append(starts)
         for (kind, stage), every in latest.items():
-            pattern = self._data_pattern(across=kind == "reduce-across")
-            if not len(pattern.source):
-                continue
-            groups = self._data_groups(self.program.stage_rank[stage], across=kind == "reduce-across")
-            exchange = group_transfers(pattern, groups, self._data_bytes(kind, stage))
-            yield TransferPhase(kind, stage, exchange, tuple(map(max, zip(*every, strict=True))))
+            others, experts = self.costs.held_parameters(self.layers[stage])
+            starts = tuple(map(max, zip(*every, strict=True)))
+            line, sums = self._line(self.program.stage_rank[stage]), self.costs.dp_collectives
+            if kind == "reduce-across":
+                assert self.costs.across_groups is not None, "the program has such sums"
+                parts = line.reshape(-1, sums.size, line.shape[1])  # [group, shard, tp]
+                groups, sums = parts.transpose(1, 2, 0).reshape(-1, len(parts)), self.costs.across_groups
+            else:
+                groups = line.reshape(-1, sums.size, line.shape[1]).transpose(0, 2, 1).reshape(-1, sums.size)
+            yield from self._among(kind, stage, starts, groups, sums, others)
+            if experts and self.costs.expert_collectives is not None and kind != "reduce-across":
+                alike = self._experts_of(line).transpose(1, 2, 0)  # [ep, tp, replica]
+                groups, sums = alike.reshape(-1, alike.shape[2]), self.costs.expert_collectives
+                own: PhaseKind = "expert-gather" if kind == "gather" else "expert-reduce"
+                yield from self._among(own, stage, starts, groups, sums, experts)
 
-    def _data_groups(self, rank: int, *, across: bool) -> _Ints:
-        """Return the data-parallel groups of a pipeline rank, ``[group, member]``."""
-        size = self.costs.dp_collectives.size
-        parts = self.grid[:, rank].reshape(-1, size, self.grid.shape[2])  # [group, shard, tp]
-        return (
-            parts.transpose(1, 2, 0).reshape(-1, len(parts))
-            if across
-            else (parts.transpose(0, 2, 1).reshape(-1, size))
-        )
+    def _among(
+        self,
+        kind: PhaseKind,
+        stage: int,
+        starts: tuple[float, ...],
+        groups: _Ints,
+        sums: DpCollectives,
+        parameters: float,
+    ) -> Iterator[TransferPhase]:
+        """Yield the collective of so many parameters in groups of ranks ``[group, member]``."""
+        pattern = self._data_pattern(sums, groups[0])
+        if len(pattern.source):
+            exchange = group_transfers(pattern, groups, self._data_bytes(kind, parameters))
+            yield TransferPhase(kind, stage, exchange, starts)
 
-    def _data_bytes(self, kind: PhaseKind, stage: int) -> float:
+    def _line(self, rank: int) -> _Ints:
+        """Return the ranks of a pipeline rank ``[holder, tp]``; those of a row share matrices."""
+        return self.grid[:, rank].reshape(-1, self.costs.workload.layout.tp)
+
+    def _experts_of(self, line: _Ints) -> _Ints:
+        """Return the ranks of a pipeline rank as experts see them: ``[replica, ep, tp]``."""
+        layout = self.costs.workload.layout
+        return line.reshape(layout.num_expert_replicas, layout.ep, layout.expert_tp)
+
+    def _data_bytes(self, kind: PhaseKind, parameters: float) -> float:
         """Return the bytes of a chunk's collective; an all-reduce counts as a reduce-scatter and an
         all-gather."""
-        workload, parameters = self.costs.workload, self.costs.stages[stage].parameters
-        if kind == "gather":
+        workload = self.costs.workload
+        if kind in ("gather", "expert-gather"):
             return parameters * workload.value_bytes
         gradients = parameters * workload.profile.gradient_bytes
         if kind == "reduce-across":
             return 2 * gradients / workload.layout.num_shards
         return gradients * (1 if workload.layout.zero else 2)
 
-    def _data_pattern(self, *, across: bool) -> CollectivePattern:
+    def _data_pattern(self, sums: DpCollectives, group: _Ints) -> CollectivePattern:
         """Return the pattern of the first group, which represents all groups."""
-        sums = self.costs.across_groups if across else self.costs.dp_collectives
-        assert sums is not None, "the program has such sums"
-        group = self._data_groups(0, across=across)[0]
         if sums.sent is None:
             return ring_pattern(group // self.per_node)
         radices = sums.sites.radices(group.tolist(), sums.hierarchy) or (len(group),)
@@ -290,15 +231,55 @@ class _Maker:
 
     def tensor(self) -> Iterator[TransferPhase]:
         """Yield the all-gathers and reduce-scatters of each compute action, as the bytes of one ring."""
-        if self.costs.workload.layout.tp == 1:
+        tp = self.costs.workload.layout.tp
+        if tp == 1:
             return
-        pattern = ring_pattern(self.grid[0, 0] // self.per_node)
-        layers = cut_ranges(self.costs.layers_of_stage, self.costs.num_chunks)
+        pattern = ring_pattern(self.grid[0, 0, :tp] // self.per_node)
         for kind, stage, replica, starts in self._of("tensor-forward", "tensor-backward"):
-            groups = self.grid[self._replicas(replica), self.program.stage_rank[stage]]
-            num_bytes = tensor_bytes(self.costs, layers[stage], backward=kind == "tensor-backward")
+            ranks = self.grid[self._replicas(replica), self.program.stage_rank[stage]]
+            num_bytes = tensor_bytes(self.costs, self.layers[stage], backward=kind == "tensor-backward")
             if num_bytes:
-                yield TransferPhase(kind, stage, group_transfers(pattern, groups, num_bytes), starts)
+                exchange = group_transfers(pattern, ranks.reshape(-1, tp), num_bytes)
+                yield TransferPhase(kind, stage, exchange, starts)
+
+    def experts(self) -> Iterator[TransferPhase]:
+        """Yield the tokens that travel to experts and back in each compute action."""
+        if self.costs.workload.layout.ep == 1:
+            return
+        done: set[tuple[PhaseKind, int]] = set()
+        for kind, stage, _, starts in self._of("expert-forward", "expert-backward"):
+            count = self._exchanges(stage, backward=kind == "expert-backward")
+            if count and (kind, stage) not in done:  # replicas have equal numbers of micro-batches
+                done.add((kind, stage))
+                exchange = self._exchange(self._line(self.program.stage_rank[stage]), count)
+                yield TransferPhase(kind, stage, exchange, starts)
+
+    def _exchanges(self, stage: int, *, backward: bool) -> int:
+        """Return the number of blocks of a stage that exchange tokens in a compute action; recomputed blocks
+        do so again."""
+        workload = self.costs.workload
+        each = [expert_blocks(workload.model, layer) for layer in self.layers[stage]]
+        again = 0
+        if backward and workload.recompute == "full":
+            last = len(each) if self.layers[stage][-1] <= workload.model.layers else len(each) - 1
+            again = sum(each[: min(last, num_recomputed(len(each), workload.layout.recompute_ratio))])
+        return sum(each) + again
+
+    def _exchange(self, line: _Ints, count: int) -> RankTransfers:
+        """Return the transfers of ``count`` blocks among the ranks of a pipeline rank."""
+        workload, found = self.costs.workload, list[RankTransfers]()
+        tokens = workload.layout.micro_batch * workload.rank_model.sequence
+        sharers = self._experts_of(line).transpose(0, 2, 1).reshape(-1, workload.layout.ep)
+        hops = expert_hops(workload.rank_model, self.costs.slice, tokens)
+        for hop in hops:
+            groups, size = sharers, hop.ranks.size
+            if size < sharers.shape[1]:  # by node: between nodes first, then inside each
+                nodes = hops[0].ranks.size
+                apart = sharers.reshape(len(sharers), nodes, -1)
+                groups = (apart.transpose(0, 2, 1) if hop is hops[0] else apart).reshape(-1, size)
+            num_bytes = count * float(hop.sent_bytes + hop.returned_bytes)
+            found.append(group_transfers(all_to_all_pattern(size), groups, num_bytes))
+        return merge_transfers(found)
 
 
 def tensor_bytes(costs: Costs, layers: Sequence[int], *, backward: bool) -> float:
@@ -306,19 +287,34 @@ def tensor_bytes(costs: Costs, layers: Sequence[int], *, backward: bool) -> floa
     micro-batch. A ring carries (tp - 1)/tp of each. The count is that of `myriad.planner.cost.layer_costs`.
     """
     workload = costs.workload
-    model, profile = workload.model, workload.profile
-    one = float(workload.layout.micro_batch * model.sequence * model.hidden * workload.value_bytes)
-    entries = 1 if model.block == "parallel" else 2
-    again = {"none": 0, "selective": entries if profile.sequence_parallel else 0, "full": 2 * entries}
-    block = 2 * entries
-    if backward:
-        block += (entries if profile.sequence_parallel else 0) + again[workload.recompute]
-    head = 1 + model.prediction_layers * (2 + block)  # tokens scattered, and the input of the loss gathered
+    model = workload.model
+    one = float(
+        workload.layout.micro_batch * workload.rank_model.sequence * model.hidden * workload.value_bytes
+    )
+    head = 1 + sum(  # tokens scattered, and the input of the loss gathered
+        2 + _crossings(costs, layer, backward=backward)
+        for layer in range(model.layers, model.layers + model.prediction_layers)
+    )
     ends = {0: 1, model.layers + 1: head}
-    count = sum(ends.get(layer, block) for layer in layers)
+    count = sum(
+        ends[layer] if layer in ends else _crossings(costs, layer - 1, backward=backward) for layer in layers
+    )
     if backward and workload.recompute == "full" and 0 in layers:
         count += 1
     return one * count
+
+
+def _crossings(costs: Costs, block: int, *, backward: bool) -> int:
+    """Return how often tensor-parallel ranks gather or scatter the sequence in a block; whole experts need
+    neither."""
+    workload, profile = costs.workload, costs.workload.profile
+    model = workload.model.of_block(block)
+    entries = 1 if model.block == "parallel" else 1 + costs.slice.gathers_mlp(model)
+    found = 2 * entries
+    if backward:
+        again = {"none": 0, "selective": entries if profile.sequence_parallel else 0, "full": 2 * entries}
+        found += (entries if profile.sequence_parallel else 0) + again[workload.recompute]
+    return found
 
 
 def _starts(prediction: Prediction) -> _Starts:
@@ -351,6 +347,7 @@ def _posted(span: SimulatedSpan) -> Iterator[tuple[PhaseKind, int]]:
     elif does.makes is not None:
         forward = does.makes is Payload.ACTIVATION
         yield "tensor-forward" if forward else "tensor-backward", action.stage
+        yield "expert-forward" if forward else "expert-backward", action.stage
     elif does.posts:
         for transfer in action.transfers:
             if transfer.sends:

@@ -2,12 +2,15 @@
 
     pipeline   fill and drain: each part's compute and each message once; in between, for every other
                micro-batch, the slowest part: its compute or its messages, or both without overlap
+    exchange   a part's compute has the time in which tokens travel to experts on other nodes: longer by the
+               slowest node among the replicas that share experts
     ring       a part's bytes at the rate of the slowest node among its replicas
     T          the slowest pipeline + the slowest ring x its exposed share
 
 A message runs at the rate of the slower of its two nodes. Messages whose ends are under different switches
-cross the uplinks. A ring crosses each switch's uplinks once, however many of its ranks are below. All flows
-through a switch's uplinks share them evenly.
+cross the uplinks. A ring crosses each switch's uplinks once, however many of its ranks are below. Of an
+exchange among n nodes, b of them under a switch, each of those sends (n - b)/(n - 1) through its uplinks. All
+flows through a switch's uplinks share them evenly.
 
 The slowest pipeline or ring of many stays the slowest while others improve, so a search on T alone stops on
 plateaus. Therefore each order also has a *slope*: T plus a thousandth of the mean pipeline and ring.
@@ -36,12 +39,24 @@ import numpy as np
 import numpy.typing as npt
 
 from myriad.comm.layout import Layout
-from myriad.errors import BadInputError
 from myriad.planner.cluster_config import Cluster
+from myriad.planner.cost.expert_costs import expert_hops
 from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.cost.stage_layers import expert_blocks
+from myriad.planner.simulation.expert_waits import replicas_that_share
+from myriad.program.partition import cut_ranges
 from myriad.program.schedules import stage_owners
 
-__all__ = ["Numbers", "OrderScores", "Orders", "PlacementCost", "SlotTraffic", "fills_nodes", "traffic_of"]
+__all__ = [
+    "Numbers",
+    "OrderScores",
+    "Orders",
+    "PlacementCost",
+    "SlotTraffic",
+    "fills_nodes",
+    "shares_elsewhere",
+    "traffic_of",
+]
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,13 @@ class SlotTraffic:
     tensor_seconds: tuple[float, ...] = ()
     """Share of compute_seconds in tensor-parallel communication between nodes, on links of the usual rate;
     empty: it stays inside nodes."""
+    sharers: int = 1
+    """Neighbouring replicas whose nodes share experts."""
+    exchange_seconds: tuple[float, ...] = ()
+    """Share of compute_seconds in which tokens travel between nodes to their experts, likewise; empty: none
+    do."""
+    exchange_bytes: tuple[float, ...] = ()
+    """Bytes of one accelerator that travel so, for one micro-batch."""
 
     @property
     def num_slots(self) -> int:
@@ -91,19 +113,19 @@ def fills_nodes(layout: Layout, per_node: int) -> bool:
 def traffic_of(costs: Costs) -> SlotTraffic:
     """Return the slot traffic of a layout that fills nodes."""
     workload, layout, per_node = costs.workload, costs.workload.layout, costs.cluster.accelerators_per_node
-    if layout.folds_experts:
-        allowed = "1: the traffic of a placement lacks the tokens that travel to experts"
-        raise BadInputError("layout.ep", layout.ep, allowed)
     width = max(1, layout.tp // per_node)
     parts = max(1, layout.tp * layout.pp // (per_node * width))
     part_of = [rank * parts // layout.pp for rank in range(layout.pp)]
     owners = stage_owners(layout.schedule_name, layout.pp, layout.virtual_stages)
-    compute, held, tensor = ([0.0] * layout.pp for _ in range(3))
+    compute, held, tensor, exchanged = ([0.0] * layout.pp for _ in range(4))
+    layers = cut_ranges(costs.layers_of_stage, costs.num_chunks)
     for index, stage in enumerate(costs.stages):
         rank = owners[index // costs.num_chunks]
+        others, experts = costs.held_parameters(layers[index])
         compute[rank] += stage.forward + stage.backward
-        held[rank] += stage.parameters
+        held[rank] += others + (experts if layout.num_expert_replicas > 1 else 0.0)
         tensor[rank] += float(stage.parts.tensor)
+        exchanged[rank] += float(stage.parts.experts)
     moved = workload.value_bytes + workload.profile.gradient_bytes if layout.dp > 1 else 0
     if layout.reduces_across:
         inside = layout.num_shards * layout.tp * layout.pp <= per_node
@@ -112,6 +134,8 @@ def traffic_of(costs: Costs) -> SlotTraffic:
     def slowest(values: list[float]) -> tuple[float, ...]:
         return tuple(max(v for v, at in zip(values, part_of, strict=True) if at == p) for p in range(parts))
 
+    sharers = max(1, replicas_that_share(layout) // max(1, per_node // (layout.tp * layout.pp)))
+    travels = sharers > 1
     return SlotTraffic(
         replicas=max(1, layout.world // (per_node * width * parts)),
         parts=parts,
@@ -123,7 +147,26 @@ def traffic_of(costs: Costs) -> SlotTraffic:
         hides_messages=workload.overlap.pipeline,
         width=width,
         tensor_seconds=slowest(tensor) if width > 1 else (),
+        sharers=sharers,
+        exchange_seconds=slowest(exchanged) if travels else (),
+        exchange_bytes=slowest(_exchanged_bytes(costs, owners)) if travels else (),
     )
+
+
+def _exchanged_bytes(costs: Costs, owners: Sequence[int]) -> list[float]:
+    """Return the bytes that a rank sends to experts on other nodes for one micro-batch, by pipeline rank.
+    ``owners``: the pipeline rank of each stage."""
+    workload, per_node = costs.workload, costs.cluster.accelerators_per_node
+    tokens = workload.layout.micro_batch * workload.rank_model.sequence
+    block = 0.0
+    for (size, stride, run), *sizes in expert_hops(workload.rank_model, costs.slice, tokens):
+        elsewhere = 1 - float(run.within(per_node, size, stride)) / size
+        block += 2 * elsewhere * sum(map(float, sizes))
+    found = [0.0] * workload.layout.pp
+    for index, layers in enumerate(cut_ranges(costs.layers_of_stage, costs.num_chunks)):
+        blocks = sum(expert_blocks(workload.model, layer) for layer in layers)
+        found[owners[index // costs.num_chunks]] += block * blocks
+    return found
 
 
 def _messages(costs: Costs, parts: list[int]) -> tuple[SlotMessage, ...]:
@@ -221,6 +264,9 @@ class PlacementCost:
         parts = np.array(traffic.compute_seconds) * self.slower[nodes].max(3)  # Shape: K R P.
         if traffic.tensor_seconds:
             parts = parts + np.array(traffic.tensor_seconds) * (ways.slowest_along(3) / self.usual - 1)
+        if traffic.exchange_seconds:
+            slower = ways.slowest_of_sharers(traffic.sharers).max(3) / self.usual - 1
+            parts = parts + np.array(traffic.exchange_seconds) * slower
         if not traffic.messages:
             alone: Numbers = parts.sum(2) + (traffic.num_micro_batches - 1) * parts.max(2)
             return alone
@@ -253,7 +299,7 @@ class PlacementCost:
         switch, num_orders = self.switch[nodes], len(nodes)
         num_switches = int(self.switch.max()) + 1
         first = np.arange(num_orders)[:, None] * num_switches
-        flows = np.zeros(num_orders * num_switches, dtype=np.intp)
+        flows = np.zeros(num_orders * num_switches)
         source, target = switch[:, :, self._source], switch[:, :, self._target]
         crossing = [(source, source != target), (target, source != target), _once_each(switch, 1)]
         if self.traffic.tensor_seconds:
@@ -261,6 +307,10 @@ class PlacementCost:
         for which, where in crossing:
             flat = (which.reshape(num_orders, -1) + first)[where.reshape(num_orders, -1)]
             flows += np.bincount(flat, minlength=len(flows))
+        if self.traffic.exchange_seconds:
+            flat = (switch.reshape(num_orders, -1) + first).reshape(-1)
+            away = shares_elsewhere(switch, self.traffic.sharers).reshape(-1)
+            flows += np.bincount(flat, weights=away, minlength=len(flows))
         above = switch.reshape(num_orders, -1) + first
         return switch, flows[above].reshape(switch.shape) * self.uplink
 
@@ -287,6 +337,26 @@ class _Ways(NamedTuple):
         apart = self.switch.max(axis) != self.switch.min(axis)
         result: Numbers = np.where(apart, np.maximum(own, self.up.max(axis)), own)
         return result
+
+    def slowest_of_sharers(self, sharers: int) -> Numbers:
+        """Return for each slot the seconds per byte of the slowest node among the replicas that share experts
+        with it."""
+        num_orders, replicas, *rest = self.inverse.shape
+        shape = (num_orders, replicas // sharers, sharers, *rest)
+        groups = _Ways(*(one.reshape(shape) for one in self))
+        return np.repeat(groups.slowest_along(2), sharers, axis=1)
+
+
+def shares_elsewhere(switch: Orders, sharers: int) -> Numbers:
+    """Return for each slot, shape (K, R, P, W), the share of the replicas that share experts with it whose
+    nodes are under another switch."""
+    num_orders, replicas, *rest = switch.shape
+    groups = switch.reshape(num_orders, replicas // sharers, sharers, *rest)
+    apart = np.zeros(groups.shape)
+    for number in range(1, sharers):
+        apart += groups != np.roll(groups, number, axis=2)
+    found: Numbers = (apart / (sharers - 1)).reshape(switch.shape)
+    return found
 
 
 def _once_each(switch: Orders, axis: int) -> tuple[Orders, npt.NDArray[np.bool_]]:

@@ -41,12 +41,13 @@ from myriad.model.matrix_shapes import hidden_matrices
 from myriad.planner.cost.collective_costs import (
     DpCollectives,
     all_reduce_seconds,
+    copied_sum_seconds,
     group_along,
     message_seconds,
     shard_group_comm,
 )
 from myriad.planner.cost.expert_ranks import holders
-from myriad.planner.cost.layout_costs import Costs, copied_sum_seconds
+from myriad.planner.cost.layout_costs import Costs
 from myriad.planner.cost.matrix_costs import newton_schulz_seconds
 from myriad.planner.cost.operator_costs import optimizer_bytes, sweep_seconds
 from myriad.planner.cost.snapshot_costs import SnapshotSchedule

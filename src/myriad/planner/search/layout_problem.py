@@ -67,8 +67,6 @@ class LayoutProblem:
     partition: str = "uniform"
     shards: tuple[Sharding, ...] = _SHARDS
     """Shardings that the rest of the job allows."""
-    searches_whole_experts: bool = True
-    """Whether layouts with whole experts (`etp` = 1) are searched."""
     searches_context: bool = True
     """Whether the rest of the job allows ranks to share sequences."""
     searches_groups: bool = True

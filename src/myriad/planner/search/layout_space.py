@@ -303,7 +303,7 @@ def _expert_degrees(problem: LayoutProblem, dp: int, tp: int) -> list[tuple[int,
         return [(1, False)]
     shares = problem.comm.sync_every == 1
     found = [(ep, False) for ep in (divisors(gcd(dp, experts)) if shares else [1])]
-    if shares and tp > 1 and problem.searches_whole_experts:
+    if shares and tp > 1:
         found += [(ep, True) for ep in divisors(gcd(dp * tp, experts))]
     return [
         (ep, whole)

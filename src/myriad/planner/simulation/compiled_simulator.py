@@ -43,13 +43,16 @@ place. travel: place of a gather or reduction, index of its seconds. await: that
 seconds. copy: its number, index of its seconds. await copy: its number.
 cross: as travel, for a sum across groups."""
 _COPIES = (Kind.START_OFFLOAD, Kind.START_FETCH, Kind.START_OFFLOAD_STATE, Kind.START_FETCH_STATE)
-_PER_STAGE = (
+_COMPUTES = (
     Kind.FORWARD,
     Kind.BACKWARD,
     Kind.BACKWARD_INPUT,
     Kind.BACKWARD_WEIGHT,
     Kind.PAIRED_FORWARD,
     Kind.PAIRED_BACKWARD,
+)
+_PER_STAGE = (
+    *_COMPUTES,
     Kind.UPDATE,
     Kind.GATHER,
     Kind.REDUCE,
@@ -86,8 +89,9 @@ class ProgramCosts:
     tied: float
     copies_block: bool
     """Whether a rank waits for each copy between device and host where it starts."""
-    busy_ratio: float
-    """Share of overlapped gather and reduction time by which the overlapping compute slows down."""
+    busy_ratios: tuple[float, ...]
+    """Share of overlapped gather and reduction time by which the overlapping compute slows down, by compute
+    action as in ``of_steps``."""
     across_busy_ratio: float = 0.0
     """The same of sums across groups."""
 
@@ -139,7 +143,7 @@ class CompiledProgram:
             clip,
             costs.tied,
             costs.copies_block,
-            float(costs.data.busy_ratio),
+            tuple(costs.busy_ratio_of(s, kind) for kind in _COMPUTES for s in range(len(stages))),
             across,
         )
 
@@ -311,7 +315,7 @@ class _Execution:
         places, done, free = self.places, self.done, [0.0] * len(self.line.channels)
         figures, across, across_from = self.figures, self.across, self.across_from
         num_stages, across_busy = self.line.program.num_stages, figures.across_busy_ratio
-        seconds, busy, messages = figures.of_steps, figures.busy_ratio, figures.messages
+        seconds, busy, messages = figures.of_steps, figures.busy_ratios, figures.messages
         for step, rank, place, other in steps:
             now = clock[rank]
             if step == _COMPUTE:
@@ -319,7 +323,7 @@ class _Execution:
                 more = 0.0
                 if stream[rank] > now:
                     hidden = min(stream[rank], now + cost) - max(now, hidden_from[rank])
-                    more = busy * max(0.0, hidden)
+                    more = busy[place] * max(0.0, hidden)
                 if across[rank] > now:
                     hidden = min(across[rank], now + cost) - max(now, across_from[rank])
                     more += across_busy * max(0.0, hidden)

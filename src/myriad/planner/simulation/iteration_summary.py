@@ -114,7 +114,9 @@ def _ranks(
         computing, in_layers = _computing(costs, spans)
         exposed = dict.fromkeys(EXPOSED_KINDS, 0.0) | in_layers
         for span in spans:
-            if span.action.kind in _WAIT_OF:
+            if span.action.kind in COMPUTE:  # for the slowest of the ranks that share experts
+                exposed["experts"] += span.waited
+            elif span.action.kind in _WAIT_OF:
                 exposed[_WAIT_OF[span.action.kind]] += span.waited
         yield RankSummary(
             replica,

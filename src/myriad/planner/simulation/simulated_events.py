@@ -129,18 +129,28 @@ class NetworkEvents:
 
     def travel(self, begin: float, seconds: float, lanes: Sequence[tuple[int, int]]) -> float:
         """Return the seconds of a transfer among lanes, each a pair (replica, pipeline rank)."""
-        places = {place for lane in lanes for place in self._places(lane)}
-        if len(places) < 2:
-            return seconds
+        seconds /= self.rate_ratio(lanes)
+        return seconds + self.held_seconds(begin, begin + seconds, lanes)
+
+    def rate_ratio(self, lanes: Sequence[tuple[int, int]]) -> float:
+        """Return the share of their links' rate that congestion leaves to transfers among lanes."""
+        places, ratio = self._nodes_of(lanes), 1.0
         for one in self.congested:
             inside = places & set(one.nodes)
             if inside and places - inside:
-                seconds /= one.ratio
-        end = begin + seconds
+                ratio *= one.ratio
+        return ratio
+
+    def held_seconds(self, begin: float, end: float, lanes: Sequence[tuple[int, int]]) -> float:
+        """Return the seconds by which links that are down delay what travels among lanes until ``end``."""
+        places, undelayed = self._nodes_of(lanes), end
         for flap in sorted(self.flaps, key=lambda flap: flap.start_seconds):
-            if flap.node in places:
+            if flap.node in places and len(places) > 1:
                 end += self._held(begin, end, flap)
-        return end - begin
+        return end - undelayed
+
+    def _nodes_of(self, lanes: Sequence[tuple[int, int]]) -> set[int]:
+        return {place for lane in lanes for place in self._places(lane)}
 
     def _held(self, begin: float, end: float, flap: LinkFlap) -> float:
         down = self.begin_seconds + flap.start_seconds

@@ -16,8 +16,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from myriad.errors import BadInputError
+from myriad.comm.layout import Layout
 from myriad.planner.cost.layout_costs import Costs
+from myriad.planner.simulation.expert_waits import ExpertWaits, ExpertWindow, replicas_that_share
 from myriad.planner.simulation.rank_clocks import RankClocks, SimulatedSpan
 from myriad.planner.simulation.spans_in_layers import SpansInLayers
 from myriad.program.actions import COMPUTE, SEMANTICS, Action, Kind, Program, chunk_of
@@ -63,15 +64,12 @@ def simulate(
     is simulated. ``program``: a result of `iteration_program` for a layout of the same shape, with any number
     of micro-batches, used for all replicas; off: built here, with the job's micro-batches per replica.
     ``network``: network events in the iteration."""
-    dp, ep = costs.workload.layout.dp, costs.workload.layout.ep
-    if ep > 1 and (slower or jitter or every_replica or network is not None):
-        allowed = "1 with stragglers, jitter or faults: replicas that share experts would wait for each other"
-        raise BadInputError("layout.ep", ep, allowed)
+    dp = costs.workload.layout.dp
     programs = [program] * dp if program else replica_programs(costs)
     replicas = list(range(dp))
     if not (every_replica or jitter):
         touched = {replica for replica, _ in slower or {}} | (network.replicas if network else set())
-        replicas = _representative_replicas(programs, touched)
+        replicas = _representative_replicas(programs, _that_wait_for(touched, costs.workload.layout))
     run = CostModelRun(
         [programs[replica] for replica in replicas], costs, replicas, dict(slower or {}), jitter, seed
     )
@@ -82,6 +80,13 @@ def simulate(
     second = run.iterate()
     seconds = max(second) - max(first)
     return Prediction(seconds, run.program, tuple(run.spans))
+
+
+def _that_wait_for(touched: Collection[int], layout: Layout) -> set[int]:
+    """Return all replicas that share experts with one of the given ones, and those themselves."""
+    sharers = replicas_that_share(layout)
+    firsts = {replica // sharers * sharers for replica in touched}
+    return {first + number for first in firsts for number in range(sharers)}
 
 
 def _representative_replicas(programs: Sequence[Program], slower: Collection[int]) -> list[int]:
@@ -159,30 +164,71 @@ class CostModelRun(RankClocks):
         apart = layout.reduces_across and len(replicas) == layout.dp
         super().__init__(programs, costs, replicas, layout.num_shards if apart else None)
         self.costs = costs
-        slowdown = costs.cluster.expected_slowdown
-        self.factor = [slowdown * slower.get(lane, 1.0) for lane in self.lanes]
+        self.slower = [slower.get(lane, 1.0) for lane in self.lanes]
         self.random, self.jitter = random.Random(seed), jitter
+        disturbed = any(replica >= 0 for replica in replicas)
+        self.expert_waits = ExpertWaits(costs, self.lanes) if layout.ep > 1 and disturbed else None
+        """The waiting for ranks that share experts; ``None``: nothing makes them wait."""
+
+    def _begin(self) -> None:
+        super()._begin()
+        if self.expert_waits is not None:
+            self.expert_waits.begin()
+
+    def _do_next(self, lane: int) -> bool:
+        waits, place, actions = self.expert_waits, self.next[lane], self.actions[lane]
+        if waits is not None and place < len(actions) and actions[place].kind in COMPUTE:
+            window = waits.window(actions[place])
+            if window is not None and len(waits.peers[lane]) > 1:
+                return self._do_with_peers(waits, lane, actions[place], window)
+        return super()._do_next(lane)
+
+    def _do_with_peers(self, waits: ExpertWaits, lane: int, action: Action, window: ExpertWindow) -> bool:
+        """Run a compute action in which the lane exchanges tokens with its peers, if all have begun it."""
+        meeting, begin, exposed = waits.meeting(lane, action), self.clock[lane], window.exposed_seconds
+        if lane not in meeting.arrived:
+            seconds = self._seconds(lane, self.lanes[lane][1], action, begin)
+            meeting.arrived[lane] = begin, seconds - exposed
+            if len(meeting.arrived) == len(waits.peers[lane]):
+                meeting.blocks_end = waits.blocks_end(lane, action, self.network)
+                self.runnable.extend(peer for peer in waits.peers[lane] if peer != lane)
+        if meeting.blocks_end is None:
+            return False
+        computing = meeting.arrived[lane][1]
+        end = meeting.blocks_end + window.tail_ratio * computing
+        self._finish(lane, action, end - computing - exposed, end)
+        return True
 
     def _seconds(self, lane: int, rank: int, action: Action, begin: float) -> float:
         cost = self._cost(lane, rank, action)
-        return cost + self._slowed(lane, begin, cost) if action.kind in COMPUTE else cost
+        return cost + self._slowed(lane, action, begin, cost) if action.kind in COMPUTE else cost
 
-    def _slowed(self, lane: int, begin: float, cost: float) -> float:
+    def _slowed(self, lane: int, action: Action, begin: float, cost: float) -> float:
         """Return the seconds that gathers and reductions in flight add to a compute action."""
         end, across = begin + cost, self.costs.across_groups
         hidden = min(self.stream[lane], end) - max(begin, self.hidden_from[lane])
-        more = float(self.costs.data.busy_ratio) * max(0.0, hidden)
+        more = 0.0
+        if hidden > 0:
+            more = self.costs.busy_ratio_of(action.stage, action.kind) * hidden
         if across is not None:
             hidden = min(self.across[lane], end) - max(begin, self.across_from[lane])
             more += float(across.ring.busy_ratio) * max(0.0, hidden)
         return more
+
+    def _exchanged(self, action: Action) -> float:
+        """Return the seconds of a compute action that a slow rank does not lengthen: the exchanges of tokens
+        with experts."""
+        window = self.expert_waits.window(action) if self.expert_waits is not None else None
+        return 0.0 if window is None else window.exposed_seconds
 
     def _cost(self, lane: int, rank: int, action: Action) -> float:
         kind, costs = action.kind, self.costs
         if kind in COMPUTE:
             seconds = costs.stages[action.stage].seconds_of(kind)
             noise = max(0.5, self.random.gauss(1.0, self.jitter)) if self.jitter else 1.0
-            return seconds * self.factor[lane] * noise
+            exchanged = self._exchanged(action)
+            computing = seconds * costs.cluster.expected_slowdown - exchanged
+            return computing * self.slower[lane] * noise + exchanged
         if kind is Kind.UPDATE:
             return costs.stages[action.stage].update
         if kind is Kind.ORTHOGONALIZE:
@@ -192,7 +238,8 @@ class CostModelRun(RankClocks):
         if kind is Kind.LOAD:
             return costs.load
         if (copy := SEMANTICS[kind].starts_copy) and costs.copies_block:
-            return costs.stages[action.stage].copy_seconds(copy) * self.factor[lane]
+            slowdown = costs.cluster.expected_slowdown * self.slower[lane]
+            return costs.stages[action.stage].copy_seconds(copy) * slowdown
         if kind is Kind.EXCHANGE:
             return costs.workload.profile.exchange_seconds
         return 0.0
@@ -214,6 +261,8 @@ def predicted_spans(prediction: Prediction, costs: Costs) -> Mapping[int, list[S
         found[rank].append(
             Span(str(action.kind), action.stage, action.micro_batch, begin, span.duration, chunk)
         )
+        if span.waited and action.kind in COMPUTE:  # for the slowest of the ranks that share experts
+            found[rank].append(Span("expert_comm", action.stage, -1, begin, span.waited))
         found[rank] += (
             Span(one.name, action.stage, -1, one.start, one.seconds, one.step)
             for one in in_layers.of(action, begin + span.waited, span.duration - span.waited)
