@@ -1,6 +1,6 @@
 """Mixtures of experts in every layout of eight ranks at most, in real processes, against one process.
 
-    python benchmarks/parity/expert_layouts.py --folder FOLDER [--steps 3] [--every N] [--pairs]
+    python benchmarks/parity/expert_layouts.py --folder FOLDER [--steps 3] [--every N] [--pairs] [--groups]
         [--capacity C]
 
 `layouts` lists every grid of dp, tp, pp, ep and etp with two to eight ranks in which experts lie on several
@@ -10,9 +10,10 @@ ranks that gloo joins and is compared with one process on the same tokens, in fl
 and every whole parameter must agree within 1e-5, and the load of the busiest expert of each step must be the
 same number. Finished jobs are kept in FOLDER, and a command that was
 interrupted continues there. ``--every N`` trains each N-th job only. ``--pairs``: the grids and ZeRO levels
-that allow ``overlap.pairs``, with it. ``--capacity``: experts drop tokens beyond this many times their share
-(``model.expert_capacity``), and the share of what is dropped must be the same number too. Ends with 1 if a
-job failed or differs.
+that allow ``overlap.pairs``, with it. ``--groups``: those in which several groups of replicas can hold the
+whole state, with the smallest ones (``layout.shard_group``). ``--capacity``: experts drop tokens beyond this
+many times their share (``model.expert_capacity``), and the share of what is dropped must be the same number
+too. Ends with 1 if a job failed or differs.
 """
 
 import argparse
@@ -142,9 +143,7 @@ def layouts() -> list[Job]:
                 "expert_dispatch": DISPATCH[turn // 4 % 3] if grid["ep"] != 1 else "expert",
                 "micro_batch": 1 + turn % 2 if grid["dp"] in (1, 2) else 1,
             }
-            try:
-                check_layout(Layout(**layout))
-            except BadInputError:
+            if not _is_allowed(layout):
                 continue
             overlap = {"tensor_chunks": PARTS[turn % 2]} if turn % 5 else {"tensor": None, "data": False}
             model = ("softmax", "sigmoid")[turn // 3 % 2]
@@ -166,6 +165,27 @@ def in_pairs(jobs: Sequence[Job]) -> list[Job]:
             one = Job(layout, job.model, job.optimizer, overlap)
             found.setdefault(one.name, one)
     return list(found.values())
+
+
+def in_groups(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs with sharded state that can have several groups of replicas, with the smallest groups."""
+    found = []
+    for job in jobs:
+        replicas = job.layout["dp"]
+        sizes = (size for size in range(2, replicas) if replicas % size == 0)
+        given = (job.layout | {"shard_group": size} for size in sizes if job.layout["zero"])
+        layout = next(filter(_is_allowed, given), None)
+        if layout is not None:
+            found.append(replace(job, layout=layout))
+    return found
+
+
+def _is_allowed(layout: dict[str, Any]) -> bool:
+    try:
+        check_layout(Layout(**layout))
+    except BadInputError:
+        return False
+    return True
 
 
 def train(case: Case, folder: Path) -> tuple[list[Step], dict[str, np.ndarray] | None]:
@@ -266,9 +286,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--every", type=int, default=1, help="train each N-th job only")
     parser.add_argument("--pairs", action="store_true", help="with overlap.pairs, where it can be")
+    parser.add_argument("--groups", action="store_true", help="with layout.shard_group, where it can be")
     parser.add_argument("--capacity", type=float, help="model.expert_capacity of all jobs")
     options = parser.parse_args()
-    jobs = (in_pairs(layouts()) if options.pairs else layouts())[:: options.every]
+    jobs = in_groups(layouts()) if options.groups else layouts()
+    jobs = (in_pairs(jobs) if options.pairs else jobs)[:: options.every]
     jobs = [replace(job, capacity=options.capacity) for job in jobs]
     print(f"{len(jobs)} layouts", flush=True)
     with tempfile.TemporaryDirectory() as made:

@@ -28,6 +28,7 @@ from myriad.model.tensor_shard import TensorShard
 SWIGLU = {"activation": "swiglu", "kv_heads": 1, "block": "parallel", "tied": False}
 MUON = {"activation": "swiglu", "kv_heads": 2}
 """The model of the tests that train with Muon."""
+EXPERTS = {"experts": 4, "expert_hidden": 16, "balance_bias_rate": 0.1}
 GPT2 = {"norm": "layer", "bias": True, "position": "learned", "dropout": 0.1, "layers": 5}
 
 Tensors = dict[str, np.ndarray]
@@ -86,6 +87,8 @@ MOVES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (GPT2, {"dp": 3, "zero": 2, "micro_batch": 4}, {"dp": 2, "tp": 2, "zero": 3, "micro_batch": 2}),
     (GPT2, {"pp": 2, "tp": 2, "virtual_stages": 3, "micro_batch": 6}, {"dp": 3, "zero": 0}),
     (MUON, {"dp": 2, "zero": 1}, {"tp": 2, "pp": 2, "micro_batch": 2}),
+    (EXPERTS, {"dp": 4, "tp": 2, "ep": 2, "etp": 1, "zero": 2, "shard_group": 2}, {"dp": 3, "zero": 1}),
+    (EXPERTS, {"dp": 2}, {"dp": 4, "ep": 2, "zero": 3, "shard_group": 2}),
 ]
 
 

@@ -66,12 +66,20 @@ def moments(case: Case) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "layout", [{"dp": 4, "zero": 1, "shard_group": 2}, {"dp": 2, "pp": 2, "zero": 2}, {"tp": 2}], ids=str
+    "layout",
+    [
+        {"dp": 4, "zero": 1, "shard_group": 2},
+        {"dp": 8, "zero": 2, "shard_group": 4, "ep": 2},
+        {"dp": 2, "pp": 2, "zero": 2},
+        {"tp": 2},
+    ],
+    ids=str,
 )
 def test_the_planner_knows_the_moments_of_matrices_that_are_orthogonalized(layout: dict[str, Any]) -> None:
     """With the moving average of the parameters."""
     optimizer = {"name": "muon", "ema_decay": 0.9}
-    case = Case(layout, {"kv_heads": 1, "bias": True}, optimizer, global_batch=8)
+    model = {"kv_heads": 1, "bias": True} | ({"experts": 4, "expert_hidden": 16} if "ep" in layout else {})
+    case = Case(layout, model, optimizer, global_batch=8)
     ranks = run_ranks(case.world, moments, case)
     model = ModelConfig(**(TINY | case.model))
     workload = Workload(

@@ -244,7 +244,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("normed predictions", "adamw", {"tp": 2, "pp": 2, "micro_batch": 2, "recompute": "selective"}),
     ("granite-sinks", "adamw", {"tp": 2, "pp": 2, "micro_batch": 2}),
     ("experts", "lamb", {"pp": 2, "dp": 2, "zero": 2, "ep": 2, "schedule": "zero-bubble", "reduce": "each"}),
-    ("experts", "muon", {"dp": 4, "zero": 2, "ep": 2}),
+    ("experts", "muon", {"dp": 8, "zero": 2, "ep": 2, "shard_group": 4}),
     ("experts", "muon", {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "micro_batch": 2, "recompute": "selective"}),
     ("latent-experts", "lamb", {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "zero": 3, "micro_batch": 2}),
     (
@@ -253,7 +253,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
         {"pp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "recompute": "full", "micro_batch": 2},
     ),
     ("gpt-oss", "adamw", {"tp": 2, "dp": 2, "zero": 3, "ep": 2, "micro_batch": 2, "recompute": "selective"}),
-    ("gpt-oss", "lamb", {"tp": 2, "dp": 2, "zero": 2, "ep": 4, "etp": 1, "micro_batch": 2}),
+    ("gpt-oss", "lamb", {"tp": 2, "dp": 4, "zero": 2, "ep": 2, "etp": 1, "shard_group": 2}),
     (
         "gpt-oss",
         "muon",

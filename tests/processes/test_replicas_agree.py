@@ -29,6 +29,8 @@ CASES = [
     Case(layout={"dp": 2, "zero": 0}, steps=4, comm={"sync_every": 2}, optimizer={"name": "muon"}),
     Case(layout={"dp": 2, "zero": 0, "tp": 2, "micro_batch": 2}, steps=2, optimizer={"name": "muon"}),
     *(Case(layout={"dp": 4, "zero": zero, "ep": 2}, model=EXPERTS, steps=2) for zero in (0, 2)),
+    Case(layout={"dp": 8, "zero": 3, "ep": 2, "shard_group": 4}, model=EXPERTS, steps=2),
+    Case(layout={"dp": 4, "tp": 2, "zero": 2, "ep": 4, "etp": 1, "shard_group": 2}, model=EXPERTS, steps=2),
 ]
 
 
@@ -77,7 +79,9 @@ def test_replicas_report_the_same_after_every_step(case: Case) -> None:
     told: list[Any] = reuse_ranks(layout.world, digests, case)
     for group in RankGrid(layout, 0).rows("dp_replicate" if layout.zero == 3 else "dp"):
         assert all([one[:2] for one in told[rank]] == [one[:2] for one in told[group[0]]] for rank in group)
-    for group in RankGrid(layout, 0).rows("expert_dp") if layout.ep > 1 else ():
+    for group in (
+        RankGrid(layout, 0).rows("dp_replicate" if layout.zero == 3 else "expert_dp") if layout.ep > 1 else ()
+    ):
         assert all(told[rank] == told[group[0]] for rank in group)
         assert len(told[group[0]][0]) == 3, "experts are compared too"
     assert all(len(set(each)) == len(each) > 1 for each in told), "of each step another"

@@ -50,7 +50,7 @@ class CommScheduler:
         """Without ``axis``, this rank has no peers. ``purpose``: as for `Groups.of`. Two schedulers with the
         same peers need different ones, because a group does not distinguish their messages."""
         self._group = None if axis is None else groups.along(axis, purpose=purpose)
-        self._cut_bytes = overlap.message_bytes
+        self._cut_bytes, self._name = overlap.message_bytes, purpose or axis
         self._compress = (comm.compress_gradients, comm.compress_parameters)
         self._queue: SendQueue | None = None
         self.hierarchy: Hierarchy = "flat"
@@ -64,16 +64,16 @@ class CommScheduler:
             self._queue = SendQueue(self._group, overlap.max_in_flight_bytes)
         else:
             members = [tuple(ranks[member] for member in level.members) for level in self._levels]
-            self._level_groups = [self._level_group(groups, peers, axis) for peers in members]
+            self._level_groups = [self._level_group(groups, peers) for peers in members]
             for group in self._level_groups if comm.compress_gradients else ():
                 open_collectives(group, device, all_to_all=True)
             self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def _level_group(self, groups: Groups, members: tuple[int, ...], axis: str) -> Group:
+    def _level_group(self, groups: Groups, members: tuple[int, ...]) -> Group:
         """Return the group of a level. The only level of a flat exchange has the ranks of the axis, so it
         needs no second communicator."""
         flat = len(members) == dist.get_world_size(self._group)
-        group = self._group if flat else groups.of(members, f"{axis} level")
+        group = self._group if flat else groups.of(members, f"{self._name} level")
         assert group is not None, "a level has two ranks at least"
         return group
 

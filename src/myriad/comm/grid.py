@@ -21,6 +21,11 @@ are parts of ``dp_cp``; if experts are whole (``layout.etp = 1``), of ``dp_cp`` 
 
     dp=4 ep=2                      rank 1: peers("ep") = (0, 1)          peers("expert_dp") = (1, 3)
     dp=2 tp=2 ep=2 etp=1           rank 1: peers("ep") = (0, 1)          peers("expert_dp") = (1, 3)
+
+With ``shard_group`` the axis ``expert_shard`` numbers the ranks of ``expert_dp`` in one group. Those that
+hold the same slice of experts are the ranks of ``dp_replicate``, as for other parameters:
+
+    dp=8 zero=3 shard_group=4 ep=2     rank 1: peers("expert_shard") = (1, 3)   peers("dp_replicate") = (1, 5)
 """
 
 from dataclasses import dataclass
@@ -33,9 +38,8 @@ __all__ = ["RankGrid"]
 
 _EXPERT = ("expert_dp", "ep")
 """Axes of the experts' grid, the slower one first."""
-_CUTS = (("dp_cp",), ("dp_replicate", "dp_shard"), _EXPERT)
-"""The ways to see the ranks that hold the same parameters: as one axis, or cut in two, the slower part
-first."""
+_CUTS = (("dp_cp",), ("dp_replicate", "dp_shard"), _EXPERT, ("dp_replicate", "expert_shard", "ep"))
+"""The ways to see the ranks that hold the same parameters: as one axis, or cut, the slower part first."""
 _CONTEXT = ("ring", "ulysses")
 """The parts of the axis ``cp``, the slower one first."""
 
@@ -59,6 +63,7 @@ class RankGrid:
             "dp_replicate": layout.num_shard_groups,
             "dp_shard": layout.num_shards,
             "expert_dp": layout.num_expert_replicas,
+            "expert_shard": layout.num_expert_shards,
             "dp_cp": layout.num_holders,
         }
         return parts[axis] if axis in parts else int(getattr(layout, axis))
@@ -84,10 +89,9 @@ class RankGrid:
 
     def _names(self, *axes: str) -> tuple[str, ...]:
         """Return the axes of the grid that has all of ``axes``, slowest first."""
-        if {*_EXPERT} & {*axes} and self.layout.expert_tp != self.layout.tp:
-            return ("pp", *_EXPERT)
         if (cut := next((cut for cut in _CUTS if {*cut} & {*axes}), None)) is not None:
-            return ("pp", *cut, "tp")
+            whole = "ep" in cut and self.layout.has_whole_experts
+            return ("pp", *cut) if whole else ("pp", *cut, "tp")
         return ("dp", "pp", *_CONTEXT, "tp") if {*_CONTEXT} & {*axes} else AXES
 
     def _ranks_along(self, names: tuple[str, ...]) -> np.ndarray:

@@ -94,7 +94,8 @@ class Layout(Config):
     parameters."""
     shard_group: int | None = Field(None, ge=2, le=MOST_RANKS)
     """Number of neighbouring replicas over which layout.zero = 1, 2 or 3 shards state; it must divide
-    layout.dp x layout.cp (each of the layout.cp ranks counts). Gradients are also summed across groups, and
+    layout.dp x layout.cp (each of the layout.cp ranks counts), and with layout.ep hold every expert equally
+    often. Gradients are also summed across groups, and
     nothing else crosses between them. Set it to the replicas of a node where links between nodes are slow and
     memory allows. off: all replicas."""
     reduce: Literal["last", "each"] = "last"
@@ -198,6 +199,11 @@ class Layout(Config):
         return self.num_holders * self.tp // (self.ep * self.expert_tp)
 
     @property
+    def num_expert_shards(self) -> int:
+        """Ranks that the state of experts is sharded over; 1 with ZeRO 0."""
+        return self.num_expert_replicas // self.num_shard_groups if self.zero else 1
+
+    @property
     def folds_experts(self) -> bool:
         """Whether experts lie on other ranks than the other parameters of their block."""
         return self.ep > 1 or self.has_whole_experts
@@ -273,10 +279,11 @@ def _check_experts(layout: Layout) -> None:
         axes = {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp if whole else 1}
         sharers = " x ".join(f"layout.{axis}" for axis, size in axes.items() if axis == "dp" or size > 1)
         raise BadInputError("layout.ep", ep, f"must divide {sharers} = {math.prod(axes.values())}")
-    if layout.folds_experts and layout.shard_group is not None:
-        raise BadInputError(
-            "layout.shard_group", layout.shard_group, "off with layout.ep > 1 or layout.etp = 1"
-        )
+    group, tp = layout.shard_group, layout.tp // layout.expert_tp
+    if group is not None and group * tp % ep:
+        of_tp = f"times layout.tp = {tp} " if tp > 1 else ""
+        allowed = f"must {of_tp}be a multiple of layout.ep = {ep}: a group holds every expert equally often"
+        raise BadInputError("layout.shard_group", group, allowed)
     if layout.folds_experts and shares is not None and len({*shares}) > 1:
         allowed = (
             "equal numbers, or off, with layout.ep > 1 or layout.etp = 1: tokens travel in each micro-batch"

@@ -188,6 +188,7 @@ def _expert_arguments(model: ModelConfig) -> dict[str, Value]:
         ("shared_expert_gate", model.shared_expert_gate),
         ("router_logit_bias", model.router_logit_bias),
         ("router_normalized", sigmoid and not model.router_normalized),
+        ("expert_capacity", model.expert_capacity is not None),
     ):
         if wrong:
             value = str(getattr(model, key)).lower()

@@ -313,7 +313,7 @@ def expert_replica_groups(job: Job) -> tuple[tuple[int, ...], ...]:
     """Return the groups of ranks that hold the same experts; where no two ranks do, each is a group. Empty if
     replicas are not compared, or if those of `replica_groups` hold the same experts too."""
     layout = job.layout
-    apart = layout.folds_experts and layout.zero < 3
-    if not (apart and job.compares_replicas):
+    if not (layout.folds_experts and job.compares_replicas):
         return ()
-    return tuple(tuple(row) for row in RankGrid(layout, 0).rows("expert_dp"))
+    axis = "dp_replicate" if layout.zero == 3 else "expert_dp"
+    return tuple(tuple(row) for row in RankGrid(layout, 0).rows(axis))

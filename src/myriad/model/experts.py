@@ -295,8 +295,8 @@ class Experts(nn.Module):
         if self.dropped is not None:
             self.dropped += kept.lt(0).sum()
         if self.entropy is not None:
-            chosen = self.router.num_chosen
-            self.entropy += chosen * self.router.entropies(logits.detach()).sum(dtype=torch.float64)
+            num_chosen = self.router.num_chosen
+            self.entropy += num_chosen * self.router.entropies(logits.detach()).sum(dtype=torch.float64)
 
     def _travel(
         self, entering: torch.Tensor, counts: torch.Tensor, x: torch.Tensor

@@ -286,7 +286,8 @@ class Engine(ForwardEngine):
         (replicas that train alone: after an agreement). With ZeRO 1 and 2 these are the gathered parameters;
         with ZeRO 3 they are the shards of the state, which the groups of ``layout.shard_group`` hold alike;
         with one group the list is empty. They do not include experts that lie on other ranks than the rest:
-        ``of_experts`` returns these, which the ranks of ``expert_dp`` hold alike."""
+        ``of_experts`` returns these, which the ranks of ``expert_dp`` hold alike, with ZeRO 3 those of
+        ``dp_replicate``."""
         layout = self.layout
         if layout.num_shard_groups == 1 and (layout.num_holders == 1 or layout.zero == 3):
             return []

@@ -71,9 +71,7 @@ class MatrixPeers:
         replicas = range(1 if trains_alone else grid.size(axis))
         members = tuple((replica, tp) for replica in replicas for tp in range(cut))
         own = (0 if trains_alone else grid.index(axis), grid.index("tp") % cut)
-        shards = layout.num_shards
-        if of_experts:
-            shards = layout.num_expert_replicas if layout.zero else 1
+        shards = layout.num_expert_shards if of_experts else layout.num_shards
         return cls(group, members, members.index(own), cut, shards)
 
 

@@ -118,8 +118,13 @@ def make_expert_sharing(
 ) -> Sharing:
     """Return how this rank shares the chunks of its experts with the ranks that hold the same ones, and open
     the communication. A collective call of all ranks. ``others``: how it shares the other chunks."""
-    axis, grid = "expert_dp", groups.grid
+    grid, zero = groups.grid, others.zero
+    axis = "expert_shard" if zero else "expert_dp"
     index, size = grid.index(axis), grid.size(axis)
+    across = others.across
+    if across is not None:
+        purpose = "experts' groups"
+        across = CommScheduler(groups, "dp_replicate", overlap, comm, device, purpose=purpose)
     return replace(
         others,
         scheduler=CommScheduler(
@@ -127,8 +132,9 @@ def make_expert_sharing(
         ),
         group_rank=index,
         group_size=size,
-        copy=0 if others.zero else index,
-        num_copies=1 if others.zero else size,
+        across=across,
+        copy=others.copy if zero else index,
+        num_copies=others.num_copies if zero else size,
         of_experts=True,
     )
 

@@ -206,11 +206,6 @@ class Workload:
         return max(self.micro_batches_per_replica)
 
     @property
-    def num_expert_shards(self) -> int:
-        """Ranks that the state of experts is sharded over; 1 with ZeRO 0."""
-        return self.layout.num_expert_replicas if self.layout.zero else 1
-
-    @property
     def float8_kept_over(self) -> int:
         """Number of micro-batches for which a weight is converted to float8 once; 1: for each."""
         profile = self.profile

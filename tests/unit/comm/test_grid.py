@@ -54,6 +54,27 @@ def test_whole_experts_lie_on_all_ranks_of_a_stage() -> None:
 
 
 @pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=8, pp=2, ep=2, zero=2, shard_group=4),
+        Layout(dp=4, tp=2, pp=2, ep=2, zero=3, shard_group=2),
+        Layout(dp=4, tp=2, ep=4, etp=1, zero=1, shard_group=2),
+        Layout(dp=2, cp=4, ep=2, zero=3, shard_group=4),
+    ],
+    ids=str,
+)
+def test_the_same_experts_of_a_group_share_their_state(layout: Layout) -> None:
+    whole = RankGrid(layout, 0).rows("expert_dp")
+    for rank in range(layout.world):
+        grid = RankGrid(layout, rank)
+        group = {*grid.peers("dp_shard", "tp")}
+        alike = next(row for row in whole if rank in row)
+        assert {*grid.peers("expert_shard")} == {*alike} & group
+        assert {*grid.peers("dp_replicate")} <= {*alike}
+        assert len(alike) == layout.num_expert_shards * layout.num_shard_groups
+
+
+@pytest.mark.parametrize(
     ("layout", "shards", "groups"),
     [
         (Layout(dp=4), 1, 4),

@@ -21,6 +21,7 @@ from myriad.job.phase_values import Phase
 
 F16 = "train.precision=float16"
 CLIPS = ["optimizer.name=muon", "optimizer.qk_clip=9"]
+GROUPED = ["model.experts=8", "layout.dp=4", "layout.zero=2", "layout.shard_group=2"]
 CAPPED = ["model.experts=4", "model.expert_capacity=1.25"]
 IN_PAIRS = ["model.experts=4", "layout.dp=2", "layout.ep=2", "overlap.pairs=true"]
 IN_A_V = ["layout.pp=2", "layout.virtual_stages=2", "layout.schedule=dualpipe-v"]
@@ -222,6 +223,12 @@ def test_a_model_by_name_with_keys_on_top(tmp_path: Path) -> None:
             ["layout.dp=4", "layout.zero=3", "layout.shard_group=3"],
             "layout.shard_group",
             "must divide layout.dp",
+        ),
+        ([*GROUPED, "layout.ep=4"], "layout.shard_group", "must be a multiple of layout.ep = 4"),
+        (
+            [*GROUPED, "layout.tp=2", "layout.ep=8", "layout.etp=1"],
+            "layout.shard_group",
+            "must times layout.tp = 2 be a multiple of layout.ep = 8",
         ),
         (
             ["layout.reduce=each", "layout.zero=1", "layout.dp=2"],

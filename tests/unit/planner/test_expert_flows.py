@@ -87,21 +87,32 @@ def test_tokens_travel_among_the_ranks_that_share_experts(keys: dict[str, Any]) 
         assert max(found.values()) < whole if layout.pp > 1 else min(found.values()) == pytest.approx(whole)
 
 
-@pytest.mark.parametrize("keys", LAYOUTS[1:], ids=str)
+IN_GROUPS = [
+    {"dp": 8, "tp": 2, "ep": 2, "zero": 1, "shard_group": 4},
+    {"dp": 8, "pp": 2, "ep": 4, "zero": 2, "shard_group": 4},
+    {"dp": 4, "tp": 4, "ep": 2, "etp": 1, "zero": 2, "shard_group": 2},
+]
+
+
+@pytest.mark.parametrize("keys", LAYOUTS[1:] + IN_GROUPS, ids=str)
 def test_experts_have_rings_of_their_own(keys: dict[str, Any]) -> None:
     costs = _costs(**keys)
     layout, phases = costs.workload.layout, transfer_phases(costs)
-    rows = {rank: number for number, row in enumerate(RankGrid(layout, 0).rows("expert_dp")) for rank in row}
+    axis = "expert_shard" if layout.zero else "expert_dp"
+    rows = {rank: number for number, row in enumerate(RankGrid(layout, 0).rows(axis)) for rank in row}
     found = _sent(phases, "expert-reduce")
     assert all(rows[source] == rows[target] for source, target in found)
     experts = 5 * 16 * 3 * MODEL.hidden * 1024  # gate, up and down of each
-    copies = layout.num_expert_replicas
-    expected = experts * costs.workload.profile.gradient_bytes * (copies - 1)
+    copies, each = layout.num_expert_shards, costs.workload.profile.gradient_bytes
+    expected = experts * each * (copies - 1) * layout.num_shard_groups
     assert sum(found.values()) == pytest.approx(expected)
     whole = sum(one.parameters for one in costs.stages) * layout.tp
     others = _sent(phases, "reduce")
     assert sum(others.values()) < whole * costs.workload.profile.gradient_bytes * (layout.num_holders - 1)
     assert bool(found) is (copies > 1)
+    in_group = layout.num_shards * layout.tp * sum(one.own_parameters for one in costs.stages)
+    across = 2 * (layout.num_shard_groups - 1) * each * in_group
+    assert sum(_sent(phases, "reduce-across").values()) == pytest.approx(across)
 
 
 def test_a_token_crosses_once_to_each_node_of_its_experts() -> None:

@@ -216,13 +216,19 @@ def test_the_search_divides_experts_among_replicas() -> None:
 
 def test_the_closed_form_is_near_the_simulator_with_experts_on_other_ranks() -> None:
     rng = np.random.default_rng(3)
-    grids = [grid for grid in layout_grids(PROBLEM) if grid.experts.folds]
+    grouped = replace(PROBLEM, fixed={"shard_group": 4}, searches_groups=True)
+    grids = [
+        [grid for grid in layout_grids(problem) if grid.experts.folds and grid.shards]
+        for problem in (PROBLEM, grouped)
+    ]
+    assert all(grid.shards[-1].shard_group == 4 for grid in grids[1])
     errors = []
-    for _ in range(80):
-        grid = grids[rng.integers(len(grids))]
+    for turn in range(100):
+        own = grids[turn % 5 == 4]
+        grid = own[rng.integers(len(own))]
         layout, overlap = grid.at(tuple(int(rng.integers(count)) for count in grid.axes))
-        candidate = score_layout(PROBLEM, LayoutCandidate(layout, overlap, 0.0, 0.0, 0.0))
-        (plan,) = simulate_candidates(PROBLEM, [candidate])
+        candidate = score_layout(grid.problem, LayoutCandidate(layout, overlap, 0.0, 0.0, 0.0))
+        (plan,) = simulate_candidates(grid.problem, [candidate])
         errors.append(abs(candidate.seconds / plan.seconds - 1))
     assert np.median(errors) < 0.02 and max(errors) < 0.5
 
@@ -263,13 +269,18 @@ def test_a_given_number_of_ranks_is_planned() -> None:
         Layout(dp=4, pp=1, tp=4, ep=8, etp=1),
         Layout(dp=2, pp=4, tp=8, ep=2, etp=1),
         Layout(dp=8, pp=1, tp=2, ep=1, etp=1),
+        Layout(dp=8, pp=2, tp=2, ep=2, zero=1, shard_group=4),
+        Layout(dp=4, pp=2, tp=4, ep=2, etp=1, zero=1, shard_group=2),
     ],
     ids=str,
 )
 def test_groups_of_experts_are_those_of_the_grid(layout: Layout) -> None:
     """Else tokens are planned to travel over links that they do not take."""
     experts = ExpertGrid.of(layout, layout.tp * layout.pp)
-    for axis, group in (("ep", experts.sharing), ("expert_dp", experts.alike)):
+    found = {"ep": experts.sharing, "expert_dp": experts.alike()}
+    if layout.zero:
+        found["expert_shard"] = experts.alike(layout.num_shard_groups)
+    for axis, group in found.items():
         peers = RankGrid(layout, 0).peers(axis)
         assert len(peers) == group.size
         for place in (1, 2, 4, 8, 16, 64):

@@ -94,14 +94,14 @@ class ExpertGrid:
         between_rows = min(_distinct(num_experts, num_chosen, nodes), float(most_nodes or nodes))
         return (between, between_rows), (inside, rows)
 
-    @property
-    def alike(self) -> RankGroup:
-        """The ranks that hold the same experts."""
+    def alike(self, num_groups: int = 1) -> RankGroup:
+        """Return the ranks that hold the same experts, of one of ``num_groups`` shard groups."""
+        size = self.num_replicas // num_groups
         if not self.whole:
-            return RankGroup(self.num_replicas, self.replica_stride * self.ep, RankRun())
+            return RankGroup(size, self.replica_stride * self.ep, RankRun())
         near = gcd(self.ep, self.tp)
-        run = RankRun(gcd(self.tp // near, self.num_replicas), near)
-        return RankGroup(self.num_replicas, self.replica_stride * (self.ep // near), run)
+        run = RankRun(gcd(self.tp // near, size), near)
+        return RankGroup(size, self.replica_stride * (self.ep // near), run)
 
 
 def _distinct(num_experts: int, num_chosen: int, num_places: int) -> float:

@@ -105,9 +105,11 @@ class Costs:
             everyone = holders(layout, replica_stride, layout.num_holders)
             self.replicas = group_along(cluster, float(everyone.size), float(everyone.stride), everyone.run)
         self.expert_collectives: DpCollectives | None = None
-        """Collectives of the ranks that hold the same experts, where not all replicas do."""
+        """Collectives of the ranks of a group that share the state of the same experts, where not all
+        replicas hold them."""
         if layout.folds_experts:
-            self.expert_collectives = DpCollectives(cluster, comm, *self.slice.experts.alike)
+            alike = self.slice.experts.alike(layout.num_shard_groups if layout.reduces_across else 1)
+            self.expert_collectives = DpCollectives(cluster, comm, *alike)
         self.layers_of_stage = stage_layers(workload)
         self.num_chunks = count_chunks(layout, overlap, self.layers_of_stage)
 
@@ -165,7 +167,7 @@ class Costs:
         inputs = float(times.backward_input.total + again.total)
         gather, reduced, update = self._data_parallel(others, experts)
         updated = self._own_parameters(others, experts)
-        across = self._across_seconds(parameters)
+        across = self._across_seconds(updated)
         shapes = [matrix for layer in own for matrix in self._matrices_of(kinds[layer])]
         matrices = self._matrices(shapes)
         copies = self._copies(own, others, experts, shapes)
@@ -206,7 +208,8 @@ class Costs:
 
     def _own_parameters(self, others: float, experts: float) -> float:
         """Return the number of parameters that a rank updates, of so many that it holds."""
-        return others / self.workload.layout.num_shards + experts / self.workload.num_expert_shards
+        layout = self.workload.layout
+        return others / layout.num_shards + experts / layout.num_expert_shards
 
     def _matrices(self, shapes: Sequence[HiddenMatrix]) -> MatrixCosts:
         """Return the costs of a stage's matrices."""
@@ -214,7 +217,8 @@ class Costs:
         if self.expert_collectives is None:
             return matrix_costs(shapes, workload, self.cluster, self.replicas, num_chunks=num_chunks)
         others, experts = (matrices_of_rank(shapes, ep, of_experts=which) for which in (False, True))
-        ring = self.expert_collectives.ring
+        everyone = self.slice.experts.alike()
+        ring = group_along(self.cluster, float(everyone.size), float(everyone.stride), everyone.run)
         found = matrix_costs(experts, workload, self.cluster, ring, num_chunks=num_chunks, of_experts=True)
         return matrix_costs(others, workload, self.cluster, self.replicas, num_chunks=num_chunks) + found
 
@@ -348,11 +352,11 @@ class Costs:
         reduced = sums.all_gather_seconds(gradients) if zero else sums.all_reduce_seconds(gradients)
         return float(gather), float(reduced)
 
-    def _across_seconds(self, parameters: float) -> float:
+    def _across_seconds(self, own: float) -> float:
+        """Return the seconds of the sum across groups of so many parameters of this rank's shards."""
         if self.across_groups is None:
             return 0.0
-        shard = parameters / self.workload.layout.num_shards
-        return float(self.across_groups.all_reduce_seconds(shard * self.workload.profile.gradient_bytes))
+        return float(self.across_groups.all_reduce_seconds(own * self.workload.profile.gradient_bytes))
 
     @cached_property
     def busiest_rank(self) -> tuple[TimeBreakdown, TimeBreakdown]:

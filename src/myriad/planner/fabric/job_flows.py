@@ -158,6 +158,7 @@ class _Maker:
         latest: defaultdict[tuple[PhaseKind, int], list[tuple[float, ...]]] = defaultdict(list)
         for kind, stage, _, starts in self._of("gather", "reduce", "reduce-across"):
             latest[kind, stage].append(starts)
+        layout = self.costs.workload.layout
         for (kind, stage), every in latest.items():
             others, experts = self.costs.held_parameters(self.layers[stage])
             starts = tuple(map(max, zip(*every, strict=True)))
@@ -166,12 +167,14 @@ class _Maker:
                 assert self.costs.across_groups is not None, "the program has such sums"
                 parts = line.reshape(-1, sums.size, line.shape[1])  # [group, shard, tp]
                 groups, sums = parts.transpose(1, 2, 0).reshape(-1, len(parts)), self.costs.across_groups
+                others = others / layout.num_shards + experts / layout.num_expert_shards
             else:
                 groups = line.reshape(-1, sums.size, line.shape[1]).transpose(0, 2, 1).reshape(-1, sums.size)
             yield from self._among(kind, stage, starts, groups, sums, others)
             if experts and self.costs.expert_collectives is not None and kind != "reduce-across":
-                alike = self._experts_of(line).transpose(1, 2, 0)  # [ep, tp, replica]
-                groups, sums = alike.reshape(-1, alike.shape[2]), self.costs.expert_collectives
+                alike, sums = self._experts_of(line), self.costs.expert_collectives
+                in_groups = alike.reshape(-1, sums.size, *alike.shape[1:])  # [group, replica, ep, tp]
+                groups = in_groups.transpose(0, 2, 3, 1).reshape(-1, sums.size)
                 own: PhaseKind = "expert-gather" if kind == "gather" else "expert-reduce"
                 yield from self._among(own, stage, starts, groups, sums, experts)
 
@@ -200,14 +203,14 @@ class _Maker:
         return line.reshape(layout.num_expert_replicas, layout.ep, layout.expert_tp)
 
     def _data_bytes(self, kind: PhaseKind, parameters: float) -> float:
-        """Return the bytes of a chunk's collective; an all-reduce counts as a reduce-scatter and an
-        all-gather."""
+        """Return the bytes of a collective of so many parameters; an all-reduce counts as a reduce-scatter
+        and an all-gather."""
         workload = self.costs.workload
         if kind in ("gather", "expert-gather"):
             return parameters * workload.value_bytes
         gradients = parameters * workload.profile.gradient_bytes
         if kind == "reduce-across":
-            return 2 * gradients / workload.layout.num_shards
+            return 2 * gradients
         return gradients * (1 if workload.layout.zero else 2)
 
     def _data_pattern(self, sums: DpCollectives, group: _Ints) -> CollectivePattern:

@@ -79,9 +79,9 @@ class ConstantMemory:
 
     def _part(self, key: int) -> float:
         """Return the number of elements of this rank's part of a chunk."""
-        workload = self._workload
+        layout = self._workload.layout
         of_experts = key in self._expert_chunks
-        return self._chunks[key] / (workload.num_expert_shards if of_experts else workload.layout.num_shards)
+        return self._chunks[key] / (layout.num_expert_shards if of_experts else layout.num_shards)
 
     @cached_property
     def moments(self) -> float:

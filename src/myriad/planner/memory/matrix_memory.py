@@ -105,7 +105,7 @@ class MatrixSharers(NamedTuple):
         """Return those of a rank's matrices. ``of_experts``: of experts that not all replicas hold."""
         layout = workload.layout
         if of_experts:
-            return cls(layout.num_expert_replicas, workload.num_expert_shards, layout.expert_tp)
+            return cls(layout.num_expert_replicas, layout.num_expert_shards, layout.expert_tp)
         replicas = layout.num_holders if workload.comm.sync_every == 1 else 1
         return cls(replicas, min(layout.num_shards, replicas), layout.tp)
 

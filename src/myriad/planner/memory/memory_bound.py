@@ -50,7 +50,7 @@ def _always_held(model: StageMemory, stages: Sequence[int]) -> float:
     elements, experts = sum(map(model.chunk, stages)), sum(map(model.expert_chunk, stages))
     if {0, len(model.layers) - 1} & {*stages}:
         elements += model.padded(model.table)
-    part = elements / workload.layout.num_shards + experts / workload.num_expert_shards
+    part = elements / workload.layout.num_shards + experts / workload.layout.num_expert_shards
     elements += experts
     values = elements * workload.value_bytes if zero < 3 else 0.0
     master = 0.0 if workload.value_bytes == 4 and zero < 3 else 4 * part
@@ -66,7 +66,7 @@ def _state(model: StageMemory, stage: int) -> float:
     """Return the least bytes of a stage's optimizer state that rests in host memory."""
     workload = model.workload
     part = model.chunk(stage) / workload.layout.num_shards
-    part += model.expert_chunk(stage) / workload.num_expert_shards
+    part += model.expert_chunk(stage) / workload.layout.num_expert_shards
     return 4 * part * (int(workload.offloads_master) + (1 if workload.orthogonalizes else 2))
 
 

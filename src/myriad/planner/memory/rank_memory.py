@@ -308,7 +308,10 @@ class _MemoryWalk:
             self.reduced_keys[stage] = [*own, _TIED] if index == self.tied_starts else own
             now.rooms.append(sum(map(self._room, self.reduced_keys[stage])))
         if does.starts is Collective.REDUCE_ACROSS:
-            rooms = (self.model.room_across(self.chunks[key]) for key in self.reduced_keys[stage])
+            rooms = (
+                self.model.room_across(self.chunks[key], of_experts=key in self.expert_chunks)
+                for key in self.reduced_keys[stage]
+            )
             now.rooms_across.append(sum(rooms))
         if stage in self.matrices:
             self._put_matrices(stage, self.matrices[stage].after_begin_of(action.kind))

@@ -224,13 +224,16 @@ class StageMemory:
         """Return the bytes of the receive buffers for other ranks' gradients while a chunk is reduced."""
         layout = self.workload.layout
         if of_experts:
-            return self._room(elements, layout.num_expert_replicas)
+            return self._room(
+                elements, layout.num_expert_shards if layout.zero else layout.num_expert_replicas
+            )
         return self._room(elements, layout.num_shards if layout.zero else layout.num_holders)
 
-    def room_across(self, elements: float) -> float:
+    def room_across(self, elements: float, *, of_experts: bool = False) -> float:
         """Return the bytes of the receive buffers while a chunk's shards are summed across groups."""
         layout = self.workload.layout
-        return self._room(elements / layout.num_shards, layout.num_shard_groups)
+        shards = layout.num_expert_shards if of_experts else layout.num_shards
+        return self._room(elements / shards, layout.num_shard_groups)
 
     def _room(self, elements: float, ranks: int) -> float:
         return 4 * elements * (ranks - 1 if self.on_cpu else min(ranks - 1, 1)) / ranks

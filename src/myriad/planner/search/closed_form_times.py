@@ -228,10 +228,12 @@ def dp_seconds(times: GridTimes) -> Array:
     switches]``."""
     grid = times.grid
     groups = {size: _group_collectives(grid, size) for _, _, size in grid.shards}
-    of_experts = _expert_collectives(grid)
+    of_experts = {size: _expert_collectives(grid, size) for size in groups}
     forms = [
         [
-            _DpForm(times, groups[shard.shard_group], of_experts, shard, data).seconds(optimizer)
+            _DpForm(times, groups[shard.shard_group], of_experts[shard.shard_group], shard, data).seconds(
+                optimizer
+            )
             for data, optimizer in grid.switches
         ]
         for shard in grid.shards
@@ -247,18 +249,20 @@ def _num_shards(grid: LayoutGrid, shard: Sharding) -> int:
 
 
 def _num_expert_shards(grid: LayoutGrid, shard: Sharding) -> int:
-    return grid.experts.num_replicas if shard.zero else 1
+    return grid.experts.num_replicas * _num_shards(grid, shard) // grid.num_holders if shard.zero else 1
 
 
 _Groups = tuple[DpCollectives, DpCollectives | None]
 """Collectives inside the groups that share the state, and across such groups, if there are several."""
 
 
-def _expert_collectives(grid: LayoutGrid) -> DpCollectives | None:
-    """Return the collectives of the ranks that hold the same experts; ``None``: all replicas do."""
+def _expert_collectives(grid: LayoutGrid, size: int | None) -> DpCollectives | None:
+    """Return the collectives of the ranks of a group of ``size`` replicas that hold the same experts;
+    ``None``: all replicas do."""
     if not grid.experts.folds:
         return None
-    return DpCollectives(grid.problem.cluster, grid.problem.comm, *grid.experts.alike)
+    num_groups = grid.num_holders // (size or grid.num_holders)
+    return DpCollectives(grid.problem.cluster, grid.problem.comm, *grid.experts.alike(num_groups))
 
 
 def _group_collectives(grid: LayoutGrid, size: int | None) -> _Groups:
@@ -300,7 +304,7 @@ class _DpForm:
         if of_experts is not None and np.any(experts):
             gather, reduce = self._collectives(of_experts, experts / self.n)
             self.gather, self.reduce = self.gather + gather, self.reduce + reduce
-        self.across = self._across_seconds(others / self.n)
+        self.across = self._across_seconds(self.own / self.n)
         forward, inputs, weights, _ = times.mean
         self.forward = forward[:, :1] / self.n
         self.backward = (inputs + weights)[:, :1] / self.n
@@ -319,12 +323,12 @@ class _DpForm:
         whole = np.asarray(sums.all_gather_seconds(parameters * problem.value_bytes))
         return whole, np.asarray(sums.all_gather_seconds(gradients))
 
-    def _across_seconds(self, parameters: Array) -> Array | None:
-        """Return the seconds of a chunk's sum across groups; ``None``: there is one group."""
+    def _across_seconds(self, own: Array) -> Array | None:
+        """Return the seconds of a chunk's sum across groups, of so many parameters of this rank's shards;
+        ``None``: there is one group."""
         if self.sums_across is None:
             return None
-        shard = parameters * self.grid.problem.profile.gradient_bytes / self.num_shards
-        return np.asarray(self.sums_across.all_reduce_seconds(shard))
+        return np.asarray(self.sums_across.all_reduce_seconds(own * self.grid.problem.profile.gradient_bytes))
 
     def seconds(self, optimizer: bool) -> Array:
         """Return the sum of the exposed seconds, the slowdown of compute and the update."""

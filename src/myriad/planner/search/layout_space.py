@@ -113,15 +113,18 @@ class LayoutGrid:
         plain = problem.shards if several or "zero" in problem.fixed else (Sharding(0, "last"),)
         if not problem.searches_groups:
             return plain
-        if self.experts.folds:
-            return () if problem.fixed.get("shard_group") else plain
         given = problem.fixed.get("shard_group")
         groups = [given] if given is not None else []
-        if given is None and self.cp == 1:
+        if given is None and self.cp == 1 and not self.experts.folds:
             groups = _shard_groups(problem.cluster, self.dp, self.tp * self.pp)
-        fits = [size for size in groups if self.num_holders % size == 0]
+        fits = [size for size in groups if self.num_holders % size == 0 and self._holds_experts(size)]
         grouped = (shard._replace(shard_group=size) for size in fits for shard in plain if shard.zero)
         return (*(plain if given is None else ()), *grouped)
+
+    def _holds_experts(self, size: int) -> bool:
+        """Return whether a group of ``size`` ranks that hold the same parameters has every expert equally
+        often."""
+        return size * self.tp % (self.ep * self.experts.expert_tp) == 0
 
     @property
     def tensors(self) -> tuple[TensorOverlap, ...]:
